@@ -1,0 +1,1 @@
+"""A ROCm-first attention runtime. See docs/architecture.md."""

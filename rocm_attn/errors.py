@@ -1,0 +1,60 @@
+"""What a caller can act on. Every message says what was given, what is allowed and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class RocmAttnError(Exception):
+    """Base of everything that this package raises on purpose."""
+
+
+class Unsupported(RocmAttnError):
+    """No kernel serves the problem.
+
+    reasons: one sentence for each kernel that was considered and why it was refused.
+    """
+
+    def __init__(self, summary: str, reasons: Sequence[str] = ()) -> None:
+        self.reasons = tuple(reasons)
+        super().__init__("\n  - ".join((summary, *self.reasons)))
+
+
+class BadProblem(RocmAttnError, ValueError):
+    """A model's attention geometry contradicts itself (heads, dims, scale, page size)."""
+
+
+class BadBatch(RocmAttnError, ValueError):
+    """A step that cannot be run as described: lengths that disagree, rows not admitted, pages not reserved."""
+
+
+class BadTensor(RocmAttnError, ValueError):
+    """A tensor with the wrong shape, dtype, device or strides."""
+
+
+class CapacityExceeded(RocmAttnError):
+    """Something does not fit; the message names the setting that makes room."""
+
+
+class OutOfPages(CapacityExceeded):
+    """The KV pool has too few free pages; nothing was changed."""
+
+
+class GraphStale(RocmAttnError):
+    """A captured graph reads memory that has moved since; it must be captured again."""
+
+
+class WrongState(RocmAttnError):
+    """A call out of order, such as attend() without begin_step()."""
+
+
+class BadModel(RocmAttnError, ValueError):
+    """A model file that is missing, damaged, or of an architecture that the runner does not know."""
+
+
+class BadRequest(RocmAttnError, ValueError):
+    """A generation request that cannot be served, such as an empty prompt."""
+
+
+class BadSetting(RocmAttnError, ValueError):
+    """An environment variable or option with a value that is not allowed."""

@@ -1,0 +1,49 @@
+"""The index spaces, and the only functions that translate between them.
+
+    row      a row of the request table                         0 is reserved: all of it is page 0
+    seq      a sequence of this step                            [0, num_seqs)
+    token    a new token of this step, all sequences in order   [0, num_tokens)
+    kv_index the place of a token in its sequence's KV          [0, kv_len)
+    page_no  a page of a sequence                               kv_index // page_size
+    page     a page of a pool                                   0 is reserved: all of it is zero
+    slot     a token's place in a pool                          page * page_size + kv_index % page_size
+
+A rope position is not an index into KV: in a tree many tokens share a position.
+Pages and slots belong to a Space; ids of one space mean nothing in another.
+The functions take Python ints, NumPy arrays and torch tensors alike.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+RESERVED_ROW = 0
+RESERVED_PAGE = 0
+
+Index = TypeVar("Index", int, "np.ndarray[tuple[int, ...], np.dtype[np.int32]]", torch.Tensor)
+
+
+class Space(enum.Enum):
+    """Which pool a page or slot id belongs to."""
+
+    FULL = "full"
+    SWA = "swa"
+
+
+def num_pages(kv_len: Index, page_size: int) -> Index:
+    """Pages that hold kv_len tokens."""
+    return (kv_len + (page_size - 1)) // page_size
+
+
+def last_page_len(kv_len: Index, page_size: int) -> Index:
+    """Tokens in a sequence's last page, 1 .. page_size; kv_len is at least 1."""
+    return (kv_len - 1) % page_size + 1
+
+
+def slot_of(page: Index, kv_index: Index, page_size: int) -> Index:
+    """The slot of the token at kv_index, whose page is `page`."""
+    return page * page_size + kv_index % page_size

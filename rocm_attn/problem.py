@@ -1,0 +1,62 @@
+"""Problem: what a model fixes about one kind of attention layer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from rocm_attn.errors import BadProblem
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+UNLIMITED_WINDOW = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The geometry of one kind of attention layer, on this rank.
+
+    num_q_heads, num_kv_heads:  heads; the first is a multiple of the second (GQA), equal for MHA, 1 KV head for MQA
+    head_dim:                   elements of a q and a k row
+    v_head_dim:                 elements of a v and an output row
+    dtype:                      of q, k, v, the KV pool and the output
+    page_size:                  tokens in a page of the KV pool
+    scale:                      factor on q.k before the softmax
+    window_left:                previous keys a query sees besides its own; -1: all of them
+    logits_soft_cap:            s -> cap * tanh(s / cap) on scaled logits; 0: none
+    has_sinks:                  whether each head adds a learned logit to the softmax denominator
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+    page_size: int
+    scale: float
+    window_left: int = UNLIMITED_WINDOW
+    logits_soft_cap: float = 0.0
+    has_sinks: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "page_size"):
+            if getattr(self, name) < 1:
+                raise BadProblem(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.num_q_heads % self.num_kv_heads:
+            raise BadProblem(
+                f"{self.num_q_heads} query heads over {self.num_kv_heads} KV heads: the first must be a multiple of the second"
+            )
+        if self.dtype not in DTYPES:
+            raise BadProblem(f"dtype {self.dtype} is not one of {', '.join(map(str, DTYPES))}")
+        if not (math.isfinite(self.scale) and self.scale > 0):
+            raise BadProblem(f"scale is {self.scale}; it must be a positive number, for instance head_dim ** -0.5")
+        if self.window_left < UNLIMITED_WINDOW:
+            raise BadProblem(f"window_left is {self.window_left}; it is a number of previous keys, or -1 for all")
+        if not (math.isfinite(self.logits_soft_cap) and self.logits_soft_cap >= 0):
+            raise BadProblem(f"logits_soft_cap is {self.logits_soft_cap}; it must be positive, or 0 for none")
+
+    @property
+    def gqa_ratio(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_q_heads // self.num_kv_heads

@@ -1,0 +1,1 @@
+"""Kernel providers: what can run attention, and the pure function that chooses."""

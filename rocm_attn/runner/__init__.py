@@ -1,0 +1,1 @@
+"""A small model runner on the public API; also the example for authors of model runners."""

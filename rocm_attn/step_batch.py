@@ -1,0 +1,86 @@
+"""StepBatch: one step as the runner sees it. Real sequences only; padding is nobody's business here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from rocm_attn.errors import BadBatch
+
+Int32Array = npt.NDArray[np.int32]
+
+NO_TOKEN_IDS: Int32Array = np.empty(0, np.int32)
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepBatch:
+    """The sequences of one step, in order.
+
+    rows:       int32 [num_seqs]    seq -> row of the request table
+    kv_len:     int32 [num_seqs]    tokens in the sequence's KV after this step, the new ones included
+    q_len:      int32 [num_seqs]    new tokens of this step, at the end of the KV
+    token_ids:  int32 [num_tokens]  ids of the new tokens, all sequences in order; empty: the caller feeds the model itself
+
+    Zero sequences, zero lengths and zero new tokens are legal. Raises BadBatch.
+    """
+
+    rows: Int32Array
+    kv_len: Int32Array
+    q_len: Int32Array
+    token_ids: Int32Array = field(default_factory=lambda: NO_TOKEN_IDS)
+    num_tokens: int = field(init=False)
+    max_q_len: int = field(init=False)
+    min_q_len: int = field(init=False)
+    max_kv_len: int = field(init=False)
+    total_kv_len: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "kv_len", "q_len", "token_ids"):
+            object.__setattr__(self, name, _as_int32(name, getattr(self, name)))
+        if not (len(self.rows) == len(self.kv_len) == len(self.q_len)):
+            raise BadBatch(
+                f"{len(self.rows)} rows, {len(self.kv_len)} kv_len and {len(self.q_len)} q_len: each sequence has one of each"
+            )
+        put = object.__setattr__
+        if len(self.rows) == 0:
+            for name in ("num_tokens", "max_q_len", "min_q_len", "max_kv_len", "total_kv_len"):
+                put(self, name, 0)
+        else:
+            put(self, "max_q_len", int(self.q_len.max()))
+            put(self, "min_q_len", int(self.q_len.min()))
+            put(self, "max_kv_len", int(self.kv_len.max()))
+            put(self, "num_tokens", int(self.q_len.sum(dtype=np.int64)))
+            put(self, "total_kv_len", int(self.kv_len.sum(dtype=np.int64)))
+            if self.min_q_len < 0 or (self.kv_len < self.q_len).any():
+                seq = int(np.argmax((self.kv_len < self.q_len) | (self.q_len < 0)))
+                raise BadBatch(
+                    f"sequence {seq} has q_len {self.q_len[seq]} and kv_len {self.kv_len[seq]}: "
+                    "new tokens are counted in kv_len, so 0 <= q_len <= kv_len"
+                )
+        if self.total_kv_len > INT32_MAX:
+            raise BadBatch(f"{self.total_kv_len} KV tokens in one step overflow an int32 indptr; split the batch")
+        if len(self.token_ids) not in (0, self.num_tokens):
+            raise BadBatch(f"{len(self.token_ids)} token ids for {self.num_tokens} new tokens; pass one each, or none")
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.rows)
+
+
+def _as_int32(name: str, values: object) -> Int32Array:
+    """values as a contiguous int32 vector, without wrapping a value that does not fit."""
+    array = np.asarray(values)
+    if array.dtype == np.int32 and array.ndim == 1 and array.flags.c_contiguous:
+        return array
+    if array.ndim != 1:
+        raise BadBatch(f"{name} has shape {array.shape}; it must be a vector")
+    if array.size == 0:
+        return NO_TOKEN_IDS
+    if array.dtype.kind not in "iu":
+        raise BadBatch(f"{name} holds {array.dtype}; it must hold integers")
+    if int(array.min()) < -INT32_MAX or int(array.max()) > INT32_MAX:
+        raise BadBatch(f"{name} holds values beyond int32")
+    return np.ascontiguousarray(array, dtype=np.int32)

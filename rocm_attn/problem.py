@@ -45,7 +45,8 @@ class Problem:
                 raise BadProblem(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.num_q_heads % self.num_kv_heads:
             raise BadProblem(
-                f"{self.num_q_heads} query heads over {self.num_kv_heads} KV heads: the first must be a multiple of the second"
+                f"{self.num_q_heads} query heads over {self.num_kv_heads} KV heads: "
+                "the first must be a multiple of the second"
             )
         if self.dtype not in DTYPES:
             raise BadProblem(f"dtype {self.dtype} is not one of {', '.join(map(str, DTYPES))}")

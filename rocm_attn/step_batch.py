@@ -22,7 +22,7 @@ class StepBatch:
     rows:       int32 [num_seqs]    seq -> row of the request table
     kv_len:     int32 [num_seqs]    tokens in the sequence's KV after this step, the new ones included
     q_len:      int32 [num_seqs]    new tokens of this step, at the end of the KV
-    token_ids:  int32 [num_tokens]  ids of the new tokens, all sequences in order; empty: the caller feeds the model itself
+    token_ids:  int32 [num_tokens]  ids of the new tokens, sequence after sequence; empty: the caller feeds the model
 
     Zero sequences, zero lengths and zero new tokens are legal. Raises BadBatch.
     """
@@ -42,7 +42,8 @@ class StepBatch:
             object.__setattr__(self, name, _as_int32(name, getattr(self, name)))
         if not (len(self.rows) == len(self.kv_len) == len(self.q_len)):
             raise BadBatch(
-                f"{len(self.rows)} rows, {len(self.kv_len)} kv_len and {len(self.q_len)} q_len: each sequence has one of each"
+                f"{len(self.rows)} rows, {len(self.kv_len)} kv_len and {len(self.q_len)} q_len: "
+                "each sequence has one of each"
             )
         put = object.__setattr__
         if len(self.rows) == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from rocm_attn.errors import BadSetting
 class Target:
     """One kind of device.
 
-    arch:           "gfx942", "gfx950", "sm_90", ...; "cpu" without a GPU
+    arch:           "gfx942", "gfx950", "sm_90", ...; "cpu" without a GPU, "interpreter" under TRITON_INTERPRET=1
     compute_units:  CUs (AMD) or SMs (NVIDIA) that run programs at the same time; 1 on a CPU
     wave_size:      lanes of a wave or warp; 1 on a CPU
     lds_bytes:      LDS (AMD) or shared memory (NVIDIA) that one program may use
@@ -33,7 +34,7 @@ class Target:
 
     @property
     def is_gpu(self) -> bool:
-        return self.arch != "cpu"
+        return self.arch not in ("cpu", "interpreter")
 
 
 # Compute units and LDS from the vendors' data sheets: MI300X 304 CUs and 64 KiB, MI355X 256 CUs and 160 KiB,
@@ -44,6 +45,8 @@ KNOWN_TARGETS: dict[str, Target] = {
     "sm_90": Target("sm_90", 132, 32, 227 << 10, torch.float8_e4m3fn),
     "sm_80": Target("sm_80", 108, 32, 163 << 10, None),
     "cpu": Target("cpu", 1, 1, 0, None),
+    # Triton's interpreter on a CPU: a few programs, so that schedules split work and run one after the other.
+    "interpreter": Target("interpreter", 3, 1, 1 << 20, None),
 }
 
 
@@ -57,7 +60,8 @@ def known_target(arch: str) -> Target:
 def detect_target(device: torch.device) -> Target:
     """The target of a torch device. Asks the driver, so it is called once when a runtime is built."""
     if device.type == "cpu":
-        return KNOWN_TARGETS["cpu"]
+        # Triton reads the same variable when its kernels are imported.
+        return KNOWN_TARGETS["interpreter" if os.environ.get("TRITON_INTERPRET") == "1" else "cpu"]
     if device.type != "cuda":
         raise BadSetting(f"device {str(device)!r} is not served; use 'cpu' or 'cuda' (HIP devices are 'cuda' in torch)")
     properties = torch.cuda.get_device_properties(device)

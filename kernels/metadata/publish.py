@@ -1,0 +1,91 @@
+"""Move a step's inputs from pinned host memory to fixed device addresses.
+
+A kernel does it, not a copy: a DMA copy into a buffer that a graph then reads has been seen stale on ROCm (hip#3902).
+Every padded entry is rewritten each time. The words of a slot: slot_layout.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.metadata.slot_layout import HEADER_WORDS
+
+_BLOCK = 256
+
+
+@triton.jit(do_not_specialize=["num_seqs_padded", "num_tokens_padded", "pad_kv_len", "pad_q_len"])
+def _publish_kernel(
+    slot,
+    counts,
+    row_of_seq,
+    kv_len,
+    q_len,
+    token_ids,
+    num_seqs_padded,
+    num_tokens_padded,
+    pad_kv_len,
+    pad_q_len,
+    HEADER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    num_seqs = tl.load(slot)
+    num_tokens = tl.load(slot + 1)
+    num_token_ids = num_tokens * tl.load(slot + 3)
+    live = i < num_seqs
+    padded = i < num_seqs_padded
+    first = slot + HEADER
+    tl.store(row_of_seq + i, tl.load(first + i, mask=live, other=0), mask=padded)
+    lengths = tl.load(first + num_seqs + i, mask=live, other=0)
+    tl.store(kv_len + i, tl.where(live, lengths, pad_kv_len), mask=padded)
+    new = tl.load(first + 2 * num_seqs + i, mask=live, other=0)
+    tl.store(q_len + i, tl.where(live, new, pad_q_len), mask=padded)
+    ids = tl.load(first + 3 * num_seqs + i, mask=i < num_token_ids, other=0)
+    tl.store(token_ids + i, ids, mask=i < num_tokens_padded)
+    if tl.program_id(0) == 0:
+        header = tl.arange(0, HEADER)
+        # Word 3 leaves as 0: on the device it is the error word of the step.
+        words = tl.load(slot + header, mask=header < 3, other=0)
+        tl.store(counts + header, words)
+
+
+def launch_publish(
+    slot: Tensor,
+    counts: Tensor,
+    row_of_seq: Tensor,
+    kv_len: Tensor,
+    q_len: Tensor,
+    token_ids: Tensor,
+    *,
+    pad_kv_len: int,
+    pad_q_len: int,
+) -> None:
+    """Copy a ring slot to the step's inputs and write the pads.
+
+    slot:                      int32 words in pinned host memory (or device memory), laid out by slot_layout.py
+    counts:                    int32 [4]; receives num_seqs, num_tokens, step number, 0
+    row_of_seq, kv_len, q_len: int32 [S]; pads receive 0, pad_kv_len, pad_q_len
+    token_ids:                 int32 [T]; pads, and all of it when the slot brings no ids, receive 0
+    """
+    num_seqs_padded, num_tokens_padded = row_of_seq.shape[0], token_ids.shape[0]
+    blocks = triton.cdiv(max(num_seqs_padded, num_tokens_padded, 1), _BLOCK)
+    launch(
+        _publish_kernel,
+        (blocks,),
+        slot,
+        counts,
+        row_of_seq,
+        kv_len,
+        q_len,
+        token_ids,
+        num_seqs_padded,
+        num_tokens_padded,
+        pad_kv_len,
+        pad_q_len,
+        HEADER=HEADER_WORDS,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )

@@ -1,0 +1,42 @@
+"""Write changed cells of a request table. Set semantics: applying an update twice is harmless."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.metadata.slot_layout import UPDATE_WORDS
+
+_BLOCK = 256
+
+
+@triton.jit(do_not_specialize=["num_updates"])
+def _table_update_kernel(updates, table, table_stride, num_updates, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = i < num_updates
+    row = tl.load(updates + WORDS * i, mask=live, other=0).to(tl.int64)
+    column = tl.load(updates + WORDS * i + 1, mask=live, other=0)
+    entry = tl.load(updates + WORDS * i + 2, mask=live, other=0)
+    # Row 0 is reserved: a table that says otherwise would send every padded sequence into live memory.
+    tl.store(table + row * table_stride + column, entry, mask=live & (row > 0))
+
+
+def launch_table_update(updates: Tensor, table: Tensor, *, num_updates: int) -> None:
+    """table[row, column] = entry for the first num_updates (row, column, entry) triples.
+
+    updates: int32 words in pinned host memory (or device memory); triples, no cell named twice
+    table:   int32 [rows, width], written in place; row 0 never
+    """
+    launch(
+        _table_update_kernel,
+        (triton.cdiv(num_updates, _BLOCK),),
+        updates,
+        table,
+        table.stride(0),
+        num_updates,
+        WORDS=UPDATE_WORDS,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )

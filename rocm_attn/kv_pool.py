@@ -1,0 +1,93 @@
+"""KVPool: K and V storage of all layers, cut into pages. Page 0 is reserved and zero for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadProblem, CapacityExceeded
+from rocm_attn.index_spaces import RESERVED_PAGE
+from rocm_attn.problem import Problem
+from rocm_attn.step_batch import INT32_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPages:
+    """One layer's storage.
+
+    k: [pages, page_size, kv_heads, head_dim]
+    v: [pages, page_size, kv_heads, v_head_dim]
+    """
+
+    k: Tensor
+    v: Tensor
+
+
+class KVPool:
+    """K and V pages for every layer; layers of one geometry lie in one allocation.
+
+    A page id means the same page in every layer, so a sequence needs one row of one table.
+    """
+
+    def __init__(self, problems: Sequence[Problem], *, num_pages: int, device: torch.device) -> None:
+        if not problems:
+            raise BadProblem("no layers: pass one Problem for each attention layer of the model")
+        sizes = sorted({problem.page_size for problem in problems})
+        if len(sizes) != 1:
+            raise BadProblem(f"layers disagree on the page size ({sizes}); one pool has one page size")
+        self.page_size = sizes[0]
+        if num_pages < 2:
+            raise CapacityExceeded(f"num_pages is {num_pages}; at least 2 are needed, because page 0 is reserved")
+        if num_pages * self.page_size > INT32_MAX:
+            raise CapacityExceeded(
+                f"{num_pages} pages of {self.page_size} tokens overflow an int32 slot id; use at most "
+                f"{INT32_MAX // self.page_size} pages"
+            )
+        self.num_pages = num_pages
+        self.device = device
+        self._storages: list[LayerPages] = []
+        self._layers: list[LayerPages] = [LayerPages(torch.empty(0), torch.empty(0))] * len(problems)
+        for geometry in dict.fromkeys(map(_geometry, problems)):
+            members = [layer for layer, problem in enumerate(problems) if _geometry(problem) == geometry]
+            self._allocate(problems[members[0]], members)
+
+    def layer(self, layer: int) -> LayerPages:
+        """The pages of one layer."""
+        return self._layers[layer]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all layers."""
+        return sum(s.k.nbytes + s.v.nbytes for s in self._storages)
+
+    def copy_pages(self, source: Tensor, target: Tensor) -> None:
+        """Copy whole pages in every layer: target[i] becomes what source[i] was before the call.
+
+        source, target: int64 [n] page ids on the pool's device; targets are distinct and never page 0
+        """
+        for storage in self._storages:
+            for pages in (storage.k, storage.v):
+                pages.index_copy_(1, target, pages.index_select(1, source))
+
+    def _allocate(self, problem: Problem, members: Sequence[int]) -> None:
+        shape = (len(members), self.num_pages, self.page_size, problem.num_kv_heads)
+        # Not torch.zeros: nothing may depend on the content of a page that no token was stored to.
+        k = torch.empty(*shape, problem.head_dim, dtype=problem.dtype, device=self.device)
+        v = torch.empty(*shape, problem.v_head_dim, dtype=problem.dtype, device=self.device)
+        k[:, RESERVED_PAGE].zero_()
+        v[:, RESERVED_PAGE].zero_()
+        self._storages.append(LayerPages(k, v))
+        for i, layer in enumerate(members):
+            self._layers[layer] = LayerPages(k[i], v[i])
+
+
+def _geometry(problem: Problem) -> tuple[int, int, int, torch.dtype]:
+    return problem.num_kv_heads, problem.head_dim, problem.v_head_dim, problem.dtype
+
+
+def page_bytes(problems: Sequence[Problem]) -> int:
+    """Bytes that one page takes over all layers."""
+    return sum(p.page_size * p.num_kv_heads * (p.head_dim + p.v_head_dim) * p.dtype.itemsize for p in problems)

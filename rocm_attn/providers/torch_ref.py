@@ -1,0 +1,149 @@
+"""The torch provider: the readable kernels. It serves CPUs, and any device when asked for by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.refs import attention, cache, metadata
+from rocm_attn.padding import PaddedShape, StepKind
+from rocm_attn.problem import Problem
+from rocm_attn.providers.contract import AttendArgs, Baked, Bind, KernelRow, Limits, Provider, StepMetadata, StepOps
+from rocm_attn.target import Target
+
+# Plain torch has no limits of its own; these bound what makes sense.
+_LIMITS = Limits(
+    archs=("*",),
+    dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    head_dim=(1, 4096),
+    v_head_dim=(1, 4096),
+    page_size=(1, 4096),
+    max_gqa_ratio=4096,
+    window=False,
+    soft_cap=False,
+    sinks=False,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _TorchKernel:
+    """What both kernels share: no schedule, no workspace, work proportional to the table's width."""
+
+    problem: Problem
+
+    def schedule_words(self, shape: PaddedShape) -> int:
+        return 0
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return 0
+
+    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
+        pass
+
+
+def _entries(problem: Problem, step: StepMetadata) -> Tensor:
+    """The table, cut to the pages that the step's longest sequence needs."""
+    return step.table.narrow(-(-step.max_kv_len // problem.page_size)).entries
+
+
+@dataclass(frozen=True, slots=True)
+class TorchDecode(_TorchKernel):
+    """One new token in each sequence."""
+
+    def describe(self) -> str:
+        return f"torch.decode({self.problem})"
+
+    def attend(self, args: AttendArgs) -> None:
+        step = args.step
+        attention.paged_decode(
+            args.q,
+            args.k_pages,
+            args.v_pages,
+            _entries(self.problem, step),
+            step.table.row_of_seq,
+            step.kv_len,
+            step.q_indptr,
+            None,
+            None,
+            args.out,
+            args.lse,
+            scale=self.problem.scale,
+            num_programs=1,
+            tiles=None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TorchExtend(_TorchKernel):
+    """Any number of new tokens in each sequence, one included."""
+
+    def describe(self) -> str:
+        return f"torch.extend({self.problem})"
+
+    def attend(self, args: AttendArgs) -> None:
+        step = args.step
+        attention.paged_extend(
+            args.q,
+            args.k_pages,
+            args.v_pages,
+            _entries(self.problem, step),
+            step.table.row_of_seq,
+            step.kv_len,
+            step.q_indptr,
+            None,
+            args.out,
+            args.lse,
+            scale=self.problem.scale,
+            max_q_len=step.max_q_len,
+            tiles=None,
+        )
+
+
+def _bind_decode(problem: Problem, target: Target) -> TorchDecode:
+    return TorchDecode(problem)
+
+
+def _bind_extend(problem: Problem, target: Target) -> TorchExtend:
+    return TorchExtend(problem)
+
+
+def _row(name: str, kind: StepKind, bind: Bind) -> KernelRow:
+    return KernelRow(
+        provider="torch",
+        name=name,
+        kind=kind,
+        limits=_LIMITS,
+        min_kv_len=0,
+        masks_v=True,
+        graph_safe=True,
+        batch_invariant=False,
+        needs=frozenset(),
+        bakes=frozenset({Baked.MAX_KV_LEN}),
+        needs_host_lengths=False,
+        bind=bind,
+    )
+
+
+def _ops() -> StepOps:
+    return StepOps(
+        publish=metadata.publish,
+        table_update=metadata.table_update,
+        fill=metadata.fill,
+        page_indptr=metadata.page_indptr,
+        page_list=metadata.page_list,
+        block_table=metadata.block_table,
+        store_kv=cache.store_kv,
+    )
+
+
+TORCH = Provider(
+    name="torch",
+    rows=(
+        _row("torch.decode", StepKind.DECODE, _bind_decode),
+        _row("torch.extend", StepKind.EXTEND, _bind_extend),
+        _row("torch.extend", StepKind.MIXED, _bind_extend),
+    ),
+    ops=_ops,
+)

@@ -1,0 +1,256 @@
+"""The triton provider: binds the project's kernels. Reads tables through TableView, so it needs no CSR."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from rocm_attn.kernels.attention import limits
+from rocm_attn.padding import PaddedShape, StepKind
+from rocm_attn.problem import Problem
+from rocm_attn.providers.contract import AttendArgs, Bind, KernelRow, Limits, Provider, StepMetadata, StepOps
+from rocm_attn.target import Target
+
+if TYPE_CHECKING:
+    from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
+
+# Triton is imported when a kernel is bound: choosing one, or explaining the choice, needs no Triton.
+
+_LIMITS = Limits(
+    archs=("gfx942", "gfx950", "sm_*", "interpreter"),
+    dtypes=limits.DTYPES,
+    head_dim=(1, limits.MAX_HEAD_DIM),
+    v_head_dim=(1, limits.MAX_HEAD_DIM),
+    page_size=(1, limits.MAX_PAGE_SIZE),
+    max_gqa_ratio=limits.MAX_GQA_RATIO,
+    window=False,
+    soft_cap=False,
+    sinks=False,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TritonDecode:
+    """Split-KV decode of sequences with one new token; others are left alone."""
+
+    problem: Problem
+    tiles: DecodeTiles
+    num_programs: int
+
+    def describe(self) -> str:
+        return f"triton.decode({self.problem}, {self.tiles}, programs={self.num_programs})"
+
+    def schedule_words(self, shape: PaddedShape) -> int:
+        from rocm_attn.kernels.attention.decode_schedule import decode_schedule_words
+
+        return decode_schedule_words(self.num_programs, shape.num_seqs)
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        from rocm_attn.kernels.attention.decode import decode_partials_words
+
+        return decode_partials_words(
+            self.num_programs,
+            num_q_heads=self.problem.num_q_heads,
+            num_kv_heads=self.problem.num_kv_heads,
+            v_head_dim=self.problem.v_head_dim,
+            tiles=self.tiles,
+        )
+
+    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
+        from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
+
+        launch_decode_schedule(
+            step.kv_len,
+            step.q_len,
+            schedule,
+            num_kv_heads=self.problem.num_kv_heads,
+            num_programs=self.num_programs,
+            tiles=self.tiles,
+        )
+
+    def attend(self, args: AttendArgs) -> None:
+        from rocm_attn.kernels.attention.decode import launch_paged_decode
+
+        step = args.step
+        launch_paged_decode(
+            args.q,
+            args.k_pages,
+            args.v_pages,
+            step.table.entries,
+            step.table.row_of_seq,
+            step.kv_len,
+            step.q_indptr,
+            args.schedule,
+            args.workspace,
+            args.out,
+            args.lse,
+            scale=self.problem.scale,
+            num_programs=self.num_programs,
+            tiles=self.tiles,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TritonExtend:
+    """Ragged extend over a cached prefix, for sequences with min_q_len new tokens or more."""
+
+    problem: Problem
+    tiles: ExtendTiles
+    min_q_len: int = 1
+
+    def describe(self) -> str:
+        return f"triton.extend({self.problem}, {self.tiles}, min_q_len={self.min_q_len})"
+
+    def schedule_words(self, shape: PaddedShape) -> int:
+        from rocm_attn.kernels.attention.extend_tiles import extend_schedule_words
+
+        return extend_schedule_words(
+            shape.num_tokens, shape.num_seqs, gqa_ratio=self.problem.gqa_ratio, tiles=self.tiles
+        )
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return 0
+
+    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
+        from rocm_attn.kernels.attention.extend_tiles import launch_extend_schedule
+
+        launch_extend_schedule(
+            step.kv_len,
+            step.q_indptr,
+            schedule,
+            min_q_len=self.min_q_len,
+            num_tokens=step.shape.num_tokens,
+            gqa_ratio=self.problem.gqa_ratio,
+            tiles=self.tiles,
+        )
+
+    def attend(self, args: AttendArgs) -> None:
+        from rocm_attn.kernels.attention.extend import launch_paged_extend
+
+        step = args.step
+        launch_paged_extend(
+            args.q,
+            args.k_pages,
+            args.v_pages,
+            step.table.entries,
+            step.table.row_of_seq,
+            step.kv_len,
+            step.q_indptr,
+            args.schedule,
+            args.out,
+            args.lse,
+            scale=self.problem.scale,
+            max_q_len=step.max_q_len,
+            tiles=self.tiles,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TritonMixed:
+    """Decode for the sequences with one new token, extend for the longer ones; both write disjoint tokens of out."""
+
+    decode: TritonDecode
+    extend: TritonExtend
+
+    def describe(self) -> str:
+        return f"{self.extend.describe()} + {self.decode.describe()}"
+
+    def schedule_words(self, shape: PaddedShape) -> int:
+        return self._extend_words(shape) + self.decode.schedule_words(shape)
+
+    def _extend_words(self, shape: PaddedShape) -> int:
+        # Whole 16-byte units: Triton compiles a kernel anew when a pointer's alignment changes.
+        return -(-self.extend.schedule_words(shape) // 4) * 4
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return self.decode.workspace_words(shape)
+
+    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
+        words = self._extend_words(step.shape)
+        self.extend.build_schedule(step, schedule[:words])
+        self.decode.build_schedule(step, schedule[words:])
+
+    def attend(self, args: AttendArgs) -> None:
+        words = self._extend_words(args.step.shape)
+        self.extend.attend(replace(args, schedule=args.schedule[:words]))
+        self.decode.attend(replace(args, schedule=args.schedule[words:]))
+
+
+def _bind_decode(problem: Problem, target: Target) -> TritonDecode:
+    from rocm_attn.kernels.tuning.tiles import decode_tiles
+
+    tiles = decode_tiles(
+        target.arch,
+        gqa_ratio=problem.gqa_ratio,
+        num_kv_heads=problem.num_kv_heads,
+        head_dim=problem.head_dim,
+        v_head_dim=problem.v_head_dim,
+        dtype=problem.dtype,
+    )
+    return TritonDecode(problem, tiles, target.compute_units * tiles.programs_per_cu)
+
+
+def _bind_extend(problem: Problem, target: Target) -> TritonExtend:
+    from rocm_attn.kernels.tuning.tiles import extend_tiles
+
+    tiles = extend_tiles(
+        target.arch,
+        gqa_ratio=problem.gqa_ratio,
+        num_kv_heads=problem.num_kv_heads,
+        head_dim=problem.head_dim,
+        v_head_dim=problem.v_head_dim,
+        dtype=problem.dtype,
+    )
+    return TritonExtend(problem, tiles)
+
+
+def _bind_mixed(problem: Problem, target: Target) -> TritonMixed:
+    return TritonMixed(_bind_decode(problem, target), replace(_bind_extend(problem, target), min_q_len=2))
+
+
+def _row(name: str, kind: StepKind, bind: Bind) -> KernelRow:
+    return KernelRow(
+        provider="triton",
+        name=name,
+        kind=kind,
+        limits=_LIMITS,
+        min_kv_len=0,
+        masks_v=True,
+        graph_safe=True,
+        batch_invariant=False,
+        needs=frozenset(),
+        bakes=frozenset(),
+        needs_host_lengths=False,
+        bind=bind,
+    )
+
+
+def _ops() -> StepOps:
+    from rocm_attn.kernels.cache.store import launch_store_kv
+    from rocm_attn.kernels.metadata.fill import launch_fill
+    from rocm_attn.kernels.metadata.page_lists import launch_block_table, launch_page_indptr, launch_page_list
+    from rocm_attn.kernels.metadata.publish import launch_publish
+    from rocm_attn.kernels.metadata.table_update import launch_table_update
+
+    return StepOps(
+        publish=launch_publish,
+        table_update=launch_table_update,
+        fill=launch_fill,
+        page_indptr=launch_page_indptr,
+        page_list=launch_page_list,
+        block_table=launch_block_table,
+        store_kv=launch_store_kv,
+    )
+
+
+TRITON = Provider(
+    name="triton",
+    rows=(
+        _row("triton.decode", StepKind.DECODE, _bind_decode),
+        _row("triton.extend", StepKind.EXTEND, _bind_extend),
+        _row("triton.extend+decode", StepKind.MIXED, _bind_mixed),
+    ),
+    ops=_ops,
+)

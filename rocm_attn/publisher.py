@@ -1,0 +1,70 @@
+"""Publisher: carries what the host decided to the device, before the step's graph or launches run.
+
+Order on the stream: page copies, table updates, the step's inputs. Changes stay pending until their launch
+was enqueued.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rocm_attn.host_ring import HostRing
+from rocm_attn.kernels.metadata.slot_layout import HEADER_WORDS, slot_words
+from rocm_attn.kv_pool import KVPool
+from rocm_attn.plan import StepPlan
+from rocm_attn.providers.contract import StepOps
+from rocm_attn.request_table import RequestTable
+from rocm_attn.step_batch import INT32_MAX, StepBatch
+from rocm_attn.step_memory import DeviceStep
+
+
+class Publisher:
+    """Writes ring slots and launches the kernels that read them."""
+
+    def __init__(self, ops: StepOps, table: RequestTable, pool: KVPool) -> None:
+        self._ops = ops
+        self._table = table
+        self._pool = pool
+        self._inputs = HostRing(pool.device)
+        self._updates = HostRing(pool.device)
+        self._step_number = 0
+
+    def apply_table_changes(self) -> None:
+        """Bring the device's pages and table up to date with the host's."""
+        pending = self._table.pending
+        if pending.copies:
+            # Blocking copies of a few ids: sharing a partly filled page is rare.
+            target = torch.tensor(list(pending.copies.keys()), device=self._pool.device)
+            source = torch.tensor(list(pending.copies.values()), device=self._pool.device)
+            self._pool.copy_pages(source, target)
+            pending.copies.clear()
+        if pending.cells:
+            updates = self._table.pending_updates()
+            slot, words = self._updates.acquire(updates.size)
+            words[: updates.size] = updates.reshape(-1)
+            self._ops.table_update(slot, self._table.entries, num_updates=len(updates))
+            self._updates.release()
+            pending.cells.clear()
+
+    def publish(self, batch: StepBatch, plan: StepPlan, step: DeviceStep) -> None:
+        """Write the step's inputs, pads included, to their fixed addresses."""
+        num_seqs, num_ids = batch.num_seqs, len(batch.token_ids)
+        slot, words = self._inputs.acquire(slot_words(num_seqs, num_ids))
+        self._step_number = (self._step_number + 1) & INT32_MAX
+        words[:HEADER_WORDS] = (num_seqs, batch.num_tokens, self._step_number, num_ids > 0)
+        at = HEADER_WORDS
+        for values in (batch.rows, batch.kv_len, batch.q_len, batch.token_ids):
+            words[at : at + len(values)] = values
+            at += len(values)
+        metadata = step.metadata
+        self._ops.publish(
+            slot,
+            metadata.counts,
+            metadata.table.row_of_seq,
+            metadata.kv_len,
+            metadata.q_len,
+            step.token_ids,
+            pad_kv_len=plan.pad_kv_len,
+            pad_q_len=plan.shape.pad_q_len,
+        )
+        self._inputs.release()

@@ -1,0 +1,73 @@
+"""The oracle: dense attention, one sequence at a time, written to be read.
+
+out[t] = softmax(scale * q[t] . k[j] for visible j) . v[j]        over the keys j that token t may see
+
+Token t of a sequence with q_len new tokens sits at kv_index i = kv_len - q_len + t and sees keys
+max(0, i - window_left) .. i; all of 0 .. i without a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rocm_attn.problem import UNLIMITED_WINDOW, Problem
+
+
+def attend_sequence(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    """Attention of one sequence's new tokens over its whole KV, in float64.
+
+    q: [q_len, q_heads, head_dim]; k: [kv_len, kv_heads, head_dim]; v: [kv_len, kv_heads, v_head_dim]
+    Returns out [q_len, q_heads, v_head_dim] and lse [q_len, q_heads], natural log; 0 and -inf where no key is visible.
+    """
+    q_len, kv_len = q.shape[0], k.shape[0]
+    k = k.double().repeat_interleave(problem.gqa_ratio, dim=1)
+    v = v.double().repeat_interleave(problem.gqa_ratio, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * problem.scale
+    if problem.logits_soft_cap:
+        scores = problem.logits_soft_cap * torch.tanh(scores / problem.logits_soft_cap)
+    index = torch.arange(kv_len - q_len, kv_len, device=q.device)[:, None]
+    key = torch.arange(kv_len, device=q.device)[None, :]
+    hidden = key > index
+    if problem.window_left != UNLIMITED_WINDOW:
+        hidden |= key < index - problem.window_left
+    scores = scores.masked_fill(hidden, float("-inf"))
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse[..., None]).exp().nan_to_num(0.0)  # a token that sees nothing has weights exp(-inf + inf)
+    return torch.einsum("hqk,khd->qhd", weights, v), lse.transpose(0, 1)
+
+
+def attend_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    pages_of_seq: Sequence[Sequence[int]],
+    kv_len: Sequence[int],
+    q_len: Sequence[int],
+    problem: Problem,
+) -> tuple[Tensor, Tensor]:
+    """attend_sequence for every sequence of a step, reading K and V from pages.
+
+    q:                [tokens, q_heads, head_dim], sequence after sequence
+    k_pages, v_pages: [pages, page_size, kv_heads, head_dim | v_head_dim]
+    pages_of_seq:     the pages of each sequence, in order
+    Returns out [tokens, q_heads, v_head_dim] and lse [tokens, q_heads], float64.
+    """
+    outs, lses = [], []
+    first = 0
+    for pages, length, new in zip(pages_of_seq, kv_len, q_len, strict=True):
+        held = torch.as_tensor(list(pages), dtype=torch.long, device=q.device)
+        k = k_pages[held].flatten(0, 1)[:length]
+        v = v_pages[held].flatten(0, 1)[:length]
+        out, lse = attend_sequence(q[first : first + new], k, v, problem)
+        outs.append(out)
+        lses.append(lse)
+        first += new
+    if not outs:
+        return (
+            q.new_zeros(0, problem.num_q_heads, problem.v_head_dim, dtype=torch.float64),
+            q.new_zeros(0, problem.num_q_heads, dtype=torch.float64),
+        )
+    return torch.cat(outs), torch.cat(lses)

@@ -1,0 +1,332 @@
+"""AttentionRuntime: the only file that knows the order of a step.
+
+begin_step   host: check, pad, plan, grow buffers;  device: page copies, table updates, publish, fill
+per layer    store, attend, or both in one call
+end_step     host only
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadSetting, BadTensor, Unsupported, WrongState
+from rocm_attn.hip_graphs.errors import BadLadder
+from rocm_attn.hip_graphs.size_ladder import SizeLadder, default_ladder
+from rocm_attn.kv_pool import KVPool
+from rocm_attn.padding import PaddedShape, PaddingPolicy
+from rocm_attn.plan import StepPlan, kv_len_bucket, make_plan
+from rocm_attn.problem import Problem
+from rocm_attn.providers.contract import AttendArgs, Baked, Need, StepMetadata, StepOps
+from rocm_attn.providers.select import Selection, select
+from rocm_attn.publisher import Publisher
+from rocm_attn.request_table import RequestTable
+from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_memory import DeviceStep, StepMemory
+from rocm_attn.target import Target, detect_target
+
+# Programs that share a sequence's pages when the CSR list is written: fixed, so that a graph serves every length.
+_PAGE_LIST_PROGRAMS = 8
+
+
+class _State(enum.Enum):
+    IDLE = "no step was begun"
+    STAGED = "a step was staged and its metadata is not filled yet"
+    RUNNING = "a step is running"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a model's forward gets. Device tensors at padded sizes: S sequences, T tokens.
+
+    num_seqs, num_tokens: real ones, on the host; a forward that is captured must not use them
+    token_ids:            int32 [T], pads 0
+    positions:            int32 [T], rope positions, pads 0
+    last_token_of_seq:    int32 [S], the token whose hidden state predicts the next one; 0 for pads
+    plan:                 how the step runs
+    """
+
+    num_seqs: int
+    num_tokens: int
+    token_ids: Tensor
+    positions: Tensor
+    last_token_of_seq: Tensor
+    plan: StepPlan
+
+
+class AttentionRuntime:
+    """Paged attention for all layers of a model.
+
+    problems:      one for each layer; layers with equal problems share a plan
+    num_pages:     pages of the KV pool, the reserved page 0 included
+    max_num_seqs:  requests that can be admitted at a time; a padded step may be larger
+    max_kv_len:    tokens of the longest sequence
+    provider:      "auto", "torch", "triton" or "aiter"
+    target:        the hardware; detected when not given
+    capture_sizes: sequence counts that decode steps are padded to and may be captured at;
+                   not given: a ladder up to max_num_seqs
+
+    Raises Unsupported when no kernel serves a layer, BadProblem and CapacityExceeded for a pool that cannot be.
+    """
+
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        *,
+        device: torch.device,
+        num_pages: int,
+        max_num_seqs: int,
+        max_kv_len: int,
+        provider: str = "auto",
+        target: Target | None = None,
+        capture_sizes: Sequence[int] | None = None,
+    ) -> None:
+        self.device = _with_index(device)
+        self.target = target if target is not None else detect_target(self.device)
+        kinds = list(dict.fromkeys(problems))
+        self._kind_of_layer = [kinds.index(problem) for problem in problems]
+        self.selections = tuple(select(kind, self.target, provider) for kind in kinds)
+        self._ops = _ops_of(self.selections)
+        self.pool = KVPool(problems, num_pages=num_pages, device=self.device)
+        self.table = RequestTable(
+            max_num_seqs=max_num_seqs,
+            max_kv_len=max_kv_len,
+            num_pages=num_pages,
+            page_size=self.pool.page_size,
+            device=self.device,
+        )
+        self.padding = PaddingPolicy(_ladder(max_num_seqs, capture_sizes))
+        self._memory = StepMemory(self.selections, self.table, self.device)
+        self._publisher = Publisher(self._ops, self.table, self.pool)
+        self._plans: dict[tuple[PaddedShape, int, int], StepPlan] = {}
+        self._bakes_length = any(
+            Baked.MAX_KV_LEN in kernel.row.bakes for s in self.selections for kernel in s.kernels.values()
+        )
+        self._state = _State.IDLE
+        self._plan: StepPlan | None = None
+        self._step: DeviceStep | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def max_kv_len(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.table.max_kv_len
+
+    def sealed_tensors(self) -> Mapping[str, Tensor]:
+        """Everything that a graph reads and the runtime owns, by name: buffers, workspace, table and pages."""
+        pages = {
+            f"{side}_pages_{layer}": getattr(self.pool.layer(layer), side)
+            for layer in range(len(self._kind_of_layer))
+            for side in ("k", "v")
+        }
+        return {**self._memory.sealed_tensors(), "table": self.table.entries, **pages}
+
+    def begin_step(self, batch: StepBatch, pad_to: int | None = None) -> Step:
+        """Stage a step and fill its metadata; then store and attend layer by layer.
+
+        pad_to: sequences to pad to, where ranks must agree; not given: the ladder decides
+        Raises BadBatch, CapacityExceeded, WrongState; no step is begun then.
+        """
+        step = self.stage(batch, pad_to)
+        try:
+            self.fill()
+        except BaseException:
+            self.end_step()
+            raise
+        return step
+
+    def stage(self, batch: StepBatch, pad_to: int | None = None) -> Step:
+        """The part of begin_step that runs before a graph: check, plan, update the table, publish the inputs."""
+        if self._state is not _State.IDLE:
+            raise WrongState(f"a step cannot begin, because {self._state.value}; call end_step() first")
+        self.table.check_batch(batch)
+        plan = self._plan_for(self.padding.shape(batch, pad_to), batch)
+        with self._on_device():
+            self._follow_stream()
+            step = self._memory.device_step(plan)
+            self._publisher.apply_table_changes()
+            self._publisher.publish(batch, plan, step)
+        self._plan, self._step, self._state = plan, step, _State.STAGED
+        return Step(
+            num_seqs=batch.num_seqs,
+            num_tokens=batch.num_tokens,
+            token_ids=step.token_ids,
+            positions=step.position_of_token,
+            last_token_of_seq=step.last_token_of_seq,
+            plan=plan,
+        )
+
+    def fill(self) -> None:
+        """Derive the step's metadata on the device; captured where a step is. Running it twice is harmless."""
+        if self._step is None or self._plan is None:
+            raise WrongState("there is no step to fill; call begin_step() first")
+        step, metadata = self._step, self._step.metadata
+        with self._on_device():
+            self._ops.fill(
+                metadata.counts,
+                metadata.table.row_of_seq,
+                metadata.kv_len,
+                metadata.q_len,
+                metadata.table.entries,
+                metadata.q_indptr,
+                step.last_token_of_seq,
+                step.position_of_token,
+                step.slot_of_token,
+                page_size=self.pool.page_size,
+            )
+            _fill_needs(self._ops, self._memory.needs, metadata, self.pool.page_size)
+            for kernel, schedule in zip(self._plan.kernels, step.schedules, strict=True):
+                kernel.bound.build_schedule(metadata, schedule)
+        self._state = _State.RUNNING
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Write the step's new keys and values of a layer to their slots; padded tokens are dropped.
+
+        k, v: [T, kv_heads, head_dim | v_head_dim]; any strides but the last. Raises BadTensor, WrongState.
+        """
+        step, _ = self._running()
+        problem = self._problem(layer)
+        num_tokens = step.slot_of_token.shape[0]
+        self._check("k", k, (num_tokens, problem.num_kv_heads, problem.head_dim), problem.dtype)
+        self._check("v", v, (num_tokens, problem.num_kv_heads, problem.v_head_dim), problem.dtype)
+        pages = self.pool.layer(layer)
+        with self._on_device():
+            self._ops.store_kv(k, v, step.slot_of_token, step.metadata.counts, pages.k, pages.v)
+
+    def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        """Attention of the step's new tokens over everything that is stored for their sequences.
+
+        q, out: [T, q_heads, head_dim | v_head_dim]; any strides but the last; padded tokens of out receive zeros
+        lse:    float32 [T, q_heads]; when given, receives the natural log of the softmax denominator, -inf for pads
+        Raises BadTensor, WrongState.
+        """
+        step, plan = self._running()
+        problem = self._problem(layer)
+        num_tokens = step.slot_of_token.shape[0]
+        self._check("q", q, (num_tokens, problem.num_q_heads, problem.head_dim), problem.dtype)
+        self._check("out", out, (num_tokens, problem.num_q_heads, problem.v_head_dim), problem.dtype)
+        if lse is not None:
+            self._check("lse", lse, (num_tokens, problem.num_q_heads), torch.float32)
+        kind = self._kind_of_layer[layer]
+        pages = self.pool.layer(layer)
+        args = AttendArgs(
+            step=step.metadata,
+            schedule=step.schedules[kind],
+            workspace=step.workspace,
+            q=q,
+            k_pages=pages.k,
+            v_pages=pages.v,
+            out=out,
+            lse=lse,
+        )
+        with self._on_device():
+            plan.kernels[kind].bound.attend(args)
+
+    def store_and_attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None
+    ) -> None:
+        """store, then attend."""
+        self.store(layer, k, v)
+        self.attend(layer, q, out, lse)
+
+    def end_step(self) -> None:
+        """Close the step, so that the next one may begin. Also the way back after an exception inside a step."""
+        self._state = _State.IDLE
+        self._plan = self._step = None
+
+    def seal(self) -> None:
+        """Fix the addresses that graphs read, at the size of the largest capture. Growing them raises afterwards."""
+        if self._state is not _State.IDLE:
+            raise WrongState(f"addresses cannot be sealed, because {self._state.value}; call end_step() first")
+        with self._on_device():
+            self._memory.seal(self.padding.ladder.largest)
+
+    def _plan_for(self, shape: PaddedShape, batch: StepBatch) -> StepPlan:
+        table_kv_len = self.table.width * self.pool.page_size
+        max_kv_len = kv_len_bucket(batch.max_kv_len, table_kv_len) if self._bakes_length else table_kv_len
+        key = (shape, max(1, batch.max_q_len), max_kv_len)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = make_plan(
+                shape,
+                [selection.kernels[shape.kind] for selection in self.selections],
+                max_q_len=key[1],
+                max_kv_len=max_kv_len,
+                largest_capture=self.padding.ladder.largest,
+            )
+            if plan.replayable:  # ragged shapes are too many to keep
+                self._plans[key] = plan
+        return plan
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Launches go to the runtime's device, whichever is current for the caller."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def _follow_stream(self) -> None:
+        """A step on another stream than the last one starts after it: both use the same buffers and pages."""
+        if self.device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+
+    def _running(self) -> tuple[DeviceStep, StepPlan]:
+        if self._step is None or self._plan is None or self._state is not _State.RUNNING:
+            raise WrongState(f"store and attend need a running step, but {self._state.value}; call begin_step() first")
+        return self._step, self._plan
+
+    def _problem(self, layer: int) -> Problem:
+        if not 0 <= layer < len(self._kind_of_layer):
+            raise BadTensor(f"layer {layer} does not exist; the runtime has layers 0 to {len(self._kind_of_layer) - 1}")
+        return self.selections[self._kind_of_layer[layer]].problem
+
+    def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        if tuple(tensor.shape) != shape:
+            raise BadTensor(f"{name} has shape {list(tensor.shape)}; this step and layer need {list(shape)}")
+        if tensor.dtype != dtype:
+            raise BadTensor(f"{name} is {tensor.dtype}; the layer works in {dtype}")
+        if tensor.device != self.device:
+            raise BadTensor(f"{name} is on {tensor.device}; the runtime is on {self.device}")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise BadTensor(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be contiguous there")
+
+
+def _fill_needs(ops: StepOps, needs: frozenset[Need], step: StepMetadata, page_size: int) -> None:
+    """The forms of the table that kernels asked for; one fill serves all kinds of layer."""
+    rows, entries = step.table.row_of_seq, step.table.entries
+    if needs & {Need.PAGE_LIST, Need.KV_LEN_INT64}:
+        ops.page_indptr(step.kv_len, step.page_indptr, step.last_page_len, step.kv_len_int64, page_size=page_size)
+    if Need.PAGE_LIST in needs:
+        ops.page_list(
+            rows, step.kv_len, entries, step.page_list, page_size=page_size, programs_per_seq=_PAGE_LIST_PROGRAMS
+        )
+    if Need.BLOCK_TABLE in needs:
+        ops.block_table(rows, step.kv_len, entries, step.block_table, page_size=page_size)
+
+
+def _ladder(max_num_seqs: int, capture_sizes: Sequence[int] | None) -> SizeLadder:
+    try:
+        return default_ladder(max_num_seqs) if capture_sizes is None else SizeLadder(tuple(capture_sizes))
+    except BadLadder as bad:
+        raise BadSetting(f"capture_sizes: {bad}") from bad
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """cuda -> cuda:N, so that the device compares equal to those of tensors."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _ops_of(selections: Sequence[Selection]) -> StepOps:
+    """The metadata and store launches of the one provider that serves the model."""
+    names = sorted({selection.provider.name for selection in selections})
+    if len(names) > 1:
+        raise Unsupported(f"the layers' kernels come from {' and '.join(names)}; name one provider for all of them")
+    return selections[0].provider.ops()

@@ -1,0 +1,150 @@
+"""StepBuffers: every index tensor of a step, at a fixed address, reached by name.
+
+Each buffer declares its unit, dtype, size and pad value, and grows by itself when a padded step exceeds what it holds:
+the padded batch may be larger than the pool's rows. After seal() nothing moves any more.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import CapacityExceeded
+from rocm_attn.padding import PAD_ROW, PaddedShape
+
+
+class Unit(enum.Enum):
+    """What one element of a buffer stands for."""
+
+    SEQ = "sequence"
+    SEQ_BOUNDARY = "sequence boundary (one more than sequences)"
+    TOKEN = "token"
+    PAGE = "page of a sequence"
+    WORD = "word of a schedule"
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSpec:
+    """One buffer.
+
+    elements: padded shape -> elements that a step of that shape uses
+    pad:      what an element holds where no real sequence, token or page is
+    """
+
+    name: str
+    unit: Unit
+    dtype: torch.dtype
+    elements: Callable[[PaddedShape], int]
+    pad: int
+
+
+def _num_seqs(shape: PaddedShape) -> int:
+    return shape.num_seqs
+
+
+def _num_boundaries(shape: PaddedShape) -> int:
+    return shape.num_seqs + 1
+
+
+def _num_tokens(shape: PaddedShape) -> int:
+    return shape.num_tokens
+
+
+STEP_BUFFERS: tuple[BufferSpec, ...] = (
+    BufferSpec("counts", Unit.WORD, torch.int32, lambda shape: 4, pad=0),
+    BufferSpec("row_of_seq", Unit.SEQ, torch.int32, _num_seqs, pad=PAD_ROW),
+    BufferSpec("kv_len", Unit.SEQ, torch.int32, _num_seqs, pad=0),
+    BufferSpec("q_len", Unit.SEQ, torch.int32, _num_seqs, pad=0),
+    BufferSpec("token_ids", Unit.TOKEN, torch.int32, _num_tokens, pad=0),
+    BufferSpec("q_indptr", Unit.SEQ_BOUNDARY, torch.int32, _num_boundaries, pad=0),
+    BufferSpec("last_token_of_seq", Unit.SEQ, torch.int32, _num_seqs, pad=0),
+    BufferSpec("position_of_token", Unit.TOKEN, torch.int32, _num_tokens, pad=0),
+    BufferSpec("slot_of_token", Unit.TOKEN, torch.int32, _num_tokens, pad=0),
+)
+
+
+def page_list_buffers(table_width: int) -> tuple[BufferSpec, ...]:
+    """Buffers of the CSR form; a padded sequence may hold a page, so each sequence counts table_width pages."""
+    return (
+        BufferSpec("page_indptr", Unit.SEQ_BOUNDARY, torch.int32, _num_boundaries, pad=0),
+        BufferSpec("page_list", Unit.PAGE, torch.int32, lambda shape: shape.num_seqs * table_width, pad=0),
+        BufferSpec("last_page_len", Unit.SEQ, torch.int32, _num_seqs, pad=1),
+        BufferSpec("kv_len_int64", Unit.SEQ, torch.int64, _num_seqs, pad=0),
+    )
+
+
+def block_table_buffers(table_width: int) -> tuple[BufferSpec, ...]:
+    """The dense table, table_width pages for each sequence."""
+    return (BufferSpec("block_table", Unit.PAGE, torch.int32, lambda shape: shape.num_seqs * table_width, pad=0),)
+
+
+class StepBuffers:
+    """The buffers of a runtime; graphs own a sealed instance, steps above the largest graph an open one."""
+
+    def __init__(self, specs: Sequence[BufferSpec], device: torch.device) -> None:
+        names = [spec.name for spec in specs]
+        assert len(set(names)) == len(names), f"a buffer is declared twice: {names}"
+        self._specs: Mapping[str, BufferSpec] = {spec.name: spec for spec in specs}
+        self._tensors = {spec.name: torch.empty(0, dtype=spec.dtype, device=device) for spec in specs}
+        self._device = device
+        self._sealed = False
+        self.epoch = 0
+
+    @property
+    def sealed(self) -> bool:
+        return self._sealed
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    def seal(self) -> None:
+        """From now on graphs read the addresses: growing raises."""
+        self._sealed = True
+
+    def ensure(self, shape: PaddedShape) -> None:
+        """Let every buffer hold a step of this shape; each grows by itself, and only when its own elements do not fit.
+
+        Raises CapacityExceeded when sealed; nothing has moved then.
+        """
+        short = [
+            (spec, needed)
+            for spec in self._specs.values()
+            if (needed := spec.elements(shape)) > self._tensors[spec.name].numel()
+        ]
+        if not short:
+            return
+        if self._sealed:
+            spec, needed = short[0]
+            raise CapacityExceeded(
+                f"{shape.num_seqs} sequences with {shape.num_tokens} tokens need {needed} elements of {spec.name} "
+                f"({spec.unit.value}) and captured graphs hold {self._tensors[spec.name].numel()}; "
+                "raise the largest of capture_sizes before the first capture"
+            )
+        for spec, needed in short:
+            # A power of two, so that a batch that grows by one sequence a step does not reallocate each time.
+            elements = 1 << (needed - 1).bit_length()
+            self._tensors[spec.name] = torch.full((elements,), spec.pad, dtype=spec.dtype, device=self._device)
+        self.epoch += 1
+
+    def view(self, name: str, elements: int) -> Tensor:
+        """The first elements of a buffer. Raises CapacityExceeded past its end: a slice would truncate silently."""
+        tensor = self._tensors[name]
+        if elements > tensor.numel():
+            raise CapacityExceeded(f"{elements} elements of {name} were asked for, it holds {tensor.numel()}")
+        return tensor[:elements]
+
+    def step_view(self, name: str, shape: PaddedShape) -> Tensor:
+        """What a step of this shape uses of a buffer; empty for a buffer that no kernel needs."""
+        spec = self._specs.get(name)
+        if spec is None:
+            return torch.empty(0, dtype=torch.int32, device=self._device)
+        return self.view(name, spec.elements(shape))
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Name -> whole buffer, for fingerprints and poison tests."""
+        return dict(self._tensors)

@@ -1,0 +1,152 @@
+"""StepMemory: the device memory of steps. A sealed part for steps that graphs replay, an open part for all others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rocm_attn.padding import PaddedShape, StepKind
+from rocm_attn.plan import StepPlan
+from rocm_attn.providers.contract import Need, StepMetadata
+from rocm_attn.providers.select import Selection
+from rocm_attn.request_table import RequestTable
+from rocm_attn.step_buffers import (
+    STEP_BUFFERS,
+    BufferSpec,
+    StepBuffers,
+    Unit,
+    block_table_buffers,
+    page_list_buffers,
+)
+from rocm_attn.table_view import TableView
+from rocm_attn.workspace import Workspace
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    """Views of a step's buffers at its padded sizes.
+
+    schedules:         int32, per kind of layer
+    workspace:         float32, shared by the layers
+    token_ids, slot_of_token, position_of_token: int32 [T]
+    last_token_of_seq: int32 [S]
+    """
+
+    metadata: StepMetadata
+    schedules: tuple[Tensor, ...]
+    workspace: Tensor
+    token_ids: Tensor
+    slot_of_token: Tensor
+    position_of_token: Tensor
+    last_token_of_seq: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    buffers: StepBuffers
+    workspace: Workspace
+
+
+class StepMemory:
+    """Buffers and workspace for every step of a runtime.
+
+    selections: per kind of layer, whose kernels say what they need
+    """
+
+    def __init__(self, selections: Sequence[Selection], table: RequestTable, device: torch.device) -> None:
+        self._selections = tuple(selections)
+        self._table = table
+        self.needs = frozenset(n for s in selections for kernel in s.kernels.values() for n in kernel.row.needs)
+        specs = self._specs()
+        self._sealed = _Part(StepBuffers(specs, device), Workspace(device))
+        self._open = _Part(StepBuffers(specs, device), Workspace(device))
+        self._kept: dict[StepPlan, tuple[int, DeviceStep]] = {}
+
+    def sealed_tensors(self) -> Mapping[str, Tensor]:
+        """Name -> tensor for everything that graphs read."""
+        workspace = self._sealed.workspace
+        return {**self._sealed.buffers.tensors(), "workspace": workspace.view(workspace.capacity)}
+
+    @property
+    def num_bytes(self) -> int:
+        parts = (self._sealed, self._open)
+        return sum(part.buffers.num_bytes + part.workspace.capacity * 4 for part in parts)
+
+    def seal(self, largest: int) -> None:
+        """Make room for decode steps of up to `largest` sequences, then fix every address that such a step reads."""
+        if self._sealed.buffers.sealed:
+            return
+        shape = PaddedShape(StepKind.DECODE, largest, largest)
+        self._sealed.buffers.ensure(shape)
+        self._sealed.workspace.ensure(
+            max(s.kernels[StepKind.DECODE].bound.workspace_words(shape) for s in self._selections)
+        )
+        self._sealed.buffers.seal()
+        self._sealed.workspace.seal()
+
+    def device_step(self, plan: StepPlan) -> DeviceStep:
+        """The views of a step, after growing what is too small. Raises CapacityExceeded when that is sealed."""
+        part = self._sealed if plan.replayable else self._open
+        part.buffers.ensure(plan.shape)
+        part.workspace.ensure(plan.workspace_words)
+        if not plan.replayable:
+            return self._views(plan, part)
+        kept = self._kept.get(plan)
+        if kept is None or kept[0] != part.buffers.epoch:
+            kept = self._kept[plan] = (part.buffers.epoch, self._views(plan, part))
+        return kept[1]
+
+    def _views(self, plan: StepPlan, part: _Part) -> DeviceStep:
+        def view(name: str) -> Tensor:
+            return part.buffers.step_view(name, plan.shape)
+
+        metadata = StepMetadata(
+            shape=plan.shape,
+            max_q_len=plan.key.max_q_len,
+            max_kv_len=plan.key.max_kv_len,
+            counts=view("counts"),
+            kv_len=view("kv_len"),
+            q_len=view("q_len"),
+            q_indptr=view("q_indptr"),
+            table=TableView(self._table.entries, view("row_of_seq")),
+            page_indptr=view("page_indptr"),
+            page_list=view("page_list"),
+            last_page_len=view("last_page_len"),
+            block_table=view("block_table").view(-1, self._table.width),
+            kv_len_int64=view("kv_len_int64"),
+        )
+        return DeviceStep(
+            metadata=metadata,
+            schedules=tuple(view(_schedule_name(kind)) for kind in range(len(self._selections))),
+            workspace=part.workspace.view(plan.workspace_words),
+            token_ids=view("token_ids"),
+            slot_of_token=view("slot_of_token"),
+            position_of_token=view("position_of_token"),
+            last_token_of_seq=view("last_token_of_seq"),
+        )
+
+    def _specs(self) -> list[BufferSpec]:
+        specs = list(STEP_BUFFERS)
+        # As wide as a row of the table: their size must not depend on the lengths of a step.
+        if self.needs & {Need.PAGE_LIST, Need.KV_LEN_INT64}:
+            specs += page_list_buffers(self._table.width)
+        if Need.BLOCK_TABLE in self.needs:
+            specs += block_table_buffers(self._table.width)
+        specs += [_schedule_spec(kind, selection) for kind, selection in enumerate(self._selections)]
+        return specs
+
+
+def _schedule_name(kind: int) -> str:
+    return f"schedule_{kind}"
+
+
+def _schedule_spec(kind: int, selection: Selection) -> BufferSpec:
+    """The schedule of a kind of layer; one buffer serves all kinds of step."""
+
+    def words(shape: PaddedShape) -> int:
+        return selection.kernels[shape.kind].bound.schedule_words(shape)
+
+    return BufferSpec(_schedule_name(kind), Unit.WORD, torch.int32, words, pad=0)

@@ -1,0 +1,26 @@
+"""What every test shares: a device, and memory that is NaN until somebody writes it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+# torch.empty() then gives NaN (or the largest integer), so that a test notices when something reads what nobody wrote.
+torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+torch.use_deterministic_algorithms(True, warn_only=False)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """A GPU if there is one, else the CPU."""
+    return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def kernel_device(device: torch.device) -> torch.device:
+    """Where Triton kernels run: a GPU, or the CPU under Triton's interpreter."""
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.fail("without a GPU these tests need TRITON_INTERPRET=1 in the environment")
+    return device

@@ -91,8 +91,8 @@ class AttentionRuntime:
         kinds = list(dict.fromkeys(problems))
         self._kind_of_layer = [kinds.index(problem) for problem in problems]
         self.selections = tuple(select(kind, self.target, provider) for kind in kinds)
-        self._ops = _ops_of(self.selections)
         self.pool = KVPool(problems, num_pages=num_pages, device=self.device)
+        self._ops = _ops_of(self.selections)
         self.table = RequestTable(
             max_num_seqs=max_num_seqs,
             max_kv_len=max_kv_len,

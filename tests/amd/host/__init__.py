@@ -1,0 +1,1 @@
+"""Values and owners on the host: no kernel runs here."""

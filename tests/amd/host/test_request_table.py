@@ -1,0 +1,257 @@
+"""RequestTable: pages are held, shared, copied before a write, and given back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from rocm_attn.errors import BadBatch, CapacityExceeded, OutOfPages, WrongState
+from rocm_attn.request_table import RequestTable
+from rocm_attn.step_batch import StepBatch
+
+
+def make_table(num_pages: int = 9, page_size: int = 4, max_num_seqs: int = 3, max_kv_len: int = 20) -> RequestTable:
+    return RequestTable(
+        max_num_seqs=max_num_seqs,
+        max_kv_len=max_kv_len,
+        num_pages=num_pages,
+        page_size=page_size,
+        device=torch.device("cpu"),
+    )
+
+
+def batch_of(rows: list[int], kv_len: list[int], q_len: list[int] | None = None) -> StepBatch:
+    return StepBatch(np.array(rows), np.array(kv_len), np.array(q_len if q_len is not None else [1] * len(rows)))
+
+
+def test_row_zero_and_page_zero_are_never_handed_out() -> None:
+    table = make_table()
+    rows = [table.admit() for _ in range(3)]
+    assert sorted(rows) == [1, 2, 3]
+    for row in rows[:2]:
+        table.reserve(row, 16)
+    held = np.concatenate([table.pages_of(row) for row in rows])
+    assert sorted(held.tolist()) == list(range(1, 9))
+    assert not table.entries_host[0].any()
+
+
+def test_growth_is_page_by_page() -> None:
+    table = make_table()
+    row = table.admit()
+    for kv_len in range(1, 13):
+        table.reserve(row, kv_len)
+        assert len(table.pages_of(row)) == -(-kv_len // 4)
+
+
+def test_exhaustion_changes_nothing() -> None:
+    table = make_table(num_pages=4)
+    row, other = table.admit(), table.admit()
+    table.reserve(row, 8)
+    before = table.entries_host.copy()
+    with pytest.raises(OutOfPages, match="needs 2 more pages for 5 tokens and 1 are free"):
+        table.reserve(other, 5)
+    assert np.array_equal(table.entries_host, before)
+    assert table.num_free_pages == 1
+    table.reserve(other, 4)
+
+
+def test_reserving_for_many_rows_is_all_or_nothing() -> None:
+    table = make_table(num_pages=4)
+    rows = np.array([table.admit(), table.admit()], np.int32)
+    table.reserve_all(rows, np.array([4, 4], np.int32))
+    with pytest.raises(OutOfPages):
+        table.reserve_all(rows, np.array([5, 5], np.int32))
+    assert [len(table.pages_of(int(row))) for row in rows] == [1, 1]
+    table.reserve_all(rows, np.array([5, 4], np.int32))
+    assert [len(table.pages_of(int(row))) for row in rows] == [2, 1]
+
+
+def test_a_second_free_is_an_error() -> None:
+    table = make_table()
+    row = table.admit()
+    table.free(row)
+    with pytest.raises(WrongState, match="freed already"):
+        table.free(row)
+    with pytest.raises(WrongState):
+        table.free(0)
+
+
+def test_more_requests_than_rows_name_the_knob() -> None:
+    table = make_table(max_num_seqs=1)
+    table.admit()
+    with pytest.raises(CapacityExceeded, match="max_num_seqs"):
+        table.admit()
+
+
+def test_a_row_beyond_the_longest_sequence_names_the_knob() -> None:
+    table = make_table(max_kv_len=20)
+    with pytest.raises(CapacityExceeded, match="max_kv_len"):
+        table.reserve(table.admit(), 21)
+
+
+def test_whole_pages_of_a_prefix_are_shared_and_freed_once() -> None:
+    table = make_table()
+    parent = table.admit()
+    table.reserve(parent, 8)
+    child = table.fork(parent, 8)
+    assert table.pages_of(child).tolist() == table.pages_of(parent).tolist()
+    assert table.num_free_pages == 6
+    table.free(parent)
+    assert table.num_free_pages == 6
+    table.free(child)
+    assert table.num_free_pages == 8
+
+
+def test_a_partly_filled_page_is_copied_before_either_side_writes() -> None:
+    table = make_table()
+    parent = table.admit()
+    table.reserve(parent, 6)
+    child = table.fork(parent, 6)
+    shared = table.pages_of(parent)[1]
+    table.reserve(child, 7)
+    own = table.pages_of(child)[1]
+    assert own != shared
+    assert table.pages_of(parent)[1] == shared
+    assert table.pending.copies == {own: shared}
+    table.reserve(parent, 7)
+    assert table.pages_of(parent)[1] == shared, "the last holder writes in place"
+
+
+def test_a_copy_that_nobody_waits_for_any_more_is_dropped() -> None:
+    table = make_table()
+    parent = table.admit()
+    table.reserve(parent, 6)
+    child = table.fork(parent, 6)
+    table.reserve(child, 7)
+    table.free(child)
+    assert table.pending.copies == {}
+
+
+def test_sharing_more_than_is_held_is_refused() -> None:
+    table = make_table()
+    row = table.admit()
+    table.reserve(row, 5)
+    with pytest.raises(BadBatch, match="holds 5 tokens"):
+        table.fork(row, 6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "kv_len", "message"),
+    [
+        ([0], [1], "row 0 is not a request's row"),
+        ([9], [1], "row 9 is not a request's row"),
+        ([2], [1], "row 2 of sequence 0 is not admitted"),
+        ([1], [9], r"reserve\(1, 9\)"),
+        ([1, 1], [2, 2], "occurs twice"),
+    ],
+)
+def test_a_batch_that_the_table_does_not_know_is_refused(rows: list[int], kv_len: list[int], message: str) -> None:
+    table = make_table()
+    table.reserve(table.admit(), 8)
+    with pytest.raises(BadBatch, match=message):
+        table.check_batch(batch_of(rows, kv_len))
+
+
+def test_updates_carry_the_newest_entry_of_a_cell() -> None:
+    table = make_table()
+    row = table.admit()
+    table.reserve(row, 8)
+    table.free(row)
+    again = table.admit()
+    table.reserve(again, 4)
+    device = np.full_like(table.entries_host, 77)
+    device[table.entries_host == 0] = 0
+    for r, column, entry in table.pending_updates().tolist():
+        device[r, column] = entry
+    assert np.array_equal(device, table.entries_host)
+
+
+class Requests(RuleBasedStateMachine):
+    """Random admissions, growth, sharing and frees; contents of pages are modelled as the tokens written to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = make_table(num_pages=12, page_size=3, max_num_seqs=4, max_kv_len=15)
+        self.content: dict[int, list[int]] = {}  # page -> token of each offset, as the device would hold them
+        self.tokens: dict[int, list[int]] = {}  # row -> its tokens
+        self.next_token = 1
+
+    def flush(self) -> None:
+        copied = {target: list(self.content[source]) for target, source in self.table.pending.copies.items()}
+        self.content.update(copied)
+        self.table.pending.copies.clear()
+        self.table.pending.cells.clear()
+
+    @rule()
+    def admit(self) -> None:
+        if self.table.num_free_rows:
+            self.tokens[self.table.admit()] = []
+
+    @rule(pick=st.integers(0, 3), new=st.integers(0, 5), flush=st.booleans())
+    def write(self, pick: int, new: int, flush: bool) -> None:
+        row = self.pick(pick)
+        if row is None:
+            return
+        start, stop = len(self.tokens[row]), len(self.tokens[row]) + new
+        if stop > 15 or self.table.pages_short(row, stop) > self.table.num_free_pages:
+            with pytest.raises(CapacityExceeded):
+                self.table.reserve(row, stop)
+            return
+        self.table.reserve(row, stop)
+        if not flush and not new:
+            return
+        self.flush()
+        pages = self.table.pages_of(row)
+        for index in range(start, stop):
+            self.content.setdefault(int(pages[index // 3]), [0, 0, 0])[index % 3] = self.next_token
+            self.tokens[row].append(self.next_token)
+            self.next_token += 1
+
+    @rule(pick=st.integers(0, 3), length=st.integers(0, 15))
+    def fork(self, pick: int, length: int) -> None:
+        row = self.pick(pick)
+        if row is None or not self.table.num_free_rows:
+            return
+        length = min(length, len(self.tokens[row]))
+        self.tokens[self.table.fork(row, length)] = self.tokens[row][:length]
+
+    @rule(pick=st.integers(0, 3))
+    def free(self, pick: int) -> None:
+        row = self.pick(pick)
+        if row is not None:
+            self.table.free(row)
+            del self.tokens[row]
+
+    def pick(self, number: int) -> int | None:
+        rows = sorted(self.tokens)
+        return rows[number % len(rows)] if rows else None
+
+    @invariant()
+    def every_row_reads_its_own_tokens(self) -> None:
+        waiting = self.table.pending.copies
+        for row, tokens in self.tokens.items():
+            pages = self.table.pages_of(row)
+            read = [
+                self.content[waiting.get(int(pages[i // 3]), int(pages[i // 3]))][i % 3] for i in range(len(tokens))
+            ]
+            assert read == tokens
+
+    @invariant()
+    def no_page_leaks(self) -> None:
+        held = {int(page) for row in self.tokens for page in self.table.pages_of(row)}
+        assert len(held) + self.table.num_free_pages == 11
+        assert 0 not in held
+
+    def teardown(self) -> None:
+        for row in list(self.tokens):
+            self.table.free(row)
+        assert self.table.num_free_pages == 11
+        assert not self.table.entries_host.any()
+
+
+TestRequests = Requests.TestCase
+TestRequests.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

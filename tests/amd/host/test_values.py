@@ -1,0 +1,184 @@
+"""The values of a step: they check themselves and say what is wrong in one sentence."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rocm_attn.errors import BadBatch, BadProblem, BadSetting, CapacityExceeded
+from rocm_attn.hip_graphs.size_ladder import SizeLadder
+from rocm_attn.index_spaces import last_page_len, num_pages, slot_of
+from rocm_attn.padding import PaddedShape, PaddingPolicy, StepKind, step_kind
+from rocm_attn.problem import Problem
+from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_buffers import STEP_BUFFERS, BufferSpec, StepBuffers, Unit, page_list_buffers
+from rocm_attn.target import detect_target, known_target
+from rocm_attn.workspace import Workspace
+
+CPU = torch.device("cpu")
+
+
+def batch(q_len: list[int], prefix: int = 0) -> StepBatch:
+    lengths = np.array(q_len, np.int32)
+    return StepBatch(np.arange(1, len(q_len) + 1, dtype=np.int32), lengths + np.int32(prefix), lengths)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_q_heads": 7}, "multiple"),
+        ({"num_kv_heads": 0}, "num_kv_heads is 0"),
+        ({"page_size": 0}, "page_size is 0"),
+        ({"scale": 0.0}, "scale is 0"),
+        ({"scale": float("nan")}, "scale is nan"),
+        ({"dtype": torch.int8}, "dtype"),
+        ({"window_left": -2}, "window_left is -2"),
+        ({"logits_soft_cap": -1.0}, "logits_soft_cap"),
+    ],
+)
+def test_a_problem_that_contradicts_itself_is_refused(changes: dict[str, object], message: str) -> None:
+    good: dict[str, object] = {
+        "num_q_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "v_head_dim": 64,
+        "dtype": torch.bfloat16,
+        "page_size": 16,
+        "scale": 0.125,
+    }
+    with pytest.raises(BadProblem, match=message):
+        Problem(**(good | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (([1, 2], [3], [1]), "2 rows, 1 kv_len and 1 q_len"),
+        (([1], [3], [4]), "q_len 4 and kv_len 3"),
+        (([1], [3], [-1]), "q_len -1"),
+        (([1], [2**40], [1]), "beyond int32"),
+        (([1.5], [3], [1]), "integers"),
+        (([[1]], [3], [1]), "vector"),
+        (([1, 2, 3], [2**30] * 3, [1, 1, 1]), "overflow an int32 indptr"),
+    ],
+)
+def test_a_batch_that_contradicts_itself_is_refused(fields: tuple[object, object, object], message: str) -> None:
+    rows, kv_len, q_len = map(np.array, fields)
+    with pytest.raises(BadBatch, match=message):
+        StepBatch(rows, kv_len, q_len)
+
+
+def test_token_ids_come_for_all_tokens_or_for_none() -> None:
+    with pytest.raises(BadBatch, match="2 token ids for 3 new tokens"):
+        StepBatch(np.array([1]), np.array([3]), np.array([3]), np.array([5, 6]))
+
+
+@given(page_size=st.integers(1, 130), kv_len=st.integers(1, 10_000))
+def test_pages_offsets_and_slots_agree(page_size: int, kv_len: int) -> None:
+    pages = num_pages(kv_len, page_size)
+    assert (pages - 1) * page_size + last_page_len(kv_len, page_size) == kv_len
+    assert 1 <= last_page_len(kv_len, page_size) <= page_size
+    slots = {slot_of(7 + i // page_size, i, page_size) for i in range(min(kv_len, 500))}
+    assert len(slots) == min(kv_len, 500)
+
+
+@pytest.mark.parametrize(
+    ("q_len", "kind"),
+    [
+        ([], StepKind.DECODE),
+        ([1], StepKind.DECODE),
+        ([1, 1], StepKind.DECODE),
+        ([1, 0], StepKind.MIXED),
+        ([0], StepKind.MIXED),
+        ([5, 1], StepKind.MIXED),
+        ([5, 2], StepKind.EXTEND),
+    ],
+)
+def test_the_kind_of_a_step_follows_from_its_new_tokens(q_len: list[int], kind: StepKind) -> None:
+    assert step_kind(batch(q_len)) is kind
+
+
+@given(st.lists(st.integers(0, 4), max_size=12))
+def test_a_padded_shape_holds_its_batch(q_len: list[int]) -> None:
+    policy = PaddingPolicy(SizeLadder((2, 4, 8)))
+    shape = policy.shape(batch(q_len))
+    assert shape.num_seqs >= max(1, len(q_len))
+    assert shape.num_tokens >= max(1, sum(q_len))
+    assert shape.num_seqs in (2, 4, 8) or shape.num_seqs == len(q_len) > 8
+    if shape.kind is StepKind.DECODE:
+        assert shape.num_tokens == shape.num_seqs
+
+
+def test_a_forced_bucket_that_is_too_small_is_refused() -> None:
+    policy = PaddingPolicy(SizeLadder((2, 4)))
+    assert policy.shape(batch([1, 1]), pad_to=3).num_seqs == 3
+    with pytest.raises(CapacityExceeded, match="pad to at least 2"):
+        policy.shape(batch([1, 1]), pad_to=1)
+
+
+def decode(num_seqs: int) -> PaddedShape:
+    return PaddedShape(StepKind.DECODE, num_seqs, num_seqs)
+
+
+def test_each_buffer_grows_by_itself_and_keeps_dtype_and_pad() -> None:
+    specs = (
+        BufferSpec("seqs", Unit.SEQ, torch.int32, lambda shape: shape.num_seqs, pad=3),
+        BufferSpec("wide", Unit.SEQ_BOUNDARY, torch.int64, lambda shape: 4 * shape.num_seqs + 1, pad=-7),
+        BufferSpec("fixed", Unit.WORD, torch.int32, lambda shape: 4, pad=0),
+    )
+    buffers = StepBuffers(specs, CPU)
+    buffers.ensure(decode(4))
+    fixed, seqs, epoch = buffers.view("fixed", 4), buffers.view("seqs", 4), buffers.epoch
+    buffers.ensure(decode(4))
+    assert buffers.epoch == epoch
+    buffers.ensure(decode(9))
+    assert buffers.epoch == epoch + 1
+    assert buffers.view("fixed", 4).data_ptr() == fixed.data_ptr()
+    assert buffers.view("seqs", 9).data_ptr() != seqs.data_ptr()
+    assert buffers.view("seqs", 9).tolist() == [3] * 9
+    assert buffers.view("wide", 37).dtype == torch.int64
+    assert buffers.view("wide", 37).tolist() == [-7] * 37
+
+
+def test_a_view_past_a_buffer_raises_where_a_slice_would_truncate() -> None:
+    buffers = StepBuffers(STEP_BUFFERS, CPU)
+    buffers.ensure(decode(4))
+    with pytest.raises(CapacityExceeded, match="500 elements of kv_len"):
+        buffers.view("kv_len", 500)
+
+
+def test_sealed_buffers_refuse_to_move_and_name_the_knob() -> None:
+    buffers = StepBuffers((*STEP_BUFFERS, *page_list_buffers(3)), CPU)
+    buffers.ensure(decode(8))
+    buffers.seal()
+    buffers.ensure(decode(5))
+    before = {name: tensor.data_ptr() for name, tensor in buffers.tensors().items()}
+    with pytest.raises(CapacityExceeded, match="capture_sizes"):
+        buffers.ensure(decode(64))
+    assert {name: tensor.data_ptr() for name, tensor in buffers.tensors().items()} == before
+
+
+def test_the_workspace_grows_until_it_is_sealed() -> None:
+    workspace = Workspace(CPU)
+    assert workspace.ensure(10)
+    assert not workspace.ensure(4)
+    assert workspace.view(10).shape == (10,)
+    workspace.seal()
+    with pytest.raises(CapacityExceeded, match="capture_sizes"):
+        workspace.ensure(11)
+    with pytest.raises(CapacityExceeded, match="11 words"):
+        workspace.view(11)
+
+
+def test_targets_are_known_by_name_or_detected() -> None:
+    assert known_target("gfx942").lds_bytes == 65536
+    assert known_target("gfx942").is_amd
+    assert not known_target("cpu").is_gpu
+    assert detect_target(CPU).arch in ("cpu", "interpreter")
+    with pytest.raises(BadSetting, match="gfx900"):
+        known_target("gfx900")
+    with pytest.raises(BadSetting, match="meta"):
+        detect_target(torch.device("meta"))

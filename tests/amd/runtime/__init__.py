@@ -1,0 +1,1 @@
+"""The runtime against the oracle, on every provider the device has."""

@@ -1,0 +1,170 @@
+"""A runtime with requests whose K and V are also kept densely, so that every step can be checked against the oracle."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.problem import Problem
+from rocm_attn.reference import attend_sequence
+from rocm_attn.runtime import AttentionRuntime, Step
+from rocm_attn.step_batch import StepBatch
+
+
+def providers() -> list[str]:
+    """The providers that can run in this process."""
+    runs_triton = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+    return ["torch", "triton"] if runs_triton else ["torch"]
+
+
+def small_problem(page_size: int = 4, dtype: torch.dtype = torch.float32, **changes: int) -> Problem:
+    """Six query heads over two KV heads, with rows of 16."""
+    values = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 16, "v_head_dim": 16} | changes
+    return Problem(**values, dtype=dtype, page_size=page_size, scale=0.3)
+
+
+@dataclass
+class Request:
+    """A request's row and everything that was stored for it, layer by layer: [kv_len, kv_heads, dim]."""
+
+    row: int
+    k: list[Tensor]
+    v: list[Tensor]
+
+    @property
+    def kv_len(self) -> int:
+        return self.k[0].shape[0]
+
+
+@dataclass
+class World:
+    """A runtime, its requests and the numbers that they stored.
+
+    Every page starts as NaN, so that whatever reads what was not stored shows.
+    """
+
+    runtime: AttentionRuntime
+    problems: Sequence[Problem]
+    generator: torch.Generator
+    requests: list[Request] = field(default_factory=list)
+
+    @classmethod
+    def build(
+        cls,
+        problems: Sequence[Problem],
+        device: torch.device,
+        provider: str,
+        *,
+        num_pages: int = 64,
+        max_num_seqs: int = 8,
+        max_kv_len: int = 64,
+        capture_sizes: Sequence[int] | None = None,
+        seed: int = 0,
+    ) -> World:
+        runtime = AttentionRuntime(
+            problems,
+            device=device,
+            num_pages=num_pages,
+            max_num_seqs=max_num_seqs,
+            max_kv_len=max_kv_len,
+            provider=provider,
+            capture_sizes=capture_sizes,
+        )
+        for layer in range(len(problems)):
+            pages = runtime.pool.layer(layer)
+            pages.k[1:] = float("nan")
+            pages.v[1:] = float("nan")
+        return cls(runtime, problems, torch.Generator().manual_seed(seed))
+
+    def random(self, *shape: int) -> Tensor:
+        dtype = self.problems[0].dtype
+        return torch.randn(*shape, generator=self.generator).to(self.runtime.device, dtype)
+
+    def admit(self) -> Request:
+        empty_k = [self.random(0, p.num_kv_heads, p.head_dim) for p in self.problems]
+        empty_v = [self.random(0, p.num_kv_heads, p.v_head_dim) for p in self.problems]
+        request = Request(self.runtime.table.admit(), empty_k, empty_v)
+        self.requests.append(request)
+        return request
+
+    def free(self, request: Request) -> None:
+        self.runtime.table.free(request.row)
+        self.requests.remove(request)
+
+    def fork(self, request: Request, kv_len: int) -> Request:
+        row = self.runtime.table.fork(request.row, kv_len)
+        child = Request(row, [k[:kv_len] for k in request.k], [v[:kv_len] for v in request.v])
+        self.requests.append(child)
+        return child
+
+    def batch(self, requests: Sequence[Request], q_len: Sequence[int]) -> StepBatch:
+        """A step in which each request gets q_len new tokens; pages are reserved."""
+        kv_len = [r.kv_len + new for r, new in zip(requests, q_len, strict=True)]
+        for request, length in zip(requests, kv_len, strict=True):
+            self.runtime.table.reserve(request.row, length)
+        return StepBatch(
+            np.array([r.row for r in requests], np.int32), np.array(kv_len, np.int32), np.array(q_len, np.int32)
+        )
+
+    def step(self, requests: Sequence[Request], q_len: Sequence[int], pad_to: int | None = None) -> None:
+        """Run a step with random q, k and v in every layer, NaN in the pads, and check it against the oracle."""
+        batch = self.batch(requests, q_len)
+        step = self.runtime.begin_step(batch, pad_to)
+        try:
+            for layer, problem in enumerate(self.problems):
+                q, k, v = self.qkv(problem, step)
+                self.remember(layer, requests, q_len, k, v)
+                out = torch.full_like(q[..., : problem.v_head_dim], float("nan"))
+                lse = torch.full(q.shape[:2], float("nan"), device=q.device)
+                self.runtime.store_and_attend(layer, q, k, v, out, lse)
+                self.check(layer, requests, q_len, q, out, lse)
+        finally:
+            self.runtime.end_step()
+
+    def qkv(self, problem: Problem, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        """Random rows for the real tokens of a step and NaN for the padded ones."""
+        num_padded = step.token_ids.shape[0]
+        rows = []
+        for heads, dim in (
+            (problem.num_q_heads, problem.head_dim),
+            (problem.num_kv_heads, problem.head_dim),
+            (problem.num_kv_heads, problem.v_head_dim),
+        ):
+            row = self.random(num_padded, heads, dim)
+            row[step.num_tokens :] = float("nan")
+            rows.append(row)
+        return rows[0], rows[1], rows[2]
+
+    def remember(self, layer: int, requests: Sequence[Request], q_len: Sequence[int], k: Tensor, v: Tensor) -> None:
+        first = 0
+        for request, new in zip(requests, q_len, strict=True):
+            request.k[layer] = torch.cat([request.k[layer], k[first : first + new]])
+            request.v[layer] = torch.cat([request.v[layer], v[first : first + new]])
+            first += new
+
+    def check(
+        self, layer: int, requests: Sequence[Request], q_len: Sequence[int], q: Tensor, out: Tensor, lse: Tensor
+    ) -> None:
+        """out and lse of every real token equal the oracle's; padded tokens are zero and -inf."""
+        problem = self.problems[layer]
+        # The table of bounds is for bf16 too; float32 steps are far below 1e-5.
+        bound = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[problem.dtype]
+        first = 0
+        for request, new in zip(requests, q_len, strict=True):
+            rows = slice(first, first + new)
+            want, want_lse = attend_sequence(q[rows], request.k[layer], request.v[layer], problem)
+            torch.testing.assert_close(out[rows].double(), want, atol=bound, rtol=bound)
+            torch.testing.assert_close(lse[rows].double(), want_lse, atol=bound, rtol=bound)
+            first += new
+        assert torch.equal(out[first:], torch.zeros_like(out[first:])), "a padded token got something else than zero"
+        assert torch.equal(lse[first:], torch.full_like(lse[first:], float("-inf")))
+
+    def page_zero_is_zero(self) -> bool:
+        """Whether the reserved page is still all zero, in every layer."""
+        layers = (self.runtime.pool.layer(layer) for layer in range(len(self.problems)))
+        return all(not pages.k[0].any() and not pages.v[0].any() for pages in layers)

@@ -1,0 +1,159 @@
+"""What callers get wrong: one sentence, nothing corrupted, and the next step runs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, CapacityExceeded, Unsupported, WrongState
+from rocm_attn.problem import Problem
+from rocm_attn.providers.select import select
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step_batch import StepBatch
+from rocm_attn.target import known_target
+from tests.amd.runtime.stepping import World, small_problem
+
+PROVIDER = "torch"
+
+
+@pytest.fixture
+def world(device: torch.device) -> World:
+    built = World.build([small_problem()], device, PROVIDER)
+    built.step([built.admit(), built.admit()], [3, 5])
+    return built
+
+
+@pytest.mark.parametrize(
+    ("rows", "kv_len", "q_len"),
+    [([1], [50], [1]), ([0], [1], [1]), ([7], [1], [1]), ([1, 1], [3, 3], [1, 1]), ([-1], [2], [1])],
+)
+def test_a_bad_batch_leaves_the_runtime_ready(
+    world: World, rows: list[int], kv_len: list[int], q_len: list[int]
+) -> None:
+    with pytest.raises(BadBatch):
+        world.runtime.begin_step(StepBatch(np.array(rows), np.array(kv_len), np.array(q_len)))
+    world.step(world.requests, [1, 1])
+
+
+def broken(name: str, tensor: Tensor) -> Tensor:
+    return {
+        "shape": lambda: tensor[:-1],
+        "heads": lambda: tensor[:, :1],
+        "dtype": lambda: tensor.to(torch.float16),
+        "strides": lambda: tensor.transpose(1, 2).contiguous().transpose(1, 2),
+        "device": lambda: tensor.to("meta"),
+    }[name]()
+
+
+@pytest.mark.parametrize("argument", ["q", "k", "v", "out"])
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("shape", "has shape"),
+        ("heads", "has shape"),
+        ("dtype", "float16"),
+        ("strides", "contiguous"),
+        ("device", "meta"),
+    ],
+)
+def test_a_bad_tensor_is_named_and_the_step_goes_on(world: World, argument: str, fault: str, message: str) -> None:
+    requests, q_len = world.requests, [2, 1]
+    step = world.runtime.begin_step(world.batch(requests, q_len))
+    q, k, v = world.qkv(world.problems[0], step)
+    world.remember(0, requests, q_len, k, v)
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=q.device)
+    good = {"q": q, "k": k, "v": v, "out": out}
+    with pytest.raises(BadTensor, match=rf"^{argument} .*{message}"):
+        world.runtime.store_and_attend(0, **(good | {argument: broken(fault, good[argument])}))
+    world.runtime.store_and_attend(0, **good, lse=lse)
+    world.check(0, requests, q_len, q, out, lse)
+    world.runtime.end_step()
+
+
+def test_lse_of_the_wrong_shape_is_named(world: World) -> None:
+    step = world.runtime.begin_step(world.batch(world.requests, [1, 1]))
+    q, k, v = world.qkv(world.problems[0], step)
+    with pytest.raises(BadTensor, match="lse has shape"):
+        world.runtime.store_and_attend(0, q, k, v, torch.empty_like(q), torch.empty(3))
+    world.runtime.end_step()
+
+
+def test_a_layer_that_does_not_exist_is_named(world: World) -> None:
+    step = world.runtime.begin_step(world.batch(world.requests, [1, 1]))
+    q, k, v = world.qkv(world.problems[0], step)
+    with pytest.raises(BadTensor, match="layer 1 does not exist"):
+        world.runtime.store(1, k, v)
+    world.runtime.end_step()
+
+
+def test_calls_out_of_order_are_refused(world: World) -> None:
+    rows = torch.empty(1, 2, 16, device=world.runtime.device)
+    with pytest.raises(WrongState, match="begin_step"):
+        world.runtime.store(0, rows, rows)
+    batch = world.batch(world.requests, [1, 1])
+    world.runtime.stage(batch)
+    with pytest.raises(WrongState, match="staged"):
+        world.runtime.store(0, rows, rows)
+    with pytest.raises(WrongState, match="end_step"):
+        world.runtime.begin_step(batch)
+    with pytest.raises(WrongState, match="end_step"):
+        world.runtime.seal()
+    world.runtime.end_step()
+    with pytest.raises(WrongState, match="no step"):
+        world.runtime.fill()
+    world.step(world.requests, [1, 1])
+
+
+def test_a_pool_that_cannot_be_is_refused(device: torch.device) -> None:
+    def build(problems: list[Problem], num_pages: int = 8, max_num_seqs: int = 2, max_kv_len: int = 8) -> None:
+        AttentionRuntime(
+            problems,
+            device=device,
+            num_pages=num_pages,
+            max_num_seqs=max_num_seqs,
+            max_kv_len=max_kv_len,
+            provider=PROVIDER,
+        )
+
+    with pytest.raises(BadProblem, match="no layers"):
+        build([])
+    with pytest.raises(BadProblem, match="disagree on the page size"):
+        build([small_problem(4), small_problem(8)])
+    with pytest.raises(CapacityExceeded, match="page 0 is reserved"):
+        build([small_problem()], num_pages=1)
+    with pytest.raises(CapacityExceeded, match="int32 slot"):
+        build([small_problem()], num_pages=2**30)
+    with pytest.raises(CapacityExceeded, match="max_num_seqs"):
+        build([small_problem()], max_num_seqs=0)
+
+
+def test_capture_sizes_that_make_no_ladder_are_refused(device: torch.device) -> None:
+    for sizes in ([], [0], [4, 2]):
+        with pytest.raises(BadSetting, match="capture_sizes"):
+            World.build([small_problem()], device, PROVIDER, capture_sizes=sizes)
+
+
+def test_a_choice_that_cannot_serve_lists_every_reason() -> None:
+    problem = Problem(192, 1, 512, 512, torch.bfloat16, 256, 0.1, window_left=5, logits_soft_cap=3.0, has_sinks=True)
+    with pytest.raises(Unsupported) as caught:
+        select(problem, known_target("gfx942"), "triton")
+    for reason in ("head_dim 512", "v_head_dim 512", "page_size 256", "192 query heads", "window", "soft cap", "sinks"):
+        assert any(reason in line for line in caught.value.reasons), reason
+
+
+def test_triton_on_a_plain_cpu_says_which_archs_it_serves() -> None:
+    with pytest.raises(Unsupported, match="arch cpu is not one of gfx942"):
+        select(small_problem(), known_target("cpu"), "triton")
+
+
+def test_auto_on_a_gpu_says_why_aiter_was_not_taken() -> None:
+    chosen = select(small_problem(16), known_target("gfx942"), "auto")
+    assert chosen.provider.name == "triton"
+    assert any("aiter" in line and "not bound" in line for line in chosen.lines())
+
+
+def test_an_unknown_provider_is_named() -> None:
+    with pytest.raises(BadSetting, match="cudnn"):
+        select(small_problem(), known_target("cpu"), "cudnn")

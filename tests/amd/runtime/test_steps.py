@@ -1,0 +1,194 @@
+"""Whole steps against the oracle: what a model runner may ask of the runtime, eagerly."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rocm_attn.padding import StepKind
+from tests.amd.runtime.stepping import World, providers, small_problem
+
+pytestmark = pytest.mark.parametrize("provider", providers())
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 5, 16])
+def test_prefill_then_decode_equals_dense_attention(provider: str, page_size: int, device: torch.device) -> None:
+    world = World.build([small_problem(page_size)], device, provider, num_pages=200)
+    requests = [world.admit() for _ in range(3)]
+    world.step(requests, [1, page_size, page_size + 1])
+    for _ in range(3):
+        world.step(requests, [1, 1, 1])
+    assert world.page_zero_is_zero()
+
+
+def test_chunked_extend_mixed_with_decodes_equals_dense_attention(provider: str, device: torch.device) -> None:
+    world = World.build([small_problem()], device, provider)
+    old, new = world.admit(), world.admit()
+    world.step([old], [7])
+    for chunk in (5, 1, 4, 3):
+        world.step([old, new], [1, chunk])
+    world.step([new, old], [2, 1])
+    assert world.page_zero_is_zero()
+
+
+def test_layers_of_different_geometry_share_pages(provider: str, device: torch.device) -> None:
+    wide = small_problem(num_q_heads=4, num_kv_heads=4, head_dim=32, v_head_dim=8)
+    world = World.build([small_problem(), wide, small_problem()], device, provider)
+    requests = [world.admit(), world.admit()]
+    world.step(requests, [6, 3])
+    world.step(requests, [1, 1])
+    world.step(requests, [1, 4])
+
+
+def test_a_step_without_sequences_runs(provider: str, device: torch.device) -> None:
+    world = World.build([small_problem()], device, provider)
+    world.step([], [])
+    request = world.admit()
+    world.step([request], [3])
+    world.step([], [], pad_to=4)
+    world.step([request], [1])
+    assert world.page_zero_is_zero()
+
+
+def test_a_sequence_may_bring_no_new_token(provider: str, device: torch.device) -> None:
+    world = World.build([small_problem()], device, provider)
+    first, idle, last = (world.admit() for _ in range(3))
+    world.step([first, idle, last], [3, 0, 2])
+    world.step([first, idle, last], [1, 0, 1])
+    world.step([idle, first], [0, 0])
+
+
+@pytest.mark.parametrize("pad_to", [3, 4, 8, 16, 33])
+def test_padding_beyond_the_pools_rows_changes_nothing(provider: str, pad_to: int, device: torch.device) -> None:
+    world = World.build([small_problem()], device, provider, max_num_seqs=3, num_pages=40)
+    requests = [world.admit() for _ in range(3)]
+    world.step(requests, [5, 1, 9], pad_to=pad_to)
+    world.step(requests, [1, 1, 1], pad_to=pad_to)
+    world.step(requests[:1], [1], pad_to=pad_to)
+    assert world.page_zero_is_zero()
+
+
+def test_a_large_step_leaves_nothing_behind_for_a_small_one(provider: str, device: torch.device) -> None:
+    world = World.build([small_problem()], device, provider, capture_sizes=[8])
+    crowd = [world.admit() for _ in range(8)]
+    world.step(crowd, [4, 3, 2, 1, 5, 6, 7, 8])
+    world.step(crowd, [1] * 8)
+    for request in crowd[1:]:
+        world.free(request)
+    fresh = [world.admit() for _ in range(2)]
+    world.step(fresh, [2, 3])
+    world.step([crowd[0], *fresh], [1, 1, 1])
+    assert world.page_zero_is_zero()
+
+
+def test_a_shared_prefix_is_read_by_both_and_written_by_neither(provider: str, device: torch.device) -> None:
+    world = World.build([small_problem(page_size=4)], device, provider)
+    parent = world.admit()
+    world.step([parent], [10])
+    twins = [world.fork(parent, 10), world.fork(parent, 7)]
+    world.step([*twins, parent], [1, 2, 1])
+    world.step([*twins, parent], [1, 1, 1])
+    world.free(parent)
+    grandchild = world.fork(twins[0], 12)
+    world.step([grandchild, *twins], [3, 1, 1])
+    world.step([grandchild, *twins], [1, 1, 1])
+
+
+def test_a_fork_of_a_fork_without_a_step_between_copies_the_right_page(provider: str, device: torch.device) -> None:
+    world = World.build([small_problem(page_size=4)], device, provider)
+    parent = world.admit()
+    world.step([parent], [6])
+    child = world.fork(parent, 6)
+    world.runtime.table.reserve(child.row, 7)
+    grandchild = world.fork(child, 6)
+    world.step([grandchild, child, parent], [2, 1, 1])
+
+
+def test_freed_pages_serve_the_next_request(provider: str, device: torch.device) -> None:
+    world = World.build([small_problem(page_size=4)], device, provider, num_pages=6)
+    for _ in range(4):
+        request = world.admit()
+        world.step([request], [17])
+        world.step([request], [1])
+        world.free(request)
+    assert world.runtime.table.num_free_pages == 5
+
+
+def test_the_order_of_sequences_rows_and_pages_does_not_matter(provider: str, device: torch.device) -> None:
+    lengths = [9, 2, 14, 5]
+    outs = []
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
+        world = World.build([small_problem()], device, provider)
+        problem = world.problems[0]
+        burn = [world.admit() for _ in range(order[0] + 1)]
+        world.step(burn, [order[0] + 2] * len(burn))  # moves rows and pages of what follows
+        for request in burn:
+            world.free(request)
+        data = torch.Generator().manual_seed(7)
+        k = [torch.randn(n, 2, 16, generator=data).to(device) for n in lengths]
+        q = [torch.randn(n, 6, 16, generator=data).to(device) for n in lengths]
+        requests = [world.admit() for _ in lengths]
+        batch = world.batch([requests[i] for i in order], [lengths[i] for i in order])
+        world.runtime.begin_step(batch)
+        out = torch.empty(sum(lengths), 6, 16, device=device)
+        keys = torch.cat([k[i] for i in order])
+        world.runtime.store_and_attend(0, torch.cat([q[i] for i in order]), keys, keys, out)
+        world.runtime.end_step()
+        parts = dict(zip(order, out.split([lengths[i] for i in order]), strict=True))
+        outs.append(torch.cat([parts[i] for i in range(4)]))
+        assert problem.page_size == 4
+    torch.testing.assert_close(outs[0], outs[1], atol=1e-6, rtol=1e-5)
+
+
+def test_a_split_batch_equals_the_whole(provider: str, device: torch.device) -> None:
+    world = World.build([small_problem()], device, provider)
+    requests = [world.admit() for _ in range(4)]
+    world.step(requests, [3, 8, 1, 6])
+    world.step(requests[:2], [1, 1])
+    world.step(requests[2:], [1, 1])
+    world.step(requests, [1, 1, 1, 1])
+
+
+def test_strided_rows_are_served(provider: str, device: torch.device) -> None:
+    """q, k and v cut out of one fused projection, as models make them."""
+    world = World.build([small_problem()], device, provider)
+    requests = [world.admit(), world.admit()]
+    for q_len in ([4, 6], [1, 1]):
+        step = world.runtime.begin_step(world.batch(requests, q_len))
+        rows = world.random(step.token_ids.shape[0], 10 * 16)
+        q, k, v = rows.view(-1, 10, 16).split([6, 2, 2], dim=1)
+        world.remember(0, requests, q_len, k[: step.num_tokens], v[: step.num_tokens])
+        out = world.random(rows.shape[0], 6, 32)[..., :16]
+        lse = torch.empty(rows.shape[0], 6, device=device)
+        world.runtime.store_and_attend(0, q, k, v, out, lse)
+        world.check(0, requests, q_len, q, out, lse)
+        world.runtime.end_step()
+
+
+def test_positions_and_last_tokens_are_those_of_the_sequences(provider: str, device: torch.device) -> None:
+    world = World.build([small_problem()], device, provider)
+    a, b, c = (world.admit() for _ in range(3))
+    world.step([a, c], [5, 2])
+    batch = world.batch([a, b, c], [2, 3, 0])
+    step = world.runtime.begin_step(batch)
+    assert step.plan.shape.kind is StepKind.MIXED
+    assert step.positions[:5].tolist() == [5, 6, 0, 1, 2]
+    assert step.last_token_of_seq[:3].tolist() == [1, 4, 0]
+    world.runtime.end_step()
+
+
+def test_token_ids_arrive_and_pads_are_zero(provider: str, device: torch.device) -> None:
+    world = World.build([small_problem()], device, provider)
+    requests = [world.admit() for _ in range(3)]
+    plain = world.batch(requests, [2, 1, 3])
+    batch = type(plain)(plain.rows, plain.kv_len, plain.q_len, np.arange(11, 17, dtype=np.int32))
+    step = world.runtime.begin_step(batch)
+    assert step.token_ids.tolist() == [11, 12, 13, 14, 15, 16]
+    world.runtime.end_step()
+    step = world.runtime.begin_step(type(plain)(plain.rows, plain.kv_len, np.ones(3, np.int32), np.array([7, 8, 9])), 5)
+    assert step.token_ids.tolist() == [7, 8, 9, 0, 0]
+    world.runtime.end_step()
+    step = world.runtime.begin_step(plain, 5)
+    assert not step.token_ids.any()
+    world.runtime.end_step()

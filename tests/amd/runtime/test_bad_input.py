@@ -82,7 +82,7 @@ def test_lse_of_the_wrong_shape_is_named(world: World) -> None:
 
 def test_a_layer_that_does_not_exist_is_named(world: World) -> None:
     step = world.runtime.begin_step(world.batch(world.requests, [1, 1]))
-    q, k, v = world.qkv(world.problems[0], step)
+    _, k, v = world.qkv(world.problems[0], step)
     with pytest.raises(BadTensor, match="layer 1 does not exist"):
         world.runtime.store(1, k, v)
     world.runtime.end_step()

@@ -1,0 +1,237 @@
+"""Replayed steps: bitwise what the eager ones give, whatever ran before them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadTensor, CapacityExceeded
+from rocm_attn.graphs import recorder_for
+from rocm_attn.hip_graphs.errors import StaleRecording
+from rocm_attn.problem import Problem
+from rocm_attn.runtime import AttentionRuntime, Step
+from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_runner import StepRunner
+from tests.amd.runtime.stepping import providers, small_problem
+
+pytestmark = pytest.mark.parametrize("provider", providers())
+
+VOCABULARY = 50
+
+
+@dataclass
+class Model:
+    """Two layers of attention over random embeddings; enough for every row of the output to depend on all of its KV."""
+
+    runtime: AttentionRuntime
+    embedding: Tensor
+    projections: list[Tensor]
+
+    @classmethod
+    def build(cls, device: torch.device, provider: str, sizes: list[int], max_num_seqs: int = 8) -> Model:
+        problem = small_problem()
+        runtime = AttentionRuntime(
+            [problem, problem],
+            device=device,
+            num_pages=200,
+            max_num_seqs=max_num_seqs,
+            max_kv_len=128,
+            provider=provider,
+            capture_sizes=sizes,
+        )
+        for layer in range(2):
+            runtime.pool.layer(layer).k[1:] = float("nan")
+            runtime.pool.layer(layer).v[1:] = float("nan")
+        generator = torch.Generator().manual_seed(3)
+        weights = [torch.randn(96, 64, generator=generator).to(device) / 10 for _ in range(2)]
+        return cls(runtime, torch.randn(VOCABULARY, 96, generator=generator).to(device), weights)
+
+    def forward(self, step: Step) -> Tensor:
+        hidden = self.embedding[step.token_ids] * (1 + step.positions[:, None] / 100)
+        for layer, weight in enumerate(self.projections):
+            kv = (hidden @ weight).view(-1, 4, 16)
+            out = torch.empty_like(hidden).view(-1, 6, 16)
+            self.runtime.store_and_attend(layer, hidden.view(-1, 6, 16), kv[:, :2], kv[:, 2:], out)
+            hidden = hidden + out.flatten(1)
+        return hidden[step.last_token_of_seq]
+
+
+def serve(model: Model, runner: StepRunner, counts: list[int], pad_to: int | None = None) -> list[Tensor]:
+    """Decode steps of the given sequence counts: requests come and go between them. Same ids for every runner."""
+    table = model.runtime.table
+    random = np.random.default_rng(1)
+    rows: list[int] = []
+    kv_len: dict[int, int] = {}
+    outs = []
+    for count in counts:
+        while len(rows) > count:
+            table.free(rows.pop(0))
+        while len(rows) < count:
+            row = table.admit()
+            rows.append(row)
+            prompt = int(random.integers(2, 12))
+            table.reserve(row, prompt)
+            kv_len[row] = prompt
+            ids = random.integers(1, VOCABULARY, prompt)
+            outs.append(runner.run(StepBatch(np.array([row]), np.array([prompt]), np.array([prompt]), ids)).clone())
+        for row in rows:
+            kv_len[row] += 1
+            table.reserve(row, kv_len[row])
+        lengths = np.array([kv_len[row] for row in rows], np.int32)
+        ids = random.integers(1, VOCABULARY, count)
+        batch = StepBatch(np.array(rows, np.int32), lengths, np.ones(count, np.int32), ids)
+        outs.append(runner.run(batch, pad_to).clone())
+    for row in rows:
+        table.free(row)
+    return outs
+
+
+COUNTS = [3, 5, 1, 8, 2, 7, 4, 4, 6, 1]
+
+
+def test_replay_equals_eager_bitwise_while_requests_come_and_go(provider: str, device: torch.device) -> None:
+    outs = []
+    for graphs in (False, True):
+        model = Model.build(device, provider, [1, 2, 4, 8])
+        runner = StepRunner(model.runtime, model.forward, recorder_for(model.runtime.device) if graphs else None)
+        outs.append(serve(model, runner, COUNTS))
+        assert all(torch.isfinite(out).all() for out in outs[-1])
+        assert runner.counters.replays == (len(COUNTS) if graphs else 0)
+        runner.check_addresses()
+    for eager, replayed in zip(*outs, strict=True):
+        assert torch.equal(eager, replayed)
+
+
+def test_padding_to_a_larger_bucket_than_the_pool_changes_no_real_row(provider: str, device: torch.device) -> None:
+    outs = []
+    for pad_to in (None, 16):
+        model = Model.build(device, provider, [1, 2, 4, 8, 16])
+        runner = StepRunner(model.runtime, model.forward, recorder_for(model.runtime.device))
+        outs.append(serve(model, runner, COUNTS, pad_to))
+    for tight, padded in zip(*outs, strict=True):
+        torch.testing.assert_close(tight, padded, atol=1e-6, rtol=1e-5)
+
+
+def test_steps_above_the_largest_graph_run_eagerly(provider: str, device: torch.device) -> None:
+    model = Model.build(device, provider, [2])
+    runner = StepRunner(model.runtime, model.forward, recorder_for(model.runtime.device))
+    outs = serve(model, runner, [2, 8, 1, 7, 2])
+    assert runner.counters.replays == 3
+    reference = Model.build(device, provider, [2])
+    eager = serve(reference, StepRunner(reference.runtime, reference.forward, None), [2, 8, 1, 7, 2])
+    for mine, other in zip(outs, eager, strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_graph_recomputes_whatever_was_left_in_its_buffers(provider: str, device: torch.device) -> None:
+    """Poison: everything that graphs own, except the table and the pages, is garbage before each replay."""
+    outs = []
+    for poison in (False, True):
+        model = Model.build(device, provider, [4, 8])
+        runner = StepRunner(model.runtime, model.forward, recorder_for(model.runtime.device))
+        plain_run = runner.run
+        if poison:
+
+            def poisoned_run(
+                batch: StepBatch, pad_to: int | None = None, model: Model = model, run: object = plain_run
+            ) -> Tensor:
+                for name, tensor in model.runtime.sealed_tensors().items():
+                    if name != "table" and "pages" not in name:
+                        tensor.fill_(float("nan") if tensor.is_floating_point() else 0x7F7F7F7F)
+                return run(batch, pad_to)  # type: ignore[operator, no-any-return]
+
+            runner.run = poisoned_run  # type: ignore[method-assign]
+        outs.append(serve(model, runner, COUNTS))
+        assert runner.counters.replays == len(COUNTS)
+    for clean, poisoned in zip(*outs, strict=True):
+        assert torch.equal(clean, poisoned)
+
+
+def test_all_sizes_can_be_captured_before_the_first_request(provider: str, device: torch.device) -> None:
+    model = Model.build(device, provider, [1, 4, 8])
+    runner = StepRunner(model.runtime, model.forward, recorder_for(model.runtime.device))
+    runner.capture_all()
+    assert runner.counters.captures == 3
+    serve(model, runner, COUNTS)
+    assert runner.counters.captures == 3
+    for layer in range(2):
+        assert not model.runtime.pool.layer(layer).k[0].any()
+
+
+def test_a_forward_that_cannot_be_captured_is_served_eagerly_with_the_reason(
+    provider: str, device: torch.device
+) -> None:
+    model = Model.build(device, provider, [4, 8])
+
+    def forward(step: Step) -> Tensor:
+        rows = model.forward(step)
+        return rows + float(rows.sum().item()) * 0
+
+    runner = StepRunner(model.runtime, forward, recorder_for(model.runtime.device))
+    outs = serve(model, runner, [3, 2])
+    assert "test_step_runner.py" in runner.counters.graphs_off
+    assert runner.counters.replays == 0
+    reference = Model.build(device, provider, [4, 8])
+    for mine, other in zip(
+        outs, serve(reference, StepRunner(reference.runtime, reference.forward, None), [3, 2]), strict=True
+    ):
+        assert torch.equal(mine, other)
+
+
+def test_an_exception_in_forward_leaves_the_runtime_ready(provider: str, device: torch.device) -> None:
+    model = Model.build(device, provider, [4, 8])
+    healthy = True
+
+    def forward(step: Step) -> Tensor:
+        if not healthy:
+            raise ZeroDivisionError
+        return model.forward(step)
+
+    runner = StepRunner(model.runtime, forward, None)
+    serve(model, runner, [2])
+    healthy = False
+    with pytest.raises(ZeroDivisionError):
+        serve(model, runner, [2])
+    healthy = True
+    serve(model, runner, [2])
+
+
+def test_a_forward_with_the_wrong_number_of_rows_is_refused(provider: str, device: torch.device) -> None:
+    model = Model.build(device, provider, [4, 8])
+    runner = StepRunner(model.runtime, lambda step: model.forward(step)[:1], None)
+    with pytest.raises(BadTensor, match="1 rows for 4 padded sequences"):
+        serve(model, runner, [2])
+
+
+def test_growing_past_the_sealed_size_is_refused_before_anything_moves(provider: str, device: torch.device) -> None:
+    model = Model.build(device, provider, [2])
+    runner = StepRunner(model.runtime, model.forward, recorder_for(model.runtime.device))
+    serve(model, runner, [2])
+    addresses = {name: tensor.data_ptr() for name, tensor in model.runtime.sealed_tensors().items()}
+    with pytest.raises(CapacityExceeded, match="capture_sizes"):
+        model.runtime._memory._sealed.buffers.ensure(model.runtime.padding.shape(_batch_of(64)))
+    assert addresses == {name: tensor.data_ptr() for name, tensor in model.runtime.sealed_tensors().items()}
+
+
+def test_a_buffer_that_moved_behind_our_back_is_found(provider: str, device: torch.device) -> None:
+    model = Model.build(device, provider, [2])
+    runner = StepRunner(model.runtime, model.forward, recorder_for(model.runtime.device))
+    runner.check_addresses()
+    model.runtime.table.entries = model.runtime.table.entries.clone()
+    with pytest.raises(StaleRecording, match="table"):
+        runner.check_addresses()
+
+
+def test_layers_may_repeat_a_problem(provider: str, device: torch.device) -> None:
+    model = Model.build(device, provider, [2])
+    assert len(model.runtime.selections) == 1
+    assert isinstance(model.runtime.selections[0].problem, Problem)
+
+
+def _batch_of(count: int) -> StepBatch:
+    ones = np.ones(count, np.int32)
+    return StepBatch(ones, ones, ones)

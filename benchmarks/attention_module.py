@@ -1,0 +1,82 @@
+"""This library behind a benchmark harness that measures it beside its peers.
+
+The harness hands over a case with data (`d`): q [T, Hq, D], k_cache and v_cache [pages, page, Hkv, D], block_table
+int32 [B, W], seq_lens int32 [B], cu_q int32 [B + 1], and out [T, Hq, Dv]. plan() is the work of a step, done once for all
+layers; run() is one layer's launches. With ROCM_ATTN_BENCH_SCHEDULE=layer the schedule is built in run() instead.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rocm_attn.padding import PaddedShape, StepKind
+from rocm_attn.problem import Problem
+from rocm_attn.providers.contract import AttendArgs, BoundKernel, StepMetadata
+from rocm_attn.providers.select import select
+from rocm_attn.table_view import TableView
+from rocm_attn.target import detect_target
+
+_SCHEDULE_IN_LAYER = os.environ.get("ROCM_ATTN_BENCH_SCHEDULE") == "layer"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A case's kernel and what it reads."""
+
+    kernel: BoundKernel
+    args: AttendArgs
+
+
+def plan(d: Any) -> Prepared:
+    """Everything of a step that its layers share."""
+    case = d.case
+    if case.window or case.kind == "mla":
+        raise NotImplementedError("windows and MLA are not served yet")
+    device = d.q.device
+    problem = Problem(case.Hq, case.Hkv, case.D, case.Dv, d.q.dtype, case.page, case.scale)
+    kind = step_kind(case.ql)
+    kernel = select(problem, detect_target(device), "triton").kernels[kind].bound
+    shape = PaddedShape(kind, case.B, case.T)
+    metadata = StepMetadata(
+        shape=shape,
+        max_q_len=max(case.ql),
+        max_kv_len=max(case.kv),
+        counts=ints([case.B, case.T, 1, 0], device),
+        kv_len=d.seq_lens,
+        q_len=ints(case.ql, device),
+        q_indptr=d.cu_q,
+        table=TableView(d.block_table, torch.arange(case.B, dtype=torch.int32, device=device)),
+        page_indptr=ints([], device),
+        page_list=ints([], device),
+        last_page_len=ints([], device),
+        block_table=ints([], device),
+        kv_len_int64=ints([], device),
+    )
+    schedule = torch.empty(kernel.schedule_words(shape), dtype=torch.int32, device=device)
+    workspace = torch.empty(kernel.workspace_words(shape), dtype=torch.float32, device=device)
+    kernel.build_schedule(metadata, schedule)
+    return Prepared(kernel, AttendArgs(metadata, schedule, workspace, d.q, d.k_cache, d.v_cache, d.out, None))
+
+
+def run(d: Any, prepared: Prepared) -> None:
+    """One layer."""
+    if _SCHEDULE_IN_LAYER:
+        prepared.kernel.build_schedule(prepared.args.step, prepared.args.schedule)
+    prepared.kernel.attend(prepared.args)
+
+
+def step_kind(q_len: tuple[int, ...]) -> StepKind:
+    """The kind of step by its new tokens."""
+    if max(q_len) == 1:
+        return StepKind.DECODE
+    return StepKind.MIXED if min(q_len) == 1 else StepKind.EXTEND
+
+
+def ints(values: Any, device: torch.device) -> Tensor:
+    """int32 on the device."""
+    return torch.tensor(list(values), dtype=torch.int32, device=device)

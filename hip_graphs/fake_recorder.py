@@ -1,0 +1,89 @@
+"""FakeRecorder: records and replays on the host what a device would capture and replay. For machines without a GPU.
+
+It is wrong where a real recording is wrong: scalars, shapes and addresses are frozen, host code does not run again,
+and what fn returned holds garbage until the first replay. It refuses what a real capture refuses. One thing it cannot
+tell: on a CPU a host tensor looks like a device tensor, so a replay sees a change of it that a device would not see.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+import torch
+
+from rocm_attn.hip_graphs.frozen_ops import Replayed
+from rocm_attn.hip_graphs.host_pool import HostPool
+from rocm_attn.hip_graphs.record_guard import RecordGuard
+from rocm_attn.hip_graphs.tape import Tape, Thunk, require_unmoved
+
+T = TypeVar("T")
+
+ObserveLaunches = Callable[[Callable[[Thunk], None]], AbstractContextManager[None]]
+
+
+class FakeRecording:
+    """Operations and launches with fixed scalars and addresses."""
+
+    def __init__(
+        self,
+        operations: list[Replayed],
+        storages: dict[int, Callable[[], int]],
+        num_bytes: int,
+        kept: object,
+    ) -> None:
+        self.bytes = num_bytes
+        self._operations = operations
+        self._storages = storages
+        self._kept = kept
+
+    def replay(self) -> None:
+        """Does every operation again, in order, into the memory that it was recorded in. Raises StaleRecording."""
+        require_unmoved(self._storages)
+        with torch.inference_mode():
+            for operation in self._operations:
+                operation()
+
+    @property
+    def num_operations(self) -> int:
+        return len(self._operations)
+
+
+class FakeRecorder:
+    """Recorder of functions on CPU tensors.
+
+    observe_launches: a context manager that hands every kernel launch made under it to an observer, as a thunk, instead
+    of running it. A kernel that is launched past it runs while fn is recorded and is missing from the replays.
+    """
+
+    def __init__(self, observe_launches: ObserveLaunches) -> None:
+        self._observe_launches = observe_launches
+        self._pool = HostPool()
+        self._live: weakref.WeakSet[FakeRecording] = weakref.WeakSet()
+
+    def record(self, fn: Callable[[], T]) -> tuple[FakeRecording, T]:
+        """As Recorder.record; fn runs twice."""
+        guard = RecordGuard(torch.device("cpu"))
+        tape = Tape(self._pool)
+
+        def observe(thunk: Thunk) -> None:
+            with guard.lifted():
+                tape.note_launch(thunk)
+
+        bytes_before = self._pool.bytes
+        with torch.no_grad():
+            # Lazily made tables and the like must exist before, as for a device, whose first launches load modules.
+            fn()
+            with tape, guard, self._observe_launches(observe):
+                outputs = fn()
+        self._pool.poison_taken()
+        recording = FakeRecording(tape.operations, tape.storages, self._pool.bytes - bytes_before, kept=(fn, outputs))
+        self._live.add(recording)
+        return recording, outputs
+
+    def release_memory(self) -> None:
+        """As Recorder.release_memory; does nothing while a recording lives."""
+        if not self._live:
+            self._pool = HostPool()

@@ -1,0 +1,116 @@
+"""PinnedTensors: which memory recordings read, by name, and whether it is still where it was.
+
+"Pinned" is about addresses: a pinned tensor must not move while a recording reads it. It has nothing to do with
+page-locked host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from rocm_attn.hip_graphs.errors import KeyTaken, StaleRecording
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Everything about a tensor that a recording has frozen, except its values."""
+
+    data_ptr: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Fingerprint:
+        return cls(tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Half-open range of the addresses that the tensor's elements lie in; empty for a tensor of no elements."""
+        if 0 in self.shape:
+            return (self.data_ptr, self.data_ptr)
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        return (self.data_ptr, self.data_ptr + (last + 1) * self.dtype.itemsize)
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype}{list(self.shape)} stride {list(self.stride)} at {self.data_ptr:#x} on {self.device}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Pin:
+    was: Fingerprint
+    current: Callable[[], Tensor]
+
+
+class PinnedTensors:
+    """The tensors that recordings read, by name.
+
+    epoch: compared with the recording's own on every replay, which costs one integer comparison. The owner of the
+    tensors bumps it when anything moves; check() is the slow, sure comparison, for sealing and for debugging.
+    """
+
+    __slots__ = ("_pins", "epoch")
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self._pins: dict[str, _Pin] = {}
+
+    def pin(self, name: str, tensor: Tensor, current: Callable[[], Tensor] | None = None) -> None:
+        """From now on the tensor of this name must stay where it is.
+
+        current: asks the owner for the tensor that goes by this name at a later time; without it the same tensor
+        object is looked at again, which shows set_() and resize_() but not that the owner has taken another one.
+        Pinning the same memory twice is harmless. Raises KeyTaken if the name is pinned elsewhere.
+        """
+        now = Fingerprint.of(tensor)
+        held = self._pins.get(name)
+        if held is not None and held.was != now:
+            raise KeyTaken(f"{name} is pinned as {held.was} and cannot also be {now}; release() the old pins first")
+        self._pins[name] = _Pin(now, current if current is not None else lambda: tensor)
+
+    def check(self) -> None:
+        """Compares every fingerprint. Raises StaleRecording naming the first tensor that moved."""
+        for name, pin in self._pins.items():
+            now = Fingerprint.of(pin.current())
+            if now != pin.was:
+                raise StaleRecording(
+                    f"{name} was {pin.was} when it was pinned and is {now} now; "
+                    "what was recorded reads the old memory: drop the recordings, release() the pins and record again"
+                )
+
+    def bump(self) -> int:
+        """Something has moved: every recording made so far is stale. Returns the new epoch."""
+        self.epoch += 1
+        return self.epoch
+
+    def release(self) -> None:
+        """Forgets every pin, so that the tensors may move, and makes every recording stale."""
+        self._pins.clear()
+        self.bump()
+
+    def sharing_memory_with(self, tensor: Tensor) -> tuple[str, ...]:
+        """Names of the pinned tensors whose address range overlaps the tensor's."""
+        probe = Fingerprint.of(tensor)
+        return tuple(name for name, pin in self._pins.items() if _overlap(pin.was, probe))
+
+    @property
+    def fingerprints(self) -> Mapping[str, Fingerprint]:
+        """Every pinned tensor as it was when it was pinned."""
+        return MappingProxyType({name: pin.was for name, pin in self._pins.items()})
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._pins
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+
+def _overlap(one: Fingerprint, other: Fingerprint) -> bool:
+    return one.device == other.device and max(one.span[0], other.span[0]) < min(one.span[1], other.span[1])

@@ -1,0 +1,218 @@
+"""RecordGuard: refuses, with the place in the caller's code, what no recording can repeat.
+
+A capture that meets such work fails late and without a place; ROCm before 7.14 does not even fail. So the guard looks
+at three roads on which work arrives: ATen operations (a dispatch mode), tensor methods that read memory without an
+operation (a function mode) and the runtime's own waits and queries (wrapped for as long as a guard is active, for the
+guard's thread alone).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rocm_attn.hip_graphs.errors import RecordingRefused
+from rocm_attn.hip_graphs.forbidden_ops import KEEP_ON_DEVICE, READS_ON_HOST, is_composite, refusal
+from rocm_attn.hip_graphs.tensor_trees import tensors_in
+
+_NOT_THE_CALLER = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+
+# On a CPU these read memory without any operation, so that only the call itself can be seen.
+_HOST_READS: Mapping[Callable[..., Any], str] = {
+    getattr(Tensor, name): f"Tensor.{name}()"
+    for name in (
+        "cpu",
+        "tolist",
+        "numpy",
+        "item",
+        "nonzero",
+        "__array__",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+    )
+}
+
+_WAITS_AND_QUERIES: tuple[tuple[Any, str, str], ...] = (
+    (torch.cuda, "synchronize", "torch.cuda.synchronize()"),
+    (torch.cuda, "empty_cache", "torch.cuda.empty_cache()"),
+    (torch.accelerator, "synchronize", "torch.accelerator.synchronize()"),
+    (torch.cuda.Stream, "synchronize", "Stream.synchronize()"),
+    (torch.cuda.Stream, "query", "Stream.query()"),
+    (torch.cuda.Event, "synchronize", "Event.synchronize()"),
+    (torch.cuda.Event, "query", "Event.query()"),
+    (torch.cuda.Event, "elapsed_time", "Event.elapsed_time()"),
+)
+
+
+def call_site() -> str:
+    """file:line of the innermost frame outside torch and hip_graphs."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_NOT_THE_CALLER) and frame.f_back is not None:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+class RecordGuard:
+    """While active, raises RecordingRefused in this thread for work on the device that a recording cannot hold.
+
+    device:          where the recorded work runs
+    still_recording: whether work enqueued now would be part of the recording; a device's recorder asks the device,
+                     which finds work on a stream that was not forked from the recorded one
+    """
+
+    def __init__(self, device: torch.device, still_recording: Callable[[], bool] = lambda: True) -> None:
+        self.device = device
+        self.still_recording = still_recording
+        self.is_lifted = False
+        self._open: list[ExitStack] = []
+        self._host_numbers: dict[int, Tensor] = {}
+
+    def __enter__(self) -> RecordGuard:
+        with ExitStack() as stack:
+            stack.enter_context(_WATCH.by(self))
+            stack.enter_context(_MethodGuard(self))
+            stack.enter_context(_OperationGuard(self))
+            self._open.append(stack.pop_all())
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._open.pop().close()
+        self._host_numbers.clear()
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Lets everything pass for a while: for work that is recorded as a whole, whatever it does inside."""
+        before, self.is_lifted = self.is_lifted, True
+        try:
+            yield
+        finally:
+            self.is_lifted = before
+
+    def refuse(self, subject: str, what: str, remedy: str) -> None:
+        """Raises RecordingRefused about the subject, unless the guard is lifted."""
+        if not self.is_lifted:
+            raise RecordingRefused(
+                f"{subject} at {call_site()} {what}, which a recording cannot repeat on replay; {remedy}"
+            )
+
+    def note_host_number(self, tensor: Tensor) -> None:
+        """Remembers a tensor that was made of one Python number, by its address, which it keeps while remembered."""
+        self._host_numbers[tensor.data_ptr()] = tensor
+
+    def is_host_number(self, tensor: Tensor) -> bool:
+        """Whether tensor is one number in host memory; on a CPU, one that was made while this guard looked on."""
+        if tensor.dim() > 0 or tensor.device.type != "cpu":
+            return False
+        return self.device.type != "cpu" or tensor.data_ptr() in self._host_numbers
+
+    def covers(self, value: object) -> bool:
+        """Whether value is a tensor on the device that records."""
+        return isinstance(value, Tensor) and value.device.type == self.device.type
+
+
+class _OperationGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The guard's eyes on ATen operations."""
+
+    def __init__(self, guard: RecordGuard) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._guard = guard
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # skipping would import all of torch.compile, a second of start-up
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        guard = self._guard
+        if guard.is_lifted:
+            return func(*args, **kwargs)
+        refused = refusal(func, args, kwargs, guard.device, guard.is_host_number)
+        if refused is not None:
+            guard.refuse(str(func), *refused)
+        if any(map(guard.covers, tensors_in((args, kwargs)))) and not guard.still_recording():
+            guard.refuse(str(func), "runs on a stream that is not recorded", "fork that stream from the recorded one")
+        if is_composite(func, guard.device.type):
+            with self:
+                return func.decompose(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func is torch.ops.aten.lift_fresh.default and result.dim() == 0:
+            guard.note_host_number(result)
+        return result
+
+
+class _MethodGuard(TorchFunctionMode):
+    """The guard's eyes on tensor methods."""
+
+    def __init__(self, guard: RecordGuard) -> None:
+        super().__init__()
+        self._guard = guard
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        subject = _HOST_READS.get(func)
+        if subject is not None and self._guard.covers(args[0]):
+            self._guard.refuse(subject, READS_ON_HOST, KEEP_ON_DEVICE)
+        return func(*args, **(kwargs or {}))
+
+
+class _Watch:
+    """Wraps the runtime's waits and queries while any thread records; other threads pass through the wrapper."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._active = 0
+        self._wrapped: list[tuple[Any, str, Any]] = []
+        self._here = threading.local()
+
+    @contextmanager
+    def by(self, guard: RecordGuard) -> Iterator[None]:
+        outer = getattr(self._here, "guard", None)
+        with self._lock:
+            if self._active == 0:
+                self._wrap_all()
+            self._active += 1
+        self._here.guard = guard
+        try:
+            yield
+        finally:
+            self._here.guard = outer
+            with self._lock:
+                self._active -= 1
+                if self._active == 0:
+                    self._restore_all()
+
+    def _wrap_all(self) -> None:
+        for owner, name, subject in _WAITS_AND_QUERIES:
+            self._wrapped.append((owner, name, vars(owner)[name]))
+            setattr(owner, name, self._wrapper(getattr(owner, name), subject))
+
+    def _restore_all(self) -> None:
+        while self._wrapped:
+            setattr(*self._wrapped.pop())
+
+    def _wrapper(self, original: Callable[..., Any], subject: str) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            guard: RecordGuard | None = getattr(self._here, "guard", None)
+            if guard is not None:
+                guard.refuse(subject, "waits for or asks the device", "do it before or after recording")
+            return original(*args, **kwargs)
+
+        return watched
+
+
+_WATCH = _Watch()

@@ -1,0 +1,44 @@
+"""What every recorder promises, whether a device replays the recording or the host does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Recording(Protocol):
+    """A function's device work, frozen: the same operations, scalars and addresses on every replay."""
+
+    @property
+    def bytes(self) -> int:
+        """By how much the recorder's memory pool grew for this recording."""
+        ...
+
+    def replay(self) -> None:
+        """Does the recorded work once more, reading whatever the recorded addresses hold now."""
+        ...
+
+
+class Recorder(Protocol):
+    """Makes recordings that share one memory pool.
+
+    Because the pool is shared, replaying one recording may overwrite the intermediates of another: replay one at a
+    time, in one order. What fn returned stays untouched by other recordings for as long as its recording lives.
+    """
+
+    def record(self, fn: Callable[[], T]) -> tuple[Recording, T]:
+        """Runs fn to warm it up, then records it once.
+
+        fn: device work under torch.no_grad(). It runs several times, so it must give the same work each time, and
+        whatever it updates in place has advanced by some runs afterwards (by equally many for every recorder).
+        Returns the recording and what fn returned while it was recorded: tensors that live at fixed addresses, hold
+        garbage until the first replay and are rewritten by each one.
+        Raises RecordingRefused where fn asks for what cannot be replayed; the recorder can be used again then.
+        """
+        ...
+
+    def release_memory(self) -> None:
+        """Gives back the memory of recordings that were dropped. No replay may be in flight."""
+        ...

@@ -1,0 +1,120 @@
+"""TorchRecorder: recordings that a GPU replays by itself (HIP graphs on ROCm, CUDA graphs on NVIDIA)."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TypeVar
+
+import torch
+
+from rocm_attn.hip_graphs.record_guard import RecordGuard
+
+T = TypeVar("T")
+
+
+class TorchRecording:
+    """A captured graph, with strong references to all that it was captured from."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, num_bytes: int, kept: object) -> None:
+        self.bytes = num_bytes
+        self.replay: Callable[[], None] = graph.replay  # on the stream that is current then
+        self._kept = (graph, kept)
+
+
+class TorchRecorder:
+    """Recorder of functions on one GPU, which need not be the current one.
+
+    All recordings share one memory pool; they are warmed up and captured on a stream that is the recorder's own, since
+    kernels load their code, and libraries allocate their workspaces, per stream at the first launch.
+    """
+
+    # The first run may load, compile and allocate as it likes; the second is watched like the capture, because a
+    # refusal there leaves nothing to clean up.
+    WARM_UPS = 2
+
+    def __init__(self, device: torch.device | str) -> None:
+        device = torch.device(device)
+        if device.type != "cuda":
+            raise ValueError(f"a GPU recorder needs a device of type cuda (which ROCm's is too), got {device}")
+        self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+        self._live: weakref.WeakSet[TorchRecording] = weakref.WeakSet()
+
+    def record(self, fn: Callable[[], T]) -> tuple[TorchRecording, T]:
+        """As Recorder.record; fn runs twice on the device and once more for the capture."""
+        if not self._live:
+            # A pool whose last graph is gone cannot be captured into again.
+            self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.device(self.device), torch.no_grad():
+            callers = torch.cuda.current_stream()
+            self._stream.wait_stream(callers)
+            with torch.cuda.stream(self._stream):
+                self._warm_up(fn)
+                recording, outputs = self._capture(fn)
+            callers.wait_stream(self._stream)
+        self._live.add(recording)
+        return recording, outputs
+
+    def release_memory(self) -> None:
+        """As Recorder.release_memory; memory of warm-ups goes back even while recordings live."""
+        with torch.cuda.device(self.device):
+            torch.cuda.empty_cache()
+
+    def _warm_up(self, fn: Callable[[], T]) -> None:
+        fn()
+        for _ in range(1, self.WARM_UPS):
+            with RecordGuard(self.device):
+                fn()
+        self._stream.synchronize()
+
+    def _capture(self, fn: Callable[[], T]) -> tuple[TorchRecording, T]:
+        graph = torch.cuda.CUDAGraph()
+        bytes_before = torch.cuda.memory_reserved()
+        with _no_garbage_collection():
+            # thread_local: what another thread does meanwhile (loading, page-locking memory) must not break the
+            # capture, and our own thread's illegal calls still must.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                with RecordGuard(self.device, torch.cuda.is_current_stream_capturing):
+                    outputs = fn()
+            except BaseException:
+                self._abandon(graph)
+                raise
+            graph.capture_end()
+        return TorchRecording(graph, torch.cuda.memory_reserved() - bytes_before, kept=(fn, outputs)), outputs
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Takes the stream out of capture mode, whatever state the capture is in."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a graph is empty is no news here
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                self._mend()
+
+    def _mend(self) -> None:
+        """After a broken capture torch believes that it still captures: its allocators aim at the pool, and random
+        numbers can no longer be drawn. An empty capture into another pool sets the rest right."""
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
+        empty = torch.cuda.CUDAGraph()
+        empty.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        empty.capture_end()
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collecting garbage may free another graph or its memory, which is illegal during a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,280 @@
+"""The fake recorder freezes what a device freezes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
+from rocm_attn.hip_graphs.fake_recorder import FakeRecorder
+from rocm_attn.kernels.launch import launch
+
+
+class Kernel:
+    """out = 2 x + added, by a body that asks what no recording may ask, as an interpreter of kernels does."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Kernel:
+        return self
+
+    def __call__(self, x: Tensor, out: Tensor, added: float) -> None:
+        self.runs += 1
+        for place, value in enumerate(x.tolist()):
+            out[place] = torch.tensor(value).item() * 2 + added
+
+
+def test_what_fn_returned_is_garbage_until_the_first_replay(fake: FakeRecorder) -> None:
+    x = torch.ones(4)
+    recording, out = fake.record(lambda: x + 1)
+    assert bool(out.isnan().all())
+    recording.replay()
+    assert out.tolist() == [2.0] * 4
+
+
+def test_a_launch_is_recorded_as_one_whatever_its_body_does(fake: FakeRecorder) -> None:
+    kernel, x, out = Kernel(), torch.arange(3.0), torch.zeros(3)
+    recording, _ = fake.record(lambda: launch(kernel, (1,), x, out, 5.0))
+    assert recording.num_operations == 1
+    runs = kernel.runs
+    x.fill_(10)
+    recording.replay()
+    assert out.tolist() == [25.0] * 3
+    assert kernel.runs == runs + 1
+
+
+def test_launches_keep_their_place_among_the_operations(fake: FakeRecorder) -> None:
+    kernel, x, out = Kernel(), torch.arange(3.0), torch.zeros(3)
+
+    def fn() -> Tensor:
+        before = x + 1
+        launch(kernel, (1,), before, out, 0.0)
+        return out * 10
+
+    recording, result = fake.record(fn)
+    x.copy_(torch.tensor([4.0, 5.0, 6.0]))
+    recording.replay()
+    assert result.tolist() == [100.0, 120.0, 140.0]
+
+
+def test_a_launch_keeps_the_address_of_a_tensor_object_that_was_pointed_elsewhere(fake: FakeRecorder) -> None:
+    kernel, x, out = Kernel(), torch.ones(3), torch.zeros(3)
+    recording, _ = fake.record(lambda: launch(kernel, (1,), x, out, 0.0))
+    x.data = torch.full((3,), 50.0)
+    recording.replay()
+    assert out.tolist() == [2.0] * 3
+
+
+def test_an_operation_keeps_the_address_of_a_tensor_object_that_was_pointed_elsewhere(fake: FakeRecorder) -> None:
+    x = torch.ones(3)
+    recording, out = fake.record(lambda: x + 1)
+    x.data = torch.full((3,), 50.0)
+    recording.replay()
+    assert out.tolist() == [2.0] * 3
+
+
+def test_memory_that_was_resized_in_place_stops_the_replay(fake: FakeRecorder) -> None:
+    x = torch.ones(3)
+    recording, _ = fake.record(lambda: x + 1)
+    x.resize_(1 << 20)
+    with pytest.raises(StaleRecording, match="resized in place"):
+        recording.replay()
+
+
+def test_in_place_and_out_operations_write_where_they_wrote(fake: FakeRecorder) -> None:
+    x, total, out = torch.ones(3), torch.zeros(3), torch.zeros(3)
+
+    def fn() -> None:
+        total.add_(x)
+        total[1:].mul_(2)
+        torch.mul(total, 10, out=out)
+
+    recording, _ = fake.record(fn)
+    total.zero_()
+    recording.replay()
+    recording.replay()
+    assert total.tolist() == [2.0, 6.0, 6.0]
+    assert out.tolist() == [20.0, 60.0, 60.0]
+
+
+def test_views_cost_nothing_on_replay(fake: FakeRecorder) -> None:
+    x = torch.ones(4, 6)
+    recording, view = fake.record(lambda: x.view(2, 12).t().unsqueeze_(0)[:, 3:].expand(5, -1, -1))
+    assert recording.num_operations == 0
+    x.fill_(3)
+    assert bool((view == 3).all())
+
+
+def test_results_in_lists_and_pairs_are_each_in_place(fake: FakeRecorder) -> None:
+    x = torch.tensor([[3.0, 1.0, 2.0]])
+    recording, (values, (places, halves)) = fake.record(
+        lambda: (x.topk(2).values, (x.sort().indices, list((x + 1).chunk(3, dim=1))))
+    )
+    x.copy_(torch.tensor([[5.0, 9.0, 7.0]]))
+    recording.replay()
+    assert values.tolist() == [[9.0, 7.0]]
+    assert places.tolist() == [[0, 2, 1]]
+    assert [half.item() for half in halves] == [6.0, 10.0, 8.0]
+
+
+def test_numbers_made_within_are_constants_and_filled_tensors_are_filled_again(fake: FakeRecorder) -> None:
+    x = torch.ones(2)
+
+    def fn() -> Tensor:
+        counter = torch.zeros(2)
+        counter.add_(x)
+        counter[:1] = 7.0
+        return counter + torch.ones_like(x) + torch.full((2,), 5.0) + torch.tensor(100.0)
+
+    recording, out = fake.record(fn)
+    for _ in range(2):
+        recording.replay()
+        assert out.tolist() == [113.0, 107.0]
+
+
+def test_intermediates_share_memory_and_results_keep_theirs(fake: FakeRecorder) -> None:
+    x = torch.ones(1000)
+
+    def chain() -> Tensor:
+        y = x
+        for _ in range(50):
+            y = y + 1
+        return y
+
+    first, out = fake.record(chain)
+    assert first.bytes < 4 * 4096
+    second, other_out = fake.record(chain)
+    assert second.bytes <= 4096
+    first.replay()
+    x.fill_(10)
+    second.replay()
+    assert bool((out == 51).all())
+    assert bool((other_out == 60).all())
+
+
+def test_a_dropped_recording_gives_its_memory_to_the_next(fake: FakeRecorder) -> None:
+    x = torch.ones(1 << 16)
+    recording, out = fake.record(lambda: x + 1)
+    assert recording.bytes == 1 << 18
+    address = out.data_ptr()
+    del recording, out
+    again, out = fake.record(lambda: x + 2)
+    assert again.bytes == 0
+    assert out.data_ptr() == address
+
+
+def test_release_memory_lets_live_recordings_share_their_pool(fake: FakeRecorder) -> None:
+    x = torch.ones(1 << 16)
+    recording, out = fake.record(lambda: ((x + 1) * 2).sum())
+    assert recording.bytes >= 1 << 19
+    fake.release_memory()
+    second, second_out = fake.record(lambda: (x + 2).sum())
+    assert second.bytes == 0
+    recording.replay()
+    second.replay()
+    assert (out.item(), second_out.item()) == (4 << 16, 3 << 16)
+
+
+def test_release_memory_starts_anew_when_no_recording_lives(fake: FakeRecorder) -> None:
+    x = torch.ones(1 << 16)
+    fake.record(lambda: x + 1)
+    fake.release_memory()
+    assert fake.record(lambda: x + 1)[0].bytes == 1 << 18
+
+
+def test_a_recording_keeps_its_function_and_what_the_function_reads_alive(fake: FakeRecorder) -> None:
+    class Weights:
+        def __init__(self) -> None:
+            self.w = torch.full((3,), 4.0)
+
+    weights, x = Weights(), torch.ones(3)
+    alive = weakref.ref(weights)
+    recording, out = fake.record(partial(lambda held: x * held.w, weights))
+    del weights
+    gc.collect()
+    assert alive() is not None
+    recording.replay()
+    assert out.tolist() == [4.0] * 3
+
+
+def test_lazily_made_tables_exist_before_recording_starts(fake: FakeRecorder) -> None:
+    x = torch.ones(3)
+    tables: dict[str, Tensor] = {}
+
+    def fn() -> Tensor:
+        if not tables:
+            tables["first use"] = torch.tensor([1.0, 2.0, 3.0])
+        return x * tables["first use"]
+
+    recording, out = fake.record(fn)
+    recording.replay()
+    assert out.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_state_advances_as_often_as_on_a_device(fake: FakeRecorder) -> None:
+    counter = torch.zeros(1)
+    fake.record(lambda: counter.add_(1))
+    assert counter.item() == 2
+
+
+def test_recording_works_under_inference_mode_too(fake: FakeRecorder) -> None:
+    with torch.inference_mode():
+        x, weight = torch.randn(3, 4), torch.randn(5, 4)
+        recording, out = fake.record(lambda: torch.nn.functional.rms_norm(x @ weight.t(), (5,)).softmax(-1))
+        x.normal_()
+        wanted = torch.nn.functional.rms_norm(x @ weight.t(), (5,)).softmax(-1)
+    recording.replay()
+    assert torch.equal(out, wanted)
+
+
+def test_weights_that_want_gradients_are_recorded_without_any(fake: FakeRecorder) -> None:
+    weight = torch.nn.Parameter(torch.randn(4, 4))
+    x = torch.randn(2, 4)
+    recording, out = fake.record(lambda: torch.nn.functional.linear(x, weight))
+    recording.replay()
+    assert not out.requires_grad
+    assert torch.equal(out, x @ weight.detach().t())
+
+
+def test_tensors_of_another_device_are_refused(fake: FakeRecorder) -> None:
+    with pytest.raises(RecordingRefused, match="replays CPU tensors only"):
+        fake.record(lambda: torch.ones(3, device="meta") + 1)
+
+
+def test_a_lazily_conjugated_tensor_is_refused(fake: FakeRecorder) -> None:
+    z = torch.ones(3, dtype=torch.complex64)
+    with pytest.raises(RecordingRefused, match="resolve_conj"):
+        fake.record(lambda: z.conj() * 2)
+
+
+def test_unwritten_memory_costs_nothing_on_replay_where_nobody_fills_it(
+    fake: FakeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    x = torch.ones(2)
+    recording, out = fake.record(lambda: torch.empty(2).copy_(x))
+    assert recording.num_operations == 1
+    recording.replay()
+    assert out.tolist() == [1.0, 1.0]
+
+
+def test_unwritten_memory_is_poisoned_again_where_tests_ask_for_it(fake: FakeRecorder) -> None:
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    x = torch.ones(2)
+
+    def half_written() -> Tensor:
+        out = torch.empty(4)
+        out[:2] = x
+        return out
+
+    recording, out = fake.record(half_written)
+    out.zero_()
+    recording.replay()
+    assert out[:2].tolist() == [1.0, 1.0]
+    assert bool(out[2:].isnan().all())

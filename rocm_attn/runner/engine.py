@@ -1,0 +1,239 @@
+"""Engine: requests in, tokens out. Owns the runtime, the model, and the loop around them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+import torch
+
+from rocm_attn.errors import BadRequest, BadSetting
+from rocm_attn.graphs import recorder_for
+from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.model import Model
+from rocm_attn.runner.pool_size import default_kv_bytes, pool_pages
+from rocm_attn.runner.report import Report
+from rocm_attn.runner.request import Completion, FinishReason, Request, Sequence, TokenEvent
+from rocm_attn.runner.sampling import Sampler, pick_tokens
+from rocm_attn.runner.scheduler import Scheduler
+from rocm_attn.runner.tokenizer import TextStream
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step_runner import StepRunner
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How a model is served. Nothing here changes what is generated.
+
+    provider:       "auto", "torch", "triton" or "aiter"
+    page_size:      tokens in a page of the KV pool
+    max_batch_size: sequences that run at a time
+    chunk:          tokens of a step that prompts may fill up
+    graphs:         whether decode steps are captured and replayed
+    max_kv_len:     tokens of the longest sequence; None: the model's context
+    kv_bytes:       most memory for K and V; None: 1 GiB on a CPU, most of the free memory on a GPU
+    num_pages:      pages of the KV pool, the reserved page 0 included; None: what the other numbers ask for
+
+    Raises BadSetting.
+    """
+
+    provider: str = "auto"
+    page_size: int = 16
+    max_batch_size: int = 64
+    chunk: int = 512
+    graphs: bool = True
+    max_kv_len: int | None = None
+    kv_bytes: int | None = None
+    num_pages: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("page_size", 1), ("max_batch_size", 1), ("chunk", 1), ("max_kv_len", 1), ("num_pages", 2)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise BadSetting(f"{name} is {value}; it must be at least {least}")
+
+
+@dataclass(slots=True, eq=False)
+class _Output:
+    """What a request has come to so far."""
+
+    request: Request
+    stream: TextStream | None
+    text: str = ""
+
+
+class Engine:
+    """Serves requests with one model, many at a time.
+
+    submit() queues a request, step() runs all of them one step further; generate() does both until all are done.
+    Raises Unsupported when no kernel serves the model's layers, CapacityExceeded for a pool that cannot be.
+    """
+
+    def __init__(self, loaded: LoadedModel, options: EngineOptions | None = None) -> None:
+        self._loaded = loaded
+        self.options = options = options if options is not None else EngineOptions()
+        self.runtime = _runtime_for(loaded, options)
+        self.max_kv_len = self.runtime.max_kv_len
+        model = Model(loaded.config, loaded.weights, self.runtime, max_kv_len=self.max_kv_len)
+        self._runner = StepRunner(
+            self.runtime, model.forward, recorder_for(self.runtime.device) if options.graphs else None
+        )
+        self._scheduler = Scheduler(
+            self.runtime.table,
+            max_batch_size=options.max_batch_size,
+            chunk=options.chunk,
+            max_kv_len=self.max_kv_len,
+        )
+        self._outputs: dict[int, _Output] = {}
+        self._done: dict[int, Completion] = {}
+        self._num_submitted = self._prompt_tokens = self._new_tokens = 0
+        self._seconds = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def submit(self, request: Request) -> int:
+        """Queue a request; its number. Raises BadRequest, and nothing else is touched then."""
+        self.check(request)
+        number = self._num_submitted
+        self._num_submitted += 1
+        self._prompt_tokens += len(request.prompt_token_ids)
+        stops = request.stop_token_ids + (() if request.ignore_eos else self._loaded.config.eos_token_ids)
+        tokenizer = self._loaded.tokenizer
+        self._outputs[number] = _Output(request, tokenizer.stream() if tokenizer is not None else None)
+        self._scheduler.add(
+            Sequence(number, request, frozenset(stops), Sampler(request.sampling), list(request.prompt_token_ids))
+        )
+        return number
+
+    def check(self, request: Request) -> None:
+        """Raise BadRequest for a request that this engine can never serve."""
+        prompt, config = request.prompt_token_ids, self._loaded.config
+        if len(prompt) > config.context_len:
+            raise BadRequest(
+                f"the prompt has {len(prompt)} tokens and the model's context is {config.context_len}; shorten it"
+            )
+        if len(prompt) > self.max_kv_len:
+            raise BadRequest(
+                f"the prompt has {len(prompt)} tokens and the KV pool holds sequences of up to {self.max_kv_len}; "
+                "shorten it, or raise max_kv_len, kv_bytes or num_pages"
+            )
+        for token in (*prompt, *request.stop_token_ids):
+            if not 0 <= token < config.vocab_size:
+                raise BadRequest(f"token {token} is not in the model's vocabulary, 0 to {config.vocab_size - 1}")
+
+    def step(self) -> list[TokenEvent]:
+        """Run one step; the tokens that came out of it. There must be work."""
+        started = time.perf_counter()
+        step = self._scheduler.next_step()
+        logits = self._runner.run(step.batch)
+        picking = [step.sequences[seq] for seq in step.picks]
+        tokens = _pick(logits, step.picks, picking)
+        reasons = self._scheduler.finish_step(step, tokens)
+        self._seconds += time.perf_counter() - started
+        self._new_tokens += len(tokens)
+        return [
+            self._publish(sequence, token, reason)
+            for sequence, token, reason in zip(picking, tokens, reasons, strict=True)
+        ]
+
+    def completion(self, number: int) -> Completion:
+        """Hand over what a finished request came to; the engine forgets it."""
+        return self._done.pop(number)
+
+    def generate(
+        self, requests: Many[Request], on_token: Callable[[TokenEvent], None] | None = None
+    ) -> list[Completion]:
+        """Serve requests to their end, in the order given.
+
+        on_token: called with every new token as it comes
+        Raises BadRequest before anything runs when one of them cannot be served.
+        """
+        for request in requests:
+            self.check(request)
+        numbers = [self.submit(request) for request in requests]
+        while self.has_work:
+            for event in self.step():
+                if on_token is not None:
+                    on_token(event)
+        return [self.completion(number) for number in numbers]
+
+    def report(self) -> Report:
+        """What this engine runs on, and how it went so far."""
+        counters, runtime = self._runner.counters, self.runtime
+        graphs_off = f"off: {counters.graphs_off}" if counters.graphs_off else "on" if self.options.graphs else "off"
+        seqs = counters.real_seqs + counters.padded_seqs
+        stepping = self._seconds - counters.capture_seconds
+        return Report(
+            provider=runtime.selections[0].provider.name,
+            kernels=tuple(dict.fromkeys(line for selection in runtime.selections for line in selection.lines())),
+            device=str(runtime.device),
+            arch=runtime.target.arch,
+            dtype=str(self._loaded.weights.dtype).removeprefix("torch."),
+            page_size=runtime.pool.page_size,
+            num_pages=runtime.pool.num_pages,
+            max_kv_len=self.max_kv_len,
+            max_batch_size=self.options.max_batch_size,
+            chunk=self.options.chunk,
+            graphs=graphs_off,
+            steps=counters.steps,
+            replays=counters.replays,
+            captures=counters.captures,
+            capture_seconds=counters.capture_seconds,
+            padded_share=counters.padded_seqs / seqs if seqs else 0.0,
+            preemptions=self._scheduler.num_preemptions,
+            prompt_tokens=self._prompt_tokens,
+            new_tokens=self._new_tokens,
+            seconds=self._seconds,
+            tokens_per_s=self._new_tokens / stepping if stepping > 0 else 0.0,
+        )
+
+    def _publish(self, sequence: Sequence, token: int, reason: FinishReason | None) -> TokenEvent:
+        output = self._outputs[sequence.number]
+        piece = ""
+        if output.stream is not None:
+            # a stop token need not be a special one; it is never part of the text
+            piece = "" if reason == "stop" else output.stream.push(token)
+            piece += output.stream.finish() if reason is not None else ""
+        output.text += piece
+        if reason is not None:
+            del self._outputs[sequence.number]
+            self._done[sequence.number] = Completion(
+                output.request.prompt_token_ids, sequence.new_token_ids, output.text, reason
+            )
+        return TokenEvent(sequence.number, token, piece, reason)
+
+
+def _pick(logits: torch.Tensor, picks: Many[int], picking: Many[Sequence]) -> list[int]:
+    """The next token of every sequence whose prompt is done. logits: [num_seqs, vocab]"""
+    if len(picks) < logits.shape[0]:
+        logits = logits[list(picks)]
+    return pick_tokens(logits, [sequence.sampler for sequence in picking]) if picks else []
+
+
+def _runtime_for(loaded: LoadedModel, options: EngineOptions) -> AttentionRuntime:
+    """A runtime whose pool holds max_batch_size sequences of full length, or as many as the memory allows."""
+    config, weights = loaded.config, loaded.weights
+    max_kv_len = config.context_len if options.max_kv_len is None else options.max_kv_len
+    if max_kv_len > config.context_len:
+        raise BadSetting(
+            f"max_kv_len is {max_kv_len} and the model's context is {config.context_len}; it cannot be more"
+        )
+    geometry = config.attention.without_idle_windows(max_kv_len)
+    problems = geometry.problems(dtype=weights.dtype, page_size=options.page_size)
+    num_pages = options.num_pages
+    if num_pages is None:
+        kv_bytes = default_kv_bytes(weights.device) if options.kv_bytes is None else options.kv_bytes
+        num_pages = pool_pages(problems, max_num_seqs=options.max_batch_size, max_kv_len=max_kv_len, kv_bytes=kv_bytes)
+    return AttentionRuntime(
+        problems,
+        device=weights.device,
+        num_pages=num_pages,
+        max_num_seqs=options.max_batch_size,
+        # a sequence cannot outgrow the pool
+        max_kv_len=min(max_kv_len, (num_pages - 1) * options.page_size),
+        provider=options.provider,
+    )

@@ -1,0 +1,87 @@
+"""Fields: a model's description (config.json, GGUF metadata) read with types and clear refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rocm_attn.errors import BadModel
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """A mapping of named values out of a file.
+
+    values: name -> whatever the file holds
+    source: what a message calls the file, for instance "config.json"
+
+    A value of None counts as absent. Every method raises BadModel that names the field, the value and the source.
+    """
+
+    values: Mapping[str, object]
+    source: str
+
+    def has(self, name: str) -> bool:
+        return self.values.get(name) is not None
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A whole number of at least 1."""
+        value = self.whole(name, default)
+        if value < 1:
+            raise BadModel(f"{self.source}: {name} is {value}; it must be at least 1")
+        return value
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise BadModel(f"{self.source}: {name} is {value!r}; it must be a whole number")
+        return value
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise BadModel(f"{self.source}: {name} is {value!r}; it must be a positive number")
+        return float(value)
+
+    def flag(self, name: str, default: bool | None = None) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise BadModel(f"{self.source}: {name} is {value!r}; it must be true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self._get(name, default)
+        if not isinstance(value, str):
+            raise BadModel(f"{self.source}: {name} is {value!r}; it must be a string")
+        return value
+
+    def list(self, name: str) -> list[object]:
+        value = self._get(name, None)
+        if not isinstance(value, list):
+            raise BadModel(f"{self.source}: {name} is {value!r}; it must be a list")
+        return value
+
+    def ids(self, name: str) -> tuple[int, ...]:
+        """One token id, a list of them, or none at all."""
+        value = self.values.get(name)
+        items = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
+            raise BadModel(f"{self.source}: {name} is {value!r}; it must be a token id or a list of them")
+        return tuple(items)
+
+    def inner(self, name: str) -> Fields:
+        """The fields of a nested object; no fields where it is absent."""
+        value = self.values.get(name)
+        if value is None:
+            value = {}
+        if not isinstance(value, Mapping):
+            raise BadModel(f"{self.source}: {name} is {value!r}; it must be an object")
+        return Fields(value, f"{self.source}: {name}")
+
+    def _get(self, name: str, default: object) -> object:
+        value = self.values.get(name)
+        if value is not None:
+            return value
+        if default is None:
+            raise BadModel(f"{self.source} does not say {name}; the file is not complete")
+        return default

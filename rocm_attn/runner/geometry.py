@@ -1,0 +1,228 @@
+"""What a model's config.json says about its attention layers: for the runner, and for `rocm-attn explain`.
+
+The table at the end knows more models than the runner can run: the attention runtime serves a model's layers whatever
+the rest of the model is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from rocm_attn.errors import BadModel, Unsupported
+from rocm_attn.problem import UNLIMITED_WINDOW, Problem
+from rocm_attn.runner.fields import Fields
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGeometry:
+    """The attention layers of a model; v rows are as long as q and k rows.
+
+    scale:       factor on q.k before the softmax
+    window_left: [layers] previous keys a query sees besides its own; -1: all of them
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window_left: tuple[int, ...]
+    logits_soft_cap: float = 0.0
+    has_sinks: bool = False
+
+    def without_idle_windows(self, max_kv_len: int) -> AttentionGeometry:
+        """The same layers for sequences up to max_kv_len: a window that none of them outgrows is no window."""
+        window_left = tuple(UNLIMITED_WINDOW if left >= max_kv_len - 1 else left for left in self.window_left)
+        return replace(self, window_left=window_left)
+
+    def problems(self, *, dtype: torch.dtype, page_size: int) -> tuple[Problem, ...]:
+        """One Problem per layer. Raises BadProblem."""
+        return tuple(
+            Problem(
+                num_q_heads=self.num_q_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                v_head_dim=self.head_dim,
+                dtype=dtype,
+                page_size=page_size,
+                scale=self.scale,
+                window_left=window_left,
+                logits_soft_cap=self.logits_soft_cap,
+                has_sinks=self.has_sinks,
+            )
+            for window_left in self.window_left
+        )
+
+
+def layer_problems(config: Mapping[str, object], *, dtype: torch.dtype, page_size: int) -> tuple[Problem, ...]:
+    """One Problem per layer of the model that a config.json describes.
+
+    Raises Unsupported for attention of another kind, BadModel for a config that is not complete, BadProblem.
+    """
+    return attention_geometry(config).problems(dtype=dtype, page_size=page_size)
+
+
+def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
+    """The attention layers of the model that a config.json describes. Raises Unsupported or BadModel."""
+    architecture = architecture_of(config)
+    if architecture not in _FAMILIES:
+        raise Unsupported(
+            f"the attention of {architecture} is not known; config.json must name one of {', '.join(_FAMILIES)}"
+        )
+    family = _FAMILIES[architecture]
+    text = config.get("text_config")
+    fields = Fields({**family.defaults, **(text if isinstance(text, Mapping) else config)}, "config.json")
+    if fields.has("use_bidirectional_attention") and fields.flag("use_bidirectional_attention"):
+        raise Unsupported(f"{architecture} with use_bidirectional_attention: only causal attention is served")
+    num_q_heads = fields.count("num_attention_heads")
+    head_dim = _head_dim(fields, num_q_heads)
+    return AttentionGeometry(
+        num_q_heads=num_q_heads,
+        num_kv_heads=_num_kv_heads(fields, num_q_heads),
+        head_dim=head_dim,
+        scale=fields.positive("query_pre_attn_scalar", float(head_dim)) ** -0.5,
+        window_left=family.windows(fields, fields.count("num_hidden_layers")),
+        logits_soft_cap=fields.positive("attn_logit_softcapping") if fields.has("attn_logit_softcapping") else 0.0,
+        has_sinks=family.has_sinks,
+    )
+
+
+def architecture_of(config: Mapping[str, object]) -> str:
+    """The class name that a config.json carries. Raises BadModel; Unsupported for attention of another kind."""
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise BadModel(f"config.json: architectures is {names!r}; it must name the model's class in a list")
+    text = config.get("text_config")
+    for fields in (config, text if isinstance(text, Mapping) else {}):
+        if fields.get("kv_lora_rank") is not None:
+            raise Unsupported(
+                f"{names[0]} uses multi-head latent attention (kv_lora_rank {fields['kv_lora_rank']}), "
+                "which is not served; use a model with K and V heads"
+            )
+    return names[0]
+
+
+def window_left(sliding_window: int) -> int:
+    """Hugging Face counts a query's own key in its window; here only the previous ones are counted."""
+    return sliding_window - 1
+
+
+def _head_dim(fields: Fields, num_q_heads: int) -> int:
+    if fields.has("head_dim"):
+        return fields.count("head_dim")
+    hidden_size = fields.count("hidden_size")
+    if hidden_size % num_q_heads:
+        raise BadModel(
+            f"config.json: hidden_size {hidden_size} is not a multiple of num_attention_heads {num_q_heads}, "
+            "and there is no head_dim"
+        )
+    return hidden_size // num_q_heads
+
+
+def _num_kv_heads(fields: Fields, num_q_heads: int) -> int:
+    num_kv_heads = fields.count("num_key_value_heads", num_q_heads)
+    if num_q_heads % num_kv_heads:
+        raise BadModel(
+            f"config.json: num_attention_heads {num_q_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
+        )
+    return num_kv_heads
+
+
+def _no_window(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    return (UNLIMITED_WINDOW,) * num_layers
+
+
+def _window_everywhere(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    if not fields.has("sliding_window"):
+        return _no_window(fields, num_layers)
+    return (window_left(fields.count("sliding_window")),) * num_layers
+
+
+def _window_everywhere_if_used(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    used = fields.flag("use_sliding_window", False)
+    return _window_everywhere(fields, num_layers) if used else _no_window(fields, num_layers)
+
+
+def _window_where(fields: Fields, num_layers: int, slides: Callable[[int], bool]) -> tuple[int, ...]:
+    """A window on the layers that layer_types names, or else on those for which `slides` holds."""
+    if not fields.has("sliding_window"):
+        return _no_window(fields, num_layers)
+    left = window_left(fields.count("sliding_window"))
+    if not fields.has("layer_types"):
+        return tuple(left if slides(layer) else UNLIMITED_WINDOW for layer in range(num_layers))
+    types = fields.list("layer_types")
+    if len(types) != num_layers:
+        raise BadModel(f"config.json: {len(types)} layer_types for num_hidden_layers {num_layers}")
+    meaning = {"sliding_attention": left, "full_attention": UNLIMITED_WINDOW}
+    for layer_type in types:
+        if layer_type not in meaning:
+            raise Unsupported(
+                f"a layer of type {layer_type!r} is not served; layer_types may hold {', '.join(meaning)}"
+            )
+    return tuple(meaning[str(layer_type)] for layer_type in types)
+
+
+def _qwen_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    if not fields.flag("use_sliding_window", False):
+        return _no_window(fields, num_layers)
+    first = fields.whole("max_window_layers", 28)
+    return _window_where(fields, num_layers, lambda layer: layer >= first)
+
+
+def _qwen2_moe_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    if not fields.flag("use_sliding_window", False):
+        return _no_window(fields, num_layers)
+    end = fields.whole("max_window_layers", 28)
+    return _window_where(fields, num_layers, lambda layer: layer % 2 == 0 and layer < end)
+
+
+def _even_layers_slide(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    return _window_where(fields, num_layers, lambda layer: layer % 2 == 0)
+
+
+def _all_but_every_sixth_slide(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    period = fields.count("sliding_window_pattern", 6)
+    return _window_where(fields, num_layers, lambda layer: (layer + 1) % period != 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """How one architecture's config.json is to be read.
+
+    windows:  window_left of each layer
+    defaults: what a published file may leave out because the model's class knows it; null in the file overrules it
+    """
+
+    windows: Callable[[Fields, int], tuple[int, ...]]
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    has_sinks: bool = False
+
+
+_WINDOW_4096: dict[str, object] = {"sliding_window": 4096}
+_MISTRAL: dict[str, object] = {"num_key_value_heads": 8, "sliding_window": 4096}
+_GPT_OSS: dict[str, object] = {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128}
+_GEMMA3: dict[str, object] = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+_GEMMA2: dict[str, object] = {**_GEMMA3, "attn_logit_softcapping": 50.0}
+
+_FAMILIES: dict[str, _Family] = {
+    "LlamaForCausalLM": _Family(_no_window),
+    "MistralForCausalLM": _Family(_window_everywhere, _MISTRAL),
+    "MixtralForCausalLM": _Family(_window_everywhere, {"num_key_value_heads": 8}),
+    "Phi3ForCausalLM": _Family(_window_everywhere),
+    "Qwen2ForCausalLM": _Family(_qwen_windows, _WINDOW_4096),
+    "Qwen3ForCausalLM": _Family(_qwen_windows, {**_WINDOW_4096, "head_dim": 128}),
+    "Qwen2MoeForCausalLM": _Family(_qwen2_moe_windows, _WINDOW_4096),
+    "Qwen3MoeForCausalLM": _Family(_window_everywhere_if_used, _WINDOW_4096),
+    "Gemma2ForCausalLM": _Family(_even_layers_slide, _GEMMA2),
+    "Gemma3ForCausalLM": _Family(_all_but_every_sixth_slide, _GEMMA3),
+    "Gemma3ForConditionalGeneration": _Family(_all_but_every_sixth_slide, _GEMMA3),
+    "GptOssForCausalLM": _Family(_even_layers_slide, _GPT_OSS, has_sinks=True),
+}

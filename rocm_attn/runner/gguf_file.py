@@ -1,0 +1,105 @@
+"""GGUFFile: the metadata and the tensors of a GGUF file, dequantised."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadModel
+from rocm_attn.runner.weights import Shape
+
+Float32Array = npt.NDArray[np.float32]
+
+# what the gguf package raises on bytes that make no sense
+_DAMAGE = (ValueError, IndexError, KeyError, OverflowError, TypeError, MemoryError)
+
+_HF_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_norm": "input_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_norm": "post_attention_layernorm",
+}
+_ROPE_DIVISORS = "rope_freqs.weight"
+_HEADS_FIELD = {"attn_q": "llama.attention.head_count", "attn_k": "llama.attention.head_count_kv"}
+
+
+class GGUFFile:
+    """A TensorSource over a GGUF file, with its metadata.
+
+    metadata: every key of the file -> int, float, bool, str or a list of them
+
+    Opening maps the file and reads its head. Raises BadModel for a file that is damaged or cut short.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        try:
+            reader = gguf.GGUFReader(path)
+            self.metadata: dict[str, object] = {name: field.contents() for name, field in reader.fields.items()}
+        except _DAMAGE as error:
+            raise BadModel(f"{path} is not a whole GGUF file ({error}); download it again") from error
+        self._interleaved = self.metadata.get("general.architecture") == "llama"
+        self._tensors = {_hf_name(tensor.name): tensor for tensor in reader.tensors}
+
+    def shapes(self) -> Mapping[str, Shape]:
+        # GGUF writes the fastest axis first
+        return {
+            name: tuple(int(size) for size in reversed(tensor.shape))
+            for name, tensor in self._tensors.items()
+            if name != _ROPE_DIVISORS
+        }
+
+    def read(self, name: str) -> Tensor:
+        tensor = self._tensors[name]
+        try:
+            values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        except (NotImplementedError, *_DAMAGE) as error:
+            raise BadModel(f"{self.name}: {tensor.name} cannot be dequantised ({error})") from error
+        values = values.reshape(self.shapes()[name])
+        heads_field = _HEADS_FIELD.get(tensor.name.split(".")[-2]) if self._interleaved else None
+        if heads_field is not None:
+            values = _halves_from_pairs(values, self.metadata.get(heads_field, self.metadata[_HEADS_FIELD["attn_q"]]))
+        return torch.from_numpy(np.array(values, dtype=np.float32))
+
+    def rope_divisors(self) -> tuple[float, ...] | None:
+        """What each rotary frequency is to be divided by, where the file says so (Llama 3's scaling)."""
+        tensor = self._tensors.get(_ROPE_DIVISORS)
+        return None if tensor is None else tuple(float(value) for value in tensor.data)
+
+
+def _hf_name(name: str) -> str:
+    """Hugging Face's name of a tensor; a name that is not known stays as it is, and is refused as unexpected."""
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in _HF_NAMES:
+        return name
+    layer = "" if match[1] is None else f"model.layers.{match[1]}."
+    return f"{layer}{_HF_NAMES[match[2]]}.{match[3]}"
+
+
+def _halves_from_pairs(rows: Float32Array, num_heads: object) -> Float32Array:
+    """q or k rows in Hugging Face's order.
+
+    In llama files the two rows that turn together are neighbours; in Hugging Face's they are half a head apart.
+    The wrong order is no error anywhere, only text without sense.
+    """
+    assert isinstance(num_heads, int)
+    pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
+    halves: Float32Array = pairs.swapaxes(1, 2).reshape(rows.shape)
+    return halves

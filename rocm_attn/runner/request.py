@@ -1,0 +1,95 @@
+"""Request, what comes back for it, and its state while it is served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rocm_attn.errors import BadRequest
+from rocm_attn.runner.sampling import Sampler, Sampling
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt to be continued.
+
+    prompt_token_ids: at least one
+    max_new_tokens:   the text ends after so many, at the latest; at least 1
+    stop_token_ids:   tokens that end the text, on top of the model's own
+    ignore_eos:       whether the model's own end tokens are passed over
+
+    Raises BadRequest.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    max_new_tokens: int = 128
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.prompt_token_ids:
+            raise BadRequest("the prompt is empty; give at least one token")
+        if self.max_new_tokens < 1:
+            raise BadRequest(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a request came to.
+
+    token_ids:     the new tokens, the stop token included
+    text:          of the new tokens, without the stop token and other special ones; empty without a tokenizer
+    finish_reason: "stop" after a stop token, "length" at max_new_tokens or where the KV may not grow any more
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One new token.
+
+    request:       number of the request, in the order of submission
+    text:          what can be printed now; a character that needs several tokens comes with the last of them
+    finish_reason: None while there is more to come
+    """
+
+    request: int
+    token_id: int
+    text: str
+    finish_reason: FinishReason | None
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request while it is served.
+
+    number:     in the order of submission
+    stops:      tokens that end the text
+    token_ids:  the prompt and what was generated
+    num_stored: tokens whose K and V are in the pool
+    row:        of the request table; 0 while it waits
+    """
+
+    number: int
+    request: Request
+    stops: frozenset[int]
+    sampler: Sampler
+    token_ids: list[int]
+    num_stored: int = 0
+    row: int = 0
+
+    @property
+    def num_left(self) -> int:
+        """Tokens to be stored before the next one can be picked; 1 while it decodes."""
+        return len(self.token_ids) - self.num_stored
+
+    @property
+    def new_token_ids(self) -> tuple[int, ...]:
+        return tuple(self.token_ids[len(self.request.prompt_token_ids) :])

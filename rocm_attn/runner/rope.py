@@ -1,0 +1,151 @@
+"""Rotary position embedding: the frequencies of a model's variant, its tables, and the rotation.
+
+Element j of a head's first half turns together with element j of its second half ("neox" order, as Hugging Face
+stores q and k): the pair (x[j], x[j + head_dim / 2]) turns by position * inv_freq[j].
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class NoScaling:
+    """The frequencies as they were trained."""
+
+    attention_factor: float = 1.0
+
+    def scaled(self, inv_freq: Tensor, theta: float) -> Tensor:
+        return inv_freq
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Position interpolation: every frequency divided by `factor`."""
+
+    factor: float
+    attention_factor: float = 1.0
+
+    def scaled(self, inv_freq: Tensor, theta: float) -> Tensor:
+        return inv_freq / self.factor
+
+
+@dataclass(frozen=True, slots=True)
+class DivisorScaling:
+    """Each frequency divided by its own number: how a GGUF file writes Llama 3's scaling down (rope_freqs.weight).
+
+    divisors: [head_dim / 2]
+    """
+
+    divisors: tuple[float, ...]
+    attention_factor: float = 1.0
+
+    def scaled(self, inv_freq: Tensor, theta: float) -> Tensor:
+        return inv_freq / torch.tensor(self.divisors, dtype=torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Llama 3: long wavelengths divided by `factor`, short ones kept, a ramp between.
+
+    original_context_len: positions that the model was pretrained on
+    low_freq_factor:      wavelengths above original_context_len / low_freq_factor are divided
+    high_freq_factor:     wavelengths below original_context_len / high_freq_factor are kept
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context_len: int
+    attention_factor: float = 1.0
+
+    def scaled(self, inv_freq: Tensor, theta: float) -> Tensor:
+        wavelen = 2 * math.pi / inv_freq
+        kept = (self.original_context_len / wavelen - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        return torch.lerp(inv_freq / self.factor, inv_freq, kept.clamp(0, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN: pairs that turn less than beta_slow times over the original context are divided by `factor`, pairs that
+    turn more than beta_fast times are kept, a ramp over the pair's number between.
+
+    attention_factor: on cos and sin
+    truncate:         whether the ends of the ramp are rounded outwards to whole pairs
+    """
+
+    factor: float
+    original_context_len: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def scaled(self, inv_freq: Tensor, theta: float) -> Tensor:
+        pairs = len(inv_freq)
+        first = self._pair_that_turns(self.beta_fast, theta, pairs)
+        last = self._pair_that_turns(self.beta_slow, theta, pairs)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * pairs - 1)
+        if first == last:
+            last += 0.001  # a step instead of a ramp, without dividing by zero
+        divided = ((torch.arange(pairs, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+        return torch.lerp(inv_freq, inv_freq / self.factor, divided)
+
+    def _pair_that_turns(self, times: float, theta: float, pairs: int) -> float:
+        """The (fractional) pair that makes this many turns over the original context."""
+        return pairs * math.log(self.original_context_len / (times * 2 * math.pi)) / math.log(theta)
+
+
+Scaling = NoScaling | LinearScaling | DivisorScaling | Llama3Scaling | YarnScaling
+
+
+def yarn_attention_factor(factor: float) -> float:
+    """What YaRN multiplies cos and sin by when the model does not say."""
+    return 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """A model's rotary embedding.
+
+    theta:    base of the frequencies
+    head_dim: elements that turn: all of a q and k row
+    """
+
+    theta: float
+    head_dim: int
+    scaling: Scaling = NoScaling()
+
+    def inv_freq(self) -> Tensor:
+        """float32 [head_dim / 2]: radians per position of each pair."""
+        exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
+        return self.scaling.scaled(1.0 / self.theta**exponent, self.theta)
+
+    def table(self, num_positions: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[num_positions, 2, head_dim]: cosines, and sines whose first half is negated, as `rotate` takes them.
+
+        Computed in float32, as the models were trained, whatever dtype they are stored in.
+        """
+        angle = torch.arange(num_positions, dtype=torch.float32)[:, None] * self.inv_freq()
+        cos = angle.cos() * self.scaling.attention_factor
+        sin = angle.sin() * self.scaling.attention_factor
+        table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
+        return table.to(device=device, dtype=dtype)
+
+
+def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """x with every head turned to its token's position.
+
+    x:       [tokens, heads, head_dim]
+    cos_sin: [tokens, 2, head_dim], rows of Rope.table
+    """
+    swapped = x.roll(x.shape[-1] // 2, -1)
+    return torch.addcmul(x * cos_sin[:, :1], swapped, cos_sin[:, 1:])

@@ -1,0 +1,79 @@
+"""Sampling: from logits to token ids. A request's draws depend on its own logits and seed, never on the batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadRequest
+
+Float32Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a request picks its tokens.
+
+    temperature: 0 takes the likeliest token; above, logits are divided by it before a token is drawn
+    top_p:       tokens are drawn among the likeliest whose probabilities reach this sum, (0, 1]
+    seed:        of this request's draws
+
+    Raises BadRequest.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise BadRequest(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
+        if not 0 < self.top_p <= 1:
+            raise BadRequest(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        if self.seed < 0:
+            raise BadRequest(f"seed is {self.seed}; it must not be negative")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+
+class Sampler:
+    """One request's source of tokens: one uniform number per token."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self._random = np.random.default_rng(sampling.seed)
+
+    def draw(self, logits: Float32Array) -> int:
+        """A token id. logits: [vocab]"""
+        scaled = logits.astype(np.float64) / self.sampling.temperature
+        weights = np.exp(scaled - scaled.max())
+        order = np.argsort(-weights, kind="stable")
+        mass = np.cumsum(weights[order])
+        # the token that reaches the sum is still in
+        kept = int(np.searchsorted(mass, self.sampling.top_p * mass[-1])) + 1
+        mass = mass[:kept]
+        chosen = int(np.searchsorted(mass, self._random.random() * mass[-1], side="right"))
+        return int(order[min(chosen, len(mass) - 1)])
+
+
+def pick_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
+    """One token id for each row.
+
+    logits: [rows, vocab]; the likeliest tokens are found on the device, only rows that draw come to the host
+    """
+    tokens = [int(token) for token in logits.argmax(-1).tolist()]
+    drawing = [row for row, sampler in enumerate(samplers) if not sampler.sampling.is_greedy]
+    if drawing:
+        index = torch.tensor(drawing, device=logits.device)
+        rows = logits.index_select(0, index).float().cpu().numpy()
+        for row, values in zip(drawing, rows, strict=True):
+            tokens[row] = samplers[row].draw(values)
+    return tokens

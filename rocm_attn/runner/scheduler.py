@@ -1,0 +1,145 @@
+"""Scheduler: which sequences run in the next step, with how many tokens. Host values only.
+
+Every step holds all sequences that decode, one token each, and fills up to `chunk` tokens with prompts, oldest first.
+A sequence is admitted when the pages for all of its tokens are free, so only decoding can run out of pages; then the
+youngest sequence gives its pages back and waits. It is computed again later from its prompt and the tokens it has
+generated, so it goes on with the token that it would have had.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from rocm_attn.errors import OutOfPages
+from rocm_attn.index_spaces import RESERVED_ROW
+from rocm_attn.request_table import RequestTable
+from rocm_attn.runner.request import FinishReason, Sequence
+from rocm_attn.step_batch import StepBatch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScheduledStep:
+    """A step to be run; pages for its tokens are reserved.
+
+    sequences: seq -> the sequence
+    picks:     seqs that pick a token after this step, in order; the others have prompt left
+    """
+
+    sequences: tuple[Sequence, ...]
+    batch: StepBatch
+    picks: tuple[int, ...]
+
+
+class Scheduler:
+    """The sequences that wait and those that run.
+
+    max_batch_size: sequences that run at a time
+    chunk:          tokens of a step, at least 1; decodes always run, and a prompt gets at least one token a step
+    max_kv_len:     tokens of a sequence's KV; one that is full picks its last token
+    """
+
+    def __init__(self, table: RequestTable, *, max_batch_size: int, chunk: int, max_kv_len: int) -> None:
+        self.num_preemptions = 0
+        self._table = table
+        self._max_batch_size = max_batch_size
+        self._chunk = chunk
+        self._max_kv_len = max_kv_len
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []  # in the order of admission
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence whose prompt fits max_kv_len and the pool."""
+        self._waiting.append(sequence)
+
+    def next_step(self) -> ScheduledStep:
+        """The next step. There must be work."""
+        self._make_room_for_decodes()
+        scheduled = [(sequence, 1) for sequence in self._running if sequence.num_left == 1]
+        budget = max(self._chunk - len(scheduled), 1)
+        for sequence in self._running:
+            if sequence.num_left > 1 and budget > 0:
+                budget -= self._add_prompt(scheduled, sequence, budget)
+        while budget > 0 and self._can_admit():
+            budget -= self._add_prompt(scheduled, self._admit(), budget)
+        assert scheduled, "a running sequence always gets a token, and a lone waiting one is always admitted"
+        return _step_of(scheduled)
+
+    def finish_step(self, step: ScheduledStep, tokens: list[int]) -> list[FinishReason | None]:
+        """Take in the tokens of step.picks; for each, why its sequence ends, or None. Ended ones leave their pages."""
+        for sequence, q_len in zip(step.sequences, step.batch.q_len.tolist(), strict=True):
+            sequence.num_stored += q_len
+        return [self._take(step.sequences[seq], token) for seq, token in zip(step.picks, tokens, strict=True)]
+
+    def _take(self, sequence: Sequence, token: int) -> FinishReason | None:
+        sequence.token_ids.append(token)
+        reason: FinishReason | None = None
+        if token in sequence.stops:
+            reason = "stop"
+        elif len(sequence.new_token_ids) >= sequence.request.max_new_tokens or sequence.num_stored >= self._max_kv_len:
+            reason = "length"
+        if reason is not None:
+            self._running.remove(sequence)
+            self._table.free(sequence.row)
+            sequence.row = RESERVED_ROW
+        return reason
+
+    def _make_room_for_decodes(self) -> None:
+        """Reserve each decode's next slot, at the cost of the youngest. A lone sequence has the pool for itself."""
+        while True:
+            decodes = [sequence for sequence in self._running if sequence.num_left == 1]
+            rows = np.array([sequence.row for sequence in decodes], np.int32)
+            kv_len = np.array([len(sequence.token_ids) for sequence in decodes], np.int32)
+            try:
+                self._table.reserve_all(rows, kv_len)
+            except OutOfPages:
+                self._preempt(self._running[-1])
+            else:
+                return
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._table.free(sequence.row)
+        sequence.row, sequence.num_stored = RESERVED_ROW, 0
+        self._waiting.appendleft(sequence)
+        self.num_preemptions += 1
+
+    def _can_admit(self) -> bool:
+        if not self._waiting or len(self._running) >= self._max_batch_size:
+            return False
+        needed = self._table.pages_short(RESERVED_ROW, len(self._waiting[0].token_ids))
+        # a page for each running sequence stays free, or the newcomer would soon be preempted again
+        return needed + len(self._running) <= self._table.num_free_pages
+
+    def _admit(self) -> Sequence:
+        sequence = self._waiting.popleft()
+        sequence.row = self._table.admit()
+        self._table.reserve(sequence.row, len(sequence.token_ids))
+        self._running.append(sequence)
+        return sequence
+
+    @staticmethod
+    def _add_prompt(scheduled: list[tuple[Sequence, int]], sequence: Sequence, budget: int) -> int:
+        q_len = min(sequence.num_left, budget)
+        scheduled.append((sequence, q_len))
+        return q_len
+
+
+def _step_of(scheduled: list[tuple[Sequence, int]]) -> ScheduledStep:
+    token_ids: list[int] = []
+    for sequence, q_len in scheduled:
+        token_ids += sequence.token_ids[sequence.num_stored : sequence.num_stored + q_len]
+    batch = StepBatch(
+        rows=np.array([sequence.row for sequence, _ in scheduled], np.int32),
+        kv_len=np.array([sequence.num_stored + q_len for sequence, q_len in scheduled], np.int32),
+        q_len=np.array([q_len for _, q_len in scheduled], np.int32),
+        token_ids=np.array(token_ids, np.int32),
+    )
+    picks = tuple(seq for seq, (sequence, q_len) in enumerate(scheduled) if q_len == sequence.num_left)
+    return ScheduledStep(tuple(sequence for sequence, _ in scheduled), batch, picks)

@@ -1,0 +1,86 @@
+"""Tokenizer: text to token ids and back, for whole texts and for streams."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import tokenizers
+
+from rocm_attn.errors import BadRequest
+from rocm_attn.runner.chat_template import ChatTemplate
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokenizer:
+    """A model's tokenizer.
+
+    backend:       splits and joins
+    bos_token_id:  put before a plain text; None where the model wants none, or the backend does it itself
+    chat_template: None where the model came without one
+    """
+
+    backend: tokenizers.Tokenizer
+    bos_token_id: int | None
+    chat_template: ChatTemplate | None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a plain text, with the token that the model wants before it, if any."""
+        before = [] if self.bos_token_id is None else [self.bos_token_id]
+        return before + _ids(self.backend, text, add_special_tokens=True)
+
+    def encode_chat(self, user: str) -> list[int]:
+        """Token ids of a conversation that starts with the user's words, up to where the model is to go on.
+
+        Raises BadRequest where the model has no chat template.
+        """
+        if self.chat_template is None:
+            raise BadRequest("the model has no chat template; pass the prompt as it stands (--raw)")
+        # the template writes every special token itself
+        text = self.chat_template.render([{"role": "user", "content": user}])
+        return _ids(self.backend, text, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of the tokens, without special ones; bytes that are no UTF-8 become U+FFFD."""
+        return str(self.backend.decode(list(token_ids), skip_special_tokens=True))
+
+    def stream(self) -> TextStream:
+        return TextStream(self)
+
+
+@dataclass(slots=True)
+class TextStream:
+    """Decodes token by token. The pieces put together are the text of the tokens, and no piece ends inside a character.
+
+    _context: tokens whose text is out already; some tokenizers write a token differently at a text's start
+    _held:    tokens whose text still ends inside a character
+    """
+
+    tokenizer: Tokenizer
+    _context: list[int] = field(default_factory=list)
+    _held: list[int] = field(default_factory=list)
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes, perhaps none."""
+        self._held.append(token_id)
+        text = self._text_of_held()
+        if not text or text.endswith(_REPLACEMENT):
+            return ""
+        self._context, self._held = self._held, []
+        return text
+
+    def finish(self) -> str:
+        """What is left at the end: a character that was never completed comes out as U+FFFD."""
+        text = self._text_of_held()
+        self._held = []
+        return text
+
+    def _text_of_held(self) -> str:
+        before = self.tokenizer.decode(self._context)
+        return self.tokenizer.decode(self._context + self._held)[len(before) :]
+
+
+def _ids(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    return [int(token) for token in backend.encode(text, add_special_tokens=add_special_tokens).ids]

@@ -1,0 +1,49 @@
+"""Attention over one whole sequence without a cache, so that the model's arithmetic can be tested by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rocm_attn.problem import Problem
+from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.model import Model
+
+
+@dataclass(frozen=True)
+class DenseAttention:
+    """Takes the place of a runtime in a step that holds one sequence from its first token on."""
+
+    problems: Sequence[Problem]
+
+    def store_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        problem = self.problems[layer]
+        k, v = (x.repeat_interleave(problem.gqa_ratio, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * problem.scale
+        index = torch.arange(len(q))
+        distance = index[:, None] - index
+        hidden = distance < 0
+        if problem.window_left >= 0:
+            hidden |= distance > problem.window_left
+        out.copy_(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v))
+
+
+@dataclass(frozen=True)
+class WholeSequence:
+    """A step with one sequence, all of whose tokens ask for logits."""
+
+    token_ids: Tensor
+    positions: Tensor
+    last_token_of_seq: Tensor
+
+
+def dense_logits(loaded: LoadedModel, token_ids: Tensor) -> Tensor:
+    """Logits [tokens, vocab] at every position of one sequence. token_ids: integer [tokens]"""
+    problems = loaded.config.attention.problems(dtype=loaded.weights.dtype, page_size=1)
+    model = Model(loaded.config, loaded.weights, DenseAttention(problems), max_kv_len=len(token_ids))
+    index = torch.arange(len(token_ids), dtype=torch.int32)
+    with torch.no_grad():
+        return model.forward(WholeSequence(token_ids.int(), index, index))

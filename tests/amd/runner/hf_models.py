@@ -1,0 +1,172 @@
+"""Small random models of transformers: the references, and the files they are read from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+import transformers
+from torch import Tensor
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+
+def small_hf_config(family: str, **changes: Any) -> Any:
+    """A transformers config. family: "Llama", "Qwen2", "Qwen3", "Mistral" ..."""
+    return getattr(transformers, f"{family}Config")(**{**SMALL, **changes})
+
+
+def small_hf_model(family: str, **changes: Any) -> Any:
+    """A transformers model with random weights, large enough that every part of it shows in the logits."""
+    torch.manual_seed(7)
+    model = getattr(transformers, f"{family}ForCausalLM")(small_hf_config(family, **changes)).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0, 0.3)
+    return model
+
+
+def save(model: Any, directory: Path, **options: Any) -> Path:
+    """Write config.json and safetensors."""
+    model.save_pretrained(directory, **options)
+    return directory
+
+
+def hf_logits(model: Any, token_ids: Tensor) -> Tensor:
+    """Logits [tokens, vocab] at every position of one sequence."""
+    with torch.no_grad():
+        logits: Tensor = model(token_ids[None].long()).logits[0]
+    return logits
+
+
+def random_tokens(num_tokens: int, vocab_size: int = SMALL["vocab_size"]) -> Tensor:
+    return torch.randint(0, vocab_size, (num_tokens,))
+
+
+_GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def write_gguf(
+    model: Any,
+    path: Path,
+    *,
+    quantization: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    metadata: dict[str, Any] | None = None,
+    tensors: dict[str, Tensor] | None = None,
+) -> Path:
+    """A GGUF file of a transformers model, as llama.cpp's converter lays it out.
+
+    quantization: of matrices
+    metadata:     keys on top of the usual ones; None as a value drops the key
+    tensors:      more tensors, by their GGUF name
+    """
+    config, kind = model.config, model.config.model_type.replace("mistral", "llama")
+    writer = gguf.GGUFWriter(path, kind)
+    for key, value in {**_metadata(config, kind), **(metadata or {})}.items():
+        if value is not None:
+            writer.add_key_value(key, value, _value_type(value), _item_type(value))
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if kind == "llama" and ("q_proj" in name or "k_proj" in name):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            tensor = interleaved(tensor, heads)
+        _add_tensor(
+            writer, _gguf_name(name), tensor, quantization if tensor.ndim == 2 else gguf.GGMLQuantizationType.F32
+        )
+    for name, tensor in (tensors or {}).items():
+        _add_tensor(writer, name, tensor, gguf.GGMLQuantizationType.F32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def interleaved(rows: Tensor, num_heads: int) -> Tensor:
+    """q or k rows as llama.cpp stores them for llama models: pairs that turn together are neighbours."""
+    return rows.reshape(num_heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def _metadata(config: Any, kind: str) -> dict[str, Any]:
+    return {
+        f"{kind}.block_count": config.num_hidden_layers,
+        f"{kind}.context_length": config.max_position_embeddings,
+        f"{kind}.embedding_length": config.hidden_size,
+        f"{kind}.feed_forward_length": config.intermediate_size,
+        f"{kind}.attention.head_count": config.num_attention_heads,
+        f"{kind}.attention.head_count_kv": config.num_key_value_heads,
+        f"{kind}.attention.key_length": config.head_dim,
+        f"{kind}.attention.value_length": config.head_dim,
+        f"{kind}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        f"{kind}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": ["t", "1", *(f"t{token}" for token in range(1, config.vocab_size - 1))],
+        "tokenizer.ggml.merges": ["t 1"],
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+
+
+def _gguf_name(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    if stem.startswith("model.layers."):
+        layer, _, part = stem.removeprefix("model.layers.").partition(".")
+        return f"blk.{layer}.{_GGUF_NAMES[part]}.{kind}"
+    return f"{_GGUF_NAMES[stem]}.{kind}"
+
+
+def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: gguf.GGMLQuantizationType) -> None:
+    values = tensor.contiguous().float().numpy()
+    if kind == gguf.GGMLQuantizationType.F32:
+        writer.add_tensor(name, values)
+    else:
+        writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+
+
+def _value_type(value: object) -> gguf.GGUFValueType:
+    if isinstance(value, list):
+        return gguf.GGUFValueType.ARRAY
+    kinds = {
+        bool: gguf.GGUFValueType.BOOL,
+        int: gguf.GGUFValueType.UINT32,
+        float: gguf.GGUFValueType.FLOAT32,
+        str: gguf.GGUFValueType.STRING,
+    }
+    return kinds[type(value)]
+
+
+def _item_type(value: object) -> gguf.GGUFValueType | None:
+    return _value_type(value[0]) if isinstance(value, list) else None

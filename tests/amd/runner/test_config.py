@@ -1,0 +1,160 @@
+"""ModelConfig from config.json: both layouts, and one clear sentence for everything that is not read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rocm_attn.errors import BadModel, Unsupported
+from rocm_attn.runner.config import ARCHITECTURES, config_from_json
+from rocm_attn.runner.fields import Fields
+from rocm_attn.runner.rope import LinearScaling, Llama3Scaling, NoScaling, YarnScaling
+from tests.amd.runner.hf_models import small_hf_config
+
+# the layout before transformers 5, as Llama 3.1 8B was published
+LLAMA31: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+
+
+def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name not in names}
+
+
+def test_a_published_llama_config_is_read_completely() -> None:
+    config = config_from_json(LLAMA31)
+    assert (config.num_layers, config.hidden_size, config.intermediate_size) == (32, 4096, 14336)
+    assert (config.attention.num_q_heads, config.attention.num_kv_heads, config.attention.head_dim) == (32, 8, 128)
+    assert config.attention.scale == pytest.approx(128**-0.5)
+    assert config.attention.window_left == (-1,) * 32
+    assert (config.vocab_size, config.context_len, config.rms_norm_eps) == (128256, 131072, 1e-5)
+    assert config.rope.theta == 500000.0
+    assert config.rope.scaling == Llama3Scaling(8.0, 1.0, 4.0, 8192)
+    assert config.eos_token_ids == (128001, 128008, 128009)
+    biases = (config.qkv_bias, config.out_bias, config.mlp_bias)
+    assert (*biases, config.qk_norm, config.tied_embeddings) == (False,) * 5
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"rope_theta": 7e4}, {"rope_theta": 7e4, "rope_type": "default"}),
+        ({"rope_theta": 7e4, "rope_scaling": None}, {"rope_theta": 7e4, "rope_type": "default"}),
+        (
+            {"rope_theta": 7e4, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_theta": 7e4, "rope_type": "linear", "factor": 2.0},
+        ),
+        ({"rope_theta": 5e5, "rope_scaling": LLAMA31["rope_scaling"]}, {"rope_theta": 5e5, **LLAMA31["rope_scaling"]}),
+        (
+            {
+                "rope_theta": 1e6,
+                "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            },
+            {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        ),
+    ],
+)
+def test_both_layouts_of_rotary_parameters_mean_the_same(old: dict[str, Any], new: dict[str, Any]) -> None:
+    bare = without(LLAMA31, "rope_theta", "rope_scaling")
+    assert config_from_json({**bare, **old}) == config_from_json({**bare, "rope_parameters": new})
+
+
+@pytest.mark.parametrize(
+    ("parameters", "kind"),
+    [({}, NoScaling), ({"type": "linear", "factor": 2}, LinearScaling), ({"type": "yarn", "factor": 2}, YarnScaling)],
+)
+def test_the_kind_of_scaling_is_a_type(parameters: dict[str, Any], kind: type) -> None:
+    assert isinstance(config_from_json({**LLAMA31, "rope_scaling": parameters}).rope.scaling, kind)
+
+
+def test_yarn_without_a_factor_stretches_to_the_context() -> None:
+    scaling = {"type": "yarn", "original_max_position_embeddings": 32768}
+    rope = config_from_json({**LLAMA31, "rope_scaling": scaling}).rope
+    assert isinstance(rope.scaling, YarnScaling)
+    assert rope.scaling.factor == 4.0
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_what_transformers_writes_is_read(family: str, tmp_path: Path) -> None:
+    hf_config = small_hf_config(family, tie_word_embeddings=True)
+    hf_config.architectures = [f"{family}ForCausalLM"]
+    hf_config.save_pretrained(tmp_path)
+    config = config_from_json(json.loads((tmp_path / "config.json").read_text()))
+    assert config.attention.head_dim == hf_config.head_dim
+    assert config.context_len == hf_config.max_position_embeddings
+    assert config.tied_embeddings
+    assert config.qkv_bias == (family == "Qwen2")
+    assert config.qk_norm == (family == "Qwen3")
+    assert config.eos_token_ids == (2,)
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(BadModel) as refusal:
+        config_from_json({**LLAMA31, "architectures": ["GptOssForCausalLM"]})
+    assert all(name in str(refusal.value) for name in ("GptOssForCausalLM", *ARCHITECTURES))
+
+
+def test_latent_attention_is_refused() -> None:
+    with pytest.raises(Unsupported, match="latent attention"):
+        config_from_json({**LLAMA31, "architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512})
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"architectures": None}, "architectures is None"),
+        ({"architectures": []}, "architectures is"),
+        ({"hidden_size": None}, "does not say hidden_size"),
+        ({"hidden_size": "4096"}, "hidden_size is '4096'; it must be a whole number"),
+        ({"vocab_size": 0}, "vocab_size is 0; it must be at least 1"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True; it must be a whole number"),
+        ({"num_key_value_heads": 5}, "32 is not a multiple of num_key_value_heads 5"),
+        ({"num_attention_heads": 24}, "hidden_size 4096 is not a multiple of num_attention_heads 24"),
+        ({"head_dim": 63}, "head_dim 63 is odd"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be a positive number"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be true or false"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; it must be a token id"),
+        ({"eos_token_id": 128256}, "end token 128256 is not below the vocabulary's size"),
+        ({"rope_scaling": [8.0]}, "rope_scaling is \\[8.0\\]; it must be an object"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' is not known"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling does not say factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised with gptq"),
+    ],
+)
+def test_a_config_that_cannot_be_run_is_refused_in_one_sentence(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(BadModel, match=sentence):
+        config_from_json({**LLAMA31, **changes})
+
+
+def test_every_message_names_its_file() -> None:
+    with pytest.raises(BadModel, match=r"^some file: a: size is -1"):
+        Fields({"a": {"size": -1}}, "some file").inner("a").count("size")

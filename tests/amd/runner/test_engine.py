@@ -1,0 +1,272 @@
+"""The engine over the real runtime: what it generates depends on the request and on nothing else."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from rocm_attn.errors import BadRequest, BadSetting, CapacityExceeded, Unsupported
+from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.request import Completion, Request, TokenEvent
+from rocm_attn.runner.sampling import Sampling
+from tests.amd.runner.dense_attention import dense_logits
+from tests.amd.runner.test_tokenizer import from_gguf, sentencepiece_fields
+from tests.amd.runner.tiny_model import CONFIG, tiny_model
+
+BASE = EngineOptions(provider="torch", page_size=4, max_batch_size=8, chunk=16, graphs=False, max_kv_len=64)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return tiny_model()
+
+
+def engine(loaded: LoadedModel, **changes: Any) -> Engine:
+    return Engine(loaded, replace(BASE, **changes))
+
+
+def some_requests(num: int = 7, **options: Any) -> list[Request]:
+    chooser = random.Random(11)
+    lengths = [chooser.randrange(1, 30) for _ in range(num)]
+    return [
+        Request(tuple(chooser.randrange(CONFIG.vocab_size) for _ in range(length)), 12, **options) for length in lengths
+    ]
+
+
+def tokens_of(completions: list[Completion]) -> list[tuple[int, ...]]:
+    return [completion.token_ids for completion in completions]
+
+
+def test_greedy_tokens_are_those_of_dense_attention(loaded: LoadedModel) -> None:
+    for request, completion in zip(some_requests(), engine(loaded).generate(some_requests()), strict=True):
+        whole = torch.tensor(request.prompt_token_ids + completion.token_ids)
+        best = dense_logits(loaded, whole).argmax(-1)[len(request.prompt_token_ids) - 1 : -1]
+        assert completion.token_ids == tuple(best.tolist())
+        assert completion.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"page_size": 1},
+        {"page_size": 16},
+        {"max_batch_size": 1},
+        {"max_batch_size": 3},
+        {"chunk": 1},
+        {"chunk": 7},
+        {"chunk": 512},
+        {"graphs": True},
+        {"graphs": True, "max_batch_size": 5, "chunk": 3},
+        {"num_pages": 18, "chunk": 3},
+        *(
+            {"page_size": page_size, "chunk": chunk, "graphs": graphs}
+            for page_size, chunk, graphs in product((1, 16), (7, 64), (False, True))
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=4)], ids=["greedy", "drawn"]
+)
+def test_how_a_request_is_served_does_not_change_it(
+    changes: dict[str, Any], sampling: Sampling, loaded: LoadedModel
+) -> None:
+    requests = some_requests(sampling=sampling)
+    assert tokens_of(engine(loaded, **changes).generate(requests)) == tokens_of(engine(loaded).generate(requests))
+
+
+def test_results_come_in_the_order_of_submission_and_order_does_not_change_them(loaded: LoadedModel) -> None:
+    requests = some_requests()
+    forwards = engine(loaded, max_batch_size=2).generate(requests)
+    backwards = engine(loaded, max_batch_size=2).generate(requests[::-1])
+    assert [completion.prompt_token_ids for completion in forwards] == [r.prompt_token_ids for r in requests]
+    assert tokens_of(forwards) == tokens_of(backwards[::-1])
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_preemption_does_not_change_a_token(graphs: bool, loaded: LoadedModel) -> None:
+    requests = [replace(request, max_new_tokens=30) for request in some_requests(5)]
+    tight = engine(loaded, num_pages=17, graphs=graphs)
+    assert tokens_of(tight.generate(requests)) == tokens_of(engine(loaded).generate(requests))
+    assert tight.report().preemptions > 0
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_preemption_does_not_change_a_draw(seed: int, loaded: LoadedModel) -> None:
+    requests = some_requests(5, sampling=Sampling(temperature=1.0, seed=seed))
+    requests = [replace(request, max_new_tokens=30) for request in requests]
+    tight = engine(loaded, num_pages=17)
+    assert tokens_of(tight.generate(requests)) == tokens_of(engine(loaded).generate(requests))
+    assert tight.report().preemptions > 0
+
+
+def test_all_pages_come_back(loaded: LoadedModel) -> None:
+    served = engine(loaded, num_pages=20)
+    served.generate(some_requests())
+    table = served.runtime.table
+    assert (table.num_free_pages, table.num_free_rows) == (table.num_usable_pages, BASE.max_batch_size)
+
+
+def test_an_end_token_ends_the_text_unless_it_is_passed_over(loaded: LoadedModel) -> None:
+    request = some_requests(1)[0]
+    free = engine(loaded).generate([request])[0].token_ids
+    end = free[4]
+    ends = tiny_model(eos_token_ids=(end,))
+    stopped = engine(ends).generate([request])[0]
+    assert (stopped.token_ids, stopped.finish_reason) == (free[: free.index(end) + 1], "stop")
+    passed = engine(ends).generate([replace(request, ignore_eos=True)])[0]
+    assert (passed.token_ids, passed.finish_reason) == (free, "length")
+    asked = engine(loaded).generate([replace(request, stop_token_ids=(end,))])[0]
+    assert asked == stopped
+
+
+def test_a_stop_token_is_no_part_of_the_text() -> None:
+    tokenizer = from_gguf(sentencepiece_fields())
+    loaded = tiny_model(tokenizer=tokenizer)
+    request = some_requests(1)[0]
+    free = engine(loaded).generate([request])[0]
+    end = free.token_ids[5]
+    stopped = engine(loaded).generate([replace(request, stop_token_ids=(end,))])[0]
+    assert stopped.text == tokenizer.decode(free.token_ids[: free.token_ids.index(end)])
+
+
+def test_events_put_together_are_the_completions() -> None:
+    loaded = tiny_model(tokenizer=from_gguf(sentencepiece_fields()))
+    events: list[TokenEvent] = []
+    completions = engine(loaded).generate(some_requests(), events.append)
+    for number, completion in enumerate(completions):
+        mine = [event for event in events if event.request == number]
+        assert tuple(event.token_id for event in mine) == completion.token_ids
+        assert "".join(event.text for event in mine) == completion.text
+        assert [event.finish_reason for event in mine] == [None] * 11 + [completion.finish_reason]
+
+
+def test_requests_may_come_while_others_run(loaded: LoadedModel) -> None:
+    requests = some_requests()
+    served = engine(loaded)
+    for request in requests[:3]:
+        served.submit(request)
+    for _ in range(4):
+        served.step()
+    late = [served.submit(request) for request in requests[3:]]
+    while served.has_work:
+        served.step()
+    expected = engine(loaded).generate(requests)
+    assert [served.completion(number) for number in range(7)] == expected
+    assert late == [3, 4, 5, 6]
+
+
+def test_decode_steps_replay_and_the_report_says_so(loaded: LoadedModel) -> None:
+    served = engine(loaded, graphs=True, max_batch_size=6)
+    served.generate(some_requests(5))
+    report = served.report()
+    assert (report.provider, report.device, report.dtype, report.graphs) == ("torch", "cpu", "float32", "on")
+    assert report.replays > 0
+    assert report.captures > 0
+    assert report.steps > report.replays
+    assert 0 < report.padded_share < 1  # 5 sequences run at 6 or 8
+    assert report.new_tokens == 5 * 12
+    assert report.prompt_tokens == sum(len(request.prompt_token_ids) for request in some_requests(5))
+    assert report.seconds > 0
+    assert report.tokens_per_s > 0
+    assert any(line.startswith("decode: torch.decode") for line in report.kernels)
+    assert engine(loaded).report().graphs == "off"
+
+
+BAD_REQUESTS = {
+    "longer than the context": (
+        lambda: Request((1,) * 97),
+        r"the prompt has 97 tokens and the model's context is 96; shorten it",
+    ),
+    "longer than the pool": (
+        lambda: Request((1,) * 65),
+        r"has 65 tokens and the KV pool holds sequences of up to 64; .* raise max_kv_len, kv_bytes or num_pages",
+    ),
+    "a token beyond the vocabulary": (lambda: Request((1, 64)), "token 64 is not in the model's vocabulary, 0 to 63"),
+    "a negative token": (lambda: Request((-1,)), "token -1 is not in"),
+    "a stop token beyond the vocabulary": (lambda: Request((1,), stop_token_ids=(99,)), "token 99 is not in"),
+    "empty": (lambda: Request(()), "the prompt is empty"),
+    "no new tokens": (lambda: Request((1,), max_new_tokens=0), "max_new_tokens is 0; it must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_REQUESTS)
+def test_a_bad_request_is_refused_in_one_sentence_and_the_others_go_on(what: str, loaded: LoadedModel) -> None:
+    make, sentence = BAD_REQUESTS[what]
+    requests, served = some_requests(3), engine(loaded)
+    numbers = [served.submit(requests[0]), served.submit(requests[1])]
+    served.step()
+    with pytest.raises(BadRequest, match=sentence):
+        served.submit(make())
+    numbers.append(served.submit(requests[2]))
+    while served.has_work:
+        served.step()
+    assert [served.completion(number) for number in numbers] == engine(loaded).generate(requests)
+
+
+def test_generate_refuses_before_anything_runs(loaded: LoadedModel) -> None:
+    served = engine(loaded)
+    with pytest.raises(BadRequest, match="97 tokens"):
+        served.generate([*some_requests(2), Request((1,) * 97)])
+    assert not served.has_work
+    assert served.report().steps == 0
+
+
+def test_a_prompt_as_long_as_the_pool_gets_one_token(loaded: LoadedModel) -> None:
+    completion = engine(loaded).generate([Request((3,) * 64)])[0]
+    assert (len(completion.token_ids), completion.finish_reason) == (1, "length")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "sentence"),
+    [
+        ({"page_size": 0}, BadSetting, "page_size is 0; it must be at least 1"),
+        ({"max_batch_size": 0}, BadSetting, "max_batch_size is 0"),
+        ({"chunk": -3}, BadSetting, "chunk is -3"),
+        ({"num_pages": 1}, BadSetting, "num_pages is 1; it must be at least 2"),
+        ({"max_kv_len": 97}, BadSetting, "max_kv_len is 97 and the model's context is 96"),
+        ({"kv_bytes": 1000}, CapacityExceeded, "1000 bytes for K and V hold 0 pages of 1024 bytes"),
+        ({"provider": "cudnn"}, BadSetting, "provider 'cudnn' is not known"),
+        ({"page_size": 100_000, "num_pages": 3}, Unsupported, "page size 100000"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(
+    changes: dict[str, Any], error: type[Exception], sentence: str, loaded: LoadedModel
+) -> None:
+    with pytest.raises(error, match=sentence):
+        engine(loaded, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_pages", "max_kv_len"),
+    [
+        ({}, 1 + 8 * 16, 64),
+        ({"max_kv_len": None}, 1 + 8 * 24, 96),
+        ({"max_kv_len": 61}, 1 + 8 * 16, 61),
+        # a page is 4 tokens of 2 layers of K and V of 2 heads of 8 float32: 1024 bytes
+        ({"kv_bytes": 20 * 1024 + 1023}, 20, 64),
+        ({"kv_bytes": 10 * 1024}, 10, 36),
+        ({"num_pages": 5}, 5, 16),
+    ],
+)
+def test_the_pool_is_as_large_as_needed_and_no_larger_than_allowed(
+    changes: dict[str, Any], num_pages: int, max_kv_len: int, loaded: LoadedModel
+) -> None:
+    report = engine(loaded, **changes).report()
+    assert (report.num_pages, report.max_kv_len) == (num_pages, max_kv_len)
+
+
+def test_a_window_that_sequences_outgrow_needs_a_kernel_for_it(loaded: LoadedModel) -> None:
+    attention = replace(CONFIG.attention, window_left=(-1, 31))
+    windowed = replace(loaded, config=replace(CONFIG, attention=attention))
+    requests = some_requests(3)
+    short = engine(windowed, max_kv_len=32)
+    assert tokens_of(short.generate(requests)) == tokens_of(engine(loaded, max_kv_len=32).generate(requests))
+    with pytest.raises(Unsupported, match="window"):
+        engine(windowed, max_kv_len=33)

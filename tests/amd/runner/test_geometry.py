@@ -1,0 +1,129 @@
+"""What config.json says about attention, against what transformers makes of the same file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.masking_utils import sliding_window_causal_mask_function
+
+from rocm_attn.errors import BadModel, Unsupported
+from rocm_attn.problem import Problem
+from rocm_attn.runner.geometry import attention_geometry, layer_problems, window_left
+
+# architecture -> transformers' config class and what is set beyond its defaults
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {"num_key_value_heads": 8}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {}),
+    "mistral_no_window": ("MistralForCausalLM", "MistralConfig", {"sliding_window": None}),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {"sliding_window": 512}),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", {"sliding_window": 2047}),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {}),
+    "qwen2_window": ("Qwen2ForCausalLM", "Qwen2Config", {"use_sliding_window": True, "max_window_layers": 3}),
+    "qwen2_layer_types": (
+        "Qwen2ForCausalLM",
+        "Qwen2Config",
+        {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"] * 16},
+    ),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {"num_key_value_heads": 8}),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig", {}),
+    "qwen2_moe_window": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig", {"use_sliding_window": True, "max_window_layers": 5}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {"head_dim": 128}),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {}),
+    "gemma2_27b": ("Gemma2ForCausalLM", "Gemma2Config", {"query_pre_attn_scalar": 144, "head_dim": 128}),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {"sliding_window": 1024, "num_hidden_layers": 34}),
+    "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", {}),
+}
+
+
+def hf_config(case: str) -> tuple[str, Any]:
+    architecture, config_class, changes = CASES[case]
+    return architecture, getattr(transformers, config_class)(**changes)
+
+
+def expected_windows(config: Any) -> list[int]:
+    """window_left of each layer: transformers gives types to layers, or slides everywhere."""
+    slides = getattr(config, "sliding_window", None) or 0
+    if not slides or config.model_type == "llama":
+        return [-1] * config.num_hidden_layers
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [slides - 1 if layer_type == "sliding_attention" else -1 for layer_type in types]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_problems_equal_what_transformers_reads(case: str) -> None:
+    architecture, config = hf_config(case)
+    problems = layer_problems({**config.to_dict(), "architectures": [architecture]}, dtype=torch.bfloat16, page_size=16)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    scalar = getattr(config, "query_pre_attn_scalar", head_dim)
+    assert problems == tuple(
+        Problem(
+            num_q_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            v_head_dim=head_dim,
+            dtype=torch.bfloat16,
+            page_size=16,
+            scale=scalar**-0.5,
+            window_left=window,
+            logits_soft_cap=getattr(config, "attn_logit_softcapping", None) or 0.0,
+            has_sinks=architecture.startswith("GptOss"),
+        )
+        for window in expected_windows(config)
+    )
+
+
+def test_the_cases_hold_every_kind_of_window() -> None:
+    kinds = {case: set(expected_windows(hf_config(case)[1])) for case in CASES}
+    assert kinds["gpt_oss"] == {-1, 127}
+    assert kinds["gemma2"] == {-1, 4095}
+    assert kinds["gemma3"] == {-1, 1023}
+    assert kinds["mistral"] == {4095}
+    assert kinds["qwen2_window"] == {-1, 4095}
+
+
+def test_a_window_counts_previous_keys_where_hugging_face_counts_the_own_one_too() -> None:
+    window, index = 3, torch.arange(8)
+    visible = sliding_window_causal_mask_function(window)
+    for query in range(8):
+        ours = [key for key in range(8) if 0 <= query - key <= window_left(window)]
+        assert ours == [key for key in range(8) if visible(index[0], index[0], index[query], index[key])]
+
+
+def test_published_files_may_leave_out_what_the_class_knows() -> None:
+    # Gemma 3 4B names neither its heads nor their size
+    text = {"hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024, "model_type": "gemma3_text"}
+    geometry = attention_geometry({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text})
+    assert (geometry.num_q_heads, geometry.num_kv_heads, geometry.head_dim, geometry.scale) == (8, 4, 256, 256**-0.5)
+    assert [layer for layer, left in enumerate(geometry.window_left) if left == -1] == [5, 11, 17, 23, 29]
+
+
+@pytest.mark.parametrize(("max_kv_len", "left"), [(8, -1), (9, 7)])
+def test_a_window_that_no_sequence_outgrows_is_no_window(max_kv_len: int, left: int) -> None:
+    config = {"num_attention_heads": 2, "hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 1}
+    geometry = attention_geometry({**config, "architectures": ["MistralForCausalLM"], "sliding_window": 8})
+    assert geometry.without_idle_windows(max_kv_len).window_left == (left, left)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "sentence"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, Unsupported, "MambaForCausalLM is not known; .*LlamaForCausalLM"),
+        ({"architectures": ["DeepseekV2ForCausalLM"], "kv_lora_rank": 512}, Unsupported, "kv_lora_rank 512"),
+        ({"text_config": {"kv_lora_rank": 64}}, Unsupported, "kv_lora_rank 64"),
+        ({"use_bidirectional_attention": True}, Unsupported, "only causal attention"),
+        ({"layer_types": ["linear_attention"] * 2}, Unsupported, "'linear_attention' is not served"),
+        ({"layer_types": ["full_attention"] * 3}, BadModel, "3 layer_types for num_hidden_layers 2"),
+        ({"sliding_window": 0}, BadModel, "sliding_window is 0"),
+        ({"query_pre_attn_scalar": 0}, BadModel, "query_pre_attn_scalar is 0"),
+        ({"num_hidden_layers": None}, BadModel, "does not say num_hidden_layers"),
+    ],
+)
+def test_attention_of_another_kind_is_refused_in_one_sentence(
+    changes: dict[str, Any], error: type[Exception], sentence: str
+) -> None:
+    config = {"architectures": ["Gemma2ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "head_dim": 32}
+    with pytest.raises(error, match=sentence):
+        attention_geometry({**config, **changes})

@@ -1,0 +1,214 @@
+"""Models from GGUF files: written here from transformers' weights, so that a wrong row order shows in the logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from rocm_attn.errors import BadModel
+from rocm_attn.runner.gguf_file import GGUFFile
+from rocm_attn.runner.loading import LoadedModel, find_model, load_model
+from rocm_attn.runner.rope import LinearScaling, YarnScaling
+from tests.amd.runner.dense_attention import dense_logits
+from tests.amd.runner.hf_models import hf_logits, random_tokens, small_hf_model, write_gguf
+from tests.amd.runner.test_model import LLAMA3
+
+
+def load(path: Path) -> LoadedModel:
+    return load_model(path, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def assert_same_logits(loaded: LoadedModel, reference: Any, tolerance: float = 1e-4) -> None:
+    token_ids = random_tokens(50)
+    torch.testing.assert_close(
+        dense_logits(loaded, token_ids), hf_logits(reference, token_ids), atol=tolerance, rtol=tolerance
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("Llama", {}),
+        ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+        ("Llama", {"attention_bias": True, "mlp_bias": True}),
+        ("Mistral", {"sliding_window": None}),
+        ("Qwen2", {"tie_word_embeddings": True}),
+        ("Qwen3", {"head_dim": 24}),
+    ],
+)
+def test_logits_equal_those_of_the_model_it_was_made_from(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    reference = small_hf_model(family, **changes)
+    assert_same_logits(load(write_gguf(reference, tmp_path / "m.gguf")), reference)
+
+
+def test_a_window_in_the_file_is_used(tmp_path: Path) -> None:
+    reference = small_hf_model("Mistral", sliding_window=5)
+    loaded = load(write_gguf(reference, tmp_path / "m.gguf", metadata={"llama.attention.sliding_window": 5}))
+    assert_same_logits(loaded, reference)
+
+
+def test_llama3_scaling_comes_as_a_tensor_of_divisors(tmp_path: Path) -> None:
+    reference = small_hf_model("Llama", rope_parameters=LLAMA3)
+    plain = small_hf_model("Llama").model.rotary_emb.inv_freq
+    divisors = plain / reference.model.rotary_emb.inv_freq
+    assert_same_logits(
+        load(write_gguf(reference, tmp_path / "m.gguf", tensors={"rope_freqs.weight": divisors})), reference
+    )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "metadata", "kind"),
+    [
+        (
+            {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+            {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 3.0},
+            LinearScaling,
+        ),
+        (
+            {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32},
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.original_context_length": 32,
+            },
+            YarnScaling,
+        ),
+    ],
+)
+def test_scaling_in_the_metadata_is_used(
+    parameters: dict[str, Any], metadata: dict[str, Any], kind: type, tmp_path: Path
+) -> None:
+    reference = small_hf_model("Llama", rope_parameters=parameters)
+    loaded = load(write_gguf(reference, tmp_path / "m.gguf", metadata=metadata))
+    assert isinstance(loaded.config.rope.scaling, kind)
+    assert_same_logits(loaded, reference)
+
+
+@pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.F16])
+def test_quantised_matrices_are_dequantised(kind: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    reference = small_hf_model("Llama", **sizes)
+    path = write_gguf(reference, tmp_path / "m.gguf", quantization=kind)
+    # the reference gets the same rounding
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            if parameter.ndim == 2:
+                parameter.copy_(torch.from_numpy(gguf.dequantize(gguf.quantize(parameter.numpy(), kind), kind)))
+    assert_same_logits(load(path), reference)
+
+
+def test_shapes_and_end_tokens_come_from_the_file(tmp_path: Path) -> None:
+    path = write_gguf(small_hf_model("Llama"), tmp_path / "m.gguf", metadata={"tokenizer.ggml.eot_token_id": 9})
+    config = load(path).config
+    assert (config.vocab_size, config.context_len, config.num_layers) == (101, 128, 3)
+    assert config.eos_token_ids == (2, 9)
+
+
+@pytest.fixture(scope="module")
+def good_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A whole GGUF file, small enough to be damaged many times."""
+    path = tmp_path_factory.mktemp("gguf") / "m.gguf"
+    return write_gguf(small_hf_model("Llama", num_hidden_layers=1), path).read_bytes()
+
+
+def test_the_good_file_is_good(good_file: bytes, tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(good_file)
+    load(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.0001, 0.01, 0.03, 0.1, 0.5, 0.9, 0.999])
+def test_a_file_cut_short_is_refused(share: float, good_file: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(good_file[: int(len(good_file) * share)])
+    with pytest.raises(BadModel, match="is not a whole GGUF file"):
+        load(path)
+
+
+def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"PK\x03\x04" + bytes(1000))
+    with pytest.raises(BadModel, match=r"is not a whole GGUF file .*magic"):
+        load(path)
+
+
+def test_a_damaged_head_never_raises_anything_but_a_bad_model(good_file: bytes, tmp_path: Path) -> None:
+    """Bytes of the head set to 0xFF, one after the other: a clear refusal, or a field that happens not to matter."""
+    path, refused = tmp_path / "m.gguf", 0
+    end_of_head = len(good_file) - sum(t.n_bytes for t in _reader(good_file, path).tensors)
+    for position in range(4, end_of_head, 23):
+        damaged = bytearray(good_file)
+        damaged[position] ^= 0xFF
+        path.write_bytes(damaged)
+        try:
+            load(path)
+        except BadModel:
+            refused += 1
+    assert refused > 20
+
+
+def _reader(data: bytes, path: Path) -> gguf.GGUFReader:
+    path.write_bytes(data)
+    return gguf.GGUFReader(path)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "sentence"),
+    [
+        ({"general.architecture": "gemma3"}, "does not know the architecture 'gemma3'; it knows llama, qwen2, qwen3"),
+        ({"llama.block_count": 4}, "lacks model.layers.3"),
+        ({"llama.block_count": 2}, "has model.layers.2.* which LlamaForCausalLM does not use"),
+        ({"llama.attention.head_count": 5}, "do not divide one another"),
+        ({"llama.attention.head_count_kv": 4}, "k_proj.weight has shape"),
+        ({"llama.embedding_length": 64}, "has shape"),
+        ({"llama.context_length": None}, "does not say context_length"),
+        ({"llama.rope.dimension_count": 8}, "rope.dimension_count is 8"),
+        ({"llama.attention.value_length": 8}, "attention.value_length is 8"),
+        ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "'longrope' is not known"),
+        ({"llama.expert_count": 8}, "mixture of experts"),
+        ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model 't5' is not known"),
+        ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre 'tekken' is not known"),
+        ({"tokenizer.ggml.merges": ["t1"]}, "'t1' in tokenizer.ggml.merges is not two tokens"),
+        ({"tokenizer.ggml.merges": ["t 999"]}, "has no place in the vocabulary"),
+        ({"tokenizer.ggml.token_type": [1, 1]}, "2 tokenizer.ggml.token_type for 101 tokens"),
+        ({"tokenizer.ggml.tokens": ["a"] * 101, "tokenizer.ggml.merges": ["a a"]}, "holds 100 tokens twice"),
+    ],
+)
+def test_metadata_that_cannot_be_run_is_refused_in_one_sentence(
+    metadata: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    path = write_gguf(small_hf_model("Llama"), tmp_path / "m.gguf", metadata=metadata)
+    with pytest.raises(BadModel, match=sentence):
+        load(path)
+
+
+def test_a_tensor_of_a_name_nobody_knows_is_refused(tmp_path: Path) -> None:
+    extra = {"blk.0.attn_sinks.weight": torch.zeros(4)}
+    path = write_gguf(small_hf_model("Llama"), tmp_path / "m.gguf", tensors=extra)
+    with pytest.raises(BadModel, match=r"blk\.0\.attn_sinks\.weight, which LlamaForCausalLM does not use"):
+        load(path)
+
+
+def test_divisors_of_another_length_are_refused(tmp_path: Path) -> None:
+    path = write_gguf(small_hf_model("Llama"), tmp_path / "m.gguf", tensors={"rope_freqs.weight": torch.ones(5)})
+    with pytest.raises(BadModel, match=r"rope_freqs\.weight must be 8 positive numbers"):
+        load(path)
+
+
+def test_the_real_file_says_what_it_holds() -> None:
+    file = GGUFFile(find_model("smollm2"))
+    assert file.metadata["llama.block_count"] == 30
+    assert file.shapes()["model.layers.29.mlp.down_proj.weight"] == (576, 1536)
+
+
+def test_transformers_reads_the_files_written_here_as_they_were_meant(tmp_path: Path) -> None:
+    """So the order of q and k rows in them is llama.cpp's, not one that only this project knows."""
+    reference = small_hf_model("Llama")
+    path = write_gguf(reference, tmp_path / "m.gguf")
+    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=reference)["tensors"]
+    for name, tensor in reference.state_dict().items():
+        torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=0)

@@ -1,0 +1,63 @@
+"""Rotary embedding against its definition, and its frequencies against transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from rocm_attn.runner.config import config_from_json
+from rocm_attn.runner.rope import DivisorScaling, NoScaling, Rope, rotate
+from tests.amd.runner.hf_models import small_hf_config
+from tests.amd.runner.test_model import LLAMA3, YARN
+
+
+def rope_of(config: Any) -> Rope:
+    return config_from_json({**config.to_dict(), "architectures": ["LlamaForCausalLM"]}).rope
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "linear", "rope_theta": 1e6, "factor": 3.0},
+        LLAMA3,
+        {**LLAMA3, "high_freq_factor": 2.0, "original_max_position_embeddings": 8192},
+        YARN,
+        {**YARN, "beta_fast": 2.0, "beta_slow": 0.5},
+        {**YARN, "original_max_position_embeddings": 4096, "truncate": False},
+        {**YARN, "mscale": 0.707, "mscale_all_dim": 0.5},
+        {**YARN, "factor": 1.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("head_dim", [16, 128])
+def test_frequencies_equal_those_of_transformers(parameters: dict[str, Any], head_dim: int) -> None:
+    config = small_hf_config("Llama", head_dim=head_dim, max_position_embeddings=32768, rope_parameters=parameters)
+    expected, attention_factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config)
+    rope = rope_of(config)
+    torch.testing.assert_close(rope.inv_freq(), expected)
+    assert rope.scaling.attention_factor == pytest.approx(attention_factor)
+
+
+def test_rotation_multiplies_complex_pairs() -> None:
+    rope, positions = Rope(theta=500.0, head_dim=12), torch.tensor([0, 1, 5, 63, 17])
+    x = torch.randn(5, 3, 12)
+    angle = positions[:, None, None].double() * rope.inv_freq().double()
+    turned = torch.complex(x[..., :6].double(), x[..., 6:].double()) * torch.polar(torch.ones_like(angle), angle)
+    table = rope.table(64, torch.float32, torch.device("cpu"))
+    expected = torch.cat((turned.real, turned.imag), -1).float()
+    torch.testing.assert_close(rotate(x, table[positions]), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_rotation_takes_a_slice_of_joined_heads() -> None:
+    table = Rope(theta=100.0, head_dim=8).table(4, torch.float32, torch.device("cpu"))
+    joined = torch.randn(4, 6, 8)
+    torch.testing.assert_close(rotate(joined[:, 1:3], table), rotate(joined[:, 1:3].contiguous(), table))
+
+
+def test_divisors_divide_the_frequencies() -> None:
+    plain = Rope(1e4, 8, NoScaling()).inv_freq()
+    divided = Rope(1e4, 8, DivisorScaling((1.0, 2.0, 4.0, 8.0))).inv_freq()
+    torch.testing.assert_close(divided, plain / torch.tensor([1.0, 2.0, 4.0, 8.0]))

@@ -1,0 +1,140 @@
+"""Models from safetensors: single and sharded, and every way in which such files are wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rocm_attn.errors import BadModel
+from rocm_attn.runner.loading import LoadedModel, load_model
+from tests.amd.runner.dense_attention import dense_logits
+from tests.amd.runner.hf_models import hf_logits, random_tokens, save, small_hf_model
+
+Tensors = dict[str, Tensor]
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    return load_model(directory, dtype=dtype, device=torch.device("cpu"))
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    return save(small_hf_model("Llama"), tmp_path)
+
+
+def rewrite(directory: Path, change: Callable[[Tensors], object]) -> None:
+    """Write the model's tensors again with something changed."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def test_shards_give_what_a_single_file_gives(tmp_path: Path) -> None:
+    reference, token_ids = small_hf_model("Qwen3"), random_tokens(9)
+    save(reference, tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    torch.testing.assert_close(
+        dense_logits(load(tmp_path), token_ids), hf_logits(reference, token_ids), atol=1e-4, rtol=1e-4
+    )
+
+
+def test_bfloat16_files_are_read_in_the_dtype_asked_for(model_dir: Path) -> None:
+    rewrite(model_dir, lambda tensors: tensors.update({name: t.bfloat16() for name, t in tensors.items()}))
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        weights = load(model_dir, dtype).weights
+        assert {weights.head.dtype, weights.layers[0].qkv.dtype, weights.final_norm.dtype} == {dtype}
+
+
+def test_a_tied_head_that_is_stored_again_is_passed_over(tmp_path: Path) -> None:
+    directory = save(small_hf_model("Llama", tie_word_embeddings=True), tmp_path)
+    rewrite(directory, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(101, 48)}))
+    weights = load(directory).weights
+    assert weights.head is weights.embedding
+
+
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda t: t.pop(K_PROJ), f"lacks {K_PROJ}; the file is not complete"),
+        (lambda t: [t.pop(name) for name in list(t)[:5]], "and 2 more tensors"),
+        (lambda t: t.update({"model.layers.1.self_attn.k_proj.bias": torch.zeros(32)}), "k_proj.bias, which Llama"),
+        (lambda t: t.update({K_PROJ: torch.zeros(48, 32)}), r"k_proj.weight has shape \[48, 32\]; .* for \[32, 48\]"),
+        (lambda t: t.update({K_PROJ: torch.full((32, 48), float("nan"))}), "k_proj.weight.* holds NaN or infinity"),
+        (lambda t: t.update({K_PROJ: torch.zeros(32, 48, dtype=torch.int8)}), "holds torch.int8; the runner reads"),
+        (lambda t: t.update({K_PROJ: torch.zeros(32, 48).to(torch.float8_e4m3fn)}), "float8_e4m3fn; the runner reads"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_config_are_named(
+    change: Callable[[Tensors], object], sentence: str, model_dir: Path
+) -> None:
+    rewrite(model_dir, change)
+    with pytest.raises(BadModel, match=sentence):
+        load(model_dir)
+
+
+def test_a_weight_too_large_for_the_dtype_is_refused(model_dir: Path) -> None:
+    rewrite(model_dir, lambda tensors: tensors[K_PROJ].fill_(1e5))
+    load(model_dir)
+    with pytest.raises(BadModel, match="dtype too narrow"):
+        load(model_dir, torch.float16)
+
+
+@pytest.mark.parametrize("keep", [0, 3, 8, 200, -1])
+def test_a_file_cut_short_is_refused(keep: int, model_dir: Path) -> None:
+    path = model_dir / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(BadModel, match="is not a whole safetensors file"):
+        load(model_dir)
+
+
+def test_a_damaged_header_is_refused(model_dir: Path) -> None:
+    path = model_dir / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[30] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.raises(BadModel, match="is not a whole safetensors file"):
+        load(model_dir)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    save(small_hf_model("Llama"), tmp_path, max_shard_size="40KB")
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(BadModel, match=shard.name):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": 3}', "{}"])
+def test_a_damaged_index_is_refused(index: str, tmp_path: Path) -> None:
+    save(small_hf_model("Llama"), tmp_path, max_shard_size="40KB")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(BadModel, match="is not a safetensors index"):
+        load(tmp_path)
+
+
+def test_a_directory_without_weights_is_refused(model_dir: Path) -> None:
+    (model_dir / "model.safetensors").unlink()
+    with pytest.raises(BadModel, match="has neither"):
+        load(model_dir)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"architectures": ['])
+def test_a_damaged_config_is_refused(text: str, model_dir: Path) -> None:
+    (model_dir / "config.json").write_text(text)
+    with pytest.raises(BadModel, match=r"config\.json"):
+        load(model_dir)
+
+
+def test_end_tokens_of_the_generation_config_count_too(model_dir: Path) -> None:
+    (model_dir / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    assert load(model_dir).config.eos_token_ids == (2, 7)

@@ -1,0 +1,281 @@
+"""Text to tokens and back, against tokenizers trained here and against the library of transformers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from rocm_attn.errors import BadModel, BadRequest
+from rocm_attn.runner.chat_template import ChatTemplate
+from rocm_attn.runner.fields import Fields
+from rocm_attn.runner.gguf_tokenizer import tokenizer_from_gguf
+from rocm_attn.runner.loading import find_model, load_tokenizer
+from rocm_attn.runner.tokenizer import Tokenizer
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog. It's 1234567 o'clock, we'll see!",
+    "def f(x):\n    return x + 42\n\n\nnaïve café, Ünïcödé, 東京タワー, Привет мир, ½ ² ٣",
+    "emoji: 🎉👩‍👩‍👧 and  double   spaces\tand tabs\r\n",
+] * 4
+TEXTS = [*CORPUS[:3], "", " ", "  lead", "x\n\n 12 345", "<|end|>", "a<|end|>b  <|end|>", "I'M THEY'RE", "🎉"]
+SPECIAL = ["<|end|>", "<|start|>"]
+
+
+@pytest.fixture(scope="module")
+def trained() -> tokenizers.Tokenizer:
+    """A byte-level BPE over CORPUS that splits as GPT-2 does."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def gguf_fields(tokenizer: tokenizers.Tokenizer, **changes: Any) -> Fields:
+    """GGUF metadata of a byte-level BPE."""
+    model = json.loads(tokenizer.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    metadata = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": tokens,
+        "merges": [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]],
+        "token_type": [3 if token in SPECIAL else 1 for token in tokens],
+    }
+    return Fields({f"tokenizer.ggml.{name}": value for name, value in {**metadata, **changes}.items()}, "test")
+
+
+def from_gguf(fields: Fields) -> Tokenizer:
+    return Tokenizer(backend=tokenizer_from_gguf(fields), bos_token_id=None, chat_template=None)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_metadata_gives_the_tokenizer_it_was_made_from(text: str, trained: tokenizers.Tokenizer) -> None:
+    ours = from_gguf(gguf_fields(trained))
+    assert ours.encode(text) == trained.encode(text).ids
+    assert ours.decode(ours.encode(text)) == trained.decode(trained.encode(text).ids)
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
+@pytest.mark.parametrize("text", TEXTS)
+def test_every_text_comes_back(pre: str, text: str, trained: tokenizers.Tokenizer) -> None:
+    ours = from_gguf(gguf_fields(trained, pre=pre))
+    without_special = text.replace("<|end|>", "")
+    assert ours.decode(ours.encode(text)) == without_special
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["it", "'s", "Ġ12345", "ĠIT", "'", "S", "Ċ", "ĊĠ", "Ġx"]),
+        ("smollm", ["it", "'s", "Ġ", "1", "2", "3", "4", "5", "ĠIT", "'", "S", "Ċ", "ĊĠ", "Ġx"]),
+        ("llama-bpe", ["it", "'s", "Ġ", "123", "45", "ĠIT", "'S", "ĊĊ", "Ġ", "Ġx"]),
+        ("qwen2", ["it", "'s", "Ġ", "1", "2", "3", "4", "5", "ĠIT", "'S", "ĊĊ", "Ġ", "Ġx"]),
+    ],
+)
+def test_each_way_of_splitting_cuts_where_it_should(pre: str, pieces: list[str], trained: tokenizers.Tokenizer) -> None:
+    splitter = tokenizer_from_gguf(gguf_fields(trained, pre=pre)).pre_tokenizer
+    cut = [piece for piece, _ in splitter.pre_tokenize_str("it's 12345 IT'S\n\n  x")]
+    assert "".join(cut) == "".join(pieces)
+    assert [piece for piece in cut if piece.strip("ĠĊ")] == [piece for piece in pieces if piece.strip("ĠĊ")]
+
+
+def test_only_llama_takes_whole_words_before_merging(trained: tokenizers.Tokenizer) -> None:
+    fields = gguf_fields(trained)
+    # "qzx" is a token that no merge leads to
+    tokens = [*fields.list("tokenizer.ggml.tokens"), "qzx"]
+    extra = {"tokens": tokens, "token_type": [1] * len(tokens)}
+    assert len(from_gguf(gguf_fields(trained, **extra, pre="llama-bpe")).encode("qzx")) == 1
+    assert len(from_gguf(gguf_fields(trained, **extra, pre="qwen2")).encode("qzx")) == 3
+
+
+def sentencepiece_fields(**changes: Any) -> Fields:
+    """A SentencePiece vocabulary: bytes, characters, and words with random scores."""
+    chooser = random.Random(3)
+    words = {"▁" + text[i : i + n] for text in ("hello", "world", "hell", "low") for i in range(4) for n in (1, 2, 3)}
+    words |= {text[i : i + n] for text in ("hello", "world", "lower", "▁▁") for i in range(5) for n in (1, 2, 3, 4)}
+    words = {word for word in words if word} | {"▁", *"helowrd"}
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *sorted(words)]
+    types = [2, 3, 3, *[6] * 256, *[1] * len(words)]
+    scores = [0.0] * 259 + [float(chooser.randrange(-10_000, 0)) for _ in words]
+    metadata = {"model": "llama", "tokens": tokens, "token_type": types, "scores": scores}
+    return Fields({f"tokenizer.ggml.{name}": value for name, value in {**metadata, **changes}.items()}, "test")
+
+
+def merged_by_score(text: str, fields: Fields) -> list[str]:
+    """SentencePiece's algorithm as it is defined: always join the neighbours whose joined token scores best."""
+    scores = dict(zip(fields.list("tokenizer.ggml.tokens"), fields.list("tokenizer.ggml.scores"), strict=True))
+    pieces: list[str] = list("▁" + text.replace(" ", "▁"))
+    while True:
+        joined = [(scores[a + b], -i) for i, (a, b) in enumerate(itertools.pairwise(pieces)) if a + b in scores]
+        if not joined:
+            break
+        at = -max(joined)[1]
+        pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
+    return [p for piece in pieces for p in ([piece] if piece in scores else [f"<0x{b:02X}>" for b in piece.encode()])]
+
+
+@given(text=st.text(alphabet="helowrd é", max_size=20))
+def test_sentencepiece_merges_by_score(text: str) -> None:
+    fields = sentencepiece_fields()
+    ours = from_gguf(fields)
+    if text:
+        assert [ours.backend.id_to_token(token) for token in ours.encode(text)] == merged_by_score(text, fields)
+    assert ours.decode(ours.encode(text)) == text
+
+
+def test_scores_of_another_length_are_refused() -> None:
+    with pytest.raises(BadModel, match=r"1 tokenizer\.ggml\.scores for"):
+        tokenizer_from_gguf(sentencepiece_fields(scores=[0.0]))
+
+
+def streamed(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    stream = tokenizer.stream()
+    pieces = [stream.push(token) for token in ids]
+    return "".join((*pieces, stream.finish()))
+
+
+@given(ids=st.lists(st.integers(0, 255), max_size=30))
+def test_streamed_pieces_put_together_are_the_whole_text_even_of_broken_bytes(ids: list[int]) -> None:
+    assert streamed(_TRAINED, ids) == _TRAINED.decode(ids)
+
+
+@given(text=st.text(alphabet="helowrd é東🎉", max_size=20))
+def test_streamed_sentencepiece_keeps_every_space(text: str) -> None:
+    assert streamed(_SENTENCEPIECE, _SENTENCEPIECE.encode(text)) == text
+
+
+def test_a_stream_holds_back_a_character_until_it_is_whole() -> None:
+    text = "a🎉東é"
+    for tokenizer in (_TRAINED, _SENTENCEPIECE):
+        stream = tokenizer.stream()
+        pieces = [stream.push(token) for token in tokenizer.encode(text)]
+        assert "".join(pieces) == text
+        assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
+        assert "" in pieces  # the emoji takes several tokens
+
+
+def test_a_stream_that_ends_inside_a_character_says_so_once() -> None:
+    stream = _TRAINED.stream()
+    pieces = [stream.push(token) for token in _TRAINED.encode("ok🎉")[:-1]]
+    assert "".join(pieces) == "ok"
+    assert stream.finish() == "\N{REPLACEMENT CHARACTER}"
+    assert stream.finish() == ""
+
+
+def _trained_once() -> Tokenizer:
+    """Without merges: every character beyond ASCII takes several tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend=backend, bos_token_id=None, chat_template=None)
+
+
+_TRAINED = _trained_once()
+_SENTENCEPIECE = from_gguf(sentencepiece_fields())
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Tokenizer:
+    tokenizer = load_tokenizer(find_model("smollm2"))
+    assert tokenizer is not None
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def smollm2_of_transformers() -> Any:
+    """transformers reads the same file, but passes over how digits are split."""
+    path = find_model("smollm2")
+    theirs = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    return theirs
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "<|im_start|>user\nHi 2024!<|im_end|>\n"])
+def test_smollm2_equals_transformers(text: str, smollm2: Tokenizer, smollm2_of_transformers: Any) -> None:
+    ids = smollm2.encode(text)
+    assert ids == smollm2_of_transformers.encode(text)
+    assert smollm2.decode(ids) == smollm2_of_transformers.decode(ids, skip_special_tokens=True)
+
+
+def test_smollm2_splits_digits(smollm2: Tokenizer) -> None:
+    assert [smollm2.decode([token]) for token in smollm2.encode("2024")] == ["2", "0", "2", "4"]
+
+
+def test_smollm2_chat_prompt_equals_transformers(smollm2: Tokenizer, smollm2_of_transformers: Any) -> None:
+    messages = [{"role": "user", "content": "Hi there"}]
+    rendered = smollm2_of_transformers.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert smollm2.backend.decode(smollm2.encode_chat("Hi there"), skip_special_tokens=False) == rendered
+
+
+def test_a_tokenizer_json_with_its_template_is_read(trained: tokenizers.Tokenizer, tmp_path: Path) -> None:
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=trained, bos_token="<|start|>", eos_token="<|end|>")
+    fast.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}{{ eos_token }}"
+    fast.save_pretrained(tmp_path)
+    ours = load_tokenizer(tmp_path)
+    assert ours is not None
+    assert ours.encode("The fox") == fast.encode("The fox")
+    assert ours.encode_chat("fox") == fast.encode("<|start|>fox<|end|>")
+
+
+def test_a_template_in_tokenizer_config_json_is_read(trained: tokenizers.Tokenizer, tmp_path: Path) -> None:
+    trained.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"chat_template": "{{ eos_token }}{{ messages[0].content }}", "eos_token": {"content": "<|end|>"}}'
+    )
+    ours = load_tokenizer(tmp_path)
+    assert ours is not None
+    assert ours.encode_chat("fox") == trained.encode("<|end|>fox").ids
+
+
+def test_a_directory_without_tokenizer_has_none(tmp_path: Path) -> None:
+    assert load_tokenizer(tmp_path) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"model": {}}'])
+def test_a_damaged_tokenizer_json_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(BadModel, match=r"tokenizer\.json is not a tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_model_without_template_asks_for_raw_prompts() -> None:
+    with pytest.raises(BadRequest, match="has no chat template; pass the prompt as it stands"):
+        _TRAINED.encode_chat("hello")
+
+
+def test_a_token_before_the_text_is_for_plain_texts_only() -> None:
+    template = ChatTemplate("{{ messages[0].content }}")
+    tokenizer = Tokenizer(backend=_TRAINED.backend, bos_token_id=9, chat_template=template)
+    assert tokenizer.encode("ab") == [9, *_TRAINED.encode("ab")]
+    assert tokenizer.encode_chat("ab") == _TRAINED.encode("ab")
+
+
+def test_a_template_may_refuse_and_may_ask_for_the_date() -> None:
+    with pytest.raises(BadRequest, match="refuses the messages: roles must alternate"):
+        ChatTemplate("{{ raise_exception('roles must alternate') }}").render([])
+    assert len(ChatTemplate("{{ strftime_now('%Y') }}").render([])) == 4
+
+
+@pytest.mark.parametrize("source", ["{% for %}", "{{ 1 + 'a' }}", "{{ messages.__class__.__mro__ }}", "{{ x.y }}"])
+def test_a_template_that_fails_is_a_bad_model(source: str) -> None:
+    with pytest.raises(BadModel, match="chat template fails"):
+        ChatTemplate(source).render([])

@@ -1,0 +1,67 @@
+"""A Llama of random weights, small enough to be served hundreds of times in a test."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rocm_attn.runner.config import ModelConfig
+from rocm_attn.runner.geometry import AttentionGeometry
+from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.rope import Rope
+from rocm_attn.runner.tokenizer import Tokenizer
+from rocm_attn.runner.weights import Shape, expected_shapes, load_weights
+
+CONFIG = ModelConfig(
+    architecture="LlamaForCausalLM",
+    attention=AttentionGeometry(num_q_heads=4, num_kv_heads=2, head_dim=8, scale=8**-0.5, window_left=(-1, -1)),
+    rope=Rope(theta=10000.0, head_dim=8),
+    hidden_size=24,
+    intermediate_size=40,
+    vocab_size=64,
+    context_len=96,
+    rms_norm_eps=1e-5,
+    tied_embeddings=False,
+    qkv_bias=False,
+    out_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    eos_token_ids=(),
+)
+
+
+class RandomTensors:
+    """A TensorSource with weights of a size that makes the best logit stand out."""
+
+    name = "random tensors"
+
+    def __init__(self, config: ModelConfig, seed: int) -> None:
+        self._shapes = expected_shapes(config)
+        self._random = torch.Generator().manual_seed(seed)
+
+    def shapes(self) -> Mapping[str, Shape]:
+        return self._shapes
+
+    def read(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        if "norm" in name:
+            return torch.ones(shape)
+        return torch.randn(shape, generator=self._random) * 0.4
+
+
+def tiny_model(
+    *,
+    seed: int = 0,
+    eos_token_ids: tuple[int, ...] = (),
+    context_len: int = CONFIG.context_len,
+    tokenizer: Tokenizer | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> LoadedModel:
+    config = replace(CONFIG, eos_token_ids=eos_token_ids, context_len=context_len)
+    place = torch.device("cpu") if device is None else device
+    weights = load_weights(RandomTensors(config, seed), config, dtype=dtype, device=place)
+    return LoadedModel(config, weights, tokenizer)

@@ -104,7 +104,7 @@ class TritonExtend:
         return f"triton.extend({self.problem}, {self.tiles}, min_q_len={self.min_q_len})"
 
     def schedule_words(self, shape: PaddedShape) -> int:
-        from rocm_attn.kernels.attention.extend_tiles import extend_schedule_words
+        from rocm_attn.kernels.attention.extend_schedule import extend_schedule_words
 
         return extend_schedule_words(
             shape.num_tokens, shape.num_seqs, gqa_ratio=self.problem.gqa_ratio, tiles=self.tiles
@@ -114,7 +114,7 @@ class TritonExtend:
         return 0
 
     def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
-        from rocm_attn.kernels.attention.extend_tiles import launch_extend_schedule
+        from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
 
         launch_extend_schedule(
             step.kv_len,

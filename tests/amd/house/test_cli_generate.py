@@ -1,0 +1,168 @@
+"""`rocm-attn generate` on a tiny random model: prompts in, a JSON object or ordered text out, errors in a sentence."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+
+from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
+from rocm_attn.runner.chat_template import ChatTemplate
+from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.tokenizer import Tokenizer
+from tests.amd.runner.tiny_model import CONFIG, tiny_model
+
+WORDS = [f"w{number}" for number in range(CONFIG.vocab_size)]
+RESULT_KEYS = ["prompt", "prompt_token_ids", "token_ids", "text", "finish_reason"]
+
+
+class Terminal(io.StringIO):
+    """A stdin that somebody could type into."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever model is asked for, a tiny one is served. Token i is the word wi; a chat starts with w63."""
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="w0")
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    template = ChatTemplate("{{ 'w63 ' + messages[0]['content'] }}", "", "")
+    tokenizer = Tokenizer(backend=backend, bos_token_id=None, chat_template=template)
+
+    def load_tiny(path: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+        return tiny_model(dtype=dtype, device=device, tokenizer=tokenizer)
+
+    monkeypatch.setattr("rocm_attn.cli.generate.load_model", load_tiny)
+    monkeypatch.setattr(sys, "stdin", Terminal())
+
+
+def generate(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """What `rocm-attn generate --json` prints on stdout, which must be one line of JSON and nothing else."""
+    code = main(["generate", "--json", "--device", "cpu", "--provider", "torch", *arguments])
+    printed = capsys.readouterr()
+    assert code == DONE, printed.err
+    (line,) = printed.out.splitlines()
+    parsed: dict[str, Any] = json.loads(line)
+    return parsed
+
+
+def test_json_holds_the_results_in_the_order_of_the_prompts_and_a_report(capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = ["w5 w6 w7", "w1", "w9 w8 w9 w8 w9 w8 w9"]
+    printed = generate(capsys, "--raw", "--max-new-tokens", "6", "--chunk", "4", "--max-batch-size", "2", *prompts)
+    assert list(printed) == ["results", "report"]
+    for prompt, result in zip(prompts, printed["results"], strict=True):
+        assert list(result) == RESULT_KEYS
+        assert result["prompt"] == prompt
+        assert result["prompt_token_ids"] == [WORDS.index(word) for word in prompt.split()]
+        assert len(result["token_ids"]) == 6
+        assert result["text"].split() == [WORDS[token] for token in result["token_ids"]]
+        assert result["finish_reason"] == "length"
+    report = printed["report"]
+    assert report["provider"] == "torch"
+    assert report["new_tokens"] == 18
+    assert report["max_batch_size"] == 2
+    assert report["steps"] >= report["replays"] > 0
+
+
+def test_the_chat_template_is_applied_unless_the_prompt_is_raw(capsys: pytest.CaptureFixture[str]) -> None:
+    chat = generate(capsys, "--max-new-tokens", "1", "w5")["results"][0]
+    raw = generate(capsys, "--max-new-tokens", "1", "--raw", "w5")["results"][0]
+    assert chat["prompt_token_ids"] == [63, 5]
+    assert raw["prompt_token_ids"] == [5]
+
+
+def test_options_of_serving_change_no_token(capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = ["w5 w6 w7", "w1 w2", "w3"]
+    plain = generate(capsys, *prompts, "--max-new-tokens", "12")["results"]
+    for options in (
+        ["--no-graphs"],
+        ["--page-size", "1"],
+        ["--chunk", "1", "--max-batch-size", "1"],
+        ["--num-pages", "3"],
+    ):
+        assert generate(capsys, *prompts, "--max-new-tokens", "12", *options)["results"] == plain
+
+
+def test_the_seed_decides_what_is_sampled(capsys: pytest.CaptureFixture[str]) -> None:
+    sample = ["--temperature", "2", "--top-p", "0.9", "--max-new-tokens", "12", "w5", "w5"]
+    first, again, other = (generate(capsys, "--seed", seed, *sample)["results"] for seed in ("1", "1", "2"))
+    assert first == again != other
+    assert first[0] == first[1], "a prompt's text does not depend on its neighbours"
+
+
+def test_text_goes_to_stdout_and_the_report_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--device", "cpu", "--provider", "torch", "--raw", "--max-new-tokens", "4", "w5 w6", "w1"]
+    results = generate(capsys, *arguments)["results"]
+    assert main(["generate", *arguments]) == DONE
+    printed = capsys.readouterr()
+    texts = printed.out.split("\n\n")
+    assert [text.splitlines()[0] for text in texts] == [">>> w5 w6", ">>> w1"]
+    assert [text.splitlines()[1].split() for text in texts] == [result["text"].split() for result in results]
+    assert "provider torch on cpu" in printed.err
+    assert "decode: torch.decode" in printed.err
+    assert "8 tokens in" in printed.err
+
+
+def test_a_single_prompt_prints_nothing_but_its_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--device", "cpu", "--max-new-tokens", "3", "w5"]) == DONE
+    assert len(capsys.readouterr().out.split()) == 3
+
+
+def test_prompts_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("w5 w6\n\n  \nw7\n")
+    printed = generate(capsys, "--max-new-tokens", "1", "--prompts-file", str(path))
+    assert [result["prompt"] for result in printed["results"]] == ["w5 w6", "w7"]
+
+
+def test_prompts_come_from_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w5\nw6 w7\n"))
+    printed = generate(capsys, "--max-new-tokens", "1")
+    assert [result["prompt"] for result in printed["results"]] == ["w5", "w6 w7"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "complaint"),
+    [
+        ([], BAD_INPUT, "there is no prompt; give one as an argument, with --prompts-file, or on stdin"),
+        (["  "], BAD_INPUT, "a prompt is empty"),
+        (["--prompts-file", "gone.txt"], BAD_INPUT, "the prompts in gone.txt cannot be read"),
+        (["--prompts-file", "gone.txt", "w5"], BAD_INPUT, "give them in one way"),
+        (["--device", "abacus", "w5"], BAD_INPUT, "device 'abacus' is not known"),
+        (["--seed", "-1", "w5"], BAD_INPUT, "seed is -1; it must not be negative"),
+        (
+            ["--raw", "w5 " * (CONFIG.context_len + 1)],
+            BAD_INPUT,
+            "the prompt has 97 tokens and the model's context is 96",
+        ),
+        (["--num-pages", "1", "w5"], BAD_INPUT, "num_pages is 1; it must be at least 2"),
+        (["--raw", "--num-pages", "2", "w5 " * 40], BAD_INPUT, "the prompt has 40 tokens"),
+        (["--provider", "aiter", "w5"], FAILED, "decode: aiter:"),
+        (["--page-size", "100000", "w5"], FAILED, "page_size"),
+    ],
+)
+def test_bad_input_is_answered_in_a_sentence(
+    arguments: list[str], code: int, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "--device", "cpu", *arguments]) == code
+    printed = capsys.readouterr()
+    assert complaint in printed.err
+    assert "Traceback" not in printed.err
+    assert printed.out == ""
+
+
+def test_an_empty_file_of_prompts_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n \n")
+    assert main(["generate", "--prompts-file", str(path)]) == BAD_INPUT
+    assert "holds no prompt; it must have one on a line" in capsys.readouterr().err

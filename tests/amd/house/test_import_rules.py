@@ -1,0 +1,123 @@
+"""Who may import whom: docs/architecture.md, held by reading the imports of every file."""
+
+from __future__ import annotations
+
+import re
+import sys
+from graphlib import TopologicalSorter
+
+import pytest
+
+from tests.amd.house.source_tree import FLOORS, ROOT, Source, belongs_to, python_files, sources
+
+KERNELS, HIP_GRAPHS, PROVIDERS, RUNNER = (
+    f"rocm_attn.{name}" for name in ("kernels", "hip_graphs", "providers", "runner")
+)
+CLI = "rocm_attn.cli"
+AITER_MODULE = "rocm_attn.providers.aiter"
+
+VALUES = tuple(f"rocm_attn.{name}" for name in ("errors", "index_spaces", "problem", "step_batch", "target"))
+USES_KERNELS = (PROVIDERS, "rocm_attn.graphs", "rocm_attn.publisher")
+USES_HIP_GRAPHS = tuple(f"rocm_attn.{name}" for name in ("graphs", "padding", "runtime", "step_runner"))
+
+# The first package that a module belongs to says which other libraries it may import.
+LIBRARIES = {
+    KERNELS: {"numpy", "torch", "triton"},
+    HIP_GRAPHS: {"torch"},
+    AITER_MODULE: {"aiter", "numpy", "torch"},
+    RUNNER: {"gguf", "jinja2", "numpy", "safetensors", "tokenizers", "torch"},
+    "rocm_attn": {"numpy", "torch"},
+}
+
+
+def own_imports(source: Source) -> list[str]:
+    """The modules of this project that source imports, now or later."""
+    modules = {other.module for other in sources()}
+    return [
+        name.module if name.module in modules else name.module.rpartition(".")[0]
+        for name in source.imports()
+        if belongs_to(name.module, "rocm_attn")
+    ]
+
+
+@pytest.mark.parametrize("source", sources(), ids=lambda source: source.module)
+def test_a_module_imports_only_the_libraries_of_its_floor(source: Source) -> None:
+    package = next(package for package in LIBRARIES if belongs_to(source.module, package))
+    allowed = LIBRARIES[package] | set(sys.stdlib_module_names) | {"rocm_attn"}
+    found = {name.module.partition(".")[0] for name in source.imports()}
+    assert found <= allowed, f"{source.module} imports {sorted(found - allowed)}"
+
+
+def test_kernels_know_only_kernels() -> None:
+    assert_imports_stay_inside(KERNELS)
+
+
+def test_hip_graphs_know_only_hip_graphs() -> None:
+    assert_imports_stay_inside(HIP_GRAPHS)
+
+
+def assert_imports_stay_inside(package: str) -> None:
+    """Nothing in package imports from the rest of the project."""
+    members = [source for source in sources() if belongs_to(source.module, package)]
+    assert members
+    for source in members:
+        outside = [module for module in own_imports(source) if not belongs_to(module, package)]
+        assert not outside, f"{source.module} imports {outside}"
+
+
+@pytest.mark.parametrize(
+    ("package", "users"),
+    [
+        (KERNELS, USES_KERNELS),
+        (HIP_GRAPHS, USES_HIP_GRAPHS),
+        (RUNNER, (CLI,)),
+        (CLI, ()),
+    ],
+)
+def test_a_floor_is_used_only_from_where_it_may_be(package: str, users: tuple[str, ...]) -> None:
+    for source in sources():
+        if any(belongs_to(source.module, user) for user in (package, *users)):
+            continue
+        used = [module for module in own_imports(source) if belongs_to(module, package)]
+        assert not used, f"{source.module} imports {used}; only {users} may"
+
+
+def test_values_know_only_values() -> None:
+    for source in sources():
+        if source.module in VALUES:
+            assert set(own_imports(source)) <= set(VALUES), source.module
+
+
+def test_providers_see_no_pool_no_batch_and_no_graph() -> None:
+    allowed = (*VALUES, PROVIDERS, KERNELS, "rocm_attn.padding", "rocm_attn.plan", "rocm_attn.table_view")
+    for source in sources():
+        if belongs_to(source.module, PROVIDERS):
+            used = [module for module in own_imports(source) if not any(belongs_to(module, name) for name in allowed)]
+            assert not used, f"{source.module} imports {used}"
+
+
+def test_aiter_is_imported_in_one_file_and_only_when_it_is_asked_for() -> None:
+    for source in sources():
+        for name in source.imports():
+            if belongs_to(name.module, "aiter"):
+                assert source.module == AITER_MODULE
+                assert not name.at_import
+
+
+def test_imports_have_no_cycle() -> None:
+    graph = {source.module: set(own_imports(source)) - {source.module} for source in sources()}
+    TopologicalSorter(graph).prepare()
+
+
+def test_the_words_of_the_upper_floors_do_not_occur_in_hip_graphs() -> None:
+    files = python_files(ROOT / "hip_graphs")
+    assert files
+    for path in files:
+        words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", path.read_text())}
+        assert not words & {"attention", "page", "pages", "paged", "kv"}, path.name
+
+
+@pytest.mark.parametrize("folder", [folder for folder in FLOORS if folder != "rocm_attn"])
+def test_the_lower_floors_shadow_no_other_package(folder: str) -> None:
+    assert not (ROOT / folder / "__init__.py").exists()
+    assert (ROOT / "rocm_attn" / folder).readlink().as_posix() == f"../{folder}"

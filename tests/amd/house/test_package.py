@@ -1,0 +1,133 @@
+"""What is installed: every package once, importable anywhere, quick and without side effects to import."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.amd.house.source_tree import FLOORS, ROOT, python_files, sources
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+# Hugging Face's package of the name that a folder of this repository has; SGLang needs it.
+HF_KERNELS = "kernels==0.17.2"
+MAX_IMPORT_SECONDS = 0.3
+
+
+def run_python(code: str, *, path: Path, folder: Path) -> str:
+    """What code prints in a fresh interpreter that finds modules in path first and runs in folder."""
+    environment = {"PYTHONPATH": str(path), "PATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    finished = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout.strip()
+
+
+def pip(*arguments: str) -> None:
+    """Runs this interpreter's pip."""
+    subprocess.run([sys.executable, "-m", "pip", "--quiet", *arguments], check=True)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of this tree, built from a copy that leaves no traces in it."""
+    tree, dist = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("dist")
+    for folder in FLOORS:
+        shutil.copytree(ROOT / folder, tree / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, tree)
+    pip("wheel", "--no-deps", "--wheel-dir", str(dist), str(tree))
+    (built,) = dist.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with nothing but the wheel's content."""
+    target = tmp_path_factory.mktemp("installed")
+    pip("install", "--no-deps", "--target", str(target), str(wheel))
+    return target
+
+
+def test_the_package_list_is_the_tree() -> None:
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        listed = tomllib.load(file)["tool"]["setuptools"]["packages"]
+    packages = {source.module for source in sources() if source.is_package} | set(FLOORS.values())
+    assert Counter(listed) == Counter(packages)
+
+
+def test_every_folder_of_the_package_with_python_in_it_is_a_package() -> None:
+    for folder in FLOORS:
+        for path in python_files(ROOT / folder):
+            assert path.parent == ROOT / folder or (path.parent / "__init__.py").exists(), path
+
+
+def test_the_wheel_holds_every_module_once_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if ".dist-info/" not in name]
+    expected = {"rocm_attn/py.typed"}
+    for folder, package in FLOORS.items():
+        expected |= {
+            f"{package.replace('.', '/')}/{path.relative_to(ROOT / folder).as_posix()}"
+            for path in python_files(ROOT / folder)
+        }
+    assert Counter(names) == Counter(expected)
+
+
+def test_the_wheel_carries_its_license_and_runs_everywhere(wheel: Path) -> None:
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert any(name.endswith("/licenses/LICENSE") for name in archive.namelist())
+
+
+def test_an_installed_wheel_imports_all_three_floors(installed: Path, tmp_path: Path) -> None:
+    code = (
+        "import rocm_attn.problem, rocm_attn.kernels.tuning, rocm_attn.hip_graphs.size_ladder as ladder;"
+        "print(ladder.__file__)"
+    )
+    printed = run_python(code, path=installed, folder=tmp_path)
+    assert Path(printed).is_relative_to(installed)
+
+
+def test_hugging_face_kernels_and_ours_import_side_by_side(
+    installed: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """From the root of the checkout too, where a folder called kernels is the first thing that Python meets."""
+    target = tmp_path_factory.mktemp("hf_kernels")
+    pip("install", "--no-deps", "--target", str(target), HF_KERNELS)
+    code = (
+        "import kernels, rocm_attn.kernels.launch as launch, rocm_attn;"
+        "print(kernels.__version__, kernels.__file__, launch.__file__, sep='\\n')"
+    )
+    shutil.copytree(installed, target, dirs_exist_ok=True)
+    for path, folder in ((target, installed.parent), (target, ROOT)):
+        version, theirs, ours = run_python(code, path=path, folder=folder).splitlines()
+        assert version == HF_KERNELS.partition("==")[2]
+        assert Path(theirs).is_relative_to(target)
+        assert Path(ours).as_posix().endswith("kernels/launch.py")
+        assert Path(ours) != Path(theirs).parent / "launch.py"
+
+
+def test_importing_is_quick_and_touches_nothing() -> None:
+    code = (
+        "import sys, time, torch\n"
+        "before = set(sys.modules); start = time.perf_counter()\n"
+        "import rocm_attn\n"
+        "print(time.perf_counter() - start)\n"
+        "print(torch.cuda.is_initialized())\n"
+        "print([name for name in ('triton', 'aiter') if name in set(sys.modules) - before])\n"
+    )
+    runs = [run_python(code, path=ROOT, folder=ROOT / "docs").splitlines() for _ in range(3)]
+    # The best of three: another process may hold the disk in one of them.
+    assert min(float(run[0]) for run in runs) < MAX_IMPORT_SECONDS
+    assert {tuple(run[1:]) for run in runs} == {("False", "[]")}

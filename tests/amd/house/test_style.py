@@ -1,0 +1,52 @@
+"""What a reader may count on in every file: a size, docstrings, types."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.amd.house.source_tree import ROOT, Source, python_files, sources
+
+MAX_LINES = 700
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def every_python_file() -> list[Path]:
+    """The package, the tests and the benchmarks."""
+    folders = [ROOT / name for name in ("rocm_attn", "kernels", "hip_graphs", "tests", "benchmarks")]
+    return [path for folder in folders if folder.exists() for path in python_files(folder)]
+
+
+def is_jitted(node: Function) -> bool:
+    """Whether Triton compiles the function, so that its arguments are no Python values."""
+    return any(ast.unparse(decorator).startswith("triton.") for decorator in node.decorator_list)
+
+
+def test_no_file_is_too_long_to_read() -> None:
+    too_long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in every_python_file()}
+    assert {path: lines for path, lines in too_long.items() if lines > MAX_LINES} == {}
+
+
+@pytest.mark.parametrize("source", sources(), ids=lambda source: source.module)
+def test_every_public_function_and_class_says_what_it_is(source: Source) -> None:
+    assert source.is_package or ast.get_docstring(source.tree), f"{source.module} has no docstring"
+    silent = [
+        f"{node.name} (line {node.lineno})"
+        for node in source.tree.body
+        if isinstance(node, Function | ast.ClassDef) and not node.name.startswith("_") and not ast.get_docstring(node)
+    ]
+    assert not silent, f"{source.module}: no docstring on {silent}"
+
+
+@pytest.mark.parametrize("source", sources(), ids=lambda source: source.module)
+def test_every_function_but_the_jitted_ones_is_typed(source: Source) -> None:
+    """mypy does so too, except in kernels/, where it must let jitted bodies pass."""
+    for node in ast.walk(source.tree):
+        if not isinstance(node, Function) or is_jitted(node):
+            continue
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        untyped = [argument.arg for argument in arguments if not argument.annotation]
+        assert set(untyped) <= {"self", "cls"}, f"{source.module}:{node.lineno} {node.name}: {untyped}"
+        assert node.returns, f"{source.module}:{node.lineno} {node.name} has no return type"

@@ -1,0 +1,137 @@
+"""The compiles that a change must pass: layers, on an arch, over a pool of a size; every tuning row is among them.
+
+A row is driven through the runtime, so what is compiled is what it would launch: the metadata kernels, the store, and
+the attention of a decode, an extend and a mixed step, specialised on the arguments that they would get.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.problem import Problem
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step_batch import StepBatch
+from rocm_attn.target import known_target
+
+SMALL_POOL_BYTES = 64 << 20
+# Above this Triton can no longer assume that an offset fits 32 bits, and generates other code.
+LARGE_POOL_BYTES = 2 << 30
+
+KV_LEN = 256
+# With 8 KV heads these are more rows than a grid has programs, which cuts the merge in another way.
+MANY_SEQS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of the matrix.
+
+    heads:     query heads, KV heads
+    dims:      head_dim, v_head_dim
+    is_large:  whether K and V lie in more than 2 GiB each
+    on_oldest: whether the row also runs with the oldest supported Triton
+    """
+
+    arch: str
+    heads: tuple[int, int]
+    dims: tuple[int, int]
+    dtype: torch.dtype
+    page_size: int
+    is_large: bool = False
+    on_oldest: bool = False
+
+    def __str__(self) -> str:
+        (q_heads, kv_heads), (head_dim, v_head_dim) = self.heads, self.dims
+        dtype = str(self.dtype).removeprefix("torch.")
+        pool = "above" if self.is_large else "below"
+        return f"{self.arch}-{q_heads}x{kv_heads}-{head_dim}-{v_head_dim}-{dtype}-page{self.page_size}-{pool}_2gib"
+
+    @property
+    def problem(self) -> Problem:
+        """The layer that the row is about."""
+        return Problem(
+            num_q_heads=self.heads[0],
+            num_kv_heads=self.heads[1],
+            head_dim=self.dims[0],
+            v_head_dim=self.dims[1],
+            dtype=self.dtype,
+            page_size=self.page_size,
+            scale=self.dims[0] ** -0.5,
+        )
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+ROWS = (
+    Row("sm_90", (64, 8), (64, 64), BF16, 16),
+    Row("sm_90", (32, 8), (128, 128), BF16, 16),
+    Row("sm_90", (128, 4), (80, 96), FP16, 1),
+    Row("sm_90", (128, 1), (128, 128), BF16, 64),
+    Row("sm_90", (8, 4), (256, 256), BF16, 16),
+    Row("sm_90", (64, 1), (192, 128), BF16, 128),
+    Row("sm_90", (128, 1), (256, 256), FP16, 16),
+)
+
+
+def launch_all(row: Row) -> None:
+    """Every kernel that the runtime launches for the row's layer; under an offline driver they are only compiled.
+
+    The pool's size changes only kernels that read or write pages, so rows above 2 GiB launch those alone. So do rows
+    for NVIDIA, where the rest is tested by running it.
+    """
+    problem = row.problem
+    page_bytes = problem.page_size * problem.num_kv_heads * min(row.dims) * row.dtype.itemsize
+    pool_bytes = LARGE_POOL_BYTES if row.is_large else SMALL_POOL_BYTES
+    runtime = AttentionRuntime(
+        [problem],
+        device=torch.device("cpu"),
+        # One more than fit, so that a large pool is above the limit and not at it.
+        num_pages=pool_bytes // page_bytes + 1,
+        max_num_seqs=MANY_SEQS,
+        max_kv_len=4096,
+        provider="triton",
+        target=known_target(row.arch),
+    )
+    rows = [runtime.table.admit() for _ in range(16)]
+    for table_row in rows:
+        runtime.table.reserve(table_row, KV_LEN)
+    _launch_step(runtime, _batch(rows, [1] * 16))
+    _launch_step(runtime, _batch(rows, [32] * 16))
+    if runtime.target.is_amd and not row.is_large:
+        _launch_step(runtime, _batch(rows[:1], [1]))
+        _launch_step(runtime, _batch(rows, [1] * 16), pad_to=MANY_SEQS)
+        _launch_step(runtime, _batch(rows, [1, 32] * 8), with_lse=True)
+
+
+def _batch(rows: list[int], q_lens: list[int]) -> StepBatch:
+    """The first sequences of the table, all KV_LEN tokens long, with so many new tokens each."""
+    return StepBatch(
+        rows=np.array(rows, np.int32),
+        kv_len=np.full(len(rows), KV_LEN, np.int32),
+        q_len=np.array(q_lens, np.int32),
+    )
+
+
+def _launch_step(
+    runtime: AttentionRuntime, batch: StepBatch, *, pad_to: int | None = None, with_lse: bool = False
+) -> None:
+    step = runtime.begin_step(batch, pad_to)
+    problem = runtime.selections[0].problem
+    num_tokens = step.token_ids.shape[0]
+
+    def empty(num_heads: int, dim: int) -> Tensor:
+        return torch.empty(num_tokens, num_heads, dim, dtype=problem.dtype)
+
+    runtime.store_and_attend(
+        0,
+        empty(problem.num_q_heads, problem.head_dim),
+        empty(problem.num_kv_heads, problem.head_dim),
+        empty(problem.num_kv_heads, problem.v_head_dim),
+        empty(problem.num_q_heads, problem.v_head_dim),
+        torch.empty(num_tokens, problem.num_q_heads) if with_lse else None,
+    )
+    runtime.end_step()

@@ -1,0 +1,145 @@
+"""The compile gate: what the runtime would launch compiles for every arch, spills nothing and fits."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, wait
+from typing import cast
+
+import pytest
+from triton.compiler import CompiledKernel
+
+from rocm_attn.kernels.tuning.tiles import DECODE_ROWS, EXTEND_ROWS, decode_tiles, extend_tiles
+from rocm_attn.target import known_target
+from tests.amd.offline.code_object import AmdCode, NvidiaCode, read_amd_code, read_nvidia_code
+from tests.amd.offline.matrix import ROWS, Row, launch_all
+from tests.amd.offline.offline_driver import compiled_by
+
+MAX_ROWS = 40
+AMD_ARCHS = ("gfx942", "gfx950")
+NVIDIA_ARCHS = ("sm_90",)
+
+# A wave of gfx942 and gfx950 addresses 512 vector registers, accumulation registers included.
+MAX_VGPRS = 512
+
+# Kernels that read K or V pages: above 2 GiB their loads need 64-bit addresses.
+READS_PAGES = ("_decode_kernel", "_extend_kernel")
+
+
+def rows_for(archs: tuple[str, ...]) -> pytest.MarkDecorator:
+    """Runs a test with every row for these archs; rows that the oldest Triton compiles too are marked so."""
+    return pytest.mark.parametrize(
+        "row",
+        [
+            pytest.param(row, id=str(row), marks=[pytest.mark.oldest_triton] if row.on_oldest else [])
+            for row in ROWS
+            if row.arch in archs
+        ],
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_on_all_cores(request: pytest.FixtureRequest) -> None:
+    """Fill Triton's cache with the rows of this run; each test then reads its own from there.
+
+    A row that cannot be compiled fails here in silence, and again in its test.
+    """
+    functions = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    rows = {cast(Row, item.callspec.params["row"]) for item in functions if "row" in item.fixturenames}
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        wait([pool.submit(compile_row, row) for row in rows])
+
+
+def compile_row(row: Row) -> None:
+    """Leave a row's kernels in Triton's cache."""
+    compiled_kernels(row)
+
+
+def compiled_kernels(row: Row) -> list[CompiledKernel]:
+    """The distinct kernels that a row launches."""
+    kernels = compiled_by(lambda: launch_all(row), row.arch)
+    return list({kernel.hash: kernel for kernel in kernels}.values())
+
+
+@rows_for(AMD_ARCHS)
+def test_amd_kernels_fit_and_use_the_matrix_units(row: Row) -> None:
+    kernels = compiled_kernels(row)
+    assert {"_decode_kernel", "_extend_kernel", "_store_kernel"} <= {kernel.name for kernel in kernels}
+    complaints = [
+        f"{kernel.name}: {complaint}"
+        for kernel in kernels
+        for complaint in amd_complaints(row, kernel.name, read_amd_code(kernel))
+    ]
+    assert not complaints, "\n".join(complaints)
+
+
+@rows_for(NVIDIA_ARCHS)
+def test_nvidia_kernels_fit_and_use_the_matrix_units(row: Row) -> None:
+    complaints = [
+        f"{kernel.name}: {complaint}"
+        for kernel in compiled_kernels(row)
+        for complaint in nvidia_complaints(row, read_nvidia_code(kernel))
+    ]
+    assert not complaints, "\n".join(complaints)
+
+
+def amd_complaints(row: Row, name: str, code: AmdCode) -> Iterator[str]:
+    """What is wrong with a kernel's machine code, a clause each."""
+    if code.vgpr_spills or code.sgpr_spills or code.scratch_bytes:
+        yield (
+            f"{code.vgpr_spills} VGPRs and {code.sgpr_spills} SGPRs spilled, {code.scratch_bytes} bytes of scratch, "
+            f"at {code.vgprs} VGPRs"
+        )
+    if code.vgprs > MAX_VGPRS:
+        yield f"{code.vgprs} VGPRs, {MAX_VGPRS} exist"
+    lds_bytes = known_target(row.arch).lds_bytes
+    if code.lds_bytes > lds_bytes:
+        yield f"{code.lds_bytes} bytes of LDS, {row.arch} has {lds_bytes}"
+    if code.has_dot and not code.matrix_ops:
+        yield "a product without matrix instructions"
+    if not row.is_large and not code.buffer_loads:
+        yield "no buffer loads, though all tensors are below 2 GiB"
+    if row.is_large and name in READS_PAGES and not code.global_loads:
+        yield "no 64-bit loads, though K and V are above 2 GiB"
+
+
+def nvidia_complaints(row: Row, code: NvidiaCode) -> Iterator[str]:
+    """What is wrong with a kernel's machine code, a clause each."""
+    if code.stack_bytes or code.local_bytes:
+        yield f"{code.stack_bytes + code.local_bytes} bytes spilled, at {code.registers} registers"
+    shared_bytes = known_target(row.arch).lds_bytes
+    if code.shared_bytes > shared_bytes:
+        yield f"{code.shared_bytes} bytes of shared memory, {row.arch} has {shared_bytes}"
+    if code.has_dot and not code.matrix_ops:
+        yield "a product without matrix instructions"
+
+
+@pytest.mark.parametrize("arch", [*AMD_ARCHS, *NVIDIA_ARCHS])
+def test_every_tuning_row_is_in_the_matrix(arch: str) -> None:
+    """At both pool sizes on AMD, where the size changes the code."""
+    for is_large in (False, True) if arch in AMD_ARCHS else (False,):
+        compiled: set[int] = set()
+        for problem in (row.problem for row in ROWS if row.arch == arch and row.is_large == is_large):
+            for tiles_for in (decode_tiles, extend_tiles):
+                tiles = tiles_for(
+                    arch,
+                    gqa_ratio=problem.gqa_ratio,
+                    num_kv_heads=problem.num_kv_heads,
+                    head_dim=problem.head_dim,
+                    v_head_dim=problem.v_head_dim,
+                    dtype=problem.dtype,
+                )
+                compiled.add(id(tiles))
+        tuned = [row for row in (*DECODE_ROWS, *EXTEND_ROWS) if row.arch == arch]
+        assert tuned, f"no tuning row for {arch}"
+        missing = [row for row in tuned if id(row.tiles) not in compiled]
+        assert not missing, f"no compile {'above' if is_large else 'below'} 2 GiB for {missing}"
+
+
+def test_the_matrix_is_a_list_that_a_change_can_wait_for() -> None:
+    assert len(ROWS) == len({str(row) for row in ROWS}) <= MAX_ROWS
+
+
+def test_the_oldest_triton_compiles_a_row_for_each_amd_arch() -> None:
+    assert {row.arch for row in ROWS if row.on_oldest} >= set(AMD_ARCHS)

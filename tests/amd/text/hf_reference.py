@@ -1,0 +1,80 @@
+"""transformers' Llama on the very weights that the runner loaded: the independent implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rocm_attn.runner.config import ModelConfig
+from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.rope import NoScaling
+from rocm_attn.runner.weights import LayerWeights
+
+
+def hf_llama(loaded: LoadedModel) -> Any:
+    """A LlamaForCausalLM that shares the weights' memory."""
+    config, weights = loaded.config, loaded.weights
+    assert config.architecture == "LlamaForCausalLM"
+    assert config.rope.scaling == NoScaling()
+    with torch.device("meta"):
+        model = LlamaForCausalLM(_hf_config(config))
+    tensors = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.final_norm}
+    tensors["lm_head.weight"] = weights.head
+    for layer, layer_weights in enumerate(weights.layers):
+        tensors.update((f"model.layers.{layer}.{name}", x) for name, x in _hf_tensors(config, layer_weights).items())
+    model.load_state_dict(tensors, assign=True)
+    # frequencies are no part of a state dict, so they are still without storage
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    return model.eval().requires_grad_(False)
+
+
+def _hf_config(config: ModelConfig) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.attention.num_q_heads,
+        num_key_value_heads=config.attention.num_kv_heads,
+        head_dim=config.attention.head_dim,
+        max_position_embeddings=config.context_len,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
+        tie_word_embeddings=config.tied_embeddings,
+        eos_token_id=list(config.eos_token_ids),
+    )
+
+
+def _hf_tensors(config: ModelConfig, weights: LayerWeights) -> dict[str, Tensor]:
+    heads = config.attention
+    sizes = [heads.num_q_heads * heads.head_dim, *[heads.num_kv_heads * heads.head_dim] * 2]
+    q, k, v = torch.split(weights.qkv, sizes)
+    gate, up = torch.chunk(weights.gate_up, 2)
+    return {
+        "input_layernorm.weight": weights.attention_norm,
+        "self_attn.q_proj.weight": q,
+        "self_attn.k_proj.weight": k,
+        "self_attn.v_proj.weight": v,
+        "self_attn.o_proj.weight": weights.out,
+        "post_attention_layernorm.weight": weights.mlp_norm,
+        "mlp.gate_proj.weight": gate,
+        "mlp.up_proj.weight": up,
+        "mlp.down_proj.weight": weights.down,
+    }
+
+
+def greedy_steps(model: Any, prompt: Sequence[int], continuation: Sequence[int]) -> tuple[list[int], Tensor]:
+    """What greedy decoding picks at every position of a continuation, and how far the best logit is above the next.
+
+    The model sees the continuation itself (teacher forcing), so by induction it is what greedy decoding gives if and
+    only if the picks equal it. Returns the picks and float32 [len(continuation)] gaps.
+    """
+    token_ids = torch.tensor([[*prompt, *continuation[:-1]]])
+    with torch.no_grad():
+        logits = model(token_ids, logits_to_keep=len(continuation)).logits[0].float()
+    best = logits.topk(2, -1)
+    return best.indices[:, 0].tolist(), best.values[:, 0] - best.values[:, 1]

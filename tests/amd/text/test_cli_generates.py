@@ -1,0 +1,35 @@
+"""The command line on real weights, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from tests.amd.house.source_tree import ROOT
+
+PROMPTS = ["What is the capital of France?", "Write a haiku about rivers."]
+
+
+def test_generate_json_prints_one_object_with_coherent_text() -> None:
+    arguments = ["generate", "--json", "--device", "cpu", "--max-new-tokens", "32", *PROMPTS]
+    finished = subprocess.run(
+        [sys.executable, "-m", "rocm_attn.cli", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    printed = json.loads(finished.stdout)
+    assert set(printed) == {"results", "report"}
+    assert [result["prompt"] for result in printed["results"]] == PROMPTS
+    france, haiku = printed["results"]
+    assert "Paris" in france["text"]
+    assert france["finish_reason"] == "stop"
+    assert "river" in haiku["text"].lower()
+    assert printed["report"]["replays"] > 0
+    assert "tokens/s" in finished.stderr

@@ -1,0 +1,108 @@
+"""Real weights, real text: the runner's greedy tokens are transformers', however the requests are served.
+
+Where transformers' two best logits lie closer together than NARROW, float32 rounding may decide; the prompts are chosen
+without such a place, and the test says so if that changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.loading import LoadedModel, load_model
+from rocm_attn.runner.request import Completion, Request
+from tests.amd.text.hf_reference import greedy_steps, hf_llama
+
+NEW_TOKENS = 64
+NARROW = 1e-4
+
+CHAT_PROMPTS = (
+    "Tell me a story about a dragon who learns to cook.",
+    "Explain how rain forms, step by step.",
+    "Write a poem about the winter moon.",
+)
+RAW_PROMPTS = (
+    "Once upon a time, in a village by the sea,",
+    "def fibonacci(n):\n    ",
+    "The history of the Roman Empire begins",
+    "In 1969, 2 astronauts",
+    "A",
+)
+
+# page size, chunk, graphs: every pair of values meets; all triples, over a small model, are in test_engine.py
+WAYS = [
+    EngineOptions(provider="torch", page_size=page_size, chunk=chunk, graphs=graphs, max_batch_size=8, max_kv_len=128)
+    for page_size, chunk, graphs in ((16, 64, False), (16, 7, True), (1, 64, True), (1, 7, False))
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The matrices are small, and threads that wait for each other are slow on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return load_model("smollm2", dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def requests(loaded: LoadedModel) -> list[Request]:
+    assert loaded.tokenizer is not None
+    prompts = [loaded.tokenizer.encode_chat(prompt) for prompt in CHAT_PROMPTS]
+    prompts += [loaded.tokenizer.encode(prompt) for prompt in RAW_PROMPTS]
+    return [Request(tuple(prompt), NEW_TOKENS) for prompt in prompts]
+
+
+def serve(loaded: LoadedModel, requests: Sequence[Request], options: EngineOptions) -> list[Completion]:
+    return Engine(loaded, options).generate(requests)
+
+
+@pytest.fixture(scope="module")
+def completions(loaded: LoadedModel, requests: list[Request]) -> list[Completion]:
+    return serve(loaded, requests, WAYS[0])
+
+
+def test_greedy_tokens_equal_those_of_transformers(
+    loaded: LoadedModel, requests: list[Request], completions: list[Completion]
+) -> None:
+    reference = hf_llama(loaded)
+    for request, completion in zip(requests, completions, strict=True):
+        picks, gaps = greedy_steps(reference, request.prompt_token_ids, completion.token_ids)
+        assert float(gaps.min()) > NARROW, f"{completion.text!r} has a gap of {gaps.min()} at token {gaps.argmin()}"
+        assert list(completion.token_ids) == picks
+        assert len(completion.token_ids) == NEW_TOKENS
+
+
+@pytest.mark.parametrize("options", WAYS[1:], ids=lambda o: f"page{o.page_size}-chunk{o.chunk}-graphs_{o.graphs}")
+def test_the_way_of_serving_changes_no_token(
+    options: EngineOptions, loaded: LoadedModel, requests: list[Request], completions: list[Completion]
+) -> None:
+    engine = Engine(loaded, options)
+    assert engine.generate(requests) == completions
+    report = engine.report()
+    assert (report.replays > NEW_TOKENS // 2) == options.graphs
+
+
+def test_neither_order_nor_batch_size_changes_a_token(
+    loaded: LoadedModel, requests: list[Request], completions: list[Completion]
+) -> None:
+    options = EngineOptions(provider="torch", page_size=16, chunk=64, graphs=True, max_batch_size=3, max_kv_len=128)
+    assert serve(loaded, requests[::-1], options) == completions[::-1]
+
+
+def test_the_text_makes_sense(loaded: LoadedModel) -> None:
+    """Wrong weights that both sides share would go unnoticed above."""
+    assert loaded.tokenizer is not None
+    prompts = ["The capital of France is", "The opposite of hot is", "1, 2, 3, 4, 5, 6,"]
+    requests = [Request(tuple(loaded.tokenizer.encode(prompt)), 6) for prompt in prompts]
+    texts = [completion.text for completion in serve(loaded, requests, WAYS[0])]
+    for text, word in zip(texts, (" Paris", " cold", " 7, 8"), strict=True):
+        assert text.startswith(word)

@@ -1,8 +1,8 @@
 """Which ATen operations a recording cannot hold, and what to do instead.
 
 The rules are those of a device capture: nothing may wait for the device, nothing may depend on values that the host
-would have to read, nothing may copy from memory that the host can page out. Randomness is refused as well: a replay
-is a function of the tensors that it reads.
+would have to read, nothing may copy from pageable host memory. Randomness is refused as well: a replay is a function of
+the tensors that it reads.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def is_composite(func: OpOverload, device_type: str) -> bool:
     """
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     own_key = torch._C._dispatch_key_for_device(device_type)
-    return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), own_key)
+    name: str = func.name()  # type: ignore[no-untyped-call]
+    return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, own_key)
 
 
 def _refuse_lift(tensor: Tensor, device: torch.device) -> tuple[str, str] | None:
@@ -111,7 +112,7 @@ def _refuse_copy(
     if host.device.type != "cpu":
         return f"copies from {source.device} to {target.device}", COPY_INTO_PLACE
     if not host.is_pinned():
-        return "copies between the device and pageable host memory", "use page-locked memory (pin_memory())"
+        return "copies between the device and pageable host memory", "use pinned memory (pin_memory())"
     non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
     if not non_blocking:
         return "waits for a copy between host and device", "copy with non_blocking=True"
@@ -119,7 +120,7 @@ def _refuse_copy(
 
 
 def _creates_random(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Attention kernels are tagged as random for their dropout alone; without dropout they are not."""
+    """Fused kernels are tagged as random for the sake of their dropout; without dropout they are not."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for place, argument in enumerate(func._schema.arguments):

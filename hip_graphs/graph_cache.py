@@ -18,11 +18,13 @@ T = TypeVar("T")
 class Entry(Generic[T]):
     """One recording.
 
+    key:             what it is kept under
     outputs:         what fn returned while it was recorded; rewritten by each replay
     epoch:           the pinned tensors' epoch that it was recorded in
     capture_seconds: wall time of warm-up and recording
     """
 
+    key: Hashable
     recording: Recording
     outputs: T
     epoch: int
@@ -73,7 +75,7 @@ class GraphCache:
     def put(self, key: Hashable, recording: Recording, outputs: T, capture_seconds: float = 0.0) -> Entry[T]:
         """Keeps a recording that was made in the current epoch. Raises KeyTaken."""
         self._require_free(key)
-        entry = Entry(recording, outputs, self._pinned.epoch, capture_seconds)
+        entry = Entry(key, recording, outputs, self._pinned.epoch, capture_seconds)
         self._entries[key] = entry
         self.counters.captures += 1
         return entry
@@ -94,10 +96,14 @@ class GraphCache:
         if entry is None:
             self.counters.misses += 1
             raise NotRecorded(f"nothing is recorded under {key!r}; record it first, or run it without a recording")
+        return self.replay_entry(entry)
+
+    def replay_entry(self, entry: Entry[T]) -> T:
+        """As replay, for a caller that kept the entry; it must forget it when it calls drop_all()."""
         if entry.epoch != self._pinned.epoch:
             self.counters.stale += 1
             raise StaleRecording(
-                f"the recording under {key!r} is of epoch {entry.epoch} and the tensors it reads are of epoch "
+                f"the recording under {entry.key!r} is of epoch {entry.epoch} and the tensors it reads are of epoch "
                 f"{self._pinned.epoch}: they have moved; drop the recordings and record again"
             )
         entry.recording.replay()

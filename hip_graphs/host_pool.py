@@ -33,7 +33,7 @@ class _Chunk:
 
     @classmethod
     def of(cls, num_bytes: int) -> _Chunk:
-        # Page-aligned, and the system provides a page when it is first touched, so an unused rest costs nothing.
+        # Mapped memory is aligned, and only what is touched is provided, so an unused rest costs nothing.
         memory = memoryview(mmap.mmap(-1, num_bytes))
         return cls(memory, torch.frombuffer(memory, dtype=torch.uint8), [(0, num_bytes)])
 

@@ -1,7 +1,7 @@
 """PinnedTensors: which memory recordings read, by name, and whether it is still where it was.
 
 "Pinned" is about addresses: a pinned tensor must not move while a recording reads it. It has nothing to do with
-page-locked host memory.
+host memory that the system cannot move.
 """
 
 from __future__ import annotations

@@ -42,14 +42,13 @@ class TorchRecorder:
             raise ValueError(f"a GPU recorder needs a device of type cuda (which ROCm's is too), got {device}")
         self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
-        self._live: weakref.WeakSet[TorchRecording] = weakref.WeakSet()
+        self._take_new_pool()
 
     def record(self, fn: Callable[[], T]) -> tuple[TorchRecording, T]:
         """As Recorder.record; fn runs twice on the device and once more for the capture."""
         if not self._live:
             # A pool whose last graph is gone cannot be captured into again.
-            self._pool = torch.cuda.graph_pool_handle()
+            self._take_new_pool()
         with torch.cuda.device(self.device), torch.no_grad():
             callers = torch.cuda.current_stream()
             self._stream.wait_stream(callers)
@@ -65,6 +64,11 @@ class TorchRecorder:
         with torch.cuda.device(self.device):
             torch.cuda.empty_cache()
 
+    def _take_new_pool(self) -> None:
+        """Recordings made from now on share another pool; those made so far keep theirs."""
+        self._pool = torch.cuda.graph_pool_handle()
+        self._live: weakref.WeakSet[TorchRecording] = weakref.WeakSet()  # of this pool
+
     def _warm_up(self, fn: Callable[[], T]) -> None:
         fn()
         for _ in range(1, self.WARM_UPS):
@@ -76,7 +80,7 @@ class TorchRecorder:
         graph = torch.cuda.CUDAGraph()
         bytes_before = torch.cuda.memory_reserved()
         with _no_garbage_collection():
-            # thread_local: what another thread does meanwhile (loading, page-locking memory) must not break the
+            # thread_local: what another thread does meanwhile (loading, allocating) must not break the
             # capture, and our own thread's illegal calls still must.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -98,13 +102,16 @@ class TorchRecorder:
                 self._mend()
 
     def _mend(self) -> None:
-        """After a broken capture torch believes that it still captures: its allocators aim at the pool, and random
-        numbers can no longer be drawn. An empty capture into another pool sets the rest right."""
-        with suppress(RuntimeError):
+        """Ends what a broken capture leaves begun inside torch.
+
+        The device's allocator still aims at the pool, which can be ended; the host's does too, which cannot, hence
+        another pool; and random numbers cannot be drawn until a capture has ended well, hence an empty one.
+        """
+        with suppress(RuntimeError):  # not begun any more in versions of torch that clean up themselves
             torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._take_new_pool()
         empty = torch.cuda.CUDAGraph()
-        empty.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        empty.capture_begin(capture_error_mode="thread_local")
         empty.capture_end()
 
 

@@ -27,6 +27,33 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object)
         kernel[grid](*args, **options)
 
 
+class RepeatedLaunch:
+    """A kernel that is launched once a step with arguments of the same kind.
+
+    Triton looks at every argument of every launch to see which compiled variant it needs. That costs more than all
+    other host work of a replayed step, so here the variant is kept by key: a key must name everything that Triton
+    would have told apart (device, grid, dtypes, compile-time values), and the kernel must not be specialised on the
+    values and alignments of its arguments.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._runners: dict[object, Callable[..., object]] = {}
+
+    def __call__(self, key: object, grid: tuple[int, int, int], *args: object, **options: object) -> None:
+        """kernel[grid](*args, **options); args are all of the kernel's arguments in order, constexpr ones included."""
+        if _observers:
+            _observers[-1](partial(self._kernel[grid], *args, **options))
+            return
+        runner = self._runners.get(key)
+        if runner is not None:
+            runner(*args)
+            return
+        compiled = self._kernel[grid](*args, **options)
+        if compiled is not None:  # under the interpreter there is nothing to keep
+            self._runners[key] = compiled[grid]
+
+
 @contextmanager
 def observe_launches(observer: LaunchObserver) -> Iterator[None]:
     """While active, launches of this thread go to observer instead of the device."""

@@ -53,14 +53,15 @@ class RequestTable:
         self.entries = torch.zeros((max_num_seqs + 1, self.width), dtype=torch.int32, device=device)
         self.pending = PendingChanges()
         self.num_usable_pages = num_pages - 1
-        self._reserved_len = np.zeros(max_num_seqs + 1, np.int32)  # tokens the row's owner asked room for
-        self._capacity = np.zeros(max_num_seqs + 1, np.int32)  # tokens the row's pages hold; -1: not admitted
-        self._capacity[:] = -1
+        # Tokens the row's owner asked room for, and tokens the row's pages hold; -1 in both: not admitted.
+        self._reserved_len = np.full(max_num_seqs + 1, -1, np.int32)
+        self._capacity = np.full(max_num_seqs + 1, -1, np.int32)
         self._holders = np.zeros(num_pages, np.int32)  # rows that hold a page
         self._holders[RESERVED_PAGE] = 1
         self._free_pages = list(range(num_pages - 1, RESERVED_PAGE, -1))
         self._free_rows = list(range(max_num_seqs, RESERVED_ROW, -1))
         self._seen = np.zeros(max_num_seqs + 1, np.int32)
+        self._order = np.arange(max_num_seqs, dtype=np.int32)
 
     @property
     def num_free_pages(self) -> int:
@@ -181,8 +182,7 @@ class RequestTable:
         self.entries_host[row, :held] = RESERVED_PAGE
         if held:
             self.pending.cells.append((row, 0, held))
-        self._capacity[row] = -1
-        self._reserved_len[row] = 0
+        self._capacity[row] = self._reserved_len[row] = -1
         self._free_rows.append(row)
 
     def pending_updates(self) -> Int32Array:
@@ -206,25 +206,38 @@ class RequestTable:
         rows = batch.rows
         if batch.num_seqs == 0:
             return
-        if int(rows.min()) <= RESERVED_ROW or int(rows.max()) >= len(self._capacity):
-            bad = rows[(rows <= RESERVED_ROW) | (rows >= len(self._capacity))][0]
-            raise BadBatch(
-                f"row {bad} is not a request's row; rows run from 1 to {len(self._capacity) - 1}, row 0 is reserved"
-            )
-        if (self._reserved_len[rows] < batch.kv_len).any() or (self._capacity[rows] < 0).any():
-            seq = int(np.argmax((self._reserved_len[rows] < batch.kv_len) | (self._capacity[rows] < 0)))
-            row = rows[seq]
-            if self._capacity[row] < 0:
-                raise BadBatch(f"row {row} of sequence {seq} is not admitted; call admit() first")
-            raise BadBatch(
-                f"sequence {seq} has kv_len {batch.kv_len[seq]}, but row {row} has room for "
-                f"{self._reserved_len[row]} tokens; call reserve({row}, {batch.kv_len[seq]}) first"
-            )
-        order = np.arange(batch.num_seqs, dtype=np.int32)
+        # Read as unsigned, a negative row is a huge one.
+        if np.maximum.reduce(rows.view(np.uint32)) >= len(self._capacity):
+            self._refuse_rows(rows)
+        reserved = self._reserved_len[rows]  # -1 in rows that are not admitted, the reserved row among them
+        if (reserved < batch.kv_len).any():
+            self._refuse_rows(rows)
+            self._refuse_lengths(batch)
+        order = self._order[: batch.num_seqs]
+        if len(order) < batch.num_seqs:
+            raise BadBatch(f"{batch.num_seqs} sequences in one step, but the table has {len(self._order)} rows")
         self._seen[rows] = order
-        if not np.array_equal(self._seen[rows], order):
+        if (self._seen[rows] != order).any():
             seq = int(np.argmax(self._seen[rows] != order))
             raise BadBatch(f"row {rows[seq]} occurs twice in one step; a row belongs to one sequence")
+
+    def _refuse_rows(self, rows: Int32Array) -> None:
+        outside = (rows <= RESERVED_ROW) | (rows >= len(self._capacity))
+        if outside.any():
+            raise BadBatch(
+                f"row {rows[outside][0]} is not a request's row; rows run from 1 to {len(self._capacity) - 1}, "
+                "row 0 is reserved"
+            )
+
+    def _refuse_lengths(self, batch: StepBatch) -> None:
+        seq = int(np.argmax(self._reserved_len[batch.rows] < batch.kv_len))
+        row = batch.rows[seq]
+        if self._capacity[row] < 0:
+            raise BadBatch(f"row {row} of sequence {seq} is not admitted; call admit() first")
+        raise BadBatch(
+            f"sequence {seq} has kv_len {batch.kv_len[seq]}, but row {row} has room for "
+            f"{self._reserved_len[row]} tokens; call reserve({row}, {batch.kv_len[seq]}) first"
+        )
 
     def pages_of(self, row: int) -> Int32Array:
         """The pages that row holds, in order."""

@@ -111,6 +111,7 @@ class AttentionRuntime:
         self._plan: StepPlan | None = None
         self._step: DeviceStep | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._stream_handle = -1
 
     @property
     def max_kv_len(self) -> int:
@@ -265,16 +266,21 @@ class AttentionRuntime:
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Launches go to the runtime's device, whichever is current for the caller."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        if self.device.type == "cpu" or torch.cuda.current_device() == self.device.index:
+            return nullcontext()
+        return torch.cuda.device(self.device)
 
     def _follow_stream(self) -> None:
         """A step on another stream than the last one starts after it: both use the same buffers and pages."""
-        if self.device.type != "cuda":
+        if self.device.type == "cpu":
             return
-        stream = torch.cuda.current_stream(self.device)
-        if self._stream is not None and self._stream != stream:
-            stream.wait_stream(self._stream)
-        self._stream = stream
+        # The handle, not a Stream object: those cost more to make than a step has to spend.
+        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if handle != self._stream_handle:
+            stream = torch.cuda.current_stream(self.device)
+            if self._stream is not None:
+                stream.wait_stream(self._stream)
+            self._stream, self._stream_handle = stream, handle
 
     def _running(self) -> tuple[DeviceStep, StepPlan]:
         if self._step is None or self._plan is None or self._state is not _State.RUNNING:

@@ -35,36 +35,43 @@ class StepBatch:
     max_q_len: int = field(init=False)
     min_q_len: int = field(init=False)
     max_kv_len: int = field(init=False)
-    total_kv_len: int = field(init=False)
 
     def __post_init__(self) -> None:
+        put = object.__setattr__
         for name in ("rows", "kv_len", "q_len", "token_ids"):
-            object.__setattr__(self, name, _as_int32(name, getattr(self, name)))
+            put(self, name, _as_int32(name, getattr(self, name)))
         if not (len(self.rows) == len(self.kv_len) == len(self.q_len)):
             raise BadBatch(
                 f"{len(self.rows)} rows, {len(self.kv_len)} kv_len and {len(self.q_len)} q_len: "
                 "each sequence has one of each"
             )
-        put = object.__setattr__
-        if len(self.rows) == 0:
-            for name in ("num_tokens", "max_q_len", "min_q_len", "max_kv_len", "total_kv_len"):
-                put(self, name, 0)
-        else:
-            put(self, "max_q_len", int(self.q_len.max()))
-            put(self, "min_q_len", int(self.q_len.min()))
-            put(self, "max_kv_len", int(self.kv_len.max()))
-            put(self, "num_tokens", int(self.q_len.sum(dtype=np.int64)))
-            put(self, "total_kv_len", int(self.kv_len.sum(dtype=np.int64)))
-            if self.min_q_len < 0 or (self.kv_len < self.q_len).any():
-                seq = int(np.argmax((self.kv_len < self.q_len) | (self.q_len < 0)))
-                raise BadBatch(
-                    f"sequence {seq} has q_len {self.q_len[seq]} and kv_len {self.kv_len[seq]}: "
-                    "new tokens are counted in kv_len, so 0 <= q_len <= kv_len"
-                )
-        if self.total_kv_len > INT32_MAX:
-            raise BadBatch(f"{self.total_kv_len} KV tokens in one step overflow an int32 indptr; split the batch")
+        empty = len(self.rows) == 0
+        put(self, "max_q_len", 0 if empty else int(np.maximum.reduce(self.q_len)))
+        put(self, "min_q_len", 0 if empty else int(np.minimum.reduce(self.q_len)))
+        put(self, "max_kv_len", 0 if empty else int(np.maximum.reduce(self.kv_len)))
+        if not empty:
+            self._check_lengths()
+        uniform = self.max_q_len == self.min_q_len
+        put(self, "num_tokens", self.num_seqs * self.max_q_len if uniform else int(self.q_len.sum(dtype=np.int64)))
         if len(self.token_ids) not in (0, self.num_tokens):
             raise BadBatch(f"{len(self.token_ids)} token ids for {self.num_tokens} new tokens; pass one each, or none")
+
+    def _check_lengths(self) -> None:
+        # The cheap bounds settle it for almost every batch; this runs on every step.
+        short = self.min_q_len < 0 or int(np.minimum.reduce(self.kv_len)) < self.max_q_len
+        if short and (self.min_q_len < 0 or (self.kv_len < self.q_len).any()):
+            seq = int(np.argmax((self.kv_len < self.q_len) | (self.q_len < 0)))
+            raise BadBatch(
+                f"sequence {seq} has q_len {self.q_len[seq]} and kv_len {self.kv_len[seq]}: "
+                "new tokens are counted in kv_len, so 0 <= q_len <= kv_len"
+            )
+        if self.num_seqs * self.max_kv_len > INT32_MAX and self.total_kv_len > INT32_MAX:
+            raise BadBatch(f"{self.total_kv_len} KV tokens in one step overflow an int32 indptr; split the batch")
+
+    @property
+    def total_kv_len(self) -> int:
+        """KV tokens of all sequences."""
+        return int(self.kv_len.sum(dtype=np.int64))
 
     @property
     def num_seqs(self) -> int:

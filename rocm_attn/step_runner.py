@@ -14,9 +14,10 @@ from torch import Tensor
 
 from rocm_attn.errors import BadTensor
 from rocm_attn.hip_graphs.errors import RecordingRefused
-from rocm_attn.hip_graphs.graph_cache import GraphCache
+from rocm_attn.hip_graphs.graph_cache import Entry, GraphCache
 from rocm_attn.hip_graphs.pinned import PinnedTensors
 from rocm_attn.hip_graphs.recorder import Recorder
+from rocm_attn.plan import StepPlan
 from rocm_attn.runtime import AttentionRuntime, Step
 from rocm_attn.step_batch import NO_TOKEN_IDS, StepBatch
 
@@ -59,6 +60,7 @@ class StepRunner:
         self._recorder = recorder
         self._pinned = PinnedTensors()
         self._graphs = GraphCache(self._pinned)
+        self._entry_of_plan: dict[StepPlan, Entry[Tensor]] = {}
         self._steps = self._real_seqs = self._padded_seqs = 0
         self._capture_seconds = 0.0
         self._graphs_off = ""
@@ -117,19 +119,23 @@ class StepRunner:
         return self._forward(step)
 
     def _replay(self, step: Step) -> Tensor:
-        key = step.plan.key
-        if key not in self._graphs:
-            assert self._recorder is not None
-            try:
-                entry = self._graphs.record(key, self._recorder, lambda: self._body(step))
-            except RecordingRefused as refusal:
-                # Before this step nothing was replayed under this key, so nothing depends on graphs yet.
-                self._recorder = None
-                self._graphs_off = str(refusal)
-                return self._body(step)
-            self._capture_seconds += entry.capture_seconds
-        rows: Tensor = self._graphs.replay(key)
-        return rows
+        entry = self._entry_of_plan.get(step.plan)
+        if entry is None:
+            entry = self._capture(step)
+        return self._body(step) if entry is None else self._graphs.replay_entry(entry)
+
+    def _capture(self, step: Step) -> Entry[Tensor] | None:
+        """A graph of the step, or None with graphs switched off when forward cannot be captured."""
+        assert self._recorder is not None
+        try:
+            entry = self._graphs.record(step.plan.key, self._recorder, lambda: self._body(step))
+        except RecordingRefused as refusal:
+            self._recorder = None
+            self._graphs_off = str(refusal)
+            return None
+        self._capture_seconds += entry.capture_seconds
+        self._entry_of_plan[step.plan] = entry
+        return entry
 
 
 def _sealed_tensor(runtime: AttentionRuntime, name: str) -> Tensor:

@@ -160,77 +160,77 @@ def _extend_kernel(
             is_row = is_row & (ratio_head < GQA_RATIO)
         token = (first_token + tile_token).to(tl.int64)
         head = (kv_head * GQA_RATIO + ratio_head).to(tl.int64)
+        is_q = is_row[:, None]
+        k_column = tl.arange(0, K_BLOCK)
         v_column = tl.arange(0, V_BLOCK)
+        if K_BLOCK > HEAD_DIM:
+            is_q = is_q & (k_column < HEAD_DIM)[None, :]
+        q_tile = tl.load(q + (token * q_token + head * q_head)[:, None] + k_column[None, :], mask=is_q, other=0.0)
+        k_head = k_pages + kv_head.to(tl.int64) * kp_head
+        v_head = v_pages + kv_head.to(tl.int64) * vp_head
+        pages = table + tl.load(row_of_seq + tl.maximum(seq, 0)).to(tl.int64) * table_row
+        # The padded tail belongs to no sequence and sees no key. Not a branch: accumulators that cross one cost registers.
+        num_keys = tl.where(seq >= 0, first_kv_index + num_tokens, 0)
+        full_steps = tl.where(seq >= 0, (first_kv_index + 1) // BLOCK_N, 0)
         acc = tl.zeros([BLOCK_M, V_BLOCK], tl.float32)
         maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        if seq >= 0:
-            k_column = tl.arange(0, K_BLOCK)
-            is_q = is_row[:, None]
-            if K_BLOCK > HEAD_DIM:
-                is_q = is_q & (k_column < HEAD_DIM)[None, :]
-            q_tile = tl.load(q + (token * q_token + head * q_head)[:, None] + k_column[None, :], mask=is_q, other=0.0)
-            k_head = k_pages + kv_head.to(tl.int64) * kp_head
-            v_head = v_pages + kv_head.to(tl.int64) * vp_head
-            pages = table + tl.load(row_of_seq + seq).to(tl.int64) * table_row
-            num_keys = first_kv_index + num_tokens
-            full_steps = (first_kv_index + 1) // BLOCK_N
-            acc, maximum, total = _attend_steps(
-                acc,
-                maximum,
-                total,
-                q_tile,
-                k_head,
-                v_head,
-                pages,
-                0,
-                full_steps,
-                first_kv_index + tile_token,
-                num_keys,
-                qk_scale,
-                width,
-                kp_page,
-                kp_token,
-                vp_page,
-                vp_token,
-                HEAD_DIM,
-                V_HEAD_DIM,
-                K_BLOCK,
-                V_BLOCK,
-                PAGE_SIZE,
-                BLOCK_N,
-                False,
-                SAME_OFFSETS,
-                STAGES,
-            )
-            acc, maximum, total = _attend_steps(
-                acc,
-                maximum,
-                total,
-                q_tile,
-                k_head,
-                v_head,
-                pages,
-                full_steps,
-                tl.cdiv(num_keys, BLOCK_N),
-                first_kv_index + tile_token,
-                num_keys,
-                qk_scale,
-                width,
-                kp_page,
-                kp_token,
-                vp_page,
-                vp_token,
-                HEAD_DIM,
-                V_HEAD_DIM,
-                K_BLOCK,
-                V_BLOCK,
-                PAGE_SIZE,
-                BLOCK_N,
-                True,
-                SAME_OFFSETS,
-                DIAGONAL_STAGES,
-            )
+        acc, maximum, total = _attend_steps(
+            acc,
+            maximum,
+            total,
+            q_tile,
+            k_head,
+            v_head,
+            pages,
+            0,
+            full_steps,
+            first_kv_index + tile_token,
+            num_keys,
+            qk_scale,
+            width,
+            kp_page,
+            kp_token,
+            vp_page,
+            vp_token,
+            HEAD_DIM,
+            V_HEAD_DIM,
+            K_BLOCK,
+            V_BLOCK,
+            PAGE_SIZE,
+            BLOCK_N,
+            False,
+            SAME_OFFSETS,
+            STAGES,
+        )
+        acc, maximum, total = _attend_steps(
+            acc,
+            maximum,
+            total,
+            q_tile,
+            k_head,
+            v_head,
+            pages,
+            full_steps,
+            tl.cdiv(num_keys, BLOCK_N),
+            first_kv_index + tile_token,
+            num_keys,
+            qk_scale,
+            width,
+            kp_page,
+            kp_token,
+            vp_page,
+            vp_token,
+            HEAD_DIM,
+            V_HEAD_DIM,
+            K_BLOCK,
+            V_BLOCK,
+            PAGE_SIZE,
+            BLOCK_N,
+            True,
+            SAME_OFFSETS,
+            DIAGONAL_STAGES,
+        )
         # Tokens of no sequence have seen no key: 0 / 1, and LSE -inf + log2(1).
         total = tl.where(total == 0.0, 1.0, total)
         is_out = is_row[:, None]

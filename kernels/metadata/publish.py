@@ -10,13 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.launch import RepeatedLaunch
 from rocm_attn.kernels.metadata.slot_layout import HEADER_WORDS
 
 _BLOCK = 256
 
 
-@triton.jit(do_not_specialize=["num_seqs_padded", "num_tokens_padded", "pad_kv_len", "pad_q_len"])
+@triton.jit(
+    do_not_specialize=["num_seqs_padded", "num_tokens_padded", "pad_kv_len", "pad_q_len"],
+    do_not_specialize_on_alignment=["slot", "counts", "row_of_seq", "kv_len", "q_len", "token_ids"],
+)
 def _publish_kernel(
     slot,
     counts,
@@ -52,6 +55,9 @@ def _publish_kernel(
         tl.store(counts + header, words)
 
 
+_publish = RepeatedLaunch(_publish_kernel)
+
+
 def launch_publish(
     slot: Tensor,
     counts: Tensor,
@@ -71,10 +77,10 @@ def launch_publish(
     token_ids:                 int32 [T]; pads, and all of it when the slot brings no ids, receive 0
     """
     num_seqs_padded, num_tokens_padded = row_of_seq.shape[0], token_ids.shape[0]
-    blocks = triton.cdiv(max(num_seqs_padded, num_tokens_padded, 1), _BLOCK)
-    launch(
-        _publish_kernel,
-        (blocks,),
+    blocks = max(1, -(-max(num_seqs_padded, num_tokens_padded) // _BLOCK))
+    _publish(
+        (blocks, counts.device),
+        (blocks, 1, 1),
         slot,
         counts,
         row_of_seq,
@@ -85,7 +91,7 @@ def launch_publish(
         num_tokens_padded,
         pad_kv_len,
         pad_q_len,
-        HEADER=HEADER_WORDS,
-        BLOCK=_BLOCK,
+        HEADER_WORDS,
+        _BLOCK,
         num_warps=4,
     )

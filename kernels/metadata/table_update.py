@@ -6,13 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.launch import RepeatedLaunch
 from rocm_attn.kernels.metadata.slot_layout import UPDATE_WORDS
 
 _BLOCK = 256
 
 
-@triton.jit(do_not_specialize=["num_updates"])
+@triton.jit(do_not_specialize=["table_stride", "num_updates"], do_not_specialize_on_alignment=["updates", "table"])
 def _table_update_kernel(updates, table, table_stride, num_updates, WORDS: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = i < num_updates
@@ -23,20 +23,25 @@ def _table_update_kernel(updates, table, table_stride, num_updates, WORDS: tl.co
     tl.store(table + row * table_stride + column, entry, mask=live & (row > 0))
 
 
+_update = RepeatedLaunch(_table_update_kernel)
+
+
 def launch_table_update(updates: Tensor, table: Tensor, *, num_updates: int) -> None:
     """table[row, column] = entry for the first num_updates (row, column, entry) triples.
 
     updates: int32 words in pinned host memory (or device memory); triples, no cell named twice
     table:   int32 [rows, width], written in place; row 0 never
     """
-    launch(
-        _table_update_kernel,
-        (triton.cdiv(num_updates, _BLOCK),),
-        updates,
-        table,
-        table.stride(0),
-        num_updates,
-        WORDS=UPDATE_WORDS,
-        BLOCK=_BLOCK,
-        num_warps=4,
-    )
+    blocks = -(-num_updates // _BLOCK)
+    if blocks:
+        _update(
+            (blocks, table.device),
+            (blocks, 1, 1),
+            updates,
+            table,
+            table.stride(0),
+            num_updates,
+            UPDATE_WORDS,
+            _BLOCK,
+            num_warps=4,
+        )

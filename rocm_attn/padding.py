@@ -48,12 +48,14 @@ class PaddedShape:
 
 @dataclass(frozen=True, slots=True)
 class PaddingPolicy:
-    """Pads sequence counts to a ladder; a count above it keeps its own size.
+    """Pads sequence and token counts to ladders; a count above its ladder keeps its own size.
 
-    ladder: the sequence counts that graphs are captured at
+    seqs:   the sequence counts that graphs are captured at
+    tokens: the token counts that steps with more than one new token a sequence are captured at
     """
 
-    ladder: SizeLadder
+    seqs: SizeLadder
+    tokens: SizeLadder
 
     def shape(self, batch: StepBatch, pad_to: int | None = None) -> PaddedShape:
         """The padded shape of a batch.
@@ -70,9 +72,28 @@ class PaddingPolicy:
                 )
             num_seqs = pad_to
         else:
-            num_seqs = self.ladder.fit(wanted) if wanted <= self.ladder.largest else wanted
-        num_tokens = num_seqs if kind is StepKind.DECODE else max(1, batch.num_tokens)
+            num_seqs = _pad(wanted, self.seqs)
+        num_tokens = num_seqs if kind is StepKind.DECODE else _pad(max(1, batch.num_tokens), self.tokens)
         return PaddedShape(kind, num_seqs, num_tokens)
+
+    def captures(self, shape: PaddedShape) -> bool:
+        """Whether steps of this shape may be captured: none of its sizes lies above its ladder."""
+        return shape.num_seqs <= self.seqs.largest and (
+            shape.kind is StepKind.DECODE or shape.num_tokens <= self.tokens.largest
+        )
+
+    def largest_shapes(self) -> tuple[PaddedShape, ...]:
+        """The largest shape of each kind of step that may be captured."""
+        seqs, tokens = self.seqs.largest, self.tokens.largest
+        return (
+            PaddedShape(StepKind.DECODE, seqs, seqs),
+            PaddedShape(StepKind.EXTEND, seqs, tokens),
+            PaddedShape(StepKind.MIXED, seqs, tokens),
+        )
+
+
+def _pad(count: int, ladder: SizeLadder) -> int:
+    return ladder.fit(count) if count <= ladder.largest else count
 
 
 def step_kind(batch: StepBatch) -> StepKind:

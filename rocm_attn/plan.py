@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rocm_attn.padding import PaddedShape, StepKind
+from rocm_attn.padding import PaddedShape
 from rocm_attn.providers.contract import BoundKernel, KernelRow
 
 # Shortest length bucket: below it one graph serves all lengths, and a decode step costs the same anyway.
@@ -63,20 +63,25 @@ def kv_len_bucket(max_kv_len: int, limit: int) -> int:
     return min(limit, max(SMALLEST_KV_BUCKET, 1 << max(0, max_kv_len - 1).bit_length()))
 
 
+def q_len_bucket(max_q_len: int) -> int:
+    """The bucket of a largest number of new tokens: a power of two."""
+    return 1 << max(0, max_q_len - 1).bit_length()
+
+
 def make_plan(
     shape: PaddedShape,
     kernels: Sequence[LayerKernel],
     *,
     max_q_len: int,
     max_kv_len: int,
-    largest_capture: int,
+    may_capture: bool,
 ) -> StepPlan:
     """The plan of a step.
 
     kernels:         per kind of layer, for the shape's kind of step
-    max_q_len:       bound on new tokens of a sequence, at least 1
+    max_q_len:       bound on new tokens of a sequence, at least 1; a bucket where a kernel bakes it
     max_kv_len:      length bucket where a kernel bakes it, else what a row of the table can hold
-    largest_capture: sequences of the largest graph
+    may_capture:     whether the shape lies within the captured sizes
     """
     key = GraphKey(
         shape=shape,
@@ -88,10 +93,6 @@ def make_plan(
         key=key,
         kernels=tuple(kernels),
         pad_kv_len=max(kernel.row.min_kv_len for kernel in kernels),
-        replayable=(
-            shape.kind is StepKind.DECODE
-            and shape.num_seqs <= largest_capture
-            and all(kernel.row.graph_safe for kernel in kernels)
-        ),
+        replayable=may_capture and all(kernel.row.graph_safe for kernel in kernels),
         workspace_words=max(kernel.bound.workspace_words(shape) for kernel in kernels),
     )

@@ -19,8 +19,8 @@ from rocm_attn.errors import BadSetting, BadTensor, Unsupported, WrongState
 from rocm_attn.hip_graphs.errors import BadLadder
 from rocm_attn.hip_graphs.size_ladder import SizeLadder, default_ladder
 from rocm_attn.kv_pool import KVPool
-from rocm_attn.padding import PaddedShape, PaddingPolicy
-from rocm_attn.plan import StepPlan, kv_len_bucket, make_plan
+from rocm_attn.padding import PaddedShape, PaddingPolicy, StepKind
+from rocm_attn.plan import StepPlan, kv_len_bucket, make_plan, q_len_bucket
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import AttendArgs, Baked, Need, StepMetadata, StepOps
 from rocm_attn.providers.select import Selection, select
@@ -70,6 +70,8 @@ class AttentionRuntime:
     target:        the hardware; detected when not given
     capture_sizes: sequence counts that decode steps are padded to and may be captured at;
                    not given: a ladder up to max_num_seqs
+    capture_tokens: token counts that steps with more than one new token a sequence are padded to and may be
+                   captured at; such steps run eagerly above the largest, and by default that is all of them
 
     Raises Unsupported when no kernel serves a layer, BadProblem and CapacityExceeded for a pool that cannot be.
     """
@@ -85,6 +87,7 @@ class AttentionRuntime:
         provider: str = "auto",
         target: Target | None = None,
         capture_sizes: Sequence[int] | None = None,
+        capture_tokens: Sequence[int] = (1,),
     ) -> None:
         self.device = _with_index(device)
         self.target = target if target is not None else detect_target(self.device)
@@ -100,13 +103,12 @@ class AttentionRuntime:
             page_size=self.pool.page_size,
             device=self.device,
         )
-        self.padding = PaddingPolicy(_ladder(max_num_seqs, capture_sizes))
+        seqs = default_ladder(max_num_seqs).sizes if capture_sizes is None else capture_sizes
+        self.padding = PaddingPolicy(_ladder("capture_sizes", seqs), _ladder("capture_tokens", capture_tokens))
         self._memory = StepMemory(self.selections, self.table, self.device)
         self._publisher = Publisher(self._ops, self.table, self.pool)
         self._plans: dict[tuple[PaddedShape, int, int], StepPlan] = {}
-        self._bakes_length = any(
-            Baked.MAX_KV_LEN in kernel.row.bakes for s in self.selections for kernel in s.kernels.values()
-        )
+        self._baked = frozenset(b for s in self.selections for kernel in s.kernels.values() for b in kernel.row.bakes)
         self._state = _State.IDLE
         self._plan: StepPlan | None = None
         self._step: DeviceStep | None = None
@@ -245,20 +247,24 @@ class AttentionRuntime:
         if self._state is not _State.IDLE:
             raise WrongState(f"addresses cannot be sealed, because {self._state.value}; call end_step() first")
         with self._on_device():
-            self._memory.seal(self.padding.ladder.largest)
+            self._memory.seal(self.padding.largest_shapes())
 
     def _plan_for(self, shape: PaddedShape, batch: StepBatch) -> StepPlan:
         table_kv_len = self.table.width * self.pool.page_size
-        max_kv_len = kv_len_bucket(batch.max_kv_len, table_kv_len) if self._bakes_length else table_kv_len
-        key = (shape, max(1, batch.max_q_len), max_kv_len)
+        max_kv_len = kv_len_bucket(batch.max_kv_len, table_kv_len) if Baked.MAX_KV_LEN in self._baked else table_kv_len
+        may_capture = self.padding.captures(shape)
+        max_q_len = 1 if shape.kind is StepKind.DECODE else shape.num_tokens
+        if Baked.MAX_Q_LEN in self._baked:
+            max_q_len = q_len_bucket(batch.max_q_len) if may_capture else max(1, batch.max_q_len)
+        key = (shape, max_q_len, max_kv_len)
         plan = self._plans.get(key)
         if plan is None:
             plan = make_plan(
                 shape,
                 [selection.kernels[shape.kind] for selection in self.selections],
-                max_q_len=key[1],
+                max_q_len=max_q_len,
                 max_kv_len=max_kv_len,
-                largest_capture=self.padding.ladder.largest,
+                may_capture=may_capture,
             )
             if plan.replayable:  # ragged shapes are too many to keep
                 self._plans[key] = plan
@@ -316,11 +322,11 @@ def _fill_needs(ops: StepOps, needs: frozenset[Need], step: StepMetadata, page_s
         ops.block_table(rows, step.kv_len, entries, step.block_table, page_size=page_size)
 
 
-def _ladder(max_num_seqs: int, capture_sizes: Sequence[int] | None) -> SizeLadder:
+def _ladder(name: str, sizes: Sequence[int]) -> SizeLadder:
     try:
-        return default_ladder(max_num_seqs) if capture_sizes is None else SizeLadder(tuple(capture_sizes))
+        return SizeLadder(tuple(sizes))
     except BadLadder as bad:
-        raise BadSetting(f"capture_sizes: {bad}") from bad
+        raise BadSetting(f"{name}: {bad}") from bad
 
 
 def _with_index(device: torch.device) -> torch.device:

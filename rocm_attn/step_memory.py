@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rocm_attn.padding import PaddedShape, StepKind
+from rocm_attn.padding import PaddedShape
 from rocm_attn.plan import StepPlan
 from rocm_attn.providers.contract import Need, StepMetadata
 from rocm_attn.providers.select import Selection
@@ -75,15 +75,14 @@ class StepMemory:
         parts = (self._sealed, self._open)
         return sum(part.buffers.num_bytes + part.workspace.capacity * 4 for part in parts)
 
-    def seal(self, largest: int) -> None:
-        """Make room for decode steps of up to `largest` sequences, then fix every address that such a step reads."""
+    def seal(self, shapes: Sequence[PaddedShape]) -> None:
+        """Make room for steps of all these shapes and smaller ones, then fix every address that such steps read."""
         if self._sealed.buffers.sealed:
             return
-        shape = PaddedShape(StepKind.DECODE, largest, largest)
-        self._sealed.buffers.ensure(shape)
-        self._sealed.workspace.ensure(
-            max(s.kernels[StepKind.DECODE].bound.workspace_words(shape) for s in self._selections)
-        )
+        for shape in shapes:
+            self._sealed.buffers.ensure(shape)
+            kernels = (selection.kernels[shape.kind].bound for selection in self._selections)
+            self._sealed.workspace.ensure(max(kernel.workspace_words(shape) for kernel in kernels))
         self._sealed.buffers.seal()
         self._sealed.workspace.seal()
 

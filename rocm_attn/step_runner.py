@@ -51,7 +51,7 @@ class StepRunner:
 
     forward:  Step -> tensor [S, ...], one row for each sequence. It must not synchronise, must not branch on lengths,
               and must do the same work each time it is called with the same metadata.
-    recorder: makes graphs of decode steps at the runtime's capture sizes; None runs every step eagerly
+    recorder: makes graphs of steps at the runtime's capture sizes; None runs every step eagerly
     """
 
     def __init__(self, runtime: AttentionRuntime, forward: Forward, recorder: Recorder | None) -> None:
@@ -107,7 +107,7 @@ class StepRunner:
         Kernels that bake a length are captured at their smallest length bucket; others need no second graph.
         """
         empty = StepBatch(NO_TOKEN_IDS, NO_TOKEN_IDS, NO_TOKEN_IDS)
-        for size in reversed(self._runtime.padding.ladder.sizes):
+        for size in reversed(self._runtime.padding.seqs.sizes):
             self.run(empty, pad_to=size)
 
     def check_addresses(self) -> None:

@@ -28,6 +28,7 @@ class Baked(enum.Enum):
     """Host values that a kernel freezes when it is captured; they become part of the graph's key."""
 
     MAX_KV_LEN = "longest KV length, rounded up to a bucket"
+    MAX_Q_LEN = "most new tokens of a sequence, rounded up to a bucket"
 
 
 @dataclass(frozen=True, slots=True)

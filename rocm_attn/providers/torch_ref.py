@@ -109,7 +109,7 @@ def _bind_extend(problem: Problem, target: Target) -> TorchExtend:
     return TorchExtend(problem)
 
 
-def _row(name: str, kind: StepKind, bind: Bind) -> KernelRow:
+def _row(name: str, kind: StepKind, bind: Bind, *bakes: Baked) -> KernelRow:
     return KernelRow(
         provider="torch",
         name=name,
@@ -120,7 +120,7 @@ def _row(name: str, kind: StepKind, bind: Bind) -> KernelRow:
         graph_safe=True,
         batch_invariant=False,
         needs=frozenset(),
-        bakes=frozenset({Baked.MAX_KV_LEN}),
+        bakes=frozenset(bakes),
         needs_host_lengths=False,
         bind=bind,
     )
@@ -141,9 +141,9 @@ def _ops() -> StepOps:
 TORCH = Provider(
     name="torch",
     rows=(
-        _row("torch.decode", StepKind.DECODE, _bind_decode),
-        _row("torch.extend", StepKind.EXTEND, _bind_extend),
-        _row("torch.extend", StepKind.MIXED, _bind_extend),
+        _row("torch.decode", StepKind.DECODE, _bind_decode, Baked.MAX_KV_LEN),
+        _row("torch.extend", StepKind.EXTEND, _bind_extend, Baked.MAX_KV_LEN, Baked.MAX_Q_LEN),
+        _row("torch.extend", StepKind.MIXED, _bind_extend, Baked.MAX_KV_LEN, Baked.MAX_Q_LEN),
     ),
     ops=_ops,
 )

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
-import torch
-
 from rocm_attn.errors import BadRequest, BadSetting
 from rocm_attn.graphs import recorder_for
 from rocm_attn.runner.loading import LoadedModel
@@ -130,14 +128,14 @@ class Engine:
         started = time.perf_counter()
         step = self._scheduler.next_step()
         logits = self._runner.run(step.batch)
-        picking = [step.sequences[seq] for seq in step.picks]
-        tokens = _pick(logits, step.picks, picking)
+        samplers = [sequence.sampler for sequence in step.picking]
+        tokens = pick_tokens(logits[: step.num_picks], samplers) if samplers else []
         reasons = self._scheduler.finish_step(step, tokens)
         self._seconds += time.perf_counter() - started
         self._new_tokens += len(tokens)
         return [
             self._publish(sequence, token, reason)
-            for sequence, token, reason in zip(picking, tokens, reasons, strict=True)
+            for sequence, token, reason in zip(step.picking, tokens, reasons, strict=True)
         ]
 
     def completion(self, number: int) -> Completion:
@@ -205,13 +203,6 @@ class Engine:
                 output.request.prompt_token_ids, sequence.new_token_ids, output.text, reason
             )
         return TokenEvent(sequence.number, token, piece, reason)
-
-
-def _pick(logits: torch.Tensor, picks: Many[int], picking: Many[Sequence]) -> list[int]:
-    """The next token of every sequence whose prompt is done. logits: [num_seqs, vocab]"""
-    if len(picks) < logits.shape[0]:
-        logits = logits[list(picks)]
-    return pick_tokens(logits, [sequence.sampler for sequence in picking]) if picks else []
 
 
 def _runtime_for(loaded: LoadedModel, options: EngineOptions) -> AttentionRuntime:

@@ -25,12 +25,17 @@ class ScheduledStep:
     """A step to be run; pages for its tokens are reserved.
 
     sequences: seq -> the sequence
-    picks:     seqs that pick a token after this step, in order; the others have prompt left
+    num_picks: how many pick a token after this step: all, or all but the last, whose prompt goes on in the next step
     """
 
     sequences: tuple[Sequence, ...]
     batch: StepBatch
-    picks: tuple[int, ...]
+    num_picks: int
+
+    @property
+    def picking(self) -> tuple[Sequence, ...]:
+        """The sequences that pick a token."""
+        return self.sequences[: self.num_picks]
 
 
 class Scheduler:
@@ -72,10 +77,10 @@ class Scheduler:
         return _step_of(scheduled)
 
     def finish_step(self, step: ScheduledStep, tokens: list[int]) -> list[FinishReason | None]:
-        """Take in the tokens of step.picks; for each, why its sequence ends, or None. Ended ones leave their pages."""
+        """Take in a token for each of step.picking: why that sequence ends, or None. Ended ones leave their pages."""
         for sequence, q_len in zip(step.sequences, step.batch.q_len.tolist(), strict=True):
             sequence.num_stored += q_len
-        return [self._take(step.sequences[seq], token) for seq, token in zip(step.picks, tokens, strict=True)]
+        return [self._take(sequence, token) for sequence, token in zip(step.picking, tokens, strict=True)]
 
     def _take(self, sequence: Sequence, token: int) -> FinishReason | None:
         sequence.token_ids.append(token)
@@ -141,5 +146,7 @@ def _step_of(scheduled: list[tuple[Sequence, int]]) -> ScheduledStep:
         q_len=np.array([q_len for _, q_len in scheduled], np.int32),
         token_ids=np.array(token_ids, np.int32),
     )
-    picks = tuple(seq for seq, (sequence, q_len) in enumerate(scheduled) if q_len == sequence.num_left)
-    return ScheduledStep(tuple(sequence for sequence, _ in scheduled), batch, picks)
+    # a prompt that is not through took all that was left of the chunk, so nothing comes after it
+    last, last_q_len = scheduled[-1]
+    num_picks = len(scheduled) - (last_q_len < last.num_left)
+    return ScheduledStep(tuple(sequence for sequence, _ in scheduled), batch, num_picks)

@@ -103,7 +103,7 @@ def test_the_kind_of_a_step_follows_from_its_new_tokens(q_len: list[int], kind: 
 
 @given(st.lists(st.integers(0, 4), max_size=12))
 def test_a_padded_shape_holds_its_batch(q_len: list[int]) -> None:
-    policy = PaddingPolicy(SizeLadder((2, 4, 8)))
+    policy = PaddingPolicy(SizeLadder((2, 4, 8)), SizeLadder((1, 6)))
     shape = policy.shape(batch(q_len))
     assert shape.num_seqs >= max(1, len(q_len))
     assert shape.num_tokens >= max(1, sum(q_len))
@@ -113,7 +113,7 @@ def test_a_padded_shape_holds_its_batch(q_len: list[int]) -> None:
 
 
 def test_a_forced_bucket_that_is_too_small_is_refused() -> None:
-    policy = PaddingPolicy(SizeLadder((2, 4)))
+    policy = PaddingPolicy(SizeLadder((2, 4)), SizeLadder((1,)))
     assert policy.shape(batch([1, 1]), pad_to=3).num_seqs == 3
     with pytest.raises(CapacityExceeded, match="pad to at least 2"):
         policy.shape(batch([1, 1]), pad_to=1)

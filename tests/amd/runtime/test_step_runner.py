@@ -32,16 +32,17 @@ class Model:
     projections: list[Tensor]
 
     @classmethod
-    def build(cls, device: torch.device, provider: str, sizes: list[int], max_num_seqs: int = 8) -> Model:
+    def build(cls, device: torch.device, provider: str, sizes: list[int], tokens: tuple[int, ...] = (1,)) -> Model:
         problem = small_problem()
         runtime = AttentionRuntime(
             [problem, problem],
             device=device,
             num_pages=200,
-            max_num_seqs=max_num_seqs,
+            max_num_seqs=8,
             max_kv_len=128,
             provider=provider,
             capture_sizes=sizes,
+            capture_tokens=tokens,
         )
         for layer in range(2):
             runtime.pool.layer(layer).k[1:] = float("nan")
@@ -114,6 +115,27 @@ def test_padding_to_a_larger_bucket_than_the_pool_changes_no_real_row(provider: 
         outs.append(serve(model, runner, COUNTS, pad_to))
     for tight, padded in zip(*outs, strict=True):
         torch.testing.assert_close(tight, padded, atol=1e-6, rtol=1e-5)
+
+
+def test_extend_and_mixed_steps_replay_at_padded_token_counts(provider: str, device: torch.device) -> None:
+    """Verify steps (three tokens each), chunks of prompts, and chunks among decodes; above 16 tokens eagerly."""
+    steps = [[3, 3], [3, 3], [5, 1], [1, 9], [4, 4], [1, 1], [12, 8], [2, 7], [3, 3]]
+    outs = []
+    for graphs in (False, True):
+        model = Model.build(device, provider, [2, 4], tokens=(8, 16))
+        runner = StepRunner(model.runtime, model.forward, recorder_for(model.runtime.device) if graphs else None)
+        rows = np.array([model.runtime.table.admit() for _ in range(2)], np.int32)
+        random, kv_len, out = np.random.default_rng(5), np.zeros(2, np.int32), []
+        for q_len in steps:
+            kv_len = kv_len + np.array(q_len, np.int32)
+            model.runtime.table.reserve_all(rows, kv_len)
+            ids = random.integers(1, VOCABULARY, sum(q_len))
+            out.append(runner.run(StepBatch(rows, kv_len, np.array(q_len), ids)).clone())
+        outs.append(out)
+        assert runner.counters.replays == (8 if graphs else 0)
+    for eager, replayed in zip(*outs, strict=True):
+        assert torch.isfinite(eager).all()
+        assert torch.equal(eager, replayed)
 
 
 def test_steps_above_the_largest_graph_run_eagerly(provider: str, device: torch.device) -> None:

@@ -249,6 +249,20 @@ class AttentionRuntime:
         with self._on_device():
             self._memory.seal(self.padding.largest_shapes())
 
+    def unseal(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int] = (1,)) -> None:
+        """Give up the sealed addresses and take other capture sizes. Every graph of the runtime is void afterwards.
+
+        Raises BadSetting, WrongState; nothing has changed then.
+        """
+        if self._state is not _State.IDLE:
+            raise WrongState(f"addresses cannot be given up, because {self._state.value}; call end_step() first")
+        padding = PaddingPolicy(_ladder("capture_sizes", capture_sizes), _ladder("capture_tokens", capture_tokens))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.padding = padding
+        self._plans.clear()
+        self._memory.unseal()
+
     def _plan_for(self, shape: PaddedShape, batch: StepBatch) -> StepPlan:
         table_kv_len = self.table.width * self.pool.page_size
         max_kv_len = kv_len_bucket(batch.max_kv_len, table_kv_len) if Baked.MAX_KV_LEN in self._baked else table_kv_len

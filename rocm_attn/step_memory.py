@@ -60,9 +60,8 @@ class StepMemory:
         self._selections = tuple(selections)
         self._table = table
         self.needs = frozenset(n for s in selections for kernel in s.kernels.values() for n in kernel.row.needs)
-        specs = self._specs()
-        self._sealed = _Part(StepBuffers(specs, device), Workspace(device))
-        self._open = _Part(StepBuffers(specs, device), Workspace(device))
+        self._device = device
+        self._sealed, self._open = self._new_part(), self._new_part()
         self._kept: dict[StepPlan, tuple[int, DeviceStep]] = {}
 
     def sealed_tensors(self) -> Mapping[str, Tensor]:
@@ -86,6 +85,11 @@ class StepMemory:
         self._sealed.buffers.seal()
         self._sealed.workspace.seal()
 
+    def unseal(self) -> None:
+        """Forget the sealed memory; no graph that reads it may be replayed again. The next seal() takes new memory."""
+        self._sealed = self._new_part()
+        self._kept.clear()
+
     def device_step(self, plan: StepPlan) -> DeviceStep:
         """The views of a step, after growing what is too small. Raises CapacityExceeded when that is sealed."""
         part = self._sealed if plan.replayable else self._open
@@ -97,6 +101,9 @@ class StepMemory:
         if kept is None or kept[0] != part.buffers.epoch:
             kept = self._kept[plan] = (part.buffers.epoch, self._views(plan, part))
         return kept[1]
+
+    def _new_part(self) -> _Part:
+        return _Part(StepBuffers(self._specs(), self._device), Workspace(self._device))
 
     def _views(self, plan: StepPlan, part: _Part) -> DeviceStep:
         def view(name: str) -> Tensor:

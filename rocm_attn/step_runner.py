@@ -5,7 +5,7 @@ What is captured is fill and forward, as one function; an eager step calls the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -65,9 +65,7 @@ class StepRunner:
         self._capture_seconds = 0.0
         self._graphs_off = ""
         if recorder is not None:
-            runtime.seal()
-            for name, tensor in runtime.sealed_tensors().items():
-                self._pinned.pin(name, tensor, partial(_sealed_tensor, runtime, name))
+            self._seal()
 
     @property
     def counters(self) -> StepCounters:
@@ -110,9 +108,28 @@ class StepRunner:
         for size in reversed(self._runtime.padding.seqs.sizes):
             self.run(empty, pad_to=size)
 
+    def reopen(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int] = (1,)) -> None:
+        """Drain the device, drop every graph and its memory, and seal again for other capture sizes.
+
+        Graphs are made anew as steps need them, or by capture_all(). Requests, pages and their content stay.
+        Under tensor parallelism all ranks must call it between the same two steps. Raises BadSetting, WrongState.
+        """
+        self._runtime.unseal(capture_sizes, capture_tokens)
+        self._entry_of_plan.clear()
+        self._graphs.drop_all()
+        self._pinned.release()
+        if self._recorder is not None:
+            self._recorder.release_memory()
+            self._seal()
+
     def check_addresses(self) -> None:
         """Compare the address, shape, stride and dtype of everything that graphs read. Raises StaleRecording."""
         self._pinned.check()
+
+    def _seal(self) -> None:
+        self._runtime.seal()
+        for name, tensor in self._runtime.sealed_tensors().items():
+            self._pinned.pin(name, tensor, partial(_sealed_tensor, self._runtime, name))
 
     def _body(self, step: Step) -> Tensor:
         self._runtime.fill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadTensor, CapacityExceeded
+from rocm_attn.errors import BadSetting, BadTensor, CapacityExceeded
 from rocm_attn.graphs import recorder_for
 from rocm_attn.hip_graphs.errors import StaleRecording
 from rocm_attn.problem import Problem
@@ -237,6 +238,42 @@ def test_growing_past_the_sealed_size_is_refused_before_anything_moves(provider:
     with pytest.raises(CapacityExceeded, match="capture_sizes"):
         model.runtime._memory._sealed.buffers.ensure(model.runtime.padding.shape(_batch_of(64)))
     assert addresses == {name: tensor.data_ptr() for name, tensor in model.runtime.sealed_tensors().items()}
+
+
+def test_reopening_grows_what_was_sealed_and_goes_on_with_the_same_requests(
+    provider: str, device: torch.device
+) -> None:
+    outs = []
+    for sizes in ([1, 2, 4, 8], [2]):
+        model = Model.build(device, provider, sizes)
+        runner = StepRunner(model.runtime, model.forward, recorder_for(model.runtime.device))
+        out = serve(model, runner, [2, 2])
+        row = model.runtime.table.admit()
+        model.runtime.table.reserve(row, 6)
+        prompt = StepBatch(np.array([row]), np.array([5]), np.array([5]), np.arange(1, 6))
+        next_token = StepBatch(np.array([row]), np.array([6]), np.array([1]), np.array([7]))
+        out.append(runner.run(prompt, 2).clone())
+        if sizes == [2]:
+            old = weakref.ref(model.runtime.sealed_tensors()["kv_len"])
+            runner.reopen([1, 2, 4, 8])
+            assert old() is None, "the old buffers are still held"
+        out.append(runner.run(next_token, 2).clone())
+        model.runtime.table.free(row)
+        out += serve(model, runner, [8, 3, 1])
+        assert runner.counters.replays == 6
+        outs.append(out)
+    for mine, other in zip(*outs, strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_reopening_with_sizes_that_make_no_ladder_changes_nothing(provider: str, device: torch.device) -> None:
+    model = Model.build(device, provider, [2])
+    runner = StepRunner(model.runtime, model.forward, recorder_for(model.runtime.device))
+    serve(model, runner, [2])
+    with pytest.raises(BadSetting, match="capture_sizes"):
+        runner.reopen([4, 2])
+    serve(model, runner, [2, 1])
+    runner.check_addresses()
 
 
 def test_a_buffer_that_moved_behind_our_back_is_found(provider: str, device: torch.device) -> None:

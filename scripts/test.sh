@@ -10,7 +10,7 @@
 #   offline          every kernel compiled for gfx942, gfx950 and sm_90 with the installed Triton
 #   oldest           one compile a kernel with the oldest supported Triton
 #   offline@VERSION  all compiles with another Triton, for instance offline@3.7.1 (not part of the default)
-#   device           kernels, graphs, runtime and models on this machine's GPU (part of the default where there is one)
+#   device           kernels, graphs and the runtime on this machine's GPU (part of the default where there is one)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/venv.sh
@@ -45,12 +45,12 @@ run_stage() {
     lint) ruff format --check && ruff check ;;
     types) mypy -p rocm_attn -p tests ;;
     host) run_pytest tests/amd/{host,hip_graphs,runtime,runner,house} ;;
-    interpreter) TRITON_INTERPRET=1 run_pytest tests/amd/{kernels,hip_graphs,runtime} ;;
+    interpreter) TRITON_INTERPRET=1 run_pytest tests/amd/{kernels,runtime} ;;
     text) run_pytest tests/amd/text ;;
     offline) run_pytest tests/amd/offline ;;
     oldest) with_triton $OLDEST_TRITON run_pytest tests/amd/offline -m oldest_triton ;;
     offline@*) with_triton "${1#offline@}" run_pytest tests/amd/offline ;;
-    device) run_pytest tests/amd/{kernels,hip_graphs,runtime,device} ;;
+    device) run_pytest tests/amd/{kernels,hip_graphs,runtime} ;;
     *)
         echo "no stage is called $1; the stages are listed at the top of scripts/test.sh" >&2
         return 2

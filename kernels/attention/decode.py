@@ -60,10 +60,7 @@ def _attend_tiles(
     lane = tl.arange(0, BLOCK_N)
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    if TRANSPOSED:
-        acc = tl.zeros([V_BLOCK, BLOCK_M], tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_M, V_BLOCK], tl.float32)
+    acc = tl.zeros([V_BLOCK, BLOCK_M] if TRANSPOSED else [BLOCK_M, V_BLOCK], tl.float32)
     # The next tile's page ids travel one iteration ahead: a load inside the loop that other loads depend on makes the
     # pipeliner spend its stages on it (H200, llama8b 64 x 4k: 329 -> 267 us). Hence clamped to the table, not masked.
     next_page = tl.load(pages + tl.minimum((first_tile * BLOCK_N + lane) // PAGE_SIZE, width - 1))
@@ -74,10 +71,7 @@ def _attend_tiles(
         next_page = tl.load(pages + tl.minimum((kv_index + BLOCK_N) // PAGE_SIZE, width - 1))
         offset = (kv_index % PAGE_SIZE).to(tl.int64)
         k_row = page * kp_page + offset * kp_token
-        if SAME_OFFSETS:
-            v_row = k_row
-        else:
-            v_row = page * vp_page + offset * vp_token
+        v_row = k_row if SAME_OFFSETS else page * vp_page + offset * vp_token
         k_mask = live[:, None]
         if K_PADDED:
             k_mask = k_mask & k_inside[None, :]
@@ -202,10 +196,14 @@ def _decode_kernel(
         if (kv_len == 0) & (done == 0):
             token = tl.load(q_indptr + seq).to(tl.int64)
             out_row = out + token * out_token + first_head * out_head
-            tl.store(out_row + m.to(tl.int64) * out_head + v_wide, tl.zeros(is_out.shape, out.dtype.element_ty), mask=is_out)
+            tl.store(
+                out_row + m.to(tl.int64) * out_head + v_wide, tl.zeros(is_out.shape, out.dtype.element_ty), mask=is_out
+            )
             if lse is not None:
                 lse_row = lse + token * lse_token + first_head * lse_head
-                tl.store(lse_row + q_row.to(tl.int64) * lse_head, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_row)
+                tl.store(
+                    lse_row + q_row.to(tl.int64) * lse_head, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_row
+                )
         if end_tile > first_tile:
             token = tl.load(q_indptr + seq).to(tl.int64)
             table_line = table + tl.load(row_of_seq + seq).to(tl.int64) * table_row
@@ -239,12 +237,9 @@ def _decode_kernel(
                 STAGES,
             )
             if end_tile - first_tile == num_tiles:
-                if TRANSPOSED:
-                    acc = acc / total[None, :]
-                else:
-                    acc = acc / total[:, None]
+                value = acc / (total[None, :] if TRANSPOSED else total[:, None])
                 out_row = out + token * out_token + first_head * out_head
-                tl.store(out_row + m.to(tl.int64) * out_head + v_wide, acc.to(out.dtype.element_ty), mask=is_out)
+                tl.store(out_row + m.to(tl.int64) * out_head + v_wide, value.to(out.dtype.element_ty), mask=is_out)
                 if lse is not None:
                     lse_row = lse + token * lse_token + first_head * lse_head
                     tl.store(lse_row + q_row.to(tl.int64) * lse_head, (maximum + tl.log2(total)) * LN_2, mask=is_row)
@@ -308,10 +303,15 @@ def launch_paged_decode(
     page_size, num_kv_heads, v_head_dim = v_pages.shape[1:]
     gqa_ratio, heads_per_row = num_q_heads // num_kv_heads, tiles.heads_per_row
     num_seqs, q_rows = kv_len.shape[0], tiles.q_rows(gqa_ratio)
-    assert schedule.dtype == torch.int32 and schedule.numel() >= decode_schedule_words(num_programs, num_seqs)
-    assert partials.dtype == torch.float32 and partials.numel() >= decode_partials_words(
+    partials_words = decode_partials_words(
         num_programs, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, v_head_dim=v_head_dim, tiles=tiles
     )
+    assert schedule.dtype == torch.int32
+    assert schedule.numel() >= decode_schedule_words(num_programs, num_seqs)
+    assert partials.dtype == torch.float32
+    assert partials.numel() >= partials_words
+    assert schedule.is_contiguous()
+    assert partials.is_contiguous()
     assert heads_per_row == 1 or (head_dim == v_head_dim == next_power_of_2(head_dim) and tiles.head_blocks == 1)
     lse_token, lse_head = (0, 0) if lse is None else lse.stride()
     launch(

@@ -1,8 +1,8 @@
 """Hand out the KV of a decode batch evenly to a fixed number of programs, on the device, from the live lengths.
 
-Work lies on one axis: sequence, then row of KV heads, then tile. A row costs row_cost + its tiles. With `total` the cost
-of all rows, program p takes the positions [p * share, (p + 1) * share), share = ceil(total / num_programs). All the rest
-is arithmetic:
+Work lies on one axis: sequence, then row of KV heads, then tile. A row costs row_cost + its tiles. With `total` the
+cost of all rows, program p takes the positions [p * share, (p + 1) * share), share = ceil(total / num_programs).
+All the rest is arithmetic:
 
   a program leaves at most two rows unfinished: the first, begun by an earlier program, and the last, which goes on;
   the tiles of a row that starts at position x are worked on by programs (x + row_cost) // share to
@@ -12,7 +12,7 @@ So there is no list of parts and no atomic, and the cut depends on nothing but t
 A sequence takes part if it has one new token. With kv_len 0 it costs row_cost, so that some program writes its zeros.
 
 The schedule is int32, flat: 8 words a program, then 2 words a sequence.
-  program   seq, row, offset of its first work in that row, amount of work, share, position where the row starts, kv_len of seq, 0
+  program   seq, row, offset of its first work in that row, work, share, position where the row starts, kv_len, 0
   sequence  position where its rows start, kv_len or -1 if it takes no part
 Positions must fit int32: rows x KV tokens / block_n below 2**31.
 """
@@ -101,7 +101,7 @@ def _schedule_kernel(
 
 def decode_schedule_words(num_programs: int, num_seqs: int) -> int:
     """int32 words of the schedule buffer."""
-    return num_programs * PROGRAM_WORDS.value + num_seqs * SEQ_WORDS.value
+    return num_programs * int(PROGRAM_WORDS.value) + num_seqs * int(SEQ_WORDS.value)
 
 
 def launch_decode_schedule(

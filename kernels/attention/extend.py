@@ -67,10 +67,7 @@ def _attend_steps(
         next_page = tl.load(pages + tl.minimum((kv_index + BLOCK_N) // PAGE_SIZE, width - 1))
         offset = (kv_index % PAGE_SIZE).to(tl.int64)
         k_row = page * kp_page + offset * kp_token
-        if SAME_OFFSETS:
-            v_row = k_row
-        else:
-            v_row = page * vp_page + offset * vp_token
+        v_row = k_row if SAME_OFFSETS else page * vp_page + offset * vp_token
         k_block = k_pages + k_row[:, None] + k_column[None, :]
         v_block = v_pages + v_row[:, None] + v_column[None, :]
         live = (kv_index < num_keys)[:, None]
@@ -84,11 +81,8 @@ def _attend_steps(
         if MASKED:
             scores = tl.where(kv_index[None, :] <= row_kv_index[:, None], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1) * qk_scale)
-        if MASKED:
-            # A row that has seen no key yet; the subtractions below must not be inf - inf.
-            base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        else:
-            base = new_maximum
+        # A row of a masked step may have seen no key yet; the subtractions below must not be inf - inf.
+        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum
         decay = tl.exp2(maximum - base)
         weights = tl.exp2(scores * qk_scale - base[:, None])
         if V_BLOCK > V_HEAD_DIM:
@@ -168,8 +162,8 @@ def _extend_kernel(
         q_tile = tl.load(q + (token * q_token + head * q_head)[:, None] + k_column[None, :], mask=is_q, other=0.0)
         k_head = k_pages + kv_head.to(tl.int64) * kp_head
         v_head = v_pages + kv_head.to(tl.int64) * vp_head
-        pages = table + tl.load(row_of_seq + tl.maximum(seq, 0)).to(tl.int64) * table_row
-        # The padded tail belongs to no sequence and sees no key. Not a branch: accumulators that cross one cost registers.
+        pages = table + tl.load(row_of_seq + seq, mask=seq >= 0, other=0).to(tl.int64) * table_row
+        # The padded tail belongs to no sequence and sees no key. Not a branch: accumulators across one cost registers.
         num_keys = tl.where(seq >= 0, first_kv_index + num_tokens, 0)
         full_steps = tl.where(seq >= 0, (first_kv_index + 1) // BLOCK_N, 0)
         acc = tl.zeros([BLOCK_M, V_BLOCK], tl.float32)
@@ -279,7 +273,9 @@ def launch_paged_extend(
     num_tokens, num_q_heads, head_dim = q.shape
     page_size, num_kv_heads, v_head_dim = v_pages.shape[1:]
     num_seqs, gqa_ratio = kv_len.shape[0], num_q_heads // num_kv_heads
-    assert schedule.dtype == torch.int32 and scale > 0
+    assert scale > 0
+    assert schedule.dtype == torch.int32
+    assert schedule.is_contiguous()
     assert schedule.numel() >= extend_schedule_words(num_tokens, num_seqs, gqa_ratio=gqa_ratio, tiles=tiles)
     tile_heads = tiles.heads_per_tile(gqa_ratio)
     max_tiles = max_extend_tiles(num_tokens, num_seqs, gqa_ratio=gqa_ratio, tiles=tiles)

@@ -103,7 +103,7 @@ def max_extend_tiles(num_tokens: int, num_seqs: int, *, gqa_ratio: int, tiles: E
 
 def extend_schedule_words(num_tokens: int, num_seqs: int, *, gqa_ratio: int, tiles: ExtendTiles) -> int:
     """int32 words of the schedule buffer for num_tokens padded tokens and num_seqs padded sequences."""
-    return max_extend_tiles(num_tokens, num_seqs, gqa_ratio=gqa_ratio, tiles=tiles) * TILE_WORDS.value
+    return max_extend_tiles(num_tokens, num_seqs, gqa_ratio=gqa_ratio, tiles=tiles) * int(TILE_WORDS.value)
 
 
 def launch_extend_schedule(
@@ -126,8 +126,9 @@ def launch_extend_schedule(
     """
     num_seqs = kv_len.shape[0]
     assert kv_len.dtype == q_indptr.dtype == schedule.dtype == torch.int32
-    assert kv_len.is_contiguous() and q_indptr.is_contiguous() and schedule.is_contiguous()
-    assert q_indptr.shape == (num_seqs + 1,) and min_q_len >= 1
+    assert all(x.is_contiguous() for x in (kv_len, q_indptr, schedule))
+    assert q_indptr.shape == (num_seqs + 1,)
+    assert min_q_len >= 1
     assert schedule.numel() >= extend_schedule_words(num_tokens, num_seqs, gqa_ratio=gqa_ratio, tiles=tiles)
     launch(
         _list_kernel,

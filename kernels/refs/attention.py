@@ -175,9 +175,8 @@ def _attend_group(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, pages: Tensor, visible: Tensor, *, scale: float, want_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """_attend for tiles whose keys, values and scores are held at the same time."""
-    tile_len, num_q_heads = q.shape[1:3]
     num_kv_heads = k_pages.shape[2]
-    ratio = num_q_heads // num_kv_heads
+    ratio = q.shape[2] // num_kv_heads
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
 
     k = _gather(k_pages, pages).to(compute)
@@ -197,8 +196,9 @@ def _attend_group(
 
 
 def _by_token(x: Tensor, ratio: int) -> Tensor:
-    """[kv_heads, tiles, tile_len * ratio, ...] -> [tiles, tile_len, q_heads, ...], a copy."""
-    return x.unflatten(2, (-1, ratio)).movedim(0, 2).flatten(2, 3).contiguous()
+    """[kv_heads, tiles, tile_len * ratio, ...] -> [tiles, tile_len, q_heads, ...], contiguous."""
+    by_token: Tensor = x.unflatten(2, (-1, ratio)).movedim(0, 2).flatten(2, 3)
+    return by_token.contiguous()
 
 
 def _gather(pool: Tensor, pages: Tensor) -> Tensor:
@@ -207,4 +207,4 @@ def _gather(pool: Tensor, pages: Tensor) -> Tensor:
     Heads first, so that a batched product copies no more; picked in the pool's own order, whole pages at a time.
     """
     picked = pool.index_select(0, pages.flatten())
-    return picked.view(pages.shape[0], -1, *pool.shape[2:]).permute(2, 0, 1, 3).contiguous()
+    return picked.view(len(pages), pages.shape[1] * pool.shape[1], *pool.shape[2:]).permute(2, 0, 1, 3).contiguous()

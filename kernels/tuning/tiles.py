@@ -9,7 +9,7 @@ have no row of their own with shapes that fit all of them. "interpreter" is Trit
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -81,9 +81,9 @@ class ExtendTiles:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """tiles serve an arch, an element size in bytes, head dims up to max_head_dim and q rows up to max_q_rows.
+    """tiles serve an arch, an element size in bytes, head dims up to max_head_dim and rows of up to max_q_rows heads.
 
-    A q row is one query head of a row: gqa_ratio * heads_per_row of them.
+    The last row that fits but for max_q_rows serves larger groups of query heads too, cut into blocks.
     """
 
     arch: str
@@ -103,30 +103,77 @@ class ExtendRow:
     tiles: ExtendTiles
 
 
-# The first row that serves wins. Beside the numbers: llama8b is (32 q heads, 8 KV heads, 128), gptoss (64, 8, 64),
-# gemma (8, 4, 256).
+# The first row that serves wins. In the comments llama8b is (32 query heads, 8 KV heads, 128), gptoss (64, 8, 64) and
+# gemma (8, 4, 256), and "of the floor" means of the time to read K and V once.
 DECODE_ROWS = (
-    # Two heads as one row of 128: gptoss 128 x 8k 528 -> 499 us.
+    # gptoss 128 x 8k: 499 us, 1.06 of the floor; 528 with one KV head a row.
     DecodeRow("sm_90", 2, 64, 16, DecodeTiles(64, 4, 3, 2, transposed=True, heads_per_row=2)),
-    # llama8b 64 x 4k: 253 us, 1.07 x the time to read K and V; 1 program an SM 331, tiles of 128 tokens 380.
+    # llama8b 64 x 4k: 253 us, 1.07 of the floor; 331 with 1 program an SM, 380 with tiles of 128 tokens.
     DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 4, 3, 2, transposed=True)),
-    DecodeRow("sm_90", 2, 128, 64, DecodeTiles(64, 4, 2, 2)),
-    DecodeRow("sm_90", 2, 128, 128, DecodeTiles(64, 8, 2, 1)),
-    # gemma 64 x 4k: 495 us (1.05 x the time to read), transposed 602.
+    DecodeRow("sm_90", 2, 128, 64, DecodeTiles(32, 4, 2, 2)),
+    # gemma 64 x 4k: 495 us, 1.05 of the floor; 602 transposed.
     DecodeRow("sm_90", 2, 256, 16, DecodeTiles(32, 4, 3, 2)),
     DecodeRow("sm_90", 2, 256, 64, DecodeTiles(32, 8, 2, 1)),
-    DecodeRow("sm_90", 2, 256, 128, DecodeTiles(32, 8, 2, 1)),
+    DecodeRow("sm_90", 4, 128, 16, DecodeTiles(16, 4, 2, 2)),
+    DecodeRow("sm_90", 4, 256, 16, DecodeTiles(16, 8, 1, 2)),
+    DecodeRow("sm_", 2, 128, 16, DecodeTiles(32, 4, 2, 2)),
+    DecodeRow("sm_", 2, 256, 16, DecodeTiles(32, 4, 2, 1)),
+    DecodeRow("sm_", 4, 128, 16, DecodeTiles(16, 4, 2, 2)),
+    DecodeRow("sm_", 4, 256, 16, DecodeTiles(16, 8, 1, 1)),
+    # 117 to 130 VGPRs, 16 KiB of LDS: 3 workgroups a CU. Tiles of 64 leave one or two.
+    DecodeRow("gfx942", 2, 64, 16, DecodeTiles(32, 4, 2, 3, heads_per_row=2)),
+    DecodeRow("gfx942", 2, 128, 16, DecodeTiles(32, 4, 2, 3)),
+    DecodeRow("gfx942", 2, 128, 32, DecodeTiles(32, 4, 1, 2, transposed=True)),
+    # 192 VGPRs, 32 KiB of LDS: 2 workgroups a CU.
+    DecodeRow("gfx942", 2, 256, 16, DecodeTiles(32, 4, 2, 2)),
+    DecodeRow("gfx942", 2, 256, 32, DecodeTiles(16, 4, 2, 2)),
+    DecodeRow("gfx942", 4, 128, 32, DecodeTiles(16, 4, 2, 2)),
+    DecodeRow("gfx942", 4, 256, 32, DecodeTiles(16, 8, 1, 1)),
+    # 182 to 212 VGPRs, 34 KiB of LDS (68 with Triton's asynchronous copies): 2 workgroups a CU, 2/5 of the MFMAs that
+    # the form with q on the long side has.
+    DecodeRow("gfx950", 2, 64, 16, DecodeTiles(64, 4, 2, 2, transposed=True, heads_per_row=2)),
+    DecodeRow("gfx950", 2, 128, 16, DecodeTiles(64, 4, 2, 2, transposed=True)),
+    DecodeRow("gfx950", 2, 128, 32, DecodeTiles(32, 4, 1, 2)),
+    DecodeRow("gfx950", 2, 256, 16, DecodeTiles(32, 4, 2, 2)),
+    DecodeRow("gfx950", 2, 256, 32, DecodeTiles(16, 4, 2, 2)),
+    DecodeRow("gfx950", 4, 128, 32, DecodeTiles(16, 4, 2, 2)),
+    DecodeRow("gfx950", 4, 256, 32, DecodeTiles(16, 8, 1, 1)),
+    DecodeRow("gfx9", 2, 128, 16, DecodeTiles(32, 4, 1, 2)),
+    DecodeRow("gfx9", 2, 256, 16, DecodeTiles(32, 4, 1, 1)),
+    DecodeRow("gfx9", 4, 128, 16, DecodeTiles(16, 4, 1, 2)),
+    DecodeRow("gfx9", 4, 256, 16, DecodeTiles(16, 8, 1, 1)),
     DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, transposed=True, heads_per_row=2)),
     DecodeRow("interpreter", 2, 256, 16, DecodeTiles(16, 1, 1, 3, transposed=True)),
-    DecodeRow("interpreter", 2, 256, 128, DecodeTiles(16, 1, 1, 3)),
-    DecodeRow("interpreter", 4, 256, 128, DecodeTiles(16, 1, 1, 3)),
+    DecodeRow("interpreter", 4, 256, 64, DecodeTiles(16, 1, 1, 3)),
 )
 EXTEND_ROWS = (
-    # llama8b 1 x 2048 new + 6144 cached: 577 us, 1.84 x the matrix-unit bound; tiles of 128 x 64: 608 to 798.
+    # llama8b 1 x 2048 new + 6144 cached: 577 us, 1.84 x the matrix-unit bound; 608 to 798 with steps of 64 keys.
     ExtendRow("sm_90", 2, 128, ExtendTiles(128, 32, 4, 3)),
-    ExtendRow("sm_90", 2, 256, ExtendTiles(64, 32, 4, 2)),
-    ExtendRow("interpreter", 2, 256, ExtendTiles(16, 16, 1, 1)),
-    ExtendRow("interpreter", 4, 256, ExtendTiles(16, 16, 1, 1)),
+    ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 2)),
+    ExtendRow("sm_90", 4, 128, ExtendTiles(32, 16, 4, 1)),
+    ExtendRow("sm_90", 4, 256, ExtendTiles(16, 16, 4, 1)),
+    ExtendRow("sm_", 2, 128, ExtendTiles(64, 32, 4, 2)),
+    ExtendRow("sm_", 2, 256, ExtendTiles(32, 32, 4, 1)),
+    ExtendRow("sm_", 4, 128, ExtendTiles(32, 16, 4, 1)),
+    ExtendRow("sm_", 4, 256, ExtendTiles(16, 16, 4, 1)),
+    # 205 to 224 VGPRs, 32 KiB of LDS: 2 workgroups a CU. Without waves_per_eu 320 VGPRs and one workgroup; steps of 64
+    # keys spill.
+    ExtendRow("gfx942", 2, 128, ExtendTiles(128, 32, 4, 1, waves_per_eu=2)),
+    # 217 to 245 VGPRs, 36 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
+    ExtendRow("gfx942", 2, 256, ExtendTiles(64, 32, 8, 2)),
+    ExtendRow("gfx942", 4, 128, ExtendTiles(64, 16, 4, 1)),
+    ExtendRow("gfx942", 4, 256, ExtendTiles(32, 16, 8, 1)),
+    # 230 to 248 VGPRs, 32 KiB of LDS: 2 workgroups a CU.
+    ExtendRow("gfx950", 2, 128, ExtendTiles(128, 64, 4, 1, waves_per_eu=2)),
+    ExtendRow("gfx950", 2, 256, ExtendTiles(64, 32, 8, 2)),
+    ExtendRow("gfx950", 4, 128, ExtendTiles(64, 16, 4, 1)),
+    ExtendRow("gfx950", 4, 256, ExtendTiles(32, 16, 8, 1)),
+    ExtendRow("gfx9", 2, 128, ExtendTiles(64, 32, 4, 1)),
+    ExtendRow("gfx9", 2, 256, ExtendTiles(64, 32, 8, 1)),
+    ExtendRow("gfx9", 4, 128, ExtendTiles(32, 16, 4, 1)),
+    ExtendRow("gfx9", 4, 256, ExtendTiles(32, 16, 8, 1)),
+    ExtendRow("interpreter", 2, 256, ExtendTiles(32, 16, 1, 1)),
+    ExtendRow("interpreter", 4, 256, ExtendTiles(32, 16, 1, 1)),
 )
 
 
@@ -135,20 +182,22 @@ def decode_tiles(
 ) -> DecodeTiles:
     """The tiles of paged decode. Raises NoTiles."""
     for name in _names(arch):
-        for row in DECODE_ROWS:
-            heads = row.tiles.heads_per_row
-            pairs = head_dim == v_head_dim == next_power_of_2(head_dim) and num_kv_heads % heads == 0
-            if (
-                row.arch == name
-                and row.item_bytes == dtype.itemsize
-                and max(head_dim, v_head_dim) <= row.max_head_dim
-                and gqa_ratio * heads <= row.max_q_rows
-                and (heads == 1 or pairs)
-            ):
+        rows = [
+            row
+            for row in DECODE_ROWS
+            if row.arch == name
+            and row.item_bytes == dtype.itemsize
+            and max(head_dim, v_head_dim) <= row.max_head_dim
+            and (row.tiles.heads_per_row == 1 or _pairs(row, gqa_ratio, num_kv_heads, head_dim, v_head_dim))
+        ]
+        for row in rows:
+            if gqa_ratio * row.tiles.heads_per_row <= row.max_q_rows:
                 return row.tiles
+        if rows:
+            return replace(rows[-1].tiles, head_blocks=-(-gqa_ratio // rows[-1].max_q_rows))
     raise NoTiles(
-        f"no decode tiles for {arch} with {dtype}, head dims {head_dim} and {v_head_dim} and {gqa_ratio} query heads "
-        f"a KV head; rows exist for {_served(DECODE_ROWS)}"
+        f"no decode tiles for {arch} with {dtype} and head dims {head_dim} and {v_head_dim}; "
+        f"rows exist for {_served(DECODE_ROWS)}"
     )
 
 
@@ -179,6 +228,13 @@ def _names(arch: str) -> Iterator[str]:
     for family in ("sm_", "gfx9"):
         if arch.startswith(family):
             yield family
+
+
+def _pairs(row: DecodeRow, gqa_ratio: int, num_kv_heads: int, head_dim: int, v_head_dim: int) -> bool:
+    """Whether the KV heads can be read as rows of row.tiles.heads_per_row."""
+    heads = row.tiles.heads_per_row
+    fits = num_kv_heads % heads == 0 and gqa_ratio * heads <= row.max_q_rows
+    return fits and head_dim == v_head_dim == next_power_of_2(head_dim)
 
 
 def _served(rows: tuple[DecodeRow, ...] | tuple[ExtendRow, ...]) -> str:

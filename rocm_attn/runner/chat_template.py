@@ -44,10 +44,14 @@ class ChatTemplate:
             )
         except _Refused as error:
             raise BadRequest(f"the model's chat template refuses the messages: {error}") from error
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise BadModel(
                 f"the model's chat template fails ({error}); pass the prompt as it stands instead"
             ) from error
+
+
+# what a template may raise on the way: it is a program of somebody else's
+_TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 class _Refused(Exception):

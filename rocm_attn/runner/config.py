@@ -57,6 +57,7 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
+        """Layers, each with one attention."""
         return len(self.attention.window_left)
 
 

@@ -91,6 +91,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
+        """Whether any request is not finished."""
         return self._scheduler.has_work
 
     def submit(self, request: Request) -> int:

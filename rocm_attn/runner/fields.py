@@ -22,6 +22,7 @@ class Fields:
     source: str
 
     def has(self, name: str) -> bool:
+        """Whether the file says anything under this name."""
         return self.values.get(name) is not None
 
     def count(self, name: str, default: int | None = None) -> int:
@@ -32,30 +33,35 @@ class Fields:
         return value
 
     def whole(self, name: str, default: int | None = None) -> int:
+        """A whole number."""
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise BadModel(f"{self.source}: {name} is {value!r}; it must be a whole number")
         return value
 
     def positive(self, name: str, default: float | None = None) -> float:
+        """A finite number above 0."""
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise BadModel(f"{self.source}: {name} is {value!r}; it must be a positive number")
         return float(value)
 
     def flag(self, name: str, default: bool | None = None) -> bool:
+        """True or false."""
         value = self._get(name, default)
         if not isinstance(value, bool):
             raise BadModel(f"{self.source}: {name} is {value!r}; it must be true or false")
         return value
 
     def text(self, name: str, default: str | None = None) -> str:
+        """A string."""
         value = self._get(name, default)
         if not isinstance(value, str):
             raise BadModel(f"{self.source}: {name} is {value!r}; it must be a string")
         return value
 
     def list(self, name: str) -> list[object]:
+        """A list of whatever the file holds."""
         value = self._get(name, None)
         if not isinstance(value, list):
             raise BadModel(f"{self.source}: {name} is {value!r}; it must be a list")

@@ -59,6 +59,7 @@ class GGUFFile:
         self._tensors = {_hf_name(tensor.name): tensor for tensor in reader.tensors}
 
     def shapes(self) -> Mapping[str, Shape]:
+        """Hugging Face's name -> shape of every tensor in the file that is a weight."""
         # GGUF writes the fastest axis first
         return {
             name: tuple(int(size) for size in reversed(tensor.shape))
@@ -67,6 +68,7 @@ class GGUFFile:
         }
 
     def read(self, name: str) -> Tensor:
+        """One tensor in float32, rows in Hugging Face's order. Raises BadModel."""
         tensor = self._tensors[name]
         try:
             values = gguf.dequantize(tensor.data, tensor.tensor_type)

@@ -132,7 +132,7 @@ def _tokenizer_of_directory(directory: Path) -> Tokenizer | None:
         raise BadModel(f"{path} is not a tokenizer ({error})") from error
     options = _json_if_there(directory / "tokenizer_config.json")
     template_file = directory / "chat_template.jinja"
-    source = template_file.read_text() if template_file.is_file() else options.get("chat_template")
+    source = _text_in(template_file) if template_file.is_file() else options.get("chat_template")
     bos, eos = (_token_text(options.get(f"{name}_token")) for name in ("bos", "eos"))
     template = ChatTemplate(source, bos, eos) if isinstance(source, str) else None
     return Tokenizer(backend=backend, bos_token_id=None, chat_template=template)
@@ -146,13 +146,21 @@ def _token_text(token: object) -> str:
 
 def read_json(path: Path) -> Mapping[str, object]:
     """The object in a JSON file. Raises BadModel."""
+    text = _text_in(path)
     try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        value = json.loads(text)
+    except ValueError as error:
         raise BadModel(f"{path} is not JSON ({error})") from error
     if not isinstance(value, dict):
         raise BadModel(f"{path} must hold a JSON object")
     return value
+
+
+def _text_in(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadModel(f"{path} cannot be read ({error})") from error
 
 
 def _json_if_there(path: Path) -> Mapping[str, object]:

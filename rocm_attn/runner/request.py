@@ -92,4 +92,5 @@ class Sequence:
 
     @property
     def new_token_ids(self) -> tuple[int, ...]:
+        """What was generated so far."""
         return tuple(self.token_ids[len(self.request.prompt_token_ids) :])

@@ -20,6 +20,7 @@ class NoScaling:
     attention_factor: float = 1.0
 
     def scaled(self, inv_freq: Tensor, theta: float) -> Tensor:
+        """inv_freq, float32 [head_dim / 2] over base theta, after scaling; every kind of scaling has this method."""
         return inv_freq
 
 

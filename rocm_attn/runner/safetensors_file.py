@@ -33,9 +33,11 @@ class SafetensorsFiles:
                     self._file_of[name] = path
 
     def shapes(self) -> Mapping[str, Shape]:
+        """name -> shape of every tensor in the files."""
         return self._shapes
 
     def read(self, name: str) -> Tensor:
+        """One tensor in the dtype of its file. Raises BadModel."""
         with _opened(self._file_of[name]) as file:
             tensor: Tensor = file.get_tensor(name)
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
@@ -59,7 +61,7 @@ def _files(directory: Path) -> list[Path]:
     if not index.is_file():
         raise BadModel(f"{directory} has neither {_SINGLE} nor {_INDEX}")
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise BadModel(f"{index} is not a safetensors index ({error!r})") from error
     for name in names:

@@ -41,6 +41,7 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
         return self.temperature == 0
 
 

@@ -57,6 +57,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
+        """Whether any sequence runs or waits."""
         return bool(self._running or self._waiting)
 
     def add(self, sequence: Sequence) -> None:
@@ -119,8 +120,14 @@ class Scheduler:
         if not self._waiting or len(self._running) >= self._max_batch_size:
             return False
         needed = self._table.pages_short(RESERVED_ROW, len(self._waiting[0].token_ids))
-        # a page for each running sequence stays free, or the newcomer would soon be preempted again
-        return needed + len(self._running) <= self._table.num_free_pages
+        # a page for each that will want one stays free, or the newcomer would soon be preempted again
+        growing = sum(self._table.pages_short(held.row, self._final_kv_len(held)) > 0 for held in self._running)
+        return needed + growing <= self._table.num_free_pages
+
+    def _final_kv_len(self, sequence: Sequence) -> int:
+        """Tokens in its KV at the very end: the last one it picks is never stored."""
+        request = sequence.request
+        return min(len(request.prompt_token_ids) + request.max_new_tokens - 1, self._max_kv_len)
 
     def _admit(self) -> Sequence:
         sequence = self._waiting.popleft()

@@ -73,10 +73,12 @@ class ModelWeights:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of every weight, and of the arithmetic."""
         return self.embedding.dtype
 
     @property
     def device(self) -> torch.device:
+        """Where every weight lies."""
         return self.embedding.device
 
 

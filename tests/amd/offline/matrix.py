@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.problem import Problem
+from rocm_attn.providers.triton import TRITON
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.target import known_target
@@ -23,7 +24,7 @@ LARGE_POOL_BYTES = 2 << 30
 
 KV_LEN = 256
 # With 8 KV heads these are more rows than a grid has programs, which cuts the merge in another way.
-MANY_SEQS = 128
+MANY_SEQS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +67,43 @@ class Row:
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
+# One layer for each decode row of tuning/tiles.py, with the most query heads it serves; they meet every extend row too.
+_AMD_LAYERS = (
+    ((64, 8), (64, 64), BF16, 16),
+    ((32, 8), (128, 128), BF16, 16),
+    ((32, 1), (80, 96), FP16, 1),
+    ((8, 4), (256, 256), BF16, 16),
+    ((32, 1), (192, 128), BF16, 128),
+    ((32, 1), (128, 128), FP32, 16),
+    ((32, 1), (256, 256), FP32, 64),
+)
+_SM_90_LAYERS = (
+    ((64, 8), (64, 64), BF16, 16),
+    ((32, 8), (128, 128), BF16, 16),
+    ((64, 1), (80, 96), FP16, 1),
+    ((8, 4), (256, 256), BF16, 16),
+    ((64, 1), (192, 128), BF16, 128),
+    ((16, 1), (128, 128), FP32, 16),
+    ((16, 1), (256, 256), FP32, 64),
+)
+_SM_80_LAYERS = (
+    ((32, 8), (128, 128), BF16, 16),
+    ((8, 4), (256, 256), BF16, 16),
+    ((16, 1), (128, 128), FP32, 16),
+    ((16, 1), (256, 256), FP32, 64),
+)
+
 ROWS = (
-    Row("sm_90", (64, 8), (64, 64), BF16, 16),
-    Row("sm_90", (32, 8), (128, 128), BF16, 16),
-    Row("sm_90", (128, 4), (80, 96), FP16, 1),
-    Row("sm_90", (128, 1), (128, 128), BF16, 64),
-    Row("sm_90", (8, 4), (256, 256), BF16, 16),
-    Row("sm_90", (64, 1), (192, 128), BF16, 128),
-    Row("sm_90", (128, 1), (256, 256), FP16, 16),
+    *(
+        Row(arch, *layer, is_large=is_large, on_oldest=layer is _AMD_LAYERS[1] and not is_large)
+        for arch in ("gfx942", "gfx950")
+        for is_large in (False, True)
+        for layer in _AMD_LAYERS
+    ),
+    # More query heads on a KV head than any row serves at once: they are cut into blocks.
+    Row("gfx942", (128, 1), (128, 128), BF16, 16),
+    *(Row("sm_90", *layer) for layer in _SM_90_LAYERS),
+    *(Row("sm_80", *layer) for layer in _SM_80_LAYERS),
 )
 
 
@@ -105,6 +135,7 @@ def launch_all(row: Row) -> None:
         _launch_step(runtime, _batch(rows[:1], [1]))
         _launch_step(runtime, _batch(rows, [1] * 16), pad_to=MANY_SEQS)
         _launch_step(runtime, _batch(rows, [1, 32] * 8), with_lse=True)
+        _launch_page_lists(row.page_size)
 
 
 def _batch(rows: list[int], q_lens: list[int]) -> StepBatch:
@@ -135,3 +166,13 @@ def _launch_step(
         torch.empty(num_tokens, problem.num_q_heads) if with_lse else None,
     )
     runtime.end_step()
+
+
+def _launch_page_lists(page_size: int) -> None:
+    """The forms of the table that other libraries' kernels read; no kernel of this project asks for them."""
+    ops = TRITON.ops()
+    seqs, entries = (torch.empty(size, dtype=torch.int32) for size in (16, 1024))
+    indptr, table = torch.empty(17, dtype=torch.int32), torch.empty(17, 64, dtype=torch.int32)
+    ops.page_indptr(seqs, indptr, seqs, torch.empty(16, dtype=torch.int64), page_size=page_size)
+    ops.page_list(seqs, seqs, table, entries, page_size=page_size, programs_per_seq=8)
+    ops.block_table(seqs, seqs, table, torch.empty(16, 64, dtype=torch.int32), page_size=page_size)

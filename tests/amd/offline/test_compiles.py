@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, wait
+from dataclasses import replace
 from typing import cast
 
 import pytest
+import torch
 from triton.compiler import CompiledKernel
 
 from rocm_attn.kernels.tuning.tiles import DECODE_ROWS, EXTEND_ROWS, decode_tiles, extend_tiles
@@ -15,13 +17,19 @@ from rocm_attn.target import known_target
 from tests.amd.offline.code_object import AmdCode, NvidiaCode, read_amd_code, read_nvidia_code
 from tests.amd.offline.matrix import ROWS, Row, launch_all
 from tests.amd.offline.offline_driver import compiled_by
+from tests.amd.offline.test_offline_driver import gather_product
 
 MAX_ROWS = 40
 AMD_ARCHS = ("gfx942", "gfx950")
-NVIDIA_ARCHS = ("sm_90",)
+NVIDIA_ARCHS = ("sm_80", "sm_90")
+
+# Where the rows of an arch without rows of its own stand in tuning/tiles.py.
+FAMILIES = {"sm_80": "sm_"}
 
 # A wave of gfx942 and gfx950 addresses 512 vector registers, accumulation registers included.
 MAX_VGPRS = 512
+
+SMALL, LARGE = (next(row for row in ROWS if row.is_large == is_large) for is_large in (False, True))
 
 # Kernels that read K or V pages: above 2 GiB their loads need 64-bit addresses.
 READS_PAGES = ("_decode_kernel", "_extend_kernel")
@@ -39,14 +47,14 @@ def rows_for(archs: tuple[str, ...]) -> pytest.MarkDecorator:
     )
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def _compiled_on_all_cores(request: pytest.FixtureRequest) -> None:
     """Fill Triton's cache with the rows of this run; each test then reads its own from there.
 
     A row that cannot be compiled fails here in silence, and again in its test.
     """
-    functions = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    rows = {cast(Row, item.callspec.params["row"]) for item in functions if "row" in item.fixturenames}
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    rows = {cast(Row, test.callspec.params["row"]) for test in tests if "_compiled_on_all_cores" in test.fixturenames}
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         wait([pool.submit(compile_row, row) for row in rows])
 
@@ -62,6 +70,7 @@ def compiled_kernels(row: Row) -> list[CompiledKernel]:
     return list({kernel.hash: kernel for kernel in kernels}.values())
 
 
+@pytest.mark.usefixtures("_compiled_on_all_cores")
 @rows_for(AMD_ARCHS)
 def test_amd_kernels_fit_and_use_the_matrix_units(row: Row) -> None:
     kernels = compiled_kernels(row)
@@ -74,6 +83,7 @@ def test_amd_kernels_fit_and_use_the_matrix_units(row: Row) -> None:
     assert not complaints, "\n".join(complaints)
 
 
+@pytest.mark.usefixtures("_compiled_on_all_cores")
 @rows_for(NVIDIA_ARCHS)
 def test_nvidia_kernels_fit_and_use_the_matrix_units(row: Row) -> None:
     complaints = [
@@ -105,13 +115,13 @@ def amd_complaints(row: Row, name: str, code: AmdCode) -> Iterator[str]:
 
 
 def nvidia_complaints(row: Row, code: NvidiaCode) -> Iterator[str]:
-    """What is wrong with a kernel's machine code, a clause each."""
+    """What is wrong with a kernel's machine code, a clause each. Exact float32 products have no matrix instructions."""
     if code.stack_bytes or code.local_bytes:
         yield f"{code.stack_bytes + code.local_bytes} bytes spilled, at {code.registers} registers"
     shared_bytes = known_target(row.arch).lds_bytes
     if code.shared_bytes > shared_bytes:
         yield f"{code.shared_bytes} bytes of shared memory, {row.arch} has {shared_bytes}"
-    if code.has_dot and not code.matrix_ops:
+    if code.has_dot and not code.matrix_ops and row.dtype != torch.float32:
         yield "a product without matrix instructions"
 
 
@@ -131,7 +141,8 @@ def test_every_tuning_row_is_in_the_matrix(arch: str) -> None:
                     dtype=problem.dtype,
                 )
                 compiled.add(id(tiles))
-        tuned = [row for row in (*DECODE_ROWS, *EXTEND_ROWS) if row.arch == arch]
+        own_name = FAMILIES.get(arch, arch)
+        tuned = [row for row in (*DECODE_ROWS, *EXTEND_ROWS) if row.arch == own_name]
         assert tuned, f"no tuning row for {arch}"
         missing = [row for row in tuned if id(row.tiles) not in compiled]
         assert not missing, f"no compile {'above' if is_large else 'below'} 2 GiB for {missing}"
@@ -143,3 +154,21 @@ def test_the_matrix_is_a_list_that_a_change_can_wait_for() -> None:
 
 def test_the_oldest_triton_compiles_a_row_for_each_amd_arch() -> None:
     assert {row.arch for row in ROWS if row.on_oldest} >= set(AMD_ARCHS)
+
+
+@pytest.mark.parametrize(
+    ("row", "change", "complaint"),
+    [
+        (SMALL, {"vgpr_spills": 2, "scratch_bytes": 12}, "2 VGPRs and 0 SGPRs spilled, 12 bytes of scratch"),
+        (SMALL, {"sgpr_spills": 1}, "0 VGPRs and 1 SGPRs spilled"),
+        (SMALL, {"lds_bytes": 65537}, "65537 bytes of LDS, gfx942 has 65536"),
+        (SMALL, {"matrix_ops": 0}, "a product without matrix instructions"),
+        (SMALL, {"buffer_loads": 0}, "no buffer loads"),
+        (LARGE, {"global_loads": 0}, "no 64-bit loads"),
+    ],
+)
+def test_the_gate_refuses(row: Row, change: dict[str, int], complaint: str) -> None:
+    code = replace(read_amd_code(gather_product("gfx942")), global_loads=1)
+    assert list(amd_complaints(row, "_decode_kernel", code)) == []
+    (found,) = amd_complaints(row, "_decode_kernel", replace(code, **change))  # type: ignore[arg-type]
+    assert complaint in found

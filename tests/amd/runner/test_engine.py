@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
+from tokenizers import decoders, models
 
 from rocm_attn.errors import BadRequest, BadSetting, CapacityExceeded, Unsupported
 from rocm_attn.runner.engine import Engine, EngineOptions
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.request import Completion, Request, TokenEvent
 from rocm_attn.runner.sampling import Sampling
+from rocm_attn.runner.tokenizer import Tokenizer
 from tests.amd.runner.dense_attention import dense_logits
 from tests.amd.runner.test_tokenizer import from_gguf, sentencepiece_fields
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
@@ -147,6 +151,17 @@ def test_events_put_together_are_the_completions() -> None:
         assert [event.finish_reason for event in mine] == [None] * 11 + [completion.finish_reason]
 
 
+def test_text_that_ends_inside_a_character_comes_out_at_the_end() -> None:
+    # every token of this vocabulary is the first byte of a longer character
+    letters = [chr(byte) for byte in range(0xC0, 0xC0 + CONFIG.vocab_size)]
+    backend = tokenizers.Tokenizer(models.BPE({letter: token for token, letter in enumerate(letters)}, []))
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(backend=backend, bos_token_id=None, chat_template=None)
+    for completion in engine(tiny_model(tokenizer=tokenizer)).generate(some_requests()):
+        assert completion.text == tokenizer.decode(completion.token_ids)
+        assert completion.text.endswith("\N{REPLACEMENT CHARACTER}")
+
+
 def test_requests_may_come_while_others_run(loaded: LoadedModel) -> None:
     requests = some_requests()
     served = engine(loaded)
@@ -179,7 +194,7 @@ def test_decode_steps_replay_and_the_report_says_so(loaded: LoadedModel) -> None
     assert engine(loaded).report().graphs == "off"
 
 
-BAD_REQUESTS = {
+BAD_REQUESTS: dict[str, tuple[Callable[[], Request], str]] = {
     "longer than the context": (
         lambda: Request((1,) * 97),
         r"the prompt has 97 tokens and the model's context is 96; shorten it",

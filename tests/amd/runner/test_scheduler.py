@@ -6,6 +6,7 @@ So a token that was stored in a wrong page, not stored at all, or stored twice c
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
@@ -74,11 +75,16 @@ class World:
         self.table.check_batch(step.batch)
         self.steps.append(step)
         outputs = self._forward(step)
-        picked = [outputs[seq] for seq in step.picks]
-        sequences = [step.sequences[seq] for seq in step.picks]
-        for sequence, reason in zip(sequences, self.scheduler.finish_step(step, picked), strict=True):
+        whole = [sequence.num_stored + q == len(sequence.token_ids) for sequence, q in self._q_len(step)]
+        assert whole == [True] * step.num_picks + [False] * (len(whole) - step.num_picks)
+        reasons = self.scheduler.finish_step(step, outputs[: step.num_picks])
+        for sequence, reason in zip(step.picking, reasons, strict=True):
             if reason is not None:
                 self.results[sequence.number] = list(sequence.new_token_ids), reason
+
+    @staticmethod
+    def _q_len(step: ScheduledStep) -> Iterator[tuple[Sequence, int]]:
+        return zip(step.sequences, step.batch.q_len.tolist(), strict=True)
 
     def _forward(self, step: ScheduledStep) -> list[int]:
         batch, outputs = step.batch, []
@@ -135,9 +141,8 @@ def request(prompt_len: int, max_new_tokens: int = 5) -> Request:
     return Request(tuple(range(prompt_len)), max_new_tokens)
 
 
-def world(**changes: int) -> World:
-    values = {"page_size": 4, "num_pages": 65, "max_batch_size": 4, "chunk": 8, "max_kv_len": 64}
-    return World(**{**values, **changes})
+def world(*, num_pages: int = 65, chunk: int = 8, max_kv_len: int = 64) -> World:
+    return World(page_size=4, num_pages=num_pages, max_batch_size=4, chunk=chunk, max_kv_len=max_kv_len)
 
 
 def test_prompts_are_cut_into_chunks_and_mixed_with_decodes() -> None:
@@ -147,7 +152,7 @@ def test_prompts_are_cut_into_chunks_and_mixed_with_decodes() -> None:
     for _ in range(4):
         served.step()
     assert [step.batch.q_len.tolist() for step in served.steps] == [[3, 5], [1, 7], [1, 7], [1, 1]]
-    assert [step.picks for step in served.steps] == [(0,), (0,), (0,), (0, 1)]
+    assert [step.num_picks for step in served.steps] == [1, 1, 1, 2]
 
 
 def test_decodes_run_even_where_they_exceed_the_chunk_and_a_prompt_still_moves() -> None:
@@ -159,7 +164,7 @@ def test_decodes_run_even_where_they_exceed_the_chunk_and_a_prompt_still_moves()
     served.add(3, request(3))
     served.step()
     assert served.steps[-1].batch.q_len.tolist() == [1, 1, 1, 1]
-    assert served.steps[-1].picks == (0, 1, 2)
+    assert served.steps[-1].num_picks == 3
 
 
 def test_requests_are_admitted_in_the_order_they_came() -> None:
@@ -182,6 +187,35 @@ def test_the_youngest_gives_way_and_goes_on_with_the_same_tokens() -> None:
     assert tight.scheduler.num_preemptions > 0
     assert tight.results == roomy.results
     assert next(iter(tight.results)) == 0  # the oldest is never the one to give way
+
+
+def test_one_that_gave_way_goes_on_before_newcomers() -> None:
+    served = world(chunk=64, num_pages=1 + 8, max_kv_len=32)
+    for number in range(4):
+        served.add(number, Request((number, 1, 2, 3, 4, 5), 20))
+    while served.scheduler.has_work:
+        served.step()
+    assert served.scheduler.num_preemptions > 0
+    assert list(served.results) == [0, 1, 2, 3]
+
+
+def test_a_newcomer_waits_while_those_who_run_would_soon_need_its_pages() -> None:
+    served = world(chunk=64, num_pages=1 + 8, max_kv_len=32)
+    served.add(0, Request(tuple(range(16)), 9))  # 4 pages now, 6 in the end
+    served.add(1, Request(tuple(range(16)), 9))  # the other 4 now
+    while served.scheduler.has_work:
+        served.step()
+    assert served.scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize("prompt_len", range(1, 9))
+def test_a_pool_made_for_all_of_them_serves_all_of_them_at_once(prompt_len: int) -> None:
+    served = world(chunk=64, num_pages=1 + 4 * 3, max_kv_len=12)
+    for number in range(4):
+        served.add(number, request(prompt_len, max_new_tokens=13 - prompt_len))
+    while served.scheduler.has_work:
+        served.step()
+    assert {step.batch.num_seqs for step in served.steps} == {4}
 
 
 def test_a_recomputed_sequence_is_cut_into_chunks_like_a_prompt() -> None:

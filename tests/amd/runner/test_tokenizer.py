@@ -227,7 +227,8 @@ def test_smollm2_chat_prompt_equals_transformers(smollm2: Tokenizer, smollm2_of_
 
 
 def test_a_tokenizer_json_with_its_template_is_read(trained: tokenizers.Tokenizer, tmp_path: Path) -> None:
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=trained, bos_token="<|start|>", eos_token="<|end|>")
+    make: Any = transformers.PreTrainedTokenizerFast
+    fast = make(tokenizer_object=trained, bos_token="<|start|>", eos_token="<|end|>")
     fast.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}{{ eos_token }}"
     fast.save_pretrained(tmp_path)
     ours = load_tokenizer(tmp_path)
@@ -244,6 +245,13 @@ def test_a_template_in_tokenizer_config_json_is_read(trained: tokenizers.Tokeniz
     ours = load_tokenizer(tmp_path)
     assert ours is not None
     assert ours.encode_chat("fox") == trained.encode("<|end|>fox").ids
+
+
+def test_a_template_that_is_no_text_is_refused(trained: tokenizers.Tokenizer, tmp_path: Path) -> None:
+    trained.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(BadModel, match=r"chat_template\.jinja cannot be read"):
+        load_tokenizer(tmp_path)
 
 
 def test_a_directory_without_tokenizer_has_none(tmp_path: Path) -> None:
@@ -269,13 +277,21 @@ def test_a_token_before_the_text_is_for_plain_texts_only() -> None:
     assert tokenizer.encode_chat("ab") == _TRAINED.encode("ab")
 
 
+def test_a_line_with_nothing_but_a_block_leaves_no_line() -> None:
+    source = "{% for m in messages %}\n  {% if m.role == 'user' %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\nend"
+    assert ChatTemplate(source).render([{"role": "user", "content": "hi"}]) == "hi\nend"
+
+
 def test_a_template_may_refuse_and_may_ask_for_the_date() -> None:
     with pytest.raises(BadRequest, match="refuses the messages: roles must alternate"):
         ChatTemplate("{{ raise_exception('roles must alternate') }}").render([])
     assert len(ChatTemplate("{{ strftime_now('%Y') }}").render([])) == 4
 
 
-@pytest.mark.parametrize("source", ["{% for %}", "{{ 1 + 'a' }}", "{{ messages.__class__.__mro__ }}", "{{ x.y }}"])
+@pytest.mark.parametrize(
+    "source",
+    ["{% for %}", "{{ 1 + 'a' }}", "{{ messages.__class__.__mro__ }}", "{{ x.y }}", "{{ 1 / 0 }}", "{{ [][1](2) }}"],
+)
 def test_a_template_that_fails_is_a_bad_model(source: str) -> None:
     with pytest.raises(BadModel, match="chat template fails"):
         ChatTemplate(source).render([])

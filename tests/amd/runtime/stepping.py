@@ -14,6 +14,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.reference import attend_sequence
 from rocm_attn.runtime import AttentionRuntime, Step
 from rocm_attn.step_batch import StepBatch
+from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 
 def providers() -> list[str]:
@@ -152,14 +153,12 @@ class World:
     ) -> None:
         """out and lse of every real token equal the oracle's; padded tokens are zero and -inf."""
         problem = self.problems[layer]
-        # The table of bounds is for bf16 too; float32 steps are far below 1e-5.
-        bound = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[problem.dtype]
         first = 0
         for request, new in zip(requests, q_len, strict=True):
             rows = slice(first, first + new)
             want, want_lse = attend_sequence(q[rows], request.k[layer], request.v[layer], problem)
-            torch.testing.assert_close(out[rows].double(), want, atol=bound, rtol=bound)
-            torch.testing.assert_close(lse[rows].double(), want_lse, atol=bound, rtol=bound)
+            assert_attention_close(out[rows], want, problem.dtype)
+            assert_lse_close(lse[rows], want_lse, problem.dtype)
             first += new
         assert torch.equal(out[first:], torch.zeros_like(out[first:])), "a padded token got something else than zero"
         assert torch.equal(lse[first:], torch.full_like(lse[first:], float("-inf")))

@@ -21,7 +21,7 @@ def hf_llama(loaded: LoadedModel) -> Any:
     assert config.architecture == "LlamaForCausalLM"
     assert config.rope.scaling == NoScaling()
     with torch.device("meta"):
-        model = LlamaForCausalLM(_hf_config(config))
+        model: Any = LlamaForCausalLM(_hf_config(config))
     tensors = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.final_norm}
     tensors["lm_head.weight"] = weights.head
     for layer, layer_weights in enumerate(weights.layers):
@@ -73,8 +73,13 @@ def greedy_steps(model: Any, prompt: Sequence[int], continuation: Sequence[int])
     The model sees the continuation itself (teacher forcing), so by induction it is what greedy decoding gives if and
     only if the picks equal it. Returns the picks and float32 [len(continuation)] gaps.
     """
+    best = logits_along(model, prompt, continuation).topk(2, -1)
+    return best.indices[:, 0].tolist(), best.values[:, 0] - best.values[:, 1]
+
+
+def logits_along(model: Any, prompt: Sequence[int], continuation: Sequence[int]) -> Tensor:
+    """float32 [len(continuation), vocab]: what each token of the continuation would be picked from."""
     token_ids = torch.tensor([[*prompt, *continuation[:-1]]])
     with torch.no_grad():
-        logits = model(token_ids, logits_to_keep=len(continuation)).logits[0].float()
-    best = logits.topk(2, -1)
-    return best.indices[:, 0].tolist(), best.values[:, 0] - best.values[:, 1]
+        logits: Tensor = model(token_ids, logits_to_keep=len(continuation)).logits[0].float()
+    return logits

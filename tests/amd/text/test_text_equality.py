@@ -32,6 +32,13 @@ RAW_PROMPTS = (
     "A",
 )
 
+# prompts and how any model of this size goes on
+PLAIN_FACTS = (
+    ("The capital of France is", " Paris"),
+    ("The opposite of hot is", " cold"),
+    ("1, 2, 3, 4, 5, 6,", " 7, 8"),
+)
+
 # page size, chunk, graphs: every pair of values meets; all triples, over a small model, are in test_engine.py
 WAYS = [
     EngineOptions(provider="torch", page_size=page_size, chunk=chunk, graphs=graphs, max_batch_size=8, max_kv_len=128)
@@ -101,8 +108,7 @@ def test_neither_order_nor_batch_size_changes_a_token(
 def test_the_text_makes_sense(loaded: LoadedModel) -> None:
     """Wrong weights that both sides share would go unnoticed above."""
     assert loaded.tokenizer is not None
-    prompts = ["The capital of France is", "The opposite of hot is", "1, 2, 3, 4, 5, 6,"]
-    requests = [Request(tuple(loaded.tokenizer.encode(prompt)), 6) for prompt in prompts]
+    requests = [Request(tuple(loaded.tokenizer.encode(prompt)), 6) for prompt, _ in PLAIN_FACTS]
     texts = [completion.text for completion in serve(loaded, requests, WAYS[0])]
-    for text, word in zip(texts, (" Paris", " cold", " 7, 8"), strict=True):
+    for text, (_, word) in zip(texts, PLAIN_FACTS, strict=True):
         assert text.startswith(word)

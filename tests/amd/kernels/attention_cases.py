@@ -1,0 +1,253 @@
+"""Paged attention problems with poison around everything that may not be read, and a float64 answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.attention.decode import decode_partials_words, launch_paged_decode
+from rocm_attn.kernels.attention.decode_schedule import decode_schedule_words, launch_decode_schedule
+from rocm_attn.kernels.attention.extend import launch_paged_extend
+from rocm_attn.kernels.attention.extend_schedule import extend_schedule_words, launch_extend_schedule
+from rocm_attn.kernels.refs.attention import paged_decode, paged_extend
+from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, decode_tiles, extend_tiles
+from tests.amd.tolerances import assert_attention_close, assert_lse_close
+
+# A value of every tensor that a kernel has to overwrite or must leave alone.
+UNTOUCHED = -77.0
+
+
+def dtypes() -> list[torch.dtype]:
+    """What the kernels can be tested with here: Triton's interpreter gets bf16 arithmetic wrong without saying so."""
+    gpu_only = [torch.bfloat16] if torch.cuda.is_available() else []
+    return [torch.float32, torch.float16, *gpu_only]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """The shape of a step.
+
+    heads:           query heads, KV heads
+    dims:            head_dim, v_head_dim
+    kv_len, q_len:   one number for each sequence
+    tail:            padded tokens past the last sequence's
+    spread:          whether q, out and the pages are views with gaps, in an order of dimensions of their own
+    """
+
+    kv_len: Sequence[int]
+    q_len: Sequence[int]
+    heads: tuple[int, int] = (4, 2)
+    dims: tuple[int, int] = (64, 64)
+    page_size: int = 16
+    dtype: torch.dtype = torch.float32
+    tail: int = 0
+    spread: bool = False
+
+    def decodes(self) -> Case:
+        """The same sequences with one new token each."""
+        return replace(self, q_len=[1] * len(self.kv_len))
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """The tensors of a step; see launch_paged_decode. reference and reference_lse are float64, by token."""
+
+    case: Case
+    scale: float
+    q: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    table: Tensor
+    row_of_seq: Tensor
+    kv_len: Tensor
+    q_len: Tensor
+    q_indptr: Tensor
+    out: Tensor
+    lse: Tensor
+    reference: Tensor
+    reference_lse: Tensor
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.case.kv_len)
+
+    @property
+    def gqa_ratio(self) -> int:
+        return self.case.heads[0] // self.case.heads[1]
+
+
+def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
+    """Random q, K and V. Pages of no sequence, page tails, and gaps between rows are NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    (num_q_heads, num_kv_heads), (head_dim, v_head_dim) = case.heads, case.dims
+    page_size, num_seqs = case.page_size, len(case.kv_len)
+    pages_of_seq = [-(-length // page_size) for length in case.kv_len]
+    num_pages = sum(pages_of_seq) + 4
+    num_tokens = sum(case.q_len) + case.tail
+    scale = head_dim**-0.5
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(case.dtype)
+
+    q = random(num_tokens, num_q_heads, head_dim)
+    k_pages = _nan(num_pages, page_size, num_kv_heads, head_dim, dtype=case.dtype)
+    v_pages = _nan(num_pages, page_size, num_kv_heads, v_head_dim, dtype=case.dtype)
+    # Table entries past a sequence's pages, and rows of no sequence, aim at a page that is NaN.
+    table = torch.full((num_seqs + 2, max([*pages_of_seq, 1]) + 1), num_pages - 1, dtype=torch.int32)
+    row_of_seq = torch.randperm(num_seqs + 2, generator=generator)[:num_seqs].int()
+    free = (torch.randperm(num_pages - 2, generator=generator) + 1).tolist()
+    reference = torch.zeros(num_tokens, num_q_heads, v_head_dim, dtype=torch.float64)
+    reference_lse = torch.full((num_tokens, num_q_heads), float("-inf"), dtype=torch.float64)
+    token = 0
+    for seq, (length, new) in enumerate(zip(case.kv_len, case.q_len, strict=True)):
+        k, v = random(length, num_kv_heads, head_dim), random(length, num_kv_heads, v_head_dim)
+        for page_no in range(pages_of_seq[seq]):
+            page, first = free.pop(), page_no * page_size
+            table[row_of_seq[seq], page_no] = page
+            in_page = min(page_size, length - first)
+            k_pages[page, :in_page] = k[first : first + in_page]
+            v_pages[page, :in_page] = v[first : first + in_page]
+        for visible in range(length - new + 1, length + 1):
+            if visible > 0:
+                reference[token], reference_lse[token] = _attend_one(q[token], k[:visible], v[:visible], scale)
+            token += 1
+
+    out = torch.full((num_tokens, num_q_heads, v_head_dim), UNTOUCHED, dtype=case.dtype)
+    lse = torch.full((num_tokens, num_q_heads), UNTOUCHED)
+    q_len = torch.tensor(case.q_len, dtype=torch.int32)
+    spread = _spread if case.spread else _as_is
+    return Tensors(
+        case=case,
+        scale=scale,
+        q=spread(q.to(device), (1, 0, 2)),
+        k_pages=spread(k_pages.to(device), (2, 0, 1, 3)),
+        v_pages=spread(v_pages.to(device), (1, 0, 2, 3)),
+        table=table.to(device),
+        row_of_seq=row_of_seq.to(device),
+        kv_len=torch.tensor(case.kv_len, dtype=torch.int32).to(device),
+        q_len=q_len.to(device),
+        q_indptr=torch.cat([torch.zeros(1), q_len.cumsum(0)]).int().to(device),
+        out=spread(out.to(device), (1, 0, 2)),
+        lse=spread(lse.to(device), (1, 0)),
+        reference=reference.to(device),
+        reference_lse=reference_lse.to(device),
+    )
+
+
+def _attend_one(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """One token: q [q_heads, dim], k and v [visible, kv_heads, dim], in float64."""
+    ratio = q.shape[0] // k.shape[1]
+    k, v = (x.double().repeat_interleave(ratio, 1) for x in (k, v))
+    scores = torch.einsum("hd,khd->hk", q.double() * scale, k)
+    return torch.einsum("hk,khd->hd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+
+def _nan(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype)
+
+
+def _as_is(values: Tensor, order: tuple[int, ...]) -> Tensor:
+    return values
+
+
+def _spread(values: Tensor, order: tuple[int, ...]) -> Tensor:
+    """values in memory of another order of dimensions, with NaN behind each row of the last."""
+    ordered = values.permute(order)
+    rows, columns = ordered.shape[:-1], ordered.shape[-1]
+    memory = torch.full((*rows, columns + 8), float("nan"), dtype=values.dtype, device=values.device)[..., :columns]
+    return memory.copy_(ordered).permute([order.index(i) for i in range(len(order))])
+
+
+def tiles_for(tensors: Tensors) -> tuple[DecodeTiles, ExtendTiles]:
+    """What the tuning table says for the device at hand."""
+    arch = "interpreter"
+    if tensors.q.is_cuda:
+        properties = torch.cuda.get_device_properties(tensors.q.device)
+        is_amd = torch.version.hip is not None
+        arch = properties.gcnArchName.split(":")[0] if is_amd else f"sm_{properties.major}{properties.minor}"
+    case = tensors.case
+    shape = {
+        "gqa_ratio": tensors.gqa_ratio,
+        "num_kv_heads": case.heads[1],
+        "head_dim": case.dims[0],
+        "v_head_dim": case.dims[1],
+    }
+    return decode_tiles(arch, **shape, dtype=case.dtype), extend_tiles(arch, **shape, dtype=case.dtype)
+
+
+def run_decode(tensors: Tensors, *, num_programs: int = 5, tiles: DecodeTiles | None = None) -> None:
+    """Schedule, decode and merge, with scratch memory that is NaN or garbage beforehand."""
+    case, device = tensors.case, tensors.q.device
+    tiles = tiles or tiles_for(tensors)[0]
+    words = decode_schedule_words(num_programs, tensors.num_seqs)
+    schedule = torch.full((words,), 0x7F7F7F7F, dtype=torch.int32, device=device)
+    partials_words = decode_partials_words(
+        num_programs, num_q_heads=case.heads[0], num_kv_heads=case.heads[1], v_head_dim=case.dims[1], tiles=tiles
+    )
+    partials = _nan(partials_words, dtype=torch.float32).to(device)
+    launch_decode_schedule(
+        tensors.kv_len, tensors.q_len, schedule, num_kv_heads=case.heads[1], num_programs=num_programs, tiles=tiles
+    )
+    launch_paged_decode(
+        *_paged(tensors),
+        schedule,
+        partials,
+        tensors.out,
+        tensors.lse,
+        scale=tensors.scale,
+        num_programs=num_programs,
+        tiles=tiles,
+    )
+
+
+def run_decode_twin(tensors: Tensors) -> None:
+    """The torch twin of run_decode."""
+    paged_decode(
+        *_paged(tensors), None, None, tensors.out, tensors.lse, scale=tensors.scale, num_programs=1, tiles=None
+    )
+
+
+def run_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: ExtendTiles | None = None) -> None:
+    """Schedule and extend, with a schedule that is garbage beforehand."""
+    tiles = tiles or tiles_for(tensors)[1]
+    num_tokens, ratio = tensors.q.shape[0], tensors.gqa_ratio
+    words = extend_schedule_words(num_tokens, tensors.num_seqs, gqa_ratio=ratio, tiles=tiles)
+    schedule = torch.full((words,), 0x7F7F7F7F, dtype=torch.int32, device=tensors.q.device)
+    launch_extend_schedule(
+        tensors.kv_len,
+        tensors.q_indptr,
+        schedule,
+        min_q_len=min_q_len,
+        num_tokens=num_tokens,
+        gqa_ratio=ratio,
+        tiles=tiles,
+    )
+    launch_paged_extend(
+        *_paged(tensors),
+        schedule,
+        tensors.out,
+        tensors.lse,
+        scale=tensors.scale,
+        max_q_len=max([*tensors.case.q_len, 0]),
+        tiles=tiles,
+    )
+
+
+def run_extend_twin(tensors: Tensors) -> None:
+    """The torch twin of run_extend; it has no min_q_len."""
+    max_q_len = max([*tensors.case.q_len, 0])
+    paged_extend(*_paged(tensors), None, tensors.out, tensors.lse, scale=tensors.scale, max_q_len=max_q_len, tiles=None)
+
+
+def assert_served(tensors: Tensors) -> None:
+    """Every token of out and lse is the reference's."""
+    assert_attention_close(tensors.out, tensors.reference, tensors.case.dtype)
+    assert_lse_close(tensors.lse, tensors.reference_lse, tensors.case.dtype)
+
+
+def _paged(tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    t = tensors
+    return t.q, t.k_pages, t.v_pages, t.table, t.row_of_seq, t.kv_len, t.q_indptr

@@ -1,0 +1,192 @@
+"""The decode schedule: its parts cover every row once, the merge finds them, and the device writes the same words."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rocm_attn.kernels.attention.decode_schedule import decode_schedule_words, launch_decode_schedule
+from rocm_attn.kernels.refs.schedules import decode_schedule
+from rocm_attn.kernels.tuning.tiles import DecodeTiles
+
+TILES = DecodeTiles(block_n=16, num_warps=1, num_stages=1, programs_per_cu=1)
+GARBAGE = 0x7F7F7F7F
+
+Row = tuple[int, int]  # seq, row of KV heads
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A schedule's arguments."""
+
+    kv_len: list[int]
+    q_len: list[int]
+    num_kv_heads: int
+    num_programs: int
+    tiles: DecodeTiles
+
+    def words(self) -> list[int]:
+        return decode_schedule(
+            self.kv_len,
+            self.q_len,
+            num_kv_heads=self.num_kv_heads,
+            num_programs=self.num_programs,
+            tiles=self.tiles,
+        )
+
+    def tiles_of(self, seq: int) -> int:
+        return -(-self.kv_len[seq] // self.tiles.block_n)
+
+    def decoded_rows(self) -> set[Row]:
+        rows = range(self.tiles.rows_per_seq(self.num_kv_heads))
+        return {(seq, row) for seq, new in enumerate(self.q_len) if new == 1 for row in rows}
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    """Lengths from nothing to far apart, some sequences of another kind, and as few or as many programs as may be."""
+    longest = draw(st.sampled_from([3, 40, 300, 5000]))
+    seqs = draw(st.lists(st.tuples(st.integers(0, longest), st.sampled_from([1, 1, 1, 0, 2])), max_size=20))
+    tiles = replace(TILES, row_cost=draw(st.integers(1, 4)), head_blocks=draw(st.integers(1, 2)))
+    return Batch(
+        [length for length, _ in seqs],
+        [new for _, new in seqs],
+        draw(st.integers(1, 5)),
+        draw(st.integers(1, 600)),
+        tiles,
+    )
+
+
+def walk(batch: Batch, program: int) -> list[tuple[Row, int, int]]:
+    """What the decode kernel does with a program's words: rows and their tiles [first, end); (row, 0, 0) for zeros."""
+    words = batch.words()
+    seq, row, done, work = words[8 * program : 8 * program + 4]
+    rows_per_seq, row_cost = batch.tiles.rows_per_seq(batch.num_kv_heads), batch.tiles.row_cost
+    visits = []
+    while work > 0:
+        length = words[8 * batch.num_programs + 2 * seq + 1]
+        num_tiles = -(-max(length, 0) // batch.tiles.block_n)
+        cost = 0 if length < 0 else num_tiles + row_cost
+        take = min(work, cost - done)
+        first, end = max(done - row_cost, 0), done + take - row_cost
+        if end > first:
+            visits.append(((seq, row), first, end))
+        if length == 0 and done == 0:
+            visits.append(((seq, row), 0, 0))
+        work, done, row = work - take, 0, rows_per_seq if length < 0 else row + 1
+        if row == rows_per_seq:
+            seq, row = seq + 1, 0
+    return visits
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches())
+def test_every_tile_of_every_row_is_visited_once_and_in_order(batch: Batch) -> None:
+    visited: dict[Row, list[range]] = defaultdict(list)
+    for program in range(batch.num_programs):
+        for row, first, end in walk(batch, program):
+            visited[row].append(range(first, end))
+    assert set(visited) == batch.decoded_rows()
+    for (seq, _), parts in visited.items():
+        assert [tile for part in parts for tile in part] == list(range(batch.tiles_of(seq)))
+        assert len(parts) == 1 or batch.tiles_of(seq) > 0, "the zeros of an empty sequence are written once"
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches())
+def test_a_program_leaves_at_most_one_row_begun_before_it_and_one_that_goes_on(batch: Batch) -> None:
+    for program in range(batch.num_programs):
+        parts = [(first, end, batch.tiles_of(seq)) for (seq, _), first, end in walk(batch, program)]
+        unfinished = Counter(first == 0 for first, end, num_tiles in parts if end - first < num_tiles)
+        assert unfinished[True] <= 1
+        assert unfinished[False] <= 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches())
+def test_the_merge_finds_the_programs_of_every_row_that_is_shared(batch: Batch) -> None:
+    """By row, and from the boundaries between programs: the two rules of merge.py."""
+    words, row_cost = batch.words(), batch.tiles.row_cost
+    programs_of: dict[Row, list[int]] = defaultdict(list)
+    for program in range(batch.num_programs):
+        for row, first, end in walk(batch, program):
+            if end > first:
+                programs_of[row].append(program)
+    share = words[4]
+
+    def holders(row_start: int, num_tiles: int) -> list[int]:
+        first = row_start + row_cost
+        return list(range(first // share, (first + num_tiles - 1) // share + 1))
+
+    for (seq, row_of_seq), programs in programs_of.items():
+        start = words[8 * batch.num_programs + 2 * seq] + row_of_seq * (batch.tiles_of(seq) + row_cost)
+        assert holders(start, batch.tiles_of(seq)) == programs
+
+    found: dict[Row, list[int]] = {}
+    for boundary in range(batch.num_programs - 1):
+        seq, row_of_seq, done, work, _, row_start, length, _ = words[8 * (boundary + 1) : 8 * (boundary + 2)]
+        programs = holders(row_start, -(-length // batch.tiles.block_n))
+        if work > 0 and done > row_cost and programs[0] == boundary and len(programs) > 1:
+            assert (seq, row_of_seq) not in found, "two boundaries would merge the same row"
+            found[seq, row_of_seq] = programs
+    assert found == {row: programs for row, programs in programs_of.items() if len(programs) > 1}
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches())
+def test_no_program_has_more_work_than_another_but_for_the_last_ones(batch: Batch) -> None:
+    work = batch.words()[3 : 8 * batch.num_programs : 8]
+    share = work[0]
+    used = -(-sum(work) // share) if share else 0
+    assert all(amount == share for amount in work[: max(used - 1, 0)])
+    assert all(amount == 0 for amount in work[used:])
+
+
+def device_words(batch: Batch, device: torch.device) -> list[int]:
+    """The words as the kernel writes them, with those that have no meaning set to 0."""
+    size = decode_schedule_words(batch.num_programs, len(batch.kv_len))
+    schedule = torch.full((size + 3,), GARBAGE, dtype=torch.int32, device=device)
+    launch_decode_schedule(
+        torch.tensor(batch.kv_len, dtype=torch.int32, device=device),
+        torch.tensor(batch.q_len, dtype=torch.int32, device=device),
+        schedule,
+        num_kv_heads=batch.num_kv_heads,
+        num_programs=batch.num_programs,
+        tiles=batch.tiles,
+    )
+    words: list[int] = schedule.tolist()
+    assert words[size:] == [GARBAGE] * 3
+    for first in range(0, 8 * batch.num_programs, 8):
+        if words[first + 3] == 0:
+            words[first : first + 3] = [0, 0, 0]
+            words[first + 5 : first + 8] = [0, 0, 0]
+    return words[:size]
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "longest", "num_programs", "num_kv_heads"),
+    [(1, 5000, 7, 1), (1, 5000, 60, 8), (5, 3, 9, 2), (20, 300, 13, 5), (600, 100, 3, 1), (4096, 9000, 3, 8)],
+)
+def test_the_device_writes_the_words_of_the_host_twin(
+    num_seqs: int, longest: int, num_programs: int, num_kv_heads: int, kernel_device: torch.device
+) -> None:
+    draw = random.Random(num_seqs + num_programs)
+    kv_len = [draw.randrange(longest + 1) for _ in range(num_seqs)]
+    q_len = [draw.choice([1, 1, 1, 0, 7]) for _ in range(num_seqs)]
+    q_len[0] = 1
+    batch = Batch(kv_len, q_len, num_kv_heads, num_programs, TILES)
+    assert device_words(batch, kernel_device) == batch.words()
+
+
+@pytest.mark.parametrize("q_len", [[], [0, 0, 0], [5, 0, 2]])
+def test_a_batch_without_decodes_gives_no_program_work(q_len: list[int], kernel_device: torch.device) -> None:
+    batch = Batch([9] * len(q_len), q_len, 2, 4, TILES)
+    words = device_words(batch, kernel_device)
+    assert words == batch.words()
+    assert words[3:32:8] == [0, 0, 0, 0]

@@ -1,0 +1,264 @@
+"""Paged decode and its torch twin against a float64 answer, with NaN in everything that may not be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.attention.decode import launch_paged_decode
+from rocm_attn.kernels.attention.merge import merge_shape
+from rocm_attn.kernels.tuning.tiles import DecodeTiles
+from tests.amd.kernels.attention_cases import (
+    UNTOUCHED,
+    Case,
+    Tensors,
+    assert_served,
+    build,
+    dtypes,
+    run_decode,
+    run_decode_twin,
+    tiles_for,
+)
+
+# Empty, one key, a page and a tile more or less, and one that several programs share. All have one new token.
+KV_LEN = [33, 0, 1, 16, 70, 15]
+RAGGED = Case(kv_len=KV_LEN, q_len=[1] * len(KV_LEN))
+
+GEOMETRIES = {
+    "mha": replace(RAGGED, heads=(2, 2)),
+    "gqa_3": replace(RAGGED, heads=(6, 2), page_size=5),
+    "gqa_4": replace(RAGGED, heads=(8, 2), page_size=1),
+    "gqa_8_odd_kv_heads": replace(RAGGED, heads=(24, 3), page_size=64),
+    "gqa_16": replace(RAGGED, heads=(16, 1), page_size=128),
+    "mqa_71": replace(RAGGED, heads=(71, 1), dims=(32, 32)),
+    "dim_80": replace(RAGGED, dims=(80, 80), page_size=5),
+    "dim_96": replace(RAGGED, dims=(96, 96)),
+    "dim_128": replace(RAGGED, dims=(128, 128)),
+    "dim_192_128": replace(RAGGED, dims=(192, 128), heads=(2, 1)),
+    "dim_64_96": replace(RAGGED, dims=(64, 96)),
+    "dim_256": replace(RAGGED, dims=(256, 256), heads=(2, 1)),
+    "dim_1_7": replace(RAGGED, dims=(1, 7), heads=(1, 1), page_size=2),
+    "spread": replace(RAGGED, heads=(6, 2), dims=(80, 48), page_size=3, spread=True),
+    "spread_same": replace(RAGGED, heads=(4, 2), page_size=8, spread=True),
+}
+
+run_either = pytest.mark.parametrize("run", [run_decode, run_decode_twin])
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Bitwise equality, NaN included."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@run_either
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@pytest.mark.parametrize("case", GEOMETRIES.values(), ids=GEOMETRIES)
+def test_decode_equals_the_reference(
+    case: Case, dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
+) -> None:
+    tensors = build(replace(case, dtype=dtype), kernel_device)
+    run(tensors)
+    assert_served(tensors)
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 16])
+def test_every_length_around_pages_and_tiles_is_right(page_size: int, kernel_device: torch.device) -> None:
+    kv_len = [*range(6), 13, 14, 15, 16, 17, 31, 32, 33, 47, 48, 49]
+    tensors = build(
+        Case(kv_len=kv_len, q_len=[1] * len(kv_len), heads=(1, 1), dims=(16, 16), page_size=page_size), kernel_device
+    )
+    run_decode(tensors)
+    assert_served(tensors)
+
+
+@pytest.mark.parametrize("num_programs", [1, 2, 3, 7, 64])
+def test_any_number_of_programs_gives_the_same_answer(num_programs: int, kernel_device: torch.device) -> None:
+    tensors = build(replace(RAGGED, kv_len=[100, 3, 50, 0, 20], q_len=[1] * 5, dims=(32, 32)), kernel_device)
+    run_decode(tensors, num_programs=num_programs)
+    assert_served(tensors)
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        DecodeTiles(block_n=16, num_warps=4, num_stages=1, programs_per_cu=1, transposed=True),
+        DecodeTiles(block_n=32, num_warps=4, num_stages=2, programs_per_cu=1, heads_per_row=2),
+        DecodeTiles(block_n=16, num_warps=4, num_stages=1, programs_per_cu=1, heads_per_row=2, transposed=True),
+        DecodeTiles(block_n=16, num_warps=4, num_stages=1, programs_per_cu=1, head_blocks=2),
+        DecodeTiles(block_n=16, num_warps=4, num_stages=1, programs_per_cu=1, head_blocks=3, transposed=True),
+        DecodeTiles(block_n=16, num_warps=4, num_stages=1, programs_per_cu=1, row_cost=7),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+def test_every_form_of_the_inner_loop_is_right(
+    tiles: DecodeTiles, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    """Five query heads a KV head are cut unevenly by 2 and 3 blocks."""
+    tensors = build(replace(RAGGED, heads=(10, 2), page_size=3, dtype=dtype), kernel_device)
+    run_decode(tensors, num_programs=4, tiles=tiles)
+    assert_served(tensors)
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "num_programs", "is_by_row", "parts"),
+    [(1, 40, True, 64), (1, 260, True, 256), (3, 24, True, 64), (9, 30, True, 16), (9, 9, False, 8)],
+)
+def test_every_cut_of_the_merge_is_right(
+    num_seqs: int, num_programs: int, is_by_row: bool, parts: int, kernel_device: torch.device
+) -> None:
+    """Two KV heads of 32; one sequence is so long that many programs share it."""
+    shape = merge_shape(num_seqs * 2, num_programs, 2, 32)
+    assert (shape.by_row, shape.parts) == (is_by_row, parts)
+    longest = min(16 * num_programs, 700)
+    case = Case(kv_len=[longest, *[20] * (num_seqs - 1)], q_len=[1] * num_seqs, heads=(4, 2), dims=(32, 32))
+    tensors = build(case, kernel_device)
+    run_decode(tensors, num_programs=num_programs)
+    assert_served(tensors)
+
+
+@run_either
+def test_sequences_with_another_number_of_new_tokens_are_left_alone(
+    run: Callable[[Tensors], None], kernel_device: torch.device
+) -> None:
+    case = Case(kv_len=[20, 9, 40, 0, 7, 33], q_len=[1, 0, 3, 0, 1, 2], tail=3, dims=(32, 32))
+    tensors = build(case, kernel_device)
+    run(tensors)
+    mine = torch.tensor([0, 4], device=kernel_device)
+    others = torch.tensor([1, 2, 3, 5, 6, 7, 8, 9], device=kernel_device)
+    torch.testing.assert_close(tensors.out[mine].double(), tensors.reference[mine], atol=4e-6, rtol=4e-6)
+    torch.testing.assert_close(tensors.lse[mine].double(), tensors.reference_lse[mine], atol=4e-6, rtol=4e-6)
+    assert (tensors.out[others] == UNTOUCHED).all()
+    assert (tensors.lse[others] == UNTOUCHED).all()
+
+
+@run_either
+@pytest.mark.parametrize("q_len", [[0, 0, 0], [2, 0, 3]])
+def test_a_step_without_decodes_changes_nothing(
+    q_len: list[int], run: Callable[[Tensors], None], kernel_device: torch.device
+) -> None:
+    tensors = build(Case(kv_len=[5, 0, 30], q_len=q_len, tail=1, dims=(32, 32)), kernel_device)
+    run(tensors)
+    assert (tensors.out == UNTOUCHED).all()
+    assert (tensors.lse == UNTOUCHED).all()
+
+
+@run_either
+def test_padded_sequences_get_zeros_and_never_change_a_real_one(
+    run: Callable[[Tensors], None], kernel_device: torch.device
+) -> None:
+    """Pads have one new token, no keys, and the row of the reserved page."""
+    case = Case(kv_len=[20, 33, 0, 0, 0], q_len=[1] * 5, heads=(2, 2))
+    tensors = build(case, kernel_device)
+    row = int(tensors.row_of_seq[2])
+    tensors.table[row] = 0
+    tensors.row_of_seq[2:] = row
+    tensors.q[2:] = float("nan")
+    run(tensors)
+    assert_served(tensors)
+
+
+@run_either
+def test_lse_may_be_left_out(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
+    with_lse, without = (build(replace(RAGGED, dims=(32, 32)), kernel_device) for _ in range(2))
+    run(with_lse)
+    run(replace(without, lse=None))  # type: ignore[arg-type]
+    assert same_memory(with_lse.out, without.out)
+
+
+@run_either
+def test_where_pages_and_rows_lie_changes_no_bit(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
+    tensors = build(replace(RAGGED, dims=(32, 32), page_size=4), kernel_device)
+    run(tensors)
+    order = torch.randperm(tensors.k_pages.shape[0] - 1).to(kernel_device) + 1
+    order = torch.cat([torch.zeros_like(order[:1]), order])
+    rows = torch.randperm(tensors.table.shape[0]).to(kernel_device)
+    moved = replace(
+        tensors,
+        k_pages=torch.empty_like(tensors.k_pages).index_copy_(0, order, tensors.k_pages),
+        v_pages=torch.empty_like(tensors.v_pages).index_copy_(0, order, tensors.v_pages),
+        table=torch.empty_like(tensors.table).index_copy_(0, rows, order[tensors.table].int()),
+        row_of_seq=rows[tensors.row_of_seq].int(),
+        out=torch.full_like(tensors.out, UNTOUCHED),
+    )
+    run(moved)
+    assert same_memory(moved.out, tensors.out)
+
+
+def test_a_table_without_an_entry_to_spare_is_enough(kernel_device: torch.device) -> None:
+    """Page ids are loaded a tile ahead: at the end of the table there is no next one."""
+    tensors = build(Case(kv_len=[48, 16], q_len=[1, 1], page_size=16, dims=(32, 32)), kernel_device)
+    narrow = tensors.table[:, :3].clone()
+    run_decode(replace(tensors, table=narrow))
+    assert_served(tensors)
+
+
+@run_either
+def test_pages_beyond_two_to_the_31_elements_are_read(
+    run: Callable[[Tensors], None], kernel_device: torch.device
+) -> None:
+    tensors = build(Case(kv_len=[20, 3], q_len=[1, 1], heads=(4, 2), dtype=torch.float16), kernel_device)
+    pool_shape = (2**31 // tensors.k_pages[0].numel() + 8, *tensors.k_pages.shape[1:])
+    first = pool_shape[0] - tensors.k_pages.shape[0]
+    pools = []
+    for pages in (tensors.k_pages, tensors.v_pages):
+        # NumPy's zeros take memory only where they are written; torch's are filled with NaN by the test session.
+        pool = torch.from_numpy(np.zeros(pool_shape, np.float16)).to(kernel_device)
+        pool[first:] = pages
+        pools.append(pool)
+    run(replace(tensors, k_pages=pools[0], v_pages=pools[1], table=tensors.table + first))
+    assert_served(tensors)
+
+
+def test_the_same_step_twice_gives_the_same_bits(kernel_device: torch.device) -> None:
+    first, second = (build(replace(RAGGED, dims=(32, 32)), kernel_device) for _ in range(2))
+    run_decode(first, num_programs=9)
+    run_decode(second, num_programs=9)
+    assert same_memory(first.out, second.out)
+    assert same_memory(first.lse, second.lse)
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (replace(RAGGED, heads=(129, 1)), "129 query heads share a KV head; at most 128 may"),
+        (replace(RAGGED, heads=(3, 2)), "3 query heads are not a positive multiple of 2 KV heads"),
+        (replace(RAGGED, dims=(257, 64)), "head_dim is 257; it may be 1 to 256"),
+        (replace(RAGGED, dims=(64, 320)), "v_head_dim is 320; it may be 1 to 256"),
+        (replace(RAGGED, page_size=256), "page_size is 256; it may be 1 to 128"),
+        (replace(RAGGED, dtype=torch.float64), r"dtype is torch.float64; it may be torch.bfloat16"),
+    ],
+)
+def test_what_no_kernel_serves_is_refused_with_the_reason(case: Case, reason: str, kernel_device: torch.device) -> None:
+    device = kernel_device
+    (num_q_heads, num_kv_heads), (head_dim, v_head_dim) = case.heads, case.dims
+    int32 = torch.zeros(3, dtype=torch.int32, device=device)
+    tiles = DecodeTiles(block_n=16, num_warps=4, num_stages=1, programs_per_cu=1)
+    with pytest.raises(ValueError, match=reason):
+        launch_paged_decode(
+            torch.zeros(2, num_q_heads, head_dim, dtype=case.dtype, device=device),
+            torch.zeros(2, case.page_size, num_kv_heads, head_dim, dtype=case.dtype, device=device),
+            torch.zeros(2, case.page_size, num_kv_heads, v_head_dim, dtype=case.dtype, device=device),
+            int32[None],
+            int32[:2],
+            int32[:2],
+            int32,
+            int32,
+            torch.zeros(1, device=device),
+            torch.zeros(2, num_q_heads, v_head_dim, dtype=case.dtype, device=device),
+            None,
+            scale=1.0,
+            num_programs=1,
+            tiles=tiles,
+        )
+
+
+def test_heads_in_pairs_are_used_where_they_fit(kernel_device: torch.device) -> None:
+    """gpt-oss: 8 query heads a KV head of 64; a q tile of 16 rows holds two KV heads."""
+    tensors = build(Case(kv_len=[3], q_len=[1], heads=(16, 2), dtype=torch.float16), kernel_device)
+    assert tiles_for(tensors)[0].heads_per_row == 2

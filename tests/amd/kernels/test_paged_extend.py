@@ -1,0 +1,270 @@
+"""Paged extend and its torch twin against a float64 answer, with NaN in everything that may not be read."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rocm_attn.kernels.attention.extend import launch_paged_extend
+from rocm_attn.kernels.attention.extend_schedule import extend_schedule_words, launch_extend_schedule
+from rocm_attn.kernels.refs.schedules import extend_schedule
+from rocm_attn.kernels.tuning.tiles import ExtendTiles
+from tests.amd.kernels.attention_cases import (
+    UNTOUCHED,
+    Case,
+    Tensors,
+    assert_served,
+    build,
+    dtypes,
+    run_decode,
+    run_extend,
+    run_extend_twin,
+)
+
+# A prefix and several tiles, nothing at all, no prefix, one new token, a cached sequence without new tokens.
+RAGGED = Case(kv_len=[60, 0, 17, 33, 1, 30, 12], q_len=[21, 0, 17, 2, 1, 1, 0], tail=3)
+GARBAGE = 0x7F7F7F7F
+
+GEOMETRIES = {
+    "mha": replace(RAGGED, heads=(2, 2)),
+    "gqa_3": replace(RAGGED, heads=(6, 2), page_size=5),
+    "gqa_4": replace(RAGGED, heads=(4, 1), page_size=1),
+    "gqa_8": replace(RAGGED, heads=(8, 1), page_size=64),
+    "mqa_40": replace(RAGGED, heads=(40, 1), dims=(32, 32), page_size=128),
+    "dim_80": replace(RAGGED, dims=(80, 80), page_size=5),
+    "dim_96": replace(RAGGED, dims=(96, 96), heads=(2, 1)),
+    "dim_128": replace(RAGGED, dims=(128, 128), heads=(3, 1)),
+    "dim_192_128": replace(RAGGED, dims=(192, 128), heads=(2, 1)),
+    "dim_64_96": replace(RAGGED, dims=(64, 96), heads=(2, 1)),
+    "dim_256": replace(RAGGED, dims=(256, 256), heads=(2, 1)),
+    "dim_1_7": replace(RAGGED, dims=(1, 7), heads=(1, 1), page_size=2),
+    "spread": replace(RAGGED, heads=(6, 2), dims=(80, 48), page_size=3, spread=True),
+    "spread_same": replace(RAGGED, heads=(4, 2), page_size=8, spread=True),
+}
+
+run_either = pytest.mark.parametrize("run", [run_extend, run_extend_twin])
+
+
+@run_either
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@pytest.mark.parametrize("case", GEOMETRIES.values(), ids=GEOMETRIES)
+def test_extend_equals_the_reference(
+    case: Case, dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
+) -> None:
+    """The padded tail included: output 0 and LSE -inf."""
+    tensors = build(replace(case, dtype=dtype), kernel_device)
+    run(tensors)
+    assert_served(tensors)
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 16])
+def test_every_length_around_pages_and_tiles_is_right(page_size: int, kernel_device: torch.device) -> None:
+    lengths = [
+        (15, 15),
+        (16, 16),
+        (17, 17),
+        (31, 1),
+        (32, 1),
+        (33, 2),
+        (32, 17),
+        (48, 16),
+        (47, 31),
+        (49, 33),
+        (64, 32),
+    ]
+    case = Case(
+        kv_len=[kv_len for kv_len, _ in lengths],
+        q_len=[q_len for _, q_len in lengths],
+        heads=(1, 1),
+        dims=(16, 16),
+        page_size=page_size,
+    )
+    tensors = build(case, kernel_device)
+    run_extend(tensors)
+    assert_served(tensors)
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        ExtendTiles(block_m=16, block_n=16, num_warps=4, num_stages=1),
+        ExtendTiles(block_m=16, block_n=32, num_warps=4, num_stages=2),
+        ExtendTiles(block_m=64, block_n=16, num_warps=4, num_stages=2, diagonal_stages=2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("heads", [(1, 1), (5, 1), (20, 1)])
+def test_every_tile_shape_is_right(tiles: ExtendTiles, heads: tuple[int, int], kernel_device: torch.device) -> None:
+    """Five heads leave rows of a tile empty; twenty are more than 16 rows hold."""
+    tensors = build(replace(RAGGED, heads=heads, dims=(32, 32), page_size=3), kernel_device)
+    run_extend(tensors, tiles=tiles)
+    assert_served(tensors)
+
+
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+def test_decode_and_extend_share_a_mixed_step(dtype: torch.dtype, kernel_device: torch.device) -> None:
+    """Extend leaves single tokens to decode, decode leaves the rest: together they serve everything once."""
+    case = replace(RAGGED, kv_len=[40, 20, 17, 0, 50, 33], q_len=[1, 9, 17, 0, 1, 2], heads=(8, 2), dtype=dtype)
+    tensors = build(case, kernel_device)
+    run_extend(tensors, min_q_len=2)
+    assert (tensors.out[[0, 27]] == UNTOUCHED).all()
+    assert (tensors.lse[[0, 27]] == UNTOUCHED).all()
+    run_decode(tensors)
+    assert_served(tensors)
+
+
+@run_either
+@pytest.mark.parametrize(("kv_len", "q_len"), [([], []), ([0, 0], [0, 0]), ([9, 5], [0, 0])])
+def test_a_step_of_nothing_but_padding_is_all_zeros(
+    kv_len: list[int], q_len: list[int], run: Callable[[Tensors], None], kernel_device: torch.device
+) -> None:
+    tensors = build(Case(kv_len=kv_len, q_len=q_len, tail=40, heads=(2, 1), dims=(32, 32)), kernel_device)
+    run(tensors)
+    assert_served(tensors)
+    assert (tensors.out == 0).all()
+
+
+@run_either
+def test_padded_tokens_and_sequences_never_change_a_real_one(
+    run: Callable[[Tensors], None], kernel_device: torch.device
+) -> None:
+    tensors = build(replace(RAGGED, tail=11, heads=(2, 1)), kernel_device)
+    tensors.q[-11:] = float("nan")
+    run(tensors)
+    assert_served(tensors)
+
+
+@run_either
+def test_lse_may_be_left_out(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
+    with_lse, without = (build(replace(RAGGED, dims=(32, 32)), kernel_device) for _ in range(2))
+    run(with_lse)
+    run(replace(without, lse=None))  # type: ignore[arg-type]
+    assert torch.equal(with_lse.out, without.out)
+
+
+def test_chunks_of_a_prompt_give_what_the_whole_gives(kernel_device: torch.device) -> None:
+    whole = build(Case(kv_len=[50], q_len=[50], heads=(4, 2), dims=(32, 32)), kernel_device)
+    run_extend(whole)
+    for first, end in ((0, 7), (7, 39), (39, 40), (40, 50)):
+        chunk = replace(
+            whole,
+            case=replace(whole.case, kv_len=[end], q_len=[end - first]),
+            q=whole.q[first:end],
+            kv_len=torch.full_like(whole.kv_len, end),
+            q_indptr=torch.tensor([0, end - first], dtype=torch.int32, device=kernel_device),
+            out=torch.full_like(whole.out[first:end], UNTOUCHED),
+            lse=torch.full_like(whole.lse[first:end], UNTOUCHED),
+        )
+        run_extend(chunk)
+        torch.testing.assert_close(chunk.out, whole.out[first:end], atol=4e-6, rtol=4e-6)
+        torch.testing.assert_close(chunk.lse, whole.lse[first:end], atol=4e-6, rtol=4e-6)
+
+
+def test_a_table_without_an_entry_to_spare_is_enough(kernel_device: torch.device) -> None:
+    """Page ids are loaded a step ahead: at the end of the table there is no next one."""
+    tensors = build(Case(kv_len=[48, 16], q_len=[33, 3], dims=(32, 32)), kernel_device)
+    run_extend(replace(tensors, table=tensors.table[:, :3].clone()))
+    assert_served(tensors)
+
+
+@run_either
+def test_pages_beyond_two_to_the_31_elements_are_read(
+    run: Callable[[Tensors], None], kernel_device: torch.device
+) -> None:
+    tensors = build(Case(kv_len=[40, 3], q_len=[5, 3], heads=(4, 2), dtype=torch.float16), kernel_device)
+    pool_shape = (2**31 // tensors.k_pages[0].numel() + 8, *tensors.k_pages.shape[1:])
+    first = pool_shape[0] - tensors.k_pages.shape[0]
+    pools = []
+    for pages in (tensors.k_pages, tensors.v_pages):
+        # NumPy's zeros take memory only where they are written; torch's are filled with NaN by the test session.
+        pool = torch.from_numpy(np.zeros(pool_shape, np.float16)).to(kernel_device)
+        pool[first:] = pages
+        pools.append(pool)
+    run(replace(tensors, k_pages=pools[0], v_pages=pools[1], table=tensors.table + first))
+    assert_served(tensors)
+
+
+def test_the_twin_cuts_large_steps_into_groups(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rocm_attn.kernels.refs.attention._GROUP_ELEMENTS", 20_000)
+    tensors = build(replace(RAGGED, heads=(4, 2), dims=(32, 32)), kernel_device)
+    run_extend_twin(tensors)
+    assert_served(tensors)
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "longest_q", "min_q_len", "tail"), [(1, 100, 1, 0), (5, 40, 1, 9), (20, 9, 2, 30), (70, 3, 2, 5)]
+)
+def test_the_device_lists_the_tiles_of_the_host_twin(
+    num_seqs: int,
+    longest_q: int,
+    min_q_len: int,
+    tail: int,
+    kernel_device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Longest first, then the padded tail, then nothing; equal extents in the order of their sequences."""
+    # Seventy sequences are then looked at in three steps.
+    monkeypatch.setattr("rocm_attn.kernels.attention.extend_schedule._SEQS_AT_ONCE", 32)
+    draw = random.Random(num_seqs)
+    q_len = [draw.randrange(longest_q + 1) for _ in range(num_seqs)]
+    kv_len = [new + draw.choice([0, 0, 1, draw.randrange(300)]) for new in q_len]
+    tiles = ExtendTiles(block_m=32, block_n=16, num_warps=4, num_stages=1)
+    num_tokens = sum(q_len) + tail
+    size = extend_schedule_words(num_tokens, num_seqs, gqa_ratio=3, tiles=tiles)
+    schedule = torch.full((size + 3,), GARBAGE, dtype=torch.int32, device=kernel_device)
+    launch_extend_schedule(
+        torch.tensor(kv_len, dtype=torch.int32, device=kernel_device),
+        torch.tensor([0, *q_len], device=kernel_device).cumsum(0).int(),
+        schedule,
+        min_q_len=min_q_len,
+        num_tokens=num_tokens,
+        gqa_ratio=3,
+        tiles=tiles,
+    )
+    expected = extend_schedule(kv_len, q_len, min_q_len=min_q_len, num_tokens=num_tokens, gqa_ratio=3, tiles=tiles)
+    assert schedule.tolist() == [*expected, *[GARBAGE] * 3]
+
+
+def test_the_list_holds_any_split_of_the_padded_tokens() -> None:
+    """Every token of every split is in exactly one tile, the tail's included."""
+    tiles = ExtendTiles(block_m=16, block_n=16, num_warps=4, num_stages=1)
+    draw = random.Random(0)
+    for _ in range(300):
+        num_seqs, tail = draw.randrange(8), draw.choice([0, 1, 40])
+        q_len = [draw.choice([0, 1, 4, 5, 17]) for _ in range(num_seqs)]
+        num_tokens = sum(q_len) + tail
+        words = extend_schedule(q_len, q_len, min_q_len=1, num_tokens=num_tokens, gqa_ratio=4, tiles=tiles)
+        assert len(words) == extend_schedule_words(num_tokens, num_seqs, gqa_ratio=4, tiles=tiles)
+        tokens = [
+            token
+            for first, count in zip(words[1::4], words[2::4], strict=True)
+            for token in range(first, first + count)
+        ]
+        assert sorted(tokens) == list(range(num_tokens))
+
+
+def test_what_no_kernel_serves_is_refused_with_the_reason(kernel_device: torch.device) -> None:
+    int32 = torch.zeros(3, dtype=torch.int32, device=kernel_device)
+    q = torch.zeros(2, 129, 16, device=kernel_device)
+    pages = torch.zeros(2, 16, 1, 16, device=kernel_device)
+    with pytest.raises(ValueError, match="paged extend does not serve this: 129 query heads share a KV head"):
+        launch_paged_extend(
+            q,
+            pages,
+            pages,
+            int32[None],
+            int32[:2],
+            int32[:2],
+            int32,
+            int32,
+            torch.zeros_like(q),
+            None,
+            scale=1.0,
+            max_q_len=1,
+            tiles=ExtendTiles(block_m=16, block_n=16, num_warps=4, num_stages=1),
+        )

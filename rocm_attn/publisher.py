@@ -51,7 +51,7 @@ class Publisher:
         num_seqs, num_ids = batch.num_seqs, len(batch.token_ids)
         slot, words = self._inputs.acquire(slot_words(num_seqs, num_ids))
         self._step_number = (self._step_number + 1) & INT32_MAX
-        words[:HEADER_WORDS] = (num_seqs, batch.num_tokens, self._step_number, num_ids > 0)
+        words[0], words[1], words[2], words[3] = num_seqs, batch.num_tokens, self._step_number, num_ids > 0
         at = HEADER_WORDS
         for values in (batch.rows, batch.kv_len, batch.q_len, batch.token_ids):
             words[at : at + len(values)] = values

@@ -20,7 +20,7 @@ from rocm_attn.hip_graphs.errors import BadLadder
 from rocm_attn.hip_graphs.size_ladder import SizeLadder, default_ladder
 from rocm_attn.kv_pool import KVPool
 from rocm_attn.padding import PaddedShape, PaddingPolicy, StepKind
-from rocm_attn.plan import StepPlan, kv_len_bucket, make_plan, q_len_bucket
+from rocm_attn.plan import GraphKey, StepPlan, kv_len_bucket, make_plan, q_len_bucket
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import AttendArgs, Baked, Need, StepMetadata, StepOps
 from rocm_attn.providers.select import Selection, select
@@ -107,7 +107,8 @@ class AttentionRuntime:
         self.padding = PaddingPolicy(_ladder("capture_sizes", seqs), _ladder("capture_tokens", capture_tokens))
         self._memory = StepMemory(self.selections, self.table, self.device)
         self._publisher = Publisher(self._ops, self.table, self.pool)
-        self._plans: dict[tuple[PaddedShape, int, int], StepPlan] = {}
+        self._plan_of_key: dict[GraphKey, StepPlan] = {}
+        self._plan_of_sizes: dict[tuple[int | None, ...], StepPlan] = {}
         self._baked = frozenset(b for s in self.selections for kernel in s.kernels.values() for b in kernel.row.bakes)
         self._state = _State.IDLE
         self._plan: StepPlan | None = None
@@ -148,7 +149,7 @@ class AttentionRuntime:
         if self._state is not _State.IDLE:
             raise WrongState(f"a step cannot begin, because {self._state.value}; call end_step() first")
         self.table.check_batch(batch)
-        plan = self._plan_for(self.padding.shape(batch, pad_to), batch)
+        plan = self._plan_for(batch, pad_to)
         with self._on_device():
             self._follow_stream()
             step = self._memory.device_step(plan)
@@ -260,29 +261,37 @@ class AttentionRuntime:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.padding = padding
-        self._plans.clear()
+        self._plan_of_key.clear()
+        self._plan_of_sizes.clear()
         self._memory.unseal()
 
-    def _plan_for(self, shape: PaddedShape, batch: StepBatch) -> StepPlan:
-        table_kv_len = self.table.width * self.pool.page_size
-        max_kv_len = kv_len_bucket(batch.max_kv_len, table_kv_len) if Baked.MAX_KV_LEN in self._baked else table_kv_len
+    def _plan_for(self, batch: StepBatch, pad_to: int | None) -> StepPlan:
+        max_kv_len = self.table.width * self.pool.page_size
+        if Baked.MAX_KV_LEN in self._baked:
+            max_kv_len = kv_len_bucket(batch.max_kv_len, max_kv_len)
+        # All that a plan depends on, so that a step of known sizes costs one look-up.
+        key = (batch.num_seqs, batch.num_tokens, batch.min_q_len, batch.max_q_len, max_kv_len, pad_to)
+        plan = self._plan_of_sizes.get(key)
+        if plan is None:
+            plan = self._make_plan(self.padding.shape(batch, pad_to), batch, max_kv_len)
+            if plan.replayable and plan.shape.kind is StepKind.DECODE:  # ragged sizes are too many to keep
+                self._plan_of_sizes[key] = plan
+        return plan
+
+    def _make_plan(self, shape: PaddedShape, batch: StepBatch, max_kv_len: int) -> StepPlan:
         may_capture = self.padding.captures(shape)
         max_q_len = 1 if shape.kind is StepKind.DECODE else shape.num_tokens
         if Baked.MAX_Q_LEN in self._baked:
             max_q_len = q_len_bucket(batch.max_q_len) if may_capture else max(1, batch.max_q_len)
-        key = (shape, max_q_len, max_kv_len)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = make_plan(
-                shape,
-                [selection.kernels[shape.kind] for selection in self.selections],
-                max_q_len=max_q_len,
-                max_kv_len=max_kv_len,
-                may_capture=may_capture,
-            )
-            if plan.replayable:  # ragged shapes are too many to keep
-                self._plans[key] = plan
-        return plan
+        plan = make_plan(
+            shape,
+            [selection.kernels[shape.kind] for selection in self.selections],
+            max_q_len=max_q_len,
+            max_kv_len=max_kv_len,
+            may_capture=may_capture,
+        )
+        # Sizes that are padded to the same shape share a plan, and so a graph and the views of its buffers.
+        return self._plan_of_key.setdefault(plan.key, plan) if plan.replayable else plan
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Launches go to the runtime's device, whichever is current for the caller."""

@@ -92,15 +92,16 @@ class StepMemory:
 
     def device_step(self, plan: StepPlan) -> DeviceStep:
         """The views of a step, after growing what is too small. Raises CapacityExceeded when that is sealed."""
+        kept = self._kept.get(plan)
+        if kept is not None and kept[0] == self._sealed.buffers.epoch:
+            return kept[1]
         part = self._sealed if plan.replayable else self._open
         part.buffers.ensure(plan.shape)
         part.workspace.ensure(plan.workspace_words)
-        if not plan.replayable:
-            return self._views(plan, part)
-        kept = self._kept.get(plan)
-        if kept is None or kept[0] != part.buffers.epoch:
-            kept = self._kept[plan] = (part.buffers.epoch, self._views(plan, part))
-        return kept[1]
+        views = self._views(plan, part)
+        if plan.replayable:  # ragged shapes are too many to keep
+            self._kept[plan] = (part.buffers.epoch, views)
+        return views
 
     def _new_part(self) -> _Part:
         return _Part(StepBuffers(self._specs(), self._device), Workspace(self._device))

@@ -86,18 +86,18 @@ class StepRunner:
 
         Raises what begin_step and forward raise; the runtime is ready for another step then.
         """
-        with torch.no_grad():
-            step = self._runtime.stage(batch, pad_to)
-            try:
-                rows = self._replay(step) if self._recorder is not None and step.plan.replayable else self._body(step)
-            finally:
-                self._runtime.end_step()
-        if rows.shape[0] != step.plan.shape.num_seqs:
-            raise BadTensor(f"forward returned {rows.shape[0]} rows for {step.plan.shape.num_seqs} padded sequences")
+        step = self._runtime.stage(batch, pad_to)
+        try:
+            rows = self._replay(step) if self._recorder is not None and step.plan.replayable else self._body(step)
+        finally:
+            self._runtime.end_step()
+        num_padded = step.plan.shape.num_seqs
+        if rows.shape[0] != num_padded:
+            raise BadTensor(f"forward returned {rows.shape[0]} rows for {num_padded} padded sequences")
         self._steps += 1
         self._real_seqs += batch.num_seqs
-        self._padded_seqs += step.plan.shape.num_seqs - batch.num_seqs
-        return rows[: batch.num_seqs]
+        self._padded_seqs += num_padded - batch.num_seqs
+        return rows if num_padded == batch.num_seqs else rows[: batch.num_seqs]
 
     def capture_all(self) -> None:
         """Make a graph of every capture size, largest first, before the first request arrives.
@@ -131,6 +131,7 @@ class StepRunner:
         for name, tensor in self._runtime.sealed_tensors().items():
             self._pinned.pin(name, tensor, partial(_sealed_tensor, self._runtime, name))
 
+    @torch.no_grad()
     def _body(self, step: Step) -> Tensor:
         self._runtime.fill()
         return self._forward(step)

@@ -70,7 +70,7 @@ def detect_target(device: torch.device) -> Target:
         wave_size, lds_bytes = 64 if arch.startswith("gfx9") else 32, 64 << 10
     else:
         arch = f"sm_{properties.major}{properties.minor}"
-        wave_size, lds_bytes = 32, properties.shared_memory_per_block_optin
+        wave_size, lds_bytes = 32, properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     known = KNOWN_TARGETS.get(arch)
     return Target(
         arch=arch,

@@ -35,7 +35,7 @@ def publish(
 
 def table_update(updates: Tensor, table: Tensor, *, num_updates: int) -> None:
     """Twin of launch_table_update; runs outside of recordings."""
-    row, column, entry = updates[: UPDATE_WORDS * num_updates].view(-1, UPDATE_WORDS).unbind(1)
+    row, column, entry = updates[: UPDATE_WORDS * num_updates].to(table.device).view(-1, UPDATE_WORDS).unbind(1)
     live = row > 0
     table[row[live].long(), column[live].long()] = entry[live]
 

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
+
 Thunk = Callable[[], object]
 LaunchObserver = Callable[[Thunk], None]
 
@@ -31,27 +33,27 @@ class RepeatedLaunch:
     """A kernel that is launched once a step with arguments of the same kind.
 
     Triton looks at every argument of every launch to see which compiled variant it needs. That costs more than all
-    other host work of a replayed step, so here the variant is kept by key: a key must name everything that Triton
-    would have told apart (device, grid, dtypes, compile-time values), and the kernel must not be specialised on the
-    values and alignments of its arguments.
+    other host work of a replayed step, so here the variant is kept by device and grid: dtypes and constexpr arguments
+    must always be the same, and the kernel must not be specialised on the values and alignments of the others.
     """
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._runners: dict[object, Callable[..., object]] = {}
+        self._runners: dict[tuple[torch.device, tuple[int, int, int]], Callable[..., object]] = {}
 
-    def __call__(self, key: object, grid: tuple[int, int, int], *args: object, **options: object) -> None:
+    def __call__(self, device: torch.device, grid: tuple[int, int, int], *args: object, **options: object) -> None:
         """kernel[grid](*args, **options); args are all of the kernel's arguments in order, constexpr ones included."""
         if _observers:
             _observers[-1](partial(self._kernel[grid], *args, **options))
             return
-        runner = self._runners.get(key)
+        runner = self._runners.get((device, grid))
         if runner is not None:
-            runner(*args)
+            # torch._C: what Triton asks for the stream in its place costs as much as the launch.
+            runner(*args, stream=torch._C._cuda_getCurrentRawStream(device.index))
             return
         compiled = self._kernel[grid](*args, **options)
         if compiled is not None:  # under the interpreter there is nothing to keep
-            self._runners[key] = compiled[grid]
+            self._runners[device, grid] = compiled[grid]
 
 
 @contextmanager

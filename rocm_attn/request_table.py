@@ -192,14 +192,14 @@ class RequestTable:
         """
         if not self.pending.cells:
             return np.empty((0, 3), np.int32)
-        parts = []
-        for row, first, stop in self.pending.cells:
-            part = np.empty((stop - first, 3), np.int32)
-            part[:, 0] = row
-            part[:, 1] = np.arange(first, stop, dtype=np.int32)
-            part[:, 2] = self.entries_host[row, first:stop]
-            parts.append(part)
-        return np.concatenate(parts)
+        ranges = np.array(self.pending.cells, np.int32)
+        counts = ranges[:, 2] - ranges[:, 1]
+        starts = np.cumsum(counts) - counts
+        updates = np.empty((int(counts.sum()), 3), np.int32)
+        updates[:, 0] = np.repeat(ranges[:, 0], counts)
+        updates[:, 1] = np.arange(len(updates)) + np.repeat(ranges[:, 1] - starts, counts)
+        updates[:, 2] = self.entries_host[updates[:, 0], updates[:, 1]]
+        return updates
 
     def check_batch(self, batch: StepBatch) -> None:
         """Raise BadBatch unless every row is admitted, named once, and has room for its kv_len."""

@@ -295,7 +295,8 @@ class AttentionRuntime:
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Launches go to the runtime's device, whichever is current for the caller."""
-        if self.device.type == "cpu" or torch.cuda.current_device() == self.device.index:
+        # torch._C: the public functions cost more than a step has to spend.
+        if self.device.type == "cpu" or torch._C._cuda_getDevice() == self.device.index:
             return nullcontext()
         return torch.cuda.device(self.device)
 
@@ -303,7 +304,6 @@ class AttentionRuntime:
         """A step on another stream than the last one starts after it: both use the same buffers and pages."""
         if self.device.type == "cpu":
             return
-        # The handle, not a Stream object: those cost more to make than a step has to spend.
         handle = torch._C._cuda_getCurrentRawStream(self.device.index)
         if handle != self._stream_handle:
             stream = torch.cuda.current_stream(self.device)

@@ -79,7 +79,7 @@ def launch_publish(
     num_seqs_padded, num_tokens_padded = row_of_seq.shape[0], token_ids.shape[0]
     blocks = max(1, -(-max(num_seqs_padded, num_tokens_padded) // _BLOCK))
     _publish(
-        (blocks, counts.device),
+        counts.device,
         (blocks, 1, 1),
         slot,
         counts,

@@ -35,7 +35,7 @@ def launch_table_update(updates: Tensor, table: Tensor, *, num_updates: int) -> 
     blocks = -(-num_updates // _BLOCK)
     if blocks:
         _update(
-            (blocks, table.device),
+            table.device,
             (blocks, 1, 1),
             updates,
             table,

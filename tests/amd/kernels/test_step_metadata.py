@@ -121,7 +121,10 @@ def test_fill_derives_what_plain_python_derives(fill: Launch, kernel_device: tor
         *outs,
         page_size=case.page_size,
     )
-    indptr, last, positions, slots = [0], [], [], []
+    indptr: list[int] = [0]
+    last: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
     for (kv, new), mine in zip(case.seqs, pages, strict=True):
         indptr.append(indptr[-1] + new)
         last.append(indptr[-1] - 1 if new else 0)

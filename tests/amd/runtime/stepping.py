@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -25,8 +25,8 @@ def providers() -> list[str]:
 
 def small_problem(page_size: int = 4, dtype: torch.dtype = torch.float32, **changes: int) -> Problem:
     """Six query heads over two KV heads, with rows of 16."""
-    values = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 16, "v_head_dim": 16} | changes
-    return Problem(**values, dtype=dtype, page_size=page_size, scale=0.3)
+    plain = Problem(6, 2, 16, 16, dtype, page_size, scale=0.3)
+    return replace(plain, **changes)
 
 
 @dataclass

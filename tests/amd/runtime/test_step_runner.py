@@ -78,13 +78,13 @@ def serve(model: Model, runner: StepRunner, counts: list[int], pad_to: int | Non
             prompt = int(random.integers(2, 12))
             table.reserve(row, prompt)
             kv_len[row] = prompt
-            ids = random.integers(1, VOCABULARY, prompt)
+            ids = random.integers(1, VOCABULARY, prompt, dtype=np.int32)
             outs.append(runner.run(StepBatch(np.array([row]), np.array([prompt]), np.array([prompt]), ids)).clone())
         for row in rows:
             kv_len[row] += 1
             table.reserve(row, kv_len[row])
         lengths = np.array([kv_len[row] for row in rows], np.int32)
-        ids = random.integers(1, VOCABULARY, count)
+        ids = random.integers(1, VOCABULARY, count, dtype=np.int32)
         batch = StepBatch(np.array(rows, np.int32), lengths, np.ones(count, np.int32), ids)
         outs.append(runner.run(batch, pad_to).clone())
     for row in rows:
@@ -130,7 +130,7 @@ def test_extend_and_mixed_steps_replay_at_padded_token_counts(provider: str, dev
         for q_len in steps:
             kv_len = kv_len + np.array(q_len, np.int32)
             model.runtime.table.reserve_all(rows, kv_len)
-            ids = random.integers(1, VOCABULARY, sum(q_len))
+            ids = random.integers(1, VOCABULARY, sum(q_len), dtype=np.int32)
             out.append(runner.run(StepBatch(rows, kv_len, np.array(q_len), ids)).clone())
         outs.append(out)
         assert runner.counters.replays == (8 if graphs else 0)
@@ -250,7 +250,7 @@ def test_reopening_grows_what_was_sealed_and_goes_on_with_the_same_requests(
         out = serve(model, runner, [2, 2])
         row = model.runtime.table.admit()
         model.runtime.table.reserve(row, 6)
-        prompt = StepBatch(np.array([row]), np.array([5]), np.array([5]), np.arange(1, 6))
+        prompt = StepBatch(np.array([row]), np.array([5]), np.array([5]), np.arange(1, 6, dtype=np.int32))
         next_token = StepBatch(np.array([row]), np.array([6]), np.array([1]), np.array([7]))
         out.append(runner.run(prompt, 2).clone())
         if sizes == [2]:

@@ -135,7 +135,7 @@ def test_the_order_of_sequences_rows_and_pages_does_not_matter(provider: str, de
         keys = torch.cat([k[i] for i in order])
         world.runtime.store_and_attend(0, torch.cat([q[i] for i in order]), keys, keys, out)
         world.runtime.end_step()
-        parts = dict(zip(order, out.split([lengths[i] for i in order]), strict=True))
+        parts = dict(zip(order, torch.split(out, [lengths[i] for i in order]), strict=True))
         outs.append(torch.cat([parts[i] for i in range(4)]))
         assert problem.page_size == 4
     torch.testing.assert_close(outs[0], outs[1], atol=1e-6, rtol=1e-5)
@@ -157,7 +157,7 @@ def test_strided_rows_are_served(provider: str, device: torch.device) -> None:
     for q_len in ([4, 6], [1, 1]):
         step = world.runtime.begin_step(world.batch(requests, q_len))
         rows = world.random(step.token_ids.shape[0], 10 * 16)
-        q, k, v = rows.view(-1, 10, 16).split([6, 2, 2], dim=1)
+        q, k, v = torch.split(rows.view(-1, 10, 16), [6, 2, 2], dim=1)
         world.remember(0, requests, q_len, k[: step.num_tokens], v[: step.num_tokens])
         out = world.random(rows.shape[0], 6, 32)[..., :16]
         lse = torch.empty(rows.shape[0], 6, device=device)

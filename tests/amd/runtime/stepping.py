@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -23,10 +23,17 @@ def providers() -> list[str]:
     return ["torch", "triton"] if runs_triton else ["torch"]
 
 
-def small_problem(page_size: int = 4, dtype: torch.dtype = torch.float32, **changes: int) -> Problem:
-    """Six query heads over two KV heads, with rows of 16."""
-    plain = Problem(6, 2, 16, 16, dtype, page_size, scale=0.3)
-    return replace(plain, **changes)
+def small_problem(
+    page_size: int = 4,
+    dtype: torch.dtype = torch.float32,
+    *,
+    num_q_heads: int = 6,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    v_head_dim: int = 16,
+) -> Problem:
+    """Six query heads over two KV heads, with rows of 16, unless said otherwise."""
+    return Problem(num_q_heads, num_kv_heads, head_dim, v_head_dim, dtype, page_size, scale=0.3)
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import os
 import platform
 import subprocess
 
@@ -25,7 +26,12 @@ def describe_machine() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The checkout's commit, with a plus sign when files differ from it; the one that was carried along without git."""
+    """The checkout's commit, with a plus sign when files differ from it.
+
+    $BENCHMARK_COMMIT names it on a machine that got the files without their history.
+    """
+    if carried := os.environ.get("BENCHMARK_COMMIT"):
+        return carried
     try:
         head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
         changes = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, check=True)

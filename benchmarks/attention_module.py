@@ -1,8 +1,8 @@
 """This library behind a benchmark harness that measures it beside its peers.
 
 The harness hands over a case with data (`d`): q [T, Hq, D], k_cache and v_cache [pages, page, Hkv, D], block_table
-int32 [B, W], seq_lens int32 [B], cu_q int32 [B + 1], and out [T, Hq, Dv]. plan() is the work of a step, done once
-for all layers; run() is one layer's launches. With ROCM_ATTN_BENCH_SCHEDULE=layer the schedule is built in run() instead.
+int32 [B, W], seq_lens int32 [B], cu_q int32 [B + 1], and out [T, Hq, Dv]. plan() is the work of a step, done once for
+all layers; run() is one layer's launches. With ROCM_ATTN_BENCH_SCHEDULE=layer the schedule is built in run() instead.
 """
 
 from __future__ import annotations

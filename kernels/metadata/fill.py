@@ -18,7 +18,7 @@ from torch import Tensor
 from rocm_attn.kernels.launch import launch
 
 # Cells of the [tokens, sequences] comparison that finds a token's sequence, bounded so that it stays in registers.
-_CELLS = 16384
+_CELLS = 4096
 _MAX_TOKENS = 64
 
 

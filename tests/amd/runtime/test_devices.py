@@ -1,0 +1,49 @@
+"""A runtime on a GPU that is not the current one, and steps that come on changing streams."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rocm_attn.graphs import recorder_for
+from rocm_attn.step_runner import StepRunner
+from tests.amd.runtime.stepping import World, small_problem
+from tests.amd.runtime.test_step_runner import Model, serve
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("provider", ["torch", "triton"])
+def test_a_runtime_works_on_a_gpu_that_is_not_the_current_one(provider: str) -> None:
+    device = torch.device("cuda", 1)
+    with torch.cuda.device(0):
+        world = World.build([small_problem()], device, provider)
+        requests = [world.admit() for _ in range(3)]
+        world.step(requests, [5, 1, 9])
+        world.step(requests, [1, 1, 1])
+        outs = []
+        for graphs in (False, True):
+            model = Model.build(device, provider, [1, 2, 4, 8])
+            runner = StepRunner(model.runtime, model.forward, recorder_for(device) if graphs else None)
+            outs.append(serve(model, runner, [3, 5, 1]))
+        assert torch.cuda.current_device() == 0
+    for eager, replayed in zip(*outs, strict=True):
+        assert eager.device == device
+        assert torch.equal(eager, replayed)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("provider", ["torch", "triton"])
+def test_a_step_on_another_stream_starts_after_the_last_one(provider: str, device: torch.device) -> None:
+    world = World.build([small_problem()], device, provider)
+    requests = [world.admit(), world.admit()]
+    world.step(requests, [3, 8])
+    for _ in range(4):
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(2_000_000)  # what comes next on other streams must wait for this step
+            world.step(requests, [1, 1])
+        torch.cuda.current_stream(device).wait_stream(stream)
+    world.step(requests, [1, 2])

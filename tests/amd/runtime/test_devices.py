@@ -43,7 +43,8 @@ def test_a_step_on_another_stream_starts_after_the_last_one(provider: str, devic
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(2_000_000)  # what comes next on other streams must wait for this step
+            # What comes next on other streams must wait for this step.
+            torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]
             world.step(requests, [1, 1])
         torch.cuda.current_stream(device).wait_stream(stream)
     world.step(requests, [1, 2])

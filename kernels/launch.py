@@ -16,6 +16,9 @@ import torch
 Thunk = Callable[[], object]
 LaunchObserver = Callable[[Thunk], None]
 
+# Said, because Triton's default changes: on up to 3.9, off from 3.10.
+_OPTIONS = {"enable_fp_fusion": True}
+
 _observers: list[LaunchObserver] = []
 
 
@@ -23,6 +26,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object)
     """kernel[grid](*args, **options); an empty grid launches nothing."""
     if 0 in grid:
         return
+    options = {**_OPTIONS, **options}
     if _observers:
         _observers[-1](partial(kernel[grid], *args, **options))
     else:
@@ -43,6 +47,7 @@ class RepeatedLaunch:
 
     def __call__(self, device: torch.device, grid: tuple[int, int, int], *args: object, **options: object) -> None:
         """kernel[grid](*args, **options); args are all of the kernel's arguments in order, constexpr ones included."""
+        options = {**_OPTIONS, **options}
         if _observers:
             _observers[-1](partial(self._kernel[grid], *args, **options))
             return

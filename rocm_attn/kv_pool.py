@@ -27,9 +27,10 @@ class LayerPages:
 
 
 class KVPool:
-    """K and V pages for every layer; layers of one geometry lie in one allocation.
+    """K and V pages for every layer.
 
-    A page id means the same page in every layer, so a sequence needs one row of one table.
+    A page id means the same page in every layer, so a sequence needs one row of one table. Each layer has allocations
+    of its own: Triton uses AMD's buffer loads only on storages of up to 2 GiB, which all layers together exceed.
     """
 
     def __init__(self, problems: Sequence[Problem], *, num_pages: int, device: torch.device) -> None:
@@ -48,11 +49,7 @@ class KVPool:
             )
         self.num_pages = num_pages
         self.device = device
-        self._storages: list[LayerPages] = []
-        self._layers: list[LayerPages] = [LayerPages(torch.empty(0), torch.empty(0))] * len(problems)
-        for geometry in dict.fromkeys(map(_geometry, problems)):
-            members = [layer for layer, problem in enumerate(problems) if _geometry(problem) == geometry]
-            self._allocate(problems[members[0]], members)
+        self._layers = tuple(self._allocate(problem) for problem in problems)
 
     def layer(self, layer: int) -> LayerPages:
         """The pages of one layer."""
@@ -61,31 +58,27 @@ class KVPool:
     @property
     def num_bytes(self) -> int:
         """Bytes of all layers."""
-        return sum(s.k.nbytes + s.v.nbytes for s in self._storages)
+        return sum(layer.k.nbytes + layer.v.nbytes for layer in self._layers)
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Copy whole pages in every layer: target[i] becomes what source[i] was before the call.
 
         source, target: int64 [n] page ids on the pool's device; targets are distinct and never page 0
         """
-        for storage in self._storages:
-            for pages in (storage.k, storage.v):
-                pages.index_copy_(1, target, pages.index_select(1, source))
+        for layer in self._layers:
+            for pages in (layer.k, layer.v):
+                pages.index_copy_(0, target, pages.index_select(0, source))
 
-    def _allocate(self, problem: Problem, members: Sequence[int]) -> None:
-        shape = (len(members), self.num_pages, self.page_size, problem.num_kv_heads)
+    def _allocate(self, problem: Problem) -> LayerPages:
         # Not torch.zeros: nothing may depend on the content of a page that no token was stored to.
-        k = torch.empty(*shape, problem.head_dim, dtype=problem.dtype, device=self.device)
-        v = torch.empty(*shape, problem.v_head_dim, dtype=problem.dtype, device=self.device)
-        k[:, RESERVED_PAGE].zero_()
-        v[:, RESERVED_PAGE].zero_()
-        self._storages.append(LayerPages(k, v))
-        for i, layer in enumerate(members):
-            self._layers[layer] = LayerPages(k[i], v[i])
-
-
-def _geometry(problem: Problem) -> tuple[int, int, int, torch.dtype]:
-    return problem.num_kv_heads, problem.head_dim, problem.v_head_dim, problem.dtype
+        shape = (self.num_pages, self.page_size, problem.num_kv_heads)
+        pages = LayerPages(
+            k=torch.empty(*shape, problem.head_dim, dtype=problem.dtype, device=self.device),
+            v=torch.empty(*shape, problem.v_head_dim, dtype=problem.dtype, device=self.device),
+        )
+        pages.k[RESERVED_PAGE].zero_()
+        pages.v[RESERVED_PAGE].zero_()
+        return pages
 
 
 def page_bytes(problems: Sequence[Problem]) -> int:

@@ -1,9 +1,9 @@
 """Tiles: the shapes that the attention kernels are compiled with, one literal row for each arch and kind of problem.
 
-"sm_90" rows with 16-bit elements and head dims 64, 128 and 256 were measured on one H200 (torch 2.11, Triton 3.6,
-CUDA-graph replays). No AMD row was measured: "gfx942" and "gfx950" rows were chosen from what the compiler reports (no
-spills, LDS within the limit, two workgroups a CU where possible). "sm_" and "gfx9" serve members of the family that
-have no row of their own with shapes that fit all of them. "interpreter" is Triton's interpreter on a CPU.
+A row with times in its comment was measured on one H200 (torch 2.11, Triton 3.6, CUDA-graph replays); the other "sm_90"
+rows follow it. No AMD row was measured: "gfx942" and "gfx950" rows were chosen from what the compiler reports (no
+spills, LDS within the limit, two workgroups a CU where possible). "sm_" serves NVIDIA GPUs that have no row of their
+own with shapes that fit all of them. "interpreter" is Triton's interpreter on a CPU.
 """
 
 from __future__ import annotations
@@ -138,10 +138,6 @@ DECODE_ROWS = (
     DecodeRow("gfx950", 2, 256, 32, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("gfx950", 4, 128, 32, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("gfx950", 4, 256, 32, DecodeTiles(16, 8, 1, 1)),
-    DecodeRow("gfx9", 2, 128, 16, DecodeTiles(32, 4, 1, 2)),
-    DecodeRow("gfx9", 2, 256, 16, DecodeTiles(32, 4, 1, 1)),
-    DecodeRow("gfx9", 4, 128, 16, DecodeTiles(16, 4, 1, 2)),
-    DecodeRow("gfx9", 4, 256, 16, DecodeTiles(16, 8, 1, 1)),
     DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, transposed=True, heads_per_row=2)),
     DecodeRow("interpreter", 2, 256, 16, DecodeTiles(16, 1, 1, 3, transposed=True)),
     DecodeRow("interpreter", 4, 256, 64, DecodeTiles(16, 1, 1, 3)),
@@ -168,10 +164,6 @@ EXTEND_ROWS = (
     ExtendRow("gfx950", 2, 256, ExtendTiles(64, 32, 8, 2)),
     ExtendRow("gfx950", 4, 128, ExtendTiles(64, 16, 4, 1)),
     ExtendRow("gfx950", 4, 256, ExtendTiles(32, 16, 8, 1)),
-    ExtendRow("gfx9", 2, 128, ExtendTiles(64, 32, 4, 1)),
-    ExtendRow("gfx9", 2, 256, ExtendTiles(64, 32, 8, 1)),
-    ExtendRow("gfx9", 4, 128, ExtendTiles(32, 16, 4, 1)),
-    ExtendRow("gfx9", 4, 256, ExtendTiles(32, 16, 8, 1)),
     ExtendRow("interpreter", 2, 256, ExtendTiles(32, 16, 1, 1)),
     ExtendRow("interpreter", 4, 256, ExtendTiles(32, 16, 1, 1)),
 )
@@ -225,9 +217,8 @@ def _names(arch: str) -> Iterator[str]:
     yield arch
     if arch == "cpu":
         yield "interpreter"
-    for family in ("sm_", "gfx9"):
-        if arch.startswith(family):
-            yield family
+    if arch.startswith("sm_"):
+        yield "sm_"
 
 
 def _pairs(row: DecodeRow, gqa_ratio: int, num_kv_heads: int, head_dim: int, v_head_dim: int) -> bool:
@@ -239,4 +230,4 @@ def _pairs(row: DecodeRow, gqa_ratio: int, num_kv_heads: int, head_dim: int, v_h
 
 def _served(rows: tuple[DecodeRow, ...] | tuple[ExtendRow, ...]) -> str:
     names = dict.fromkeys(row.arch for row in rows)
-    return ", ".join(f"{name}*" if name in ("sm_", "gfx9") else name for name in names)
+    return ", ".join(f"{name}*" if name == "sm_" else name for name in names)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from rocm_attn.errors import BadModel
 
@@ -91,3 +93,22 @@ class Fields:
         if default is None:
             raise BadModel(f"{self.source} does not say {name}; the file is not complete")
         return default
+
+
+def read_json(path: Path) -> Mapping[str, object]:
+    """The object in a JSON file. Raises BadModel."""
+    text = read_text(path)
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise BadModel(f"{path} is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise BadModel(f"{path} must hold a JSON object")
+    return value
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadModel(f"{path} cannot be read ({error})") from error

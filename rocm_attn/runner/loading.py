@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from rocm_attn.errors import BadModel, BadSetting
 from rocm_attn.problem import DTYPES
 from rocm_attn.runner.chat_template import ChatTemplate
 from rocm_attn.runner.config import ModelConfig, config_from_json
-from rocm_attn.runner.fields import Fields
+from rocm_attn.runner.fields import Fields, read_json, read_text
 from rocm_attn.runner.gguf_config import config_from_gguf
 from rocm_attn.runner.gguf_file import GGUFFile
 from rocm_attn.runner.gguf_tokenizer import tokenizer_from_gguf
@@ -132,7 +131,7 @@ def _tokenizer_of_directory(directory: Path) -> Tokenizer | None:
         raise BadModel(f"{path} is not a tokenizer ({error})") from error
     options = _json_if_there(directory / "tokenizer_config.json")
     template_file = directory / "chat_template.jinja"
-    source = _text_in(template_file) if template_file.is_file() else options.get("chat_template")
+    source = read_text(template_file) if template_file.is_file() else options.get("chat_template")
     bos, eos = (_token_text(options.get(f"{name}_token")) for name in ("bos", "eos"))
     template = ChatTemplate(source, bos, eos) if isinstance(source, str) else None
     return Tokenizer(backend=backend, bos_token_id=None, chat_template=template)
@@ -142,25 +141,6 @@ def _token_text(token: object) -> str:
     """A special token in tokenizer_config.json: its text, or an object that holds it."""
     text = token.get("content") if isinstance(token, Mapping) else token
     return text if isinstance(text, str) else ""
-
-
-def read_json(path: Path) -> Mapping[str, object]:
-    """The object in a JSON file. Raises BadModel."""
-    text = _text_in(path)
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise BadModel(f"{path} is not JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise BadModel(f"{path} must hold a JSON object")
-    return value
-
-
-def _text_in(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadModel(f"{path} cannot be read ({error})") from error
 
 
 def _json_if_there(path: Path) -> Mapping[str, object]:

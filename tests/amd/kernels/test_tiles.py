@@ -1,0 +1,89 @@
+"""The tuning table: who finds a row, who is told that there is none, and what a row may not ask for."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from rocm_attn.kernels.attention.limits import DTYPES, MAX_GQA_RATIO, MAX_HEAD_DIM
+from rocm_attn.kernels.tuning.tiles import DECODE_ROWS, EXTEND_ROWS, DecodeTiles, NoTiles, decode_tiles, extend_tiles
+
+ARCHS = ("sm_90", "sm_80", "sm_120", "gfx942", "gfx950", "gfx90a", "interpreter", "cpu")
+BF16 = torch.bfloat16
+
+
+def decode_for(arch: str, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype = BF16) -> DecodeTiles:
+    return decode_tiles(
+        arch,
+        gqa_ratio=heads[0] // heads[1],
+        num_kv_heads=heads[1],
+        head_dim=dims[0],
+        v_head_dim=dims[1],
+        dtype=dtype,
+    )
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_whatever_the_kernels_serve_has_a_row(arch: str, dtype: torch.dtype) -> None:
+    dims = (1, 64, 80, 96, 128, 192, MAX_HEAD_DIM)
+    for gqa_ratio, head_dim, v_head_dim in itertools.product((1, 3, 8, 16, 71, MAX_GQA_RATIO), dims, dims):
+        for num_kv_heads in (1, 2, 3):
+            tiles = decode_for(arch, (gqa_ratio * num_kv_heads, num_kv_heads), (head_dim, v_head_dim), dtype)
+            assert num_kv_heads % tiles.heads_per_row == 0
+            assert tiles.q_rows(gqa_ratio) * tiles.rows_per_seq(num_kv_heads) >= gqa_ratio * num_kv_heads
+            assert tiles.q_rows(gqa_ratio) <= 64
+            extend = extend_tiles(
+                arch,
+                gqa_ratio=gqa_ratio,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                v_head_dim=v_head_dim,
+                dtype=dtype,
+            )
+            assert extend.tokens_per_tile(gqa_ratio) >= 1
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "dims", "words"),
+    [
+        ("gfx1100", BF16, (128, 128), "no decode tiles for gfx1100 with torch.bfloat16"),
+        ("sm_90", torch.float64, (128, 128), "no decode tiles for sm_90 with torch.float64"),
+        ("gfx942", BF16, (128, 512), "head dims 128 and 512"),
+        ("", BF16, (128, 128), r"rows exist for sm_90, sm_\*, gfx942, gfx950, interpreter"),
+    ],
+)
+def test_a_miss_is_an_error_that_says_what_exists(
+    arch: str, dtype: torch.dtype, dims: tuple[int, int], words: str
+) -> None:
+    with pytest.raises(NoTiles, match=words):
+        decode_for(arch, (8, 8), dims, dtype)
+
+
+def test_a_family_serves_only_members_without_a_row_of_their_own() -> None:
+    family = next(row.tiles for row in DECODE_ROWS if row.arch == "sm_")
+    assert decode_for("sm_80", (8, 8), (128, 128)) == family
+    assert decode_for("sm_90", (8, 8), (128, 128)) != family
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942", "gfx950"])
+def test_heads_of_64_are_paired_where_two_fit_a_tile(arch: str) -> None:
+    assert decode_for(arch, (64, 8), (64, 64)).heads_per_row == 2
+    assert decode_for(arch, (9, 3), (64, 64)).heads_per_row == 1, "an odd number of KV heads"
+    assert decode_for(arch, (32, 2), (64, 64)).heads_per_row == 1, "32 query heads in a pair"
+    assert decode_for(arch, (8, 2), (64, 32)).heads_per_row == 1, "columns of different widths"
+
+
+def test_large_groups_of_query_heads_are_cut_evenly() -> None:
+    tiles = decode_for("gfx942", (71, 1), (64, 64))
+    assert (tiles.head_blocks, tiles.q_rows(71), tiles.rows_per_seq(1)) == (3, 24, 3)
+
+
+def test_every_row_starts_with_whole_tiles() -> None:
+    """Triton needs powers of two, matrix units at least 16 on a side."""
+    sides = [row.tiles.block_n for row in DECODE_ROWS]
+    sides += [side for row in EXTEND_ROWS for side in (row.tiles.block_m, row.tiles.block_n)]
+    assert all(side >= 16 and side & (side - 1) == 0 for side in sides)
+    assert all(row.tiles.row_cost >= 1 for row in DECODE_ROWS)

@@ -10,7 +10,7 @@ import torch
 from rocm_attn.kernels.attention.limits import DTYPES, MAX_GQA_RATIO, MAX_HEAD_DIM
 from rocm_attn.kernels.tuning.tiles import DECODE_ROWS, EXTEND_ROWS, DecodeTiles, NoTiles, decode_tiles, extend_tiles
 
-ARCHS = ("sm_90", "sm_80", "sm_120", "gfx942", "gfx950", "gfx90a", "interpreter", "cpu")
+ARCHS = ("sm_90", "sm_80", "sm_120", "gfx942", "gfx950", "interpreter", "cpu")
 BF16 = torch.bfloat16
 
 

@@ -41,6 +41,7 @@ def _page_list_kernel(
     table,
     table_stride,
     page_list,
+    table_width,
     num_seqs_padded,
     page_list_len,
     PAGE_SIZE: tl.constexpr,
@@ -59,7 +60,8 @@ def _page_list_kernel(
         for start in range(tl.program_id(0) * BLOCK, mine, tl.num_programs(0) * BLOCK):
             page_no = start + tl.arange(0, BLOCK)
             live = page_no < mine
-            page = tl.load(table + row * table_stride + page_no, mask=live, other=0)
+            # A length beyond the row, which a device may bring, lists page 0 instead of another row's pages.
+            page = tl.load(table + row * table_stride + page_no, mask=live & (page_no < table_width), other=0)
             tl.store(page_list + first + page_no, page, mask=live & (first + page_no < page_list_len))
     else:
         for start in range(total + tl.program_id(0) * BLOCK, page_list_len, tl.num_programs(0) * BLOCK):
@@ -127,6 +129,7 @@ def launch_page_list(
         table,
         table.stride(0),
         page_list,
+        table.shape[1],
         num_seqs,
         page_list.shape[0],
         PAGE_SIZE=page_size,

@@ -92,7 +92,8 @@ def page_list(
     seq = seq.clamp(max=num_seqs - 1)
     pages = (kv_len[seq] + page_size - 1) // page_size
     page_no = torch.where(live, at - (ends[seq] - pages), 0)
-    page_list.copy_(torch.where(live, table[row_of_seq[seq].long(), page_no], 0))
+    page = table[row_of_seq[seq].long(), page_no.clamp(max=table.shape[1] - 1)]
+    page_list.copy_(torch.where(live & (page_no < table.shape[1]), page, 0))
 
 
 def block_table(row_of_seq: Tensor, kv_len: Tensor, table: Tensor, block_table: Tensor, *, page_size: int) -> None:

@@ -108,6 +108,7 @@ def read_json(path: Path) -> Mapping[str, object]:
 
 
 def read_text(path: Path) -> str:
+    """A file's text, UTF-8. Raises BadModel."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -47,7 +47,7 @@ class _FillKernel:
     def __getitem__(self, grid: tuple[int, ...]) -> _FillKernel:
         return self
 
-    def __call__(self, x: Tensor, out: Tensor, n: int | Tensor) -> None:
+    def __call__(self, x: Tensor, out: Tensor, n: int | Tensor, **options: object) -> None:
         places = torch.arange(len(x), device=x.device)
         out.copy_(torch.where(places < n, x, torch.zeros_like(x)))
 

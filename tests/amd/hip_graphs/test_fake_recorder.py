@@ -24,7 +24,7 @@ class Kernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Kernel:
         return self
 
-    def __call__(self, x: Tensor, out: Tensor, added: float) -> None:
+    def __call__(self, x: Tensor, out: Tensor, added: float, **options: object) -> None:
         self.runs += 1
         for place, value in enumerate(x.tolist()):
             out[place] = torch.tensor(value).item() * 2 + added

@@ -196,6 +196,17 @@ def test_page_lists_hold_each_sequences_pages(forms: str, kernel_device: torch.d
     assert dense.tolist() == [mine + [0] * (width - len(mine)) for mine in pages] + [[0] * width] * pads
 
 
+@pytest.mark.parametrize("list_of", [launch_page_list, refs.page_list])
+def test_a_length_beyond_its_row_lists_page_zero_and_no_other_rows_pages(
+    list_of: Launch, kernel_device: torch.device
+) -> None:
+    table = device_ints([0, 0, 5, 6, 7, 8], kernel_device).view(3, 2)
+    listed = garbage(9, kernel_device)
+    rows, kv_len = device_ints([1, 2], kernel_device), device_ints([11, 12], kernel_device)
+    list_of(rows, kv_len, table, listed, page_size=4, programs_per_seq=2)
+    assert listed.tolist() == [5, 6, 0, 7, 8, 0, 0, 0, 0]
+
+
 @pytest.mark.parametrize("store", [launch_store_kv, cache_refs.store_kv])
 @pytest.mark.parametrize(("heads", "k_dim", "v_dim", "page_size"), [(2, 16, 16, 4), (3, 80, 24, 1), (1, 192, 128, 5)])
 @pytest.mark.parametrize("heads_first", [False, True])

@@ -2,24 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from rocm_attn.step_batch import Int32Array
 
 
+class Fence(Protocol):
+    """A place in a device's queue of work. One that was never recorded has been reached."""
+
+    def record(self) -> None:
+        """Put the fence behind everything that was launched on the current stream."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the device has reached the fence."""
+        ...
+
+
+class NoFence:
+    """The fence of a CPU, where kernels run before their launch returns."""
+
+    def record(self) -> None:
+        """Nothing is left to be done."""
+
+    def synchronize(self) -> None:
+        """Nothing is left to wait for."""
+
+
+def wait_for(fence: Fence) -> None:
+    """Wait until the device has reached the fence."""
+    fence.synchronize()
+
+
 class HostRing:
     """A ring of int32 slots. A slot is handed out again only after the kernels that read it are done.
 
-    On a CPU kernels run before their launch returns, so one slot is enough.
+    wait:      called with the fence behind a slot's readers before the slot is handed out again
+    new_fence: makes a fence of the device; not given: an event on a GPU, nothing on a CPU
     """
 
-    def __init__(self, device: torch.device, *, depth: int = 2) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._depth = depth if self._on_gpu else 1
-        self._slots = [torch.empty(0, dtype=torch.int32)] * self._depth
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        depth: int = 2,
+        wait: Callable[[Fence], None] = wait_for,
+        new_fence: Callable[[], Fence] | None = None,
+    ) -> None:
+        self._pinned = device.type == "cuda"
+        if new_fence is None:
+            new_fence = partial(torch.Event, device) if self._pinned else NoFence
+        self._wait = wait
+        self._depth = depth
+        self._slots = [torch.empty(0, dtype=torch.int32)] * depth
         self._arrays: list[Int32Array] = [slot.numpy() for slot in self._slots]
-        self._done = [torch.Event(device) for _ in range(self._depth)] if self._on_gpu else []
+        self._done = [new_fence() for _ in range(depth)]
         self._next = 0
 
     def acquire(self, words: int) -> tuple[Tensor, Int32Array]:
@@ -28,17 +70,14 @@ class HostRing:
         Waits when the device is `depth` steps behind.
         """
         at = self._next
-        if self._on_gpu:
-            # An event that was never recorded is done.
-            self._done[at].synchronize()
+        self._wait(self._done[at])
         if len(self._arrays[at]) < words:
             # A power of two: batches that grow slowly would otherwise pin memory again each time.
-            slot = torch.empty(1 << (words - 1).bit_length(), dtype=torch.int32, pin_memory=self._on_gpu)
+            slot = torch.empty(1 << (words - 1).bit_length(), dtype=torch.int32, pin_memory=self._pinned)
             self._slots[at], self._arrays[at] = slot, slot.numpy()
         return self._slots[at], self._arrays[at]
 
     def release(self) -> None:
         """Say that everything that reads the acquired slot was launched on the current stream."""
-        if self._on_gpu:
-            self._done[self._next].record()
+        self._done[self._next].record()
         self._next = (self._next + 1) % self._depth

@@ -6,9 +6,12 @@ was enqueued.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
-from rocm_attn.host_ring import HostRing
+from rocm_attn.host_ring import Fence, HostRing, wait_for
 from rocm_attn.kernels.metadata.slot_layout import HEADER_WORDS, slot_words
 from rocm_attn.kv_pool import KVPool
 from rocm_attn.plan import StepPlan
@@ -17,16 +20,38 @@ from rocm_attn.request_table import RequestTable
 from rocm_attn.step_batch import INT32_MAX, StepBatch
 from rocm_attn.step_memory import DeviceStep
 
+# (launch, forget): launches what carries a change to the device, and forgets that the change is pending.
+Deliver = Callable[[Callable[[], None], Callable[[], None]], None]
+
+
+def launch_then_forget(launch: Callable[[], None], forget: Callable[[], None]) -> None:
+    """A change whose launch raises stays pending."""
+    launch()
+    forget()
+
 
 class Publisher:
-    """Writes ring slots and launches the kernels that read them."""
+    """Writes ring slots and launches the kernels that read them.
 
-    def __init__(self, ops: StepOps, table: RequestTable, pool: KVPool) -> None:
+    ring_wait: waits for the fence behind a ring slot's readers
+    deliver:   launches a pending change of the table or of its pages
+    """
+
+    def __init__(
+        self,
+        ops: StepOps,
+        table: RequestTable,
+        pool: KVPool,
+        *,
+        ring_wait: Callable[[Fence], None] = wait_for,
+        deliver: Deliver = launch_then_forget,
+    ) -> None:
         self._ops = ops
         self._table = table
         self._pool = pool
-        self._inputs = HostRing(pool.device)
-        self._updates = HostRing(pool.device)
+        self._deliver = deliver
+        self._inputs = HostRing(pool.device, wait=ring_wait)
+        self._updates = HostRing(pool.device, wait=ring_wait)
         self._step_number = 0
 
     def apply_table_changes(self) -> None:
@@ -36,15 +61,14 @@ class Publisher:
             # Blocking copies of a few ids: sharing a partly filled page is rare.
             target = torch.tensor(list(pending.copies.keys()), device=self._pool.device)
             source = torch.tensor(list(pending.copies.values()), device=self._pool.device)
-            self._pool.copy_pages(source, target)
-            pending.copies.clear()
+            self._deliver(partial(self._pool.copy_pages, source, target), pending.copies.clear)
         if pending.cells:
             updates = self._table.pending_updates()
             slot, words = self._updates.acquire(updates.size)
             words[: updates.size] = updates.reshape(-1)
-            self._ops.table_update(slot, self._table.entries, num_updates=len(updates))
+            launch = partial(self._ops.table_update, slot, self._table.entries, num_updates=len(updates))
+            self._deliver(launch, pending.cells.clear)
             self._updates.release()
-            pending.cells.clear()
 
     def publish(self, batch: StepBatch, plan: StepPlan, step: DeviceStep) -> None:
         """Write the step's inputs, pads included, to their fixed addresses."""

@@ -6,9 +6,11 @@ a partly filled page that several rows hold is copied before one of them writes 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rocm_attn.errors import BadBatch, CapacityExceeded, OutOfPages, WrongState
@@ -31,21 +33,60 @@ class PendingChanges:
         return bool(self.cells or self.copies)
 
 
+@dataclass(frozen=True, slots=True)
+class RowWidth:
+    """What a row may hold, and how pages are put into it: never past its end."""
+
+    def require(self, kv_len: int, max_kv_len: int) -> None:
+        """Raise CapacityExceeded unless a row can hold kv_len tokens."""
+        if kv_len > max_kv_len:
+            raise CapacityExceeded(f"{kv_len} tokens exceed the {max_kv_len} that a row can hold; raise max_kv_len")
+
+    def put(self, entries: Int32Array, row: int, first: int, pages: Sequence[int]) -> list[tuple[int, int, int]]:
+        """entries[row, first + i] = pages[i]; the changed cells, as PendingChanges lists them."""
+        end = first + len(pages)
+        entries[row, first:end] = pages
+        return [(row, first, end)]
+
+
+WITHIN_THE_ROW = RowWidth()
+
+# holders of pages, int32 [n] -> whether a row must not write to them
+IsShared = Callable[[Int32Array], npt.NDArray[np.bool_]]
+
+
+def held_by_several(holders: Int32Array) -> npt.NDArray[np.bool_]:
+    """Whether more than one row holds a page."""
+    return holders > 1
+
+
 class RequestTable:
     """Rows of pages, int32 [num_rows, width], with reference counts.
 
     max_num_seqs: requests that can be admitted at a time (row 0 comes on top)
     max_kv_len:   tokens that a row can hold
     num_pages:    pages of the pool, the reserved page 0 included
+    row_width:    keeps a row's pages inside the row
+    is_shared:    which partly filled pages are copied before a row writes to them
     """
 
     def __init__(
-        self, *, max_num_seqs: int, max_kv_len: int, num_pages: int, page_size: int, device: torch.device
+        self,
+        *,
+        max_num_seqs: int,
+        max_kv_len: int,
+        num_pages: int,
+        page_size: int,
+        device: torch.device,
+        row_width: RowWidth = WITHIN_THE_ROW,
+        is_shared: IsShared = held_by_several,
     ) -> None:
         if max_num_seqs < 1 or max_kv_len < 1:
             raise CapacityExceeded(
                 f"max_num_seqs is {max_num_seqs} and max_kv_len is {max_kv_len}; both must be at least 1"
             )
+        self._row_width = row_width
+        self._is_shared = is_shared
         self.page_size = page_size
         self.max_kv_len = max_kv_len
         self.width = (max_kv_len + page_size - 1) // page_size
@@ -97,10 +138,7 @@ class RequestTable:
         nothing is changed then.
         """
         self._must_be_admitted(row)
-        if kv_len > self.max_kv_len:
-            raise CapacityExceeded(
-                f"{kv_len} tokens exceed the {self.max_kv_len} that a row can hold; raise max_kv_len"
-            )
+        self._row_width.require(kv_len, self.max_kv_len)
         short = self.pages_short(row, kv_len)
         if short > self.num_free_pages:
             raise OutOfPages(
@@ -114,8 +152,7 @@ class RequestTable:
         held, wanted = self._num_held(row), num_pages(kv_len, self.page_size)
         if wanted > held:
             pages = [self._take_page() for _ in range(wanted - held)]
-            self.entries_host[row, held:wanted] = pages
-            self.pending.cells.append((row, held, wanted))
+            self.pending.cells += self._row_width.put(self.entries_host, row, held, pages)
             self._capacity[row] = wanted * self.page_size
         self._reserved_len[row] = kv_len
 
@@ -136,18 +173,14 @@ class RequestTable:
         reserved = self._reserved_len[rows]
         grows = kv_len > reserved
         last_page = self.entries_host[rows, np.minimum(reserved // self.page_size, self.width - 1)]
-        shares = (reserved % self.page_size != 0) & (self._holders[last_page] > 1)
+        shares = (reserved % self.page_size != 0) & self._is_shared(self._holders[last_page])
         slow = np.flatnonzero(grows & ((kv_len > self._capacity[rows]) | shares))
         if len(slow):
             self._reserve_slowly(rows[slow].tolist(), kv_len[slow].tolist())
         self._reserved_len[rows] = np.maximum(reserved, kv_len)
 
     def _reserve_slowly(self, rows: list[int], kv_len: list[int]) -> None:
-        longest = max(kv_len)
-        if longest > self.max_kv_len:
-            raise CapacityExceeded(
-                f"{longest} tokens exceed the {self.max_kv_len} that a row can hold; raise max_kv_len"
-            )
+        self._row_width.require(max(kv_len), self.max_kv_len)
         # An upper bound: of two rows that share a page only one needs a copy.
         if sum(map(self.pages_short, rows, kv_len)) > self.num_free_pages:
             raise OutOfPages(
@@ -256,7 +289,8 @@ class RequestTable:
         reserved = int(self._reserved_len[row])
         if reserved % self.page_size == 0:
             return False
-        return bool(self._holders[self.entries_host[row, reserved // self.page_size]] > 1)
+        page = self.entries_host[row, reserved // self.page_size]
+        return bool(self._is_shared(self._holders[page : page + 1])[0])
 
     def _own_last_page(self, row: int) -> None:
         page_no = int(self._reserved_len[row]) // self.page_size

@@ -8,6 +8,7 @@ end_step     host only
 from __future__ import annotations
 
 import enum
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadSetting, BadTensor, Unsupported, WrongState
+from rocm_attn.guards import Guards, guards_from_settings
 from rocm_attn.hip_graphs.errors import BadLadder
 from rocm_attn.hip_graphs.size_ladder import SizeLadder, default_ladder
 from rocm_attn.kv_pool import KVPool
@@ -72,6 +74,7 @@ class AttentionRuntime:
                    not given: a ladder up to max_num_seqs
     capture_tokens: token counts that steps with more than one new token a sequence are padded to and may be
                    captured at; such steps run eagerly above the largest, and by default that is all of them
+    guards:        the safeguards; not given: all, less those that the environment switches off (settings.py)
 
     Raises Unsupported when no kernel serves a layer, BadProblem and CapacityExceeded for a pool that cannot be.
     """
@@ -88,25 +91,41 @@ class AttentionRuntime:
         target: Target | None = None,
         capture_sizes: Sequence[int] | None = None,
         capture_tokens: Sequence[int] = (1,),
+        guards: Guards | None = None,
     ) -> None:
+        self.guards = guards = guards if guards is not None else guards_from_settings()
+        if guards.off:
+            logging.getLogger(__name__).warning("safeguards are switched off: %s", ", ".join(guards.off))
         self.device = _with_index(device)
         self.target = target if target is not None else detect_target(self.device)
         kinds = list(dict.fromkeys(problems))
         self._kind_of_layer = [kinds.index(problem) for problem in problems]
-        self.selections = tuple(select(kind, self.target, provider) for kind in kinds)
+        self.selections = tuple(guards.v_mask(select(kind, self.target, provider)) for kind in kinds)
         self.pool = KVPool(problems, num_pages=num_pages, device=self.device)
-        self._ops = _ops_of(self.selections)
+        self._ops = guards.change_ops(_ops_of(self.selections))
         self.table = RequestTable(
             max_num_seqs=max_num_seqs,
             max_kv_len=max_kv_len,
             num_pages=num_pages,
             page_size=self.pool.page_size,
             device=self.device,
+            row_width=guards.row_width,
+            is_shared=guards.copy_on_write,
         )
+        self._check_batch = guards.batch_check(self.table)
         seqs = default_ladder(max_num_seqs).sizes if capture_sizes is None else capture_sizes
         self.padding = PaddingPolicy(_ladder("capture_sizes", seqs), _ladder("capture_tokens", capture_tokens))
-        self._memory = StepMemory(self.selections, self.table, self.device)
-        self._publisher = Publisher(self._ops, self.table, self.pool)
+        self._memory = StepMemory(
+            self.selections,
+            self.table,
+            self.device,
+            capacity=guards.capacity(max_num_seqs),
+            sealed_growth=guards.sealed_growth,
+        )
+        self._publisher = Publisher(
+            self._ops, self.table, self.pool, ring_wait=guards.ring_wait, deliver=guards.pending_changes
+        )
+        self._longest = guards.planner_inputs(self._memory.sealed_tensors)
         self._plan_of_key: dict[GraphKey, StepPlan] = {}
         self._plan_of_sizes: dict[tuple[int | None, ...], StepPlan] = {}
         self._baked = frozenset(b for s in self.selections for kernel in s.kernels.values() for b in kernel.row.bakes)
@@ -148,7 +167,7 @@ class AttentionRuntime:
         """The part of begin_step that runs before a graph: check, plan, update the table, publish the inputs."""
         if self._state is not _State.IDLE:
             raise WrongState(f"a step cannot begin, because {self._state.value}; call end_step() first")
-        self.table.check_batch(batch)
+        self._check_batch(batch)
         plan = self._plan_for(batch, pad_to)
         with self._on_device():
             self._follow_stream()
@@ -268,7 +287,7 @@ class AttentionRuntime:
     def _plan_for(self, batch: StepBatch, pad_to: int | None) -> StepPlan:
         max_kv_len = self.table.width * self.pool.page_size
         if Baked.MAX_KV_LEN in self._baked:
-            max_kv_len = kv_len_bucket(batch.max_kv_len, max_kv_len)
+            max_kv_len = kv_len_bucket(self._longest(batch), max_kv_len)
         # All that a plan depends on, so that a step of known sizes costs one look-up.
         key = (batch.num_seqs, batch.num_tokens, batch.min_q_len, batch.max_q_len, max_kv_len, pad_to)
         plan = self._plan_of_sizes.get(key)
@@ -291,7 +310,7 @@ class AttentionRuntime:
             may_capture=may_capture,
         )
         # Sizes that are padded to the same shape share a plan, and so a graph and the views of its buffers.
-        return self._plan_of_key.setdefault(plan.key, plan) if plan.replayable else plan
+        return self._plan_of_key.setdefault(self.guards.graph_key(plan.key), plan) if plan.replayable else plan
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Launches go to the runtime's device, whichever is current for the caller."""

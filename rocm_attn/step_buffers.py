@@ -82,15 +82,55 @@ def block_table_buffers(table_width: int) -> tuple[BufferSpec, ...]:
     return (BufferSpec("block_table", Unit.PAGE, torch.int32, lambda shape: shape.num_seqs * table_width, pad=0),)
 
 
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """How large buffers are and what a view of one is: sized by the padded batch, and never cut short."""
+
+    def elements(self, spec: BufferSpec, shape: PaddedShape) -> int:
+        """Elements that a buffer must hold for a step of this shape."""
+        return spec.elements(shape)
+
+    def allocated(self, elements: int) -> int:
+        """Elements to allocate where this many are needed."""
+        # A power of two, so that a batch that grows by one sequence a step does not reallocate each time.
+        return 1 << (elements - 1).bit_length()
+
+    def view(self, name: str, tensor: Tensor, elements: int) -> Tensor:
+        """The first elements of a buffer. Raises CapacityExceeded past its end: a slice would truncate silently."""
+        if elements > tensor.numel():
+            raise CapacityExceeded(f"{elements} elements of {name} were asked for, it holds {tensor.numel()}")
+        return tensor[:elements]
+
+
+PADDED_BATCH = Capacity()
+
+# Called with a sentence when sealed memory would have to move.
+SealedGrowth = Callable[[str], None]
+
+
+def refuse_growth(reason: str) -> None:
+    """Sealed memory stays where it is. Raises CapacityExceeded."""
+    raise CapacityExceeded(reason)
+
+
 class StepBuffers:
     """The buffers of a runtime; graphs own a sealed instance, steps above the largest graph an open one."""
 
-    def __init__(self, specs: Sequence[BufferSpec], device: torch.device) -> None:
+    def __init__(
+        self,
+        specs: Sequence[BufferSpec],
+        device: torch.device,
+        *,
+        capacity: Capacity = PADDED_BATCH,
+        sealed_growth: SealedGrowth = refuse_growth,
+    ) -> None:
         names = [spec.name for spec in specs]
         assert len(set(names)) == len(names), f"a buffer is declared twice: {names}"
         self._specs: Mapping[str, BufferSpec] = {spec.name: spec for spec in specs}
         self._tensors = {spec.name: torch.empty(0, dtype=spec.dtype, device=device) for spec in specs}
         self._device = device
+        self._capacity = capacity
+        self._sealed_growth = sealed_growth
         self._sealed = False
         self.epoch = 0
 
@@ -114,29 +154,25 @@ class StepBuffers:
         short = [
             (spec, needed)
             for spec in self._specs.values()
-            if (needed := spec.elements(shape)) > self._tensors[spec.name].numel()
+            if (needed := self._capacity.elements(spec, shape)) > self._tensors[spec.name].numel()
         ]
         if not short:
             return
         if self._sealed:
             spec, needed = short[0]
-            raise CapacityExceeded(
+            self._sealed_growth(
                 f"{shape.num_seqs} sequences with {shape.num_tokens} tokens need {needed} elements of {spec.name} "
                 f"({spec.unit.value}) and captured graphs hold {self._tensors[spec.name].numel()}; "
                 "raise the largest of capture_sizes before the first capture"
             )
         for spec, needed in short:
-            # A power of two, so that a batch that grows by one sequence a step does not reallocate each time.
-            elements = 1 << (needed - 1).bit_length()
+            elements = self._capacity.allocated(needed)
             self._tensors[spec.name] = torch.full((elements,), spec.pad, dtype=spec.dtype, device=self._device)
         self.epoch += 1
 
     def view(self, name: str, elements: int) -> Tensor:
-        """The first elements of a buffer. Raises CapacityExceeded past its end: a slice would truncate silently."""
-        tensor = self._tensors[name]
-        if elements > tensor.numel():
-            raise CapacityExceeded(f"{elements} elements of {name} were asked for, it holds {tensor.numel()}")
-        return tensor[:elements]
+        """The first elements of a buffer. Raises CapacityExceeded past its end."""
+        return self._capacity.view(name, self._tensors[name], elements)
 
     def step_view(self, name: str, shape: PaddedShape) -> Tensor:
         """What a step of this shape uses of a buffer; empty for a buffer that no kernel needs."""

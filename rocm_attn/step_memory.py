@@ -14,12 +14,16 @@ from rocm_attn.providers.contract import Need, StepMetadata
 from rocm_attn.providers.select import Selection
 from rocm_attn.request_table import RequestTable
 from rocm_attn.step_buffers import (
+    PADDED_BATCH,
     STEP_BUFFERS,
     BufferSpec,
+    Capacity,
+    SealedGrowth,
     StepBuffers,
     Unit,
     block_table_buffers,
     page_list_buffers,
+    refuse_growth,
 )
 from rocm_attn.table_view import TableView
 from rocm_attn.workspace import Workspace
@@ -56,8 +60,18 @@ class StepMemory:
     selections: per kind of layer, whose kernels say what they need
     """
 
-    def __init__(self, selections: Sequence[Selection], table: RequestTable, device: torch.device) -> None:
+    def __init__(
+        self,
+        selections: Sequence[Selection],
+        table: RequestTable,
+        device: torch.device,
+        *,
+        capacity: Capacity = PADDED_BATCH,
+        sealed_growth: SealedGrowth = refuse_growth,
+    ) -> None:
         self._selections = tuple(selections)
+        self._capacity = capacity
+        self._sealed_growth = sealed_growth
         self._table = table
         self.needs = frozenset(n for s in selections for kernel in s.kernels.values() for n in kernel.row.needs)
         self._device = device
@@ -104,7 +118,8 @@ class StepMemory:
         return views
 
     def _new_part(self) -> _Part:
-        return _Part(StepBuffers(self._specs(), self._device), Workspace(self._device))
+        buffers = StepBuffers(self._specs(), self._device, capacity=self._capacity, sealed_growth=self._sealed_growth)
+        return _Part(buffers, Workspace(self._device, sealed_growth=self._sealed_growth))
 
     def _views(self, plan: StepPlan, part: _Part) -> DeviceStep:
         def view(name: str) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import CapacityExceeded
+from rocm_attn.step_buffers import SealedGrowth, refuse_growth
 
 
 class Workspace:
@@ -14,8 +15,9 @@ class Workspace:
     A layer's kernel is done with its words when the next one starts, so the arena is as large as the largest need.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, sealed_growth: SealedGrowth = refuse_growth) -> None:
         self._words = torch.empty(0, dtype=torch.float32, device=device)
+        self._sealed_growth = sealed_growth
         self._sealed = False
 
     @property
@@ -32,7 +34,7 @@ class Workspace:
         if words <= self.capacity:
             return False
         if self._sealed:
-            raise CapacityExceeded(
+            self._sealed_growth(
                 f"a step needs {words * 4} bytes of workspace and captured graphs hold {self.capacity * 4}; "
                 "raise the largest of capture_sizes before the first capture"
             )

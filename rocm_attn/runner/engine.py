@@ -178,6 +178,7 @@ class Engine:
             max_batch_size=self.options.max_batch_size,
             chunk=self.options.chunk,
             graphs=graphs_off,
+            guards_off=runtime.guards.off,
             steps=counters.steps,
             replays=counters.replays,
             captures=counters.captures,

@@ -16,6 +16,7 @@ class Report:
     num_pages:       pages of the KV pool, the reserved one included
     max_kv_len:      tokens of the longest sequence
     graphs:          "on", "off", or "off: " and why they were switched off
+    guards_off:      safeguards that are switched off, by id
     steps, replays, captures: all steps, those that ran as a graph, graphs made
     padded_share:    padded sequences among all sequences of all steps
     preemptions:     sequences that gave their pages back and were computed again
@@ -36,6 +37,7 @@ class Report:
     max_batch_size: int
     chunk: int
     graphs: str
+    guards_off: tuple[str, ...]
     steps: int
     replays: int
     captures: int

@@ -1,0 +1,275 @@
+"""Guards: the safeguards against silent corruption, as values that a runtime is built from.
+
+A safeguard is a field of Guards. Its default is the value that guards; debugging puts the value of unguarded.py in its
+place, one at a time: ROCM_ATTN_DEBUG=1 ROCM_ATTN_DISABLE_GUARDS=id. Nothing on the way of a step asks which of the two
+it has. docs/guards.md is the list for readers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import reduce
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor
+
+from rocm_attn import unguarded
+from rocm_attn.errors import BadSetting
+from rocm_attn.hip_graphs.pinned import PinnedTensors
+from rocm_attn.host_ring import Fence, wait_for
+from rocm_attn.plan import GraphKey
+from rocm_attn.providers.contract import StepOps
+from rocm_attn.providers.select import Selection
+from rocm_attn.publisher import Deliver, launch_then_forget
+from rocm_attn.request_table import WITHIN_THE_ROW, IsShared, RequestTable, RowWidth, held_by_several
+from rocm_attn.settings import Settings, settings
+from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_buffers import PADDED_BATCH, Capacity, SealedGrowth, refuse_growth
+
+OpsChange = Callable[[StepOps], StepOps]
+
+
+def unchanged_ops(ops: StepOps) -> StepOps:
+    """The provider's launches guard by themselves."""
+    return ops
+
+
+def unchanged_selection(selection: Selection) -> Selection:
+    """The provider's kernels guard by themselves."""
+    return selection
+
+
+def by_padded_batch(max_num_seqs: int) -> Capacity:
+    """Buffers as large as the padded batch, which may exceed the request pool."""
+    return PADDED_BATCH
+
+
+def checked_batch(table: RequestTable) -> Callable[[StepBatch], None]:
+    """Batches that the table has no rows or no room for are refused."""
+    return table.check_batch
+
+
+def lengths_on_the_host(sealed_tensors: Callable[[], Mapping[str, Tensor]]) -> Callable[[StepBatch], int]:
+    """A step is planned for the longest sequence of its batch."""
+    longest: Callable[[StepBatch], int] = attrgetter("max_kv_len")
+    return longest
+
+
+def whole_key(key: GraphKey) -> GraphKey:
+    """Steps share a graph when everything that it froze is equal."""
+    return key
+
+
+@dataclass(frozen=True, slots=True)
+class Guards:
+    """The safeguards of a runtime. A default is on; GUARDS says what each prevents."""
+
+    # Of the launches around attention; applied in this order.
+    pads: OpsChange = unchanged_ops
+    store_drops: OpsChange = unchanged_ops
+    row_zero: OpsChange = unchanged_ops
+    table_first: OpsChange = unchanged_ops
+    table_tails: OpsChange = unchanged_ops
+    slot_in_row: OpsChange = unchanged_ops
+    full_refresh: OpsChange = unchanged_ops
+    # Of the kernels, the memory, the table, the plan and the graphs.
+    v_mask: Callable[[Selection], Selection] = unchanged_selection
+    capacity: Callable[[int], Capacity] = by_padded_batch
+    sealed_growth: SealedGrowth = refuse_growth
+    row_width: RowWidth = WITHIN_THE_ROW
+    copy_on_write: IsShared = held_by_several
+    batch_check: Callable[[RequestTable], Callable[[StepBatch], None]] = checked_batch
+    planner_inputs: Callable[[Callable[[], Mapping[str, Tensor]]], Callable[[StepBatch], int]] = lengths_on_the_host
+    graph_key: Callable[[GraphKey], GraphKey] = whole_key
+    graph_epoch: Callable[[], PinnedTensors] = PinnedTensors
+    ring_wait: Callable[[Fence], None] = wait_for
+    pending_changes: Deliver = launch_then_forget
+
+    @property
+    def off(self) -> tuple[str, ...]:
+        """Ids of the safeguards that are switched off."""
+        return tuple(field.name for field in fields(self) if getattr(self, field.name) is not field.default)
+
+    def without(self, *ids: str) -> Guards:
+        """These guards with some more switched off. Raises BadSetting for an id that does not exist."""
+        known = {guard.id: guard for guard in GUARDS}
+        for id_ in ids:
+            if id_ not in known:
+                raise BadSetting(f"no safeguard has the id {id_!r}; the ids are {', '.join(known)}")
+        return replace(self, **{id_: known[id_].value_when_off for id_ in ids})
+
+    def change_ops(self, ops: StepOps) -> StepOps:
+        """A provider's launches, as the safeguards leave them."""
+        changes = (
+            self.pads,
+            self.store_drops,
+            self.row_zero,
+            self.table_first,
+            self.table_tails,
+            self.slot_in_row,
+            self.full_refresh,
+        )
+        return reduce(lambda changed, change: change(changed), changes, ops)
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """One safeguard.
+
+    id:             its field of Guards
+    prevents:       what goes wrong without it
+    report:         where that went wrong: seed n, a founding report; Hn, a hazard of SGLang's AITER backend; Gn, the
+                    promise that it keeps
+    value_when_off: takes its place when it is switched off
+    test:           goes wrong without it and right with it: file::function
+    """
+
+    id: str
+    prevents: str
+    report: str
+    value_when_off: Any
+    test: str
+
+
+def _guard(id_: str, prevents: str, report: str, value_when_off: Any, test: str) -> Guard:
+    return Guard(id_, prevents, report, value_when_off, f"tests/amd/guards/{test}")
+
+
+GUARDS: tuple[Guard, ...] = (
+    _guard(
+        "pads",
+        "a padded sequence reads the row and the KV of a request that sat in its place in an earlier step",
+        "seed 001, H19, H21, G3",
+        unguarded.leave_pads,
+        "test_pads.py::test_padded_sequences_are_rewritten_every_step",
+    ),
+    _guard(
+        "store_drops",
+        "padded tokens, whose K and V may be NaN, are stored to page 0, which every padded sequence reads",
+        "H23, H24, G4",
+        unguarded.store_everything,
+        "test_pads.py::test_padded_tokens_are_never_stored",
+    ),
+    _guard(
+        "row_zero",
+        "the reserved row of the table leads padded sequences to a request's pages",
+        "seed 001, G4",
+        unguarded.write_row_zero,
+        "test_pads.py::test_the_reserved_row_is_never_written",
+    ),
+    _guard(
+        "table_tails",
+        "a kernel that reads ahead of a sequence's last page meets a page of another request",
+        "H20, G3",
+        unguarded.leave_tails,
+        "test_pads.py::test_nothing_of_an_earlier_step_stays_behind_the_last_page",
+    ),
+    _guard(
+        "v_mask",
+        "NaN in a page's unused tail reaches the output: 0 * NaN is NaN",
+        "vllm#53856, aiter#5401, G4",
+        unguarded.unmasked_v,
+        "test_pads.py::test_what_lies_behind_a_sequence_in_its_page_is_not_read",
+    ),
+    _guard(
+        "capacity",
+        "a batch padded beyond the request pool is cut short, or read past the end of its buffers",
+        "seed 004, H1, H2, H6, G1",
+        unguarded.by_request_rows,
+        "test_capacity.py::test_a_batch_padded_beyond_the_pool_keeps_all_of_its_sequences",
+    ),
+    _guard(
+        "sealed_growth",
+        "buffers move while graphs go on reading the memory that was given up: a replay repeats an old step",
+        "H25, G2",
+        unguarded.let_sealed_memory_move,
+        "test_capacity.py::test_sealed_buffers_do_not_move_under_a_graph",
+    ),
+    _guard(
+        "row_width",
+        "pages that a row has no room for land in the row of another request",
+        "seed 002, H4, G1",
+        unguarded.PAST_THE_ROW,
+        "test_rows.py::test_a_row_filled_past_its_width_stays_out_of_the_next_row",
+    ),
+    _guard(
+        "slot_in_row",
+        "a length on the device beyond a row's width sends a token's K and V to a page of the next row",
+        "seed 002, H17, G4",
+        unguarded.slots_past_the_row,
+        "test_rows.py::test_a_length_beyond_the_row_writes_no_other_requests_page",
+    ),
+    _guard(
+        "copy_on_write",
+        "requests that share a partly filled page overwrite each other's tokens",
+        "prefix sharing, G4",
+        unguarded.never_shared,
+        "test_rows.py::test_requests_that_share_a_page_do_not_write_to_it",
+    ),
+    _guard(
+        "batch_check",
+        "tokens without a reserved page are dropped, rows that nobody holds are read, and nobody is told",
+        "H17, H18, G1",
+        unguarded.any_batch,
+        "test_rows.py::test_a_step_beyond_what_was_reserved_is_refused",
+    ),
+    _guard(
+        "planner_inputs",
+        "a step is planned from lengths that a captured kernel of the last step has overwritten",
+        "seed 000, G2",
+        unguarded.lengths_on_the_device,
+        "test_plans.py::test_a_plan_reads_nothing_that_a_captured_kernel_writes",
+    ),
+    _guard(
+        "graph_key",
+        "a graph captured for short sequences is replayed for long ones and misses their last keys",
+        "H33, G13",
+        unguarded.key_without_length,
+        "test_plans.py::test_a_longer_step_takes_another_graph",
+    ),
+    _guard(
+        "full_refresh",
+        "positions, slots and indptr of an earlier step serve a later one",
+        "H7, H20, G3",
+        unguarded.fill_once,
+        "test_plans.py::test_derived_tensors_are_filled_by_every_step",
+    ),
+    _guard(
+        "graph_epoch",
+        "a graph of memory that was given up is replayed",
+        "H25, G2",
+        unguarded.EpochlessPins,
+        "test_plans.py::test_a_graph_of_memory_that_moved_is_refused",
+    ),
+    _guard(
+        "table_first",
+        "a step runs before the device knows the pages that its tokens go to",
+        "hip#3902, G9",
+        unguarded.table_one_update_late,
+        "test_publication.py::test_pages_reach_the_device_before_the_step_that_uses_them",
+    ),
+    _guard(
+        "pending_changes",
+        "a launch that fails loses the changes of the table that it carried",
+        "G9",
+        unguarded.forget_then_launch,
+        "test_publication.py::test_changes_survive_a_launch_that_fails",
+    ),
+    _guard(
+        "ring_wait",
+        "the host writes a later step's inputs over those that the device has yet to read",
+        "H26, G9",
+        unguarded.wait_for_nothing,
+        "test_publication.py::test_a_late_device_still_reads_its_own_steps_inputs",
+    ),
+)
+
+
+def guards_from_settings(chosen: Settings | None = None) -> Guards:
+    """All safeguards, less those that the settings switch off; the process's settings when none are given.
+
+    Raises BadSetting for an id that does not exist.
+    """
+    return Guards().without(*(chosen if chosen is not None else settings()).disable_guards)

@@ -1,0 +1,53 @@
+"""Settings: what the environment may say. Read once; a wrong value raises instead of meaning something else.
+
+ROCM_ATTN_DEBUG           0 or 1 (0): whether what is only good for debugging may be asked for
+ROCM_ATTN_DISABLE_GUARDS  ids of safeguards, separated by commas: they are switched off. Needs ROCM_ATTN_DEBUG=1.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from rocm_attn.errors import BadSetting
+
+DEBUG = "ROCM_ATTN_DEBUG"
+DISABLE_GUARDS = "ROCM_ATTN_DISABLE_GUARDS"
+
+_SWITCH = {"": False, "0": False, "1": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The environment's say.
+
+    debug:          whether debugging was asked for
+    disable_guards: ids of the safeguards to switch off, as they were written; none without debug
+    """
+
+    debug: bool = False
+    disable_guards: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.disable_guards and not self.debug:
+            raise BadSetting(
+                f"{DISABLE_GUARDS}={','.join(self.disable_guards)} switches safeguards against silent corruption off, "
+                f"which is for debugging only; set {DEBUG}=1 too, or unset {DISABLE_GUARDS}"
+            )
+
+
+def read_settings(environment: Mapping[str, str]) -> Settings:
+    """The settings in an environment. Raises BadSetting."""
+    debug = environment.get(DEBUG, "").strip()
+    if debug not in _SWITCH:
+        raise BadSetting(f"{DEBUG} is {debug!r}; it must be 0 or 1")
+    ids = [guard.strip() for guard in environment.get(DISABLE_GUARDS, "").split(",")]
+    return Settings(debug=_SWITCH[debug], disable_guards=tuple(guard for guard in ids if guard))
+
+
+@cache
+def settings() -> Settings:
+    """The settings of this process, read at the first call. Raises BadSetting."""
+    return read_settings(os.environ)

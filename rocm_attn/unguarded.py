@@ -1,0 +1,268 @@
+"""What takes a safeguard's place when it is switched off: the ways to go wrong that the safeguards exist for.
+
+Debugging asks for them by the safeguard's id (guards.py), one at a time, to see whether a fault changes. Each is what
+a plain implementation would do. None is meant to be fast: some of them ask the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rocm_attn.hip_graphs.pinned import PinnedTensors
+from rocm_attn.host_ring import Fence
+from rocm_attn.kernels.metadata.slot_layout import UPDATE_WORDS
+from rocm_attn.padding import PaddedShape
+from rocm_attn.plan import GraphKey, LayerKernel
+from rocm_attn.problem import Problem
+from rocm_attn.providers.contract import AttendArgs, BoundKernel, StepMetadata, StepOps
+from rocm_attn.providers.select import Selection
+from rocm_attn.request_table import RequestTable, RowWidth
+from rocm_attn.step_batch import Int32Array, StepBatch
+from rocm_attn.step_buffers import BufferSpec, Capacity
+
+
+def leave_pads(ops: StepOps) -> StepOps:
+    """Publishing writes the real sequences and tokens; what lies behind them keeps what the last step left."""
+
+    def publish(
+        slot: Tensor,
+        counts: Tensor,
+        row_of_seq: Tensor,
+        kv_len: Tensor,
+        q_len: Tensor,
+        token_ids: Tensor,
+        **pads: int,
+    ) -> None:
+        seqs, tokens = slot[:2].tolist()
+        ops.publish(slot, counts, row_of_seq[:seqs], kv_len[:seqs], q_len[:seqs], token_ids[:tokens], **pads)
+
+    return replace(ops, publish=publish)
+
+
+def store_everything(ops: StepOps) -> StepOps:
+    """Every token is stored to its slot, padded ones, whose slot is 0, included."""
+
+    def store_kv(k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
+        page, offset = slot_of_token // k_pages.shape[1], slot_of_token % k_pages.shape[1]
+        k_pages[page, offset] = k
+        v_pages[page, offset] = v
+
+    return replace(ops, store_kv=store_kv)
+
+
+def fill_once(ops: StepOps) -> StepOps:
+    """Derived tensors are filled the first time that a step uses them, and kept."""
+    filled: set[tuple[int, int]] = set()
+
+    def fill(*tensors: Tensor, page_size: int) -> None:
+        slot_of_token = tensors[-1]
+        key = slot_of_token.data_ptr(), slot_of_token.numel()
+        if key not in filled:
+            filled.add(key)
+            ops.fill(*tensors, page_size=page_size)
+
+    return replace(ops, fill=fill)
+
+
+def slots_past_the_row(ops: StepOps) -> StepOps:
+    """The slot of a token beyond its row's last page is looked up where the row would go on: in the next row."""
+
+    def fill(*tensors: Tensor, page_size: int) -> None:
+        ops.fill(*tensors, page_size=page_size)
+        counts, row_of_seq, _, _, table, q_indptr, _, position_of_token, slot_of_token = tensors
+        token = torch.arange(len(slot_of_token), device=counts.device)
+        seq = torch.searchsorted(q_indptr[1:], token, right=True).clamp(max=len(row_of_seq) - 1)
+        cell = row_of_seq[seq].long() * table.shape[1] + position_of_token // page_size
+        page = table.reshape(-1)[cell.clamp(max=table.numel() - 1)]
+        slot = page * page_size + position_of_token % page_size
+        slot_of_token.copy_(torch.where(token < counts[1], slot, 0))
+
+    return replace(ops, fill=fill)
+
+
+def write_row_zero(ops: StepOps) -> StepOps:
+    """An update of the reserved row is written like any other."""
+
+    def table_update(updates: Tensor, table: Tensor, *, num_updates: int) -> None:
+        words = updates[: UPDATE_WORDS * num_updates].to(table.device).view(-1, UPDATE_WORDS)
+        row, column, entry = words.unbind(1)
+        table[row.long(), column.long()] = entry
+
+    return replace(ops, table_update=table_update)
+
+
+def table_one_update_late(ops: StepOps) -> StepOps:
+    """Changes of the table reach the device with the next changes, as by a copy that nothing orders before the step."""
+    late: list[Callable[[], None]] = []
+
+    def table_update(updates: Tensor, table: Tensor, *, num_updates: int) -> None:
+        kept = updates.to(table.device, copy=True)  # the ring slot is written anew before it is read
+        late.append(partial(ops.table_update, kept, table, num_updates=num_updates))
+        for update in late[:-1]:
+            update()
+        del late[:-1]
+
+    return replace(ops, table_update=table_update)
+
+
+def leave_tails(ops: StepOps) -> StepOps:
+    """Page lists and dense tables keep, behind a sequence's last page, what an earlier step left."""
+
+    def page_list(
+        row_of_seq: Tensor, kv_len: Tensor, table: Tensor, page_list: Tensor, *, page_size: int, **options: Any
+    ) -> None:
+        before = page_list.clone()
+        ops.page_list(row_of_seq, kv_len, table, page_list, page_size=page_size, **options)
+        num_live = ((kv_len + page_size - 1) // page_size).sum()
+        live = torch.arange(len(page_list), device=kv_len.device) < num_live
+        page_list.copy_(torch.where(live, page_list, before))
+
+    def block_table(row_of_seq: Tensor, kv_len: Tensor, table: Tensor, block_table: Tensor, *, page_size: int) -> None:
+        before = block_table.clone()
+        ops.block_table(row_of_seq, kv_len, table, block_table, page_size=page_size)
+        page_no = torch.arange(block_table.shape[1], device=kv_len.device)
+        live = page_no < ((kv_len + page_size - 1) // page_size)[:, None]
+        block_table.copy_(torch.where(live, block_table, before))
+
+    return replace(ops, page_list=page_list, block_table=block_table)
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadsDeadV:
+    """A kernel that multiplies the V rows behind a sequence's end, in its last page, by a probability of 0."""
+
+    inner: BoundKernel
+    problem: Problem
+
+    def describe(self) -> str:
+        return f"{self.inner.describe()} without V mask"
+
+    def schedule_words(self, shape: PaddedShape) -> int:
+        return self.inner.schedule_words(shape)
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return self.inner.workspace_words(shape)
+
+    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
+        self.inner.build_schedule(step, schedule)
+
+    def attend(self, args: AttendArgs) -> None:
+        self.inner.attend(args)
+        step, page_size = args.step, self.problem.page_size
+        page_no = (step.kv_len - 1).clamp(min=0) // page_size
+        page = step.table.entries[step.table.row_of_seq.long(), page_no.long()]
+        live = torch.arange(page_size, device=page.device) < (step.kv_len - page_no * page_size)[:, None]
+        dead = args.v_pages[page].masked_fill(live[:, :, None, None], 0)
+        product = (0 * dead).sum(1).repeat_interleave(self.problem.gqa_ratio, 1)
+        token = torch.arange(args.out.shape[0], device=page.device)
+        seq = torch.searchsorted(step.q_indptr[1:], token, right=True).clamp(max=len(page) - 1)
+        args.out.add_(torch.where((token < step.counts[1])[:, None, None], product[seq], 0))
+
+
+def unmasked_v(selection: Selection) -> Selection:
+    """The same kernels without a mask on the V rows of a sequence's last page."""
+    kernels = {
+        kind: LayerKernel(kernel.row, _ReadsDeadV(kernel.bound, selection.problem))
+        for kind, kernel in selection.kernels.items()
+    }
+    return replace(selection, kernels=kernels)
+
+
+@dataclass(frozen=True, slots=True)
+class _RequestRows(Capacity):
+    """Whatever counts sequences has the size of the request pool, and a view past its end is cut short."""
+
+    max_num_seqs: int
+
+    def elements(self, spec: BufferSpec, shape: PaddedShape) -> int:
+        return spec.elements(replace(shape, num_seqs=min(shape.num_seqs, self.max_num_seqs)))
+
+    def allocated(self, elements: int) -> int:
+        return elements
+
+    def view(self, name: str, tensor: Tensor, elements: int) -> Tensor:
+        return tensor[:elements]
+
+
+def by_request_rows(max_num_seqs: int) -> Capacity:
+    """Buffers as large as the request pool, whatever a batch is padded to."""
+    return _RequestRows(max_num_seqs)
+
+
+def let_sealed_memory_move(reason: str) -> None:
+    """Growth goes on, although graphs read the memory that is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PastTheRow(RowWidth):
+    """Pages are put where they would lie if the row had no end: in the rows behind it."""
+
+    def require(self, kv_len: int, max_kv_len: int) -> None:
+        pass
+
+    def put(self, entries: Int32Array, row: int, first: int, pages: Sequence[int]) -> list[tuple[int, int, int]]:
+        flat, width = entries.reshape(-1), entries.shape[1]
+        start = row * width + first
+        stop = min(start + len(pages), len(flat))
+        flat[start:stop] = pages[: stop - start]
+        rows = range(start // width, -(-stop // width))
+        return [(at, max(start - at * width, 0), min(stop - at * width, width)) for at in rows]
+
+
+PAST_THE_ROW = _PastTheRow()
+
+
+def never_shared(holders: Int32Array) -> npt.NDArray[np.bool_]:
+    """Every row writes to the pages that it holds, whoever else holds them."""
+    return np.zeros(len(holders), np.bool_)
+
+
+def any_batch(table: RequestTable) -> Callable[[StepBatch], None]:
+    """Batches are taken as they come."""
+
+    def take(batch: StepBatch) -> None:
+        pass
+
+    return take
+
+
+def lengths_on_the_device(sealed_tensors: Callable[[], Mapping[str, Tensor]]) -> Callable[[StepBatch], int]:
+    """A step is planned for the longest sequence that the last step's captured fill left on the device."""
+
+    def longest(batch: StepBatch) -> int:
+        positions = sealed_tensors()["position_of_token"]
+        return int(positions.max()) + 1 if positions.numel() else batch.max_kv_len
+
+    return longest
+
+
+def key_without_length(key: GraphKey) -> GraphKey:
+    """Steps of all lengths share the graph of the first of them."""
+    return replace(key, max_kv_len=0)
+
+
+class EpochlessPins(PinnedTensors):
+    """Pinned tensors whose epoch says nothing when they move."""
+
+    __slots__ = ()
+
+    def bump(self) -> int:
+        return self.epoch
+
+
+def wait_for_nothing(fence: Fence) -> None:
+    """A ring slot is written anew while the device may still have to read it."""
+
+
+def forget_then_launch(launch: Callable[[], None], forget: Callable[[], None]) -> None:
+    """A change whose launch raises is lost."""
+    forget()
+    launch()

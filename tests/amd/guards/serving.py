@@ -1,0 +1,132 @@
+"""Serving: requests over a runtime with chosen safeguards, eagerly or through graphs, step by step.
+
+A step's q, k and v lie in tensors of fixed addresses, so that the same steps run either way, and NaN lies wherever
+nothing was put: in pages, in padded tokens of k and v, and in the outputs before each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.capture_check import NO_CHECK
+from rocm_attn.graphs import recorder_for
+from rocm_attn.guards import Guards
+from rocm_attn.problem import Problem
+from rocm_attn.runtime import AttentionRuntime, Step
+from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_runner import StepRunner
+from tests.amd.runtime.stepping import Request, World, providers, small_problem
+
+ALL_ON = Guards()
+# Kernels of this project, and the stand-in for those of others.
+PROVIDERS = [*providers(), "csr"]
+
+
+class Serving:
+    """One layer of attention for requests that come and go.
+
+    q, k, v, out, lse: of the last step, at max_tokens; num_padded of them were used
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        guards: Guards = ALL_ON,
+        *,
+        graphs: bool,
+        provider: str = "torch",
+        problem: Problem | None = None,
+        max_num_seqs: int = 5,
+        num_pages: int = 64,
+        max_kv_len: int = 64,
+        capture_sizes: Sequence[int] = (8,),
+        capture_tokens: Sequence[int] = (1,),
+        max_tokens: int = 256,
+        pad_q: float = float("nan"),
+    ) -> None:
+        self.problem = problem = problem if problem is not None else small_problem()
+        self.runtime = AttentionRuntime(
+            [problem],
+            device=device,
+            num_pages=num_pages,
+            max_num_seqs=max_num_seqs,
+            max_kv_len=max_kv_len,
+            provider=provider,
+            capture_sizes=capture_sizes,
+            capture_tokens=capture_tokens,
+            guards=guards,
+        )
+        pages = self.runtime.pool.layer(0)
+        pages.k[1:] = pages.v[1:] = float("nan")
+        self.world = World(self.runtime, [problem], torch.Generator().manual_seed(0))
+        self._pad_q = pad_q
+
+        def rows(heads: int, dim: int) -> Tensor:
+            return torch.full((max_tokens, heads, dim), float("nan"), dtype=problem.dtype, device=self.runtime.device)
+
+        self.q = rows(problem.num_q_heads, problem.head_dim)
+        self.k = rows(problem.num_kv_heads, problem.head_dim)
+        self.v = rows(problem.num_kv_heads, problem.v_head_dim)
+        self.out = rows(problem.num_q_heads, problem.v_head_dim)
+        self.lse = torch.full(self.out.shape[:2], float("nan"), device=self.runtime.device)
+        self.num_padded = 0
+        recorder = recorder_for(self.runtime.device) if graphs else None
+        # Unchecked: what a wrong graph does is what some of these tests are about, and all compare every step.
+        self.runner = StepRunner(self.runtime, self._forward, recorder, check=NO_CHECK)
+
+    def admit(self, count: int) -> list[Request]:
+        """Fresh requests."""
+        return [self.world.admit() for _ in range(count)]
+
+    def free(self, *requests: Request) -> None:
+        """Give rows and pages back."""
+        for request in requests:
+            self.world.free(request)
+
+    def run(
+        self, requests: Sequence[Request], q_len: Sequence[int], pad_to: int | None = None, *, reserve: bool = True
+    ) -> None:
+        """One step with new random tokens; reserve: whether pages are reserved for them first."""
+        batch = self.world.batch(requests, q_len) if reserve else _batch(requests, q_len)
+        self.num_padded = self.runtime.padding.shape(batch, pad_to).num_tokens
+        for tensor, pad in ((self.q, self._pad_q), (self.k, float("nan")), (self.v, float("nan"))):
+            tensor.fill_(pad)
+            tensor[: batch.num_tokens] = self.world.random(batch.num_tokens, *tensor.shape[1:])
+        self.out.fill_(float("nan"))
+        self.lse.fill_(float("nan"))
+        self.runner.run(batch, pad_to)
+        self.world.remember(0, requests, q_len, self.k, self.v)
+
+    def check(self, requests: Sequence[Request], q_len: Sequence[int]) -> None:
+        """What run(requests, q_len) gave equals the oracle; padded tokens are zero and -inf."""
+        used = slice(self.num_padded)
+        self.world.check(0, requests, q_len, self.q[used], self.out[used], self.lse[used])
+        assert self.world.page_zero_is_zero()
+
+    def step(self, requests: Sequence[Request], q_len: Sequence[int], pad_to: int | None = None) -> None:
+        """run and check."""
+        self.run(requests, q_len, pad_to)
+        self.check(requests, q_len)
+
+    def is_right(self, requests: Sequence[Request], q_len: Sequence[int]) -> bool:
+        """Whether check passes."""
+        try:
+            self.check(requests, q_len)
+        except AssertionError:
+            return False
+        return True
+
+    def _forward(self, step: Step) -> Tensor:
+        used = slice(step.token_ids.shape[0])
+        self.runtime.store_and_attend(0, self.q[used], self.k[used], self.v[used], self.out[used], self.lse[used])
+        return self.out[used][step.last_token_of_seq.long()]
+
+
+def _batch(requests: Sequence[Request], q_len: Sequence[int]) -> StepBatch:
+    """A step for which nothing was reserved."""
+    kv_len = [request.kv_len + new for request, new in zip(requests, q_len, strict=True)]
+    return StepBatch(np.array([request.row for request in requests]), np.array(kv_len), np.array(q_len))

@@ -1,0 +1,74 @@
+"""The boundary matrix: how many sequences, how long, in which pages; eagerly and as graphs, against the oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rocm_attn.errors import BadBatch
+from rocm_attn.step_batch import StepBatch
+from tests.amd.guards.serving import PROVIDERS, Serving
+from tests.amd.runtime.stepping import Request, small_problem
+
+POOL, CAP = 6, 4
+# Sequences, and what they are padded to: up to one more than the largest graph takes, and twice the pool.
+COUNTS = [(0, None), (1, None), (CAP - 1, None), (CAP, None), (CAP + 1, None), (POOL, 2 * POOL), (0, 2 * POOL)]
+
+
+def lengths_around(page_size: int, max_kv_len: int) -> list[int]:
+    """KV lengths of interest, each once."""
+    return sorted({0, 1, max(page_size - 1, 1), page_size, page_size + 1, max_kv_len})
+
+
+def grow_to(serving: Serving, requests: list[Request], lengths: list[int]) -> None:
+    """Two steps: all but the last token of each request, then that token; a length of 0 brings none in either."""
+    for short in (1, 0):
+        q_len = [max(length - short, 0) - r.kv_len for r, length in zip(requests, lengths, strict=True)]
+        serving.step(requests, q_len)
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+@pytest.mark.parametrize("largest", [CAP, 2 * POOL], ids=["cap below the pool", "cap twice the pool"])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_sequences_of_every_count_and_length(
+    provider: str, page_size: int, largest: int, graphs: bool, device: torch.device
+) -> None:
+    max_kv_len = 2 * page_size + 3
+    lengths = lengths_around(page_size, max_kv_len)
+    serving = Serving(
+        device,
+        graphs=graphs,
+        provider=provider,
+        problem=small_problem(page_size),
+        max_num_seqs=POOL,
+        max_kv_len=max_kv_len,
+        num_pages=1 + POOL * (max_kv_len // page_size + 1),
+        capture_sizes=(largest,),
+        capture_tokens=sorted({2 * POOL, 4 * page_size}),
+        max_tokens=POOL * max_kv_len,
+    )
+    for count, pad_to in COUNTS:
+        for first in range(0, len(lengths), max(count, 1)):
+            requests = serving.admit(count)
+            wanted = [lengths[(first + seq) % len(lengths)] for seq in range(count)]
+            grow_to(serving, requests, wanted)
+            # Once more with one token each, where there is room: a decode step whatever the lengths were.
+            going_on = [request for request in requests if request.kv_len < max_kv_len]
+            serving.step(going_on, [1] * len(going_on), pad_to)
+            serving.free(*requests)
+    counters = serving.runner.counters
+    assert counters.graphs_off == ""
+    assert (counters.replays > 0) == graphs
+
+
+def test_more_sequences_than_requests_can_be_are_refused(device: torch.device) -> None:
+    serving = Serving(device, graphs=False, max_num_seqs=POOL)
+    requests = serving.admit(POOL)
+    serving.step(requests, [2] * POOL)
+    twice = np.array([request.row for request in requests] * 2, np.int32)
+    for batch_rows in (twice, np.arange(1, 2 * POOL + 1, dtype=np.int32)):
+        with pytest.raises(BadBatch):
+            serving.runtime.begin_step(StepBatch(batch_rows, np.full(2 * POOL, 2), np.ones(2 * POOL, np.int32)))
+    serving.step(requests, [1] * POOL)

@@ -1,0 +1,89 @@
+"""Buffers hold the padded batch, which may exceed the request pool, and do not move under a graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rocm_attn.errors import BadTensor, CapacityExceeded
+from rocm_attn.guards import Guards
+from rocm_attn.hip_graphs.size_ladder import default_ladder
+from rocm_attn.padding import PaddedShape, StepKind
+from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving
+
+both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+
+
+@both_ways
+@pytest.mark.parametrize("alignment", [8, 16])
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_batch_padded_beyond_the_pool_keeps_all_of_its_sequences(
+    provider: str, alignment: int, graphs: bool, device: torch.device
+) -> None:
+    """Seed 004: a pool of 5 rows, and batches padded to a multiple of 8 or 16 for the ranks."""
+    ladder = default_ladder(5, alignment)
+    assert ladder.sizes == (alignment,)
+    serving = Serving(device, ALL_ON, graphs=graphs, provider=provider, capture_sizes=ladder.sizes)
+    requests = serving.admit(5)
+    for request, length in zip(requests, [5, 1, 9, 4, 3], strict=True):
+        serving.step([request], [length])
+    serving.step(requests, [1] * 5)
+    serving.step(requests[:2], [1, 1])
+
+    serving = Serving(
+        device, Guards().without("capacity"), graphs=graphs, provider=provider, capture_sizes=ladder.sizes
+    )
+    if provider == "csr":
+        # The report's own error: what counts the padded batch meets what counts the pool.
+        with pytest.raises(RuntimeError, match=rf"size of tensor a \({alignment}\) must match .* b \(5\)"):
+            serving.run(serving.admit(1), [5])
+        return
+    requests = serving.admit(5)
+    with pytest.raises(BadTensor, match=f"5 rows for {alignment} padded sequences"):
+        serving.run(requests, [1] * 5)
+    # Nobody has written what the padded sequences beyond the pool get.
+    assert torch.isfinite(serving.out[:5]).all()
+    assert serving.out[5:alignment].isnan().all()
+
+
+def test_a_kernel_launched_for_the_padded_batch_stays_inside_its_buffers(device: torch.device) -> None:
+    """Kernels take their grid from the padded batch and read an entry of each buffer for each of its sequences."""
+    shape = PaddedShape(StepKind.DECODE, 16, 16)
+    readable = {}
+    for guards in (ALL_ON, Guards().without("capacity")):
+        serving = Serving(device, guards, graphs=True, provider="csr", capture_sizes=(16,))
+        buffers = serving.runtime._memory._sealed.buffers
+        needed = {name: spec.elements(shape) for name, spec in buffers._specs.items()}
+        readable[guards] = {name for name, tensor in buffers.tensors().items() if tensor.numel() >= needed[name]}
+    of_tokens = {"counts", "token_ids", "position_of_token", "slot_of_token"}
+    assert readable[Guards().without("capacity")] == of_tokens
+    assert readable[ALL_ON] == {*of_tokens, *needed}
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_sealed_buffers_do_not_move_under_a_graph(provider: str, device: torch.device) -> None:
+    larger = PaddedShape(StepKind.DECODE, 64, 64)
+
+    serving = Serving(device, ALL_ON, graphs=True, provider=provider)
+    requests = serving.admit(2)
+    serving.run(requests, [4, 3])
+    serving.step(requests, [1, 1])
+    sealed = serving.runtime._memory._sealed
+    with pytest.raises(CapacityExceeded, match="raise the largest of capture_sizes"):
+        sealed.buffers.ensure(larger)
+    with pytest.raises(CapacityExceeded, match="raise the largest of capture_sizes"):
+        sealed.workspace.ensure(sealed.workspace.capacity + 1)
+    serving.step(requests, [1, 1])
+
+    if device.type == "cuda":
+        return  # off, the graph reads memory that may be anybody's by now, and ends the process
+    serving = Serving(device, Guards().without("sealed_growth"), graphs=True, provider=provider)
+    requests = serving.admit(2)
+    serving.run(requests, [4, 3])
+    serving.step(requests, [1, 1])
+    serving.runtime._memory._sealed.buffers.ensure(larger)
+    serving.run(requests, [1, 1])
+    # The new step was published to the new buffers; the graph has done the step before once more, from the old ones.
+    assert not serving.is_right(requests, [1, 1])
+    page = serving.runtime.table.pages_of(requests[0].row)[1]
+    assert torch.equal(serving.runtime.pool.layer(0).k[page, 0], requests[0].k[0][5])

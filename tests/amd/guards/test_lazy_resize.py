@@ -1,0 +1,137 @@
+"""Every buffer grows by itself, to the padded batch, and stays what it is: its dtype, its pad, its name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rocm_attn.hip_graphs.size_ladder import default_ladder
+from rocm_attn.padding import PaddedShape, StepKind
+from rocm_attn.step_buffers import STEP_BUFFERS, BufferSpec, StepBuffers, Unit, block_table_buffers, page_list_buffers
+from tests.amd.guards.serving import PROVIDERS, Serving
+
+both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+
+WIDTH = 3
+# One more of each dtype, with a pad that no other has.
+SPECS = (
+    *STEP_BUFFERS,
+    *page_list_buffers(WIDTH),
+    *block_table_buffers(WIDTH),
+    BufferSpec("wide_indptr", Unit.SEQ_BOUNDARY, torch.int64, lambda shape: 5 * shape.num_seqs + 1, pad=-9),
+    BufferSpec("schedule", Unit.WORD, torch.int32, lambda shape: 7 + 2 * shape.num_seqs, pad=4),
+)
+
+
+def decode(num_seqs: int) -> PaddedShape:
+    return PaddedShape(StepKind.DECODE, num_seqs, num_seqs)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_a_short_buffer_grows_whatever_the_others_hold(spec: BufferSpec) -> None:
+    """SGLang's H1: one buffer that came from outside, and was large, kept three others from growing."""
+    buffers = StepBuffers(SPECS, torch.device("cpu"))
+    buffers.ensure(decode(5))
+    for other in SPECS:
+        if other.name != spec.name:
+            buffers._tensors[other.name] = torch.full((4096,), 77, dtype=other.dtype)
+    before = {name: tensor.data_ptr() for name, tensor in buffers.tensors().items()}
+    epoch, held = buffers.epoch, buffers.tensors()[spec.name].numel()
+    larger = decode(40)
+    buffers.ensure(larger)
+
+    moved = {name for name, tensor in buffers.tensors().items() if tensor.data_ptr() != before[name]}
+    grows = spec.elements(larger) > held
+    assert grows == (spec.name != "counts")
+    assert moved == ({spec.name} if grows else set())
+    assert buffers.epoch == epoch + grows
+    view = buffers.step_view(spec.name, larger)
+    assert view.dtype == spec.dtype
+    assert view.numel() == spec.elements(larger)
+    assert (view == spec.pad).all()
+
+
+def test_a_smaller_step_gets_the_first_elements_of_what_a_larger_one_left() -> None:
+    buffers = StepBuffers(SPECS, torch.device("cpu"))
+    buffers.ensure(decode(40))
+    epoch = buffers.epoch
+    buffers.ensure(decode(3))
+    assert buffers.epoch == epoch
+    for spec in SPECS:
+        view = buffers.step_view(spec.name, decode(3))
+        assert view.numel() == spec.elements(decode(3))
+        assert view.data_ptr() == buffers.tensors()[spec.name].data_ptr()
+
+
+def test_lengths_stay_64_bit_when_they_grow(device: torch.device) -> None:
+    serving = Serving(device, graphs=False, provider="csr", capture_sizes=(2,))
+    requests = serving.admit(5)
+    for count in (1, 3, 5):
+        serving.step(requests[:count], [4] * count)
+        for buffers in (serving.runtime._memory._sealed.buffers, serving.runtime._memory._open.buffers):
+            dtypes = {name: tensor.dtype for name, tensor in buffers.tensors().items()}
+            assert dtypes.pop("kv_len_int64") == torch.int64
+            assert set(dtypes.values()) == {torch.int32}
+
+
+@both_ways
+@pytest.mark.parametrize("alignment", [8, 16])
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_every_kind_of_step_is_right_when_it_is_padded_beyond_the_pool(
+    provider: str, alignment: int, graphs: bool, device: torch.device
+) -> None:
+    """A pool of 5 rows; sequence and token counts padded to multiples of 8 or 16."""
+    serving = Serving(
+        device,
+        graphs=graphs,
+        provider=provider,
+        capture_sizes=default_ladder(5, alignment).sizes,
+        capture_tokens=default_ladder(20, alignment).sizes,
+    )
+    requests = serving.admit(5)
+    steps = [
+        (5, [2, 3, 4, 5, 6]),  # extend
+        (5, [1, 1, 1, 1, 1]),  # decode
+        (3, [3, 3, 3]),  # verify: uniform, several tokens
+        (4, [1, 5, 0, 2]),  # mixed, one idle
+        (1, [1]),
+        (5, [9, 1, 1, 1, 8]),  # mixed, the largest captured token count
+        (2, [0, 0]),
+        (0, []),
+        (5, [1, 1, 1, 1, 1]),
+    ]
+    for count, q_len in steps:
+        serving.step(requests[:count], q_len)
+        serving.step(requests[:count], q_len, pad_to=alignment)
+    if graphs:
+        assert serving.runner.counters.replays == 2 * len(steps)
+        serving.runner.check_addresses()
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_steps_above_the_largest_graph_grow_buffers_of_their_own(provider: str, device: torch.device) -> None:
+    serving = Serving(device, graphs=True, provider=provider, capture_sizes=(2,), num_pages=100)
+    requests = serving.admit(5)
+    serving.step(requests[:2], [3, 2])
+    serving.step(requests[:2], [1, 1])
+    sealed = {name: tensor.data_ptr() for name, tensor in serving.runtime.sealed_tensors().items()}
+    for count, pad_to in ((3, None), (5, None), (5, 33), (4, 70)):
+        serving.step(requests[:count], [1] * count, pad_to)
+        serving.step(requests[:2], [1, 1])
+    assert {name: tensor.data_ptr() for name, tensor in serving.runtime.sealed_tensors().items()} == sealed
+    assert serving.runner.counters.replays == 5
+    assert serving.runtime._memory._open.buffers.tensors()["kv_len"].numel() >= 70
+
+
+def test_buffers_grow_silently_until_they_are_sealed(device: torch.device) -> None:
+    serving = Serving(device, graphs=False, capture_sizes=(1, 2, 8, 24))
+    requests = serving.admit(5)
+    buffers = serving.runtime._memory._sealed.buffers
+    epochs = []
+    for count, pad_to in ((1, None), (2, None), (5, None), (5, 24), (1, None)):
+        serving.run(requests[:count], [4] * count)
+        serving.step(requests[:count], [1] * count, pad_to)
+        epochs.append(buffers.epoch)
+    assert epochs == sorted(epochs)
+    assert epochs[-1] > epochs[0]
+    assert buffers.tensors()["kv_len"].numel() >= 24

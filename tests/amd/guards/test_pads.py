@@ -1,0 +1,182 @@
+"""Padded sequences, padded tokens and what lies behind a sequence are inert, and are not without their safeguards."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from rocm_attn.guards import Guards
+from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving
+from tests.amd.house.source_tree import ROOT
+from tests.amd.runtime.stepping import Request, small_problem
+
+both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+
+
+def crowd_then_two(serving: Serving) -> tuple[list[Request], Request]:
+    """Seed 001: five requests, then two of them beside pads where the others sat, one row with a new owner.
+
+    Returns the two and the new owner, whose row was the fifth request's; the two were run last.
+    """
+    crowd = serving.admit(5)
+    for request, length in zip(crowd, [4, 3, 2, 5, 6], strict=True):
+        serving.run([request], [length])
+    serving.run(crowd, [1] * 5)
+    row = crowd[4].row
+    serving.free(*crowd[2:])
+    (stranger,) = serving.admit(1)
+    assert stranger.row == row
+    serving.run([stranger], [9])
+    serving.run(crowd[:2], [1, 1])
+    return crowd[:2], stranger
+
+
+@both_ways
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_padded_sequences_are_rewritten_every_step(provider: str, graphs: bool, device: torch.device) -> None:
+    serving = Serving(device, ALL_ON, graphs=graphs, provider=provider, pad_q=0.0)
+    two, _ = crowd_then_two(serving)
+    serving.check(two, [1, 1])
+
+    serving = Serving(device, Guards().without("pads"), graphs=graphs, provider=provider, pad_q=0.0)
+    two, stranger = crowd_then_two(serving)
+    # A query of zeros weighs all keys alike: the pad holds the mean of what it has read, seven tokens of the stranger.
+    read = stranger.v[0][:7].mean(0).repeat_interleave(3, 0)
+    torch.testing.assert_close(serving.out[4], read, atol=1e-5, rtol=1e-5)
+    assert not serving.is_right(two, [1, 1])
+
+
+@both_ways
+def test_padded_sequences_are_rewritten_in_extend_steps(graphs: bool, device: torch.device) -> None:
+    """The same among steps of several tokens, which have padded tokens besides padded sequences."""
+
+    def four_then_two(guards: Guards) -> tuple[Serving, list[Request]]:
+        serving = Serving(device, guards, graphs=graphs, capture_sizes=(4,), capture_tokens=(16,), pad_q=0.0)
+        crowd = serving.admit(4)
+        serving.run(crowd, [2, 2, 2, 2])
+        serving.run(crowd[:2], [2, 2])
+        return serving, crowd
+
+    serving, crowd = four_then_two(ALL_ON)
+    serving.check(crowd[:2], [2, 2])
+    serving, crowd = four_then_two(Guards().without("pads"))
+    # Tokens 4 and 5 go on with the third request; the second of them sees the two tokens that it has.
+    read = crowd[2].v[0].mean(0).repeat_interleave(3, 0)
+    torch.testing.assert_close(serving.out[5], read, atol=1e-5, rtol=1e-5)
+
+
+def test_stale_new_token_counts_index_out_of_range(device: torch.device) -> None:
+    """Where what is stale does not fit the smaller step; in a process of its own: on a GPU it ends the process."""
+
+    def second_step(guards: str) -> subprocess.CompletedProcess[str]:
+        code = (
+            "import torch\nfrom tests.amd.guards.serving import *\n"
+            f"serving = Serving(torch.device({device.type!r}), {guards}, graphs=False, capture_tokens=(16, 32))\n"
+            "crowd = serving.admit(5)\nserving.run(crowd, [4, 3, 2, 5, 6])\nserving.step(crowd[:2], [2, 3])\n"
+            "print('right')"
+        )
+        return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    on = second_step("ALL_ON")
+    assert on.stdout == "right\n", on.stderr
+    off = second_step("Guards().without('pads')")
+    assert off.returncode != 0
+    assert re.search("IndexError: index .* out of bounds|device-side assert", off.stderr), off.stderr
+
+
+@both_ways
+def test_pads_of_kernels_that_need_a_token_read_page_zero(graphs: bool, device: torch.device) -> None:
+    """min_kv_len 1, as of kernels that divide by the length: the token is one of the reserved page, so V is zero."""
+    serving = Serving(device, graphs=graphs, provider="csr_min_1", pad_q=1.0)
+    crowd = serving.admit(5)
+    for q_len in ([4, 3, 2, 5, 6], [1] * 5):
+        serving.run(crowd, q_len)
+    serving.run(crowd[:2], [1, 1])
+    assert torch.equal(serving.out[2:8], torch.zeros_like(serving.out[2:8]))
+    assert torch.isfinite(serving.out[:2]).all()
+
+
+@both_ways
+@pytest.mark.parametrize("provider", [*PROVIDERS, "csr_min_1"])
+def test_padded_tokens_are_never_stored(provider: str, graphs: bool, device: torch.device) -> None:
+    def padded_rows(guards: Guards) -> torch.Tensor:
+        serving = Serving(device, guards, graphs=graphs, provider=provider, pad_q=0.0)
+        requests = serving.admit(2)
+        serving.run(requests, [4, 3])
+        serving.run(requests, [1, 1])
+        assert serving.world.page_zero_is_zero() == (guards is ALL_ON)
+        return serving.out[2:8]
+
+    assert not padded_rows(ALL_ON).any()
+    off = padded_rows(Guards().without("store_drops"))
+    # Kernels that read a token of page 0 for each pad meet what the pads have stored there.
+    assert off.isnan().all() if provider == "csr_min_1" else not off.any()
+
+
+@both_ways
+def test_the_reserved_row_is_never_written(graphs: bool, device: torch.device) -> None:
+    def padded_rows(guards: Guards) -> tuple[torch.Tensor, torch.Tensor]:
+        serving = Serving(device, guards, graphs=graphs, provider="csr_min_1", pad_q=0.0)
+        requests = serving.admit(2)
+        serving.run(requests, [4, 3])
+        table = serving.runtime.table
+        table.entries_host[0, 0] = table.pages_of(requests[0].row)[0]
+        table.pending.cells.append((0, 0, 1))
+        serving.run(requests, [1, 1])
+        return serving.out[2:8], requests[0].v[0][0].repeat_interleave(3, 0)
+
+    pads, _ = padded_rows(ALL_ON)
+    assert not pads.any()
+    pads, first_token = padded_rows(Guards().without("row_zero"))
+    torch.testing.assert_close(pads, first_token.expand_as(pads))
+
+
+@both_ways
+def test_nothing_of_an_earlier_step_stays_behind_the_last_page(graphs: bool, device: torch.device) -> None:
+    def behind(guards: Guards) -> tuple[list[int], list[int]]:
+        """Entries behind the only page of the only sequence, in the page list and in its dense row."""
+        serving = Serving(device, guards, graphs=graphs, provider="csr")
+        crowd = serving.admit(3)
+        serving.step(crowd, [9, 13, 5])
+        serving.step(crowd, [1, 1, 1])
+        serving.free(*crowd)
+        requests = serving.admit(1)
+        serving.step(requests, [2])
+        serving.step(requests, [1])
+        buffers = serving.runtime.sealed_tensors()
+        width = serving.runtime.table.width
+        return buffers["page_list"][1 : 8 * width].tolist(), buffers["block_table"][1:width].tolist()
+
+    for entries in behind(ALL_ON):
+        assert not any(entries)
+    page_list, block_row = behind(Guards().without("table_tails"))
+    # The pages of three requests that are gone: 3 + 4 + 2 in the list, the first one's in its row.
+    assert sum(page > 0 for page in page_list) == 8
+    assert sum(page > 0 for page in block_row) == 2
+
+
+@both_ways
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_what_lies_behind_a_sequence_in_its_page_is_not_read(
+    provider: str, graphs: bool, page_size: int, device: torch.device
+) -> None:
+    problem = small_problem(page_size)
+    requests_q_len = [5, page_size - 1]
+    serving = Serving(device, ALL_ON, graphs=graphs, provider=provider, problem=problem)
+    requests = serving.admit(2)
+    serving.step(requests, requests_q_len)
+    serving.step(requests, [1, 1])
+
+    serving = Serving(device, Guards().without("v_mask"), graphs=graphs, provider=provider, problem=problem)
+    requests = serving.admit(2)
+    serving.run(requests, requests_q_len)
+    assert serving.out[:5].isnan().all()
+    serving.run(requests, [1, 1])
+    assert serving.out[0].isnan().all()
+    # The second sequence fills its page: nothing lies behind it.
+    assert torch.isfinite(serving.out[1]).all()

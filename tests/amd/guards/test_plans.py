@@ -1,0 +1,108 @@
+"""What a step is planned from, which graph it takes, and what every step derives anew."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rocm_attn.guards import Guards
+from rocm_attn.hip_graphs.errors import StaleRecording
+from rocm_attn.hip_graphs.pinned import PinnedTensors
+from rocm_attn.padding import PaddedShape, StepKind
+from rocm_attn.step_batch import StepBatch
+from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving
+from tests.amd.runtime.stepping import Request, small_problem
+
+both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+
+
+def across_a_bucket(device: torch.device, guards: Guards, graphs: bool) -> tuple[Serving, list[Request]]:
+    """The torch provider's graphs are captured for lengths up to 64, 128, ...; a request grows from 63 to 65 tokens."""
+    serving = Serving(device, guards, graphs=graphs, problem=small_problem(16), max_kv_len=128)
+    requests = serving.admit(2)
+    serving.step(requests, [63, 5])
+    serving.step(requests, [1, 1])
+    serving.run(requests, [1, 1])
+    return serving, requests
+
+
+@both_ways
+def test_a_plan_reads_nothing_that_a_captured_kernel_writes(graphs: bool, device: torch.device) -> None:
+    """Seed 000: planned from a buffer that the last step's forward has written, a step gets that step's plan."""
+    serving, requests = across_a_bucket(device, ALL_ON, graphs)
+    serving.check(requests, [1, 1])
+    serving, requests = across_a_bucket(device, Guards().without("planner_inputs"), graphs)
+    assert not serving.is_right(requests, [1, 1])
+
+
+@both_ways
+def test_a_longer_step_takes_another_graph(graphs: bool, device: torch.device) -> None:
+    serving, requests = across_a_bucket(device, ALL_ON, graphs)
+    serving.check(requests, [1, 1])
+    serving, requests = across_a_bucket(device, Guards().without("graph_key"), graphs)
+    assert not serving.is_right(requests, [1, 1])
+
+
+def test_what_a_plan_reads_shares_no_memory_with_what_graphs_read_or_write(device: torch.device) -> None:
+    serving = Serving(device, graphs=True, provider="csr")
+    requests = serving.admit(2)
+    serving.step(requests, [4, 3])
+    serving.step(requests, [1, 1])
+    pinned = PinnedTensors()
+    for name, tensor in serving.runtime.sealed_tensors().items():
+        pinned.pin(name, tensor)
+    batch = StepBatch(np.array([1, 2]), np.array([6, 5]), np.array([1, 1]))
+    inputs = [torch.from_numpy(values) for values in (batch.rows, batch.kv_len, batch.q_len)]
+    publisher, table = serving.runtime._publisher, serving.runtime.table
+    inputs += [*publisher._inputs._slots, *publisher._updates._slots, torch.from_numpy(table.entries_host)]
+    for tensor in inputs:
+        assert pinned.sharing_memory_with(tensor) == ()
+    assert pinned.sharing_memory_with(serving.runtime.sealed_tensors()["q_indptr"][1:]) == ("q_indptr",)
+
+
+@both_ways
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_derived_tensors_are_filled_by_every_step(provider: str, graphs: bool, device: torch.device) -> None:
+    def two_decodes(guards: Guards) -> tuple[Serving, list[Request]]:
+        serving = Serving(device, guards, graphs=graphs, provider=provider)
+        requests = serving.admit(3)
+        for request, length in zip(requests, [4, 3, 7], strict=True):
+            serving.run([request], [length])
+        serving.step(requests, [1, 1, 1])
+        serving.run(requests, [1, 1, 1])
+        return serving, requests
+
+    serving, requests = two_decodes(ALL_ON)
+    serving.check(requests, [1, 1, 1])
+    assert serving.runtime.sealed_tensors()["position_of_token"][:3].tolist() == [5, 4, 8]
+    serving, requests = two_decodes(Guards().without("full_refresh"))
+    assert not serving.is_right(requests, [1, 1, 1])
+    # The first step's positions, and so its slots: the second step's tokens were stored over the first one's.
+    assert serving.runtime.sealed_tensors()["position_of_token"][:3].tolist() == [4, 3, 7]
+    page = serving.runtime.table.pages_of(requests[0].row)[1]
+    assert torch.equal(serving.runtime.pool.layer(0).k[page, 0], requests[0].k[0][5])
+
+
+def test_a_graph_of_memory_that_moved_is_refused(device: torch.device) -> None:
+    def moved(guards: Guards) -> tuple[Serving, list[Request]]:
+        """A decode step was captured, then its buffers moved, past another safeguard, and their owner says so."""
+        serving = Serving(device, guards.without("sealed_growth"), graphs=True)
+        requests = serving.admit(2)
+        serving.run(requests, [4, 3])
+        serving.step(requests, [1, 1])
+        serving.runtime._memory._sealed.buffers.ensure(PaddedShape(StepKind.DECODE, 64, 64))
+        serving.runner._pinned.bump()
+        return serving, requests
+
+    serving, requests = moved(ALL_ON)
+    with pytest.raises(StaleRecording, match="they have moved; drop the recordings and record again"):
+        serving.run(requests, [1, 1])
+    if device.type == "cuda":
+        return  # off, the graph reads memory that may be anybody's by now, and ends the process
+    serving, requests = moved(Guards().without("graph_epoch"))
+    serving.run(requests, [1, 1])
+    # The step before once more: the new token was stored to its slot.
+    assert not serving.is_right(requests, [1, 1])
+    page = serving.runtime.table.pages_of(requests[0].row)[1]
+    assert torch.equal(serving.runtime.pool.layer(0).k[page, 0], requests[0].k[0][5])

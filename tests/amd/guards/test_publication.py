@@ -1,0 +1,152 @@
+"""What the host decided reaches the device before the step that needs it, whole, and even when something fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from rocm_attn.guards import Guards
+from rocm_attn.host_ring import HostRing
+from rocm_attn.kernels.metadata.slot_layout import slot_words
+from rocm_attn.kernels.refs.metadata import publish
+from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving
+from tests.amd.runtime.stepping import Request
+
+both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+
+
+@both_ways
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_pages_reach_the_device_before_the_step_that_uses_them(
+    provider: str, graphs: bool, device: torch.device
+) -> None:
+    def across_a_page(guards: Guards) -> tuple[Serving, list[Request]]:
+        """A page is full; the next token goes to a new one."""
+        serving = Serving(device, guards, graphs=graphs, provider=provider)
+        requests = serving.admit(2)
+        serving.run(requests, [4, 2])
+        serving.run(requests, [1, 1])
+        return serving, requests
+
+    serving, requests = across_a_page(ALL_ON)
+    serving.check(requests, [1, 1])
+    serving, requests = across_a_page(Guards().without("table_first"))
+    assert not serving.is_right(requests, [1, 1])
+    # The device knows the first page by now; the one of this step is still page 0, where the token was dropped.
+    assert serving.runtime.table.entries[requests[0].row, 0] > 0
+    assert serving.runtime.table.entries[requests[0].row, 1] == 0
+
+
+class Fails:
+    """Raises at the first call and does what it should from then on."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+        self._failed = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if not self._failed:
+            self._failed = True
+            raise RuntimeError("the launch failed")
+        self._call(*args, **kwargs)
+
+
+@both_ways
+@pytest.mark.parametrize("launch", ["table_update", "copy_pages"])
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_changes_survive_a_launch_that_fails(
+    provider: str, launch: str, graphs: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tried_again(guards: Guards) -> tuple[Serving, list[Request]]:
+        """A fork goes on in a copy of the page that it shares; the launch fails at the first attempt."""
+        serving = Serving(device, guards, graphs=graphs, provider=provider)
+        (parent,) = serving.admit(1)
+        serving.run([parent], [6])
+        family = [parent, serving.world.fork(parent, 6)]
+        publisher, pool = serving.runtime._publisher, serving.runtime.pool
+        if launch == "table_update":
+            publisher._ops = replace(publisher._ops, table_update=Fails(publisher._ops.table_update))
+        else:
+            monkeypatch.setattr(pool, "copy_pages", Fails(pool.copy_pages))
+        with pytest.raises(RuntimeError, match="the launch failed"):
+            serving.run(family, [1, 1])
+        serving.run(family, [1, 1])
+        return serving, family
+
+    serving, family = tried_again(ALL_ON)
+    serving.check(family, [1, 1])
+    serving, family = tried_again(Guards().without("pending_changes"))
+    assert not serving.is_right(family, [1, 1])
+
+
+class LateDevice:
+    """A device that does nothing until somebody waits for it."""
+
+    def __init__(self) -> None:
+        self._queue: list[Callable[[], object]] = []
+
+    def launch(self, work: Callable[[], object]) -> None:
+        """Queue work."""
+        self._queue.append(work)
+
+    def fence(self) -> LateFence:
+        """A fence that was not recorded."""
+        return LateFence(self)
+
+    def drain(self, end: int | None = None) -> None:
+        """Do what was queued up to here, once."""
+        for at, work in enumerate(self._queue[:end]):
+            work()
+            self._queue[at] = _nothing
+
+    @property
+    def length(self) -> int:
+        """Launches so far."""
+        return len(self._queue)
+
+
+def _nothing() -> None:
+    pass
+
+
+class LateFence:
+    """A place in a late device's queue."""
+
+    def __init__(self, device: LateDevice) -> None:
+        self._device = device
+        self._end = 0
+
+    def record(self) -> None:
+        """Behind what was launched so far."""
+        self._end = self._device.length
+
+    def synchronize(self) -> None:
+        """Let the device come here."""
+        self._device.drain(self._end)
+
+
+def published_lengths(guards: Guards, num_steps: int) -> list[int]:
+    """kv_len as each of num_steps steps finds it on a device that starts late, behind a ring of two slots."""
+    late = LateDevice()
+    ring = HostRing(torch.device("cpu"), depth=2, wait=guards.ring_wait, new_fence=late.fence)
+    found: list[int] = []
+    counts, row, kv_len, q_len, ids = (torch.zeros(n, dtype=torch.int32) for n in (4, 1, 1, 1, 1))
+    for step in range(num_steps):
+        slot, words = ring.acquire(slot_words(1, 0))
+        words[: slot_words(1, 0)] = [1, 1, step, 0, 1, 100 + step, 1]
+        late.launch(partial(publish, slot, counts, row, kv_len, q_len, ids, pad_kv_len=0, pad_q_len=1))
+        late.launch(lambda: found.append(int(kv_len[0])))
+        ring.release()
+    late.drain()
+    return found
+
+
+def test_a_late_device_still_reads_its_own_steps_inputs() -> None:
+    assert published_lengths(ALL_ON, 5) == [100, 101, 102, 103, 104]
+    # The host ran ahead and has written each slot for the last time before the device reads it.
+    assert published_lengths(Guards().without("ring_wait"), 5) == [104, 103, 104, 103, 104]

@@ -1,0 +1,184 @@
+"""The list of safeguards: each has a proof, a line in the documentation and a switch that debugging alone may use."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import logging
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from rocm_attn.cli import BAD_INPUT, DONE, main
+from rocm_attn.errors import BadSetting
+from rocm_attn.guards import GUARDS, Guard, Guards, guards_from_settings
+from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.request import Request
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.settings import DEBUG, DISABLE_GUARDS, Settings, read_settings, settings
+from tests.amd.guards.serving import Serving
+from tests.amd.house.source_tree import ROOT
+from tests.amd.runner.tiny_model import tiny_model
+from tests.amd.runtime.stepping import small_problem
+
+each_guard = pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.id)
+
+
+def test_every_safeguard_is_registered_once() -> None:
+    ids = [guard.id for guard in GUARDS]
+    assert len(set(ids)) == len(ids)
+    assert set(ids) == {field.name for field in dataclasses.fields(Guards)}
+
+
+@each_guard
+def test_every_safeguard_has_a_test_that_runs_without_it(guard: Guard) -> None:
+    file, _, name = guard.test.partition("::")
+    source = (ROOT / file).read_text()
+    (function,) = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == name)
+    body = ast.get_source_segment(source, function) or ""
+    assert f'without("{guard.id}")' in body
+    assert "ALL_ON" in body
+
+
+@each_guard
+def test_a_safeguard_is_switched_off_alone(guard: Guard) -> None:
+    assert Guards().off == ()
+    guards = Guards().without(guard.id)
+    assert guards.off == (guard.id,)
+    assert getattr(guards, guard.id) is guard.value_when_off
+    assert Guards().without(*[other.id for other in GUARDS]).off == tuple(f.name for f in dataclasses.fields(Guards))
+
+
+@each_guard
+def test_a_runtime_is_built_with_any_safeguard_off_and_says_so(
+    guard: Guard, device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="rocm_attn"):
+        serving = Serving(device, Guards().without(guard.id), graphs=False)
+    assert serving.runtime.guards.off == (guard.id,)
+    assert f"safeguards are switched off: {guard.id}" in caplog.text
+
+
+def test_the_documentation_lists_the_safeguards_as_they_are() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", (ROOT / "docs" / "guards.md").read_text(), re.MULTILINE)
+    assert rows == [(guard.id, guard.prevents, guard.report) for guard in GUARDS]
+
+
+def test_every_id_that_the_documentation_names_exists() -> None:
+    ids = {guard.id for guard in GUARDS}
+    for path in (ROOT / "docs").glob("*.md"):
+        text = path.read_text()
+        for named in re.findall(rf"{DISABLE_GUARDS}=([\w,]+)", text):
+            assert set(named.split(",")) <= ids | {"id"}, path.name
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, Settings()),
+        ({DEBUG: "", DISABLE_GUARDS: ""}, Settings()),
+        ({DEBUG: "0"}, Settings()),
+        ({DEBUG: " 1 "}, Settings(debug=True)),
+        ({DEBUG: "1", DISABLE_GUARDS: "pads"}, Settings(True, ("pads",))),
+        ({DEBUG: "1", DISABLE_GUARDS: " pads, capacity,"}, Settings(True, ("pads", "capacity"))),
+    ],
+)
+def test_the_environment_is_read_into_a_value(environment: dict[str, str], expected: Settings) -> None:
+    assert read_settings(environment) == expected
+    assert set(guards_from_settings(expected).off) == set(expected.disable_guards)
+
+
+@pytest.mark.parametrize("value", ["yes", "2", "true", "-1"])
+def test_a_debug_flag_that_is_neither_0_nor_1_is_refused(value: str) -> None:
+    with pytest.raises(BadSetting, match=f"{DEBUG} is '{value}'; it must be 0 or 1"):
+        read_settings({DEBUG: value})
+
+
+@pytest.mark.parametrize("debug", [{}, {DEBUG: "0"}])
+def test_safeguards_stay_on_without_the_debug_flag(debug: dict[str, str]) -> None:
+    with pytest.raises(BadSetting, match=f"set {DEBUG}=1 too"):
+        read_settings({DISABLE_GUARDS: "pads", **debug})
+
+
+def test_an_unknown_safeguard_is_named_with_the_known_ones() -> None:
+    with pytest.raises(BadSetting, match=r"no safeguard has the id 'padding'; the ids are pads, store_drops, "):
+        guards_from_settings(read_settings({DEBUG: "1", DISABLE_GUARDS: "pads,padding"}))
+
+
+def test_a_runtime_takes_its_safeguards_from_the_environment(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def off() -> tuple[str, ...]:
+        runtime = AttentionRuntime(
+            [small_problem()], device=device, num_pages=4, max_num_seqs=2, max_kv_len=8, provider="torch"
+        )
+        return runtime.guards.off
+
+    monkeypatch.setenv(DEBUG, "1")
+    monkeypatch.setenv(DISABLE_GUARDS, "pads,row_zero")
+    assert off() == ("pads", "row_zero")
+    # Read once: a process does not change its safeguards on the way.
+    monkeypatch.delenv(DISABLE_GUARDS)
+    assert off() == ("pads", "row_zero")
+
+
+def test_the_engines_report_names_what_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And an engine without one of them gives other text: the switch reaches the whole way down."""
+    loaded = tiny_model()
+    requests = [Request(tuple(range(1, 6 + seq)), 12) for seq in range(5)]
+
+    def generated() -> tuple[tuple[str, ...], list[tuple[int, ...]]]:
+        settings.cache_clear()
+        engine = Engine(loaded, EngineOptions(page_size=4, max_batch_size=8, chunk=16, graphs=False, max_kv_len=64))
+        tokens = [completion.token_ids for completion in engine.generate(requests)]
+        return engine.report().guards_off, tokens
+
+    off, tokens = generated()
+    assert off == ()
+    monkeypatch.setenv(DEBUG, "1")
+    monkeypatch.setenv(DISABLE_GUARDS, "full_refresh")
+    off, other_tokens = generated()
+    assert off == ("full_refresh",)
+    assert other_tokens != tokens
+
+
+def test_the_command_prints_a_list_of_objects(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(DEBUG, "1")
+    monkeypatch.setenv(DISABLE_GUARDS, "capacity")
+    assert main(["guards", "--json"]) == DONE
+    listed = json.loads(capsys.readouterr().out)
+    assert [set(guard) for guard in listed] == [{"id", "prevents", "report", "on", "test"}] * len(GUARDS)
+    assert [guard["id"] for guard in listed if not guard["on"]] == ["capacity"]
+
+
+def test_the_command_prints_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["guards"]) == DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[: len(GUARDS)]] == [[guard.id, "on"] for guard in GUARDS]
+    assert "all on" in lines
+
+
+def test_the_command_refuses_a_wrong_environment_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(DISABLE_GUARDS, "capacity")
+    assert main(["guards"]) == BAD_INPUT
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+
+
+def test_help_of_the_command_needs_no_torch() -> None:
+    code = (
+        "import sys\nfrom rocm_attn.cli import main\n"
+        "try:\n    main(['guards', '--help'])\n"
+        "finally:\n    assert 'torch' not in sys.modules"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert finished.stdout.startswith("usage: rocm-attn guards")

@@ -1,0 +1,127 @@
+"""Rows of the request table: what is in one stays out of the others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rocm_attn.errors import BadBatch, CapacityExceeded
+from rocm_attn.guards import Guards
+from rocm_attn.step_batch import StepBatch
+from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving
+from tests.amd.runtime.stepping import Request, providers
+
+both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+
+
+def neighbours(serving: Serving) -> list[Request]:
+    """Two requests in rows that follow each other, with 4 and 8 tokens in pages of 4."""
+    requests = serving.admit(2)
+    assert requests[1].row == requests[0].row + 1
+    serving.step(requests, [4, 8])
+    return requests
+
+
+@both_ways
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_row_filled_past_its_width_stays_out_of_the_next_row(
+    provider: str, graphs: bool, device: torch.device
+) -> None:
+    """Seed 002: five pages for a row that holds four."""
+    serving = Serving(device, ALL_ON, graphs=graphs, provider=provider, max_kv_len=16)
+    first, second = neighbours(serving)
+    with pytest.raises(CapacityExceeded, match="20 tokens exceed the 16 that a row can hold; raise max_kv_len"):
+        serving.runtime.table.reserve(first.row, 20)
+    serving.step([first, second], [1, 1])
+
+    serving = Serving(device, Guards().without("row_width"), graphs=graphs, provider=provider, max_kv_len=16)
+    first, second = neighbours(serving)
+    lost = serving.runtime.table.pages_of(second.row)[0]
+    serving.runtime.table.reserve(first.row, 20)
+    assert serving.runtime.table.pages_of(second.row)[0] != lost
+    serving.run([second], [1])
+    # Four of its nine tokens are looked for in a page of the other request, to which nothing was stored.
+    assert not serving.is_right([second], [1])
+    assert serving.runtime.table.entries[second.row, 0] == serving.runtime.table.pages_of(second.row)[0]
+
+
+@pytest.mark.parametrize("provider", providers())
+def test_a_length_beyond_the_row_writes_no_other_requests_page(provider: str, device: torch.device) -> None:
+    def second_before_and_after(guards: Guards) -> tuple[torch.Tensor, torch.Tensor]:
+        """K of the second request's first page, around a step in which the device thinks that the first is longer."""
+        serving = Serving(device, guards, graphs=True, provider=provider, max_kv_len=16, capture_sizes=(2,))
+        first, second = neighbours(serving)
+        runtime = serving.runtime
+        page = int(runtime.table.pages_of(second.row)[0])
+        before = runtime.pool.layer(0).k[page].clone()
+        runtime.stage(serving.world.batch([first, second], [1, 1]))
+        runtime.sealed_tensors()["kv_len"][0] = 17
+        runtime.fill()
+        runtime.store(0, serving.world.random(2, 2, 16), serving.world.random(2, 2, 16))
+        runtime.end_step()
+        return before, runtime.pool.layer(0).k[page]
+
+    before, after = second_before_and_after(ALL_ON)
+    assert torch.equal(before, after)
+    before, after = second_before_and_after(Guards().without("slot_in_row"))
+    assert not torch.equal(before[0], after[0])
+    assert torch.equal(before[1:], after[1:])
+
+
+@both_ways
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_requests_that_share_a_page_do_not_write_to_it(provider: str, graphs: bool, device: torch.device) -> None:
+    def parent_and_child(guards: Guards) -> tuple[Serving, list[Request]]:
+        """Both go on behind a prefix of 6 tokens: one and a half pages."""
+        serving = Serving(device, guards, graphs=graphs, provider=provider)
+        (parent,) = serving.admit(1)
+        serving.step([parent], [6])
+        family = [parent, serving.world.fork(parent, 6)]
+        serving.run([family[1]], [1])
+        serving.run([family[0]], [1])
+        serving.run(family, [1, 1])
+        return serving, family
+
+    serving, family = parent_and_child(ALL_ON)
+    serving.check(family, [1, 1])
+    serving, family = parent_and_child(Guards().without("copy_on_write"))
+    assert not serving.is_right(family, [1, 1])
+    # The child has lost its token to the parent.
+    slot = serving.runtime.table.pages_of(family[1].row)[1], 2
+    stored = serving.runtime.pool.layer(0).k[slot]
+    assert torch.equal(stored, family[0].k[0][6])
+    assert not torch.equal(stored, family[1].k[0][6])
+
+
+@both_ways
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_step_beyond_what_was_reserved_is_refused(provider: str, graphs: bool, device: torch.device) -> None:
+    serving = Serving(device, ALL_ON, graphs=graphs, provider=provider)
+    requests = neighbours(serving)
+    with pytest.raises(BadBatch, match=r"room for 4 tokens; call reserve\(1, 5\) first"):
+        serving.run(requests, [1, 1], reserve=False)
+    serving.step(requests, [1, 1])
+
+    serving = Serving(device, Guards().without("batch_check"), graphs=graphs, provider=provider)
+    requests = neighbours(serving)
+    serving.run(requests, [1, 1], reserve=False)
+    # Their new tokens went to page 0, which drops them: each is an attention over one key of zeros too many.
+    assert torch.isfinite(serving.out[:2]).all()
+    assert not serving.is_right(requests, [1, 1])
+
+
+@pytest.mark.parametrize("guards", [ALL_ON, Guards().without("batch_check")], ids=["on", "off"])
+def test_a_freed_row_is_not_read(guards: Guards, device: torch.device) -> None:
+    serving = Serving(device, guards, graphs=False)
+    first, second = neighbours(serving)
+    serving.free(first)
+    batch = StepBatch(np.array([first.row, second.row]), np.array([4, 8]), np.array([1, 1]))
+    if guards is ALL_ON:
+        with pytest.raises(BadBatch, match="row 1 of sequence 0 is not admitted"):
+            serving.runtime.begin_step(batch)
+    else:
+        serving.runtime.begin_step(batch, pad_to=8)
+        serving.runtime.end_step()
+        # Page 0, which drops the token, and reads as zeros: an answer out of nothing.
+        assert serving.runtime.sealed_tensors()["slot_of_token"][0] < serving.problem.page_size

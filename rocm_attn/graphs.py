@@ -1,11 +1,19 @@
-"""Which recorder turns a device's steps into something that can be replayed."""
+"""Attention's side of capture: which recorder, which shapes in which order, and what came of it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from rocm_attn.hip_graphs.recorder import Recorder
 from rocm_attn.kernels.launch import observe_launches
+from rocm_attn.padding import PaddedShape, PaddingPolicy, StepKind
+from rocm_attn.plan import GraphKey
+
+# (buckets done, buckets in all, the bucket that comes next; empty at the end)
+Progress = Callable[[int, int, str], None]
 
 
 def recorder_for(device: torch.device) -> Recorder:
@@ -17,3 +25,98 @@ def recorder_for(device: torch.device) -> Recorder:
     from rocm_attn.hip_graphs.fake_recorder import FakeRecorder
 
     return FakeRecorder(observe_launches)
+
+
+def capture_shapes(padding: PaddingPolicy) -> tuple[PaddedShape, ...]:
+    """The padded shapes that are captured ahead of the first request, largest first, so that they share memory well.
+
+    Every sequence count once for decode steps; every pair of a sequence count and a token count that a step can have in
+    which each sequence has a token. A token count of 1 is left to be captured when it is met: only idle sequences make
+    such a step.
+    """
+    shapes = [PaddedShape(StepKind.DECODE, size, size) for size in padding.seqs.sizes]
+    seqs, tokens = _with_fewest(padding.seqs.sizes), _with_fewest(padding.tokens.sizes)
+    for num_seqs, fewest_seqs in seqs:
+        for num_tokens, _ in tokens:
+            if num_tokens >= 2 * fewest_seqs:
+                shapes.append(PaddedShape(StepKind.EXTEND, num_seqs, num_tokens))
+            if num_seqs > 1 and num_tokens >= max(fewest_seqs, 2) + 1:
+                shapes.append(PaddedShape(StepKind.MIXED, num_seqs, num_tokens))
+    return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_seqs), reverse=True))
+
+
+def _with_fewest(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Each size of a ladder with the smallest count that is padded to it."""
+    return [(size, below + 1) for size, below in zip(sizes, (0, *sizes), strict=False)]
+
+
+def shape_name(shape: PaddedShape) -> str:
+    """A padded shape in words."""
+    seqs = "1 sequence" if shape.num_seqs == 1 else f"{shape.num_seqs} sequences"
+    tokens = "" if shape.kind is StepKind.DECODE else f" with {shape.num_tokens} tokens"
+    return f"{shape.kind.value} of {seqs}{tokens}"
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedBucket:
+    """One graph that was made.
+
+    seconds:       wall time of warm-up and recording
+    check_seconds: wall time of the comparison with the eager run
+    num_bytes:     by how much the graphs' memory pool grew for it
+    check:         what it was compared on, in words
+    """
+
+    key: GraphKey
+    seconds: float
+    check_seconds: float
+    num_bytes: int
+    check: str
+
+    @property
+    def name(self) -> str:
+        """The bucket in words; the length bucket tells graphs of one shape apart."""
+        return f"{shape_name(self.key.shape)}, lengths to {self.key.max_kv_len}"
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedBucket:
+    """A shape that no graph was made of, and why. It is captured when a step of it comes."""
+
+    shape: PaddedShape
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureReport:
+    """What a runner has captured.
+
+    buckets:    the graphs that exist, in the order in which they were made
+    skipped:    by capture_all()
+    graphs_off: why graphs were switched off; empty while they are on or were never asked for
+    """
+
+    buckets: tuple[CapturedBucket, ...]
+    skipped: tuple[SkippedBucket, ...]
+    graphs_off: str
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of all captures and their checks."""
+        return sum(bucket.seconds + bucket.check_seconds for bucket in self.buckets)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the graphs have taken together."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+    def lines(self) -> list[str]:
+        """A line for each bucket, and one for all."""
+        lines = [
+            f"{bucket.name}: {bucket.seconds:.2f} s + {bucket.check_seconds:.2f} s check, "
+            f"{bucket.num_bytes / 2**20:.1f} MiB, {bucket.check}"
+            for bucket in self.buckets
+        ]
+        lines += [f"{shape_name(skipped.shape)}: not captured: {skipped.reason}" for skipped in self.skipped]
+        lines.append(f"{len(self.buckets)} graphs, {self.seconds:.2f} s, {self.num_bytes / 2**20:.1f} MiB")
+        return [*lines, f"graphs are off: {self.graphs_off}"] if self.graphs_off else lines

@@ -5,21 +5,27 @@ What is captured is fill and forward, as one function; an eager step calls the s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rocm_attn.capture_check import CaptureCheck, Check, plan_of, typical_q_len
 from rocm_attn.errors import BadTensor
-from rocm_attn.hip_graphs.errors import RecordingRefused
+from rocm_attn.flight_recorder import NO_FLIGHT_RECORDER, Flight
+from rocm_attn.graphs import CapturedBucket, CaptureReport, Progress, SkippedBucket, capture_shapes, shape_name
+from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
 from rocm_attn.hip_graphs.graph_cache import Entry, GraphCache
-from rocm_attn.hip_graphs.pinned import PinnedTensors
-from rocm_attn.hip_graphs.recorder import Recorder
+from rocm_attn.hip_graphs.recorder import Recorder, Recording
+from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.plan import StepPlan
 from rocm_attn.runtime import AttentionRuntime, Step
-from rocm_attn.step_batch import NO_TOKEN_IDS, StepBatch
+from rocm_attn.step_batch import Int32Array, StepBatch
+from rocm_attn.watchdog import CAPTURE_SECONDS, Watch, Watchdog
 
 Forward = Callable[[Step], Tensor]
 
@@ -31,7 +37,7 @@ class StepCounters:
     steps:            all of them
     replays:          of them, run as a graph
     captures:         graphs made
-    capture_seconds:  spent making them
+    capture_seconds:  spent making and checking them
     real_seqs:        sequences over all steps
     padded_seqs:      padded sequences that came on top of them
     graphs_off:       why graphs were switched off; empty while they are on or were never asked for
@@ -52,15 +58,31 @@ class StepRunner:
     forward:  Step -> tensor [S, ...], one row for each sequence. It must not synchronise, must not branch on lengths,
               and must do the same work each time it is called with the same metadata.
     recorder: makes graphs of steps at the runtime's capture sizes; None runs every step eagerly
+    check:    compares each fresh graph with the eager run; graphs are switched off where they differ
+    watchdog: looks on while a graph is made; not given: names a capture that takes CAPTURE_SECONDS
+    flight:   remembers the last steps
     """
 
-    def __init__(self, runtime: AttentionRuntime, forward: Forward, recorder: Recorder | None) -> None:
+    def __init__(
+        self,
+        runtime: AttentionRuntime,
+        forward: Forward,
+        recorder: Recorder | None,
+        *,
+        check: Check | None = None,
+        watchdog: Watch | None = None,
+        flight: Flight = NO_FLIGHT_RECORDER,
+    ) -> None:
         self._runtime = runtime
         self._forward = forward
         self._recorder = recorder
-        self._pinned = PinnedTensors()
+        self._check = check if check is not None else CaptureCheck()
+        self._watchdog = watchdog if watchdog is not None else Watchdog(CAPTURE_SECONDS)
+        self._flight = flight
+        self._pinned = runtime.guards.graph_epoch()
         self._graphs = GraphCache(self._pinned)
         self._entry_of_plan: dict[StepPlan, Entry[Tensor]] = {}
+        self._buckets: list[CapturedBucket] = []
         self._steps = self._real_seqs = self._padded_seqs = 0
         self._capture_seconds = 0.0
         self._graphs_off = ""
@@ -86,12 +108,22 @@ class StepRunner:
 
         Raises what begin_step and forward raise; the runtime is ready for another step then.
         """
-        step = self._runtime.stage(batch, pad_to)
         try:
-            rows = self._replay(step) if self._recorder is not None and step.plan.replayable else self._body(step)
+            step = self._runtime.stage(batch, pad_to)
+        except RuntimeError as fault:  # the device's: of this step, or of one before it
+            self._flight.failed(fault)
+            raise
+        plan = step.plan
+        try:
+            entry = self._entry_of_plan.get(plan)
+            self._flight.note(batch, plan, entry is not None, self._pinned.epoch)
+            rows = self._first_run(step, batch, pad_to) if entry is None else self._graphs.replay_entry(entry)
+        except BaseException as error:
+            self._flight.failed(error)
+            raise
         finally:
             self._runtime.end_step()
-        num_padded = step.plan.shape.num_seqs
+        num_padded = plan.shape.num_seqs
         if rows.shape[0] != num_padded:
             raise BadTensor(f"forward returned {rows.shape[0]} rows for {num_padded} padded sequences")
         self._steps += 1
@@ -99,14 +131,35 @@ class StepRunner:
         self._padded_seqs += num_padded - batch.num_seqs
         return rows if num_padded == batch.num_seqs else rows[: batch.num_seqs]
 
-    def capture_all(self) -> None:
-        """Make a graph of every capture size, largest first, before the first request arrives.
+    def run_eagerly(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
+        """run() without a graph and without a trace in the counters: a step again, to compare."""
+        step = self._runtime.stage(batch, pad_to)
+        try:
+            return self._body(step)[: batch.num_seqs]
+        finally:
+            self._runtime.end_step()
+
+    def capture_all(self, progress: Progress = lambda done, total, name: None) -> CaptureReport:
+        """Make a graph of every capture size, largest first, best before the first request arrives.
 
         Kernels that bake a length are captured at their smallest length bucket; others need no second graph.
+        progress: called before each bucket and at the end
         """
-        empty = StepBatch(NO_TOKEN_IDS, NO_TOKEN_IDS, NO_TOKEN_IDS)
-        for size in reversed(self._runtime.padding.seqs.sizes):
-            self.run(empty, pad_to=size)
+        shapes = capture_shapes(self._runtime.padding)
+        skipped = []
+        for done, shape in enumerate(shapes):
+            if self._recorder is None:
+                break
+            progress(done, len(shapes), shape_name(shape))
+            reason = self._capture_shape(shape)
+            if reason:
+                skipped.append(SkippedBucket(shape, reason))
+        progress(len(shapes), len(shapes), "")
+        return CaptureReport(tuple(self._buckets), tuple(skipped), self._graphs_off)
+
+    def capture_report(self) -> CaptureReport:
+        """The graphs that exist, those included that were made when a step needed them."""
+        return CaptureReport(tuple(self._buckets), (), self._graphs_off)
 
     def reopen(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int] = (1,)) -> None:
         """Drain the device, drop every graph and its memory, and seal again for other capture sizes.
@@ -115,9 +168,7 @@ class StepRunner:
         Under tensor parallelism all ranks must call it between the same two steps. Raises BadSetting, WrongState.
         """
         self._runtime.unseal(capture_sizes, capture_tokens)
-        self._entry_of_plan.clear()
-        self._graphs.drop_all()
-        self._pinned.release()
+        self._drop_graphs()
         if self._recorder is not None:
             self._recorder.release_memory()
             self._seal()
@@ -131,29 +182,115 @@ class StepRunner:
         for name, tensor in self._runtime.sealed_tensors().items():
             self._pinned.pin(name, tensor, partial(_sealed_tensor, self._runtime, name))
 
+    def _drop_graphs(self) -> None:
+        self._entry_of_plan.clear()
+        self._buckets.clear()
+        self._graphs.drop_all()
+        self._pinned.release()
+
     @torch.no_grad()
     def _body(self, step: Step) -> Tensor:
         self._runtime.fill()
         return self._forward(step)
 
-    def _replay(self, step: Step) -> Tensor:
+    def _first_run(self, step: Step, batch: StepBatch, pad_to: int | None) -> Tensor:
+        """A staged step that has no graph: run eagerly, or as a graph that is made now."""
+        plan = step.plan
+        # A step without sequences makes no graph: there may be no input to compare it on. capture_all() does.
+        if self._recorder is None or not plan.replayable or batch.num_seqs == 0:
+            return self._body(step)
+        # The graph is made of other steps; this one is staged again when it has passed.
+        self._runtime.end_step()
+        is_decode = plan.shape.kind is StepKind.DECODE
+        self._capture(plan, np.ones(plan.shape.num_seqs, np.int32) if is_decode else batch.q_len, batch)
+        step = self._runtime.stage(batch, pad_to)
         entry = self._entry_of_plan.get(step.plan)
-        if entry is None:
-            entry = self._capture(step)
         return self._body(step) if entry is None else self._graphs.replay_entry(entry)
 
-    def _capture(self, step: Step) -> Entry[Tensor] | None:
-        """A graph of the step, or None with graphs switched off when forward cannot be captured."""
-        assert self._recorder is not None
+    def _capture_shape(self, shape: PaddedShape) -> str:
+        """Make the graph of a shape, unless there is one; why none could be made, or nothing."""
+        table = self._runtime.table
+        q_len = typical_q_len(shape, max_seqs=table.num_free_rows, max_kv_len=table.max_kv_len)
+        if q_len is None:
+            return "no request row is free" if not table.num_free_rows else "no free rows hold a step of this shape"
+        plan = plan_of(self._runtime, shape, q_len)
+        if plan is not None and not plan.replayable:
+            return f"{', '.join(kernel.row.name for kernel in plan.kernels)}: not every kernel can be captured"
+        if plan is not None and plan not in self._entry_of_plan:
+            self._capture(plan, q_len, None)
+        made = self._graphs_off or plan in self._entry_of_plan
+        return "" if made else "too few pages are free to check it on"
+
+    def _capture(self, plan: StepPlan, q_len: Int32Array, live: StepBatch | None) -> None:
+        """Make a graph of the plan, unless there is no room to check it; switch graphs off if it is refused.
+
+        q_len, live: see Check.record; the runtime is idle
+        """
+        started = time.perf_counter()
         try:
-            entry = self._graphs.record(step.plan.key, self._recorder, lambda: self._body(step))
-        except RecordingRefused as refusal:
-            self._recorder = None
-            self._graphs_off = str(refusal)
-            return None
-        self._capture_seconds += entry.capture_seconds
-        self._entry_of_plan[step.plan] = entry
-        return entry
+            refusal = self._make_and_check(plan, q_len, live)
+        finally:
+            self._capture_seconds += time.perf_counter() - started
+        if refusal:
+            self._switch_off(refusal)
+
+    def _make_and_check(self, plan: StepPlan, q_len: Int32Array, live: StepBatch | None) -> str:
+        """Why the graph is refused, or nothing; only a graph that has passed is kept."""
+        name = f"the capture of {shape_name(plan.shape)}"
+        fresh: list[_FreshGraph] = []
+
+        def record(step: Step) -> Callable[[], Tensor]:
+            assert self._recorder is not None
+            fresh.append(_FreshGraph.of(self._recorder, partial(self._watched_body, name, step)))
+            return fresh[0].replay
+
+        try:
+            with self._watchdog.watch(f"{name} and its check"):
+                verdict = self._check.record(self._runtime, plan, q_len, live, record, self._body)
+            self._pinned.check()
+        except (RecordingRefused, StaleRecording) as refusal:
+            return str(refusal)
+        if verdict.failure or not fresh:
+            return verdict.failure
+        graph = fresh[0]
+        self._entry_of_plan[plan] = self._graphs.put(plan.key, graph.recording, graph.outputs, graph.seconds)
+        self._buckets.append(
+            CapturedBucket(plan.key, graph.seconds, verdict.seconds, graph.recording.bytes, verdict.summary)
+        )
+        return ""
+
+    def _watched_body(self, name: str, step: Step) -> Tensor:
+        with self._watchdog.watch(f"forward, run for {name},"):
+            return self._body(step)
+
+    def _switch_off(self, reason: str) -> None:
+        """Give up all graphs, and the sealed addresses with them."""
+        assert self._recorder is not None
+        recorder, self._recorder = self._recorder, None
+        self._graphs_off = reason
+        padding = self._runtime.padding
+        self._runtime.unseal(padding.seqs.sizes, padding.tokens.sizes)
+        self._drop_graphs()
+        recorder.release_memory()
+
+
+@dataclass(frozen=True, slots=True)
+class _FreshGraph:
+    """A graph that nobody has vouched for yet; seconds: of warm-up and recording."""
+
+    recording: Recording
+    outputs: Tensor
+    seconds: float
+
+    @classmethod
+    def of(cls, recorder: Recorder, fn: Callable[[], Tensor]) -> _FreshGraph:
+        started = time.perf_counter()
+        recording, outputs = recorder.record(fn)
+        return cls(recording, outputs, time.perf_counter() - started)
+
+    def replay(self) -> Tensor:
+        self.recording.replay()
+        return self.outputs
 
 
 def _sealed_tensor(runtime: AttentionRuntime, name: str) -> Tensor:

@@ -1,0 +1,165 @@
+"""What would be captured, and how much memory a runtime would take, without a GPU and without capturing anything.
+
+The runtime is built on torch's meta device, whose tensors have sizes and no memory: what is predicted is what the same
+code allocates on a GPU. What graphs themselves take, the activations of forward, depends on the model and is measured
+when they are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rocm_attn.graphs import capture_shapes
+from rocm_attn.index_spaces import num_pages as pages_of
+from rocm_attn.kv_pool import page_bytes
+from rocm_attn.padding import PaddedShape
+from rocm_attn.problem import Problem
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step_buffers import STEP_BUFFERS, BufferSpec, Unit, block_table_buffers, page_list_buffers
+from rocm_attn.step_memory import StepMemory
+from rocm_attn.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One allocation.
+
+    knob: the settings that its size follows from, with their values
+    """
+
+    name: str
+    num_bytes: int
+    knob: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One graph that would be made.
+
+    step_bytes:      of the index buffers and schedules, what a step of this shape uses
+    workspace_bytes: of the workspace, likewise
+    """
+
+    shape: PaddedShape
+    step_bytes: int
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CapturePlan:
+    """What a runtime of these settings allocates and captures.
+
+    buckets: graphs, in the order in which they are made; none where a kernel cannot be captured
+    lengths: whether more graphs follow, one for each length bucket, because a kernel bakes a length
+    parts:   every allocation that is made before the first step
+    """
+
+    buckets: tuple[Bucket, ...]
+    lengths: bool
+    parts: tuple[Part, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.num_bytes for part in self.parts)
+
+
+def plan_capture(
+    problems: Sequence[Problem],
+    target: Target,
+    *,
+    max_num_seqs: int,
+    max_kv_len: int,
+    num_pages: int | None = None,
+    provider: str = "auto",
+    capture_sizes: Sequence[int] | None = None,
+    capture_tokens: Sequence[int] = (1,),
+) -> CapturePlan:
+    """What AttentionRuntime(problems, ...) allocates on the target, and what StepRunner.capture_all() captures.
+
+    num_pages: not given: enough for max_num_seqs sequences of max_kv_len tokens
+    Raises what AttentionRuntime raises.
+    """
+    if num_pages is None:
+        num_pages = 1 + max_num_seqs * pages_of(max_kv_len, problems[0].page_size)
+    runtime = AttentionRuntime(
+        problems,
+        device=torch.device("meta"),
+        target=target,
+        num_pages=num_pages,
+        max_num_seqs=max_num_seqs,
+        max_kv_len=max_kv_len,
+        provider=provider,
+        capture_sizes=capture_sizes,
+        capture_tokens=capture_tokens,
+    )
+    shapes = [shape for shape in capture_shapes(runtime.padding) if _is_captured(runtime, shape)]
+    rows = [kernel.row for selection in runtime.selections for kernel in selection.kernels.values()]
+    return CapturePlan(
+        buckets=tuple(_bucket(runtime, shape) for shape in shapes),
+        lengths=bool(shapes) and any(row.bakes for row in rows),
+        parts=(*_step_parts(runtime), *_request_parts(runtime, problems)),
+    )
+
+
+def _is_captured(runtime: AttentionRuntime, shape: PaddedShape) -> bool:
+    return all(selection.kernels[shape.kind].row.graph_safe for selection in runtime.selections)
+
+
+def _bucket(runtime: AttentionRuntime, shape: PaddedShape) -> Bucket:
+    kernels = [selection.kernels[shape.kind].bound for selection in runtime.selections]
+    step_bytes = sum(spec.elements(shape) * spec.dtype.itemsize for spec in _specs(runtime).values())
+    schedule_bytes = sum(kernel.schedule_words(shape) for kernel in kernels) * torch.int32.itemsize
+    workspace_words = max(kernel.workspace_words(shape) for kernel in kernels)
+    return Bucket(shape, step_bytes + schedule_bytes, workspace_words * torch.float32.itemsize)
+
+
+def _specs(runtime: AttentionRuntime) -> dict[str, BufferSpec]:
+    """The buffers that the runtime has, by name, but for the schedules."""
+    width = runtime.table.width
+    declared = (*STEP_BUFFERS, *page_list_buffers(width), *block_table_buffers(width))
+    held = runtime.sealed_tensors()
+    return {spec.name: spec for spec in declared if spec.name in held}
+
+
+def _step_parts(runtime: AttentionRuntime) -> list[Part]:
+    """What steps that are captured use, at the size of the largest."""
+    memory = StepMemory(runtime.selections, runtime.table, runtime.device)
+    memory.seal(runtime.padding.largest_shapes())
+    knobs = _knobs(runtime)
+    return [
+        Part(name, tensor.nbytes, knobs.get(name, knobs["schedules"]))
+        for name, tensor in memory.sealed_tensors().items()
+    ]
+
+
+def _knobs(runtime: AttentionRuntime) -> dict[str, str]:
+    """What decides the size of each buffer, by name."""
+    seqs = f"capture_sizes up to {runtime.padding.seqs.largest}"
+    tokens = f"capture_tokens up to {runtime.padding.tokens.largest}"
+    of_unit = {
+        Unit.SEQ: seqs,
+        Unit.SEQ_BOUNDARY: seqs,
+        Unit.TOKEN: f"{seqs} or {tokens}",
+        Unit.PAGE: f"{seqs} x {_row_width(runtime)}",
+    }
+    of_buffer = {name: of_unit[spec.unit] for name, spec in _specs(runtime).items() if spec.unit in of_unit}
+    kernels = f"{seqs}, {tokens}, {runtime.target.compute_units} compute units"
+    return {**of_buffer, "counts": "always the same", "schedules": kernels}
+
+
+def _row_width(runtime: AttentionRuntime) -> str:
+    return f"max_kv_len {runtime.max_kv_len} / page_size {runtime.pool.page_size}"
+
+
+def _request_parts(runtime: AttentionRuntime, problems: Sequence[Problem]) -> list[Part]:
+    """What requests use."""
+    pool, rows = runtime.pool, len(runtime.table.entries_host)
+    assert pool.num_bytes == pool.num_pages * page_bytes(problems), "the pool holds pages and nothing else"
+    return [
+        Part("request table", runtime.table.entries.nbytes, f"max_num_seqs {rows - 1} x {_row_width(runtime)}"),
+        Part("KV pool", pool.num_bytes, f"num_pages {pool.num_pages} of {page_bytes(problems)} bytes"),
+    ]

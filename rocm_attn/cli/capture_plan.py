@@ -1,0 +1,100 @@
+"""`rocm-attn capture-plan`: which graphs a model would get, and what its buffers would take; without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rocm_attn.capture_plan import CapturePlan, plan_capture
+from rocm_attn.errors import BadModel, BadSetting
+from rocm_attn.graphs import shape_name
+from rocm_attn.runner.fields import read_json
+from rocm_attn.runner.geometry import attention_geometry
+from rocm_attn.target import known_target
+
+_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+_NOT_PREDICTED = "graphs also take memory for activations, which depends on the model; it is measured as they are made"
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the plan for options.config. Raises RocmAttnError."""
+    config = _config(Path(options.config))
+    target = known_target(options.arch)
+    max_kv_len = options.max_kv_len if options.max_kv_len is not None else _context_len(config)
+    geometry = attention_geometry(config).without_idle_windows(max_kv_len)
+    problems = geometry.problems(dtype=getattr(torch, options.dtype), page_size=options.page_size)
+    plan = plan_capture(
+        problems,
+        target,
+        max_num_seqs=options.max_batch_size,
+        max_kv_len=max_kv_len,
+        num_pages=options.num_pages,
+        provider=options.provider,
+        capture_sizes=options.capture_sizes,
+        capture_tokens=(1,) if options.capture_tokens is None else options.capture_tokens,
+    )
+    if options.json:
+        print(json.dumps(_as_json(plan, target.arch, max_kv_len), indent=2))
+    else:
+        print(f"{options.config} on {target.arch}, up to {options.max_batch_size} sequences of {max_kv_len} tokens")
+        print("\n".join(_lines(plan)))
+
+
+def _config(path: Path) -> Mapping[str, object]:
+    if path.is_dir():
+        path /= "config.json"
+    if not path.is_file():
+        raise BadModel(f"there is no file {path}; give a model's config.json, or the directory that holds it")
+    return read_json(path)
+
+
+def _context_len(config: Mapping[str, object]) -> int:
+    text = config.get("text_config")
+    length = (text if isinstance(text, Mapping) else config).get("max_position_embeddings")
+    if not isinstance(length, int) or length < 1:
+        raise BadSetting(f"config.json: max_position_embeddings is {length!r}; give --max-kv-len")
+    return length
+
+
+def _lines(plan: CapturePlan) -> list[str]:
+    lines = ["", f"{len(plan.buckets)} graphs, made in this order:"]
+    for bucket in plan.buckets:
+        used = f"buffers {_size(bucket.step_bytes)}, workspace {_size(bucket.workspace_bytes)}"
+        lines.append(f"  {shape_name(bucket.shape):44} {used}")
+    if plan.lengths:
+        lines.append("  and more of each as longer lengths are met: a kernel bakes the length bucket")
+    lines += ["", "memory:"]
+    lines += [f"  {part.name:20} {_size(part.num_bytes):>12}   {part.knob}" for part in plan.parts]
+    return [*lines, f"  {'all of it':20} {_size(plan.num_bytes):>12}", "", _NOT_PREDICTED]
+
+
+def _size(num_bytes: int) -> str:
+    for unit_bytes, unit in _UNITS:
+        if num_bytes >= unit_bytes:
+            return f"{num_bytes / unit_bytes:.1f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+def _as_json(plan: CapturePlan, arch: str, max_kv_len: int) -> dict[str, Any]:
+    return {
+        "arch": arch,
+        "max_kv_len": max_kv_len,
+        "buckets": [
+            {
+                "kind": bucket.shape.kind.value,
+                "num_seqs": bucket.shape.num_seqs,
+                "num_tokens": bucket.shape.num_tokens,
+                "step_bytes": bucket.step_bytes,
+                "workspace_bytes": bucket.workspace_bytes,
+            }
+            for bucket in plan.buckets
+        ],
+        "more_graphs_by_length": plan.lengths,
+        "parts": [{"name": part.name, "bytes": part.num_bytes, "knob": part.knob} for part in plan.parts],
+        "total_bytes": plan.num_bytes,
+    }

@@ -1,0 +1,227 @@
+"""`rocm-attn replay-step`: one step of a flight recorder's dump again, eagerly, as a graph, and by the oracle."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rocm_attn.capture_check import NO_CHECK, bitwise_equal
+from rocm_attn.errors import BadSetting, CapacityExceeded, RocmAttnError
+from rocm_attn.flight_recorder import FlightDump, NotedStep, RuntimeFacts, read_dump
+from rocm_attn.graphs import recorder_for
+from rocm_attn.index_spaces import RESERVED_PAGE, num_pages
+from rocm_attn.kv_pool import page_bytes
+from rocm_attn.numerics import BOUNDS
+from rocm_attn.problem import Problem
+from rocm_attn.reference import attend_paged
+from rocm_attn.runtime import AttentionRuntime, Step
+from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_runner import StepRunner
+
+# Pages that are filled with random values at a time.
+_FILL_PAGES = 1024
+
+AGREES, DIFFERS = "agrees", "differs"
+
+
+class StepsDisagree(RocmAttnError):
+    """Two of the ways to run a step gave different results."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerResult:
+    """What came of one kind of layer.
+
+    eager:   the eager step against the oracle
+    graph:   the replayed step against the oracle; why there is none where it could not be captured
+    bitwise: whether the replayed step is bitwise the eager one
+    worst:   the largest |eager - oracle|
+    """
+
+    kind: int
+    eager: str
+    graph: str
+    bitwise: bool | None
+    worst: float
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run a step of options.dump again and print who agrees. Raises StepsDisagree where somebody does not."""
+    dump = read_dump(Path(options.dump))
+    noted = dump.step(options.step)
+    replay = _Replay.build(dump, noted, _device(options.device), options.provider, options.seed)
+    results = replay.results()
+    if options.json:
+        facts = {"device": str(replay.runtime.device), "same_kernels": replay.same_kernels}
+        print(json.dumps({"step": asdict(noted), **facts, "layer_kinds": [asdict(result) for result in results]}))
+    else:
+        print("\n".join(_lines(dump, noted, replay, results)))
+    if any(DIFFERS in (result.eager, result.graph) or result.bitwise is False for result in results):
+        raise StepsDisagree(f"step {noted.number} does not come out the same in every way")
+
+
+def _device(name: str | None) -> torch.device:
+    try:
+        return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise BadSetting(f"device {name!r} is not known; use 'cpu', 'cuda' or 'cuda:1'") from error
+
+
+def _lines(dump: FlightDump, noted: NotedStep, replay: _Replay, results: list[LayerResult]) -> list[str]:
+    lines = [
+        f"dumped because of: {dump.reason}",
+        f"step {noted.number}: {noted.kind}, {noted.real_seqs} of {noted.padded_seqs} sequences, "
+        f"{noted.real_tokens} of {noted.padded_tokens} tokens, {'a graph' if noted.replayed else 'no graph'}, "
+        f"epoch {noted.epoch}, on {dump.runtime.device} ({dump.runtime.arch})",
+        f"again on {replay.runtime.device} ({replay.runtime.target.arch}), "
+        f"{'the same kernels' if replay.same_kernels else 'other kernels'}",
+    ]
+    for result in results:
+        how = {True: ", bitwise equal to eager", False: ", not bitwise equal to eager", None: ""}[result.bitwise]
+        lines.append(f"layer kind {result.kind}: eager {result.eager} with the oracle (worst {result.worst:.2e})")
+        lines.append(f"layer kind {result.kind}: graph: {result.graph}{how}")
+    return lines
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Replay:
+    """A step that can be run again: one layer for each kind, random K, V and q.
+
+    qkv:  per kind, at padded sizes
+    outs: per kind, [T, q_heads, v_head_dim]; written by each run
+    """
+
+    runtime: AttentionRuntime
+    batch: StepBatch
+    pad_to: int
+    qkv: tuple[tuple[Tensor, Tensor, Tensor], ...]
+    outs: tuple[Tensor, ...]
+    same_kernels: bool
+    replayable: bool
+
+    @classmethod
+    def build(
+        cls, dump: FlightDump, noted: NotedStep, device: torch.device, provider: str | None, seed: int
+    ) -> _Replay:
+        """Rebuild the step. Raises CapacityExceeded where its pages do not fit this machine, Unsupported."""
+        runtime = _runtime(dump.runtime, dump.problems, noted, device, provider)
+        batch = noted.batch()
+        for row, length in _admitted(runtime, noted).items():
+            runtime.table.reserve(row, length)
+        step = runtime.stage(batch, noted.padded_seqs)
+        runtime.end_step()
+        generator = torch.Generator(runtime.device).manual_seed(seed)
+        num_tokens = step.token_ids.shape[0]
+        qkv, outs = [], []
+        for kind, problem in enumerate(dump.problems):
+            _fill(runtime, kind, generator)
+            heads = (problem.num_q_heads, problem.num_kv_heads, problem.num_kv_heads)
+            dims = (problem.head_dim, problem.head_dim, problem.v_head_dim)
+            q, k, v = (_random((num_tokens, *shape), problem, generator) for shape in zip(heads, dims, strict=True))
+            qkv.append((q, k, v))
+            outs.append(q.new_empty(num_tokens, problem.num_q_heads, problem.v_head_dim))
+        return cls(
+            runtime=runtime,
+            batch=batch,
+            pad_to=noted.padded_seqs,
+            qkv=tuple(qkv),
+            outs=tuple(outs),
+            same_kernels=step.plan.key.kernels == noted.kernels,
+            replayable=step.plan.replayable,
+        )
+
+    def results(self) -> list[LayerResult]:
+        """Run the step in every way."""
+        # Every result is compared here, with more than the check would tell.
+        runner = StepRunner(self.runtime, self._forward, recorder_for(self.runtime.device), check=NO_CHECK)
+        # So that the graph is of other lengths than the step's, unless its kernels bake them.
+        runner.run(StepBatch(self.batch.rows, self.batch.q_len, self.batch.q_len), self.pad_to)
+        runner.run_eagerly(self.batch, self.pad_to)
+        eager = [out.clone() for out in self.outs]
+        for out in self.outs:
+            out.fill_(float("nan"))
+        runner.run(self.batch, self.pad_to)
+        no_graph = runner.counters.graphs_off or ("" if self.replayable else "its size is above the largest capture")
+        return [self._result(kind, eager[kind], no_graph) for kind in range(len(self.outs))]
+
+    def _forward(self, step: Step) -> Tensor:
+        for kind, (q, k, v) in enumerate(self.qkv):
+            self.runtime.store_and_attend(kind, q, k, v, self.outs[kind])
+        return self.outs[0].index_select(0, step.last_token_of_seq)
+
+    def _result(self, kind: int, eager: Tensor, no_graph: str) -> LayerResult:
+        batch, problem = self.batch, self.runtime.selections[kind].problem
+        pages = self.runtime.pool.layer(kind)
+        held = [self.runtime.table.pages_of(row).tolist() for row in batch.rows.tolist()]
+        real = slice(0, batch.num_tokens)
+        q = self.qkv[kind][0][real]
+        want, _ = attend_paged(q, pages.k, pages.v, held, batch.kv_len.tolist(), batch.q_len.tolist(), problem)
+        worst = float((eager[real].double() - want).abs().max()) if len(q) else 0.0
+        graphed = self.outs[kind]
+        return LayerResult(
+            kind=kind,
+            eager=_verdict(eager[real], want, problem),
+            graph=f"none: {no_graph}" if no_graph else _verdict(graphed[real], want, problem),
+            bitwise=None if no_graph else bitwise_equal(eager, graphed),
+            worst=worst,
+        )
+
+
+def _verdict(out: Tensor, want: Tensor, problem: Problem) -> str:
+    bound = BOUNDS[problem.dtype]
+    close = bool(((out.double() - want).abs() <= bound.atol + bound.rtol * want.abs()).all())
+    return AGREES if close else DIFFERS
+
+
+def _runtime(
+    facts: RuntimeFacts, problems: tuple[Problem, ...], noted: NotedStep, device: torch.device, provider: str | None
+) -> AttentionRuntime:
+    pages = 2 + sum(num_pages(length, problems[0].page_size) for length in noted.kv_len)
+    wanted, available = pages * page_bytes(problems), _available_bytes(device)
+    if wanted > available:
+        raise CapacityExceeded(
+            f"the step's K and V take {wanted} bytes for each kind of layer and {available} are free on {device}; "
+            "choose a smaller step or another device"
+        )
+    return AttentionRuntime(
+        problems,
+        device=device,
+        num_pages=pages,
+        max_num_seqs=facts.max_num_seqs,
+        max_kv_len=facts.max_kv_len,
+        provider=facts.provider if provider is None else provider,
+        capture_sizes=facts.capture_sizes,
+        capture_tokens=facts.capture_tokens,
+    )
+
+
+def _available_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _admitted(runtime: AttentionRuntime, noted: NotedStep) -> dict[int, int]:
+    """The step's rows, admitted, with their lengths. Raises BadSetting for rows that no runtime gives out."""
+    rows = {runtime.table.admit() for _ in range(runtime.table.num_free_rows)}
+    if not rows >= set(noted.rows):
+        raise BadSetting(f"the dump's step {noted.number} names rows outside of its table; the dump is damaged")
+    return dict(zip(noted.rows, noted.kv_len, strict=True))
+
+
+def _fill(runtime: AttentionRuntime, layer: int, generator: torch.Generator) -> None:
+    """Random K and V, of standard deviation 1, in every page but the reserved one."""
+    pages = runtime.pool.layer(layer)
+    for side in (pages.k, pages.v):
+        for first in range(RESERVED_PAGE + 1, len(side), _FILL_PAGES):
+            side[first : first + _FILL_PAGES].normal_(generator=generator)
+
+
+def _random(shape: tuple[int, ...], problem: Problem, generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=problem.dtype)

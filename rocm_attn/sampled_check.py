@@ -1,0 +1,162 @@
+"""SampledCheck: one step in many is run once more and compared, while it serves. Off unless somebody wraps a runner.
+
+The second run is eager: forward's rows must be those of the first, which may have been a graph, and in one layer the
+attention of a few sequences must be the oracle's over copies of their pages. It stores the same K and V again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from rocm_attn.capture_check import rows_beyond_bounds
+from rocm_attn.numerics import BOUNDS
+from rocm_attn.problem import Problem
+from rocm_attn.reference import attend_paged
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_runner import StepRunner
+from rocm_attn.steps import LayerCalls
+
+# The oracle works in float64: 4 sequences of 32k tokens and 32 heads take some 0.3 GB.
+_MOST_SEQS = 4
+_MOST_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SampledCounters:
+    """What was compared so far.
+
+    samples:           steps that were compared
+    rows_differ:       of them, those whose rows differ from the eager run's
+    attention_differs: of them, those whose attention in the sampled layer differs from the oracle's
+    last:              the last difference in words; empty while there was none
+    """
+
+    samples: int
+    rows_differ: int
+    attention_differs: int
+    last: str
+
+
+class LayerTap:
+    """A runtime's layer calls; copies what goes into and comes out of one layer's attention while that is asked for.
+
+    A model that is to be checked gets it in place of the runtime.
+    """
+
+    def __init__(self, layers: LayerCalls) -> None:
+        self._layers = layers
+        self._layer = -1
+        self._taken: tuple[Tensor, Tensor] | None = None
+
+    def expect(self, layer: int) -> None:
+        """From the next step on, until take(), copy q and out of this layer."""
+        self._layer, self._taken = layer, None
+
+    def take(self) -> tuple[Tensor, Tensor] | None:
+        """(q, out) of the layer, [T, q_heads, head_dim | v_head_dim]; None if it was not called."""
+        taken, self._layer, self._taken = self._taken, -1, None
+        return taken
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """As AttentionRuntime.store."""
+        self._layers.store(layer, k, v)
+
+    def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        """As AttentionRuntime.attend."""
+        self._layers.attend(layer, q, out, lse)
+        if layer == self._layer:
+            self._taken = q.clone(), out.clone()
+
+    def store_and_attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None
+    ) -> None:
+        """As AttentionRuntime.store_and_attend."""
+        self.store(layer, k, v)
+        self.attend(layer, q, out, lse)
+
+
+class SampledCheck:
+    """Runs steps, and compares one in `every`.
+
+    problems: the runtime's, one for each layer
+    tap:      what the model of the runner calls
+    seed:     of the layers and sequences that are looked at
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        runtime: AttentionRuntime,
+        problems: Sequence[Problem],
+        tap: LayerTap,
+        *,
+        every: int,
+        seed: int = 0,
+    ) -> None:
+        assert every >= 1
+        self._runner = runner
+        self._runtime = runtime
+        self._problems = tuple(problems)
+        self._tap = tap
+        self._every = every
+        self._random = np.random.default_rng(seed)
+        self._until_next = every
+        self._samples = self._rows_differ = self._attention_differs = 0
+        self._last = ""
+
+    @property
+    def counters(self) -> SampledCounters:
+        """A snapshot of what was compared."""
+        return SampledCounters(self._samples, self._rows_differ, self._attention_differs, self._last)
+
+    def run(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
+        """As StepRunner.run. Returns what the step gave, whatever the comparison says."""
+        rows = self._runner.run(batch, pad_to)
+        self._until_next -= 1
+        if self._until_next == 0:
+            self._until_next = self._every
+            self._compare(batch, pad_to, rows)
+        return rows
+
+    def _compare(self, batch: StepBatch, pad_to: int | None, rows: Tensor) -> None:
+        layer = int(self._random.integers(len(self._problems)))
+        self._tap.expect(layer)
+        try:
+            again = self._runner.run_eagerly(batch, pad_to)
+        finally:
+            taken = self._tap.take()
+        self._samples += 1
+        wrong_rows = rows_beyond_bounds(rows, again)
+        if wrong_rows:
+            self._rows_differ += 1
+            self._last = f"rows {wrong_rows[:8]} of a step of {batch.num_seqs} sequences differ from the eager run's"
+        wrong_seqs = [] if taken is None else self._wrong_seqs(batch, layer, *taken)
+        if wrong_seqs:
+            self._attention_differs += 1
+            self._last = f"layer {layer} of sequences {wrong_seqs} of {batch.num_seqs} differs from the oracle"
+
+    def _wrong_seqs(self, batch: StepBatch, layer: int, q: Tensor, out: Tensor) -> list[int]:
+        """Sequences, among a few, whose last new tokens in a layer are not the oracle's."""
+        problem, pages = self._problems[layer], self._runtime.pool.layer(layer)
+        ends = np.cumsum(batch.q_len)
+        wrong = []
+        for seq in self._random.permutation(batch.num_seqs)[:_MOST_SEQS].tolist():
+            new, kv_len = min(int(batch.q_len[seq]), _MOST_TOKENS), int(batch.kv_len[seq])
+            tokens = slice(int(ends[seq]) - new, int(ends[seq]))
+            held = self._runtime.table.pages_of(int(batch.rows[seq])).tolist()
+            want, _ = attend_paged(q[tokens], pages.k, pages.v, [held], [kv_len], [new], problem)
+            if not _within_bounds(out[tokens], want, pages.v[held].flatten(0, 1)[:kv_len], problem):
+                wrong.append(seq)
+        return wrong
+
+
+def _within_bounds(out: Tensor, want: Tensor, v: Tensor, problem: Problem) -> bool:
+    """The bounds are for values of standard deviation 1; an output is no larger than the values that it averages."""
+    bound = BOUNDS[problem.dtype]
+    scale = max(1.0, float(v.abs().amax())) if v.numel() else 1.0
+    return bool(((out.double() - want).abs() <= bound.atol * scale + bound.rtol * want.abs()).all())

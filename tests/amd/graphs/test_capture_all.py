@@ -1,0 +1,165 @@
+"""Capturing ahead of the first request: which graphs, in which order, and what is reported."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+
+from rocm_attn.cli.progress_bar import ProgressBar
+from rocm_attn.graphs import capture_shapes, recorder_for, shape_name
+from rocm_attn.hip_graphs.size_ladder import SizeLadder
+from rocm_attn.padding import PaddingPolicy, StepKind
+from rocm_attn.step_runner import StepRunner
+from tests.amd.graphs.tiny import Requests, Tiny, counts_on_the_host, same, serve
+from tests.amd.runtime.stepping import providers
+
+both = pytest.mark.parametrize("provider", providers())
+
+
+def names(sizes: tuple[int, ...], tokens: tuple[int, ...]) -> list[str]:
+    """The captured shapes of these ladders."""
+    return [shape_name(shape) for shape in capture_shapes(PaddingPolicy(SizeLadder(sizes), SizeLadder(tokens)))]
+
+
+def test_decode_sizes_are_captured_largest_first() -> None:
+    assert names((1, 2, 8), (1,)) == ["decode of 8 sequences", "decode of 2 sequences", "decode of 1 sequence"]
+
+
+def test_token_counts_are_captured_where_a_step_can_have_them() -> None:
+    assert names((2, 4), (4, 8)) == [
+        "extend of 4 sequences with 8 tokens",
+        "mixed of 4 sequences with 8 tokens",
+        "extend of 2 sequences with 8 tokens",
+        "mixed of 2 sequences with 8 tokens",
+        "decode of 4 sequences",
+        # Three sequences with two tokens each have more than 4; with at least one each, they may have 4.
+        "mixed of 4 sequences with 4 tokens",
+        "extend of 2 sequences with 4 tokens",
+        "mixed of 2 sequences with 4 tokens",
+        "decode of 2 sequences",
+    ]
+
+
+@both
+def test_every_bucket_is_reported_with_seconds_bytes_and_its_check(provider: str, device: torch.device) -> None:
+    tiny = Tiny.build(device, provider, [1, 4], tokens=(4, 8))
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device))
+    seen: list[tuple[int, int, str]] = []
+    report = runner.capture_all(lambda *progress: seen.append(progress))
+    shapes = capture_shapes(tiny.runtime.padding)
+    assert [bucket.key.shape for bucket in report.buckets] == list(shapes)
+    assert {shape.kind for shape in shapes} == set(StepKind)
+    assert all(bucket.seconds > 0 and bucket.check_seconds > 0 for bucket in report.buckets)
+    assert all("equal to eager bitwise in 3 draws" in bucket.check for bucket in report.buckets)
+    assert report.seconds == sum(bucket.seconds + bucket.check_seconds for bucket in report.buckets)
+    assert report.num_bytes == sum(bucket.num_bytes for bucket in report.buckets) == runner._graphs.bytes > 0
+    assert (report.skipped, report.graphs_off) == ((), "")
+    assert [done for done, _, _ in seen] == list(range(len(shapes) + 1))
+    assert {total for _, total, _ in seen} == {len(shapes)}
+    assert [name for _, _, name in seen] == [*map(shape_name, shapes), ""]
+    assert len(report.lines()) == len(shapes) + 1
+    assert runner.counters.steps == 0
+    assert runner.counters.capture_seconds >= report.seconds * 0.9
+
+
+@both
+def test_captured_ahead_or_when_needed_serves_the_same(provider: str, device: torch.device) -> None:
+    served = [[3, 5], [1, 1], [4, 4], [1, 6], [1, 1], [1]]
+    outs = []
+    for ahead in (True, False, None):
+        tiny = Tiny.build(device, provider, [1, 2], tokens=(8,))
+        recorder = None if ahead is None else recorder_for(tiny.runtime.device)
+        runner = StepRunner(tiny.runtime, tiny.forward, recorder)
+        if ahead:
+            runner.capture_all()
+        outs.append(serve(runner, tiny.runtime, served))
+        assert runner.counters.replays == (0 if ahead is None else len(served))
+    assert same(outs[0], outs[1])
+    assert same(outs[1], outs[2])
+
+
+@both
+def test_a_graph_that_exists_is_not_made_again(provider: str, device: torch.device) -> None:
+    tiny = Tiny.build(device, provider, [1, 4])
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device))
+    requests = Requests(tiny.runtime)
+    requests.admit(3)
+    requests.run(runner, [1, 1, 1])
+    assert [bucket.key.shape.num_seqs for bucket in runner.capture_report().buckets] == [4]
+    assert [bucket.key.shape.num_seqs for bucket in runner.capture_all().buckets] == [4, 1]
+    assert runner.capture_all() == runner.capture_report()
+    assert runner.counters.captures == 2
+
+
+@both
+def test_a_bucket_that_cannot_be_checked_now_is_left_for_later(provider: str, device: torch.device) -> None:
+    tiny = Tiny.build(device, provider, [4], max_num_seqs=2)
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device))
+    requests = Requests(tiny.runtime)
+    requests.admit(2)
+    report = runner.capture_all()
+    assert [skipped.reason for skipped in report.skipped] == ["no request row is free"]
+    assert report.buckets == ()
+    assert report.lines()[0] == "decode of 4 sequences: not captured: no request row is free"
+    requests.run(runner, [1, 1])
+    assert runner.counters.replays == 1
+    assert "2 sequences" in runner.capture_report().buckets[0].check
+
+
+@both
+def test_too_few_free_pages_are_a_reason_to_wait(provider: str, device: torch.device) -> None:
+    tiny = Tiny.build(device, provider, [4], num_pages=6, max_kv_len=20)
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device))
+    requests = Requests(tiny.runtime)
+    requests.admit(1)
+    requests.run(runner, [20])
+    (skipped,) = runner.capture_all().skipped
+    assert skipped.reason == "too few pages are free to check it on"
+    requests.free()
+    assert len(runner.capture_all().buckets) == 1
+
+
+@both
+def test_a_refused_graph_ends_the_capture(provider: str, device: torch.device) -> None:
+    tiny = Tiny.build(device, provider, [2, 4, 8])
+    runner = StepRunner(tiny.runtime, counts_on_the_host(tiny), recorder_for(tiny.runtime.device))
+    report = runner.capture_all()
+    assert report.buckets == ()
+    assert "decode of 8 sequences" in report.graphs_off
+    assert report.lines()[-1] == f"graphs are off: {report.graphs_off}"
+    assert runner.capture_all().graphs_off == report.graphs_off
+
+
+@both
+def test_without_a_recorder_there_is_nothing_to_capture(provider: str, device: torch.device) -> None:
+    tiny = Tiny.build(device, provider)
+    report = StepRunner(tiny.runtime, tiny.forward, None).capture_all()
+    assert (report.buckets, report.graphs_off) == ((), "")
+
+
+@both
+def test_reopening_forgets_the_buckets(provider: str, device: torch.device) -> None:
+    tiny = Tiny.build(device, provider, [4])
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device))
+    runner.capture_all()
+    runner.reopen([2])
+    assert runner.capture_report().buckets == ()
+    assert [bucket.key.shape.num_seqs for bucket in runner.capture_all().buckets] == [2]
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_progress_bar_draws_on_terminals_only() -> None:
+    terminal, file = _Terminal(), io.StringIO()
+    for stream in (terminal, file):
+        bar = ProgressBar(stream)
+        bar(1, 2, "decode of 4 sequences")
+        bar(2, 2, "")
+    assert "[############------------] 1/2 decode of 4 sequences" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\r\x1b[K")
+    assert file.getvalue() == ""

@@ -1,0 +1,202 @@
+"""A fresh graph is compared with the eager run before it serves: right ones pass, planted wrong ones are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.capture_check import NO_CHECK, CaptureCheck, ProbeLimits, rows_beyond_bounds
+from rocm_attn.graphs import recorder_for
+from rocm_attn.hip_graphs.recorder import Recorder
+from rocm_attn.index_spaces import RESERVED_PAGE
+from rocm_attn.runtime import Step
+from rocm_attn.step_runner import StepRunner
+from tests.amd.graphs.tiny import (
+    SERVED,
+    Forgetful,
+    Lazy,
+    Requests,
+    Tiny,
+    counts_on_the_host,
+    same,
+    serve,
+    takes_another_bias_each_step,
+)
+from tests.amd.runtime.stepping import providers
+
+pytestmark = pytest.mark.parametrize("provider", providers())
+
+Forward = Callable[[Step], Tensor]
+Plant = Callable[[Tiny], tuple[Forward, Recorder]]
+
+
+def _recorder(tiny: Tiny) -> Recorder:
+    return recorder_for(tiny.runtime.device)
+
+
+PLANTED: dict[str, Plant] = {
+    "a count baked": lambda tiny: (counts_on_the_host(tiny), _recorder(tiny)),
+    "a stale address": lambda tiny: (takes_another_bias_each_step(tiny), _recorder(tiny)),
+    "no fill": lambda tiny: (tiny.forward, Forgetful(_recorder(tiny), tiny.runtime, "fill")),
+    "no store": lambda tiny: (tiny.forward, Forgetful(_recorder(tiny), tiny.runtime, "store_kv")),
+    "a dead graph": lambda tiny: (tiny.forward, Lazy(_recorder(tiny))),
+}
+
+
+def eager_outputs(device: torch.device, provider: str, plant: Plant) -> list[Tensor]:
+    """What the planted forward gives without graphs."""
+    tiny = Tiny.build(device, provider, [4])
+    forward, _ = plant(tiny)
+    return serve(StepRunner(tiny.runtime, forward, None), tiny.runtime)
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_wrong_graph_is_refused_and_serving_goes_on_eagerly(
+    planted: str, provider: str, device: torch.device
+) -> None:
+    tiny = Tiny.build(device, provider, [4])
+    forward, recorder = PLANTED[planted](tiny)
+    runner = StepRunner(tiny.runtime, forward, recorder)
+    outs = serve(runner, tiny.runtime)
+    assert "the graph of decode of 4 sequences differs from the eager run" in runner.counters.graphs_off
+    assert (runner.counters.replays, runner.counters.captures) == (0, 0)
+    assert runner.capture_report().graphs_off == runner.counters.graphs_off
+    assert same(outs, eager_outputs(device, provider, PLANTED[planted]))
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_without_the_check_a_wrong_graph_serves_wrong_rows(planted: str, provider: str, device: torch.device) -> None:
+    tiny = Tiny.build(device, provider, [4])
+    forward, recorder = PLANTED[planted](tiny)
+    runner = StepRunner(tiny.runtime, forward, recorder, check=NO_CHECK)
+    outs = serve(runner, tiny.runtime)
+    assert runner.counters.graphs_off == ""
+    assert runner.counters.replays == len(SERVED) - 1
+    assert not same(outs, eager_outputs(device, provider, PLANTED[planted]))
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_wrong_graph_is_refused_where_every_row_is_taken(planted: str, provider: str, device: torch.device) -> None:
+    outs = []
+    for graphs in (False, True):
+        tiny = Tiny.build(device, provider, [4], max_num_seqs=3)
+        forward, recorder = PLANTED[planted](tiny)
+        runner = StepRunner(tiny.runtime, forward, recorder if graphs else None)
+        outs.append(serve(runner, tiny.runtime))
+        assert ("differs from the eager run" in runner.counters.graphs_off) == graphs
+    assert same(*outs)
+
+
+@pytest.mark.parametrize("rows", [3, 4, 8], ids=["no free row", "one free row", "free rows"])
+def test_right_graphs_pass_and_nothing_is_left_behind(rows: int, provider: str, device: torch.device) -> None:
+    outs = []
+    for check in (CaptureCheck(), NO_CHECK):
+        tiny = Tiny.build(device, provider, [2, 4], max_num_seqs=rows)
+        runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device), check=check)
+        outs.append(serve(runner, tiny.runtime))
+        assert runner.counters.graphs_off == ""
+        assert runner.counters.replays == len(SERVED) - 1
+        table = tiny.runtime.table
+        assert (table.num_free_rows, table.num_free_pages) == (rows, 199)
+    assert same(*outs)
+
+
+@pytest.mark.parametrize("planted", ["nothing", "no fill", "no store", "a dead graph"])
+@pytest.mark.parametrize("rows", [3, 8], ids=["no free row", "free rows"])
+def test_the_kv_of_requests_is_the_same_with_and_without_a_check(
+    rows: int, planted: str, provider: str, device: torch.device
+) -> None:
+    """Of requests that take part in the step that is captured, and of those that do not."""
+    stored = []
+    for graphs in (False, True):
+        tiny = Tiny.build(device, provider, [4], max_num_seqs=rows)
+        forward, recorder = PLANTED[planted](tiny) if planted in PLANTED else (tiny.forward, _recorder(tiny))
+        idle, busy = Requests(tiny.runtime, seed=2), Requests(tiny.runtime, seed=3)
+        idle.admit(1)
+        busy.admit(2)
+        eager = StepRunner(tiny.runtime, forward, None)
+        for requests, q_len in ((busy, [7, 2]), (idle, [9]), (idle, [1])):
+            requests.run(eager, q_len)
+        runner = StepRunner(tiny.runtime, forward, recorder if graphs else None)
+        busy.run(runner, [1, 1])
+        assert bool(runner.counters.graphs_off) == (graphs and planted in PLANTED)
+        stored.append([kv for requests in (idle, busy) for kv in requests.stored()])
+        assert not any(tiny.runtime.pool.layer(layer).k[RESERVED_PAGE].any() for layer in range(2))
+    assert same(*stored)
+
+
+def test_a_refusal_gives_up_the_sealed_addresses(provider: str, device: torch.device) -> None:
+    tiny = Tiny.build(device, provider, [4])
+    runner = StepRunner(tiny.runtime, counts_on_the_host(tiny), recorder_for(tiny.runtime.device))
+    assert tiny.runtime._memory._sealed.buffers.sealed
+    runner.capture_all()
+    assert runner.counters.graphs_off
+    assert not tiny.runtime._memory._sealed.buffers.sealed
+
+
+def test_probes_reach_the_largest_lengths_that_there_is_room_for(provider: str, device: torch.device) -> None:
+    for num_pages, limits, longest in (
+        (200, ProbeLimits(128, 200), 64 if provider == "torch" else 128),
+        (200, ProbeLimits(20, 200), 20),
+        (12, ProbeLimits(128, 200), 20),
+    ):
+        tiny = Tiny.build(device, provider, [4], num_pages=num_pages)
+        check = CaptureCheck(limits=limits)
+        runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device), check=check)
+        (bucket,) = runner.capture_all().buckets
+        assert f"bitwise in 3 draws of up to 4 sequences and {longest} tokens" in bucket.check
+
+
+@pytest.mark.parametrize("planted", ["no fill", "no store", "a dead graph"])
+def test_graphs_of_ragged_steps_are_checked_too(planted: str, provider: str, device: torch.device) -> None:
+    served = [[3, 5], [4, 4], [1, 6], [2, 2], [5, 1]]
+    right, wrong = [Tiny.build(device, provider, [2], tokens=(8,)) for _ in range(2)]
+    passes = StepRunner(right.runtime, right.forward, recorder_for(right.runtime.device))
+    outs = serve(passes, right.runtime, served)
+    assert (passes.counters.graphs_off, passes.counters.replays) == ("", len(served))
+    fails = StepRunner(wrong.runtime, *PLANTED[planted](wrong))
+    assert same(outs, serve(fails, wrong.runtime, served))
+    assert "the graph of extend of 2 sequences with 8 tokens differs" in fails.counters.graphs_off
+
+
+def test_an_exception_in_a_check_keeps_no_graph(provider: str, device: torch.device) -> None:
+    tiny = Tiny.build(device, provider, [4])
+    runs = 0
+
+    def forward(step: Step) -> Tensor:
+        nonlocal runs
+        runs += 1
+        if runs == 5:  # past warm-up and recording, on every recorder
+            raise ZeroDivisionError
+        return tiny.forward(step)
+
+    runner = StepRunner(tiny.runtime, forward, recorder_for(tiny.runtime.device))
+    with pytest.raises(ZeroDivisionError):
+        runner.capture_all()
+    assert runner.capture_report().buckets == ()
+    assert tiny.runtime.table.num_free_rows == 8
+    serve(runner, tiny.runtime)
+    assert runner.counters.graphs_off == ""
+    assert runner.counters.replays == len(SERVED) - 1
+
+
+def test_a_model_that_gives_no_numbers_is_not_taken_for_checked(provider: str, device: torch.device) -> None:
+    tiny = Tiny.build(device, provider, [4])
+    runner = StepRunner(tiny.runtime, lambda step: tiny.forward(step) * float("nan"), recorder_for(tiny.runtime.device))
+    runner.capture_all()
+    assert "gives no finite number" in runner.counters.graphs_off
+
+
+def test_rows_beyond_the_bounds_are_found(provider: str) -> None:
+    rows = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    for change, wrong in ((1e-7, []), (1e-3, [2]), (float("nan"), [2]), (float("inf"), [2])):
+        other = rows.clone()
+        other[2, 1] += change
+        assert rows_beyond_bounds(other, rows) == wrong
+    gap = rows.clone()
+    gap[3] = float("nan")
+    assert rows_beyond_bounds(gap, gap.clone()) == []
+    assert rows_beyond_bounds(rows, gap) == [3]

@@ -1,0 +1,132 @@
+"""`rocm-attn capture-plan`: what it predicts is what a runtime then allocates and captures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rocm_attn.capture_plan import plan_capture
+from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
+from rocm_attn.graphs import recorder_for
+from rocm_attn.kv_pool import page_bytes
+from rocm_attn.step_runner import StepRunner
+from tests.amd.graphs.tiny import Tiny
+from tests.amd.runtime.stepping import providers
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "max_position_embeddings": 131072,
+}
+
+
+@pytest.mark.parametrize("provider", providers())
+def test_what_is_predicted_is_what_is_allocated_and_captured(provider: str, device: torch.device) -> None:
+    tiny = Tiny.build(device, provider, [1, 4], tokens=(4, 8))
+    report = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device)).capture_all()
+    runtime = tiny.runtime
+    plan = plan_capture(
+        [tiny.problem, tiny.problem],
+        runtime.target,
+        max_num_seqs=8,
+        max_kv_len=128,
+        num_pages=200,
+        provider=provider,
+        capture_sizes=[1, 4],
+        capture_tokens=[4, 8],
+    )
+    assert [bucket.shape for bucket in plan.buckets] == [bucket.key.shape for bucket in report.buckets]
+    assert plan.lengths == (provider == "torch")
+    held = {name: tensor.nbytes for name, tensor in runtime.sealed_tensors().items() if "_pages_" not in name}
+    held["request table"] = held.pop("table")
+    held["KV pool"] = runtime.pool.num_bytes
+    assert {part.name: part.num_bytes for part in plan.parts} == held
+    assert plan.num_bytes == sum(held.values())
+
+
+def test_a_setting_changes_what_it_is_named_for(device: torch.device) -> None:
+    problems = [Tiny.build(device, "torch").problem]
+    target = Tiny.build(device, "torch").runtime.target
+
+    def parts(**changes: int | list[int]) -> dict[str, tuple[int, str]]:
+        settings = {"max_num_seqs": 8, "max_kv_len": 128, "num_pages": 200, "provider": "torch", **changes}
+        plan = plan_capture(problems, target, **settings)  # type: ignore[arg-type]
+        return {part.name: (part.num_bytes, part.knob) for part in plan.parts}
+
+    plain = parts()
+    for name, changes, knob in (
+        ("kv_len", {"capture_sizes": [64]}, "capture_sizes up to 64"),
+        ("token_ids", {"capture_tokens": [512]}, "capture_tokens up to 512"),
+        ("request table", {"max_num_seqs": 20}, "max_num_seqs 20"),
+        ("request table", {"max_kv_len": 512}, "max_kv_len 512 / page_size 4"),
+        ("KV pool", {"num_pages": 300}, f"num_pages 300 of {page_bytes(problems)} bytes"),
+    ):
+        changed = parts(**changes)
+        assert changed[name][0] > plain[name][0]
+        assert knob in changed[name][1]
+
+
+def config_file(folder: Path, **changes: object) -> str:
+    """A config.json in folder."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**LLAMA, **changes}))
+    return str(path)
+
+
+def test_the_command_lists_graphs_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--arch", "cpu", "--max-batch-size", "4", "--max-kv-len", "1024", "--capture-tokens", "64"]
+    assert main(["capture-plan", config_file(tmp_path), *arguments]) == DONE
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].endswith("on cpu, up to 4 sequences of 1024 tokens")
+    assert printed[2] == "8 graphs, made in this order:"
+    assert printed[3].startswith("  extend of 4 sequences with 64 tokens")
+    (pool,) = [line for line in printed if "KV pool" in line]
+    # 256 pages and the reserved one, 16 tokens, 32 layers, 8 heads, 128 + 128 elements of 2 bytes
+    assert pool.split() == ["KV", "pool", "514.0", "MiB", "num_pages", "257", "of", "2097152", "bytes"]
+
+
+def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--arch", "cpu", "--max-batch-size", "2", "--page-size", "64", "--json"]
+    assert main(["capture-plan", config_file(tmp_path), *arguments]) == DONE
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["max_kv_len"] == 131072
+    assert [(bucket["kind"], bucket["num_seqs"]) for bucket in plan["buckets"]] == [("decode", 2), ("decode", 1)]
+    assert plan["total_bytes"] == sum(part["bytes"] for part in plan["parts"])
+    assert all(part["knob"] for part in plan["parts"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "code", "complaint"),
+    [
+        ({"max_position_embeddings": None}, [], BAD_INPUT, "give --max-kv-len"),
+        ({"architectures": []}, [], BAD_INPUT, "architectures is []"),
+        ({}, ["--arch", "gfx941"], BAD_INPUT, "arch 'gfx941' is not known"),
+        ({}, ["--capture-sizes", "8,4"], BAD_INPUT, "capture_sizes: "),
+        ({}, ["--num-pages", "1"], FAILED, "num_pages is 1"),
+    ],
+)
+def test_bad_input_is_answered_with_one_sentence(
+    changes: dict[str, object],
+    arguments: list[str],
+    code: int,
+    complaint: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["capture-plan", config_file(tmp_path, **changes), "--arch", "cpu", "--max-batch-size", "4", *arguments]
+    assert main(command) == code
+    printed = capsys.readouterr()
+    assert complaint in printed.err
+    assert len(printed.err.splitlines()) == 1
+    assert printed.out == ""
+
+
+def test_a_missing_config_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["capture-plan", str(tmp_path / "gone"), "--arch", "cpu", "--max-batch-size", "4"]) == BAD_INPUT
+    assert "there is no file" in capsys.readouterr().err

@@ -1,0 +1,186 @@
+"""The flight recorder: what it remembers, when it writes, and that a dump comes back as it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadBatch, BadSetting
+from rocm_attn.flight_recorder import FlightRecorder, dump_on_signal, read_dump
+from rocm_attn.graphs import recorder_for
+from rocm_attn.runtime import Step
+from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_runner import StepRunner
+from tests.amd.graphs.tiny import SERVED, Requests, Tiny, same, serve
+from tests.amd.runtime.stepping import providers
+
+
+def flown(tiny: Tiny, path: Path, *, graphs: bool = True, num_steps: int = 64) -> tuple[StepRunner, FlightRecorder]:
+    """A runner with a flight recorder."""
+    flight = FlightRecorder(tiny.runtime, path, num_steps=num_steps)
+    recorder = recorder_for(tiny.runtime.device) if graphs else None
+    return StepRunner(tiny.runtime, tiny.forward, recorder, flight=flight), flight
+
+
+@pytest.mark.parametrize("provider", providers())
+def test_steps_are_remembered_as_they_were_and_come_out_the_same(
+    provider: str, device: torch.device, tmp_path: Path
+) -> None:
+    tiny, plain = (Tiny.build(device, provider, [2, 4]) for _ in range(2))
+    runner, flight = flown(tiny, tmp_path / "dump.json")
+    outs = serve(runner, tiny.runtime)
+    assert same(outs, serve(StepRunner(plain.runtime, plain.forward, None), plain.runtime))
+    steps = flight.steps()
+    assert [list(step.q_len) for step in steps] == SERVED
+    assert [step.number for step in steps] == list(range(len(SERVED)))
+    assert [step.kind for step in steps] == ["extend", *["decode"] * 6]
+    assert [(step.real_seqs, step.padded_seqs) for step in steps[:4]] == [(3, 4), (3, 4), (2, 2), (3, 4)]
+    # A graph exists from the second step of a size on.
+    assert [step.replayed for step in steps] == [False, False, False, True, True, True, True]
+    assert steps[1].kv_len == (6, 3, 8)
+    assert all(kernel.startswith(f"{provider}.decode(") for kernel in steps[1].kernels)
+    assert {step.epoch for step in steps} == {0}
+    runner.reopen([4])
+    serve(runner, tiny.runtime)
+    assert flight.steps()[-1].epoch > 0
+
+
+def test_the_last_steps_are_kept(device: torch.device, tmp_path: Path) -> None:
+    tiny = Tiny.build(device, "torch")
+    runner, flight = flown(tiny, tmp_path / "dump.json", graphs=False, num_steps=3)
+    serve(runner, tiny.runtime)
+    assert [step.number for step in flight.steps()] == [len(SERVED) - 3, len(SERVED) - 2, len(SERVED) - 1]
+
+
+def test_a_caller_may_change_its_arrays(device: torch.device, tmp_path: Path) -> None:
+    tiny = Tiny.build(device, "torch")
+    runner, flight = flown(tiny, tmp_path / "dump.json", graphs=False)
+    requests = Requests(tiny.runtime)
+    requests.admit(2)
+    batch = requests.batch([2, 3])
+    runner.run(batch)
+    for array in (batch.rows, batch.kv_len, batch.q_len):
+        array += 40
+    (step,) = flight.steps()
+    assert (step.rows, step.kv_len, step.q_len) == ((1, 2), (2, 3), (2, 3))
+
+
+def test_a_dump_comes_back_as_it_was(device: torch.device, tmp_path: Path) -> None:
+    tiny = Tiny.build(device, "torch", [2, 4], tokens=(8, 16))
+    runner, flight = flown(tiny, tmp_path / "dump.json")
+    serve(runner, tiny.runtime)
+    dump = read_dump(flight.dump("on request"))
+    assert dump.reason == "on request"
+    assert dump.steps == tuple(flight.steps())
+    assert dump.problems == (tiny.problem,)
+    facts = dump.runtime
+    assert (facts.num_pages, facts.max_num_seqs, facts.max_kv_len) == (200, 8, 128)
+    assert (facts.capture_sizes, facts.capture_tokens, facts.provider) == ((2, 4), (8, 16), "torch")
+    assert dump.step(None).number == len(SERVED) - 1
+    assert dump.step(2) == dump.steps[2]
+    with pytest.raises(BadSetting, match=f"no step 99; it has steps 0 to {len(SERVED) - 1}"):
+        dump.step(99)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_an_exception_inside_a_step_writes_a_dump(on: bool, device: torch.device, tmp_path: Path) -> None:
+    tiny, path = Tiny.build(device, "torch"), tmp_path / "dump.json"
+    flight = FlightRecorder(tiny.runtime, path)
+
+    def forward(step: Step) -> Tensor:
+        if step.num_tokens == 2:
+            raise ZeroDivisionError("by no sequence")
+        return tiny.forward(step)
+
+    runner = StepRunner(tiny.runtime, forward, None, flight=flight) if on else StepRunner(tiny.runtime, forward, None)
+    with pytest.raises(ZeroDivisionError) as raised:
+        serve(runner, tiny.runtime)
+    assert path.exists() == on
+    if on:
+        dump = read_dump(path)
+        assert dump.reason == "ZeroDivisionError: by no sequence"
+        assert dump.step(None).q_len == (1, 1)
+        assert str(path) in "".join(getattr(raised.value, "__notes__", [str(path)]))
+
+
+def test_a_fault_of_the_device_that_surfaces_later_writes_a_dump(device: torch.device, tmp_path: Path) -> None:
+    tiny, path = Tiny.build(device, "torch"), tmp_path / "dump.json"
+    runner, _ = flown(tiny, path, graphs=False)
+    serve(runner, tiny.runtime)
+
+    def faults(batch: StepBatch, pad_to: int | None = None) -> Step:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    tiny.runtime.stage = faults  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        serve(runner, tiny.runtime)
+    assert read_dump(path).step(None).number == len(SERVED) - 1
+
+
+def test_a_bad_batch_writes_no_dump(device: torch.device, tmp_path: Path) -> None:
+    tiny, path = Tiny.build(device, "torch"), tmp_path / "dump.json"
+    runner, _ = flown(tiny, path, graphs=False)
+    with pytest.raises(BadBatch):
+        runner.run(StepBatch(np.array([3]), np.array([1]), np.array([1])))
+    assert not path.exists()
+
+
+def test_a_dump_that_cannot_be_written_hides_no_error(device: torch.device, tmp_path: Path) -> None:
+    tiny = Tiny.build(device, "torch")
+    flight = FlightRecorder(tiny.runtime, tmp_path / "gone" / "dump.json")
+
+    def forward(step: Step) -> Tensor:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        serve(StepRunner(tiny.runtime, forward, None, flight=flight), tiny.runtime)
+
+
+@pytest.fixture
+def own_handler() -> Iterator[None]:
+    """Puts the signal's handler back."""
+    before = signal.getsignal(signal.SIGUSR1)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.usefixtures("own_handler")
+def test_a_signal_writes_a_dump(device: torch.device, tmp_path: Path) -> None:
+    tiny, path = Tiny.build(device, "torch"), tmp_path / "dump.json"
+    runner, flight = flown(tiny, path, graphs=False)
+    serve(runner, tiny.runtime)
+    dump_on_signal(flight)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert read_dump(path).reason == "signal SIGUSR1"
+    serve(runner, tiny.runtime)
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (lambda text: text[:-5], "is no dump of a flight recorder"),
+        (lambda text: "[]", "is no dump of a flight recorder"),
+        (lambda text: json.dumps({**json.loads(text), "format": 9}), "format 9; this version reads format 1"),
+        (lambda text: json.dumps({**json.loads(text), "steps": [{}]}), "is no dump of a flight recorder"),
+        (lambda text: json.dumps({**json.loads(text), "problems": 3}), "is no dump of a flight recorder"),
+    ],
+)
+def test_a_damaged_dump_is_refused(damage: object, complaint: str, device: torch.device, tmp_path: Path) -> None:
+    flight = FlightRecorder(Tiny.build(device, "torch").runtime, tmp_path / "dump.json")
+    path = flight.dump("on request")
+    path.write_text(damage(path.read_text()))  # type: ignore[operator]
+    with pytest.raises(BadSetting, match=complaint):
+        read_dump(path)
+
+
+def test_a_missing_dump_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadSetting, match="is no dump of a flight recorder"):
+        read_dump(tmp_path / "gone.json")

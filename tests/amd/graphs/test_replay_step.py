@@ -1,0 +1,128 @@
+"""`rocm-attn replay-step`: a dumped step again, and an exit code that says whether everybody agrees."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
+from rocm_attn.flight_recorder import FlightRecorder, read_dump
+from rocm_attn.graphs import recorder_for
+from rocm_attn.providers.contract import AttendArgs
+from rocm_attn.providers.torch_ref import TorchDecode
+from rocm_attn.step_runner import StepRunner
+from tests.amd.graphs.tiny import SERVED, Lazy, Requests, Tiny
+from tests.amd.runtime.stepping import providers
+
+# Prompts, decode steps, a chunk among decodes, steps above the largest graph, an idle sequence.
+STEPS = [*SERVED, [1, 6, 1], [3, 3, 3], [1, 0, 1], [20, 20, 1]]
+
+
+def dumped(provider: str, device: torch.device, tmp_path: Path) -> str:
+    """The dump of a run of STEPS."""
+    tiny = Tiny.build(device, provider, [2, 4], tokens=(8, 16))
+    flight = FlightRecorder(tiny.runtime, tmp_path / "dump.json")
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device), flight=flight)
+    requests = Requests(tiny.runtime)
+    requests.admit(3)
+    for q_len in STEPS:
+        requests.run(runner, q_len)
+    requests.run(runner, [1, 1], pad_to=4)
+    return str(flight.dump("a test"))
+
+
+@pytest.mark.parametrize("provider", providers())
+def test_every_kind_of_step_agrees_with_itself(
+    provider: str, device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = dumped(provider, device, tmp_path)
+    for noted in read_dump(Path(path)).steps:
+        assert main(["replay-step", path, "--step", str(noted.number), "--json", "--device", str(device)]) == DONE
+        result = json.loads(capsys.readouterr().out)
+        assert result["same_kernels"]
+        assert result["step"]["q_len"] == list(noted.q_len)
+        (kind,) = result["layer_kinds"]
+        assert kind["eager"] == "agrees"
+        above = noted.padded_tokens > 16
+        assert kind["graph"] == ("none: its size is above the largest capture" if above else "agrees")
+        assert kind["bitwise"] is (None if above else True)
+
+
+def test_the_last_step_is_the_default_and_is_described(
+    device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = dumped("torch", device, tmp_path)
+    assert main(["replay-step", path, "--device", str(device)]) == DONE
+    printed = capsys.readouterr().out
+    assert "dumped because of: a test" in printed
+    assert f"step {len(STEPS)}: decode, 2 of 4 sequences, 2 of 4 tokens" in printed
+    assert "the same kernels" in printed
+    assert "layer kind 0: eager agrees with the oracle" in printed
+    assert "layer kind 0: graph: agrees, bitwise equal to eager" in printed
+
+
+def test_a_kernel_that_is_wrong_fails(
+    device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = dumped("torch", device, tmp_path)
+    right = TorchDecode.attend
+
+    def wrong(self: TorchDecode, args: AttendArgs) -> None:
+        right(self, args)
+        args.out.mul_(1.001)
+
+    monkeypatch.setattr(TorchDecode, "attend", wrong)
+    assert main(["replay-step", path, "--device", str(device)]) == FAILED
+    printed = capsys.readouterr()
+    assert "layer kind 0: eager differs with the oracle" in printed.out
+    assert f"step {len(STEPS)} does not come out the same in every way" in printed.err
+
+
+def test_a_graph_that_is_wrong_fails(
+    device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = dumped("torch", device, tmp_path)
+    monkeypatch.setattr("rocm_attn.cli.replay_step.recorder_for", lambda device: Lazy(recorder_for(device)))
+    assert main(["replay-step", path, "--device", str(device)]) == FAILED
+    printed = capsys.readouterr().out
+    assert "layer kind 0: eager agrees with the oracle" in printed
+    assert "layer kind 0: graph: differs, not bitwise equal to eager" in printed
+
+
+def test_a_forward_that_cannot_be_captured_is_no_disagreement(
+    device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = dumped("torch", device, tmp_path)
+    right = TorchDecode.attend
+
+    def reads(self: TorchDecode, args: AttendArgs) -> None:
+        right(self, args)
+        args.out.sum().item()
+
+    monkeypatch.setattr(TorchDecode, "attend", reads)
+    assert main(["replay-step", path, "--device", str(device)]) == DONE
+    assert "layer kind 0: graph: none: " in capsys.readouterr().out
+
+
+def test_what_is_no_dump_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay-step", str(tmp_path / "gone.json")]) == BAD_INPUT
+    assert "is no dump of a flight recorder" in capsys.readouterr().err
+
+
+def test_a_step_that_the_dump_does_not_hold_is_bad_input(
+    device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay-step", dumped("torch", device, tmp_path), "--step", "77"]) == BAD_INPUT
+    assert "holds no step 77" in capsys.readouterr().err
+
+
+def test_a_step_that_does_not_fit_says_so(
+    device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = dumped("torch", device, tmp_path)
+    monkeypatch.setattr("rocm_attn.cli.replay_step._available_bytes", lambda device: 100)
+    assert main(["replay-step", path, "--device", str(device)]) == FAILED
+    assert "100 are free" in capsys.readouterr().err

@@ -1,0 +1,223 @@
+"""A tiny model over a runtime, requests that come and go, and recorders and forwards that are wrong in a known way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.hip_graphs.recorder import Recorder, Recording
+from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
+from rocm_attn.problem import Problem
+from rocm_attn.runtime import AttentionRuntime, Step
+from rocm_attn.step_batch import StepBatch
+from rocm_attn.steps import LayerCalls, Steps
+from tests.amd.runtime.stepping import small_problem
+
+VOCABULARY = 50
+
+
+@dataclass
+class Tiny:
+    """Two layers of attention over random embeddings: every row of the output depends on all of its KV.
+
+    layers: what forward calls; the runtime unless a test puts something around it
+    """
+
+    runtime: AttentionRuntime
+    problem: Problem
+    embedding: Tensor
+    projections: list[Tensor]
+    layers: LayerCalls = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.layers = self.runtime
+
+    @classmethod
+    def build(
+        cls,
+        device: torch.device,
+        provider: str,
+        sizes: Sequence[int] = (1, 2, 4, 8),
+        tokens: Sequence[int] = (1,),
+        *,
+        max_num_seqs: int = 8,
+        max_kv_len: int = 128,
+        num_pages: int = 200,
+    ) -> Tiny:
+        problem = small_problem()
+        runtime = AttentionRuntime(
+            [problem, problem],
+            device=device,
+            num_pages=num_pages,
+            max_num_seqs=max_num_seqs,
+            max_kv_len=max_kv_len,
+            provider=provider,
+            capture_sizes=sizes,
+            capture_tokens=tokens,
+        )
+        for layer in range(2):
+            runtime.pool.layer(layer).k[1:] = float("nan")
+            runtime.pool.layer(layer).v[1:] = float("nan")
+        generator = torch.Generator().manual_seed(3)
+        weights = [torch.randn(96, 64, generator=generator).to(device) / 10 for _ in range(2)]
+        return cls(runtime, problem, torch.randn(VOCABULARY, 96, generator=generator).to(device), weights)
+
+    def forward(self, step: Step) -> Tensor:
+        """[S, 96]"""
+        hidden = self.embedding[step.token_ids] * (1 + step.positions[:, None] / 100)
+        for layer, weight in enumerate(self.projections):
+            kv = (hidden @ weight).view(-1, 4, 16)
+            out = torch.empty_like(hidden).view(-1, 6, 16)
+            self.layers.store_and_attend(layer, hidden.view(-1, 6, 16), kv[:, :2], kv[:, 2:], out)
+            hidden = hidden + out.flatten(1)
+        return hidden[step.last_token_of_seq]
+
+
+@dataclass
+class Requests:
+    """Requests of a runtime; their token ids depend on the seed alone."""
+
+    runtime: AttentionRuntime
+    seed: int = 1
+    rows: list[int] = field(default_factory=list)
+    kv_len: list[int] = field(default_factory=list)
+    random: np.random.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.random = np.random.default_rng(self.seed)
+
+    def admit(self, count: int) -> None:
+        for _ in range(count):
+            self.rows.append(self.runtime.table.admit())
+            self.kv_len.append(0)
+
+    def free(self) -> None:
+        for row in self.rows:
+            self.runtime.table.free(row)
+        self.rows.clear()
+        self.kv_len.clear()
+
+    def batch(self, q_len: Sequence[int]) -> StepBatch:
+        """A step of the first requests; pages are reserved."""
+        for seq, new in enumerate(q_len):
+            self.kv_len[seq] += new
+            self.runtime.table.reserve(self.rows[seq], self.kv_len[seq])
+        count = len(q_len)
+        ids = self.random.integers(1, VOCABULARY, sum(q_len))
+        return StepBatch(*(np.array(x, np.int32) for x in (self.rows[:count], self.kv_len[:count], q_len, ids)))
+
+    def stored(self) -> list[Tensor]:
+        """K and V of every layer and request, [kv_len, kv_heads, 16]."""
+        layers = [self.runtime.pool.layer(layer) for layer in range(2)]
+        return [
+            side[self.runtime.table.pages_of(row).tolist()].flatten(0, 1)[:kv_len].clone()
+            for row, kv_len in zip(self.rows, self.kv_len, strict=True)
+            for pages in layers
+            for side in (pages.k, pages.v)
+        ]
+
+    def run(self, steps: Steps, q_len: Sequence[int], pad_to: int | None = None) -> Tensor:
+        return steps.run(self.batch(q_len), pad_to).clone()
+
+
+# New tokens of three requests, step by step: prompts, then decode steps of different counts.
+SERVED = [[5, 2, 7], [1, 1, 1], [1, 1], [1, 1, 1], [1], [1, 1, 1], [1, 1]]
+
+
+def serve(steps: Steps, runtime: AttentionRuntime, served: Sequence[Sequence[int]] = SERVED) -> list[Tensor]:
+    """The outputs of these steps of fresh requests."""
+    requests = Requests(runtime)
+    requests.admit(max(map(len, served)))
+    outs = [requests.run(steps, q_len) for q_len in served]
+    requests.free()
+    return outs
+
+
+def same(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether all tensors are bitwise equal."""
+    return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
+
+
+class Forgetful:
+    """A recorder whose graphs lack one of the launches around attention; its warm-ups do not."""
+
+    def __init__(self, inner: Recorder, runtime: AttentionRuntime, launch: str) -> None:
+        self._inner = inner
+        self._runtime = runtime
+        self._launch = launch
+        self._recorded_run = 2 if runtime.device.type == "cpu" else TorchRecorder.WARM_UPS + 1
+
+    def record(self, fn: Callable[[], Any]) -> tuple[Recording, Any]:
+        runs = 0
+
+        def forgets() -> Any:
+            nonlocal runs
+            runs += 1
+            return self._without_launch(fn) if runs == self._recorded_run else fn()
+
+        recorded = self._inner.record(forgets)
+        assert runs == self._recorded_run
+        return recorded
+
+    def release_memory(self) -> None:
+        self._inner.release_memory()
+
+    def _without_launch(self, fn: Callable[[], Any]) -> Any:
+        ops = self._runtime._ops
+        self._runtime._ops = replace(ops, **{self._launch: lambda *args, **kwargs: None})
+        try:
+            return fn()
+        finally:
+            self._runtime._ops = ops
+
+
+class Lazy:
+    """A recorder whose graphs do nothing after their first replay."""
+
+    def __init__(self, inner: Recorder) -> None:
+        self._inner = inner
+
+    def record(self, fn: Callable[[], Any]) -> tuple[Recording, Any]:
+        recording, outputs = self._inner.record(fn)
+        return _OnceOnly(recording), outputs
+
+    def release_memory(self) -> None:
+        self._inner.release_memory()
+
+
+class _OnceOnly:
+    def __init__(self, inner: Recording) -> None:
+        self._inner = inner
+        self._replayed = False
+
+    @property
+    def bytes(self) -> int:
+        return self._inner.bytes
+
+    def replay(self) -> None:
+        if not self._replayed:
+            self._inner.replay()
+        self._replayed = True
+
+
+def counts_on_the_host(tiny: Tiny) -> Callable[[Step], Tensor]:
+    """A forward that bakes the number of sequences."""
+    return lambda step: tiny.forward(step) * step.num_seqs
+
+
+def takes_another_bias_each_step(tiny: Tiny) -> Callable[[Step], Tensor]:
+    """A forward that reads a tensor which the host replaces before every step: a graph keeps the old address."""
+    stage, biases = tiny.runtime.stage, [torch.zeros(96, device=tiny.runtime.device)]
+
+    def staged(batch: StepBatch, pad_to: int | None = None) -> Step:
+        # Kept, so that no two of them share an address.
+        biases.append(torch.full((96,), float(batch.max_kv_len), device=tiny.runtime.device))
+        return stage(batch, pad_to)
+
+    tiny.runtime.stage = staged  # type: ignore[method-assign]
+    return lambda step: tiny.forward(step) + biases[-1]

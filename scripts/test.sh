@@ -6,10 +6,11 @@
 #   types            mypy --strict over the package and the tests
 #   host             everything that needs neither a GPU nor Triton's interpreter
 #   interpreter      the kernels, and the runtime on top of them, under Triton's interpreter
+#   soak             2,000 random steps of a tiny model, every output checked against the oracle
 #   text             greedy text against transformers, and the command line on real weights
 #   offline          every kernel compiled for gfx942, gfx950 and sm_90 with the installed Triton
 #   oldest           one compile a kernel with the oldest supported Triton
-#   offline@VERSION  all compiles with another Triton, for instance offline@3.7.1 (not part of the default)
+#   offline@VERSION  all AMD compiles with another Triton, for instance offline@3.7.1 (not part of the default)
 #   device           kernels, graphs and the runtime on this machine's GPU (part of the default where there is one)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -44,13 +45,14 @@ run_stage() {
     case $1 in
     lint) ruff format --check && ruff check ;;
     types) mypy -p rocm_attn -p tests ;;
-    host) run_pytest tests/amd/{host,hip_graphs,runtime,runner,house} ;;
+    host) run_pytest tests/amd/{host,hip_graphs,runtime,guards,graphs,system,runner,house} ;;
     interpreter) TRITON_INTERPRET=1 run_pytest tests/amd/{kernels,runtime} ;;
     text) run_pytest tests/amd/text ;;
+    soak) OMP_NUM_THREADS=1 rocm-attn soak --steps 2000 --seed 0 ;;
     offline) run_pytest tests/amd/offline ;;
     oldest) with_triton $OLDEST_TRITON run_pytest tests/amd/offline -m oldest_triton ;;
-    offline@*) with_triton "${1#offline@}" run_pytest tests/amd/offline ;;
-    device) run_pytest tests/amd/{kernels,hip_graphs,runtime} ;;
+    offline@*) with_triton "${1#offline@}" run_pytest tests/amd/offline -k gfx ;;
+    device) run_pytest tests/amd/{kernels,hip_graphs,runtime,guards,graphs,system,text} ;;
     *)
         echo "no stage is called $1; the stages are listed at the top of scripts/test.sh" >&2
         return 2
@@ -63,7 +65,7 @@ log=$VENV/log verdicts=$VENV/verdicts
 : >"$verdicts"
 
 if [ $# -eq 0 ]; then
-    set -- lint types host interpreter text offline oldest
+    set -- lint types host interpreter soak text offline oldest
     if python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
         set -- "$@" device
     fi

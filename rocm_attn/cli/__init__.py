@@ -1,4 +1,4 @@
-"""The command line: `rocm-attn generate | explain | env`.
+"""The command line: `rocm-attn generate | explain | capture-plan | replay-step | soak | guards | env`.
 
 Exit codes: 0 done, 1 the job failed, 2 wrong usage or bad input, 130 interrupted, 141 the reader of stdout went away.
 """
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     try:
         # Only now: torch takes a second to import, and --help should not wait for it.
-        command = importlib.import_module(f"rocm_attn.cli.{options.command}")
+        command = importlib.import_module(f"rocm_attn.cli.{options.command.replace('-', '_')}")
         command.run(options)
         sys.stdout.flush()
     except RocmAttnError as error:

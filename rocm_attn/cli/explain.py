@@ -14,8 +14,8 @@ import torch
 from rocm_attn.errors import BadModel, Unsupported
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.select import Selection, select
-from rocm_attn.runner.geometry import layer_problems
 from rocm_attn.runner.fields import read_json
+from rocm_attn.runner.geometry import layer_problems
 from rocm_attn.target import Target, known_target
 
 

@@ -151,6 +151,7 @@ def _lines(report: Report) -> list[str]:
     return [
         f"provider {report.provider} on {report.device} ({report.arch}), {report.dtype}, pages of {report.page_size}",
         *(f"  {line}" for line in report.kernels),
+        *([f"SAFEGUARDS OFF: {', '.join(report.guards_off)}"] if report.guards_off else []),
         f"graphs {report.graphs}: {report.replays} of {report.steps} steps replayed, {report.captures} captured, "
         f"{report.padded_share:.0%} of the sequences were padding",
         f"{report.new_tokens} tokens in {report.seconds:.1f} s, {report.tokens_per_s:.1f} tokens/s",

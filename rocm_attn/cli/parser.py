@@ -27,6 +27,18 @@ examples:
   rocm-attn explain ./Llama-3.1-8B-Instruct/config.json --arch gfx950 --page-size 64 --json
 """
 
+_SOAK_EXAMPLES = """\
+examples:
+  rocm-attn soak --steps 2000
+  rocm-attn soak --steps 20000 --seed 7 --device cuda --json > soak.json
+"""
+
+_CAPTURE_PLAN_EXAMPLES = """\
+examples:
+  rocm-attn capture-plan config.json --arch gfx942 --max-batch-size 256
+  rocm-attn capture-plan config.json --arch gfx950 --max-batch-size 64 --max-kv-len 32768 --json
+"""
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `rocm-attn`; the command's name is in .command."""
@@ -39,6 +51,11 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_generate(commands)
     _add_explain(commands)
+    _add_capture_plan(commands)
+    _add_replay_step(commands)
+    _add_soak(commands)
+    guards = commands.add_parser("guards", help="list the safeguards, what each prevents and whether it is on")
+    guards.add_argument("--json", action="store_true", help="print a list of JSON objects")
     env = commands.add_parser("env", help="print versions and devices, for a bug report")
     env.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -114,10 +131,80 @@ def _add_explain(commands: Commands[argparse.ArgumentParser]) -> None:
     add("--json", action="store_true", help="print one JSON object")
 
 
+def _add_capture_plan(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "capture-plan",
+        help="say which graphs a model would get and what its buffers would take; needs no GPU",
+        description="List the graphs that would be made, largest first, and every buffer with its bytes and with the "
+        "setting that decides its size. Nothing is captured or allocated.",
+        epilog=_CAPTURE_PLAN_EXAMPLES + "\n" + _EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("config", metavar="CONFIG.json", help="a model's config.json")
+    add("--arch", required=True, help="gfx942 (MI300X), gfx950 (MI355X), sm_90, sm_80 or cpu")
+    add("--max-batch-size", type=_positive, required=True, metavar="SEQS", help="sequences that run at a time")
+    add("--max-kv-len", type=_positive, metavar="TOKENS", help="tokens of the longest sequence (the model's context)")
+    add("--num-pages", type=_positive, metavar="PAGES", help="pages of the KV cache (enough for all sequences)")
+    add("--page-size", type=_positive, default=16, metavar="TOKENS", help="tokens in a page of the KV cache (16)")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of q, k, v and the KV cache (bfloat16)")
+    add("--provider", choices=PROVIDERS, default="auto", help="whose attention kernels to ask (auto)")
+    add("--capture-sizes", type=_sizes, metavar="N,N,...", help="sequence counts (a ladder up to --max-batch-size)")
+    add("--capture-tokens", type=_sizes, metavar="N,N,...", help="token counts of extend and mixed steps (none)")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _add_replay_step(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "replay-step",
+        help="run a step of a flight recorder's dump again and compare",
+        description="Rebuild one step of a dump, with its lengths, rows and sizes and with random K and V; run it "
+        "eagerly, as a graph and by the float64 reference. Exit code 1 if they do not agree.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("dump", metavar="DUMP", help="the file that a flight recorder wrote")
+    add("--step", type=int, metavar="N", help="number of the step (the last one)")
+    add("--seed", type=int, default=0, help="of the random K and V (0)")
+    add("--device", help="cpu, cuda or cuda:1; HIP devices are cuda (a GPU if there is one, else cpu)")
+    add("--provider", choices=PROVIDERS, help="whose attention kernels to use (the dump's)")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _add_soak(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "soak",
+        help="run random steps of a tiny model and compare every output with the reference",
+        description="Let requests come, grow, share pages, run out of them and go, with graphs on, and compare every "
+        "output of every step with a float64 reference. Stops with exit code 1 at the first difference.",
+        epilog=_SOAK_EXAMPLES + "\n" + _EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--steps", type=_positive, default=2000, metavar="N", help="steps to run (2000)")
+    add("--seed", type=_natural, default=0, metavar="S", help="of everything random; the same seed, the same steps (0)")
+    add("--device", help="cpu, cuda or cuda:1; HIP devices are cuda (a GPU if there is one, else cpu)")
+    add("--provider", choices=PROVIDERS, default="auto", help="whose attention kernels to use (auto: the fastest)")
+    add("--dtype", choices=DTYPES, help="of q, k, v and the KV cache (bfloat16 on a GPU, float32 on a CPU)")
+    add("--json", action="store_true", help="print one JSON object with what was done, or what was found")
+
+
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(_positive(size) for size in text.split(","))
+
+
+def _natural(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 0")
     return number
 
 

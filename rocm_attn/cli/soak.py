@@ -1,0 +1,54 @@
+"""`rocm-attn soak`: random steps of a tiny model, every output compared with the reference."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+
+import torch
+
+from rocm_attn.errors import BadSetting
+from rocm_attn.soak import Finding, Soak, SoakFailed
+from rocm_attn.soak_world import Scenario
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print what was done on stdout, or what was found. Raises SoakFailed at the first finding."""
+    device = _device(options.device)
+    dtype_name = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
+    soak = Soak(
+        Scenario.of_seed(options.seed),
+        seed=options.seed,
+        device=device,
+        provider=options.provider,
+        dtype=getattr(torch, dtype_name),
+    )
+    try:
+        report = soak.run(options.steps, on_reopen=lambda steps: print(f"{steps} steps", file=sys.stderr))
+    except SoakFailed as failure:
+        again = _command(options, failure.finding, device, dtype_name)
+        if options.json:
+            print(json.dumps({"finding": asdict(failure.finding), "again": again}))
+        print(f"run it again with: {again}", file=sys.stderr)
+        raise
+    print(json.dumps({"report": report.as_dict()}) if options.json else report)
+
+
+def _device(name: str | None) -> torch.device:
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise BadSetting(f"device {name!r} is not known; use 'cpu', 'cuda' or 'cuda:1'") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise BadSetting(f"there is no device {device}; {torch.cuda.device_count()} GPUs are visible")
+    return device
+
+
+def _command(options: argparse.Namespace, finding: Finding, device: torch.device, dtype_name: str) -> str:
+    """The shortest soak that finds it again."""
+    return (
+        f"rocm-attn soak --steps {finding.step} --seed {options.seed} --device {device} "
+        f"--provider {options.provider} --dtype {dtype_name}"
+    )

@@ -1,0 +1,293 @@
+"""A soak: random steps of a tiny model, every output of every step compared with the float64 reference.
+
+soak_world draws what happens, soak_model runs it and knows the truth; here both are driven, tables and pages are
+audited, graphs are dropped and made again, and memory is watched.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rocm_attn.errors import RocmAttnError
+from rocm_attn.graphs import recorder_for
+from rocm_attn.index_spaces import RESERVED_PAGE
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.soak_model import Checker, LayerTables, PlayedStep, SoakModel, soak_problems
+from rocm_attn.soak_world import Action, Scenario, World
+from rocm_attn.step_runner import StepCounters, StepRunner
+
+# Growth between two moments with no graph and no result held. A host's allocator keeps what it likes, a device's is
+# exact; buffers that grow to a power of two with the largest eager step need less than this.
+MAX_HOST_GROWTH_BYTES = 32 << 20
+MAX_DEVICE_GROWTH_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a soak stopped at.
+
+    step:    the step that shows it, counted from 1; a soak of that many steps shows it again
+    where:   the step and the place in it, in words
+    what:    what is wrong
+    history: the last actions before it, in words
+    """
+
+    step: int
+    where: str
+    what: str
+    history: tuple[str, ...]
+
+
+class SoakFailed(RocmAttnError):
+    """A soak found something; see finding."""
+
+    def __init__(self, finding: Finding) -> None:
+        self.finding = finding
+        super().__init__("\n    ".join((f"{finding.where}: {finding.what}", "before that:", *finding.history)))
+
+
+@dataclass(frozen=True, slots=True)
+class SoakReport:
+    """A soak that found nothing.
+
+    replays, captures:   steps that ran as a graph, graphs made
+    actions:             how often each action was drawn and done
+    page_copies:         pages that were copied before a row wrote to them
+    checked_tokens:      tokens whose outputs were compared, in each layer
+    worst_error:         the largest error, as a part of what is allowed
+    host_growth_bytes:   resident memory, from the end of the warm-up to the end
+    device_growth_bytes: allocated memory, likewise; 0 on a CPU
+    """
+
+    seed: int
+    steps: int
+    replays: int
+    captures: int
+    reopens: int
+    actions: dict[str, int]
+    page_copies: int
+    checked_tokens: int
+    worst_error: float
+    host_growth_bytes: int
+    device_growth_bytes: int
+    seconds: float
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON, with steps a second."""
+        return {**asdict(self), "steps_per_second": self.steps / self.seconds}
+
+    def __str__(self) -> str:
+        return (
+            f"{self.steps} steps of seed {self.seed} without a mismatch: {self.replays} replays, "
+            f"{self.captures} captures, {self.reopens} reopens, {self.actions['preempt']} preemptions, "
+            f"{self.actions['fork']} forks, {self.page_copies} page copies, {self.checked_tokens} tokens, worst error "
+            f"{self.worst_error:.2f} of the allowed, memory {self.host_growth_bytes / 2**20:+.1f} MiB on the host and "
+            f"{self.device_growth_bytes / 2**20:+.1f} MiB on the device, {self.seconds:.1f} s, "
+            f"{self.steps / self.seconds:.0f} steps/s"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _MemoryUse:
+    host_bytes: int
+    device_bytes: int
+
+    @classmethod
+    def now(cls, device: torch.device) -> _MemoryUse:
+        gc.collect()
+        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+        device_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        return cls(resident_pages * os.sysconf("SC_PAGE_SIZE"), device_bytes)
+
+
+def _way(before: StepCounters, after: StepCounters) -> str:
+    """How the step between the two ran."""
+    if after.captures > before.captures:
+        return "captured"
+    return "replayed" if after.replays > before.replays else "eager"
+
+
+class Soak:
+    """One runtime under a scenario.
+
+    seed:     of everything that is random
+    provider: "auto", "torch" or "triton"
+    """
+
+    def __init__(
+        self, scenario: Scenario, *, seed: int, device: torch.device, provider: str, dtype: torch.dtype
+    ) -> None:
+        self._scenario = scenario
+        self._seed = seed
+        problems = soak_problems(dtype, scenario.page_size)
+        first = scenario.ladders[0]
+        self._runtime = AttentionRuntime(
+            problems,
+            device=device,
+            num_pages=scenario.num_pages,
+            max_num_seqs=scenario.max_num_seqs,
+            max_kv_len=scenario.max_kv_len,
+            provider=provider,
+            capture_sizes=first.seqs,
+            capture_tokens=first.tokens,
+        )
+        self._layers = [self._runtime.pool.layer(layer) for layer in range(len(problems))]
+        self._world = World(scenario, self._runtime.table, seed)
+        self._poison_free_pages()
+        generator = torch.Generator().manual_seed(seed)
+        tables = [LayerTables.random(p, scenario.vocabulary, scenario.max_kv_len, generator) for p in problems]
+        self._model = SoakModel(
+            self._runtime,
+            [rows.to(device=self._runtime.device) for rows in tables],
+            max_kv_len=scenario.max_kv_len,
+            max_tokens=scenario.max_tokens,
+        )
+        self._checker = Checker(problems, [rows.to(dtype=torch.float64) for rows in tables], scenario.max_kv_len)
+        self._runner = StepRunner(self._runtime, self._model.forward, recorder_for(self._runtime.device))
+        self._unchecked: list[PlayedStep] = []
+        self._reopens = self._page_copies = 0
+        self._memory: list[_MemoryUse] = []
+
+    def run(self, steps: int, on_reopen: Callable[[int], None] | None = None) -> SoakReport:
+        """Play so many steps, once. on_reopen: is told how many were played. Raises SoakFailed at the first finding."""
+        started = time.perf_counter()
+        number = 0
+        try:
+            for number in range(1, steps + 1):
+                self._play(number)
+                if number % self._scenario.audit_every == 0:
+                    self._audit(number)
+                if number % self._scenario.reopen_every == 0 and number < steps:
+                    self._reopen(number)
+                    if on_reopen is not None:
+                        on_reopen(number)
+            self._close(steps)
+        except SoakFailed:
+            raise
+        except Exception as error:  # whatever a step raises is a finding, and needs the step's number to be repeated
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+            raise self._failure(number, f"step {number}", what) from error
+        return self._report(steps, time.perf_counter() - started)
+
+    def _play(self, number: int) -> None:
+        drawn = self._world.draw_step(self._runtime.padding.seqs.sizes)
+        shape = self._runtime.padding.shape(drawn.batch, drawn.pad_to)
+        self._page_copies += len(self._runtime.table.pending.copies)
+        self._model.poison()
+        before = self._runner.counters
+        rows = self._runner.run(drawn.batch, drawn.pad_to)
+        after = self._runner.counters
+        if after.graphs_off:
+            raise self._failure(number, f"step {number}", f"graphs were switched off: {after.graphs_off}")
+        self._unchecked.append(
+            PlayedStep(
+                number=number,
+                action=drawn.action.value,
+                shape=shape,
+                way=_way(before, after),
+                sequences=drawn.truths(),
+                outputs=self._model.outputs(shape.num_tokens, rows),
+                history=tuple(self._world.history),
+            )
+        )
+        self._world.finish(drawn)
+        if len(self._unchecked) >= self._scenario.max_behind:
+            self._check()
+
+    def _check(self) -> None:
+        """Compare the steps that were played since the last time: until here the host ran ahead of the device."""
+        for step in self._unchecked:
+            mismatch = self._checker.check(step)
+            if mismatch is not None:
+                where = str(step)
+                if mismatch.layer is not None:
+                    where += f", layer {mismatch.layer}"
+                if mismatch.seq is not None:
+                    where += f", sequence {mismatch.seq} ({step.sequences[mismatch.seq]})"
+                raise SoakFailed(Finding(step.number, where, mismatch.what, step.history))
+        self._unchecked.clear()
+
+    def _audit(self, number: int) -> None:
+        """Look at what no output shows yet. The last step has published all changes of the table."""
+        self._check()
+        self._runner.check_addresses()
+        for layer, pages in enumerate(self._layers):
+            if bool(pages.k[RESERVED_PAGE].any()) or bool(pages.v[RESERVED_PAGE].any()):
+                raise self._failure(number, f"after step {number}", f"page 0 of layer {layer} is not zero any more")
+        table = self._runtime.table
+        if not table.pending and not np.array_equal(table.entries.cpu().numpy(), table.entries_host):
+            raise self._failure(number, f"after step {number}", "the device's table is not the host's")
+        self._poison_free_pages()
+        if len(self._free_pages()) != table.num_free_pages:
+            what = f"{len(self._free_pages())} pages are held by no row, but {table.num_free_pages} are said to be free"
+            raise self._failure(number, f"after step {number}", what)
+
+    def _reopen(self, number: int) -> None:
+        self._check()
+        self._reopens += 1
+        ladders = self._scenario.ladders[self._reopens % len(self._scenario.ladders)]
+        self._runner.reopen(ladders.seqs, ladders.tokens)
+        self._memory.append(_MemoryUse.now(self._runtime.device))
+        growth = self._growth()
+        if growth.host_bytes > MAX_HOST_GROWTH_BYTES or growth.device_bytes > MAX_DEVICE_GROWTH_BYTES:
+            what = f"memory grew by {growth.host_bytes} bytes on the host and {growth.device_bytes} on the device"
+            raise self._failure(number, f"after step {number}", what)
+
+    def _close(self, number: int) -> None:
+        """Everybody goes, and everything is as in the beginning."""
+        self._world.free_all()
+        self._audit(number)
+        self._reopen(number)
+        table = self._runtime.table
+        if (table.num_free_pages, table.num_free_rows) != (self._scenario.num_pages - 1, self._scenario.max_num_seqs):
+            what = f"{table.num_free_pages} pages and {table.num_free_rows} rows are free when no request is left"
+            raise self._failure(number, f"after step {number}", what)
+
+    def _free_pages(self) -> list[int]:
+        """The pages that no row holds."""
+        held = (self._runtime.table.pages_of(request.row).tolist() for request in self._world.requests)
+        return sorted(set(range(RESERVED_PAGE + 1, self._scenario.num_pages)).difference(*held))
+
+    def _poison_free_pages(self) -> None:
+        """Whatever reads what was not stored meets NaN."""
+        free = torch.tensor(self._free_pages(), dtype=torch.int64, device=self._runtime.device)
+        for pages in self._layers:
+            pages.k[free] = float("nan")
+            pages.v[free] = float("nan")
+
+    def _growth(self) -> _MemoryUse:
+        """Since the end of the warm-up: every ladder was open once, or half of the run is over."""
+        if len(self._memory) < 2:
+            return _MemoryUse(0, 0)
+        first, last = self._memory[min(len(self._scenario.ladders), len(self._memory) - 1) - 1], self._memory[-1]
+        return _MemoryUse(last.host_bytes - first.host_bytes, last.device_bytes - first.device_bytes)
+
+    def _failure(self, number: int, where: str, what: str) -> SoakFailed:
+        return SoakFailed(Finding(number, where, what, tuple(self._world.history)))
+
+    def _report(self, steps: int, seconds: float) -> SoakReport:
+        counters, growth = self._runner.counters, self._growth()
+        return SoakReport(
+            seed=self._seed,
+            steps=steps,
+            replays=counters.replays,
+            captures=counters.captures,
+            reopens=self._reopens,
+            actions={action.value: self._world.counts[action] for action in Action},
+            page_copies=self._page_copies,
+            checked_tokens=self._checker.num_tokens,
+            worst_error=self._checker.worst,
+            host_growth_bytes=growth.host_bytes,
+            device_growth_bytes=growth.device_bytes,
+            seconds=seconds,
+        )

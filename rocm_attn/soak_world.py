@@ -1,0 +1,375 @@
+"""The requests of a soak: what is drawn to happen to them, and what is known to be true of them.
+
+All that is drawn comes from one random generator and from how many rows and pages are free, so that a seed gives the
+same actions on every device and with every provider; only the numbers of rows and pages may be others.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rocm_attn.errors import BadSetting, OutOfPages
+from rocm_attn.request_table import RequestTable
+from rocm_attn.soak_model import SequenceTruth
+from rocm_attn.step_batch import StepBatch
+
+
+class Action(enum.Enum):
+    """What can be drawn. The first ones change the table; the others are steps."""
+
+    ADMIT = "admit"  # a request with a new prompt
+    RESUME = "resume"  # a preempted request, to be computed again
+    FORK = "fork"  # requests that share the first tokens of another
+    RESERVE = "reserve"  # pages that no step needs yet
+    REJECT = "reject"  # the last tokens of a request are taken back, as after a verify step
+    ABORT = "abort"
+    PREEMPT = "preempt"
+    DECODE = "decode"  # one new token in each sequence
+    VERIFY = "verify"  # the same few new tokens in each sequence
+    EXTEND = "extend"  # chunks of a few sequences
+    MIXED = "mixed"  # up to two chunks among decodes and idle sequences
+    IDLE = "idle"  # no new token in any sequence
+    EMPTY = "empty"  # no sequence
+
+
+_STEPS = (Action.DECODE, Action.VERIFY, Action.EXTEND, Action.MIXED, Action.IDLE, Action.EMPTY)
+
+
+@dataclass(frozen=True, slots=True)
+class Ladders:
+    """Sizes that graphs are captured at: sequences, and tokens of steps with more than one new token a sequence."""
+
+    seqs: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+_WEIGHTS: Mapping[Action, float] = {
+    Action.ADMIT: 5,
+    Action.RESUME: 2,
+    Action.FORK: 1.5,
+    Action.RESERVE: 1,
+    Action.REJECT: 1,
+    Action.ABORT: 1,
+    Action.PREEMPT: 0.5,
+    Action.DECODE: 8,
+    Action.VERIFY: 2,
+    Action.EXTEND: 3,
+    Action.MIXED: 4,
+    Action.IDLE: 0.4,
+    Action.EMPTY: 0.3,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What a soak is drawn from.
+
+    page_size, num_pages: of the pool, the reserved page included; few, so that they run out
+    max_num_seqs:         requests at a time
+    max_kv_len:           tokens of a request
+    vocabulary:           token ids, the reserved id 0 included
+    ladders:              capture sizes; each reopen goes on to the next
+    reopen_every:         steps between two reopens
+    audit_every:          steps between two looks at tables and pages
+    max_behind:           steps that the device may be behind before results are compared
+    verify_len:           new tokens of a sequence in verify steps
+    chunk_lens:           smallest and largest chunk
+    pad_chance:           of a step whose padding is forced
+    weights:              how often each action is drawn
+    """
+
+    page_size: int = 4
+    num_pages: int = 65
+    max_num_seqs: int = 10
+    max_kv_len: int = 80
+    vocabulary: int = 40
+    ladders: tuple[Ladders, ...] = (
+        Ladders((2, 4, 8), (4, 24)),
+        Ladders((1, 3, 6), (16,)),
+        Ladders((4, 8, 12), (8, 32)),
+    )
+    reopen_every: int = 1000
+    audit_every: int = 50
+    max_behind: int = 8
+    verify_len: int = 3
+    chunk_lens: tuple[int, int] = (2, 20)
+    pad_chance: float = 0.15
+    weights: Mapping[Action, float] = field(default_factory=lambda: dict(_WEIGHTS))
+
+    def __post_init__(self) -> None:
+        if (self.num_pages - 1) * self.page_size < self.max_kv_len:
+            raise BadSetting(
+                f"{self.num_pages - 1} pages of {self.page_size} tokens do not hold one request of {self.max_kv_len}; "
+                "raise num_pages"
+            )
+        if not any(self.weights.get(step, 0) > 0 for step in _STEPS):
+            raise BadSetting("no step has a weight; give at least one of them a positive one")
+
+    @classmethod
+    def of_seed(cls, seed: int) -> Scenario:
+        """The page size depends on the seed; the pool holds about 256 tokens."""
+        page_size = (4, 8, 16, 5)[seed % 4]
+        return cls(page_size=page_size, num_pages=1 - (-256 // page_size))
+
+    @property
+    def max_tokens(self) -> int:
+        """More tokens than a padded step has."""
+        most = max(max(self.chunk_lens), self.verify_len) * self.max_num_seqs
+        return max(most, 2 * max(max(*ladders.seqs, *ladders.tokens) for ladders in self.ladders))
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request that holds a row.
+
+    token_ids:  known so far; a request that was preempted knows more than it has stored
+    num_stored: tokens in its KV
+    num_shared: tokens that other rows may share and that are therefore never taken back
+    limit:      tokens at which it ends
+    """
+
+    row: int
+    token_ids: list[int]
+    num_stored: int
+    num_shared: int
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnStep:
+    """A step to be run: pages are reserved.
+
+    new: request -> new tokens, in the order of the batch
+    """
+
+    action: Action
+    batch: StepBatch
+    pad_to: int | None
+    new: tuple[tuple[Request, int], ...]
+
+    def truths(self) -> tuple[SequenceTruth, ...]:
+        """What the sequences hold after the step."""
+        kv_lens = (request.num_stored + q_len for request, q_len in self.new)
+        return tuple(
+            SequenceTruth(request.row, np.array(request.token_ids[:kv_len], np.int32), q_len)
+            for (request, q_len), kv_len in zip(self.new, kv_lens, strict=True)
+        )
+
+
+class World:
+    """Requests that come, grow, share, run out of pages and go.
+
+    counts:  how often each action happened; one that found nothing to act on is not counted
+    history: the last actions, in words
+    """
+
+    def __init__(self, scenario: Scenario, table: RequestTable, seed: int) -> None:
+        self.scenario = scenario
+        self.requests: list[Request] = []
+        self.counts: Counter[Action] = Counter()
+        self.history: deque[str] = deque(maxlen=12)
+        self._table = table
+        self._random = np.random.default_rng(seed)
+        self._preempted: deque[list[int]] = deque(maxlen=scenario.max_num_seqs)
+        self._changes: Mapping[Action, Callable[[], None]] = {
+            Action.ADMIT: self._admit,
+            Action.RESUME: self._resume,
+            Action.FORK: self._fork_family,
+            Action.RESERVE: self._reserve_any,
+            Action.REJECT: self._reject,
+            Action.ABORT: self._abort,
+            Action.PREEMPT: self._preempt_any,
+        }
+        weights = np.array([scenario.weights.get(action, 0) for action in Action])
+        self._chances = weights / weights.sum()
+
+    def draw_step(self, bucket_sizes: tuple[int, ...]) -> DrawnStep:
+        """Let requests come and go until a step is drawn. bucket_sizes: that padding may be forced to."""
+        actions = tuple(Action)
+        while True:
+            action = actions[self._random.choice(len(actions), p=self._chances)]
+            change = self._changes.get(action)
+            if change is None:
+                return self._draw(action, bucket_sizes)
+            change()
+
+    def finish(self, step: DrawnStep) -> None:
+        """The step was run: its tokens are stored, and requests that are complete go."""
+        for request, q_len in step.new:
+            request.num_stored += q_len
+            if request.num_stored >= request.limit:
+                self._free(request)
+
+    def free_all(self) -> None:
+        """Every request goes."""
+        while self.requests:
+            self._free(self.requests[-1])
+
+    def _draw(self, action: Action, bucket_sizes: tuple[int, ...]) -> DrawnStep:
+        new = self._reserve(self._draw_sequences(action))
+        ids: list[int] = []
+        for request, q_len in new:
+            kv_len = request.num_stored + q_len
+            request.token_ids += self._draw_ids(kv_len - len(request.token_ids))
+            ids += request.token_ids[request.num_stored : kv_len]
+        batch = StepBatch(
+            np.array([request.row for request, _ in new], np.int32),
+            np.array([request.num_stored + q_len for request, q_len in new], np.int32),
+            np.array([q_len for _, q_len in new], np.int32),
+            np.array(ids, np.int32),
+        )
+        pad_to = self._draw_padding(batch.num_seqs, bucket_sizes)
+        lengths = " ".join(f"{request.row}:{request.num_stored}+{q_len}" for request, q_len in new)
+        self._happened(action, f"row:stored+new [{lengths}], pad_to {pad_to}")
+        return DrawnStep(action, batch, pad_to, tuple(new))
+
+    def _draw_sequences(self, action: Action) -> list[tuple[Request, int]]:
+        """Some requests in random order, each with a number of new tokens that it has room for."""
+        if action is Action.EMPTY or not self.requests:
+            return []
+        num_requests = len(self.requests)
+        wanted = num_requests if self._chance(0.5) else 1 + self._below(num_requests)
+        if action is Action.EXTEND:
+            wanted = min(wanted, 3)
+        chosen = [self.requests[i] for i in self._random.permutation(num_requests)[:wanted]]
+        if action is Action.DECODE:
+            return [(request, 1) for request in chosen]
+        if action is Action.IDLE:
+            return [(request, 0) for request in chosen]
+        if action is Action.VERIFY:
+            return self._with_room(chosen, [self.scenario.verify_len] * wanted)
+        chunks = [self._between(*self.scenario.chunk_lens) for _ in chosen]
+        if action is Action.MIXED:
+            others = [min(1, self._below(4)) for _ in chosen[2:]]  # a quarter of them idle
+            chunks = chunks[: self._below(3)]
+            chunks += others[: wanted - len(chunks)] + [1] * (wanted - len(chunks) - len(others))
+        return self._with_room(chosen, chunks)
+
+    def _with_room(self, chosen: list[Request], q_lens: list[int]) -> list[tuple[Request, int]]:
+        """Those that have room for so many new tokens; the others as they would otherwise go on: with one."""
+        return [
+            (request, q_len if request.num_stored + q_len <= request.limit else 1)
+            for request, q_len in zip(chosen, q_lens, strict=True)
+        ]
+
+    def _reserve(self, new: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
+        """Make room for the step, at the cost of the youngest requests; those of them that are in the step drop out."""
+        while True:
+            rows = np.array([request.row for request, _ in new], np.int32)
+            kv_lens = np.array([request.num_stored + q_len for request, q_len in new], np.int32)
+            try:
+                self._table.reserve_all(rows, kv_lens)
+            except OutOfPages:
+                victim = self.requests[-1]
+                self._preempt(victim)
+                new = [(request, q_len) for request, q_len in new if request is not victim]
+            else:
+                return new
+
+    def _draw_padding(self, num_seqs: int, bucket_sizes: tuple[int, ...]) -> int | None:
+        if not self._chance(self.scenario.pad_chance):
+            return None
+        above = max(num_seqs, *bucket_sizes) + 1 + self._below(3)
+        sizes = [size for size in bucket_sizes if size >= max(1, num_seqs)] + [above]
+        return sizes[self._below(len(sizes))]
+
+    def _admit(self) -> None:
+        self._start(Action.ADMIT, self._draw_ids(self._between(1, 24)))
+
+    def _resume(self) -> None:
+        if self._preempted and self._table.num_free_rows:
+            self._start(Action.RESUME, self._preempted.popleft())
+
+    def _start(self, action: Action, token_ids: list[int]) -> None:
+        if self._table.num_free_rows:
+            request = Request(self._table.admit(), token_ids, 0, 0, self._between(4, self.scenario.max_kv_len))
+            self.requests.append(request)
+            self._happened(action, f"row {request.row}, {len(token_ids)} tokens")
+
+    def _fork_family(self) -> None:
+        """One to three forks, of a request and of its forks, some of which get pages of their own in between."""
+        family = self._any_request()
+        for _ in range(self._between(1, 3)):
+            if family and self._table.num_free_rows:
+                family += self._fork(family[self._below(len(family))])
+                if self._chance(0.3):
+                    self._reserve_ahead(family[self._below(len(family))])
+
+    def _fork(self, parent: Request) -> list[Request]:
+        """The child; none of a parent that is as long as a request may be."""
+        shared = parent.num_stored if self._chance(0.5) else self._below(parent.num_stored + 1)
+        if shared == self.scenario.max_kv_len:
+            return []
+        row = self._table.fork(parent.row, shared)
+        parent.num_shared = max(parent.num_shared, shared)
+        limit = self._between(shared + 1, self.scenario.max_kv_len)
+        child = Request(row, parent.token_ids[:shared], shared, shared, limit)
+        self.requests.append(child)
+        self._happened(Action.FORK, f"row {row} shares {shared} tokens of row {parent.row}")
+        return [child]
+
+    def _reserve_any(self) -> None:
+        for request in self._any_request():
+            self._reserve_ahead(request)
+
+    def _reserve_ahead(self, request: Request) -> None:
+        kv_len = min(request.num_stored + self._between(1, 2 * self.scenario.page_size), self.scenario.max_kv_len)
+        # A refusal must leave everything as it is.
+        with suppress(OutOfPages):
+            self._table.reserve(request.row, kv_len)
+            self._happened(Action.RESERVE, f"{kv_len} tokens for row {request.row}")
+
+    def _reject(self) -> None:
+        able = [request for request in self.requests if request.num_stored > request.num_shared]
+        if able:
+            request = able[self._below(len(able))]
+            taken = self._between(1, min(self.scenario.verify_len, request.num_stored - request.num_shared))
+            request.num_stored -= taken
+            del request.token_ids[request.num_stored :]
+            self._happened(Action.REJECT, f"{taken} tokens of row {request.row}")
+
+    def _abort(self) -> None:
+        for request in self._any_request():
+            self._free(request)
+            self._happened(Action.ABORT, f"row {request.row}")
+
+    def _preempt_any(self) -> None:
+        for request in self._any_request():
+            self._preempt(request)
+
+    def _preempt(self, request: Request) -> None:
+        self._preempted.append(request.token_ids)
+        self._free(request)
+        self._happened(Action.PREEMPT, f"row {request.row}")
+
+    def _free(self, request: Request) -> None:
+        self._table.free(request.row)
+        self.requests.remove(request)
+
+    def _happened(self, action: Action, what: str) -> None:
+        self.counts[action] += 1
+        self.history.append(f"{action.value} {what}")
+
+    def _any_request(self) -> list[Request]:
+        """One request, or none when there is none."""
+        return [self.requests[self._below(len(self.requests))]] if self.requests else []
+
+    def _draw_ids(self, count: int) -> list[int]:
+        drawn: list[int] = self._random.integers(1, self.scenario.vocabulary, max(0, count)).tolist()
+        return drawn
+
+    def _below(self, end: int) -> int:
+        return int(self._random.integers(end))
+
+    def _between(self, low: int, high: int) -> int:
+        """low .. high, both included."""
+        return int(self._random.integers(low, high + 1))
+
+    def _chance(self, probability: float) -> bool:
+        return bool(self._random.random() < probability)

@@ -1,0 +1,1 @@
+"""Whole systems: everything together, for long."""

@@ -1,0 +1,310 @@
+"""The soak finds nothing in a sound runtime, and finds every fault that is planted."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
+from rocm_attn.errors import BadSetting
+from rocm_attn.kernels.refs import attention, cache, metadata
+from rocm_attn.kv_pool import KVPool
+from rocm_attn.request_table import RequestTable
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.soak import Soak, SoakFailed, SoakReport
+from rocm_attn.soak_world import Action, Ladders, Scenario, World
+from rocm_attn.step_runner import StepRunner
+
+# Few sizes: faults are found in few steps, so captures would take most of the time.
+SMALL = replace(Scenario(), ladders=(Ladders((4, 10), (16, 40)),), verify_len=3, chunk_lens=(9, 16))
+ALMOST_ALL_EAGER = replace(SMALL, ladders=(Ladders((1,), (1,)),))
+CPU = torch.device("cpu")
+
+
+def soak(
+    scenario: Scenario, steps: int, seed: int = 0, device: torch.device = CPU, provider: str = "torch"
+) -> SoakReport:
+    """A soak in float32."""
+    return Soak(scenario, seed=seed, device=device, provider=provider, dtype=torch.float32).run(steps)
+
+
+def found(scenario: Scenario = SMALL, steps: int = 200) -> SoakFailed:
+    """What a soak of a runtime with a fault stops at."""
+    with pytest.raises(SoakFailed) as failed:
+        soak(scenario, steps)
+    return failed.value
+
+
+def wrap(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, change: Callable[..., Any]) -> None:
+    """Replace owner.name by a function that gets the original first."""
+    original = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args, **kwargs: change(original, *args, **kwargs))
+
+
+class Fuse:
+    """True once: in the first call at or after a step, whatever the runtime does besides the soak's steps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+        self._steps_left: int | None = step
+
+        def draw_step(original: Callable[..., object], *args: Any) -> object:
+            if self._steps_left is not None:
+                self._steps_left -= 1
+            return original(*args)
+
+        wrap(monkeypatch, World, "draw_step", draw_step)
+
+    def __call__(self) -> bool:
+        if self._steps_left is None or self._steps_left > 0:
+            return False
+        self._steps_left = None
+        return True
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_sound_runtime_soaks_without_a_finding(seed: int, device: torch.device) -> None:
+    report = soak(replace(Scenario.of_seed(seed), reopen_every=100), 300, seed, device, "auto")
+    assert report.steps == 300
+    assert report.reopens == 3
+    assert all(count > 0 for count in report.actions.values()), report.actions
+    assert sum(report.actions[step] for step in ("decode", "verify", "extend", "mixed", "idle", "empty")) == 300
+    assert 0 < report.captures < report.replays < 300, "graphs and eager steps both have to occur"
+    assert report.page_copies > 0
+    assert 0 < report.worst_error <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_narrow_types_stay_within_their_bounds(dtype: torch.dtype, device: torch.device) -> None:
+    report = Soak(SMALL, seed=2, device=device, provider="auto", dtype=dtype).run(60)
+    assert 0.01 < report.worst_error <= 1
+
+
+def actions_of(seed: int) -> list[object]:
+    """All that 200 steps are made of."""
+    scenario = Scenario.of_seed(4)
+    table = RequestTable(
+        max_num_seqs=scenario.max_num_seqs,
+        max_kv_len=scenario.max_kv_len,
+        num_pages=scenario.num_pages,
+        page_size=scenario.page_size,
+        device=CPU,
+    )
+    world = World(scenario, table, seed)
+    drawn: list[object] = []
+    for _ in range(200):
+        step = world.draw_step(scenario.ladders[0].seqs)
+        batch = step.batch
+        drawn.append((step.action, step.pad_to, *(x.tolist() for x in (batch.rows, batch.kv_len, batch.token_ids))))
+        world.finish(step)
+    return [*drawn, world.counts]
+
+
+def test_a_seed_gives_the_same_actions_each_time_and_another_seed_others() -> None:
+    assert actions_of(3) == actions_of(3)
+    assert actions_of(3) != actions_of(4)
+
+
+def test_a_table_update_that_is_lost_once_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = Fuse(monkeypatch, 20)
+
+    def table_update(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if not lost():
+            original(*args, **kwargs)
+
+    wrap(monkeypatch, metadata, "table_update", table_update)
+    what = found().finding.what
+    assert "differs from the reference" in what or "the device's table" in what
+
+
+def test_pads_that_keep_what_the_last_step_left_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def publish(original: Callable[..., None], slot: Tensor, counts: Tensor, *buffers: Tensor, **pads: int) -> None:
+        before = [buffer.clone() for buffer in buffers]
+        original(slot, counts, *buffers, **pads)
+        num_seqs, num_tokens = counts[:2].tolist()
+        for buffer, old, used in zip(buffers, before, [num_seqs] * 3 + [num_tokens], strict=True):
+            buffer[used:] = old[used:]
+
+    wrap(monkeypatch, metadata, "publish", publish)
+    assert "of a padded token is not" in str(found())
+
+
+def test_a_store_that_does_not_drop_pads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def store_kv(
+        _: object, k: Tensor, v: Tensor, slot: Tensor, counts: Tensor, k_pages: Tensor, v_pages: Tensor
+    ) -> None:
+        page, offset = slot // k_pages.shape[1], slot % k_pages.shape[1]
+        k_pages[page, offset] = k
+        v_pages[page, offset] = v
+
+    wrap(monkeypatch, cache, "store_kv", store_kv)
+    assert "page 0 of layer 0 is not zero any more" in str(found())
+
+
+@pytest.mark.parametrize("kernel", ["paged_decode", "paged_extend"])
+def test_a_kernel_that_forgets_the_last_token_of_a_full_page_is_found(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attend(original: Callable[..., None], q: Tensor, k_pages: Tensor, *args: Any, **kwargs: Any) -> None:
+        v_pages, table, row_of_seq, kv_len, *others = args
+        forgets = (kv_len % k_pages.shape[1] == 0) & (kv_len > 1)
+        original(q, k_pages, v_pages, table, row_of_seq, kv_len - forgets.int(), *others, **kwargs)
+
+    wrap(monkeypatch, attention, kernel, attend)
+    assert "differs from the reference" in str(found())
+
+
+def test_a_log_sum_exp_to_another_base_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def paged_decode(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        args[-1].mul_(1 / math.log(2))
+
+    wrap(monkeypatch, attention, "paged_decode", paged_decode)
+    assert "lse differs from the reference" in str(found())
+
+
+def test_an_output_that_is_not_written_once_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    skipped = Fuse(monkeypatch, 30)
+
+    def store_and_attend(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if not skipped():
+            original(*args, **kwargs)
+
+    wrap(monkeypatch, AttentionRuntime, "store_and_attend", store_and_attend)
+    assert "out differs from the reference by up to inf" in str(found(ALMOST_ALL_EAGER))
+
+
+def test_a_wrong_last_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        last_token_of_seq = args[6]
+        last_token_of_seq.sub_(1).clamp_(min=0)
+
+    wrap(monkeypatch, metadata, "fill", fill)
+    assert "is not that of the last new token" in str(found())
+
+
+def test_a_shared_page_that_is_not_copied_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVPool, "copy_pages", lambda *_: None)
+    assert "differs from the reference" in str(found())
+
+
+def test_a_length_bucket_that_is_too_short_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rocm_attn.runtime.kv_len_bucket", lambda length, limit: 64)
+    assert "differs from the reference" in str(found())
+
+
+def test_a_buffer_that_moved_under_a_graph_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_addresses(original: Callable[..., None], runner: StepRunner) -> None:
+        runner._runtime.table.entries = runner._runtime.table.entries.clone()
+        original(runner)
+
+    wrap(monkeypatch, StepRunner, "check_addresses", check_addresses)
+    assert f"step {SMALL.audit_every}: StaleRecording: table was int32" in str(found())
+
+
+def test_a_buffer_that_moved_under_a_graph_shows_in_the_outputs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepRunner, "check_addresses", lambda _: None)
+    moves = Fuse(monkeypatch, 150)
+
+    def stage(original: Callable[..., object], runtime: AttentionRuntime, *args: Any) -> object:
+        if moves():
+            runtime.table.entries = runtime.table.entries.clone()
+        return original(runtime, *args)
+
+    wrap(monkeypatch, AttentionRuntime, "stage", stage)
+    failed = found()
+    assert failed.finding.step >= 150
+    assert "differs from the reference" in failed.finding.what
+
+
+def test_pages_that_are_never_given_back_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten = Fuse(monkeypatch, 5)
+
+    def free(original: Callable[..., None], table: RequestTable, row: int) -> None:
+        if not forgotten():
+            original(table, row)
+
+    wrap(monkeypatch, RequestTable, "free", free)
+    assert "pages are held by no row" in str(found())
+
+
+def test_memory_that_grows_with_every_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+
+    def end_step(original: Callable[..., None], runtime: AttentionRuntime) -> None:
+        kept.append(torch.zeros(1 << 18))
+        original(runtime)
+
+    wrap(monkeypatch, AttentionRuntime, "end_step", end_step)
+    assert "memory grew by" in str(found(replace(SMALL, reopen_every=40)))
+
+
+def test_a_forward_that_cannot_be_captured_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(original: Callable[..., None], counts: Tensor, *args: Any, **kwargs: Any) -> None:
+        assert counts[0].item() >= 0
+        original(counts, *args, **kwargs)
+
+    wrap(monkeypatch, metadata, "fill", fill)
+    assert "graphs were switched off" in str(found())
+
+
+def test_an_exception_is_a_finding_with_its_step_and_what_led_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    raises = Fuse(monkeypatch, 17)
+
+    def publish(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if raises():
+            raise ZeroDivisionError("planted")
+        original(*args, **kwargs)
+
+    wrap(monkeypatch, metadata, "publish", publish)
+    failed = found()
+    assert failed.finding.step == 17
+    assert failed.finding.where == "step 17"
+    assert "ZeroDivisionError: planted" in failed.finding.what
+    assert failed.finding.history
+    assert isinstance(failed.__cause__, ZeroDivisionError)
+
+
+def test_scenarios_that_cannot_be_played_are_refused() -> None:
+    with pytest.raises(BadSetting, match="raise num_pages"):
+        Scenario(num_pages=5)
+    with pytest.raises(BadSetting, match="no step has a weight"):
+        Scenario(weights={Action.ADMIT: 1})
+
+
+def test_the_command_prints_a_line_or_an_object(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["soak", "--steps", "20", "--seed", "3", "--device", "cpu"]
+    assert main(arguments) == DONE
+    assert capsys.readouterr().out.startswith("20 steps of seed 3 without a mismatch: ")
+    assert main([*arguments, "--json"]) == DONE
+    report = json.loads(capsys.readouterr().out)["report"]
+    assert (report["steps"], report["seed"]) == (20, 3)
+    assert report["steps_per_second"] > 0
+
+
+def test_the_command_it_prints_finds_the_same_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(KVPool, "copy_pages", lambda *_: None)
+    assert main(["soak", "--steps", "500", "--device", "cpu", "--json"]) == FAILED
+    printed = capsys.readouterr()
+    told = json.loads(printed.out)
+    assert told["again"] in printed.err
+    assert f"rocm-attn: {told['finding']['where']}: {told['finding']['what']}" in printed.err
+    program, *again = shlex.split(told["again"])
+    assert program == "rocm-attn"
+    assert main([*again, "--json"]) == FAILED
+    assert json.loads(capsys.readouterr().out)["finding"] == told["finding"]
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:99"])
+def test_a_device_that_is_not_there_is_bad_input(device: str) -> None:
+    assert main(["soak", "--device", device]) == BAD_INPUT

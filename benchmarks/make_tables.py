@@ -21,6 +21,7 @@ def main() -> None:
     for name, section in (
         ("attention_h200.json", attention),
         ("host_time_h200.json", host_time),
+        ("soak_h200.json", soak),
         ("runner_cpu.json", runner),
     ):
         path = RESULTS / name
@@ -70,6 +71,23 @@ def host_time(result: dict[str, Any]) -> str:
         for row in result["rows"]
     ]
     return "\n".join(lines) + "\n"
+
+
+def soak(result: dict[str, Any]) -> str:
+    """A long run of random steps."""
+    report = result["report"]
+    return "\n".join(
+        [
+            "## Soak: random steps, every output checked against the oracle\n",
+            machine_line(result["machine"]),
+            f"{report['steps']} steps (seed {report['seed']}), {report['replays']} of them replayed, "
+            f"{report['captures']} captures, {report['reopens']} reopens, {report['actions']['preempt']} preemptions, "
+            f"{report['actions']['fork']} shared prefixes, {report['page_copies']} page copies; "
+            f"{report['checked_tokens']} tokens checked, no mismatch, worst error {report['worst_error']:.2f} of the "
+            f"bound; memory grew by {report['device_growth_bytes']} bytes on the device and "
+            f"{report['host_growth_bytes']} on the host; {report['steps_per_second']:.0f} steps/s.\n",
+        ]
+    )
 
 
 def runner(result: dict[str, Any]) -> str:

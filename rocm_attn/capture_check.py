@@ -233,21 +233,25 @@ class _Trial:
 
 
 def forget_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> None:
-    """NaN in place of K and V of a step's new tokens, which whoever runs the step has to store."""
+    """Put K and V that show in place of those of a step's new tokens, which whoever runs the step has to store."""
     seq = np.repeat(np.arange(batch.num_seqs), batch.q_len)
     ends = np.cumsum(batch.q_len)
     kv_index = batch.kv_len[seq] - ends[seq] + np.arange(batch.num_tokens)
     page_size = runtime.table.page_size
     pages = runtime.table.entries_host[batch.rows[seq], kv_index // page_size]
     page, offset = (torch.from_numpy(x.astype(np.int64)).to(runtime.device) for x in (pages, kv_index % page_size))
-    for pool in _kv_pages(runtime):
-        pool.index_put_((page, offset), pool.new_tensor(float("nan")))
+    for pool, value in _kv_pages(runtime):
+        pool.index_put_((page, offset), pool.new_tensor(value))
 
 
-def _kv_pages(runtime: AttentionRuntime) -> list[Tensor]:
-    """K and V of every layer, [pages, page_size, kv_heads, head_dim | v_head_dim]."""
-    sealed = runtime.sealed_tensors()
-    return [pool for name, pool in sealed.items() if name.startswith(("k_pages_", "v_pages_"))]
+def _kv_pages(runtime: AttentionRuntime) -> list[tuple[Tensor, float]]:
+    """K and V of every layer, [pages, page_size, kv_heads, head_dim | v_head_dim], with a value that shows.
+
+    A K of 0 has a usual score whatever q is, so that a V of 10,000 is seen among 100,000 others.
+    """
+    shows = {"k_pages": 0.0, "v_pages": 1e4}
+    named = ((name.rpartition("_")[0], pool) for name, pool in runtime.sealed_tensors().items())
+    return [(pool, shows[side]) for side, pool in named if side in shows]
 
 
 def bitwise_equal(one: Tensor, other: Tensor) -> bool:
@@ -354,7 +358,7 @@ class ProbeRequests:
         fresh = sorted(pages - self._filled)
         self._filled |= pages
         ids = torch.tensor(fresh, dtype=torch.long, device=self._runtime.device)
-        for pool in _kv_pages(self._runtime):
+        for pool, _ in _kv_pages(self._runtime):
             for first in range(0, len(ids), _FILL_PAGES):
                 some = ids[first : first + _FILL_PAGES]
                 shape = (len(some), *pool.shape[1:])

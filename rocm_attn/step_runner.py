@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_attn.capture_check import CaptureCheck, Check, plan_of, typical_q_len
+from rocm_attn.capture_check import CaptureCheck, Check
 from rocm_attn.errors import BadTensor
 from rocm_attn.flight_recorder import NO_FLIGHT_RECORDER, Flight
 from rocm_attn.graphs import CapturedBucket, CaptureReport, Progress, SkippedBucket, capture_shapes, shape_name
@@ -23,6 +23,7 @@ from rocm_attn.hip_graphs.graph_cache import Entry, GraphCache
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.plan import StepPlan
+from rocm_attn.probe_requests import plan_of, typical_q_len
 from rocm_attn.runtime import AttentionRuntime, Step
 from rocm_attn.step_batch import Int32Array, StepBatch
 from rocm_attn.watchdog import CAPTURE_SECONDS, Watch, Watchdog

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.capture_check import NO_CHECK, CaptureCheck, ProbeLimits, rows_beyond_bounds
+from rocm_attn.capture_check import NO_CHECK, CaptureCheck, rows_beyond_bounds
 from rocm_attn.graphs import recorder_for
 from rocm_attn.hip_graphs.recorder import Recorder
 from rocm_attn.index_spaces import RESERVED_PAGE
+from rocm_attn.probe_requests import ProbeLimits
 from rocm_attn.runtime import Step
 from rocm_attn.step_runner import StepRunner
 from tests.amd.graphs.tiny import (
@@ -200,3 +201,6 @@ def test_rows_beyond_the_bounds_are_found(provider: str) -> None:
     gap[3] = float("nan")
     assert rows_beyond_bounds(gap, gap.clone()) == []
     assert rows_beyond_bounds(rows, gap) == [3]
+    assert rows_beyond_bounds(rows[:, 0], rows[:, 0] + torch.arange(5)) == [1, 2, 3, 4]
+    assert rows_beyond_bounds(torch.arange(4), torch.tensor([0, 1, 5, 3])) != []
+    assert rows_beyond_bounds(rows[:0], rows[:0]) == []

@@ -37,7 +37,7 @@ def checked(tiny: Tiny, runner: StepRunner, tap: LayerTap, every: int = 1) -> Sa
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_right_steps_pass_and_stay_what_they_are(graphs: bool, provider: str, device: torch.device) -> None:
-    served = [*SERVED, [3, 9], [1, 4, 1]]
+    served = [*SERVED, [3, 9], [1, 4, 1], [0, 2], []]
     outs = []
     for sampled in (False, True):
         tiny = Tiny.build(device, provider, [4], tokens=(8,))

@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from rocm_attn.capture_plan import CapturePlan, plan_capture
-from rocm_attn.errors import BadModel, BadSetting
+from rocm_attn.cli.arguments import model_config
+from rocm_attn.errors import BadSetting
 from rocm_attn.graphs import shape_name
-from rocm_attn.runner.fields import read_json
 from rocm_attn.runner.geometry import attention_geometry
 from rocm_attn.target import known_target
 
@@ -23,7 +22,7 @@ _NOT_PREDICTED = "graphs also take memory for activations, which depends on the 
 
 def run(options: argparse.Namespace) -> None:
     """Print the plan for options.config. Raises RocmAttnError."""
-    config = _config(Path(options.config))
+    config = model_config(options.config)
     target = known_target(options.arch)
     max_kv_len = options.max_kv_len if options.max_kv_len is not None else _context_len(config)
     geometry = attention_geometry(config).without_idle_windows(max_kv_len)
@@ -43,14 +42,6 @@ def run(options: argparse.Namespace) -> None:
     else:
         print(f"{options.config} on {target.arch}, up to {options.max_batch_size} sequences of {max_kv_len} tokens")
         print("\n".join(_lines(plan)))
-
-
-def _config(path: Path) -> Mapping[str, object]:
-    if path.is_dir():
-        path /= "config.json"
-    if not path.is_file():
-        raise BadModel(f"there is no file {path}; give a model's config.json, or the directory that holds it")
-    return read_json(path)
 
 
 def _context_len(config: Mapping[str, object]) -> int:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from rocm_attn.errors import BadModel, Unsupported
+from rocm_attn.cli.arguments import model_config
+from rocm_attn.errors import Unsupported
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.select import Selection, select
-from rocm_attn.runner.fields import read_json
 from rocm_attn.runner.geometry import layer_problems
 from rocm_attn.target import Target, known_target
 
@@ -36,7 +35,7 @@ def run(options: argparse.Namespace) -> None:
     """Print the choice for options.config on options.arch. Raises Unsupported where a kind of layer has no kernel."""
     target = known_target(options.arch)
     problems = layer_problems(
-        _config(Path(options.config)), dtype=getattr(torch, options.dtype), page_size=options.page_size
+        model_config(options.config), dtype=getattr(torch, options.dtype), page_size=options.page_size
     )
     kinds = layer_kinds(problems, target, options.provider)
     if options.json:
@@ -48,14 +47,6 @@ def run(options: argparse.Namespace) -> None:
     not_served = [kind.outcome for kind in kinds if isinstance(kind.outcome, Unsupported)]
     if not_served:
         raise Unsupported(f"{len(not_served)} of {len(kinds)} kinds of layer have no kernel on {target.arch}")
-
-
-def _config(path: Path) -> Mapping[str, object]:
-    if path.is_dir():
-        path /= "config.json"
-    if not path.is_file():
-        raise BadModel(f"there is no file {path}; give a model's config.json, or the directory that holds it")
-    return read_json(path)
 
 
 def layer_kinds(problems: Sequence[Problem], target: Target, provider: str) -> list[LayerKind]:

@@ -11,6 +11,7 @@ from typing import TextIO
 
 import torch
 
+from rocm_attn.cli.arguments import device_named
 from rocm_attn.cli.ordered_text import OrderedText
 from rocm_attn.errors import BadModel, BadRequest, BadSetting, CapacityExceeded
 from rocm_attn.runner.engine import Engine, EngineOptions
@@ -53,7 +54,7 @@ def read_prompts(options: argparse.Namespace, stdin: TextIO) -> list[str]:
 
 
 def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
-    device = _device(options.device)
+    device = device_named(options.device)
     dtype_name = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     _say(f"loading {options.model} on {device} in {dtype_name}")
     loaded = load_model(options.model, dtype=getattr(torch, dtype_name), device=device)
@@ -66,13 +67,6 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     else:
         _serve_aloud(engine, requests, prompts)
     _say(*_lines(engine.report()))
-
-
-def _device(name: str | None) -> torch.device:
-    try:
-        return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise BadSetting(f"device {name!r} is not known; use 'cpu', 'cuda' or 'cuda:1'") from error
 
 
 def _request(options: argparse.Namespace, loaded: LoadedModel, prompt: str) -> Request:

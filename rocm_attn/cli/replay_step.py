@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.capture_check import NO_CHECK, bitwise_equal
+from rocm_attn.cli.arguments import device_named
 from rocm_attn.errors import BadSetting, CapacityExceeded, RocmAttnError
 from rocm_attn.flight_recorder import FlightDump, NotedStep, RuntimeFacts, read_dump
 from rocm_attn.graphs import recorder_for
@@ -55,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
     """Run a step of options.dump again and print who agrees. Raises StepsDisagree where somebody does not."""
     dump = read_dump(Path(options.dump))
     noted = dump.step(options.step)
-    replay = _Replay.build(dump, noted, _device(options.device), options.provider, options.seed)
+    replay = _Replay.build(dump, noted, device_named(options.device), options.provider, options.seed)
     results = replay.results()
     if options.json:
         facts = {"device": str(replay.runtime.device), "same_kernels": replay.same_kernels}
@@ -64,13 +65,6 @@ def run(options: argparse.Namespace) -> None:
         print("\n".join(_lines(dump, noted, replay, results)))
     if any(DIFFERS in (result.eager, result.graph) or result.bitwise is False for result in results):
         raise StepsDisagree(f"step {noted.number} does not come out the same in every way")
-
-
-def _device(name: str | None) -> torch.device:
-    try:
-        return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise BadSetting(f"device {name!r} is not known; use 'cpu', 'cuda' or 'cuda:1'") from error
 
 
 def _lines(dump: FlightDump, noted: NotedStep, replay: _Replay, results: list[LayerResult]) -> list[str]:

@@ -9,14 +9,14 @@ from dataclasses import asdict
 
 import torch
 
-from rocm_attn.errors import BadSetting
+from rocm_attn.cli.arguments import device_named
 from rocm_attn.soak import Finding, Soak, SoakFailed
 from rocm_attn.soak_world import Scenario
 
 
 def run(options: argparse.Namespace) -> None:
     """Print what was done on stdout, or what was found. Raises SoakFailed at the first finding."""
-    device = _device(options.device)
+    device = device_named(options.device)
     dtype_name = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     soak = Soak(
         Scenario.of_seed(options.seed),
@@ -34,16 +34,6 @@ def run(options: argparse.Namespace) -> None:
         print(f"run it again with: {again}", file=sys.stderr)
         raise
     print(json.dumps({"report": report.as_dict()}) if options.json else report)
-
-
-def _device(name: str | None) -> torch.device:
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise BadSetting(f"device {name!r} is not known; use 'cpu', 'cuda' or 'cuda:1'") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise BadSetting(f"there is no device {device}; {torch.cuda.device_count()} GPUs are visible")
-    return device
 
 
 def _command(options: argparse.Namespace, finding: Finding, device: torch.device, dtype_name: str) -> str:

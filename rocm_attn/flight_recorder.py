@@ -62,10 +62,14 @@ class FlightRecorder:
     """A ring of the last steps of a runtime.
 
     path: the file that a dump goes to; an earlier one is replaced
+
+    Raises BadSetting when the file's folder does not exist: a fault is a bad moment to find out.
     """
 
     def __init__(self, runtime: AttentionRuntime, path: Path | str, *, num_steps: int = NUM_STEPS) -> None:
         self.path = Path(path)
+        if not self.path.parent.is_dir():
+            raise BadSetting(f"the flight record {path} cannot be written: {self.path.parent} is no folder; create it")
         self._runtime = runtime
         self._num_steps = num_steps
         self._ring: list[_Noted | None] = [None] * num_steps
@@ -193,7 +197,7 @@ class NotedStep:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeFacts:
-    """What a runtime was built with, as far as a step depends on it."""
+    """What a runtime was built with, as far as a step depends on it; guards_off: safeguards that were switched off."""
 
     device: str
     arch: str
@@ -203,6 +207,7 @@ class RuntimeFacts:
     max_kv_len: int
     capture_sizes: tuple[int, ...]
     capture_tokens: tuple[int, ...]
+    guards_off: tuple[str, ...]
 
     @classmethod
     def of(cls, runtime: AttentionRuntime) -> RuntimeFacts:
@@ -216,6 +221,7 @@ class RuntimeFacts:
             max_kv_len=runtime.max_kv_len,
             capture_sizes=runtime.padding.seqs.sizes,
             capture_tokens=runtime.padding.tokens.sizes,
+            guards_off=runtime.guards.off,
         )
 
 

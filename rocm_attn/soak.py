@@ -66,6 +66,7 @@ class SoakReport:
     worst_error:         the largest error, as a part of what is allowed
     host_growth_bytes:   resident memory, from the end of the warm-up to the end
     device_growth_bytes: allocated memory, likewise; 0 on a CPU
+    guards_off:          safeguards that were switched off
     """
 
     seed: int
@@ -80,6 +81,7 @@ class SoakReport:
     host_growth_bytes: int
     device_growth_bytes: int
     seconds: float
+    guards_off: tuple[str, ...]
 
     def as_dict(self) -> dict[str, object]:
         """For JSON, with steps a second."""
@@ -93,6 +95,7 @@ class SoakReport:
             f"{self.worst_error:.2f} of the allowed, memory {self.host_growth_bytes / 2**20:+.1f} MiB on the host and "
             f"{self.device_growth_bytes / 2**20:+.1f} MiB on the device, {self.seconds:.1f} s, "
             f"{self.steps / self.seconds:.0f} steps/s"
+            + (f"; SAFEGUARDS OFF: {', '.join(self.guards_off)}" if self.guards_off else "")
         )
 
 
@@ -290,4 +293,5 @@ class Soak:
             host_growth_bytes=growth.host_bytes,
             device_growth_bytes=growth.device_bytes,
             seconds=seconds,
+            guards_off=self._runtime.guards.off,
         )

@@ -13,7 +13,9 @@ import torch
 
 from rocm_attn.cli.arguments import device_named
 from rocm_attn.cli.ordered_text import OrderedText
+from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.errors import BadModel, BadRequest, BadSetting, CapacityExceeded
+from rocm_attn.flight_recorder import FlightRecorder, dump_on_signal
 from rocm_attn.runner.engine import Engine, EngineOptions
 from rocm_attn.runner.loading import LoadedModel, load_model
 from rocm_attn.runner.report import Report
@@ -60,6 +62,10 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     loaded = load_model(options.model, dtype=getattr(torch, dtype_name), device=device)
     requests = [_request(options, loaded, prompt) for prompt in prompts]
     engine = _engine(options, loaded, requests)
+    if isinstance(engine.flight, FlightRecorder):
+        dump_on_signal(engine.flight)
+    if device.type == "cuda":  # a CPU makes graphs when a step needs one: there they save nothing
+        engine.capture_all(ProgressBar(sys.stderr))
     if options.json:
         completions = _serve_quietly(engine, requests)
         results = [_as_json(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
@@ -96,6 +102,7 @@ def _engine(options: argparse.Namespace, loaded: LoadedModel, requests: Sequence
             graphs=options.graphs,
             max_kv_len=min(longest, loaded.config.context_len),
             num_pages=options.num_pages,
+            flight_path=options.flight_record,
         ),
     )
 

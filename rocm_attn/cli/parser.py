@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from pathlib import Path
 
 # The same as rocm_attn.providers.select.PROVIDER_NAMES and the dtypes of rocm_attn.problem; a test holds them together.
 PROVIDERS = ("auto", "torch", "triton", "aiter")
@@ -104,6 +105,12 @@ def _add_generate(commands: Commands[argparse.ArgumentParser]) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="record decode steps and replay them at padded sizes (on)",
+    )
+    add(
+        "--flight-record",
+        type=Path,
+        metavar="FILE",
+        help="write the last steps here when one fails, or on SIGUSR1; `rocm-attn replay-step` reads it",
     )
 
     sampling = parser.add_argument_group("sampling")

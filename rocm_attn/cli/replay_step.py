@@ -76,6 +76,8 @@ def _lines(dump: FlightDump, noted: NotedStep, replay: _Replay, results: list[La
         f"again on {replay.runtime.device} ({replay.runtime.target.arch}), "
         f"{'the same kernels' if replay.same_kernels else 'other kernels'}",
     ]
+    if dump.runtime.guards_off:
+        lines.append(f"dumped with SAFEGUARDS OFF: {', '.join(dump.runtime.guards_off)}")
     for result in results:
         how = {True: ", bitwise equal to eager", False: ", not bitwise equal to eager", None: ""}[result.bitwise]
         lines.append(f"layer kind {result.kind}: eager {result.eager} with the oracle (worst {result.worst:.2e})")

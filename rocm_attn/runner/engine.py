@@ -6,9 +6,12 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from pathlib import Path
 
+from rocm_attn.capture_check import CaptureCheck
 from rocm_attn.errors import BadRequest, BadSetting
-from rocm_attn.graphs import recorder_for
+from rocm_attn.flight_recorder import NO_FLIGHT_RECORDER, FlightRecorder
+from rocm_attn.graphs import CaptureReport, Progress, recorder_for
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.model import Model
 from rocm_attn.runner.pool_size import default_kv_bytes, pool_pages
@@ -33,6 +36,7 @@ class EngineOptions:
     max_kv_len:     tokens of the longest sequence; None: the model's context
     kv_bytes:       most memory for K and V; None: 1 GiB on a CPU, most of the free memory on a GPU
     num_pages:      pages of the KV pool, the reserved page 0 included; None: what the other numbers ask for
+    flight_path:    file that the last steps are written to when one fails; None: they are not kept
 
     Raises BadSetting.
     """
@@ -45,6 +49,7 @@ class EngineOptions:
     max_kv_len: int | None = None
     kv_bytes: int | None = None
     num_pages: int | None = None
+    flight_path: Path | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("page_size", 1), ("max_batch_size", 1), ("chunk", 1), ("max_kv_len", 1), ("num_pages", 2)):
@@ -75,8 +80,14 @@ class Engine:
         self.runtime = _runtime_for(loaded, options)
         self.max_kv_len = self.runtime.max_kv_len
         model = Model(loaded.config, loaded.weights, self.runtime, max_kv_len=self.max_kv_len)
+        path = options.flight_path
+        self.flight = FlightRecorder(self.runtime, path) if path is not None else NO_FLIGHT_RECORDER
         self._runner = StepRunner(
-            self.runtime, model.forward, recorder_for(self.runtime.device) if options.graphs else None
+            self.runtime,
+            model.forward,
+            recorder_for(self.runtime.device) if options.graphs else None,
+            check=CaptureCheck(vocabulary=loaded.config.vocab_size),
+            flight=self.flight,
         )
         self._scheduler = Scheduler(
             self.runtime.table,
@@ -93,6 +104,17 @@ class Engine:
     def has_work(self) -> bool:
         """Whether any request is not finished."""
         return self._scheduler.has_work
+
+    def capture_all(self, progress: Progress) -> CaptureReport:
+        """Make every graph before the first request arrives, so that no request waits for one.
+
+        progress: as StepRunner.capture_all
+        """
+        started = time.perf_counter()
+        try:
+            return self._runner.capture_all(progress)
+        finally:
+            self._seconds += time.perf_counter() - started
 
     def submit(self, request: Request) -> int:
         """Queue a request; its number. Raises BadRequest, and nothing else is touched then."""

@@ -135,13 +135,21 @@ def test_a_bad_batch_writes_no_dump(device: torch.device, tmp_path: Path) -> Non
 
 def test_a_dump_that_cannot_be_written_hides_no_error(device: torch.device, tmp_path: Path) -> None:
     tiny = Tiny.build(device, "torch")
-    flight = FlightRecorder(tiny.runtime, tmp_path / "gone" / "dump.json")
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    flight = FlightRecorder(tiny.runtime, folder / "dump.json")
+    folder.rmdir()
 
     def forward(step: Step) -> Tensor:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         serve(StepRunner(tiny.runtime, forward, None, flight=flight), tiny.runtime)
+
+
+def test_a_record_that_has_no_folder_is_refused_at_once(device: torch.device, tmp_path: Path) -> None:
+    with pytest.raises(BadSetting, match="gone is no folder; create it"):
+        FlightRecorder(Tiny.build(device, "torch").runtime, tmp_path / "gone" / "dump.json")
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import tokenizers
 import torch
 
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
+from rocm_attn.flight_recorder import read_dump
 from rocm_attn.runner.chat_template import ChatTemplate
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.tokenizer import Tokenizer
@@ -100,6 +102,21 @@ def test_the_seed_decides_what_is_sampled(capsys: pytest.CaptureFixture[str]) ->
     assert first[0] == first[1], "a prompt's text does not depend on its neighbours"
 
 
+def test_the_flight_record_of_a_served_prompt_is_written_on_a_signal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, before = tmp_path / "flight.json", signal.getsignal(signal.SIGUSR1)
+    try:
+        generate(capsys, "--raw", "--max-new-tokens", "3", "--flight-record", str(path), "w5 w6 w7")
+        signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    dump = read_dump(path)
+    assert dump.reason == "signal SIGUSR1"
+    assert [step.q_len for step in dump.steps] == [(3,), (1,), (1,)]
+    assert [step.kv_len for step in dump.steps] == [(3,), (4,), (5,)]
+
+
 def test_text_goes_to_stdout_and_the_report_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--device", "cpu", "--provider", "torch", "--raw", "--max-new-tokens", "4", "w5 w6", "w1"]
     results = generate(capsys, *arguments)["results"]
@@ -147,6 +164,7 @@ def test_prompts_come_from_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         ),
         (["--num-pages", "1", "w5"], BAD_INPUT, "num_pages is 1; it must be at least 2"),
         (["--raw", "--num-pages", "2", "w5 " * 40], BAD_INPUT, "the prompt has 40 tokens"),
+        (["--flight-record", "gone/flight.json", "w5"], BAD_INPUT, "gone is no folder; create it"),
         (["--provider", "aiter", "w5"], FAILED, "decode: aiter:"),
         (["--page-size", "100000", "w5"], FAILED, "page_size"),
     ],

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from tokenizers import decoders, models
 
 from rocm_attn.errors import BadRequest, BadSetting, CapacityExceeded, Unsupported
+from rocm_attn.flight_recorder import read_dump
 from rocm_attn.runner.engine import Engine, EngineOptions
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.request import Completion, Request, TokenEvent
@@ -192,6 +194,40 @@ def test_decode_steps_replay_and_the_report_says_so(loaded: LoadedModel) -> None
     assert report.tokens_per_s > 0
     assert any(line.startswith("decode: torch.decode") for line in report.kernels)
     assert engine(loaded).report().graphs == "off"
+
+
+def test_graphs_made_ahead_serve_every_step_that_can_be_replayed(loaded: LoadedModel) -> None:
+    served, calls = engine(loaded, graphs=True, max_batch_size=6), []
+    made = served.capture_all(lambda done, total, name: calls.append((done, total)))
+    assert len(made.buckets) > 1
+    assert not made.skipped
+    assert calls[0] == (0, len(made.buckets) + len(made.skipped))
+    assert calls[-1] == (calls[0][1], calls[0][1])
+    results = served.generate(some_requests(5))
+    report = served.report()
+    assert report.captures == len(made.buckets), "no step waited for a graph"
+    assert report.replays > 0
+    assert report.seconds > report.capture_seconds > 0
+    assert results == engine(loaded).generate(some_requests(5))
+
+
+def test_a_step_that_fails_leaves_a_flight_record(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fault(*tensors: object) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    path = tmp_path / "flight.json"
+    served = engine(loaded, flight_path=path)
+    served.generate(some_requests(1))
+    assert not path.exists()
+    served.submit(some_requests(1)[0])
+    monkeypatch.setattr(served.runtime, "store_and_attend", fault)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        served.step()
+    dump = read_dump(path)
+    assert dump.steps[-1].kv_len == (len(some_requests(1)[0].prompt_token_ids),)
+    assert dump.reason == "RuntimeError: an illegal memory access was encountered"
 
 
 BAD_REQUESTS: dict[str, tuple[Callable[[], Request], str]] = {

@@ -48,6 +48,7 @@ def measure(num_seqs: int, device: torch.device) -> dict[str, float | int]:
         return out
 
     runner = StepRunner(runtime, forward, recorder_for(device))
+    runner.capture_all()  # before rows and pages are taken, for its probe requests need some
     rows = np.array([runtime.table.admit() for _ in range(num_seqs)], np.int32)
     kv_len = np.full(num_seqs, 64, np.int32)
     ones, ids = np.ones(num_seqs, np.int32), np.arange(num_seqs, dtype=np.int32)

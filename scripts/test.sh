@@ -6,6 +6,7 @@
 #   types            mypy --strict over the package and the tests
 #   host             everything that needs neither a GPU nor Triton's interpreter
 #   interpreter      the kernels, and the runtime on top of them, under Triton's interpreter
+#   mutation         every mask of every kernel removed in a copy: a check under Triton's interpreter must notice
 #   soak             2,000 random steps of a tiny model, every output checked against the oracle
 #   text             greedy text against transformers, and the command line on real weights
 #   offline          every kernel compiled for gfx942, gfx950 and sm_90 with the installed Triton
@@ -50,6 +51,7 @@ run_stage() {
     types) mypy -p rocm_attn -p tests ;;
     host) run_pytest tests/amd/{host,hip_graphs,runtime,guards,graphs,system,runner,house} ;;
     interpreter) TRITON_INTERPRET=1 run_pytest tests/amd/{kernels,runtime} ;;
+    mutation) run_pytest tests/amd/mutation ;;
     text) run_pytest tests/amd/text ;;
     soak) rocm-attn soak --steps 2000 --seed 0 ;;
     offline) run_pytest tests/amd/offline ;;
@@ -68,7 +70,7 @@ log=$VENV/log verdicts=$VENV/verdicts
 : >"$verdicts"
 
 if [ $# -eq 0 ]; then
-    set -- lint types host interpreter soak text offline oldest
+    set -- lint types host interpreter mutation soak text offline oldest
     if python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
         set -- "$@" device
     fi

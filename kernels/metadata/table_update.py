@@ -19,8 +19,9 @@ def _table_update_kernel(updates, table, table_stride, num_updates, WORDS: tl.co
     row = tl.load(updates + WORDS * i, mask=live, other=0).to(tl.int64)
     column = tl.load(updates + WORDS * i + 1, mask=live, other=0)
     entry = tl.load(updates + WORDS * i + 2, mask=live, other=0)
-    # Row 0 is reserved: a table that says otherwise would send every padded sequence into live memory.
-    tl.store(table + row * table_stride + column, entry, mask=live & (row > 0))
+    # Row 0 is reserved: a table that says otherwise would send every padded sequence into live memory. Lanes past the
+    # last update hold it too.
+    tl.store(table + row * table_stride + column, entry, mask=row > 0)
 
 
 _update = RepeatedLaunch(_table_update_kernel)

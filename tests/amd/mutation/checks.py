@@ -1,0 +1,222 @@
+"""For each kernel file, a small problem that needs all of its masks, in memory that shows what goes wrong without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.attention.decode import decode_partials_words, launch_paged_decode
+from rocm_attn.kernels.attention.decode_schedule import decode_schedule_words, launch_decode_schedule
+from rocm_attn.kernels.attention.extend import launch_paged_extend
+from rocm_attn.kernels.attention.extend_schedule import extend_schedule_words, launch_extend_schedule
+from rocm_attn.kernels.cache.store import launch_store_kv
+from rocm_attn.kernels.metadata.fill import launch_fill
+from rocm_attn.kernels.metadata.page_lists import launch_block_table, launch_page_indptr, launch_page_list
+from rocm_attn.kernels.metadata.publish import launch_publish
+from rocm_attn.kernels.metadata.table_update import launch_table_update
+from rocm_attn.kernels.refs import cache as cache_twins
+from rocm_attn.kernels.refs import metadata as twins
+from rocm_attn.kernels.refs import schedules
+from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
+from tests.amd.kernels.attention_cases import Case, Tensors, assert_served, build
+from tests.amd.mutation.memory import Memory
+
+CPU = torch.device("cpu")
+GARBAGE = -0x7F7F7F7F
+# Heads that leave lanes of every tile empty, dims that are no powers of two, gaps between all rows.
+HEADS, DIMS, PAGE_SIZE = (6, 2), (24, 40), 3
+DECODE_TILES = DecodeTiles(block_n=16, num_warps=1, num_stages=1, programs_per_cu=1)
+EXTEND_TILES = ExtendTiles(block_m=16, block_n=16, num_warps=1, num_stages=1)
+
+
+def attention(memory: Memory, case: Case) -> Tensors:
+    """A step in memory. The last page is in use; table entries behind a sequence's pages aim at the one after."""
+    tensors = build(case, CPU)
+    unused = tensors.table == len(tensors.k_pages) - 1
+    num_pages = int(tensors.table[~unused].max()) + 1
+    tensors.table[unused] = num_pages
+    tensors = replace(tensors, k_pages=tensors.k_pages[:num_pages], v_pages=tensors.v_pages[:num_pages])
+    names = ("q", "k_pages", "v_pages", "table", "row_of_seq", "kv_len", "q_len", "q_indptr", "out", "lse")
+    placed: dict[str, Any] = {name: memory.put(getattr(tensors, name)) for name in names}
+    return replace(tensors, **placed)
+
+
+def paged(tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The tensors that both attention launchers begin with."""
+    t = tensors
+    return t.q, t.k_pages, t.v_pages, t.table, t.row_of_seq, t.kv_len, t.q_indptr
+
+
+def decode(memory: Memory) -> None:
+    """Split rows and whole ones, an empty sequence; every program hands a part to another."""
+    for kv_len, num_programs, head_blocks in (([33, 0, 1, 16, 70], 4, 1), ([90], 7, 2)):
+        case = Case(kv_len, [1] * len(kv_len), HEADS, DIMS, PAGE_SIZE, spread=True)
+        tiles = replace(DECODE_TILES, head_blocks=head_blocks)
+        tensors = attention(memory, case)
+        words = decode_partials_words(
+            num_programs, num_q_heads=HEADS[0], num_kv_heads=HEADS[1], v_head_dim=DIMS[1], tiles=tiles
+        )
+        partials = memory.put(torch.full((words,), float("nan")))
+        schedule = memory.put(torch.full((decode_schedule_words(num_programs, len(kv_len)),), GARBAGE).int())
+        launch_decode_schedule(
+            tensors.kv_len, tensors.q_len, schedule, num_kv_heads=HEADS[1], num_programs=num_programs, tiles=tiles
+        )
+        launch_paged_decode(
+            *paged(tensors),
+            schedule,
+            partials,
+            tensors.out,
+            tensors.lse,
+            scale=tensors.scale,
+            num_programs=num_programs,
+            tiles=tiles,
+        )
+        assert_served(tensors)
+        memory.assert_surroundings_untouched()
+
+
+def extend(memory: Memory) -> None:
+    """A prefix, a prompt, a padded tail; head dims that fill their tiles and some that do not; full pages or tails."""
+    for dims, prefix in ((DIMS, 19), ((16, 16), 18)):
+        case = Case([prefix + 2, 18, 0], [2, 18, 0], HEADS, dims, PAGE_SIZE, tail=3, spread=True)
+        tensors = attention(memory, case)
+        num_tokens = tensors.q.shape[0]
+        sizes: dict[str, Any] = {"gqa_ratio": tensors.gqa_ratio, "tiles": EXTEND_TILES}
+        words = extend_schedule_words(num_tokens, tensors.num_seqs, **sizes)
+        schedule = memory.put(torch.full((words,), GARBAGE).int())
+        launch_extend_schedule(tensors.kv_len, tensors.q_indptr, schedule, min_q_len=1, num_tokens=num_tokens, **sizes)
+        launch_paged_extend(
+            *paged(tensors),
+            schedule,
+            tensors.out,
+            tensors.lse,
+            scale=tensors.scale,
+            max_q_len=18,
+            tiles=EXTEND_TILES,
+        )
+        assert_served(tensors)
+        memory.assert_surroundings_untouched()
+
+
+def decode_schedule(memory: Memory) -> None:
+    """The words of the host twin."""
+    kv_len, q_len = [33, 0, 1, 50, 70], [1, 1, 1, 2, 1]
+    settings: dict[str, Any] = {"num_kv_heads": 2, "num_programs": 4, "tiles": DECODE_TILES}
+    schedule = memory.put(torch.full((decode_schedule_words(4, 5),), GARBAGE).int())
+    launch_decode_schedule(memory.put(ints(kv_len)), memory.put(ints(q_len)), schedule, **settings)
+    assert schedule.tolist() == schedules.decode_schedule(kv_len, q_len, **settings)
+    memory.assert_surroundings_untouched()
+
+
+def extend_schedule(memory: Memory) -> None:
+    """The words of the host twin."""
+    kv_len, q_len, num_tokens = [20, 40, 3], [2, 17, 3], 25
+    settings: dict[str, Any] = {"min_q_len": 1, "num_tokens": num_tokens, "gqa_ratio": 3, "tiles": EXTEND_TILES}
+    words = extend_schedule_words(num_tokens, 3, gqa_ratio=3, tiles=EXTEND_TILES)
+    schedule = memory.put(torch.full((words,), GARBAGE).int())
+    indptr = ints([0, 2, 19, 22])
+    launch_extend_schedule(memory.put(ints(kv_len)), memory.put(indptr), schedule, **settings)
+    assert schedule.tolist() == schedules.extend_schedule(kv_len, q_len, **settings)
+    memory.assert_surroundings_untouched()
+
+
+def store(memory: Memory) -> None:
+    """Three heads of odd dims; the last token is live, one before it is not."""
+    k, v = gapped(4, 3, 24), gapped(4, 3, 40)
+    pages = [gapped(5, 3, PAGE_SIZE, dim).transpose(1, 2) for dim in (24, 40)]
+    for side in pages:
+        side[0] = 0.0
+    inputs = [k, v, ints([4, 1, 14, 9]), ints([2, 4, 1, 0])]
+    assert_same(memory, launch_store_kv, cache_twins.store_kv, inputs, pages)
+
+
+def fill(memory: Memory) -> None:
+    """Three sequences, one without a new token, beside two padded ones; padded tokens."""
+    table = ints(range(1, 13)).view(4, 3)
+    inputs = [ints([3, 5, 1, 0]), ints([2, 1, 3, 0, 0]), ints([4, 7, 9, 0, 0]), ints([4, 0, 1, 0, 0]), table]
+    outputs = [garbage(6), garbage(5), garbage(7), garbage(7)]
+    assert_same(memory, launch_fill, twins.fill, inputs, outputs, page_size=PAGE_SIZE)
+
+
+def page_lists(memory: Memory) -> None:
+    """Five sequences, two of them empty and one longer than its row, which only a device may say."""
+    table = ints(range(1, 13)).view(4, 3)
+    rows, kv_len = ints([2, 1, 3, 3, 0]), ints([4, 7, 0, 11, 0])
+    outputs = [garbage(6), garbage(5), garbage(5).long()]
+    assert_same(memory, launch_page_indptr, twins.page_indptr, [kv_len], outputs, page_size=PAGE_SIZE)
+    options = {"page_size": PAGE_SIZE, "programs_per_seq": 2}
+    for length in (12, 7):  # with room to spare, and too short for what the device says
+        listed = [garbage(length)]
+        assert_same(memory, launch_page_list, twins.page_list, [rows, kv_len, table], listed, **options)
+    # What the second program of a long sequence wrote behind its pages would be written after the next one's page.
+    wide = ints(range(1, 601)).view(2, 300)
+    inputs = [ints([0, 1]), ints([299 * PAGE_SIZE, 2]), wide]
+    assert_same(memory, launch_page_list, twins.page_list, inputs, [garbage(300)], **options)
+    dense = [garbage(5 * 5).view(5, 5)]
+    assert_same(memory, launch_block_table, twins.block_table, [rows, kv_len, table], dense, page_size=PAGE_SIZE)
+
+
+def publish(memory: Memory) -> None:
+    """Two sequences of three tokens at five and seven, with token ids and without."""
+    for has_ids in (1, 0):
+        slot = ints([2, 3, 9, has_ids, 4, 5, 30, 40, 1, 2, *[11, 12, 13] * has_ids])
+        outputs = [garbage(size) for size in (4, 5, 5, 5, 7)]
+        assert_same(memory, launch_publish, twins.publish, [slot], outputs, pad_kv_len=5, pad_q_len=0)
+
+
+def table_update(memory: Memory) -> None:
+    """Three cells, one of them in the reserved row."""
+    updates, table = ints([1, 0, 7, 0, 1, 8, 2, 3, 9]), [garbage(12).view(3, 4)]
+    assert_same(memory, launch_table_update, twins.table_update, [updates], table, num_updates=3)
+
+
+CHECKS: dict[str, Callable[[Memory], None]] = {
+    "attention/decode.py": decode,
+    "attention/decode_schedule.py": decode_schedule,
+    "attention/extend.py": extend,
+    "attention/extend_schedule.py": extend_schedule,
+    "attention/merge.py": decode,
+    "cache/store.py": store,
+    "metadata/fill.py": fill,
+    "metadata/page_lists.py": page_lists,
+    "metadata/publish.py": publish,
+    "metadata/table_update.py": table_update,
+}
+
+
+def assert_same(
+    memory: Memory,
+    launch: Callable[..., None],
+    twin: Callable[..., None],
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    **options: int,
+) -> None:
+    """A launcher, in memory, writes what its torch twin writes, and nothing else."""
+    wanted = [output.clone() for output in outputs]
+    placed = [memory.put(output) for output in outputs]
+    launch(*map(memory.put, inputs), *placed, **options)
+    twin(*inputs, *wanted, **options)
+    for got, want in zip(placed, wanted, strict=True):
+        assert torch.equal(got, want), f"{got.tolist()} instead of {want.tolist()}"
+    memory.assert_surroundings_untouched()
+
+
+def ints(values: Sequence[int]) -> Tensor:
+    """int32."""
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def garbage(count: int) -> Tensor:
+    """int32 words that nobody has written."""
+    return torch.full((count,), GARBAGE, dtype=torch.int32)
+
+
+def gapped(*shape: int) -> Tensor:
+    """Random rows with NaN between them."""
+    memory = torch.full((*shape[:-1], shape[-1] + 8), float("nan"))
+    return memory[..., : shape[-1]].copy_(torch.randn(*shape))

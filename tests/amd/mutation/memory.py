@@ -1,0 +1,73 @@
+"""Where a check puts its tensors: amid poison, or right before memory that ends the process when it is touched."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+# Elements of poison on either side: more than a kernel goes wrong by when one mask is missing.
+_MARGIN = 1 << 14
+_PROT_NONE = 0
+
+
+@dataclass
+class Memory(ABC):
+    """Tensors, and what lies around them, which nobody may write: NaN around floats, POISON around integers."""
+
+    POISON: ClassVar[int]
+    _placed: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+
+    def put(self, values: Tensor) -> Tensor:
+        """A copy of values with the same strides and gaps; nothing of it lies behind its last element."""
+        span = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
+        arena, first = self._arena(span, values.dtype)
+        arena.fill_(float("nan") if values.is_floating_point() else self.POISON)
+        arena[first : first + span] = values.as_strided((span,), (1,), values.storage_offset())
+        is_element = torch.zeros(arena.shape, dtype=torch.bool)
+        is_element.as_strided(values.shape, values.stride(), first).fill_(True)
+        self._placed.append((arena, arena.clone(), is_element))
+        return arena.as_strided(values.shape, values.stride(), arena.storage_offset() + first)
+
+    def assert_surroundings_untouched(self) -> None:
+        """Nothing was written between or around the elements of any tensor."""
+        for arena, before, is_element in self._placed:
+            changed = (arena != before) & ~(arena.isnan() & before.isnan())
+            assert not (changed & ~is_element).any(), "something was written past the end of a tensor or of a row"
+
+    @abstractmethod
+    def _arena(self, span: int, dtype: torch.dtype) -> tuple[Tensor, int]:
+        """A flat tensor that holds span elements, and where the first of them goes."""
+
+
+class Poisoned(Memory):
+    """A read past a tensor's end finds NaN, or a number that might be a row, a page, a length or a count."""
+
+    POISON = 1
+
+    def _arena(self, span: int, dtype: torch.dtype) -> tuple[Tensor, int]:
+        return torch.empty(_MARGIN + span + _MARGIN, dtype=dtype), _MARGIN
+
+
+class Fenced(Memory):
+    """A read past a tensor's end ends the process, also one whose value would not have mattered.
+
+    What is read before its start, if taken for an index, leads to where no memory is.
+    """
+
+    POISON = 0x7F7F7F7F
+
+    def _arena(self, span: int, dtype: torch.dtype) -> tuple[Tensor, int]:
+        usable = -(-span * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+        pages = mmap.mmap(-1, usable + mmap.PAGESIZE)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+        libc = ctypes.CDLL(None, use_errno=True)
+        fence = ctypes.c_void_p(start + usable)
+        assert libc.mprotect(fence, ctypes.c_size_t(mmap.PAGESIZE), _PROT_NONE) == 0, ctypes.get_errno()
+        elements = usable // dtype.itemsize
+        return torch.frombuffer(pages, dtype=dtype, count=elements), elements - span

@@ -1,0 +1,49 @@
+"""Without any one of its masks a kernel is caught: by a wrong value, or by touching what is not its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.amd.mutation.copies import copy_of_kernels, start_server, verdict
+from tests.amd.mutation.mutants import Mutant, mutants
+
+MUTANTS = mutants()
+FILES = sorted({mutant.path for mutant in MUTANTS})
+
+
+# Masks that change neither a value nor what is touched, and why they stay.
+HARMLESS = {
+    "metadata/fill.py: load without mask tl.load(table + row * table_stride + page_no, mask=live, other=0)": (
+        "tokens that are not live look at row 0 and position 0, the first cell of the table"
+    ),
+    "metadata/page_lists.py: load without live in the mask of "
+    "tl.load(table + row * table_stride + page_no, mask=live & (page_no < table_width), other=0)": (
+        "the rest of the row is memory of the table; the store drops it"
+    ),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> None:
+    start_server()
+
+
+@pytest.mark.parametrize("memory", ["Poisoned", "Fenced"])
+@pytest.mark.parametrize("path", FILES)
+def test_the_kernels_pass_their_checks(path: str, memory: str, tmp_path: Path) -> None:
+    assert verdict(copy_of_kernels(tmp_path), path, memory) == "right"
+
+
+def test_masks_that_are_called_harmless_exist() -> None:
+    assert HARMLESS.keys() <= {mutant.name for mutant in MUTANTS}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.path}:{mutant.line} {mutant.what}")
+def test_a_missing_mask_is_noticed(mutant: Mutant, tmp_path: Path) -> None:
+    folder = copy_of_kernels(tmp_path, mutant.path, mutant.source)
+    # The second is asked only where the first has noticed nothing.
+    verdicts = (verdict(folder, mutant.path, memory) for memory in ("Poisoned", "Fenced"))
+    is_noticed = any(verdict != "right" for verdict in verdicts)
+    assert is_noticed == (mutant.name not in HARMLESS), mutant.name

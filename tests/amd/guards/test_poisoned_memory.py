@@ -1,0 +1,171 @@
+"""What lies in memory before a step changes no bit of it: poison wherever a step may not read, step after step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.amd.guards.serving import PROVIDERS, Serving
+from tests.amd.runtime.stepping import Request
+
+both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+
+# New tokens of up to five requests, step by step: every kind of step, at several padded sizes, large before small.
+STEPS = [
+    [2, 3, 4, 5, 6],  # extend
+    [1, 1, 1, 1, 1],  # decode
+    [1, 1],
+    [3, 3, 3],  # verify: uniform, several tokens
+    [1, 5, 0, 2],  # mixed, one of them idle
+    [1],
+    [9, 1, 1, 1, 8],  # mixed, more tokens than any graph has
+    [1, 1, 1, 1, 1],
+    [0, 0],
+    [2, 3, 4, 5, 6],
+    [],
+    [1, 1, 1],
+]
+
+Before = Callable[[Serving], None]
+
+
+def fill_with_bytes(tensor: Tensor) -> None:
+    """0x7F in every byte: in floats a number near their largest, in integers far beyond every buffer."""
+    tensor.view(torch.uint8).fill_(0x7F)
+
+
+def fill_with_nan(tensor: Tensor) -> None:
+    """NaN; integers as above."""
+    if tensor.is_floating_point():
+        tensor.fill_(float("nan"))
+    else:
+        fill_with_bytes(tensor)
+
+
+def serve(device: torch.device, provider: str, graphs: bool, before: Before) -> list[Tensor]:
+    """Outputs and log-sum-exps of STEPS, gone through twice, pads included; before is called ahead of each step.
+
+    The request with the most tokens makes room for another one in between.
+    """
+    serving = Serving(
+        device, graphs=graphs, provider=provider, capture_sizes=(2, 8), capture_tokens=(8, 16), num_pages=80
+    )
+    requests = serving.admit(5)
+    results = []
+    for _ in range(2):
+        for q_len in STEPS:
+            before(serving)
+            serving.step(requests[: len(q_len)], q_len)
+            results += [tensor[: serving.num_padded].clone() for tensor in (serving.out, serving.lse)]
+        serving.free(requests[0])
+        requests[:1] = serving.admit(1)
+    if graphs:
+        assert serving.runner.counters.replays == 2 * (len(STEPS) - 3)
+    return results
+
+
+def without_live_tokens(serving: Serving) -> Tensor:
+    """bool [pages, page_size]: slots that hold no token of a request. None of page 0, which is zero for ever."""
+    problem, table = serving.problem, serving.runtime.table
+    dead = torch.ones(serving.runtime.pool.num_pages, problem.page_size, dtype=torch.bool)
+    dead[0] = False
+    for request in serving.world.requests:
+        pages = table.pages_of(request.row)
+        for kv_index in range(request.kv_len):
+            dead[int(pages[kv_index // problem.page_size]), kv_index % problem.page_size] = False
+    return dead.to(serving.runtime.device)
+
+
+@pytest.mark.parametrize("fill", [fill_with_bytes, fill_with_nan])
+@pytest.mark.parametrize("provider", PROVIDERS)
+@both_ways
+def test_a_step_writes_all_that_it_reads(
+    graphs: bool, provider: str, fill: Callable[[Tensor], None], device: torch.device
+) -> None:
+    """Index buffers, schedules and workspace of graphs and of eager steps, and what graphs return."""
+
+    def poison(serving: Serving) -> None:
+        memory = serving.runtime._memory
+        for part in (memory._sealed, memory._open):
+            for tensor in (*part.buffers.tensors().values(), part.workspace.view(part.workspace.capacity)):
+                fill(tensor)
+        for entry in serving.runner._entry_of_plan.values():
+            fill(entry.outputs)
+
+    clean = serve(device, provider, graphs, lambda serving: None)
+    poisoned = serve(device, provider, graphs, poison)
+    assert all(torch.equal(one, other) for one, other in zip(clean, poisoned, strict=True))
+
+
+@pytest.mark.parametrize("sides", ["k", "v", "kv"])
+@pytest.mark.parametrize("provider", PROVIDERS)
+@both_ways
+def test_no_slot_without_a_live_token_is_read(graphs: bool, provider: str, sides: str, device: torch.device) -> None:
+    """NaN in K, in V and in both: in page tails, in pages that are free and in pages that were given back."""
+
+    def fill_dead(value: float) -> Before:
+        def before(serving: Serving) -> None:
+            pages, dead = serving.runtime.pool.layer(0), without_live_tokens(serving)
+            for side in "kv":
+                getattr(pages, side)[dead] = value if side in sides else 0.0
+
+        return before
+
+    clean = serve(device, provider, graphs, fill_dead(0.0))
+    poisoned = serve(device, provider, graphs, fill_dead(float("nan")))
+    assert all(torch.equal(one, other) for one, other in zip(clean, poisoned, strict=True))
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_memory_that_is_given_back_and_taken_again_is_not_read_by_graphs(provider: str, device: torch.device) -> None:
+    """Larger eager steps let their buffers grow, and whoever comes next gets the old memory and fills it."""
+    serving = Serving(device, graphs=True, provider=provider, capture_sizes=(1, 4), num_pages=80)
+    requests = serving.admit(5)
+    serving.step(requests, [3, 2, 4, 5, 6])
+    held: list[Tensor] = []
+    for pad_to in (None, 9, 33, 65, 140, 9):
+        serving.step(requests[:3], [1, 1, 1])
+        serving.step(requests[:1], [1])
+        serving.step(requests, [1] * 5, pad_to)
+        serving.step(requests[:2], [2, 1])
+        held = held[1::2] + [torch.empty(size, device=device) for size in (4, 8, 64, 100, 256, 1000, 4096) * 4]
+        for tensor in held:
+            fill_with_bytes(tensor)
+    assert serving.runner.counters.replays == 12
+    serving.runner.check_addresses()
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize(
+    ("large", "small"),
+    [([1] * 5, [1]), ([3, 3, 3, 3], [2, 2]), ([1, 6, 1, 2, 3], [1, 2])],
+    ids=["decode", "extend", "mixed"],
+)
+def test_a_small_step_between_large_ones_disturbs_neither(
+    large: Sequence[int], small: Sequence[int], provider: str, device: torch.device
+) -> None:
+    """Large, small, large again, in one padded shape; the small one has requests of its own, which then leave."""
+    outs = []
+    for graphs in (False, True):
+        serving = Serving(
+            device, graphs=graphs, provider=provider, capture_sizes=(8,), capture_tokens=(16,), max_num_seqs=8
+        )
+        requests = serving.admit(len(large))
+        out = []
+        for _ in range(2):
+            out.append(_outputs(serving, requests, large))
+            others = serving.admit(len(small))
+            out.append(_outputs(serving, others, small))
+            serving.free(*others)
+            out.append(_outputs(serving, requests, large))
+        outs.append(out)
+        assert serving.runner.counters.replays == (6 if graphs else 0)
+    assert all(torch.equal(eager, replayed) for eager, replayed in zip(*outs, strict=True))
+
+
+def _outputs(serving: Serving, requests: Sequence[Request], q_len: Sequence[int]) -> Tensor:
+    serving.step(requests, q_len)
+    return serving.out[: serving.num_padded].clone()

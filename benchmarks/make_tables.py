@@ -21,6 +21,7 @@ def main() -> None:
     for name, section in (
         ("attention_h200.json", attention),
         ("host_time_h200.json", host_time),
+        ("graph_cost_h200.json", graph_cost),
         ("soak_h200.json", soak),
         ("runner_cpu.json", runner),
     ):
@@ -69,6 +70,36 @@ def host_time(result: dict[str, Any]) -> str:
     lines += [
         f"| {row['num_seqs']} | {row['step_us_median']} | {row['step_us_p90']} | {row['reserve_us_median']} |"
         for row in result["rows"]
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def graph_cost(result: dict[str, Any]) -> str:
+    """Capturing every decode size, and a captured step beside an eager one."""
+    lines = [
+        "## Graphs of decode steps, attention of Llama-3-8B\n",
+        machine_line(result["machine"]),
+        "Capture of every decode size up to 256; seconds in all, and of them warm-up with recording, and the checks. "
+        "The first in a process compiles kernels, or finds them in Triton's cache.\n",
+        "| capture | layers | graphs | s | recording s | checks s | MiB | slowest graph s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["captures"]:
+        slowest = max(bucket["seconds"] + bucket["check_seconds"] for bucket in row["buckets"])
+        lines.append(
+            f"| {row['capture']} | {row['layers']} | {row['graphs']} | {row['seconds']} | {row['record_seconds']} "
+            f"| {row['check_seconds']} | {row['bytes'] / 2**20:.0f} | {slowest:.2f} |"
+        )
+    lines += [
+        "\nGPU time of a decode step from its first kernel to its last, launched while the GPU sleeps, so that it "
+        "never waits for the host; medians of captured and eager steps in turn.\n",
+        "| sequences | context | layers | captured us | eager us | x eager |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['num_seqs']} | {row['context']} | {row['layers']} | {row['captured_us']} | {row['eager_us']} "
+        f"| {row['times_eager']:.3f} |"
+        for row in result["steps"]
     ]
     return "\n".join(lines) + "\n"
 

@@ -10,15 +10,34 @@ import os
 import shutil
 import signal
 import sys
+from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest.mock import patch
 
+from tests.amd.mutation.memory import Fenced, Memory, Poisoned
 from tests.amd.mutation.mutants import KERNELS
 
 _SECONDS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """How a check is run.
+
+    memory:       where its tensors lie
+    is_backwards: whether the last program of a launch runs first. A GPU promises no order, the interpreter has one:
+                  what a program writes over a later one's words is gone when the later one has run
+    """
+
+    memory: type[Memory]
+    is_backwards: bool
+
+
+# The second is for what the first does not notice.
+TRIALS = (Trial(Poisoned, False), Trial(Fenced, True))
 
 
 def copy_of_kernels(folder: Path, path: str = "", source: str = "") -> Path:
@@ -37,15 +56,15 @@ def start_server() -> None:
         forkserver.ensure_running()
 
 
-def verdict(folder: Path, check: str, memory: str) -> str:
+def verdict(folder: Path, check: str, trial: Trial) -> str:
     """What comes of a check on the copy of the kernels in folder.
 
-    check, memory: names of a check in checks.py and of a class in memory.py
+    check: a name in checks.py
     Returns "right"; what the check found wrong; or "SIGSEGV". Raises RuntimeError if the check could not be done.
     """
     context = multiprocessing.get_context("forkserver")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_report, args=(folder, check, memory, sender))
+    process = context.Process(target=_report, args=(folder, check, trial, sender))
     process.start()
     sender.close()
     has_ended = receiver.poll(_SECONDS)  # with an answer, or without
@@ -64,7 +83,7 @@ def verdict(folder: Path, check: str, memory: str) -> str:
     return answer
 
 
-def _report(folder: Path, check: str, memory: str, sender: Connection) -> None:
+def _report(folder: Path, check: str, trial: Trial, sender: Connection) -> None:
     """In the forked process: rocm_attn.kernels is the copy in folder."""
     import rocm_attn
 
@@ -72,10 +91,22 @@ def _report(folder: Path, check: str, memory: str, sender: Connection) -> None:
     checks = import_module("tests.amd.mutation.checks")
     copied = sys.modules["rocm_attn.kernels.launch"].__file__ or ""
     assert Path(copied).is_relative_to(folder), f"{copied} is not the copy in {folder}"
-    arena = getattr(import_module("tests.amd.mutation.memory"), memory)()
+    if trial.is_backwards:
+        _run_programs_backwards()
     try:
-        checks.CHECKS[check](arena)
+        checks.CHECKS[check](trial.memory())
     except AssertionError as wrong:
         sender.send(f"wrong: {str(wrong).partition(chr(10))[0][:120]}")
     else:
         sender.send("right")
+
+
+def _run_programs_backwards() -> None:
+    from triton.runtime.interpreter import interpreter_builder
+
+    set_index = interpreter_builder.set_grid_idx
+
+    def set_mirrored(*index: int) -> None:
+        set_index(*(size - 1 - at for size, at in zip(interpreter_builder.grid_dim, index, strict=True)))
+
+    interpreter_builder.set_grid_idx = set_mirrored

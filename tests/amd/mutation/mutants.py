@@ -1,4 +1,4 @@
-"""Kernels in which one masked load or store has lost its mask, found by reading their source."""
+"""Kernels in which one masked load, store or atomic has lost its mask, found by reading their source."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Mutant:
 
 
 def mutants() -> list[Mutant]:
-    """Every masked load and store of the kernels without its mask, and every masked load of V with NaN where masked."""
+    """Every masked access without its mask, or without half of it; every masked load of V with NaN where masked."""
     found: list[Mutant] = []
     for path in sorted(KERNELS.rglob("*.py")):
         source = path.read_text()
@@ -64,10 +64,14 @@ def mutants() -> list[Mutant]:
 
 def _masked_accesses(tree: ast.Module) -> Iterator[ast.Call]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("tl.load", "tl.store"):
+        if isinstance(node, ast.Call) and _touches_memory(ast.unparse(node.func)):
             assert len(node.args) <= 2, f"line {node.lineno}: a mask is passed by name"
             if any(keyword.arg == "mask" for keyword in node.keywords):
                 yield node
+
+
+def _touches_memory(function: str) -> bool:
+    return function in ("tl.load", "tl.store") or function.startswith("tl.atomic_")
 
 
 def _loads_of_v(tree: ast.Module) -> list[ast.expr]:

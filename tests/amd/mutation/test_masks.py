@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.amd.mutation.copies import copy_of_kernels, start_server, verdict
+from tests.amd.mutation.copies import TRIALS, Trial, copy_of_kernels, start_server, verdict
 from tests.amd.mutation.mutants import Mutant, mutants
 
 MUTANTS = mutants()
@@ -30,10 +30,10 @@ def server() -> None:
     start_server()
 
 
-@pytest.mark.parametrize("memory", ["Poisoned", "Fenced"])
+@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.memory.__name__)
 @pytest.mark.parametrize("path", FILES)
-def test_the_kernels_pass_their_checks(path: str, memory: str, tmp_path: Path) -> None:
-    assert verdict(copy_of_kernels(tmp_path), path, memory) == "right"
+def test_the_kernels_pass_their_checks(path: str, trial: Trial, tmp_path: Path) -> None:
+    assert verdict(copy_of_kernels(tmp_path), path, trial) == "right"
 
 
 def test_masks_that_are_called_harmless_exist() -> None:
@@ -43,7 +43,5 @@ def test_masks_that_are_called_harmless_exist() -> None:
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.path}:{mutant.line} {mutant.what}")
 def test_a_missing_mask_is_noticed(mutant: Mutant, tmp_path: Path) -> None:
     folder = copy_of_kernels(tmp_path, mutant.path, mutant.source)
-    # The second is asked only where the first has noticed nothing.
-    verdicts = (verdict(folder, mutant.path, memory) for memory in ("Poisoned", "Fenced"))
-    is_noticed = any(verdict != "right" for verdict in verdicts)
+    is_noticed = any(verdict(folder, mutant.path, trial) != "right" for trial in TRIALS)
     assert is_noticed == (mutant.name not in HARMLESS), mutant.name

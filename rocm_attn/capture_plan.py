@@ -18,8 +18,8 @@ from rocm_attn.kv_pool import page_bytes
 from rocm_attn.padding import PaddedShape
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step_buffers import STEP_BUFFERS, BufferSpec, Unit, block_table_buffers, page_list_buffers
-from rocm_attn.step_memory import StepMemory
+from rocm_attn.step_buffers import PADDED_BATCH, STEP_BUFFERS, BufferSpec, Unit, block_table_buffers, page_list_buffers
+from rocm_attn.step_memory import StepMemory, words_of_children
 from rocm_attn.target import Target
 
 
@@ -77,6 +77,7 @@ def plan_capture(
     provider: str = "auto",
     capture_sizes: Sequence[int] | None = None,
     capture_tokens: Sequence[int] = (1,),
+    split_steps: bool = False,
 ) -> CapturePlan:
     """What AttentionRuntime(problems, ...) allocates on the target, and what StepRunner.capture_all() captures.
 
@@ -95,6 +96,7 @@ def plan_capture(
         provider=provider,
         capture_sizes=capture_sizes,
         capture_tokens=capture_tokens,
+        split_steps=split_steps,
     )
     shapes = [shape for shape in capture_shapes(runtime.padding) if _is_captured(runtime, shape)]
     rows = [kernel.row for selection in runtime.selections for kernel in selection.kernels.values()]
@@ -111,10 +113,14 @@ def _is_captured(runtime: AttentionRuntime, shape: PaddedShape) -> bool:
 
 def _bucket(runtime: AttentionRuntime, shape: PaddedShape) -> Bucket:
     kernels = [selection.kernels[shape.kind].bound for selection in runtime.selections]
-    step_bytes = sum(spec.elements(shape) * spec.dtype.itemsize for spec in _specs(runtime).values())
-    schedule_bytes = sum(kernel.schedule_words(shape) for kernel in kernels) * torch.int32.itemsize
-    workspace_words = max(kernel.workspace_words(shape) for kernel in kernels)
-    return Bucket(shape, step_bytes + schedule_bytes, workspace_words * torch.float32.itemsize)
+    step_bytes = sum(PADDED_BATCH.elements(spec, shape) * spec.dtype.itemsize for spec in _specs(runtime).values())
+    schedule_words = sum(
+        words_of_children(kernel.schedule_words(shape.child), shape.num_children) for kernel in kernels
+    )
+    workspace_words = words_of_children(
+        max(kernel.workspace_words(shape.child) for kernel in kernels), shape.num_children
+    )
+    return Bucket(shape, step_bytes + schedule_words * torch.int32.itemsize, workspace_words * torch.float32.itemsize)
 
 
 def _specs(runtime: AttentionRuntime) -> dict[str, BufferSpec]:
@@ -148,7 +154,8 @@ def _knobs(runtime: AttentionRuntime) -> dict[str, str]:
     }
     of_buffer = {name: of_unit[spec.unit] for name, spec in _specs(runtime).items() if spec.unit in of_unit}
     kernels = f"{seqs}, {tokens}, {runtime.target.compute_units} compute units"
-    return {**of_buffer, "counts": "always the same", "schedules": kernels}
+    halves = "split_steps" if runtime.padding.max_children > 1 else "always the same"
+    return {**of_buffer, "counts": halves, "schedules": kernels}
 
 
 def _row_width(runtime: AttentionRuntime) -> str:

@@ -18,13 +18,14 @@ from typing import Any, Protocol
 import torch
 
 from rocm_attn.errors import BadSetting
+from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.plan import StepPlan
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step_batch import Int32Array, StepBatch
 
 NUM_STEPS = 64
-_FORMAT = 1
+_FORMAT = 2
 
 
 class Flight(Protocol):
@@ -135,6 +136,7 @@ class NotedStep:
     number:      of the step, from 0 for the first that was noted
     kind:        of the step
     real_*, padded_*: sequences and tokens
+    children:    halves that it ran in; 1 for a step that was not split
     max_q_len, max_kv_len: the bounds in its graph key
     kernels:     per kind of layer
     replayed:    whether a graph of it existed when it began
@@ -148,6 +150,7 @@ class NotedStep:
     real_tokens: int
     padded_seqs: int
     padded_tokens: int
+    children: int
     max_q_len: int
     max_kv_len: int
     kernels: tuple[str, ...]
@@ -177,6 +180,7 @@ class NotedStep:
             real_tokens=int(q_len.sum()),
             padded_seqs=shape.num_seqs,
             padded_tokens=shape.num_tokens,
+            children=shape.num_children,
             max_q_len=key.max_q_len,
             max_kv_len=key.max_kv_len,
             kernels=key.kernels,
@@ -186,6 +190,11 @@ class NotedStep:
             kv_len=tuple(kv_len.tolist()),
             q_len=tuple(q_len.tolist()),
         )
+
+    @property
+    def shape(self) -> PaddedShape:
+        """What it was padded to."""
+        return PaddedShape(StepKind(self.kind), self.padded_seqs, self.padded_tokens, self.children)
 
     def batch(self) -> StepBatch:
         """The step's sequences, without token ids. Raises BadBatch."""
@@ -208,6 +217,7 @@ class RuntimeFacts:
     capture_sizes: tuple[int, ...]
     capture_tokens: tuple[int, ...]
     guards_off: tuple[str, ...]
+    split_steps: bool
 
     @classmethod
     def of(cls, runtime: AttentionRuntime) -> RuntimeFacts:
@@ -222,6 +232,7 @@ class RuntimeFacts:
             capture_sizes=runtime.padding.seqs.sizes,
             capture_tokens=runtime.padding.tokens.sizes,
             guards_off=runtime.guards.off,
+            split_steps=runtime.padding.max_children > 1,
         )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from rocm_attn.hip_graphs.recorder import Recorder
 from rocm_attn.kernels.launch import observe_launches
-from rocm_attn.padding import PaddedShape, PaddingPolicy, StepKind
+from rocm_attn.padding import PaddedShape, PaddingPolicy, StepKind, round_up
 from rocm_attn.plan import GraphKey
 
 # (buckets done, buckets in all, the bucket that comes next; empty at the end)
@@ -32,17 +32,24 @@ def capture_shapes(padding: PaddingPolicy) -> tuple[PaddedShape, ...]:
 
     Every sequence count once for decode steps; every pair of a sequence count and a token count that a step can have in
     which each sequence has a token. A token count of 1 is left to be captured when it is met: only idle sequences make
-    such a step.
+    such a step. The same once more for split steps, where they may be captured.
     """
-    shapes = [PaddedShape(StepKind.DECODE, size, size) for size in padding.seqs.sizes]
-    seqs, tokens = _with_fewest(padding.seqs.sizes), _with_fewest(padding.tokens.sizes)
-    for num_seqs, fewest_seqs in seqs:
-        for num_tokens, _ in tokens:
-            if num_tokens >= 2 * fewest_seqs:
-                shapes.append(PaddedShape(StepKind.EXTEND, num_seqs, num_tokens))
-            if num_seqs > 1 and num_tokens >= max(fewest_seqs, 2) + 1:
-                shapes.append(PaddedShape(StepKind.MIXED, num_seqs, num_tokens))
+    shapes = [shape for children in range(1, padding.max_children + 1) for shape in _shapes(padding, children)]
     return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_seqs), reverse=True))
+
+
+def _shapes(padding: PaddingPolicy, children: int) -> list[PaddedShape]:
+    seqs, tokens = (
+        tuple(dict.fromkeys(round_up(size, children) for size in ladder)) for ladder in (padding.seqs, padding.tokens)
+    )
+    shapes = [PaddedShape(StepKind.DECODE, size, size, children) for size in seqs]
+    for num_seqs, fewest_seqs in _with_fewest(seqs):
+        for num_tokens in tokens:
+            if num_tokens >= 2 * max(fewest_seqs, children):
+                shapes.append(PaddedShape(StepKind.EXTEND, num_seqs, num_tokens, children))
+            if num_seqs > children and num_tokens >= max(fewest_seqs, 2 * children) + children:
+                shapes.append(PaddedShape(StepKind.MIXED, num_seqs, num_tokens, children))
+    return shapes
 
 
 def _with_fewest(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -54,7 +61,8 @@ def shape_name(shape: PaddedShape) -> str:
     """A padded shape in words."""
     seqs = "1 sequence" if shape.num_seqs == 1 else f"{shape.num_seqs} sequences"
     tokens = "" if shape.kind is StepKind.DECODE else f" with {shape.num_tokens} tokens"
-    return f"{shape.kind.value} of {seqs}{tokens}"
+    halves = "" if shape.num_children == 1 else " in two halves"
+    return f"{shape.kind.value} of {seqs}{tokens}{halves}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,14 @@ from rocm_attn.publisher import Deliver, launch_then_forget
 from rocm_attn.request_table import WITHIN_THE_ROW, IsShared, RequestTable, RowWidth, held_by_several
 from rocm_attn.settings import Settings, settings
 from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_buffers import PADDED_BATCH, Capacity, SealedGrowth, refuse_growth
+from rocm_attn.step_buffers import (
+    PADDED_BATCH,
+    Capacity,
+    FirstOfChild,
+    SealedGrowth,
+    behind_each_other,
+    refuse_growth,
+)
 
 OpsChange = Callable[[StepOps], StepOps]
 
@@ -77,6 +84,7 @@ class Guards:
     # Of the kernels, the memory, the table, the plan and the graphs.
     v_mask: Callable[[Selection], Selection] = unchanged_selection
     capacity: Callable[[int], Capacity] = by_padded_batch
+    child_ranges: FirstOfChild = behind_each_other
     sealed_growth: SealedGrowth = refuse_growth
     row_width: RowWidth = WITHIN_THE_ROW
     copy_on_write: IsShared = held_by_several
@@ -179,6 +187,13 @@ GUARDS: tuple[Guard, ...] = (
         "seed 004, H1, H2, H6, G1",
         unguarded.by_request_rows,
         "test_capacity.py::test_a_batch_padded_beyond_the_pool_keeps_all_of_its_sequences",
+    ),
+    _guard(
+        "child_ranges",
+        "the halves of a split step use one set of lengths and schedules: the first half runs with the second one's",
+        "H26, G9",
+        unguarded.all_in_one_place,
+        "test_halves.py::test_each_half_of_a_step_has_memory_of_its_own",
     ),
     _guard(
         "sealed_growth",

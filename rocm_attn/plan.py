@@ -24,7 +24,7 @@ class LayerKernel:
 class GraphKey:
     """Everything that a capture freezes; two steps may share a graph only if their keys are equal.
 
-    shape:      step kind, padded sequences and tokens
+    shape:      step kind, padded sequences and tokens, and into how many children they are split
     max_q_len:  bound on new tokens of a sequence
     max_kv_len: length bucket; the table's width for kernels that bake no length
     kernels:    per kind of layer, the kernel with its tiles
@@ -44,7 +44,7 @@ class StepPlan:
     kernels:         per kind of layer
     pad_kv_len:      KV length of padded sequences
     replayable:      whether the step may run as a graph
-    workspace_words: float32 words that its kernels share
+    workspace_words: float32 words that the kernels of one child share
     """
 
     key: GraphKey
@@ -94,5 +94,5 @@ def make_plan(
         kernels=tuple(kernels),
         pad_kv_len=max(kernel.row.min_kv_len for kernel in kernels),
         replayable=may_capture and all(kernel.row.graph_safe for kernel in kernels),
-        workspace_words=max(kernel.bound.workspace_words(shape) for kernel in kernels),
+        workspace_words=max(kernel.bound.workspace_words(shape.child) for kernel in kernels),
     )

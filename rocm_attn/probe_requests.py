@@ -18,6 +18,7 @@ from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.plan import SMALLEST_KV_BUCKET, StepPlan
 from rocm_attn.providers.contract import Baked
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.split_batch import HALVES, split_point
 from rocm_attn.step_batch import Int32Array, StepBatch
 from rocm_attn.target import Target
 
@@ -101,13 +102,17 @@ class ProbeRequests:
         new = [int(tokens) for tokens in q_len[: room.num_seqs]]
         fewer = new[: (len(new) + 1) // 2] if plan.shape.kind is StepKind.DECODE else new
         yield self.admit(room.largest(new), new)
-        yield self.admit(*self._ragged(room, new))
-        yield self.admit(*self._ragged(room, fewer))
+        cut = split_point(q_len, plan.shape.child.num_seqs) if plan.shape.num_children > 1 else 0
+        yield self.admit(*self._ragged(room, new, cut))
+        yield self.admit(*self._ragged(room, fewer, cut))
         yield self.admit(room.largest(new), new)
 
-    def _ragged(self, room: _Room, q_len: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Lengths of every order of magnitude, one of them in the bucket's upper part; new tokens shuffled."""
-        new = [int(tokens) for tokens in self._random.permutation(q_len)]
+    def _ragged(self, room: _Room, q_len: Sequence[int], cut: int) -> tuple[list[int], list[int]]:
+        """Lengths of every order of magnitude, one of them in the bucket's upper part.
+
+        cut: new tokens are shuffled before and behind it, so that the halves of a split step keep theirs
+        """
+        new = [int(tokens) for part in (q_len[:cut], q_len[cut:]) for tokens in self._random.permutation(part)]
         most = room.usual(len(new), 2)
         drawn = np.exp(self._random.uniform(0, np.log(most + 1), len(new))).astype(int)
         kv_len = [max(tokens, min(int(length), most)) for tokens, length in zip(new, drawn, strict=True)]
@@ -200,6 +205,10 @@ def typical_q_len(shape: PaddedShape, *, max_seqs: int, max_kv_len: int) -> Int3
         return None
     if shape.kind is StepKind.DECODE:
         return np.ones(num_seqs, np.int32)
+    if shape.num_children > 1:
+        # Halves that are alike: the cut lies between them.
+        half = typical_q_len(shape.child, max_seqs=max_seqs // HALVES, max_kv_len=max_kv_len)
+        return None if half is None else np.tile(half, HALVES)
     if shape.kind is StepKind.EXTEND:
         q_len = _even(num_tokens, min(num_seqs, num_tokens // 2))
     else:
@@ -227,7 +236,7 @@ def plan_of(runtime: AttentionRuntime, shape: PaddedShape, q_len: Int32Array) ->
     try:
         for row, tokens in zip(rows, q_len.tolist(), strict=True):
             runtime.table.reserve(row, tokens)
-        step = runtime.stage(StepBatch(np.array(rows, np.int32), q_len, q_len), shape.num_seqs)
+        step = runtime.stage_as(shape, StepBatch(np.array(rows, np.int32), q_len, q_len))
         runtime.end_step()
         return step.plan
     finally:

@@ -17,6 +17,7 @@ from rocm_attn.kv_pool import KVPool
 from rocm_attn.plan import StepPlan
 from rocm_attn.providers.contract import StepOps
 from rocm_attn.request_table import RequestTable
+from rocm_attn.split_batch import HALVES
 from rocm_attn.step_batch import INT32_MAX, StepBatch
 from rocm_attn.step_memory import DeviceStep
 
@@ -50,7 +51,8 @@ class Publisher:
         self._table = table
         self._pool = pool
         self._deliver = deliver
-        self._inputs = HostRing(pool.device, wait=ring_wait)
+        # One for each child, so that the host may be as many split steps ahead as others.
+        self._inputs = tuple(HostRing(pool.device, wait=ring_wait) for _ in range(HALVES))
         self._updates = HostRing(pool.device, wait=ring_wait)
         self._step_number = 0
 
@@ -70,10 +72,14 @@ class Publisher:
             self._deliver(launch, pending.cells.clear)
             self._updates.release()
 
-    def publish(self, batch: StepBatch, plan: StepPlan, step: DeviceStep) -> None:
-        """Write the step's inputs, pads included, to their fixed addresses."""
+    def publish(self, batch: StepBatch, plan: StepPlan, step: DeviceStep, child: int) -> None:
+        """Write the inputs of a child of a step, pads included, to their fixed addresses.
+
+        batch: the sequences of this child; a step that is not split is child 0 of itself
+        """
+        ring = self._inputs[child]
         num_seqs, num_ids = batch.num_seqs, len(batch.token_ids)
-        slot, words = self._inputs.acquire(slot_words(num_seqs, num_ids))
+        slot, words = ring.acquire(slot_words(num_seqs, num_ids))
         self._step_number = (self._step_number + 1) & INT32_MAX
         words[0], words[1], words[2], words[3] = num_seqs, batch.num_tokens, self._step_number, num_ids > 0
         at = HEADER_WORDS
@@ -91,4 +97,4 @@ class Publisher:
             pad_kv_len=plan.pad_kv_len,
             pad_q_len=plan.shape.pad_q_len,
         )
-        self._inputs.release()
+        ring.release()

@@ -10,26 +10,31 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadSetting, BadTensor, Unsupported, WrongState
+from rocm_attn.devices import StreamOrder, on_device, with_index
+from rocm_attn.errors import BadSetting, Unsupported, WrongState
 from rocm_attn.guards import Guards, guards_from_settings
 from rocm_attn.hip_graphs.errors import BadLadder
 from rocm_attn.hip_graphs.size_ladder import SizeLadder, default_ladder
 from rocm_attn.kv_pool import KVPool
-from rocm_attn.padding import PaddedShape, PaddingPolicy, StepKind
-from rocm_attn.plan import GraphKey, StepPlan, kv_len_bucket, make_plan, q_len_bucket
+from rocm_attn.layers import HalfLayers, Layers
+from rocm_attn.padding import PaddedShape, PaddingPolicy
+from rocm_attn.plan import StepPlan
+from rocm_attn.planner import Planner
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import AttendArgs, Baked, Need, StepMetadata, StepOps
+from rocm_attn.providers.contract import Need, StepMetadata, StepOps
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.publisher import Publisher
 from rocm_attn.request_table import RequestTable
+from rocm_attn.split_batch import HALVES, split_batch
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_memory import DeviceStep, StepMemory
+from rocm_attn.steps import LayerCalls
 from rocm_attn.target import Target, detect_target
 
 # Programs that share a sequence's pages when the CSR list is written: fixed, so that a graph serves every length.
@@ -44,13 +49,16 @@ class _State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a model's forward gets. Device tensors at padded sizes: S sequences, T tokens.
+    """What a model's forward gets: a step, or one half of a split one. Device tensors at padded sizes: S sequences,
+    T tokens.
 
     num_seqs, num_tokens: real ones, on the host; a forward that is captured must not use them
     token_ids:            int32 [T], pads 0
     positions:            int32 [T], rope positions, pads 0
     last_token_of_seq:    int32 [S], the token whose hidden state predicts the next one; 0 for pads
-    plan:                 how the step runs
+    layers:               store and attend for the tokens above, while the step runs
+    plan:                 how the step runs; a half's is that of the split step, whose shape has both
+    half:                 which half it is: 0 or 1; 0 for a step that is not split
     """
 
     num_seqs: int
@@ -58,6 +66,28 @@ class Step:
     token_ids: Tensor
     positions: Tensor
     last_token_of_seq: Tensor
+    layers: LayerCalls
+    plan: StepPlan
+    half: int
+
+    @property
+    def tokens(self) -> slice:
+        """Of tensors with a place for every padded token of both halves: the places of this one."""
+        num_tokens = self.token_ids.shape[0]
+        return slice(self.half * num_tokens, (self.half + 1) * num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitStep:
+    """A step that runs as two halves, which share nothing but the table and the pages.
+
+    halves:    the first sequences of the batch and the others; either may be empty, both have one padded shape
+    num_first: int32 [], sequences of the first half, on the device: for forwards that are captured
+    plan:      how the step runs
+    """
+
+    halves: tuple[Step, Step]
+    num_first: Tensor
     plan: StepPlan
 
 
@@ -74,6 +104,8 @@ class AttentionRuntime:
                    not given: a ladder up to max_num_seqs
     capture_tokens: token counts that steps with more than one new token a sequence are padded to and may be
                    captured at; such steps run eagerly above the largest, and by default that is all of them
+    split_steps:   whether graphs may be made of steps that are split in two, so that captured memory has room for both
+                   halves; without, split steps run eagerly
     guards:        the safeguards; not given: all, less those that the environment switches off (settings.py)
 
     Raises Unsupported when no kernel serves a layer, BadProblem and CapacityExceeded for a pool that cannot be.
@@ -91,18 +123,20 @@ class AttentionRuntime:
         target: Target | None = None,
         capture_sizes: Sequence[int] | None = None,
         capture_tokens: Sequence[int] = (1,),
+        split_steps: bool = False,
         guards: Guards | None = None,
     ) -> None:
         self.guards = guards = guards if guards is not None else guards_from_settings()
         if guards.off:
             logging.getLogger(__name__).warning("safeguards are switched off: %s", ", ".join(guards.off))
-        self.device = _with_index(device)
+        self.device = with_index(device)
         self.target = target if target is not None else detect_target(self.device)
         kinds = list(dict.fromkeys(problems))
-        self._kind_of_layer = [kinds.index(problem) for problem in problems]
         self.selections = tuple(guards.v_mask(select(kind, self.target, provider)) for kind in kinds)
         self.pool = KVPool(problems, num_pages=num_pages, device=self.device)
         self._ops = guards.change_ops(_ops_of(self.selections))
+        kind_of_layer = [kinds.index(problem) for problem in problems]
+        self._layers = Layers(self.selections, kind_of_layer, self.pool, self._ops, self.device)
         self.table = RequestTable(
             max_num_seqs=max_num_seqs,
             max_kv_len=max_kv_len,
@@ -114,26 +148,35 @@ class AttentionRuntime:
         )
         self._check_batch = guards.batch_check(self.table)
         seqs = default_ladder(max_num_seqs).sizes if capture_sizes is None else capture_sizes
-        self.padding = PaddingPolicy(_ladder("capture_sizes", seqs), _ladder("capture_tokens", capture_tokens))
+        self._max_children = HALVES if split_steps else 1
         self._memory = StepMemory(
             self.selections,
             self.table,
             self.device,
             capacity=guards.capacity(max_num_seqs),
+            first_of_child=guards.child_ranges,
             sealed_growth=guards.sealed_growth,
         )
         self._publisher = Publisher(
             self._ops, self.table, self.pool, ring_wait=guards.ring_wait, deliver=guards.pending_changes
         )
-        self._longest = guards.planner_inputs(self._memory.sealed_tensors)
-        self._plan_of_key: dict[GraphKey, StepPlan] = {}
-        self._plan_of_sizes: dict[tuple[int | None, ...], StepPlan] = {}
-        self._baked = frozenset(b for s in self.selections for kernel in s.kernels.values() for b in kernel.row.bakes)
+        self._planner = Planner(
+            self.selections,
+            self._padding_for(seqs, capture_tokens),
+            max_kv_len=self.table.width * self.pool.page_size,
+            longest=guards.planner_inputs(self._memory.sealed_tensors),
+            graph_key=guards.graph_key,
+        )
         self._state = _State.IDLE
         self._plan: StepPlan | None = None
-        self._step: DeviceStep | None = None
-        self._stream: torch.cuda.Stream | None = None
-        self._stream_handle = -1
+        self._children: tuple[DeviceStep, ...] = ()
+        self._num_splits = 0
+        self._streams = StreamOrder(self.device)
+
+    @property
+    def padding(self) -> PaddingPolicy:
+        """What steps are padded to, and which of them may be captured."""
+        return self._planner.padding
 
     @property
     def max_kv_len(self) -> int:
@@ -144,7 +187,7 @@ class AttentionRuntime:
         """Everything that a graph reads and the runtime owns, by name: buffers, workspace, table and pages."""
         pages = {
             f"{side}_pages_{layer}": getattr(self.pool.layer(layer), side)
-            for layer in range(len(self._kind_of_layer))
+            for layer in range(len(self._layers))
             for side in ("k", "v")
         }
         return {**self._memory.sealed_tensors(), "table": self.table.entries, **pages}
@@ -156,55 +199,63 @@ class AttentionRuntime:
         Raises BadBatch, CapacityExceeded, WrongState; no step is begun then.
         """
         step = self.stage(batch, pad_to)
-        try:
-            self.fill()
-        except BaseException:
-            self.end_step()
-            raise
+        self._fill_or_end()
+        return step
+
+    def begin_split_step(self, batch: StepBatch, pad_to: int | None = None) -> SplitStep:
+        """As begin_step, in two halves; store and attend with their `layers`, in any order of the two.
+
+        pad_to: sequences of both halves together; even
+        """
+        step = self.stage_split(batch, pad_to)
+        self._fill_or_end()
         return step
 
     def stage(self, batch: StepBatch, pad_to: int | None = None) -> Step:
         """The part of begin_step that runs before a graph: check, plan, update the table, publish the inputs."""
-        if self._state is not _State.IDLE:
-            raise WrongState(f"a step cannot begin, because {self._state.value}; call end_step() first")
+        self._require_idle("a step cannot begin")
         self._check_batch(batch)
-        plan = self._plan_for(batch, pad_to)
-        with self._on_device():
-            self._follow_stream()
-            step = self._memory.device_step(plan)
+        plan = self._planner.plan(batch, pad_to, 1)
+        with on_device(self.device):
+            self._streams.follow()
+            children = self._memory.device_steps(plan)
             self._publisher.apply_table_changes()
-            self._publisher.publish(batch, plan, step)
-        self._plan, self._step, self._state = plan, step, _State.STAGED
-        return Step(
-            num_seqs=batch.num_seqs,
-            num_tokens=batch.num_tokens,
-            token_ids=step.token_ids,
-            positions=step.position_of_token,
-            last_token_of_seq=step.last_token_of_seq,
-            plan=plan,
+            self._publisher.publish(batch, plan, children[0], 0)
+        self._plan, self._children, self._state = plan, children, _State.STAGED
+        return _step(batch, children[0], plan, self, 0)
+
+    def stage_split(self, batch: StepBatch, pad_to: int | None = None) -> SplitStep:
+        """The part of begin_split_step that runs before a graph."""
+        self._require_idle("a step cannot begin")
+        self._check_batch(batch)
+        plan = self._planner.plan(batch, pad_to, HALVES)
+        batches = split_batch(batch, plan.shape.child.num_seqs)
+        with on_device(self.device):
+            self._streams.follow()
+            children = self._memory.device_steps(plan)
+            self._publisher.apply_table_changes()
+            for half, child in enumerate(children):
+                self._publisher.publish(batches[half], plan, child, half)
+        self._plan, self._children, self._state = plan, children, _State.STAGED
+        self._num_splits += 1
+        require = partial(self._require_split, self._num_splits)
+        first, second = (
+            _step(batches[half], child, plan, HalfLayers(self._layers, child, plan, require), half)
+            for half, child in enumerate(children)
         )
+        return SplitStep((first, second), children[0].metadata.counts[0], plan)
+
+    def stage_as(self, shape: PaddedShape, batch: StepBatch) -> Step | SplitStep:
+        """Stage a batch whole or split, and padded to as many sequences, as steps of a shape are."""
+        return (self.stage if shape.num_children == 1 else self.stage_split)(batch, shape.num_seqs)
 
     def fill(self) -> None:
         """Derive the step's metadata on the device; captured where a step is. Running it twice is harmless."""
-        if self._step is None or self._plan is None:
+        if self._plan is None:
             raise WrongState("there is no step to fill; call begin_step() first")
-        step, metadata = self._step, self._step.metadata
-        with self._on_device():
-            self._ops.fill(
-                metadata.counts,
-                metadata.table.row_of_seq,
-                metadata.kv_len,
-                metadata.q_len,
-                metadata.table.entries,
-                metadata.q_indptr,
-                step.last_token_of_seq,
-                step.position_of_token,
-                step.slot_of_token,
-                page_size=self.pool.page_size,
-            )
-            _fill_needs(self._ops, self._memory.needs, metadata, self.pool.page_size)
-            for kernel, schedule in zip(self._plan.kernels, step.schedules, strict=True):
-                kernel.bound.build_schedule(metadata, schedule)
+        with on_device(self.device):
+            for step in self._children:
+                self._fill_child(step, self._plan)
         self._state = _State.RUNNING
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -213,13 +264,7 @@ class AttentionRuntime:
         k, v: [T, kv_heads, head_dim | v_head_dim]; any strides but the last. Raises BadTensor, WrongState.
         """
         step, _ = self._running()
-        problem = self._problem(layer)
-        num_tokens = step.slot_of_token.shape[0]
-        self._check("k", k, (num_tokens, problem.num_kv_heads, problem.head_dim), problem.dtype)
-        self._check("v", v, (num_tokens, problem.num_kv_heads, problem.v_head_dim), problem.dtype)
-        pages = self.pool.layer(layer)
-        with self._on_device():
-            self._ops.store_kv(k, v, step.slot_of_token, step.metadata.counts, pages.k, pages.v)
+        self._layers.store(step, layer, k, v)
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """Attention of the step's new tokens over everything that is stored for their sequences.
@@ -229,26 +274,7 @@ class AttentionRuntime:
         Raises BadTensor, WrongState.
         """
         step, plan = self._running()
-        problem = self._problem(layer)
-        num_tokens = step.slot_of_token.shape[0]
-        self._check("q", q, (num_tokens, problem.num_q_heads, problem.head_dim), problem.dtype)
-        self._check("out", out, (num_tokens, problem.num_q_heads, problem.v_head_dim), problem.dtype)
-        if lse is not None:
-            self._check("lse", lse, (num_tokens, problem.num_q_heads), torch.float32)
-        kind = self._kind_of_layer[layer]
-        pages = self.pool.layer(layer)
-        args = AttendArgs(
-            step=step.metadata,
-            schedule=step.schedules[kind],
-            workspace=step.workspace,
-            q=q,
-            k_pages=pages.k,
-            v_pages=pages.v,
-            out=out,
-            lse=lse,
-        )
-        with self._on_device():
-            plan.kernels[kind].bound.attend(args)
+        self._layers.attend(step, plan, layer, q, out, lse)
 
     def store_and_attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None
@@ -260,13 +286,12 @@ class AttentionRuntime:
     def end_step(self) -> None:
         """Close the step, so that the next one may begin. Also the way back after an exception inside a step."""
         self._state = _State.IDLE
-        self._plan = self._step = None
+        self._plan, self._children = None, ()
 
     def seal(self) -> None:
         """Fix the addresses that graphs read, at the size of the largest capture. Growing them raises afterwards."""
-        if self._state is not _State.IDLE:
-            raise WrongState(f"addresses cannot be sealed, because {self._state.value}; call end_step() first")
-        with self._on_device():
+        self._require_idle("addresses cannot be sealed")
+        with on_device(self.device):
             self._memory.seal(self.padding.largest_shapes())
 
     def unseal(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int] = (1,)) -> None:
@@ -274,81 +299,72 @@ class AttentionRuntime:
 
         Raises BadSetting, WrongState; nothing has changed then.
         """
-        if self._state is not _State.IDLE:
-            raise WrongState(f"addresses cannot be given up, because {self._state.value}; call end_step() first")
-        padding = PaddingPolicy(_ladder("capture_sizes", capture_sizes), _ladder("capture_tokens", capture_tokens))
+        self._require_idle("addresses cannot be given up")
+        padding = self._padding_for(capture_sizes, capture_tokens)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.padding = padding
-        self._plan_of_key.clear()
-        self._plan_of_sizes.clear()
+        self._planner.start_over(padding)
         self._memory.unseal()
 
-    def _plan_for(self, batch: StepBatch, pad_to: int | None) -> StepPlan:
-        max_kv_len = self.table.width * self.pool.page_size
-        if Baked.MAX_KV_LEN in self._baked:
-            max_kv_len = kv_len_bucket(self._longest(batch), max_kv_len)
-        # All that a plan depends on, so that a step of known sizes costs one look-up.
-        key = (batch.num_seqs, batch.num_tokens, batch.min_q_len, batch.max_q_len, max_kv_len, pad_to)
-        plan = self._plan_of_sizes.get(key)
-        if plan is None:
-            plan = self._make_plan(self.padding.shape(batch, pad_to), batch, max_kv_len)
-            if plan.replayable and plan.shape.kind is StepKind.DECODE:  # ragged sizes are too many to keep
-                self._plan_of_sizes[key] = plan
-        return plan
+    def _require_idle(self, what_fails: str) -> None:
+        if self._state is not _State.IDLE:
+            raise WrongState(f"{what_fails}, because {self._state.value}; call end_step() first")
 
-    def _make_plan(self, shape: PaddedShape, batch: StepBatch, max_kv_len: int) -> StepPlan:
-        may_capture = self.padding.captures(shape)
-        max_q_len = 1 if shape.kind is StepKind.DECODE else shape.num_tokens
-        if Baked.MAX_Q_LEN in self._baked:
-            max_q_len = q_len_bucket(batch.max_q_len) if may_capture else max(1, batch.max_q_len)
-        plan = make_plan(
-            shape,
-            [selection.kernels[shape.kind] for selection in self.selections],
-            max_q_len=max_q_len,
-            max_kv_len=max_kv_len,
-            may_capture=may_capture,
+    def _fill_or_end(self) -> None:
+        try:
+            self.fill()
+        except BaseException:
+            self.end_step()
+            raise
+
+    def _fill_child(self, step: DeviceStep, plan: StepPlan) -> None:
+        metadata = step.metadata
+        self._ops.fill(
+            metadata.counts,
+            metadata.table.row_of_seq,
+            metadata.kv_len,
+            metadata.q_len,
+            metadata.table.entries,
+            metadata.q_indptr,
+            step.last_token_of_seq,
+            step.position_of_token,
+            step.slot_of_token,
+            page_size=self.pool.page_size,
         )
-        # Sizes that are padded to the same shape share a plan, and so a graph and the views of its buffers.
-        return self._plan_of_key.setdefault(self.guards.graph_key(plan.key), plan) if plan.replayable else plan
+        _fill_needs(self._ops, self._memory.needs, metadata, self.pool.page_size)
+        for kernel, schedule in zip(plan.kernels, step.schedules, strict=True):
+            kernel.bound.build_schedule(metadata, schedule)
 
-    def _on_device(self) -> AbstractContextManager[object]:
-        """Launches go to the runtime's device, whichever is current for the caller."""
-        # torch._C: the public functions cost more than a step has to spend.
-        if self.device.type == "cpu" or torch._C._cuda_getDevice() == self.device.index:
-            return nullcontext()
-        return torch.cuda.device(self.device)
-
-    def _follow_stream(self) -> None:
-        """A step on another stream than the last one starts after it: both use the same buffers and pages."""
-        if self.device.type == "cpu":
-            return
-        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if handle != self._stream_handle:
-            stream = torch.cuda.current_stream(self.device)
-            if self._stream is not None:
-                stream.wait_stream(self._stream)
-            self._stream, self._stream_handle = stream, handle
+    def _padding_for(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int]) -> PaddingPolicy:
+        seqs, tokens = _ladder("capture_sizes", capture_sizes), _ladder("capture_tokens", capture_tokens)
+        return PaddingPolicy(seqs, tokens, self._max_children)
 
     def _running(self) -> tuple[DeviceStep, StepPlan]:
-        if self._step is None or self._plan is None or self._state is not _State.RUNNING:
+        if self._plan is None or self._state is not _State.RUNNING:
             raise WrongState(f"store and attend need a running step, but {self._state.value}; call begin_step() first")
-        return self._step, self._plan
+        if len(self._children) > 1:
+            raise WrongState("the step that runs is split; call store and attend of the `layers` of each of its halves")
+        return self._children[0], self._plan
 
-    def _problem(self, layer: int) -> Problem:
-        if not 0 <= layer < len(self._kind_of_layer):
-            raise BadTensor(f"layer {layer} does not exist; the runtime has layers 0 to {len(self._kind_of_layer) - 1}")
-        return self.selections[self._kind_of_layer[layer]].problem
+    def _require_split(self, number: int) -> None:
+        """A half of the split step of this number may store and attend now."""
+        if self._state is not _State.RUNNING:
+            raise WrongState(f"store and attend of a half need a running step, but {self._state.value}")
+        if number != self._num_splits or len(self._children) == 1:
+            raise WrongState("the step that this half belongs to is over; call the `layers` of the step that runs")
 
-    def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        if tuple(tensor.shape) != shape:
-            raise BadTensor(f"{name} has shape {list(tensor.shape)}; this step and layer need {list(shape)}")
-        if tensor.dtype != dtype:
-            raise BadTensor(f"{name} is {tensor.dtype}; the layer works in {dtype}")
-        if tensor.device != self.device:
-            raise BadTensor(f"{name} is on {tensor.device}; the runtime is on {self.device}")
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise BadTensor(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be contiguous there")
+
+def _step(batch: StepBatch, views: DeviceStep, plan: StepPlan, layers: LayerCalls, half: int) -> Step:
+    return Step(
+        num_seqs=batch.num_seqs,
+        num_tokens=batch.num_tokens,
+        token_ids=views.token_ids,
+        positions=views.position_of_token,
+        last_token_of_seq=views.last_token_of_seq,
+        layers=layers,
+        plan=plan,
+        half=half,
+    )
 
 
 def _fill_needs(ops: StepOps, needs: frozenset[Need], step: StepMetadata, page_size: int) -> None:
@@ -369,13 +385,6 @@ def _ladder(name: str, sizes: Sequence[int]) -> SizeLadder:
         return SizeLadder(tuple(sizes))
     except BadLadder as bad:
         raise BadSetting(f"{name}: {bad}") from bad
-
-
-def _with_index(device: torch.device) -> torch.device:
-    """cuda -> cuda:N, so that the device compares equal to those of tensors."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 def _ops_of(selections: Sequence[Selection]) -> StepOps:

@@ -20,9 +20,11 @@ import torch
 from rocm_attn.errors import RocmAttnError
 from rocm_attn.graphs import recorder_for
 from rocm_attn.index_spaces import RESERVED_PAGE
+from rocm_attn.padding import PaddedShape, round_up, token_places
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.soak_model import Checker, LayerTables, PlayedStep, SoakModel, soak_problems
-from rocm_attn.soak_world import Action, Scenario, World
+from rocm_attn.soak_world import Action, DrawnStep, Scenario, World
+from rocm_attn.split_batch import HALVES
 from rocm_attn.step_runner import StepCounters, StepRunner
 
 # Growth between two moments with no graph and no result held. A host's allocator keeps what it likes, a device's is
@@ -142,6 +144,7 @@ class Soak:
             provider=provider,
             capture_sizes=first.seqs,
             capture_tokens=first.tokens,
+            split_steps=True,
         )
         self._layers = [self._runtime.pool.layer(layer) for layer in range(len(problems))]
         self._world = World(scenario, self._runtime.table, seed)
@@ -149,7 +152,6 @@ class Soak:
         generator = torch.Generator().manual_seed(seed)
         tables = [LayerTables.random(p, scenario.vocabulary, scenario.max_kv_len, generator) for p in problems]
         self._model = SoakModel(
-            self._runtime,
             [rows.to(device=self._runtime.device) for rows in tables],
             max_kv_len=scenario.max_kv_len,
             max_tokens=scenario.max_tokens,
@@ -184,11 +186,11 @@ class Soak:
 
     def _play(self, number: int) -> None:
         drawn = self._world.draw_step(self._runtime.padding.seqs.sizes)
-        shape = self._runtime.padding.shape(drawn.batch, drawn.pad_to)
+        shape = self._shape(number, drawn)
         self._page_copies += len(self._runtime.table.pending.copies)
         self._model.poison()
         before = self._runner.counters
-        rows = self._runner.run(drawn.batch, drawn.pad_to)
+        rows = self._runner.run_as(shape, drawn.batch)
         after = self._runner.counters
         if after.graphs_off:
             raise self._failure(number, f"step {number}", f"graphs were switched off: {after.graphs_off}")
@@ -199,13 +201,21 @@ class Soak:
                 shape=shape,
                 way=_way(before, after),
                 sequences=drawn.truths(),
-                outputs=self._model.outputs(shape.num_tokens, rows),
+                outputs=self._model.outputs(token_places(drawn.batch, shape), rows),
                 history=tuple(self._world.history),
             )
         )
         self._world.finish(drawn)
         if len(self._unchecked) >= self._scenario.max_behind:
             self._check()
+
+    def _shape(self, number: int, drawn: DrawnStep) -> PaddedShape:
+        """What a step is padded to, whole or as two halves."""
+        padding = self._runtime.padding
+        if number % self._scenario.split_every:
+            return padding.shape(drawn.batch, drawn.pad_to)
+        pad_to = drawn.pad_to if drawn.pad_to is None else round_up(drawn.pad_to, HALVES)
+        return padding.split_shape(drawn.batch, pad_to)
 
     def _check(self) -> None:
         """Compare the steps that were played since the last time: until here the host ran ahead of the device."""

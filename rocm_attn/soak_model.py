@@ -12,6 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ from rocm_attn.numerics import BOUNDS
 from rocm_attn.padding import PaddedShape
 from rocm_attn.problem import Problem
 from rocm_attn.reference import attend_sequence
-from rocm_attn.runtime import AttentionRuntime, Step
+from rocm_attn.runtime import Step
 from rocm_attn.step_batch import Int32Array
 
 
@@ -82,15 +84,12 @@ class Outputs:
 class SoakModel:
     """The forward function of a soak; outputs of all tokens are left in buffers of its own.
 
-    tables:     per layer, on the runtime's device
+    tables:     per layer, on the device that steps run on
     max_kv_len: positions of the tables
     max_tokens: most padded tokens of a step
     """
 
-    def __init__(
-        self, runtime: AttentionRuntime, tables: Sequence[LayerTables], *, max_kv_len: int, max_tokens: int
-    ) -> None:
-        self._runtime = runtime
+    def __init__(self, tables: Sequence[LayerTables], *, max_kv_len: int, max_tokens: int) -> None:
         self._tables = tables
         self._max_kv_len = max_kv_len
         self._out = [rows.q.new_empty(max_tokens, rows.q.shape[1], rows.v.shape[2]) for rows in tables]
@@ -98,12 +97,11 @@ class SoakModel:
 
     def forward(self, step: Step) -> Tensor:
         """Attention of every layer; returns Outputs.rows of the padded sequences."""
-        num_tokens = step.token_ids.shape[0]
         entry = step.token_ids * self._max_kv_len + step.positions
         rows = []
         for layer, tables in enumerate(self._tables):
-            out, lse = self._out[layer][:num_tokens], self._lse[layer][:num_tokens]
-            self._runtime.store_and_attend(layer, tables.q[entry], tables.k[entry], tables.v[entry], out, lse)
+            out, lse = self._out[layer][step.tokens], self._lse[layer][step.tokens]
+            step.layers.store_and_attend(layer, tables.q[entry], tables.k[entry], tables.v[entry], out, lse)
             rows.append(out[step.last_token_of_seq].flatten(1))
         return torch.cat(rows, 1)
 
@@ -112,13 +110,14 @@ class SoakModel:
         for tensor in (*self._out, *self._lse):
             tensor.fill_(float("nan"))
 
-    def outputs(self, num_tokens: int, rows: Tensor) -> Outputs:
-        """A copy of what the last step left, on the device. rows: what forward returned, real sequences only."""
-        return Outputs(
-            tuple(out[:num_tokens].clone() for out in self._out),
-            tuple(lse[:num_tokens].clone() for lse in self._lse),
-            rows.clone(),
-        )
+    def outputs(self, places: npt.NDArray[np.int64], rows: Tensor) -> Outputs:
+        """A copy of what the last step left, on the device.
+
+        places: of the step's tokens among the padded ones, real tokens first
+        rows:   what forward returned, real sequences only
+        """
+        order = torch.from_numpy(places).to(rows.device)
+        return Outputs(tuple(out[order] for out in self._out), tuple(lse[order] for lse in self._lse), rows.clone())
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +154,8 @@ class PlayedStep:
         shape, sequences = self.shape, self.sequences
         return (
             f"step {self.number} ({self.action}: {shape.kind.value}, {len(sequences)} sequences padded to "
-            f"{shape.num_seqs}, {sum(s.q_len for s in sequences)} tokens padded to {shape.num_tokens}, longest q_len "
+            f"{shape.num_seqs}, {sum(s.q_len for s in sequences)} tokens padded to {shape.num_tokens}, "
+            f"{'whole' if shape.num_children == 1 else 'in two halves'}, longest q_len "
             f"{max((s.q_len for s in sequences), default=0)} and kv_len "
             f"{max((len(s.token_ids) for s in sequences), default=0)}, {self.way})"
         )

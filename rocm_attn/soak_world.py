@@ -81,6 +81,7 @@ class Scenario:
     verify_len:           new tokens of a sequence in verify steps
     chunk_lens:           smallest and largest chunk
     pad_chance:           of a step whose padding is forced
+    split_every:          one step in so many runs as two halves
     weights:              how often each action is drawn
     """
 
@@ -100,6 +101,7 @@ class Scenario:
     verify_len: int = 3
     chunk_lens: tuple[int, int] = (2, 20)
     pad_chance: float = 0.15
+    split_every: int = 4
     weights: Mapping[Action, float] = field(default_factory=lambda: dict(_WEIGHTS))
 
     def __post_init__(self) -> None:
@@ -120,7 +122,8 @@ class Scenario:
     @property
     def max_tokens(self) -> int:
         """More tokens than a padded step has."""
-        most = max(max(self.chunk_lens), self.verify_len) * self.max_num_seqs
+        # One more than there are sequences: both halves of a split step are padded to the larger one.
+        most = max(max(self.chunk_lens), self.verify_len) * (self.max_num_seqs + 1)
         return max(most, 2 * max(max(*ladders.seqs, *ladders.tokens) for ladders in self.ladders))
 
 

@@ -1,7 +1,8 @@
 """StepBuffers: every index tensor of a step, at a fixed address, reached by name.
 
 Each buffer declares its unit, dtype, size and pad value, and grows by itself when a padded step exceeds what it holds:
-the padded batch may be larger than the pool's rows. After seal() nothing moves any more.
+the padded batch may be larger than the pool's rows. After seal() nothing moves any more. The children of a split step
+use sub-ranges of the same buffers, one behind the other.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import CapacityExceeded
-from rocm_attn.padding import PAD_ROW, PaddedShape
+from rocm_attn.padding import PAD_ROW, PaddedShape, round_up
 
 
 class Unit(enum.Enum):
@@ -31,7 +32,7 @@ class Unit(enum.Enum):
 class BufferSpec:
     """One buffer.
 
-    elements: padded shape -> elements that a step of that shape uses
+    elements: padded shape of a child -> elements that a child of that shape uses
     pad:      what an element holds where no real sequence, token or page is
     """
 
@@ -82,24 +83,35 @@ def block_table_buffers(table_width: int) -> tuple[BufferSpec, ...]:
     return (BufferSpec("block_table", Unit.PAGE, torch.int32, lambda shape: shape.num_seqs * table_width, pad=0),)
 
 
+# (child, elements of a child) -> the first element of the child's sub-range
+FirstOfChild = Callable[[int, int], int]
+
+
+def behind_each_other(child: int, elements: int) -> int:
+    """Every child has a sub-range of its own."""
+    # Whole 16-byte units of 4-byte elements: Triton compiles a kernel anew when a pointer's alignment changes.
+    return child * round_up(elements, 4)
+
+
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """How large buffers are and what a view of one is: sized by the padded batch, and never cut short."""
 
     def elements(self, spec: BufferSpec, shape: PaddedShape) -> int:
-        """Elements that a buffer must hold for a step of this shape."""
-        return spec.elements(shape)
+        """Elements that a buffer must hold for a step of this shape, all of its children together."""
+        used = spec.elements(shape.child)
+        return behind_each_other(shape.num_children - 1, used) + used
 
     def allocated(self, elements: int) -> int:
         """Elements to allocate where this many are needed."""
         # A power of two, so that a batch that grows by one sequence a step does not reallocate each time.
         return 1 << (elements - 1).bit_length()
 
-    def view(self, name: str, tensor: Tensor, elements: int) -> Tensor:
-        """The first elements of a buffer. Raises CapacityExceeded past its end: a slice would truncate silently."""
-        if elements > tensor.numel():
-            raise CapacityExceeded(f"{elements} elements of {name} were asked for, it holds {tensor.numel()}")
-        return tensor[:elements]
+    def view(self, name: str, tensor: Tensor, first: int, elements: int) -> Tensor:
+        """Elements of a buffer. Raises CapacityExceeded past its end: a slice would truncate silently."""
+        if first + elements > tensor.numel():
+            raise CapacityExceeded(f"{first + elements} elements of {name} were asked for, it holds {tensor.numel()}")
+        return tensor[first : first + elements]
 
 
 PADDED_BATCH = Capacity()
@@ -122,6 +134,7 @@ class StepBuffers:
         device: torch.device,
         *,
         capacity: Capacity = PADDED_BATCH,
+        first_of_child: FirstOfChild = behind_each_other,
         sealed_growth: SealedGrowth = refuse_growth,
     ) -> None:
         names = [spec.name for spec in specs]
@@ -130,6 +143,7 @@ class StepBuffers:
         self._tensors = {spec.name: torch.empty(0, dtype=spec.dtype, device=device) for spec in specs}
         self._device = device
         self._capacity = capacity
+        self._first_of_child = first_of_child
         self._sealed_growth = sealed_growth
         self._sealed = False
         self.epoch = 0
@@ -170,16 +184,17 @@ class StepBuffers:
             self._tensors[spec.name] = torch.full((elements,), spec.pad, dtype=spec.dtype, device=self._device)
         self.epoch += 1
 
-    def view(self, name: str, elements: int) -> Tensor:
-        """The first elements of a buffer. Raises CapacityExceeded past its end."""
-        return self._capacity.view(name, self._tensors[name], elements)
+    def view(self, name: str, elements: int, first: int = 0) -> Tensor:
+        """The elements of a buffer from the first one on. Raises CapacityExceeded past its end."""
+        return self._capacity.view(name, self._tensors[name], first, elements)
 
-    def step_view(self, name: str, shape: PaddedShape) -> Tensor:
-        """What a step of this shape uses of a buffer; empty for a buffer that no kernel needs."""
+    def step_view(self, name: str, shape: PaddedShape, child: int = 0) -> Tensor:
+        """What a child of a step of this shape uses of a buffer; empty for a buffer that no kernel needs."""
         spec = self._specs.get(name)
         if spec is None:
             return torch.empty(0, dtype=torch.int32, device=self._device)
-        return self.view(name, spec.elements(shape))
+        elements = spec.elements(shape.child)
+        return self.view(name, elements, self._first_of_child(child, elements))
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Name -> whole buffer, for fingerprints and poison tests."""

@@ -1,4 +1,7 @@
-"""StepMemory: the device memory of steps. A sealed part for steps that graphs replay, an open part for all others."""
+"""StepMemory: the device memory of steps. A sealed part for steps that graphs replay, an open part for all others.
+
+A step that is not split has one child, itself; the children of a split one have sub-ranges of the same buffers.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,11 @@ from rocm_attn.step_buffers import (
     STEP_BUFFERS,
     BufferSpec,
     Capacity,
+    FirstOfChild,
     SealedGrowth,
     StepBuffers,
     Unit,
+    behind_each_other,
     block_table_buffers,
     page_list_buffers,
     refuse_growth,
@@ -31,10 +36,10 @@ from rocm_attn.workspace import Workspace
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """Views of a step's buffers at its padded sizes.
+    """Views of the buffers of a step, or of a child of a split one, at its padded sizes.
 
     schedules:         int32, per kind of layer
-    workspace:         float32, shared by the layers
+    workspace:         float32, shared by the layers, not by the children
     token_ids, slot_of_token, position_of_token: int32 [T]
     last_token_of_seq: int32 [S]
     """
@@ -67,16 +72,18 @@ class StepMemory:
         device: torch.device,
         *,
         capacity: Capacity = PADDED_BATCH,
+        first_of_child: FirstOfChild = behind_each_other,
         sealed_growth: SealedGrowth = refuse_growth,
     ) -> None:
         self._selections = tuple(selections)
         self._capacity = capacity
+        self._first_of_child = first_of_child
         self._sealed_growth = sealed_growth
         self._table = table
         self.needs = frozenset(n for s in selections for kernel in s.kernels.values() for n in kernel.row.needs)
         self._device = device
         self._sealed, self._open = self._new_part(), self._new_part()
-        self._kept: dict[StepPlan, tuple[int, DeviceStep]] = {}
+        self._kept: dict[StepPlan, tuple[int, tuple[DeviceStep, ...]]] = {}
 
     def sealed_tensors(self) -> Mapping[str, Tensor]:
         """Name -> tensor for everything that graphs read."""
@@ -95,7 +102,8 @@ class StepMemory:
         for shape in shapes:
             self._sealed.buffers.ensure(shape)
             kernels = (selection.kernels[shape.kind].bound for selection in self._selections)
-            self._sealed.workspace.ensure(max(kernel.workspace_words(shape) for kernel in kernels))
+            words = max(kernel.workspace_words(shape.child) for kernel in kernels)
+            self._sealed.workspace.ensure(words_of_children(words, shape.num_children))
         self._sealed.buffers.seal()
         self._sealed.workspace.seal()
 
@@ -104,29 +112,39 @@ class StepMemory:
         self._sealed = self._new_part()
         self._kept.clear()
 
-    def device_step(self, plan: StepPlan) -> DeviceStep:
-        """The views of a step, after growing what is too small. Raises CapacityExceeded when that is sealed."""
+    def device_steps(self, plan: StepPlan) -> tuple[DeviceStep, ...]:
+        """The views of each child of a step, after growing what is too small.
+
+        Raises CapacityExceeded when that is sealed.
+        """
         kept = self._kept.get(plan)
         if kept is not None and kept[0] == self._sealed.buffers.epoch:
             return kept[1]
         part = self._sealed if plan.replayable else self._open
         part.buffers.ensure(plan.shape)
-        part.workspace.ensure(plan.workspace_words)
-        views = self._views(plan, part)
+        part.workspace.ensure(words_of_children(plan.workspace_words, plan.shape.num_children))
+        views = tuple(self._views(plan, part, child) for child in range(plan.shape.num_children))
         if plan.replayable:  # ragged shapes are too many to keep
             self._kept[plan] = (part.buffers.epoch, views)
         return views
 
     def _new_part(self) -> _Part:
-        buffers = StepBuffers(self._specs(), self._device, capacity=self._capacity, sealed_growth=self._sealed_growth)
+        buffers = StepBuffers(
+            self._specs(),
+            self._device,
+            capacity=self._capacity,
+            first_of_child=self._first_of_child,
+            sealed_growth=self._sealed_growth,
+        )
         return _Part(buffers, Workspace(self._device, sealed_growth=self._sealed_growth))
 
-    def _views(self, plan: StepPlan, part: _Part) -> DeviceStep:
+    def _views(self, plan: StepPlan, part: _Part, child: int) -> DeviceStep:
         def view(name: str) -> Tensor:
-            return part.buffers.step_view(name, plan.shape)
+            return part.buffers.step_view(name, plan.shape, child)
 
+        words = plan.workspace_words
         metadata = StepMetadata(
-            shape=plan.shape,
+            shape=plan.shape.child,
             max_q_len=plan.key.max_q_len,
             max_kv_len=plan.key.max_kv_len,
             counts=view("counts"),
@@ -143,7 +161,7 @@ class StepMemory:
         return DeviceStep(
             metadata=metadata,
             schedules=tuple(view(_schedule_name(kind)) for kind in range(len(self._selections))),
-            workspace=part.workspace.view(plan.workspace_words),
+            workspace=part.workspace.view(words, self._first_of_child(child, words)),
             token_ids=view("token_ids"),
             slot_of_token=view("slot_of_token"),
             position_of_token=view("position_of_token"),
@@ -159,6 +177,11 @@ class StepMemory:
             specs += block_table_buffers(self._table.width)
         specs += [_schedule_spec(kind, selection) for kind, selection in enumerate(self._selections)]
         return specs
+
+
+def words_of_children(words: int, num_children: int) -> int:
+    """Words of workspace for all children of a step, each of which needs this many."""
+    return behind_each_other(num_children - 1, words) + words
 
 
 def _schedule_name(kind: int) -> str:

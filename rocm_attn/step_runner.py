@@ -24,11 +24,12 @@ from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.plan import StepPlan
 from rocm_attn.probe_requests import plan_of, typical_q_len
-from rocm_attn.runtime import AttentionRuntime, Step
+from rocm_attn.runtime import AttentionRuntime, SplitStep, Step
+from rocm_attn.split_forward import Forward, SplitForward, in_batch_order, one_after_the_other
 from rocm_attn.step_batch import Int32Array, StepBatch
 from rocm_attn.watchdog import CAPTURE_SECONDS, Watch, Watchdog
 
-Forward = Callable[[Step], Tensor]
+Stage = Callable[[StepBatch, int | None], Step | SplitStep]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,10 @@ class StepRunner:
     """Runs steps of one forward function.
 
     forward:  Step -> tensor [S, ...], one row for each sequence. It must not synchronise, must not branch on lengths,
-              and must do the same work each time it is called with the same metadata.
+              and must do the same work each time it is called with the same metadata. Where it calls the layers of its
+              step, and not the runtime, it also serves split steps, half by half.
+    split_forward: what graphs of split steps are made of; not given: forward, one half after the other. A graph is kept
+              where it gives bitwise what that gives; otherwise that is captured
     recorder: makes graphs of steps at the runtime's capture sizes; None runs every step eagerly
     check:    compares each fresh graph with the eager run; graphs are switched off where they differ
     watchdog: looks on while a graph is made; not given: names a capture that takes CAPTURE_SECONDS
@@ -70,12 +74,15 @@ class StepRunner:
         forward: Forward,
         recorder: Recorder | None,
         *,
+        split_forward: SplitForward | None = None,
         check: Check | None = None,
         watchdog: Watch | None = None,
         flight: Flight = NO_FLIGHT_RECORDER,
     ) -> None:
         self._runtime = runtime
         self._forward = forward
+        self._half_by_half = one_after_the_other(forward)
+        self._split_forward = split_forward if split_forward is not None else self._half_by_half
         self._recorder = recorder
         self._check = check if check is not None else CaptureCheck()
         self._watchdog = watchdog if watchdog is not None else Watchdog(CAPTURE_SECONDS)
@@ -109,8 +116,19 @@ class StepRunner:
 
         Raises what begin_step and forward raise; the runtime is ready for another step then.
         """
+        return self._run(self._runtime.stage, batch, pad_to)
+
+    def run_split(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
+        """As run, in two halves. pad_to: sequences of both together; even."""
+        return self._run(self._runtime.stage_split, batch, pad_to)
+
+    def run_as(self, shape: PaddedShape, batch: StepBatch) -> Tensor:
+        """run or run_split, padded to as many sequences as steps of a shape are."""
+        return (self.run if shape.num_children == 1 else self.run_split)(batch, shape.num_seqs)
+
+    def _run(self, stage: Stage, batch: StepBatch, pad_to: int | None) -> Tensor:
         try:
-            step = self._runtime.stage(batch, pad_to)
+            step = stage(batch, pad_to)
         except RuntimeError as fault:  # the device's: of this step, or of one before it
             self._flight.failed(fault)
             raise
@@ -118,7 +136,7 @@ class StepRunner:
         try:
             entry = self._entry_of_plan.get(plan)
             self._flight.note(batch, plan, entry is not None, self._pinned.epoch)
-            rows = self._first_run(step, batch, pad_to) if entry is None else self._graphs.replay_entry(entry)
+            rows = self._first_run(step, stage, batch, pad_to) if entry is None else self._graphs.replay_entry(entry)
         except BaseException as error:
             self._flight.failed(error)
             raise
@@ -134,7 +152,13 @@ class StepRunner:
 
     def run_eagerly(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
         """run() without a graph and without a trace in the counters: a step again, to compare."""
-        step = self._runtime.stage(batch, pad_to)
+        return self._eagerly(self._runtime.stage(batch, pad_to), batch)
+
+    def run_eagerly_as(self, shape: PaddedShape, batch: StepBatch) -> Tensor:
+        """As run_eagerly, for run_as."""
+        return self._eagerly(self._runtime.stage_as(shape, batch), batch)
+
+    def _eagerly(self, step: Step | SplitStep, batch: StepBatch) -> Tensor:
         try:
             return self._body(step)[: batch.num_seqs]
         finally:
@@ -189,12 +213,15 @@ class StepRunner:
         self._graphs.drop_all()
         self._pinned.release()
 
-    @torch.no_grad()
-    def _body(self, step: Step) -> Tensor:
-        self._runtime.fill()
-        return self._forward(step)
+    def _body(self, step: Step | SplitStep) -> Tensor:
+        return self._body_with(self._half_by_half, step)
 
-    def _first_run(self, step: Step, batch: StepBatch, pad_to: int | None) -> Tensor:
+    @torch.no_grad()
+    def _body_with(self, split_forward: SplitForward, step: Step | SplitStep) -> Tensor:
+        self._runtime.fill()
+        return self._forward(step) if isinstance(step, Step) else in_batch_order(step, split_forward(step))
+
+    def _first_run(self, step: Step | SplitStep, stage: Stage, batch: StepBatch, pad_to: int | None) -> Tensor:
         """A staged step that has no graph: run eagerly, or as a graph that is made now."""
         plan = step.plan
         # A step without sequences makes no graph: there may be no input to compare it on. capture_all() does.
@@ -204,7 +231,7 @@ class StepRunner:
         self._runtime.end_step()
         is_decode = plan.shape.kind is StepKind.DECODE
         self._capture(plan, np.ones(plan.shape.num_seqs, np.int32) if is_decode else batch.q_len, batch)
-        step = self._runtime.stage(batch, pad_to)
+        step = stage(batch, pad_to)
         entry = self._entry_of_plan.get(step.plan)
         return self._body(step) if entry is None else self._graphs.replay_entry(entry)
 
@@ -237,12 +264,33 @@ class StepRunner:
 
     def _make_and_check(self, plan: StepPlan, q_len: Int32Array, live: StepBatch | None) -> str:
         """Why the graph is refused, or nothing; only a graph that has passed is kept."""
+        instead_of = ""
+        if plan.shape.num_children > 1 and self._split_forward is not self._half_by_half:
+            instead_of = self._try(self._split_forward, plan, q_len, live, must_be_bitwise=True)
+            if not instead_of:
+                return ""
+        return self._try(self._half_by_half, plan, q_len, live, instead_of=instead_of)
+
+    def _try(
+        self,
+        split_forward: SplitForward,
+        plan: StepPlan,
+        q_len: Int32Array,
+        live: StepBatch | None,
+        *,
+        must_be_bitwise: bool = False,
+        instead_of: str = "",
+    ) -> str:
+        """Make one graph, and keep it if it passes; why it does not, or nothing.
+
+        instead_of: why the graph that was tried before is not the one
+        """
         name = f"the capture of {shape_name(plan.shape)}"
         fresh: list[_FreshGraph] = []
 
-        def record(step: Step) -> Callable[[], Tensor]:
+        def record(step: Step | SplitStep) -> Callable[[], Tensor]:
             assert self._recorder is not None
-            fresh.append(_FreshGraph.of(self._recorder, partial(self._watched_body, name, step)))
+            fresh.append(_FreshGraph.of(self._recorder, partial(self._watched_body, name, split_forward, step)))
             return fresh[0].replay
 
         try:
@@ -253,16 +301,19 @@ class StepRunner:
             return str(refusal)
         if verdict.failure or not fresh:
             return verdict.failure
+        if must_be_bitwise and not verdict.bitwise:
+            return "the given split_forward is not bitwise one half after the other"
         graph = fresh[0]
         self._entry_of_plan[plan] = self._graphs.put(plan.key, graph.recording, graph.outputs, graph.seconds)
-        self._buckets.append(
-            CapturedBucket(plan.key, graph.seconds, verdict.seconds, graph.recording.bytes, verdict.summary)
+        summary = (
+            f"{verdict.summary}; one half after the other, because {instead_of}" if instead_of else verdict.summary
         )
+        self._buckets.append(CapturedBucket(plan.key, graph.seconds, verdict.seconds, graph.recording.bytes, summary))
         return ""
 
-    def _watched_body(self, name: str, step: Step) -> Tensor:
+    def _watched_body(self, name: str, split_forward: SplitForward, step: Step | SplitStep) -> Tensor:
         with self._watchdog.watch(f"forward, run for {name},"):
-            return self._body(step)
+            return self._body_with(split_forward, step)
 
     def _switch_off(self, reason: str) -> None:
         """Give up all graphs, and the sealed addresses with them."""

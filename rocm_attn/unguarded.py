@@ -26,7 +26,7 @@ from rocm_attn.providers.contract import AttendArgs, BoundKernel, StepMetadata, 
 from rocm_attn.providers.select import Selection
 from rocm_attn.request_table import RequestTable, RowWidth
 from rocm_attn.step_batch import Int32Array, StepBatch
-from rocm_attn.step_buffers import BufferSpec, Capacity
+from rocm_attn.step_buffers import PADDED_BATCH, BufferSpec, Capacity
 
 
 def leave_pads(ops: StepOps) -> StepOps:
@@ -183,18 +183,23 @@ class _RequestRows(Capacity):
     max_num_seqs: int
 
     def elements(self, spec: BufferSpec, shape: PaddedShape) -> int:
-        return spec.elements(replace(shape, num_seqs=min(shape.num_seqs, self.max_num_seqs)))
+        return PADDED_BATCH.elements(spec, replace(shape, num_seqs=min(shape.num_seqs, self.max_num_seqs)))
 
     def allocated(self, elements: int) -> int:
         return elements
 
-    def view(self, name: str, tensor: Tensor, elements: int) -> Tensor:
-        return tensor[:elements]
+    def view(self, name: str, tensor: Tensor, first: int, elements: int) -> Tensor:
+        return tensor[first : first + elements]
 
 
 def by_request_rows(max_num_seqs: int) -> Capacity:
     """Buffers as large as the request pool, whatever a batch is padded to."""
     return _RequestRows(max_num_seqs)
+
+
+def all_in_one_place(child: int, elements: int) -> int:
+    """The children of a split step use the same words, as backends that keep their state in one place do."""
+    return 0
 
 
 def let_sealed_memory_move(reason: str) -> None:

@@ -12,7 +12,8 @@ from rocm_attn.step_buffers import SealedGrowth, refuse_growth
 class Workspace:
     """float32 words at one address until they have to grow.
 
-    A layer's kernel is done with its words when the next one starts, so the arena is as large as the largest need.
+    A layer's kernel is done with its words when the next one starts, so the arena is as large as the largest need. The
+    children of a split step, whose kernels may run at the same time, have a part of it each.
     """
 
     def __init__(self, device: torch.device, *, sealed_growth: SealedGrowth = refuse_growth) -> None:
@@ -41,8 +42,8 @@ class Workspace:
         self._words = torch.empty(words, dtype=torch.float32, device=self._words.device)
         return True
 
-    def view(self, words: int) -> Tensor:
-        """The first `words` words, float32 [words]; their content is undefined."""
-        if words > self.capacity:
-            raise CapacityExceeded(f"{words} words of workspace were asked for, {self.capacity} were ensured")
-        return self._words[:words]
+    def view(self, words: int, first: int = 0) -> Tensor:
+        """`words` words from the first one on, float32 [words]; their content is undefined."""
+        if first + words > self.capacity:
+            raise CapacityExceeded(f"{first + words} words of workspace were asked for, {self.capacity} were ensured")
+        return self._words[first : first + words]

@@ -36,6 +36,7 @@ def run(options: argparse.Namespace) -> None:
         provider=options.provider,
         capture_sizes=options.capture_sizes,
         capture_tokens=(1,) if options.capture_tokens is None else options.capture_tokens,
+        split_steps=options.split_steps,
     )
     if options.json:
         print(json.dumps(_as_json(plan, target.arch, max_kv_len), indent=2))
@@ -80,6 +81,7 @@ def _as_json(plan: CapturePlan, arch: str, max_kv_len: int) -> dict[str, Any]:
                 "kind": bucket.shape.kind.value,
                 "num_seqs": bucket.shape.num_seqs,
                 "num_tokens": bucket.shape.num_tokens,
+                "halves": bucket.shape.num_children,
                 "step_bytes": bucket.step_bytes,
                 "workspace_bytes": bucket.workspace_bytes,
             }

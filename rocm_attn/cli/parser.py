@@ -158,6 +158,7 @@ def _add_capture_plan(commands: Commands[argparse.ArgumentParser]) -> None:
     add("--provider", choices=PROVIDERS, default="auto", help="whose attention kernels to ask (auto)")
     add("--capture-sizes", type=_sizes, metavar="N,N,...", help="sequence counts (a ladder up to --max-batch-size)")
     add("--capture-tokens", type=_sizes, metavar="N,N,...", help="token counts of extend and mixed steps (none)")
+    add("--split-steps", action="store_true", help="graphs of steps that run as two halves, too")
     add("--json", action="store_true", help="print one JSON object")
 
 

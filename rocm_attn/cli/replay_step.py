@@ -19,6 +19,7 @@ from rocm_attn.graphs import recorder_for
 from rocm_attn.index_spaces import RESERVED_PAGE, num_pages
 from rocm_attn.kv_pool import page_bytes
 from rocm_attn.numerics import BOUNDS
+from rocm_attn.padding import PaddedShape, token_places
 from rocm_attn.problem import Problem
 from rocm_attn.reference import attend_paged
 from rocm_attn.runtime import AttentionRuntime, Step
@@ -71,7 +72,8 @@ def _lines(dump: FlightDump, noted: NotedStep, replay: _Replay, results: list[La
     lines = [
         f"dumped because of: {dump.reason}",
         f"step {noted.number}: {noted.kind}, {noted.real_seqs} of {noted.padded_seqs} sequences, "
-        f"{noted.real_tokens} of {noted.padded_tokens} tokens, {'a graph' if noted.replayed else 'no graph'}, "
+        f"{noted.real_tokens} of {noted.padded_tokens} tokens{', in two halves' if noted.children > 1 else ''}, "
+        f"{'a graph' if noted.replayed else 'no graph'}, "
         f"epoch {noted.epoch}, on {dump.runtime.device} ({dump.runtime.arch})",
         f"again on {replay.runtime.device} ({replay.runtime.target.arch}), "
         f"{'the same kernels' if replay.same_kernels else 'other kernels'}",
@@ -89,13 +91,15 @@ def _lines(dump: FlightDump, noted: NotedStep, replay: _Replay, results: list[La
 class _Replay:
     """A step that can be run again: one layer for each kind, random K, V and q.
 
+    real: places of the real tokens among the padded ones
     qkv:  per kind, at padded sizes
     outs: per kind, [T, q_heads, v_head_dim]; written by each run
     """
 
     runtime: AttentionRuntime
     batch: StepBatch
-    pad_to: int
+    shape: PaddedShape
+    real: Tensor
     qkv: tuple[tuple[Tensor, Tensor, Tensor], ...]
     outs: tuple[Tensor, ...]
     same_kernels: bool
@@ -110,10 +114,10 @@ class _Replay:
         batch = noted.batch()
         for row, length in _admitted(runtime, noted).items():
             runtime.table.reserve(row, length)
-        step = runtime.stage(batch, noted.padded_seqs)
+        plan = runtime.stage_as(noted.shape, batch).plan
         runtime.end_step()
         generator = torch.Generator(runtime.device).manual_seed(seed)
-        num_tokens = step.token_ids.shape[0]
+        num_tokens = plan.shape.num_tokens
         qkv, outs = [], []
         for kind, problem in enumerate(dump.problems):
             _fill(runtime, kind, generator)
@@ -125,11 +129,12 @@ class _Replay:
         return cls(
             runtime=runtime,
             batch=batch,
-            pad_to=noted.padded_seqs,
+            shape=plan.shape,
+            real=torch.from_numpy(token_places(batch, plan.shape)[: batch.num_tokens]).to(runtime.device),
             qkv=tuple(qkv),
             outs=tuple(outs),
-            same_kernels=step.plan.key.kernels == noted.kernels,
-            replayable=step.plan.replayable,
+            same_kernels=plan.key.kernels == noted.kernels,
+            replayable=plan.replayable,
         )
 
     def results(self) -> list[LayerResult]:
@@ -137,25 +142,26 @@ class _Replay:
         # Every result is compared here, with more than the check would tell.
         runner = StepRunner(self.runtime, self._forward, recorder_for(self.runtime.device), check=NO_CHECK)
         # So that the graph is of other lengths than the step's, unless its kernels bake them.
-        runner.run(StepBatch(self.batch.rows, self.batch.q_len, self.batch.q_len), self.pad_to)
-        runner.run_eagerly(self.batch, self.pad_to)
+        runner.run_as(self.shape, StepBatch(self.batch.rows, self.batch.q_len, self.batch.q_len))
+        runner.run_eagerly_as(self.shape, self.batch)
         eager = [out.clone() for out in self.outs]
         for out in self.outs:
             out.fill_(float("nan"))
-        runner.run(self.batch, self.pad_to)
+        runner.run_as(self.shape, self.batch)
         no_graph = runner.counters.graphs_off or ("" if self.replayable else "its size is above the largest capture")
         return [self._result(kind, eager[kind], no_graph) for kind in range(len(self.outs))]
 
     def _forward(self, step: Step) -> Tensor:
         for kind, (q, k, v) in enumerate(self.qkv):
-            self.runtime.store_and_attend(kind, q, k, v, self.outs[kind])
-        return self.outs[0].index_select(0, step.last_token_of_seq)
+            used = step.tokens
+            step.layers.store_and_attend(kind, q[used], k[used], v[used], self.outs[kind][used])
+        return self.outs[0][step.tokens].index_select(0, step.last_token_of_seq)
 
     def _result(self, kind: int, eager: Tensor, no_graph: str) -> LayerResult:
         batch, problem = self.batch, self.runtime.selections[kind].problem
         pages = self.runtime.pool.layer(kind)
         held = [self.runtime.table.pages_of(row).tolist() for row in batch.rows.tolist()]
-        real = slice(0, batch.num_tokens)
+        real = self.real
         q = self.qkv[kind][0][real]
         want, _ = attend_paged(q, pages.k, pages.v, held, batch.kv_len.tolist(), batch.q_len.tolist(), problem)
         worst = float((eager[real].double() - want).abs().max()) if len(q) else 0.0
@@ -194,6 +200,7 @@ def _runtime(
         provider=facts.provider if provider is None else provider,
         capture_sizes=facts.capture_sizes,
         capture_tokens=facts.capture_tokens,
+        split_steps=facts.split_steps,
     )
 
 

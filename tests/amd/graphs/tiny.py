@@ -48,6 +48,7 @@ class Tiny:
         max_num_seqs: int = 8,
         max_kv_len: int = 128,
         num_pages: int = 200,
+        split_steps: bool = False,
     ) -> Tiny:
         problem = small_problem()
         runtime = AttentionRuntime(
@@ -59,6 +60,7 @@ class Tiny:
             provider=provider,
             capture_sizes=sizes,
             capture_tokens=tokens,
+            split_steps=split_steps,
         )
         for layer in range(2):
             # Not NaN: wrong graphs read this, and Triton's interpreter stops where a program would go on with NaN.
@@ -169,12 +171,15 @@ class Forgetful:
         self._inner.release_memory()
 
     def _without_launch(self, fn: Callable[[], Any]) -> Any:
+        users = (self._runtime, self._runtime._layers)
         ops = self._runtime._ops
-        self._runtime._ops = replace(ops, **{self._launch: lambda *args, **kwargs: None})
+        for user in users:
+            user._ops = replace(ops, **{self._launch: lambda *args, **kwargs: None})
         try:
             return fn()
         finally:
-            self._runtime._ops = ops
+            for user in users:
+                user._ops = ops
 
 
 class Lazy:

@@ -15,6 +15,7 @@ from torch import Tensor
 from rocm_attn.capture_check import NO_CHECK
 from rocm_attn.graphs import recorder_for
 from rocm_attn.guards import Guards
+from rocm_attn.padding import token_places
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime, Step
 from rocm_attn.step_batch import StepBatch
@@ -29,7 +30,8 @@ PROVIDERS = [*providers(), "csr"]
 class Serving:
     """One layer of attention for requests that come and go.
 
-    q, k, v, out, lse: of the last step, at max_tokens; num_padded of them were used
+    q, k, v, out, lse: of the last step, at max_tokens
+    places: those that were used, the real tokens' first
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Serving:
         max_kv_len: int = 64,
         capture_sizes: Sequence[int] = (8,),
         capture_tokens: Sequence[int] = (1,),
+        split_steps: bool = False,
         max_tokens: int = 256,
         pad_q: float = float("nan"),
     ) -> None:
@@ -58,6 +61,7 @@ class Serving:
             provider=provider,
             capture_sizes=capture_sizes,
             capture_tokens=capture_tokens,
+            split_steps=split_steps,
             guards=guards,
         )
         pages = self.runtime.pool.layer(0)
@@ -73,7 +77,7 @@ class Serving:
         self.v = rows(problem.num_kv_heads, problem.v_head_dim)
         self.out = rows(problem.num_q_heads, problem.v_head_dim)
         self.lse = torch.full(self.out.shape[:2], float("nan"), device=self.runtime.device)
-        self.num_padded = 0
+        self.places = np.arange(0)
         recorder = recorder_for(self.runtime.device) if graphs else None
         # Unchecked: what a wrong graph does is what some of these tests are about, and all compare every step.
         self.runner = StepRunner(self.runtime, self._forward, recorder, check=NO_CHECK)
@@ -88,28 +92,43 @@ class Serving:
             self.world.free(request)
 
     def run(
-        self, requests: Sequence[Request], q_len: Sequence[int], pad_to: int | None = None, *, reserve: bool = True
+        self,
+        requests: Sequence[Request],
+        q_len: Sequence[int],
+        pad_to: int | None = None,
+        *,
+        reserve: bool = True,
+        halves: bool = False,
     ) -> None:
-        """One step with new random tokens; reserve: whether pages are reserved for them first."""
+        """One step with new random tokens.
+
+        reserve: whether pages are reserved for them first
+        halves:  whether the step is split in two
+        """
         batch = self.world.batch(requests, q_len) if reserve else _batch(requests, q_len)
-        self.num_padded = self.runtime.padding.shape(batch, pad_to).num_tokens
+        padding = self.runtime.padding
+        shape = (padding.split_shape if halves else padding.shape)(batch, pad_to)
+        self.places = token_places(batch, shape)
+        real = torch.from_numpy(self.places[: batch.num_tokens]).to(self.runtime.device)
         for tensor, pad in ((self.q, self._pad_q), (self.k, float("nan")), (self.v, float("nan"))):
             tensor.fill_(pad)
-            tensor[: batch.num_tokens] = self.world.random(batch.num_tokens, *tensor.shape[1:])
+            tensor[real] = self.world.random(batch.num_tokens, *tensor.shape[1:])
         self.out.fill_(float("nan"))
         self.lse.fill_(float("nan"))
-        self.runner.run(batch, pad_to)
-        self.world.remember(0, requests, q_len, self.k, self.v)
+        self.runner.run_as(shape, batch)
+        self.world.remember(0, requests, q_len, self.k[real], self.v[real])
 
     def check(self, requests: Sequence[Request], q_len: Sequence[int]) -> None:
         """What run(requests, q_len) gave equals the oracle; padded tokens are zero and -inf."""
-        used = slice(self.num_padded)
+        used = torch.from_numpy(self.places).to(self.runtime.device)
         self.world.check(0, requests, q_len, self.q[used], self.out[used], self.lse[used])
         assert self.world.page_zero_is_zero()
 
-    def step(self, requests: Sequence[Request], q_len: Sequence[int], pad_to: int | None = None) -> None:
+    def step(
+        self, requests: Sequence[Request], q_len: Sequence[int], pad_to: int | None = None, *, halves: bool = False
+    ) -> None:
         """run and check."""
-        self.run(requests, q_len, pad_to)
+        self.run(requests, q_len, pad_to, halves=halves)
         self.check(requests, q_len)
 
     def is_right(self, requests: Sequence[Request], q_len: Sequence[int]) -> bool:
@@ -121,8 +140,8 @@ class Serving:
         return True
 
     def _forward(self, step: Step) -> Tensor:
-        used = slice(step.token_ids.shape[0])
-        self.runtime.store_and_attend(0, self.q[used], self.k[used], self.v[used], self.out[used], self.lse[used])
+        used = step.tokens
+        step.layers.store_and_attend(0, self.q[used], self.k[used], self.v[used], self.out[used], self.lse[used])
         return self.out[used][step.last_token_of_seq.long()]
 
 

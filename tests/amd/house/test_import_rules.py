@@ -19,7 +19,8 @@ AITER_MODULE = "rocm_attn.providers.aiter"
 VALUES = tuple(f"rocm_attn.{name}" for name in ("errors", "index_spaces", "problem", "step_batch", "target"))
 USES_KERNELS = (PROVIDERS, *(f"rocm_attn.{name}" for name in ("graphs", "publisher", "unguarded")))
 USES_HIP_GRAPHS = tuple(
-    f"rocm_attn.{name}" for name in ("graphs", "guards", "padding", "runtime", "step_runner", "unguarded")
+    f"rocm_attn.{name}"
+    for name in ("graphs", "guards", "padding", "runtime", "split_forward", "step_runner", "unguarded")
 )
 
 # The first package that a module belongs to says which other libraries it may import.

@@ -197,7 +197,7 @@ def test_a_shared_page_that_is_not_copied_is_found(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_length_bucket_that_is_too_short_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rocm_attn.runtime.kv_len_bucket", lambda length, limit: 64)
+    monkeypatch.setattr("rocm_attn.planner.kv_len_bucket", lambda length, limit: 64)
     assert "differs from the reference" in str(found())
 
 

@@ -1,0 +1,43 @@
+"""ForkedStream: two functions at the same time on one GPU, in a way that can be captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class ForkedStream:
+    """A stream that is forked from the current one and joined to it again, by events, around each use.
+
+    A capture follows such a stream into its graph: the two functions become branches of it. They must not write what
+    the other one reads or writes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise ValueError(f"streams are forked on devices of type cuda (which ROCm's is too), got {device}")
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def run_both(self, here: Callable[[], T], aside: Callable[[], U]) -> tuple[T, U]:
+        """What both functions return; here runs on the current stream, aside on the forked one.
+
+        The current stream goes on when both are done, whatever they raise. A result of aside may be used and forgotten
+        as if it were of the current stream: its memory is taken again on the forked stream only, which waits for the
+        current one each time.
+        """
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                second = aside()
+            first = here()
+        finally:
+            # A capture that leaves a forked stream behind is broken.
+            current.wait_stream(self._stream)
+        return first, second

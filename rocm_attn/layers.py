@@ -1,0 +1,122 @@
+"""Layers: what a forward asks for in each layer, checked and launched for a step or for one half of a split one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from rocm_attn.devices import on_device
+from rocm_attn.errors import BadTensor
+from rocm_attn.kv_pool import KVPool
+from rocm_attn.plan import StepPlan
+from rocm_attn.problem import Problem
+from rocm_attn.providers.contract import AttendArgs, StepOps
+from rocm_attn.providers.select import Selection
+from rocm_attn.step_memory import DeviceStep
+
+
+class Layers:
+    """The layers of a model over a pool of pages.
+
+    selections:    per kind of layer
+    kind_of_layer: layer -> its place in selections
+    """
+
+    def __init__(
+        self,
+        selections: Sequence[Selection],
+        kind_of_layer: Sequence[int],
+        pool: KVPool,
+        ops: StepOps,
+        device: torch.device,
+    ) -> None:
+        self._selections = tuple(selections)
+        self._kind_of_layer = tuple(kind_of_layer)
+        self._pool = pool
+        self._ops = ops
+        self._device = device
+
+    def __len__(self) -> int:
+        return len(self._kind_of_layer)
+
+    def store(self, step: DeviceStep, layer: int, k: Tensor, v: Tensor) -> None:
+        """As AttentionRuntime.store, for the tokens of step. Raises BadTensor."""
+        problem = self._problem(layer)
+        num_tokens = step.slot_of_token.shape[0]
+        self._check("k", k, (num_tokens, problem.num_kv_heads, problem.head_dim), problem.dtype)
+        self._check("v", v, (num_tokens, problem.num_kv_heads, problem.v_head_dim), problem.dtype)
+        pages = self._pool.layer(layer)
+        with on_device(self._device):
+            self._ops.store_kv(k, v, step.slot_of_token, step.metadata.counts, pages.k, pages.v)
+
+    def attend(self, step: DeviceStep, plan: StepPlan, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
+        """As AttentionRuntime.attend, for the tokens of step, which has the plan. Raises BadTensor."""
+        problem = self._problem(layer)
+        num_tokens = step.slot_of_token.shape[0]
+        self._check("q", q, (num_tokens, problem.num_q_heads, problem.head_dim), problem.dtype)
+        self._check("out", out, (num_tokens, problem.num_q_heads, problem.v_head_dim), problem.dtype)
+        if lse is not None:
+            self._check("lse", lse, (num_tokens, problem.num_q_heads), torch.float32)
+        kind = self._kind_of_layer[layer]
+        pages = self._pool.layer(layer)
+        args = AttendArgs(
+            step=step.metadata,
+            schedule=step.schedules[kind],
+            workspace=step.workspace,
+            q=q,
+            k_pages=pages.k,
+            v_pages=pages.v,
+            out=out,
+            lse=lse,
+        )
+        with on_device(self._device):
+            plan.kernels[kind].bound.attend(args)
+
+    def _problem(self, layer: int) -> Problem:
+        if not 0 <= layer < len(self._kind_of_layer):
+            raise BadTensor(f"layer {layer} does not exist; the runtime has layers 0 to {len(self._kind_of_layer) - 1}")
+        return self._selections[self._kind_of_layer[layer]].problem
+
+    def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        if tuple(tensor.shape) != shape:
+            raise BadTensor(f"{name} has shape {list(tensor.shape)}; this step and layer need {list(shape)}")
+        if tensor.dtype != dtype:
+            raise BadTensor(f"{name} is {tensor.dtype}; the layer works in {dtype}")
+        if tensor.device != self._device:
+            raise BadTensor(f"{name} is on {tensor.device}; the runtime is on {self._device}")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise BadTensor(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be contiguous there")
+
+
+class HalfLayers:
+    """The layer calls of one half of a split step, for as long as that step runs.
+
+    require_running: raises WrongState when the half's step does not run
+    """
+
+    __slots__ = ("_layers", "_plan", "_require_running", "_step")
+
+    def __init__(self, layers: Layers, step: DeviceStep, plan: StepPlan, require_running: Callable[[], None]) -> None:
+        self._layers = layers
+        self._step = step
+        self._plan = plan
+        self._require_running = require_running
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """As AttentionRuntime.store, for the tokens of this half."""
+        self._require_running()
+        self._layers.store(self._step, layer, k, v)
+
+    def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        """As AttentionRuntime.attend, for the tokens of this half."""
+        self._require_running()
+        self._layers.attend(self._step, self._plan, layer, q, out, lse)
+
+    def store_and_attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None
+    ) -> None:
+        """store, then attend."""
+        self.store(layer, k, v)
+        self.attend(layer, q, out, lse)

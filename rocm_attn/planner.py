@@ -1,0 +1,80 @@
+"""Planner: which plan a batch has. Steps that are padded to the same shape share a plan, and so a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rocm_attn.padding import PaddedShape, PaddingPolicy, StepKind
+from rocm_attn.plan import GraphKey, StepPlan, kv_len_bucket, make_plan, q_len_bucket
+from rocm_attn.providers.contract import Baked
+from rocm_attn.providers.select import Selection
+from rocm_attn.step_batch import StepBatch
+
+
+class Planner:
+    """Plans for one set of kernels and one padding policy.
+
+    selections: per kind of layer
+    max_kv_len: tokens that a row of the table has room for
+    longest:    batch -> tokens of the longest sequence that a step is planned for
+    graph_key:  what of a plan's key tells graphs apart
+    """
+
+    def __init__(
+        self,
+        selections: Sequence[Selection],
+        padding: PaddingPolicy,
+        *,
+        max_kv_len: int,
+        longest: Callable[[StepBatch], int],
+        graph_key: Callable[[GraphKey], GraphKey],
+    ) -> None:
+        self.padding = padding
+        self._selections = tuple(selections)
+        self._max_kv_len = max_kv_len
+        self._longest = longest
+        self._graph_key = graph_key
+        bakes = {b for s in selections for kernel in s.kernels.values() for b in kernel.row.bakes}
+        self._bakes_kv_len = Baked.MAX_KV_LEN in bakes
+        self._bakes_q_len = Baked.MAX_Q_LEN in bakes
+        self._plan_of_key: dict[GraphKey, StepPlan] = {}
+        self._plan_of_sizes: dict[tuple[int | None, ...], StepPlan] = {}
+
+    def start_over(self, padding: PaddingPolicy) -> None:
+        """Forget every plan and pad by another policy."""
+        self.padding = padding
+        self._plan_of_key.clear()
+        self._plan_of_sizes.clear()
+
+    def plan(self, batch: StepBatch, pad_to: int | None, num_children: int) -> StepPlan:
+        """The plan of a batch that runs whole, or as two halves. pad_to: as in PaddingPolicy.
+
+        Raises CapacityExceeded.
+        """
+        max_kv_len = self._max_kv_len
+        if self._bakes_kv_len:
+            max_kv_len = kv_len_bucket(self._longest(batch), max_kv_len)
+        # All that a plan depends on, so that a step of known sizes costs one look-up.
+        sizes = (batch.num_seqs, batch.num_tokens, batch.min_q_len, batch.max_q_len, max_kv_len, pad_to, num_children)
+        plan = self._plan_of_sizes.get(sizes)
+        if plan is None:
+            shape_of = self.padding.shape if num_children == 1 else self.padding.split_shape
+            plan = self._make_plan(shape_of(batch, pad_to), batch, max_kv_len)
+            if plan.replayable and plan.shape.kind is StepKind.DECODE:  # ragged sizes are too many to keep
+                self._plan_of_sizes[sizes] = plan
+        return plan
+
+    def _make_plan(self, shape: PaddedShape, batch: StepBatch, max_kv_len: int) -> StepPlan:
+        may_capture = self.padding.captures(shape)
+        max_q_len = 1 if shape.kind is StepKind.DECODE else shape.child.num_tokens
+        if self._bakes_q_len:
+            max_q_len = q_len_bucket(batch.max_q_len) if may_capture else max(1, batch.max_q_len)
+        plan = make_plan(
+            shape,
+            [selection.kernels[shape.kind] for selection in self._selections],
+            max_q_len=max_q_len,
+            max_kv_len=max_kv_len,
+            may_capture=may_capture,
+        )
+        # Sizes that are padded to the same shape share a plan, and so a graph and the views of its buffers.
+        return self._plan_of_key.setdefault(self._graph_key(plan.key), plan) if plan.replayable else plan

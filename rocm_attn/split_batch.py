@@ -1,0 +1,40 @@
+"""split_batch: where a step is cut in two, and the two batches that come of it. Host values only."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rocm_attn.step_batch import Int32Array, StepBatch
+
+# Children of a split step.
+HALVES = 2
+
+
+def split_point(q_len: Int32Array, most: int) -> int:
+    """How many of the sequences go into the first half.
+
+    q_len: int32 [num_seqs], new tokens; the halves get as equal a share of them as a cut between sequences can give,
+           the first half the larger one of two that are equally good
+    most:  sequences that a half has room for; at least half of them
+    """
+    num_seqs = len(q_len)
+    ends = np.concatenate(([0], np.cumsum(q_len, dtype=np.int64)))
+    first = np.arange(max(0, num_seqs - most), min(num_seqs, most) + 1)[::-1]
+    larger = np.maximum(ends[first], ends[-1] - ends[first])
+    # Cuts that are equally good for the tokens: the one with the most equal counts of sequences.
+    best = np.lexsort((np.maximum(first, num_seqs - first), larger))
+    return int(first[best[0]])
+
+
+def split_batch(batch: StepBatch, most: int) -> tuple[StepBatch, StepBatch]:
+    """The sequences before and behind the cut, in order; either may be none.
+
+    most: as in split_point
+    """
+    first = (batch.num_seqs + 1) // 2 if batch.min_q_len == batch.max_q_len else split_point(batch.q_len, most)
+    tokens = int(batch.q_len[:first].sum()) if len(batch.token_ids) else 0
+    ids = batch.token_ids
+    return (
+        StepBatch(batch.rows[:first], batch.kv_len[:first], batch.q_len[:first], ids[:tokens]),
+        StepBatch(batch.rows[first:], batch.kv_len[first:], batch.q_len[first:], ids[tokens:]),
+    )

@@ -1,0 +1,309 @@
+"""Graphs of split steps: both halves in one graph, bitwise what the eager halves give, whatever ran before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.capture_check import rows_beyond_bounds
+from rocm_attn.capture_plan import plan_capture
+from rocm_attn.cli import DONE, main
+from rocm_attn.errors import BadTensor
+from rocm_attn.flight_recorder import FlightRecorder
+from rocm_attn.graphs import capture_shapes, recorder_for, shape_name
+from rocm_attn.hip_graphs.forked import ForkedStream
+from rocm_attn.hip_graphs.recorder import Recorder
+from rocm_attn.hip_graphs.size_ladder import default_ladder
+from rocm_attn.runtime import SplitStep, Step
+from rocm_attn.split_forward import SplitForward, one_after_the_other, side_by_side
+from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_runner import StepRunner
+from tests.amd.graphs.tiny import Forgetful, Requests, Tiny, same
+from tests.amd.runtime.stepping import providers
+
+both = pytest.mark.parametrize("provider", providers())
+
+# Prompts of five requests, then split decode and verify steps: odd, even, a single sequence, none.
+PROMPTS = [5, 2, 7, 1, 4]
+SPLIT = [[1] * 5, [1] * 2, [1], [], [1] * 4, [1] * 3, [3, 3], [1] * 5, [2, 1, 4], [1] * 2]
+
+
+def halved(tiny: Tiny) -> Callable[[Step], Tensor]:
+    """The tiny model's forward over the layers of the step that it gets."""
+
+    def forward(step: Step) -> Tensor:
+        tiny.layers = step.layers
+        return tiny.forward(step)
+
+    return forward
+
+
+def build(device: torch.device, provider: str, sizes: Sequence[int] = (2, 8), rows: int = 5) -> Tiny:
+    """Room for verify steps in graphs of 6 and 12 tokens."""
+    return Tiny.build(device, provider, sizes, (6, 12), max_num_seqs=rows, split_steps=True)
+
+
+def runner_of(tiny: Tiny, *, graphs: bool = True, split_forward: SplitForward | None = None) -> StepRunner:
+    """Serves the tiny model."""
+    recorder = recorder_for(tiny.runtime.device) if graphs else None
+    return StepRunner(tiny.runtime, halved(tiny), recorder, split_forward=split_forward)
+
+
+def served(
+    runner: StepRunner, tiny: Tiny, run: Callable[[StepBatch], Tensor], steps: Sequence[Sequence[int]] = SPLIT
+) -> list[Tensor]:
+    """The rows of these steps of fresh requests. run: gets each step but the prompts."""
+    requests = Requests(tiny.runtime)
+    requests.admit(5)
+    for seq, length in enumerate(PROMPTS):
+        runner.run_eagerly(_only(requests, seq, length))
+    outs = [run(requests.batch(q_len)).clone() for q_len in steps]
+    requests.free()
+    return outs
+
+
+def _only(requests: Requests, seq: int, length: int) -> StepBatch:
+    """A step of one request."""
+    q_len = [0] * seq + [length]
+    whole = requests.batch(q_len)
+    return StepBatch(whole.rows[seq:], whole.kv_len[seq:], whole.q_len[seq:], whole.token_ids)
+
+
+@both
+@pytest.mark.parametrize("sizes", [(2, 8), (1, 3, 5), (8,), (16,)], ids=str)
+def test_replayed_halves_are_bitwise_the_eager_ones(
+    sizes: tuple[int, ...], provider: str, device: torch.device
+) -> None:
+    """On a pool of 5 rows, its ladder padded to 8 and to 16 among them; real rows come back in the batch's order."""
+    outs = []
+    for graphs in (False, True):
+        tiny = build(device, provider, sizes)
+        runner = runner_of(tiny, graphs=graphs)
+        outs.append(served(runner, tiny, runner.run_split))
+        assert [len(rows) for rows in outs[-1]] == [len(q_len) for q_len in SPLIT]
+        assert runner.counters.graphs_off == ""
+        runner.check_addresses()
+    assert same(*outs)
+    assert runner.counters.replays >= len(SPLIT) - 1
+    tiny = build(device, provider, sizes)
+    runner = runner_of(tiny, graphs=False)
+    for split, whole in zip(outs[0], served(runner, tiny, runner.run), strict=True):
+        assert torch.isfinite(whole).all()
+        assert not rows_beyond_bounds(split, whole)
+
+
+@both
+def test_split_and_whole_graphs_serve_in_turn(provider: str, device: torch.device) -> None:
+    """A(large) - B(small) - A', each whole and split: every graph refills what it reads."""
+    steps = [[1] * 5, [1], [1] * 5, [1] * 2, [1] * 4]
+    outs = []
+    for graphs in (False, True):
+        tiny = build(device, provider)
+        runner = runner_of(tiny, graphs=graphs)
+        number = 0
+
+        def either(batch: StepBatch, runner: StepRunner = runner) -> Tensor:
+            nonlocal number
+            number += 1
+            return (runner.run, runner.run_split)[number % 2](batch)
+
+        outs.append(served(runner, tiny, either, [step for step in steps for _ in range(2)]))
+    assert same(*outs)
+    assert runner.counters.captures == 4
+    keys = [bucket.key for bucket in runner.capture_report().buckets]
+    assert len(set(keys)) == len(keys)
+    assert sorted(key.shape.num_children for key in keys) == [1, 1, 2, 2]
+
+
+@both
+def test_a_split_graph_recomputes_whatever_was_left_in_its_buffers(provider: str, device: torch.device) -> None:
+    """Poison: everything that graphs own, except the table and the pages, is garbage before each replay."""
+    outs = []
+    for poison in (False, True):
+        tiny = build(device, provider)
+        runner = runner_of(tiny)
+
+        def run(batch: StepBatch, tiny: Tiny = tiny, runner: StepRunner = runner, poison: bool = poison) -> Tensor:
+            for name, tensor in tiny.runtime.sealed_tensors().items() if poison else ():
+                if name != "table" and "pages" not in name:
+                    tensor.fill_(float("nan") if tensor.is_floating_point() else 0x7F7F7F7F)
+            return runner.run_split(batch)
+
+        outs.append(served(runner, tiny, run))
+        assert runner.counters.replays >= len(SPLIT) - 1
+    assert same(*outs)
+
+
+@both
+def test_split_shapes_are_captured_ahead_and_predicted(provider: str, device: torch.device) -> None:
+    tiny = build(device, provider, default_ladder(5, 2).sizes, rows=12)
+    report = runner_of(tiny).capture_all()
+    assert (report.skipped, report.graphs_off) == ((), "")
+    shapes = [bucket.key.shape for bucket in report.buckets]
+    assert shapes == list(capture_shapes(tiny.runtime.padding))
+    assert sum(shape.num_children == 2 for shape in shapes) >= len(shapes) // 3
+    assert all("bitwise in 3 draws" in bucket.check for bucket in report.buckets)
+    assert any("decode of 6 sequences in two halves" in line for line in report.lines())
+    plan = plan_capture(
+        [tiny.problem] * 2,
+        tiny.runtime.target,
+        max_num_seqs=12,
+        max_kv_len=128,
+        num_pages=200,
+        provider=provider,
+        capture_sizes=default_ladder(5, 2).sizes,
+        capture_tokens=(6, 12),
+        split_steps=True,
+    )
+    assert [bucket.shape for bucket in plan.buckets] == shapes
+    held = {name: tensor.nbytes for name, tensor in tiny.runtime.sealed_tensors().items() if "_pages_" not in name}
+    parts = {part.name: part.num_bytes for part in plan.parts}
+    assert {name: parts[name] for name in held if name != "table"} == {n: b for n, b in held.items() if n != "table"}
+
+
+@both
+def test_without_split_steps_nothing_is_sealed_for_them_and_they_run_eagerly(
+    provider: str, device: torch.device
+) -> None:
+    tiny = Tiny.build(device, provider, (2, 8), max_num_seqs=5)
+    runner = runner_of(tiny)
+    outs = served(runner, tiny, runner.run_split)
+    assert (runner.counters.replays, runner.counters.captures) == (0, 0)
+    assert tiny.runtime.sealed_tensors()["counts"].numel() == 4
+    split = build(device, provider)
+    eager = runner_of(split, graphs=False)
+    for mine, other in zip(outs, served(eager, split, eager.run_split), strict=True):
+        assert not rows_beyond_bounds(mine, other)
+
+
+@both
+@pytest.mark.parametrize("launch", ["fill", "store_kv"])
+def test_a_wrong_split_graph_is_refused(launch: str, provider: str, device: torch.device) -> None:
+    outs = []
+    for graphs in (False, True):
+        tiny = build(device, provider)
+        recorder: Recorder | None = Forgetful(recorder_for(tiny.runtime.device), tiny.runtime, launch)
+        runner = StepRunner(tiny.runtime, halved(tiny), recorder if graphs else None)
+        outs.append(served(runner, tiny, runner.run_split, SPLIT[:3]))
+    assert "in two halves differs from the eager run" in runner.counters.graphs_off
+    assert same(*outs)
+
+
+@both
+def test_a_split_forward_that_is_not_bitwise_is_replaced_with_a_reason(provider: str, device: torch.device) -> None:
+    """Within the bounds of the halves one after the other is not enough: the order of the halves must not show."""
+
+    def inexact(forward: Callable[[Step], Tensor]) -> SplitForward:
+        exact = one_after_the_other(forward)
+        return lambda step: tuple(rows * (1 + 2e-6) for rows in exact(step))  # type: ignore[return-value]
+
+    def wrong(forward: Callable[[Step], Tensor]) -> SplitForward:
+        return lambda step: (forward(step.halves[1]), forward(step.halves[0]))
+
+    def counts(forward: Callable[[Step], Tensor]) -> SplitForward:
+        def run(step: SplitStep) -> tuple[Tensor, Tensor]:
+            int(step.num_first)
+            return one_after_the_other(forward)(step)
+
+        return run
+
+    for broken, reason in (
+        (inexact, "the given split_forward is not bitwise one half after the other"),
+        (wrong, "in two halves differs from the eager run"),
+        (counts, "cannot repeat on replay"),
+    ):
+        outs = []
+        for graphs in (False, True):
+            tiny = build(device, provider, (8,))
+            runner = runner_of(tiny, graphs=graphs, split_forward=broken(halved(tiny)))
+            outs.append(served(runner, tiny, runner.run_split, [[1] * 5, [1] * 3]))
+        assert same(*outs)
+        assert (runner.counters.replays, runner.counters.graphs_off) == (2, "")
+        (bucket,) = runner.capture_report().buckets
+        assert "; one half after the other, because " in bucket.check
+        assert reason in bucket.check
+
+
+@both
+def test_a_split_forward_that_is_bitwise_is_captured(provider: str, device: torch.device) -> None:
+    tiny = build(device, provider, (8,))
+    forward, seen = halved(tiny), []
+
+    def second_first(step: SplitStep) -> tuple[Tensor, Tensor]:
+        seen.append(step)
+        second = forward(step.halves[1])
+        return forward(step.halves[0]), second
+
+    runner = runner_of(tiny, split_forward=second_first)
+    served(runner, tiny, runner.run_split, [[1] * 5, [1] * 3])
+    assert runner.counters.replays == 2
+    assert seen
+    assert "one half after the other" not in runner.capture_report().buckets[0].check
+
+
+@both
+def test_reopening_makes_room_for_larger_halves(provider: str, device: torch.device) -> None:
+    tiny = build(device, provider, (2,))
+    runner = runner_of(tiny)
+    served(runner, tiny, runner.run_split)
+    before = runner.counters.replays
+    runner.reopen((16,), (12,))
+    outs = served(runner, tiny, runner.run_split)
+    assert runner.counters.replays - before >= len(SPLIT) - 1
+    other = build(device, provider, (16,))
+    eager = runner_of(other, graphs=False)
+    for mine, want in zip(outs, served(eager, other, eager.run_split), strict=True):
+        assert not rows_beyond_bounds(mine, want)
+
+
+@both
+def test_a_forward_with_the_wrong_number_of_rows_is_refused(provider: str, device: torch.device) -> None:
+    tiny = build(device, provider)
+    forward = halved(tiny)
+    runner = StepRunner(tiny.runtime, lambda step: forward(step)[:1], None)
+    with pytest.raises(BadTensor, match="1 and 1 rows for halves of 4 padded sequences"):
+        served(runner, tiny, runner.run_split)
+
+
+@both
+def test_a_noted_split_step_is_replayed_as_one(
+    provider: str, device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = build(device, provider)
+    flight = FlightRecorder(tiny.runtime, tmp_path / "dump.json")
+    runner = StepRunner(tiny.runtime, halved(tiny), recorder_for(tiny.runtime.device), flight=flight)
+    served(runner, tiny, runner.run_split)
+    assert [shape_name(step.shape) for step in flight.steps()][:2] == [
+        "decode of 8 sequences in two halves",
+        "decode of 2 sequences in two halves",
+    ]
+    dump = str(flight.dump("a test"))
+    for number, q_len in enumerate(SPLIT):
+        assert main(["replay-step", dump, "--step", str(number), "--device", str(device)]) == DONE
+        printed = capsys.readouterr().out
+        assert f"{len(q_len)} of" in printed
+        assert ", in two halves, " in printed
+        assert "layer kind 0: graph: agrees, bitwise equal to eager" in printed or not q_len
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("provider", ["torch", "triton"])
+def test_halves_side_by_side_are_bitwise_the_halves_one_after_the_other(provider: str, device: torch.device) -> None:
+    outs = []
+    for split in (False, True):
+        tiny = build(device, provider)
+        forward, side = halved(tiny), ForkedStream(tiny.runtime.device)
+        runner = runner_of(tiny, split_forward=side_by_side(forward, side) if split else None)
+        for _ in range(3):
+            outs.append(served(runner, tiny, runner.run_split))
+        assert runner.counters.graphs_off == ""
+        assert runner.counters.replays >= 3 * (len(SPLIT) - 1)
+        checks = [bucket.check for bucket in runner.capture_report().buckets]
+        assert all("bitwise" in check and "one half after the other" not in check for check in checks)
+    for other in outs[1:]:
+        assert same(outs[0], other)

@@ -1,0 +1,107 @@
+"""The two halves of a split step: room for both beyond the request pool, and memory of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rocm_attn.errors import CapacityExceeded
+from rocm_attn.guards import Guards
+from rocm_attn.hip_graphs.size_ladder import default_ladder
+from rocm_attn.kernels.metadata.slot_layout import HEADER_WORDS
+from rocm_attn.padding import PaddedShape, StepKind
+from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving
+
+both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+
+
+@both_ways
+@pytest.mark.parametrize("alignment", [8, 16])
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_both_halves_of_a_batch_padded_beyond_the_pool_keep_their_sequences(
+    provider: str, alignment: int, graphs: bool, device: torch.device
+) -> None:
+    """Seed 004, for the children: a pool of 5 rows, whose steps are padded to 8 or 16 and split in two."""
+    ladder = default_ladder(5, alignment)
+
+    def serving(guards: Guards) -> Serving:
+        return Serving(device, guards, graphs=graphs, provider=provider, capture_sizes=ladder.sizes, split_steps=True)
+
+    sound = serving(ALL_ON)
+    requests = sound.admit(5)
+    for request, length in zip(requests, [5, 1, 9, 4, 3], strict=True):
+        sound.step([request], [length])
+    for count in (5, 2, 4, 1, 3, 5):
+        sound.step(requests[:count], [1] * count, halves=True)
+    sound.step(requests, [1] * 5)
+
+    if provider == "triton":
+        return  # off, its kernels write past the buffers, to memory that may be anybody's
+    cut_short = serving(Guards().without("capacity"))
+    # The report's own error: what counts the second half meets what is left of the pool's size behind the first.
+    with pytest.raises(RuntimeError, match=r"size of tensor a \(0\) must match the size of tensor b \(2\)"):
+        cut_short.run(cut_short.admit(5), [1] * 5, halves=True)
+
+
+@both_ways
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_each_half_of_a_step_has_memory_of_its_own(provider: str, graphs: bool, device: torch.device) -> None:
+    lengths = [5, 1, 9, 4, 3]
+
+    def prefilled(guards: Guards) -> Serving:
+        serving = Serving(device, guards, graphs=graphs, provider=provider, split_steps=True)
+        for request, length in zip(serving.admit(5), lengths, strict=True):
+            serving.step([request], [length])
+        return serving
+
+    sound = prefilled(ALL_ON)
+    sound.step(sound.world.requests, [1] * 5, halves=True)
+
+    shared = prefilled(Guards().without("child_ranges"))
+    requests = shared.world.requests
+    shared.run(requests, [1] * 5, halves=True)
+    assert not shared.is_right(requests, [1] * 5)
+    # The first half ran with what was filled for the second: two sequences, and these are the second half's.
+    assert torch.equal(shared.out[2], torch.zeros_like(shared.out[2]))
+
+
+def test_the_inputs_of_the_last_two_steps_wait_in_slots_of_their_own(device: torch.device) -> None:
+    """A device that is two split steps behind still finds what each half of them is."""
+    serving = Serving(device, ALL_ON, graphs=False, split_steps=True)
+    requests = serving.admit(5)
+    serving.step(requests, [3, 1, 4, 1, 5])
+    for _ in range(3):
+        serving.step(requests, [1] * 5, halves=True)
+    rows = [request.row for request in requests]
+    lengths = [request.kv_len for request in requests]
+    published = {
+        tuple(slot[HEADER_WORDS : HEADER_WORDS + 2 * int(slot[0])].tolist())
+        for ring in serving.runtime._publisher._inputs
+        for slot in ring._slots
+    }
+    assert published == {
+        (*rows[half], *(length - ago for length in lengths[half]))
+        for half in (slice(0, 3), slice(3, 5))
+        for ago in (0, 1)
+    }
+
+
+def test_buffers_of_halves_grow_by_themselves_and_not_under_a_graph(device: torch.device) -> None:
+    shape = PaddedShape(StepKind.DECODE, 8, 8, 2)
+    serving = Serving(device, ALL_ON, graphs=False, provider="csr", split_steps=True)
+    buffers = serving.runtime._memory._open.buffers
+    buffers.ensure(PaddedShape(StepKind.DECODE, 8, 8))
+    whole = {name: tensor.numel() for name, tensor in buffers.tensors().items()}
+    buffers.ensure(shape)
+    grown = {name for name, tensor in buffers.tensors().items() if tensor.numel() > whole[name]}
+    # Two headers of four words, and two times five boundaries with the second ones at a whole unit of 16 bytes.
+    assert "counts" in grown
+    assert "kv_len" not in grown
+    assert all(buffers.step_view(name, shape, 1).numel() for name in ("counts", "q_indptr", "page_indptr"))
+
+    serving = Serving(device, ALL_ON, graphs=True, provider="csr", split_steps=True)
+    with pytest.raises(CapacityExceeded, match="raise the largest of capture_sizes"):
+        serving.runtime._memory._sealed.buffers.ensure(PaddedShape(StepKind.DECODE, 64, 64, 2))
+    requests = serving.admit(3)
+    serving.step(requests, [4, 2, 3])
+    serving.step(requests, [1, 1, 1], halves=True)

@@ -1,0 +1,144 @@
+"""Where a step is cut in two, what the halves are padded to, and which part of every buffer is theirs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rocm_attn.errors import CapacityExceeded
+from rocm_attn.graphs import capture_shapes, shape_name
+from rocm_attn.hip_graphs.size_ladder import SizeLadder, default_ladder
+from rocm_attn.padding import PaddedShape, PaddingPolicy, StepKind, token_places
+from rocm_attn.split_batch import split_batch, split_point
+from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_buffers import STEP_BUFFERS, StepBuffers, page_list_buffers
+from rocm_attn.step_memory import words_of_children
+from rocm_attn.workspace import Workspace
+
+CPU = torch.device("cpu")
+NEW_TOKENS = st.lists(st.integers(0, 5), max_size=14)
+
+
+def batch(q_len: list[int]) -> StepBatch:
+    """A step of distinct rows and token ids."""
+    counts = np.array(q_len, np.int32)
+    rows = np.arange(1, len(q_len) + 1, dtype=np.int32)
+    return StepBatch(rows, counts + rows, counts, np.arange(sum(q_len), dtype=np.int32))
+
+
+@given(NEW_TOKENS, st.integers(0, 3))
+def test_the_halves_are_the_batch_in_its_order(q_len: list[int], spare: int) -> None:
+    whole, most = batch(q_len), (len(q_len) + 1) // 2 + spare
+    first, second = split_batch(whole, most)
+    assert max(first.num_seqs, second.num_seqs) <= most
+    for name in ("rows", "kv_len", "q_len", "token_ids"):
+        assert np.array_equal(np.concatenate([getattr(half, name) for half in (first, second)]), getattr(whole, name))
+    assert (first.num_tokens, second.num_tokens) == (len(first.token_ids), len(second.token_ids))
+
+
+@given(NEW_TOKENS, st.integers(0, 3))
+def test_no_other_cut_shares_the_tokens_better(q_len: list[int], spare: int) -> None:
+    most = (len(q_len) + 1) // 2 + spare
+    cuts = range(max(0, len(q_len) - most), min(len(q_len), most) + 1)
+
+    def larger(cut: int) -> tuple[int, int]:
+        return max(sum(q_len[:cut]), sum(q_len[cut:])), max(cut, len(q_len) - cut)
+
+    assert larger(split_point(np.array(q_len, np.int32), most)) == min(map(larger, cuts))
+
+
+@pytest.mark.parametrize("count", range(10))
+def test_the_first_half_of_a_decode_step_has_the_odd_sequence(count: int) -> None:
+    first, second = split_batch(batch([1] * count), 5)
+    assert (first.num_seqs, second.num_seqs) == ((count + 1) // 2, count // 2)
+
+
+@given(NEW_TOKENS, st.sampled_from([(1,), (5,), (2, 4, 8), (1, 3, 6)]), st.sampled_from([(1,), (6,), (5, 9, 30)]))
+def test_a_split_shape_has_room_for_both_halves(
+    q_len: list[int], seqs: tuple[int, ...], tokens: tuple[int, ...]
+) -> None:
+    policy = PaddingPolicy(SizeLadder(seqs), SizeLadder(tokens), 2)
+    step = batch(q_len)
+    shape = policy.split_shape(step)
+    halves = split_batch(step, shape.child.num_seqs)
+    assert shape.num_seqs == 2 * shape.child.num_seqs >= max(2, len(q_len))
+    assert shape.num_tokens == 2 * shape.child.num_tokens
+    assert all(half.num_seqs <= shape.child.num_seqs for half in halves)
+    assert all(half.num_tokens <= shape.child.num_tokens for half in halves)
+    assert policy.captures(shape) == any(
+        shape.num_seqs <= room.num_seqs and shape.num_tokens <= room.num_tokens
+        for room in policy.largest_shapes()
+        if room.kind is shape.kind and room.num_children == 2
+    )
+
+
+def test_an_odd_size_of_the_ladder_is_rounded_up_once() -> None:
+    policy = PaddingPolicy(SizeLadder((1, 5, 9)), SizeLadder((1,)), 2)
+    sizes = {count: policy.split_shape(batch([1] * count)).num_seqs for count in (0, 1, 2, 3, 6, 7, 10, 11)}
+    assert sizes == {0: 2, 1: 2, 2: 2, 3: 6, 6: 6, 7: 10, 10: 10, 11: 12}
+
+
+def test_a_forced_size_must_be_even_and_large_enough() -> None:
+    policy = PaddingPolicy(SizeLadder((4,)), SizeLadder((1,)), 2)
+    assert policy.split_shape(batch([1] * 3), pad_to=16) == PaddedShape(StepKind.DECODE, 16, 16, 2)
+    with pytest.raises(CapacityExceeded, match="pad to an even number"):
+        policy.split_shape(batch([1]), pad_to=5)
+    with pytest.raises(CapacityExceeded, match="pad to at least 3"):
+        policy.split_shape(batch([1] * 3), pad_to=2)
+
+
+def test_whole_and_split_steps_of_one_size_are_told_apart() -> None:
+    whole, split = PaddedShape(StepKind.DECODE, 8, 8), PaddedShape(StepKind.DECODE, 8, 8, 2)
+    assert whole != split
+    assert whole.child is whole
+    assert split.child == PaddedShape(StepKind.DECODE, 4, 4)
+    assert (shape_name(whole), shape_name(split)) == ("decode of 8 sequences", "decode of 8 sequences in two halves")
+
+
+@pytest.mark.parametrize("alignment", [8, 16])
+def test_captured_shapes_are_split_too_where_steps_may_be(alignment: int) -> None:
+    ladder = default_ladder(5, alignment)
+    names = [shape_name(shape) for shape in capture_shapes(PaddingPolicy(ladder, SizeLadder((1,)), 2))]
+    assert names == [f"decode of {alignment} sequences", f"decode of {alignment} sequences in two halves"]
+    assert len(capture_shapes(PaddingPolicy(ladder, SizeLadder((1,))))) == 1
+
+
+@given(NEW_TOKENS)
+def test_real_tokens_lie_in_front_of_each_half(q_len: list[int]) -> None:
+    policy, step = PaddingPolicy(SizeLadder((4, 16)), SizeLadder((8, 64)), 2), batch(q_len)
+    shape = policy.split_shape(step)
+    first, second = split_batch(step, shape.child.num_seqs)
+    places = token_places(step, shape).tolist()
+    assert sorted(places) == list(range(shape.num_tokens))
+    assert places[: first.num_tokens] == list(range(first.num_tokens))
+    start = shape.child.num_tokens
+    assert places[first.num_tokens : step.num_tokens] == list(range(start, start + second.num_tokens))
+    assert token_places(step, policy.shape(step)).tolist() == list(range(policy.shape(step).num_tokens))
+
+
+@given(st.integers(1, 40), st.integers(1, 70), st.sampled_from([StepKind.DECODE, StepKind.MIXED]))
+def test_the_halves_of_every_buffer_lie_behind_each_other(half: int, tokens: int, kind: StepKind) -> None:
+    num_tokens = 2 * (half if kind is StepKind.DECODE else tokens)
+    shape = PaddedShape(kind, 2 * half, num_tokens, 2)
+    specs = (*STEP_BUFFERS, *page_list_buffers(3))
+    buffers = StepBuffers(specs, CPU)
+    buffers.ensure(shape)
+    for spec in specs:
+        first, second = (buffers.step_view(spec.name, shape, child) for child in (0, 1))
+        assert first.numel() == second.numel() == spec.elements(shape.child)
+        assert first.data_ptr() == buffers.tensors()[spec.name].data_ptr()
+        assert second.data_ptr() >= first.data_ptr() + first.nbytes
+        assert second.data_ptr() % 16 == 0
+    workspace = Workspace(CPU)
+    workspace.ensure(words_of_children(half, 2))
+    assert workspace.capacity >= 2 * half
+
+
+def test_a_second_half_past_the_end_raises_where_a_slice_would_truncate() -> None:
+    buffers = StepBuffers(STEP_BUFFERS, CPU)
+    buffers.ensure(PaddedShape(StepKind.DECODE, 8, 8))
+    with pytest.raises(CapacityExceeded, match="8 elements of counts were asked for, it holds 4"):
+        buffers.step_view("counts", PaddedShape(StepKind.DECODE, 8, 8, 2), 1)

@@ -1,0 +1,166 @@
+"""Split steps on the runtime: each half sees its own sequences, whatever the sizes and whichever half goes first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadTensor, CapacityExceeded, WrongState
+from rocm_attn.runtime import SplitStep, Step
+from tests.amd.runtime.stepping import Request, World, providers, small_problem
+
+pytestmark = pytest.mark.parametrize("provider", providers())
+
+# Ladders, and the sizes that a pool of 5 rows is padded to for 8 and 16 ranks.
+LADDERS = [(2, 4), (1, 3, 5), (8,), (16,)]
+
+
+def build(device: torch.device, provider: str, sizes: Sequence[int] = (2, 8), rows: int = 5) -> World:
+    """Two layers of unlike heads."""
+    problems = [small_problem(), small_problem(num_q_heads=4, v_head_dim=8)]
+    return World.build(problems, device, provider, max_num_seqs=rows, capture_sizes=sizes)
+
+
+def run_half(world: World, half: Step, layer: int, requests: Sequence[Request], q_len: Sequence[int]) -> None:
+    """One layer of one half with random q, k and v, NaN in the pads, checked against the oracle."""
+    problem = world.problems[layer]
+    q, k, v = world.qkv(problem, half)
+    world.remember(layer, requests, q_len, k, v)
+    out = torch.full_like(q[..., : problem.v_head_dim], float("nan"))
+    lse = torch.full(q.shape[:2], float("nan"), device=q.device)
+    half.layers.store_and_attend(layer, q, k, v, out, lse)
+    world.check(layer, requests, q_len, q, out, lse)
+
+
+def split_step(
+    world: World,
+    requests: Sequence[Request],
+    q_len: Sequence[int],
+    pad_to: int | None = None,
+    order: Sequence[tuple[int, int]] = ((0, 0), (0, 1), (1, 0), (1, 1)),
+) -> SplitStep:
+    """Run a split step and check it. order: (half, layer), each once."""
+    step = world.runtime.begin_split_step(world.batch(requests, q_len), pad_to)
+    try:
+        cut = step.halves[0].num_seqs
+        parts = [slice(0, cut), slice(cut, None)]
+        for half, layer in order:
+            run_half(world, step.halves[half], layer, requests[parts[half]], q_len[parts[half]])
+    finally:
+        world.runtime.end_step()
+    assert world.page_zero_is_zero()
+    return step
+
+
+@pytest.mark.parametrize("sizes", LADDERS, ids=str)
+def test_every_count_of_sequences_is_split(sizes: tuple[int, ...], provider: str, device: torch.device) -> None:
+    """None, one, odd ones, a full first half, and more than the largest size, which runs in the open memory."""
+    world = build(device, provider, sizes)
+    requests = [world.admit() for _ in range(5)]
+    for request, length in zip(requests, [5, 1, 9, 4, 3], strict=True):
+        world.step([request], [length])
+    for count in (5, 0, 1, 4, 2, 3, 5):
+        step = split_step(world, requests[:count], [1] * count)
+        first, second = step.halves
+        assert (first.num_seqs, second.num_seqs) == ((count + 1) // 2, count // 2)
+        assert first.token_ids.shape == second.token_ids.shape == (step.plan.shape.num_seqs // 2,)
+        assert step.num_first.item() == first.num_seqs
+
+
+@pytest.mark.parametrize(
+    "q_len", [[3, 3, 3], [3, 3], [4], [7, 1, 1], [1, 1, 9, 2, 1], [0, 2, 0], [0, 0], [2, 1]], ids=str
+)
+def test_verify_extend_and_mixed_steps_are_split(q_len: list[int], provider: str, device: torch.device) -> None:
+    world = build(device, provider)
+    requests = [world.admit() for _ in q_len]
+    world.step(requests, [3] * len(q_len))
+    split_step(world, requests, q_len)
+    split_step(world, requests, q_len, 6)
+    split_step(world, requests, [1] * len(q_len))
+
+
+@pytest.mark.parametrize("order", [((0, 0), (1, 0), (1, 1), (0, 1)), ((1, 0), (1, 1), (0, 0), (0, 1))], ids=str)
+def test_the_halves_do_not_wait_for_each_other(
+    order: tuple[tuple[int, int], ...], provider: str, device: torch.device
+) -> None:
+    """Layer by layer in turn, or the second half first: neither reads what the other one leaves."""
+    world = build(device, provider)
+    requests = [world.admit() for _ in range(5)]
+    world.step(requests, [2, 6, 1, 4, 3])
+    for _ in range(2):
+        split_step(world, requests, [1] * 5, order=order)
+        split_step(world, requests[:3], [2, 1, 3], order=order)
+
+
+def test_a_split_step_stores_and_gives_what_a_whole_one_does(provider: str, device: torch.device) -> None:
+    outs, stored = [], []
+    for split in (False, True):
+        world = build(device, provider)
+        requests = [world.admit() for _ in range(5)]
+        world.step(requests, [5, 1, 9, 4, 3])
+        batch = world.batch(requests, [1] * 5)
+        rows = torch.randn(5, 6, 16, generator=torch.Generator().manual_seed(1)).to(device)
+        step: Step | SplitStep
+        step = world.runtime.begin_split_step(batch, 8) if split else world.runtime.begin_step(batch, 8)
+        parts: list[tuple[Step, Tensor]]
+        parts = [(step, rows)] if isinstance(step, Step) else list(zip(step.halves, (rows[:3], rows[3:]), strict=True))
+        real = []
+        for part, inputs in parts:
+            q = torch.full((len(part.token_ids), 6, 16), float("nan"), device=device)
+            q[: len(inputs)] = inputs
+            out = torch.empty_like(q)
+            part.layers.store_and_attend(0, q, q[:, :2], q[:, 2:4], out)
+            real.append(out[: len(inputs)])
+        world.runtime.end_step()
+        outs.append(torch.cat(real))
+        pages = world.runtime.pool.layer(0)
+        stored.append(torch.cat([pages.k, pages.v], -1))
+    assert torch.equal(stored[0].nan_to_num(7.0), stored[1].nan_to_num(7.0))
+    torch.testing.assert_close(outs[0], outs[1], atol=1e-6, rtol=1e-5)
+
+
+def test_token_ids_and_positions_go_with_their_half(provider: str, device: torch.device) -> None:
+    world = build(device, provider)
+    requests = [world.admit() for _ in range(3)]
+    world.step(requests, [2, 5, 3])
+    plain = world.batch(requests, [2, 1, 4])
+    ids = np.arange(11, 18, dtype=np.int32)
+    step = world.runtime.begin_split_step(type(plain)(plain.rows, plain.kv_len, plain.q_len, ids), 4)
+    first, second = step.halves
+    # Three tokens and four, both padded to four.
+    assert [first.token_ids.tolist(), second.token_ids.tolist()] == [[11, 12, 13, 0], [14, 15, 16, 17]]
+    assert [first.positions.tolist(), second.positions.tolist()] == [[2, 3, 5, 0], [3, 4, 5, 6]]
+    assert [first.last_token_of_seq.tolist(), second.last_token_of_seq.tolist()] == [[1, 2], [3, 0]]
+    assert [first.tokens, second.tokens] == [slice(0, 4), slice(4, 8)]
+    world.runtime.end_step()
+
+
+def test_calls_on_the_wrong_half_or_step_are_refused_in_one_sentence(provider: str, device: torch.device) -> None:
+    world = build(device, provider)
+    requests = [world.admit() for _ in range(3)]
+    rows = torch.zeros(4, 2, 16, device=device)
+    staged = world.runtime.stage_split(world.batch(requests, [1, 1, 1]))
+    with pytest.raises(WrongState, match="staged and its metadata is not filled"):
+        staged.halves[0].layers.store(0, rows, rows)
+    world.runtime.fill()
+    with pytest.raises(WrongState, match="is split; call store and attend of the `layers` of each of its halves"):
+        world.runtime.store(0, rows, rows)
+    with pytest.raises(BadTensor, match=r"k has shape \[3, 2, 16\]; this step and layer need \[4, 2, 16\]"):
+        staged.halves[1].layers.store(0, rows[:3], rows)
+    with pytest.raises(WrongState, match=r"call end_step\(\) first"):
+        world.runtime.stage_split(world.batch(requests, [0, 0, 0]))
+    world.runtime.end_step()
+    with pytest.raises(WrongState, match="no step was begun"):
+        staged.halves[0].layers.attend(0, rows, rows)
+    for begin in (world.runtime.begin_step, world.runtime.begin_split_step):
+        begin(world.batch(requests, [0, 0, 0]))
+        with pytest.raises(WrongState, match="the step that this half belongs to is over"):
+            staged.halves[0].layers.store(0, rows, rows)
+        world.runtime.end_step()
+    with pytest.raises(CapacityExceeded, match="pad to an even number"):
+        world.runtime.begin_split_step(world.batch(requests, [0, 0, 0]), 7)
+    split_step(world, requests, [1, 1, 1])

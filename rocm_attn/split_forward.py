@@ -45,8 +45,8 @@ def side_by_side(forward: Forward, side: ForkedStream) -> SplitForward:
 def in_batch_order(step: SplitStep, rows: tuple[Tensor, Tensor]) -> Tensor:
     """The rows of both halves in one tensor [S, ...], those of real sequences first and in the order of the batch.
 
-    Device work only, of fixed shape: where the second half goes follows from a count on the device. Rows behind the
-    real ones are pads of either half, or undefined. Raises BadTensor.
+    Device work only, of fixed shape: where the second half's rows go follows from a count on the device. Rows behind
+    the real ones are any of the others. Raises BadTensor.
     """
     first, second = rows
     num_rows = step.plan.shape.child.num_seqs
@@ -54,7 +54,6 @@ def in_batch_order(step: SplitStep, rows: tuple[Tensor, Tensor]) -> Tensor:
         raise BadTensor(
             f"forward returned {first.shape[0]} and {second.shape[0]} rows for halves of {num_rows} padded sequences"
         )
-    joined = first.new_empty(2 * num_rows, *first.shape[1:])
-    joined[:num_rows] = first
-    places = torch.arange(num_rows, device=second.device) + step.num_first
-    return joined.index_copy_(0, places, second)
+    place = torch.arange(2 * num_rows, device=first.device)
+    in_second = (place - step.num_first + num_rows).clamp(max=2 * num_rows - 1)
+    return torch.cat(rows).index_select(0, torch.where(place < step.num_first, place, in_second))

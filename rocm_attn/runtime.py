@@ -1,6 +1,7 @@
 """AttentionRuntime: the only file that knows the order of a step.
 
 begin_step   host: check, pad, plan, grow buffers;  device: page copies, table updates, publish, fill
+             begin_split_step: the same in two halves, each published and filled for itself
 per layer    store, attend, or both in one call
 end_step     host only
 """
@@ -49,8 +50,9 @@ class _State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a model's forward gets: a step, or one half of a split one. Device tensors at padded sizes: S sequences,
-    T tokens.
+    """What a model's forward gets: a step, or one half of a split one.
+
+    Device tensors have padded sizes, S sequences and T tokens.
 
     num_seqs, num_tokens: real ones, on the host; a forward that is captured must not use them
     token_ids:            int32 [T], pads 0

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_attn.capture_check import CaptureCheck, Check
+from rocm_attn.capture_check import CaptureCheck, Check, Verdict
 from rocm_attn.errors import BadTensor
 from rocm_attn.flight_recorder import NO_FLIGHT_RECORDER, Flight
 from rocm_attn.graphs import CapturedBucket, CaptureReport, Progress, SkippedBucket, capture_shapes, shape_name
@@ -60,8 +60,8 @@ class StepRunner:
     forward:  Step -> tensor [S, ...], one row for each sequence. It must not synchronise, must not branch on lengths,
               and must do the same work each time it is called with the same metadata. Where it calls the layers of its
               step, and not the runtime, it also serves split steps, half by half.
-    split_forward: what graphs of split steps are made of; not given: forward, one half after the other. A graph is kept
-              where it gives bitwise what that gives; otherwise that is captured
+    split_forward: what graphs of split steps are made of; not given: forward, one half after the other. Such a graph
+              serves if it gives bitwise what forward gives, one half after the other; else that is captured
     recorder: makes graphs of steps at the runtime's capture sizes; None runs every step eagerly
     check:    compares each fresh graph with the eager run; graphs are switched off where they differ
     watchdog: looks on while a graph is made; not given: names a capture that takes CAPTURE_SECONDS
@@ -264,27 +264,19 @@ class StepRunner:
 
     def _make_and_check(self, plan: StepPlan, q_len: Int32Array, live: StepBatch | None) -> str:
         """Why the graph is refused, or nothing; only a graph that has passed is kept."""
-        instead_of = ""
-        if plan.shape.num_children > 1 and self._split_forward is not self._half_by_half:
-            instead_of = self._try(self._split_forward, plan, q_len, live, must_be_bitwise=True)
-            if not instead_of:
-                return ""
-        return self._try(self._half_by_half, plan, q_len, live, instead_of=instead_of)
+        note = ""
+        trial = self._try(self._split_forward, plan, q_len, live)
+        has_another_way = plan.shape.num_children > 1 and self._split_forward is not self._half_by_half
+        if has_another_way and not trial.is_bitwise:
+            reason = trial.refusal or "the given split_forward is not bitwise the same"
+            note = f"; one half after the other, because {reason}"
+            trial = self._try(self._half_by_half, plan, q_len, live)
+        if trial.graph is not None and not trial.refusal:
+            self._keep(plan, trial.graph, trial.verdict, note)
+        return trial.refusal
 
-    def _try(
-        self,
-        split_forward: SplitForward,
-        plan: StepPlan,
-        q_len: Int32Array,
-        live: StepBatch | None,
-        *,
-        must_be_bitwise: bool = False,
-        instead_of: str = "",
-    ) -> str:
-        """Make one graph, and keep it if it passes; why it does not, or nothing.
-
-        instead_of: why the graph that was tried before is not the one
-        """
+    def _try(self, split_forward: SplitForward, plan: StepPlan, q_len: Int32Array, live: StepBatch | None) -> _Trial:
+        """Make a graph and compare it with the eager run; no graph where there is no room to compare it."""
         name = f"the capture of {shape_name(plan.shape)}"
         fresh: list[_FreshGraph] = []
 
@@ -298,18 +290,13 @@ class StepRunner:
                 verdict = self._check.record(self._runtime, plan, q_len, live, record, self._body)
             self._pinned.check()
         except (RecordingRefused, StaleRecording) as refusal:
-            return str(refusal)
-        if verdict.failure or not fresh:
-            return verdict.failure
-        if must_be_bitwise and not verdict.bitwise:
-            return "the given split_forward is not bitwise one half after the other"
-        graph = fresh[0]
+            return _Trial(None, Verdict(str(refusal), "", 0.0, bitwise=False))
+        return _Trial(fresh[0] if fresh else None, verdict)
+
+    def _keep(self, plan: StepPlan, graph: _FreshGraph, verdict: Verdict, note: str) -> None:
         self._entry_of_plan[plan] = self._graphs.put(plan.key, graph.recording, graph.outputs, graph.seconds)
-        summary = (
-            f"{verdict.summary}; one half after the other, because {instead_of}" if instead_of else verdict.summary
-        )
-        self._buckets.append(CapturedBucket(plan.key, graph.seconds, verdict.seconds, graph.recording.bytes, summary))
-        return ""
+        check = verdict.summary + note
+        self._buckets.append(CapturedBucket(plan.key, graph.seconds, verdict.seconds, graph.recording.bytes, check))
 
     def _watched_body(self, name: str, split_forward: SplitForward, step: Step | SplitStep) -> Tensor:
         with self._watchdog.watch(f"forward, run for {name},"):
@@ -343,6 +330,24 @@ class _FreshGraph:
     def replay(self) -> Tensor:
         self.recording.replay()
         return self.outputs
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A graph, or none where there was no room to compare it, and what came of it."""
+
+    graph: _FreshGraph | None
+    verdict: Verdict
+
+    @property
+    def refusal(self) -> str:
+        """Why the graph may not serve, or nothing."""
+        return self.verdict.failure
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether the graph gave bitwise what the eager run gave."""
+        return not self.refusal and self.verdict.bitwise
 
 
 def _sealed_tensor(runtime: AttentionRuntime, name: str) -> Tensor:

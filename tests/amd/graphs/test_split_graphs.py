@@ -212,7 +212,7 @@ def test_a_split_forward_that_is_not_bitwise_is_replaced_with_a_reason(provider:
         return run
 
     for broken, reason in (
-        (inexact, "the given split_forward is not bitwise one half after the other"),
+        (inexact, "because the given split_forward is not bitwise the same"),
         (wrong, "in two halves differs from the eager run"),
         (counts, "cannot repeat on replay"),
     ):

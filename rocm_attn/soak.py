@@ -62,6 +62,7 @@ class SoakReport:
     """A soak that found nothing.
 
     replays, captures:   steps that ran as a graph, graphs made
+    split_steps:         steps that ran as two halves
     actions:             how often each action was drawn and done
     page_copies:         pages that were copied before a row wrote to them
     checked_tokens:      tokens whose outputs were compared, in each layer
@@ -75,6 +76,7 @@ class SoakReport:
     steps: int
     replays: int
     captures: int
+    split_steps: int
     reopens: int
     actions: dict[str, int]
     page_copies: int
@@ -92,7 +94,8 @@ class SoakReport:
     def __str__(self) -> str:
         return (
             f"{self.steps} steps of seed {self.seed} without a mismatch: {self.replays} replays, "
-            f"{self.captures} captures, {self.reopens} reopens, {self.actions['preempt']} preemptions, "
+            f"{self.captures} captures, {self.split_steps} split steps, {self.reopens} reopens, "
+            f"{self.actions['preempt']} preemptions, "
             f"{self.actions['fork']} forks, {self.page_copies} page copies, {self.checked_tokens} tokens, worst error "
             f"{self.worst_error:.2f} of the allowed, memory {self.host_growth_bytes / 2**20:+.1f} MiB on the host and "
             f"{self.device_growth_bytes / 2**20:+.1f} MiB on the device, {self.seconds:.1f} s, "
@@ -295,6 +298,7 @@ class Soak:
             steps=steps,
             replays=counters.replays,
             captures=counters.captures,
+            split_steps=steps // self._scenario.split_every,
             reopens=self._reopens,
             actions={action.value: self._world.counts[action] for action in Action},
             page_copies=self._page_copies,

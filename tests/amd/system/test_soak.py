@@ -77,6 +77,7 @@ def test_a_sound_runtime_soaks_without_a_finding(seed: int, device: torch.device
     assert all(count > 0 for count in report.actions.values()), report.actions
     assert sum(report.actions[step] for step in ("decode", "verify", "extend", "mixed", "idle", "empty")) == 300
     assert 0 < report.captures < report.replays < 300, "graphs and eager steps both have to occur"
+    assert report.split_steps == 75
     assert report.page_copies > 0
     assert 0 < report.worst_error <= 1
 

@@ -82,6 +82,11 @@ class Serving:
         # Unchecked: what a wrong graph does is what some of these tests are about, and all compare every step.
         self.runner = StepRunner(self.runtime, self._forward, recorder, check=NO_CHECK)
 
+    @property
+    def num_padded(self) -> int:
+        """Padded tokens of the last step, of both halves if it had two."""
+        return len(self.places)
+
     def admit(self, count: int) -> list[Request]:
         """Fresh requests."""
         return [self.world.admit() for _ in range(count)]

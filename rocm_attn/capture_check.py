@@ -25,6 +25,7 @@ from rocm_attn.plan import StepPlan
 from rocm_attn.probe_requests import ProbeLimits, ProbeRequests, forget_new_tokens, probe_limits
 from rocm_attn.runtime import AttentionRuntime, SplitStep, Step
 from rocm_attn.step_batch import Int32Array, StepBatch
+from rocm_attn.step_inputs import HOST_INPUTS
 
 Record = Callable[[Step | SplitStep], Callable[[], Tensor]]
 Eager = Callable[[Step | SplitStep], Tensor]
@@ -97,7 +98,8 @@ class CaptureCheck:
         started, recording_seconds = time.perf_counter(), 0.0
         trial = _Trial(runtime, plan, eager)
         limits = self._limits if self._limits is not None else probe_limits(runtime.target)
-        with ProbeRequests(runtime, vocabulary=self._vocabulary, seed=self._seed) as probes:
+        inputs = HOST_INPUTS if live is None else live.inputs
+        with ProbeRequests(runtime, vocabulary=self._vocabulary, seed=self._seed, inputs=inputs) as probes:
             for batches, of in ((probes.draws(plan, q_len, limits), ""), (_own_draws(live), " of the step itself")):
                 trial.of = of
                 for batch in batches:
@@ -126,7 +128,8 @@ class NoCheck:
     ) -> Verdict:
         """As Check.record, without any comparison."""
         trial = _Trial(runtime, plan, eager)
-        with ProbeRequests(runtime, vocabulary=2, seed=0) as probes:
+        inputs = HOST_INPUTS if live is None else live.inputs
+        with ProbeRequests(runtime, vocabulary=2, seed=0, inputs=inputs) as probes:
             batch = live if live is not None else next(probes.draws(plan, q_len, ProbeLimits(1, 1)), None)
             if batch is not None:
                 trial.record(batch, record)
@@ -238,9 +241,10 @@ def rows_beyond_bounds(one: Tensor, other: Tensor) -> list[int]:
 def _own_draws(live: StepBatch | None) -> Iterator[StepBatch]:
     """The live step, half of it, the whole in another order, and itself again.
 
-    All write K and V of its own new tokens only, which it writes itself afterwards.
+    All write K and V of its own new tokens only, which it writes itself afterwards. Of a step that gives bounds in
+    place of lengths nobody knows on the host which tokens these are.
     """
-    if live is None or live.num_seqs == 0:
+    if live is None or live.num_seqs == 0 or not live.inputs.lengths_on_host:
         return
     order = np.arange(live.num_seqs)
     yield live

@@ -48,6 +48,17 @@ class WrongState(RocmAttnError):
     """A call out of order, such as attend() without begin_step()."""
 
 
+class DeviceFault(RocmAttnError, RuntimeError):
+    """Something went wrong on the device in a step that was run before; the runtime goes on with the next one.
+
+    step: its number; AttentionRuntime.step_number counts them. None where no step can be named.
+    """
+
+    def __init__(self, what: str, step: int | None = None) -> None:
+        self.step = step
+        super().__init__(what)
+
+
 class BadModel(RocmAttnError, ValueError):
     """A model file that is missing, damaged, or of an architecture that the runner does not know."""
 

@@ -25,7 +25,7 @@ from rocm_attn.providers.select import Selection
 from rocm_attn.publisher import Deliver, launch_then_forget
 from rocm_attn.request_table import WITHIN_THE_ROW, IsShared, RequestTable, RowWidth, held_by_several
 from rocm_attn.settings import Settings, settings
-from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_batch import Int32Array, StepBatch
 from rocm_attn.step_buffers import (
     PADDED_BATCH,
     Capacity,
@@ -34,6 +34,7 @@ from rocm_attn.step_buffers import (
     behind_each_other,
     refuse_growth,
 )
+from rocm_attn.step_echo import EchoCheck
 
 OpsChange = Callable[[StepOps], StepOps]
 
@@ -81,6 +82,7 @@ class Guards:
     table_tails: OpsChange = unchanged_ops
     slot_in_row: OpsChange = unchanged_ops
     full_refresh: OpsChange = unchanged_ops
+    length_bounds: OpsChange = unchanged_ops
     # Of the kernels, the memory, the table, the plan and the graphs.
     v_mask: Callable[[Selection], Selection] = unchanged_selection
     capacity: Callable[[int], Capacity] = by_padded_batch
@@ -94,6 +96,7 @@ class Guards:
     graph_epoch: Callable[[], PinnedTensors] = PinnedTensors
     ring_wait: Callable[[Fence], None] = wait_for
     pending_changes: Deliver = launch_then_forget
+    echo_check: Callable[[], Callable[[Int32Array], None]] = EchoCheck
 
     @property
     def off(self) -> tuple[str, ...]:
@@ -118,6 +121,7 @@ class Guards:
             self.table_tails,
             self.slot_in_row,
             self.full_refresh,
+            self.length_bounds,
         )
         return reduce(lambda changed, change: change(changed), changes, ops)
 
@@ -278,6 +282,20 @@ GUARDS: tuple[Guard, ...] = (
         "H26, G9",
         unguarded.wait_for_nothing,
         "test_publication.py::test_a_late_device_still_reads_its_own_steps_inputs",
+    ),
+    _guard(
+        "echo_check",
+        "a step that went wrong on the device, or whose inputs never got there, is taken for a right one",
+        "H17, G9",
+        unguarded.EchoIgnored,
+        "test_publication.py::test_a_fault_on_the_device_is_told_once_and_later_steps_are_right",
+    ),
+    _guard(
+        "length_bounds",
+        "a length that only the device knows leads a step beyond the pages reserved for it",
+        "H17, G9",
+        unguarded.lengths_as_they_come,
+        "test_rows.py::test_a_length_beyond_its_bound_touches_no_other_request",
     ),
 )
 

@@ -67,15 +67,21 @@ class HostRing:
     def acquire(self, words: int) -> tuple[Tensor, Int32Array]:
         """The next slot, as a tensor for kernels and an array for the host, both at least `words` int32 long.
 
-        Waits when the device is `depth` steps behind.
+        Waits when the device is `depth` steps behind. It holds what it held before; a word that nobody wrote is 0.
         """
         at = self._next
         self._wait(self._done[at])
         if len(self._arrays[at]) < words:
             # A power of two: batches that grow slowly would otherwise pin memory again each time.
-            slot = torch.empty(1 << (words - 1).bit_length(), dtype=torch.int32, pin_memory=self._pinned)
+            slot = torch.zeros(1 << (words - 1).bit_length(), dtype=torch.int32, pin_memory=self._pinned)
+            slot[: len(self._arrays[at])] = self._slots[at]
             self._slots[at], self._arrays[at] = slot, slot.numpy()
         return self._slots[at], self._arrays[at]
+
+    def written(self) -> list[Int32Array]:
+        """The slots that were used, oldest first, for a host that has waited for the device."""
+        order = (*range(self._next, self._depth), *range(self._next))
+        return [self._arrays[at] for at in order if len(self._arrays[at])]
 
     def release(self) -> None:
         """Say that everything that reads the acquired slot was launched on the current stream."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
+from rocm_attn.errors import BadTensor, Unsupported
 from rocm_attn.padding import PaddedShape, PaddingPolicy, StepKind
 from rocm_attn.plan import GraphKey, StepPlan, kv_len_bucket, make_plan, q_len_bucket
 from rocm_attn.providers.contract import Baked
@@ -15,6 +18,7 @@ class Planner:
     """Plans for one set of kernels and one padding policy.
 
     selections: per kind of layer
+    device:     of the runtime
     max_kv_len: tokens that a row of the table has room for
     longest:    batch -> tokens of the longest sequence that a step is planned for
     graph_key:  what of a plan's key tells graphs apart
@@ -24,6 +28,7 @@ class Planner:
         self,
         selections: Sequence[Selection],
         padding: PaddingPolicy,
+        device: torch.device,
         *,
         max_kv_len: int,
         longest: Callable[[StepBatch], int],
@@ -31,6 +36,7 @@ class Planner:
     ) -> None:
         self.padding = padding
         self._selections = tuple(selections)
+        self._device = device
         self._max_kv_len = max_kv_len
         self._longest = longest
         self._graph_key = graph_key
@@ -38,7 +44,7 @@ class Planner:
         self._bakes_kv_len = Baked.MAX_KV_LEN in bakes
         self._bakes_q_len = Baked.MAX_Q_LEN in bakes
         self._plan_of_key: dict[GraphKey, StepPlan] = {}
-        self._plan_of_sizes: dict[tuple[int | None, ...], StepPlan] = {}
+        self._plan_of_sizes: dict[tuple[int | torch.device | None, ...], StepPlan] = {}
 
     def start_over(self, padding: PaddingPolicy) -> None:
         """Forget every plan and pad by another policy."""
@@ -49,13 +55,22 @@ class Planner:
     def plan(self, batch: StepBatch, pad_to: int | None, num_children: int) -> StepPlan:
         """The plan of a batch that runs whole, or as two halves. pad_to: as in PaddingPolicy.
 
-        Raises CapacityExceeded.
+        Raises CapacityExceeded; BadTensor, Unsupported for inputs on a device that cannot be taken.
         """
         max_kv_len = self._max_kv_len
         if self._bakes_kv_len:
             max_kv_len = kv_len_bucket(self._longest(batch), max_kv_len)
         # All that a plan depends on, so that a step of known sizes costs one look-up.
-        sizes = (batch.num_seqs, batch.num_tokens, batch.min_q_len, batch.max_q_len, max_kv_len, pad_to, num_children)
+        sizes = (
+            batch.num_seqs,
+            batch.num_tokens,
+            batch.min_q_len,
+            batch.max_q_len,
+            max_kv_len,
+            pad_to,
+            num_children,
+            batch.inputs.device,
+        )
         plan = self._plan_of_sizes.get(sizes)
         if plan is None:
             shape_of = self.padding.shape if num_children == 1 else self.padding.split_shape
@@ -76,5 +91,19 @@ class Planner:
             max_kv_len=max_kv_len,
             may_capture=may_capture,
         )
+        self._check_inputs(batch, plan)
         # Sizes that are padded to the same shape share a plan, and so a graph and the views of its buffers.
         return self._plan_of_key.setdefault(self._graph_key(plan.key), plan) if plan.replayable else plan
+
+    def _check_inputs(self, batch: StepBatch, plan: StepPlan) -> None:
+        """Refuse tensors of another device, and lengths that a kernel must know and the host does not."""
+        if batch.inputs.device not in (None, self._device):
+            raise BadTensor(
+                f"the step's lengths or token ids are on {batch.inputs.device}; the runtime is on {self._device}"
+            )
+        needy = [kernel.row.name for kernel in plan.kernels if kernel.row.needs_host_lengths]
+        if needy and not batch.inputs.lengths_on_host:
+            raise Unsupported(
+                f"{', '.join(needy)} must know the lengths of a step on the host, and they are on {self._device}; "
+                "read them back before the step, or choose another provider"
+            )

@@ -20,6 +20,7 @@ from rocm_attn.providers.contract import Baked
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.split_batch import HALVES, split_point
 from rocm_attn.step_batch import Int32Array, StepBatch
+from rocm_attn.step_inputs import HOST_INPUTS, Inputs
 from rocm_attn.target import Target
 
 # Pages that are filled with random values at a time.
@@ -48,11 +49,15 @@ def probe_limits(target: Target) -> ProbeLimits:
 
 
 class ProbeRequests:
-    """Requests with random content on rows and pages that nobody holds; given back when the context ends."""
+    """Requests with random content on rows and pages that nobody holds; given back when the context ends.
 
-    def __init__(self, runtime: AttentionRuntime, *, vocabulary: int, seed: int) -> None:
+    inputs: of a step whose kind those of the probes must have; their lengths are on the device where its are
+    """
+
+    def __init__(self, runtime: AttentionRuntime, *, vocabulary: int, seed: int, inputs: Inputs = HOST_INPUTS) -> None:
         self._runtime = runtime
         self._vocabulary = vocabulary
+        self._inputs = inputs
         self._random = np.random.default_rng(seed)
         self._generator = torch.Generator(runtime.device).manual_seed(seed)
         self._rows: list[int] = []
@@ -88,7 +93,8 @@ class ProbeRequests:
                 table.reserve(rows[seq], kv_len[seq])
         self._fill({int(page) for row in rows for page in table.pages_of(row)})
         token_ids = self._random.integers(1, self._vocabulary, sum(q_len))
-        return StepBatch(*(np.array(values, np.int32) for values in (rows, kv_len, q_len, token_ids)))
+        arrays = [np.array(values, np.int32) for values in (rows, kv_len, q_len, token_ids)]
+        return StepBatch(*arrays, inputs=self._inputs.for_lengths(arrays[2]))
 
     def draws(self, plan: StepPlan, q_len: Int32Array, limits: ProbeLimits) -> Iterator[StepBatch]:
         """Steps that have the plan: the largest lengths, two ragged draws, the largest lengths again.

@@ -17,8 +17,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from rocm_attn.canary import what_was_written
 from rocm_attn.devices import StreamOrder, on_device, with_index
-from rocm_attn.errors import BadSetting, Unsupported, WrongState
+from rocm_attn.errors import BadSetting, DeviceFault, Unsupported, WrongState
 from rocm_attn.guards import Guards, guards_from_settings
 from rocm_attn.hip_graphs.errors import BadLadder
 from rocm_attn.hip_graphs.size_ladder import SizeLadder, default_ladder
@@ -54,7 +55,8 @@ class Step:
 
     Device tensors have padded sizes, S sequences and T tokens.
 
-    num_seqs, num_tokens: real ones, on the host; a forward that is captured must not use them
+    num_seqs, num_tokens: real ones, on the host; a forward that is captured must not use them. Upper bounds where the
+                          batch's lengths are
     token_ids:            int32 [T], pads 0
     positions:            int32 [T], rope positions, pads 0
     last_token_of_seq:    int32 [S], the token whose hidden state predicts the next one; 0 for pads
@@ -160,11 +162,17 @@ class AttentionRuntime:
             sealed_growth=guards.sealed_growth,
         )
         self._publisher = Publisher(
-            self._ops, self.table, self.pool, ring_wait=guards.ring_wait, deliver=guards.pending_changes
+            self._ops,
+            self.table,
+            self.pool,
+            ring_wait=guards.ring_wait,
+            deliver=guards.pending_changes,
+            new_echo_check=guards.echo_check,
         )
         self._planner = Planner(
             self.selections,
             self._padding_for(seqs, capture_tokens),
+            self.device,
             max_kv_len=self.table.width * self.pool.page_size,
             longest=guards.planner_inputs(self._memory.sealed_tensors),
             graph_key=guards.graph_key,
@@ -185,6 +193,24 @@ class AttentionRuntime:
         """Tokens of the longest sequence."""
         return self.table.max_kv_len
 
+    @property
+    def step_number(self) -> int:
+        """The number of the step that was staged last, from 1 on; a DeviceFault names its step by it."""
+        return self._publisher.step_number
+
+    def check_device(self) -> None:
+        """Wait for the device, and raise DeviceFault if a step went wrong that no later stage() has told of.
+
+        Also if something was written to row 0 of the table or to page 0 of a layer. For tests, debugging and the end of
+        serving; while steps run, stage() tells of a fault some steps later by itself.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._publisher.check_device()
+        written = what_was_written(self.table, self.pool, range(len(self._layers)))
+        if written:
+            raise DeviceFault(f"{written}; padded sequences read it, so every later step may be wrong")
+
     def sealed_tensors(self) -> Mapping[str, Tensor]:
         """Everything that a graph reads and the runtime owns, by name: buffers, workspace, table and pages."""
         pages = {
@@ -198,7 +224,7 @@ class AttentionRuntime:
         """Stage a step and fill its metadata; then store and attend layer by layer.
 
         pad_to: sequences to pad to, where ranks must agree; not given: the ladder decides
-        Raises BadBatch, CapacityExceeded, WrongState; no step is begun then.
+        Raises BadBatch, CapacityExceeded, WrongState, and DeviceFault for an earlier step, once; no step is begun then.
         """
         step = self.stage(batch, pad_to)
         self._fill_or_end()
@@ -306,6 +332,7 @@ class AttentionRuntime:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._planner.start_over(padding)
+        self._publisher.let_go()
         self._memory.unseal()
 
     def _require_idle(self, what_fails: str) -> None:

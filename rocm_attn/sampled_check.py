@@ -2,6 +2,8 @@
 
 The second run is eager: forward's rows must be those of the first, which may have been a graph, and in one layer the
 attention of a few sequences must be the oracle's over copies of their pages. It stores the same K and V again.
+What is reserved must be zero: row 0 of the table, and page 0 of that layer. A step whose lengths or ids are on the
+device is looked at for that alone: they may have gone on since it ran.
 """
 
 from __future__ import annotations
@@ -12,12 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from rocm_attn.canary import what_was_written
 from rocm_attn.capture_check import rows_beyond_bounds
 from rocm_attn.numerics import BOUNDS
 from rocm_attn.problem import Problem
 from rocm_attn.reference import attend_paged
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_inputs import HOST_INPUTS
 from rocm_attn.step_runner import StepRunner
 from rocm_attn.steps import LayerCalls
 
@@ -30,15 +34,17 @@ _MOST_TOKENS = 16
 class SampledCounters:
     """What was compared so far.
 
-    samples:           steps that were compared
+    samples:           steps that were looked at
     rows_differ:       of them, those whose rows differ from the eager run's
     attention_differs: of them, those whose attention in the sampled layer differs from the oracle's
-    last:              the last difference in words; empty while there was none
+    reserved_written:  of them, those after which row 0 of the table or page 0 of the sampled layer was not zero
+    last:              the last of these findings in words; empty while there was none
     """
 
     samples: int
     rows_differ: int
     attention_differs: int
+    reserved_written: int
     last: str
 
 
@@ -106,13 +112,15 @@ class SampledCheck:
         self._every = every
         self._random = np.random.default_rng(seed)
         self._until_next = every
-        self._samples = self._rows_differ = self._attention_differs = 0
+        self._samples = self._rows_differ = self._attention_differs = self._reserved_written = 0
         self._last = ""
 
     @property
     def counters(self) -> SampledCounters:
         """A snapshot of what was compared."""
-        return SampledCounters(self._samples, self._rows_differ, self._attention_differs, self._last)
+        return SampledCounters(
+            self._samples, self._rows_differ, self._attention_differs, self._reserved_written, self._last
+        )
 
     def run(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
         """As StepRunner.run. Returns what the step gave, whatever the comparison says."""
@@ -120,17 +128,25 @@ class SampledCheck:
         self._until_next -= 1
         if self._until_next == 0:
             self._until_next = self._every
-            self._compare(batch, pad_to, rows)
+            layer = int(self._random.integers(len(self._problems)))
+            self._samples += 1
+            self._look_at_reserved(layer)
+            if batch.inputs is HOST_INPUTS:
+                self._compare(batch, pad_to, rows, layer)
         return rows
 
-    def _compare(self, batch: StepBatch, pad_to: int | None, rows: Tensor) -> None:
-        layer = int(self._random.integers(len(self._problems)))
+    def _look_at_reserved(self, layer: int) -> None:
+        written = what_was_written(self._runtime.table, self._runtime.pool, [layer])
+        if written:
+            self._reserved_written += 1
+            self._last = written
+
+    def _compare(self, batch: StepBatch, pad_to: int | None, rows: Tensor, layer: int) -> None:
         self._tap.expect(layer)
         try:
             again = self._runner.run_eagerly(batch, pad_to)
         finally:
             taken = self._tap.take()
-        self._samples += 1
         wrong_rows = rows_beyond_bounds(rows, again)
         if wrong_rows:
             self._rows_differ += 1

@@ -30,11 +30,12 @@ def split_batch(batch: StepBatch, most: int) -> tuple[StepBatch, StepBatch]:
     """The sequences before and behind the cut, in order; either may be none.
 
     most: as in split_point
+    Raises BadBatch for new tokens that only the device counts: where they are cut follows from their numbers.
     """
     first = (batch.num_seqs + 1) // 2 if batch.min_q_len == batch.max_q_len else split_point(batch.q_len, most)
-    tokens = int(batch.q_len[:first].sum()) if len(batch.token_ids) else 0
-    ids = batch.token_ids
+    tokens, ids = int(batch.q_len[:first].sum()), batch.token_ids
+    first_inputs, second_inputs = batch.inputs.cut(first, tokens)
     return (
-        StepBatch(batch.rows[:first], batch.kv_len[:first], batch.q_len[:first], ids[:tokens]),
-        StepBatch(batch.rows[first:], batch.kv_len[first:], batch.q_len[first:], ids[tokens:]),
+        StepBatch(batch.rows[:first], batch.kv_len[:first], batch.q_len[:first], ids[:tokens], inputs=first_inputs),
+        StepBatch(batch.rows[first:], batch.kv_len[first:], batch.q_len[first:], ids[tokens:], inputs=second_inputs),
     )

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rocm_attn.errors import BadBatch
+from rocm_attn.step_inputs import HOST_INPUTS, Inputs
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -23,6 +24,8 @@ class StepBatch:
     kv_len:     int32 [num_seqs]    tokens in the sequence's KV after this step, the new ones included
     q_len:      int32 [num_seqs]    new tokens of this step, at the end of the KV
     token_ids:  int32 [num_tokens]  ids of the new tokens, sequence after sequence; empty: the caller feeds the model
+    inputs:     what the device alone knows: kv_len and q_len are then upper bounds, and with them num_tokens,
+                max_q_len and max_kv_len; pages are reserved for the bounds
 
     Zero sequences, zero lengths and zero new tokens are legal. Raises BadBatch.
     """
@@ -31,6 +34,7 @@ class StepBatch:
     kv_len: Int32Array
     q_len: Int32Array
     token_ids: Int32Array = field(default_factory=lambda: NO_TOKEN_IDS)
+    inputs: Inputs = field(default=HOST_INPUTS, kw_only=True)
     num_tokens: int = field(init=False)
     max_q_len: int = field(init=False)
     min_q_len: int = field(init=False)
@@ -55,6 +59,8 @@ class StepBatch:
         put(self, "num_tokens", self.num_seqs * self.max_q_len if uniform else int(self.q_len.sum(dtype=np.int64)))
         if len(self.token_ids) not in (0, self.num_tokens):
             raise BadBatch(f"{len(self.token_ids)} token ids for {self.num_tokens} new tokens; pass one each, or none")
+        if self.inputs is not HOST_INPUTS:  # on most steps there is nothing to ask
+            put(self, "min_q_len", self.inputs.min_q_len(self.num_seqs, self.num_tokens, self.min_q_len))
 
     def _check_lengths(self) -> None:
         # The cheap bounds settle it for almost every batch; this runs on every step.

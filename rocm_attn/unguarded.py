@@ -34,6 +34,7 @@ def leave_pads(ops: StepOps) -> StepOps:
 
     def publish(
         slot: Tensor,
+        counts_before: Tensor,
         counts: Tensor,
         row_of_seq: Tensor,
         kv_len: Tensor,
@@ -42,7 +43,9 @@ def leave_pads(ops: StepOps) -> StepOps:
         **pads: int,
     ) -> None:
         seqs, tokens = slot[:2].tolist()
-        ops.publish(slot, counts, row_of_seq[:seqs], kv_len[:seqs], q_len[:seqs], token_ids[:tokens], **pads)
+        ops.publish(
+            slot, counts_before, counts, row_of_seq[:seqs], kv_len[:seqs], q_len[:seqs], token_ids[:tokens], **pads
+        )
 
     return replace(ops, publish=publish)
 
@@ -86,6 +89,28 @@ def slots_past_the_row(ops: StepOps) -> StepOps:
         slot_of_token.copy_(torch.where(token < counts[1], slot, 0))
 
     return replace(ops, fill=fill)
+
+
+def lengths_as_they_come(ops: StepOps) -> StepOps:
+    """Lengths on the device are taken without a look at what the host has reserved."""
+
+    def device_inputs(
+        slot: Tensor,
+        device_kv_len: Tensor,
+        device_q_len: Tensor,
+        device_token_ids: Tensor,
+        counts: Tensor,
+        kv_len: Tensor,
+        q_len: Tensor,
+        token_ids: Tensor,
+    ) -> None:
+        ops.device_inputs(slot, device_kv_len, device_q_len, device_token_ids, counts, kv_len, q_len, token_ids)
+        seqs = int(slot[0])
+        kv_len[:seqs].copy_(device_kv_len[:seqs])
+        q_len[:seqs].copy_(device_q_len[:seqs])
+        counts[1], counts[3] = q_len[:seqs].sum(), 0
+
+    return replace(ops, device_inputs=device_inputs)
 
 
 def write_row_zero(ops: StepOps) -> StepOps:
@@ -265,6 +290,13 @@ class EpochlessPins(PinnedTensors):
 
 def wait_for_nothing(fence: Fence) -> None:
     """A ring slot is written anew while the device may still have to read it."""
+
+
+class EchoIgnored:
+    """Takes a ring slot back without a look at what the device has written to it."""
+
+    def __call__(self, words: Int32Array) -> None:
+        """Do nothing."""
 
 
 def forget_then_launch(launch: Callable[[], None], forget: Callable[[], None]) -> None:

@@ -1,7 +1,10 @@
-"""Move a step's inputs from pinned host memory to fixed device addresses.
+"""Move a step's inputs from pinned host memory to fixed device addresses, and say how the step before it went.
 
 A kernel does it, not a copy: a DMA copy into a buffer that a graph then reads has been seen stale on ROCm (hip#3902).
 Every padded entry is rewritten each time. The words of a slot: slot_layout.py.
+
+The error word and the step number of the step before go back through the same slot, which the host reads when it
+is handed out again: no launch, no copy and no wait is needed for that.
 """
 
 from __future__ import annotations
@@ -11,17 +14,25 @@ import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.launch import RepeatedLaunch
-from rocm_attn.kernels.metadata.slot_layout import HEADER_WORDS
+from rocm_attn.kernels.metadata import error_word, slot_layout
+from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS, HEADER_WORDS
 
 _BLOCK = 256
+_STEP = tl.constexpr(slot_layout.STEP)
+_STEP_BEFORE = tl.constexpr(slot_layout.STEP_BEFORE)
+_ECHO = tl.constexpr(slot_layout.ECHO)
+_ECHOED_STEP = tl.constexpr(slot_layout.ECHOED_STEP)
+_WRONG_STEP = tl.constexpr(slot_layout.WRONG_STEP)
+_ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 
 
 @triton.jit(
     do_not_specialize=["num_seqs_padded", "num_tokens_padded", "pad_kv_len", "pad_q_len"],
-    do_not_specialize_on_alignment=["slot", "counts", "row_of_seq", "kv_len", "q_len", "token_ids"],
+    do_not_specialize_on_alignment=["slot", "counts_before", "counts", "row_of_seq", "kv_len", "q_len", "token_ids"],
 )
 def _publish_kernel(
     slot,
+    counts_before,
     counts,
     row_of_seq,
     kv_len,
@@ -32,6 +43,7 @@ def _publish_kernel(
     pad_kv_len,
     pad_q_len,
     HEADER: tl.constexpr,
+    COUNTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -49,10 +61,18 @@ def _publish_kernel(
     ids = tl.load(first + 3 * num_seqs + i, mask=i < num_token_ids, other=0)
     tl.store(token_ids + i, ids, mask=i < num_tokens_padded)
     if tl.program_id(0) == 0:
-        header = tl.arange(0, HEADER)
-        # Word 3 leaves as 0: on the device it is the error word of the step.
-        words = tl.load(slot + header, mask=header < 3, other=0)
-        tl.store(counts + header, words)
+        # Only this program touches counts, and the echo is in words of the slot that no other program reads.
+        number = tl.load(counts_before + _STEP)
+        error = tl.load(counts_before + _ERROR_WORD)
+        word = tl.arange(0, COUNTS)
+        # No error yet; in the slot the word says whether ids follow.
+        words = tl.load(slot + word, mask=word != _ERROR_WORD, other=0)
+        is_step_before = number == tl.load(slot + _STEP_BEFORE)
+        # counts_before is mostly counts itself: every thread must have read it before one overwrites it.
+        tl.debug_barrier()
+        tl.store(slot + _ECHOED_STEP, number)
+        tl.store(slot + _ECHO, tl.where(is_step_before, error, _WRONG_STEP))
+        tl.store(counts + word, words)
 
 
 _publish = RepeatedLaunch(_publish_kernel)
@@ -60,6 +80,7 @@ _publish = RepeatedLaunch(_publish_kernel)
 
 def launch_publish(
     slot: Tensor,
+    counts_before: Tensor,
     counts: Tensor,
     row_of_seq: Tensor,
     kv_len: Tensor,
@@ -69,9 +90,11 @@ def launch_publish(
     pad_kv_len: int,
     pad_q_len: int,
 ) -> None:
-    """Copy a ring slot to the step's inputs and write the pads.
+    """Copy a ring slot to the step's inputs, write the pads, and echo the step before into the slot.
 
-    slot:                      int32 words in pinned host memory (or device memory), laid out by slot_layout.py
+    slot:                      int32 words in pinned host memory (or device memory), laid out by slot_layout.py;
+                               its words ECHO and ECHOED_STEP are written
+    counts_before:             int32 [4], the counts of the step before; may be `counts`
     counts:                    int32 [4]; receives num_seqs, num_tokens, step number, 0
     row_of_seq, kv_len, q_len: int32 [S]; pads receive 0, pad_kv_len, pad_q_len
     token_ids:                 int32 [T]; pads, and all of it when the slot brings no ids, receive 0
@@ -82,6 +105,7 @@ def launch_publish(
         counts.device,
         (blocks, 1, 1),
         slot,
+        counts_before,
         counts,
         row_of_seq,
         kv_len,
@@ -92,6 +116,7 @@ def launch_publish(
         pad_kv_len,
         pad_q_len,
         HEADER_WORDS,
+        COUNT_WORDS,
         _BLOCK,
         num_warps=4,
     )

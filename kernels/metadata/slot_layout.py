@@ -2,13 +2,22 @@
 
 n = num_seqs:
     [0] num_seqs  [1] num_tokens  [2] step number  [3] 1 if token ids follow, else 0
-    [4, 4+n) rows   [4+n, 4+2n) kv_len   [4+2n, 4+3n) q_len   [4+3n, 4+3n+num_tokens) token ids
+    [4] number of the step before  [5] echo of the step before  [6] its number as the device has it  [7] not used
+    [8, 8+n) rows   [8+n, 8+2n) kv_len   [8+2n, 8+3n) q_len   [8+3n, 8+3n+num_tokens) token ids
+
+The kernel that reads a slot writes the echo, words 5 and 6, back into it: what is known by then of the step before.
+Word 5 is that step's error word, or one of the two words below; 0 says that all was well.
 """
 
 from __future__ import annotations
 
-HEADER_WORDS = 4
+COUNT_WORDS = 4  # num_seqs, num_tokens, step number, error word, as a step's counts hold them
+HEADER_WORDS = 8
 UPDATE_WORDS = 3  # row, column, entry of a changed cell of the request table
+
+STEP, STEP_BEFORE, ECHO, ECHOED_STEP = 2, 4, 5, 6  # places in a slot; counts have STEP in the same place
+WRONG_STEP = 1 << 16  # the device's counts held another number than word 4
+NO_ECHO = 1 << 17  # what the host puts into word 5: no kernel has read this slot
 
 
 def slot_words(num_seqs: int, num_tokens: int) -> int:

@@ -5,11 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rocm_attn.kernels.metadata.slot_layout import HEADER_WORDS, UPDATE_WORDS
+from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUND
+from rocm_attn.kernels.metadata.slot_layout import (
+    COUNT_WORDS,
+    ECHO,
+    ECHOED_STEP,
+    HEADER_WORDS,
+    STEP,
+    STEP_BEFORE,
+    UPDATE_WORDS,
+    WRONG_STEP,
+)
 
 
 def publish(
     slot: Tensor,
+    counts_before: Tensor,
     counts: Tensor,
     row_of_seq: Tensor,
     kv_len: Tensor,
@@ -20,9 +31,11 @@ def publish(
     pad_q_len: int,
 ) -> None:
     """Twin of launch_publish. Reads the slot's header on the host: it runs outside of recordings, on a CPU slot."""
-    num_seqs, num_tokens, _, has_ids = slot[:HEADER_WORDS].tolist()
-    counts.copy_(slot[:HEADER_WORDS])
-    counts[3].zero_()
+    num_seqs, num_tokens, _, has_ids = slot[:COUNT_WORDS].tolist()
+    slot[ECHOED_STEP] = counts_before[STEP]
+    slot[ECHO] = torch.where(counts_before[STEP] == slot[STEP_BEFORE], counts_before[ERROR_WORD], WRONG_STEP)
+    counts.copy_(slot[:COUNT_WORDS])
+    counts[ERROR_WORD].zero_()
     at = HEADER_WORDS
     for buffer, pad in ((row_of_seq, 0), (kv_len, pad_kv_len), (q_len, pad_q_len)):
         buffer[:num_seqs].copy_(slot[at : at + num_seqs])
@@ -30,6 +43,34 @@ def publish(
         at += num_seqs
     num_ids = num_tokens * has_ids
     token_ids[:num_ids].copy_(slot[at : at + num_ids])
+    token_ids[num_ids:].zero_()
+
+
+def device_inputs(
+    slot: Tensor,
+    device_kv_len: Tensor,
+    device_q_len: Tensor,
+    device_token_ids: Tensor,
+    counts: Tensor,
+    kv_len: Tensor,
+    q_len: Tensor,
+    token_ids: Tensor,
+) -> None:
+    """Twin of launch_device_inputs; runs outside of recordings, on a CPU slot."""
+    num_seqs, num_ids = int(slot[0]), len(device_token_ids)
+    bounds = slot[HEADER_WORDS + num_seqs : HEADER_WORDS + 3 * num_seqs]
+    kv_bound, q_bound = bounds.to(counts.device).view(2, num_seqs)
+    given_kv, given_q, ids = (
+        given.to(counts.device) for given in (device_kv_len[:num_seqs], device_q_len[:num_seqs], device_token_ids)
+    )
+    new = given_q.clamp(min=0).minimum(q_bound)
+    length = given_kv.maximum(new).minimum(kv_bound)
+    kv_len[:num_seqs].copy_(length)
+    q_len[:num_seqs].copy_(new)
+    counts[1] = new.sum()
+    counts[ERROR_WORD] = torch.where(((new != given_q) | (length != given_kv)).any(), LENGTH_BEYOND_BOUND, 0)
+    live = torch.arange(num_ids, device=counts.device) < counts[1]
+    token_ids[:num_ids].copy_(torch.where(live, ids, 0))
     token_ids[num_ids:].zero_()
 
 

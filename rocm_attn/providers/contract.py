@@ -187,6 +187,7 @@ class StepOps:
     """The launches around attention, by the signatures of rocm_attn.kernels.metadata and .cache."""
 
     publish: Callable[..., None]
+    device_inputs: Callable[..., None]
     table_update: Callable[..., None]
     fill: Callable[..., None]
     page_indptr: Callable[..., None]

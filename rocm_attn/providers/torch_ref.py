@@ -129,6 +129,7 @@ def _row(name: str, kind: StepKind, bind: Bind, *bakes: Baked) -> KernelRow:
 def _ops() -> StepOps:
     return StepOps(
         publish=metadata.publish,
+        device_inputs=metadata.device_inputs,
         table_update=metadata.table_update,
         fill=metadata.fill,
         page_indptr=metadata.page_indptr,

@@ -229,6 +229,7 @@ def _row(name: str, kind: StepKind, bind: Bind) -> KernelRow:
 
 def _ops() -> StepOps:
     from rocm_attn.kernels.cache.store import launch_store_kv
+    from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
     from rocm_attn.kernels.metadata.fill import launch_fill
     from rocm_attn.kernels.metadata.page_lists import launch_block_table, launch_page_indptr, launch_page_list
     from rocm_attn.kernels.metadata.publish import launch_publish
@@ -236,6 +237,7 @@ def _ops() -> StepOps:
 
     return StepOps(
         publish=launch_publish,
+        device_inputs=launch_device_inputs,
         table_update=launch_table_update,
         fill=launch_fill,
         page_indptr=launch_page_indptr,

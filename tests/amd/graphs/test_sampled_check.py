@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from rocm_attn.capture_check import NO_CHECK
+from rocm_attn.errors import DeviceFault
 from rocm_attn.graphs import recorder_for
+from rocm_attn.runtime import Step
 from rocm_attn.sampled_check import LayerTap, SampledCheck, SampledCounters
+from rocm_attn.step_inputs import DeviceInputs
 from rocm_attn.step_runner import StepRunner
 from rocm_attn.steps import LayerCalls
-from tests.amd.graphs.tiny import SERVED, Tiny, counts_on_the_host, same, serve
+from tests.amd.graphs.tiny import SERVED, Requests, Tiny, counts_on_the_host, same, serve
 from tests.amd.runtime.stepping import providers
 
 pytestmark = pytest.mark.parametrize("provider", providers())
@@ -45,7 +50,7 @@ def test_right_steps_pass_and_stay_what_they_are(graphs: bool, provider: str, de
         runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device) if graphs else None)
         check = checked(tiny, runner, tap)
         outs.append(serve(check if sampled else runner, tiny.runtime, served))
-        assert check.counters == SampledCounters(len(served) if sampled else 0, 0, 0, "")
+        assert check.counters == SampledCounters(len(served) if sampled else 0, 0, 0, 0, "")
         assert runner.counters.steps == len(served)
         assert (runner.counters.replays > 0) == graphs
     assert same(*outs)
@@ -83,3 +88,64 @@ def test_a_layer_that_went_wrong_is_counted(wrong_layer: int, provider: str, dev
     assert 0 < counters.attention_differs < len(SERVED)
     assert counters.rows_differ == 0
     assert f"layer {wrong_layer} of sequences" in counters.last
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("reserved", ["page 0 of layer 1", "row 0 of the request table"])
+def test_a_write_to_what_is_reserved_is_counted(
+    reserved: str, graphs: bool, provider: str, device: torch.device
+) -> None:
+    """The first step sees the sound state; then forward writes where nothing may be."""
+    tiny = Tiny.build(device, provider)
+    tiny.layers = tap = LayerTap(tiny.runtime)
+    table, pages = tiny.runtime.table.entries, tiny.runtime.pool.layer(1)
+    requests, writes = Requests(tiny.runtime), torch.zeros((), dtype=torch.int32, device=tiny.runtime.device)
+
+    def forward(step: Step) -> Tensor:
+        out = tiny.forward(step)
+        if reserved.startswith("page"):
+            pages.v[0, 1, 0, 3] += writes  # and not in the page's last token
+        else:
+            table[0, -1] += writes
+        return out
+
+    recorder = recorder_for(tiny.runtime.device) if graphs else None
+    check = checked(tiny, StepRunner(tiny.runtime, forward, recorder, check=NO_CHECK), tap)
+    requests.admit(2)
+    requests.run(check, [3, 2])
+    requests.run(check, [1, 1])
+    assert check.counters.reserved_written == 0
+    writes.fill_(1)
+    for _ in range(4):
+        requests.run(check, [1, 1])
+    counters = check.counters
+    # The table is looked at in each step, one of two layers in each.
+    assert counters.samples == 6
+    assert counters.reserved_written == 4 if reserved.startswith("row") else 0 < counters.reserved_written <= 4
+    if not counters.rows_differ and not counters.attention_differs:
+        assert counters.last == f"{reserved} must stay zero and was written"
+    with pytest.raises(DeviceFault, match=f"{reserved} must stay zero and was written; padded sequences read it"):
+        tiny.runtime.check_device()
+
+
+def test_a_step_with_inputs_on_the_device_is_looked_at_but_not_run_again(provider: str, device: torch.device) -> None:
+    """Its forward moves the lengths on, as an overlapped scheduler does: a second run would be another step."""
+    tiny = Tiny.build(device, provider)
+    tiny.layers = tap = LayerTap(tiny.runtime)
+    kv_len = torch.tensor([4], dtype=torch.int32, device=tiny.runtime.device)
+
+    def forward(step: Step) -> Tensor:
+        out = tiny.forward(step)
+        kv_len.add_(1)
+        return out
+
+    check = checked(tiny, StepRunner(tiny.runtime, forward, None), tap)
+    requests = Requests(tiny.runtime)
+    requests.admit(1)
+    requests.run(check, [3])
+    for step in range(3):
+        batch = requests.batch([1])
+        kv_len.fill_(4 + step)
+        check.run(replace(batch, inputs=DeviceInputs(kv_len=kv_len)))
+        assert kv_len.item() == 5 + step
+    assert check.counters == SampledCounters(4, 0, 0, 0, "")

@@ -6,7 +6,7 @@ nothing was put: in pages, in padded tokens of k and v, and in the outputs befor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from rocm_attn.padding import token_places
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime, Step
 from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_inputs import Inputs
 from rocm_attn.step_runner import StepRunner
 from tests.amd.runtime.stepping import Request, World, providers, small_problem
 
@@ -111,13 +112,47 @@ class Serving:
         halves:  whether the step is split in two
         """
         batch = self.world.batch(requests, q_len) if reserve else _batch(requests, q_len)
+        self.run_batch(requests, q_len, batch, pad_to, halves=halves)
+
+    def run_within_bounds(
+        self,
+        requests: Sequence[Request],
+        q_len: Sequence[int],
+        *,
+        kv_room: Sequence[int],
+        q_room: Sequence[int],
+        inputs: Callable[[list[int]], Inputs],
+    ) -> None:
+        """run(requests, q_len), of which the host knows bounds only.
+
+        kv_room, q_room: by how much the bounds exceed kv_len and q_len, at least as much for kv_len
+        inputs:          kv_len -> what the device knows
+        """
+        kv_len = [request.kv_len + new for request, new in zip(requests, q_len, strict=True)]
+        rows = np.array([request.row for request in requests], np.int32)
+        kv_bound = np.array(kv_len, np.int32) + np.array(kv_room, np.int32)
+        q_bound = np.array(q_len, np.int32) + np.array(q_room, np.int32)
+        self.runtime.table.reserve_all(rows, kv_bound)
+        self.run_batch(requests, q_len, StepBatch(rows, kv_bound, q_bound, inputs=inputs(kv_len)))
+
+    def run_batch(
+        self,
+        requests: Sequence[Request],
+        q_len: Sequence[int],
+        batch: StepBatch,
+        pad_to: int | None = None,
+        *,
+        halves: bool = False,
+    ) -> None:
+        """One step as described by a batch; the requests get q_len new tokens by it."""
         padding = self.runtime.padding
         shape = (padding.split_shape if halves else padding.shape)(batch, pad_to)
         self.places = token_places(batch, shape)
-        real = torch.from_numpy(self.places[: batch.num_tokens]).to(self.runtime.device)
+        num_tokens = sum(q_len)
+        real = torch.from_numpy(self.places[:num_tokens]).to(self.runtime.device)
         for tensor, pad in ((self.q, self._pad_q), (self.k, float("nan")), (self.v, float("nan"))):
             tensor.fill_(pad)
-            tensor[real] = self.world.random(batch.num_tokens, *tensor.shape[1:])
+            tensor[real] = self.world.random(num_tokens, *tensor.shape[1:])
         self.out.fill_(float("nan"))
         self.lse.fill_(float("nan"))
         self.runner.run_as(shape, batch)

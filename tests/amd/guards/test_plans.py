@@ -55,8 +55,8 @@ def test_what_a_plan_reads_shares_no_memory_with_what_graphs_read_or_write(devic
     batch = StepBatch(np.array([1, 2]), np.array([6, 5]), np.array([1, 1]))
     inputs = [torch.from_numpy(values) for values in (batch.rows, batch.kv_len, batch.q_len)]
     publisher, table = serving.runtime._publisher, serving.runtime.table
-    inputs += [slot for ring in (*publisher._inputs, publisher._updates) for slot in ring._slots]
-    inputs.append(torch.from_numpy(table.entries_host))
+    inputs += [slot for line in publisher._lines for slot in line.ring._slots]
+    inputs += [*publisher._updates._slots, torch.from_numpy(table.entries_host)]
     for tensor in inputs:
         assert pinned.sharing_memory_with(tensor) == ()
     assert pinned.sharing_memory_with(serving.runtime.sealed_tensors()["q_indptr"][1:]) == ("q_indptr",)

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from rocm_attn.errors import DeviceFault
 from rocm_attn.guards import Guards
 from rocm_attn.host_ring import HostRing
 from rocm_attn.kernels.metadata.slot_layout import slot_words
 from rocm_attn.kernels.refs.metadata import publish
+from rocm_attn.step_inputs import DeviceInputs
+from tests.amd.guards.late_device import LateDevice
 from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving
 from tests.amd.runtime.stepping import Request
 
@@ -84,52 +87,6 @@ def test_changes_survive_a_launch_that_fails(
     assert not serving.is_right(family, [1, 1])
 
 
-class LateDevice:
-    """A device that does nothing until somebody waits for it."""
-
-    def __init__(self) -> None:
-        self._queue: list[Callable[[], object]] = []
-
-    def launch(self, work: Callable[[], object]) -> None:
-        """Queue work."""
-        self._queue.append(work)
-
-    def fence(self) -> LateFence:
-        """A fence that was not recorded."""
-        return LateFence(self)
-
-    def drain(self, end: int | None = None) -> None:
-        """Do what was queued up to here, once."""
-        for at, work in enumerate(self._queue[:end]):
-            work()
-            self._queue[at] = _nothing
-
-    @property
-    def length(self) -> int:
-        """Launches so far."""
-        return len(self._queue)
-
-
-def _nothing() -> None:
-    pass
-
-
-class LateFence:
-    """A place in a late device's queue."""
-
-    def __init__(self, device: LateDevice) -> None:
-        self._device = device
-        self._end = 0
-
-    def record(self) -> None:
-        """Behind what was launched so far."""
-        self._end = self._device.length
-
-    def synchronize(self) -> None:
-        """Let the device come here."""
-        self._device.drain(self._end)
-
-
 def published_lengths(guards: Guards, num_steps: int) -> list[int]:
     """kv_len as each of num_steps steps finds it on a device that starts late, behind a ring of two slots."""
     late = LateDevice()
@@ -138,8 +95,8 @@ def published_lengths(guards: Guards, num_steps: int) -> list[int]:
     counts, row, kv_len, q_len, ids = (torch.zeros(n, dtype=torch.int32) for n in (4, 1, 1, 1, 1))
     for step in range(num_steps):
         slot, words = ring.acquire(slot_words(1, 0))
-        words[: slot_words(1, 0)] = [1, 1, step, 0, 1, 100 + step, 1]
-        late.launch(partial(publish, slot, counts, row, kv_len, q_len, ids, pad_kv_len=0, pad_q_len=1))
+        words[: slot_words(1, 0)] = [1, 1, step, 0, 0, 0, 0, 0, 1, 100 + step, 1]
+        late.launch(partial(publish, slot, counts, counts, row, kv_len, q_len, ids, pad_kv_len=0, pad_q_len=1))
         late.launch(lambda: found.append(int(kv_len[0])))
         ring.release()
     late.drain()
@@ -150,3 +107,39 @@ def test_a_late_device_still_reads_its_own_steps_inputs() -> None:
     assert published_lengths(ALL_ON, 5) == [100, 101, 102, 103, 104]
     # The host ran ahead and has written each slot for the last time before the device reads it.
     assert published_lengths(Guards().without("ring_wait"), 5) == [104, 103, 104, 103, 104]
+
+
+@both_ways
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_fault_on_the_device_is_told_once_and_later_steps_are_right(
+    provider: str, graphs: bool, device: torch.device
+) -> None:
+    def faults_of(guards: Guards) -> tuple[int, list[DeviceFault]]:
+        """The third step gets a length beyond its bound; what the steps after it raise."""
+        serving = Serving(device, guards, graphs=graphs, provider=provider)
+        requests = serving.admit(2)
+        serving.step(requests, [3, 5])
+        serving.step(requests, [1, 1])
+        faulty_step = serving.runtime.step_number + 1
+        serving.run_within_bounds(
+            requests,
+            [1, 1],
+            kv_room=[0, 0],
+            q_room=[0, 0],
+            inputs=lambda kv_len: DeviceInputs(
+                kv_len=torch.tensor([kv_len[0] + 9, kv_len[1]], dtype=torch.int32, device=serving.runtime.device)
+            ),
+        )
+        faults = []
+        for _ in range(6):
+            try:
+                serving.step(requests, [1, 1])
+            except DeviceFault as fault:
+                faults.append(fault)
+                serving.step(requests, [1, 1])
+        return faulty_step, faults
+
+    step, (fault,) = faults_of(ALL_ON)
+    assert fault.step == step
+    assert str(fault).startswith(f"step {step}: a length on the device lay outside of 0 <= q_len <= kv_len <= ")
+    assert faults_of(Guards().without("echo_check")) == (step, [])

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_attn.errors import BadBatch, CapacityExceeded
+from rocm_attn.errors import BadBatch, CapacityExceeded, DeviceFault
 from rocm_attn.guards import Guards
 from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_inputs import DeviceInputs
 from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving
 from tests.amd.runtime.stepping import Request, providers
 
@@ -109,6 +110,29 @@ def test_a_step_beyond_what_was_reserved_is_refused(provider: str, graphs: bool,
     # Their new tokens went to page 0, which drops them: each is an attention over one key of zeros too many.
     assert torch.isfinite(serving.out[:2]).all()
     assert not serving.is_right(requests, [1, 1])
+
+
+@both_ways
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_length_beyond_its_bound_touches_no_other_request(provider: str, graphs: bool, device: torch.device) -> None:
+    """The device says that the first of two requests has more new tokens than the host has made room for."""
+
+    def run(guards: Guards) -> tuple[Serving, list[Request]]:
+        serving = Serving(device, guards, graphs=graphs, provider=provider, capture_tokens=(16,))
+        requests = neighbours(serving)
+        q_len = torch.tensor([3, 2], dtype=torch.int32, device=serving.runtime.device)
+        serving.run_within_bounds(
+            requests, [2, 2], kv_room=[0, 0], q_room=[0, 0], inputs=lambda kv_len: DeviceInputs(q_len=q_len)
+        )
+        return serving, requests
+
+    serving, requests = run(ALL_ON)
+    serving.check(requests, [2, 2])
+    with pytest.raises(DeviceFault, match="a length on the device lay outside"):
+        serving.runtime.check_device()
+    serving, requests = run(Guards().without("length_bounds"))
+    # The second one's tokens are taken for those behind them.
+    assert not serving.is_right(requests, [2, 2])
 
 
 @pytest.mark.parametrize("guards", [ALL_ON, Guards().without("batch_check")], ids=["on", "off"])

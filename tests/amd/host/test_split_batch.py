@@ -8,13 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rocm_attn.errors import CapacityExceeded
+from rocm_attn.errors import BadBatch, CapacityExceeded
 from rocm_attn.graphs import capture_shapes, shape_name
 from rocm_attn.hip_graphs.size_ladder import SizeLadder, default_ladder
 from rocm_attn.padding import PaddedShape, PaddingPolicy, StepKind, token_places
 from rocm_attn.split_batch import split_batch, split_point
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_buffers import STEP_BUFFERS, StepBuffers, page_list_buffers
+from rocm_attn.step_inputs import ON_HOST, DeviceInputs
 from rocm_attn.step_memory import words_of_children
 from rocm_attn.workspace import Workspace
 
@@ -37,6 +38,26 @@ def test_the_halves_are_the_batch_in_its_order(q_len: list[int], spare: int) -> 
     for name in ("rows", "kv_len", "q_len", "token_ids"):
         assert np.array_equal(np.concatenate([getattr(half, name) for half in (first, second)]), getattr(whole, name))
     assert (first.num_tokens, second.num_tokens) == (len(first.token_ids), len(second.token_ids))
+
+
+def test_what_the_device_knows_is_cut_where_the_host_cuts() -> None:
+    kv_len, ids = torch.tensor([4, 5, 6], dtype=torch.int32), torch.arange(6, dtype=torch.int32)
+    whole = StepBatch(
+        np.array([1, 2, 3]), np.array([9, 9, 9]), np.array([2, 2, 2]), inputs=DeviceInputs(kv_len=kv_len, token_ids=ids)
+    )
+    first, second = (half.inputs for half in split_batch(whole, 2))
+    assert isinstance(first, DeviceInputs)
+    assert isinstance(second, DeviceInputs)
+    assert first.kv_len.tolist() + second.kv_len.tolist() == [4, 5, 6]
+    assert (first.token_ids.tolist(), second.token_ids.tolist()) == ([0, 1, 2, 3], [4, 5])
+    assert first.q_len is second.q_len is ON_HOST
+
+
+def test_new_tokens_that_the_device_counts_are_not_split() -> None:
+    packed = DeviceInputs(q_len=torch.tensor([1, 2], dtype=torch.int32))
+    whole = StepBatch(np.array([1, 2]), np.array([9, 9]), np.array([2, 2]), inputs=packed)
+    with pytest.raises(BadBatch, match="q_len is on the device cannot be split"):
+        split_batch(whole, 1)
 
 
 @given(NEW_TOKENS, st.integers(0, 3))

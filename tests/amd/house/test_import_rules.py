@@ -16,8 +16,10 @@ KERNELS, HIP_GRAPHS, PROVIDERS, RUNNER = (
 CLI = "rocm_attn.cli"
 AITER_MODULE = "rocm_attn.providers.aiter"
 
-VALUES = tuple(f"rocm_attn.{name}" for name in ("errors", "index_spaces", "problem", "step_batch", "target"))
-USES_KERNELS = (PROVIDERS, *(f"rocm_attn.{name}" for name in ("graphs", "publisher", "unguarded")))
+VALUES = tuple(
+    f"rocm_attn.{name}" for name in ("errors", "index_spaces", "problem", "step_batch", "step_inputs", "target")
+)
+USES_KERNELS = (PROVIDERS, *(f"rocm_attn.{name}" for name in ("graphs", "publisher", "step_echo", "unguarded")))
 USES_HIP_GRAPHS = tuple(
     f"rocm_attn.{name}"
     for name in ("graphs", "guards", "padding", "runtime", "split_forward", "step_runner", "unguarded")

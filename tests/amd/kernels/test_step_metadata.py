@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rocm_attn.kernels.cache.store import launch_store_kv
+from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
+from rocm_attn.kernels.metadata.error_word import LENGTH_BEYOND_BOUND
 from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.page_lists import launch_block_table, launch_page_indptr, launch_page_list
 from rocm_attn.kernels.metadata.publish import launch_publish
+from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, NO_ECHO, WRONG_STEP
 from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.refs import cache as cache_refs
 from rocm_attn.kernels.refs import metadata as refs
@@ -70,14 +73,102 @@ def table_for(case: Lengths, device: torch.device) -> tuple[Tensor, list[int], l
 @pytest.mark.parametrize("with_ids", [True, False])
 def test_publish_writes_every_entry_pads_included(publish: Launch, with_ids: bool, kernel_device: torch.device) -> None:
     rows, kv_len, q_len, ids = [4, 2, 9], [7, 1, 300], [2, 1, 3], [11, 12, 13, 14, 15, 16]
-    words = [3, 6, 41, int(with_ids), *rows, *kv_len, *q_len, *(ids if with_ids else [])]
+    words = [3, 6, 41, int(with_ids), 40, NO_ECHO, GARBAGE, GARBAGE, *rows, *kv_len, *q_len, *(ids if with_ids else [])]
     slot = torch.tensor(words + [GARBAGE] * 9, dtype=torch.int32, pin_memory=kernel_device.type == "cuda")
     counts, token_ids = garbage(4, kernel_device), garbage(300, kernel_device)
     seqs = [garbage(5, kernel_device) for _ in range(3)]
-    publish(slot, counts, *seqs, token_ids, pad_kv_len=1, pad_q_len=0)
+    publish(slot, counts, counts, *seqs, token_ids, pad_kv_len=1, pad_q_len=0)
     assert counts.tolist() == [3, 6, 41, 0]
     assert [x.tolist() for x in seqs] == [[*rows, 0, 0], [*kv_len, 1, 1], [*q_len, 0, 0]]
     assert token_ids.tolist() == (ids if with_ids else [0] * 6) + [0] * 294
+
+
+@pytest.mark.parametrize("publish", [launch_publish, refs.publish])
+@pytest.mark.parametrize("same", [True, False], ids=["same counts", "other counts"])
+@pytest.mark.parametrize(("error_word", "number"), [(0, 40), (5, 40), (-1, 40), (0, 39), (5, 0)])
+def test_publish_says_how_the_step_before_went(
+    publish: Launch, same: bool, error_word: int, number: int, kernel_device: torch.device
+) -> None:
+    """And only then overwrites its counts. 700 sequences: one program of three does it."""
+    words = [1, 1, 41, 0, 40, NO_ECHO, GARBAGE, GARBAGE, 3, 7, 1]
+    slot = torch.tensor(words, dtype=torch.int32, pin_memory=kernel_device.type == "cuda")
+    before = device_ints([GARBAGE, GARBAGE, number, error_word], kernel_device)
+    counts = before if same else garbage(4, kernel_device)
+    seqs = [garbage(700, kernel_device) for _ in range(4)]
+    publish(slot, before, counts, *seqs, pad_kv_len=0, pad_q_len=1)
+    assert counts.tolist() == [1, 1, 41, 0]
+    if not same:
+        assert before.tolist() == [GARBAGE, GARBAGE, number, error_word]
+    words[ECHO], words[ECHOED_STEP] = error_word if number == 40 else WRONG_STEP, number
+    assert slot.tolist() == words
+
+
+@dataclass(frozen=True)
+class Given:
+    """Lengths on the device, each with its bound, and how much is padded.
+
+    seqs:     (kv_len, bound, q_len, bound) of each sequence
+    with_ids: whether there are token ids
+    """
+
+    seqs: list[tuple[int, int, int, int]]
+    seq_pads: int
+    token_pads: int
+    with_ids: bool
+
+
+@st.composite
+def given_lengths(draw: st.DrawFn) -> Given:
+    any_value = st.integers(-3, 12) | st.integers(-(2**31), 2**31 - 1)
+    bounds = draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), min_size=1, max_size=9))
+    seqs = [(draw(any_value), kv + q, draw(any_value), q) for kv, q in bounds]
+    return Given(seqs, draw(st.integers(0, 3)), draw(st.integers(0, 3)), draw(st.booleans()))
+
+
+@pytest.mark.parametrize("place", [launch_device_inputs, refs.device_inputs])
+@settings(max_examples=25, deadline=None)
+@given(case=given_lengths())
+def test_device_inputs_are_placed_within_their_bounds(place: Launch, kernel_device: torch.device, case: Given) -> None:
+    kv_len, kv_bound, q_len, q_bound = (list(column) for column in zip(*case.seqs, strict=True))
+    n, most = len(case.seqs), sum(q_bound)
+    words = [n, most, 41, 0, 40, 0, 40, 0, *range(1, n + 1), *kv_bound, *q_bound]
+    slot = torch.tensor(words, dtype=torch.int32, pin_memory=kernel_device.type == "cuda")
+    ids = list(range(100, 100 + most)) if case.with_ids else []
+    sources = [device_ints(values, kernel_device) for values in (kv_len, q_len, ids)]
+    counts = device_ints([n, most, 41, 0], kernel_device)
+    lengths = [garbage(n + case.seq_pads, kernel_device) for _ in range(2)]
+    token_ids = garbage(max(1, most + case.token_pads), kernel_device)
+    place(slot, *sources, counts, *lengths, token_ids)
+
+    new = [min(max(q, 0), bound) for q, bound in zip(q_len, q_bound, strict=True)]
+    kept = [min(max(kv, q), bound) for kv, q, bound in zip(kv_len, new, kv_bound, strict=True)]
+    pads = [GARBAGE] * case.seq_pads
+    assert [x.tolist() for x in lengths] == [kept + pads, new + pads]
+    assert counts.tolist() == [n, sum(new), 41, 0 if (new, kept) == (q_len, kv_len) else LENGTH_BEYOND_BOUND]
+    live = ids[: sum(new)]
+    assert token_ids.tolist() == live + [0] * (len(token_ids) - len(live))
+    assert [x.tolist() for x in sources] == [kv_len, q_len, ids]
+    assert slot.tolist() == words
+
+
+@pytest.mark.parametrize("place", [launch_device_inputs, refs.device_inputs])
+def test_device_inputs_of_many_sequences_are_placed_whole(place: Launch, kernel_device: torch.device) -> None:
+    """More sequences than a program looks at in one step, and more tokens than one writes."""
+    n = 1100
+    kv_len, q_len = torch.arange(n) % 7 + 2, torch.arange(n) % 3
+    words = torch.cat([torch.tensor([n, 2 * n, 41, 0, 40, 0, 40, 0]), torch.arange(n), kv_len + 1, torch.full((n,), 2)])
+    slot = words.to(torch.int32)
+    slot = slot.pin_memory() if kernel_device.type == "cuda" else slot
+    ids = torch.arange(2 * n, dtype=torch.int32, device=kernel_device) + 7
+    counts, token_ids = device_ints([n, 2 * n, 41, 0], kernel_device), garbage(2 * n + 9, kernel_device)
+    lengths = [garbage(n, kernel_device) for _ in range(2)]
+    sources = [x.to(kernel_device, torch.int32) for x in (kv_len, q_len)]
+    place(slot, *sources, ids, counts, *lengths, token_ids)
+    total = int(q_len.sum())
+    assert counts.tolist() == [n, total, 41, 0]
+    assert all(torch.equal(placed, source) for placed, source in zip(lengths, sources, strict=True))
+    assert torch.equal(token_ids[:total], ids[:total])
+    assert not token_ids[total:].any()
 
 
 @pytest.mark.parametrize("update", [launch_table_update, refs.table_update])

@@ -14,6 +14,7 @@ from rocm_attn.kernels.attention.decode_schedule import decode_schedule_words, l
 from rocm_attn.kernels.attention.extend import launch_paged_extend
 from rocm_attn.kernels.attention.extend_schedule import extend_schedule_words, launch_extend_schedule
 from rocm_attn.kernels.cache.store import launch_store_kv
+from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.page_lists import launch_block_table, launch_page_indptr, launch_page_list
 from rocm_attn.kernels.metadata.publish import launch_publish
@@ -157,11 +158,20 @@ def page_lists(memory: Memory) -> None:
 
 
 def publish(memory: Memory) -> None:
-    """Two sequences of three tokens at five and seven, with token ids and without."""
+    """Two sequences of three tokens at five and seven, with token ids and without; the slot is written too."""
     for has_ids in (1, 0):
-        slot = ints([2, 3, 9, has_ids, 4, 5, 30, 40, 1, 2, *[11, 12, 13] * has_ids])
-        outputs = [garbage(size) for size in (4, 5, 5, 5, 7)]
-        assert_same(memory, launch_publish, twins.publish, [slot], outputs, pad_kv_len=5, pad_q_len=0)
+        slot = ints([2, 3, 9, has_ids, 8, -1, -1, 0, 4, 5, 30, 40, 1, 2, *[11, 12, 13] * has_ids])
+        outputs = [slot, ints([6, 6, 8, 2]), *(garbage(size) for size in (4, 5, 5, 5, 7))]
+        assert_same(memory, launch_publish, twins.publish, [], outputs, pad_kv_len=5, pad_q_len=0)
+
+
+def device_inputs(memory: Memory) -> None:
+    """Two sequences of up to five tokens, within their bounds and not, at five and seven."""
+    slot = ints([2, 5, 9, 0, 8, 0, 8, 0, 4, 5, 30, 40, 3, 2])
+    for kv_len, q_len in (([29, 40], [1, 2]), ([31, 1], [4, 2])):
+        inputs = [slot, ints(kv_len), ints(q_len), ints([11, 12, 13, 14, 15])]
+        outputs = [ints([2, 5, 9, 0]), *(garbage(size) for size in (5, 5, 7))]
+        assert_same(memory, launch_device_inputs, twins.device_inputs, inputs, outputs)
 
 
 def table_update(memory: Memory) -> None:
@@ -177,6 +187,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "attention/extend_schedule.py": extend_schedule,
     "attention/merge.py": decode,
     "cache/store.py": store,
+    "metadata/device_inputs.py": device_inputs,
     "metadata/fill.py": fill,
     "metadata/page_lists.py": page_lists,
     "metadata/publish.py": publish,

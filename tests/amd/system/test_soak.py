@@ -126,9 +126,11 @@ def test_a_table_update_that_is_lost_once_is_found(monkeypatch: pytest.MonkeyPat
 
 
 def test_pads_that_keep_what_the_last_step_left_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def publish(original: Callable[..., None], slot: Tensor, counts: Tensor, *buffers: Tensor, **pads: int) -> None:
+    def publish(
+        original: Callable[..., None], slot: Tensor, last: Tensor, counts: Tensor, *buffers: Tensor, **pads: int
+    ) -> None:
         before = [buffer.clone() for buffer in buffers]
-        original(slot, counts, *buffers, **pads)
+        original(slot, last, counts, *buffers, **pads)
         num_seqs, num_tokens = counts[:2].tolist()
         for buffer, old, used in zip(buffers, before, [num_seqs] * 3 + [num_tokens], strict=True):
             buffer[used:] = old[used:]

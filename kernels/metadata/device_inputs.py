@@ -1,0 +1,125 @@
+"""Put lengths and token ids that only the device knows in the place of what the host has published for a step.
+
+    q_len[i]  = min(max(device_q_len[i], 0), q bound[i])
+    kv_len[i] = min(max(device_kv_len[i], q_len[i]), kv bound[i])
+    token t   = device_token_ids[t] for t < q_len[0] + q_len[1] + ..., 0 behind them
+
+Runs after publish; the bounds are the lengths in the ring slot that publish has read. So a length that is wrong on the
+device stays within the pages that the host has reserved; it sets a bit of the step's error word.
+
+Each program sums q_len itself, from what the caller and the host have written: none reads what another writes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rocm_attn.kernels.launch import RepeatedLaunch
+from rocm_attn.kernels.metadata import error_word
+from rocm_attn.kernels.metadata.slot_layout import HEADER_WORDS
+
+_TOKENS = 256
+# Sequences that a program looks at in one step; a fixed number, so that no batch size needs another compilation.
+_SEQS_AT_ONCE = 512
+_ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
+_BEYOND_BOUND = tl.constexpr(error_word.LENGTH_BEYOND_BOUND)
+
+
+@triton.jit(
+    do_not_specialize=["num_token_ids", "num_tokens_padded"],
+    do_not_specialize_on_alignment=[
+        "slot",
+        "device_kv_len",
+        "device_q_len",
+        "device_token_ids",
+        "counts",
+        "kv_len",
+        "q_len",
+        "token_ids",
+    ],
+)
+def _device_inputs_kernel(
+    slot,
+    device_kv_len,
+    device_q_len,
+    device_token_ids,
+    counts,
+    kv_len,
+    q_len,
+    token_ids,
+    num_token_ids,
+    num_tokens_padded,
+    HEADER: tl.constexpr,
+    SEQS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    num_seqs = tl.load(slot)
+    lane = tl.arange(0, SEQS)
+    total = 0
+    num_beyond = 0
+    for first in range(0, num_seqs, SEQS):
+        seq = first + lane
+        live = seq < num_seqs
+        kv_bound = tl.load(slot + HEADER + num_seqs + seq, mask=live, other=0)
+        q_bound = tl.load(slot + HEADER + 2 * num_seqs + seq, mask=live, other=0)
+        given_kv = tl.load(device_kv_len + seq, mask=live, other=0)
+        given_q = tl.load(device_q_len + seq, mask=live, other=0)
+        new = tl.minimum(tl.maximum(given_q, 0), q_bound)
+        length = tl.minimum(tl.maximum(given_kv, new), kv_bound)
+        total += tl.sum(new, 0)
+        num_beyond += tl.sum(((new != given_q) | (length != given_kv)).to(tl.int32), 0)
+        if tl.program_id(0) == 0:
+            tl.store(kv_len + seq, length, mask=live)
+            tl.store(q_len + seq, new, mask=live)
+    if tl.program_id(0) == 0:
+        tl.store(counts + 1, total)
+        tl.store(counts + _ERROR_WORD, tl.where(num_beyond > 0, _BEYOND_BOUND, 0))
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    ids = tl.load(device_token_ids + t, mask=t < tl.minimum(total, num_token_ids), other=0)
+    tl.store(token_ids + t, ids, mask=t < num_tokens_padded)
+
+
+_place = RepeatedLaunch(_device_inputs_kernel)
+
+
+def launch_device_inputs(
+    slot: Tensor,
+    device_kv_len: Tensor,
+    device_q_len: Tensor,
+    device_token_ids: Tensor,
+    counts: Tensor,
+    kv_len: Tensor,
+    q_len: Tensor,
+    token_ids: Tensor,
+) -> None:
+    """Overwrite a published step's lengths, token ids and number of tokens; pads of sequences stay as they are.
+
+    slot:                        int32 words from which the step was published; its lengths are the bounds
+    device_kv_len, device_q_len: int32 [num_seqs], read only; on the device, or in the slot where the host knows them
+    device_token_ids:            int32 [n], read only, sequence after sequence by q_len; n is 0 without ids, otherwise
+                                 the sum of the bounds of q_len
+    counts:                      int32 [4]; [1] receives the sum of q_len, [3] an error bit where a length was cut
+    kv_len, q_len:               int32 [S]
+    token_ids:                   int32 [T]; behind the step's tokens, and everywhere without ids, receives 0
+    """
+    num_tokens_padded = token_ids.shape[0]
+    _place(
+        counts.device,
+        (max(1, -(-num_tokens_padded // _TOKENS)), 1, 1),
+        slot,
+        device_kv_len,
+        device_q_len,
+        device_token_ids,
+        counts,
+        kv_len,
+        q_len,
+        token_ids,
+        device_token_ids.shape[0],
+        num_tokens_padded,
+        HEADER_WORDS,
+        _SEQS_AT_ONCE,
+        _TOKENS,
+        num_warps=4,
+    )

@@ -1,0 +1,12 @@
+"""The error word of a step: one int32 of `counts`, cleared when the step's inputs are published.
+
+Kernels set bits of it and never clear one, so that a launch may run twice. Kernels, their torch twins and the host that
+reads the word back share these names.
+"""
+
+from __future__ import annotations
+
+ERROR_WORD = 3  # its place in counts
+
+TOKEN_WITHOUT_PAGE = 1  # a live token's slot lies in page 0: its K and V were dropped
+LENGTH_BEYOND_BOUND = 2  # a length that only the device knew lay outside of what the host has reserved, and was cut

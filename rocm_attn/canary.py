@@ -1,0 +1,22 @@
+"""The canary: what is reserved must stay zero. Padded sequences read row 0 of the table and, through it, page 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rocm_attn.index_spaces import RESERVED_PAGE, RESERVED_ROW
+from rocm_attn.kv_pool import KVPool
+from rocm_attn.request_table import RequestTable
+
+
+def what_was_written(table: RequestTable, pool: KVPool, layers: Iterable[int]) -> str:
+    """Which of row 0 of the table and page 0 of these layers is not zero any more, in words; empty when all are.
+
+    Waits for the device.
+    """
+    written = ["row 0 of the request table"] if bool(table.entries[RESERVED_ROW].any()) else []
+    for layer in layers:
+        pages = pool.layer(layer)
+        if bool(pages.k[RESERVED_PAGE].any()) or bool(pages.v[RESERVED_PAGE].any()):
+            written.append(f"page 0 of layer {layer}")
+    return f"{', '.join(written)} must stay zero and was written" if written else ""

@@ -1,0 +1,50 @@
+"""The echo of a step: what the device knew of it when the next one was published, read from that one's ring slot.
+
+A slot is written again only when the kernels that read it are done, so the echo is there without another wait.
+"""
+
+from __future__ import annotations
+
+from rocm_attn.errors import DeviceFault
+from rocm_attn.kernels.metadata.error_word import LENGTH_BEYOND_BOUND, TOKEN_WITHOUT_PAGE
+from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, NO_ECHO, STEP, STEP_BEFORE, WRONG_STEP
+from rocm_attn.step_batch import Int32Array
+
+_WHAT = {
+    TOKEN_WITHOUT_PAGE: "a new token had no page of its own, its row led to page 0, and its K and V were dropped; "
+    "look for what changed the request table on the device",
+    LENGTH_BEYOND_BOUND: "a length on the device lay outside of 0 <= q_len <= kv_len <= its bound and was cut; "
+    "give the batch larger bounds, or look for what wrote the lengths",
+}
+
+
+def fault_of(step: int, error_word: int) -> DeviceFault:
+    """What went wrong in a step, in words; error_word is not 0."""
+    known = [what for bit, what in _WHAT.items() if error_word & bit]
+    return DeviceFault(f"step {step}: {'; '.join(known) or f'the error word is {error_word:#x}'}", step)
+
+
+class EchoCheck:
+    """Told of every echo that is not 0, before its slot is written again."""
+
+    def __init__(self) -> None:
+        self._lost_step = -1
+
+    def __call__(self, words: Int32Array) -> None:
+        """Raise DeviceFault for the step that went wrong, once: the echo in the slot, which is not 0, is cleared."""
+        echo, before, echoed = int(words[ECHO]), int(words[STEP_BEFORE]), int(words[ECHOED_STEP])
+        words[ECHO] = 0
+        if echo == NO_ECHO:
+            self._lost_step = int(words[STEP])
+            raise DeviceFault(
+                f"the inputs of step {self._lost_step} never reached the device, which went on with those of an "
+                "earlier step; look for a kernel launch that was lost",
+                self._lost_step,
+            )
+        if echo == WRONG_STEP:
+            if before == self._lost_step:  # told already
+                return
+            raise DeviceFault(
+                f"the device took step {before} for step {echoed}; look for what wrote to the step's counts", before
+            )
+        raise fault_of(before, echo)

@@ -1,0 +1,127 @@
+"""Where a step's lengths and token ids are known: on the host, or on the device alone.
+
+With speculative decoding the device knows how many drafts were accepted before the host does, and with overlapped
+scheduling which tokens were sampled. The host then gives upper bounds, and the device takes the rest from its tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadBatch, BadTensor
+
+# In the place of a tensor of DeviceInputs: the host knows, or for token ids nobody says.
+ON_HOST = torch.empty(0, dtype=torch.int32)
+
+
+class HostInputs:
+    """The host knows everything: a batch's lengths are the lengths.
+
+    device:          of the caller's tensors; there are none
+    lengths_on_host: whether a batch's kv_len and q_len are lengths, and not bounds
+    """
+
+    __slots__ = ()
+    device: ClassVar[None] = None
+    lengths_on_host: ClassVar[bool] = True
+
+    def min_q_len(self, num_seqs: int, num_tokens: int, fewest: int) -> int:
+        """The fewest new tokens that a sequence can have; `fewest` is the smallest q_len of the batch."""
+        return fewest
+
+    def for_lengths(self, q_len: npt.NDArray[np.int32]) -> Inputs:
+        """Inputs of the same kind for a step with these new tokens, which the host knows."""
+        return self
+
+    def cut(self, num_seqs: int, num_tokens: int) -> tuple[Inputs, Inputs]:
+        """The inputs of a step's first sequences, which have so many new tokens, and of the others."""
+        return self, self
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceInputs:
+    """Tensors of the caller that say what the host does not know; ON_HOST leaves it with the host.
+
+    kv_len:    int32 [num_seqs]  the batch's kv_len are upper bounds of these
+    q_len:     int32 [num_seqs]  the batch's q_len are upper bounds of these; tokens of the step are packed by them
+    token_ids: int32 [n]         sequence after sequence; n is the sum of the batch's q_len
+
+    They are read where they lie, never written, by kernels on the stream of the step: they must hold their values until
+    those have run, and may change afterwards. A value outside of 0 <= q_len <= kv_len <= bound is cut, and the step's
+    error word says so: a later step raises DeviceFault. Raises BadTensor.
+    """
+
+    kv_len: Tensor = ON_HOST
+    q_len: Tensor = ON_HOST
+    token_ids: Tensor = ON_HOST
+
+    def __post_init__(self) -> None:
+        for name, tensor in self._given().items():
+            if tensor.dtype != torch.int32 or tensor.dim() != 1 or not tensor.is_contiguous():
+                raise BadTensor(
+                    f"{name} is a {tensor.dtype} tensor of shape {list(tensor.shape)} and strides "
+                    f"{list(tensor.stride())}; it must be a contiguous int32 vector"
+                )
+        devices = {tensor.device for tensor in self._given().values()}
+        if len(devices) != 1:
+            raise BadTensor(
+                f"tensors on {', '.join(sorted(map(str, devices))) or 'no device'} were given; "
+                "a step takes kv_len, q_len or token_ids from one device"
+            )
+
+    @property
+    def device(self) -> torch.device:
+        """Of the tensors."""
+        return next(iter(self._given().values())).device
+
+    @property
+    def lengths_on_host(self) -> bool:
+        """As HostInputs.lengths_on_host."""
+        return self.kv_len is self.q_len is ON_HOST
+
+    def min_q_len(self, num_seqs: int, num_tokens: int, fewest: int) -> int:
+        """As HostInputs.min_q_len. Raises BadBatch for tensors that have not the sizes of the step."""
+        for name, tensor, size in (
+            ("kv_len", self.kv_len, num_seqs),
+            ("q_len", self.q_len, num_seqs),
+            ("token_ids", self.token_ids, num_tokens),
+        ):
+            if tensor is not ON_HOST and len(tensor) != size:
+                raise BadBatch(
+                    f"{name} has {len(tensor)} elements on the device; a step of {num_seqs} sequences and up to "
+                    f"{num_tokens} new tokens needs {size}"
+                )
+        return fewest if self.q_len is ON_HOST else 0
+
+    def for_lengths(self, q_len: npt.NDArray[np.int32]) -> Inputs:
+        """As HostInputs.for_lengths: the new tokens are on the device where those of this step are."""
+        if self.q_len is ON_HOST:
+            return HOST_INPUTS
+        return DeviceInputs(q_len=torch.from_numpy(q_len).to(self.device))
+
+    def cut(self, num_seqs: int, num_tokens: int) -> tuple[Inputs, Inputs]:
+        """As HostInputs.cut. Raises BadBatch where the number of new tokens is on the device."""
+        if self.q_len is not ON_HOST:
+            raise BadBatch(
+                "a step whose q_len is on the device cannot be split, because its tokens are packed by it; "
+                "run it whole, or give q_len on the host"
+            )
+        places = (("kv_len", self.kv_len, num_seqs), ("token_ids", self.token_ids, num_tokens))
+        given = [(name, tensor, at) for name, tensor, at in places if tensor is not ON_HOST]
+        return (
+            DeviceInputs(**{name: tensor[:at] for name, tensor, at in given}),
+            DeviceInputs(**{name: tensor[at:] for name, tensor, at in given}),
+        )
+
+    def _given(self) -> dict[str, Tensor]:
+        return {field.name: tensor for field in fields(self) if (tensor := getattr(self, field.name)) is not ON_HOST}
+
+
+Inputs = HostInputs | DeviceInputs
+HOST_INPUTS = HostInputs()

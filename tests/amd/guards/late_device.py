@@ -1,0 +1,51 @@
+"""A device that does nothing until somebody waits for it, for machines without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class LateDevice:
+    """A device that does nothing until somebody waits for it."""
+
+    def __init__(self) -> None:
+        self._queue: list[Callable[[], object]] = []
+
+    def launch(self, work: Callable[[], object]) -> None:
+        """Queue work."""
+        self._queue.append(work)
+
+    def fence(self) -> LateFence:
+        """A fence that was not recorded."""
+        return LateFence(self)
+
+    def drain(self, end: int | None = None) -> None:
+        """Do what was queued up to here, once."""
+        for at, work in enumerate(self._queue[:end]):
+            work()
+            self._queue[at] = _nothing
+
+    @property
+    def length(self) -> int:
+        """Launches so far."""
+        return len(self._queue)
+
+
+def _nothing() -> None:
+    pass
+
+
+class LateFence:
+    """A place in a late device's queue."""
+
+    def __init__(self, device: LateDevice) -> None:
+        self._device = device
+        self._end = 0
+
+    def record(self) -> None:
+        """Behind what was launched so far."""
+        self._end = self._device.length
+
+    def synchronize(self) -> None:
+        """Let the device come here."""
+        self._device.drain(self._end)

@@ -1,0 +1,239 @@
+"""What went wrong on the device reaches the host some steps later: once, by name, and in the way of nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rocm_attn.errors import DeviceFault
+from rocm_attn.host_ring import HostRing
+from rocm_attn.kernels.metadata.error_word import LENGTH_BEYOND_BOUND, TOKEN_WITHOUT_PAGE
+from rocm_attn.providers.contract import StepMetadata
+from rocm_attn.step_batch import StepBatch
+from tests.amd.guards.late_device import LateDevice
+from tests.amd.guards.serving import Serving
+from tests.amd.runtime.stepping import Request, providers
+
+each_provider = pytest.mark.parametrize("provider", providers())
+both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+
+
+def set_error_word(serving: Serving, word: int) -> int:
+    """As if a kernel of the last step had found something; that step's number."""
+    counts = serving.runtime._publisher._lines[0].counts
+    assert counts is not None
+    counts[3] = word
+    return serving.runtime.step_number
+
+
+def steps_until_told(serving: Serving, requests: Sequence[Request], num_steps: int = 6) -> list[tuple[int, str]]:
+    """(steps that were run before, message) of each fault that decode steps raise; each step is right."""
+    told = []
+    for count in range(num_steps):
+        try:
+            serving.step(requests, [1] * len(requests))
+        except DeviceFault as fault:
+            told.append((count, str(fault)))
+            serving.step(requests, [1] * len(requests))
+    return told
+
+
+def decoding(provider: str, device: torch.device, *, graphs: bool) -> tuple[Serving, list[Request]]:
+    """Two requests after a decode step, whose graph is made."""
+    serving = Serving(device, graphs=graphs, provider=provider)
+    requests = serving.admit(2)
+    serving.step(requests, [3, 5])
+    serving.step(requests, [1, 1])
+    return serving, requests
+
+
+@each_provider
+@both_ways
+@pytest.mark.parametrize(
+    ("word", "what"),
+    [
+        (TOKEN_WITHOUT_PAGE, "a new token had no page of its own"),
+        (LENGTH_BEYOND_BOUND, "a length on the device lay outside"),
+        (TOKEN_WITHOUT_PAGE | LENGTH_BEYOND_BOUND, "dropped; .* a length on the device lay outside"),
+        (1 << 20, "the error word is 0x100000"),
+    ],
+)
+def test_an_error_word_is_told_two_steps_later(
+    word: int, what: str, graphs: bool, provider: str, device: torch.device
+) -> None:
+    serving, requests = decoding(provider, device, graphs=graphs)
+    number = set_error_word(serving, word)
+    ((count, message),) = steps_until_told(serving, requests)
+    assert count == 2
+    assert re.match(rf"step {number}: .*{what}", message)
+    serving.runtime.check_device()
+
+
+@each_provider
+def test_a_fault_of_a_step_in_other_buffers_is_told_too(provider: str, device: torch.device) -> None:
+    """Of an extend step, whose buffers grow; the decode steps after it use those that graphs read."""
+    serving, requests = decoding(provider, device, graphs=True)
+    serving.step(requests, [3, 2])
+    number = set_error_word(serving, TOKEN_WITHOUT_PAGE)
+    assert [message.partition(":")[0] for _, message in steps_until_told(serving, requests)] == [f"step {number}"]
+
+
+@each_provider
+def test_a_fault_is_told_although_its_memory_was_given_up(provider: str, device: torch.device) -> None:
+    serving, requests = decoding(provider, device, graphs=True)
+    number = set_error_word(serving, TOKEN_WITHOUT_PAGE)
+    serving.runner.reopen([2])
+    assert [message.partition(":")[0] for _, message in steps_until_told(serving, requests)] == [f"step {number}"]
+
+
+@each_provider
+def test_a_fault_is_told_by_a_slot_that_grows(provider: str, device: torch.device) -> None:
+    serving, requests = decoding(provider, device, graphs=False)
+    number = set_error_word(serving, TOKEN_WITHOUT_PAGE)
+    serving.step(requests, [1, 1])
+    serving.step(requests, [1, 1])
+    rows = np.array([request.row for request in requests])
+    kv_len = np.array([request.kv_len + 20 for request in requests], np.int32)
+    serving.runtime.table.reserve_all(rows, kv_len)
+    large = StepBatch(rows, kv_len, np.array([20, 20]), np.zeros(40, np.int32))
+    with pytest.raises(DeviceFault, match=f"step {number}: "):
+        serving.runtime.begin_step(large)
+    serving.step(requests, [1, 1])
+
+
+@each_provider
+@both_ways
+def test_a_step_whose_inputs_were_lost_is_told_once(graphs: bool, provider: str, device: torch.device) -> None:
+    serving, requests = decoding(provider, device, graphs=graphs)
+    publisher = serving.runtime._publisher
+    publish = publisher._ops.publish
+    publisher._ops = replace(publisher._ops, publish=lambda *args, **kwargs: None)
+    serving.run(requests, [1, 1])
+    publisher._ops = replace(publisher._ops, publish=publish)
+    lost = serving.runtime.step_number
+    # The requests have a token less than they think: what was lost is gone.
+    serving.free(*requests)
+    requests = serving.admit(2)
+    ((count, message),) = steps_until_told(serving, requests)
+    assert count == 1
+    assert message.startswith(f"the inputs of step {lost} never reached the device, which went on with those of an ear")
+    serving.runtime.check_device()
+
+
+@each_provider
+def test_counts_that_somebody_overwrote_are_told(provider: str, device: torch.device) -> None:
+    serving, requests = decoding(provider, device, graphs=False)
+    counts, number = serving.runtime._publisher._lines[0].counts, serving.runtime.step_number
+    assert counts is not None
+    counts.fill_(0x7F7F7F7F)
+    ((_, message),) = steps_until_told(serving, requests)
+    assert message.startswith(f"the device took step {number} for step {0x7F7F7F7F}; look for what wrote to the step's")
+
+
+@each_provider
+def test_a_launch_that_fails_is_not_taken_for_a_lost_step(provider: str, device: torch.device) -> None:
+    serving, requests = decoding(provider, device, graphs=False)
+    publisher = serving.runtime._publisher
+    publish = publisher._ops.publish
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no launch")
+
+    for _ in range(2):
+        publisher._ops = replace(publisher._ops, publish=fails)
+        number = serving.runtime.step_number
+        with pytest.raises(RuntimeError, match="no launch"):
+            serving.run(requests, [1, 1])
+        publisher._ops = replace(publisher._ops, publish=publish)
+        assert serving.runtime.step_number == number
+        serving.step(requests, [1, 1])
+    assert steps_until_told(serving, requests) == []
+
+
+@each_provider
+@both_ways
+def test_the_device_is_asked_at_the_end(graphs: bool, provider: str, device: torch.device) -> None:
+    """check_device() tells what no later step is there to tell, once, and what an earlier one would have told."""
+    serving, requests = decoding(provider, device, graphs=graphs)
+    serving.runtime.check_device()
+    for steps_after in (0, 1, 2):
+        number = set_error_word(serving, TOKEN_WITHOUT_PAGE)
+        for _ in range(steps_after):
+            serving.step(requests, [1, 1])
+        with pytest.raises(DeviceFault, match=f"step {number}: a new token had no page of its own"):
+            serving.runtime.check_device()
+        serving.runtime.check_device()
+    assert steps_until_told(serving, requests) == []
+
+
+@each_provider
+def test_a_step_that_is_missing_at_the_end_is_told(provider: str, device: torch.device) -> None:
+    serving, _ = decoding(provider, device, graphs=False)
+    counts, number = serving.runtime._publisher._lines[0].counts, serving.runtime.step_number
+    assert counts is not None
+    counts[2] = number - 1
+    with pytest.raises(DeviceFault, match=f"counts of step {number - 1} where step {number} was published last"):
+        serving.runtime.check_device()
+    serving.runtime.check_device()
+
+
+@each_provider
+def test_two_runtimes_hear_of_their_own_steps_only(provider: str, device: torch.device) -> None:
+    served = [decoding(provider, device, graphs=graphs) for graphs in (False, True)]
+    served[0][0].step(served[0][1], [1, 1])
+    numbers = [set_error_word(served[1][0], TOKEN_WITHOUT_PAGE)]
+    told: list[list[str]] = [[], []]
+    for round_ in range(8):
+        for at, (serving, requests) in enumerate(served):
+            try:
+                serving.step(requests, [1, 1])
+            except DeviceFault as fault:
+                told[at].append(str(fault).partition(":")[0])
+                serving.step(requests, [1, 1])
+        if round_ == 3:
+            numbers.append(set_error_word(served[0][0], LENGTH_BEYOND_BOUND))
+    assert told == [[f"step {numbers[1]}"], [f"step {numbers[0]}"]]
+
+
+def test_a_late_device_answers_although_the_host_runs_three_steps_ahead(device: torch.device) -> None:
+    """A device that works only when it is waited for, behind a ring of two slots: what waits is the slot's next use."""
+    serving = Serving(torch.device("cpu"), graphs=False)
+    runtime, late = serving.runtime, LateDevice()
+    publisher = runtime._publisher
+
+    def later(launch: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args, **kwargs: late.launch(partial(launch, *args, **kwargs))
+
+    publisher._ops = replace(publisher._ops, publish=later(publisher._ops.publish))
+    publisher._lines[0].ring = HostRing(torch.device("cpu"), depth=2, new_fence=late.fence)
+    (request,) = serving.admit(1)
+    found: list[list[int]] = []
+    told = []
+
+    def body(step: StepMetadata) -> None:
+        found.append([int(step.counts[2]), int(step.kv_len[0])])
+        step.counts[3] = TOKEN_WITHOUT_PAGE if found[-1][0] in (2, 3) else 0
+
+    for length in range(1, 9):
+        runtime.table.reserve(request.row, length)
+        batch = StepBatch(np.array([request.row]), np.array([length]), np.array([1]))
+        try:
+            runtime.stage(batch)
+        except DeviceFault as fault:
+            told.append((length, fault.step))
+            runtime.stage(batch)
+        assert runtime._children[0] is not None
+        late.launch(partial(body, runtime._children[0].metadata))
+        runtime.end_step()
+        # Of the steps that the device has begun, it has not done the last one.
+        assert len(found) == max(0, length - 3)
+    assert told == [(5, 2), (6, 3)]
+    late.drain()
+    assert found == [[length, length] for length in range(1, 9)]

@@ -1,0 +1,326 @@
+"""Lengths and token ids that only the device knows: bitwise what the host's give, and never out of bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rocm_attn.errors import BadBatch, BadTensor, DeviceFault, Unsupported
+from rocm_attn.graphs import recorder_for
+from rocm_attn.padding import StepKind
+from rocm_attn.plan import LayerKernel
+from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_inputs import DeviceInputs
+from rocm_attn.step_runner import StepRunner
+from tests.amd.graphs.tiny import Requests, Tiny
+from tests.amd.guards.serving import Serving
+from tests.amd.runtime.stepping import Request, providers
+
+pytestmark = pytest.mark.parametrize("provider", providers())
+both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+
+
+def ints(values: Sequence[int], like: Serving) -> Tensor:
+    """int32 on the device of a runtime."""
+    return torch.tensor(values, dtype=torch.int32, device=like.runtime.device)
+
+
+def serving_with_prompts(
+    provider: str, device: torch.device, prompts: Sequence[int], *, graphs: bool
+) -> tuple[Serving, list[Request]]:
+    """Requests with these prompts; every later step of theirs may be replayed, at one padded shape of each kind."""
+    serving = Serving(device, graphs=graphs, provider=provider, capture_tokens=(32,), num_pages=120)
+    requests = serving.admit(len(prompts))
+    serving.step(requests, prompts)
+    return serving, requests
+
+
+@both_ways
+def test_decode_steps_take_kv_lengths_from_the_device(provider: str, graphs: bool, device: torch.device) -> None:
+    """The host is one to seven tokens ahead; the bucket and the graph are those of ordinary decode steps."""
+    serving, requests = serving_with_prompts(provider, device, [5, 2, 9], graphs=graphs)
+    for room in ([1, 1, 1], [0, 3, 0], [7, 0, 2]):
+        serving.run_within_bounds(
+            requests,
+            [1, 1, 1],
+            kv_room=room,
+            q_room=[0, 0, 0],
+            inputs=lambda kv_len: DeviceInputs(kv_len=ints(kv_len, serving)),
+        )
+        serving.check(requests, [1, 1, 1])
+        serving.step(requests, [1, 1, 1])
+    serving.runtime.check_device()
+    counters = serving.runner.counters
+    assert counters.replays == (counters.steps if graphs else 0)
+
+
+@both_ways
+def test_accepted_drafts_are_counted_on_the_device(provider: str, graphs: bool, device: torch.device) -> None:
+    """Up to four tokens a sequence are verified; tokens are packed by how many the device takes, none included."""
+    serving, requests = serving_with_prompts(provider, device, [5, 2, 9, 4], graphs=graphs)
+    for q_len in ([4, 1, 2, 3], [0, 4, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [4, 4, 4, 4]):
+        room = [4 - new for new in q_len]
+        taken = ints(q_len, serving)
+        serving.run_within_bounds(
+            requests,
+            q_len,
+            kv_room=room,
+            q_room=room,
+            inputs=lambda kv_len, taken=taken: DeviceInputs(kv_len=ints(kv_len, serving), q_len=taken),  # type: ignore[misc]
+        )
+        serving.check(requests, q_len)
+        assert taken.tolist() == q_len
+    serving.step(requests, [1, 1, 1, 1])
+    serving.runtime.check_device()
+    counters = serving.runner.counters
+    assert counters.replays == (counters.steps if graphs else 0)
+
+
+def test_a_sequence_that_ended_on_the_device_takes_no_token(provider: str, device: torch.device) -> None:
+    serving, requests = serving_with_prompts(provider, device, [5, 2, 9], graphs=False)
+    for q_len in ([1, 0, 1], [0, 0, 1], [0, 0, 0]):
+        serving.run_within_bounds(
+            requests,
+            q_len,
+            kv_room=[1, 1, 1],
+            q_room=[1 - new for new in q_len],
+            inputs=lambda kv_len, q_len=q_len: DeviceInputs(kv_len=ints(kv_len, serving), q_len=ints(q_len, serving)),  # type: ignore[misc]
+        )
+        serving.check(requests, q_len)
+    serving.runtime.check_device()
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prompts of some requests, then for each the new tokens of a step and by how much its bounds exceed them."""
+
+    prompts: list[int]
+    q_len: list[int]
+    q_room: list[int]
+    kv_room: list[int]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """A mixed step, so that the host's own is padded to the same shape; the first sequence takes all that it may."""
+    count = draw(st.integers(2, 4))
+
+    def each(low: int, high: int) -> list[int]:
+        return draw(st.lists(st.integers(low, high), min_size=count, max_size=count))
+
+    q_len, q_room = each(0, 5), each(0, 3)
+    q_len[0], q_room[0], q_len[1] = 8, 0, draw(st.integers(0, 1))
+    kv_room = [new + more for new, more in zip(q_room, each(0, 6), strict=True)]
+    return Case(each(0, 11), q_len, q_room, kv_room)
+
+
+@settings(max_examples=12, deadline=None)
+@given(case=cases())
+def test_lengths_of_the_device_give_bitwise_what_the_hosts_give(
+    provider: str, device: torch.device, case: Case
+) -> None:
+    outs = []
+    for on_device in (False, True):
+        serving, requests = serving_with_prompts(provider, device, case.prompts, graphs=False)
+        if on_device:
+            serving.run_within_bounds(
+                requests,
+                case.q_len,
+                kv_room=case.kv_room,
+                q_room=case.q_room,
+                inputs=lambda kv_len, on=serving: DeviceInputs(  # type: ignore[misc]
+                    kv_len=ints(kv_len, on), q_len=ints(case.q_len, on)
+                ),
+            )
+        else:
+            serving.run(requests, case.q_len)
+        serving.check(requests, case.q_len)
+        serving.runtime.check_device()
+        outs.append((serving.num_padded, serving.out[: serving.num_padded].clone(), serving.lse.nan_to_num()))
+    assert outs[0][0] == outs[1][0] == 32
+    assert torch.equal(outs[0][1], outs[1][1])
+    assert torch.equal(outs[0][2], outs[1][2])
+
+
+INT32 = st.integers(-(2**31), 2**31 - 1)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    kv_len=st.lists(INT32 | st.integers(-2, 20), min_size=2, max_size=2), q_len=st.lists(INT32, min_size=2, max_size=2)
+)
+def test_no_value_on_the_device_leads_out_of_what_was_reserved(
+    provider: str, device: torch.device, kv_len: list[int], q_len: list[int]
+) -> None:
+    """Two of three requests get any numbers; pages that are not theirs stay as they are, and the host is told."""
+    serving, requests = serving_with_prompts(provider, device, [5, 6, 7], graphs=False)
+    table = serving.runtime.table
+    serving.runtime.table.reserve_all(np.array([request.row for request in requests[:2]]), np.array([8, 8], np.int32))
+    pages = serving.runtime.pool.layer(0)
+    others = np.setdiff1d(np.arange(120), [table.pages_of(request.row) for request in requests[:2]])
+    before = [side[others].nan_to_num(7.0) for side in (pages.k, pages.v)]
+    batch = StepBatch(
+        np.array([request.row for request in requests[:2]]),
+        np.array([8, 8]),
+        np.array([3, 2]),
+        inputs=DeviceInputs(kv_len=ints(kv_len, serving), q_len=ints(q_len, serving)),
+    )
+    for rows in (serving.q, serving.k, serving.v):
+        rows.zero_()
+    serving.runner.run(batch)
+    fits = all(0 <= new <= bound and new <= kv <= 8 for kv, new, bound in zip(kv_len, q_len, (3, 2), strict=True))
+    for side, was in zip((pages.k, pages.v), before, strict=True):
+        assert torch.equal(side[others].nan_to_num(7.0), was)
+    if fits:
+        serving.runtime.check_device()
+    else:
+        with pytest.raises(DeviceFault, match=r"step 2: a length on the device lay outside of 0 <= q_len <= kv_len"):
+            serving.runtime.check_device()
+
+
+@both_ways
+def test_token_ids_come_from_the_device(provider: str, graphs: bool, device: torch.device) -> None:
+    """As with overlapped scheduling: the ids of a step are what the last one has sampled, in a tensor that stays."""
+    outs = []
+    for on_device in (False, True):
+        tiny = Tiny.build(device, provider, [4])
+        runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device) if graphs else None)
+        requests = Requests(tiny.runtime)
+        requests.admit(3)
+        rows = [requests.run(runner, [4, 2, 7])]
+        sampled = torch.zeros(3, dtype=torch.int32, device=tiny.runtime.device)
+        for _ in range(3):
+            batch = requests.batch([1, 1, 1])
+            sampled.copy_(rows[-1].argmax(1) % 50)
+            if on_device:
+                batch = replace(batch, token_ids=np.empty(0, np.int32), inputs=DeviceInputs(token_ids=sampled))
+            else:
+                batch = replace(batch, token_ids=sampled.cpu().numpy())
+            rows.append(runner.run(batch).clone())
+        outs.append(rows)
+        assert runner.counters.replays == (3 if graphs else 0)
+    assert all(torch.equal(one, other) for one, other in zip(*outs, strict=True))
+
+
+def verified(tiny: Tiny, runner: StepRunner, prompt: int, num_seqs: int) -> tuple[Tensor, list[Tensor]]:
+    """Rows and stored K and V of a step of which the device takes one token of up to four.
+
+    The host's bounds are as loose as they may be: the last of four tokens would be one behind the end.
+    """
+    requests = Requests(tiny.runtime)
+    requests.admit(num_seqs)
+    requests.run(runner, [prompt] * num_seqs)
+    kv_len = [prompt + 1] * num_seqs
+    for row in requests.rows:
+        tiny.runtime.table.reserve(row, prompt + 2)
+    most = np.full(num_seqs, 4, np.int32)
+    rows, bounds = np.array(requests.rows, np.int32), np.array(kv_len, np.int32) + 1
+    ids = torch.arange(1, 4 * num_seqs + 1, dtype=torch.int32, device=tiny.runtime.device)
+    lengths = [torch.tensor(values, dtype=torch.int32).to(ids) for values in (kv_len, [1] * num_seqs)]
+    inputs = DeviceInputs(kv_len=lengths[0], q_len=lengths[1], token_ids=ids)
+    out = runner.run(StepBatch(rows, bounds, most, inputs=inputs)).clone()
+    requests.kv_len = kv_len
+    tiny.runtime.check_device()
+    return out, requests.stored()
+
+
+@pytest.mark.parametrize("max_num_seqs", [8, 3], ids=["room for probes", "no row is free"])
+def test_a_graph_for_lengths_on_the_device_is_checked_on_other_requests(
+    max_num_seqs: int, provider: str, device: torch.device
+) -> None:
+    """Never on the step itself: on the host nobody knows which of its tokens are new, and which are stored already."""
+    found = []
+    for graphs in (False, True):
+        tiny = Tiny.build(device, provider, [4], (16,), max_num_seqs=max_num_seqs)
+        runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device) if graphs else None)
+        found.append(verified(tiny, runner, 11, 3))
+        assert runner.counters.graphs_off == ""
+        assert runner.counters.replays == (1 if graphs and max_num_seqs > 3 else 0)
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))
+
+
+def test_token_ids_behind_what_the_device_takes_are_zero(provider: str, device: torch.device) -> None:
+    """Ids of drafts that were not taken would be looked up in the embedding."""
+    serving = Serving(device, graphs=False, provider=provider)
+    rows = np.array([request.row for request in serving.admit(2)], np.int32)
+    most = np.array([3, 3], np.int32)
+    serving.runtime.table.reserve_all(rows, most)
+    ids = np.array([11, 12, 13, *[2**31 - 1] * 3], np.int32)
+    taken = ints([2, 1], serving)
+    for batch in (
+        StepBatch(rows, most, most, inputs=DeviceInputs(q_len=taken, token_ids=ints(ids.tolist(), serving))),
+        StepBatch(rows, most, most, ids, inputs=DeviceInputs(q_len=taken)),
+    ):
+        step = serving.runtime.begin_step(batch)
+        assert step.token_ids.tolist() == [11, 12, 13, 0, 0, 0]
+        assert step.plan.shape.kind is StepKind.MIXED
+        # kv_len stays with the host, at its bound of 3.
+        assert step.positions.tolist() == [1, 2, 2, 0, 0, 0]
+        serving.runtime.end_step()
+
+
+def test_a_step_without_sequences_may_have_inputs_on_the_device(provider: str, device: torch.device) -> None:
+    serving, requests = serving_with_prompts(provider, device, [5, 2], graphs=False)
+    nobody = ints([], serving)
+    inputs = DeviceInputs(kv_len=nobody, q_len=nobody, token_ids=nobody)
+    serving.run_within_bounds([], [], kv_room=[], q_room=[], inputs=lambda kv_len: inputs)
+    serving.check([], [])
+    serving.step(requests, [1, 1])
+    serving.runtime.check_device()
+
+
+def test_tensors_that_do_not_fit_the_step_are_refused(provider: str, device: torch.device) -> None:
+    serving = Serving(device, graphs=False, provider=provider)
+    lengths = ints([1, 1], serving)
+    with pytest.raises(BadTensor, match=r"q_len is a torch.int64 tensor of shape"):
+        DeviceInputs(q_len=lengths.long())
+    with pytest.raises(BadTensor, match=r"kv_len is a torch.int32 tensor of shape .* contiguous int32 vector"):
+        DeviceInputs(kv_len=ints([1, 2, 3, 4], serving)[::2])
+    with pytest.raises(BadTensor, match="tensors on no device were given"):
+        DeviceInputs()
+    with pytest.raises(BadTensor, match="meta were given; a step takes"):
+        DeviceInputs(kv_len=lengths, q_len=lengths.to("meta"))
+    with pytest.raises(BadBatch, match=r"kv_len has 2 elements on the device; a step of 1 sequences .* needs 1"):
+        StepBatch(np.array([1]), np.array([3]), np.array([1]), inputs=DeviceInputs(kv_len=lengths))
+    with pytest.raises(BadBatch, match=r"token_ids has 2 elements on the device; .* up to 3 new tokens needs 3"):
+        StepBatch(np.array([1]), np.array([3]), np.array([3]), inputs=DeviceInputs(token_ids=lengths))
+
+
+def test_tensors_of_another_device_are_refused_before_the_step_begins(provider: str, device: torch.device) -> None:
+    serving = Serving(device, graphs=False, provider=provider)
+    requests = serving.admit(1)
+    batch = serving.world.batch(requests, [1])
+    elsewhere = DeviceInputs(kv_len=torch.empty(1, dtype=torch.int32, device="meta"))
+    for _ in range(2):
+        with pytest.raises(BadTensor, match="the step's lengths or token ids are on meta; the runtime is on"):
+            serving.runtime.stage(replace(batch, inputs=elsewhere))
+    serving.step(requests, [1])
+
+
+def test_a_kernel_that_must_know_lengths_on_the_host_is_named(provider: str, device: torch.device) -> None:
+    serving = Serving(device, graphs=False, provider=provider)
+    (selection,) = serving.runtime.selections
+    needy = {
+        kind: LayerKernel(replace(kernel.row, needs_host_lengths=True), kernel.bound)
+        for kind, kernel in selection.kernels.items()
+    }
+    serving.runtime._planner._selections = (replace(selection, kernels=needy),)
+    requests = serving.admit(1)
+    serving.step(requests, [1])
+    batch = serving.world.batch(requests, [1])
+    for _ in range(2):
+        with pytest.raises(
+            Unsupported, match=f"{provider}.decode must know the lengths of a step on the host, and they"
+        ):
+            serving.runtime.stage(replace(batch, inputs=DeviceInputs(kv_len=ints([2], serving))))
+    # Token ids are no lengths.
+    serving.runtime.stage(replace(batch, inputs=DeviceInputs(token_ids=ints([2], serving))))
+    serving.runtime.end_step()

@@ -56,6 +56,7 @@ def plan(d: Any) -> Prepared:
         last_page_len=ints([], device),
         block_table=ints([], device),
         kv_len_int64=ints([], device),
+        mask_indptr=ints([], device),
     )
     schedule = torch.empty(kernel.schedule_words(shape), dtype=torch.int32, device=device)
     workspace = torch.empty(kernel.workspace_words(shape), dtype=torch.float32, device=device)

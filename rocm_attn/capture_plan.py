@@ -17,8 +17,9 @@ from rocm_attn.index_spaces import num_pages as pages_of
 from rocm_attn.kv_pool import page_bytes
 from rocm_attn.padding import PaddedShape
 from rocm_attn.problem import Problem
+from rocm_attn.providers.contract import Need
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step_buffers import PADDED_BATCH, STEP_BUFFERS, BufferSpec, Unit, block_table_buffers, page_list_buffers
+from rocm_attn.step_buffers import PADDED_BATCH, STEP_BUFFERS, BufferSpec, Unit, needed_buffers
 from rocm_attn.step_memory import StepMemory, words_of_children
 from rocm_attn.target import Target
 
@@ -126,7 +127,7 @@ def _bucket(runtime: AttentionRuntime, shape: PaddedShape) -> Bucket:
 def _specs(runtime: AttentionRuntime) -> dict[str, BufferSpec]:
     """The buffers that the runtime has, by name, but for the schedules."""
     width = runtime.table.width
-    declared = (*STEP_BUFFERS, *page_list_buffers(width), *block_table_buffers(width))
+    declared = (*STEP_BUFFERS, *(spec for need in Need for spec in needed_buffers(need, width)))
     held = runtime.sealed_tensors()
     return {spec.name: spec for spec in declared if spec.name in held}
 

@@ -44,17 +44,17 @@ class Layers:
     def store(self, step: DeviceStep, layer: int, k: Tensor, v: Tensor) -> None:
         """As AttentionRuntime.store, for the tokens of step. Raises BadTensor."""
         problem = self._problem(layer)
-        num_tokens = step.slot_of_token.shape[0]
+        num_tokens = step.indices.slot_of_token.shape[0]
         self._check("k", k, (num_tokens, problem.num_kv_heads, problem.head_dim), problem.dtype)
         self._check("v", v, (num_tokens, problem.num_kv_heads, problem.v_head_dim), problem.dtype)
         pages = self._pool.layer(layer)
         with on_device(self._device):
-            self._ops.store_kv(k, v, step.slot_of_token, step.metadata.counts, pages.k, pages.v)
+            self._ops.store_kv(k, v, step.indices.slot_of_token, step.metadata.counts, pages.k, pages.v)
 
     def attend(self, step: DeviceStep, plan: StepPlan, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
         """As AttentionRuntime.attend, for the tokens of step, which has the plan. Raises BadTensor."""
         problem = self._problem(layer)
-        num_tokens = step.slot_of_token.shape[0]
+        num_tokens = step.indices.slot_of_token.shape[0]
         self._check("q", q, (num_tokens, problem.num_q_heads, problem.head_dim), problem.dtype)
         self._check("out", out, (num_tokens, problem.num_q_heads, problem.v_head_dim), problem.dtype)
         if lse is not None:

@@ -45,6 +45,7 @@ class StepPlan:
     pad_kv_len:      KV length of padded sequences
     replayable:      whether the step may run as a graph
     workspace_words: float32 words that the kernels of one child share
+    schedule_of_kind: per kind of layer, the first kind whose kernel builds the same schedule
     """
 
     key: GraphKey
@@ -52,6 +53,7 @@ class StepPlan:
     pad_kv_len: int
     replayable: bool
     workspace_words: int
+    schedule_of_kind: tuple[int, ...]
 
     @property
     def shape(self) -> PaddedShape:
@@ -89,10 +91,12 @@ def make_plan(
         max_kv_len=max_kv_len,
         kernels=tuple(kernel.bound.describe() for kernel in kernels),
     )
+    schedules = [kernel.bound.schedule_key() for kernel in kernels]
     return StepPlan(
         key=key,
         kernels=tuple(kernels),
         pad_kv_len=max(kernel.row.min_kv_len for kernel in kernels),
         replayable=may_capture and all(kernel.row.graph_safe for kernel in kernels),
         workspace_words=max(kernel.bound.workspace_words(shape.child) for kernel in kernels),
+        schedule_of_kind=tuple(schedules.index(schedule) for schedule in schedules),
     )

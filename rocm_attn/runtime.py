@@ -29,7 +29,7 @@ from rocm_attn.padding import PaddedShape, PaddingPolicy
 from rocm_attn.plan import StepPlan
 from rocm_attn.planner import Planner
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import Need, StepMetadata, StepOps
+from rocm_attn.providers.contract import StepOps
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.publisher import Publisher
 from rocm_attn.request_table import RequestTable
@@ -38,9 +38,6 @@ from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_memory import DeviceStep, StepMemory
 from rocm_attn.steps import LayerCalls
 from rocm_attn.target import Target, detect_target
-
-# Programs that share a sequence's pages when the CSR list is written: fixed, so that a graph serves every length.
-_PAGE_LIST_PROGRAMS = 8
 
 
 class _State(enum.Enum):
@@ -347,22 +344,9 @@ class AttentionRuntime:
             raise
 
     def _fill_child(self, step: DeviceStep, plan: StepPlan) -> None:
-        metadata = step.metadata
-        self._ops.fill(
-            metadata.counts,
-            metadata.table.row_of_seq,
-            metadata.kv_len,
-            metadata.q_len,
-            metadata.table.entries,
-            metadata.q_indptr,
-            step.last_token_of_seq,
-            step.position_of_token,
-            step.slot_of_token,
-            page_size=self.pool.page_size,
-        )
-        _fill_needs(self._ops, self._memory.needs, metadata, self.pool.page_size)
-        for kernel, schedule in zip(plan.kernels, step.schedules, strict=True):
-            kernel.bound.build_schedule(metadata, schedule)
+        self._ops.fill(step.indices, page_size=self.pool.page_size)
+        for kind in sorted(set(plan.schedule_of_kind)):
+            plan.kernels[kind].bound.build_schedule(step.metadata, step.schedules[kind])
 
     def _padding_for(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int]) -> PaddingPolicy:
         seqs, tokens = _ladder("capture_sizes", capture_sizes), _ladder("capture_tokens", capture_tokens)
@@ -388,25 +372,12 @@ def _step(batch: StepBatch, views: DeviceStep, plan: StepPlan, layers: LayerCall
         num_seqs=batch.num_seqs,
         num_tokens=batch.num_tokens,
         token_ids=views.token_ids,
-        positions=views.position_of_token,
-        last_token_of_seq=views.last_token_of_seq,
+        positions=views.indices.position_of_token,
+        last_token_of_seq=views.indices.last_token_of_seq,
         layers=layers,
         plan=plan,
         half=half,
     )
-
-
-def _fill_needs(ops: StepOps, needs: frozenset[Need], step: StepMetadata, page_size: int) -> None:
-    """The forms of the table that kernels asked for; one fill serves all kinds of layer."""
-    rows, entries = step.table.row_of_seq, step.table.entries
-    if needs & {Need.PAGE_LIST, Need.KV_LEN_INT64}:
-        ops.page_indptr(step.kv_len, step.page_indptr, step.last_page_len, step.kv_len_int64, page_size=page_size)
-    if Need.PAGE_LIST in needs:
-        ops.page_list(
-            rows, step.kv_len, entries, step.page_list, page_size=page_size, programs_per_seq=_PAGE_LIST_PROGRAMS
-        )
-    if Need.BLOCK_TABLE in needs:
-        ops.block_table(rows, step.kv_len, entries, step.block_table, page_size=page_size)
 
 
 def _ladder(name: str, sizes: Sequence[int]) -> SizeLadder:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rocm_attn.errors import CapacityExceeded
 from rocm_attn.padding import PAD_ROW, PaddedShape, round_up
+from rocm_attn.providers.contract import Need
 
 
 class Unit(enum.Enum):
@@ -68,19 +69,22 @@ STEP_BUFFERS: tuple[BufferSpec, ...] = (
 )
 
 
-def page_list_buffers(table_width: int) -> tuple[BufferSpec, ...]:
-    """Buffers of the CSR form; a padded sequence may hold a page, so each sequence counts table_width pages."""
-    return (
-        BufferSpec("page_indptr", Unit.SEQ_BOUNDARY, torch.int32, _num_boundaries, pad=0),
-        BufferSpec("page_list", Unit.PAGE, torch.int32, lambda shape: shape.num_seqs * table_width, pad=0),
-        BufferSpec("last_page_len", Unit.SEQ, torch.int32, _num_seqs, pad=1),
-        BufferSpec("kv_len_int64", Unit.SEQ, torch.int64, _num_seqs, pad=0),
-    )
+def needed_buffers(need: Need, table_width: int) -> tuple[BufferSpec, ...]:
+    """The buffers that a kernel's need adds; lists and tables of pages are as wide as a row of the request table."""
 
+    def num_pages(shape: PaddedShape) -> int:
+        return shape.num_seqs * table_width  # a padded sequence may hold pages too
 
-def block_table_buffers(table_width: int) -> tuple[BufferSpec, ...]:
-    """The dense table, table_width pages for each sequence."""
-    return (BufferSpec("block_table", Unit.PAGE, torch.int32, lambda shape: shape.num_seqs * table_width, pad=0),)
+    return {
+        Need.PAGE_LIST: (
+            BufferSpec("page_indptr", Unit.SEQ_BOUNDARY, torch.int32, _num_boundaries, pad=0),
+            BufferSpec("page_list", Unit.PAGE, torch.int32, num_pages, pad=0),
+            BufferSpec("last_page_len", Unit.SEQ, torch.int32, _num_seqs, pad=1),
+        ),
+        Need.BLOCK_TABLE: (BufferSpec("block_table", Unit.PAGE, torch.int32, num_pages, pad=0),),
+        Need.KV_LEN_INT64: (BufferSpec("kv_len_int64", Unit.SEQ, torch.int64, _num_seqs, pad=0),),
+        Need.MASK_INDPTR: (BufferSpec("mask_indptr", Unit.SEQ_BOUNDARY, torch.int64, _num_boundaries, pad=0),),
+    }[need]
 
 
 # (child, elements of a child) -> the first element of the child's sub-range

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.metadata.index_tensors import IndexTensors
 from rocm_attn.padding import PaddedShape
 from rocm_attn.plan import StepPlan
 from rocm_attn.providers.contract import Need, StepMetadata
@@ -26,8 +27,7 @@ from rocm_attn.step_buffers import (
     StepBuffers,
     Unit,
     behind_each_other,
-    block_table_buffers,
-    page_list_buffers,
+    needed_buffers,
     refuse_growth,
 )
 from rocm_attn.table_view import TableView
@@ -38,19 +38,17 @@ from rocm_attn.workspace import Workspace
 class DeviceStep:
     """Views of the buffers of a step, or of a child of a split one, at its padded sizes.
 
-    schedules:         int32, per kind of layer
+    indices:           what fill reads and writes
+    schedules:         int32, per kind of layer; kinds with equal schedules share one
     workspace:         float32, shared by the layers, not by the children
-    token_ids, slot_of_token, position_of_token: int32 [T]
-    last_token_of_seq: int32 [S]
+    token_ids:         int32 [T]
     """
 
     metadata: StepMetadata
+    indices: IndexTensors
     schedules: tuple[Tensor, ...]
     workspace: Tensor
     token_ids: Tensor
-    slot_of_token: Tensor
-    position_of_token: Tensor
-    last_token_of_seq: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,7 @@ class StepMemory:
         self._first_of_child = first_of_child
         self._sealed_growth = sealed_growth
         self._table = table
-        self.needs = frozenset(n for s in selections for kernel in s.kernels.values() for n in kernel.row.needs)
+        self._needs = frozenset(n for s in selections for kernel in s.kernels.values() for n in kernel.row.needs)
         self._device = device
         self._sealed, self._open = self._new_part(), self._new_part()
         self._kept: dict[StepPlan, tuple[int, tuple[DeviceStep, ...]]] = {}
@@ -157,24 +155,39 @@ class StepMemory:
             last_page_len=view("last_page_len"),
             block_table=view("block_table").view(-1, self._table.width),
             kv_len_int64=view("kv_len_int64"),
+            mask_indptr=view("mask_indptr"),
+        )
+        indices = IndexTensors(
+            counts=metadata.counts,
+            row_of_seq=metadata.table.row_of_seq,
+            kv_len=metadata.kv_len,
+            q_len=metadata.q_len,
+            table=metadata.table.entries,
+            q_indptr=metadata.q_indptr,
+            last_token_of_seq=view("last_token_of_seq"),
+            position_of_token=view("position_of_token"),
+            slot_of_token=view("slot_of_token"),
+            page_indptr=metadata.page_indptr,
+            page_list=metadata.page_list,
+            last_page_len=metadata.last_page_len,
+            block_table=metadata.block_table,
+            kv_len_int64=metadata.kv_len_int64,
+            mask_indptr=metadata.mask_indptr,
         )
         return DeviceStep(
             metadata=metadata,
-            schedules=tuple(view(_schedule_name(kind)) for kind in range(len(self._selections))),
+            indices=indices,
+            schedules=tuple(view(_schedule_name(kind)) for kind in plan.schedule_of_kind),
             workspace=part.workspace.view(words, self._first_of_child(child, words)),
             token_ids=view("token_ids"),
-            slot_of_token=view("slot_of_token"),
-            position_of_token=view("position_of_token"),
-            last_token_of_seq=view("last_token_of_seq"),
         )
 
     def _specs(self) -> list[BufferSpec]:
         specs = list(STEP_BUFFERS)
-        # As wide as a row of the table: their size must not depend on the lengths of a step.
-        if self.needs & {Need.PAGE_LIST, Need.KV_LEN_INT64}:
-            specs += page_list_buffers(self._table.width)
-        if Need.BLOCK_TABLE in self.needs:
-            specs += block_table_buffers(self._table.width)
+        for need in Need:
+            if need in self._needs:
+                # As wide as a row of the table: their size must not depend on the lengths of a step.
+                specs += needed_buffers(need, self._table.width)
         specs += [_schedule_spec(kind, selection) for kind, selection in enumerate(self._selections)]
         return specs
 

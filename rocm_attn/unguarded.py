@@ -6,10 +6,9 @@ a plain implementation would do. None is meant to be fast: some of them ask the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from rocm_attn.hip_graphs.pinned import PinnedTensors
 from rocm_attn.host_ring import Fence
+from rocm_attn.kernels.metadata.index_tensors import IndexTensors
 from rocm_attn.kernels.metadata.slot_layout import UPDATE_WORDS
 from rocm_attn.padding import PaddedShape
 from rocm_attn.plan import GraphKey, LayerKernel
@@ -65,12 +65,11 @@ def fill_once(ops: StepOps) -> StepOps:
     """Derived tensors are filled the first time that a step uses them, and kept."""
     filled: set[tuple[int, int]] = set()
 
-    def fill(*tensors: Tensor, page_size: int) -> None:
-        slot_of_token = tensors[-1]
-        key = slot_of_token.data_ptr(), slot_of_token.numel()
+    def fill(step: IndexTensors, *, page_size: int) -> None:
+        key = step.slot_of_token.data_ptr(), step.slot_of_token.numel()
         if key not in filled:
             filled.add(key)
-            ops.fill(*tensors, page_size=page_size)
+            ops.fill(step, page_size=page_size)
 
     return replace(ops, fill=fill)
 
@@ -78,15 +77,15 @@ def fill_once(ops: StepOps) -> StepOps:
 def slots_past_the_row(ops: StepOps) -> StepOps:
     """The slot of a token beyond its row's last page is looked up where the row would go on: in the next row."""
 
-    def fill(*tensors: Tensor, page_size: int) -> None:
-        ops.fill(*tensors, page_size=page_size)
-        counts, row_of_seq, _, _, table, q_indptr, _, position_of_token, slot_of_token = tensors
-        token = torch.arange(len(slot_of_token), device=counts.device)
-        seq = torch.searchsorted(q_indptr[1:], token, right=True).clamp(max=len(row_of_seq) - 1)
-        cell = row_of_seq[seq].long() * table.shape[1] + position_of_token // page_size
-        page = table.reshape(-1)[cell.clamp(max=table.numel() - 1)]
-        slot = page * page_size + position_of_token % page_size
-        slot_of_token.copy_(torch.where(token < counts[1], slot, 0))
+    def fill(step: IndexTensors, *, page_size: int) -> None:
+        ops.fill(step, page_size=page_size)
+        position = step.position_of_token
+        token = torch.arange(len(position), device=position.device)
+        seq = torch.searchsorted(step.q_indptr[1:], token, right=True).clamp(max=len(step.row_of_seq) - 1)
+        cell = step.row_of_seq[seq].long() * step.table.shape[1] + position // page_size
+        page = step.table.reshape(-1)[cell.clamp(max=step.table.numel() - 1)]
+        slot = page * page_size + position % page_size
+        step.slot_of_token.copy_(torch.where(token < step.counts[1], slot, 0))
 
     return replace(ops, fill=fill)
 
@@ -141,23 +140,17 @@ def table_one_update_late(ops: StepOps) -> StepOps:
 def leave_tails(ops: StepOps) -> StepOps:
     """Page lists and dense tables keep, behind a sequence's last page, what an earlier step left."""
 
-    def page_list(
-        row_of_seq: Tensor, kv_len: Tensor, table: Tensor, page_list: Tensor, *, page_size: int, **options: Any
-    ) -> None:
-        before = page_list.clone()
-        ops.page_list(row_of_seq, kv_len, table, page_list, page_size=page_size, **options)
-        num_live = ((kv_len + page_size - 1) // page_size).sum()
-        live = torch.arange(len(page_list), device=kv_len.device) < num_live
-        page_list.copy_(torch.where(live, page_list, before))
+    def fill(step: IndexTensors, *, page_size: int) -> None:
+        list_before, rows_before = step.page_list.clone(), step.block_table.clone()
+        ops.fill(step, page_size=page_size)
+        pages = (step.kv_len + page_size - 1) // page_size
+        entry = torch.arange(len(step.page_list), device=pages.device)
+        step.page_list.copy_(torch.where(entry < pages.sum(), step.page_list, list_before))
+        if step.block_table.numel():
+            page_no = torch.arange(step.block_table.shape[1], device=pages.device)
+            step.block_table.copy_(torch.where(page_no < pages[:, None], step.block_table, rows_before))
 
-    def block_table(row_of_seq: Tensor, kv_len: Tensor, table: Tensor, block_table: Tensor, *, page_size: int) -> None:
-        before = block_table.clone()
-        ops.block_table(row_of_seq, kv_len, table, block_table, page_size=page_size)
-        page_no = torch.arange(block_table.shape[1], device=kv_len.device)
-        live = page_no < ((kv_len + page_size - 1) // page_size)[:, None]
-        block_table.copy_(torch.where(live, block_table, before))
-
-    return replace(ops, page_list=page_list, block_table=block_table)
+    return replace(ops, fill=fill)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +168,9 @@ class _ReadsDeadV:
 
     def workspace_words(self, shape: PaddedShape) -> int:
         return self.inner.workspace_words(shape)
+
+    def schedule_key(self) -> Hashable:
+        return self.inner.schedule_key()
 
     def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
         self.inner.build_schedule(step, schedule)

@@ -1,115 +1,263 @@
-"""Derive, on the device, everything that follows from a step's lengths: indptr, positions, slots, last tokens.
+"""Derive, in one launch, every index tensor that follows from a step's lengths and the request table.
 
     q_indptr[i]           = q_len[0] + ... + q_len[i-1]
     last_token_of_seq[i]  = q_indptr[i+1] - 1, or 0 where the sequence has no new token
     position_of_token[t]  = kv_len[i] - q_len[i] + (t - q_indptr[i])            for token t of sequence i
     slot_of_token[t]      = table[row_of_seq[i], position // page_size] * page_size + position % page_size
+    page_indptr[i]        = pages of sequences 0 .. i-1
+    page_list             = their pages, sequence after sequence
+    last_page_len[i]      = (kv_len[i] - 1) % page_size + 1, and 1 where kv_len is 0
+    block_table[i, j]     = table[row_of_seq[i], j] for the sequence's pages
+    kv_len_int64[i]       = kv_len[i]
+    mask_indptr[i]        = q_len[0] * kv_len[0] + ... + q_len[i-1] * kv_len[i-1], in 64 bits
 
+Tokens at or past num_tokens receive position 0 and slot 0; entries behind the last page, in page_list and block_table
+alike, page 0, a valid page for kernels that read ahead. A token or page beyond its sequence's row of the table, which
+lengths that only the device knows may bring, meets page 0 and never another row's page. A live token that meets page 0
+sets TOKEN_WITHOUT_PAGE in the error word.
+
+A program has one role, by its id: boundaries of a block of sequences, or a share of one sequence's tokens, of its
+pages in the list, or of its row of the block table. The shares follow from the padded sizes, never from the lengths.
 Each program sums the lengths itself, so none reads what another writes and the launch may run twice.
-Tokens at or past num_tokens receive position 0 and slot 0.
 """
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.launch import RepeatedLaunch
+from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE
+from rocm_attn.kernels.metadata.fill_roles import (
+    write_block_table,
+    write_boundaries,
+    write_page_list,
+    write_tokens,
+)
+from rocm_attn.kernels.metadata.index_tensors import IndexTensors
 
-# Cells of the [tokens, sequences] comparison that finds a token's sequence, bounded so that it stays in registers.
-_CELLS = 4096
-_MAX_TOKENS = 64
+# Sequences that a program looks at in one step; a fixed number, so that no batch size needs another compilation.
+_SEQS_AT_ONCE = 256
+_TOKENS_AT_ONCE = 128
+_PAGES_AT_ONCE = 1024
+# Programs of a role that is shared out finely, about as many as run at a time on an H200 (2112) or an MI300X (2432).
+_PROGRAMS = 2048
+
+_INT32_BYTES = 2**31
 
 
-@triton.jit(do_not_specialize=["num_seqs_padded", "num_tokens_padded"])
+@triton.jit(
+    do_not_specialize=[
+        "table_stride",
+        "table_width",
+        "block_table_stride",
+        "block_table_width",
+        "page_list_len",
+        "num_seqs",
+        "num_tokens",
+        "token_shares",
+        "list_shares",
+        "row_shares",
+    ],
+    do_not_specialize_on_alignment=[
+        "counts",
+        "row_of_seq",
+        "kv_len",
+        "q_len",
+        "table",
+        "q_indptr",
+        "last_token_of_seq",
+        "position_of_token",
+        "slot_of_token",
+        "page_indptr",
+        "page_list",
+        "last_page_len",
+        "block_table",
+        "kv_len_int64",
+        "mask_indptr",
+    ],
+)
 def _fill_kernel(
     counts,
     row_of_seq,
     kv_len,
     q_len,
     table,
-    table_stride,
     q_indptr,
     last_token_of_seq,
     position_of_token,
     slot_of_token,
-    num_seqs_padded,
-    num_tokens_padded,
-    width,
+    page_indptr,
+    page_list,
+    last_page_len,
+    block_table,
+    kv_len_int64,
+    mask_indptr,
+    table_stride,
+    table_width,
+    block_table_stride,
+    block_table_width,
+    page_list_len,
+    num_seqs,
+    num_tokens,
+    token_shares,
+    list_shares,
+    row_shares,
     PAGE_SIZE: tl.constexpr,
+    WITH_PAGE_LIST: tl.constexpr,
+    WITH_BLOCK_TABLE: tl.constexpr,
+    WITH_INT64: tl.constexpr,
+    WITH_MASK: tl.constexpr,
+    ERROR: tl.constexpr,
+    NO_PAGE: tl.constexpr,
     SEQS: tl.constexpr,
     TOKENS: tl.constexpr,
+    PAGES: tl.constexpr,
 ):
-    i = tl.arange(0, SEQS)
-    padded = i < num_seqs_padded
-    lengths = tl.load(q_len + i, mask=padded, other=0)
-    ends = tl.cumsum(lengths, 0)
-    if tl.program_id(0) == 0:
-        tl.store(q_indptr + i + 1, ends, mask=padded)
-        tl.store(q_indptr, 0)
-        tl.store(last_token_of_seq + i, tl.where(lengths > 0, ends - 1, 0), mask=padded)
-    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    live = t < tl.load(counts + 1)
-    before = ends[None, :] <= t[:, None]
-    seq = tl.sum(before.to(tl.int32), 1)
-    first = tl.sum(tl.where(before, lengths[None, :], 0), 1)
-    live = live & (seq < num_seqs_padded)
-    total = tl.load(kv_len + seq, mask=live, other=0)
-    new = tl.load(q_len + seq, mask=live, other=0)
-    row = tl.load(row_of_seq + seq, mask=live, other=0).to(tl.int64)
-    position = tl.where(live, total - new + t - first, 0)
-    page_no = tl.minimum(position // PAGE_SIZE, width - 1)
-    page = tl.load(table + row * table_stride + page_no, mask=live, other=0)
-    slot = tl.where(live, page * PAGE_SIZE + position % PAGE_SIZE, 0)
-    inside = t < num_tokens_padded
-    tl.store(position_of_token + t, position, mask=inside)
-    tl.store(slot_of_token + t, slot, mask=inside)
+    # Roles lie one behind the other on the axis of program ids; the id within each counts from 0.
+    block = tl.program_id(0)
+    token_share = block - tl.cdiv(num_seqs + 1, SEQS)
+    list_share = token_share - num_seqs * token_shares
+    row_share = list_share - num_seqs * list_shares
+    if token_share < 0:
+        write_boundaries(
+            block,
+            kv_len,
+            q_len,
+            q_indptr,
+            last_token_of_seq,
+            page_indptr,
+            last_page_len,
+            kv_len_int64,
+            mask_indptr,
+            num_seqs,
+            PAGE_SIZE,
+            WITH_PAGE_LIST,
+            WITH_INT64,
+            WITH_MASK,
+            SEQS,
+        )
+    elif list_share < 0:
+        write_tokens(
+            token_share,
+            token_shares,
+            counts,
+            row_of_seq,
+            kv_len,
+            q_len,
+            table,
+            table_stride,
+            table_width,
+            position_of_token,
+            slot_of_token,
+            num_seqs,
+            num_tokens,
+            PAGE_SIZE,
+            ERROR,
+            NO_PAGE,
+            SEQS,
+            TOKENS,
+        )
+    elif row_share < 0:
+        if WITH_PAGE_LIST:
+            write_page_list(
+                list_share,
+                list_shares,
+                row_of_seq,
+                kv_len,
+                table,
+                table_stride,
+                table_width,
+                page_list,
+                page_list_len,
+                num_seqs,
+                PAGE_SIZE,
+                SEQS,
+                PAGES,
+            )
+    else:
+        if WITH_BLOCK_TABLE:
+            write_block_table(
+                row_share,
+                row_shares,
+                row_of_seq,
+                kv_len,
+                table,
+                table_stride,
+                table_width,
+                block_table,
+                block_table_stride,
+                block_table_width,
+                PAGE_SIZE,
+                PAGES,
+            )
 
 
-def launch_fill(
-    counts: Tensor,
-    row_of_seq: Tensor,
-    kv_len: Tensor,
-    q_len: Tensor,
-    table: Tensor,
-    q_indptr: Tensor,
-    last_token_of_seq: Tensor,
-    position_of_token: Tensor,
-    slot_of_token: Tensor,
-    *,
-    page_size: int,
-) -> None:
-    """Fill q_indptr, last_token_of_seq, position_of_token and slot_of_token from the step's inputs.
-
-    counts:                           int32 [4]; [1] is num_tokens
-    row_of_seq, kv_len, q_len:        int32 [S]
-    table:                            int32 [rows, width], row and page_no -> page
-    q_indptr:                         int32 [S + 1], written
-    last_token_of_seq:                int32 [S], written
-    position_of_token, slot_of_token: int32 [T], written
-    """
-    num_seqs, num_tokens = row_of_seq.shape[0], slot_of_token.shape[0]
-    seqs = triton.next_power_of_2(max(num_seqs, 2))
-    tokens = max(1, min(_MAX_TOKENS, _CELLS // seqs))
-    launch(
-        _fill_kernel,
-        (triton.cdiv(max(num_tokens, 1), tokens),),
-        counts,
-        row_of_seq,
-        kv_len,
-        q_len,
-        table,
-        table.stride(0),
-        q_indptr,
-        last_token_of_seq,
-        position_of_token,
-        slot_of_token,
+def launch_fill(step: IndexTensors, *, page_size: int) -> None:
+    """Write every tensor of the step that is derived and has elements; S and T are at least 1."""
+    num_seqs, num_tokens = step.kv_len.shape[0], step.slot_of_token.shape[0]
+    (_, table_width), (_, block_table_width) = step.table.shape, step.block_table.shape
+    page_list_len = step.page_list.shape[0]
+    assert num_seqs >= 1
+    token_shares = _shares(num_tokens, num_seqs, _TOKENS_AT_ONCE)
+    list_shares = _shares(min(table_width, page_list_len), num_seqs, _PAGES_AT_ONCE)
+    row_shares = _shares(block_table_width, num_seqs, _PAGES_AT_ONCE) if step.block_table.numel() else 0
+    boundary_blocks = -(-(num_seqs + 1) // _SEQS_AT_ONCE)
+    num_programs = boundary_blocks + num_seqs * (token_shares + list_shares + row_shares)
+    fixed = (
+        page_size,
+        step.page_indptr.numel() > 0,
+        row_shares > 0,
+        step.kv_len_int64.numel() > 0,
+        step.mask_indptr.numel() > 0,
+        ERROR_WORD,
+        TOKEN_WITHOUT_PAGE,
+        _SEQS_AT_ONCE,
+        _TOKENS_AT_ONCE,
+        _PAGES_AT_ONCE,
+    )
+    large = any(tensor.nbytes >= _INT32_BYTES for tensor in (step.table, step.page_list, step.block_table))
+    _variant(large, *fixed)(
+        step.counts.device,
+        (num_programs, 1, 1),
+        step.counts,
+        step.row_of_seq,
+        step.kv_len,
+        step.q_len,
+        step.table,
+        step.q_indptr,
+        step.last_token_of_seq,
+        step.position_of_token,
+        step.slot_of_token,
+        step.page_indptr,
+        step.page_list,
+        step.last_page_len,
+        step.block_table,
+        step.kv_len_int64,
+        step.mask_indptr,
+        step.table.stride(0),
+        table_width,
+        step.block_table.stride(0),
+        block_table_width,
+        page_list_len,
         num_seqs,
         num_tokens,
-        table.shape[1],
-        PAGE_SIZE=page_size,
-        SEQS=seqs,
-        TOKENS=tokens,
+        token_shares,
+        list_shares,
+        row_shares,
+        *fixed,
         num_warps=4,
     )
+
+
+def _shares(entries: int, num_seqs: int, at_once: int) -> int:
+    """Programs that share one sequence's entries, of which it has at most `entries`."""
+    return min(-(-entries // at_once), max(1, _PROGRAMS // num_seqs))
+
+
+@functools.cache
+def _variant(large: bool, *fixed: int) -> RepeatedLaunch:
+    """The kernel with these constexpr arguments, and for tables below or above 2 GiB, where its offsets differ."""
+    return RepeatedLaunch(_fill_kernel)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUND
+from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUND, TOKEN_WITHOUT_PAGE
+from rocm_attn.kernels.metadata.index_tensors import IndexTensors
 from rocm_attn.kernels.metadata.slot_layout import (
     COUNT_WORDS,
     ECHO,
@@ -81,66 +82,66 @@ def table_update(updates: Tensor, table: Tensor, *, num_updates: int) -> None:
     table[row[live].long(), column[live].long()] = entry[live]
 
 
-def fill(
-    counts: Tensor,
-    row_of_seq: Tensor,
-    kv_len: Tensor,
-    q_len: Tensor,
-    table: Tensor,
-    q_indptr: Tensor,
-    last_token_of_seq: Tensor,
-    position_of_token: Tensor,
-    slot_of_token: Tensor,
-    *,
-    page_size: int,
-) -> None:
+def fill(step: IndexTensors, *, page_size: int) -> None:
     """Twin of launch_fill."""
-    num_seqs, num_tokens = row_of_seq.shape[0], slot_of_token.shape[0]
-    ends = torch.cumsum(q_len, 0)
-    q_indptr[:1].zero_()
-    q_indptr[1:].copy_(ends)
-    last_token_of_seq.copy_(torch.where(q_len > 0, ends - 1, 0))
-    t = torch.arange(num_tokens, device=counts.device)
-    seq = torch.searchsorted(ends, t, right=True)
-    live = (t < counts[1]) & (seq < num_seqs)
+    first_token = _write_indptr(step.q_indptr, step.q_len)
+    step.last_token_of_seq.copy_(torch.where(step.q_len > 0, step.q_indptr[1:] - 1, 0))
+    _write_tokens(step, first_token, page_size)
+    pages = (step.kv_len + page_size - 1) // page_size
+    if step.page_indptr.numel():
+        _write_page_list(step, _write_indptr(step.page_indptr, pages), pages)
+        step.last_page_len.copy_(torch.where(step.kv_len > 0, (step.kv_len - 1) % page_size + 1, 1))
+    if step.block_table.numel():
+        _write_block_table(step, pages)
+    if step.kv_len_int64.numel():
+        step.kv_len_int64.copy_(step.kv_len)
+    if step.mask_indptr.numel():
+        _write_indptr(step.mask_indptr, step.q_len.long() * step.kv_len)
+
+
+def _write_indptr(indptr: Tensor, counts: Tensor) -> Tensor:
+    """indptr[i] = counts[0] + ... + counts[i-1]; returns it without its end, int64."""
+    ends = torch.cumsum(counts, 0)
+    indptr[:1].zero_()
+    indptr[1:].copy_(ends)
+    return ends - counts
+
+
+def _write_tokens(step: IndexTensors, first_token: Tensor, page_size: int) -> None:
+    """Positions, slots, and the error word of tokens that meet page 0."""
+    num_seqs, num_tokens = step.kv_len.shape[0], step.slot_of_token.shape[0]
+    token = torch.arange(num_tokens, device=step.counts.device)
+    seq = torch.searchsorted(first_token + step.q_len, token, right=True)
+    live = (token < step.counts[1]) & (seq < num_seqs)
     seq = seq.clamp(max=num_seqs - 1)
-    position = torch.where(live, kv_len[seq] - ends[seq] + t, 0)
-    page_no = (position // page_size).clamp(max=table.shape[1] - 1)
-    page = table[row_of_seq[seq].long(), page_no.long()]
-    position_of_token.copy_(position)
-    slot_of_token.copy_(torch.where(live, page * page_size + position % page_size, 0))
+    kv_index = step.kv_len[seq] - step.q_len[seq] + token - first_token[seq]
+    position = torch.where(live, kv_index.clamp(min=0), 0)
+    page = torch.where(live & (kv_index >= 0), _pages_at(step, seq, position // page_size), 0)
+    step.position_of_token.copy_(position)
+    step.slot_of_token.copy_(page * page_size + position % page_size)
+    is_lost = (live & (page == 0)).any()
+    step.counts[ERROR_WORD].bitwise_or_(is_lost.to(torch.int32) * TOKEN_WITHOUT_PAGE)
 
 
-def page_indptr(
-    kv_len: Tensor, page_indptr: Tensor, last_page_len: Tensor, kv_len_int64: Tensor, *, page_size: int
-) -> None:
-    """Twin of launch_page_indptr."""
-    page_indptr[:1].zero_()
-    page_indptr[1:].copy_(torch.cumsum((kv_len + page_size - 1) // page_size, 0))
-    last_page_len.copy_(torch.where(kv_len > 0, (kv_len - 1) % page_size + 1, 1))
-    kv_len_int64.copy_(kv_len)
-
-
-def page_list(
-    row_of_seq: Tensor, kv_len: Tensor, table: Tensor, page_list: Tensor, *, page_size: int, programs_per_seq: int
-) -> None:
-    """Twin of launch_page_list; programs_per_seq changes nothing here."""
-    num_seqs = row_of_seq.shape[0]
-    ends = torch.cumsum((kv_len + page_size - 1) // page_size, 0)
-    at = torch.arange(page_list.shape[0], device=kv_len.device)
-    seq = torch.searchsorted(ends, at, right=True)
+def _write_page_list(step: IndexTensors, first_entry: Tensor, pages: Tensor) -> None:
+    num_seqs = step.kv_len.shape[0]
+    entry = torch.arange(step.page_list.shape[0], device=step.counts.device)
+    seq = torch.searchsorted(first_entry + pages, entry, right=True)
     live = seq < num_seqs
     seq = seq.clamp(max=num_seqs - 1)
-    pages = (kv_len[seq] + page_size - 1) // page_size
-    page_no = torch.where(live, at - (ends[seq] - pages), 0)
-    page = table[row_of_seq[seq].long(), page_no.clamp(max=table.shape[1] - 1)]
-    page_list.copy_(torch.where(live & (page_no < table.shape[1]), page, 0))
+    page_no = torch.where(live, entry - first_entry[seq], 0)
+    step.page_list.copy_(torch.where(live, _pages_at(step, seq, page_no), 0))
 
 
-def block_table(row_of_seq: Tensor, kv_len: Tensor, table: Tensor, block_table: Tensor, *, page_size: int) -> None:
-    """Twin of launch_block_table."""
-    width = min(block_table.shape[1], table.shape[1])
-    pages = (kv_len + page_size - 1) // page_size
-    live = torch.arange(width, device=kv_len.device) < pages[:, None]
-    block_table[:, width:].zero_()
-    block_table[:, :width].copy_(torch.where(live, table[row_of_seq.long(), :width], 0))
+def _write_block_table(step: IndexTensors, pages: Tensor) -> None:
+    width = min(step.block_table.shape[1], step.table.shape[1])
+    live = torch.arange(width, device=step.counts.device) < pages[:, None]
+    step.block_table[:, width:].zero_()
+    step.block_table[:, :width].copy_(torch.where(live, step.table[step.row_of_seq.long(), :width], 0))
+
+
+def _pages_at(step: IndexTensors, seq: Tensor, page_no: Tensor) -> Tensor:
+    """The page in each sequence's row, and page 0 past the row's end."""
+    width = step.table.shape[1]
+    page = step.table[step.row_of_seq[seq].long(), page_no.clamp(max=width - 1)]
+    return torch.where(page_no < width, page, 0)

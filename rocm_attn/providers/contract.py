@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +22,7 @@ class Need(enum.Enum):
     PAGE_LIST = "CSR page list with page_indptr and last_page_len"
     BLOCK_TABLE = "dense block table, one row for each sequence"
     KV_LEN_INT64 = "int64 KV lengths"
+    MASK_INDPTR = "int64 first mask cell of each sequence, for masks of [q_len, kv_len] cells"
 
 
 class Baked(enum.Enum):
@@ -43,11 +44,12 @@ class StepMetadata:
     q_len:        [S]    new tokens
     q_indptr:     [S+1]  sequence -> first token
     table:        request rows -> pages
-    page_indptr:  [S+1]  sequence -> first entry of page_list     (these five: empty unless a kernel needs them)
+    page_indptr:  [S+1]  sequence -> first entry of page_list     (these six: empty unless a kernel needs them)
     page_list:    [L]    pages, sequence after sequence, then page 0
     last_page_len:[S]    tokens in the last page, 1 where kv_len is 0
     block_table:  [S, W] pages of each sequence, then page 0
     kv_len_int64: [S]    int64
+    mask_indptr:  [S+1]  int64, sequence -> first cell of its mask
     """
 
     shape: PaddedShape
@@ -63,6 +65,7 @@ class StepMetadata:
     last_page_len: Tensor
     block_table: Tensor
     kv_len_int64: Tensor
+    mask_indptr: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,10 @@ class BoundKernel(Protocol):
 
     def schedule_words(self, shape: PaddedShape) -> int:
         """int32 words of the schedule of a step of this shape."""
+        ...
+
+    def schedule_key(self) -> Hashable:
+        """Kernels with equal keys build equal schedules of a step, so that one build serves them all."""
         ...
 
     def workspace_words(self, shape: PaddedShape) -> int:
@@ -184,15 +191,15 @@ class KernelRow:
 
 @dataclass(frozen=True, slots=True)
 class StepOps:
-    """The launches around attention, by the signatures of rocm_attn.kernels.metadata and .cache."""
+    """The launches around attention, by the signatures of rocm_attn.kernels.metadata and .cache.
+
+    fill: (IndexTensors, page_size=...), everything that a step derives from its inputs, in one launch
+    """
 
     publish: Callable[..., None]
     device_inputs: Callable[..., None]
     table_update: Callable[..., None]
     fill: Callable[..., None]
-    page_indptr: Callable[..., None]
-    page_list: Callable[..., None]
-    block_table: Callable[..., None]
     store_kv: Callable[..., None]
 
 

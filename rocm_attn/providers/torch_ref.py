@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,9 @@ class _TorchKernel:
 
     def workspace_words(self, shape: PaddedShape) -> int:
         return 0
+
+    def schedule_key(self) -> Hashable:
+        return ()
 
     def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
         pass
@@ -132,9 +136,6 @@ def _ops() -> StepOps:
         device_inputs=metadata.device_inputs,
         table_update=metadata.table_update,
         fill=metadata.fill,
-        page_indptr=metadata.page_indptr,
-        page_list=metadata.page_list,
-        block_table=metadata.block_table,
         store_kv=cache.store_kv,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,10 @@ class TritonDecode:
             tiles=self.tiles,
         )
 
+    def schedule_key(self) -> Hashable:
+        rows = self.tiles.rows_per_seq(self.problem.num_kv_heads)
+        return "decode", rows, self.tiles.block_n, self.tiles.row_cost, self.num_programs
+
     def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
         from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
 
@@ -113,6 +118,9 @@ class TritonExtend:
     def workspace_words(self, shape: PaddedShape) -> int:
         return 0
 
+    def schedule_key(self) -> Hashable:
+        return "extend", self.tiles.tokens_per_tile(self.problem.gqa_ratio), self.min_q_len
+
     def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
         from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
 
@@ -166,6 +174,9 @@ class TritonMixed:
 
     def workspace_words(self, shape: PaddedShape) -> int:
         return self.decode.workspace_words(shape)
+
+    def schedule_key(self) -> Hashable:
+        return self.extend.schedule_key(), self.decode.schedule_key()
 
     def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
         words = self._extend_words(step.shape)
@@ -231,7 +242,6 @@ def _ops() -> StepOps:
     from rocm_attn.kernels.cache.store import launch_store_kv
     from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
     from rocm_attn.kernels.metadata.fill import launch_fill
-    from rocm_attn.kernels.metadata.page_lists import launch_block_table, launch_page_indptr, launch_page_list
     from rocm_attn.kernels.metadata.publish import launch_publish
     from rocm_attn.kernels.metadata.table_update import launch_table_update
 
@@ -240,9 +250,6 @@ def _ops() -> StepOps:
         device_inputs=launch_device_inputs,
         table_update=launch_table_update,
         fill=launch_fill,
-        page_indptr=launch_page_indptr,
-        page_list=launch_page_list,
-        block_table=launch_block_table,
         store_kv=launch_store_kv,
     )
 

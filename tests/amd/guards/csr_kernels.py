@@ -5,6 +5,7 @@ It takes its batch size from the padded shape, as such kernels do, and reads pag
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,9 @@ class CsrKernel:
 
     def workspace_words(self, shape: PaddedShape) -> int:
         return shape.num_tokens
+
+    def schedule_key(self) -> Hashable:
+        return self.problem.page_size
 
     def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
         num_seqs = step.shape.num_seqs

@@ -7,7 +7,8 @@ import torch
 
 from rocm_attn.hip_graphs.size_ladder import default_ladder
 from rocm_attn.padding import PaddedShape, StepKind
-from rocm_attn.step_buffers import STEP_BUFFERS, BufferSpec, StepBuffers, Unit, block_table_buffers, page_list_buffers
+from rocm_attn.providers.contract import Need
+from rocm_attn.step_buffers import STEP_BUFFERS, BufferSpec, StepBuffers, Unit, needed_buffers
 from tests.amd.guards.serving import PROVIDERS, Serving
 
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
@@ -16,8 +17,7 @@ WIDTH = 3
 # One more of each dtype, with a pad that no other has.
 SPECS = (
     *STEP_BUFFERS,
-    *page_list_buffers(WIDTH),
-    *block_table_buffers(WIDTH),
+    *(spec for need in Need for spec in needed_buffers(need, WIDTH)),
     BufferSpec("wide_indptr", Unit.SEQ_BOUNDARY, torch.int64, lambda shape: 5 * shape.num_seqs + 1, pad=-9),
     BufferSpec("schedule", Unit.WORD, torch.int32, lambda shape: 7 + 2 * shape.num_seqs, pad=4),
 )
@@ -70,7 +70,7 @@ def test_lengths_stay_64_bit_when_they_grow(device: torch.device) -> None:
         serving.step(requests[:count], [4] * count)
         for buffers in (serving.runtime._memory._sealed.buffers, serving.runtime._memory._open.buffers):
             dtypes = {name: tensor.dtype for name, tensor in buffers.tensors().items()}
-            assert dtypes.pop("kv_len_int64") == torch.int64
+            assert [dtypes.pop(name) for name in ("kv_len_int64", "mask_indptr")] == [torch.int64] * 2
             assert set(dtypes.values()) == {torch.int32}
 
 

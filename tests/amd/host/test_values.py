@@ -13,8 +13,9 @@ from rocm_attn.hip_graphs.size_ladder import SizeLadder
 from rocm_attn.index_spaces import last_page_len, num_pages, slot_of
 from rocm_attn.padding import PaddedShape, PaddingPolicy, StepKind, step_kind
 from rocm_attn.problem import Problem
+from rocm_attn.providers.contract import Need
 from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_buffers import STEP_BUFFERS, BufferSpec, StepBuffers, Unit, page_list_buffers
+from rocm_attn.step_buffers import STEP_BUFFERS, BufferSpec, StepBuffers, Unit, needed_buffers
 from rocm_attn.target import detect_target, known_target
 from rocm_attn.workspace import Workspace
 
@@ -151,7 +152,7 @@ def test_a_view_past_a_buffer_raises_where_a_slice_would_truncate() -> None:
 
 
 def test_sealed_buffers_refuse_to_move_and_name_the_knob() -> None:
-    buffers = StepBuffers((*STEP_BUFFERS, *page_list_buffers(3)), CPU)
+    buffers = StepBuffers((*STEP_BUFFERS, *needed_buffers(Need.PAGE_LIST, 3)), CPU)
     buffers.ensure(decode(8))
     buffers.seal()
     buffers.ensure(decode(5))

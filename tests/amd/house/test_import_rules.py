@@ -19,7 +19,10 @@ AITER_MODULE = "rocm_attn.providers.aiter"
 VALUES = tuple(
     f"rocm_attn.{name}" for name in ("errors", "index_spaces", "problem", "step_batch", "step_inputs", "target")
 )
-USES_KERNELS = (PROVIDERS, *(f"rocm_attn.{name}" for name in ("graphs", "publisher", "step_echo", "unguarded")))
+USES_KERNELS = (
+    PROVIDERS,
+    *(f"rocm_attn.{name}" for name in ("graphs", "publisher", "step_echo", "step_memory", "unguarded")),
+)
 USES_HIP_GRAPHS = tuple(
     f"rocm_attn.{name}"
     for name in ("graphs", "guards", "padding", "runtime", "split_forward", "step_runner", "unguarded")

@@ -1,21 +1,16 @@
-"""Publish, table updates, fill, page lists and the store: kernels and torch twins against plain Python."""
+"""Publish, table updates and the store: kernels and torch twins against plain Python."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.error_word import LENGTH_BEYOND_BOUND
-from rocm_attn.kernels.metadata.fill import launch_fill
-from rocm_attn.kernels.metadata.page_lists import launch_block_table, launch_page_indptr, launch_page_list
 from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, NO_ECHO, WRONG_STEP
 from rocm_attn.kernels.metadata.table_update import launch_table_update
@@ -26,47 +21,12 @@ GARBAGE = 0x7F7F7F7F
 Launch = Callable[..., None]
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """Random sequences: (kv_len, q_len) of each, and how many padded ones follow."""
-
-    seqs: list[tuple[int, int]]
-    pads: int
-    page_size: int
-
-    @property
-    def num_padded(self) -> int:
-        return max(1, len(self.seqs) + self.pads)
-
-
-@st.composite
-def lengths(draw: st.DrawFn) -> Lengths:
-    seqs = draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), max_size=9))
-    return Lengths([(kv + new, new) for kv, new in seqs], draw(st.integers(0, 5)), draw(st.sampled_from([1, 3, 4, 16])))
-
-
 def device_ints(values: list[int], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def garbage(count: int, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
-    return torch.full((count,), GARBAGE, dtype=dtype, device=device)
-
-
-def table_for(case: Lengths, device: torch.device) -> tuple[Tensor, list[int], list[list[int]]]:
-    """A table with a row for every sequence in shuffled order; returns it, each sequence's row, and its pages."""
-    generator = torch.Generator().manual_seed(len(case.seqs) + case.page_size)
-    width = max([-(-kv // case.page_size) for kv, _ in case.seqs] + [1])
-    order = torch.randperm(len(case.seqs), generator=generator).tolist()
-    rows = [1 + place for place in order]
-    pages = (1 + torch.randperm(1000, generator=generator)[: len(case.seqs) * width]).view(-1, width).tolist()
-    table = torch.zeros(len(case.seqs) + 1, width, dtype=torch.int32)
-    used = []
-    for (kv, _), row, mine in zip(case.seqs, rows, pages, strict=True):
-        used.append(mine[: -(-kv // case.page_size)])
-        table[row] = GARBAGE % 997  # entries behind the last page are never read as a page of the sequence
-        table[row, : len(used[-1])] = torch.tensor(used[-1], dtype=torch.int32)
-    return table.to(device), rows, used
+def garbage(count: int, device: torch.device) -> Tensor:
+    return torch.full((count,), GARBAGE, dtype=torch.int32, device=device)
 
 
 @pytest.mark.parametrize("publish", [launch_publish, refs.publish])
@@ -190,112 +150,6 @@ def test_a_large_table_update_is_applied_whole(kernel_device: torch.device) -> N
     launch_table_update(triples.view(-1).to(kernel_device), tables[0], num_updates=1000)
     refs.table_update(triples.view(-1).to(kernel_device), tables[1], num_updates=1000)
     assert torch.equal(*tables)
-
-
-@pytest.mark.parametrize("fill", [launch_fill, refs.fill])
-@settings(max_examples=25, deadline=None)
-@given(case=lengths())
-def test_fill_derives_what_plain_python_derives(fill: Launch, kernel_device: torch.device, case: Lengths) -> None:
-    table, rows, pages = table_for(case, kernel_device)
-    num_tokens = sum(new for _, new in case.seqs)
-    pads = case.num_padded - len(case.seqs)
-    num_padded_tokens = max(1, num_tokens + case.pads)
-    outs = [
-        garbage(n, kernel_device) for n in (case.num_padded + 1, case.num_padded, num_padded_tokens, num_padded_tokens)
-    ]
-    fill(
-        device_ints([len(case.seqs), num_tokens, 1, 0], kernel_device),
-        device_ints(rows + [0] * pads, kernel_device),
-        device_ints([kv for kv, _ in case.seqs] + [0] * pads, kernel_device),
-        device_ints([new for _, new in case.seqs] + [0] * pads, kernel_device),
-        table,
-        *outs,
-        page_size=case.page_size,
-    )
-    indptr: list[int] = [0]
-    last: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    for (kv, new), mine in zip(case.seqs, pages, strict=True):
-        indptr.append(indptr[-1] + new)
-        last.append(indptr[-1] - 1 if new else 0)
-        positions += range(kv - new, kv)
-        slots += [mine[i // case.page_size] * case.page_size + i % case.page_size for i in range(kv - new, kv)]
-    tail = num_padded_tokens - num_tokens
-    assert outs[0].tolist() == indptr + [num_tokens] * pads
-    assert outs[1].tolist() == last + [0] * pads
-    assert outs[2].tolist() == positions + [0] * tail
-    assert outs[3].tolist() == slots + [0] * tail
-
-
-@pytest.mark.parametrize("fill", [launch_fill, refs.fill])
-def test_pads_of_a_decode_step_continue_the_indptr(fill: Launch, kernel_device: torch.device) -> None:
-    table = device_ints([0, 5, 6], kernel_device).view(3, 1)
-    outs = [garbage(n, kernel_device) for n in (5, 4, 4, 4)]
-    counts, rows = device_ints([2, 2, 1, 0], kernel_device), device_ints([1, 2, 0, 0], kernel_device)
-    kv_len, q_len = device_ints([3, 1, 0, 0], kernel_device), device_ints([1, 1, 1, 1], kernel_device)
-    fill(counts, rows, kv_len, q_len, table, *outs, page_size=4)
-    assert outs[0].tolist() == [0, 1, 2, 3, 4]
-    assert outs[2].tolist() == [2, 0, 0, 0]
-    assert outs[3].tolist() == [22, 24, 0, 0]
-
-
-def test_fill_serves_many_sequences_and_long_prompts(kernel_device: torch.device) -> None:
-    generator = torch.Generator().manual_seed(0)
-    q_len = torch.randint(0, 4, (700,), generator=generator, dtype=torch.int32)
-    q_len[13] = 900
-    kv_len = q_len + torch.randint(0, 50, (700,), generator=generator, dtype=torch.int32)
-    table = torch.randint(1, 9999, (701, 256), generator=generator, dtype=torch.int32)
-    rows = 1 + torch.randperm(700, generator=generator).to(torch.int32)
-    num_tokens = int(q_len.sum())
-    inputs = [torch.tensor([700, num_tokens, 1, 0], dtype=torch.int32), rows, kv_len, q_len, table]
-    results = []
-    for fill in (launch_fill, refs.fill):
-        outs = [garbage(n, kernel_device) for n in (701, 700, num_tokens + 3, num_tokens + 3)]
-        fill(*(x.to(kernel_device) for x in inputs), *outs, page_size=4)
-        results.append(outs)
-    for kernel, twin in zip(*results, strict=True):
-        assert torch.equal(kernel, twin)
-
-
-@pytest.mark.parametrize("forms", ["kernels", "twins"])
-@settings(max_examples=25, deadline=None)
-@given(case=lengths())
-def test_page_lists_hold_each_sequences_pages(forms: str, kernel_device: torch.device, case: Lengths) -> None:
-    indptr_of, list_of, table_of = (
-        (launch_page_indptr, launch_page_list, launch_block_table)
-        if forms == "kernels"
-        else (refs.page_indptr, refs.page_list, refs.block_table)
-    )
-    table, rows, pages = table_for(case, kernel_device)
-    pads = case.num_padded - len(case.seqs)
-    row_of_seq = device_ints(rows + [0] * pads, kernel_device)
-    kv_len = device_ints([kv for kv, _ in case.seqs] + [0] * pads, kernel_device)
-    total = sum(map(len, pages))
-    indptr, last = garbage(case.num_padded + 1, kernel_device), garbage(case.num_padded, kernel_device)
-    wide, listed = garbage(case.num_padded, kernel_device, torch.int64), garbage(total + 7, kernel_device)
-    dense = garbage(case.num_padded * (table.shape[1] + 3), kernel_device).view(case.num_padded, -1)
-    indptr_of(kv_len, indptr, last, wide, page_size=case.page_size)
-    list_of(row_of_seq, kv_len, table, listed, page_size=case.page_size, programs_per_seq=2)
-    table_of(row_of_seq, kv_len, table, dense, page_size=case.page_size)
-    ends = [sum(map(len, pages[: i + 1])) for i in range(len(pages))]
-    assert indptr.tolist() == [0, *ends] + [total] * pads
-    assert last.tolist() == [(kv - 1) % case.page_size + 1 if kv else 1 for kv, _ in case.seqs] + [1] * pads
-    assert wide.tolist() == kv_len.tolist()
-    assert listed.tolist() == [page for mine in pages for page in mine] + [0] * 7
-    width = dense.shape[1]
-    assert dense.tolist() == [mine + [0] * (width - len(mine)) for mine in pages] + [[0] * width] * pads
-
-
-@pytest.mark.parametrize("list_of", [launch_page_list, refs.page_list])
-def test_a_length_beyond_its_row_lists_page_zero_and_no_other_rows_pages(
-    list_of: Launch, kernel_device: torch.device
-) -> None:
-    table = device_ints([0, 0, 5, 6, 7, 8], kernel_device).view(3, 2)
-    listed = garbage(9, kernel_device)
-    rows, kv_len = device_ints([1, 2], kernel_device), device_ints([11, 12], kernel_device)
-    list_of(rows, kv_len, table, listed, page_size=4, programs_per_seq=2)
-    assert listed.tolist() == [5, 6, 0, 7, 8, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("store", [launch_store_kv, cache_refs.store_kv])

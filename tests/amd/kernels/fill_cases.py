@@ -1,0 +1,176 @@
+"""Steps for the fill tests: random lengths with their tables, and what plain Python derives from them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rocm_attn.kernels.metadata.index_tensors import IndexTensors
+
+GARBAGE = 0x7F7F7F7F
+MAX_PAGES = 5
+CAPACITY = 9
+
+REQUIRED = ("q_indptr", "last_token_of_seq", "position_of_token", "slot_of_token")
+PAGE_LIST = ("page_indptr", "page_list", "last_page_len")
+DERIVED = (*REQUIRED, *PAGE_LIST, "block_table", "kv_len_int64", "mask_indptr")
+INT64 = ("kv_len_int64", "mask_indptr")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step's inputs.
+
+    seqs:             (kv_len, q_len) of each live sequence
+    pad:              (kv_len, q_len) of each padded one
+    num_seqs_padded, num_tokens_padded, list_len: sizes of the outputs
+    pages:            of each live sequence, as many as its row of the table holds
+    wanted:           the derived tensors that are asked for
+    """
+
+    seqs: list[tuple[int, int]]
+    pad: tuple[int, int]
+    num_seqs_padded: int
+    num_tokens_padded: int
+    list_len: int
+    page_size: int
+    pages: list[list[int]]
+    wanted: tuple[str, ...] = DERIVED
+
+    @property
+    def width(self) -> int:
+        """Pages in a row of the table."""
+        return max(map(len, self.pages), default=1)
+
+    @property
+    def padded_seqs(self) -> list[tuple[int, int]]:
+        return self.seqs + [self.pad] * (self.num_seqs_padded - len(self.seqs))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(new for _, new in self.seqs)
+
+
+def random_pages(seqs: Sequence[tuple[int, int]], width: int, seed: int) -> list[list[int]]:
+    """A full row for each sequence, no page named twice."""
+    pages = random.Random(seed).sample(range(1, 50 * (len(seqs) + 1) * width), len(seqs) * width)
+    return [pages[at * width : (at + 1) * width] for at in range(len(seqs))]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Lengths of 0, 1, around a page, and up to a full row; no sequence, one, and as many as the padded size."""
+    page_size = draw(st.sampled_from([1, 3, 4, 16]))
+    longest = MAX_PAGES * page_size
+    edges = [0, 1, page_size - 1, page_size, page_size + 1, longest - 1, longest]
+    kv_len = st.one_of(st.sampled_from(edges), st.integers(0, longest))
+    num_seqs = draw(st.sampled_from([0, 1, 2, CAPACITY - 1, CAPACITY]))
+    lengths = draw(st.lists(kv_len, min_size=num_seqs, max_size=num_seqs))
+    seqs = [(length, draw(st.one_of(st.just(min(1, length)), st.integers(0, length)))) for length in lengths]
+    pad = draw(st.sampled_from([(0, 0), (0, 1), (1, 0), (1, 1)]))
+    num_seqs_padded = draw(st.sampled_from([max(1, num_seqs), CAPACITY, CAPACITY + 4]))
+    num_pads = num_seqs_padded - num_seqs
+    return Case(
+        seqs=seqs,
+        pad=pad,
+        num_seqs_padded=num_seqs_padded,
+        num_tokens_padded=max(1, sum(new for _, new in seqs) + pad[1] * num_pads + draw(st.integers(0, 200))),
+        list_len=sum(-(-length // page_size) for length, _ in seqs) + num_pads + draw(st.integers(0, 20)),
+        page_size=page_size,
+        pages=random_pages(seqs, MAX_PAGES, draw(st.integers(0, 99))),
+    )
+
+
+def tensors(case: Case, device: torch.device) -> IndexTensors:
+    """The step on the device: rows in shuffled order in a table with a free stride, every output garbage."""
+    rows = random.Random(len(case.seqs)).sample(range(1, len(case.seqs) + 1), len(case.seqs))
+    table = torch.full((len(rows) + 1, case.width + 3), GARBAGE, dtype=torch.int32)[:, : case.width]
+    table[0] = 0
+    for row, pages in zip(rows, case.pages, strict=True):
+        table[row] = torch.tensor(pages, dtype=torch.int32)
+    num_seqs = case.num_seqs_padded
+    shapes = {
+        "q_indptr": (num_seqs + 1,),
+        "last_token_of_seq": (num_seqs,),
+        "position_of_token": (case.num_tokens_padded,),
+        "slot_of_token": (case.num_tokens_padded,),
+        "page_indptr": (num_seqs + 1,),
+        "page_list": (case.list_len,),
+        "last_page_len": (num_seqs,),
+        "block_table": (num_seqs, case.width + 2),
+        "kv_len_int64": (num_seqs,),
+        "mask_indptr": (num_seqs + 1,),
+    }
+
+    def ints(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    def output(name: str) -> Tensor:
+        shape = shapes[name] if name in case.wanted else (0, *shapes[name][1:])
+        dtype = torch.int64 if name in INT64 and name in case.wanted else torch.int32
+        return torch.full(shape, GARBAGE, dtype=dtype, device=device)
+
+    return IndexTensors(
+        counts=ints([len(case.seqs), case.num_tokens, 41, 0]),
+        row_of_seq=ints(rows + [0] * (num_seqs - len(rows))),
+        kv_len=ints([length for length, _ in case.padded_seqs]),
+        q_len=ints([new for _, new in case.padded_seqs]),
+        table=table.to(device) if device.type == "cuda" else table,
+        **{name: output(name) for name in DERIVED},
+    )
+
+
+def written(step: IndexTensors) -> dict[str, list[int]]:
+    """Everything of a step but the table, as lists."""
+    names = (field.name for field in fields(step) if field.name != "table")
+    return {name: getattr(step, name).tolist() for name in names}
+
+
+def derived_by_hand(case: Case) -> dict[str, object]:
+    """What each derived tensor holds, one sequence and one token after the other.."""
+    page_size = case.page_size
+    q_indptr, page_indptr, mask_indptr = [0], [0], [0]
+    last_token, last_page_len = [], []
+    positions: list[int] = []
+    slots: list[int] = []
+    page_list: list[int] = []
+    block_table: list[list[int]] = []
+    lost = False
+    for seq, (length, new) in enumerate(case.padded_seqs):
+        row = case.pages[seq] if seq < len(case.seqs) else []
+        pages = [row[page_no] if page_no < len(row) else 0 for page_no in range(-(-length // page_size))]
+        for kv_index in range(length - new, length):
+            if len(positions) < case.num_tokens:
+                page = pages[kv_index // page_size] if kv_index >= 0 else 0
+                positions.append(max(kv_index, 0))
+                slots.append(page * page_size + max(kv_index, 0) % page_size)
+                lost |= page == 0
+        q_indptr.append(q_indptr[-1] + new)
+        page_indptr.append(page_indptr[-1] + len(pages))
+        mask_indptr.append(mask_indptr[-1] + new * length)
+        last_token.append(q_indptr[-1] - 1 if new else 0)
+        last_page_len.append((length - 1) % page_size + 1 if length else 1)
+        page_list += pages
+        block_table.append([*pages, *[0] * (case.width + 2)][: case.width + 2])
+    behind = [0] * (case.num_tokens_padded - len(positions))
+    values: dict[str, object] = {
+        "q_indptr": q_indptr,
+        "last_token_of_seq": last_token,
+        "position_of_token": positions + behind,
+        "slot_of_token": slots + behind,
+        "page_indptr": page_indptr,
+        "page_list": (page_list + [0] * case.list_len)[: case.list_len],
+        "last_page_len": last_page_len,
+        "block_table": block_table,
+        "kv_len_int64": [length for length, _ in case.padded_seqs],
+        "mask_indptr": mask_indptr,
+    }
+    return {
+        **{name: values[name] if name in case.wanted else [] for name in DERIVED},
+        "counts": [len(case.seqs), case.num_tokens, 41, int(lost)],
+    }

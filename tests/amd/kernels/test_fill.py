@@ -1,0 +1,189 @@
+"""Fill: every index tensor of a step, by the kernel and by its torch twin, against plain Python."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE
+from rocm_attn.kernels.metadata.fill import launch_fill
+from rocm_attn.kernels.metadata.index_tensors import IndexTensors
+from rocm_attn.kernels.refs import metadata as refs
+from tests.amd.kernels.fill_cases import (
+    DERIVED,
+    PAGE_LIST,
+    REQUIRED,
+    Case,
+    cases,
+    derived_by_hand,
+    random_pages,
+    tensors,
+    written,
+)
+
+Fill = Callable[..., None]
+both = pytest.mark.parametrize("fill", [launch_fill, refs.fill], ids=["kernel", "twin"])
+
+
+def fill_once(fill: Fill, case: Case, device: torch.device) -> IndexTensors:
+    """The step's tensors after one fill."""
+    step = tensors(case, device)
+    fill(step, page_size=case.page_size)
+    return step
+
+
+def check(fill: Fill, case: Case, device: torch.device) -> None:
+    """One fill writes what plain Python derives, and changes none of its inputs."""
+    expected = {**written(tensors(case, device)), **derived_by_hand(case)}
+    got = written(fill_once(fill, case, device))
+    assert got == expected
+
+
+def one_sequence(length: int, new: int, *, width: int, page_size: int = 4) -> Case:
+    """One live sequence in a row of `width` pages, and one pad."""
+    seqs = [(length, new)]
+    return Case(seqs, (0, 0), 2, new + 3, 20, page_size, random_pages(seqs, width, 0))
+
+
+@both
+@settings(max_examples=40, deadline=None)
+@given(case=cases())
+def test_fill_derives_what_plain_python_derives(fill: Fill, kernel_device: torch.device, case: Case) -> None:
+    check(fill, case, kernel_device)
+
+
+@both
+@settings(max_examples=10, deadline=None)
+@given(case=cases())
+def test_a_second_fill_changes_nothing(fill: Fill, kernel_device: torch.device, case: Case) -> None:
+    step = fill_once(fill, case, kernel_device)
+    once = written(step)
+    fill(step, page_size=case.page_size)
+    assert written(step) == once
+
+
+@both
+@pytest.mark.parametrize("wanted", [(), PAGE_LIST, ("block_table",), ("kv_len_int64",), ("mask_indptr",)])
+@settings(max_examples=5, deadline=None)
+@given(case=cases())
+def test_only_what_has_elements_is_written(
+    fill: Fill, wanted: tuple[str, ...], kernel_device: torch.device, case: Case
+) -> None:
+    check(fill, replace(case, wanted=(*REQUIRED, *wanted)), kernel_device)
+
+
+@both
+@settings(max_examples=10, deadline=None)
+@given(case=cases(), seed=st.integers(0, 99))
+def test_a_sequences_share_does_not_depend_on_its_place(
+    fill: Fill, kernel_device: torch.device, case: Case, seed: int
+) -> None:
+    assume(len(case.seqs) > 1)
+    order = random.Random(seed).sample(range(len(case.seqs)), len(case.seqs))
+    moved = replace(case, seqs=[case.seqs[at] for at in order], pages=[case.pages[at] for at in order])
+    before, after = (fill_once(fill, one, kernel_device) for one in (case, moved))
+    for place, origin in enumerate(order):
+        for indptr, values in (("q_indptr", "slot_of_token"), ("page_indptr", "page_list")):
+            was, now = (
+                getattr(step, values)[getattr(step, indptr)[at] : getattr(step, indptr)[at + 1]]
+                for step, at in ((before, origin), (after, place))
+            )
+            assert torch.equal(was, now)
+        assert torch.equal(before.block_table[origin], after.block_table[place])
+
+
+@both
+@pytest.mark.parametrize("num_seqs", [1, 256, 257, 600])
+def test_any_number_of_sequences_and_long_prompts(fill: Fill, num_seqs: int, kernel_device: torch.device) -> None:
+    generator = random.Random(num_seqs)
+    seqs = [(0, 0) if generator.random() < 0.1 else (generator.randint(1, 40), 1) for _ in range(num_seqs)]
+    seqs[num_seqs // 2] = (1900, 400)
+    case = Case(seqs, (1, 1), num_seqs + 3, sum(new for _, new in seqs) + 5, 9000, 2, random_pages(seqs, 1000, 1))
+    check(fill, case, kernel_device)
+
+
+@both
+def test_what_lies_behind_all_sequences_is_rewritten_however_long_it_is(
+    fill: Fill, kernel_device: torch.device
+) -> None:
+    case = replace(one_sequence(3, 1, width=1), num_tokens_padded=3000, list_len=9000)
+    check(fill, case, kernel_device)
+
+
+@both
+@pytest.mark.parametrize("past", [1, 4, 5, 4000])
+def test_a_length_beyond_its_row_meets_page_zero_and_no_other_rows_page(
+    fill: Fill, past: int, kernel_device: torch.device
+) -> None:
+    """Lengths that only the device knows may be wrong."""
+    seqs = [(8, 1), (8 + past, past + 2), (8, 2)]
+    case = Case(seqs, (0, 1), 4, past + 9, 2000, 4, random_pages(seqs, 2, 3))
+    check(fill, case, kernel_device)
+    step = fill_once(fill, case, kernel_device)
+    others = {page for seq in (0, 2) for page in case.pages[seq]}
+    own = slice(int(step.page_indptr[1]), int(step.page_indptr[2]))
+    tokens = slice(int(step.q_indptr[1]), int(step.q_indptr[2]))
+    assert not others & set(step.page_list[own].tolist())
+    assert not others & set((step.slot_of_token[tokens] // 4).tolist())
+    assert step.counts[ERROR_WORD] == TOKEN_WITHOUT_PAGE
+
+
+@both
+def test_more_new_tokens_than_tokens_meet_page_zero(fill: Fill, kernel_device: torch.device) -> None:
+    case = one_sequence(3, 5, width=2)
+    check(fill, case, kernel_device)
+    assert fill_once(fill, case, kernel_device).counts[ERROR_WORD] == TOKEN_WITHOUT_PAGE
+
+
+@both
+@pytest.mark.parametrize(
+    ("lost_page", "new", "is_lost"),
+    [(0, 12, True), (0, 8, False), (1, 8, True), (1, 5, True), (1, 4, False), (2, 1, True)],
+)
+def test_the_error_word_says_that_a_live_token_has_no_page(
+    fill: Fill, lost_page: int, new: int, is_lost: bool, kernel_device: torch.device
+) -> None:
+    """Three pages of four tokens; a missing page matters to the tokens that are stored to it, not to those before."""
+    case = one_sequence(12, new, width=3)
+    case.pages[0][lost_page] = 0
+    step = fill_once(fill, case, kernel_device)
+    assert step.counts.tolist() == [1, new, 41, TOKEN_WITHOUT_PAGE if is_lost else 0]
+
+
+@both
+def test_pads_and_empty_sequences_are_no_error(fill: Fill, kernel_device: torch.device) -> None:
+    seqs = [(0, 0), (7, 0), (5, 1)]
+    case = Case(seqs, (1, 1), 6, 9, 30, 4, random_pages(seqs, 2, 4))
+    assert fill_once(fill, case, kernel_device).counts.tolist() == [3, 1, 41, 0]
+
+
+@both
+def test_fill_leaves_the_other_bits_of_the_error_word(fill: Fill, kernel_device: torch.device) -> None:
+    step = tensors(one_sequence(9, 2, width=1), kernel_device)
+    step.counts[ERROR_WORD] = 64
+    fill(step, page_size=4)
+    assert step.counts[ERROR_WORD] == 64 | TOKEN_WITHOUT_PAGE
+
+
+@both
+def test_mask_cells_are_counted_in_64_bits(fill: Fill, kernel_device: torch.device) -> None:
+    seqs = [(70_000, 32_768)] * 3
+    case = Case(seqs, (1, 1), 5, 1, 1, 128, random_pages(seqs, 1, 5), wanted=(*REQUIRED, "mask_indptr"))
+    step = fill_once(fill, case, kernel_device)
+    cells = 70_000 * 32_768
+    assert cells > 2**31
+    assert step.mask_indptr.tolist() == [0, cells, 2 * cells, 3 * cells, 3 * cells + 1, 3 * cells + 2]
+
+
+def test_the_twin_agrees_at_256_sequences_of_32k_tokens(kernel_device: torch.device) -> None:
+    seqs = [(32_768 - seq, 1) for seq in range(256)]
+    case = Case(seqs, (0, 1), 256, 256, 256 * 256, 128, random_pages(seqs, 256, 6))
+    kernel, twin = (fill_once(fill, case, kernel_device) for fill in (launch_fill, refs.fill))
+    for name in (*DERIVED, "counts"):
+        assert torch.equal(getattr(kernel, name), getattr(twin, name)), name

@@ -99,12 +99,12 @@ def test_a_sequences_share_does_not_depend_on_its_place(
 
 
 @both
-@pytest.mark.parametrize("num_seqs", [1, 256, 257, 600])
+@pytest.mark.parametrize("num_seqs", [1, 256, 600])
 def test_any_number_of_sequences_and_long_prompts(fill: Fill, num_seqs: int, kernel_device: torch.device) -> None:
     generator = random.Random(num_seqs)
-    seqs = [(0, 0) if generator.random() < 0.1 else (generator.randint(1, 40), 1) for _ in range(num_seqs)]
-    seqs[num_seqs // 2] = (1900, 400)
-    case = Case(seqs, (1, 1), num_seqs + 3, sum(new for _, new in seqs) + 5, 9000, 2, random_pages(seqs, 1000, 1))
+    seqs = [(length := generator.randint(0, 20), min(length, generator.randint(0, 3) // 3)) for _ in range(num_seqs)]
+    seqs[num_seqs // 2] = (1900, 90)
+    case = Case(seqs, (1, 0), num_seqs + 3, sum(new for _, new in seqs) + 5, 9000, 2, random_pages(seqs, 1000, 1))
     check(fill, case, kernel_device)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.guards import Guards
+from rocm_attn.kernels.metadata.index_tensors import IndexTensors
 from rocm_attn.problem import Problem
 from rocm_attn.providers.triton import TRITON
 from rocm_attn.runtime import AttentionRuntime
@@ -139,7 +140,7 @@ def launch_all(row: Row) -> None:
         _launch_step(runtime, _batch(rows, [1] * 16), pad_to=MANY_SEQS)
         lengths = torch.full((16,), KV_LEN, dtype=torch.int32)
         _launch_step(runtime, replace(_batch(rows, [1, 32] * 8), inputs=DeviceInputs(kv_len=lengths)), with_lse=True)
-        _launch_page_lists(row.page_size)
+        _launch_whole_fill(row.page_size)
 
 
 def _batch(rows: list[int], q_lens: list[int]) -> StepBatch:
@@ -172,11 +173,25 @@ def _launch_step(
     runtime.end_step()
 
 
-def _launch_page_lists(page_size: int) -> None:
-    """The forms of the table that other libraries' kernels read; no kernel of this project asks for them."""
-    ops = TRITON.ops()
-    seqs, entries = (torch.empty(size, dtype=torch.int32) for size in (16, 1024))
-    indptr, table = torch.empty(17, dtype=torch.int32), torch.empty(17, 64, dtype=torch.int32)
-    ops.page_indptr(seqs, indptr, seqs, torch.empty(16, dtype=torch.int64), page_size=page_size)
-    ops.page_list(seqs, seqs, table, entries, page_size=page_size, programs_per_seq=8)
-    ops.block_table(seqs, seqs, table, torch.empty(16, 64, dtype=torch.int32), page_size=page_size)
+def _launch_whole_fill(page_size: int) -> None:
+    """A fill with all that kernels of other libraries read; no kernel of this project asks for it."""
+    num_seqs, width = 16, 64
+    of_seq, of_boundary = (torch.empty(size, dtype=torch.int32) for size in (num_seqs, num_seqs + 1))
+    step = IndexTensors(
+        counts=torch.empty(4, dtype=torch.int32),
+        row_of_seq=of_seq,
+        kv_len=of_seq,
+        q_len=of_seq,
+        table=torch.empty(num_seqs + 1, width, dtype=torch.int32),
+        q_indptr=of_boundary,
+        last_token_of_seq=of_seq,
+        position_of_token=of_seq,
+        slot_of_token=of_seq,
+        page_indptr=of_boundary,
+        page_list=torch.empty(num_seqs * width, dtype=torch.int32),
+        last_page_len=of_seq,
+        block_table=torch.empty(num_seqs, width, dtype=torch.int32),
+        kv_len_int64=torch.empty(num_seqs, dtype=torch.int64),
+        mask_indptr=torch.empty(num_seqs + 1, dtype=torch.int64),
+    )
+    TRITON.ops().fill(step, page_size=page_size)

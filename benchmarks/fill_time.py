@@ -1,0 +1,180 @@
+"""Device time of fill: the index tensors of a decode step over 32k tokens, for the forms that kernels may ask for.
+
+python -m benchmarks.fill_time --out benchmarks/results/fill_time_h200.json
+
+Each fill is compared with its torch twin first. A CUDA graph holds FILLS of them, one after the other; the time of one
+is the median of ROUNDS replays over FILLS, so it includes the gap between two launches of a graph. Everything that
+fits stays in the L2, as the last step's table does when a server runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from benchmarks.machine import describe_machine
+from rocm_attn.kernels.attention.decode_schedule import decode_schedule_words, launch_decode_schedule
+from rocm_attn.kernels.metadata.fill import launch_fill
+from rocm_attn.kernels.metadata.index_tensors import IndexTensors
+from rocm_attn.kernels.refs import metadata as refs
+from rocm_attn.padding import StepKind
+from rocm_attn.problem import Problem
+from rocm_attn.providers.contract import Need
+from rocm_attn.providers.select import select
+from rocm_attn.providers.triton import TritonDecode
+from rocm_attn.target import detect_target
+
+KV_LEN = 32_768
+NUM_SEQS = (1, 8, 64, 256)
+FILLS = 20
+ROUNDS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What is filled beside the index tensors that every step has."""
+
+    name: str
+    page_size: int
+    needs: frozenset[Need] = frozenset()
+    with_schedule: bool = False
+
+
+FORMS = (
+    Form("no list", 16),
+    Form("no list, with the decode schedule", 16, with_schedule=True),
+    Form("page list of pages of 16", 16, frozenset({Need.PAGE_LIST})),
+    Form("page list of pages of 1", 1, frozenset({Need.PAGE_LIST})),
+    Form("block table of pages of 16", 16, frozenset({Need.BLOCK_TABLE})),
+    Form("everything, pages of 16", 16, frozenset(Need)),
+)
+
+
+def decode_step(form: Form, num_seqs: int, device: torch.device) -> IndexTensors:
+    """A decode step of num_seqs sequences of KV_LEN tokens, whose pages lie anywhere."""
+    width = KV_LEN // form.page_size
+    pages = 1 + torch.randperm(num_seqs * width, device=device).to(torch.int32)
+
+    def outputs(need: Need, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape if need in form.needs else (0, *shape[1:]), dtype=dtype, device=device)
+
+    def ints(size: int, value: int = -1) -> Tensor:
+        return torch.full((size,), value, dtype=torch.int32, device=device)
+
+    return IndexTensors(
+        counts=torch.tensor([num_seqs, num_seqs, 1, 0], dtype=torch.int32, device=device),
+        row_of_seq=1 + torch.randperm(num_seqs, device=device).to(torch.int32),
+        kv_len=ints(num_seqs, KV_LEN),
+        q_len=ints(num_seqs, 1),
+        table=torch.cat([torch.zeros_like(pages[:width]), pages]).view(-1, width),
+        q_indptr=ints(num_seqs + 1),
+        last_token_of_seq=ints(num_seqs),
+        position_of_token=ints(num_seqs),
+        slot_of_token=ints(num_seqs),
+        page_indptr=outputs(Need.PAGE_LIST, num_seqs + 1),
+        page_list=outputs(Need.PAGE_LIST, num_seqs * width),
+        last_page_len=outputs(Need.PAGE_LIST, num_seqs),
+        block_table=outputs(Need.BLOCK_TABLE, num_seqs, width),
+        kv_len_int64=outputs(Need.KV_LEN_INT64, num_seqs, dtype=torch.int64),
+        mask_indptr=outputs(Need.MASK_INDPTR, num_seqs + 1, dtype=torch.int64),
+    )
+
+
+def schedule_launch(step: IndexTensors, device: torch.device) -> Callable[[], None]:
+    """The schedule of a layer of Llama 3.1 8B."""
+    problem = Problem(32, 8, 128, 128, torch.bfloat16, 16, 128**-0.5)
+    kernel = select(problem, detect_target(device), "triton").kernels[StepKind.DECODE].bound
+    assert isinstance(kernel, TritonDecode)
+    words = decode_schedule_words(kernel.num_programs, step.kv_len.shape[0])
+    schedule = torch.empty(words, dtype=torch.int32, device=device)
+
+    def launch() -> None:
+        launch_decode_schedule(
+            step.kv_len,
+            step.q_len,
+            schedule,
+            num_kv_heads=problem.num_kv_heads,
+            num_programs=kernel.num_programs,
+            tiles=kernel.tiles,
+        )
+
+    return launch
+
+
+def require_equal_to_twin(step: IndexTensors, page_size: int) -> None:
+    """Raises when the kernel and its torch twin disagree."""
+    launch_fill(step, page_size=page_size)
+    filled = {field.name: getattr(step, field.name).clone() for field in fields(step)}
+    refs.fill(step, page_size=page_size)
+    wrong = [name for name, tensor in filled.items() if not torch.equal(tensor, getattr(step, name))]
+    if wrong:
+        raise RuntimeError(f"the kernel and its twin disagree on {', '.join(wrong)}")
+
+
+def us_in_graph(launch: Callable[[], object]) -> float:
+    """Microseconds of one launch among FILLS in a graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(FILLS):
+            launch()
+    times: list[float] = []
+    for _ in range(ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / FILLS)
+    return statistics.median(times)
+
+
+def measure(form: Form, num_seqs: int, device: torch.device) -> dict[str, str | int | float]:
+    """One row: the fill, and an elementwise kernel that reads and writes as many entries as its list or table has."""
+    step = decode_step(form, num_seqs, device)
+    require_equal_to_twin(step, form.page_size)
+    launches: list[Callable[[], None]] = [lambda: launch_fill(step, page_size=form.page_size)]
+    if form.with_schedule:
+        launches.append(schedule_launch(step, device))
+
+    def launch() -> None:
+        for each in launches:
+            each()
+
+    entries = step.page_list.numel() + step.block_table.numel()
+    source, target = torch.ones(2, max(entries, 1), dtype=torch.int32, device=device)
+    return {
+        "form": form.name,
+        "num_seqs": num_seqs,
+        "us": round(us_in_graph(launch), 2),
+        "bytes": 2 * entries * 4,
+        "copy_us": round(us_in_graph(lambda: torch.neg(source, out=target)), 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", required=True)
+    args = parser.parse_args()
+    device = torch.device("cuda", torch.cuda.current_device())
+    rows = []
+    for form in FORMS:
+        for num_seqs in NUM_SEQS:
+            rows.append(measure(form, num_seqs, device))
+            print(rows[-1])
+    result = {"machine": describe_machine(), "kv_len": KV_LEN, "fills": FILLS, "rounds": ROUNDS, "rows": rows}
+    with open(args.out, "w") as file:
+        json.dump(result, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Index tensors of a step: only what is needed, built once for all kinds of layer, and an error word that tells."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.guards import Guards
+from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE
+from rocm_attn.padding import PaddedShape, StepKind
+from rocm_attn.plan import make_plan
+from rocm_attn.problem import Problem
+from rocm_attn.providers import select
+from rocm_attn.providers.contract import Need, StepMetadata
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.target import known_target
+from tests.amd.guards.csr_kernels import CsrKernel, csr_provider
+from tests.amd.guards.serving import PROVIDERS, Serving
+from tests.amd.runtime.stepping import World, small_problem
+
+BUFFERS_OF_NEED = {
+    Need.PAGE_LIST: {"page_indptr", "page_list", "last_page_len"},
+    Need.BLOCK_TABLE: {"block_table"},
+    Need.KV_LEN_INT64: {"kv_len_int64"},
+    Need.MASK_INDPTR: {"mask_indptr"},
+}
+
+
+@pytest.mark.parametrize("need", Need)
+def test_a_need_brings_its_own_buffers_and_no_others(need: Need, monkeypatch: pytest.MonkeyPatch) -> None:
+    csr = csr_provider("needy", 0)
+    needy = replace(csr, rows=tuple(replace(row, needs=frozenset({need})) for row in csr.rows))
+    monkeypatch.setattr(select, "PROVIDER_NAMES", ("needy",))
+    monkeypatch.setattr(select, "_PROVIDERS", {"needy": needy})
+    runtime = AttentionRuntime(
+        [small_problem()],
+        device=torch.device("cpu"),
+        num_pages=8,
+        max_num_seqs=2,
+        max_kv_len=16,
+        provider="needy",
+    )
+    held = set(runtime.sealed_tensors())
+    assert {name for names in BUFFERS_OF_NEED.values() for name in names} & held == BUFFERS_OF_NEED[need]
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+def test_mask_cells_of_a_step_are_counted(graphs: bool, device: torch.device) -> None:
+    serving = Serving(device, graphs=graphs, provider="csr", capture_sizes=(4,), capture_tokens=(16,))
+    requests = serving.admit(3)
+    serving.step(requests, [3, 4, 5])
+    serving.step(requests, [2, 0, 6])
+    counted = serving.runtime.sealed_tensors()["mask_indptr"][:5].tolist()
+    cells = [0, 2 * 5, 2 * 5, 2 * 5 + 6 * 11]
+    assert counted == [*cells, cells[-1]]
+
+
+def test_kinds_of_layer_with_equal_schedules_share_one_build(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[Problem] = []
+    build = CsrKernel.build_schedule
+
+    def noted(self: CsrKernel, step: StepMetadata, schedule: Tensor) -> None:
+        built.append(self.problem)
+        build(self, step, schedule)
+
+    monkeypatch.setattr(CsrKernel, "build_schedule", noted)
+    problem = small_problem()
+    other_scale, other_heads = replace(problem, scale=0.7), replace(problem, num_q_heads=2)
+    world = World.build([problem, other_scale, problem, other_heads], device, "csr")
+    requests = [world.admit() for _ in range(3)]
+    world.step(requests, [5, 4, 9])
+    world.step(requests, [1, 1, 1])
+    assert built == [problem, problem]
+
+
+@pytest.mark.parametrize("kind", StepKind)
+def test_schedules_are_shared_only_where_they_are_equal(kind: StepKind) -> None:
+    problem = Problem(32, 8, 128, 128, torch.bfloat16, 16, 128**-0.5)
+    problems = [
+        problem,
+        replace(problem, scale=0.5),
+        replace(problem, num_q_heads=16, num_kv_heads=4),  # other rows to decode, the same tiles to extend
+        replace(problem, num_q_heads=8),  # the same rows to decode, other tiles to extend
+    ]
+    target = known_target("sm_90")
+    kernels = [select.select(each, target, "triton").kernels[kind] for each in problems]
+    plan = make_plan(PaddedShape(kind, 8, 8), kernels, max_q_len=1, max_kv_len=64, may_capture=True)
+    expected = {
+        StepKind.DECODE: (0, 0, 2, 0),
+        StepKind.EXTEND: (0, 0, 0, 3),
+        StepKind.MIXED: (0, 0, 2, 3),
+    }
+    assert plan.schedule_of_kind == expected[kind]
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_token_without_a_page_sets_the_error_word_of_its_step_alone(
+    provider: str, graphs: bool, device: torch.device
+) -> None:
+    serving = Serving(device, Guards().without("batch_check"), graphs=graphs, provider=provider)
+
+    def error_word() -> int:
+        return int(serving.runtime.sealed_tensors()["counts"][ERROR_WORD])
+
+    requests = serving.admit(2)
+    serving.step(requests, [3, 3])
+    serving.step(requests, [1, 1])
+    assert error_word() == 0
+    serving.run(requests, [1, 1], reserve=False)
+    assert error_word() == TOKEN_WITHOUT_PAGE
+    serving.free(*requests)
+    requests = serving.admit(2)
+    serving.step(requests, [2, 3])
+    serving.step(requests, [1, 1])
+    assert error_word() == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -15,6 +16,7 @@ from rocm_attn.kernels.metadata.index_tensors import IndexTensors
 GARBAGE = 0x7F7F7F7F
 MAX_PAGES = 5
 CAPACITY = 9
+BEHIND = 70  # elements of garbage behind each output
 
 REQUIRED = ("q_indptr", "last_token_of_seq", "position_of_token", "slot_of_token")
 PAGE_LIST = ("page_indptr", "page_list", "last_page_len")
@@ -64,7 +66,10 @@ def random_pages(seqs: Sequence[tuple[int, int]], width: int, seed: int) -> list
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Lengths of 0, 1, around a page, and up to a full row; no sequence, one, and as many as the padded size."""
+    """Lengths of 0, 1, around a page, and up to a full row; no sequence, one, and as many as the padded size.
+
+    Pads may have more tokens than there is room for, and a list may be too short for all pages.
+    """
     page_size = draw(st.sampled_from([1, 3, 4, 16]))
     longest = MAX_PAGES * page_size
     edges = [0, 1, page_size - 1, page_size, page_size + 1, longest - 1, longest]
@@ -79,15 +84,15 @@ def cases(draw: st.DrawFn) -> Case:
         seqs=seqs,
         pad=pad,
         num_seqs_padded=num_seqs_padded,
-        num_tokens_padded=max(1, sum(new for _, new in seqs) + pad[1] * num_pads + draw(st.integers(0, 200))),
-        list_len=sum(-(-length // page_size) for length, _ in seqs) + num_pads + draw(st.integers(0, 20)),
+        num_tokens_padded=max(1, sum(new for _, new in seqs) + draw(st.integers(0, 200))),
+        list_len=draw(st.integers(0, sum(-(-length // page_size) for length, _ in seqs) + num_pads + 20)),
         page_size=page_size,
         pages=random_pages(seqs, MAX_PAGES, draw(st.integers(0, 99))),
     )
 
 
 def tensors(case: Case, device: torch.device) -> IndexTensors:
-    """The step on the device: rows in shuffled order in a table with a free stride, every output garbage."""
+    """The step on the device: shuffled rows in a table with a free stride, garbage in and behind the outputs."""
     rows = random.Random(len(case.seqs)).sample(range(1, len(case.seqs) + 1), len(case.seqs))
     table = torch.full((len(rows) + 1, case.width + 3), GARBAGE, dtype=torch.int32)[:, : case.width]
     table[0] = 0
@@ -113,7 +118,8 @@ def tensors(case: Case, device: torch.device) -> IndexTensors:
     def output(name: str) -> Tensor:
         shape = shapes[name] if name in case.wanted else (0, *shapes[name][1:])
         dtype = torch.int64 if name in INT64 and name in case.wanted else torch.int32
-        return torch.full(shape, GARBAGE, dtype=dtype, device=device)
+        memory = torch.full((math.prod(shape) + BEHIND,), GARBAGE, dtype=dtype, device=device)
+        return memory[: math.prod(shape)].view(shape)
 
     return IndexTensors(
         counts=ints([len(case.seqs), case.num_tokens, 41, 0]),
@@ -123,6 +129,11 @@ def tensors(case: Case, device: torch.device) -> IndexTensors:
         table=table.to(device) if device.type == "cuda" else table,
         **{name: output(name) for name in DERIVED},
     )
+
+
+def is_untouched_behind(output: Tensor) -> bool:
+    """Whether the memory behind an output of tensors() is still garbage."""
+    return bool((output.as_strided((BEHIND,), (1,), output.numel()) == GARBAGE).all())
 
 
 def written(step: IndexTensors) -> dict[str, list[int]]:

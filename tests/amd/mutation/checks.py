@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from rocm_attn.kernels.attention.extend_schedule import extend_schedule_words, l
 from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.fill import launch_fill
-from rocm_attn.kernels.metadata.page_lists import launch_block_table, launch_page_indptr, launch_page_list
+from rocm_attn.kernels.metadata.index_tensors import IndexTensors
 from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.refs import cache as cache_twins
@@ -136,25 +136,25 @@ def store(memory: Memory) -> None:
 
 
 def fill(memory: Memory) -> None:
-    """Three sequences, one without a new token, beside two padded ones; padded tokens."""
-    table = ints(range(1, 13)).view(4, 3)
-    inputs = [ints([3, 5, 1, 0]), ints([2, 1, 3, 0, 0]), ints([4, 7, 9, 0, 0]), ints([4, 0, 1, 0, 0]), table]
-    outputs = [garbage(6), garbage(5), garbage(7), garbage(7)]
-    assert_same(memory, launch_fill, twins.fill, inputs, outputs, page_size=PAGE_SIZE)
+    """Five sequences and padded tokens, at first with a page for every token.
 
-
-def page_lists(memory: Memory) -> None:
-    """Five sequences, two of them empty and one longer than its row, which only a device may say."""
+    Then what only a device may say: a length past its row, more new tokens than tokens, a list too short for its pages.
+    """
     table = ints(range(1, 13)).view(4, 3)
-    rows, kv_len = ints([2, 1, 3, 3, 0]), ints([4, 7, 0, 11, 0])
-    outputs = [garbage(6), garbage(5), garbage(5).long()]
-    assert_same(memory, launch_page_indptr, twins.page_indptr, [kv_len], outputs, page_size=PAGE_SIZE)
-    options = {"page_size": PAGE_SIZE, "programs_per_seq": 2}
-    for length in (12, 7):  # with room to spare, and too short for what the device says
-        listed = [garbage(length)]
-        assert_same(memory, launch_page_list, twins.page_list, [rows, kv_len, table], listed, **options)
-    dense = [garbage(5 * 5).view(5, 5)]
-    assert_same(memory, launch_block_table, twins.block_table, [rows, kv_len, table], dense, page_size=PAGE_SIZE)
+    right, wrong = ([4, 7, 0, 9, 2], [4, 0, 0, 3, 2]), ([4, 7, 0, 11, 2], [4, 0, 0, 3, 4])
+    for (kv_len, q_len), num_tokens, num_tokens_padded, list_len in ((right, 9, 13, 12), (wrong, 9, 9, 7)):
+        inputs = [ints([5, num_tokens, 1, 0]), ints([2, 1, 3, 3, 2]), ints(kv_len), ints(q_len), table]
+        outputs = [garbage(size) for size in (6, 5, num_tokens_padded, num_tokens_padded, 6, list_len, 5)]
+        dense, wide, mask_indptr = garbage(25).view(5, 5), garbage(5).long(), garbage(6).long()
+        tensors = (*inputs, *outputs, dense, wide, mask_indptr)
+        wanted = IndexTensors(*(tensor.clone() for tensor in tensors))
+        got = IndexTensors(*map(memory.put, tensors))
+        launch_fill(got, page_size=PAGE_SIZE)
+        twins.fill(wanted, page_size=PAGE_SIZE)
+        for field in fields(IndexTensors):
+            found, want = getattr(got, field.name), getattr(wanted, field.name)
+            assert torch.equal(found, want), f"{field.name}: {found.tolist()} instead of {want.tolist()}"
+        memory.assert_surroundings_untouched()
 
 
 def publish(memory: Memory) -> None:
@@ -188,8 +188,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "attention/merge.py": decode,
     "cache/store.py": store,
     "metadata/device_inputs.py": device_inputs,
-    "metadata/fill.py": fill,
-    "metadata/page_lists.py": page_lists,
+    "metadata/fill_roles.py": fill,
     "metadata/publish.py": publish,
     "metadata/table_update.py": table_update,
 }

@@ -15,10 +15,7 @@ FILES = sorted({mutant.path for mutant in MUTANTS})
 
 # Masks that change neither a value nor what is touched, and why they stay.
 HARMLESS = {
-    "metadata/fill.py: load without mask tl.load(table + row * table_stride + page_no, mask=live, other=0)": (
-        "tokens that are not live look at row 0 and position 0, the first cell of the table"
-    ),
-    "metadata/page_lists.py: load without live in the mask of "
+    "metadata/fill_roles.py: load without live in the mask of "
     "tl.load(table + row * table_stride + page_no, mask=live & (page_no < table_width), other=0)": (
         "the rest of the row is memory of the table; the store drops it"
     ),

@@ -58,7 +58,7 @@ def test_each_half_of_a_step_has_memory_of_its_own(provider: str, graphs: bool, 
     sound.step(sound.world.requests, [1] * 5, halves=True)
 
     # The echo would tell that one half has overwritten the other's counts.
-    shared = prefilled(Guards().without("child_ranges", "echo_check"))
+    shared = prefilled(Guards().without("child_ranges").without("echo_check"))
     requests = shared.world.requests
     shared.run(requests, [1] * 5, halves=True)
     assert not shared.is_right(requests, [1] * 5)

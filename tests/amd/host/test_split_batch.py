@@ -12,9 +12,10 @@ from rocm_attn.errors import BadBatch, CapacityExceeded
 from rocm_attn.graphs import capture_shapes, shape_name
 from rocm_attn.hip_graphs.size_ladder import SizeLadder, default_ladder
 from rocm_attn.padding import PaddedShape, PaddingPolicy, StepKind, token_places
+from rocm_attn.providers.contract import Need
 from rocm_attn.split_batch import split_batch, split_point
 from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_buffers import STEP_BUFFERS, StepBuffers, page_list_buffers
+from rocm_attn.step_buffers import STEP_BUFFERS, StepBuffers, needed_buffers
 from rocm_attn.step_inputs import ON_HOST, DeviceInputs
 from rocm_attn.step_memory import words_of_children
 from rocm_attn.workspace import Workspace
@@ -144,7 +145,7 @@ def test_real_tokens_lie_in_front_of_each_half(q_len: list[int]) -> None:
 def test_the_halves_of_every_buffer_lie_behind_each_other(half: int, tokens: int, kind: StepKind) -> None:
     num_tokens = 2 * (half if kind is StepKind.DECODE else tokens)
     shape = PaddedShape(kind, 2 * half, num_tokens, 2)
-    specs = (*STEP_BUFFERS, *page_list_buffers(3))
+    specs = (*STEP_BUFFERS, *needed_buffers(Need.PAGE_LIST, 3))
     buffers = StepBuffers(specs, CPU)
     buffers.ensure(shape)
     for spec in specs:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadSetting
+from rocm_attn.kernels.metadata.index_tensors import IndexTensors
 from rocm_attn.kernels.refs import attention, cache, metadata
 from rocm_attn.kv_pool import KVPool
 from rocm_attn.request_table import RequestTable
@@ -122,7 +123,9 @@ def test_a_table_update_that_is_lost_once_is_found(monkeypatch: pytest.MonkeyPat
 
     wrap(monkeypatch, metadata, "table_update", table_update)
     what = found().finding.what
-    assert "differs from the reference" in what or "the device's table" in what
+    # Which of them comes first depends on the step that the update was for.
+    signs = ("differs from the reference", "the device's table", "a new token had no page of its own")
+    assert any(sign in what for sign in signs)
 
 
 def test_pads_that_keep_what_the_last_step_left_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,10 +188,9 @@ def test_an_output_that_is_not_written_once_is_found(monkeypatch: pytest.MonkeyP
 
 
 def test_a_wrong_last_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fill(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
-        last_token_of_seq = args[6]
-        last_token_of_seq.sub_(1).clamp_(min=0)
+    def fill(original: Callable[..., None], indices: IndexTensors, **kwargs: Any) -> None:
+        original(indices, **kwargs)
+        indices.last_token_of_seq.sub_(1).clamp_(min=0)
 
     wrap(monkeypatch, metadata, "fill", fill)
     assert "is not that of the last new token" in str(found())
@@ -225,7 +227,9 @@ def test_a_buffer_that_moved_under_a_graph_shows_in_the_outputs_too(monkeypatch:
     wrap(monkeypatch, AttentionRuntime, "stage", stage)
     failed = found()
     assert failed.finding.step >= 150
-    assert "differs from the reference" in failed.finding.what
+    # The graph reads the table of before: its new tokens are in other pages, or in none.
+    signs = ("differs from the reference", "a new token had no page of its own")
+    assert any(sign in failed.finding.what for sign in signs)
 
 
 def test_pages_that_are_never_given_back_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,9 +255,9 @@ def test_memory_that_grows_with_every_step_is_found(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_forward_that_cannot_be_captured_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fill(original: Callable[..., None], counts: Tensor, *args: Any, **kwargs: Any) -> None:
-        assert counts[0].item() >= 0
-        original(counts, *args, **kwargs)
+    def fill(original: Callable[..., None], indices: IndexTensors, **kwargs: Any) -> None:
+        assert indices.counts[0].item() >= 0
+        original(indices, **kwargs)
 
     wrap(monkeypatch, metadata, "fill", fill)
     assert "graphs were switched off" in str(found())

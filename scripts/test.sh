@@ -49,7 +49,7 @@ run_stage() {
     case $1 in
     lint) ruff format --check && ruff check ;;
     types) mypy -p rocm_attn -p tests ;;
-    host) run_pytest tests/amd/{host,hip_graphs,runtime,guards,graphs,system,runner,house} ;;
+    host) run_pytest tests/amd/{host,hip_graphs,runtime,guards,graphs,system,runner,doctor,house} ;;
     interpreter) TRITON_INTERPRET=1 run_pytest tests/amd/{kernels,runtime} ;;
     mutation) run_pytest tests/amd/mutation ;;
     text) run_pytest tests/amd/text ;;
@@ -57,7 +57,7 @@ run_stage() {
     offline) run_pytest tests/amd/offline ;;
     oldest) with_triton $OLDEST_TRITON run_pytest tests/amd/offline -m oldest_triton ;;
     offline@*) with_triton "${1#offline@}" run_pytest tests/amd/offline -k gfx ;;
-    device) run_pytest tests/amd/{kernels,hip_graphs,runtime,guards,graphs,system,text} ;;
+    device) run_pytest tests/amd/{kernels,hip_graphs,runtime,guards,graphs,system,text,doctor} ;;
     *)
         echo "no stage is called $1; the stages are listed at the top of scripts/test.sh" >&2
         return 2

@@ -1,4 +1,4 @@
-"""The command line: `rocm-attn generate | explain | capture-plan | replay-step | soak | guards | env`.
+"""The command line, `rocm-attn COMMAND`; parser.py lists the commands, and a module here has the name of each.
 
 Exit codes: 0 done, 1 the job failed, 2 wrong usage or bad input, 130 interrupted, 141 the reader of stdout went away.
 """

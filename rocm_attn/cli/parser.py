@@ -57,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_soak(commands)
     guards = commands.add_parser("guards", help="list the safeguards, what each prevents and whether it is on")
     guards.add_argument("--json", action="store_true", help="print a list of JSON objects")
+    _add_doctor(commands)
     env = commands.add_parser("env", help="print versions and devices, for a bug report")
     env.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -196,6 +197,20 @@ def _add_soak(commands: Commands[argparse.ArgumentParser]) -> None:
     add("--provider", choices=PROVIDERS, default="auto", help="whose attention kernels to use (auto: the fastest)")
     add("--dtype", choices=DTYPES, help="of q, k, v and the KV cache (bfloat16 on a GPU, float32 on a CPU)")
     add("--json", action="store_true", help="print one JSON object with what was done, or what was found")
+
+
+def _add_doctor(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="look for what is known to go wrong with installations and machines, with the fix of each",
+        description="Look at packages, ROCm, GPUs, caches and variables for everything that has gone wrong for others. "
+        "Works where torch or AITER cannot be imported; touches no GPU memory. Exit code 1 if there is a problem.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--at-build", action="store_true", help="leave out what only the host that will serve can show")
+    add("--json", action="store_true", help="print a list of JSON objects")
 
 
 def _positive(text: str) -> int:

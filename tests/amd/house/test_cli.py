@@ -50,7 +50,9 @@ def test_the_choices_of_the_parser_are_those_of_the_package() -> None:
     assert [str(dtype).removeprefix("torch.") for dtype in SERVED_DTYPES] == list(DTYPES)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["explain", "--help"], ["env", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["generate", "--help"], ["explain", "--help"], ["env", "--help"], ["doctor", "--help"]]
+)
 def test_help_is_printed_without_importing_torch(arguments: list[str]) -> None:
     code = (
         "import sys\nfrom rocm_attn.cli import main\n"

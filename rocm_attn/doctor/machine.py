@@ -1,0 +1,211 @@
+"""A machine as the checks of the doctor see it: facts. A test writes one down, reading.py reads the real one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# Numbers of a release, as many as are known: (7, 2) or (7, 2, 4).
+Release = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NotInstalled:
+    """A library that Python does not find."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImportFailure:
+    """A library that is there and cannot be imported. error: the last line of what Python said."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBuild:
+    """The torch that is imported.
+
+    hip, cuda: version that it was built for, empty where it was not
+    num_gpus:  GPUs that it counts; counting touches no GPU memory
+    """
+
+    version: str
+    hip: str
+    cuda: str
+    num_gpus: int
+
+    @property
+    def rocm(self) -> Release:
+        """The ROCm release that it was built for: (major, minor, patch) if it says so, else two numbers; () for none.
+
+        torch.version.hip is no help beyond the minor: its third number counts builds, not patches.
+        """
+        if not self.hip:
+            return ()
+        hip = release_of(self.hip)[:2]
+        said = re.search(r"rocm(\d+(?:\.\d+)+)", self.version)
+        named = release_of(said.group(1)) if said else ()
+        return named if named[:2] == hip else hip
+
+
+@dataclass(frozen=True, slots=True)
+class TritonBuild:
+    """The Triton that is imported. backends: "amd", "nvidia" ..., those that it brings a compiler for."""
+
+    version: str
+    backends: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """An installed distribution. name: lower case with dashes; requires: names of what it needs, without extras."""
+
+    name: str
+    version: str
+    location: str
+    requires: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AiterModule:
+    """A compiled module of AITER.
+
+    archs: GPUs that it holds code for; none for a module of host code only
+    error: what the dynamic linker says, empty where it can be loaded
+    built: when, in seconds since the epoch
+    """
+
+    path: str
+    archs: tuple[str, ...] = ()
+    error: str = ""
+    built: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class AiterCopy:
+    """A folder `aiter` on Python's path, the first one being the one that is imported.
+
+    is_amds:      whether it is AMD's library and not another project of that name
+    missing:      attention entry points that its source does not define
+    modules:      those it brought along
+    installed:    when, in seconds since the epoch
+    """
+
+    path: str
+    is_amds: bool
+    missing: tuple[str, ...] = ()
+    modules: tuple[AiterModule, ...] = ()
+    installed: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder that something will write to, or the nearest one above it that exists.
+
+    purpose:    who writes there
+    path:       the one that was asked for
+    writable:   whether this user may create files in it
+    owner:      uid
+    filesystem: "ext4", "nfs4", ...; empty where it is not known
+    """
+
+    purpose: str
+    path: str
+    writable: bool
+    owner: int
+    mode: int
+    filesystem: str
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceNode:
+    """A device file. usable: whether this user may read and write it."""
+
+    path: str
+    usable: bool
+    gid: int
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """Who runs this process."""
+
+    uid: int
+    gids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Everything that the checks look at.
+
+    distributions:   in the order in which Python finds them
+    rocm:            the system's ROCm release, () where there is none
+    amd_gpus:        archs of the GPUs that the kernel driver lists, whether or not this process may use them
+    nvidia_gpus:     names, likewise
+    nodes:           /dev/kfd and the render nodes
+    aiter_jit:       modules that AITER compiled on this machine
+    leftover_locks:  lock files of AITER builds that nobody holds
+    folders:         caches
+    c_compiler:      path of a C compiler, empty where there is none
+    python_headers:  whether Python.h is there
+    hipcc:           path, empty where there is none
+    numa_balancing:  what the kernel says, empty where it says nothing
+    shm_bytes:       size of /dev/shm, 0 where there is none
+    """
+
+    python: str
+    user: User
+    environment: Mapping[str, str]
+    distributions: tuple[Distribution, ...]
+    torch: TorchBuild | ImportFailure | NotInstalled
+    triton: TritonBuild | ImportFailure | NotInstalled
+    rocm: Release
+    amd_gpus: tuple[str, ...]
+    nvidia_gpus: tuple[str, ...]
+    nodes: tuple[DeviceNode, ...]
+    aiter: tuple[AiterCopy, ...]
+    aiter_jit: tuple[AiterModule, ...]
+    leftover_locks: tuple[str, ...]
+    folders: tuple[Folder, ...]
+    c_compiler: str
+    python_headers: bool
+    hipcc: str
+    numa_balancing: str
+    shm_bytes: int
+
+    @property
+    def torch_rocm(self) -> Release:
+        """The ROCm release of torch, () where torch is not built for one."""
+        return self.torch.rocm if isinstance(self.torch, TorchBuild) else ()
+
+    @property
+    def is_amd(self) -> bool:
+        """Whether AMD GPUs are, or are to be, used here."""
+        return bool(self.amd_gpus or self.torch_rocm)
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether the kernel knows a GPU of either make."""
+        return bool(self.amd_gpus or self.nvidia_gpus)
+
+    @property
+    def imported_aiter(self) -> AiterCopy | None:
+        """The folder that `import aiter` finds, None where there is none."""
+        return self.aiter[0] if self.aiter else None
+
+    def versions_of(self, name: str) -> tuple[str, ...]:
+        """Versions of every installed distribution of that name."""
+        return tuple(found.version for found in self.distributions if found.name == name)
+
+
+def release_of(text: str) -> Release:
+    """The dotted numbers that a version starts with: "7.2.4-93" is (7, 2, 4); () where there are none."""
+    found = re.match(r"\d+(?:\.\d+)*", text.strip())
+    return tuple(int(number) for number in found.group().split(".")) if found else ()
+
+
+def release_name(release: Release) -> str:
+    """(7, 2, 4) is "7.2.4"."""
+    return ".".join(str(number) for number in release)

@@ -1,0 +1,447 @@
+"""Machines written down: healthy ones of every make, and one broken thing at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from rocm_attn.doctor.finding import Severity
+from rocm_attn.doctor.machine import (
+    AiterCopy,
+    AiterModule,
+    DeviceNode,
+    Distribution,
+    Folder,
+    ImportFailure,
+    Machine,
+    NotInstalled,
+    TorchBuild,
+    TritonBuild,
+    User,
+)
+
+SITE = "/opt/venv/lib/python3.12/site-packages"
+RENDER_GID = 992
+
+
+def _folder(purpose: str, path: str) -> Folder:
+    return Folder(purpose, path, writable=True, owner=1000, mode=0o755, filesystem="ext4", free_bytes=100 << 30)
+
+
+MODULE = AiterModule(f"{SITE}/aiter/jit/module_aiter_core.so", ("gfx942", "gfx950"), built=2000.0)
+AITER = AiterCopy(f"{SITE}/aiter", is_amds=True, modules=(MODULE,), installed=1000.0)
+
+MI300 = Machine(
+    python="3.12.3",
+    user=User(1000, frozenset({1000, RENDER_GID})),
+    environment={"HOME": "/home/server"},
+    distributions=(
+        Distribution("torch", "2.10.0+rocm7.2.4", SITE),
+        Distribution("pytorch-triton-rocm", "3.6.0", SITE),
+        Distribution("amd-aiter", "0.1.21+rocm7.2", SITE, requires=("pybind11", "einops")),
+        Distribution("pybind11", "3.0.1", SITE),
+        Distribution("einops", "0.8.1", SITE),
+    ),
+    torch=TorchBuild("2.10.0+rocm7.2.4", hip="7.2.53211-e1a6bc5663", cuda="", num_gpus=8),
+    triton=TritonBuild("3.6.0", ("amd", "nvidia")),
+    rocm=(7, 2, 4),
+    amd_gpus=("gfx942",) * 8,
+    nvidia_gpus=(),
+    nodes=(
+        DeviceNode("/dev/kfd", usable=True, gid=RENDER_GID),
+        *(DeviceNode(f"/dev/dri/renderD{128 + gpu}", usable=True, gid=RENDER_GID) for gpu in range(8)),
+    ),
+    aiter=(AITER,),
+    aiter_jit=(AiterModule("/home/server/.aiter/jit/module_mha.so", ("gfx942",), built=2000.0),),
+    leftover_locks=(),
+    folders=(
+        _folder("Triton's cache", "/home/server/.triton/cache"),
+        _folder("AITER's cache", "/home/server/.aiter/jit"),
+    ),
+    c_compiler="/usr/bin/gcc",
+    python_headers=True,
+    hipcc="/opt/rocm/bin/hipcc",
+    numa_balancing="0",
+    shm_bytes=64 << 30,
+)
+
+CPU_ONLY = replace(
+    MI300,
+    distributions=(Distribution("torch", "2.13.0+cpu", SITE),),
+    torch=TorchBuild("2.13.0+cpu", hip="", cuda="", num_gpus=0),
+    triton=NotInstalled(),
+    rocm=(),
+    amd_gpus=(),
+    nodes=(),
+    aiter=(),
+    aiter_jit=(),
+    folders=MI300.folders[:1],
+    hipcc="",
+    numa_balancing="1",
+    shm_bytes=64 << 20,
+)
+
+H200 = replace(
+    CPU_ONLY,
+    distributions=(Distribution("torch", "2.11.0+cu130", SITE), Distribution("triton", "3.6.0", SITE)),
+    torch=TorchBuild("2.11.0+cu130", hip="", cuda="13.0", num_gpus=1),
+    triton=TritonBuild("3.6.0", ("amd", "nvidia")),
+    nvidia_gpus=("NVIDIA H200",),
+)
+
+HEALTHY = {"MI300": MI300, "CPU only": CPU_ONLY, "H200": H200}
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A machine with one thing wrong.
+
+    check:      the check that must say so
+    found, fix: words that it must use
+    also:       checks that notice it too
+    """
+
+    machine: Machine
+    check: str
+    severity: Severity
+    found: str
+    fix: str
+    also: frozenset[str] = frozenset()
+
+
+def _with(base: Machine = MI300, **environment: str) -> Machine:
+    return replace(base, environment={**base.environment, **environment})
+
+
+def _torch(version: str, hip: str, cuda: str = "", num_gpus: int = 8) -> TorchBuild:
+    return TorchBuild(version, hip=hip, cuda=cuda, num_gpus=num_gpus)
+
+
+def _on_rocm(torch_version: str, hip: str, system: tuple[int, ...]) -> Machine:
+    """torch and the system on a ROCm release, without AITER, which has one of its own."""
+    return replace(_without_aiter(MI300), torch=_torch(torch_version, hip), rocm=system)
+
+
+def _without_aiter(machine: Machine) -> Machine:
+    kept = tuple(found for found in machine.distributions if found.name != "amd-aiter")
+    return replace(machine, distributions=kept, aiter=(), aiter_jit=())
+
+
+def _distributions(change: Callable[[Distribution], Distribution | None], *more: Distribution) -> Machine:
+    changed = (change(found) for found in MI300.distributions)
+    return replace(MI300, distributions=(*(found for found in changed if found is not None), *more))
+
+
+def _aiter_version(version: str) -> Machine:
+    return _distributions(lambda found: replace(found, version=version) if found.name == "amd-aiter" else found)
+
+
+def _all(*more: Distribution) -> Machine:
+    return _distributions(lambda found: found, *more)
+
+
+_PROBLEM, _WARNING = Severity.PROBLEM, Severity.WARNING
+_STRANGER = Distribution("aiter", "0.13.20191203", SITE)
+_UNDEFINED = "undefined symbol: _ZN3c103hip28c10_hip_check_implementationEiPKcS2_jb"
+
+BROKEN = {
+    "no /dev/kfd in the container": Broken(
+        replace(MI300, nodes=()), "gpu-nodes", _PROBLEM, "/dev/kfd cannot be seen", "--device=/dev/kfd"
+    ),
+    "no render nodes in the container": Broken(
+        replace(MI300, nodes=MI300.nodes[:1]), "gpu-nodes", _PROBLEM, "the render nodes", "--device=/dev/dri"
+    ),
+    "a user outside of the render group": Broken(
+        replace(
+            MI300,
+            user=User(1000, frozenset({1000})),
+            nodes=tuple(replace(node, usable=False) for node in MI300.nodes),
+        ),
+        "gpu-nodes",
+        _PROBLEM,
+        "user 1000 may not use /dev/kfd",
+        f"--group-add {RENDER_GID}",
+    ),
+    "HIP and CUDA disagree": Broken(
+        _with(HIP_VISIBLE_DEVICES="0,1", CUDA_VISIBLE_DEVICES="2,3"),
+        "visible-devices",
+        _PROBLEM,
+        "libraries disagree",
+        "set HIP_VISIBLE_DEVICES alone",
+    ),
+    "every GPU hidden": Broken(
+        _with(HIP_VISIBLE_DEVICES=""), "visible-devices", _PROBLEM, "every GPU is hidden", "unset HIP_VISIBLE_DEVICES"
+    ),
+    "every GPU of an NVIDIA host hidden": Broken(
+        _with(H200, CUDA_VISIBLE_DEVICES="-1"), "visible-devices", _PROBLEM, "hidden", "unset CUDA_VISIBLE_DEVICES"
+    ),
+    "numbered past what ROCR leaves": Broken(
+        _with(ROCR_VISIBLE_DEVICES="4,5", HIP_VISIBLE_DEVICES="4"),
+        "visible-devices",
+        _PROBLEM,
+        "HIP_VISIBLE_DEVICES counts among",
+        "not both",
+    ),
+    "torch counts no GPU": Broken(
+        replace(MI300, torch=_torch("2.10.0+rocm7.2.4", "7.2.53211", num_gpus=0)),
+        "gpu-count",
+        _PROBLEM,
+        "lists 8 GPUs and torch counts none",
+        "driver older",
+    ),
+    "another GPU is pretended": Broken(
+        _with(HSA_OVERRIDE_GFX_VERSION="9.0.10"), "gpu-arch", _PROBLEM, "another GPU than gfx942", "unset HSA_OVERRIDE"
+    ),
+    "GPUs of two archs": Broken(
+        replace(
+            MI300,
+            amd_gpus=("gfx942", "gfx950"),
+            torch=_torch("2.10.0+rocm7.2.4", "7.2.53211", num_gpus=2),
+            aiter_jit=(),
+        ),
+        "gpu-arch",
+        _WARNING,
+        "several archs",
+        "HIP_VISIBLE_DEVICES",
+    ),
+    "a Radeon": Broken(
+        replace(_without_aiter(MI300), amd_gpus=("gfx1100",)), "gpu-arch", _WARNING, "gfx1100 is not served", "explain"
+    ),
+    "no torch": Broken(
+        replace(CPU_ONLY, torch=NotInstalled()), "torch-import", _PROBLEM, "torch is not installed", "install the torch"
+    ),
+    "torch cannot be imported": Broken(
+        replace(CPU_ONLY, torch=ImportFailure(f"ImportError: libtorch_hip.so: {_UNDEFINED}")),
+        "torch-import",
+        _PROBLEM,
+        "c10_hip_check_implementation",
+        "from one release",
+    ),
+    "PyPI's torch on an AMD host": Broken(
+        replace(_without_aiter(MI300), torch=_torch("2.10.0+cu128", "", "12.8", num_gpus=0)),
+        "torch-gpus",
+        _PROBLEM,
+        "8 AMD GPUs (gfx942) and torch 2.10.0+cu128 is built for CUDA",
+        "PIP_CONSTRAINT",
+        frozenset({"gpu-count"}),
+    ),
+    "torch for CPUs on an NVIDIA host": Broken(
+        replace(H200, torch=_torch("2.13.0+cpu", "", num_gpus=0)),
+        "torch-gpus",
+        _PROBLEM,
+        "built for CPUs",
+        "torch for CUDA",
+        frozenset({"gpu-count"}),
+    ),
+    "CUDA libraries left by another torch": Broken(
+        _all(Distribution("nvidia-cublas-cu12", "12.8.4.1", SITE)),
+        "cuda-leftovers",
+        _WARNING,
+        "nvidia-cublas-cu12",
+        "uninstall them",
+    ),
+    "ROCm 7.2.0": Broken(
+        _on_rocm("2.10.0+rocm7.2.0", "7.2.26015", (7, 2, 0)),
+        "rocm-release",
+        _PROBLEM,
+        "abort the capture (sglang#24011); replayed graphs",
+        "7.2.4 or later",
+    ),
+    "ROCm 6.4": Broken(
+        _on_rocm("2.9.0+rocm6.4", "6.4.43482", (6, 4, 1)), "rocm-release", _PROBLEM, "sglang#24011", "7.2.4 or later"
+    ),
+    "ROCm 7.2.3, which only the system tells": Broken(
+        _on_rocm("2.10.0", "7.2.53211", (7, 2, 3)), "rocm-release", _WARNING, "ROCm 7.2.3: replayed graphs", "7.2.4"
+    ),
+    "ROCm 7.2 of an unknown patch": Broken(
+        _on_rocm("2.10.0+git1234", "7.2.53211", ()), "rocm-release", _WARNING, "unknown patch", "/opt/rocm/.info"
+    ),
+    "torch and the system of different ROCm releases": Broken(
+        _on_rocm("2.12.0+rocm7.14.0", "7.14.1", (7, 2, 4)),
+        "rocm-match",
+        _PROBLEM,
+        "torch is built for ROCm 7.14.0 and the system has 7.2.4",
+        "the system's release",
+    ),
+    "no Triton": Broken(
+        replace(H200, triton=NotInstalled()), "triton-import", _PROBLEM, "not installed", "install the Triton"
+    ),
+    "Triton cannot be imported": Broken(
+        replace(MI300, triton=ImportFailure("ImportError: libamdhip64.so.6: cannot open shared object file")),
+        "triton-import",
+        _PROBLEM,
+        "libamdhip64.so.6",
+        "brings its own",
+    ),
+    "Triton without AMD's compiler": Broken(
+        replace(MI300, triton=TritonBuild("3.6.0", ("nvidia",))),
+        "triton-import",
+        _PROBLEM,
+        "no compiler for amd",
+        "brings its own",
+    ),
+    "an old Triton": Broken(
+        replace(MI300, triton=TritonBuild("3.2.0", ("amd",))), "triton-import", _WARNING, "older than 3.6", "newer"
+    ),
+    "two Tritons": Broken(
+        _all(Distribution("triton", "3.9.0", SITE)),
+        "triton-copies",
+        _PROBLEM,
+        "pytorch-triton-rocm 3.6.0, triton 3.9.0",
+        "uninstall pytorch-triton-rocm triton",
+    ),
+    "kernels are interpreted": Broken(
+        _with(TRITON_INTERPRET="1"), "triton-interpreter", _PROBLEM, "bf16 arithmetic is wrong", "unset"
+    ),
+    "no C compiler": Broken(
+        replace(MI300, c_compiler="", python_headers=False),
+        "c-compiler",
+        _PROBLEM,
+        "a C compiler and Python.h cannot be found",
+        "python3-dev",
+    ),
+    "the stranger on PyPI": Broken(
+        replace(
+            _distributions(lambda found: None if found.name == "amd-aiter" else found, _STRANGER),
+            aiter=(AiterCopy(f"{SITE}/aiter", is_amds=False),),
+            aiter_jit=(),
+        ),
+        "aiter-package",
+        _PROBLEM,
+        "aiter 0.13.20191203 is another project",
+        "--extra-index-url",
+    ),
+    "the stranger beside AMD's": Broken(
+        _all(_STRANGER), "aiter-package", _PROBLEM, "beside amd-aiter", "pip uninstall aiter amd-aiter"
+    ),
+    "two AITERs": Broken(
+        replace(MI300, aiter=(replace(AITER, path="/src/aiter/aiter"), AITER)),
+        "aiter-copies",
+        _PROBLEM,
+        "2 times: /src/aiter/aiter,",
+        "keep one",
+    ),
+    "AITER of another ROCm release": Broken(
+        _aiter_version("0.1.21+rocm7.1"),
+        "aiter-release",
+        _PROBLEM,
+        "built for ROCm 7.1 and torch for 7.2.4",
+        "pip uninstall amd-aiter",
+    ),
+    "AITER of another ROCm release, written without a dot": Broken(
+        _aiter_version("0.1.21.post2+rocm70"), "aiter-release", _PROBLEM, "built for ROCm 7.0", "uninstall"
+    ),
+    "the AITER whose tag moved": Broken(
+        _aiter_version("0.1.12.post1"), "aiter-release", _WARNING, "tag v0.1.12 was moved", "another release"
+    ),
+    "an index without PyPI": Broken(
+        _distributions(lambda found: None if found.name == "pybind11" else found),
+        "aiter-requirements",
+        _PROBLEM,
+        "needs pybind11",
+        "pip install pybind11",
+    ),
+    "a module of AITER for another torch": Broken(
+        replace(MI300, aiter=(replace(AITER, modules=(replace(MODULE, error=f"{MODULE.path}: {_UNDEFINED}"),)),)),
+        "aiter-modules",
+        _PROBLEM,
+        "c10_hip_check_implementation",
+        "build AITER again",
+    ),
+    "a module of AITER for another C++ library": Broken(
+        replace(MI300, aiter_jit=(replace(MODULE, error="version `GLIBCXX_3.4.31' not found"),)),
+        "aiter-modules",
+        _PROBLEM,
+        "GLIBCXX_3.4.31",
+        "build AITER again",
+    ),
+    "an AITER without a function": Broken(
+        replace(MI300, aiter=(replace(AITER, missing=("unified_attention",)),)),
+        "aiter-entry-points",
+        _PROBLEM,
+        "does not define unified_attention",
+        "--provider triton",
+    ),
+    "AITER told to compile for another GPU": Broken(
+        _with(GPU_ARCHS="gfx950;gfx90a"), "aiter-archs", _PROBLEM, "the GPU is gfx942", "unset GPU_ARCHS"
+    ),
+    "AITER's modules for another GPU": Broken(
+        replace(MI300, aiter=(replace(AITER, modules=(replace(MODULE, archs=("gfx950",)),)),)),
+        "aiter-archs",
+        _WARNING,
+        "hold no code for gfx942",
+        "prewarm",
+    ),
+    "modules from before an upgrade": Broken(
+        replace(MI300, aiter=(replace(AITER, installed=3000.0),)),
+        "aiter-stale",
+        _WARNING,
+        "older than the AITER",
+        "remove these files",
+    ),
+    "nothing is compiled yet": Broken(
+        replace(MI300, aiter=(replace(AITER, modules=()),), aiter_jit=()),
+        "aiter-prebuilt",
+        _WARNING,
+        "waits minutes for a compiler",
+        "rocm-attn prewarm",
+    ),
+    "no hipcc": Broken(replace(MI300, hipcc=""), "aiter-compiler", _WARNING, "there is no hipcc", "PREBUILD_KERNELS=1"),
+    "a build was killed": Broken(
+        replace(MI300, leftover_locks=("/home/server/.aiter/jit/build/lock_module_mha",)),
+        "aiter-locks",
+        _PROBLEM,
+        "lock_module_mha",
+        "remove these files",
+    ),
+    "root's cache in a container for others": Broken(
+        replace(MI300, folders=(replace(MI300.folders[0], writable=False, owner=0, mode=0o700), MI300.folders[1])),
+        "caches",
+        _PROBLEM,
+        "owner 0, mode 0700",
+        "chown",
+    ),
+    "a home on NFS": Broken(
+        replace(MI300, folders=(replace(MI300.folders[0], filesystem="nfs4"),)),
+        "cache-filesystem",
+        _WARNING,
+        "is on nfs4",
+        "local disk",
+    ),
+    "a full disk": Broken(
+        replace(MI300, folders=(replace(MI300.folders[0], free_bytes=300 << 20),)),
+        "cache-space",
+        _WARNING,
+        "300 MiB are free",
+        "4 GiB",
+    ),
+    "expandable segments": Broken(
+        _with(PYTORCH_HIP_ALLOC_CONF="max_split_size_mb:512, expandable_segments:True"),
+        "allocator",
+        _PROBLEM,
+        "expandable_segments",
+        "take expandable_segments out",
+    ),
+    "NUMA balancing": Broken(
+        replace(MI300, numa_balancing="1"), "numa-balancing", _WARNING, "is on (1)", "kernel.numa_balancing=0"
+    ),
+    "Docker's shared memory": Broken(
+        replace(MI300, shm_bytes=64 << 20), "shared-memory", _WARNING, "has 64 MiB", "--ipc=host"
+    ),
+    "a debugging session that was left on": Broken(
+        _with(AMD_SERIALIZE_KERNEL="3", HIP_LAUNCH_BLOCKING="1"),
+        "debug-switches",
+        _WARNING,
+        "AMD_SERIALIZE_KERNEL=3",
+        "unset HIP_LAUNCH_BLOCKING AMD_SERIALIZE_KERNEL",
+    ),
+    "a safeguard is off": Broken(
+        _with(ROCM_ATTN_DEBUG="1", ROCM_ATTN_DISABLE_GUARDS="pads"), "safeguards", _WARNING, "off: pads", "unset"
+    ),
+    "a setting with a typo": Broken(
+        _with(ROCM_ATTN_DEBUG="yes"), "safeguards", _PROBLEM, "it must be 0 or 1", "what is allowed"
+    ),
+    "vLLM without AITER": Broken(
+        _all(Distribution("vllm", "0.22.1", SITE)), "engine-switches", _WARNING, "vllm", "export VLLM_ROCM_USE_AITER=1"
+    ),
+}

@@ -1,0 +1,212 @@
+"""The real machine as the doctor reads it: from a folder that looks like one, and from the one at hand."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from rocm_attn.doctor.aiter_files import ENTRY_POINTS, jit_folder, leftover_locks, modules_in, offload_archs, read_copy
+from rocm_attn.doctor.machine import Distribution, ImportFailure
+from rocm_attn.doctor.probe import probe
+from rocm_attn.doctor.reading import (
+    read_amd_gpus,
+    read_distributions,
+    read_folder,
+    read_machine,
+    read_nodes,
+    read_nvidia_gpus,
+    read_rocm,
+)
+from tests.amd.house.source_tree import ROOT
+
+
+def write(path: Path, text: str = "") -> Path:
+    """A file, with the folders above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_amd_gpus_are_read_from_the_driver(tmp_path: Path) -> None:
+    nodes = tmp_path / "sys/class/kfd/kfd/topology/nodes"
+    for number, version in enumerate([0, 90402, 90500, 90010, 110000, 120001]):  # the first is a CPU
+        write(nodes / str(number) / "properties", f"cpu_cores_count 0\ngfx_target_version {version}\nsimd_count 1216\n")
+    assert read_amd_gpus(tmp_path) == ("gfx942", "gfx950", "gfx90a", "gfx1100", "gfx1201")
+    assert read_amd_gpus(tmp_path / "empty") == ()
+
+
+def test_nvidia_gpus_are_read_from_the_driver_or_counted_by_their_files(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        write(tmp_path / "dev" / name)
+    assert read_nvidia_gpus(tmp_path) == ("NVIDIA GPU", "NVIDIA GPU")
+    write(tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0/information", "Model: \t\t NVIDIA H200\nIRQ: 5\n")
+    assert read_nvidia_gpus(tmp_path) == ("NVIDIA H200",)
+
+
+def test_device_files_are_listed_with_their_groups(tmp_path: Path) -> None:
+    write(tmp_path / "dev/kfd")
+    write(tmp_path / "dev/dri/renderD128").chmod(0)
+    write(tmp_path / "dev/dri/card0")
+    kfd, render = read_nodes(tmp_path)
+    assert (kfd.path, kfd.usable, kfd.gid) == ("/dev/kfd", True, os.getgid())
+    assert (render.path, render.usable) == ("/dev/dri/renderD128", os.getuid() == 0)
+
+
+def test_the_rocm_release_is_the_systems_or_that_of_a_distribution(tmp_path: Path) -> None:
+    sdk = Distribution("rocm-sdk-core", "10.0.0", "/site")
+    assert read_rocm({}, tmp_path, ()) == ()
+    assert read_rocm({}, tmp_path, (sdk,)) == (10, 0, 0)
+    write(tmp_path / "opt/rocm/.info/version", "7.2.4-93\n")
+    assert read_rocm({}, tmp_path, (sdk,)) == (7, 2, 4)
+    write(tmp_path / "opt/other/.info/version", "7.1.1-38\n")
+    assert read_rocm({"ROCM_PATH": "/opt/other"}, tmp_path, ()) == (7, 1, 1)
+
+
+def test_a_cache_that_does_not_exist_is_judged_by_the_folder_above_it(tmp_path: Path) -> None:
+    folder = read_folder("a cache", tmp_path / "a" / "b")
+    assert folder.writable
+    assert folder.owner == os.getuid()
+    assert folder.filesystem
+    assert not read_folder("a cache", write(tmp_path / "file") / "below").writable
+
+
+def test_a_folder_counts_as_writable_when_files_can_be_made_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked of the system, because root may write where the mode says no."""
+    asked: list[tuple[Path, int]] = []
+
+    def refuse(path: Path, how: int) -> bool:
+        asked.append((path, how))
+        return False
+
+    monkeypatch.setattr(os, "access", refuse)
+    assert not read_folder("a cache", tmp_path / "new").writable
+    assert asked == [(tmp_path, os.W_OK | os.X_OK)]
+
+
+def test_the_longest_mount_point_names_the_file_system(tmp_path: Path) -> None:
+    inner = tmp_path / "home"
+    inner.mkdir()
+    root = tmp_path / "root"
+    mounts = f"/dev/sda / ext4 rw 0 0\nserver:/home {inner} nfs4 rw 0 0\n/dev/sdb {inner}-2 xfs rw 0 0\n"
+    write(root / "proc/self/mounts", mounts)
+    assert read_folder("a cache", inner / "cache", root).filesystem == "nfs4"
+    assert read_folder("a cache", tmp_path, root).filesystem == "ext4"
+
+
+def test_distributions_have_normal_names_and_no_optional_requirements() -> None:
+    found = {distribution.name: distribution for distribution in read_distributions()}
+    assert found["torch"].version == torch.__version__
+    assert "typing-extensions" in found["torch"].requires
+    assert all(name == name.lower() and "_" not in name for name in found)
+
+
+def aiter_like(folder: Path, functions: tuple[str, ...] = ENTRY_POINTS) -> Path:
+    """A folder that looks like AMD's AITER."""
+    write(folder / "__init__.py", "raise ImportError('nobody may import this')\n")
+    write(folder / "ops" / "attention.py", "".join(f"def {name}(q):\n    return q\n" for name in functions))
+    (folder / "jit").mkdir()
+    return folder
+
+
+def test_aiter_is_read_and_not_imported(tmp_path: Path) -> None:
+    whole = read_copy(aiter_like(tmp_path / "whole"))
+    assert (whole.is_amds, whole.missing, whole.modules) == (True, (), ())
+    assert read_copy(aiter_like(tmp_path / "part", ENTRY_POINTS[1:])).missing == ENTRY_POINTS[:1]
+    write(tmp_path / "stranger" / "__init__.py")
+    assert not read_copy(tmp_path / "stranger").is_amds
+
+
+def test_modules_that_cannot_be_loaded_say_why(tmp_path: Path) -> None:
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.fail("this test needs gcc")
+    source = write(tmp_path / "m.c", 'void absent(void); void f(void) { absent(); } const char *b = "amdhsa--gfx942";')
+    for name, flags in (("good", ["-Dabsent=f"]), ("bad", [])):
+        subprocess.run([compiler, "-shared", "-fPIC", *flags, "-o", tmp_path / f"{name}.so", source], check=True)
+    bad, good = modules_in(tmp_path)
+    assert "undefined symbol: absent" in bad.error
+    assert good.error == ""
+    assert good.archs == ("gfx942",)
+    assert good.built == pytest.approx(time.time(), abs=60)
+    assert offload_archs(write(tmp_path / "empty.so")) == ()
+
+
+def test_the_folder_that_aiter_compiles_into_follows_its_rules(tmp_path: Path) -> None:
+    copy = read_copy(aiter_like(tmp_path / "aiter"))
+    assert jit_folder({"AITER_JIT_DIR": "/cache"}, tmp_path, (copy,)) == Path("/cache")
+    assert jit_folder({}, tmp_path, (copy,)) == tmp_path / "aiter" / "jit"
+    assert jit_folder({}, tmp_path, ()) == tmp_path / ".aiter" / "jit"
+
+
+def test_a_lock_is_left_over_when_nobody_holds_it(tmp_path: Path) -> None:
+    build = tmp_path / "build"
+    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    for name, owner in (("held", 1), ("left", gone.stdout.strip()), ("alive", os.getpid()), ("empty", ""), ("new", "")):
+        lock = write(build / f"lock_{name}", f"{owner}\nhost\n" if owner else "")
+        if name != "new":
+            os.utime(lock, (0, 0))
+    write(build / "lock_left.steal")
+    with (build / "lock_held").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert leftover_locks(tmp_path) == (str(build / "lock_empty"), str(build / "lock_left"))
+    assert leftover_locks(tmp_path / "no cache") == ()
+
+
+def test_a_library_that_fails_or_crashes_takes_only_the_probe_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for body, said in (
+        ("raise ImportError('libamdhip64.so.7: cannot open')", "ImportError: libamdhip64.so.7: cannot open"),
+        ("import os; os.abort()", "the process was ended by signal 6"),
+        ("import sys; sys.exit(3)", "it failed without a word"),
+    ):
+        write(tmp_path / "torch" / "__init__.py", body)
+        assert probe("torch") == ImportFailure(said)
+
+
+def test_a_library_that_prints_while_it_is_imported_is_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    write(tmp_path / "triton" / "__init__.py", "print('[aiter] hello'); __version__ = '3.6.0'")
+    write(tmp_path / "triton" / "backends" / "__init__.py", "backends = {'amd': 1}")
+    assert probe("triton") == {"version": "3.6.0", "backends": ["amd"]}
+
+
+def test_this_machine_is_read_without_importing_torch_or_triton(tmp_path: Path) -> None:
+    code = (
+        "import sys, os\nfrom rocm_attn.doctor.reading import read_machine\n"
+        "machine = read_machine(os.environ)\n"
+        "assert not {'torch', 'triton', 'aiter'} & set(sys.modules)\nprint(machine.torch.version)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == torch.__version__
+
+
+def test_this_machine_has_the_gpus_that_torch_sees() -> None:
+    machine = read_machine({"HOME": "/nowhere"})
+    assert not isinstance(machine.torch, ImportFailure)
+    if torch.cuda.is_available():
+        assert machine.has_gpu
+        assert bool(machine.amd_gpus) == (torch.version.hip is not None)
+    else:
+        assert machine.amd_gpus == machine.nvidia_gpus == ()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_counting_gpus_touches_none_of_their_memory() -> None:
+    code = "import torch; n = torch.cuda.device_count(); assert n; assert not torch.cuda.is_initialized()"
+    subprocess.run([sys.executable, "-c", code], check=True)

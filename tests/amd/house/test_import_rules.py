@@ -14,6 +14,7 @@ KERNELS, HIP_GRAPHS, PROVIDERS, RUNNER = (
     f"rocm_attn.{name}" for name in ("kernels", "hip_graphs", "providers", "runner")
 )
 CLI = "rocm_attn.cli"
+DOCTOR = "rocm_attn.doctor"
 AITER_MODULE = "rocm_attn.providers.aiter"
 
 VALUES = tuple(
@@ -21,7 +22,7 @@ VALUES = tuple(
 )
 USES_KERNELS = (
     PROVIDERS,
-    *(f"rocm_attn.{name}" for name in ("graphs", "publisher", "step_echo", "step_memory", "unguarded")),
+    *(f"rocm_attn.{name}" for name in ("graphs", "prewarm", "publisher", "step_echo", "step_memory", "unguarded")),
 )
 USES_HIP_GRAPHS = tuple(
     f"rocm_attn.{name}"
@@ -33,6 +34,7 @@ LIBRARIES = {
     KERNELS: {"numpy", "torch", "triton"},
     HIP_GRAPHS: {"torch"},
     AITER_MODULE: {"aiter", "numpy", "torch"},
+    DOCTOR: set(),  # it must work where everything else cannot be imported
     RUNNER: {"gguf", "jinja2", "numpy", "safetensors", "tokenizers", "torch"},
     "rocm_attn": {"numpy", "torch"},
 }
@@ -79,6 +81,7 @@ def assert_imports_stay_inside(package: str) -> None:
         (KERNELS, USES_KERNELS),
         (HIP_GRAPHS, USES_HIP_GRAPHS),
         (RUNNER, (CLI,)),
+        (DOCTOR, (CLI,)),
         (CLI, ()),
     ],
 )
@@ -94,6 +97,14 @@ def test_values_know_only_values() -> None:
     for source in sources():
         if source.module in VALUES:
             assert set(own_imports(source)) <= set(VALUES), source.module
+
+
+def test_the_doctor_needs_nothing_that_may_be_broken() -> None:
+    allowed = (DOCTOR, "rocm_attn.errors", "rocm_attn.settings")
+    for source in sources():
+        if belongs_to(source.module, DOCTOR):
+            used = [module for module in own_imports(source) if not any(belongs_to(module, name) for name in allowed)]
+            assert not used, f"{source.module} imports {used}"
 
 
 def test_providers_see_no_pool_no_batch_and_no_graph() -> None:

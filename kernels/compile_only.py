@@ -1,0 +1,129 @@
+"""Compiling without running, for a GPU that may not be there: `kernel[grid](cpu_tensors)` fills Triton's cache.
+
+The ordinary JIT path is used, so a kernel is specialised on the very arguments that its launcher passes (dtypes,
+divisibility, storages above 2 GiB) and Triton's own check of shared memory applies. What is compiled so is what a
+process on that GPU finds in the cache: a cache entry's key holds the target, not the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver as active_driver
+
+# Triton caches kernels and device properties by device id: each GPU has one of its own, far from any real device.
+_FIRST_DEVICE_ID = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class AbsentGpu:
+    """What Triton asks about a GPU. arch: "gfx942", "sm_90", ...; lds_bytes: LDS or shared memory of a program."""
+
+    arch: str
+    compute_units: int
+    wave_size: int
+    lds_bytes: int
+
+    @property
+    def gpu_target(self) -> GPUTarget:
+        """The target that Triton's driver would find on this GPU."""
+        if self.arch.startswith("sm_"):
+            return GPUTarget("cuda", int(self.arch.removeprefix("sm_")), self.wave_size)
+        return GPUTarget("hip", self.arch, self.wave_size)
+
+
+@dataclass(frozen=True, slots=True)
+class CompileEvent:
+    """A kernel that Triton compiled, or found in its cache. name: of the jitted function."""
+
+    name: str
+    was_cached: bool
+
+
+@contextmanager
+def compile_only(gpu: AbsentGpu) -> Iterator[None]:
+    """While active, Triton compiles for gpu and launches do nothing. Raises Triton's OutOfResources."""
+    # Triton offers no way to read the active driver that does not look for a GPU first.
+    before = active_driver._active
+    active_driver.set_active(_CompileOnlyDriver(gpu))
+    try:
+        yield
+    finally:
+        active_driver._active = before
+
+
+@contextmanager
+def observe_compiles(observer: Callable[[CompileEvent], None]) -> Iterator[None]:
+    """While active, observer hears of every kernel that a launch needs and this process has not loaded yet."""
+
+    def listen(*, src: Any, metadata: dict[str, Any], cache_hit: bool, **rest: object) -> None:
+        observer(CompileEvent(metadata["name"], cache_hit))
+
+    before = triton.knobs.compilation.listener
+    triton.knobs.compilation.listener = listen
+    try:
+        yield
+    finally:
+        triton.knobs.compilation.listener = before
+
+
+def cache_folder() -> str:
+    """Where Triton keeps what it compiles."""
+    return str(triton.knobs.cache.dir)
+
+
+class _CompileOnlyDriver:
+    """What Triton asks of a driver, answered from the data sheet of one GPU."""
+
+    def __init__(self, gpu: AbsentGpu) -> None:
+        self.gpu_target = gpu.gpu_target
+        self.device_id = _device_id(gpu)
+        self.utils = _NoDevice(gpu)
+        self.launcher_cls = _launcher_that_runs_nothing
+
+    def get_current_target(self) -> GPUTarget:
+        return self.gpu_target
+
+    def get_current_device(self) -> int:
+        return self.device_id
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+class _NoDevice:
+    """The part of a driver that loads binaries: it loads none."""
+
+    def __init__(self, gpu: AbsentGpu) -> None:
+        self._gpu = gpu
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {
+            "max_shared_mem": self._gpu.lds_bytes,
+            "multiprocessor_count": self._gpu.compute_units,
+            "warpSize": self._gpu.wave_size,
+        }
+
+    def load_binary(self, name: str, binary: bytes, shared_bytes: int, device: int) -> tuple[None, None, int, int, int]:
+        """(module, function, registers, spills, largest block); no module, so that Triton has none to unload."""
+        return None, None, 0, 0, 1024
+
+
+_ids: dict[AbsentGpu, int] = {}
+
+
+def _device_id(gpu: AbsentGpu) -> int:
+    return _ids.setdefault(gpu, _FIRST_DEVICE_ID + len(_ids))
+
+
+def _launcher_that_runs_nothing(source: object, metadata: object) -> Callable[..., None]:
+    return lambda *launch: None

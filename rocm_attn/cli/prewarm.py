@@ -1,0 +1,56 @@
+"""`rocm-attn prewarm`: compile what a model will need, as the user who will serve it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+
+import torch
+
+from rocm_attn.cli.arguments import context_len, model_config
+from rocm_attn.cli.progress_bar import ProgressBar
+from rocm_attn.errors import BadSetting
+from rocm_attn.index_spaces import num_pages
+from rocm_attn.prewarm import ServedSizes, prewarm
+from rocm_attn.runner.geometry import attention_geometry
+from rocm_attn.target import Target, detect_target, known_target
+
+
+def run(options: argparse.Namespace) -> None:
+    """Compile for options.config and print what came of it. Raises RocmAttnError."""
+    config = model_config(options.config)
+    target, device = target_and_device(options.arch)
+    max_kv_len = options.max_kv_len if options.max_kv_len is not None else context_len(config)
+    geometry = attention_geometry(config).without_idle_windows(max_kv_len)
+    problems = geometry.problems(dtype=getattr(torch, options.dtype), page_size=options.page_size)
+    enough = 1 + options.max_batch_size * int(num_pages(max_kv_len, options.page_size))
+    report = prewarm(
+        problems,
+        target,
+        ServedSizes(
+            max_num_seqs=options.max_batch_size,
+            max_kv_len=max_kv_len,
+            num_pages=options.num_pages if options.num_pages is not None else enough,
+            capture_sizes=options.capture_sizes,
+            capture_tokens=(1,) if options.capture_tokens is None else options.capture_tokens,
+        ),
+        device=device,
+        provider=options.provider,
+        progress=ProgressBar(sys.stderr, "compiling"),
+    )
+    if options.json:
+        print(json.dumps({"arch": target.arch, "ran": device.type == "cuda", **asdict(report)}))
+    else:
+        print(f"{options.config} on {target.arch}, {'run' if device.type == 'cuda' else 'compiled without running'}")
+        print("\n".join(report.lines()))
+
+
+def target_and_device(arch: str | None) -> tuple[Target, torch.device]:
+    """What to compile for, and where to run it: this machine's GPU if it is that, else nowhere. Raises BadSetting."""
+    here = detect_target(torch.device("cuda")) if torch.cuda.is_available() else known_target("cpu")
+    if arch is None and not here.is_gpu:
+        raise BadSetting("there is no GPU to compile for; name one with --arch, or run this on the machine that serves")
+    target = known_target(arch) if arch is not None and arch != here.arch else here
+    return target, torch.device("cuda" if target == here and here.is_gpu else "cpu")

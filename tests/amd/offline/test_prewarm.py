@@ -1,0 +1,190 @@
+"""Prewarming compiles what serving will need, once, and says what it did."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rocm_attn.cli import BAD_INPUT, DONE, main
+from rocm_attn.errors import BadSetting
+from rocm_attn.kernels import compile_only
+from rocm_attn.kernels.compile_only import CompileEvent, observe_compiles
+from rocm_attn.kernels.launch import Thunk, observe_launches
+from rocm_attn.prewarm import PrewarmReport, ServedSizes, prewarm
+from rocm_attn.problem import Problem
+from rocm_attn.providers import select
+from rocm_attn.providers.contract import KernelRow, PrewarmJob
+from rocm_attn.providers.triton import TRITON
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step_batch import StepBatch
+from rocm_attn.target import Target, known_target
+from tests.amd.offline.offline_driver import offline
+
+ARCH = "gfx942"
+PROBLEM = Problem(8, 2, 64, 64, torch.bfloat16, 16, 0.125)
+SIZES = ServedSizes(max_num_seqs=12, max_kv_len=512, num_pages=64, capture_tokens=(1, 64))
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 512,
+}
+
+
+_FRESH_DEVICE_IDS = itertools.count(5_000_000)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache on disk for Triton. What a process has loaded it keeps by device: here each driver has another."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_only, "_device_id", lambda gpu: next(_FRESH_DEVICE_IDS))
+    return tmp_path
+
+
+def prewarmed(problem: Problem = PROBLEM, sizes: ServedSizes = SIZES, target: str = ARCH) -> PrewarmReport:
+    """One prewarm for a GPU that is not there, as in a process of its own."""
+    return prewarm([problem, problem], known_target(target), sizes, device=torch.device("cpu"))
+
+
+def serve(problem: Problem, sizes: ServedSizes) -> list[CompileEvent]:
+    """Random steps of the sizes that were announced; what Triton compiled or found for them."""
+    random, events = np.random.default_rng(3), list[CompileEvent]()
+    runtime = AttentionRuntime(
+        [problem, problem],
+        device=torch.device("cpu"),
+        target=known_target(ARCH),
+        num_pages=sizes.num_pages,
+        max_num_seqs=sizes.max_num_seqs,
+        max_kv_len=sizes.max_kv_len,
+        capture_sizes=sizes.capture_sizes,
+        capture_tokens=sizes.capture_tokens,
+    )
+    rows = np.array([runtime.table.admit() for _ in range(sizes.max_num_seqs)], np.int32)
+
+    def run(launch: Thunk) -> None:
+        launch()
+
+    with offline(ARCH), observe_launches(run), observe_compiles(events.append):
+        for number in range(40):
+            num_seqs = int(random.integers(1, sizes.max_num_seqs + 1))
+            longest = (1, 1, 4, 17)[number % 4]
+            q_len = random.integers(1, longest + 1, num_seqs).astype(np.int32)
+            kv_len = q_len + random.integers(0, 12, num_seqs).astype(np.int32)
+            for row, length in zip(rows.tolist(), kv_len.tolist(), strict=False):
+                runtime.table.reserve(row, max(length, 1))
+            step = runtime.begin_step(StepBatch(rows[:num_seqs], kv_len, q_len))
+            q, k, v, out = (
+                torch.zeros(len(step.token_ids), heads, dim, dtype=problem.dtype)
+                for heads, dim in ((8, 64), (2, 64), (2, 64), (8, 64))
+            )
+            runtime.store_and_attend(0, q, k, v, out)
+            runtime.end_step()
+    return events
+
+
+def test_what_was_prewarmed_is_compiled_no_second_time() -> None:
+    first, second = prewarmed(), prewarmed()
+    assert sum(first.compiled.values()) >= 9
+    assert {"_decode_kernel", "_extend_kernel", "_store_kernel", "_fill_kernel", "_publish_kernel"} <= set(
+        first.compiled
+    )
+    assert first.cached == {}
+    assert second.compiled == {}
+    assert second.cached == first.compiled
+
+
+def test_a_process_that_serves_finds_everything_that_it_needs() -> None:
+    prewarmed()
+    events = serve(PROBLEM, SIZES)
+    assert len(events) >= 9
+    assert [event for event in events if not event.was_cached] == []
+
+
+def test_serving_without_a_prewarm_compiles() -> None:
+    assert all(not event.was_cached for event in serve(PROBLEM, SIZES))
+
+
+def test_a_pool_above_2_gib_is_prewarmed_with_its_own_code() -> None:
+    small = prewarmed()
+    large = prewarmed(sizes=replace(SIZES, num_pages=1 << 21))
+    assert {"_decode_kernel", "_extend_kernel", "_store_kernel"} <= set(large.compiled)
+    assert sum(large.compiled.values()) < sum(small.compiled.values())
+
+
+def test_another_arch_has_kernels_of_its_own() -> None:
+    first, other = prewarmed(), prewarmed(target="gfx950")
+    assert set(other.compiled) == set(first.compiled)
+    assert other.cached == {}
+
+
+def test_what_a_provider_compiles_by_itself_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    there: set[str] = set()
+
+    def jobs(problem: Problem, target: Target, rows: Sequence[KernelRow]) -> tuple[PrewarmJob, ...]:
+        def compile_job(name: str) -> bool:
+            missing = name not in there
+            there.add(name)
+            return missing
+
+        names = [f"{row.name} for {target.arch}" for row in rows]
+        return tuple(PrewarmJob(name, lambda name=name: compile_job(name)) for name in names)  # type: ignore[misc]
+
+    monkeypatch.setattr(select, "_PROVIDERS", {"triton": replace(TRITON, prewarm=jobs)})
+    other = replace(PROBLEM, num_q_heads=4)
+    seen: list[tuple[int, int, str]] = []
+
+    def run() -> PrewarmReport:
+        target, device = known_target(ARCH), torch.device("cpu")
+        return prewarm([PROBLEM, other], target, SIZES, device=device, progress=lambda *step: seen.append(step))
+
+    named = [f"{row.name} for {ARCH}" for row in TRITON.rows]
+    assert run().jobs == tuple(named)
+    total = seen[-1][1]
+    assert [done for done, _, _ in seen] == list(range(total + 1))
+    assert [name for _, _, name in seen[-4:]] == [*named, ""]
+    assert run().jobs == ()
+
+
+def test_a_model_of_torch_operations_has_nothing_to_compile() -> None:
+    report = prewarm([PROBLEM], known_target("cpu"), SIZES, device=torch.device("cpu"))
+    assert report.lines() == ["nothing to compile: the chosen kernels are torch operations"]
+
+
+def test_the_interpreter_compiles_nothing_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(BadSetting, match="TRITON_INTERPRET is set"):
+        prewarmed()
+
+
+def test_the_command_prints_what_it_compiled(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    command = ["prewarm", str(config), "--arch", ARCH, "--max-batch-size", "4", "--num-pages", "64"]
+    assert main(command) == DONE
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[0] == f"{config} on {ARCH}, compiled without running"
+    assert "compiled _decode_kernel, 1 variant" in printed.out
+    assert f"cache {cache}" in printed.out
+    assert printed.err == ""
+    assert main([*command, "--json"]) == DONE
+    told = json.loads(capsys.readouterr().out)
+    assert (told["arch"], told["ran"], told["compiled"]) == (ARCH, False, {})
+    assert told["cached"]["_decode_kernel"] == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to compile for")
+def test_without_a_gpu_an_arch_must_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    assert main(["prewarm", str(config)]) == BAD_INPUT
+    assert "name one with --arch" in capsys.readouterr().err

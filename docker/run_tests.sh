@@ -2,7 +2,7 @@
 # Builds the image for tests and runs a stage of them in it:
 #   bash docker/run_tests.sh host      what needs no GPU
 #   bash docker/run_tests.sh device    kernels, graphs and the runtime on this machine's GPU, AMD or NVIDIA
-#   bash docker/run_tests.sh rocm      the same and more, with a report to send: reports/*.txt
+#   bash docker/run_tests.sh rocm      the same and more, with a report to send: reports/*.json
 #
 #   PLATFORM       rocm or cuda (rocm where there is /dev/kfd, else cuda if there is a GPU, else rocm)
 #   IMAGE          an image to use instead of building one
@@ -43,8 +43,9 @@ group_options() {
     stat --format=%g /dev/kfd /dev/dri/renderD* | sort --unique | sed 's/^/--group-add /'
 }
 
-options=(--rm --ipc=host --ulimit memlock=-1)
+options=(--rm --ipc=host)
 if [ "$stage" != host ]; then
+    options+=(--ulimit memlock=-1)
     if [ "$PLATFORM" = cuda ]; then
         options+=(--gpus all)
     elif [ -e /dev/kfd ]; then
@@ -58,14 +59,17 @@ if [ "$stage" != host ]; then
 fi
 if [ "$stage" = rocm ]; then
     mkdir -p reports
+    started=$(mktemp)
     # The image's user writes there.
     chmod a+rwx reports
     options+=(--volume "$PWD/reports:/src/reports" --env "REPORT_HOST=$(hostname)")
 fi
 
+status=0
 # shellcheck disable=SC2086 # options are words
-"$docker" run "${options[@]}" ${RUN_OPTIONS:-} "$image" "$stage"
+"$docker" run "${options[@]}" ${RUN_OPTIONS:-} "$image" "$stage" || status=$?
 if [ "$stage" = rocm ]; then
-    echo "send us the newest of these:"
-    ls -t reports/*.txt
+    # Of a run that failed too: that is when it is wanted most.
+    echo "the report to send: $(find reports -name '*.json' -newer "$started")"
 fi
+exit "$status"

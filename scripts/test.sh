@@ -13,6 +13,8 @@
 #   oldest           one compile a kernel with the oldest supported Triton
 #   offline@VERSION  all AMD compiles with another Triton, for instance offline@3.7.1 (not part of the default)
 #   device           kernels, graphs and the runtime on this machine's GPU (part of the default where there is one)
+#   rocm             the same and more on an MI300 or MI350, with a report to send in reports/ (not part of the default)
+#   images           hadolint and shellcheck over the images and scripts
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/venv.sh
@@ -30,6 +32,21 @@ run_pytest() {
         echo "no test passed: pytest $*" >&2
         return 1
     }
+}
+
+# report_from_gpu FOLDER...: tests on this machine's GPU, with a file that says everything about the run. On a GPU that
+# is not AMD's the tests that ask for one are left out.
+report_from_gpu() {
+    local report options=()
+    if ! python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
+        echo "torch sees no GPU; rocm-attn doctor may say why" >&2
+        return 1
+    fi
+    if python -c 'import torch; raise SystemExit(torch.version.hip is not None)'; then
+        options=(-m "not rocm")
+    fi
+    report=reports/rocm-${REPORT_HOST:-$(uname -n)}-$(date -u +%Y%m%d-%H%M%S).json
+    run_pytest -p tests.amd.rocm.report --gpu-report "$report" "${options[@]}" "$@"
 }
 
 # with_triton VERSION COMMAND...: runs COMMAND with that Triton in place of the installed one.
@@ -58,6 +75,8 @@ run_stage() {
     oldest) with_triton $OLDEST_TRITON run_pytest tests/amd/offline -m oldest_triton ;;
     offline@*) with_triton "${1#offline@}" run_pytest tests/amd/offline -k gfx ;;
     device) run_pytest tests/amd/{kernels,hip_graphs,runtime,guards,graphs,system,text,doctor} ;;
+    rocm) report_from_gpu tests/amd/{rocm,kernels,hip_graphs,runtime,guards,graphs,system,text,doctor} ;;
+    images) hadolint docker/Dockerfile && shellcheck -x docker/*.sh scripts/*.sh .ci/* ;;
     *)
         echo "no stage is called $1; the stages are listed at the top of scripts/test.sh" >&2
         return 2
@@ -70,7 +89,7 @@ log=$VENV/log verdicts=$VENV/verdicts
 : >"$verdicts"
 
 if [ $# -eq 0 ]; then
-    set -- lint types host interpreter mutation soak text offline oldest
+    set -- lint types images host interpreter mutation soak text offline oldest
     if python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
         set -- "$@" device
     fi

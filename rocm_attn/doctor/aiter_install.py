@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from rocm_attn.doctor.finding import Check, Verdict, ok, problem, skipped, warning
 from rocm_attn.doctor.machine import AiterCopy, AiterModule, Machine, TorchBuild, release_name, release_of
@@ -165,6 +166,21 @@ def _prebuilt(machine: Machine) -> Verdict:
     return ok(f"{len(modules)} modules of AITER are compiled")
 
 
+def _jit_dir(machine: Machine) -> Verdict:
+    copy, chosen = _amds(machine), machine.environment.get("AITER_JIT_DIR", "")
+    if copy is None or not chosen:
+        return skipped("AITER_JIT_DIR is not set" if copy is not None else _NO_AITER)
+    there = {Path(module.path).name for module in machine.aiter_jit}
+    hidden = [name for module in copy.modules if (name := Path(module.path).name) not in there]
+    if hidden:
+        return warning(
+            f"AITER_JIT_DIR={chosen} hides {len(hidden)} modules that AITER brings compiled, such as {hidden[0]}: it "
+            "looks nowhere else and compiles them again",
+            f"unset AITER_JIT_DIR, or copy {copy.path}/jit to {chosen}",
+        )
+    return ok(f"AITER's modules are in {chosen}")
+
+
 def _compiler(machine: Machine) -> Verdict:
     if _amds(machine) is None or not machine.is_amd:
         return skipped(_NO_AITER if machine.is_amd else _AMD_ONLY)
@@ -219,6 +235,7 @@ CHECKS = (
     Check("aiter-archs", "the GPUs that AITER is built for", "aiter#1436, aiter#4525", False, _archs),
     Check("aiter-stale", "modules from before AITER was upgraded", "aiter#4437", True, _stale),
     Check("aiter-prebuilt", "whether AITER's modules are compiled", "sglang#34586, aiter#3706", False, _prebuilt),
+    Check("aiter-jit-dir", "whether a variable hides what AITER brings compiled", "aiter#4437", True, _jit_dir),
     Check("aiter-compiler", "whether AITER can compile", "aiter#5264", True, _compiler),
     Check("aiter-locks", "locks of builds that were killed", "aiter#3635, aiter#5264, flashinfer#993", True, _locks),
 )

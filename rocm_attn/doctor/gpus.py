@@ -87,7 +87,8 @@ def _counted(machine: Machine) -> Verdict:
         return ok(f"torch counts {counted} of the {listed} GPUs of this host")
     return problem(
         f"the kernel lists {listed} GPUs and torch counts none",
-        "look at the findings on device files and on torch's build; a driver older than torch's libraries hides GPUs",
+        "look at the findings on device files and on torch's build; a driver older than torch's libraries, or a second "
+        "copy of libamd_smi beside the one that torch loads, hides GPUs",
     )
 
 

@@ -386,6 +386,13 @@ BROKEN = {
         "waits minutes for a compiler",
         "rocm-attn prewarm",
     ),
+    "a JIT folder that hides what is there": Broken(
+        replace(_with(AITER_JIT_DIR="/cache/aiter"), aiter_jit=()),
+        "aiter-jit-dir",
+        _WARNING,
+        "hides 1 modules that AITER brings compiled, such as module_aiter_core.so",
+        "unset AITER_JIT_DIR",
+    ),
     "no hipcc": Broken(replace(MI300, hipcc=""), "aiter-compiler", _WARNING, "there is no hipcc", "PREBUILD_KERNELS=1"),
     "a build was killed": Broken(
         replace(MI300, leftover_locks=("/home/server/.aiter/jit/build/lock_module_mha",)),

@@ -1,0 +1,92 @@
+"""What one layer of attention takes, replayed as a graph; for the report, on a result that is right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from rocm_attn.graphs import recorder_for
+from rocm_attn.reference import attend_sequence
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step_batch import StepBatch
+from tests.amd.rocm.models import HEADS, Measured, layer
+from tests.amd.tolerances import assert_attention_close
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+REPLAYS = 20
+# More than any GPU of today has: a time that says so was not a time of this work.
+IMPOSSIBLE_BYTES_PER_S, IMPOSSIBLE_FLOP_PER_S = 20e12, 5e15
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """num_seqs sequences of kv_len tokens, q_len of them new."""
+
+    num_seqs: int
+    kv_len: int
+    q_len: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.num_seqs}x{self.kv_len - self.q_len}+{self.q_len}"
+
+
+SHAPES = (Shape(1, 8192), Shape(1, 65536), Shape(64, 4096), Shape(256, 2048), Shape(1, 2048, 2048), Shape(8, 4608, 512))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("model", ["Llama-3-8B", "Llama-3-70B on one of 8 GPUs"])
+def test_one_layer(model: str, shape: Shape, device: torch.device, measured: Measured) -> None:
+    problem = layer(model)
+    num_q_heads, num_kv_heads, head_dim = HEADS[model]
+    runtime = AttentionRuntime(
+        [problem],
+        device=device,
+        num_pages=1 + shape.num_seqs * (shape.kv_len // problem.page_size),
+        max_num_seqs=shape.num_seqs,
+        max_kv_len=shape.kv_len,
+        provider="triton",
+    )
+    pages = runtime.pool.layer(0)
+    for side in (pages.k, pages.v):
+        side[1:].normal_()
+    rows = [runtime.table.admit() for _ in range(shape.num_seqs)]
+    for row in rows:
+        runtime.table.reserve(row, shape.kv_len)
+    lengths = [np.full(shape.num_seqs, tokens, np.int32) for tokens in (shape.kv_len, shape.q_len)]
+    step = runtime.begin_step(StepBatch(np.array(rows, np.int32), *lengths), shape.num_seqs)
+    q = torch.randn(step.token_ids.shape[0], num_q_heads, head_dim, device=device, dtype=problem.dtype)
+    out = torch.full_like(q, float("nan"))
+
+    def attend() -> torch.Tensor:
+        runtime.attend(0, q, out)
+        return out
+
+    recording, _ = recorder_for(device).record(attend)
+    out.fill_(float("nan"))
+    start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
+    recording.replay()
+    start.record()
+    for _ in range(REPLAYS):
+        recording.replay()
+    end.record()
+    end.synchronize()
+    runtime.end_step()
+
+    held = torch.from_numpy(runtime.table.pages_of(rows[-1]))[: shape.kv_len // problem.page_size].to(device)
+    k, v = (side[held].flatten(0, 1).double() for side in (pages.k, pages.v))
+    last = slice((shape.num_seqs - 1) * shape.q_len + max(0, shape.q_len - 8), shape.num_seqs * shape.q_len)
+    want, _ = attend_sequence(q[last], k, v, problem)
+    assert_attention_close(out[last], want, problem.dtype)
+
+    us = start.elapsed_time(end) * 1e3 / REPLAYS
+    kv_bytes = 2 * shape.num_seqs * shape.kv_len * num_kv_heads * head_dim * problem.dtype.itemsize
+    keys = shape.num_seqs * shape.q_len * (shape.kv_len - (shape.q_len - 1) / 2)
+    measured("us", round(us, 2))
+    measured("GB/s of K and V", round(kv_bytes / us / 1e3, 1))
+    measured("TFLOP/s", round(4 * keys * num_q_heads * head_dim / us / 1e6, 2))
+    assert kv_bytes / us * 1e6 < IMPOSSIBLE_BYTES_PER_S or kv_bytes < 256 << 20  # below that the caches may hold it
+    assert 4 * keys * num_q_heads * head_dim / us * 1e6 < IMPOSSIBLE_FLOP_PER_S

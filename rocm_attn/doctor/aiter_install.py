@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from rocm_attn.doctor.finding import Check, Verdict, ok, problem, skipped, warning
-from rocm_attn.doctor.machine import AiterCopy, AiterModule, Machine, TorchBuild, release_name, release_of
+from rocm_attn.doctor.machine import AiterCopy, AiterModule, Machine, Release, TorchBuild, release_name, release_of
 
 DISTRIBUTION = "amd-aiter"
 # A project of 2019 that has the name of AITER's module on PyPI.
@@ -27,20 +27,21 @@ _NO_AITER = "AITER is not installed; Triton's kernels serve"
 def _package(machine: Machine) -> Verdict:
     copy = machine.imported_aiter
     stranger = machine.versions_of(STRANGER)
-    if (copy is not None and not copy.is_amds) or (stranger and not machine.versions_of(DISTRIBUTION)):
+    if (copy is not None and not copy.is_amds) or (stranger and copy is None):
         version = f" {stranger[0]}" if stranger else ""
         return problem(
             f"the installed aiter{version} is another project of that name, not AMD's",
             f"pip uninstall aiter; {_INSTALL}",
         )
-    if stranger:
+    if stranger and machine.versions_of(DISTRIBUTION):
         return problem(
             f"PyPI's unrelated aiter {stranger[0]} is installed beside amd-aiter, in the same folder",
             f"pip uninstall aiter amd-aiter; {_INSTALL}",
         )
     if copy is None:
         return skipped(_NO_AITER)
-    versions = machine.versions_of(DISTRIBUTION)
+    # Before v0.1.8 AMD's distribution had the stranger's name.
+    versions = machine.versions_of(DISTRIBUTION) or stranger
     return ok(f"amd-aiter {versions[0]}" if versions else f"AITER from source in {copy.path}")
 
 
@@ -67,9 +68,7 @@ def _release(machine: Machine) -> Verdict:
     built = re.search(r"rocm(\d+(?:\.\d+)*)", versions[0])
     if not built or not machine.torch_rocm:
         return ok(f"amd-aiter {versions[0]}; its version names no ROCm release to compare")
-    # A version may write 7.2 or 72.
-    release = release_of(built.group(1))
-    release = (int(str(release[0])[0]), int(str(release[0])[1:])) if release[0] >= 60 else release
+    release = _dotted(built.group(1))
     if release[:2] == machine.torch_rocm[:2]:
         return ok(f"amd-aiter {versions[0]} and torch are both of ROCm {release_name(release[:2])}")
     return problem(
@@ -77,6 +76,14 @@ def _release(machine: Machine) -> Verdict:
         f"{release_name(machine.torch_rocm)}; AITER has no stable binary interface",
         f"pip uninstall amd-aiter; {_INSTALL}",
     )
+
+
+def _dotted(name: str) -> Release:
+    """The release that a version's tag names, which may leave the dots out: 7.2, 72 and 720 are (7, 2, ...)."""
+    if "." in name or len(name) < 2:
+        return release_of(name)
+    length = 2 if name.startswith("10") else 1
+    return (int(name[:length]), *(int(digit) for digit in name[length:]))
 
 
 def _requirements(machine: Machine) -> Verdict:
@@ -116,7 +123,7 @@ def _entry_points(machine: Machine) -> Verdict:
     if copy.missing:
         return problem(
             f"AITER in {copy.path} does not define {', '.join(copy.missing)}; importing it says nothing of that",
-            "install a release between 0.1.13 and 0.1.21, or serve with --provider triton",
+            "install a newer amd-aiter, or serve with --provider triton",
         )
     return ok("every attention function that may be called is defined")
 
@@ -235,7 +242,9 @@ CHECKS = (
     Check("aiter-archs", "the GPUs that AITER is built for", "aiter#1436, aiter#4525", False, _archs),
     Check("aiter-stale", "modules from before AITER was upgraded", "aiter#4437", True, _stale),
     Check("aiter-prebuilt", "whether AITER's modules are compiled", "sglang#34586, aiter#3706", False, _prebuilt),
-    Check("aiter-jit-dir", "whether a variable hides what AITER brings compiled", "aiter#4437", True, _jit_dir),
+    Check(
+        "aiter-jit-dir", "whether a variable hides what AITER brings compiled", "AITER's jit/core.py", True, _jit_dir
+    ),
     Check("aiter-compiler", "whether AITER can compile", "aiter#5264", True, _compiler),
     Check("aiter-locks", "locks of builds that were killed", "aiter#3635, aiter#5264, flashinfer#993", True, _locks),
 )

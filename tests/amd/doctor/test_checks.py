@@ -96,6 +96,20 @@ def test_the_build_number_of_hip_is_not_taken_for_a_patch(version: str, hip: str
     assert TorchBuild(version, hip, "", 1).rocm == rocm
 
 
+@pytest.mark.parametrize("tag", ["rocm7.2.4", "rocm7.2", "rocm72", "rocm720", "rocm724.git123"])
+def test_the_rocm_release_of_an_aiter_is_read_with_and_without_dots(tag: str) -> None:
+    installed = [replace(d, version=f"0.1.21+{tag}") if d.name == "amd-aiter" else d for d in MI300.distributions]
+    finding = findings_by_id(replace(MI300, distributions=tuple(installed)))["aiter-release"]
+    assert finding.verdict.found == f"amd-aiter 0.1.21+{tag} and torch are both of ROCm 7.2"
+
+
+def test_an_old_aiter_under_its_old_name_is_no_stranger() -> None:
+    renamed = [replace(d, name="aiter", version="0.1.7") if d.name == "amd-aiter" else d for d in MI300.distributions]
+    findings = findings_by_id(replace(MI300, distributions=tuple(renamed)))
+    assert findings["aiter-package"].verdict.found == "amd-aiter 0.1.7"
+    assert not [finding for finding in findings.values() if finding.severity in BAD]
+
+
 def test_a_release_is_the_numbers_that_a_version_starts_with() -> None:
     assert release_of("7.2.4-93") == (7, 2, 4)
     assert release_of("0.1.21.post2+rocm7.2") == (0, 1, 21)

@@ -6,9 +6,10 @@
 #
 #   PLATFORM       rocm or cuda (rocm where there is /dev/kfd, else cuda if there is a GPU, else rocm)
 #   IMAGE          an image to use instead of building one
-#   DOCKER         the command (docker); podman takes the same arguments
+#   DOCKER         the command (docker)
 #   BUILD_OPTIONS  more options for the build, such as --build-arg INSTALL_AITER=0
 #   RUN_OPTIONS    more options for the run, such as --network host
+#   REPORT_HOST    the name of the host in the report (its own)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -16,7 +17,7 @@ stage=${1:-}
 case $stage in
 host | device | rocm) ;;
 *)
-    sed -n '2,12s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,13s/^# \{0,1\}//p' "$0" >&2
     exit 2
     ;;
 esac
@@ -60,9 +61,12 @@ fi
 if [ "$stage" = rocm ]; then
     mkdir -p reports
     started=$(mktemp)
+    trap 'rm -f "$started"' EXIT
     # The image's user writes there.
     chmod a+rwx reports
-    options+=(--volume "$PWD/reports:/src/reports" --env "REPORT_HOST=$(hostname)")
+    options+=(--volume "$PWD/reports:/src/reports" --env "REPORT_HOST=${REPORT_HOST:-$(uname -n)}")
+    # The image has no history to read it from.
+    options+=(--env "BENCHMARK_COMMIT=$(git describe --always --abbrev=12 --dirty=+ 2>/dev/null || echo unknown)")
 fi
 
 status=0
@@ -70,6 +74,7 @@ status=0
 "$docker" run "${options[@]}" ${RUN_OPTIONS:-} "$image" "$stage" || status=$?
 if [ "$stage" = rocm ]; then
     # Of a run that failed too: that is when it is wanted most.
-    echo "the report to send: $(find reports -name '*.json' -newer "$started")"
+    report=$(find reports -name '*.json' -newer "$started")
+    echo "${report:+the report to send: }${report:-no report was written}"
 fi
 exit "$status"

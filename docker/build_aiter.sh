@@ -15,12 +15,13 @@ if [ "$PLATFORM" != rocm ] || [ "$INSTALL_AITER" != 1 ]; then
     exit
 fi
 
-git clone --quiet https://github.com/ROCm/aiter.git /tmp/aiter
-cd /tmp/aiter
+source=$(mktemp -d)
+git clone --quiet https://github.com/ROCm/aiter.git "$source"
+cd "$source"
 git checkout --quiet "$AITER_COMMIT"
 git submodule --quiet update --init --recursive
 python3 -m pip install --requirement requirements.txt setuptools_scm ninja
 # The base's Triton stays: AITER would bring one of its own.
 PREBUILD_KERNELS=1 AITER_USE_SYSTEM_TRITON=1 GPU_ARCHS=$GPU_ARCHS MAX_JOBS=$MAX_JOBS \
     python3 setup.py bdist_wheel --dist-dir "$folder"
-rm -rf /tmp/aiter
+rm -rf "$source"

@@ -37,18 +37,18 @@ def read_machine(environment: Mapping[str, str], root: Path = Path("/")) -> Mach
     """Everything that the checks look at."""
     home = Path(environment.get("HOME", str(Path.home())))
     distributions = tuple(read_distributions())
-    copies = aiter_copies()
+    torch, copies = _torch(), aiter_copies()
     jit = jit_folder(environment, home, copies)
     return Machine(
         python=platform.python_version(),
         user=User(os.getuid(), frozenset({os.getgid(), *os.getgroups()})),
         environment=dict(environment),
         distributions=distributions,
-        torch=_torch(),
+        torch=torch,
         triton=_triton(),
         rocm=read_rocm(environment, root, distributions),
         amd_gpus=read_amd_gpus(root),
-        nvidia_gpus=read_nvidia_gpus(root),
+        nvidia_gpus=read_nvidia_gpus(root) or _counted_by(torch),
         nodes=read_nodes(root),
         aiter=copies,
         aiter_jit=_modules_of_cache(jit, [Path(copy.path) for copy in copies]),
@@ -64,9 +64,13 @@ def read_machine(environment: Mapping[str, str], root: Path = Path("/")) -> Mach
 
 def read_amd_gpus(root: Path) -> tuple[str, ...]:
     """Archs of the GPUs that the amdgpu driver lists; a container sees them whether or not it may use them."""
-    nodes = sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"), key=lambda path: path.parts[-2])
+    nodes = sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"), key=_node_number)
     versions = (re.search(r"^gfx_target_version (\d+)$", _text(path), re.MULTILINE) for path in nodes)
     return tuple(_arch_of(int(found.group(1))) for found in versions if found and int(found.group(1)))
+
+
+def _node_number(properties: Path) -> int:
+    return int(properties.parent.name)
 
 
 def _arch_of(version: int) -> str:
@@ -80,6 +84,11 @@ def read_nvidia_gpus(root: Path) -> tuple[str, ...]:
     names = [found.group(1) for text in told if (found := re.search(r"^Model:\s*(.+)$", text, re.MULTILINE))]
     nodes = [path for path in (root / "dev").glob("nvidia*") if _NVIDIA_NODE.fullmatch(path.name)]
     return tuple(names) or ("NVIDIA GPU",) * len(nodes)
+
+
+def _counted_by(torch: TorchBuild | ImportFailure | NotInstalled) -> tuple[str, ...]:
+    """The GPUs of torch for CUDA, for a sandbox that hides the driver's files."""
+    return ("NVIDIA GPU",) * torch.num_gpus if isinstance(torch, TorchBuild) and torch.cuda else ()
 
 
 def read_nodes(root: Path) -> tuple[DeviceNode, ...]:

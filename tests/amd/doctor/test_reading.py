@@ -27,6 +27,8 @@ from rocm_attn.doctor.reading import (
 )
 from tests.amd.house.source_tree import ROOT
 
+GONE = ImportFailure("it is not there")
+
 
 def write(path: Path, text: str = "") -> Path:
     """A file, with the folders above it."""
@@ -201,6 +203,14 @@ def test_this_machine_has_the_gpus_that_torch_sees() -> None:
         assert bool(machine.amd_gpus) == (torch.version.hip is not None)
     else:
         assert machine.amd_gpus == machine.nvidia_gpus == ()
+
+
+def test_a_sandbox_that_hides_the_driver_has_the_gpus_that_torch_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_for_cuda = {"version": "2.11.0+cu130", "hip": "", "cuda": "13.0", "num_gpus": 2}
+    monkeypatch.setattr("rocm_attn.doctor.reading.probe", lambda *what: torch_for_cuda if what == ("torch",) else GONE)
+    assert read_machine({"HOME": "/nowhere"}, tmp_path).nvidia_gpus == ("NVIDIA GPU", "NVIDIA GPU")
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Torch twin of kernels/cache: same signature, same result, fixed shapes, no host synchronisation."""
+"""Torch twins of kernels/cache: same signatures, same results, fixed shapes, no host synchronisation."""
 
 from __future__ import annotations
 
@@ -16,3 +16,17 @@ def store_kv(k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, k_page
     keep = live[:, None, None]
     k_pages[page, offset] = torch.where(keep, k, 0)
     v_pages[page, offset] = torch.where(keep, v, 0)
+
+
+def zero_tails(
+    table: Tensor, row_of_seq: Tensor, kv_len: Tensor, q_len: Tensor, k_pages: Tensor, v_pages: Tensor
+) -> None:
+    """Twin of launch_zero_tails. A sequence that is left alone zeroes page 0, which is zero already."""
+    page_size = k_pages.shape[1]
+    page_no = (kv_len - 1).clamp(min=0) // page_size
+    live = (q_len > 0) & (page_no < table.shape[1])
+    page = torch.where(live, table[row_of_seq.long(), page_no.clamp(max=table.shape[1] - 1).long()], 0).long()
+    used = torch.where(live, kv_len - page_no * page_size, 0)
+    dead = (torch.arange(page_size, device=page.device) >= used[:, None])[:, :, None, None]
+    k_pages[page] = k_pages[page].masked_fill(dead, 0)
+    v_pages[page] = v_pages[page].masked_fill(dead, 0)

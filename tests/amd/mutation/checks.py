@@ -13,7 +13,9 @@ from rocm_attn.kernels.attention.decode import decode_partials_words, launch_pag
 from rocm_attn.kernels.attention.decode_schedule import decode_schedule_words, launch_decode_schedule
 from rocm_attn.kernels.attention.extend import launch_paged_extend
 from rocm_attn.kernels.attention.extend_schedule import extend_schedule_words, launch_extend_schedule
+from rocm_attn.kernels.attention.pads import launch_clear_pads
 from rocm_attn.kernels.cache.store import launch_store_kv
+from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
@@ -22,6 +24,7 @@ from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.refs import cache as cache_twins
 from rocm_attn.kernels.refs import metadata as twins
 from rocm_attn.kernels.refs import schedules
+from rocm_attn.kernels.refs.pads import clear_pads
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from tests.amd.kernels.attention_cases import Case, Tensors, assert_served, build
 from tests.amd.mutation.memory import Memory
@@ -135,6 +138,22 @@ def store(memory: Memory) -> None:
     assert_same(memory, launch_store_kv, cache_twins.store_kv, inputs, pages)
 
 
+def tails(memory: Memory) -> None:
+    """Three heads of odd dims; a sequence without new tokens, a full page, and a length beyond its row."""
+    pages = [gapped(7, 3, PAGE_SIZE, dim).transpose(1, 2) for dim in (24, 40)]
+    for side in pages:
+        side[0] = 0.0
+    table = ints([0, 0, 1, 2, 3, 4, 5, 6]).view(4, 2)
+    inputs = [table, ints([1, 2, 3, 2]), ints([4, 5, 3, 7]), ints([1, 0, 2, 1])]
+    assert_same(memory, launch_zero_tails, cache_twins.zero_tails, inputs, pages)
+
+
+def pads(memory: Memory) -> None:
+    """Three heads of an odd dim; two tokens are real and three are not."""
+    outputs = [gapped(5, 3, 24), torch.randn(3, 5).t()]
+    assert_same(memory, launch_clear_pads, clear_pads, [ints([4, 2, 1, 0])], outputs)
+
+
 def fill(memory: Memory) -> None:
     """Five sequences and padded tokens, at first with a page for every token.
 
@@ -186,7 +205,9 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "attention/extend.py": extend,
     "attention/extend_schedule.py": extend_schedule,
     "attention/merge.py": decode,
+    "attention/pads.py": pads,
     "cache/store.py": store,
+    "cache/tails.py": tails,
     "metadata/device_inputs.py": device_inputs,
     "metadata/fill_roles.py": fill,
     "metadata/publish.py": publish,

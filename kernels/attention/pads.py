@@ -1,0 +1,70 @@
+"""Clear the padded tokens of an attention output, behind kernels that leave them as they are or write garbage there.
+
+out[t] = 0    lse[t] = -inf        for t >= num_tokens
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rocm_attn.kernels.launch import launch
+
+
+@triton.jit
+def _clear_pads_kernel(
+    counts,
+    out,
+    out_token,
+    out_head,
+    lse,
+    lse_token,
+    lse_head,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    token = tl.program_id(0)
+    if token >= tl.load(counts + 1):
+        t = token.to(tl.int64)
+        head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
+        head64 = head.to(tl.int64)
+        d = tl.arange(0, DIM_BLOCK)[None, :]
+        inside = (head[:, None] < HEADS) & (d < DIM)
+        zeros = tl.zeros([HEADS_BLOCK, DIM_BLOCK], out.dtype.element_ty)
+        tl.store(out + t * out_token + head64[:, None] * out_head + d, zeros, mask=inside)
+        if HAS_LSE:
+            nothing = tl.full([HEADS_BLOCK], float("-inf"), tl.float32)
+            tl.store(lse + t * lse_token + head64 * lse_head, nothing, mask=head < HEADS)
+
+
+def launch_clear_pads(counts: Tensor, out: Tensor, lse: Tensor | None) -> None:
+    """Write zeros to the padded tokens of out, and -inf to those of lse.
+
+    counts: int32 [4]; [1] is num_tokens
+    out:    [T, q_heads, v_head_dim], any strides but the last
+    lse:    float32 [T, q_heads], any strides; or None
+    """
+    num_tokens, heads, dim = out.shape
+    dim_block = triton.next_power_of_2(dim)
+    heads_block = max(1, min(triton.next_power_of_2(heads), 4096 // dim_block))
+    has_lse = lse is not None
+    rows = lse if lse is not None else out
+    launch(
+        _clear_pads_kernel,
+        (num_tokens, triton.cdiv(heads, heads_block)),
+        counts,
+        out,
+        *out.stride()[:2],
+        rows,
+        *rows.stride()[:2],
+        HEADS=heads,
+        DIM=dim,
+        HEADS_BLOCK=heads_block,
+        DIM_BLOCK=dim_block,
+        HAS_LSE=has_lse,
+        num_warps=4,
+    )

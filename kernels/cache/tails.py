@@ -1,0 +1,99 @@
+"""Zero what lies behind each sequence in its last page, for kernels that multiply it by a probability of 0.
+
+    k_pages[page, kv_len % page_size :] = 0    likewise v        page = table[row_of_seq[i], (kv_len - 1) // page_size]
+
+Only of sequences that have new tokens: they have just written to that page, so nobody shares it. A page that was used
+before holds another request's keys and values, which may be NaN, and 0 * NaN is NaN.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rocm_attn.kernels.launch import launch
+
+
+@triton.jit
+def _zero_tails_kernel(
+    table,
+    table_stride,
+    table_width,
+    row_of_seq,
+    kv_len,
+    q_len,
+    k_pages,
+    v_pages,
+    kp_page,
+    kp_token,
+    kp_head,
+    vp_page,
+    vp_token,
+    vp_head,
+    PAGE_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+):
+    seq = tl.program_id(0)
+    length = tl.load(kv_len + seq)
+    used = length % PAGE_SIZE
+    page_no = (length - 1) // PAGE_SIZE
+    if (tl.load(q_len + seq) > 0) & (used > 0) & (page_no < table_width):
+        row = tl.load(row_of_seq + seq).to(tl.int64)
+        page = tl.load(table + row * table_stride + page_no).to(tl.int64)
+        if page > 0:
+            # 64-bit before multiplying: HND layouts have head strides beyond int32.
+            head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)[:, None]
+            head64 = head.to(tl.int64)
+            k_d = tl.arange(0, K_BLOCK)[None, :]
+            v_d = tl.arange(0, V_BLOCK)[None, :]
+            k_inside = (head < HEADS) & (k_d < K_DIM)
+            v_inside = (head < HEADS) & (v_d < V_DIM)
+            for offset in range(used, PAGE_SIZE):
+                k_row = k_pages + page * kp_page + tl.cast(offset, tl.int64) * kp_token + head64 * kp_head
+                v_row = v_pages + page * vp_page + tl.cast(offset, tl.int64) * vp_token + head64 * vp_head
+                tl.store(k_row + k_d, tl.zeros([HEADS_BLOCK, K_BLOCK], k_pages.dtype.element_ty), mask=k_inside)
+                tl.store(v_row + v_d, tl.zeros([HEADS_BLOCK, V_BLOCK], v_pages.dtype.element_ty), mask=v_inside)
+
+
+def launch_zero_tails(
+    table: Tensor, row_of_seq: Tensor, kv_len: Tensor, q_len: Tensor, k_pages: Tensor, v_pages: Tensor
+) -> None:
+    """Zero the rows behind the last token of every sequence that has new tokens, in its last page.
+
+    table:                     int32 [rows, width]
+    row_of_seq, kv_len, q_len: int32 [S]
+    k_pages, v_pages:          [pages, page_size, kv_heads, head_dim | v_head_dim], written in place, any strides but
+                               the last
+    """
+    _, page_size, heads, k_dim = k_pages.shape
+    v_dim = v_pages.shape[3]
+    k_block, v_block = triton.next_power_of_2(k_dim), triton.next_power_of_2(v_dim)
+    heads_block = max(1, min(triton.next_power_of_2(heads), 4096 // max(k_block, v_block)))
+    launch(
+        _zero_tails_kernel,
+        (kv_len.shape[0], triton.cdiv(heads, heads_block)),
+        table,
+        table.stride(0),
+        table.shape[1],
+        row_of_seq,
+        kv_len,
+        q_len,
+        k_pages,
+        v_pages,
+        *k_pages.stride()[:3],
+        *v_pages.stride()[:3],
+        PAGE_SIZE=page_size,
+        HEADS=heads,
+        K_DIM=k_dim,
+        V_DIM=v_dim,
+        HEADS_BLOCK=heads_block,
+        K_BLOCK=k_block,
+        V_BLOCK=v_block,
+        num_warps=4,
+    )

@@ -1,0 +1,69 @@
+"""What follows kernels of other libraries: padded tokens are cleared, and dead rows of last pages are zero."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.attention.pads import launch_clear_pads
+from rocm_attn.kernels.cache.tails import launch_zero_tails
+from rocm_attn.kernels.refs.cache import zero_tails
+from rocm_attn.kernels.refs.pads import clear_pads
+
+Launch = Callable[..., None]
+NAN = float("nan")
+
+
+def int32(values: object, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("clear", [launch_clear_pads, clear_pads])
+@pytest.mark.parametrize(("heads", "dim"), [(1, 16), (5, 80), (40, 128)])
+@pytest.mark.parametrize("num_tokens", [0, 1, 4, 7])
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_padded_tokens_are_cleared_and_no_others(
+    clear: Launch, heads: int, dim: int, num_tokens: int, with_lse: bool, kernel_device: torch.device
+) -> None:
+    memory = torch.randn(7, heads, dim + 8, device=kernel_device)
+    memory[num_tokens:] = NAN
+    before = memory.clone()
+    lse = torch.randn(heads, 7, device=kernel_device).t()
+    lse_before = lse.clone()
+    clear(int32([9, num_tokens, 1, 0], kernel_device), memory[..., :dim], lse if with_lse else None)
+    assert torch.equal(memory[:num_tokens], before[:num_tokens])
+    assert not memory[num_tokens:, :, :dim].any()
+    assert bool(memory[num_tokens:, :, dim:].isnan().all())
+    cleared = num_tokens if with_lse else 7
+    assert torch.equal(lse[:cleared], lse_before[:cleared])
+    assert bool((lse[cleared:] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("zero", [launch_zero_tails, zero_tails])
+@pytest.mark.parametrize(("heads", "k_dim", "v_dim", "page_size"), [(2, 16, 16, 4), (3, 80, 24, 1), (1, 192, 128, 5)])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_only_the_dead_rows_of_pages_that_were_just_written_are_zeroed(
+    zero: Launch, heads: int, k_dim: int, v_dim: int, page_size: int, heads_first: bool, kernel_device: torch.device
+) -> None:
+    def pages(dim: int) -> Tensor:
+        if heads_first:  # HND memory seen as [pages, page_size, heads, dim]
+            return torch.full((9, heads, page_size, dim), 9.0, device=kernel_device).transpose(1, 2)
+        return torch.full((9, page_size, heads, dim), 9.0, device=kernel_device)
+
+    k_pages, v_pages = pages(k_dim), pages(v_dim)
+    k_pages[0] = v_pages[0] = 0.0
+    # Sequences: one token; a whole page; a page and a token; none new; a pad; empty; a length beyond its row.
+    table = int32([[0, 0], [1, 7], [2, 7], [3, 4], [5, 6], [7, 8]], kernel_device)
+    row_of_seq = int32([1, 2, 3, 4, 0, 0, 5], kernel_device)
+    kv_len = int32([1, page_size, page_size + 1, page_size + 1, 1, 0, 2 * page_size + 1], kernel_device)
+    q_len = int32([1, page_size, 2, 0, 1, 0, 1], kernel_device)
+    want_k, want_v = k_pages.clone(), v_pages.clone()
+    for page in (1, 4):
+        want_k[page, 1:] = 0.0
+        want_v[page, 1:] = 0.0
+    zero(table, row_of_seq, kv_len, q_len, k_pages, v_pages)
+    assert torch.equal(k_pages, want_k)
+    assert torch.equal(v_pages, want_v)

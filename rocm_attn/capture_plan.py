@@ -19,8 +19,8 @@ from rocm_attn.padding import PaddedShape
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import Need
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step_buffers import PADDED_BATCH, STEP_BUFFERS, BufferSpec, Unit, needed_buffers
-from rocm_attn.step_memory import StepMemory, words_of_children
+from rocm_attn.step_buffers import PADDED_BATCH, STEP_BUFFERS, BufferSpec, Unit
+from rocm_attn.step_memory import FormSizes, StepMemory, words_of_children
 from rocm_attn.target import Target
 
 
@@ -109,11 +109,11 @@ def plan_capture(
 
 
 def _is_captured(runtime: AttentionRuntime, shape: PaddedShape) -> bool:
-    return all(selection.kernels[shape.kind].row.graph_safe for selection in runtime.selections)
+    return all(selection.kernel(shape.kind).row.graph_safe for selection in runtime.selections)
 
 
 def _bucket(runtime: AttentionRuntime, shape: PaddedShape) -> Bucket:
-    kernels = [selection.kernels[shape.kind].bound for selection in runtime.selections]
+    kernels = [selection.kernel(shape.kind).bound for selection in runtime.selections]
     step_bytes = sum(PADDED_BATCH.elements(spec, shape) * spec.dtype.itemsize for spec in _specs(runtime).values())
     schedule_words = sum(
         words_of_children(kernel.schedule_words(shape.child), shape.num_children) for kernel in kernels
@@ -126,8 +126,8 @@ def _bucket(runtime: AttentionRuntime, shape: PaddedShape) -> Bucket:
 
 def _specs(runtime: AttentionRuntime) -> dict[str, BufferSpec]:
     """The buffers that the runtime has, by name, but for the schedules."""
-    width = runtime.table.width
-    declared = (*STEP_BUFFERS, *(spec for need in Need for spec in needed_buffers(need, width)))
+    sizes = FormSizes.of(runtime.selections, runtime.table)
+    declared = (*STEP_BUFFERS, *(spec for need in Need for spec in sizes.buffers(need)))
     held = runtime.sealed_tensors()
     return {spec.name: spec for spec in declared if spec.name in held}
 

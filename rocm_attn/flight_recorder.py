@@ -20,7 +20,7 @@ import torch
 from rocm_attn.errors import BadSetting
 from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.plan import StepPlan
-from rocm_attn.problem import Problem
+from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step_batch import Int32Array, StepBatch
 
@@ -225,7 +225,7 @@ class RuntimeFacts:
         return cls(
             device=str(runtime.device),
             arch=runtime.target.arch,
-            provider=runtime.selections[0].provider.name,
+            provider=runtime.selections[0].provider,
             num_pages=runtime.pool.num_pages,
             max_num_seqs=len(runtime.table.entries_host) - 1,
             max_kv_len=runtime.max_kv_len,
@@ -282,12 +282,16 @@ def read_dump(path: Path) -> FlightDump:
 
 def problem_as_json(problem: Problem) -> dict[str, Any]:
     """A problem's fields."""
-    return {**dataclasses.asdict(problem), "dtype": str(problem.dtype).removeprefix("torch.")}
+    return {
+        **dataclasses.asdict(problem),
+        "dtype": str(problem.dtype).removeprefix("torch."),
+        "pool": problem.pool.name,
+    }
 
 
 def problem_from_json(fields: Mapping[str, Any]) -> Problem:
     """The problem of these fields. Raises BadProblem, TypeError, AttributeError."""
-    return Problem(**{**fields, "dtype": getattr(torch, fields["dtype"])})
+    return Problem(**{**fields, "dtype": getattr(torch, fields["dtype"]), "pool": getattr(PoolKind, fields["pool"])})
 
 
 def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rocm_attn.errors import BadProblem, CapacityExceeded
 from rocm_attn.index_spaces import RESERVED_PAGE
-from rocm_attn.problem import Problem
+from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.step_batch import INT32_MAX
 
 
@@ -19,7 +19,7 @@ class LayerPages:
     """One layer's storage.
 
     k: [pages, page_size, kv_heads, head_dim]
-    v: [pages, page_size, kv_heads, v_head_dim]
+    v: [pages, page_size, kv_heads, v_head_dim]; of a latent layer the first v_head_dim elements of each row of k
     """
 
     k: Tensor
@@ -49,6 +49,7 @@ class KVPool:
             )
         self.num_pages = num_pages
         self.device = device
+        self._pools = tuple(problem.pool for problem in problems)
         self._layers = tuple(self._allocate(problem) for problem in problems)
 
     def layer(self, layer: int) -> LayerPages:
@@ -58,29 +59,40 @@ class KVPool:
     @property
     def num_bytes(self) -> int:
         """Bytes of all layers."""
-        return sum(layer.k.nbytes + layer.v.nbytes for layer in self._layers)
+        return sum(tensor.nbytes for tensor in self._storages())
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Copy whole pages in every layer: target[i] becomes what source[i] was before the call.
 
         source, target: int64 [n] page ids on the pool's device; targets are distinct and never page 0
         """
-        for layer in self._layers:
-            for pages in (layer.k, layer.v):
-                pages.index_copy_(0, target, pages.index_select(0, source))
+        for pages in self._storages():
+            pages.index_copy_(0, target, pages.index_select(0, source))
+
+    def _storages(self) -> Iterator[Tensor]:
+        """The tensors that own memory: a latent layer's v is part of its k."""
+        for layer, pool in zip(self._layers, self._pools, strict=True):
+            yield layer.k
+            if pool is not PoolKind.LATENT:
+                yield layer.v
 
     def _allocate(self, problem: Problem) -> LayerPages:
         # Not torch.zeros: nothing may depend on the content of a page that no token was stored to.
         shape = (self.num_pages, self.page_size, problem.num_kv_heads)
-        pages = LayerPages(
-            k=torch.empty(*shape, problem.head_dim, dtype=problem.dtype, device=self.device),
-            v=torch.empty(*shape, problem.v_head_dim, dtype=problem.dtype, device=self.device),
-        )
-        pages.k[RESERVED_PAGE].zero_()
-        pages.v[RESERVED_PAGE].zero_()
-        return pages
+        k = torch.empty(*shape, problem.head_dim, dtype=problem.dtype, device=self.device)
+        k[RESERVED_PAGE].zero_()
+        if problem.pool is PoolKind.LATENT:
+            return LayerPages(k=k, v=k[..., : problem.v_head_dim])
+        v = torch.empty(*shape, problem.v_head_dim, dtype=problem.dtype, device=self.device)
+        v[RESERVED_PAGE].zero_()
+        return LayerPages(k=k, v=v)
 
 
 def page_bytes(problems: Sequence[Problem]) -> int:
     """Bytes that one page takes over all layers."""
-    return sum(p.page_size * p.num_kv_heads * (p.head_dim + p.v_head_dim) * p.dtype.itemsize for p in problems)
+    return sum(p.page_size * p.num_kv_heads * _row_elements(p) * p.dtype.itemsize for p in problems)
+
+
+def _row_elements(problem: Problem) -> int:
+    """Elements that a token takes in one KV head of a layer."""
+    return problem.head_dim + (0 if problem.pool is PoolKind.LATENT else problem.v_head_dim)

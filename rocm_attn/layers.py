@@ -11,7 +11,7 @@ from rocm_attn.devices import on_device
 from rocm_attn.errors import BadTensor
 from rocm_attn.kv_pool import KVPool
 from rocm_attn.plan import StepPlan
-from rocm_attn.problem import Problem
+from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.contract import AttendArgs, StepOps
 from rocm_attn.providers.select import Selection
 from rocm_attn.step_memory import DeviceStep
@@ -41,15 +41,22 @@ class Layers:
     def __len__(self) -> int:
         return len(self._kind_of_layer)
 
-    def store(self, step: DeviceStep, layer: int, k: Tensor, v: Tensor) -> None:
-        """As AttentionRuntime.store, for the tokens of step. Raises BadTensor."""
+    def store(self, step: DeviceStep, plan: StepPlan, layer: int, k: Tensor, v: Tensor) -> None:
+        """As AttentionRuntime.store, for the tokens of step, which has the plan. Raises BadTensor."""
         problem = self._problem(layer)
         num_tokens = step.indices.slot_of_token.shape[0]
         self._check("k", k, (num_tokens, problem.num_kv_heads, problem.head_dim), problem.dtype)
         self._check("v", v, (num_tokens, problem.num_kv_heads, problem.v_head_dim), problem.dtype)
+        if problem.pool is PoolKind.LATENT and (v.data_ptr(), v.stride()) != (k.data_ptr(), k.stride()):
+            raise BadTensor(
+                f"layer {layer} is latent and keeps one row a token: pass k[..., :{problem.v_head_dim}] as v"
+            )
+        metadata, table = step.metadata, step.metadata.table
         pages = self._pool.layer(layer)
         with on_device(self._device):
-            self._ops.store_kv(k, v, step.indices.slot_of_token, step.metadata.counts, pages.k, pages.v)
+            self._ops.store_kv(k, v, step.indices.slot_of_token, metadata.counts, pages.k, pages.v)
+            if not plan.kernels[self._kind_of_layer[layer]].row.masks_v:
+                self._ops.zero_tails(table.entries, table.row_of_seq, metadata.kv_len, metadata.q_len, pages.k, pages.v)
 
     def attend(self, step: DeviceStep, plan: StepPlan, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
         """As AttentionRuntime.attend, for the tokens of step, which has the plan. Raises BadTensor."""
@@ -57,9 +64,12 @@ class Layers:
         num_tokens = step.indices.slot_of_token.shape[0]
         self._check("q", q, (num_tokens, problem.num_q_heads, problem.head_dim), problem.dtype)
         self._check("out", out, (num_tokens, problem.num_q_heads, problem.v_head_dim), problem.dtype)
+        kind = self._kind_of_layer[layer]
+        kernel = plan.kernels[kind]
         if lse is not None:
             self._check("lse", lse, (num_tokens, problem.num_q_heads), torch.float32)
-        kind = self._kind_of_layer[layer]
+            if not kernel.row.limits.lse:
+                raise BadTensor(f"{kernel.row.name} gives no lse; build the runtime of problems with wants_lse=True")
         pages = self._pool.layer(layer)
         args = AttendArgs(
             step=step.metadata,
@@ -72,7 +82,9 @@ class Layers:
             lse=lse,
         )
         with on_device(self._device):
-            plan.kernels[kind].bound.attend(args)
+            kernel.bound.attend(args)
+            if not kernel.row.clears_pads:
+                self._ops.clear_pads(step.metadata.counts, out, lse)
 
     def _problem(self, layer: int) -> Problem:
         if not 0 <= layer < len(self._kind_of_layer):
@@ -107,7 +119,7 @@ class HalfLayers:
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """As AttentionRuntime.store, for the tokens of this half."""
         self._require_running()
-        self._layers.store(self._step, layer, k, v)
+        self._layers.store(self._step, self._plan, layer, k, v)
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """As AttentionRuntime.attend, for the tokens of this half."""

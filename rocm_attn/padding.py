@@ -21,6 +21,7 @@ from rocm_attn.errors import CapacityExceeded
 from rocm_attn.hip_graphs.size_ladder import SizeLadder
 from rocm_attn.split_batch import HALVES, split_batch
 from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_inputs import HOST_INPUTS
 
 PAD_ROW = 0
 
@@ -31,6 +32,7 @@ class StepKind(enum.Enum):
     DECODE = "decode"  # one new token in every sequence
     EXTEND = "extend"  # no sequence with exactly one new token
     MIXED = "mixed"  # some sequences with one new token, others with more, or none
+    PREFILL = "prefill"  # an extend step in which no sequence has a token in the cache; never captured
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +156,13 @@ def round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
+def is_prefill(batch: StepBatch) -> bool:
+    """Whether the host knows that no sequence of a batch has a token in the cache from earlier steps."""
+    return batch.inputs is HOST_INPUTS and batch.num_seqs > 0 and bool((batch.kv_len == batch.q_len).all())
+
+
 def step_kind(batch: StepBatch) -> StepKind:
-    """The kind of step that a batch is. An empty batch is a decode step."""
+    """The kind of step that a batch is. An empty batch is a decode step; PREFILL is the planner's to decide."""
     if batch.max_q_len == batch.min_q_len == 1 or batch.num_seqs == 0:
         return StepKind.DECODE
     return StepKind.MIXED if batch.min_q_len <= 1 else StepKind.EXTEND

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from rocm_attn.errors import BadTensor, Unsupported
-from rocm_attn.padding import PaddedShape, PaddingPolicy, StepKind
+from rocm_attn.padding import PaddedShape, PaddingPolicy, StepKind, is_prefill
 from rocm_attn.plan import GraphKey, StepPlan, kv_len_bucket, make_plan, q_len_bucket
 from rocm_attn.providers.contract import Baked
 from rocm_attn.providers.select import Selection
@@ -40,9 +41,11 @@ class Planner:
         self._max_kv_len = max_kv_len
         self._longest = longest
         self._graph_key = graph_key
-        bakes = {b for s in selections for kernel in s.kernels.values() for b in kernel.row.bakes}
+        rows = [kernel.row for s in selections for kernel in s.kernels.values()]
+        bakes = {b for row in rows for b in row.bakes}
         self._bakes_kv_len = Baked.MAX_KV_LEN in bakes
         self._bakes_q_len = Baked.MAX_Q_LEN in bakes
+        self._has_prefill = any(row.kind is StepKind.PREFILL for row in rows)
         self._plan_of_key: dict[GraphKey, StepPlan] = {}
         self._plan_of_sizes: dict[tuple[int | torch.device | None, ...], StepPlan] = {}
 
@@ -81,12 +84,14 @@ class Planner:
 
     def _make_plan(self, shape: PaddedShape, batch: StepBatch, max_kv_len: int) -> StepPlan:
         may_capture = self.padding.captures(shape)
+        if self._has_prefill and not may_capture and shape.kind is StepKind.EXTEND and is_prefill(batch):
+            shape = replace(shape, kind=StepKind.PREFILL)
         max_q_len = 1 if shape.kind is StepKind.DECODE else shape.child.num_tokens
         if self._bakes_q_len:
             max_q_len = q_len_bucket(batch.max_q_len) if may_capture else max(1, batch.max_q_len)
         plan = make_plan(
             shape,
-            [selection.kernels[shape.kind] for selection in self._selections],
+            [selection.kernel(shape.kind) for selection in self._selections],
             max_q_len=max_q_len,
             max_kv_len=max_kv_len,
             may_capture=may_capture,

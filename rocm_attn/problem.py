@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass
 
@@ -11,6 +12,19 @@ from rocm_attn.errors import BadProblem
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 UNLIMITED_WINDOW = -1
+
+
+class PoolKind(enum.Enum):
+    """How a layer's keys and values lie in its pages.
+
+    SPLIT:      K pages and V pages, each [tokens, kv_heads, dim]
+    LATENT:     one row a token, whose first v_head_dim elements are V and all of which are K
+    VECTORIZED: K pages and V pages, cut into vectors of 16 bytes in an order of their own
+    """
+
+    SPLIT = "K and V pages"
+    LATENT = "latent pages"
+    VECTORIZED = "vectorised pages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +40,8 @@ class Problem:
     window_left:                previous keys a query sees besides its own; -1: all of them
     logits_soft_cap:            s -> cap * tanh(s / cap) on scaled logits; 0: none
     has_sinks:                  whether each head adds a learned logit to the softmax denominator
+    pool:                       how K and V are kept; LATENT (multi-head latent attention) has one KV head
+    wants_lse:                  whether attend() will be asked for the log-sum-exp; not every kernel gives it
     """
 
     num_q_heads: int
@@ -38,6 +54,8 @@ class Problem:
     window_left: int = UNLIMITED_WINDOW
     logits_soft_cap: float = 0.0
     has_sinks: bool = False
+    pool: PoolKind = PoolKind.SPLIT
+    wants_lse: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "page_size"):
@@ -56,6 +74,12 @@ class Problem:
             raise BadProblem(f"window_left is {self.window_left}; it is a number of previous keys, or -1 for all")
         if not (math.isfinite(self.logits_soft_cap) and self.logits_soft_cap >= 0):
             raise BadProblem(f"logits_soft_cap is {self.logits_soft_cap}; it must be positive, or 0 for none")
+        if self.pool is PoolKind.LATENT and (self.num_kv_heads != 1 or self.v_head_dim > self.head_dim):
+            raise BadProblem(
+                f"a latent pool with {self.num_kv_heads} KV heads, head_dim {self.head_dim} and v_head_dim "
+                f"{self.v_head_dim}: its one row a token holds V within K, so it has 1 KV head and v_head_dim "
+                "is at most head_dim"
+            )
 
     @property
     def gqa_ratio(self) -> int:

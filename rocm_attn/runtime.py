@@ -19,18 +19,19 @@ from torch import Tensor
 
 from rocm_attn.canary import what_was_written
 from rocm_attn.devices import StreamOrder, on_device, with_index
-from rocm_attn.errors import BadSetting, DeviceFault, Unsupported, WrongState
+from rocm_attn.errors import BadSetting, DeviceFault, WrongState
 from rocm_attn.guards import Guards, guards_from_settings
 from rocm_attn.hip_graphs.errors import BadLadder
 from rocm_attn.hip_graphs.size_ladder import SizeLadder, default_ladder
+from rocm_attn.kernel_choice import choose_kernels
 from rocm_attn.kv_pool import KVPool
 from rocm_attn.layers import HalfLayers, Layers
 from rocm_attn.padding import PaddedShape, PaddingPolicy
 from rocm_attn.plan import StepPlan
 from rocm_attn.planner import Planner
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import StepOps
-from rocm_attn.providers.select import Selection, select
+from rocm_attn.providers.contract import PoolSize
+from rocm_attn.providers.select import Selection, ops_for
 from rocm_attn.publisher import Publisher
 from rocm_attn.request_table import RequestTable
 from rocm_attn.split_batch import HALVES, split_batch
@@ -108,6 +109,8 @@ class AttentionRuntime:
     split_steps:   whether graphs may be made of steps that are split in two, so that captured memory has room for both
                    halves; without, split steps run eagerly
     guards:        the safeguards; not given: all, less those that the environment switches off (settings.py)
+    selections:    kernels that were chosen already, one selection for each distinct problem in the order in which they
+                   come; not given: chosen by provider
 
     Raises Unsupported when no kernel serves a layer, BadProblem and CapacityExceeded for a pool that cannot be.
     """
@@ -126,6 +129,7 @@ class AttentionRuntime:
         capture_tokens: Sequence[int] = (1,),
         split_steps: bool = False,
         guards: Guards | None = None,
+        selections: Sequence[Selection] | None = None,
     ) -> None:
         self.guards = guards = guards if guards is not None else guards_from_settings()
         if guards.off:
@@ -133,9 +137,18 @@ class AttentionRuntime:
         self.device = with_index(device)
         self.target = target if target is not None else detect_target(self.device)
         kinds = list(dict.fromkeys(problems))
-        self.selections = tuple(guards.v_mask(select(kind, self.target, provider)) for kind in kinds)
+        if selections is None:
+            selections = choose_kernels(
+                kinds,
+                self.target,
+                provider,
+                PoolSize(num_pages, max_kv_len, max_num_seqs),
+                device=self.device,
+                make_runtime=AttentionRuntime,
+            )
+        self.selections = tuple(map(guards.v_mask, selections))
         self.pool = KVPool(problems, num_pages=num_pages, device=self.device)
-        self._ops = guards.change_ops(_ops_of(self.selections))
+        self._ops = guards.change_ops(ops_for(self.selections, on_cpu=self.device.type == "cpu"))
         kind_of_layer = [kinds.index(problem) for problem in problems]
         self._layers = Layers(self.selections, kind_of_layer, self.pool, self._ops, self.device)
         self.table = RequestTable(
@@ -286,10 +299,12 @@ class AttentionRuntime:
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Write the step's new keys and values of a layer to their slots; padded tokens are dropped.
 
-        k, v: [T, kv_heads, head_dim | v_head_dim]; any strides but the last. Raises BadTensor, WrongState.
+        k, v: [T, kv_heads, head_dim | v_head_dim]; any strides but the last. Of a latent layer, v is the first part of
+              k: k[..., :v_head_dim]
+        Raises BadTensor, WrongState.
         """
-        step, _ = self._running()
-        self._layers.store(step, layer, k, v)
+        step, plan = self._running()
+        self._layers.store(step, plan, layer, k, v)
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """Attention of the step's new tokens over everything that is stored for their sequences.
@@ -385,11 +400,3 @@ def _ladder(name: str, sizes: Sequence[int]) -> SizeLadder:
         return SizeLadder(tuple(sizes))
     except BadLadder as bad:
         raise BadSetting(f"{name}: {bad}") from bad
-
-
-def _ops_of(selections: Sequence[Selection]) -> StepOps:
-    """The metadata and store launches of the one provider that serves the model."""
-    names = sorted({selection.provider.name for selection in selections})
-    if len(names) > 1:
-        raise Unsupported(f"the layers' kernels come from {' and '.join(names)}; name one provider for all of them")
-    return selections[0].provider.ops()

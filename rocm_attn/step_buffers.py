@@ -69,8 +69,12 @@ STEP_BUFFERS: tuple[BufferSpec, ...] = (
 )
 
 
-def needed_buffers(need: Need, table_width: int) -> tuple[BufferSpec, ...]:
-    """The buffers that a kernel's need adds; lists and tables of pages are as wide as a row of the request table."""
+def needed_buffers(need: Need, table_width: int, list_tail: int = 0) -> tuple[BufferSpec, ...]:
+    """The buffers that a kernel's need adds.
+
+    table_width: pages in a row of the request table, or of the dense table where that is wider
+    list_tail:   entries of the page list behind those of the last sequence, for kernels that read ahead
+    """
 
     def num_pages(shape: PaddedShape) -> int:
         return shape.num_seqs * table_width  # a padded sequence may hold pages too
@@ -78,7 +82,7 @@ def needed_buffers(need: Need, table_width: int) -> tuple[BufferSpec, ...]:
     return {
         Need.PAGE_LIST: (
             BufferSpec("page_indptr", Unit.SEQ_BOUNDARY, torch.int32, _num_boundaries, pad=0),
-            BufferSpec("page_list", Unit.PAGE, torch.int32, num_pages, pad=0),
+            BufferSpec("page_list", Unit.PAGE, torch.int32, lambda shape: num_pages(shape) + list_tail, pad=0),
             BufferSpec("last_page_len", Unit.SEQ, torch.int32, _num_seqs, pad=1),
         ),
         Need.BLOCK_TABLE: (BufferSpec("block_table", Unit.PAGE, torch.int32, num_pages, pad=0),),

@@ -57,6 +57,36 @@ class _Part:
     workspace: Workspace
 
 
+@dataclass(frozen=True, slots=True)
+class FormSizes:
+    """How large the forms of the table are that other libraries' kernels read past its pages.
+
+    row_width:   pages in a row of the request table
+    list_tail:   entries of page_list behind the last sequence's
+    table_width: entries in a row of block_table, row_width or more
+    """
+
+    row_width: int
+    list_tail: int
+    table_width: int
+
+    @classmethod
+    def of(cls, selections: Sequence[Selection], table: RequestTable) -> FormSizes:
+        """The sizes that serve all kernels of a runtime."""
+        ahead = [kernel.row.reads_ahead for s in selections for kernel in s.kernels.values()]
+        page_size = selections[0].problem.page_size
+        multiple = max(-(-each.table_tokens // page_size) for each in ahead)
+        return cls(
+            row_width=table.width,
+            list_tail=max(each.list_entries for each in ahead),
+            table_width=-(-table.width // multiple) * multiple,
+        )
+
+    def buffers(self, need: Need) -> tuple[BufferSpec, ...]:
+        """The buffers that a need adds, at these sizes."""
+        return needed_buffers(need, self.table_width if need is Need.BLOCK_TABLE else self.row_width, self.list_tail)
+
+
 class StepMemory:
     """Buffers and workspace for every step of a runtime.
 
@@ -79,6 +109,7 @@ class StepMemory:
         self._sealed_growth = sealed_growth
         self._table = table
         self._needs = frozenset(n for s in selections for kernel in s.kernels.values() for n in kernel.row.needs)
+        self._form_sizes = FormSizes.of(selections, table)
         self._device = device
         self._sealed, self._open = self._new_part(), self._new_part()
         self._kept: dict[StepPlan, tuple[int, tuple[DeviceStep, ...]]] = {}
@@ -99,7 +130,7 @@ class StepMemory:
             return
         for shape in shapes:
             self._sealed.buffers.ensure(shape)
-            kernels = (selection.kernels[shape.kind].bound for selection in self._selections)
+            kernels = (selection.kernel(shape.kind).bound for selection in self._selections)
             words = max(kernel.workspace_words(shape.child) for kernel in kernels)
             self._sealed.workspace.ensure(words_of_children(words, shape.num_children))
         self._sealed.buffers.seal()
@@ -153,9 +184,10 @@ class StepMemory:
             page_indptr=view("page_indptr"),
             page_list=view("page_list"),
             last_page_len=view("last_page_len"),
-            block_table=view("block_table").view(-1, self._table.width),
+            block_table=view("block_table").view(-1, self._form_sizes.table_width),
             kv_len_int64=view("kv_len_int64"),
             mask_indptr=view("mask_indptr"),
+            slot_of_token=view("slot_of_token"),
         )
         indices = IndexTensors(
             counts=metadata.counts,
@@ -166,7 +198,7 @@ class StepMemory:
             q_indptr=metadata.q_indptr,
             last_token_of_seq=view("last_token_of_seq"),
             position_of_token=view("position_of_token"),
-            slot_of_token=view("slot_of_token"),
+            slot_of_token=metadata.slot_of_token,
             page_indptr=metadata.page_indptr,
             page_list=metadata.page_list,
             last_page_len=metadata.last_page_len,
@@ -187,7 +219,7 @@ class StepMemory:
         for need in Need:
             if need in self._needs:
                 # As wide as a row of the table: their size must not depend on the lengths of a step.
-                specs += needed_buffers(need, self._table.width)
+                specs += self._form_sizes.buffers(need)
         specs += [_schedule_spec(kind, selection) for kind, selection in enumerate(self._selections)]
         return specs
 
@@ -205,6 +237,6 @@ def _schedule_spec(kind: int, selection: Selection) -> BufferSpec:
     """The schedule of a kind of layer; one buffer serves all kinds of step."""
 
     def words(shape: PaddedShape) -> int:
-        return selection.kernels[shape.kind].bound.schedule_words(shape)
+        return selection.kernel(shape.kind).bound.schedule_words(shape)
 
     return BufferSpec(_schedule_name(kind), Unit.WORD, torch.int32, words, pad=0)

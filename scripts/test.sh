@@ -66,7 +66,7 @@ run_stage() {
     case $1 in
     lint) ruff format --check && ruff check ;;
     types) mypy -p rocm_attn -p tests ;;
-    host) run_pytest tests/amd/{host,hip_graphs,runtime,guards,graphs,system,runner,doctor,house} ;;
+    host) run_pytest tests/amd/{host,hip_graphs,runtime,guards,graphs,system,runner,doctor,aiter,house} ;;
     interpreter) TRITON_INTERPRET=1 run_pytest tests/amd/{kernels,runtime} ;;
     mutation) run_pytest tests/amd/mutation ;;
     text) run_pytest tests/amd/text ;;

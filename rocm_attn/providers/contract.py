@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.padding import PaddedShape, StepKind
-from rocm_attn.problem import UNLIMITED_WINDOW, Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.table_view import TableView
 from rocm_attn.target import Target
 
@@ -50,6 +50,7 @@ class StepMetadata:
     block_table:  [S, W] pages of each sequence, then page 0
     kv_len_int64: [S]    int64
     mask_indptr:  [S+1]  int64, sequence -> first cell of its mask
+    slot_of_token:[T]    token -> slot of the pool, 0 for pads
     """
 
     shape: PaddedShape
@@ -66,6 +67,7 @@ class StepMetadata:
     block_table: Tensor
     kv_len_int64: Tensor
     mask_indptr: Tensor
+    slot_of_token: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +120,38 @@ class BoundKernel(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """What is known of a pool before it is allocated.
+
+    num_pages:    pages, the reserved page 0 included
+    max_kv_len:   tokens of the longest sequence
+    max_num_seqs: sequences of a decode step
+    """
+
+    num_pages: int
+    max_kv_len: int
+    max_num_seqs: int
+
+
+# Where no pool is known; no limit on a pool's size refuses it.
+SMALLEST_POOL = PoolSize(num_pages=2, max_kv_len=1, max_num_seqs=1)
+
 # Chooses tiles for a problem on a target; raises LookupError with a sentence when the tuning table has no row.
-Bind = Callable[[Problem, Target], BoundKernel]
+Bind = Callable[[Problem, Target, PoolSize], BoundKernel]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a kernel serves. Ranges include both ends.
+    """What a kernel serves. Ranges include both ends; an empty tuple of exact values leaves the range alone.
 
-    archs: exact names, or prefixes that end with "*"
+    archs:         exact names, or prefixes that end with "*"
+    exact_dims:    the only pairs of head_dim and v_head_dim
+    page_sizes:    the only page sizes
+    num_q_heads:   the only counts of query heads
+    pools:         the kinds of pool it reads
+    lse:           whether it gives the log-sum-exp
+    max_side_bytes: of one layer's K pages, and of its V pages; 0: no limit
     """
 
     archs: tuple[str, ...]
@@ -138,27 +163,76 @@ class Limits:
     window: bool
     soft_cap: bool
     sinks: bool
+    exact_dims: tuple[tuple[int, int], ...] = ()
+    page_sizes: tuple[int, ...] = ()
+    num_q_heads: tuple[int, ...] = ()
+    pools: tuple[PoolKind, ...] = (PoolKind.SPLIT,)
+    lse: bool = True
+    max_side_bytes: int = 0
 
-    def refusals(self, problem: Problem, target: Target) -> tuple[str, ...]:
-        """Every limit that the problem breaks, one clause each; empty when the kernel serves it."""
-        reasons = []
+    def refusals(self, problem: Problem, target: Target, pool: PoolSize = SMALLEST_POOL) -> tuple[str, ...]:
+        """Every limit that the problem breaks, one clause each; empty when the kernel serves it.
+
+        On another arch, or in a pool of another kind, nothing else is looked at.
+        """
         if not any(_arch_matches(target.arch, pattern) for pattern in self.archs):
-            reasons.append(f"arch {target.arch} is not one of {', '.join(self.archs)}")
+            return (f"arch {target.arch} is not one of {', '.join(self.archs)}",)
+        if problem.pool not in self.pools:
+            return (f"it reads {_either(kind.value for kind in self.pools)}, and this layer has {problem.pool.value}",)
+        reasons = []
         if problem.dtype not in self.dtypes:
             reasons.append(f"dtype {_name(problem.dtype)} is not one of {', '.join(map(_name, self.dtypes))}")
-        for field in ("head_dim", "v_head_dim", "page_size"):
+        for field in self._ranges():
             value, (low, high) = getattr(problem, field), getattr(self, field)
             if not low <= value <= high:
                 reasons.append(f"{field} {value} is outside {low}..{high}")
+        reasons += self._exact_refusals(problem)
         if problem.gqa_ratio > self.max_gqa_ratio:
             reasons.append(f"{problem.gqa_ratio} query heads share a KV head, at most {self.max_gqa_ratio} may")
         if problem.window_left != UNLIMITED_WINDOW and not self.window:
-            reasons.append(f"no sliding window (window_left {problem.window_left})")
+            reasons.append(f"sliding windows are not served yet (window_left {problem.window_left})")
         if problem.logits_soft_cap and not self.soft_cap:
-            reasons.append(f"no logits soft cap ({problem.logits_soft_cap:g})")
+            reasons.append(f"a logits soft cap is not served yet ({problem.logits_soft_cap:g})")
         if problem.has_sinks and not self.sinks:
-            reasons.append("no attention sinks")
+            reasons.append("attention sinks are not served yet")
+        if problem.wants_lse and not self.lse:
+            reasons.append("it gives no log-sum-exp")
+        side_bytes = pool.num_pages * problem.page_size * problem.num_kv_heads * problem.dtype.itemsize
+        side_bytes *= max(problem.head_dim, problem.v_head_dim)
+        if self.max_side_bytes and side_bytes > self.max_side_bytes:
+            reasons.append(f"K or V of a layer takes {side_bytes} bytes, its offsets reach {self.max_side_bytes}")
         return tuple(reasons)
+
+    def _ranges(self) -> Iterator[str]:
+        """The fields whose range counts, because no exact values are named."""
+        if not self.exact_dims:
+            yield from ("head_dim", "v_head_dim")
+        if not self.page_sizes:
+            yield "page_size"
+
+    def _exact_refusals(self, problem: Problem) -> list[str]:
+        reasons = []
+        dims = (problem.head_dim, problem.v_head_dim)
+        if self.exact_dims and dims not in self.exact_dims:
+            allowed = _either(f"{qk}/{v}" for qk, v in self.exact_dims)
+            reasons.append(f"head_dim/v_head_dim {dims[0]}/{dims[1]} is not {allowed}")
+        if self.page_sizes and problem.page_size not in self.page_sizes:
+            reasons.append(f"page_size {problem.page_size} is not {_either(self.page_sizes)}")
+        if self.num_q_heads and problem.num_q_heads not in self.num_q_heads:
+            reasons.append(f"{problem.num_q_heads} query heads are not {_either(self.num_q_heads)}")
+        return reasons
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAhead:
+    """How far a kernel reads what lies behind a sequence's last page; it meets page 0 there.
+
+    list_entries: entries past the end of page_list
+    table_tokens: a row of block_table is read in tiles of so many tokens, the last one whole
+    """
+
+    list_entries: int = 0
+    table_tokens: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +241,17 @@ class KernelRow:
 
     kind:               the steps it serves
     min_kv_len:         shortest KV length it may meet; padded sequences get this length
-    masks_v:            whether it leaves V rows beyond the length unread (0 * NaN is NaN)
+    masks_v:            whether it leaves V rows beyond the length unread (0 * NaN is NaN); where it does not, the
+                        store zeroes what lies behind a sequence in its last page
     graph_safe:         whether it may be captured
     batch_invariant:    whether a sequence's result is bitwise the same in any batch
     needs, bakes:       see Need and Baked
     needs_host_lengths: whether it must know the lengths on the host
     bind:               see Bind
+    clears_pads:        whether padded tokens of out receive zeros and those of lse -inf; where they do not, a launch
+                        after it writes them
+    reads_ahead:        see ReadAhead
+    not_bound:          what it would be, of a kernel that is known and not bound; it is always refused
     """
 
     provider: str
@@ -187,6 +266,13 @@ class KernelRow:
     bakes: frozenset[Baked]
     needs_host_lengths: bool
     bind: Bind
+    clears_pads: bool = True
+    reads_ahead: ReadAhead = ReadAhead()
+    not_bound: str = ""
+
+    def refusals(self, problem: Problem, target: Target, pool: PoolSize = SMALLEST_POOL) -> tuple[str, ...]:
+        """Why it does not serve a problem, one clause each; empty when it does."""
+        return (f"not bound: {self.not_bound}",) if self.not_bound else self.limits.refusals(problem, target, pool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +287,8 @@ class StepOps:
     table_update: Callable[..., None]
     fill: Callable[..., None]
     store_kv: Callable[..., None]
+    zero_tails: Callable[..., None]
+    clear_pads: Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +321,10 @@ class Provider:
     rows: tuple[KernelRow, ...]
     ops: Callable[[], StepOps]
     prewarm: Callable[[Problem, Target, Sequence[KernelRow]], tuple[PrewarmJob, ...]] = nothing_to_prewarm
+
+
+def _either(values: Iterable[object]) -> str:
+    return " or ".join(map(str, values))
 
 
 def _arch_matches(arch: str, pattern: str) -> bool:

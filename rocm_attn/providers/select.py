@@ -1,28 +1,36 @@
-"""Which kernel serves a problem: a pure function of problem, target and the provider that was asked for."""
+"""Which kernels serve a problem: a pure function of problem, target, pool, the provider asked for, and what is off."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rocm_attn.errors import BadSetting, Unsupported
 from rocm_attn.padding import StepKind
 from rocm_attn.plan import LayerKernel
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import Provider
+from rocm_attn.providers.aiter.rows import ROWS as AITER_ROWS
+from rocm_attn.providers.contract import SMALLEST_POOL, KernelRow, PoolSize, StepOps
 from rocm_attn.providers.torch_ref import TORCH
 from rocm_attn.providers.triton import TRITON
 from rocm_attn.target import Target
 
 PROVIDER_NAMES = ("auto", "torch", "triton", "aiter")
 
-_PROVIDERS: Mapping[str, Provider] = {provider.name: provider for provider in (TRITON, TORCH)}
+# In order of preference within a provider and a kind of step.
+ROWS: Mapping[str, Sequence[KernelRow]] = {"aiter": AITER_ROWS, "triton": TRITON.rows, "torch": TORCH.rows}
 
-# What "auto" tries, in order. Plain torch is no fallback on a GPU: it would serve, far too slowly, in silence.
+# What "auto" tries for each kind of step, in order. Plain torch is no fallback on a GPU: it would serve, far too
+# slowly, in silence.
 _AUTO_ON_GPU = ("aiter", "triton")
 _AUTO_ON_CPU = ("torch",)
 
-_AITER_REASON = "AITER's kernels are not bound in this version"
+# A prefill step is an extend step too, so a kernel of its own is welcome and not needed.
+_NEEDED = (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
+
+# Kernel name -> why it may not be used here, whatever its row says.
+Unavailable = Mapping[str, str]
+_ALL_AVAILABLE: Unavailable = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +46,24 @@ class Refusal:
 class Selection:
     """The kernels of one kind of layer.
 
-    provider: whose kernels they are, and whose metadata and store launches go with them
-    kernels:  a bound kernel for each kind of step
+    kernels:  a bound kernel for each kind of step; PREFILL may be missing
     refusals: every kernel that was considered before it and why it was not taken
     """
 
     problem: Problem
     target: Target
-    provider: Provider
     kernels: Mapping[StepKind, LayerKernel]
     refusals: tuple[Refusal, ...]
+
+    @property
+    def provider(self) -> str:
+        """The provider whose kernels these are; "auto" where they are of several."""
+        names = {kernel.row.provider for kernel in self.kernels.values()}
+        return names.pop() if len(names) == 1 else "auto"
+
+    def kernel(self, kind: StepKind) -> LayerKernel:
+        """The kernel of a kind of step."""
+        return self.kernels.get(kind, self.kernels[StepKind.EXTEND])
 
     def lines(self) -> list[str]:
         """The choice in sentences: a line for each kind of step, then a line for each refusal."""
@@ -55,29 +71,48 @@ class Selection:
         return chosen + [f"{r.kind.value}: not {r.kernel}: {r.reason}" for r in self.refusals]
 
 
-def select(problem: Problem, target: Target, provider: str) -> Selection:
-    """Choose kernels for every kind of step from one provider.
+def select(
+    problem: Problem,
+    target: Target,
+    provider: str,
+    *,
+    pool: PoolSize = SMALLEST_POOL,
+    unavailable: Unavailable = _ALL_AVAILABLE,
+) -> Selection:
+    """Choose a kernel for every kind of step.
 
-    provider: a name of PROVIDER_NAMES; "auto" takes the first that serves all kinds of step
+    provider:    a name of PROVIDER_NAMES; "auto" takes, for each kind of step, the first provider that serves it
+    pool:        refuses kernels whose offsets do not reach; not given: none
+    unavailable: refuses kernels that the machine lacks, or that were switched off
     Raises Unsupported with every reason, BadSetting for an unknown name.
     """
+    names = _candidates(provider, target)
     refusals: list[Refusal] = []
-    for name in _candidates(provider, target):
-        found = _PROVIDERS.get(name)
-        if found is None:
-            refusals.extend(Refusal(name, kind, _AITER_REASON) for kind in StepKind)
-            continue
-        kernels = {}
-        for kind in StepKind:
-            kernel = _first_that_serves(found, kind, problem, target, refusals)
-            if kernel is not None:
-                kernels[kind] = kernel
-        if len(kernels) == len(StepKind):
-            return Selection(problem, target, found, kernels, tuple(refusals))
+    kernels = {}
+    for kind in StepKind:
+        rows = [row for name in names for row in ROWS[name] if row.kind is kind]
+        kernel = _first_that_serves(rows, problem, target, pool, unavailable, refusals)
+        if kernel is not None:
+            kernels[kind] = kernel
+    if all(kind in kernels for kind in _NEEDED):
+        return Selection(problem, target, kernels, tuple(refusals))
+    missing = [kind.value for kind in _NEEDED if kind not in kernels]
     raise Unsupported(
-        f"no kernel of provider {provider!r} serves {_describe(problem)} on {target.arch}",
+        f"no kernel of provider {provider!r} serves {_and(missing)} steps of {_describe(problem)} on {target.arch}",
         [f"{r.kind.value}: {r.kernel}: {r.reason}" for r in refusals],
     )
+
+
+def ops_for(selections: Sequence[Selection], *, on_cpu: bool) -> StepOps:
+    """The launches around attention that go with the kernels.
+
+    Triton's, for AITER's kernels as well. Torch's twins go with torch's kernels, and with any others where Triton has
+    no device to run on and none of the kernels is Triton's.
+    """
+    names = {kernel.row.provider for selection in selections for kernel in selection.kernels.values()}
+    if "torch" in names or (on_cpu and "triton" not in names):
+        return TORCH.ops()
+    return TRITON.ops()
 
 
 def _candidates(provider: str, target: Target) -> tuple[str, ...]:
@@ -89,19 +124,28 @@ def _candidates(provider: str, target: Target) -> tuple[str, ...]:
 
 
 def _first_that_serves(
-    provider: Provider, kind: StepKind, problem: Problem, target: Target, refusals: list[Refusal]
+    rows: Sequence[KernelRow],
+    problem: Problem,
+    target: Target,
+    pool: PoolSize,
+    unavailable: Unavailable,
+    refusals: list[Refusal],
 ) -> LayerKernel | None:
-    for row in provider.rows:
-        if row.kind is not kind:
-            continue
-        reasons = row.limits.refusals(problem, target)
+    for row in rows:
+        reasons = row.refusals(problem, target, pool)
+        if row.name in unavailable:
+            reasons = (*reasons, unavailable[row.name])
         if not reasons:
             try:
-                return LayerKernel(row, row.bind(problem, target))
+                return LayerKernel(row, row.bind(problem, target, pool))
             except LookupError as miss:
                 reasons = (str(miss.args[0]),)
-        refusals.extend(Refusal(row.name, kind, reason) for reason in reasons)
+        refusals.extend(Refusal(row.name, row.kind, reason) for reason in reasons)
     return None
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join((", ".join(words[:-1]), words[-1]) if len(words) > 1 else words)
 
 
 def _describe(problem: Problem) -> str:

@@ -8,10 +8,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rocm_attn.kernels.refs import attention, cache, metadata
+from rocm_attn.kernels.refs import attention, cache, metadata, pads
 from rocm_attn.padding import PaddedShape, StepKind
-from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import AttendArgs, Baked, Bind, KernelRow, Limits, Provider, StepMetadata, StepOps
+from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.providers.contract import (
+    AttendArgs,
+    Baked,
+    Bind,
+    KernelRow,
+    Limits,
+    PoolSize,
+    Provider,
+    StepMetadata,
+    StepOps,
+)
 from rocm_attn.target import Target
 
 # Plain torch has no limits of its own; these bound what makes sense.
@@ -25,6 +35,7 @@ _LIMITS = Limits(
     window=False,
     soft_cap=False,
     sinks=False,
+    pools=(PoolKind.SPLIT, PoolKind.LATENT),
 )
 
 
@@ -105,11 +116,11 @@ class TorchExtend(_TorchKernel):
         )
 
 
-def _bind_decode(problem: Problem, target: Target) -> TorchDecode:
+def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> TorchDecode:
     return TorchDecode(problem)
 
 
-def _bind_extend(problem: Problem, target: Target) -> TorchExtend:
+def _bind_extend(problem: Problem, target: Target, pool: PoolSize) -> TorchExtend:
     return TorchExtend(problem)
 
 
@@ -137,6 +148,8 @@ def _ops() -> StepOps:
         table_update=metadata.table_update,
         fill=metadata.fill,
         store_kv=cache.store_kv,
+        zero_tails=cache.zero_tails,
+        clear_pads=pads.clear_pads,
     )
 
 

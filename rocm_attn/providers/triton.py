@@ -11,7 +11,7 @@ from torch import Tensor
 from rocm_attn.kernels.attention import limits
 from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import AttendArgs, Bind, KernelRow, Limits, Provider, StepMetadata, StepOps
+from rocm_attn.providers.contract import AttendArgs, Bind, KernelRow, Limits, PoolSize, Provider, StepMetadata, StepOps
 from rocm_attn.target import Target
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class TritonMixed:
         self.decode.attend(replace(args, schedule=args.schedule[words:]))
 
 
-def _bind_decode(problem: Problem, target: Target) -> TritonDecode:
+def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> TritonDecode:
     from rocm_attn.kernels.tuning.tiles import decode_tiles
 
     tiles = decode_tiles(
@@ -203,7 +203,7 @@ def _bind_decode(problem: Problem, target: Target) -> TritonDecode:
     return TritonDecode(problem, tiles, target.compute_units * tiles.programs_per_cu)
 
 
-def _bind_extend(problem: Problem, target: Target) -> TritonExtend:
+def _bind_extend(problem: Problem, target: Target, pool: PoolSize) -> TritonExtend:
     from rocm_attn.kernels.tuning.tiles import extend_tiles
 
     tiles = extend_tiles(
@@ -217,8 +217,8 @@ def _bind_extend(problem: Problem, target: Target) -> TritonExtend:
     return TritonExtend(problem, tiles)
 
 
-def _bind_mixed(problem: Problem, target: Target) -> TritonMixed:
-    return TritonMixed(_bind_decode(problem, target), replace(_bind_extend(problem, target), min_q_len=2))
+def _bind_mixed(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
+    return TritonMixed(_bind_decode(problem, target, pool), replace(_bind_extend(problem, target, pool), min_q_len=2))
 
 
 def _row(name: str, kind: StepKind, bind: Bind) -> KernelRow:
@@ -239,7 +239,9 @@ def _row(name: str, kind: StepKind, bind: Bind) -> KernelRow:
 
 
 def _ops() -> StepOps:
+    from rocm_attn.kernels.attention.pads import launch_clear_pads
     from rocm_attn.kernels.cache.store import launch_store_kv
+    from rocm_attn.kernels.cache.tails import launch_zero_tails
     from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
     from rocm_attn.kernels.metadata.fill import launch_fill
     from rocm_attn.kernels.metadata.publish import launch_publish
@@ -251,6 +253,8 @@ def _ops() -> StepOps:
         table_update=launch_table_update,
         fill=launch_fill,
         store_kv=launch_store_kv,
+        zero_tails=launch_zero_tails,
+        clear_pads=launch_clear_pads,
     )
 
 

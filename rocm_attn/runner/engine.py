@@ -189,7 +189,7 @@ class Engine:
         seqs = counters.real_seqs + counters.padded_seqs
         stepping = self._seconds - counters.capture_seconds
         return Report(
-            provider=runtime.selections[0].provider.name,
+            provider=runtime.selections[0].provider,
             kernels=tuple(dict.fromkeys(line for selection in runtime.selections for line in selection.lines())),
             device=str(runtime.device),
             arch=runtime.target.arch,

@@ -15,7 +15,8 @@ from tests.amd.guards.csr_kernels import STAND_INS
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Providers "csr" and "csr_min_1"."""
     monkeypatch.setattr(select, "PROVIDER_NAMES", (*select.PROVIDER_NAMES, *STAND_INS))
-    monkeypatch.setattr(select, "_PROVIDERS", {**select._PROVIDERS, **STAND_INS})
+    rows = {name: provider.rows for name, provider in STAND_INS.items()}
+    monkeypatch.setattr(select, "ROWS", {**select.ROWS, **rows})
 
 
 @pytest.fixture(autouse=True)

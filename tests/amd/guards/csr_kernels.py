@@ -14,7 +14,7 @@ from torch import Tensor
 from rocm_attn.kernels.refs.attention import paged_extend
 from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import AttendArgs, KernelRow, Need, Provider, StepMetadata
+from rocm_attn.providers.contract import AttendArgs, KernelRow, Need, PoolSize, Provider, StepMetadata
 from rocm_attn.providers.torch_ref import TORCH
 from rocm_attn.target import Target
 
@@ -72,7 +72,7 @@ class CsrKernel:
         )
 
 
-def _bind(problem: Problem, target: Target) -> CsrKernel:
+def _bind(problem: Problem, target: Target, pool: PoolSize) -> CsrKernel:
     return CsrKernel(problem)
 
 

@@ -34,7 +34,7 @@ def test_a_need_brings_its_own_buffers_and_no_others(need: Need, monkeypatch: py
     csr = csr_provider("needy", 0)
     needy = replace(csr, rows=tuple(replace(row, needs=frozenset({need})) for row in csr.rows))
     monkeypatch.setattr(select, "PROVIDER_NAMES", ("needy",))
-    monkeypatch.setattr(select, "_PROVIDERS", {"needy": needy})
+    monkeypatch.setattr(select, "ROWS", {"needy": needy.rows})
     runtime = AttentionRuntime(
         [small_problem()],
         device=torch.device("cpu"),
@@ -78,7 +78,7 @@ def test_kinds_of_layer_with_equal_schedules_share_one_build(
     assert built == [problem, problem]
 
 
-@pytest.mark.parametrize("kind", StepKind)
+@pytest.mark.parametrize("kind", [StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED])
 def test_schedules_are_shared_only_where_they_are_equal(kind: StepKind) -> None:
     problem = Problem(32, 8, 128, 128, torch.bfloat16, 16, 128**-0.5)
     problems = [

@@ -135,6 +135,8 @@ def launch_all(row: Row) -> None:
         runtime.table.reserve(table_row, KV_LEN)
     _launch_step(runtime, _batch(rows, [1] * 16))
     _launch_step(runtime, _batch(rows, [32] * 16))
+    if runtime.target.is_amd:
+        _launch_fix_ups(runtime)
     if runtime.target.is_amd and not row.is_large:
         _launch_step(runtime, _batch(rows[:1], [1]))
         _launch_step(runtime, _batch(rows, [1] * 16), pad_to=MANY_SEQS)
@@ -171,6 +173,16 @@ def _launch_step(
         torch.empty(num_tokens, problem.num_q_heads) if with_lse else None,
     )
     runtime.end_step()
+
+
+def _launch_fix_ups(runtime: AttentionRuntime) -> None:
+    """What the runtime launches around kernels that leave pads as they are and multiply V behind a sequence's end."""
+    ops, pages, problem = TRITON.ops(), runtime.pool.layer(0), runtime.selections[0].problem
+    seqs, counts = (torch.empty(size, dtype=torch.int32) for size in (16, 4))
+    out = torch.empty(16, problem.num_q_heads, problem.v_head_dim, dtype=problem.dtype)
+    ops.zero_tails(runtime.table.entries, seqs, seqs, seqs, pages.k, pages.v)
+    ops.clear_pads(counts, out, None)
+    ops.clear_pads(counts, out, torch.empty(16, problem.num_q_heads))
 
 
 def _launch_whole_fill(page_size: int) -> None:

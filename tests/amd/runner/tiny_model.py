@@ -58,10 +58,11 @@ def tiny_model(
     eos_token_ids: tuple[int, ...] = (),
     context_len: int = CONFIG.context_len,
     tokenizer: Tokenizer | None = None,
+    base: ModelConfig = CONFIG,
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> LoadedModel:
-    config = replace(CONFIG, eos_token_ids=eos_token_ids, context_len=context_len)
+    config = replace(base, eos_token_ids=eos_token_ids, context_len=context_len)
     place = torch.device("cpu") if device is None else device
     weights = load_weights(RandomTensors(config, seed), config, dtype=dtype, device=place)
     return LoadedModel(config, weights, tokenizer)

@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_attn.problem import Problem
+from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.providers.select import Selection
 from rocm_attn.reference import attend_sequence
 from rocm_attn.runtime import AttentionRuntime, Step
 from rocm_attn.step_batch import StepBatch
+from rocm_attn.target import Target
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 
@@ -72,6 +74,9 @@ class World:
         max_num_seqs: int = 8,
         max_kv_len: int = 64,
         capture_sizes: Sequence[int] | None = None,
+        capture_tokens: Sequence[int] = (1,),
+        target: Target | None = None,
+        selections: Sequence[Selection] | None = None,
         seed: int = 0,
     ) -> World:
         runtime = AttentionRuntime(
@@ -82,6 +87,9 @@ class World:
             max_kv_len=max_kv_len,
             provider=provider,
             capture_sizes=capture_sizes,
+            capture_tokens=capture_tokens,
+            target=target,
+            selections=selections,
         )
         for layer in range(len(problems)):
             pages = runtime.pool.layer(layer)
@@ -128,11 +136,16 @@ class World:
                 q, k, v = self.qkv(problem, step)
                 self.remember(layer, requests, q_len, k, v)
                 out = torch.full_like(q[..., : problem.v_head_dim], float("nan"))
-                lse = torch.full(q.shape[:2], float("nan"), device=q.device)
+                lse = self.lse_rows(layer, step, q)
                 self.runtime.store_and_attend(layer, q, k, v, out, lse)
                 self.check(layer, requests, q_len, q, out, lse)
         finally:
             self.runtime.end_step()
+
+    def lse_rows(self, layer: int, step: Step, q: Tensor) -> Tensor | None:
+        """Rows for the log-sum-exp, where the step's kernel gives it."""
+        kernel = step.plan.kernels[list(dict.fromkeys(self.problems)).index(self.problems[layer])]
+        return torch.full(q.shape[:2], float("nan"), device=q.device) if kernel.row.limits.lse else None
 
     def qkv(self, problem: Problem, step: Step) -> tuple[Tensor, Tensor, Tensor]:
         """Random rows for the real tokens of a step and NaN for the padded ones."""
@@ -146,7 +159,8 @@ class World:
             row = self.random(num_padded, heads, dim)
             row[step.num_tokens :] = float("nan")
             rows.append(row)
-        return rows[0], rows[1], rows[2]
+        q, k, v = rows
+        return q, k, k[..., : problem.v_head_dim] if problem.pool is PoolKind.LATENT else v
 
     def remember(self, layer: int, requests: Sequence[Request], q_len: Sequence[int], k: Tensor, v: Tensor) -> None:
         first = 0
@@ -156,19 +170,27 @@ class World:
             first += new
 
     def check(
-        self, layer: int, requests: Sequence[Request], q_len: Sequence[int], q: Tensor, out: Tensor, lse: Tensor
+        self,
+        layer: int,
+        requests: Sequence[Request],
+        q_len: Sequence[int],
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
     ) -> None:
-        """out and lse of every real token equal the oracle's; padded tokens are zero and -inf."""
+        """out and, if it was asked for, lse of every real token equal the oracle's; padded tokens are zero and -inf."""
         problem = self.problems[layer]
         first = 0
         for request, new in zip(requests, q_len, strict=True):
             rows = slice(first, first + new)
             want, want_lse = attend_sequence(q[rows], request.k[layer], request.v[layer], problem)
             assert_attention_close(out[rows], want, problem.dtype)
-            assert_lse_close(lse[rows], want_lse, problem.dtype)
+            if lse is not None:
+                assert_lse_close(lse[rows], want_lse, problem.dtype)
             first += new
         assert torch.equal(out[first:], torch.zeros_like(out[first:])), "a padded token got something else than zero"
-        assert torch.equal(lse[first:], torch.full_like(lse[first:], float("-inf")))
+        if lse is not None:
+            assert torch.equal(lse[first:], torch.full_like(lse[first:], float("-inf")))
 
     def page_zero_is_zero(self) -> bool:
         """Whether the reserved page is still all zero, in every layer."""

@@ -1,0 +1,142 @@
+"""The one file that imports AITER: its functions, and whether the installed ones take what is passed to them.
+
+Every function is called by keyword: parameters have moved by position between releases. `from aiter import` runs at
+each call; it costs less than a microsecond, and a replayed graph does not come here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+Function = Callable[..., Any]
+
+
+def unified_attention() -> Function:
+    """Triton: decode, extend and mixed steps through a dense block table."""
+    try:
+        from aiter.ops.triton.attention.unified_attention import unified_attention as function
+    except ImportError:  # releases before 2026
+        from aiter.ops.triton.unified_attention import unified_attention as function
+    return _as_function(function)
+
+
+def paged_attention_ragged() -> Function:
+    """HIP: decode steps through a CSR page list."""
+    from aiter import paged_attention_ragged as function
+
+    return _as_function(function)
+
+
+def mha_batch_prefill_func() -> Function:
+    """Composable Kernel: extend and mixed steps through a CSR page list."""
+    from aiter import mha_batch_prefill_func as function
+
+    return _as_function(function)
+
+
+def flash_attn_varlen_func() -> Function:
+    """Assembly or Composable Kernel: extend steps without a prefix, over packed K and V."""
+    from aiter import flash_attn_varlen_func as function
+
+    return _as_function(function)
+
+
+def mla_decode_fwd() -> Function:
+    """Assembly: decode steps over a latent pool."""
+    from aiter.mla import mla_decode_fwd as function
+
+    return _as_function(function)
+
+
+@dataclass(frozen=True, slots=True)
+class EntryPoint:
+    """A function of AITER, and the keywords that the provider passes to it."""
+
+    load: Callable[[], Function]
+    keywords: frozenset[str]
+
+    def complaint(self) -> str:
+        """Why the installed function cannot be called as the provider calls it; empty when it can."""
+        try:
+            function = self.load()
+        except ImportError as error:
+            return f"AITER is not installed as it should be ({error}); install the distribution amd-aiter"
+        parameters = inspect.signature(function).parameters
+        unknown = sorted(self.keywords - set(parameters))
+        required = {name for name, value in parameters.items() if value.default is inspect.Parameter.empty}
+        missing = sorted(required - self.keywords)
+        if not unknown and not missing:
+            return ""
+        found = [f"takes no {name}" for name in unknown] + [f"requires {name}" for name in missing]
+        return (
+            f"the installed AITER's {function.__name__} {' and '.join(found)}; this version of rocm_attn was written "
+            "for AITER v0.1.10 to v0.1.20"
+        )
+
+
+def _keywords(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# By name of the table's row.
+ENTRY_POINTS: Mapping[str, EntryPoint] = {
+    "aiter.unified_attention": EntryPoint(
+        unified_attention,
+        _keywords(
+            "q k v out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale causal window_size block_table "
+            "softcap q_descale k_descale v_descale"
+        ),
+    ),
+    "aiter.paged_attention_ragged": EntryPoint(
+        paged_attention_ragged,
+        _keywords(
+            "out workspace_buffer query key_cache value_cache scale kv_indptr kv_page_indices kv_last_page_lens "
+            "block_size max_num_partitions alibi_slopes kv_cache_dtype kv_cache_layout logits_soft_cap k_scale v_scale "
+            "fp8_out_scale partition_size mtp"
+        ),
+    ),
+    "aiter.mha_batch_prefill_func": EntryPoint(
+        mha_batch_prefill_func,
+        _keywords(
+            "q k v cu_seqlens_q kv_indptr kv_page_indices max_seqlen_q max_seqlen_k dropout_p softmax_scale "
+            "logits_soft_cap causal window_size return_lse out kv_last_page_lens"
+        ),
+    ),
+    "aiter.flash_attn_varlen_func": EntryPoint(
+        flash_attn_varlen_func,
+        _keywords(
+            "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale logits_soft_cap causal "
+            "return_lse out"
+        ),
+    ),
+    "aiter.mla_decode_fwd": EntryPoint(
+        mla_decode_fwd,
+        _keywords(
+            "q kv_buffer o qo_indptr kv_indptr kv_indices kv_last_page_lens max_seqlen_q sm_scale logit_cap "
+            "num_kv_splits num_kv_splits_indptr"
+        ),
+    ),
+}
+
+
+def unavailable() -> Mapping[str, str]:
+    """Row name -> why the installed AITER cannot serve it; a row that it can serve is not in here."""
+    complaints = {name: entry.complaint() for name, entry in ENTRY_POINTS.items()}
+    return {name: complaint for name, complaint in complaints.items() if complaint}
+
+
+def version() -> str:
+    """The installed AITER's version; empty where its distribution does not say."""
+    try:
+        return metadata.version("amd-aiter")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _as_function(function: Any) -> Function:
+    assert callable(function)
+    return function  # type: ignore[no-any-return]

@@ -1,0 +1,131 @@
+"""aiter.mha_batch_prefill_func for extend steps over the pool, aiter.flash_attn_varlen_func where nothing is cached."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rocm_attn.padding import PaddedShape
+from rocm_attn.problem import Problem
+from rocm_attn.providers.aiter import library
+from rocm_attn.providers.aiter.scratch import Part, cut, num_words
+from rocm_attn.providers.aiter.unified import ALL_KEYS
+from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata
+from rocm_attn.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPrefill:
+    """Any number of new tokens in each sequence, through a CSR page list."""
+
+    problem: Problem
+
+    def describe(self) -> str:
+        return f"aiter.mha_batch_prefill_func({self.problem})"
+
+    def schedule_words(self, shape: PaddedShape) -> int:
+        return 0
+
+    def schedule_key(self) -> Hashable:
+        return ()
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return 0
+
+    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
+        pass
+
+    def attend(self, args: AttendArgs) -> None:
+        step, one_token_pages = args.step, self.problem.page_size == 1
+        result = library.mha_batch_prefill_func()(
+            q=args.q,
+            # Pages of one token have no page dimension.
+            k=args.k_pages[:, 0] if one_token_pages else args.k_pages,
+            v=args.v_pages[:, 0] if one_token_pages else args.v_pages,
+            cu_seqlens_q=step.q_indptr,
+            kv_indptr=step.page_indptr,
+            kv_page_indices=step.page_list,
+            max_seqlen_q=step.max_q_len,
+            max_seqlen_k=step.max_kv_len,
+            dropout_p=0.0,
+            softmax_scale=self.problem.scale,
+            logits_soft_cap=0.0,
+            causal=True,
+            window_size=ALL_KEYS,
+            return_lse=args.lse is not None,
+            out=args.out,
+            kv_last_page_lens=step.last_page_len,
+        )
+        _keep_lse(result, args.lse)
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenPrefill:
+    """New tokens of sequences that have nothing in the cache, over packed K and V.
+
+    K and V are gathered from the slots that the store has just written: what is read comes from where it was written.
+    """
+
+    problem: Problem
+
+    def describe(self) -> str:
+        return f"aiter.flash_attn_varlen_func({self.problem})"
+
+    def schedule_words(self, shape: PaddedShape) -> int:
+        return 0
+
+    def schedule_key(self) -> Hashable:
+        return ()
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return num_words(self._parts(shape))
+
+    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
+        pass
+
+    def attend(self, args: AttendArgs) -> None:
+        step = args.step
+        k, v = cut(args.workspace, self._parts(step.shape))
+        for rows, pages in ((k, args.k_pages), (v, args.v_pages)):
+            torch.index_select(pages.view(-1, *pages.shape[2:]), 0, step.slot_of_token, out=rows)
+        result = library.flash_attn_varlen_func()(
+            q=args.q,
+            k=k,
+            v=v,
+            cu_seqlens_q=step.q_indptr,
+            cu_seqlens_k=step.q_indptr,
+            max_seqlen_q=step.max_q_len,
+            max_seqlen_k=step.max_q_len,
+            dropout_p=0.0,
+            softmax_scale=self.problem.scale,
+            logits_soft_cap=0.0,
+            causal=True,
+            return_lse=args.lse is not None,
+            out=args.out,
+        )
+        _keep_lse(result, args.lse)
+
+    def _parts(self, shape: PaddedShape) -> tuple[Part, Part]:
+        problem = self.problem
+        rows = (shape.num_tokens, problem.num_kv_heads)
+        return Part((*rows, problem.head_dim), problem.dtype), Part((*rows, problem.v_head_dim), problem.dtype)
+
+
+def _keep_lse(result: Tensor | tuple[Tensor, Tensor], lse: Tensor | None) -> None:
+    """Both functions return out alone, or out and a log-sum-exp [q_heads, T]."""
+    if lse is not None:
+        assert isinstance(result, tuple)
+        lse.copy_(result[1].t())
+
+
+def bind_batch_prefill(problem: Problem, target: Target, pool: PoolSize) -> BatchPrefill:
+    """The kernel; its tiles follow from its JIT variant."""
+    return BatchPrefill(problem)
+
+
+def bind_varlen_prefill(problem: Problem, target: Target, pool: PoolSize) -> VarlenPrefill:
+    """The kernel; it chooses between its variants itself."""
+    return VarlenPrefill(problem)

@@ -1,0 +1,110 @@
+"""aiter.paged_attention_ragged: decode through a CSR page list, split at every 256 keys of a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rocm_attn.padding import PaddedShape, StepKind
+from rocm_attn.problem import Problem
+from rocm_attn.providers.aiter import library
+from rocm_attn.providers.aiter.scratch import Part, cut, num_words, whole_rows
+from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata
+from rocm_attn.target import Target
+
+# Fixed in its source. Keys past max_num_partitions of these are ignored in silence.
+_PARTITION_KEYS = 256
+
+# Its workspace grows with sequences times length, whatever the pool holds; above this another kernel is taken.
+WORKSPACE_BUDGET_BYTES = 1 << 30
+
+_ONE_AS_INT32 = torch.tensor(1.0).view(torch.int32).item()
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedDecode:
+    """One new token in each sequence.
+
+    max_kv_len: whole pages of the longest sequence, in tokens
+    """
+
+    problem: Problem
+    max_kv_len: int
+
+    def describe(self) -> str:
+        return f"aiter.paged_attention_ragged({self.problem})"
+
+    def schedule_words(self, shape: PaddedShape) -> int:
+        return 1
+
+    def schedule_key(self) -> Hashable:
+        return "one"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return num_words(self._parts(shape, self.max_kv_len))
+
+    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
+        # The scale of K and V, a float32 1: the function wants an address even where nothing is quantised.
+        schedule.fill_(_ONE_AS_INT32)
+
+    def attend(self, args: AttendArgs) -> None:
+        step, problem = args.step, self.problem
+        parts = self._parts(step.shape, step.max_kv_len)
+        partials, q_rows, out_rows = cut(args.workspace, parts)
+        out = args.out if args.out.is_contiguous() else out_rows
+        one = args.schedule[:1].view(torch.float32)
+        library.paged_attention_ragged()(
+            out=out,
+            workspace_buffer=partials,
+            query=whole_rows(args.q, q_rows),
+            key_cache=args.k_pages,
+            value_cache=args.v_pages,
+            scale=problem.scale,
+            kv_indptr=step.page_indptr,
+            kv_page_indices=step.page_list,
+            kv_last_page_lens=step.last_page_len,
+            block_size=problem.page_size,
+            max_num_partitions=_num_partitions(step.max_kv_len),
+            alibi_slopes=None,
+            kv_cache_dtype="auto",
+            kv_cache_layout="NHD",
+            logits_soft_cap=0.0,
+            k_scale=one,
+            v_scale=one,
+            fp8_out_scale=None,
+            partition_size=_PARTITION_KEYS,
+            mtp=1,
+        )
+        if out is not args.out:
+            args.out.copy_(out)
+
+    def _parts(self, shape: PaddedShape, max_kv_len: int) -> tuple[Part, Part, Part]:
+        """The function's workspace, then room for q and out where their rows are not contiguous.
+
+        For each row, head and partition: an exp sum and a maximum in float32, and a partial output.
+        """
+        problem = self.problem
+        rows = (shape.num_tokens, problem.num_q_heads, problem.head_dim)
+        partial_bytes = 8 + problem.head_dim * problem.dtype.itemsize
+        num_bytes = rows[0] * rows[1] * _num_partitions(max_kv_len) * partial_bytes
+        return Part((num_bytes,), torch.uint8), Part(rows, problem.dtype), Part(rows, problem.dtype)
+
+
+def _num_partitions(max_kv_len: int) -> int:
+    return -(-max_kv_len // _PARTITION_KEYS)
+
+
+def bind_ragged(problem: Problem, target: Target, pool: PoolSize) -> RaggedDecode:
+    """The kernel, with workspace for sequences up to pool.max_kv_len. Raises LookupError where that is too much."""
+    kernel = RaggedDecode(problem, -(-pool.max_kv_len // problem.page_size) * problem.page_size)
+    num_seqs = pool.max_num_seqs
+    num_bytes = kernel.workspace_words(PaddedShape(StepKind.DECODE, num_seqs, num_seqs)) * torch.float32.itemsize
+    if num_bytes > WORKSPACE_BUDGET_BYTES:
+        raise LookupError(
+            f"its workspace for {num_seqs} sequences of {pool.max_kv_len} tokens takes {num_bytes} bytes, "
+            f"at most {WORKSPACE_BUDGET_BYTES} are given"
+        )
+    return kernel

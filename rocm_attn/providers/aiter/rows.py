@@ -1,0 +1,194 @@
+"""AITER's rows of the capability table: every entry point for attention, and what is known of its limits.
+
+A number that is not plain from the function itself is what AITER's own tests run, so that nobody is the first to try.
+Within a kind of step the first row that serves is taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from rocm_attn.padding import StepKind
+from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.providers.aiter.mla import bind_latent_decode
+from rocm_attn.providers.aiter.prefill import bind_batch_prefill, bind_varlen_prefill
+from rocm_attn.providers.aiter.ragged import bind_ragged
+from rocm_attn.providers.aiter.unified import bind_unified
+from rocm_attn.providers.contract import Baked, Bind, BoundKernel, KernelRow, Limits, Need, PoolSize, ReadAhead
+from rocm_attn.target import Target
+
+_HALF = (torch.bfloat16, torch.float16)
+
+# Windows, soft caps and sinks, which some of these functions know, are not passed to them yet.
+_LIMITS = Limits(
+    archs=("gfx942", "gfx950"),
+    dtypes=_HALF,
+    head_dim=(1, 256),
+    v_head_dim=(1, 256),
+    page_size=(1, 1024),
+    max_gqa_ratio=16,
+    window=False,
+    soft_cap=False,
+    sinks=False,
+)
+
+_RAGGED = replace(
+    _LIMITS,
+    exact_dims=((64, 64), (128, 128)),
+    page_sizes=(1, 16, 32),
+    lse=False,
+    # 2**31 elements of 2 bytes: a build of it that the environment may ask for computes 32-bit offsets.
+    max_side_bytes=2**32 - 1,
+)
+
+# Pages of one token would give tiles of one key.
+_UNIFIED = replace(
+    _LIMITS,
+    exact_dims=((64, 64), (128, 128), (256, 256), (512, 512)),
+    page_sizes=(16, 32, 64, 128),
+    max_gqa_ratio=64,
+    lse=False,
+)
+
+_BATCH_PREFILL = replace(
+    _LIMITS,
+    exact_dims=((128, 128), (256, 256)),
+    page_sizes=(1, 16, 1024),
+    max_gqa_ratio=64,
+    # Composable Kernel's own bound on a byte offset, where a page holds fewer tokens than its tile.
+    max_side_bytes=2**31 - 1,
+)
+
+_VARLEN = replace(
+    _LIMITS,
+    exact_dims=((64, 64), (96, 96), (128, 128), (160, 160), (192, 192), (192, 128), (224, 224), (256, 256)),
+    max_gqa_ratio=64,
+)
+
+_LATENT = replace(
+    _LIMITS,
+    exact_dims=((576, 512),),
+    # On pages of more than one token its bf16 kernels read the wrong ones.
+    page_sizes=(1,),
+    num_q_heads=(16, 128),
+    max_gqa_ratio=128,
+    dtypes=(torch.bfloat16,),
+    pools=(PoolKind.LATENT,),
+    lse=False,
+)
+
+_VECTORIZED = replace(_LIMITS, pools=(PoolKind.VECTORIZED,), lse=False)
+
+_LISTED = frozenset({Need.PAGE_LIST})
+_TABLED = frozenset({Need.BLOCK_TABLE, Need.KV_LEN_INT64})
+_MAX_KV_LEN = frozenset({Baked.MAX_KV_LEN})
+_BOTH_LENGTHS = frozenset({Baked.MAX_KV_LEN, Baked.MAX_Q_LEN})
+
+# Composable Kernel reads blocks of 128 entries of a page list, the last one whole.
+_LIST_BLOCKS = ReadAhead(list_entries=256)
+_TABLE_TILES = ReadAhead(table_tokens=64)
+_NOTHING_AHEAD = ReadAhead()
+
+
+def _row(
+    name: str,
+    kind: StepKind,
+    limits: Limits,
+    bind: Bind,
+    *,
+    needs: frozenset[Need] = frozenset(),
+    bakes: frozenset[Baked] = frozenset(),
+    reads_ahead: ReadAhead = _NOTHING_AHEAD,
+    masks_v: bool = False,
+    graph_safe: bool = True,
+    needs_host_lengths: bool = False,
+    not_bound: str = "",
+) -> KernelRow:
+    # No kernel of a library that may change is taken for batch-invariant, and none of them knows of padded tokens.
+    return KernelRow(
+        provider="aiter",
+        name=f"aiter.{name}",
+        kind=kind,
+        limits=limits,
+        min_kv_len=1,
+        masks_v=masks_v,
+        graph_safe=graph_safe,
+        batch_invariant=False,
+        needs=needs,
+        bakes=bakes,
+        needs_host_lengths=needs_host_lengths,
+        bind=bind,
+        clears_pads=False,
+        reads_ahead=reads_ahead,
+        not_bound=not_bound,
+    )
+
+
+def _never(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
+    raise AssertionError("a row that is not bound was selected")
+
+
+def _unbound(name: str, kind: StepKind, limits: Limits, why: str) -> KernelRow:
+    return _row(name, kind, limits, _never, not_bound=why)
+
+
+def _batch_prefill(kind: StepKind) -> KernelRow:
+    return _row(
+        "mha_batch_prefill_func",
+        kind,
+        _BATCH_PREFILL,
+        bind_batch_prefill,
+        needs=_LISTED,
+        bakes=_BOTH_LENGTHS,
+        reads_ahead=_LIST_BLOCKS,
+    )
+
+
+def _unified(kind: StepKind, bakes: frozenset[Baked]) -> KernelRow:
+    return _row("unified_attention", kind, _UNIFIED, bind_unified, needs=_TABLED, bakes=bakes, reads_ahead=_TABLE_TILES)
+
+
+def _unbound_latent_extends(kind: StepKind) -> tuple[KernelRow, ...]:
+    return (
+        _unbound("mla_prefill_fwd", kind, _LATENT, "the absorbed extend over a latent pool"),
+        _unbound("mla_prefill_ps_asm_fwd", kind, replace(_LATENT, archs=("gfx950",)), "it takes FP8 only"),
+    )
+
+
+ROWS: tuple[KernelRow, ...] = (
+    _row(
+        "paged_attention_ragged",
+        StepKind.DECODE,
+        _RAGGED,
+        bind_ragged,
+        needs=_LISTED,
+        bakes=_MAX_KV_LEN,
+        reads_ahead=_LIST_BLOCKS,
+    ),
+    _unified(StepKind.DECODE, _MAX_KV_LEN),
+    _row("mla_decode_fwd", StepKind.DECODE, _LATENT, bind_latent_decode, needs=_LISTED, reads_ahead=_LIST_BLOCKS),
+    _unbound("pa_decode_gluon", StepKind.DECODE, _VECTORIZED, "it reads vectorised pools"),
+    _unbound("pa_fwd_asm", StepKind.DECODE, _VECTORIZED, "it reads vectorised pools, with the scale 1/sqrt(128)"),
+    _unbound("pa_persistent_fwd", StepKind.DECODE, _VECTORIZED, "it reads vectorised FP8 pools"),
+    _batch_prefill(StepKind.EXTEND),
+    _unified(StepKind.EXTEND, _BOTH_LENGTHS),
+    *_unbound_latent_extends(StepKind.EXTEND),
+    # One kernel for both, because Composable Kernel gives a sequence with one new token a tile of 128.
+    _unified(StepKind.MIXED, _BOTH_LENGTHS),
+    _batch_prefill(StepKind.MIXED),
+    *_unbound_latent_extends(StepKind.MIXED),
+    _row(
+        "flash_attn_varlen_func",
+        StepKind.PREFILL,
+        _VARLEN,
+        bind_varlen_prefill,
+        bakes=frozenset({Baked.MAX_Q_LEN}),
+        # Each sequence's K and V are a view of its own length.
+        masks_v=True,
+        # A graph serves steps with prefixes too.
+        graph_safe=False,
+        needs_host_lengths=True,
+    ),
+)

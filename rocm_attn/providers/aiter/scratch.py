@@ -1,0 +1,46 @@
+"""Scratch: cuts typed tensors out of the float32 workspace that a kernel is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor to be cut out."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_words(self) -> int:
+        """float32 words that it takes, whole aligned blocks."""
+        blocks = -(-prod(self.shape) * self.dtype.itemsize // _ALIGNMENT_BYTES)
+        return blocks * _ALIGNMENT_BYTES // torch.float32.itemsize
+
+
+def num_words(parts: Sequence[Part]) -> int:
+    """float32 words of workspace that hold all parts."""
+    return sum(part.num_words for part in parts)
+
+
+def cut(workspace: Tensor, parts: Sequence[Part]) -> list[Tensor]:
+    """The parts, in order, as views of the workspace; their content is undefined."""
+    views, first = [], 0
+    for part in parts:
+        words = workspace[first : first + part.num_words]
+        views.append(words.view(part.dtype)[: prod(part.shape)].view(part.shape))
+        first += part.num_words
+    return views
+
+
+def whole_rows(rows: Tensor, scratch: Tensor) -> Tensor:
+    """rows [T, heads, dim] themselves where they are contiguous, else a copy of them in scratch."""
+    return rows if rows.is_contiguous() else scratch.copy_(rows)

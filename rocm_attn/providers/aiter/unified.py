@@ -1,0 +1,71 @@
+"""aiter.ops.triton.attention.unified_attention: one Triton kernel for decode, extend and mixed steps."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rocm_attn.padding import PaddedShape, StepKind
+from rocm_attn.problem import Problem
+from rocm_attn.providers.aiter import library
+from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata
+from rocm_attn.target import Target
+
+# Keys before and after a query's own; -1: all of them. The function itself is causal.
+ALL_KEYS = (-1, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Unified:
+    """Attention through the dense block table.
+
+    It allocates its own split buffers; while a graph is captured they come from the graph's memory pool.
+    """
+
+    problem: Problem
+
+    def describe(self) -> str:
+        return f"aiter.unified_attention({self.problem})"
+
+    def schedule_words(self, shape: PaddedShape) -> int:
+        return 0
+
+    def schedule_key(self) -> Hashable:
+        return ()
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return 0
+
+    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
+        pass
+
+    def attend(self, args: AttendArgs) -> None:
+        step = args.step
+        # With 1 it takes token i for the only one of sequence i, which holds in decode steps alone.
+        max_seqlen_q = 1 if step.shape.kind is StepKind.DECODE else max(2, step.max_q_len)
+        library.unified_attention()(
+            q=args.q,
+            k=args.k_pages,
+            v=args.v_pages,
+            out=args.out,
+            cu_seqlens_q=step.q_indptr,
+            max_seqlen_q=max_seqlen_q,
+            # int64: its address arithmetic takes the dtype of the lengths, and wraps above 2 GiB with int32.
+            seqused_k=step.kv_len_int64,
+            max_seqlen_k=step.max_kv_len,
+            softmax_scale=self.problem.scale,
+            causal=True,
+            window_size=ALL_KEYS,
+            block_table=step.block_table,
+            softcap=0.0,
+            q_descale=None,
+            k_descale=None,
+            v_descale=None,
+        )
+
+
+def bind_unified(problem: Problem, target: Target, pool: PoolSize) -> Unified:
+    """The kernel; it chooses its own tiles."""
+    return Unified(problem)

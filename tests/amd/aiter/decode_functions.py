@@ -1,0 +1,147 @@
+"""The stand-in's decode functions: paged_attention_ragged and mla_decode_fwd."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.amd.aiter.checks import HALF, attend, require, require_tensor, rows_of, run, spans, times_zero
+
+
+def paged_attention_ragged(call: Mapping[str, Any]) -> None:
+    q, k_cache = call["query"], call["key_cache"]
+    num_rows, num_heads, dim = q.shape
+    dtype, block = q.dtype, call["block_size"]
+    require(dtype in HALF and dim in (64, 128), f"no variant for {dtype} and head size {dim}")
+    require(block in (1, 16, 32), f"no variant for block size {block}")
+    require_tensor("query", q, dtype, (None, None, None), contiguous=False)
+    require(q.stride(1) == dim, "only the stride between rows of query is read")
+    require_tensor("out", call["out"], dtype, q.shape)
+    require_tensor("key_cache", k_cache, dtype, (None, block, None, dim))
+    require_tensor("value_cache", call["value_cache"], dtype, k_cache.shape)
+    require(
+        num_heads % k_cache.shape[2] == 0 and num_heads // k_cache.shape[2] <= 16, "at most 16 heads share a KV head"
+    )
+    require_tensor("kv_indptr", call["kv_indptr"], torch.int32, (num_rows + 1,))
+    require_tensor("kv_page_indices", call["kv_page_indices"], torch.int32, (None,))
+    require_tensor("kv_last_page_lens", call["kv_last_page_lens"], torch.int32, (num_rows,))
+    for name in ("k_scale", "v_scale"):
+        require_tensor(name, call[name], torch.float32, (1,))
+    require(call["partition_size"] == 256 and call["mtp"] == 1, "partitions of 256 keys, one token a sequence")
+    require(call["kv_cache_dtype"] == "auto" and call["kv_cache_layout"] == "NHD", "an unquantised NHD cache")
+    require(call["alibi_slopes"] is None and call["fp8_out_scale"] is None, "no slopes, no FP8 output")
+    require(call["logits_soft_cap"] == 0.0, "no soft cap")
+    needed = num_rows * num_heads * call["max_num_partitions"] * (8 + dim * dtype.itemsize)
+    workspace = call["workspace_buffer"]
+    require(
+        workspace.is_contiguous() and workspace.nbytes >= needed, f"workspace of {workspace.nbytes} < {needed} bytes"
+    )
+    require(workspace.data_ptr() % 16 == 0, "workspace is not aligned")
+    run(
+        _run_ragged,
+        call["out"],
+        workspace,
+        q,
+        k_cache,
+        call["value_cache"],
+        call["kv_indptr"],
+        call["kv_page_indices"],
+        call["kv_last_page_lens"],
+        call["k_scale"],
+        call["v_scale"],
+        scale=call["scale"],
+        max_keys=call["max_num_partitions"] * 256,
+    )
+
+
+def _run_ragged(
+    out: Tensor,
+    workspace: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_indptr: Tensor,
+    page_list: Tensor,
+    last_page_len: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    *,
+    scale: float,
+    max_keys: int,
+) -> None:
+    block = k_cache.shape[1]
+    require(k_scale.item() == 1 and v_scale.item() == 1, "scales of an unquantised cache are 1")
+    workspace.view(torch.uint8).fill_(0xFF)
+    for row, (first, end) in enumerate(spans(kv_indptr, len(page_list), "kv_indptr")):
+        require(end > first, f"sequence {row} has no page: a division by zero")
+        last = last_page_len[row].item()
+        require(1 <= last <= block, f"last page of sequence {row} holds {last} of {block} tokens")
+        kv_len = (end - first - 1) * block + last
+        require(kv_len <= max_keys, f"{kv_len} keys, of which all past {max_keys} would be ignored in silence")
+        k = rows_of(k_cache, page_list[first:end], "kv_page_indices")
+        v = rows_of(v_cache, page_list[first:end], "kv_page_indices")
+        result, _ = attend(q[row : row + 1], k[:kv_len], v[:kv_len], scale)
+        out[row] = (result[0] + times_zero(v[kv_len:])).to(out.dtype)
+
+
+def mla_decode_fwd(call: Mapping[str, Any]) -> None:
+    q, kv, splits = call["q"], call["kv_buffer"], call["num_kv_splits"]
+    num_seqs = len(call["qo_indptr"]) - 1
+    require(q.shape[1] in (16, 128), f"no kernel for {q.shape[1]} heads in every release")
+    require_tensor("q", q, torch.bfloat16, (num_seqs, None, 576))
+    require_tensor("kv_buffer", kv, torch.bfloat16, (None, 1, 1, 576))
+    require_tensor("o", call["o"], torch.bfloat16, (num_seqs, q.shape[1], 512))
+    for name in ("qo_indptr", "kv_indptr"):
+        require_tensor(name, call[name], torch.int32, (num_seqs + 1,))
+    require_tensor("kv_indices", call["kv_indices"], torch.int32, (None,))
+    require_tensor("kv_last_page_lens", call["kv_last_page_lens"], torch.int32, (num_seqs,))
+    require(
+        call["max_seqlen_q"] == 1 and call.get("page_size", 1) == 1 and call.get("nhead_kv", 1) == 1, "plain decode"
+    )
+    require(call["sm_scale"] is not None and call["logit_cap"] == 0.0, "a scale, no cap")
+    require(
+        isinstance(splits, int) and 1 <= splits <= 16, "without num_kv_splits, they are chosen by the list's length"
+    )
+    require_tensor("num_kv_splits_indptr", call["num_kv_splits_indptr"], torch.int32, (num_seqs + 1,))
+    require(call["work_meta_data"] is None and not call["return_lse"], "not persistent, no lse")
+    run(
+        _run_latent,
+        q,
+        kv,
+        call["o"],
+        call["qo_indptr"],
+        call["kv_indptr"],
+        call["kv_indices"],
+        call["kv_last_page_lens"],
+        call["num_kv_splits_indptr"],
+        scale=call["sm_scale"],
+        splits=splits,
+    )
+
+
+def _run_latent(
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    last_page_len: Tensor,
+    splits_indptr: Tensor,
+    *,
+    scale: float,
+    splits: int,
+) -> None:
+    num_seqs = len(q)
+    require(splits_indptr.tolist() == [i * splits for i in range(num_seqs + 1)], "the splits' indptr says otherwise")
+    require(qo_indptr.tolist() == list(range(num_seqs + 1)), "a sequence has not one new token")
+    require(bool((last_page_len == 1).all()), "a page holds one token")
+    for seq, (first, end) in enumerate(spans(kv_indptr, len(kv_indices), "kv_indptr")):
+        require(end > first, f"sequence {seq} has no key: a division by zero")
+        rows = rows_of(kv, kv_indices[first:end], "kv_indices")
+        result, _ = attend(q[seq : seq + 1], rows, rows[..., :512], scale)
+        # Row 0 stands in for masked keys.
+        out[seq] = (result[0] + times_zero(kv[0])).to(out.dtype)

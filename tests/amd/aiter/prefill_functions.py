@@ -1,0 +1,149 @@
+"""The stand-in's mha_batch_prefill_func and flash_attn_varlen_func."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.amd.aiter.checks import HALF, attend, require, require_tensor, rows_of, run, spans, times_zero
+
+
+def mha_batch_prefill_func(call: Mapping[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
+    q, k, out = call["q"], call["k"], call["out"]
+    dtype, dim, num_seqs = q.dtype, q.shape[2], len(call["cu_seqlens_q"]) - 1
+    page_size = 1 if k.dim() == 3 else k.shape[1]
+    require(dtype in HALF and dim in (128, 256), f"no matching kernel found for {dtype} and head dim {dim}")
+    require(page_size in (1, 16, 1024), f"no matching kernel found for pages of {page_size}")
+    require_tensor("q", q, dtype, (None, None, dim), contiguous=False)
+    require(out is not None, "out would be allocated")
+    require_tensor("out", out, dtype, q.shape, contiguous=False)
+    require_tensor("k", k, dtype, (None,) * (k.dim() - 1) + (dim,), contiguous=False)
+    require_tensor("v", call["v"], dtype, k.shape, contiguous=False)
+    require(all(stride % 8 == 0 for x in (q, out, k, call["v"]) for stride in x.stride()[:-1]), "strides of 16 bytes")
+    require(k.numel() * k.element_size() < 2**31, "byte offsets are 32 bits")
+    require_tensor("cu_seqlens_q", call["cu_seqlens_q"], torch.int32, (num_seqs + 1,))
+    require_tensor("kv_indptr", call["kv_indptr"], torch.int32, (num_seqs + 1,))
+    require_tensor("kv_page_indices", call["kv_page_indices"], torch.int32, (None,))
+    require_tensor("kv_last_page_lens", call["kv_last_page_lens"], torch.int32, (num_seqs,))
+    _require_plain(call)
+    require(tuple(call["window_size"]) == (-1, -1), "no window")
+    lse = torch.empty(q.shape[1], len(q), dtype=torch.float32) if call["return_lse"] else None
+    run(
+        _run_batch_prefill,
+        q,
+        k if k.dim() == 4 else k[:, None],
+        call["v"] if k.dim() == 4 else call["v"][:, None],
+        out,
+        lse,
+        call["cu_seqlens_q"],
+        call["kv_indptr"],
+        call["kv_page_indices"],
+        call["kv_last_page_lens"],
+        scale=call["softmax_scale"],
+        max_q_len=call["max_seqlen_q"],
+        max_kv_len=call["max_seqlen_k"],
+    )
+    return out if lse is None else (out, lse)
+
+
+def _require_plain(call: Mapping[str, Any]) -> None:
+    """What both prefill functions are given in any case."""
+    require(call["softmax_scale"] is not None, "without a scale 1/sqrt(D) would be taken, whatever the model's is")
+    require(call["causal"] is True and call["dropout_p"] == 0.0, "causal, without dropout")
+    require(call["logits_soft_cap"] == 0.0 and call["alibi_slopes"] is None, "no soft cap, no slopes")
+
+
+def _run_batch_prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    cu_seqlens_q: Tensor,
+    kv_indptr: Tensor,
+    page_list: Tensor,
+    last_page_len: Tensor,
+    *,
+    scale: float,
+    max_q_len: int,
+    max_kv_len: int,
+) -> None:
+    page_size = k_cache.shape[1]
+    pages = spans(kv_indptr, len(page_list), "kv_indptr")
+    for seq, (first, end) in enumerate(spans(cu_seqlens_q, len(q), "cu_seqlens_q")):
+        q_len, (first_page, end_page) = end - first, pages[seq]
+        require(q_len <= max_q_len, f"sequence {seq} has {q_len} new tokens of at most {max_q_len}")
+        if q_len == 0:
+            continue
+        kv_len = (end_page - first_page - 1) * page_size + int(last_page_len[seq].item())
+        require(
+            q_len <= kv_len <= max_kv_len, f"sequence {seq} has {kv_len} keys, {q_len} new, of at most {max_kv_len}"
+        )
+        read_end = first_page + -(-(end_page - first_page) // 128) * 128
+        require(read_end <= len(page_list), f"{read_end} entries are read of a page list of {len(page_list)}")
+        k = rows_of(k_cache, page_list[first_page:end_page], "kv_page_indices")
+        v = rows_of(v_cache, page_list[first_page:end_page], "kv_page_indices")
+        ahead = rows_of(v_cache, page_list[end_page:read_end], "kv_page_indices")
+        if seq + 1 == len(pages) or pages[-1][1] == end_page:  # else it is other sequences' pages, of any content
+            require(bool((ahead == 0).all()), "what lies behind the page list is not page 0")
+        result, result_lse = attend(q[first:end], k[:kv_len], v[:kv_len], scale)
+        out[first:end] = (result + times_zero(v[kv_len:])).to(out.dtype)
+        if lse is not None:
+            lse[:, first:end] = result_lse.t()
+
+
+def flash_attn_varlen_func(call: Mapping[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
+    q, k, v, out = call["q"], call["k"], call["v"], call["out"]
+    dtype, num_seqs = q.dtype, len(call["cu_seqlens_q"]) - 1
+    require(dtype in HALF, f"no variant for {dtype}")
+    require_tensor("q", q, dtype, (None, None, None), contiguous=False)
+    require_tensor("k", k, dtype, (None, None, q.shape[2]))
+    require_tensor("v", v, dtype, (len(k), k.shape[1], None))
+    require(out is not None, "out would be allocated")
+    require_tensor("out", out, dtype, (len(q), q.shape[1], v.shape[2]), contiguous=False)
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        require_tensor(name, call[name], torch.int32, (num_seqs + 1,))
+    _require_plain(call)
+    require(call["block_table"] is None and call["bias"] is None, "packed K and V, no bias")
+    lse = torch.empty(q.shape[1], len(q), dtype=torch.float32) if call["return_lse"] else None
+    run(
+        _run_varlen,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        call["cu_seqlens_q"],
+        call["cu_seqlens_k"],
+        scale=call["softmax_scale"],
+        max_q_len=call["max_seqlen_q"],
+        max_kv_len=call["max_seqlen_k"],
+    )
+    return out if lse is None else (out, lse)
+
+
+def _run_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    scale: float,
+    max_q_len: int,
+    max_kv_len: int,
+) -> None:
+    keys = spans(cu_seqlens_k, len(k), "cu_seqlens_k")
+    for seq, (first, end) in enumerate(spans(cu_seqlens_q, len(q), "cu_seqlens_q")):
+        (first_key, end_key), q_len = keys[seq], end - first
+        require(q_len <= max_q_len and end_key - first_key <= max_kv_len, f"sequence {seq} is longer than was said")
+        if q_len:
+            result, result_lse = attend(q[first:end], k[first_key:end_key], v[first_key:end_key], scale)
+            out[first:end] = result.to(out.dtype)
+            if lse is not None:
+                lse[:, first:end] = result_lse.t()

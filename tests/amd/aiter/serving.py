@@ -1,0 +1,67 @@
+"""Worlds of AITER's kernels: a runtime on CPU tensors whose target is written down, over the stand-in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rocm_attn.padding import StepKind
+from rocm_attn.plan import LayerKernel
+from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.providers.aiter.rows import ROWS as AITER_ROWS
+from rocm_attn.providers.contract import SMALLEST_POOL
+from rocm_attn.providers.select import Selection, select
+from rocm_attn.target import known_target
+from tests.amd.runtime.stepping import World
+
+CPU = torch.device("cpu")
+GFX942 = known_target("gfx942")
+
+
+def plain_problem(
+    page_size: int = 16,
+    *,
+    heads: tuple[int, int] = (4, 2),
+    dims: tuple[int, int] = (64, 64),
+    dtype: torch.dtype = torch.float16,
+    wants_lse: bool = False,
+) -> Problem:
+    """Query and KV heads over K and V pages."""
+    return Problem(*heads, *dims, dtype, page_size, scale=0.21, wants_lse=wants_lse)
+
+
+def latent_problem(num_q_heads: int = 16) -> Problem:
+    """DeepSeek's latent attention, absorbed, on pages of one token."""
+    return Problem(num_q_heads, 1, 576, 512, torch.bfloat16, 1, scale=0.05, pool=PoolKind.LATENT)
+
+
+def partly_torch(problem: Problem) -> Selection:
+    """The first kernel of AITER that serves each kind of step, and torch's for the kinds that it does not serve."""
+    kernels = dict(select(problem, known_target("cpu"), "torch").kernels)
+    for kind in StepKind:
+        serving = [row for row in AITER_ROWS if row.kind is kind and not row.refusals(problem, GFX942)]
+        if serving:
+            kernels[kind] = LayerKernel(serving[0], serving[0].bind(problem, GFX942, SMALLEST_POOL))
+    return Selection(problem, GFX942, kernels, ())
+
+
+def world(
+    problem: Problem,
+    *,
+    provider: str = "aiter",
+    max_kv_len: int = 640,
+    capture_tokens: Sequence[int] = (1,),
+    selections: Sequence[Selection] | None = None,
+) -> World:
+    """Room for eight sequences, four of which may be long."""
+    return World.build(
+        [problem],
+        CPU,
+        provider,
+        num_pages=2 + 4 * -(-max_kv_len // problem.page_size),
+        max_kv_len=max_kv_len,
+        capture_tokens=capture_tokens,
+        target=GFX942,
+        selections=selections,
+    )

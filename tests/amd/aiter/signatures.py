@@ -1,0 +1,109 @@
+"""The parameters of AITER's functions in three releases, as recorded from ROCm/aiter; "name=default" has a default."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """One release: the module of unified_attention, which has moved, and the parameters of each function."""
+
+    version: str
+    unified_module: str
+    parameters: Mapping[str, str]
+
+    def signature(self, name: str) -> inspect.Signature:
+        """The function's signature."""
+        return inspect.Signature([_parameter(text) for text in self.parameters[name].split()])
+
+
+def _parameter(text: str) -> inspect.Parameter:
+    name, _, default = text.partition("=")
+    value = _DEFAULTS[default] if default else inspect.Parameter.empty
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=value)
+
+
+_DEFAULTS: Mapping[str, object] = {
+    "None": None,
+    "False": False,
+    "True": True,
+    "0": 0,
+    "1": 1,
+    "256": 256,
+    "0.0": 0.0,
+    "(-1,-1)": (-1, -1),
+    "(-1,-1,0)": (-1, -1, 0),
+}
+
+_RAGGED = (
+    "out workspace_buffer query key_cache value_cache scale kv_indptr kv_page_indices kv_last_page_lens block_size "
+    "max_num_partitions alibi_slopes kv_cache_dtype kv_cache_layout logits_soft_cap k_scale v_scale "
+    "fp8_out_scale=None partition_size=256 mtp=1"
+)
+_UNIFIED_OLD = (
+    "q k v out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale causal window_size block_table softcap "
+    "q_descale k_descale v_descale alibi_slopes=None output_scale=None qq_bias=None sinks=None"
+)
+_UNIFIED = (
+    "q k v out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale causal window_size block_table softcap "
+    "q_descale k_descale v_descale q_scales=None alibi_slopes=None output_scale=None qq_bias=None sinks=None "
+    "shuffled_kv_cache=False skip_reduce=False"
+)
+_BATCH_PREFILL_0_1_9 = (
+    "q k v cu_seqlens_q kv_indptr kv_page_indices max_seqlen_q max_seqlen_k dropout_p=0.0 softmax_scale=None "
+    "logits_soft_cap=0.0 causal=False window_size=(-1,-1) alibi_slopes=None deterministic=False return_lse=False "
+    "return_attn_probs=False out=None q_descale=None k_descale=None v_descale=None"
+)
+_BATCH_PREFILL_0_1_10 = (
+    "q k v cu_seqlens_q kv_indptr kv_page_indices max_seqlen_q max_seqlen_k dropout_p=0.0 softmax_scale=None "
+    "logits_soft_cap=0.0 causal=False window_size=(-1,-1) alibi_slopes=None deterministic=False return_lse=False "
+    "return_attn_probs=False out=None kv_last_page_lens=None block_table=None seqlen_k=None q_descale=None "
+    "k_descale=None v_descale=None sink_ptr=None"
+)
+_BATCH_PREFILL = _BATCH_PREFILL_0_1_10.replace(" sink_ptr=None", " kv_block_descale=None sink_ptr=None sink_size=0")
+_VARLEN = (
+    "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k min_seqlen_q=0 dropout_p=0.0 softmax_scale=None "
+    "logits_soft_cap=0.0 causal=False window_size=(-1,-1,0) bias=None alibi_slopes=None deterministic=False "
+    "return_lse=False return_attn_probs=False how_v3_bf16_cvt=1 block_table=None out=None cu_seqlens_q_padded=None "
+    "cu_seqlens_k_padded=None sink_ptr=None"
+)
+_MLA_OLD = (
+    "q kv_buffer o qo_indptr kv_indptr kv_indices kv_last_page_lens max_seqlen_q sm_scale=None logit_cap=0.0 "
+    "num_kv_splits=None num_kv_splits_indptr=None work_meta_data=None work_indptr=None work_info_set=None "
+    "reduce_indptr=None reduce_final_map=None reduce_partial_map=None q_scale=None kv_scale=None "
+    "intra_batch_mode=False return_logits=False return_lse=False"
+)
+# page_size came in between: what stood behind it has moved.
+_MLA_PAGED = _MLA_OLD.replace(" sm_scale=None", " page_size=1 nhead_kv=1 sm_scale=None")
+_MLA = _MLA_PAGED + " g_kv_indptr=None cp_world_size=1 cp_rank=0 causal=True"
+
+_OLD_MODULE = "aiter.ops.triton.unified_attention"
+
+V0_1_10 = Release(
+    "0.1.10",
+    _OLD_MODULE,
+    {
+        "paged_attention_ragged": _RAGGED,
+        "unified_attention": _UNIFIED_OLD,
+        "mha_batch_prefill_func": _BATCH_PREFILL_0_1_10,
+        "flash_attn_varlen_func": _VARLEN,
+        "mla_decode_fwd": _MLA_OLD,
+    },
+)
+V0_1_14 = Release(
+    "0.1.14",
+    _OLD_MODULE,
+    {**V0_1_10.parameters, "mha_batch_prefill_func": _BATCH_PREFILL, "mla_decode_fwd": _MLA_PAGED},
+)
+E4048607 = Release(
+    "0.1.21.dev0+e4048607",
+    "aiter.ops.triton.attention.unified_attention",
+    {**V0_1_14.parameters, "unified_attention": _UNIFIED, "mla_decode_fwd": _MLA},
+)
+RELEASES = (V0_1_10, V0_1_14, E4048607)
+
+# Before pages of more than one token were served: its signature has drifted too far.
+V0_1_9 = Release("0.1.9.post1", _OLD_MODULE, {**V0_1_10.parameters, "mha_batch_prefill_func": _BATCH_PREFILL_0_1_9})

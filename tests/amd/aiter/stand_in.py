@@ -1,0 +1,85 @@
+"""A stand-in for AITER: its module tree with the recorded signatures of a release, and functions that are strict."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from rocm_attn.providers.aiter import library
+from tests.amd.aiter.checks import require
+from tests.amd.aiter.decode_functions import mla_decode_fwd, paged_attention_ragged
+from tests.amd.aiter.prefill_functions import flash_attn_varlen_func, mha_batch_prefill_func
+from tests.amd.aiter.signatures import Release
+from tests.amd.aiter.unified_function import unified_attention
+
+Body = Callable[[Mapping[str, Any]], Any]
+
+BODIES: Mapping[str, Body] = {
+    "paged_attention_ragged": paged_attention_ragged,
+    "unified_attention": unified_attention,
+    "mha_batch_prefill_func": mha_batch_prefill_func,
+    "flash_attn_varlen_func": flash_attn_varlen_func,
+    "mla_decode_fwd": mla_decode_fwd,
+}
+
+
+@dataclass
+class StandIn:
+    """An installed stand-in.
+
+    calls:  names of functions, in the order in which they were called
+    bodies: what each does; a test may put a wrong one in
+    """
+
+    release: Release
+    calls: list[str] = field(default_factory=list)
+    bodies: dict[str, Body] = field(default_factory=lambda: dict(BODIES))
+
+    def function(self, name: str) -> Callable[..., Any]:
+        """The function of this name, which takes keywords only."""
+        signature = self.release.signature(name)
+
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            require(not args, f"{name} was called by position; its parameters move between releases")
+            bound = signature.bind(**kwargs)
+            bound.apply_defaults()
+            self.calls.append(name)
+            return self.bodies[name](bound.arguments)
+
+        stand_in.__name__ = name
+        stand_in.__signature__ = signature  # type: ignore[attr-defined]
+        return stand_in
+
+
+def install(release: Release, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """Put the module tree of a release into sys.modules until the test ends."""
+    stand_in = StandIn(release)
+    places = {
+        "aiter": ("paged_attention_ragged", "mha_batch_prefill_func", "flash_attn_varlen_func"),
+        "aiter.mla": ("mla_decode_fwd",),
+        release.unified_module: ("unified_attention",),
+    }
+    for path, names in places.items():
+        module = _module(path, monkeypatch)
+        for name in names:
+            if name in release.parameters:
+                setattr(module, name, stand_in.function(name))
+    monkeypatch.setattr(library, "version", lambda: release.version)
+    return stand_in
+
+
+def _module(path: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module at path, made with all of its parents."""
+    parts = path.split(".")
+    for end in range(1, len(parts) + 1):
+        name = ".".join(parts[:end])
+        if name not in sys.modules:
+            module = ModuleType(name)
+            module.__path__ = []  # a package
+            monkeypatch.setitem(sys.modules, name, module)
+    return sys.modules[path]

@@ -1,0 +1,106 @@
+"""What the installed AITER must look like, and what is said when it does not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from rocm_attn.errors import Unsupported
+from rocm_attn.padding import StepKind
+from rocm_attn.providers.aiter import library
+from rocm_attn.providers.aiter.rows import ROWS
+from tests.amd.aiter.checks import ContractBroken
+from tests.amd.aiter.serving import plain_problem, world
+from tests.amd.aiter.signatures import E4048607, V0_1_9, Release
+from tests.amd.aiter.stand_in import StandIn, install
+
+
+def test_every_recorded_release_is_accepted(release: StandIn) -> None:
+    assert library.unavailable() == {}
+
+
+def test_every_bound_row_has_an_entry_point_and_no_other() -> None:
+    assert set(library.ENTRY_POINTS) == {row.name for row in ROWS if not row.not_bound}
+
+
+def test_without_aiter_every_kernel_says_that_it_is_not_installed() -> None:
+    assert "aiter" not in sys.modules
+    missing = library.unavailable()
+    assert set(missing) == set(library.ENTRY_POINTS)
+    assert all("install the distribution amd-aiter" in reason for reason in missing.values())
+
+
+def test_another_package_of_that_name_is_told_from_amds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aiter", ModuleType("aiter"))
+    assert "cannot import name 'paged_attention_ragged'" in library.unavailable()["aiter.paged_attention_ragged"]
+
+
+def test_a_release_that_lacks_a_parameter_is_named_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(V0_1_9, monkeypatch)
+    (complaint,) = library.unavailable().values()
+    assert "mha_batch_prefill_func takes no kv_last_page_lens" in complaint
+    assert "AITER v0.1.10 to v0.1.20" in complaint
+
+
+def test_a_release_that_demands_more_is_named_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = dict(E4048607.parameters)
+    parameters["unified_attention"] = "tiles " + parameters["unified_attention"]
+    install(Release("9", E4048607.unified_module, parameters), monkeypatch)
+    assert "unified_attention requires tiles" in library.unavailable()["aiter.unified_attention"]
+
+
+def test_a_drifted_kernel_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(V0_1_9, monkeypatch)
+    serving = world(plain_problem(16, dims=(128, 128)))
+    selection = serving.runtime.selections[0]
+    assert selection.kernels[StepKind.EXTEND].row.name == "aiter.unified_attention"
+    assert any("takes no kv_last_page_lens" in line for line in selection.lines())
+
+
+def test_aiter_asked_for_by_name_and_not_installed_is_refused_with_every_reason() -> None:
+    with pytest.raises(Unsupported) as caught:
+        world(plain_problem())
+    for kernel in (
+        "decode: aiter.paged_attention_ragged",
+        "extend: aiter.unified_attention",
+        "decode: aiter.pa_fwd_asm",
+    ):
+        assert any(reason.startswith(kernel) for reason in caught.value.reasons), kernel
+
+
+# A call with one thing wrong: the function, the parameter, and what the real one would have made of it.
+WRONG_CALLS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "int64 indptr": ("paged_attention_ragged", {"kv_indptr": torch.int64}),
+    "int64 page list": ("mha_batch_prefill_func", {"kv_page_indices": torch.int64}),
+    "int32 lengths": ("unified_attention", {"seqused_k": torch.int32}),
+    "no scale": ("flash_attn_varlen_func", {"softmax_scale": None}),
+    "a partition too few": ("paged_attention_ragged", {"max_num_partitions": 0}),
+    "decode's max_seqlen_q in a mixed step": ("unified_attention", {"max_seqlen_q": 1}),
+}
+
+
+@pytest.mark.parametrize(("function", "change"), WRONG_CALLS.values(), ids=WRONG_CALLS)
+def test_the_stand_in_refuses_a_call_with_one_thing_wrong(
+    function: str, change: dict[str, Any], aiter: StandIn
+) -> None:
+    serving = world(plain_problem(16, dims=(128, 128)))
+    requests = [serving.admit(), serving.admit()]
+    right = aiter.bodies[function]
+
+    def wrong(call: Mapping[str, Any]) -> Any:
+        ((name, value),) = change.items()
+        return right({**call, name: call[name].to(value) if isinstance(value, torch.dtype) else value})
+
+    aiter.bodies[function] = wrong
+
+    def every_kind_of_step() -> None:
+        for q_len in ([5, 2], [1, 1], [2, 3], [1, 4]):
+            serving.step(requests, q_len)
+
+    with pytest.raises(ContractBroken):
+        every_kind_of_step()

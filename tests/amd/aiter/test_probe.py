@@ -1,0 +1,158 @@
+"""The startup probe: a kernel that is wrong on the model's own shape is switched off before it serves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rocm_attn.errors import Unsupported
+from rocm_attn.padding import StepKind
+from rocm_attn.providers.aiter import library
+from tests.amd.aiter.serving import plain_problem, world
+from tests.amd.aiter.stand_in import Body, StandIn
+
+PROBLEM = plain_problem(16, dims=(128, 128))
+
+
+def ignores_the_scale(right: Body) -> Body:
+    """1/sqrt(D), whatever is asked for."""
+    return lambda call: right({**call, "softmax_scale" if "softmax_scale" in call else "scale": 128**-0.5})
+
+
+def forgets_the_second_sequence(right: Body) -> Body:
+    """Right for a batch of one."""
+
+    def wrong(call: Mapping[str, Any]) -> Any:
+        result = right(call)
+        call["out"][1:].zero_()
+        return result
+
+    return wrong
+
+
+def was_not_built(right: Body) -> Body:
+    def wrong(call: Mapping[str, Any]) -> Any:
+        raise RuntimeError("no matching kernel found\nsecond line")
+
+    return wrong
+
+
+def turns_to_nan_on_long_sequences(right: Body) -> Body:
+    def wrong(call: Mapping[str, Any]) -> Any:
+        result = right(call)
+        if call["max_num_partitions"] > 1:
+            call["out"][-2:] = float("nan")
+        return result
+
+    return wrong
+
+
+WRONG: Mapping[str, tuple[str, Callable[[Body], Body], StepKind, str]] = {
+    "scale": ("mha_batch_prefill_func", ignores_the_scale, StepKind.EXTEND, "aiter.unified_attention"),
+    "second sequence": (
+        "paged_attention_ragged",
+        forgets_the_second_sequence,
+        StepKind.DECODE,
+        "aiter.unified_attention",
+    ),
+    "not built": ("mha_batch_prefill_func", was_not_built, StepKind.EXTEND, "aiter.unified_attention"),
+    "long sequences": (
+        "paged_attention_ragged",
+        turns_to_nan_on_long_sequences,
+        StepKind.DECODE,
+        "aiter.unified_attention",
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "damage", "kind", "instead"), WRONG.values(), ids=WRONG)
+def test_a_wrong_kernel_is_switched_off_with_a_reason_and_the_next_serves(
+    function: str, damage: Callable[[Body], Body], kind: StepKind, instead: str, aiter: StandIn
+) -> None:
+    aiter.bodies[function] = damage(aiter.bodies[function])
+    serving = world(PROBLEM)
+    selection = serving.runtime.selections[0]
+    assert selection.kernels[kind].row.name == instead
+    (reason,) = (r.reason for r in selection.refusals if r.kernel == f"aiter.{function}" and r.kind is kind)
+    assert reason.startswith("switched off by its probe: ")
+    requests = [serving.admit(), serving.admit()]
+    for q_len in ([5, 40], [1, 1], [2, 3]):
+        serving.step(requests, q_len)
+
+
+def test_a_wrong_prefill_kernel_leaves_prompts_to_the_extend_kernel(aiter: StandIn) -> None:
+    aiter.bodies["flash_attn_varlen_func"] = ignores_the_scale(aiter.bodies["flash_attn_varlen_func"])
+    serving = world(PROBLEM)
+    assert StepKind.PREFILL not in serving.runtime.selections[0].kernels
+    serving.step([serving.admit(), serving.admit()], [5, 40])
+
+
+def test_a_probe_is_longer_than_the_runtimes_sequences(aiter: StandIn) -> None:
+    selection = world(PROBLEM, max_kv_len=16).runtime.selections[0]
+    assert not any("probe" in refusal.reason for refusal in selection.refusals)
+
+
+def test_what_was_raised_is_in_the_reason(aiter: StandIn) -> None:
+    aiter.bodies["mha_batch_prefill_func"] = was_not_built(aiter.bodies["mha_batch_prefill_func"])
+    lines = world(PROBLEM).runtime.selections[0].lines()
+    assert any("it raised 'no matching kernel found'" in line for line in lines)
+
+
+def test_when_every_kernel_is_wrong_the_request_for_aiter_is_refused(aiter: StandIn) -> None:
+    for name in ("paged_attention_ragged", "unified_attention"):
+        aiter.bodies[name] = forgets_the_second_sequence(aiter.bodies[name])
+    with pytest.raises(Unsupported) as caught:
+        world(PROBLEM)
+    assert sum("switched off by its probe" in reason for reason in caught.value.reasons) >= 2
+
+
+def test_a_right_kernel_is_probed_once_for_its_version(aiter: StandIn, own_cache: Path) -> None:
+    world(PROBLEM)
+    assert set(aiter.calls) == {
+        "flash_attn_varlen_func",
+        "mha_batch_prefill_func",
+        "paged_attention_ragged",
+        "unified_attention",
+    }
+    aiter.calls.clear()
+    world(PROBLEM)
+    assert aiter.calls == []
+    (verdict,) = own_cache.iterdir()
+    assert json.loads(verdict.read_text()) == {}
+
+
+def test_another_version_is_probed_again(aiter: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    world(PROBLEM)
+    aiter.calls.clear()
+    monkeypatch.setattr(library, "version", lambda: "later")
+    world(PROBLEM)
+    assert aiter.calls
+
+
+def test_a_build_without_a_version_is_probed_by_every_process(
+    aiter: StandIn, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "version", lambda: "")
+    world(PROBLEM)
+    assert not own_cache.exists()
+
+
+def test_a_wrong_verdict_on_disk_holds(aiter: StandIn) -> None:
+    right = aiter.bodies["paged_attention_ragged"]
+    aiter.bodies["paged_attention_ragged"] = forgets_the_second_sequence(right)
+    world(PROBLEM)
+    aiter.bodies["paged_attention_ragged"] = right
+    chosen = world(PROBLEM).runtime.selections[0].kernels[StepKind.DECODE]
+    assert chosen.row.name == "aiter.unified_attention"
+
+
+def test_a_cache_that_cannot_be_written_does_not_stop_a_runtime(
+    aiter: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert world(PROBLEM).runtime.selections[0].provider == "aiter"

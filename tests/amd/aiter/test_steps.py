@@ -1,0 +1,162 @@
+"""Whole steps through AITER's kernels against the oracle, eagerly: NaN where nothing was stored, and in every pad."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from rocm_attn.errors import BadTensor
+from rocm_attn.problem import Problem
+from tests.amd.aiter.serving import partly_torch, plain_problem, world
+from tests.amd.aiter.stand_in import StandIn
+
+# One problem for each way that the five kernels divide the work between them.
+PROBLEMS = {
+    "ragged and unified": plain_problem(16, dims=(64, 64)),
+    "ragged and batch prefill": plain_problem(16, dims=(128, 128)),
+    "unified alone": plain_problem(32, heads=(8, 1), dims=(256, 256)),
+    "wide heads": plain_problem(64, heads=(2, 1), dims=(512, 512)),
+    "bfloat16": plain_problem(16, dims=(128, 128), dtype=torch.bfloat16),
+}
+every_problem = pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+
+
+def steps_at(page_size: int) -> list[list[int]]:
+    """New tokens of four sequences: one token, a page less and more by one, a whole page, and none."""
+    around = [page_size - 1, page_size, page_size + 1]
+    return [
+        [1, *around],
+        [1, 1, 1, 1],
+        [page_size + 1, 2, 3, page_size],
+        [1, 0, 2, 1],
+        [1, 0, 1, 0],
+        [1, 1, 1, 1],
+        [0, 0, 0, 0],
+    ]
+
+
+@every_problem
+def test_every_kind_of_step_equals_dense_attention(problem: Problem, release: StandIn) -> None:
+    serving = world(problem, max_kv_len=300)
+    requests = [serving.admit() for _ in range(4)]
+    for q_len in steps_at(problem.page_size):
+        serving.step(requests, q_len)
+    serving.step(requests[1:2], [1])
+    assert serving.page_zero_is_zero()
+
+
+@pytest.mark.parametrize(
+    ("problem", "called"),
+    [
+        (PROBLEMS["ragged and unified"], ["flash_attn_varlen_func", "paged_attention_ragged", "unified_attention"]),
+        (
+            PROBLEMS["ragged and batch prefill"],
+            ["flash_attn_varlen_func", "paged_attention_ragged", "mha_batch_prefill_func"],
+        ),
+        (PROBLEMS["unified alone"], ["flash_attn_varlen_func", "unified_attention", "unified_attention"]),
+    ],
+)
+def test_each_kind_of_step_runs_its_kernel(problem: Problem, called: Sequence[str], aiter: StandIn) -> None:
+    serving = world(problem)
+    requests = [serving.admit() for _ in range(2)]
+    aiter.calls.clear()
+    serving.step(requests, [4, 9])
+    serving.step(requests, [1, 1])
+    serving.step(requests, [3, 2])
+    assert aiter.calls == called
+
+
+@every_problem
+@pytest.mark.parametrize("pad_to", [4, 7, 16])
+def test_padded_sequences_and_tokens_are_inert(problem: Problem, pad_to: int, aiter: StandIn) -> None:
+    serving = world(problem, capture_tokens=[32])
+    requests = [serving.admit() for _ in range(3)]
+    for q_len in ([5, 1, 20], [1, 1, 1], [2, 3, 4], [1, 3, 0]):
+        serving.step(requests, q_len, pad_to=pad_to)
+    serving.step([], [], pad_to=pad_to)
+    assert serving.page_zero_is_zero()
+
+
+@every_problem
+def test_lengths_cross_partitions_and_tiles(problem: Problem, aiter: StandIn) -> None:
+    serving = world(problem)
+    requests = [serving.admit() for _ in range(3)]
+    serving.step(requests, [255, 511, 63])
+    for _ in range(3):
+        serving.step(requests, [1, 1, 1])
+    serving.step(requests, [2, 120, 2])
+
+
+@every_problem
+def test_a_full_row_is_read_to_its_end(problem: Problem, aiter: StandIn) -> None:
+    serving = world(problem, max_kv_len=300)
+    requests = [serving.admit() for _ in range(4)]
+    serving.step(requests, [299, 298, 64, 300])
+    serving.step(requests[:2], [1, 2])
+    serving.step(requests[1:3], [0, 1])
+
+
+def test_a_page_that_held_nan_serves_the_next_request(aiter: StandIn) -> None:
+    """A masked key is multiplied by 0 in these kernels, and 0 * NaN is NaN."""
+    problem = PROBLEMS["ragged and batch prefill"]
+    serving = world(problem, max_kv_len=64)
+    poisoned = serving.admit()
+    batch = serving.batch([poisoned], [40])
+    step = serving.runtime.begin_step(batch)
+    _, k, v = serving.qkv(problem, step)
+    serving.runtime.store(0, torch.full_like(k, float("nan")), torch.full_like(v, float("nan")))
+    serving.runtime.end_step()
+    serving.free(poisoned)
+    for q_len in (3, 1, 2):
+        request = serving.admit()
+        serving.step([request], [q_len])
+        serving.step([request], [1])
+        serving.free(request)
+
+
+def test_a_shared_page_keeps_its_other_requests_tokens(aiter: StandIn) -> None:
+    serving = world(PROBLEMS["ragged and unified"])
+    parent = serving.admit()
+    serving.step([parent], [30])
+    child = serving.fork(parent, 21)
+    serving.step([child], [1])
+    serving.step([parent, child], [1, 3])
+    serving.step([parent, child], [1, 1])
+
+
+def test_rows_with_gaps_are_served(aiter: StandIn) -> None:
+    """q, k and v cut out of one fused projection, and a gap behind each head of q and out."""
+    problem = plain_problem(16, heads=(4, 2), dims=(128, 128))
+    serving = world(problem)
+    requests = [serving.admit(), serving.admit()]
+    for q_len in ([4, 6], [1, 1], [2, 3], [1, 4]):
+        step = serving.runtime.begin_step(serving.batch(requests, q_len))
+        rows = serving.random(step.token_ids.shape[0], 8, 136)[..., :128]
+        q, k, v = torch.split(rows, [4, 2, 2], dim=1)
+        serving.remember(0, requests, q_len, k[: step.num_tokens], v[: step.num_tokens])
+        out = serving.random(len(rows), 4, 136)[..., :128]
+        serving.runtime.store_and_attend(0, q, k, v, out)
+        serving.check(0, requests, q_len, q, out, None)
+        serving.runtime.end_step()
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_lse_is_that_of_the_oracle(head_dim: int, aiter: StandIn) -> None:
+    problem = plain_problem(16, dims=(head_dim, head_dim), wants_lse=True)
+    serving = world(problem, selections=[partly_torch(problem)])
+    requests = [serving.admit() for _ in range(3)]
+    aiter.calls.clear()
+    for q_len in ([5, 2, 20], [2, 3, 4], [1, 3, 0]):
+        serving.step(requests, q_len, pad_to=4)
+    assert aiter.calls == ["flash_attn_varlen_func", "mha_batch_prefill_func", "mha_batch_prefill_func"]
+
+
+def test_lse_of_a_kernel_that_gives_none_is_refused(aiter: StandIn) -> None:
+    serving = world(PROBLEMS["ragged and unified"])
+    step = serving.runtime.begin_step(serving.batch([serving.admit()], [1]))
+    q, k, v = serving.qkv(serving.problems[0], step)
+    with pytest.raises(BadTensor, match="wants_lse=True"):
+        serving.runtime.store_and_attend(0, q, k, v, torch.empty_like(q), torch.empty(q.shape[:2]))
+    serving.runtime.end_step()

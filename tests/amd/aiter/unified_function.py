@@ -1,0 +1,84 @@
+"""The stand-in's unified_attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.amd.aiter.checks import HALF, attend, require, require_tensor, rows_of, run, spans, times_zero
+
+# Of gfx942; with them it decides whether a sequence is split.
+COMPUTE_UNITS = 304
+
+
+def unified_attention(call: Mapping[str, Any]) -> None:
+    q, k, out = call["q"], call["k"], call["out"]
+    dtype, dim = q.dtype, q.shape[2]
+    num_seqs = len(call["seqused_k"])
+    require(call["causal"] is True, "only causal attention")
+    require(dtype in HALF, f"no variant for {dtype}")
+    require_tensor("q", q, dtype, (None, None, dim), contiguous=False)
+    require_tensor("out", out, dtype, q.shape, contiguous=False)
+    require_tensor("k", k, dtype, (None, None, None, dim), contiguous=False)
+    require_tensor("v", call["v"], dtype, k.shape, contiguous=False)
+    require(k.shape[1] >= 16 and k.shape[1] & (k.shape[1] - 1) == 0, f"pages of {k.shape[1]} tokens")
+    require_tensor("cu_seqlens_q", call["cu_seqlens_q"], torch.int32, (num_seqs + 1,))
+    require_tensor("seqused_k", call["seqused_k"], torch.int64, (num_seqs,))
+    require_tensor("block_table", call["block_table"], torch.int32, (num_seqs, None), contiguous=False)
+    require(tuple(call["window_size"]) == (-1, -1) and call["softcap"] == 0.0, "no window, no soft cap")
+    require(all(call[name] is None for name in ("q_descale", "k_descale", "v_descale")), "nothing is quantised")
+    blocks = num_seqs if call["max_seqlen_q"] == 1 else len(q) // max(1, 16 * k.shape[2] // q.shape[1]) + num_seqs
+    splits = call["max_seqlen_k"] > 512 and blocks * k.shape[2] <= 4 * COMPUTE_UNITS
+    run(
+        _run_unified,
+        q,
+        k,
+        call["v"],
+        out,
+        call["cu_seqlens_q"],
+        call["seqused_k"],
+        call["block_table"],
+        scale=call["softmax_scale"],
+        max_q_len=call["max_seqlen_q"],
+        max_kv_len=call["max_seqlen_k"],
+        splits=splits,
+    )
+
+
+def _run_unified(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    cu_seqlens_q: Tensor,
+    seqused_k: Tensor,
+    block_table: Tensor,
+    *,
+    scale: float,
+    max_q_len: int,
+    max_kv_len: int,
+    splits: bool,
+) -> None:
+    page_size = k_cache.shape[1]
+    tile = max(64, page_size)
+    tokens = spans(cu_seqlens_q, len(q), "cu_seqlens_q")
+    if splits:  # the reduction writes every row of out, whether or not anything was computed for it
+        out[tokens[-1][1] :] = float("nan")
+    for seq, (first, end) in enumerate(tokens):
+        q_len, kv_len = end - first, int(seqused_k[seq].item())
+        require(q_len <= max_q_len, f"sequence {seq} has {q_len} new tokens of at most {max_q_len}")
+        require(max_q_len > 1 or q_len == 1, f"with max_seqlen_q 1, sequence {seq} has {q_len} new tokens")
+        if q_len == 0:
+            continue
+        require(
+            q_len <= kv_len <= max_kv_len, f"sequence {seq} has {kv_len} keys, {q_len} new, of at most {max_kv_len}"
+        )
+        pages_read = -(-kv_len // tile) * tile // page_size
+        require(pages_read <= block_table.shape[1], f"{pages_read} entries are read of a row of {block_table.shape[1]}")
+        k = rows_of(k_cache, block_table[seq, :pages_read], "block_table")
+        v = rows_of(v_cache, block_table[seq, :pages_read], "block_table")
+        result, _ = attend(q[first:end], k[:kv_len], v[:kv_len], scale)
+        out[first:end] = (result + times_zero(v[kv_len:])).to(out.dtype)

@@ -1,0 +1,39 @@
+"""Real weights over AITER's kernels, as the strict stand-in has them: the text is that of the torch provider."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rocm_attn import runtime
+from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.loading import load_model
+from rocm_attn.runner.request import Request
+from rocm_attn.target import Target, known_target
+from tests.amd.aiter.signatures import E4048607
+from tests.amd.aiter.stand_in import install
+
+PROMPTS = ("The capital of France is", "def fibonacci(n):\n    ", "Once upon a time, in a village by the sea,")
+TORCH = EngineOptions(provider="torch", page_size=16, max_batch_size=4, chunk=8, graphs=False, max_kv_len=128)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_greedy_text_on_aiter_is_that_of_torch(graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_model("smollm2", dtype=torch.float16, device=torch.device("cpu"))
+    assert loaded.tokenizer is not None
+    requests = [Request(tuple(loaded.tokenizer.encode(prompt)), 24) for prompt in PROMPTS]
+    want = Engine(loaded, TORCH).generate(requests)
+
+    def detect(device: torch.device) -> Target:
+        return known_target("gfx942")
+
+    monkeypatch.setattr(runtime, "detect_target", detect)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    stand_in = install(E4048607, monkeypatch)
+    engine = Engine(loaded, replace(TORCH, provider="aiter", graphs=graphs))
+    assert engine.generate(requests) == want
+    assert want[0].text.startswith(" Paris")
+    assert set(stand_in.calls) == {"flash_attn_varlen_func", "paged_attention_ragged", "unified_attention"}

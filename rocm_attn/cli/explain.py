@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from rocm_attn.cli.arguments import model_config
 from rocm_attn.errors import Unsupported
-from rocm_attn.problem import UNLIMITED_WINDOW, Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
+from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.runner.geometry import layer_problems
 from rocm_attn.target import Target, known_target
@@ -35,13 +36,19 @@ def run(options: argparse.Namespace) -> None:
     """Print the choice for options.config on options.arch. Raises Unsupported where a kind of layer has no kernel."""
     target = known_target(options.arch)
     problems = layer_problems(
-        model_config(options.config), dtype=getattr(torch, options.dtype), page_size=options.page_size
+        model_config(options.config),
+        dtype=getattr(torch, options.dtype),
+        page_size=options.page_size,
+        num_ranks=options.tp,
     )
-    kinds = layer_kinds(problems, target, options.provider)
+    pool = SMALLEST_POOL if options.num_pages is None else replace(SMALLEST_POOL, num_pages=options.num_pages)
+    kinds = layer_kinds(problems, target, options.provider, pool)
     if options.json:
         print(json.dumps({"arch": target.arch, "layer_kinds": [_as_json(kind) for kind in kinds]}, indent=2))
     else:
         print(f"{options.config} on {target.arch}, provider {options.provider}")
+        if target.is_amd and options.provider in ("auto", "aiter"):
+            print("AITER is taken as installed; a runtime leaves out what the installed release lacks, and says so")
         for kind in kinds:
             print("\n".join(["", *_lines(kind)]))
     not_served = [kind.outcome for kind in kinds if isinstance(kind.outcome, Unsupported)]
@@ -49,17 +56,21 @@ def run(options: argparse.Namespace) -> None:
         raise Unsupported(f"{len(not_served)} of {len(kinds)} kinds of layer have no kernel on {target.arch}")
 
 
-def layer_kinds(problems: Sequence[Problem], target: Target, provider: str) -> list[LayerKind]:
+def layer_kinds(
+    problems: Sequence[Problem], target: Target, provider: str, pool: PoolSize = SMALLEST_POOL
+) -> list[LayerKind]:
     """The distinct problems among a model's layers, in order, each with its selection."""
     layers: dict[Problem, list[int]] = {}
     for layer, problem in enumerate(problems):
         layers.setdefault(problem, []).append(layer)
-    return [LayerKind(problem, tuple(where), _outcome(problem, target, provider)) for problem, where in layers.items()]
+    return [
+        LayerKind(problem, tuple(where), _outcome(problem, target, provider, pool)) for problem, where in layers.items()
+    ]
 
 
-def _outcome(problem: Problem, target: Target, provider: str) -> Selection | Unsupported:
+def _outcome(problem: Problem, target: Target, provider: str, pool: PoolSize) -> Selection | Unsupported:
     try:
-        return select(problem, target, provider)
+        return select(problem, target, provider, pool=pool)
     except Unsupported as unsupported:
         return unsupported
 
@@ -67,7 +78,8 @@ def _outcome(problem: Problem, target: Target, provider: str) -> Selection | Uns
 def _lines(kind: LayerKind) -> list[str]:
     head = f"{_count(kind.layers)}: {_geometry(kind.problem)}"
     if isinstance(kind.outcome, Unsupported):
-        return [head, *(f"  not served: {reason}" for reason in kind.outcome.reasons)]
+        summary = str(kind.outcome).partition("\n")[0]
+        return [head, f"  {summary}", *(f"  not served: {reason}" for reason in kind.outcome.reasons)]
     return [head, *(f"  {line}" for line in kind.outcome.lines())]
 
 
@@ -92,6 +104,8 @@ def _geometry(problem: Problem) -> str:
         parts.append(f"soft cap {problem.logits_soft_cap:g}")
     if problem.has_sinks:
         parts.append("sinks")
+    if problem.pool is not PoolKind.SPLIT:
+        parts.append(problem.pool.value)
     return ", ".join(parts)
 
 
@@ -110,13 +124,14 @@ def _as_json(kind: LayerKind) -> dict[str, Any]:
             "window_left": problem.window_left,
             "logits_soft_cap": problem.logits_soft_cap,
             "has_sinks": problem.has_sinks,
+            "pool": problem.pool.name.lower(),
         },
     }
     if isinstance(kind.outcome, Unsupported):
         return {**described, "provider": None, "kernels": {}, "refusals": list(kind.outcome.reasons)}
     return {
         **described,
-        "provider": kind.outcome.provider.name,
+        "provider": kind.outcome.provider,
         "kernels": {step.value: kernel.row.name for step, kernel in kind.outcome.kernels.items()},
         "refusals": [f"{refusal.kind.value}: {refusal.kernel}: {refusal.reason}" for refusal in kind.outcome.refusals],
     }

@@ -26,6 +26,7 @@ _EXPLAIN_EXAMPLES = """\
 examples:
   rocm-attn explain config.json --arch gfx942
   rocm-attn explain ./Llama-3.1-8B-Instruct/config.json --arch gfx950 --page-size 64 --json
+  rocm-attn explain ./Llama-3.1-70B-Instruct/config.json --arch gfx942 --tp 8
 """
 
 _SOAK_EXAMPLES = """\
@@ -62,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_prewarm(commands)
     _add_replay_step(commands)
     _add_soak(commands)
+    commands.add_parser("kernels", help="print the table of all kernels with their limits, as Markdown")
     guards = commands.add_parser("guards", help="list the safeguards, what each prevents and whether it is on")
     guards.add_argument("--json", action="store_true", help="print a list of JSON objects")
     _add_doctor(commands)
@@ -143,6 +145,8 @@ def _add_explain(commands: Commands[argparse.ArgumentParser]) -> None:
     add("--dtype", choices=DTYPES, default="bfloat16", help="of q, k, v and the KV cache (bfloat16)")
     add("--page-size", type=_positive, default=16, metavar="TOKENS", help="tokens in a page of the KV cache (16)")
     add("--provider", choices=PROVIDERS, default="auto", help="whose attention kernels to ask (auto)")
+    add("--tp", type=_positive, default=1, metavar="RANKS", help="tensor-parallel ranks that share the heads (1)")
+    add("--num-pages", type=_positive, metavar="PAGES", help="pages of the KV cache, for kernels with a limit on them")
     add("--json", action="store_true", help="print one JSON object")
 
 

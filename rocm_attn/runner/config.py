@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rocm_attn.errors import BadModel
 from rocm_attn.runner.fields import Fields
-from rocm_attn.runner.geometry import AttentionGeometry, architecture_of, attention_geometry
+from rocm_attn.runner.geometry import AttentionGeometry, architecture_of, attention_geometry, refuse_latent_attention
 from rocm_attn.runner.rope import (
     LinearScaling,
     Llama3Scaling,
@@ -64,6 +64,7 @@ class ModelConfig:
 def config_from_json(config: Mapping[str, object]) -> ModelConfig:
     """The ModelConfig of a Hugging Face config.json. Raises BadModel, or Unsupported for attention of another kind."""
     architecture = architecture_of(config)
+    refuse_latent_attention(config)
     if architecture not in ARCHITECTURES:
         raise BadModel(f"the runner does not know {architecture}; it runs {', '.join(ARCHITECTURES)}")
     fields = Fields(config, "config.json")

@@ -6,22 +6,24 @@ the rest of the model is made of.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from rocm_attn.errors import BadModel, Unsupported
-from rocm_attn.problem import UNLIMITED_WINDOW, Problem
+from rocm_attn.errors import BadModel, BadSetting, Unsupported
+from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.runner.fields import Fields
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionGeometry:
-    """The attention layers of a model; v rows are as long as q and k rows.
+    """The attention layers of a model; v rows are as long as q and k rows, but for latent attention.
 
     scale:       factor on q.k before the softmax
     window_left: [layers] previous keys a query sees besides its own; -1: all of them
+    latent_dim:  of latent attention, elements of a token's one row that are V, its first ones; 0: K and V of their own
     """
 
     num_q_heads: int
@@ -31,6 +33,20 @@ class AttentionGeometry:
     window_left: tuple[int, ...]
     logits_soft_cap: float = 0.0
     has_sinks: bool = False
+    latent_dim: int = 0
+
+    def on_one_of(self, num_ranks: int) -> AttentionGeometry:
+        """The part of one tensor-parallel rank. KV heads that are fewer than the ranks are held by several.
+
+        Raises BadSetting where the heads do not divide evenly.
+        """
+        kv_heads = max(self.num_kv_heads, num_ranks)  # one latent row is held by every rank too
+        if self.num_q_heads % num_ranks or kv_heads % num_ranks or kv_heads % self.num_kv_heads:
+            raise BadSetting(
+                f"{self.num_q_heads} query heads over {self.num_kv_heads} KV heads do not divide over {num_ranks} "
+                "ranks; choose another --tp"
+            )
+        return replace(self, num_q_heads=self.num_q_heads // num_ranks, num_kv_heads=kv_heads // num_ranks)
 
     def without_idle_windows(self, max_kv_len: int) -> AttentionGeometry:
         """The same layers for sequences up to max_kv_len: a window that none of them outgrows is no window."""
@@ -44,32 +60,40 @@ class AttentionGeometry:
                 num_q_heads=self.num_q_heads,
                 num_kv_heads=self.num_kv_heads,
                 head_dim=self.head_dim,
-                v_head_dim=self.head_dim,
+                v_head_dim=self.latent_dim or self.head_dim,
                 dtype=dtype,
                 page_size=page_size,
                 scale=self.scale,
                 window_left=window_left,
                 logits_soft_cap=self.logits_soft_cap,
                 has_sinks=self.has_sinks,
+                pool=PoolKind.LATENT if self.latent_dim else PoolKind.SPLIT,
             )
             for window_left in self.window_left
         )
 
 
-def layer_problems(config: Mapping[str, object], *, dtype: torch.dtype, page_size: int) -> tuple[Problem, ...]:
-    """One Problem per layer of the model that a config.json describes.
+def layer_problems(
+    config: Mapping[str, object], *, dtype: torch.dtype, page_size: int, num_ranks: int = 1
+) -> tuple[Problem, ...]:
+    """One Problem per layer of the model that a config.json describes, on one of num_ranks tensor-parallel ranks.
 
-    Raises Unsupported for attention of another kind, BadModel for a config that is not complete, BadProblem.
+    Raises Unsupported for attention of another kind, BadModel for a config that is not complete, BadProblem, and
+    BadSetting for ranks that the heads do not divide over.
     """
-    return attention_geometry(config).problems(dtype=dtype, page_size=page_size)
+    return attention_geometry(config).on_one_of(num_ranks).problems(dtype=dtype, page_size=page_size)
 
 
 def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
     """The attention layers of the model that a config.json describes. Raises Unsupported or BadModel."""
     architecture = architecture_of(config)
+    if architecture == _LATENT_FAMILY:
+        return _latent_geometry(Fields(config, "config.json"))
+    refuse_latent_attention(config)
     if architecture not in _FAMILIES:
         raise Unsupported(
-            f"the attention of {architecture} is not known; config.json must name one of {', '.join(_FAMILIES)}"
+            f"the attention of {architecture} is not known; config.json must name one of "
+            f"{', '.join((*_FAMILIES, _LATENT_FAMILY))}"
         )
     family = _FAMILIES[architecture]
     text = config.get("text_config")
@@ -90,18 +114,40 @@ def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
 
 
 def architecture_of(config: Mapping[str, object]) -> str:
-    """The class name that a config.json carries. Raises BadModel; Unsupported for attention of another kind."""
+    """The class name that a config.json carries. Raises BadModel."""
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise BadModel(f"config.json: architectures is {names!r}; it must name the model's class in a list")
+    return names[0]
+
+
+def refuse_latent_attention(config: Mapping[str, object]) -> None:
+    """Raise Unsupported for a model whose tokens are kept as one latent row."""
     text = config.get("text_config")
     for fields in (config, text if isinstance(text, Mapping) else {}):
         if fields.get("kv_lora_rank") is not None:
             raise Unsupported(
-                f"{names[0]} uses multi-head latent attention (kv_lora_rank {fields['kv_lora_rank']}), "
+                f"{architecture_of(config)} uses multi-head latent attention (kv_lora_rank {fields['kv_lora_rank']}), "
                 "which is not served; use a model with K and V heads"
             )
-    return names[0]
+
+
+def _latent_geometry(fields: Fields) -> AttentionGeometry:
+    """DeepSeek's attention with the projections of K and V absorbed into those of q and of the output."""
+    latent_dim, rope_dim = fields.count("kv_lora_rank"), fields.count("qk_rope_head_dim")
+    scaling = fields.inner("rope_scaling")
+    # YaRN sharpens the softmax of a context that was stretched by factor.
+    sharper = 1.0
+    if scaling.has("mscale_all_dim"):
+        sharper = 0.1 * scaling.positive("mscale_all_dim") * math.log(scaling.positive("factor")) + 1
+    return AttentionGeometry(
+        num_q_heads=fields.count("num_attention_heads"),
+        num_kv_heads=1,
+        head_dim=latent_dim + rope_dim,
+        scale=(fields.count("qk_nope_head_dim") + rope_dim) ** -0.5 * sharper**2,
+        window_left=_no_window(fields, fields.count("num_hidden_layers")),
+        latent_dim=latent_dim,
+    )
 
 
 def window_left(sliding_window: int) -> int:
@@ -199,6 +245,8 @@ class _Family:
     defaults: Mapping[str, object] = field(default_factory=dict)
     has_sinks: bool = False
 
+
+_LATENT_FAMILY = "DeepseekV3ForCausalLM"
 
 _WINDOW_4096: dict[str, object] = {"sliding_window": 4096}
 _MISTRAL: dict[str, object] = {"num_key_value_heads": 8, "sliding_window": 4096}

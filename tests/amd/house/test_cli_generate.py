@@ -165,7 +165,7 @@ def test_prompts_come_from_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         (["--num-pages", "1", "w5"], BAD_INPUT, "num_pages is 1; it must be at least 2"),
         (["--raw", "--num-pages", "2", "w5 " * 40], BAD_INPUT, "the prompt has 40 tokens"),
         (["--flight-record", "gone/flight.json", "w5"], BAD_INPUT, "gone is no folder; create it"),
-        (["--provider", "aiter", "w5"], FAILED, "decode: aiter:"),
+        (["--provider", "aiter", "w5"], FAILED, "decode: aiter.unified_attention: arch cpu is not one of gfx942"),
         (["--page-size", "100000", "w5"], FAILED, "page_size"),
     ],
 )

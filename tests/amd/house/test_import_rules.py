@@ -15,7 +15,7 @@ KERNELS, HIP_GRAPHS, PROVIDERS, RUNNER = (
 )
 CLI = "rocm_attn.cli"
 DOCTOR = "rocm_attn.doctor"
-AITER_MODULE = "rocm_attn.providers.aiter"
+AITER_MODULE = "rocm_attn.providers.aiter.library"
 
 VALUES = tuple(
     f"rocm_attn.{name}" for name in ("errors", "index_spaces", "problem", "step_batch", "step_inputs", "target")

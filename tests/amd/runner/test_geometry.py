@@ -9,8 +9,8 @@ import torch
 import transformers
 from transformers.masking_utils import sliding_window_causal_mask_function
 
-from rocm_attn.errors import BadModel, Unsupported
-from rocm_attn.problem import Problem
+from rocm_attn.errors import BadModel, BadSetting, Unsupported
+from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.runner.geometry import attention_geometry, layer_problems, window_left
 
 # architecture -> transformers' config class and what is set beyond its defaults
@@ -98,6 +98,42 @@ def test_published_files_may_leave_out_what_the_class_knows() -> None:
     geometry = attention_geometry({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text})
     assert (geometry.num_q_heads, geometry.num_kv_heads, geometry.head_dim, geometry.scale) == (8, 4, 256, 256**-0.5)
     assert [layer for layer, left in enumerate(geometry.window_left) if left == -1] == [5, 11, 17, 23, 29]
+
+
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_attention_heads": 128,
+    "num_hidden_layers": 2,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+}
+
+
+def test_latent_attention_is_one_kv_head_that_every_rank_holds() -> None:
+    problem, _ = layer_problems(DEEPSEEK, dtype=torch.bfloat16, page_size=1, num_ranks=8)
+    assert (problem.num_q_heads, problem.num_kv_heads, problem.head_dim, problem.v_head_dim) == (16, 1, 576, 512)
+    assert problem.pool is PoolKind.LATENT
+    assert problem.scale == 192**-0.5
+
+
+def test_yarn_sharpens_the_scale_of_latent_attention() -> None:
+    stretched = {**DEEPSEEK, "rope_scaling": {"factor": 40, "mscale_all_dim": 1.0}}
+    assert attention_geometry(stretched).scale == pytest.approx(192**-0.5 * 1.3688879454**2)
+
+
+@pytest.mark.parametrize(("num_ranks", "heads"), [(1, (64, 8)), (8, (8, 1)), (16, (4, 1))])
+def test_ranks_share_the_heads_and_a_kv_head_is_never_cut(num_ranks: int, heads: tuple[int, int]) -> None:
+    config = {"num_attention_heads": 64, "hidden_size": 8192, "num_hidden_layers": 1, "num_key_value_heads": 8}
+    geometry = attention_geometry({**config, "architectures": ["LlamaForCausalLM"]}).on_one_of(num_ranks)
+    assert (geometry.num_q_heads, geometry.num_kv_heads) == heads
+
+
+@pytest.mark.parametrize("num_ranks", [3, 12, 128])
+def test_heads_that_do_not_divide_over_the_ranks_are_refused(num_ranks: int) -> None:
+    config = {"num_attention_heads": 64, "hidden_size": 8192, "num_hidden_layers": 1, "num_key_value_heads": 8}
+    with pytest.raises(BadSetting, match="choose another --tp"):
+        attention_geometry({**config, "architectures": ["LlamaForCausalLM"]}).on_one_of(num_ranks)
 
 
 @pytest.mark.parametrize(("max_kv_len", "left"), [(8, -1), (9, 7)])

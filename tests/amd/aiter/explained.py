@@ -1,0 +1,46 @@
+"""What `rocm-attn explain` says of six models on two archs. `python -m tests.amd.aiter.explained` writes it anew."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Mapping
+from pathlib import Path
+
+from rocm_attn.cli import main
+
+HERE = Path(__file__).parent
+GOLDEN = HERE / "golden"
+ARCHS = ("gfx942", "gfx950")
+
+# Model -> what it is served with.
+MODELS: Mapping[str, tuple[str, ...]] = {
+    "llama-3-8b": (),
+    "llama-3-70b": ("--tp", "8"),
+    "qwen3-30b-a3b": (),
+    "gpt-oss-120b": (),
+    "gemma-3-27b": (),
+    "deepseek-v3": ("--tp", "8", "--page-size", "1"),
+}
+
+
+def explained(model: str, arch: str) -> str:
+    """stdout and stderr of the command, and its exit code, without the config's place."""
+    config = HERE / "configs" / f"{model}.json"
+    printed, complaints = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaints):
+        code = main(["explain", str(config), "--arch", arch, *MODELS[model]])
+    text = printed.getvalue() + complaints.getvalue() + f"exit code {code}\n"
+    return text.replace(str(config), f"{model} {' '.join(MODELS[model])}".strip())
+
+
+def place(model: str, arch: str) -> Path:
+    """The golden file."""
+    return GOLDEN / f"{model}.{arch}.txt"
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    for each in MODELS:
+        for on in ARCHS:
+            place(each, on).write_text(explained(each, on))

@@ -1,0 +1,36 @@
+"""Which kernels real models get on MI300X and MI355X, held by golden files."""
+
+from __future__ import annotations
+
+import pytest
+
+from rocm_attn.kernel_table import markdown
+from tests.amd.aiter.explained import ARCHS, GOLDEN, MODELS, explained, place
+from tests.amd.house.source_tree import ROOT
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_is_explained_as_in_its_golden_file(model: str, arch: str) -> None:
+    assert explained(model, arch) == place(model, arch).read_text(), (
+        "python -m tests.amd.aiter.explained writes it anew"
+    )
+
+
+def test_no_golden_file_is_left_over() -> None:
+    assert set(GOLDEN.iterdir()) == {place(model, arch) for model in MODELS for arch in ARCHS}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_aiter_serves_decode_and_extend_of_the_plain_models(arch: str) -> None:
+    for model in ("llama-3-8b", "llama-3-70b", "qwen3-30b-a3b"):
+        text = explained(model, arch)
+        assert "  decode: aiter.paged_attention_ragged\n" in text
+        assert "  extend: aiter.mha_batch_prefill_func\n" in text
+        assert "  mixed: aiter.unified_attention\n" in text
+        assert "  prefill: aiter.flash_attn_varlen_func\n" in text
+
+
+def test_the_page_of_kernels_is_current() -> None:
+    page = (ROOT / "docs" / "kernels.md").read_text()
+    assert page == markdown(), "rocm-attn kernels > docs/kernels.md"

@@ -1,7 +1,8 @@
 """Compiles what a model will need, before it is served: by running its steps once, over memory that nobody cares for.
 
-On a GPU the steps really run. For a GPU that is not there they are only compiled, into the cache entries that a process
-on that GPU will find. Either way the runtime's own launchers decide what is compiled, at the sizes that will be served.
+On a GPU the steps really run, and AITER compiles what they need of it. For a GPU that is not there Triton's kernels are
+compiled, into the cache entries that a process on that GPU will find. Either way the runtime's own launchers decide
+what is compiled, at the sizes that will be served.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from rocm_attn.index_spaces import num_pages as pages_of
 from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.probe_requests import typical_q_len
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import PrewarmJob
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.target import Target
@@ -53,23 +53,20 @@ class PrewarmReport:
 
     compiled: kernels by name and how many variants of each were compiled
     cached:   likewise, those that were there already
-    jobs:     what the provider compiled by other means than Triton
     cache:    Triton's cache; empty where no kernel was needed
     """
 
     compiled: dict[str, int]
     cached: dict[str, int]
-    jobs: tuple[str, ...]
     cache: str
     seconds: float
 
     def lines(self) -> list[str]:
         """The report in sentences."""
-        if not (self.compiled or self.cached or self.jobs):
+        if not (self.compiled or self.cached):
             return ["nothing to compile: the chosen kernels are torch operations"]
         lines = [f"compiled {name}, {_variants(count)}" for name, count in sorted(self.compiled.items())]
-        lines += [f"compiled {job}" for job in self.jobs]
-        compiled, cached = sum(self.compiled.values()) + len(self.jobs), sum(self.cached.values())
+        compiled, cached = sum(self.compiled.values()), sum(self.cached.values())
         where = f"; cache {self.cache}" if self.cache else ""
         return [*lines, f"{compiled} compiled, {cached} there already, {self.seconds:.1f} s{where}"]
 
@@ -93,31 +90,21 @@ def prewarm(
         raise BadSetting("TRITON_INTERPRET is set, so nothing would be compiled; unset it")
     started = time.perf_counter()
     runtime = _runtime(problems, target, sizes, device, provider)
-    jobs = _jobs_of(runtime)
     steps = list(_steps(runtime))
-    done, total = 0, len(steps) + len(jobs)
     compiled: Counter[str] = Counter()
     cached: Counter[str] = Counter()
-    made = []
 
     def count(name: str, was_cached: bool) -> None:
         (cached if was_cached else compiled)[name] += 1
 
     with _compiling(target, device, count):
-        for shape, batch in steps:
-            progress(done, total, shape_name(shape))
+        for done, (shape, batch) in enumerate(steps):
+            progress(done, len(steps), shape_name(shape))
             _run(runtime, batch, shape.num_seqs)
-            done += 1
-    for job in jobs:
-        progress(done, total, job.name)
-        if job.compile():
-            made.append(job.name)
-        done += 1
-    progress(total, total, "")
+    progress(len(steps), len(steps), "")
     return PrewarmReport(
         compiled=dict(compiled),
         cached=dict(cached),
-        jobs=tuple(made),
         cache=_cache_folder() if compiled or cached else "",
         seconds=time.perf_counter() - started,
     )
@@ -136,6 +123,9 @@ def _runtime(
     least = 2 + sizes.max_num_seqs + pages_of(largest_step, kinds[0].page_size)
     guards = guards_from_settings()
     if target.is_gpu and device.type == "cpu":
+        if provider == "aiter":
+            raise BadSetting(f"AITER compiles its kernels on the GPU that runs them; prewarm it on a {target.arch}")
+        provider = "triton"
         guards = guards.without("echo_check")  # kernels that are only compiled answer nothing
     return AttentionRuntime(
         kinds,
@@ -149,16 +139,6 @@ def _runtime(
         capture_tokens=sizes.capture_tokens,
         guards=guards,
     )
-
-
-def _jobs_of(runtime: AttentionRuntime) -> list[PrewarmJob]:
-    """What the providers compile by themselves, each thing once."""
-    jobs: dict[str, PrewarmJob] = {}
-    for selection in runtime.selections:
-        rows = [kernel.row for kernel in selection.kernels.values()]
-        for job in selection.provider.prewarm(selection.problem, runtime.target, rows):
-            jobs.setdefault(job.name, job)
-    return list(jobs.values())
 
 
 def _steps(runtime: AttentionRuntime) -> Iterator[tuple[PaddedShape, list[int]]]:

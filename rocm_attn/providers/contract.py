@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -292,35 +292,16 @@ class StepOps:
 
 
 @dataclass(frozen=True, slots=True)
-class PrewarmJob:
-    """Something that a provider compiles outside of Triton, which running a step would do in the middle of a request.
-
-    name:    what is compiled, in words
-    compile: compiles it, unless it is there; says whether it had to. Raises Unsupported where it cannot.
-    """
-
-    name: str
-    compile: Callable[[], bool]
-
-
-def nothing_to_prewarm(problem: Problem, target: Target, kernels: Sequence[KernelRow]) -> tuple[PrewarmJob, ...]:
-    """Of a provider whose kernels are all compiled by Triton, when they are launched."""
-    return ()
-
-
-@dataclass(frozen=True, slots=True)
 class Provider:
     """A set of kernels.
 
     rows:    in order of preference within a step kind
     ops:     loads the metadata and cache launches that go with the kernels
-    prewarm: what the rows that were chosen for a problem on a target need compiled ahead, besides Triton's kernels
     """
 
     name: str
     rows: tuple[KernelRow, ...]
     ops: Callable[[], StepOps]
-    prewarm: Callable[[Problem, Target, Sequence[KernelRow]], tuple[PrewarmJob, ...]] = nothing_to_prewarm
 
 
 def _either(values: Iterable[object]) -> str:

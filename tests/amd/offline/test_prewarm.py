@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,12 +19,9 @@ from rocm_attn.kernels.compile_only import CompileEvent, observe_compiles
 from rocm_attn.kernels.launch import Thunk, observe_launches
 from rocm_attn.prewarm import PrewarmReport, ServedSizes, prewarm
 from rocm_attn.problem import Problem
-from rocm_attn.providers import select
-from rocm_attn.providers.contract import KernelRow, PrewarmJob
-from rocm_attn.providers.triton import TRITON
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step_batch import StepBatch
-from rocm_attn.target import Target, known_target
+from rocm_attn.target import known_target
 from tests.amd.offline.offline_driver import offline
 
 ARCH = "gfx942"
@@ -129,32 +125,18 @@ def test_another_arch_has_kernels_of_its_own() -> None:
     assert other.cached == {}
 
 
-def test_what_a_provider_compiles_by_itself_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    there: set[str] = set()
-
-    def jobs(problem: Problem, target: Target, rows: Sequence[KernelRow]) -> tuple[PrewarmJob, ...]:
-        def compile_job(name: str) -> bool:
-            missing = name not in there
-            there.add(name)
-            return missing
-
-        names = [f"{row.name} for {target.arch}" for row in rows]
-        return tuple(PrewarmJob(name, lambda name=name: compile_job(name)) for name in names)  # type: ignore[misc]
-
-    monkeypatch.setattr(select, "_PROVIDERS", {"triton": replace(TRITON, prewarm=jobs)})
-    other = replace(PROBLEM, num_q_heads=4)
+def test_progress_counts_every_step_that_is_run() -> None:
     seen: list[tuple[int, int, str]] = []
-
-    def run() -> PrewarmReport:
-        target, device = known_target(ARCH), torch.device("cpu")
-        return prewarm([PROBLEM, other], target, SIZES, device=device, progress=lambda *step: seen.append(step))
-
-    named = [f"{row.name} for {ARCH}" for row in TRITON.rows]
-    assert run().jobs == tuple(named)
+    target, device = known_target(ARCH), torch.device("cpu")
+    prewarm([PROBLEM], target, SIZES, device=device, progress=lambda *step: seen.append(step))
     total = seen[-1][1]
     assert [done for done, _, _ in seen] == list(range(total + 1))
-    assert [name for _, _, name in seen[-4:]] == [*named, ""]
-    assert run().jobs == ()
+    assert [name for _, _, name in seen if not name] == [""]
+
+
+def test_kernels_that_compile_on_their_gpu_are_not_prewarmed_elsewhere() -> None:
+    with pytest.raises(BadSetting, match="AITER compiles its kernels on the GPU that runs them; prewarm"):
+        prewarm([PROBLEM], known_target(ARCH), SIZES, device=torch.device("cpu"), provider="aiter")
 
 
 def test_a_model_of_torch_operations_has_nothing_to_compile() -> None:

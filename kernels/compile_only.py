@@ -46,12 +46,23 @@ class CompileEvent:
     was_cached: bool
 
 
+# (kernel's source, kernel's metadata) -> what a launch of it calls
+Launcher = Callable[[Any, Any], Callable[..., None]]
+
+
 @contextmanager
 def compile_only(gpu: AbsentGpu) -> Iterator[None]:
     """While active, Triton compiles for gpu and launches do nothing. Raises Triton's OutOfResources."""
+    with activated(AbsentDriver(gpu, device_id=_device_id(gpu), launcher=_launcher_that_runs_nothing)):
+        yield
+
+
+@contextmanager
+def activated(driver: AbsentDriver) -> Iterator[None]:
+    """While active, Triton asks this driver."""
     # Triton offers no way to read the active driver that does not look for a GPU first.
     before = active_driver._active
-    active_driver.set_active(_CompileOnlyDriver(gpu))
+    active_driver.set_active(driver)
     try:
         yield
     finally:
@@ -78,25 +89,33 @@ def cache_folder() -> str:
     return str(triton.knobs.cache.dir)
 
 
-class _CompileOnlyDriver:
-    """What Triton asks of a driver, answered from the data sheet of one GPU."""
+class AbsentDriver:
+    """What Triton asks of a driver, answered from the data sheet of one GPU.
 
-    def __init__(self, gpu: AbsentGpu) -> None:
+    device_id: under which Triton keeps kernels and their launchers
+    launcher:  makes what a launch calls
+    """
+
+    def __init__(self, gpu: AbsentGpu, *, device_id: int, launcher: Launcher) -> None:
         self.gpu_target = gpu.gpu_target
-        self.device_id = _device_id(gpu)
+        self.device_id = device_id
         self.utils = _NoDevice(gpu)
-        self.launcher_cls = _launcher_that_runs_nothing
+        self.launcher_cls = launcher
 
     def get_current_target(self) -> GPUTarget:
+        """The target that kernels are compiled for."""
         return self.gpu_target
 
     def get_current_device(self) -> int:
+        """The id of the device that is not there."""
         return self.device_id
 
     def get_current_stream(self, device: int) -> int:
+        """The null stream."""
         return 0
 
     def get_active_torch_device(self) -> torch.device:
+        """Where the tensors of a launch live."""
         return torch.device("cpu")
 
 

@@ -1,0 +1,104 @@
+"""The registers of the wave that is running, and what a wave keeps while another one runs.
+
+Every instruction of a kernel is built once, over the arrays of one core; a wave that gets its turn is copied into them.
+Numbers of scalar registers and initial state: "AMD Instinct MI300 Instruction Set Architecture", chapter 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tests.amd.simulator.arrays import Array
+from tests.amd.simulator.lds import Lds
+from tests.amd.simulator.memory import Memory
+
+LANES = 64
+VCC, M0, EXEC = 106, 124, 126
+# a0 to a255 follow v0 to v255.
+ACCUMULATION = 256
+NUM_VECTOR, NUM_SCALAR = 512, 128
+
+# NaN in float32, in float16 and bfloat16 (each half) and the largest int32: as an address, outside of everything.
+POISON = 0x7FFFFFFF
+
+
+@dataclass(slots=True)
+class Wave:
+    """A wave that is not running: its number in the program and a copy of everything that an instruction can change."""
+
+    number: int
+    vector: Array
+    scalar: Array
+    scc: int = 0
+    pc: int = 0
+
+
+class Core:
+    """What instructions work on.
+
+    vector:      uint32 [512, 64], v and then a registers by lane
+    scalar:      uint32 [128]; 106 is VCC, 124 M0, 126 EXEC
+    active:      bool [64], EXEC by lane; all_active and any_active say the same at a glance
+    scc:         the scalar condition code
+    wave_number: of the running wave in its program
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self.vector = np.zeros((NUM_VECTOR, LANES), np.uint32)
+        self.scalar = np.zeros(NUM_SCALAR, np.uint32)
+        self.active = np.ones(LANES, np.bool_)
+        self.all_active = True
+        self.any_active = True
+        self.scc = 0
+        self.wave_number = 0
+        self.memory = memory
+        self.lds = Lds(0, POISON)
+
+    def read_pair(self, index: int) -> int:
+        """Two scalar registers as one number of 64 bits."""
+        return int(self.scalar[index]) | int(self.scalar[index + 1]) << 32
+
+    def write_pair(self, index: int, value: int) -> None:
+        """The low 64 bits of value to two scalar registers."""
+        self.scalar[index] = value & 0xFFFFFFFF
+        self.scalar[index + 1] = value >> 32 & 0xFFFFFFFF
+        if index == EXEC:
+            self.refresh_exec()
+
+    def write_scalar(self, index: int, value: int) -> None:
+        """The low 32 bits of value to a scalar register."""
+        self.scalar[index] = value & 0xFFFFFFFF
+        if index >= EXEC:
+            self.refresh_exec()
+
+    def read_mask(self, index: int) -> Array:
+        """Two scalar registers as bool [64]."""
+        return np.unpackbits(self.scalar[index : index + 2].view(np.uint8), bitorder="little").view(np.bool_)
+
+    def write_mask(self, index: int, mask: Array) -> None:
+        """mask, in which inactive lanes are 0, to two scalar registers."""
+        self.scalar[index : index + 2] = np.packbits(mask & self.active, bitorder="little").view(np.uint32)
+        if index == EXEC:
+            self.refresh_exec()
+
+    def refresh_exec(self) -> None:
+        """Take over what EXEC says."""
+        self.active[:] = self.read_mask(EXEC)
+        self.all_active = bool(self.active.all())
+        self.any_active = bool(self.active.any())
+
+    def resume(self, wave: Wave) -> None:
+        """Make wave the one that runs."""
+        self.vector[: len(wave.vector)] = wave.vector
+        self.scalar[:] = wave.scalar
+        self.scc = wave.scc
+        self.wave_number = wave.number
+        self.refresh_exec()
+
+    def suspend(self, wave: Wave) -> None:
+        """Keep the running wave's registers in wave."""
+        wave.vector[:] = self.vector[: len(wave.vector)]
+        wave.scalar[:] = self.scalar
+        wave.scc = self.scc

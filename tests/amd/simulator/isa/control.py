@@ -1,0 +1,41 @@
+"""Branches, barriers, the end, and waits; ISA chapter 4 "Program Flow Control" and 12.5 "SOPP Instructions".
+
+Waits change nothing here: every instruction is complete before the next one starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.amd.simulator.assembly import Instruction
+from tests.amd.simulator.core import VCC, Core
+from tests.amd.simulator.isa.step import AT_BARRIER, AT_END, Builder, Context, Step
+
+# Whether a branch is taken.
+_CONDITIONS: dict[str, Callable[[Core], bool]] = {
+    "s_branch": lambda core: True,
+    "s_cbranch_scc0": lambda core: not core.scc,
+    "s_cbranch_scc1": lambda core: bool(core.scc),
+    "s_cbranch_vccz": lambda core: core.read_pair(VCC) == 0,
+    "s_cbranch_vccnz": lambda core: core.read_pair(VCC) != 0,
+    "s_cbranch_execz": lambda core: not core.any_active,
+    "s_cbranch_execnz": lambda core: core.any_active,
+}
+
+
+def _branch(context: Context, instruction: Instruction) -> Step:
+    core, taken = context.core, _CONDITIONS[instruction.name]
+    target = context.assembly.labels[instruction.operands[0]]
+    return lambda: target if taken(core) else None
+
+
+def _always(next_index: int | None) -> Builder:
+    return lambda context, instruction: lambda: next_index
+
+
+BUILDERS: dict[str, Builder] = {
+    **dict.fromkeys(_CONDITIONS, _branch),
+    **dict.fromkeys(("s_nop", "s_waitcnt", "s_setprio", "s_sleep"), _always(None)),
+    "s_barrier": _always(AT_BARRIER),
+    "s_endpgm": _always(AT_END),
+}

@@ -1,0 +1,64 @@
+"""Conversions between number formats; ISA sections 12.8 and 12.10 (VOP1, VOP3), to the nearest even."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tests.amd.simulator.arrays import F16, F32, I32, U32, Array
+from tests.amd.simulator.assembly import Instruction
+from tests.amd.simulator.isa.step import Builder, Context, Step
+from tests.amd.simulator.isa.vector import VectorOp, build
+
+
+def to_bfloat16(values: Array) -> Array:
+    """float32 to the bits of bfloat16, uint32."""
+    bits = np.ascontiguousarray(values).view(U32)
+    rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(values), bits >> np.uint32(16) | np.uint32(0x40), rounded)
+
+
+def to_float16(values: Array) -> Array:
+    """float32 to the bits of float16, uint32."""
+    return values.astype(F16).view(np.uint16).astype(U32)
+
+
+def _pair(convert: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
+    return lambda a, b: convert(a) | convert(b) << np.uint32(16)
+
+
+def _to_integer(dtype: np.dtype[Any]) -> Callable[[Array], Array]:
+    """Towards zero; what does not fit becomes the nearest that does, NaN becomes 0."""
+    limits = np.iinfo(dtype)
+
+    def convert(values: Array) -> Array:
+        wide = np.nan_to_num(np.trunc(values.astype(np.float64)), nan=0.0)
+        return np.clip(wide, limits.min, limits.max).astype(np.int64).astype(dtype)
+
+    return convert
+
+
+def _byte(number: int) -> Callable[[Array], Array]:
+    return lambda a: (a >> np.uint32(8 * number) & np.uint32(255)).astype(F32)
+
+
+OPS: dict[str, VectorOp] = {
+    "v_cvt_f32_u32": VectorOp(F32, (U32,), lambda a: a.astype(F32)),
+    "v_cvt_f32_i32": VectorOp(F32, (I32,), lambda a: a.astype(F32)),
+    "v_cvt_u32_f32": VectorOp(U32, (F32,), _to_integer(U32)),
+    "v_cvt_i32_f32": VectorOp(I32, (F32,), _to_integer(I32)),
+    "v_cvt_f16_f32": VectorOp(F16, (F32,), lambda a: a.astype(F16)),
+    "v_cvt_f32_f16": VectorOp(F32, (F16,), lambda a: a.astype(F32)),
+    "v_cvt_pk_bf16_f32": VectorOp(U32, (F32, F32), _pair(to_bfloat16)),
+    "v_cvt_pk_f16_f32": VectorOp(U32, (F32, F32), _pair(to_float16)),
+    **{f"v_cvt_f32_ubyte{number}": VectorOp(F32, (U32,), _byte(number)) for number in range(4)},
+}
+
+
+def _table_row(context: Context, instruction: Instruction) -> Step:
+    return build(context, instruction, OPS[instruction.name])
+
+
+BUILDERS: dict[str, Builder] = dict.fromkeys(OPS, _table_row)

@@ -1,0 +1,42 @@
+"""Every instruction that the simulator knows, by mnemonic."""
+
+from __future__ import annotations
+
+from tests.amd.simulator.assembly import Instruction
+from tests.amd.simulator.faults import UnknownInstruction
+from tests.amd.simulator.isa import (
+    control,
+    convert,
+    cross_lane,
+    global_memory,
+    local_memory,
+    matrix,
+    packed,
+    scalar,
+    vector_float,
+    vector_integer,
+)
+from tests.amd.simulator.isa.step import Builder, Context, Step
+
+_GROUPS = (
+    control,
+    scalar,
+    vector_integer,
+    vector_float,
+    convert,
+    packed,
+    cross_lane,
+    local_memory,
+    global_memory,
+    matrix,
+)
+BUILDERS: dict[str, Builder] = {name: builder for group in _GROUPS for name, builder in group.BUILDERS.items()}
+assert len(BUILDERS) == sum(len(group.BUILDERS) for group in _GROUPS), "an instruction is in two groups"
+
+
+def build_step(context: Context, instruction: Instruction) -> Step:
+    """The instruction as a function that executes it. Raises UnknownInstruction."""
+    builder = BUILDERS.get(instruction.name)
+    if builder is None:
+        raise UnknownInstruction(f"{instruction.name} of {instruction.text!r}")
+    return builder(context, instruction)

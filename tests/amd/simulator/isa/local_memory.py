@@ -1,0 +1,125 @@
+"""Loads from LDS and stores to it; ISA chapter 11 "Data Share Operations" and section 12.13 (DS).
+
+ds_read_b64_tr_b16 is new with gfx950: a transposing load, "AMD Instinct CDNA4 Instruction Set Architecture" 11.4.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from tests.amd.simulator.arrays import I64, U32
+from tests.amd.simulator.assembly import Instruction
+from tests.amd.simulator.core import Core
+from tests.amd.simulator.faults import UnknownInstruction
+from tests.amd.simulator.isa.step import Builder, Context, Step
+from tests.amd.simulator.isa.words import WordSink, WordSource
+from tests.amd.simulator.operands import vector_register
+
+_SIZES = {"u8": 1, "i8": 1, "b8": 1, "u16": 2, "i16": 2, "b16": 2, "b32": 4, "b64": 8, "b96": 12, "b128": 16}
+
+
+def _offsets(instruction: Instruction, size: int) -> list[int]:
+    """The byte offsets of an instruction's one or two accesses; two are counted in elements, or in 64 of them."""
+    if not re.match(r"ds_(read|write)2", instruction.name):
+        instruction.allow("offset")
+        return [instruction.number("offset")]
+    instruction.allow("offset0", "offset1")
+    unit = size * 64 if "st64" in instruction.name else size
+    return [instruction.number("offset0") * unit, instruction.number("offset1") * unit]
+
+
+def _load(context: Context, instruction: Instruction) -> Step:
+    core = context.core
+    kind, is_upper_half = _kind(instruction)
+    size = _SIZES[kind]
+    index = vector_register(instruction.operands[0]).index
+    address = core.vector[vector_register(instruction.operands[1]).index]
+    keeps_half = "_d16" in instruction.name
+    places = [
+        (
+            offset,
+            WordSink(core, index + i * max(1, size // 4), size, is_signed=kind[0] == "i", half=int(is_upper_half)).write
+            if not keeps_half
+            else WordSink(core, index, size, is_signed=False, half=int(is_upper_half)).write_half,
+        )
+        for i, offset in enumerate(_offsets(instruction, size))
+    ]
+
+    def step() -> None:
+        if not core.any_active:
+            return
+        addresses = address.astype(I64)[core.active]
+        loaded = [core.lds.load(addresses + offset, size, core.wave_number) for offset, _ in places]
+        for (_, write), values in zip(places, loaded, strict=True):
+            write(values)
+
+    return step
+
+
+def _store(context: Context, instruction: Instruction) -> Step:
+    core = context.core
+    kind, is_upper_half = _kind(instruction)
+    size = _SIZES[kind]
+    address = core.vector[vector_register(instruction.operands[0]).index]
+    sources = [
+        WordSource(core, vector_register(token).index, size, upper_half=is_upper_half)
+        for token in instruction.operands[1:]
+    ]
+    offsets = _offsets(instruction, size)
+
+    def step() -> None:
+        if not core.any_active:
+            return
+        addresses = address.astype(I64)[core.active]
+        for offset, source in zip(offsets, sources, strict=True):
+            core.lds.store(addresses + offset, source.read(), core.wave_number)
+
+    return step
+
+
+def _kind(instruction: Instruction) -> tuple[str, bool]:
+    """The type of an access and whether it is about the upper half of a register."""
+    found = re.fullmatch(r"ds_(?:read|write)2?(?:st64)?_(\w+?)(_d16)?(_d16_hi|_hi)?", instruction.name)
+    assert found is not None, instruction.name
+    return found[1], found[3] is not None
+
+
+def _load_transposed(context: Context, instruction: Instruction) -> Step:
+    """Of each 16 lanes, lane i and element j: element i % 4 of what the address of lane i // 4 + 4 j holds."""
+    if context.arch != "gfx950":
+        raise UnknownInstruction(f"{instruction.name} on {context.arch}")
+    core: Core = context.core
+    instruction.allow("offset")
+    offset = instruction.number("offset")
+    index = vector_register(instruction.operands[0]).index
+    address = core.vector[vector_register(instruction.operands[1]).index]
+    lane, element = np.arange(16)[:, None], np.arange(4)[None]
+
+    def step() -> None:
+        if not core.all_active:
+            raise UnknownInstruction(f"{instruction.name} with inactive lanes")
+        loaded = core.lds.load(address.astype(I64) + offset, 8, core.wave_number).view(np.uint16).reshape(4, 16, 4)
+        turned = np.ascontiguousarray(loaded[:, lane // 4 + 4 * element, lane % 4]).reshape(64, 4).view(U32)
+        core.vector[index : index + 2] = turned.T
+
+    return step
+
+
+_LOADS = [
+    *(f"ds_read_{kind}" for kind in ("u8", "i8", "u16", "i16", "b32", "b64", "b96", "b128")),
+    *(f"ds_read_u16_d16{half}" for half in ("", "_hi")),
+    *(f"ds_read2{stride}_{kind}" for stride in ("", "st64") for kind in ("b32", "b64")),
+]
+_STORES = [
+    *(f"ds_write_{kind}" for kind in ("b8", "b16", "b32", "b64", "b96", "b128")),
+    *(f"ds_write_{kind}_d16_hi" for kind in ("b8", "b16")),
+    *(f"ds_write2{stride}_{kind}" for stride in ("", "st64") for kind in ("b32", "b64")),
+]
+
+BUILDERS: dict[str, Builder] = {
+    **dict.fromkeys(_LOADS, _load),
+    **dict.fromkeys(_STORES, _store),
+    "ds_read_b64_tr_b16": _load_transposed,
+}

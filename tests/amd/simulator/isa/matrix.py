@@ -1,0 +1,90 @@
+"""Matrix products D = A B + C; ISA chapter 7 "Matrix Arithmetic Instructions" and its tables of register layouts.
+
+With M x M results and K products each: lane l holds K / (64 / M) consecutive values of row l % M of A, and likewise of
+column l % M of B, from k = (l / M) * K / (64 / M) on. Register i of D and C in lane l is column l % M and row
+4 (l / 16) + i for M = 16, 8 (i / 4) + 4 (l / 32) + i % 4 for M = 32. EXEC is ignored.
+
+Products are summed in float32 in NumPy's order; hardware's order and internal width are not documented.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+
+from tests.amd.simulator.arrays import F32, U32, Array
+from tests.amd.simulator.assembly import Instruction
+from tests.amd.simulator.core import LANES, Core
+from tests.amd.simulator.faults import UnknownInstruction
+from tests.amd.simulator.isa.step import Builder, Context, Step
+from tests.amd.simulator.operands import Register, constant, register, vector_register
+
+
+def _from_bfloat16(registers: Array) -> Array:
+    return (registers.view(np.uint16).astype(U32) << np.uint32(16)).view(F32)
+
+
+# From uint32 [lanes, registers] to float32 [lanes, values].
+_DECODE: dict[str, Callable[[Array], Array]] = {
+    "f32": lambda registers: registers.view(F32),
+    "f16": lambda registers: registers.view(np.float16).astype(F32),
+    "bf16": _from_bfloat16,
+}
+_SHAPES = (
+    ("f32", ((32, 2), (16, 4))),
+    ("f16", ((32, 8), (16, 16), (32, 16), (16, 32))),
+    ("bf16", ((32, 8), (16, 16), (32, 16), (16, 32))),
+)
+# Shapes with twice the depth are new with gfx950.
+_GFX950_ONLY = ("32x32x16_f16", "16x16x32_f16", "32x32x16_bf16", "16x16x32_bf16")
+
+
+def _result_rows(size: int) -> Array:
+    """int [registers, 64]: the row of D that a register holds in a lane; its column is lane % size."""
+    lane = np.arange(LANES)[None]
+    index = np.arange(size * size // LANES)[:, None]
+    return 4 * (lane // 16) + index if size == 16 else 8 * (index // 4) + 4 * (lane // 32) + index % 4
+
+
+def _multiply(context: Context, instruction: Instruction) -> Step:
+    core = context.core
+    instruction.allow()
+    found = re.fullmatch(r"v_mfma_f32_(\d+)x\d+x(\d+)_(\w+)", instruction.name)
+    assert found is not None
+    if instruction.name.endswith(_GFX950_ONLY) and context.arch != "gfx950":
+        raise UnknownInstruction(f"{instruction.name} on {context.arch}")
+    size, depth, decode = int(found[1]), int(found[2]), _DECODE[found[3]]
+    result, a, b = (vector_register(token) for token in instruction.operands[:3])
+    rows, columns = _result_rows(size), np.arange(LANES)[None] % size
+    read_c = _accumulator(core, instruction.operands[3])
+    into = core.vector[result.index : result.index + result.count].view(F32)
+
+    def step() -> None:
+        product = _matrix(core, a, size, depth, decode) @ _matrix(core, b, size, depth, decode).T
+        into[:] = product[rows, columns] + read_c()
+
+    return step
+
+
+def _matrix(core: Core, found: Register, size: int, depth: int, decode: Callable[[Array], Array]) -> Array:
+    """float32 [size, depth] from the registers of A; from those of B its transpose."""
+    registers = np.ascontiguousarray(core.vector[found.index : found.index + found.count].T)
+    values = decode(registers)
+    groups = LANES // size
+    return values.reshape(groups, size, depth // groups).transpose(1, 0, 2).reshape(size, depth)
+
+
+def _accumulator(core: Core, token: str) -> Callable[[], Array]:
+    found = register(token)
+    if found is None:
+        value = np.array([constant(token, U32)], np.uint32).view(F32)
+        return lambda: value
+    values = core.vector[found.index : found.index + found.count].view(F32)
+    return lambda: values
+
+
+BUILDERS: dict[str, Builder] = {
+    f"v_mfma_f32_{size}x{size}x{depth}_{kind}": _multiply for kind, shapes in _SHAPES for size, depth in shapes
+}

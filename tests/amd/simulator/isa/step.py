@@ -1,0 +1,27 @@
+"""What every group of instructions is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.amd.simulator.assembly import Assembly, Instruction
+from tests.amd.simulator.core import Core
+
+# Executes one instruction; returns the index of the next one, or None for the one that follows.
+Step = Callable[[], int | None]
+
+# In place of an index: the wave waits for the others of its program, or has ended.
+AT_BARRIER, AT_END = -1, -2
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What an instruction is built for: the core it will run on, the kernel it is part of, and the arch."""
+
+    core: Core
+    assembly: Assembly
+    arch: str
+
+
+Builder = Callable[[Context, Instruction], Step]

@@ -1,0 +1,167 @@
+"""How a vector instruction is executed; what each computes is in the tables of vector_integer, vector_float, convert.
+
+ISA chapter 6 "Vector ALU Operations": encodings, sub-dword selects (SDWA), data-parallel primitives (DPP), masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tests.amd.simulator.arrays import I32, U32
+from tests.amd.simulator.assembly import Instruction
+from tests.amd.simulator.core import Core
+from tests.amd.simulator.faults import UnknownInstruction
+from tests.amd.simulator.isa.dpp import DPP_MODIFIERS, lane_pattern
+from tests.amd.simulator.isa.step import Context, Step
+from tests.amd.simulator.operands import (
+    Source,
+    VectorSink,
+    all_lanes,
+    mask_source,
+    scalar_register,
+    vector_register,
+    vector_source,
+)
+
+# A pair of scalar registers with a bit for each lane, as an operand's type.
+MASK = np.dtype(np.bool_)
+
+
+@dataclass(frozen=True, slots=True)
+class VectorOp:
+    """One row of a table.
+
+    result:       type of the destination
+    sources:      types of the sources
+    compute:      sources, [1] or [64] of their types, to the result; or to it and a mask, see has_mask
+    has_mask:     a mask, such as a carry, is the second destination
+    accumulates:  the destination is the last source
+    clamped:      compute of the form with the modifier clamp, where it is known
+    """
+
+    result: np.dtype[Any]
+    sources: tuple[np.dtype[Any], ...]
+    compute: Callable[..., Any]
+    has_mask: bool = False
+    accumulates: bool = False
+    clamped: Callable[..., Any] | None = None
+
+
+def build(context: Context, instruction: Instruction, op: VectorOp) -> Step:
+    """The step of an instruction whose semantics are a row of a table."""
+    core = context.core
+    tokens = list(instruction.operands)
+    destinations = [tokens.pop(0) for _ in range(1 + op.has_mask)]
+    if op.accumulates:
+        tokens.append(destinations[0])
+    if len(tokens) != len(op.sources):
+        raise UnknownInstruction(f"{len(tokens)} sources of {instruction.text!r}")
+    if instruction.encoding == "dpp":
+        return _build_dpp(core, instruction, op, destinations, tokens)
+    reads = _sources(core, instruction, op, tokens)
+    compute = op.compute
+    if "clamp" in instruction.modifiers:
+        if op.clamped is None:
+            raise UnknownInstruction(f"clamp of {instruction.text!r}")
+        compute = op.clamped
+    if op.has_mask:
+        return _step_with_mask(core, compute, reads, op, destinations)
+    if op.result == MASK:
+        index = scalar_register(destinations[0]).index
+        return lambda: core.write_mask(index, compute(*[read() for read in reads]))
+    write = VectorSink(core, destinations[0], op.result).write
+    if len(reads) == 1:
+        (a,) = reads
+        return lambda: write(compute(a()))
+    if len(reads) == 2:
+        a, b = reads
+        return lambda: write(compute(a(), b()))
+    return lambda: write(compute(*[read() for read in reads]))
+
+
+def _sources(core: Core, instruction: Instruction, op: VectorOp, tokens: list[str]) -> list[Source]:
+    if instruction.encoding == "sdwa":
+        return _sdwa_sources(core, instruction, op, tokens)
+    instruction.allow("clamp", "op_sel", "bitop3")
+    halves = instruction.bits("op_sel", (0,) * (len(tokens) + 1))
+    if "op_sel" in instruction.modifiers and (
+        any(half and dtype.itemsize != 2 for half, dtype in zip(halves, op.sources, strict=False))
+        or any(halves[len(tokens) :])
+    ):
+        raise UnknownInstruction(f"op_sel of {instruction.text!r}")
+    return [
+        _source(core, token, dtype, high=bool(half))
+        for token, dtype, half in zip(tokens, op.sources, halves, strict=False)
+    ]
+
+
+def _source(core: Core, token: str, dtype: np.dtype[Any], *, high: bool = False) -> Source:
+    return mask_source(core, token) if dtype == MASK else vector_source(core, token, dtype, high=high)
+
+
+def _step_with_mask(
+    core: Core, compute: Callable[..., Any], reads: list[Source], op: VectorOp, destinations: list[str]
+) -> Step:
+    write = VectorSink(core, destinations[0], op.result).write
+    index = scalar_register(destinations[1]).index
+
+    def step() -> None:
+        result, mask = compute(*[read() for read in reads])
+        write(result)
+        core.write_mask(index, all_lanes(mask))
+
+    return step
+
+
+_SDWA_PARTS = {
+    **{f"BYTE_{byte}": ("uint8", byte) for byte in range(4)},
+    **{f"WORD_{word}": ("uint16", word) for word in range(2)},
+}
+
+
+def _sdwa_sources(core: Core, instruction: Instruction, op: VectorOp, tokens: list[str]) -> list[Source]:
+    """Bytes or halves of 32-bit registers, zero- or sign-extended. Only whole registers are written so."""
+    instruction.allow("dst_sel", "dst_unused", "src0_sel", "src1_sel")
+    if instruction.modifiers.get("dst_sel", "DWORD") != "DWORD":
+        raise UnknownInstruction(f"dst_sel of {instruction.text!r}")
+    reads = []
+    for number, (token, dtype) in enumerate(zip(tokens, op.sources, strict=True)):
+        part = instruction.modifiers.get(f"src{number}_sel", "DWORD")
+        reads.append(_source(core, token, dtype) if part == "DWORD" else _sdwa_source(core, token, dtype, part))
+    return reads
+
+
+def _sdwa_source(core: Core, token: str, dtype: np.dtype[Any], part: str) -> Source:
+    is_signed = token.startswith("sext(")
+    index = vector_register(token[5:-1] if is_signed else token).index
+    name, number = _SDWA_PARTS[part]
+    if dtype not in (U32, I32):
+        raise UnknownInstruction(f"part {part} of a source of type {dtype}")
+    narrow = core.vector[index].view(name[1:] if is_signed else name)
+    values = narrow[number :: 4 // narrow.itemsize]
+    return lambda: values.astype(I32).view(dtype)
+
+
+def _build_dpp(core: Core, instruction: Instruction, op: VectorOp, destinations: list[str], tokens: list[str]) -> Step:
+    """The first source comes from other lanes. A lane whose source lane is outside or inactive reads 0, or is left."""
+    if op.has_mask or op.result == MASK:
+        raise UnknownInstruction(f"DPP of {instruction.text!r}")
+    instruction.allow(*DPP_MODIFIERS)
+    first, *rest = (_source(core, token, dtype) for token, dtype in zip(tokens, op.sources, strict=True))
+    sink = VectorSink(core, destinations[0], op.result)
+    pattern = lane_pattern(instruction)
+    zero = op.sources[0].type(0)
+
+    def step() -> None:
+        has_source = pattern.is_inside & core.active[pattern.source_lane]
+        values = np.where(has_source, all_lanes(first())[pattern.source_lane], zero)
+        writes = pattern.is_enabled & core.active
+        if not pattern.reads_zero:
+            writes = writes & has_source
+        sink.write_where(all_lanes(op.compute(values, *[read() for read in rest])), writes)
+
+    return step

@@ -1,0 +1,141 @@
+"""Vector arithmetic on floats, and comparisons; ISA sections 12.7 to 12.10 (VOPC, VOP1, VOP2, VOP3).
+
+Transcendental functions are NumPy's, correct to an ulp as on hardware but not to the same bits.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import numpy as np
+
+from tests.amd.simulator.arrays import F16, F32, I16, I32, I64, U16, U32, U64, Array
+from tests.amd.simulator.assembly import Instruction
+from tests.amd.simulator.isa.step import Builder, Context, Step
+from tests.amd.simulator.isa.vector import MASK, VectorOp, build
+
+
+def fma(a: Array, b: Array, c: Array) -> Array:
+    """a * b + c with one rounding; the product is exact in float64, the sum is rounded there once more."""
+    return (a.astype(np.float64) * b + c).astype(F32)
+
+
+def _divide_scale(a: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
+    """The source as it stands, and no lane in need of scaling.
+
+    Hardware scales where a quotient would leave the range of normal numbers; _divide_fixup answers for those.
+    """
+    return a, np.zeros(1, np.bool_)
+
+
+def _divide_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
+    """The refined quotient, and IEEE's answer where one of the three is zero, infinite, NaN or out of normal range."""
+    ieee = numerator / denominator
+    tiny = np.finfo(F32).tiny
+    is_normal = np.isfinite(quotient) & (np.abs(ieee) >= tiny) & np.isfinite(ieee)
+    is_normal &= (np.abs(denominator) >= tiny) & (np.abs(numerator) >= tiny)
+    return np.where(is_normal, quotient, ieee)
+
+
+def _max3(a: Array, b: Array, c: Array) -> Array:
+    return np.fmax(np.fmax(a, b), c)
+
+
+def _min3(a: Array, b: Array, c: Array) -> Array:
+    return np.fmin(np.fmin(a, b), c)
+
+
+def _scale_by_power_of_2(a: Array, exponent: Array) -> Array:
+    return np.ldexp(a, np.clip(exponent, -400, 400)).astype(F32)
+
+
+def _float(compute: Callable[..., Array], count: int = 2) -> VectorOp:
+    return VectorOp(F32, (F32,) * count, compute)
+
+
+def _reciprocal(a: Array) -> Array:
+    return np.float32(1) / a
+
+
+_ARITHMETIC: dict[str, VectorOp] = {
+    "v_add_f32": _float(operator.add),
+    "v_sub_f32": _float(operator.sub),
+    "v_subrev_f32": _float(lambda a, b: b - a),
+    "v_mul_f32": _float(operator.mul),
+    "v_fma_f32": _float(fma, 3),
+    "v_fmac_f32": VectorOp(F32, (F32, F32, F32), fma, accumulates=True),
+    "v_fmamk_f32": _float(lambda a, k, c: fma(a, k, c), 3),
+    "v_fmaak_f32": _float(fma, 3),
+    "v_max_f32": _float(np.fmax),
+    "v_min_f32": _float(np.fmin),
+    "v_max3_f32": _float(_max3, 3),
+    "v_min3_f32": _float(_min3, 3),
+    "v_exp_f32": _float(np.exp2, 1),
+    "v_log_f32": _float(np.log2, 1),
+    "v_rcp_f32": _float(_reciprocal, 1),
+    "v_rcp_iflag_f32": _float(_reciprocal, 1),
+    "v_rsq_f32": _float(lambda a: np.float32(1) / np.sqrt(a), 1),
+    "v_sqrt_f32": _float(np.sqrt, 1),
+    "v_rndne_f32": _float(np.rint, 1),
+    "v_floor_f32": _float(np.floor, 1),
+    "v_ceil_f32": _float(np.ceil, 1),
+    "v_trunc_f32": _float(np.trunc, 1),
+    "v_ldexp_f32": VectorOp(F32, (F32, I32), _scale_by_power_of_2),
+    "v_div_scale_f32": VectorOp(F32, (F32, F32, F32), _divide_scale, has_mask=True),
+    "v_div_fmas_f32": _float(fma, 3),
+    "v_div_fixup_f32": _float(_divide_fixup, 3),
+    "v_add_f16": VectorOp(F16, (F16, F16), operator.add),
+    "v_sub_f16": VectorOp(F16, (F16, F16), operator.sub),
+    "v_mul_f16": VectorOp(F16, (F16, F16), operator.mul),
+    "v_max_f16": VectorOp(F16, (F16, F16), np.fmax),
+    "v_min_f16": VectorOp(F16, (F16, F16), np.fmin),
+}
+
+
+def _unordered(a: Array, b: Array) -> Array:
+    return np.isnan(a) | np.isnan(b)
+
+
+_INTEGER_CONDITIONS: dict[str, Callable[[Array, Array], Array]] = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+}
+# With NaN on a side the first five are false, and those that begin with n are true.
+_FLOAT_CONDITIONS: dict[str, Callable[[Array, Array], Array]] = {
+    "eq": operator.eq,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "lg": lambda a, b: (a < b) | (a > b),
+    "neq": operator.ne,
+    "nlt": lambda a, b: ~(a < b),
+    "nle": lambda a, b: ~(a <= b),
+    "ngt": lambda a, b: ~(a > b),
+    "nge": lambda a, b: ~(a >= b),
+    "nlg": lambda a, b: ~((a < b) | (a > b)),
+    "o": lambda a, b: ~_unordered(a, b),
+    "u": _unordered,
+}
+_COMPARED_TYPES = {"i16": I16, "u16": U16, "f16": F16, "i32": I32, "u32": U32, "f32": F32, "i64": I64, "u64": U64}
+
+OPS: dict[str, VectorOp] = {
+    **_ARITHMETIC,
+    **{
+        f"v_cmp_{condition}_{type_name}": VectorOp(MASK, (dtype, dtype), compute)
+        for type_name, dtype in _COMPARED_TYPES.items()
+        for condition, compute in (_FLOAT_CONDITIONS if type_name[0] == "f" else _INTEGER_CONDITIONS).items()
+    },
+}
+
+
+def _table_row(context: Context, instruction: Instruction) -> Step:
+    return build(context, instruction, OPS[instruction.name])
+
+
+BUILDERS: dict[str, Builder] = dict.fromkeys(OPS, _table_row)

@@ -1,0 +1,84 @@
+"""The LDS of one program: bounds, bytes that nobody wrote, and races between waves.
+
+Between two barriers waves run in any order on hardware. A byte that one wave writes and another one reads or writes in
+the same interval is a race, whatever order the simulator runs them in; two waves that write the same value are none.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.amd.simulator.arrays import Array
+from tests.amd.simulator.faults import SimulationFault
+
+
+class Lds:
+    """num_bytes of LDS, filled with a poison word; waves are numbered from 0, at most 16."""
+
+    def __init__(self, num_bytes: int, poison: int) -> None:
+        self.num_bytes = num_bytes
+        words = -(-max(num_bytes, 4) // 4) + 4
+        self._bytes = np.full(words, poison, np.uint32).view(np.uint8)
+        self._written = np.zeros(words * 4, np.uint8)
+        self._readers = np.zeros(words * 4, np.uint16)
+        self._writers = np.zeros(words * 4, np.uint16)
+
+    def barrier(self) -> None:
+        """All waves have met: what came before is ordered against what follows."""
+        self._readers.fill(0)
+        self._writers.fill(0)
+
+    def load(self, offsets: Array, size: int, wave: int) -> Array:
+        """uint8 [lanes, size] from int64 [lanes] byte offsets. Raises SimulationFault."""
+        self._check_bounds(offsets, size, "reads")
+        if not _items(self._written, size)[offsets].view(np.uint8).all():
+            raise SimulationFault(f"reads LDS that nobody wrote, {self._where(self._written == 0, offsets, size)}")
+        mine = np.uint16(1 << wave)
+        if (_items(self._writers, size)[offsets].view(np.uint16) & ~mine).any():
+            others = (self._writers & ~mine) != 0
+            raise SimulationFault(
+                f"wave {wave} reads LDS that another wave writes without a barrier between them, "
+                f"{self._where(others, offsets, size)}"
+            )
+        self._mark(self._readers, offsets, size, mine)
+        return _items(self._bytes, size)[offsets].view(np.uint8).reshape(-1, size)
+
+    def store(self, offsets: Array, values: Array, wave: int) -> None:
+        """Store uint8 [lanes, size]. Raises SimulationFault."""
+        size = values.shape[1]
+        self._check_bounds(offsets, size, "writes")
+        mine = np.uint16(1 << wave)
+        if (_items(self._readers, size)[offsets].view(np.uint16) & ~mine).any():
+            others = (self._readers & ~mine) != 0
+            raise SimulationFault(
+                f"wave {wave} writes LDS that another wave reads without a barrier between them, "
+                f"{self._where(others, offsets, size)}"
+            )
+        changes = _items(self._bytes, size)[offsets].view(np.uint8).reshape(-1, size) != values
+        others_wrote = (_items(self._writers, size)[offsets].view(np.uint16) & ~mine).reshape(-1, size) != 0
+        if (changes & others_wrote).any():
+            raise SimulationFault(f"wave {wave} overwrites what another wave writes without a barrier between them")
+        _items(self._bytes, size)[offsets] = values.view(f"V{size}")[:, 0]
+        _items(self._written, size)[offsets] = np.void(b"\1" * size)
+        self._mark(self._writers, offsets, size, mine)
+
+    def _check_bounds(self, offsets: Array, size: int, verb: str) -> None:
+        if int(offsets.max()) + size > self.num_bytes or int(offsets.min()) < 0:
+            raise SimulationFault(f"{verb} LDS at {int(offsets.max())}; the program has {self.num_bytes} bytes")
+
+    @staticmethod
+    def _mark(marks: Array, offsets: Array, size: int, mine: np.uint16) -> None:
+        items = _items(marks, size)
+        marked = items[offsets].view(np.uint16) | mine
+        items[offsets] = marked.view(f"V{2 * size}")
+
+    @staticmethod
+    def _where(bad: Array, offsets: Array, size: int) -> str:
+        (first, *_) = (offset for offset in offsets.tolist() if bad[offset : offset + size].any())
+        return f"byte offset {first}"
+
+
+def _items(values: Array, size: int) -> Array:
+    """Every run of size entries, by the index of its first; items overlap."""
+    item = values.itemsize
+    return np.ndarray((len(values) - size + 1,), f"V{size * item}", values.data, strides=(item,))

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from tests.amd.simulator.arrays import I32, U32
 from tests.amd.simulator.assembly import Instruction
 from tests.amd.simulator.core import Core
 from tests.amd.simulator.faults import UnknownInstruction
@@ -139,11 +138,11 @@ def _sdwa_source(core: Core, token: str, dtype: np.dtype[Any], part: str) -> Sou
     is_signed = token.startswith("sext(")
     index = vector_register(token[5:-1] if is_signed else token).index
     name, number = _SDWA_PARTS[part]
-    if dtype not in (U32, I32):
+    if dtype.kind == "f":
         raise UnknownInstruction(f"part {part} of a source of type {dtype}")
     narrow = core.vector[index].view(name[1:] if is_signed else name)
     values = narrow[number :: 4 // narrow.itemsize]
-    return lambda: values.astype(I32).view(dtype)
+    return lambda: values.astype(dtype)
 
 
 def _build_dpp(core: Core, instruction: Instruction, op: VectorOp, destinations: list[str], tokens: list[str]) -> Step:

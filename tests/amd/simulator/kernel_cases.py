@@ -1,0 +1,207 @@
+"""Runs of the project's kernels on a simulated arch: each builds its inputs, launches, and compares with an answer.
+
+Attention is compared with float64, the rest with the torch twins, word by word. Shapes are small, and still cross
+pages, tiles, and the shares of programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.cache.store import launch_store_kv
+from rocm_attn.kernels.metadata.table_update import launch_table_update
+from rocm_attn.kernels.refs import cache as cache_twins
+from rocm_attn.kernels.refs import metadata as twins
+from rocm_attn.kernels.tuning.tiles import DECODE_ROWS, DecodeTiles, ExtendTiles, decode_tiles, extend_tiles
+from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_served, build, run_decode, run_extend
+from tests.amd.simulator.driver import ARCHS, Simulation, simulated
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CPU = torch.device("cpu")
+GARBAGE = 0x7F7F7F7F
+
+# So much that neither the elements fit int32 nor the bytes uint32; what is not written takes no memory.
+LARGE_POOL_BYTES = 5 << 30
+NUM_PROGRAMS = 3
+
+# Extends with and without a prefix, decodes that several programs share, nothing new, nothing at all.
+STEP = Case(kv_len=[100, 20, 33, 0, 50, 17, 12], q_len=[1, 9, 17, 0, 1, 2, 0], dims=(128, 128), heads=(8, 2), tail=3)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCase:
+    """One run. run raises where a result is wrong, and may be sent to another process."""
+
+    name: str
+    arch: str
+    run: Callable[[], Simulation]
+
+    def __str__(self) -> str:
+        return f"{self.arch}-{self.name}"
+
+
+def tiles_of(arch: str, case: Case) -> tuple[DecodeTiles, ExtendTiles]:
+    """What the tuning table says for the case on arch."""
+    shape = {
+        "gqa_ratio": case.heads[0] // case.heads[1],
+        "num_kv_heads": case.heads[1],
+        "head_dim": case.dims[0],
+        "v_head_dim": case.dims[1],
+    }
+    return decode_tiles(arch, **shape, dtype=case.dtype), extend_tiles(arch, **shape, dtype=case.dtype)
+
+
+def in_large_pools(tensors: Tensors) -> Tensors:
+    """The same step with its pages at the end of pools above 4 GiB."""
+    num_pages = LARGE_POOL_BYTES // min(pages[0].nbytes for pages in (tensors.k_pages, tensors.v_pages))
+    first = num_pages - len(tensors.k_pages)
+    pools = [_zeros((num_pages, *pages.shape[1:]), pages.dtype) for pages in (tensors.k_pages, tensors.v_pages)]
+    for pool, pages in zip(pools, (tensors.k_pages, tensors.v_pages), strict=True):
+        pool[first:] = pages
+    return replace(tensors, k_pages=pools[0], v_pages=pools[1], table=tensors.table + first)
+
+
+def run_step(arch: str, case: Case, *, is_large: bool) -> Simulation:
+    """A mixed step: extend serves sequences with more than one new token, decode those with one."""
+    tensors = build(case, CPU)
+    if is_large:
+        tensors = in_large_pools(tensors)
+    decode, extend = tiles_of(arch, case)
+    decoded = tensors.q_indptr[:-1][tensors.q_len == 1].long()
+    with simulated(arch) as simulation:
+        run_extend(tensors, min_q_len=2, tiles=extend)
+        assert (tensors.out[decoded] == UNTOUCHED).all(), "extend wrote to tokens that are decode's"
+        run_decode(tensors, num_programs=NUM_PROGRAMS, tiles=decode)
+    assert_served(tensors)
+    return simulation
+
+
+def run_merge(arch: str, num_seqs: int, num_programs: int) -> Simulation:
+    """A decode whose rows are shared by so many programs; the merge is cut in a way of its own for each."""
+    kv_len = [70 + seq for seq in range(num_seqs)]
+    tensors = build(Case(kv_len, [1] * num_seqs, heads=(2, 1), dims=(16, 16), dtype=BF16, page_size=8), CPU)
+    tiles = DecodeTiles(block_n=16, num_warps=1, num_stages=1, programs_per_cu=1)
+    with simulated(arch) as simulation:
+        run_decode(tensors, num_programs=num_programs, tiles=tiles)
+    assert_served(tensors)
+    return simulation
+
+
+def run_store(arch: str, dtype: torch.dtype, *, is_large: bool) -> Simulation:
+    """New keys and values to pages in random order; pads, and slots of page 0, are dropped."""
+    page_size, heads, dims, num_tokens = 4, 2, (80, 48), 11
+    page_bytes = page_size * heads * min(dims) * 2
+    num_pages = LARGE_POOL_BYTES // page_bytes if is_large else 64
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(num_tokens, heads, dim, generator=generator).to(dtype) for dim in dims)
+    k[-2:], v[-2:] = float("nan"), float("nan")
+    page = num_pages - 1 - torch.randperm(16, generator=generator)[:num_tokens]
+    page[3] = 0
+    slots = (page * page_size + torch.arange(num_tokens) % page_size).int()
+    counts = torch.tensor([1, num_tokens - 2, 0, 0], dtype=torch.int32)
+    pools = [[_zeros((num_pages, page_size, heads, dim), dtype) for dim in dims] for _ in range(2)]
+    with simulated(arch) as simulation:
+        launch_store_kv(k, v, slots, counts, *pools[0])
+    cache_twins.store_kv(k, v, slots, counts, *pools[1])
+    for stored, expected in zip(*pools, strict=True):
+        # The pages that were aimed at and the first ones, not gigabytes of zeros.
+        for pages in (slice(0, 16), slice(num_pages - 16, num_pages)):
+            assert torch.equal(stored[pages], expected[pages])
+    return simulation
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that take no memory until they are written."""
+    return torch.from_numpy(np.zeros(shape, np.uint16)).view(dtype)
+
+
+def run_table_update(arch: str) -> Simulation:
+    """More cells than a program takes, row 0 among them."""
+    cells = torch.randperm(33 * 40, generator=torch.Generator().manual_seed(0))[:300]
+    triples = torch.stack([cells // 40, cells % 40, torch.arange(300)], 1).to(torch.int32).view(-1)
+    tables = [torch.zeros(33, 40, dtype=torch.int32) for _ in range(2)]
+    with simulated(arch) as simulation:
+        launch_table_update(triples, tables[0], num_updates=300)
+    twins.table_update(triples, tables[1], num_updates=300)
+    assert torch.equal(*tables)
+    return simulation
+
+
+def _step_cases(arch: str, cases: dict[str, Case], widths: tuple[bool, ...]) -> list[KernelCase]:
+    return [
+        KernelCase(f"{name}-{'above' if is_large else 'below'}", arch, partial(run_step, arch, case, is_large=is_large))
+        for name, case in cases.items()
+        for is_large in widths
+    ]
+
+
+def _named(case: Case) -> str:
+    heads, dims = ("x".join(map(str, pair)) for pair in (case.heads, case.dims))
+    return f"{heads}-{dims}-{str(case.dtype).removeprefix('torch.')}-page{case.page_size}"
+
+
+def _by_name(cases: list[Case]) -> dict[str, Case]:
+    return {_named(case): case for case in cases}
+
+
+def quick_cases(arch: str) -> list[KernelCase]:
+    """Every kernel in every dtype that is its own on AMD, below and above 4 GiB."""
+    both_widths = [replace(STEP, dtype=dtype) for dtype in (BF16, FP16)]
+    below = [
+        replace(STEP, heads=(16, 2), dims=(64, 64), page_size=64, dtype=BF16),
+        replace(STEP, heads=(6, 2), dims=(80, 48), page_size=5, dtype=FP16, spread=True),
+        replace(STEP, heads=(32, 1), dtype=BF16, page_size=1),
+    ]
+    return [
+        *_step_cases(arch, _by_name(both_widths), (False, True)),
+        *_step_cases(arch, _by_name(below), (False,)),
+        *(
+            KernelCase(f"merge-{seqs}x{programs}", arch, partial(run_merge, arch, seqs, programs))
+            for seqs, programs in ((1, 20), (5, 9), (17, 20))
+        ),
+        *(
+            KernelCase(
+                f"store-{dtype}-{'above' if is_large else 'below'}".replace("torch.", ""),
+                arch,
+                partial(run_store, arch, dtype, is_large=is_large),
+            )
+            for dtype in (BF16, FP16)
+            for is_large in (False, True)
+        ),
+        KernelCase("table_update", arch, partial(run_table_update, arch)),
+    ]
+
+
+def grid_cases(arch: str) -> list[KernelCase]:
+    """Every decode row of the tuning table, which meet every extend row, in every dtype and at both pool sizes."""
+    steps = [
+        replace(STEP, heads=(row.max_q_rows // row.tiles.heads_per_row * 2, 2), dims=(dim, dim), dtype=dtype)
+        for row in DECODE_ROWS
+        if row.arch == arch
+        for dim in (row.max_head_dim,)
+        for dtype in ((FP32,) if row.item_bytes == 4 else (BF16, FP16))
+    ]
+    odd = [
+        replace(STEP, heads=(3, 1), dims=(192, 128), page_size=128, dtype=BF16),
+        replace(STEP, heads=(71, 1), dims=(32, 32), page_size=7, dtype=FP16),
+        replace(STEP, heads=(2, 2), dims=(96, 64), page_size=1, dtype=BF16, spread=True),
+        replace(STEP, heads=(1, 1), dims=(1, 7), page_size=2, dtype=FP16),
+        replace(STEP, heads=(6, 2), dims=(256, 80), page_size=16, dtype=FP32),
+    ]
+    small = [case for case in steps if case.dtype != FP32]
+    return [
+        *quick_cases(arch),
+        *_step_cases(arch, _by_name([*steps, *odd]), (False,)),
+        *_step_cases(arch, _by_name(small), (True,)),
+        KernelCase("merge-1x260", arch, partial(run_merge, arch, 1, 260)),
+    ]
+
+
+QUICK = tuple(case for arch in ARCHS for case in quick_cases(arch))
+GRID = tuple({str(case): case for arch in ARCHS for case in grid_cases(arch)}.values())

@@ -1,0 +1,68 @@
+"""Matrix products against float64, element by element of the documented register layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.amd.simulator.snippet import execute, floats
+
+SHAPES = {
+    "gfx942": ["32x32x2_f32", "16x16x4_f32"] + [f"{m}_{t}" for m in ("32x32x8", "16x16x16") for t in ("f16", "bf16")],
+    "gfx950": [f"{m}_{t}" for m in ("32x32x16", "16x16x32") for t in ("f16", "bf16")],
+}
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+def result_place(size: int, row: int, column: int) -> tuple[int, int]:
+    """Register and lane that hold an element of the result."""
+    if size == 16:
+        return row % 4, row // 4 * 16 + column
+    return row // 8 * 4 + row % 4, row // 4 % 2 * 32 + column
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+@pytest.mark.parametrize(("arch", "shape"), [(arch, shape) for arch, shapes in SHAPES.items() for shape in shapes])
+def test_products_are_where_the_layout_says(arch: str, shape: str, accumulates: bool) -> None:
+    sizes, _, kind = shape.partition("_")
+    size, _, depth = map(int, sizes.split("x"))
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(size, depth, generator=generator).to(DTYPES[kind]) for _ in range(2))
+    c = torch.randn(size, size, generator=generator)
+    per_lane = depth * size // 64
+    num_inputs = max(1, per_lane * DTYPES[kind].itemsize // 4)
+    num_results = size * size // 64
+    vector = {index: np.zeros(64, np.uint32) for index in range(64)}
+    for first, matrix in ((32, a), (40, b)):
+        words = torch.zeros(64, num_inputs, dtype=torch.int32)
+        values = words.view(DTYPES[kind])
+        for row in range(size):
+            for k in range(depth):
+                values[k // per_lane * size + row, k % per_lane] = matrix[row, k]
+        for index in range(num_inputs):
+            vector[first + index] = words[:, index].numpy().view(np.uint32)
+    for row in range(size):
+        for column in range(size):
+            index, lane = result_place(size, row, column)
+            vector[index][lane] = np.float32(c[row, column]).view(np.uint32)
+    into = f"v[0:{num_results - 1}]"
+    first_b = f"v[40:{39 + num_inputs}]" if num_inputs > 1 else "v40"
+    first_a = f"v[32:{31 + num_inputs}]" if num_inputs > 1 else "v32"
+    core = execute(
+        f"v_mfma_f32_{shape} {into}, {first_a}, {first_b}, {into if accumulates else '0'}", vector=vector, arch=arch
+    )
+    expected = a.double() @ b.double().T + (c.double() if accumulates else 0)
+    found = torch.empty(size, size, dtype=torch.float64)
+    for row in range(size):
+        for column in range(size):
+            index, lane = result_place(size, row, column)
+            found[row, column] = float(floats(core, index)[lane])
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_products_ignore_exec_and_reach_accumulation_registers() -> None:
+    ones = int(np.float32(1).view(np.uint32))
+    core = execute("v_mfma_f32_16x16x4_f32 a[4:7], v0, v1, 1.0", vector={0: ones, 1: ones}, exec_mask=1)
+    for index in range(4):
+        assert set(floats(core, 256 + 4 + index).tolist()) == {5.0}

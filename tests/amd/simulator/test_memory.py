@@ -1,0 +1,216 @@
+"""Global memory: widths, masks, and every access that must be refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.amd.simulator.arrays import Array
+from tests.amd.simulator.core import POISON
+from tests.amd.simulator.faults import SimulationFault, UnknownInstruction
+from tests.amd.simulator.isa.global_memory import MASKED_OFFSET
+from tests.amd.simulator.snippet import ALL_LANES, LANE, allocation, execute
+
+BYTES = np.random.default_rng(0).integers(0, 256, 4096, np.uint8)
+DESCRIPTOR_FLAGS = 0x27000
+
+
+def pointer(values: Array, index: int = 0) -> dict[int, int]:
+    """The address of an array in two scalar registers."""
+    return {index: values.ctypes.data & 0xFFFFFFFF, index + 1: values.ctypes.data >> 32}
+
+
+def descriptor(values: Array) -> dict[int, int]:
+    """A buffer descriptor in s[0:3] as Triton makes it."""
+    return {**pointer(values), 2: 0x7FFFFFFE, 3: DESCRIPTOR_FLAGS}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "step"),
+    [
+        ("ubyte", "u1", 1),
+        ("sbyte", "i1", 3),
+        ("ushort", "<u2", 2),
+        ("sshort", "<i2", 5),
+        ("dword", "<u4", 4),
+        ("dwordx2", "<u8", 8),
+        ("dwordx4", "V16", 20),
+    ],
+)
+def test_loads_of_every_width(name: str, dtype: str, step: int) -> None:
+    size = np.dtype(dtype).itemsize
+    last = max(1, size // 4) + 3
+    destination = "v4" if last == 4 else f"v[4:{last}]"
+    offsets = LANE * step
+    for line in (
+        f"buffer_load_{name} {destination}, v0, s[0:3], 0 offen offset:16",
+        f"global_load_{name} {destination}, v0, s[0:1] offset:16",
+    ):
+        core = execute(line, vector={0: offsets}, scalar=descriptor(BYTES), allocations=[allocation(BYTES)])
+        for lane, offset in enumerate(offsets + 16):
+            loaded = BYTES[offset : offset + size].view(dtype)[0]
+            words = [int(core.vector[index][lane]) for index in range(4, last + 1)]
+            if size > 4:
+                assert np.array(words, np.uint32).tobytes() == loaded.tobytes()
+            else:
+                assert words == [int(loaded) & 0xFFFFFFFF]
+
+
+@pytest.mark.parametrize(("name", "size"), [("byte", 1), ("short", 2), ("dword", 4), ("dwordx3", 12), ("dwordx4", 16)])
+def test_stores_of_every_width_touch_nothing_else(name: str, size: int) -> None:
+    rows = np.random.default_rng(1).integers(0, 1 << 32, (4, 64), np.uint32)
+    source = f"v[4:{3 + size // 4}]" if size > 4 else "v4"
+    for line in (
+        f"buffer_store_{name} {source}, v0, s[0:3], 0 offen",
+        f"global_store_{name} v0, {source}, s[0:1]",
+    ):
+        memory = np.zeros(64 * 24, np.uint8)
+        execute(
+            line,
+            vector={0: LANE * 24, **{4 + index: row for index, row in enumerate(rows)}},
+            scalar=descriptor(memory),
+            exec_mask=ALL_LANES ^ 0b100,
+            allocations=[allocation(memory)],
+        )
+        for lane, line_of_memory in enumerate(memory.reshape(64, 24)):
+            stored = np.ascontiguousarray(rows[:, lane]).view(np.uint8)[:size]
+            expected = np.zeros(24, np.uint8)
+            expected[:size] = stored if lane != 2 else 0
+            assert (line_of_memory == expected).all()
+
+
+def test_halves_of_registers_are_loaded_and_stored_alone() -> None:
+    memory = BYTES.copy()
+    core = execute(
+        "buffer_load_short_d16 v1, v0, s[0:3], 0 offen",
+        "buffer_load_short_d16_hi v1, v0, s[0:3], 0 offen offset:128",
+        "buffer_store_short_d16_hi v1, v0, s[0:3], 0 offen offset:256",
+        vector={0: LANE * 2, 1: 0},
+        scalar=descriptor(memory),
+        allocations=[allocation(memory)],
+    )
+    low, high = BYTES[:128].view(np.uint16), BYTES[128:256].view(np.uint16)
+    assert (core.vector[1] == low + (high.astype(np.uint32) << 16)).all()
+    assert (memory[256:384] == BYTES[128:256]).all()
+
+
+def test_64_bit_addresses_of_lanes() -> None:
+    addresses = BYTES.ctypes.data + (LANE * 4).astype(np.uint64)
+    core = execute(
+        "global_load_dword v2, v[0:1], off offset:-4",
+        vector={0: ((addresses + 4) & 0xFFFFFFFF).astype(np.uint32), 1: (addresses + 4 >> 32).astype(np.uint32)},
+        allocations=[allocation(BYTES)],
+    )
+    assert (core.vector[2] == BYTES[:256].view(np.uint32)).all()
+
+
+def test_scalar_loads() -> None:
+    core = execute(
+        "s_load_dwordx4 s[4:7], s[0:1], 0x10",
+        "s_load_dword s8, s[0:1], s9",
+        scalar={**pointer(BYTES), 9: 32},
+        allocations=[allocation(BYTES)],
+    )
+    assert core.scalar[4:8].tolist() == BYTES[16:32].view(np.uint32).tolist()
+    assert int(core.scalar[8]) == int(BYTES[32:36].view(np.uint32)[0])
+
+
+def test_masked_lanes_of_a_buffer_load_0_and_store_nothing() -> None:
+    memory = BYTES.copy()
+    offsets = np.where(LANE % 2 == 0, LANE * 4, MASKED_OFFSET)
+    core = execute(
+        "buffer_load_dword v1, v0, s[0:3], 0 offen",
+        "buffer_store_dword v2, v0, s[0:3], 0 offen",
+        vector={0: offsets, 2: 7},
+        scalar=descriptor(memory),
+        allocations=[allocation(memory)],
+    )
+    words = BYTES[:256].view(np.uint32)
+    assert core.vector[1].tolist() == [int(words[lane]) if lane % 2 == 0 else 0 for lane in range(64)]
+    assert memory[:256].view(np.uint32).tolist() == [7 if lane % 2 == 0 else int(words[lane]) for lane in range(64)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "buffer_load_dwordx4 v[4:7], v0, s[0:3], 0 offen",
+        "global_load_dword v4, v0, s[0:1] offset:12",
+        "global_store_dword v0, v4, s[0:1] offset:13",
+        "buffer_store_short v4, v0, s[0:3], 0 offen offset:15",
+        "s_load_dwordx2 s[8:9], s[0:1], 0x1fc",
+    ],
+)
+def test_one_byte_past_an_allocation_is_a_fault(line: str) -> None:
+    memory = np.zeros(512, np.uint8)
+    offsets = np.full(64, 512 - 16)
+    with pytest.raises(SimulationFault, match="outside of every allocation") as caught:
+        execute(
+            line,
+            vector={0: offsets + 1 * (LANE == 63)},
+            scalar=descriptor(memory),
+            allocations=[allocation(memory[:511], "the table")],
+        )
+    assert "the table, which has 511" in str(caught.value)
+
+
+def test_an_inactive_lane_may_point_anywhere() -> None:
+    core = execute(
+        "global_load_dword v1, v0, s[0:1]",
+        vector={0: np.where(LANE == 7, POISON, 0)},
+        scalar=pointer(BYTES),
+        exec_mask=ALL_LANES ^ 1 << 7,
+        allocations=[allocation(BYTES)],
+    )
+    assert int(core.vector[1][7]) == POISON
+
+
+def test_lanes_below_an_allocation_are_a_fault() -> None:
+    with pytest.raises(SimulationFault, match="-4 bytes from the start"):
+        execute(
+            "global_load_dword v1, v0, s[0:1] offset:-4",
+            vector={0: 0},
+            scalar=pointer(BYTES),
+            allocations=[allocation(BYTES)],
+        )
+
+
+def test_what_is_only_read_cannot_be_written() -> None:
+    with pytest.raises(SimulationFault, match="which may only be read"):
+        execute(
+            "global_store_dword v0, v1, s[0:1]",
+            vector={0: 0},
+            scalar=pointer(BYTES),
+            allocations=[allocation(BYTES, is_writable=False)],
+        )
+
+
+def test_a_buffer_offset_that_wrapped_around_is_a_fault_though_hardware_would_load_0() -> None:
+    with pytest.raises(SimulationFault, match=r"lane 3 has the buffer offset 0xfffffff0"):
+        execute(
+            "buffer_load_dword v1, v0, s[0:3], 0 offen",
+            vector={0: np.where(LANE == 3, 0xFFFFFFF0, 0)},
+            scalar=descriptor(BYTES),
+            allocations=[allocation(BYTES)],
+        )
+
+
+def test_a_swizzled_buffer_is_not_known() -> None:
+    with pytest.raises(UnknownInstruction, match="stride or swizzle"):
+        execute(
+            "buffer_load_dword v1, v0, s[0:3], 0 offen",
+            vector={0: 0},
+            scalar={**descriptor(BYTES), 1: 1 << 20},
+            allocations=[allocation(BYTES)],
+        )
+
+
+def test_memory_that_was_never_touched_takes_none() -> None:
+    memory = np.zeros(6 << 30, np.uint8)
+    memory[-4:] = (1, 2, 3, 4)
+    last = memory.ctypes.data + len(memory) - 4
+    core = execute(
+        "global_load_dword v2, v[0:1], off",
+        vector={0: last & 0xFFFFFFFF, 1: last >> 32},
+        allocations=[allocation(memory)],
+    )
+    assert set(core.vector[2].tolist()) == {0x04030201}

@@ -75,6 +75,11 @@ class Assembly:
     descriptor: Mapping[str, int]
     arguments: tuple[Argument, ...]
 
+    @property
+    def mnemonics(self) -> frozenset[str]:
+        """The names of the instructions."""
+        return frozenset(instruction.name for instruction in self.instructions)
+
 
 def parse_assembly(text: str) -> Assembly:
     """The one kernel of an amdgcn text. Raises UnknownInstruction for what cannot be read."""

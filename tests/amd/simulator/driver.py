@@ -39,14 +39,12 @@ class Simulation:
     """What was simulated.
 
     kernels:       names, in order of launch
+    mnemonics:     kernel -> the mnemonics of its machine code
     instructions:  executed by all waves
-    poison:        the word that fills registers and LDS before each program
-    assemblies:    text of every kernel, in order of launch
     """
 
-    poison: int = POISON
     kernels: list[str] = field(default_factory=list)
-    assemblies: list[str] = field(default_factory=list)
+    mnemonics: dict[str, frozenset[str]] = field(default_factory=dict)
     instructions: int = 0
 
 
@@ -64,14 +62,16 @@ def simulated(arch: str, *, poison: int = POISON) -> Iterator[Simulation]:
 
     Raises SimulationFault, UnknownInstruction and Triton's OutOfResources, at the launch.
     """
-    done = Simulation(poison)
+    done = Simulation()
     assert os.environ.get("TRITON_INTERPRET", "0") == "0", "the interpreter replaces the compiler; use another process"
     gpu = absent_gpu(known_target(arch))
     driver = AbsentDriver(gpu, device_id=_FIRST_DEVICE_ID + ARCHS.index(arch), launcher=_launcher)
 
     def run(thunk: Thunk) -> None:
         kernel: Any = thunk()
-        _run(arch, done, kernel, _requests.pop())
+        done.instructions += _run(arch, poison, kernel, _requests.pop())
+        done.kernels.append(kernel.name)
+        done.mnemonics[kernel.name] = _simulated[arch, kernel.hash].assembly.mnemonics
 
     with activated(driver), observe_launches(run):
         yield done
@@ -92,25 +92,22 @@ def _launcher(source: Any, metadata: Any) -> Callable[..., None]:
     return note
 
 
-def _run(arch: str, done: Simulation, kernel: CompiledKernel, request: _Request) -> None:
-    text = kernel.asm["amdgcn"]
+def _run(arch: str, poison: int, kernel: CompiledKernel, request: _Request) -> int:
+    """Execute a launch of a compiled kernel; returns the instructions executed."""
     key = arch, kernel.hash
     if key not in _simulated:
-        _simulated[key] = SimulatedKernel(parse_assembly(text), arch)
-    simulated_kernel = _simulated[key]
-    passed = {name: (kind, value) for (name, kind), value in request.arguments.items() if kind != "constexpr"}
+        _simulated[key] = SimulatedKernel(parse_assembly(kernel.asm["amdgcn"]), arch)
     num_waves = kernel.metadata.num_warps
+    passed = {name: (kind, value) for (name, kind), value in request.arguments.items() if kind != "constexpr"}
     launch = Launch(
         grid=request.grid,
         num_waves=num_waves,
         lds_bytes=kernel.metadata.shared,
-        arguments=_pack(simulated_kernel.assembly.arguments, passed, _hidden(request.grid, num_waves)),
+        arguments=_pack(_simulated[key].assembly.arguments, passed, _hidden(request.grid, num_waves)),
         allocations=[_storage(name, value) for name, (_, value) in passed.items() if isinstance(value, Tensor)],
-        poison=done.poison,
+        poison=poison,
     )
-    done.kernels.append(kernel.name)
-    done.assemblies.append(text)
-    done.instructions += simulated_kernel.run(launch)
+    return _simulated[key].run(launch)
 
 
 def _pack(places: tuple[Argument, ...], passed: dict[str, tuple[str, Any]], hidden: Mapping[str, int]) -> bytes:

@@ -1,13 +1,12 @@
 """Runs of the project's kernels on a simulated arch: each builds its inputs, launches, and compares with an answer.
 
-Attention is compared with float64, the rest with the torch twins, word by word. Shapes are small, and still cross
+Attention is compared with float64, as its torch twins are; the store with its twin. Shapes are small, and still cross
 pages, tiles, and the shares of programs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -15,16 +14,15 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.cache.store import launch_store_kv
-from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.refs import cache as cache_twins
-from rocm_attn.kernels.refs import metadata as twins
 from rocm_attn.kernels.tuning.tiles import DECODE_ROWS, DecodeTiles, ExtendTiles, decode_tiles, extend_tiles
 from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_served, build, run_decode, run_extend
+from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.driver import ARCHS, Simulation, simulated
+from tests.amd.simulator.metadata_cases import metadata_cases
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")
-GARBAGE = 0x7F7F7F7F
 
 # So much that neither the elements fit int32 nor the bytes uint32; what is not written takes no memory.
 LARGE_POOL_BYTES = 5 << 30
@@ -32,18 +30,6 @@ NUM_PROGRAMS = 3
 
 # Extends with and without a prefix, decodes that several programs share, nothing new, nothing at all.
 STEP = Case(kv_len=[100, 20, 33, 0, 50, 17, 12], q_len=[1, 9, 17, 0, 1, 2, 0], dims=(128, 128), heads=(8, 2), tail=3)
-
-
-@dataclass(frozen=True, slots=True)
-class KernelCase:
-    """One run. run raises where a result is wrong, and may be sent to another process."""
-
-    name: str
-    arch: str
-    run: Callable[[], Simulation]
-
-    def __str__(self) -> str:
-        return f"{self.arch}-{self.name}"
 
 
 def tiles_of(arch: str, case: Case) -> tuple[DecodeTiles, ExtendTiles]:
@@ -112,25 +98,13 @@ def run_store(arch: str, dtype: torch.dtype, *, is_large: bool) -> Simulation:
     for stored, expected in zip(*pools, strict=True):
         # The pages that were aimed at and the first ones, not gigabytes of zeros.
         for pages in (slice(0, 16), slice(num_pages - 16, num_pages)):
-            assert torch.equal(stored[pages], expected[pages])
+            assert torch.equal(stored[pages], expected[pages]), "the pages are not those of the twin"
     return simulation
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros that take no memory until they are written."""
     return torch.from_numpy(np.zeros(shape, np.uint16)).view(dtype)
-
-
-def run_table_update(arch: str) -> Simulation:
-    """More cells than a program takes, row 0 among them."""
-    cells = torch.randperm(33 * 40, generator=torch.Generator().manual_seed(0))[:300]
-    triples = torch.stack([cells // 40, cells % 40, torch.arange(300)], 1).to(torch.int32).view(-1)
-    tables = [torch.zeros(33, 40, dtype=torch.int32) for _ in range(2)]
-    with simulated(arch) as simulation:
-        launch_table_update(triples, tables[0], num_updates=300)
-    twins.table_update(triples, tables[1], num_updates=300)
-    assert torch.equal(*tables)
-    return simulation
 
 
 def _step_cases(arch: str, cases: dict[str, Case], widths: tuple[bool, ...]) -> list[KernelCase]:
@@ -174,7 +148,7 @@ def quick_cases(arch: str) -> list[KernelCase]:
             for dtype in (BF16, FP16)
             for is_large in (False, True)
         ),
-        KernelCase("table_update", arch, partial(run_table_update, arch)),
+        *metadata_cases(arch),
     ]
 
 

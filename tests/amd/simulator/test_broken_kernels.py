@@ -1,0 +1,167 @@
+"""The simulator notices what it is there to notice: copies of the real kernels, each with one mistake in it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from rocm_attn.kernels.attention import decode, extend
+from rocm_attn.kernels.cache import store
+from rocm_attn.kernels.metadata import table_update
+from tests.amd.kernels import attention_cases
+from tests.amd.simulator import kernel_cases, metadata_cases
+from tests.amd.simulator.driver import ARCHS, Simulation
+from tests.amd.simulator.faults import SimulationFault
+from tests.amd.simulator.kernel_cases import BF16, STEP, run_step, run_store
+from tests.amd.simulator.metadata_cases import run_launch
+
+SMALL_STEP = replace(STEP, kv_len=[40, 33], q_len=[1, 9], heads=(4, 2), dims=(64, 64), dtype=BF16)
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """What is wrong with a copy of a kernel's file, and a run that must notice.
+
+    right, wrong:  text of the file, and what stands in its place
+    launcher:      name of the file's launcher; used_by is the module that the run takes it from
+    says:          part of the message
+    """
+
+    module: ModuleType
+    right: str
+    wrong: str
+    launcher: str
+    used_by: ModuleType
+    run: Callable[[str], Simulation]
+    notices: type[Exception]
+    says: str
+
+
+def small_step(*, is_large: bool) -> Callable[[str], Simulation]:
+    """A step of one decode and one extend."""
+    return lambda arch: run_step(arch, SMALL_STEP, is_large=is_large)
+
+
+STRAYS = "outside of every allocation"
+MISTAKES = {
+    "decode_multiplies_page_ids_in_32_bits": Mistake(
+        decode,
+        "page = next_page.to(tl.int64)",
+        "page = next_page",
+        "launch_paged_decode",
+        attention_cases,
+        small_step(is_large=True),
+        SimulationFault,
+        STRAYS,
+    ),
+    "extend_multiplies_page_ids_in_32_bits": Mistake(
+        extend,
+        "page = next_page.to(tl.int64)",
+        "page = next_page",
+        "launch_paged_extend",
+        attention_cases,
+        small_step(is_large=True),
+        SimulationFault,
+        STRAYS,
+    ),
+    "the_store_multiplies_slots_in_32_bits": Mistake(
+        store,
+        "slot = tl.load(slot_of_token + token).to(tl.int64)",
+        "slot = tl.load(slot_of_token + token)",
+        "launch_store_kv",
+        kernel_cases,
+        lambda arch: run_store(arch, BF16, is_large=True),
+        SimulationFault,
+        STRAYS,
+    ),
+    "decode_reads_v_without_a_mask": Mistake(
+        decode,
+        "v_row[:, None] + v_column[None, :], mask=v_mask, other=0.0)",
+        "v_row[:, None] + v_column[None, :])",
+        "launch_paged_decode",
+        attention_cases,
+        small_step(is_large=False),
+        AssertionError,
+        "nan",
+    ),
+    "extend_reads_v_without_a_mask": Mistake(
+        extend,
+        "v = tl.load(v_block, mask=live, other=0.0)",
+        "v = tl.load(v_block)",
+        "launch_paged_extend",
+        attention_cases,
+        small_step(is_large=False),
+        AssertionError,
+        "nan",
+    ),
+    "decode_looks_past_the_end_of_the_table": Mistake(
+        decode,
+        "tl.minimum((kv_index + BLOCK_N) // PAGE_SIZE, width - 1)",
+        "(kv_index + BLOCK_N) * 999 // PAGE_SIZE",
+        "launch_paged_decode",
+        attention_cases,
+        small_step(is_large=False),
+        SimulationFault,
+        STRAYS,
+    ),
+    "a_table_update_reads_without_a_mask": Mistake(
+        table_update,
+        "row = tl.load(updates + WORDS * i, mask=live, other=0)",
+        "row = tl.load(updates + WORDS * i)",
+        "launch_table_update",
+        metadata_cases,
+        lambda arch: run_launch(arch, "table_update"),
+        SimulationFault,
+        STRAYS,
+    ),
+    "the_store_writes_pads": Mistake(
+        store,
+        "(token < tl.load(counts + 1)) & (slot >= PAGE_SIZE)",
+        "slot >= PAGE_SIZE",
+        "launch_store_kv",
+        kernel_cases,
+        lambda arch: run_store(arch, torch.float16, is_large=False),
+        AssertionError,
+        "the pages are not those of the twin",
+    ),
+}
+
+
+def broken_copy(mistake: Mistake, folder: Path) -> ModuleType:
+    """The mistake's module, imported from a file with the mistake in it."""
+    assert mistake.module.__file__ is not None
+    source = Path(mistake.module.__file__).read_text()
+    assert source.count(mistake.right) == 1, f"{mistake.right!r} is not in {mistake.module.__name__} once"
+    path = folder / f"broken_{Path(mistake.module.__file__).name}"
+    path.write_text(source.replace(mistake.right, mistake.wrong))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_noticed(mistake: Mistake, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = broken_copy(mistake, tmp_path)
+    original = getattr(mistake.module, mistake.launcher)
+    for name, value in vars(mistake.used_by).items():
+        if value is original:
+            monkeypatch.setattr(mistake.used_by, name, getattr(broken, mistake.launcher))
+    with pytest.raises(mistake.notices) as caught:
+        mistake.run(arch)
+    assert mistake.says in str(caught.value)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_same_runs_without_a_mistake_pass(arch: str) -> None:
+    for is_large in (False, True):
+        small_step(is_large=is_large)(arch)

@@ -1,0 +1,154 @@
+"""Vector arithmetic on floats, conversions and comparisons."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from tests.amd.simulator.arrays import Array
+from tests.amd.simulator.snippet import LANE, bits, execute, floats
+
+MINUS_1 = (1 << 32) - 1
+RANDOM = np.random.default_rng(0)
+
+
+def random_floats(scale: float = 1.0) -> Array:
+    """float32 [64]."""
+    return (RANDOM.standard_normal(64) * scale).astype(np.float32)
+
+
+def test_fma_rounds_once() -> None:
+    a, b = random_floats(), random_floats()
+    c = -(a * b)
+    core = execute(
+        "v_fma_f32 v3, v0, v1, v2", vector={0: a.view(np.uint32), 1: b.view(np.uint32), 2: c.view(np.uint32)}
+    )
+    exact = [
+        float(Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))) for x, y, z in zip(a, b, c, strict=True)
+    ]
+    assert (floats(core, 3) == np.array(exact, np.float32)).all()
+    assert (floats(core, 3) != 0).any()
+
+
+def test_fmac_adds_to_its_destination() -> None:
+    core = execute("v_fmac_f32_e32 v0, v1, v2", vector={0: bits(1.0), 1: bits(2.0), 2: bits(3.0)})
+    assert set(floats(core, 0).tolist()) == {7.0}
+
+
+@pytest.mark.parametrize(
+    ("numerator", "denominator"), [(1.0, 3.0), (-7.0, 0.0), (0.0, 0.0), (1e-38, 1e10), (3e38, 1e-10), (math.inf, 2.0)]
+)
+def test_the_division_sequence_divides_as_ieee_does(numerator: float, denominator: float) -> None:
+    """The instructions that LLVM makes of a division, with n in v0 and d in v1."""
+    core = execute(
+        "v_div_scale_f32 v2, s[0:1], v1, v1, v0",
+        "v_rcp_f32_e32 v3, v2",
+        "v_div_scale_f32 v4, vcc, v0, v1, v0",
+        "v_fma_f32 v5, -v2, v3, 1.0",
+        "v_fmac_f32_e32 v3, v5, v3",
+        "v_mul_f32_e32 v5, v4, v3",
+        "v_fma_f32 v6, -v2, v5, v4",
+        "v_fmac_f32_e32 v5, v6, v3",
+        "v_fma_f32 v2, -v2, v5, v4",
+        "v_div_fmas_f32 v2, v2, v3, v5",
+        "v_div_fixup_f32 v2, v2, v1, v0",
+        vector={0: bits(numerator), 1: bits(denominator)},
+    )
+    with np.errstate(all="ignore"):
+        expected = np.float32(numerator) / np.float32(denominator)
+    np.testing.assert_array_equal(floats(core, 2), np.full(64, expected))
+
+
+def test_maximum_and_minimum_prefer_numbers_to_nan() -> None:
+    core = execute(
+        "v_max_f32_e32 v2, v0, v1",
+        "v_max3_f32 v3, v0, v1, v0",
+        "v_min_f32_e32 v4, v1, v0",
+        vector={0: bits(math.nan), 1: bits(-2.0)},
+    )
+    assert [set(floats(core, index).tolist()) for index in (2, 3, 4)] == [{-2.0}] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("v_exp_f32", 3.0, 8.0),
+        ("v_exp_f32", -math.inf, 0.0),
+        ("v_log_f32", 8.0, 3.0),
+        ("v_log_f32", 0.0, -math.inf),
+        ("v_rcp_f32", 4.0, 0.25),
+        ("v_rsq_f32", 4.0, 0.5),
+        ("v_sqrt_f32", 9.0, 3.0),
+        ("v_rndne_f32", 2.5, 2.0),
+        ("v_floor_f32", -2.5, -3.0),
+        ("v_trunc_f32", -2.5, -2.0),
+    ],
+)
+def test_functions_of_one_float(name: str, value: float, expected: float) -> None:
+    assert set(floats(execute(f"{name}_e32 v1, v0", vector={0: bits(value)}), 1).tolist()) == {expected}
+
+
+def test_ldexp_scales_by_powers_of_two() -> None:
+    core = execute("v_ldexp_f32 v2, v0, v1", vector={0: bits(1.5), 1: (LANE - 32).astype(np.uint32)})
+    assert (floats(core, 2) == 1.5 * 2.0 ** (LANE - 32)).all()
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("f16", torch.float16)])
+def test_conversions_to_16_bits_round_as_torch_does(name: str, dtype: torch.dtype) -> None:
+    a, b = random_floats(100), random_floats(1e-3)
+    a[:3] = [math.inf, 65520.0, -0.0]
+    core = execute(f"v_cvt_pk_{name}_f32 v2, v0, v1", vector={0: a.view(np.uint32), 1: b.view(np.uint32)})
+    for half, values in ((0, a), (1, b)):
+        expected = torch.from_numpy(values).to(dtype).view(torch.int16).numpy().view(np.uint16)
+        assert (core.vector[2].view(np.uint16)[half::2] == expected).all()
+
+
+def test_half_precision_clears_the_upper_half_of_its_destination() -> None:
+    core = execute("v_cvt_f16_f32_e32 v1, v0", "v_cvt_f32_f16_e32 v2, v1", vector={0: bits(0.1), 1: MINUS_1})
+    assert set(core.vector[1].tolist()) == {int(np.float16(0.1).view(np.uint16))}
+    assert set(floats(core, 2).tolist()) == {float(np.float16(0.1))}
+
+
+NAN = bits(math.nan)
+
+
+@pytest.mark.parametrize(
+    ("condition", "a", "b", "holds"),
+    [
+        ("lt_i32", MINUS_1, 1, True),
+        ("lt_u32", MINUS_1, 1, False),
+        ("ge_u32", MINUS_1, 1, True),
+        ("ne_u32", 1, 1, False),
+        ("eq_u16", 0x10001, 1, True),
+        ("gt_f32", bits(2.0), bits(1.0), True),
+        ("eq_f32", NAN, NAN, False),
+        ("neq_f32", NAN, NAN, True),
+        ("lg_f32", NAN, bits(1.0), False),
+        ("nlt_f32", NAN, bits(1.0), True),
+        ("nge_f32", bits(2.0), bits(1.0), False),
+        ("o_f32", NAN, bits(1.0), False),
+        ("u_f32", NAN, bits(1.0), True),
+    ],
+)
+def test_comparisons_write_a_mask_in_which_inactive_lanes_are_0(condition: str, a: int, b: int, holds: bool) -> None:
+    core = execute(f"v_cmp_{condition}_e64 s[4:5], v0, v1", vector={0: a, 1: b}, exec_mask=0xFF00)
+    assert core.read_pair(4) == (0xFF00 if holds else 0)
+
+
+def test_packed_floats_choose_halves_and_signs() -> None:
+    values = {0: bits(1.0), 1: bits(2.0), 2: bits(10.0), 3: bits(20.0)}
+    plain = execute("v_pk_add_f32 v[4:5], v[0:1], v[2:3]", vector=values)
+    crossed = execute("v_pk_add_f32 v[4:5], v[0:1], v[2:3] op_sel:[1,0] op_sel_hi:[0,1]", vector=values)
+    low_twice = execute("v_pk_mul_f32 v[4:5], v[0:1], v[2:3] op_sel_hi:[1,0]", vector=values)
+    negated = execute("v_pk_fma_f32 v[4:5], v[0:1], v[2:3], v[0:1] neg_lo:[0,0,1] neg_hi:[1,0,0]", vector=values)
+    found = [(float(floats(core, 4)[0]), float(floats(core, 5)[0])) for core in (plain, crossed, low_twice, negated)]
+    assert found == [(11.0, 22.0), (12.0, 21.0), (10.0, 20.0), (9.0, -38.0)]
+
+
+def test_a_packed_result_may_lie_on_its_sources() -> None:
+    core = execute("v_pk_mov_b32 v[0:1], v[0:1], v[0:1] op_sel:[1,0]", vector={0: 5, 1: 6})
+    assert (core.vector[0][0], core.vector[1][0]) == (6, 5)

@@ -10,8 +10,10 @@
 #   soak             2,000 random steps of a tiny model, every output checked against the oracle
 #   text             greedy text against transformers, and the command line on real weights
 #   offline          every kernel compiled for gfx942, gfx950 and sm_90 with the installed Triton
+#   simulator        every kernel executed as gfx942 and gfx950 machine code, with every address checked
 #   oldest           one compile a kernel with the oldest supported Triton
 #   offline@VERSION  all AMD compiles with another Triton, for instance offline@3.7.1 (not part of the default)
+#   simulator@VERSION  the simulator's full grid with another Triton; writes docs/simulator.md (not part of the default)
 #   device           kernels, graphs and the runtime on this machine's GPU (part of the default where there is one)
 #   rocm             the same and more on an MI300 or MI350, with a report to send in reports/ (not part of the default)
 #   images           hadolint and shellcheck over the images and scripts
@@ -74,6 +76,8 @@ run_stage() {
     offline) run_pytest tests/amd/offline ;;
     oldest) with_triton $OLDEST_TRITON run_pytest tests/amd/offline -m oldest_triton ;;
     offline@*) with_triton "${1#offline@}" run_pytest tests/amd/offline -k gfx ;;
+    simulator) run_pytest tests/amd/simulator ;;
+    simulator@*) with_triton "${1#simulator@}" python -m tests.amd.simulator.record docs/simulator.md ;;
     device) run_pytest tests/amd/{kernels,hip_graphs,runtime,guards,graphs,system,text,doctor} ;;
     rocm) report_from_gpu tests/amd/{rocm,kernels,hip_graphs,runtime,guards,graphs,system,text,doctor} ;;
     images) hadolint docker/Dockerfile && shellcheck -x docker/*.sh scripts/*.sh .ci/* ;;
@@ -89,7 +93,7 @@ log=$VENV/log verdicts=$VENV/verdicts
 : >"$verdicts"
 
 if [ $# -eq 0 ]; then
-    set -- lint types images host interpreter mutation soak text offline oldest
+    set -- lint types images host interpreter mutation soak text offline oldest simulator
     if python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
         set -- "$@" device
     fi

@@ -31,6 +31,7 @@ class Wave:
     number: int
     vector: Array
     scalar: Array
+    scratch: Array
     scc: int = 0
     pc: int = 0
 
@@ -41,6 +42,7 @@ class Core:
     vector:      uint32 [512, 64], v and then a registers by lane
     scalar:      uint32 [128]; 106 is VCC, 124 M0, 126 EXEC
     active:      bool [64], EXEC by lane; all_active and any_active say the same at a glance
+    scratch:     uint32 [words, 64], private memory of the running wave
     scc:         the scalar condition code
     wave_number: of the running wave in its program
     """
@@ -51,6 +53,7 @@ class Core:
         self.active = np.ones(LANES, np.bool_)
         self.all_active = True
         self.any_active = True
+        self.scratch = np.zeros((0, LANES), np.uint32)
         self.scc = 0
         self.wave_number = 0
         self.memory = memory
@@ -93,6 +96,7 @@ class Core:
         """Make wave the one that runs."""
         self.vector[: len(wave.vector)] = wave.vector
         self.scalar[:] = wave.scalar
+        self.scratch = wave.scratch
         self.scc = wave.scc
         self.wave_number = wave.number
         self.refresh_exec()

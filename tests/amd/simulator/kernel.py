@@ -56,8 +56,6 @@ class SimulatedKernel:
     """A kernel whose instructions are built when they are first reached, and kept for further launches."""
 
     def __init__(self, assembly: Assembly, arch: str) -> None:
-        if assembly.descriptor["private_segment_fixed_size"]:
-            raise UnknownInstruction(f"{assembly.name} needs scratch memory")
         self.assembly = assembly
         self._core = Core(Memory([]))
         self._context = Context(self._core, assembly, arch)
@@ -103,7 +101,8 @@ class SimulatedKernel:
     def _run_program(self, launch: Launch, first_scalars: list[int], program: tuple[int, int, int]) -> int:
         core = self._core
         core.lds = Lds(launch.lds_bytes, launch.poison)
-        waves = [_new_wave(number, first_scalars, launch.poison) for number in range(launch.num_waves)]
+        scratch_words = self.assembly.descriptor["private_segment_fixed_size"] // 4
+        waves = [_new_wave(number, first_scalars, scratch_words, launch.poison) for number in range(launch.num_waves)]
         executed = 0
         running = waves
         while running:
@@ -146,14 +145,14 @@ class SimulatedKernel:
         raise SimulationFault(f"no end after {MAX_STEPS_OF_A_WAVE} instructions")
 
 
-def _new_wave(number: int, first_scalars: list[int], poison: int) -> Wave:
+def _new_wave(number: int, first_scalars: list[int], scratch_words: int, poison: int) -> Wave:
     """Everything is poison but EXEC, the first scalar registers and the lane's number in the program, in v0."""
     vector = np.full((NUM_VECTOR, LANES), poison, np.uint32)
     vector[0] = np.arange(LANES) + LANES * number
     scalar = np.full(NUM_SCALAR, poison, np.uint32)
     scalar[: len(first_scalars)] = first_scalars
     scalar[EXEC : EXEC + 2] = 0xFFFFFFFF
-    return Wave(number, vector, scalar)
+    return Wave(number, vector, scalar, np.full((scratch_words, LANES), poison, np.uint32))
 
 
 def _dispatch_packet(launch: Launch) -> bytes:

@@ -13,6 +13,7 @@ from tests.amd.simulator.isa import (
     matrix,
     packed,
     scalar,
+    scratch,
     vector_float,
     vector_integer,
 )
@@ -28,6 +29,7 @@ _GROUPS = (
     cross_lane,
     local_memory,
     global_memory,
+    scratch,
     matrix,
 )
 BUILDERS: dict[str, Builder] = {name: builder for group in _GROUPS for name, builder in group.BUILDERS.items()}

@@ -1,0 +1,89 @@
+"""Run the simulator's full grid with the Triton at hand and write the result into a document.
+
+    python -m tests.amd.simulator.record docs/simulator.md
+
+The document has a table between two marks, with a line for each Triton version; this version's is written anew. Exits
+with 1, and leaves the document as it is, when a case fails.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+import numpy as np
+import triton
+
+from tests.amd.simulator.case import Runs
+from tests.amd.simulator.driver import ARCHS
+from tests.amd.simulator.kernel_cases import GRID
+
+BEGIN, END = "<!-- grid -->\n", "<!-- end of grid -->\n"
+_HEAD = """\
+| Triton | date | commit | NumPy | gfx942 | gfx950 | wave instructions | minutes |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+def main(document: Path) -> int:
+    """Run, print a line for each case, write; the exit status."""
+    started = time.monotonic()
+    passed, failures, instructions = dict.fromkeys(ARCHS, 0), 0, 0
+    runs = Runs()
+    for case in GRID:
+        runs.start(case)
+    for case in GRID:
+        # Whatever a case raises is its result; the others still run.
+        error = runs.start(case).exception()
+        print(f"{'FAILED' if error else 'passed'} {case}" + (f": {error}" if error else ""), flush=True)
+        if error:
+            failures += 1
+        else:
+            passed[case.arch] += 1
+            instructions += runs.result(case).instructions
+    runs.close()
+    print(f"{len(GRID) - failures} passed, {failures} failed")
+    if failures or not GRID:
+        return 1
+    minutes = f"{(time.monotonic() - started) / 60:.0f} on {os.cpu_count()} cores"
+    cells = [
+        triton.__version__,
+        datetime.now(timezone.utc).date().isoformat(),
+        commit(),
+        np.__version__,
+        *(f"{count} cases" for count in passed.values()),
+        f"{instructions / 1e6:.1f} million",
+        minutes,
+    ]
+    document.write_text(with_row(document.read_text(), cells))
+    return 0
+
+
+def with_row(text: str, cells: list[str]) -> str:
+    """The document with these cells as the line of the Triton version in the first one; lines are in order."""
+    before, _, rest = text.partition(BEGIN)
+    table, found, after = rest.partition(END)
+    if not found:
+        raise ValueError(f"the document has no table between {BEGIN.strip()} and {END.strip()}")
+    rows = [line for line in table.splitlines()[2:] if line and not line.startswith(f"| {cells[0]} |")]
+    rows.append(f"| {' | '.join(cells)} |")
+    rows.sort(key=lambda row: [int(part) for part in row.split("|")[1].strip().split(".")])
+    return before + BEGIN + _HEAD + "".join(f"{row}\n" for row in rows) + END + after
+
+
+def commit() -> str:
+    """The commit of the checkout, and whether there are changes on top of it."""
+    name = _git("rev-parse", "--short=10", "HEAD")
+    return f"{name} + changes" if _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs") else name
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from triton import knobs
 from triton.compiler import CompiledKernel
 
+from rocm_attn.target import known_target
+
+_SIMDS_PER_CU = 4
+
 
 @dataclass(frozen=True, slots=True)
 class AmdCode:
@@ -29,6 +33,7 @@ class AmdCode:
     matrix_ops:      v_mfma and v_smfmac instructions
     buffer_loads:    loads with a 32-bit offset from a resource descriptor
     global_loads:    loads with a 64-bit address
+    waves_per_simd:  waves that a SIMD has room for, by registers and LDS
     has_dot:         whether the source asks for a matrix product
     """
 
@@ -43,6 +48,7 @@ class AmdCode:
     matrix_ops: int
     buffer_loads: int
     global_loads: int
+    waves_per_simd: int
     has_dot: bool
 
 
@@ -91,6 +97,7 @@ def read_amd_code(compiled: CompiledKernel) -> AmdCode:
         matrix_ops=count("v_mfma_", "v_smfmac_"),
         buffer_loads=count("buffer_load_"),
         global_loads=count("global_load_", "flat_load_"),
+        waves_per_simd=_waves_per_simd(compiled, int(_only(r"; Occupancy: (\d+)", assembly))),
         has_dot=_has_dot(compiled),
     )
 
@@ -111,6 +118,16 @@ def read_nvidia_code(compiled: CompiledKernel) -> NvidiaCode:
         matrix_ops=len(re.findall(r"(?m)^\s+(?:@\S+\s+)?(?:wgmma\.mma_async|mma)\.", compiled.asm["ptx"])),
         has_dot=_has_dot(compiled),
     )
+
+
+def _waves_per_simd(compiled: CompiledKernel, by_registers: int) -> int:
+    """by_registers, as LLVM states it, or fewer where LDS has no room for so many programs on a CU."""
+    metadata = compiled.metadata
+    if not metadata.shared:
+        return by_registers
+    programs: int = known_target(metadata.target.arch).lds_bytes // metadata.shared
+    by_lds: int = programs * metadata.num_warps // _SIMDS_PER_CU
+    return max(1, min(by_registers, by_lds))
 
 
 def _has_dot(compiled: CompiledKernel) -> bool:

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import ast
-import multiprocessing
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import replace
-from typing import cast
 
 import pytest
 import torch
-from triton.compiler import CompiledKernel
 
 from rocm_attn.kernels.tuning.tiles import DECODE_ROWS, EXTEND_ROWS, decode_tiles, extend_tiles
 from rocm_attn.target import known_target
 from tests.amd.house.source_tree import sources
 from tests.amd.offline.code_object import AmdCode, NvidiaCode, read_amd_code, read_nvidia_code
-from tests.amd.offline.matrix import ROWS, Row, launch_all
-from tests.amd.offline.offline_driver import compiled_by
+from tests.amd.offline.compiling import AMD_ARCHS, NVIDIA_ARCHS, compiled_kernels, rows_for
+from tests.amd.offline.matrix import ROWS, Row
 from tests.amd.offline.test_offline_driver import gather_product
 
 MAX_ROWS = 40
-AMD_ARCHS = ("gfx942", "gfx950")
-NVIDIA_ARCHS = ("sm_80", "sm_90")
-
 # Where the rows of an arch without rows of its own stand in tuning/tiles.py.
 FAMILIES = {"sm_80": "sm_"}
 
@@ -40,42 +33,7 @@ READS_PAGES = ("_decode_kernel", "_extend_kernel")
 ONLY_WRITES = ("_zero_tails_kernel", "_clear_pads_kernel")
 
 
-def rows_for(archs: tuple[str, ...]) -> pytest.MarkDecorator:
-    """Runs a test with every row for these archs; rows that the oldest Triton compiles too are marked so."""
-    return pytest.mark.parametrize(
-        "row",
-        [
-            pytest.param(row, id=str(row), marks=[pytest.mark.oldest_triton] if row.on_oldest else [])
-            for row in ROWS
-            if row.arch in archs
-        ],
-    )
-
-
-@pytest.fixture(scope="module")
-def _compiled_on_all_cores(request: pytest.FixtureRequest) -> None:
-    """Fill Triton's cache with the rows of this run; each test then reads its own from there.
-
-    A row that cannot be compiled fails here in silence, and again in its test.
-    """
-    tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    rows = {cast(Row, test.callspec.params["row"]) for test in tests if "_compiled_on_all_cores" in test.fixturenames}
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        wait([pool.submit(compile_row, row) for row in rows])
-
-
-def compile_row(row: Row) -> None:
-    """Leave a row's kernels in Triton's cache."""
-    compiled_kernels(row)
-
-
-def compiled_kernels(row: Row) -> list[CompiledKernel]:
-    """The distinct kernels that a row launches."""
-    kernels = compiled_by(lambda: launch_all(row), row.arch)
-    return list({kernel.hash: kernel for kernel in kernels}.values())
-
-
-@pytest.mark.usefixtures("_compiled_on_all_cores")
+@pytest.mark.usefixtures("compiled_on_all_cores")
 @rows_for(AMD_ARCHS)
 def test_amd_kernels_fit_and_use_the_matrix_units(row: Row) -> None:
     kernels = compiled_kernels(row)
@@ -89,7 +47,7 @@ def test_amd_kernels_fit_and_use_the_matrix_units(row: Row) -> None:
     assert not complaints, "\n".join(complaints)
 
 
-@pytest.mark.usefixtures("_compiled_on_all_cores")
+@pytest.mark.usefixtures("compiled_on_all_cores")
 @rows_for(NVIDIA_ARCHS)
 def test_nvidia_kernels_fit_and_use_the_matrix_units(row: Row) -> None:
     complaints = [

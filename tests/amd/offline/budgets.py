@@ -1,0 +1,129 @@
+"""What each kernel may cost on AMD, by Triton version: the costs that were accepted, and a tenth more.
+
+    python -m tests.amd.offline.budgets
+
+accepts the costs of the Triton at hand: it writes budgets/<Triton>/<arch>/<kernel>.csv anew, a line for each variant
+that a row of the matrix launches. The oldest supported Triton has the rows that it compiles in the gate.
+"""
+
+from __future__ import annotations
+
+import csv
+import shutil
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+import triton
+from triton.compiler import CompiledKernel
+
+from tests.amd.offline.code_object import read_amd_code
+from tests.amd.offline.compiling import AMD_ARCHS, compiled_kernels
+from tests.amd.offline.matrix import ROWS, Row
+
+FOLDER = Path(__file__).parent / "budgets"
+OLDEST_TRITON = "3.6.0"
+
+# How much of what was accepted may come on top.
+MARGIN = 0.1
+_MUST_NOT_GROW = ("vgprs", "agprs", "lds_bytes", "code_bytes", "matrix_ops")
+_MUST_NOT_SHRINK = ("waves_per_simd", "buffer_loads")
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a variant of a kernel costs; see AmdCode."""
+
+    vgprs: int
+    agprs: int
+    lds_bytes: int
+    code_bytes: int
+    waves_per_simd: int
+    matrix_ops: int
+    buffer_loads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The number-th variant of a kernel among those that a row launches."""
+
+    row: str
+    kernel: str
+    number: int
+
+
+Costs = dict[Variant, Cost]
+
+
+def costs_of(row: Row, kernels: Iterable[CompiledKernel]) -> Costs:
+    """The costs of what a row launches."""
+    seen: Counter[str] = Counter()
+    costs = {}
+    for compiled in kernels:
+        code = read_amd_code(compiled)
+        cost = Cost(**{field.name: getattr(code, field.name) for field in fields(Cost)})
+        costs[Variant(str(row), compiled.name, seen[compiled.name])] = cost
+        seen[compiled.name] += 1
+    return costs
+
+
+def read(version: str, row: Row) -> Costs:
+    """What was accepted for a row; empty where nothing was."""
+    costs = {}
+    for path in sorted((FOLDER / version / row.arch).glob("*.csv")):
+        with open(path, newline="") as file:
+            for line in csv.DictReader(file):
+                if line["row"] == str(row):
+                    cost = Cost(**{field.name: int(line[field.name]) for field in fields(Cost)})
+                    costs[Variant(line["row"], path.stem, int(line["variant"]))] = cost
+    return costs
+
+
+def complaints(accepted: Costs, found: Costs) -> Iterator[str]:
+    """What does not fit its budget, a clause each."""
+    for variant in sorted(set(accepted) | set(found), key=lambda v: (v.kernel, v.number)):
+        name = f"{variant.kernel} variant {variant.number}"
+        if variant not in found:
+            yield f"{name} has a budget and is not launched"
+        elif variant not in accepted:
+            yield f"{name} has no budget"
+        else:
+            before, now = asdict(accepted[variant]), asdict(found[variant])
+            for cost in _MUST_NOT_GROW:
+                if now[cost] > before[cost] * (1 + MARGIN):
+                    yield f"{name}: {cost} grew from {before[cost]} to {now[cost]}"
+            for cost in _MUST_NOT_SHRINK:
+                if now[cost] < before[cost] * (1 - MARGIN):
+                    yield f"{name}: {cost} fell from {before[cost]} to {now[cost]}"
+
+
+def _measure(row: Row) -> Costs:
+    # Compiling touches no memory; filled with NaN, a cache above 2 GiB would be resident.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    return costs_of(row, compiled_kernels(row))
+
+
+def write() -> None:
+    """Accept what the Triton at hand makes of the matrix."""
+    only_marked = triton.__version__ == OLDEST_TRITON
+    rows = [row for row in ROWS if row.arch in AMD_ARCHS and (row.on_oldest or not only_marked)]
+    lines: dict[Path, list[tuple[Variant, Cost]]] = defaultdict(list)
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        for row, costs in zip(rows, pool.map(_measure, rows), strict=True):
+            for variant, cost in costs.items():
+                lines[FOLDER / triton.__version__ / row.arch / f"{variant.kernel}.csv"].append((variant, cost))
+    shutil.rmtree(FOLDER / triton.__version__, ignore_errors=True)
+    for path, entries in lines.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "w", newline="") as file:
+            out = csv.writer(file, lineterminator="\n")
+            out.writerow(["row", "variant", *(field.name for field in fields(Cost))])
+            out.writerows([variant.row, variant.number, *asdict(cost).values()] for variant, cost in entries)
+
+
+if __name__ == "__main__":
+    write()

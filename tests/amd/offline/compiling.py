@@ -1,0 +1,35 @@
+"""Compile rows of the matrix, and choose those that a test runs with."""
+
+from __future__ import annotations
+
+import pytest
+from triton.compiler import CompiledKernel
+
+from tests.amd.offline.matrix import ROWS, Row, launch_all
+from tests.amd.offline.offline_driver import compiled_by
+
+AMD_ARCHS = ("gfx942", "gfx950")
+NVIDIA_ARCHS = ("sm_80", "sm_90")
+
+
+def rows_for(archs: tuple[str, ...]) -> pytest.MarkDecorator:
+    """Runs a test with every row for these archs; rows that the oldest Triton compiles too are marked so."""
+    return pytest.mark.parametrize(
+        "row",
+        [
+            pytest.param(row, id=str(row), marks=[pytest.mark.oldest_triton] if row.on_oldest else [])
+            for row in ROWS
+            if row.arch in archs
+        ],
+    )
+
+
+def compile_row(row: Row) -> None:
+    """Leave a row's kernels in Triton's cache."""
+    compiled_kernels(row)
+
+
+def compiled_kernels(row: Row) -> list[CompiledKernel]:
+    """The distinct kernels that a row launches, in order of launch."""
+    kernels = compiled_by(lambda: launch_all(row), row.arch)
+    return list({kernel.hash: kernel for kernel in kernels}.values())

@@ -28,8 +28,10 @@ CPU = torch.device("cpu")
 LARGE_POOL_BYTES = 5 << 30
 NUM_PROGRAMS = 3
 
-# Extends with and without a prefix, decodes that several programs share, nothing new, nothing at all.
-STEP = Case(kv_len=[100, 20, 33, 0, 50, 17, 12], q_len=[1, 9, 17, 0, 1, 2, 0], dims=(128, 128), heads=(8, 2), tail=3)
+# Extends with and without a prefix, decodes that several programs share, a decode of nothing, nothing new, nothing.
+STEP = Case(
+    kv_len=[100, 20, 17, 0, 0, 50, 35, 12], q_len=[1, 9, 17, 0, 1, 1, 2, 0], dims=(128, 128), heads=(8, 2), tail=3
+)
 
 
 def tiles_of(arch: str, case: Case) -> tuple[DecodeTiles, ExtendTiles]:

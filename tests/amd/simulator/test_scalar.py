@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.amd.simulator.assembly import Assembly, parse_instruction
-from tests.amd.simulator.core import EXEC, VCC, Core
+from tests.amd.simulator.core import EXEC, POISON, VCC, Core
 from tests.amd.simulator.isa.instructions import build_step
 from tests.amd.simulator.isa.step import AT_BARRIER, AT_END, Context
 from tests.amd.simulator.memory import Memory
@@ -68,6 +68,7 @@ def test_32_bit_arithmetic(name: str, a: int, b: int, result: int, scc: int | No
         ("s_ff1_i32_b32", 0, MINUS_1, None),
         ("s_flbit_i32_b32", 0x50, 25, None),
         ("s_flbit_i32_b32", 0, MINUS_1, None),
+        ("s_mov_b32", 9, 9, None),
     ],
 )
 def test_instructions_with_one_source(name: str, a: int, result: int, scc: int | None) -> None:
@@ -84,6 +85,13 @@ def test_instructions_with_one_source(name: str, a: int, result: int, scc: int |
         ("s_andn2_b64 s[4:5], -1, s[0:1]", 0x1_2345_6789 ^ ALL_LANES),
         ("s_mov_b64 s[4:5], s[0:1]", 0x1_2345_6789),
         ("s_mov_b64 s[4:5], -2", ALL_LANES - 1),
+        ("s_not_b64 s[4:5], s[0:1]", 0x1_2345_6789 ^ ALL_LANES),
+        ("s_or_b64 s[4:5], s[0:1], 8", 0x1_2345_6789 | 8),
+        ("s_xor_b64 s[4:5], s[0:1], s[0:1]", 0),
+        ("s_orn2_b64 s[4:5], 1, s[0:1]", 0x1_2345_6789 ^ ALL_LANES | 1),
+        ("s_ashr_i64 s[4:5], -16, 3", ALL_LANES - 1),
+        ("s_bcnt1_i32_b64 s4, s[0:1]", POISON << 32 | (0x1_2345_6789).bit_count()),
+        ("s_ff1_i32_b64 s4, s[0:1]", POISON << 32),
     ],
 )
 def test_64_bit_arithmetic(line: str, result: int) -> None:
@@ -104,6 +112,22 @@ def test_constants_of_16_bits_are_signed() -> None:
         "s_movk_i32 s0, 0xfffe", "s_mulk_i32 s0, 0x3", "s_addk_i32 s0, 0xffff", "s_cmpk_lt_i32 s0, 0xfffa", scc=0
     )
     assert (int(core.scalar[0]), core.scc) == (MINUS_1 - 6, 1)
+
+
+OPERATORS = {"eq": "==", "lg": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+
+
+@pytest.mark.parametrize("kind", ["i32", "u32", "u64"])
+@pytest.mark.parametrize("condition", OPERATORS)
+def test_every_comparison(condition: str, kind: str) -> None:
+    for a in (0, 3, -5):
+        for b in (0, 3, -5):
+            mask = (1 << int(kind[1:])) - 1
+            x, y = (a, b) if kind[0] == "i" else (a & mask, b & mask)
+            expected = eval(f"{x} {OPERATORS[condition]} {y}")
+            assert execute(f"s_cmp_{condition}_{kind} {a}, {b}").scc == expected
+            if kind != "u64" and b >= 0:
+                assert execute(f"s_cmpk_{condition}_{kind} s0, {b}", scalar={0: a}).scc == expected
 
 
 @pytest.mark.parametrize(
@@ -138,6 +162,7 @@ def test_select_takes_the_first_source_when_scc_is_set() -> None:
         ("s_or_saveexec_b64", 0b0111),
         ("s_xor_saveexec_b64", 0b0011),
         ("s_andn2_saveexec_b64", 0b0010),
+        ("s_orn2_saveexec_b64", ALL_LANES ^ 0b0001),
     ],
 )
 def test_saveexec_keeps_the_old_mask_and_sets_the_new_one(name: str, result: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.amd.simulator.arrays import Array
-from tests.amd.simulator.snippet import LANE, bits, execute, floats
+from tests.amd.simulator.snippet import ALL_LANES, LANE, bits, execute, floats
 
 MINUS_1 = (1 << 32) - 1
 RANDOM = np.random.default_rng(0)
@@ -32,6 +32,53 @@ def test_fma_rounds_once() -> None:
     ]
     assert (floats(core, 3) == np.array(exact, np.float32)).all()
     assert (floats(core, 3) != 0).any()
+
+
+OPERATORS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "=="}
+
+
+@pytest.mark.parametrize("kind", ["i16", "u16", "f16", "i32", "u32", "f32", "i64", "u64"])
+def test_every_comparison(kind: str) -> None:
+    """Against Python's, for the conditions and their negations, which hold with NaN."""
+    width, is_float = int(kind[1:]), kind[0] == "f"
+    values = [0, 3, -5] if kind[0] == "i" else [0.0, 3.0, -5.0, math.nan] if is_float else [0, 3, 2**width - 5]
+    conditions = dict(OPERATORS) | ({} if is_float else {"ne": "!="})
+    for a in values:
+        for b in values:
+            bits_of = [int(np.array(x, f"{kind[0]}{width // 8}").view(f"u{width // 8}")) for x in (a, b)]
+            words = {2 * i + j: bits_of[i] >> 32 * j & 0xFFFFFFFF for i in range(2) for j in range(2)}
+            tokens = "v[0:1], v[2:3]" if width == 64 else "v0, v2"
+            expected = {name: eval(f"a {sign} b", {"a": a, "b": b}) for name, sign in conditions.items()}
+            if is_float:
+                expected |= {f"n{name}": not holds for name, holds in expected.items() if name != "eq"}
+                expected |= {"neq": a != b, "lg": a < b or a > b, "nlg": not (a < b or a > b)}
+                expected |= {"u": a != a or b != b, "o": a == a and b == b}
+            for name, holds in expected.items():
+                core = execute(f"v_cmp_{name}_{kind}_e64 s[0:1], {tokens}", vector=words)
+                assert core.read_pair(0) == (ALL_LANES if holds else 0), (name, a, b)
+
+
+def test_fma_with_a_literal() -> None:
+    core = execute(
+        "v_fmamk_f32 v2, v0, 0x41200000, v1",
+        "v_fmaak_f32 v3, v0, v1, 0x41200000",
+        "v_min3_f32 v4, v0, v1, 1.0",
+        "v_subrev_f32_e32 v5, v0, v1",
+        vector={0: bits(2.0), 1: bits(3.0)},
+    )
+    assert [float(floats(core, index)[0]) for index in (2, 3, 4, 5)] == [23.0, 16.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["add", "sub", "mul", "max", "min"])
+def test_half_precision_arithmetic_rounds_as_torch_does(name: str) -> None:
+    a, b = (torch.from_numpy(random_floats()).half() for _ in range(2))
+    core = execute(
+        f"v_{name}_f16_e32 v2, v0, v1",
+        vector={i: x.view(torch.int16).numpy().view(np.uint16) for i, x in enumerate((a, b))},
+    )
+    names = {"max": "maximum", "min": "minimum"}
+    expected = getattr(torch, names.get(name, name))(a, b).view(torch.int16).numpy().view(np.uint16)
+    assert (core.vector[2] == expected).all()
 
 
 def test_fmac_adds_to_its_destination() -> None:
@@ -85,6 +132,7 @@ def test_maximum_and_minimum_prefer_numbers_to_nan() -> None:
         ("v_sqrt_f32", 9.0, 3.0),
         ("v_rndne_f32", 2.5, 2.0),
         ("v_floor_f32", -2.5, -3.0),
+        ("v_ceil_f32", -2.5, -2.0),
         ("v_trunc_f32", -2.5, -2.0),
     ],
 )

@@ -60,7 +60,18 @@ def random_words() -> Array:
         ("v_med3_i32", [MINUS_1, 0, 9], 0),
         ("v_med3_i32", [5, 0, 9], 5),
         ("v_med3_i32", [50, 0, 9], 9),
+        ("v_and_b32", [12, 10], 8),
+        ("v_or_b32", [12, 3], 15),
+        ("v_xor_b32", [12, 10], 6),
+        ("v_mul_i32_i24", [0xFFFFFF, 3], MINUS_1 - 2),
+        ("v_accvgpr_read_b32", [7], 7),
         ("v_add_u16", [0xABCDFFFF, 3], 2),
+        ("v_sub_u16", [1, 3], 0xFFFE),
+        ("v_subrev_u16", [3, 1], 0xFFFE),
+        ("v_max_u16", [0xFFFF, 1], 0xFFFF),
+        ("v_min_u16", [0xFFFF, 1], 1),
+        ("v_min_i16", [0xFFFF, 1], 0xFFFF),
+        ("v_lshrrev_b16", [15, 0xFFFF8000], 1),
         ("v_mul_lo_u16", [0x100, 0x101], 0x100),
         ("v_max_i16", [0xFFFF, 1], 1),
         ("v_lshlrev_b16", [17, 3], 6),
@@ -144,6 +155,18 @@ def test_lanes_below_are_counted() -> None:
     assert core.vector[0].tolist() == [(mask & ((1 << lane) - 1)).bit_count() for lane in range(64)]
 
 
-def test_packed_halves() -> None:
+@pytest.mark.parametrize("name", ["max_u16", "min_i16", "add_u16", "sub_u16", "mul_lo_u16", "lshlrev_b16", "add_f16"])
+def test_packed_halves_are_two_of_the_plain_kind(name: str) -> None:
+    a, b = (RANDOM.integers(0, 0x7800, (2, 64), np.uint32) for _ in range(2))
+    core = execute(
+        f"v_pk_{name} v2, v0, v1",
+        f"v_{name}_e32 v3, v4, v5",
+        f"v_{name}_e32 v6, v7, v8",
+        vector={0: a[0] | a[1] << 16, 1: b[0] | b[1] << 16, 4: a[0], 5: b[0], 7: a[1], 8: b[1]},
+    )
+    assert (core.vector[2] == core.vector[3] | core.vector[6] << 16).all()
+
+
+def test_packed_halves_are_signed_where_they_say_so() -> None:
     core = execute("v_pk_max_i16 v2, v0, v1", vector={0: 0x0003FFFF, 1: 0x00020001})
     assert set(core.vector[2].tolist()) == {0x00030001}

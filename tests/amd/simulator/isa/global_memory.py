@@ -58,7 +58,7 @@ def _buffer_addresses(core: Core, instruction: Instruction, operands: tuple[str,
             raise UnknownInstruction(f"a descriptor with stride or swizzle in {instruction.text!r}")
         offsets = row.astype(I64) + immediate
         in_range = offsets + size <= int(core.scalar[base + 2])
-        stray = core.active & ~in_range & (offsets - immediate - MASKED_OFFSET & ~0xFF != 0)
+        stray = core.active & ~in_range & (row != MASKED_OFFSET)
         if stray.any():
             raise SimulationFault(
                 f"lane {int(stray.argmax())} has the buffer offset 0x{int(row[stray][0]):x}, out of range: it wrapped "
@@ -74,10 +74,11 @@ def _global_addresses(core: Core, instruction: Instruction, operands: tuple[str,
     instruction.allow("offset", *_POLICIES)
     lane_address, base = operands
     index = vector_register(lane_address).index
-    low, high = core.vector[index], core.vector[index + 1]
+    low = core.vector[index]
     immediate = instruction.number("offset")
     everywhere = np.ones(LANES, np.bool_)
     if base == "off":
+        high = core.vector[index + 1]
         return lambda: ((low.astype(I64) | high.astype(I64) << 32) + immediate, everywhere)
     scalar = scalar_register(base).index
     return lambda: (low.astype(I64) + (core.read_pair(scalar) + immediate), everywhere)

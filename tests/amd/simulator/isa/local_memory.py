@@ -36,23 +36,19 @@ def _load(context: Context, instruction: Instruction) -> Step:
     size = _SIZES[kind]
     index = vector_register(instruction.operands[0]).index
     address = core.vector[vector_register(instruction.operands[1]).index]
-    keeps_half = "_d16" in instruction.name
-    places = [
-        (
-            offset,
-            WordSink(core, index + i * max(1, size // 4), size, is_signed=kind[0] == "i", half=int(is_upper_half)).write
-            if not keeps_half
-            else WordSink(core, index, size, is_signed=False, half=int(is_upper_half)).write_half,
-        )
-        for i, offset in enumerate(_offsets(instruction, size))
+    offsets = _offsets(instruction, size)
+    sinks = [
+        WordSink(core, index + access * max(1, size // 4), size, is_signed=kind[0] == "i", half=int(is_upper_half))
+        for access in range(len(offsets))
     ]
+    writes = [sink.write_half if "_d16" in instruction.name else sink.write for sink in sinks]
 
     def step() -> None:
         if not core.any_active:
             return
         addresses = address.astype(I64)[core.active]
-        loaded = [core.lds.load(addresses + offset, size, core.wave_number) for offset, _ in places]
-        for (_, write), values in zip(places, loaded, strict=True):
+        loaded = [core.lds.load(addresses + offset, size, core.wave_number) for offset in offsets]
+        for write, values in zip(writes, loaded, strict=True):
             write(values)
 
     return step

@@ -9,9 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.page_lists import launch_block_table, launch_page_indptr, launch_page_list
 from rocm_attn.kernels.metadata.publish import launch_publish
+from rocm_attn.kernels.metadata.slot_layout import NO_ECHO
 from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.refs import metadata as twins
 from tests.amd.simulator.case import KernelCase
@@ -37,8 +39,13 @@ def _table() -> Tensor:
 
 def _slot() -> Tensor:
     """The words of a ring slot, token ids included, and garbage behind them."""
+    header = [NUM_SEQS, NUM_TOKENS, 41, 1, 40, NO_ECHO, GARBAGE, GARBAGE]
     seqs = [value for values in (ROWS, KV_LEN, Q_LEN) for value in values[:NUM_SEQS]]
-    return _ints(NUM_SEQS, NUM_TOKENS, 41, 1, *seqs, *range(1000, 1000 + NUM_TOKENS), *[GARBAGE] * 9)
+    return _ints(*header, *seqs, *range(1000, 1000 + NUM_TOKENS), *[GARBAGE] * 9)
+
+
+def _garbage(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.full(shape, GARBAGE, dtype=dtype)
 
 
 def _updates() -> Tensor:
@@ -49,69 +56,71 @@ def _updates() -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """A launcher and its twin, called with inputs, then outputs that hold garbage beforehand.
-
-    outputs:  shapes; int32, but for shapes in int64
-    options:  keyword arguments
-    """
+    """A launcher, its twin, and what both are called with; a tensor that is written holds garbage beforehand."""
 
     launch: Callable[..., None]
     twin: Callable[..., None]
-    inputs: Sequence[Tensor]
-    outputs: Sequence[tuple[int, ...]]
+    tensors: Sequence[Tensor]
     options: dict[str, int]
-    int64: Sequence[int] = ()
 
 
 def _launches() -> dict[str, _Launch]:
-    seqs, padded = len(KV_LEN), len(KV_LEN)
+    seqs = len(KV_LEN)
     rows, kv_len, q_len, table = _ints(*ROWS), _ints(*KV_LEN), _ints(*Q_LEN), _table()
-    counts = _ints(NUM_SEQS, NUM_TOKENS, 41, 0)
+    counts, counts_before = _ints(NUM_SEQS, NUM_TOKENS, 41, 0), _ints(GARBAGE, GARBAGE, 40, 5)
+    # A length, and a number of new tokens, beyond what the slot allows.
+    device_lengths = _ints(99, 300, 4), _ints(3, 200, 7), torch.arange(NUM_TOKENS, dtype=torch.int32)
+    step = _garbage(seqs), _garbage(seqs), _garbage(PADDED_TOKENS)
     by_page = {"page_size": PAGE_SIZE}
+    page_forms = _garbage(seqs + 1), _garbage(seqs), _garbage(seqs, dtype=torch.int64)
     return {
         "publish": _Launch(
             launch_publish,
             twins.publish,
-            [_slot()],
-            [(4,), *[(padded,)] * 3, (PADDED_TOKENS,)],
+            [_slot(), counts_before, counts_before, _garbage(seqs), *step],
             {"pad_kv_len": 1, "pad_q_len": 0},
         ),
+        "device_inputs": _Launch(
+            launch_device_inputs, twins.device_inputs, [_slot(), *device_lengths, counts, *step], {}
+        ),
         "table_update": _Launch(
-            launch_table_update, twins.table_update, [_updates()], [(33, 40)], {"num_updates": 300}
+            launch_table_update, twins.table_update, [_updates(), _garbage(33, 40)], {"num_updates": 300}
         ),
         "fill": _Launch(
             launch_fill,
             twins.fill,
-            [counts, rows, kv_len, q_len, table],
-            [(seqs + 1,), (seqs,), (PADDED_TOKENS,), (PADDED_TOKENS,)],
+            [counts, rows, kv_len, q_len, table, _garbage(seqs + 1), _garbage(seqs), step[2], _garbage(PADDED_TOKENS)],
             by_page,
         ),
-        "page_indptr": _Launch(
-            launch_page_indptr, twins.page_indptr, [kv_len], [(seqs + 1,), (seqs,), (seqs,)], by_page, int64=(2,)
-        ),
+        "page_indptr": _Launch(launch_page_indptr, twins.page_indptr, [kv_len, *page_forms], by_page),
         "page_list": _Launch(
-            launch_page_list, twins.page_list, [rows, kv_len, table], [(90,)], {**by_page, "programs_per_seq": 2}
+            launch_page_list,
+            twins.page_list,
+            [rows, kv_len, table, _garbage(90)],
+            {**by_page, "programs_per_seq": 2},
         ),
-        "block_table": _Launch(launch_block_table, twins.block_table, [rows, kv_len, table], [(seqs, 90)], by_page),
+        "block_table": _Launch(
+            launch_block_table, twins.block_table, [rows, kv_len, table, _garbage(seqs, 90)], by_page
+        ),
     }
 
 
 def run_launch(arch: str, name: str) -> Simulation:
-    """The kernel on arch and its twin, with the same inputs: the same words."""
+    """The kernel on arch and its twin, with the same tensors: afterwards the same words, in what is only read too."""
     case = _launches()[name]
-    outputs = [
-        [
-            torch.full(shape, GARBAGE, dtype=torch.int64 if index in case.int64 else torch.int32)
-            for index, shape in enumerate(case.outputs)
-        ]
-        for _ in range(2)
-    ]
+    by_kernel, by_twin = _copies(case.tensors), _copies(case.tensors)
     with simulated(arch) as simulation:
-        case.launch(*case.inputs, *outputs[0], **case.options)
-    case.twin(*case.inputs, *outputs[1], **case.options)
-    for index, (written, expected) in enumerate(zip(*outputs, strict=True)):
-        assert torch.equal(written, expected), f"output {index} of {name}"
+        case.launch(*by_kernel, **case.options)
+    case.twin(*by_twin, **case.options)
+    for index, (left, expected) in enumerate(zip(by_kernel, by_twin, strict=True)):
+        assert torch.equal(left, expected), f"tensor {index} of {name} is not the twin's"
     return simulation
+
+
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A copy of each, and the same copy where one is named twice."""
+    copies = {id(tensor): tensor.clone() for tensor in tensors}
+    return [copies[id(tensor)] for tensor in tensors]
 
 
 def metadata_cases(arch: str) -> list[KernelCase]:

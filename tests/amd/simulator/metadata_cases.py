@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.fill import launch_fill
-from rocm_attn.kernels.metadata.page_lists import launch_block_table, launch_page_indptr, launch_page_list
+from rocm_attn.kernels.metadata.index_tensors import IndexTensors
 from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.slot_layout import NO_ECHO
 from rocm_attn.kernels.metadata.table_update import launch_table_update
@@ -34,6 +34,8 @@ def _ints(*values: int) -> Tensor:
 def _table() -> Tensor:
     table = 1 + torch.randperm(4 * 80, generator=torch.Generator().manual_seed(0)).view(4, 80).int()
     table[0] = 0
+    # A live token of the first sequence has no page.
+    table[ROWS[0], 2] = 0
     return table
 
 
@@ -71,8 +73,11 @@ def _launches() -> dict[str, _Launch]:
     # A length, and a number of new tokens, beyond what the slot allows.
     device_lengths = _ints(99, 300, 4), _ints(3, 200, 7), torch.arange(NUM_TOKENS, dtype=torch.int32)
     step = _garbage(seqs), _garbage(seqs), _garbage(PADDED_TOKENS)
-    by_page = {"page_size": PAGE_SIZE}
-    page_forms = _garbage(seqs + 1), _garbage(seqs), _garbage(seqs, dtype=torch.int64)
+    read = counts, rows, kv_len, q_len, table
+    derived = _garbage(seqs + 1), _garbage(seqs), _garbage(PADDED_TOKENS), _garbage(PADDED_TOKENS)
+    lists = _garbage(seqs + 1), _garbage(90), _garbage(seqs), _garbage(seqs, 90)
+    masks = _garbage(seqs, dtype=torch.int64), _garbage(seqs + 1, dtype=torch.int64)
+    none = [_garbage(0)] * 3 + [_garbage(0, 0)] + [_garbage(0, dtype=torch.int64)] * 2
     return {
         "publish": _Launch(
             launch_publish,
@@ -87,22 +92,20 @@ def _launches() -> dict[str, _Launch]:
             launch_table_update, twins.table_update, [_updates(), _garbage(33, 40)], {"num_updates": 300}
         ),
         "fill": _Launch(
-            launch_fill,
-            twins.fill,
-            [counts, rows, kv_len, q_len, table, _garbage(seqs + 1), _garbage(seqs), step[2], _garbage(PADDED_TOKENS)],
-            by_page,
+            _of_tensors(launch_fill),
+            _of_tensors(twins.fill),
+            [*read, *derived, *lists, *masks],
+            {"page_size": PAGE_SIZE},
         ),
-        "page_indptr": _Launch(launch_page_indptr, twins.page_indptr, [kv_len, *page_forms], by_page),
-        "page_list": _Launch(
-            launch_page_list,
-            twins.page_list,
-            [rows, kv_len, table, _garbage(90)],
-            {**by_page, "programs_per_seq": 2},
-        ),
-        "block_table": _Launch(
-            launch_block_table, twins.block_table, [rows, kv_len, table, _garbage(seqs, 90)], by_page
+        "fill_without_lists": _Launch(
+            _of_tensors(launch_fill), _of_tensors(twins.fill), [*read, *derived, *none], {"page_size": PAGE_SIZE}
         ),
     }
+
+
+def _of_tensors(function: Callable[..., None]) -> Callable[..., None]:
+    """A function of IndexTensors as a function of the tensors."""
+    return lambda *tensors, page_size: function(IndexTensors(*tensors), page_size=page_size)
 
 
 def run_launch(arch: str, name: str) -> Simulation:

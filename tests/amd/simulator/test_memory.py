@@ -131,6 +131,30 @@ def test_masked_lanes_of_a_buffer_load_0_and_store_nothing() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "result"), [("add", 128), ("or", 32 + 3), ("and", 0), ("umax", 32), ("umin", 3), ("swap", 3), ("xor", 32)]
+)
+def test_atomics_of_all_lanes_take_effect(name: str, result: int) -> None:
+    """Half of the lanes, 3 each, at one word that holds 32; of an even number of lanes xor leaves what was there."""
+    for line, returns in (
+        (f"buffer_atomic_{name} v1, v0, s[0:3], 0 offen", False),
+        (f"buffer_atomic_{name} v1, v0, s[0:3], 0 offen sc0", True),
+        (f"global_atomic_{name} v0, v1, s[0:1]", False),
+        (f"global_atomic_{name} v1, v0, v1, s[0:1] sc0", True),
+    ):
+        memory = np.array([7, 32, 7], np.uint32)
+        core = execute(
+            line,
+            vector={0: 4, 1: 3},
+            scalar=descriptor(memory),
+            exec_mask=0xFFFFFFFF << 32,
+            allocations=[allocation(memory)],
+        )
+        assert memory.tolist() == [7, result, 7]
+        assert core.vector[1][:32].tolist() == [3] * 32
+        assert int(core.vector[1][32]) == (32 if returns else 3)
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "buffer_load_dwordx4 v[4:7], v0, s[0:3], 0 offen",
@@ -138,6 +162,7 @@ def test_masked_lanes_of_a_buffer_load_0_and_store_nothing() -> None:
         "global_store_dword v0, v4, s[0:1] offset:13",
         "buffer_store_short v4, v0, s[0:3], 0 offen offset:15",
         "s_load_dwordx2 s[8:9], s[0:1], 0x1fc",
+        "global_atomic_or v0, v4, s[0:1] offset:13",
     ],
 )
 def test_one_byte_past_an_allocation_is_a_fault(line: str) -> None:

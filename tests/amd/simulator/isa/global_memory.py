@@ -84,7 +84,8 @@ def _global_addresses(core: Core, instruction: Instruction, operands: tuple[str,
     return lambda: (low.astype(I64) + (core.read_pair(scalar) + immediate), everywhere)
 
 
-def _addresses(core: Core, instruction: Instruction, operands: tuple[str, ...], size: int) -> Addresses:
+def memory_addresses(core: Core, instruction: Instruction, operands: tuple[str, ...], size: int) -> Addresses:
+    """Where an instruction accesses size bytes a lane; operands without the values that are loaded or stored."""
     if instruction.name.startswith("buffer_"):
         return _buffer_addresses(core, instruction, operands, size)
     return _global_addresses(core, instruction, operands)
@@ -106,7 +107,7 @@ def _load(context: Context, instruction: Instruction) -> Step:
     core, size = context.core, _size(instruction)
     if "lds" in instruction.modifiers:
         return _load_to_lds(context, instruction)
-    addresses = _addresses(core, instruction, instruction.operands[1:], size)
+    addresses = memory_addresses(core, instruction, instruction.operands[1:], size)
     index = vector_register(instruction.operands[0]).index
     sink = WordSink(
         core,
@@ -127,7 +128,7 @@ def _load(context: Context, instruction: Instruction) -> Step:
 def _load_to_lds(context: Context, instruction: Instruction) -> Step:
     """Lane after lane from the LDS offset in M0 on; lanes that are not active leave their place as it is."""
     core, size = context.core, _size(instruction)
-    addresses = _addresses(core, instruction, instruction.operands, size)
+    addresses = memory_addresses(core, instruction, instruction.operands, size)
     immediate = instruction.number("offset")
     lane_offset = np.arange(LANES) * size
 
@@ -147,7 +148,7 @@ def _store(context: Context, instruction: Instruction) -> Step:
     else:
         lane_address, value, base = instruction.operands
         rest = [lane_address, base]
-    addresses = _addresses(core, instruction, tuple(rest), size)
+    addresses = memory_addresses(core, instruction, tuple(rest), size)
     source = WordSource(core, vector_register(value).index, size, upper_half=instruction.name.endswith("_d16_hi"))
 
     def step() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.amd.simulator.assembly import Instruction
 from tests.amd.simulator.faults import UnknownInstruction
 from tests.amd.simulator.isa import (
+    atomic,
     control,
     convert,
     cross_lane,
@@ -29,6 +30,7 @@ _GROUPS = (
     cross_lane,
     local_memory,
     global_memory,
+    atomic,
     scratch,
     matrix,
 )

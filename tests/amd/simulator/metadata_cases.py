@@ -9,13 +9,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.attention.pads import launch_clear_pads
+from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
 from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.slot_layout import NO_ECHO
 from rocm_attn.kernels.metadata.table_update import launch_table_update
+from rocm_attn.kernels.refs import cache as cache_twins
 from rocm_attn.kernels.refs import metadata as twins
+from rocm_attn.kernels.refs.pads import clear_pads
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.driver import Simulation, simulated
 
@@ -100,7 +104,26 @@ def _launches() -> dict[str, _Launch]:
         "fill_without_lists": _Launch(
             _of_tensors(launch_fill), _of_tensors(twins.fill), [*read, *derived, *none], {"page_size": PAGE_SIZE}
         ),
+        **_fix_ups(),
     }
+
+
+def _fix_ups() -> dict[str, _Launch]:
+    """What follows kernels of other libraries: dims that are no power of two, in both 16-bit types."""
+    lengths = _ints(1, PAGE_SIZE, PAGE_SIZE + 1, 0), _ints(1, PAGE_SIZE, 2, 0)
+    table, rows = torch.arange(1, 9, dtype=torch.int32).view(4, 2), _ints(0, 2, 3, 1)
+    cases = {}
+    for dtype in (torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        pages = torch.ones(9, PAGE_SIZE, 3, 80, dtype=dtype), torch.ones(9, PAGE_SIZE, 3, 24, dtype=dtype)
+        for side in pages:
+            side[0] = 0  # the reserved page
+        cases[f"zero_tails-{name}"] = _Launch(
+            launch_zero_tails, cache_twins.zero_tails, [table, rows, *lengths, *pages], {}
+        )
+        out = torch.ones(7, 5, 80, dtype=dtype), torch.ones(7, 5)
+        cases[f"clear_pads-{name}"] = _Launch(launch_clear_pads, clear_pads, [_ints(3, 4, 1, 0), *out], {})
+    return cases
 
 
 def _of_tensors(function: Callable[..., None]) -> Callable[..., None]:

@@ -42,6 +42,8 @@ class Problem:
     has_sinks:                  whether each head adds a learned logit to the softmax denominator
     pool:                       how K and V are kept; LATENT (multi-head latent attention) has one KV head
     wants_lse:                  whether attend() will be asked for the log-sum-exp; not every kernel gives it
+    has_alibi_slopes:           whether each head subtracts slope * distance from its scaled (and capped) logits
+    causal:                     whether a query sees nothing behind itself; if not, it sees all of its sequence's KV
     """
 
     num_q_heads: int
@@ -54,6 +56,8 @@ class Problem:
     window_left: int = UNLIMITED_WINDOW
     logits_soft_cap: float = 0.0
     has_sinks: bool = False
+    has_alibi_slopes: bool = False
+    causal: bool = True
     pool: PoolKind = PoolKind.SPLIT
     wants_lse: bool = False
 
@@ -72,6 +76,10 @@ class Problem:
             raise BadProblem(f"scale is {self.scale}; it must be a positive number, for instance head_dim ** -0.5")
         if self.window_left < UNLIMITED_WINDOW:
             raise BadProblem(f"window_left is {self.window_left}; it is a number of previous keys, or -1 for all")
+        if not self.causal and self.window_left != UNLIMITED_WINDOW:
+            raise BadProblem(
+                f"window_left is {self.window_left} and causal is False; a window is counted back from a causal query"
+            )
         if not (math.isfinite(self.logits_soft_cap) and self.logits_soft_cap >= 0):
             raise BadProblem(f"logits_soft_cap is {self.logits_soft_cap}; it must be positive, or 0 for none")
         if self.pool is PoolKind.LATENT and (self.num_kv_heads != 1 or self.v_head_dim > self.head_dim):

@@ -3,7 +3,8 @@
 out[t] = softmax(scale * q[t] . k[j] for visible j) . v[j]        over the keys j that token t may see
 
 Token t of a sequence with q_len new tokens sits at kv_index i = kv_len - q_len + t and sees keys
-max(0, i - window_left) .. i; all of 0 .. i without a window.
+max(0, i - window_left) .. i; all of 0 .. i without a window; all of 0 .. kv_len - 1 where attention is not causal.
+A soft cap comes after the scale, ALiBi's slope * (j - i) after the cap; a sink is one more logit without a value.
 """
 
 from __future__ import annotations
@@ -16,11 +17,21 @@ from torch import Tensor
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 
 
-def attend_sequence(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+def attend_sequence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    *,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Attention of one sequence's new tokens over its whole KV, in float64.
 
     q: [q_len, q_heads, head_dim]; k: [kv_len, kv_heads, head_dim]; v: [kv_len, kv_heads, v_head_dim]
-    Returns out [q_len, q_heads, v_head_dim] and lse [q_len, q_heads], natural log; 0 and -inf where no key is visible.
+    sinks, alibi_slopes: [q_heads], for problems that have them
+    Returns out [q_len, q_heads, v_head_dim] and lse [q_len, q_heads], natural log of the denominator, the sink in it;
+    0 and -inf where no key is visible.
     """
     q_len, kv_len = q.shape[0], k.shape[0]
     k = k.double().repeat_interleave(problem.gqa_ratio, dim=1)
@@ -30,11 +41,15 @@ def attend_sequence(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[
         scores = problem.logits_soft_cap * torch.tanh(scores / problem.logits_soft_cap)
     index = torch.arange(kv_len - q_len, kv_len, device=q.device)[:, None]
     key = torch.arange(kv_len, device=q.device)[None, :]
-    hidden = key > index
+    if alibi_slopes is not None:
+        scores = scores + alibi_slopes.double()[:, None, None] * (key - index)
+    hidden = key > index if problem.causal else torch.zeros_like(key > index)
     if problem.window_left != UNLIMITED_WINDOW:
         hidden |= key < index - problem.window_left
     scores = scores.masked_fill(hidden, float("-inf"))
     lse = scores.logsumexp(-1)
+    if sinks is not None:
+        lse = torch.where(hidden.all(-1), lse, torch.logaddexp(lse, sinks.double()[:, None]))
     weights = (scores - lse[..., None]).exp().nan_to_num(0.0)  # a token that sees nothing has weights exp(-inf + inf)
     return torch.einsum("hqk,khd->qhd", weights, v), lse.transpose(0, 1)
 
@@ -47,6 +62,9 @@ def attend_paged(
     kv_len: Sequence[int],
     q_len: Sequence[int],
     problem: Problem,
+    *,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """attend_sequence for every sequence of a step, reading K and V from pages.
 
@@ -61,7 +79,7 @@ def attend_paged(
         held = torch.as_tensor(list(pages), dtype=torch.long, device=q.device)
         k = k_pages[held].flatten(0, 1)[:length]
         v = v_pages[held].flatten(0, 1)[:length]
-        out, lse = attend_sequence(q[first : first + new], k, v, problem)
+        out, lse = attend_sequence(q[first : first + new], k, v, problem, sinks=sinks, alibi_slopes=alibi_slopes)
         outs.append(out)
         lses.append(lse)
         first += new

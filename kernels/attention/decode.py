@@ -1,6 +1,6 @@
 """Paged attention of sequences with one new token, split over KV.
 
-    out[token] = softmax(scale * q[token] . K^T) V        K, V: the sequence's kv_len tokens
+    out[token] = softmax(scores of q[token] . K^T) V      K, V: the keys that the sequence's last token sees (scores.py)
 
 A fixed number of programs walks the rows that the schedule gives them. A row that one program finishes alone is written
 to out; of the others each program leaves a partial result (accumulator, maximum and sum in base 2), which merge.py adds
@@ -17,11 +17,10 @@ from torch import Tensor
 from rocm_attn.kernels.attention.checks import check_paged_tensors
 from rocm_attn.kernels.attention.decode_schedule import PROGRAM_WORDS, SEQ_WORDS, decode_schedule_words
 from rocm_attn.kernels.attention.merge import launch_merge
+from rocm_attn.kernels.attention.scores import Scores, check_head_weights
+from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E, add_sink, capped, visible_tiles
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
-
-LOG2_E = 1.4426950408889634
-LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -32,8 +31,11 @@ def _attend_tiles(
     pages,
     first_tile,
     end_tile,
+    first_key,
     kv_len,
+    slope,
     qk_scale,
+    tanh_scale,
     width,
     kp_page,
     kp_token,
@@ -51,6 +53,9 @@ def _attend_tiles(
     V_PADDED: tl.constexpr,
     SAME_OFFSETS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SLOPED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Tiles [first_tile, end_tile) of one row: accumulator, maximum and sum (base 2) of each q row.
@@ -67,6 +72,8 @@ def _attend_tiles(
     for tile in tl.range(first_tile, end_tile, num_stages=STAGES):
         kv_index = tile * BLOCK_N + lane
         live = kv_index < kv_len
+        if WINDOWED:
+            live = live & (kv_index >= first_key)
         page = next_page.to(tl.int64)
         next_page = tl.load(pages + tl.minimum((kv_index + BLOCK_N) // PAGE_SIZE, width - 1))
         offset = (kv_index % PAGE_SIZE).to(tl.int64)
@@ -80,12 +87,18 @@ def _attend_tiles(
             v_mask = v_mask & v_inside[None, :]
         k = tl.load(k_pages + k_row[:, None] + k_column[None, :], mask=k_mask, other=0.0)
         if TRANSPOSED:
-            scores = tl.dot(k, q, input_precision="ieee") * qk_scale
+            products = tl.dot(k, q, input_precision="ieee")
+            scores = (capped(products, tanh_scale) if CAPPED else products) * qk_scale
+            if SLOPED:
+                scores += slope[None, :] * (kv_index - (kv_len - 1))[:, None]
             scores = tl.where(live[:, None], scores, float("-inf"))
             new_maximum = tl.maximum(maximum, tl.max(scores, 0))
             weights = tl.exp2(scores - new_maximum[None, :])
         else:
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * qk_scale
+            products = tl.dot(q, tl.trans(k), input_precision="ieee")
+            scores = (capped(products, tanh_scale) if CAPPED else products) * qk_scale
+            if SLOPED:
+                scores += slope[:, None] * (kv_index - (kv_len - 1))[None, :]
             scores = tl.where(live[None, :], scores, float("-inf"))
             new_maximum = tl.maximum(maximum, tl.max(scores, 1))
             weights = tl.exp2(scores - new_maximum[:, None])
@@ -101,7 +114,7 @@ def _attend_tiles(
     return acc, maximum, total
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_programs", "width"])
+@triton.jit(do_not_specialize=["num_seqs", "num_programs", "width", "window_left"])
 def _decode_kernel(
     q,
     k_pages,
@@ -113,7 +126,11 @@ def _decode_kernel(
     partials,
     out,
     lse,
+    sinks,
+    slopes,
     qk_scale,
+    tanh_scale,
+    window_left,
     num_seqs,
     num_programs,
     width,
@@ -144,6 +161,8 @@ def _decode_kernel(
     ROW_COST: tl.constexpr,
     SAME_OFFSETS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     BLOCK_HEADS: tl.constexpr = (GQA_RATIO + HEAD_BLOCKS - 1) // HEAD_BLOCKS
@@ -181,7 +200,7 @@ def _decode_kernel(
     sums = partials + num_programs * (2 * Q_ROWS * V_HEAD_DIM)
 
     while work > 0:
-        num_tiles = tl.cdiv(tl.maximum(kv_len, 0), BLOCK_N)
+        first_key, window_tile, num_tiles = visible_tiles(kv_len, window_left, BLOCK_N, WINDOWED)
         row_cost = tl.where(kv_len < 0, 0, num_tiles + ROW_COST)
         take = tl.minimum(work, row_cost - done)
         first_tile = tl.maximum(done - ROW_COST, 0)
@@ -208,15 +227,21 @@ def _decode_kernel(
             token = tl.load(q_indptr + seq).to(tl.int64)
             table_line = table + tl.load(row_of_seq + seq).to(tl.int64) * table_row
             q_line = q + token * q_token + first_head * q_head
+            slope = tl.zeros([BLOCK_M], tl.float32)
+            if slopes is not None:
+                slope = tl.load(slopes + first_head + q_row, mask=is_row, other=0.0) * LOG2_E
             acc, maximum, total = _attend_tiles(
                 tl.load(q_line + m.to(tl.int64) * q_head + k_wide, mask=(m < num_q_rows) & is_k, other=0.0),
                 k_pages + first_kv_head * kp_head,
                 v_pages + first_kv_head * vp_head,
                 table_line,
-                first_tile,
-                end_tile,
+                window_tile + first_tile,
+                window_tile + end_tile,
+                first_key,
                 kv_len,
+                slope,
                 qk_scale,
+                tanh_scale,
                 width,
                 kp_page,
                 kp_token,
@@ -234,9 +259,16 @@ def _decode_kernel(
                 V_BLOCK > V_HEAD_DIM * HEADS_PER_ROW,
                 SAME_OFFSETS,
                 TRANSPOSED,
+                WINDOWED,
+                CAPPED,
+                slopes is not None,
                 STAGES,
             )
             if end_tile - first_tile == num_tiles:
+                if sinks is not None:
+                    sink = tl.load(sinks + first_head + q_row, mask=is_row, other=float("-inf"))
+                    maximum, total, decay = add_sink(maximum, total, sink)
+                    acc = acc * (decay[None, :] if TRANSPOSED else decay[:, None])
                 value = acc / (total[None, :] if TRANSPOSED else total[:, None])
                 out_row = out + token * out_token + first_head * out_head
                 tl.store(out_row + m.to(tl.int64) * out_head + v_wide, value.to(out.dtype.element_ty), mask=is_out)
@@ -277,8 +309,10 @@ def launch_paged_decode(
     partials: Tensor,
     out: Tensor,
     lse: Tensor | None,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
     *,
-    scale: float,
+    scores: Scores,
     num_programs: int,
     tiles: DecodeTiles,
 ) -> None:
@@ -290,16 +324,17 @@ def launch_paged_decode(
     row_of_seq:        int32 [S]      seq -> row of the table
     kv_len:            int32 [S]      tokens, the new one included; 0 gives output 0 and LSE -inf
     q_indptr:          int32 [S + 1]  sequence -> first token
-    schedule:          int32, filled by launch_decode_schedule from kv_len with the same num_programs and tiles
+    schedule:          int32, filled by launch_decode_schedule from kv_len with the same window, num_programs and tiles
     partials:          float32 [decode_partials_words(...)] or longer, scratch
-    lse:               float32 [T, q_heads], natural logarithm, any strides; or None
-    scale:             factor on q . k
+    lse:               float32 [T, q_heads], natural logarithm with the sink in it, any strides; or None
+    sinks, slopes:     float32 [q_heads], or None; see scores.py
     num_programs:      programs of the grid
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
     check_paged_tensors("paged decode", q, k_pages, v_pages, table, row_of_seq, kv_len, q_indptr, out, lse)
     num_q_heads, head_dim = q.shape[1:]
+    check_head_weights(num_q_heads, sinks, slopes)
     page_size, num_kv_heads, v_head_dim = v_pages.shape[1:]
     gqa_ratio, heads_per_row = num_q_heads // num_kv_heads, tiles.heads_per_row
     num_seqs, q_rows = kv_len.shape[0], tiles.q_rows(gqa_ratio)
@@ -327,7 +362,11 @@ def launch_paged_decode(
         partials,
         out,
         lse,
-        scale * LOG2_E,
+        sinks,
+        slopes,
+        scores.base_2_scale,
+        scores.tanh_scale,
+        scores.window_left,
         num_seqs,
         num_programs,
         table.shape[1],
@@ -354,6 +393,8 @@ def launch_paged_decode(
         ROW_COST=tiles.row_cost,
         SAME_OFFSETS=head_dim == v_head_dim and k_pages.stride() == v_pages.stride(),
         TRANSPOSED=tiles.transposed,
+        WINDOWED=scores.windowed,
+        CAPPED=scores.soft_cap > 0,
         STAGES=tiles.num_stages,
         num_warps=tiles.num_warps,
     )
@@ -363,6 +404,8 @@ def launch_paged_decode(
         partials,
         out,
         lse,
+        sinks,
+        window_left=scores.window_left,
         num_seqs=num_seqs,
         num_kv_heads=num_kv_heads,
         num_programs=num_programs,

@@ -9,7 +9,8 @@ All the rest is arithmetic:
   (x + row_cost + tiles - 1) // share, in this order.
 
 So there is no list of parts and no atomic, and the cut depends on nothing but the lengths.
-A sequence takes part if it has one new token. With kv_len 0 it costs row_cost, so that some program writes its zeros.
+With a window a row has only the tiles that its new token sees. A sequence takes part if it has one new token. With
+kv_len 0 it costs row_cost, so that some program writes its zeros.
 
 The schedule is int32, flat: 8 words a program, then 2 words a sequence.
   program   seq, row, offset of its first work in that row, work, share, position where the row starts, kv_len, 0
@@ -24,6 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
+from rocm_attn.kernels.attention.softmax import visible_tiles
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 
@@ -34,24 +37,37 @@ _SEQS_AT_ONCE = 512
 
 
 @triton.jit
-def _costs(kv_len, q_len, seq, num_seqs, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, ROW_COST: tl.constexpr):
+def _costs(
+    kv_len,
+    q_len,
+    seq,
+    num_seqs,
+    window_left,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROW_COST: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
     """Cost of all rows of each sequence, and its kv_len or -1."""
     inside = seq < num_seqs
     takes_part = tl.load(q_len + seq, mask=inside, other=0) == 1
     length = tl.where(takes_part, tl.load(kv_len + seq, mask=inside, other=0), -1)
-    return tl.where(takes_part, (tl.cdiv(length, BLOCK_N) + ROW_COST) * ROWS, 0), length
+    _, _, num_tiles = visible_tiles(length, window_left, BLOCK_N, WINDOWED)
+    return tl.where(takes_part, (num_tiles + ROW_COST) * ROWS, 0), length
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_programs"])
+@triton.jit(do_not_specialize=["num_seqs", "num_programs", "window_left"])
 def _schedule_kernel(
     kv_len,
     q_len,
     schedule,
     num_seqs,
     num_programs,
+    window_left,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ROW_COST: tl.constexpr,
+    WINDOWED: tl.constexpr,
     SEQS: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -59,7 +75,7 @@ def _schedule_kernel(
 
     total = 0
     for first in range(0, num_seqs, SEQS):
-        cost, _ = _costs(kv_len, q_len, first + lane, num_seqs, ROWS, BLOCK_N, ROW_COST)
+        cost, _ = _costs(kv_len, q_len, first + lane, num_seqs, window_left, ROWS, BLOCK_N, ROW_COST, WINDOWED)
         total += tl.sum(cost, 0)
     share = tl.maximum(tl.cdiv(total, num_programs), 1)
     start = program * share
@@ -72,7 +88,7 @@ def _schedule_kernel(
     seq_len = 0
     before = 0
     for first in range(0, num_seqs, SEQS):
-        cost, length = _costs(kv_len, q_len, first + lane, num_seqs, ROWS, BLOCK_N, ROW_COST)
+        cost, length = _costs(kv_len, q_len, first + lane, num_seqs, window_left, ROWS, BLOCK_N, ROW_COST, WINDOWED)
         end = before + tl.cumsum(cost, 0)
         here = (end > start) & (end - cost <= start)
         seq += tl.sum((end <= start).to(tl.int32), 0)
@@ -105,9 +121,16 @@ def decode_schedule_words(num_programs: int, num_seqs: int) -> int:
 
 
 def launch_decode_schedule(
-    kv_len: Tensor, q_len: Tensor, schedule: Tensor, *, num_kv_heads: int, num_programs: int, tiles: DecodeTiles
+    kv_len: Tensor,
+    q_len: Tensor,
+    schedule: Tensor,
+    *,
+    window_left: int,
+    num_kv_heads: int,
+    num_programs: int,
+    tiles: DecodeTiles,
 ) -> None:
-    """Fill the schedule that launch_paged_decode reads, for the same num_programs and tiles.
+    """Fill the schedule that launch_paged_decode reads, for the same window, num_programs and tiles.
 
     kv_len:    int32 [S]  tokens, the new one included
     q_len:     int32 [S]  new tokens; sequences with another number than 1 take no part
@@ -127,9 +150,11 @@ def launch_decode_schedule(
         schedule,
         num_seqs,
         num_programs,
+        window_left,
         ROWS=tiles.rows_per_seq(num_kv_heads),
         BLOCK_N=tiles.block_n,
         ROW_COST=tiles.row_cost,
+        WINDOWED=window_left != UNLIMITED_WINDOW,
         SEQS=_SEQS_AT_ONCE,
         num_warps=4,
     )

@@ -1,10 +1,10 @@
-"""Paged causal attention of sequences with several new tokens over their cached prefix.
+"""Paged attention of sequences with several new tokens over their cached prefix.
 
-    out[token] = softmax(scale * q[token] . K[:i + 1]^T) V[:i + 1]        i: the token's kv_index
+    out[token] = softmax(scores of q[token] . K^T) V        K, V: the keys that the token sees (scores.py)
 
 A program takes one tile of the schedule and the query heads of one KV head (or as many as fit): rows of a tile are
-[token, head], so K and V are loaded once for all of them. Keys that every row sees come first, without masks; then the
-diagonal, under masks with other=0.0: what lies beyond a length may be NaN.
+[token, head], so K and V are loaded once for all of them. Keys that every row sees go without masks; the edge of the
+window comes before them and the diagonal behind, under masks with other=0.0: what no row sees may be NaN.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from torch import Tensor
 
 from rocm_attn.kernels.attention.checks import check_paged_tensors
 from rocm_attn.kernels.attention.extend_schedule import TILE_WORDS, extend_schedule_words, max_extend_tiles
+from rocm_attn.kernels.attention.scores import Scores, check_head_weights
+from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E, add_sink, capped
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import ExtendTiles, next_power_of_2
-
-LOG2_E = 1.4426950408889634
-LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -34,9 +33,13 @@ def _attend_steps(
     pages,
     first_step,
     end_step,
+    first_key,
+    end_key,
     row_kv_index,
-    num_keys,
+    window_left,
+    slope,
     qk_scale,
+    tanh_scale,
     width,
     kp_page,
     kp_token,
@@ -49,12 +52,16 @@ def _attend_steps(
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SLOPED: tl.constexpr,
     SAME_OFFSETS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Steps [first_step, end_step) of BLOCK_N keys added to acc, maximum and total (base 2).
 
-    If MASKED, a row sees keys up to its row_kv_index, and keys at or past num_keys are not loaded.
+    If MASKED, a row sees the keys of its window, and only keys in [first_key, end_key) are loaded.
     """
     lane = tl.arange(0, BLOCK_N)
     k_column = tl.arange(0, K_BLOCK)
@@ -70,7 +77,9 @@ def _attend_steps(
         v_row = k_row if SAME_OFFSETS else page * vp_page + offset * vp_token
         k_block = k_pages + k_row[:, None] + k_column[None, :]
         v_block = v_pages + v_row[:, None] + v_column[None, :]
-        live = (kv_index < num_keys)[:, None]
+        live = (kv_index < end_key)[:, None]
+        if WINDOWED:
+            live = live & (kv_index >= first_key)[:, None]
         if K_BLOCK > HEAD_DIM:
             k = tl.load(k_block, mask=live & (k_column < HEAD_DIM)[None, :], other=0.0)
         elif MASKED:
@@ -78,13 +87,24 @@ def _attend_steps(
         else:
             k = tl.load(k_block)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if CAPPED:
+            scores = capped(scores, tanh_scale)
+        if SLOPED:
+            # Scaled here already: the slope is not.
+            scores = scores * qk_scale + slope[:, None] * (kv_index[None, :] - row_kv_index[:, None])
         if MASKED:
-            scores = tl.where(kv_index[None, :] <= row_kv_index[:, None], scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * qk_scale)
+            visible = (kv_index < end_key)[None, :]
+            if CAUSAL:
+                visible = kv_index[None, :] <= row_kv_index[:, None]
+            if WINDOWED:
+                visible = visible & (kv_index[None, :] >= row_kv_index[:, None] - window_left)
+            scores = tl.where(visible, scores, float("-inf"))
+        factor = 1.0 if SLOPED else qk_scale
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * factor)
         # A row of a masked step may have seen no key yet; the subtractions below must not be inf - inf.
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum
         decay = tl.exp2(maximum - base)
-        weights = tl.exp2(scores * qk_scale - base[:, None])
+        weights = tl.exp2(scores * factor - base[:, None])
         if V_BLOCK > V_HEAD_DIM:
             v = tl.load(v_block, mask=live & (v_column < V_HEAD_DIM)[None, :], other=0.0)
         elif MASKED:
@@ -97,17 +117,22 @@ def _attend_steps(
     return acc, maximum, total
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width", "window_left"])
 def _extend_kernel(
     q,
     k_pages,
     v_pages,
     table,
     row_of_seq,
+    kv_len,
     schedule,
     out,
     lse,
+    sinks,
+    slopes,
     qk_scale,
+    tanh_scale,
+    window_left,
     width,
     q_token,
     q_head,
@@ -132,6 +157,9 @@ def _extend_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
     SAME_OFFSETS: tl.constexpr,
     STAGES: tl.constexpr,
     DIAGONAL_STAGES: tl.constexpr,
@@ -163,12 +191,66 @@ def _extend_kernel(
         k_head = k_pages + kv_head.to(tl.int64) * kp_head
         v_head = v_pages + kv_head.to(tl.int64) * vp_head
         pages = table + tl.load(row_of_seq + seq, mask=seq >= 0, other=0).to(tl.int64) * table_row
-        # The padded tail belongs to no sequence and sees no key. Not a branch: accumulators across one cost registers.
-        num_keys = tl.where(seq >= 0, first_kv_index + num_tokens, 0)
-        full_steps = tl.where(seq >= 0, (first_kv_index + 1) // BLOCK_N, 0)
+        row_kv_index = first_kv_index + tile_token
+        slope = tl.zeros([BLOCK_M], tl.float32)
+        if slopes is not None:
+            slope = tl.load(slopes + head, mask=is_row, other=0.0) * LOG2_E
+        # Keys [first_key, end_key) are seen by some row, steps [full_step, edge_step) by all of them. The padded tail
+        # belongs to no sequence and sees no key. Not a branch: accumulators across one cost registers.
+        if CAUSAL:
+            end_key = first_kv_index + num_tokens
+            common_keys = first_kv_index + 1
+        else:
+            end_key = tl.load(kv_len + seq, mask=seq >= 0, other=0)
+            common_keys = end_key
+        end_key = tl.where(seq >= 0, end_key, 0)
+        edge_step = tl.where(seq >= 0, common_keys // BLOCK_N, 0)
+        first_key = 0
+        full_step = 0
+        if WINDOWED:
+            first_key = tl.maximum(first_kv_index - window_left, 0)
+            full_step = tl.cdiv(tl.maximum(end_key - 1 - window_left, 0), BLOCK_N)
+            edge_step = tl.maximum(edge_step, full_step)
         acc = tl.zeros([BLOCK_M, V_BLOCK], tl.float32)
         maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
+        if WINDOWED:
+            acc, maximum, total = _attend_steps(
+                acc,
+                maximum,
+                total,
+                q_tile,
+                k_head,
+                v_head,
+                pages,
+                first_key // BLOCK_N,
+                tl.minimum(full_step, tl.cdiv(end_key, BLOCK_N)),
+                first_key,
+                end_key,
+                row_kv_index,
+                window_left,
+                slope,
+                qk_scale,
+                tanh_scale,
+                width,
+                kp_page,
+                kp_token,
+                vp_page,
+                vp_token,
+                HEAD_DIM,
+                V_HEAD_DIM,
+                K_BLOCK,
+                V_BLOCK,
+                PAGE_SIZE,
+                BLOCK_N,
+                True,
+                CAUSAL,
+                WINDOWED,
+                CAPPED,
+                slopes is not None,
+                SAME_OFFSETS,
+                DIAGONAL_STAGES,
+            )
         acc, maximum, total = _attend_steps(
             acc,
             maximum,
@@ -177,11 +259,15 @@ def _extend_kernel(
             k_head,
             v_head,
             pages,
-            0,
-            full_steps,
-            first_kv_index + tile_token,
-            num_keys,
+            full_step,
+            edge_step,
+            first_key,
+            end_key,
+            row_kv_index,
+            window_left,
+            slope,
             qk_scale,
+            tanh_scale,
             width,
             kp_page,
             kp_token,
@@ -194,6 +280,10 @@ def _extend_kernel(
             PAGE_SIZE,
             BLOCK_N,
             False,
+            CAUSAL,
+            WINDOWED,
+            CAPPED,
+            slopes is not None,
             SAME_OFFSETS,
             STAGES,
         )
@@ -205,11 +295,15 @@ def _extend_kernel(
             k_head,
             v_head,
             pages,
-            full_steps,
-            tl.cdiv(num_keys, BLOCK_N),
-            first_kv_index + tile_token,
-            num_keys,
+            edge_step,
+            tl.cdiv(end_key, BLOCK_N),
+            first_key,
+            end_key,
+            row_kv_index,
+            window_left,
+            slope,
             qk_scale,
+            tanh_scale,
             width,
             kp_page,
             kp_token,
@@ -222,9 +316,17 @@ def _extend_kernel(
             PAGE_SIZE,
             BLOCK_N,
             True,
+            CAUSAL,
+            WINDOWED,
+            CAPPED,
+            slopes is not None,
             SAME_OFFSETS,
             DIAGONAL_STAGES,
         )
+        if sinks is not None:
+            sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
+            maximum, total, decay = add_sink(maximum, total, sink)
+            acc = acc * decay[:, None]
         # Tokens of no sequence have seen no key: 0 / 1, and LSE -inf + log2(1).
         total = tl.where(total == 0.0, 1.0, total)
         is_out = is_row[:, None]
@@ -247,12 +349,14 @@ def launch_paged_extend(
     schedule: Tensor,
     out: Tensor,
     lse: Tensor | None,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
     *,
-    scale: float,
+    scores: Scores,
     max_q_len: int,
     tiles: ExtendTiles,
 ) -> None:
-    """Causal attention of every new token of the sequences in the schedule.
+    """Attention of every new token of the sequences in the schedule.
 
     Tokens at or past q_indptr[S] receive 0 and LSE -inf; tokens of sequences below min_q_len stay as they are.
 
@@ -263,8 +367,8 @@ def launch_paged_extend(
     kv_len:            int32 [S]      tokens, the new ones included
     q_indptr:          int32 [S + 1]  sequence -> first token
     schedule:          int32, filled by launch_extend_schedule from kv_len and q_indptr with the same T and tiles
-    lse:               float32 [T, q_heads], natural logarithm, any strides; or None
-    scale:             factor on q . k, positive
+    lse:               float32 [T, q_heads], natural logarithm with the sink in it, any strides; or None
+    sinks, slopes:     float32 [q_heads], or None; see scores.py
     max_q_len:         no sequence has more new tokens (the grid needs only T; the torch twin cuts its tiles by it)
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
@@ -273,7 +377,7 @@ def launch_paged_extend(
     num_tokens, num_q_heads, head_dim = q.shape
     page_size, num_kv_heads, v_head_dim = v_pages.shape[1:]
     num_seqs, gqa_ratio = kv_len.shape[0], num_q_heads // num_kv_heads
-    assert scale > 0
+    check_head_weights(num_q_heads, sinks, slopes)
     assert schedule.dtype == torch.int32
     assert schedule.is_contiguous()
     assert schedule.numel() >= extend_schedule_words(num_tokens, num_seqs, gqa_ratio=gqa_ratio, tiles=tiles)
@@ -288,10 +392,15 @@ def launch_paged_extend(
         v_pages,
         table,
         row_of_seq,
+        kv_len,
         schedule,
         out,
         lse,
-        scale * LOG2_E,
+        sinks,
+        slopes,
+        scores.base_2_scale,
+        scores.tanh_scale,
+        scores.window_left,
         table.shape[1],
         q.stride(0),
         q.stride(1),
@@ -312,6 +421,9 @@ def launch_paged_extend(
         PAGE_SIZE=page_size,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
+        CAUSAL=scores.causal,
+        WINDOWED=scores.windowed,
+        CAPPED=scores.soft_cap > 0,
         SAME_OFFSETS=head_dim == v_head_dim and k_pages.stride() == v_pages.stride(),
         STAGES=tiles.num_stages,
         DIAGONAL_STAGES=tiles.diagonal_stages,

@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.attention.decode_schedule import PROGRAM_WORDS, SEQ_WORDS
+from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
+from rocm_attn.kernels.attention.softmax import LN_2, add_sink, visible_tiles
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
-
-LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -64,14 +64,16 @@ def _merge_parts(
     return acc, maximum, total
 
 
-@triton.jit(do_not_specialize=["num_programs"])
+@triton.jit(do_not_specialize=["num_programs", "window_left"])
 def _merge_kernel(
     q_indptr,
     schedule,
     partials,
     out,
     lse,
+    sinks,
     num_programs,
+    window_left,
     out_token,
     out_head,
     lse_token,
@@ -83,6 +85,7 @@ def _merge_kernel(
     V_HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ROW_COST: tl.constexpr,
+    WINDOWED: tl.constexpr,
     BY_ROW: tl.constexpr,
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -96,8 +99,7 @@ def _merge_kernel(
         row = index % ROWS
         seq_words = schedule + num_programs * PROGRAM_WORDS + seq * SEQ_WORDS
         share = tl.load(schedule + 4)
-        kv_len = tl.load(seq_words + 1)
-        num_tiles = tl.cdiv(tl.maximum(kv_len, 0), BLOCK_N)
+        _, _, num_tiles = visible_tiles(tl.load(seq_words + 1), window_left, BLOCK_N, WINDOWED)
         first_position = tl.load(seq_words) + row * (num_tiles + ROW_COST) + ROW_COST
         first_program = first_position // share
         mine = num_tiles > 0
@@ -107,7 +109,7 @@ def _merge_kernel(
         seq = tl.load(words)
         row = tl.load(words + 1)
         share = tl.load(words + 4)
-        num_tiles = tl.cdiv(tl.maximum(tl.load(words + 6), 0), BLOCK_N)
+        _, _, num_tiles = visible_tiles(tl.load(words + 6), window_left, BLOCK_N, WINDOWED)
         first_position = tl.load(words + 5) + ROW_COST
         first_program = first_position // share
         mine = (tl.load(words + 3) > 0) & (tl.load(words + 2) > ROW_COST) & (first_program == index)
@@ -125,6 +127,10 @@ def _merge_kernel(
         token = tl.load(q_indptr + seq).to(tl.int64)
         first_head = row // HEAD_BLOCKS * (HEADS_PER_ROW * GQA_RATIO) + head_block * BLOCK_HEADS
         head = (first_head + q_row).to(tl.int64)
+        if sinks is not None:
+            sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
+            maximum, total, decay = add_sink(maximum, total, sink)
+            acc = acc * decay[:, None]
         value = (acc / tl.where(is_row, total, 1.0)[:, None]).to(out.dtype.element_ty)
         mask = is_row[:, None] & (column < V_HEAD_DIM)[None, :]
         tl.store(out + token * out_token + head[:, None] * out_head + column[None, :], value, mask=mask)
@@ -177,7 +183,9 @@ def launch_merge(
     partials: Tensor,
     out: Tensor,
     lse: Tensor | None,
+    sinks: Tensor | None,
     *,
+    window_left: int,
     num_seqs: int,
     num_kv_heads: int,
     num_programs: int,
@@ -201,7 +209,9 @@ def launch_merge(
         partials,
         out,
         lse,
+        sinks,
         num_programs,
+        window_left,
         out.stride(0),
         out.stride(1),
         lse_token,
@@ -213,6 +223,7 @@ def launch_merge(
         V_HEAD_DIM=v_head_dim,
         BLOCK_N=tiles.block_n,
         ROW_COST=tiles.row_cost,
+        WINDOWED=window_left != UNLIMITED_WINDOW,
         BY_ROW=shape.by_row,
         HEADS=shape.heads,
         COLUMNS=shape.columns,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, next_power_of_2
 
 # Elements of gathered K, V and scores in flight, 4 MiB of float32: the allocator then hands the same warm memory out
@@ -32,8 +33,10 @@ def paged_decode(
     partials: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
     *,
-    scale: float,
+    scores: Scores,
     num_programs: int,
     tiles: DecodeTiles | None,
 ) -> None:
@@ -51,8 +54,11 @@ def paged_decode(
         k_pages,
         v_pages,
         table[row_of_seq],
+        kv_len[:, None] - 1,
         kv_len[:, None],
-        scale=scale,
+        sinks,
+        slopes,
+        scores=scores,
         want_lse=lse is not None,
     )
     seq_of_token, is_token = _seq_of_token(q_indptr, num_tokens)
@@ -73,12 +79,14 @@ def paged_extend(
     schedule: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
     *,
-    scale: float,
+    scores: Scores,
     max_q_len: int,
     tiles: ExtendTiles | None,
 ) -> None:
-    """Causal attention of every new token of every sequence; tokens at or past q_indptr[-1] get 0 and LSE -inf.
+    """Attention of every new token of every sequence; tokens at or past q_indptr[-1] get 0 and LSE -inf.
 
     The arguments are launch_paged_extend's; schedule and tiles have no meaning here. Without a schedule there is no
     min_q_len: sequences with one new token are served too, with the result that decode has for them.
@@ -104,14 +112,18 @@ def paged_extend(
     offset = ((tile - tile_start[seq_of_tile]) * tile_len)[:, None] + torch.arange(tile_len, device=q.device)
     has_token = offset < q_len[seq_of_tile][:, None]
     token = torch.where(has_token, q_indptr[seq_of_tile][:, None] + offset, 0)
-    visible = torch.where(has_token, (kv_len - q_len)[seq_of_tile][:, None] + offset + 1, 0)
+    kv_index = (kv_len - q_len)[seq_of_tile][:, None] + offset
+    end_key = kv_index + 1 if scores.causal else kv_len[seq_of_tile][:, None]
     result, result_lse = _attend(
         q[token],
         k_pages,
         v_pages,
         table[row_of_seq[seq_of_tile]],
-        visible,
-        scale=scale,
+        kv_index,
+        torch.where(has_token, end_key, 0),
+        sinks,
+        slopes,
+        scores=scores,
         want_lse=lse is not None,
     )
 
@@ -142,13 +154,25 @@ def _tile_shape(num_tokens: int, num_seqs: int, max_q_len: int) -> tuple[int, in
 
 
 def _attend(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, pages: Tensor, visible: Tensor, *, scale: float, want_lse: bool
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    pages: Tensor,
+    kv_index: Tensor,
+    end_key: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    *,
+    scores: Scores,
+    want_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """softmax(scale q k^T) v of each tile over its own pages, a group of tiles at a time.
+    """Attention of each tile over its own pages, a group of tiles at a time.
 
     q:        [tiles, tile_len, q_heads, head_dim]
     pages:    integer [tiles, width]: the tile's pages in order
-    visible:  integer [tiles, tile_len]: a row sees keys [0, visible); 0 gives output 0 and LSE -inf
+    kv_index: integer [tiles, tile_len]: a row's place in its sequence's KV
+    end_key:  integer [tiles, tile_len]: a row sees keys before it, from the beginning of its window on;
+              0 gives output 0 and LSE -inf
     returns   [tiles, tile_len, q_heads, v_head_dim] and [tiles, tile_len, q_heads], in the compute dtype
     """
     num_tiles, tile_len, num_q_heads, head_dim = q.shape
@@ -161,8 +185,11 @@ def _attend(
             k_pages,
             v_pages,
             pages[i : i + group],
-            visible[i : i + group],
-            scale=scale,
+            kv_index[i : i + group],
+            end_key[i : i + group],
+            sinks,
+            slopes,
+            scores=scores,
             want_lse=want_lse,
         )
         for i in range(0, num_tiles, group)
@@ -172,27 +199,56 @@ def _attend(
 
 
 def _attend_group(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, pages: Tensor, visible: Tensor, *, scale: float, want_lse: bool
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    pages: Tensor,
+    kv_index: Tensor,
+    end_key: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    *,
+    scores: Scores,
+    want_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """_attend for tiles whose keys, values and scores are held at the same time."""
-    num_kv_heads = k_pages.shape[2]
-    ratio = q.shape[2] // num_kv_heads
+    num_q_heads, num_kv_heads = q.shape[2], k_pages.shape[2]
+    ratio = num_q_heads // num_kv_heads
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
 
     k = _gather(k_pages, pages).to(compute)
     v = _gather(v_pages, pages).to(compute)
-    kv_index = torch.arange(k.shape[2], device=q.device)
+    key = torch.arange(k.shape[2], device=q.device)
+    hidden = key >= end_key[:, :, None]
+    if scores.windowed:
+        hidden = hidden | (key < (kv_index - scores.window_left)[:, :, None])
     # A dead V row meets a probability of 0, and 0 * NaN is NaN. A dead K row meets nothing but scores, replaced below.
-    v.masked_fill_((kv_index >= visible.amax(1, keepdim=True))[:, :, None], 0)
+    v.masked_fill_(hidden.all(1)[:, :, None], 0)
 
     # The query heads of a KV head are rows of one product: [kv_heads, tiles, tile_len * ratio, .]
-    rows = (q.to(compute) * scale).unflatten(2, (num_kv_heads, ratio)).permute(2, 0, 1, 3, 4).flatten(2, 3)
-    scores = torch.matmul(rows, k.transpose(2, 3))
-    scores.masked_fill_((kv_index >= visible[:, :, None]).repeat_interleave(ratio, 1), float("-inf"))
-    attended = torch.matmul(scores.softmax(-1), v)
+    rows = (q.to(compute) * scores.scale).unflatten(2, (num_kv_heads, ratio)).permute(2, 0, 1, 3, 4).flatten(2, 3)
+    logits = torch.matmul(rows, k.transpose(2, 3))
+    if scores.soft_cap:
+        logits = torch.tanh(logits / scores.soft_cap) * scores.soft_cap
+    if slopes is not None:
+        distance = (key - kv_index[:, :, None]).repeat_interleave(ratio, 1)
+        logits = logits + _by_row(slopes, num_kv_heads, q.shape[1]).to(compute) * distance
+    logits.masked_fill_(hidden.repeat_interleave(ratio, 1), float("-inf"))
+    if sinks is not None:
+        sink = _by_row(sinks, num_kv_heads, q.shape[1]).to(compute).expand(*logits.shape[:3], 1)
+        logits = torch.cat(
+            [logits, sink.masked_fill((end_key <= 0).repeat_interleave(ratio, 1)[..., None], float("-inf"))], -1
+        )
+        v = torch.cat([v, v.new_zeros(*v.shape[:2], 1, v.shape[3])], 2)
+    attended = torch.matmul(logits.softmax(-1), v)
 
-    result = _by_token(attended, ratio).masked_fill_((visible <= 0)[:, :, None, None], 0)
-    return result, _by_token(scores.logsumexp(-1), ratio) if want_lse else None
+    result = _by_token(attended, ratio).masked_fill_((end_key <= 0)[:, :, None, None], 0)
+    return result, _by_token(logits.logsumexp(-1), ratio) if want_lse else None
+
+
+def _by_row(weights: Tensor, num_kv_heads: int, tile_len: int) -> Tensor:
+    """[q_heads] -> [kv_heads, 1, tile_len * ratio, 1]: one weight for each row of a product."""
+    return weights.view(num_kv_heads, 1, -1).repeat(1, tile_len, 1).view(num_kv_heads, 1, -1, 1)
 
 
 def _by_token(x: Tensor, ratio: int) -> Tensor:

@@ -5,11 +5,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
+from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 
 
 def decode_schedule(
-    kv_len: Sequence[int], q_len: Sequence[int], *, num_kv_heads: int, num_programs: int, tiles: DecodeTiles
+    kv_len: Sequence[int],
+    q_len: Sequence[int],
+    *,
+    window_left: int,
+    num_kv_heads: int,
+    num_programs: int,
+    tiles: DecodeTiles,
 ) -> list[int]:
     """The words of launch_decode_schedule, see attention/decode_schedule.py.
 
@@ -25,7 +32,7 @@ def decode_schedule(
         for row in range(rows_per_seq if new == 1 else 0):
             rows.append((seq, row))
             starts.append(position)
-            position += -(-length // tiles.block_n) + tiles.row_cost
+            position += len(visible_tiles(length, window_left, tiles)) + tiles.row_cost
     share = max(-(-position // num_programs), 1)
     words: list[int] = []
     for program in range(num_programs):
@@ -38,6 +45,12 @@ def decode_schedule(
         work = min(share, position - start)
         words += [seq, row, start - starts[index], work, share, starts[index], kv_len[seq], 0]
     return words + words_of_seqs
+
+
+def visible_tiles(kv_len: int, window_left: int, tiles: DecodeTiles) -> range:
+    """The tiles with keys that the last of kv_len tokens sees."""
+    first_key = 0 if window_left == UNLIMITED_WINDOW else max(0, kv_len - 1 - window_left)
+    return range(first_key // tiles.block_n, -(-kv_len // tiles.block_n))
 
 
 def extend_schedule(

@@ -80,6 +80,8 @@ class AttendArgs:
     q, out:           [T, q_heads, head_dim | v_head_dim]; padded tokens of out receive zeros
     k_pages, v_pages: [pages, page_size, kv_heads, head_dim | v_head_dim]
     lse:              float32 [T, q_heads], natural log, -inf where a token sees no key; None when nobody asked
+    sinks:            float32 [q_heads] for a problem that has them, else None
+    alibi_slopes:     float32 [q_heads] for a problem that has them, else None
     """
 
     step: StepMetadata
@@ -90,6 +92,8 @@ class AttendArgs:
     v_pages: Tensor
     out: Tensor
     lse: Tensor | None
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
 
 
 class BoundKernel(Protocol):
@@ -169,6 +173,8 @@ class Limits:
     pools: tuple[PoolKind, ...] = (PoolKind.SPLIT,)
     lse: bool = True
     max_side_bytes: int = 0
+    alibi: bool = False
+    non_causal: bool = False
 
     def refusals(self, problem: Problem, target: Target, pool: PoolSize = SMALLEST_POOL) -> tuple[str, ...]:
         """Every limit that the problem breaks, one clause each; empty when the kernel serves it.
@@ -195,6 +201,10 @@ class Limits:
             reasons.append(f"a logits soft cap is not served yet ({problem.logits_soft_cap:g})")
         if problem.has_sinks and not self.sinks:
             reasons.append("attention sinks are not served yet")
+        if problem.has_alibi_slopes and not self.alibi:
+            reasons.append("ALiBi slopes are not served")
+        if not problem.causal and not self.non_causal:
+            reasons.append("only causal attention is served")
         if problem.wants_lse and not self.lse:
             reasons.append("it gives no log-sum-exp")
         side_bytes = pool.num_pages * problem.page_size * problem.num_kv_heads * problem.dtype.itemsize

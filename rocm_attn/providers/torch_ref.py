@@ -22,6 +22,7 @@ from rocm_attn.providers.contract import (
     StepMetadata,
     StepOps,
 )
+from rocm_attn.providers.scores import scores_of
 from rocm_attn.target import Target
 
 # Plain torch has no limits of its own; these bound what makes sense.
@@ -32,10 +33,12 @@ _LIMITS = Limits(
     v_head_dim=(1, 4096),
     page_size=(1, 4096),
     max_gqa_ratio=4096,
-    window=False,
-    soft_cap=False,
-    sinks=False,
+    window=True,
+    soft_cap=True,
+    sinks=True,
     pools=(PoolKind.SPLIT, PoolKind.LATENT),
+    alibi=True,
+    non_causal=True,
 )
 
 
@@ -84,7 +87,9 @@ class TorchDecode(_TorchKernel):
             None,
             args.out,
             args.lse,
-            scale=self.problem.scale,
+            args.sinks,
+            args.alibi_slopes,
+            scores=scores_of(self.problem),
             num_programs=1,
             tiles=None,
         )
@@ -110,7 +115,9 @@ class TorchExtend(_TorchKernel):
             None,
             args.out,
             args.lse,
-            scale=self.problem.scale,
+            args.sinks,
+            args.alibi_slopes,
+            scores=scores_of(self.problem),
             max_q_len=step.max_q_len,
             tiles=None,
         )

@@ -12,6 +12,7 @@ from rocm_attn.kernels.attention import limits
 from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import AttendArgs, Bind, KernelRow, Limits, PoolSize, Provider, StepMetadata, StepOps
+from rocm_attn.providers.scores import scores_of
 from rocm_attn.target import Target
 
 if TYPE_CHECKING:
@@ -26,9 +27,11 @@ _LIMITS = Limits(
     v_head_dim=(1, limits.MAX_HEAD_DIM),
     page_size=(1, limits.MAX_PAGE_SIZE),
     max_gqa_ratio=limits.MAX_GQA_RATIO,
-    window=False,
-    soft_cap=False,
-    sinks=False,
+    window=True,
+    soft_cap=True,
+    sinks=True,
+    alibi=True,
+    non_causal=True,
 )
 
 
@@ -70,6 +73,7 @@ class TritonDecode:
             step.kv_len,
             step.q_len,
             schedule,
+            window_left=self.problem.window_left,
             num_kv_heads=self.problem.num_kv_heads,
             num_programs=self.num_programs,
             tiles=self.tiles,
@@ -91,7 +95,9 @@ class TritonDecode:
             args.workspace,
             args.out,
             args.lse,
-            scale=self.problem.scale,
+            args.sinks,
+            args.alibi_slopes,
+            scores=scores_of(self.problem),
             num_programs=self.num_programs,
             tiles=self.tiles,
         )
@@ -149,7 +155,9 @@ class TritonExtend:
             args.schedule,
             args.out,
             args.lse,
-            scale=self.problem.scale,
+            args.sinks,
+            args.alibi_slopes,
+            scores=scores_of(self.problem),
             max_q_len=step.max_q_len,
             tiles=self.tiles,
         )

@@ -15,6 +15,7 @@ from rocm_attn.kernels.refs.attention import paged_extend
 from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import AttendArgs, KernelRow, Need, PoolSize, Provider, StepMetadata
+from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.torch_ref import TORCH
 from rocm_attn.target import Target
 
@@ -66,7 +67,9 @@ class CsrKernel:
             None,
             args.out,
             args.lse,
-            scale=self.problem.scale,
+            args.sinks,
+            args.alibi_slopes,
+            scores=scores_of(self.problem),
             max_q_len=step.max_q_len,
             tiles=None,
         )

@@ -12,6 +12,7 @@ from rocm_attn.kernels.attention.decode import decode_partials_words, launch_pag
 from rocm_attn.kernels.attention.decode_schedule import decode_schedule_words, launch_decode_schedule
 from rocm_attn.kernels.attention.extend import launch_paged_extend
 from rocm_attn.kernels.attention.extend_schedule import extend_schedule_words, launch_extend_schedule
+from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
 from rocm_attn.kernels.refs.attention import paged_decode, paged_extend
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, decode_tiles, extend_tiles
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
@@ -35,6 +36,8 @@ class Case:
     kv_len, q_len:   one number for each sequence
     tail:            padded tokens past the last sequence's
     spread:          whether q, out and the pages are views with gaps, in an order of dimensions of their own
+    window_left, soft_cap, causal: see Scores
+    sinks, slopes:   whether the heads have them
     """
 
     kv_len: Sequence[int]
@@ -45,6 +48,11 @@ class Case:
     dtype: torch.dtype = torch.float32
     tail: int = 0
     spread: bool = False
+    window_left: int = UNLIMITED_WINDOW
+    soft_cap: float = 0.0
+    causal: bool = True
+    sinks: bool = False
+    slopes: bool = False
 
     def decodes(self) -> Case:
         """The same sequences with one new token each."""
@@ -56,7 +64,7 @@ class Tensors:
     """The tensors of a step; see launch_paged_decode. reference and reference_lse are float64, by token."""
 
     case: Case
-    scale: float
+    scores: Scores
     q: Tensor
     k_pages: Tensor
     v_pages: Tensor
@@ -67,6 +75,8 @@ class Tensors:
     q_indptr: Tensor
     out: Tensor
     lse: Tensor
+    sinks: Tensor | None
+    slopes: Tensor | None
     reference: Tensor
     reference_lse: Tensor
 
@@ -80,14 +90,16 @@ class Tensors:
 
 
 def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
-    """Random q, K and V. Pages of no sequence, page tails, and gaps between rows are NaN."""
+    """Random q, K and V. Pages of no sequence, page tails, gaps, and K and V that no token sees are NaN."""
     generator = torch.Generator().manual_seed(seed)
     (num_q_heads, num_kv_heads), (head_dim, v_head_dim) = case.heads, case.dims
     page_size, num_seqs = case.page_size, len(case.kv_len)
     pages_of_seq = [-(-length // page_size) for length in case.kv_len]
     num_pages = sum(pages_of_seq) + 4
     num_tokens = sum(case.q_len) + case.tail
-    scale = head_dim**-0.5
+    scores = Scores(head_dim**-0.5, case.window_left, case.soft_cap, case.causal)
+    sinks = torch.randn(num_q_heads, generator=generator) * 2 if case.sinks else None
+    slopes = torch.rand(num_q_heads, generator=generator) if case.slopes else None
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(case.dtype)
@@ -104,15 +116,23 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
     token = 0
     for seq, (length, new) in enumerate(zip(case.kv_len, case.q_len, strict=True)):
         k, v = random(length, num_kv_heads, head_dim), random(length, num_kv_heads, v_head_dim)
+        seen = [_visible(case, length, kv_index) for kv_index in range(length - new, length)]
+        unseen = [key for key in range(length) if not any(first <= key < end for first, end in seen)]
         for page_no in range(pages_of_seq[seq]):
             page, first = free.pop(), page_no * page_size
             table[row_of_seq[seq], page_no] = page
             in_page = min(page_size, length - first)
             k_pages[page, :in_page] = k[first : first + in_page]
             v_pages[page, :in_page] = v[first : first + in_page]
-        for visible in range(length - new + 1, length + 1):
-            if visible > 0:
-                reference[token], reference_lse[token] = _attend_one(q[token], k[:visible], v[:visible], scale)
+        for key in unseen:
+            page = int(table[row_of_seq[seq], key // page_size])
+            k_pages[page, key % page_size] = v_pages[page, key % page_size] = float("nan")
+        for kv_index, (first, end) in zip(range(length - new, length), seen, strict=True):
+            if end > first:
+                distance = torch.arange(first, end) - kv_index
+                reference[token], reference_lse[token] = _attend_one(
+                    q[token], k[first:end], v[first:end], distance, scores, sinks, slopes
+                )
             token += 1
 
     out = torch.full((num_tokens, num_q_heads, v_head_dim), UNTOUCHED, dtype=case.dtype)
@@ -121,7 +141,7 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
     spread = _spread if case.spread else _as_is
     return Tensors(
         case=case,
-        scale=scale,
+        scores=scores,
         q=spread(q.to(device), (1, 0, 2)),
         k_pages=spread(k_pages.to(device), (2, 0, 1, 3)),
         v_pages=spread(v_pages.to(device), (1, 0, 2, 3)),
@@ -132,17 +152,35 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
         q_indptr=torch.cat([torch.zeros(1), q_len.cumsum(0)]).int().to(device),
         out=spread(out.to(device), (1, 0, 2)),
         lse=spread(lse.to(device), (1, 0)),
+        sinks=None if sinks is None else sinks.to(device),
+        slopes=None if slopes is None else slopes.to(device),
         reference=reference.to(device),
         reference_lse=reference_lse.to(device),
     )
 
 
-def _attend_one(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """One token: q [q_heads, dim], k and v [visible, kv_heads, dim], in float64."""
+def _visible(case: Case, length: int, kv_index: int) -> tuple[int, int]:
+    """First key that the token at kv_index sees, and one past the last."""
+    if not case.causal:
+        return 0, length
+    return 0 if case.window_left == UNLIMITED_WINDOW else max(0, kv_index - case.window_left), kv_index + 1
+
+
+def _attend_one(
+    q: Tensor, k: Tensor, v: Tensor, distance: Tensor, scores: Scores, sinks: Tensor | None, slopes: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """One token: q [q_heads, dim], k and v [visible, kv_heads, dim], distance [visible] to the keys, in float64."""
     ratio = q.shape[0] // k.shape[1]
     k, v = (x.double().repeat_interleave(ratio, 1) for x in (k, v))
-    scores = torch.einsum("hd,khd->hk", q.double() * scale, k)
-    return torch.einsum("hk,khd->hd", scores.softmax(-1), v), scores.logsumexp(-1)
+    logits = torch.einsum("hd,khd->hk", q.double() * scores.scale, k)
+    if scores.soft_cap:
+        logits = scores.soft_cap * torch.tanh(logits / scores.soft_cap)
+    if slopes is not None:
+        logits = logits + slopes.double()[:, None] * distance
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.double()[:, None]], 1)
+        v = torch.cat([v, torch.zeros_like(v[:1])])
+    return torch.einsum("hk,khd->hd", logits.softmax(-1), v), logits.logsumexp(-1)
 
 
 def _nan(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -189,15 +227,20 @@ def run_decode(tensors: Tensors, *, num_programs: int = 5, tiles: DecodeTiles | 
     )
     partials = _nan(partials_words, dtype=torch.float32).to(device)
     launch_decode_schedule(
-        tensors.kv_len, tensors.q_len, schedule, num_kv_heads=case.heads[1], num_programs=num_programs, tiles=tiles
+        tensors.kv_len,
+        tensors.q_len,
+        schedule,
+        window_left=case.window_left,
+        num_kv_heads=case.heads[1],
+        num_programs=num_programs,
+        tiles=tiles,
     )
     launch_paged_decode(
         *_paged(tensors),
         schedule,
         partials,
-        tensors.out,
-        tensors.lse,
-        scale=tensors.scale,
+        *_results(tensors),
+        scores=tensors.scores,
         num_programs=num_programs,
         tiles=tiles,
     )
@@ -205,9 +248,7 @@ def run_decode(tensors: Tensors, *, num_programs: int = 5, tiles: DecodeTiles | 
 
 def run_decode_twin(tensors: Tensors) -> None:
     """The torch twin of run_decode."""
-    paged_decode(
-        *_paged(tensors), None, None, tensors.out, tensors.lse, scale=tensors.scale, num_programs=1, tiles=None
-    )
+    paged_decode(*_paged(tensors), None, None, *_results(tensors), scores=tensors.scores, num_programs=1, tiles=None)
 
 
 def run_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: ExtendTiles | None = None) -> None:
@@ -228,9 +269,8 @@ def run_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: ExtendTiles | Non
     launch_paged_extend(
         *_paged(tensors),
         schedule,
-        tensors.out,
-        tensors.lse,
-        scale=tensors.scale,
+        *_results(tensors),
+        scores=tensors.scores,
         max_q_len=max([*tensors.case.q_len, 0]),
         tiles=tiles,
     )
@@ -239,7 +279,7 @@ def run_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: ExtendTiles | Non
 def run_extend_twin(tensors: Tensors) -> None:
     """The torch twin of run_extend; it has no min_q_len."""
     max_q_len = max([*tensors.case.q_len, 0])
-    paged_extend(*_paged(tensors), None, tensors.out, tensors.lse, scale=tensors.scale, max_q_len=max_q_len, tiles=None)
+    paged_extend(*_paged(tensors), None, *_results(tensors), scores=tensors.scores, max_q_len=max_q_len, tiles=None)
 
 
 def assert_served(tensors: Tensors) -> None:
@@ -251,3 +291,7 @@ def assert_served(tensors: Tensors) -> None:
 def _paged(tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     t = tensors
     return t.q, t.k_pages, t.v_pages, t.table, t.row_of_seq, t.kv_len, t.q_indptr
+
+
+def _results(tensors: Tensors) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    return tensors.out, tensors.lse, tensors.sinks, tensors.slopes

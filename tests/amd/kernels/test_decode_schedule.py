@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rocm_attn.kernels.attention.decode_schedule import decode_schedule_words, launch_decode_schedule
-from rocm_attn.kernels.refs.schedules import decode_schedule
+from rocm_attn.kernels.refs.schedules import decode_schedule, visible_tiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 
 TILES = DecodeTiles(block_n=16, num_warps=1, num_stages=1, programs_per_cu=1)
@@ -30,18 +30,20 @@ class Batch:
     num_kv_heads: int
     num_programs: int
     tiles: DecodeTiles
+    window_left: int = -1
 
     def words(self) -> list[int]:
         return decode_schedule(
             self.kv_len,
             self.q_len,
+            window_left=self.window_left,
             num_kv_heads=self.num_kv_heads,
             num_programs=self.num_programs,
             tiles=self.tiles,
         )
 
     def tiles_of(self, seq: int) -> int:
-        return -(-self.kv_len[seq] // self.tiles.block_n)
+        return len(visible_tiles(self.kv_len[seq], self.window_left, self.tiles))
 
     def decoded_rows(self) -> set[Row]:
         rows = range(self.tiles.rows_per_seq(self.num_kv_heads))
@@ -60,6 +62,7 @@ def batches(draw: st.DrawFn) -> Batch:
         draw(st.integers(1, 5)),
         draw(st.integers(1, 600)),
         tiles,
+        draw(st.sampled_from([-1, -1, 0, 1, 15, 16, 17, 200])),
     )
 
 
@@ -71,7 +74,7 @@ def walk(batch: Batch, program: int) -> list[tuple[Row, int, int]]:
     visits = []
     while work > 0:
         length = words[8 * batch.num_programs + 2 * seq + 1]
-        num_tiles = -(-max(length, 0) // batch.tiles.block_n)
+        num_tiles = len(visible_tiles(max(length, 0), batch.window_left, batch.tiles))
         cost = 0 if length < 0 else num_tiles + row_cost
         take = min(work, cost - done)
         first, end = max(done - row_cost, 0), done + take - row_cost
@@ -131,7 +134,7 @@ def test_the_merge_finds_the_programs_of_every_row_that_is_shared(batch: Batch) 
     found: dict[Row, list[int]] = {}
     for boundary in range(batch.num_programs - 1):
         seq, row_of_seq, done, work, _, row_start, length, _ = words[8 * (boundary + 1) : 8 * (boundary + 2)]
-        programs = holders(row_start, -(-length // batch.tiles.block_n))
+        programs = holders(row_start, len(visible_tiles(length, batch.window_left, batch.tiles)))
         if work > 0 and done > row_cost and programs[0] == boundary and len(programs) > 1:
             assert (seq, row_of_seq) not in found, "two boundaries would merge the same row"
             found[seq, row_of_seq] = programs
@@ -156,6 +159,7 @@ def device_words(batch: Batch, device: torch.device) -> list[int]:
         torch.tensor(batch.kv_len, dtype=torch.int32, device=device),
         torch.tensor(batch.q_len, dtype=torch.int32, device=device),
         schedule,
+        window_left=batch.window_left,
         num_kv_heads=batch.num_kv_heads,
         num_programs=batch.num_programs,
         tiles=batch.tiles,
@@ -169,18 +173,19 @@ def device_words(batch: Batch, device: torch.device) -> list[int]:
     return words[:size]
 
 
+@pytest.mark.parametrize("window_left", [-1, 0, 40])
 @pytest.mark.parametrize(
     ("num_seqs", "longest", "num_programs", "num_kv_heads"),
     [(1, 5000, 7, 1), (1, 5000, 60, 8), (5, 3, 9, 2), (20, 300, 13, 5), (600, 100, 3, 1), (4096, 9000, 3, 8)],
 )
 def test_the_device_writes_the_words_of_the_host_twin(
-    num_seqs: int, longest: int, num_programs: int, num_kv_heads: int, kernel_device: torch.device
+    num_seqs: int, longest: int, num_programs: int, num_kv_heads: int, window_left: int, kernel_device: torch.device
 ) -> None:
     draw = random.Random(num_seqs + num_programs)
     kv_len = [draw.randrange(longest + 1) for _ in range(num_seqs)]
     q_len = [draw.choice([1, 1, 1, 0, 7]) for _ in range(num_seqs)]
     q_len[0] = 1
-    batch = Batch(kv_len, q_len, num_kv_heads, num_programs, TILES)
+    batch = Batch(kv_len, q_len, num_kv_heads, num_programs, TILES, window_left)
     assert device_words(batch, kernel_device) == batch.words()
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.attention.decode import launch_paged_decode
 from rocm_attn.kernels.attention.merge import merge_shape
+from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from tests.amd.kernels.attention_cases import (
     UNTOUCHED,
@@ -252,7 +253,9 @@ def test_what_no_kernel_serves_is_refused_with_the_reason(case: Case, reason: st
             torch.zeros(1, device=device),
             torch.zeros(2, num_q_heads, v_head_dim, dtype=case.dtype, device=device),
             None,
-            scale=1.0,
+            None,
+            None,
+            scores=Scores(1.0),
             num_programs=1,
             tiles=tiles,
         )

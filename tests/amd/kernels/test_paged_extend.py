@@ -12,6 +12,7 @@ import torch
 
 from rocm_attn.kernels.attention.extend import launch_paged_extend
 from rocm_attn.kernels.attention.extend_schedule import extend_schedule_words, launch_extend_schedule
+from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.refs.schedules import extend_schedule
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 from tests.amd.kernels.attention_cases import (
@@ -264,7 +265,9 @@ def test_what_no_kernel_serves_is_refused_with_the_reason(kernel_device: torch.d
             int32,
             torch.zeros_like(q),
             None,
-            scale=1.0,
+            None,
+            None,
+            scores=Scores(1.0),
             max_q_len=1,
             tiles=ExtendTiles(block_m=16, block_n=16, num_warps=4, num_stages=1),
         )

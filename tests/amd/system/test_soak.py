@@ -170,7 +170,8 @@ def test_a_kernel_that_forgets_the_last_token_of_a_full_page_is_found(
 def test_a_log_sum_exp_to_another_base_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def paged_decode(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
-        args[-1].mul_(1 / math.log(2))
+        lse = args[-3]
+        lse.mul_(1 / math.log(2))
 
     wrap(monkeypatch, attention, "paged_decode", paged_decode)
     assert "lse differs from the reference" in str(found())

@@ -1,0 +1,64 @@
+"""What happens between q . k and the softmax, and which keys a token sees: one definition for decode and extend.
+
+    score  s = scale * q . k
+    cap    s -> soft_cap * tanh(s / soft_cap)
+    slope  s -> s - slope[head] * (i - j)                  i, j: kv_index of the query and of the key (ALiBi)
+    sink   the softmax of a head has exp(sink[head]) more in its denominator
+
+A causal token sees the keys max(0, i - window_left) .. i; any other sees the whole KV of its sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_LOG2_E = 1.4426950408889634
+UNLIMITED_WINDOW = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How a layer's scores are made.
+
+    scale:       factor on q . k, positive
+    window_left: previous keys that a token sees besides its own; -1: all of them
+    soft_cap:    bound of the scores; 0: none
+    causal:      whether a token sees nothing behind itself
+    """
+
+    scale: float
+    window_left: int = UNLIMITED_WINDOW
+    soft_cap: float = 0.0
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        assert self.scale > 0
+        assert self.soft_cap >= 0
+        assert self.window_left >= UNLIMITED_WINDOW
+        assert self.causal or not self.windowed, "a window is counted from a causal token"
+
+    @property
+    def windowed(self) -> bool:
+        """Whether a token may see fewer keys than come before it."""
+        return self.window_left != UNLIMITED_WINDOW
+
+    @property
+    def tanh_scale(self) -> float:
+        """q . k -> the exponent, base 2, in tanh(x) = 1 - 2 / (2^(2 x log2 e) + 1); meaningless without a cap."""
+        return 2 * self.scale * _LOG2_E / self.soft_cap if self.soft_cap else 0.0
+
+    @property
+    def base_2_scale(self) -> float:
+        """What q . k, or the tanh of a cap, is multiplied with so that the softmax is one of powers of 2."""
+        return (self.soft_cap or self.scale) * _LOG2_E
+
+
+def check_head_weights(num_q_heads: int, sinks: Tensor | None, slopes: Tensor | None) -> None:
+    """Sinks and slopes are float32, one a query head; what a caller gave was checked by the runtime."""
+    for weights in (sinks, slopes):
+        assert weights is None or (
+            weights.dtype == torch.float32 and weights.shape == (num_q_heads,) and weights.stride(0) == 1
+        )

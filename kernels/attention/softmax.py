@@ -1,0 +1,37 @@
+"""Pieces of the softmax that decode, extend and merge share. Everything is in base 2: exp(x) = 2^(x log2 e)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def capped(products, tanh_scale):
+    """tanh(scale * products / cap), by one exponential; both ends saturate instead of overflowing."""
+    return 1.0 - 2.0 / (tl.exp2(products * tanh_scale) + 1.0)
+
+
+@triton.jit
+def visible_tiles(kv_len, window_left, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr):
+    """First key, first tile and number of tiles that the last of kv_len tokens sees; a tile is [n, n + 1) * BLOCK_N."""
+    end = tl.cdiv(tl.maximum(kv_len, 0), BLOCK_N)
+    first_key = tl.maximum(kv_len - 1 - window_left, 0) if WINDOWED else 0
+    first_tile = first_key // BLOCK_N
+    return first_key, first_tile, end - first_tile
+
+
+@triton.jit
+def add_sink(maximum, total, sink):
+    """Maximum and sum (base 2) with a sink (natural log) added, and the factor for what was accumulated before it.
+
+    Rows that have seen no key keep a sum of 0: without keys there is no output for a sink to take from.
+    """
+    new_maximum = tl.where(total > 0.0, tl.maximum(maximum, sink * LOG2_E), maximum)
+    base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    decay = tl.exp2(maximum - base)
+    share = tl.where(total > 0.0, tl.exp2(sink * LOG2_E - base), 0.0)
+    return new_maximum, total * decay + share, decay

@@ -1,0 +1,16 @@
+"""The scores of a problem, as the project's own kernels want them."""
+
+from __future__ import annotations
+
+from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.problem import Problem
+
+
+def scores_of(problem: Problem) -> Scores:
+    """How the problem's scores are made."""
+    return Scores(
+        scale=problem.scale,
+        window_left=problem.window_left,
+        soft_cap=problem.logits_soft_cap,
+        causal=problem.causal,
+    )

@@ -1,0 +1,160 @@
+"""Windows, soft caps, ALiBi slopes, sinks and attention that is not causal.
+
+Decode, extend and their torch twins against a float64 answer that goes key by key. K and V that no token of a step sees
+are NaN, as evicted pages may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
+from tests.amd.kernels.attention_cases import (
+    Case,
+    Tensors,
+    assert_served,
+    build,
+    dtypes,
+    run_decode,
+    run_decode_twin,
+    run_extend,
+    run_extend_twin,
+)
+
+KV_LEN = [33, 0, 1, 16, 70, 15, 48]
+DECODES = Case(kv_len=KV_LEN, q_len=[1] * len(KV_LEN), dims=(32, 32), page_size=4)
+EXTENDS = Case(kv_len=[60, 0, 17, 33, 1, 30, 12], q_len=[21, 0, 17, 2, 1, 1, 0], dims=(32, 32), page_size=4, tail=3)
+
+FEATURES = {
+    "window_0": {"window_left": 0},
+    "window_1": {"window_left": 1},
+    "window_a_tile_less_one": {"window_left": 15},
+    "window_a_tile": {"window_left": 16},
+    "window_longer_than_any": {"window_left": 500},
+    "cap": {"soft_cap": 0.7},
+    "slopes": {"slopes": True},
+    "sinks": {"sinks": True},
+    "gptoss": {"window_left": 20, "sinks": True, "heads": (16, 2)},
+    "gemma2": {"window_left": 18, "soft_cap": 0.5},
+    "all": {"window_left": 9, "soft_cap": 1.5, "slopes": True, "sinks": True, "heads": (6, 2)},
+    "padded_dims": {"window_left": 9, "sinks": True, "dims": (40, 24)},
+    "not_causal": {"causal": False},
+    "not_causal_all": {"causal": False, "soft_cap": 1.5, "slopes": True, "sinks": True},
+}
+
+run_decodes = pytest.mark.parametrize("run", [run_decode, run_decode_twin])
+run_extends = pytest.mark.parametrize("run", [run_extend, run_extend_twin])
+each_feature = pytest.mark.parametrize("feature", FEATURES.values(), ids=FEATURES)
+
+
+@run_decodes
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@each_feature
+def test_decode_equals_the_reference(
+    feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
+) -> None:
+    tensors = build(replace(DECODES, dtype=dtype, **feature), kernel_device)  # type: ignore[arg-type]
+    run(tensors)
+    assert_served(tensors)
+
+
+@run_extends
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@each_feature
+def test_extend_equals_the_reference(
+    feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
+) -> None:
+    tensors = build(replace(EXTENDS, dtype=dtype, **feature), kernel_device)  # type: ignore[arg-type]
+    run(tensors)
+    assert_served(tensors)
+
+
+@pytest.mark.parametrize("window_left", [0, 1, 2, 14, 15, 16, 17, 31, 32, 33])
+def test_every_window_around_tiles_is_right_at_every_length(window_left: int, kernel_device: torch.device) -> None:
+    lengths = [*range(1, 5), 14, 15, 16, 17, 18, 30, 31, 32, 33, 34, 47, 48, 49, 50, 64]
+    case = Case(lengths, [1] * len(lengths), heads=(1, 1), dims=(16, 16), page_size=5, window_left=window_left)
+    tensors = build(case, kernel_device)
+    run_decode(tensors)
+    assert_served(tensors)
+    chunks = [min(length, new) for length, new in zip(lengths, [1, 2, 3, 16, 17, 33] * 4, strict=False)]
+    tensors = build(replace(case, q_len=chunks), kernel_device)
+    run_extend(tensors)
+    assert_served(tensors)
+
+
+@pytest.mark.parametrize("num_programs", [1, 3, 40])
+def test_shared_rows_add_a_sink_once(num_programs: int, kernel_device: torch.device) -> None:
+    """Whether one program finishes a row or the merge does."""
+    case = replace(DECODES, kv_len=[150, 3, 50, 0, 20], q_len=[1] * 5, sinks=True, window_left=100, soft_cap=2.0)
+    tensors = build(case, kernel_device)
+    run_decode(tensors, num_programs=num_programs)
+    assert_served(tensors)
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        DecodeTiles(block_n=16, num_warps=4, num_stages=1, programs_per_cu=1, transposed=True),
+        DecodeTiles(block_n=16, num_warps=4, num_stages=1, programs_per_cu=1, heads_per_row=2),
+        DecodeTiles(block_n=32, num_warps=4, num_stages=1, programs_per_cu=1, heads_per_row=2, transposed=True),
+        DecodeTiles(block_n=16, num_warps=4, num_stages=1, programs_per_cu=1, head_blocks=3),
+    ],
+    ids=str,
+)
+def test_every_form_of_the_decode_loop_has_every_feature(tiles: DecodeTiles, kernel_device: torch.device) -> None:
+    """Five query heads a KV head are cut unevenly by 3 blocks."""
+    case = replace(DECODES, heads=(10, 2), window_left=20, soft_cap=1.5, sinks=True, slopes=True)
+    tensors = build(case, kernel_device)
+    run_decode(tensors, num_programs=4, tiles=tiles)
+    assert_served(tensors)
+
+
+@pytest.mark.parametrize("heads", [(5, 1), (20, 1)])
+@pytest.mark.parametrize("block_n", [16, 32])
+def test_every_extend_tile_has_every_feature(heads: tuple[int, int], block_n: int, kernel_device: torch.device) -> None:
+    tiles = ExtendTiles(block_m=16, block_n=block_n, num_warps=4, num_stages=1)
+    case = replace(EXTENDS, heads=heads, window_left=20, soft_cap=1.5, sinks=True, slopes=True)
+    tensors = build(case, kernel_device)
+    run_extend(tensors, tiles=tiles)
+    assert_served(tensors)
+
+
+@run_extends
+def test_queries_may_outnumber_the_keys_they_look_at(
+    run: Callable[[Tensors], None], kernel_device: torch.device
+) -> None:
+    """Cross-attention: the KV is an encoder's, and as long as that is."""
+    case = Case(kv_len=[5, 40, 1], q_len=[30, 3, 2], dims=(32, 32), page_size=4, causal=False)
+    tensors = build(case, kernel_device)
+    run(tensors)
+    assert_served(tensors)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"window_left": 7}, {"window_left": 8}),
+        ({"soft_cap": 1.0}, {"soft_cap": 1.1}),
+        ({}, {"sinks": True}),
+        ({}, {"slopes": True}),
+    ],
+    ids=["window_left", "soft_cap", "sinks", "slopes"],
+)
+@pytest.mark.parametrize(("case", "run"), [(DECODES, run_decode), (EXTENDS, run_extend)], ids=["decode", "extend"])
+def test_every_argument_has_its_effect(
+    case: Case,
+    run: Callable[[Tensors], None],
+    first: dict[str, object],
+    second: dict[str, object],
+    kernel_device: torch.device,
+) -> None:
+    """The same q, K and V; the outputs differ as far as the references do."""
+    one, other = (build(replace(case, **feature), kernel_device) for feature in (first, second))  # type: ignore[arg-type]
+    for tensors in (one, other):
+        run(tensors)
+        assert_served(tensors)
+    assert (one.reference - other.reference).abs().max() > 1e-3

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.padding import PaddedShape, StepKind
-from rocm_attn.problem import Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.contract import AttendArgs, BoundKernel, StepMetadata
 from rocm_attn.providers.select import select
 from rocm_attn.table_view import TableView
@@ -35,10 +35,12 @@ class Prepared:
 def plan(d: Any) -> Prepared:
     """Everything of a step that its layers share."""
     case = d.case
-    if case.window or case.kind == "mla":
-        raise NotImplementedError("windows and MLA are not served yet")
+    if case.kind == "mla":
+        raise NotImplementedError("MLA is not served yet")
     device = d.q.device
-    problem = Problem(case.Hq, case.Hkv, case.D, case.Dv, d.q.dtype, case.page, case.scale)
+    # The harness counts a query's own key among its window's.
+    window_left = case.window - 1 if case.window else UNLIMITED_WINDOW
+    problem = Problem(case.Hq, case.Hkv, case.D, case.Dv, d.q.dtype, case.page, case.scale, window_left)
     kind = step_kind(case.ql)
     kernel = select(problem, detect_target(device), "triton").kernels[kind].bound
     shape = PaddedShape(kind, case.B, case.T)
@@ -61,7 +63,9 @@ def plan(d: Any) -> Prepared:
     schedule = torch.empty(kernel.schedule_words(shape), dtype=torch.int32, device=device)
     workspace = torch.empty(kernel.workspace_words(shape), dtype=torch.float32, device=device)
     kernel.build_schedule(metadata, schedule)
-    return Prepared(kernel, AttendArgs(metadata, schedule, workspace, d.q, d.k_cache, d.v_cache, d.out, None))
+    return Prepared(
+        kernel, AttendArgs(metadata, schedule, workspace, d.q, d.k_cache, d.v_cache, d.out, None, None, None)
+    )
 
 
 def run(d: Any, prepared: Prepared) -> None:

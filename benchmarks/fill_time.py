@@ -99,6 +99,7 @@ def schedule_launch(step: IndexTensors, device: torch.device) -> Callable[[], No
             step.kv_len,
             step.q_len,
             schedule,
+            window_left=problem.window_left,
             num_kv_heads=problem.num_kv_heads,
             num_programs=kernel.num_programs,
             tiles=kernel.tiles,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rocm_attn.devices import on_device
 from rocm_attn.errors import BadTensor
+from rocm_attn.head_weights import LayerHeadWeights
 from rocm_attn.kv_pool import KVPool
 from rocm_attn.plan import StepPlan
 from rocm_attn.problem import PoolKind, Problem
@@ -29,12 +30,14 @@ class Layers:
         selections: Sequence[Selection],
         kind_of_layer: Sequence[int],
         pool: KVPool,
+        head_weights: LayerHeadWeights,
         ops: StepOps,
         device: torch.device,
     ) -> None:
         self._selections = tuple(selections)
         self._kind_of_layer = tuple(kind_of_layer)
         self._pool = pool
+        self._head_weights = head_weights
         self._ops = ops
         self._device = device
 
@@ -59,7 +62,7 @@ class Layers:
                 self._ops.zero_tails(table.entries, table.row_of_seq, metadata.kv_len, metadata.q_len, pages.k, pages.v)
 
     def attend(self, step: DeviceStep, plan: StepPlan, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
-        """As AttentionRuntime.attend, for the tokens of step, which has the plan. Raises BadTensor."""
+        """As AttentionRuntime.attend, for the tokens of step, which has the plan. Raises BadTensor, WrongState."""
         problem = self._problem(layer)
         num_tokens = step.indices.slot_of_token.shape[0]
         self._check("q", q, (num_tokens, problem.num_q_heads, problem.head_dim), problem.dtype)
@@ -70,7 +73,7 @@ class Layers:
             self._check("lse", lse, (num_tokens, problem.num_q_heads), torch.float32)
             if not kernel.row.limits.lse:
                 raise BadTensor(f"{kernel.row.name} gives no lse; build the runtime of problems with wants_lse=True")
-        pages = self._pool.layer(layer)
+        pages, weights = self._pool.layer(layer), self._head_weights.of(layer)
         args = AttendArgs(
             step=step.metadata,
             schedule=step.schedules[kind],
@@ -80,6 +83,8 @@ class Layers:
             v_pages=pages.v,
             out=out,
             lse=lse,
+            sinks=weights.sinks,
+            alibi_slopes=weights.alibi_slopes,
         )
         with on_device(self._device):
             kernel.bound.attend(args)

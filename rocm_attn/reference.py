@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rocm_attn.head_weights import NO_HEAD_WEIGHTS, HeadWeights
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 
 
@@ -22,14 +23,11 @@ def attend_sequence(
     k: Tensor,
     v: Tensor,
     problem: Problem,
-    *,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
+    weights: HeadWeights = NO_HEAD_WEIGHTS,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one sequence's new tokens over its whole KV, in float64.
 
     q: [q_len, q_heads, head_dim]; k: [kv_len, kv_heads, head_dim]; v: [kv_len, kv_heads, v_head_dim]
-    sinks, alibi_slopes: [q_heads], for problems that have them
     Returns out [q_len, q_heads, v_head_dim] and lse [q_len, q_heads], natural log of the denominator, the sink in it;
     0 and -inf where no key is visible.
     """
@@ -41,17 +39,18 @@ def attend_sequence(
         scores = problem.logits_soft_cap * torch.tanh(scores / problem.logits_soft_cap)
     index = torch.arange(kv_len - q_len, kv_len, device=q.device)[:, None]
     key = torch.arange(kv_len, device=q.device)[None, :]
-    if alibi_slopes is not None:
-        scores = scores + alibi_slopes.double()[:, None, None] * (key - index)
+    if weights.alibi_slopes is not None:
+        scores = scores + weights.alibi_slopes.double()[:, None, None] * (key - index)
     hidden = key > index if problem.causal else torch.zeros_like(key > index)
     if problem.window_left != UNLIMITED_WINDOW:
         hidden |= key < index - problem.window_left
     scores = scores.masked_fill(hidden, float("-inf"))
+    v = v.masked_fill(hidden.all(0)[:, None, None], 0.0)  # what nobody sees may be NaN, and 0 * NaN is NaN
     lse = scores.logsumexp(-1)
-    if sinks is not None:
-        lse = torch.where(hidden.all(-1), lse, torch.logaddexp(lse, sinks.double()[:, None]))
-    weights = (scores - lse[..., None]).exp().nan_to_num(0.0)  # a token that sees nothing has weights exp(-inf + inf)
-    return torch.einsum("hqk,khd->qhd", weights, v), lse.transpose(0, 1)
+    if weights.sinks is not None:
+        lse = torch.where(hidden.all(-1), lse, torch.logaddexp(lse, weights.sinks.double()[:, None]))
+    shares = (scores - lse[..., None]).exp().nan_to_num(0.0)  # a token that sees nothing has shares exp(-inf + inf)
+    return torch.einsum("hqk,khd->qhd", shares, v), lse.transpose(0, 1)
 
 
 def attend_paged(
@@ -62,9 +61,7 @@ def attend_paged(
     kv_len: Sequence[int],
     q_len: Sequence[int],
     problem: Problem,
-    *,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
+    weights: HeadWeights = NO_HEAD_WEIGHTS,
 ) -> tuple[Tensor, Tensor]:
     """attend_sequence for every sequence of a step, reading K and V from pages.
 
@@ -79,7 +76,7 @@ def attend_paged(
         held = torch.as_tensor(list(pages), dtype=torch.long, device=q.device)
         k = k_pages[held].flatten(0, 1)[:length]
         v = v_pages[held].flatten(0, 1)[:length]
-        out, lse = attend_sequence(q[first : first + new], k, v, problem, sinks=sinks, alibi_slopes=alibi_slopes)
+        out, lse = attend_sequence(q[first : first + new], k, v, problem, weights)
         outs.append(out)
         lses.append(lse)
         first += new

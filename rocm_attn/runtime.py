@@ -21,6 +21,7 @@ from rocm_attn.canary import what_was_written
 from rocm_attn.devices import StreamOrder, on_device, with_index
 from rocm_attn.errors import BadSetting, DeviceFault, WrongState
 from rocm_attn.guards import Guards, guards_from_settings
+from rocm_attn.head_weights import LayerHeadWeights
 from rocm_attn.hip_graphs.errors import BadLadder
 from rocm_attn.hip_graphs.size_ladder import SizeLadder, default_ladder
 from rocm_attn.kernel_choice import choose_kernels
@@ -148,9 +149,10 @@ class AttentionRuntime:
             )
         self.selections = tuple(map(guards.v_mask, selections))
         self.pool = KVPool(problems, num_pages=num_pages, device=self.device)
+        self.head_weights = LayerHeadWeights(problems, self.device)
         self._ops = guards.change_ops(ops_for(self.selections, on_cpu=self.device.type == "cpu"))
         kind_of_layer = [kinds.index(problem) for problem in problems]
-        self._layers = Layers(self.selections, kind_of_layer, self.pool, self._ops, self.device)
+        self._layers = Layers(self.selections, kind_of_layer, self.pool, self.head_weights, self._ops, self.device)
         self.table = RequestTable(
             max_num_seqs=max_num_seqs,
             max_kv_len=max_kv_len,
@@ -228,7 +230,7 @@ class AttentionRuntime:
             for layer in range(len(self._layers))
             for side in ("k", "v")
         }
-        return {**self._memory.sealed_tensors(), "table": self.table.entries, **pages}
+        return {**self._memory.sealed_tensors(), "table": self.table.entries, **pages, **self.head_weights.tensors()}
 
     def begin_step(self, batch: StepBatch, pad_to: int | None = None) -> Step:
         """Stage a step and fill its metadata; then store and attend layer by layer.
@@ -310,7 +312,8 @@ class AttentionRuntime:
         """Attention of the step's new tokens over everything that is stored for their sequences.
 
         q, out: [T, q_heads, head_dim | v_head_dim]; any strides but the last; padded tokens of out receive zeros
-        lse:    float32 [T, q_heads]; when given, receives the natural log of the softmax denominator, -inf for pads
+        lse:    float32 [T, q_heads]; when given, receives the natural log of the softmax denominator (the sink in it),
+                -inf for pads
         Raises BadTensor, WrongState.
         """
         step, plan = self._running()

@@ -159,6 +159,7 @@ class SampledCheck:
     def _wrong_seqs(self, batch: StepBatch, layer: int, q: Tensor, out: Tensor) -> list[int]:
         """Sequences, among a few, whose last new tokens in a layer are not the oracle's."""
         problem, pages = self._problems[layer], self._runtime.pool.layer(layer)
+        weights = self._runtime.head_weights.of(layer)
         ends = np.cumsum(batch.q_len)
         wrong = []
         for seq in self._random.permutation(batch.num_seqs)[:_MOST_SEQS].tolist():
@@ -167,7 +168,7 @@ class SampledCheck:
                 continue
             tokens = slice(int(ends[seq]) - new, int(ends[seq]))
             held = self._runtime.table.pages_of(int(batch.rows[seq])).tolist()
-            want, _ = attend_paged(q[tokens], pages.k, pages.v, [held], [kv_len], [new], problem)
+            want, _ = attend_paged(q[tokens], pages.k, pages.v, [held], [kv_len], [new], problem, weights)
             if not _within_bounds(out[tokens], want, pages.v[held].flatten(0, 1)[:kv_len], problem):
                 wrong.append(seq)
         return wrong

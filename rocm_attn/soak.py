@@ -19,6 +19,7 @@ import torch
 
 from rocm_attn.errors import RocmAttnError
 from rocm_attn.graphs import recorder_for
+from rocm_attn.head_weights import HeadWeights
 from rocm_attn.index_spaces import RESERVED_PAGE
 from rocm_attn.padding import PaddedShape, round_up, token_places
 from rocm_attn.runtime import AttentionRuntime
@@ -159,7 +160,11 @@ class Soak:
             max_kv_len=scenario.max_kv_len,
             max_tokens=scenario.max_tokens,
         )
-        self._checker = Checker(problems, [rows.to(dtype=torch.float64) for rows in tables], scenario.max_kv_len)
+        weights = [HeadWeights.random(problem, generator) for problem in problems]
+        for layer, drawn in enumerate(weights):
+            self._runtime.head_weights.set(layer, drawn.to(self._runtime.device))
+        exact = [rows.to(dtype=torch.float64) for rows in tables]
+        self._checker = Checker(problems, exact, weights, scenario.max_kv_len)
         self._runner = StepRunner(self._runtime, self._model.forward, recorder_for(self._runtime.device))
         self._unchecked: list[PlayedStep] = []
         self._reopens = self._page_copies = 0

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rocm_attn.head_weights import HeadWeights
 from rocm_attn.numerics import BOUNDS
 from rocm_attn.padding import PaddedShape
 from rocm_attn.problem import Problem
@@ -26,12 +27,26 @@ from rocm_attn.step_batch import Int32Array
 
 
 def soak_problems(dtype: torch.dtype, page_size: int) -> tuple[Problem, Problem]:
-    """Two layers that share nothing but the page size, so that a step has two kernels and two schedules."""
+    """Two layers that share nothing but the page size, so that a step has two kernels and two schedules.
+
+    The second has a window that sequences outgrow, a soft cap and sinks.
+    """
     return (
         Problem(
             num_q_heads=4, num_kv_heads=2, head_dim=16, v_head_dim=16, dtype=dtype, page_size=page_size, scale=0.25
         ),
-        Problem(num_q_heads=3, num_kv_heads=1, head_dim=24, v_head_dim=8, dtype=dtype, page_size=page_size, scale=0.2),
+        Problem(
+            num_q_heads=3,
+            num_kv_heads=1,
+            head_dim=24,
+            v_head_dim=8,
+            dtype=dtype,
+            page_size=page_size,
+            scale=0.2,
+            window_left=13,
+            logits_soft_cap=2.0,
+            has_sinks=True,
+        ),
     )
 
 
@@ -180,15 +195,23 @@ class Checker:
     """Compares steps with the float64 reference.
 
     tables:     per layer, float64 on the CPU
+    weights:    per layer, on the CPU
     worst:      the largest error so far, as a part of what is allowed
     num_tokens: tokens that were compared
     """
 
-    def __init__(self, problems: Sequence[Problem], tables: Sequence[LayerTables], max_kv_len: int) -> None:
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        tables: Sequence[LayerTables],
+        weights: Sequence[HeadWeights],
+        max_kv_len: int,
+    ) -> None:
         self.worst = 0.0
         self.num_tokens = 0
         self._problems = problems
         self._tables = tables
+        self._weights = weights
         self._max_kv_len = max_kv_len
 
     def check(self, step: PlayedStep) -> Mismatch | None:
@@ -230,7 +253,9 @@ class Checker:
         kv_len, tables = len(sequence.token_ids), self._tables[layer]
         entry = torch.from_numpy(sequence.token_ids) * self._max_kv_len + torch.arange(kv_len)
         new = entry[kv_len - sequence.q_len :]
-        return attend_sequence(tables.q[new], tables.k[entry], tables.v[entry], self._problems[layer])
+        return attend_sequence(
+            tables.q[new], tables.k[entry], tables.v[entry], self._problems[layer], self._weights[layer]
+        )
 
 
 def _check_rows(step: PlayedStep, outputs: Outputs) -> Mismatch | None:

@@ -18,7 +18,7 @@ from rocm_attn.kernels.attention.checks import check_paged_tensors
 from rocm_attn.kernels.attention.decode_schedule import PROGRAM_WORDS, SEQ_WORDS, decode_schedule_words
 from rocm_attn.kernels.attention.merge import launch_merge
 from rocm_attn.kernels.attention.scores import Scores, check_head_weights
-from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E, add_sink, capped, visible_tiles
+from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E, add_sink, capped, in_range, visible_tiles
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
 
@@ -71,9 +71,7 @@ def _attend_tiles(
     next_page = tl.load(pages + tl.minimum((first_tile * BLOCK_N + lane) // PAGE_SIZE, width - 1))
     for tile in tl.range(first_tile, end_tile, num_stages=STAGES):
         kv_index = tile * BLOCK_N + lane
-        live = kv_index < kv_len
-        if WINDOWED:
-            live = live & (kv_index >= first_key)
+        live = in_range(kv_index, first_key, kv_len) if WINDOWED else kv_index < kv_len
         page = next_page.to(tl.int64)
         next_page = tl.load(pages + tl.minimum((kv_index + BLOCK_N) // PAGE_SIZE, width - 1))
         offset = (kv_index % PAGE_SIZE).to(tl.int64)

@@ -17,7 +17,7 @@ from torch import Tensor
 from rocm_attn.kernels.attention.checks import check_paged_tensors
 from rocm_attn.kernels.attention.extend_schedule import TILE_WORDS, extend_schedule_words, max_extend_tiles
 from rocm_attn.kernels.attention.scores import Scores, check_head_weights
-from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E, add_sink, capped
+from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E, add_sink, capped, in_range
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import ExtendTiles, next_power_of_2
 
@@ -77,9 +77,7 @@ def _attend_steps(
         v_row = k_row if SAME_OFFSETS else page * vp_page + offset * vp_token
         k_block = k_pages + k_row[:, None] + k_column[None, :]
         v_block = v_pages + v_row[:, None] + v_column[None, :]
-        live = (kv_index < end_key)[:, None]
-        if WINDOWED:
-            live = live & (kv_index >= first_key)[:, None]
+        live = (in_range(kv_index, first_key, end_key) if WINDOWED else kv_index < end_key)[:, None]
         if K_BLOCK > HEAD_DIM:
             k = tl.load(k_block, mask=live & (k_column < HEAD_DIM)[None, :], other=0.0)
         elif MASKED:
@@ -93,11 +91,12 @@ def _attend_steps(
             # Scaled here already: the slope is not.
             scores = scores * qk_scale + slope[:, None] * (kv_index[None, :] - row_kv_index[:, None])
         if MASKED:
-            visible = (kv_index < end_key)[None, :]
-            if CAUSAL:
-                visible = kv_index[None, :] <= row_kv_index[:, None]
             if WINDOWED:
-                visible = visible & (kv_index[None, :] >= row_kv_index[:, None] - window_left)
+                visible = in_range(row_kv_index[:, None] - kv_index[None, :], 0, window_left + 1)
+            elif CAUSAL:
+                visible = kv_index[None, :] <= row_kv_index[:, None]
+            else:
+                visible = (kv_index < end_key)[None, :]
             scores = tl.where(visible, scores, float("-inf"))
         factor = 1.0 if SLOPED else qk_scale
         new_maximum = tl.maximum(maximum, tl.max(scores, 1) * factor)
@@ -198,13 +197,11 @@ def _extend_kernel(
         # Keys [first_key, end_key) are seen by some row, steps [full_step, edge_step) by all of them. The padded tail
         # belongs to no sequence and sees no key. Not a branch: accumulators across one cost registers.
         if CAUSAL:
-            end_key = first_kv_index + num_tokens
-            common_keys = first_kv_index + 1
+            end_key = tl.where(seq >= 0, first_kv_index + num_tokens, 0)
+            edge_step = tl.where(seq >= 0, (first_kv_index + 1) // BLOCK_N, 0)
         else:
             end_key = tl.load(kv_len + seq, mask=seq >= 0, other=0)
-            common_keys = end_key
-        end_key = tl.where(seq >= 0, end_key, 0)
-        edge_step = tl.where(seq >= 0, common_keys // BLOCK_N, 0)
+            edge_step = end_key // BLOCK_N
         first_key = 0
         full_step = 0
         if WINDOWED:

@@ -11,8 +11,16 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def capped(products, tanh_scale):
-    """tanh(scale * products / cap), by one exponential; both ends saturate instead of overflowing."""
-    return 1.0 - 2.0 / (tl.exp2(products * tanh_scale) + 1.0)
+    """tanh(scale * products / cap) = 1 - 2 / (e^(2x) + 1); both ends saturate instead of overflowing."""
+    # rsqrt(x)^2 for 1 / x: AMD's division is a long sequence with a mask of its own.
+    root = tl.rsqrt(tl.exp2(products * tanh_scale) + 1.0)
+    return 1.0 - 2.0 * root * root
+
+
+@triton.jit
+def in_range(index, first, end):
+    """first <= index < end by one comparison: on AMD each mask of a tile is kept in pairs of scalar registers."""
+    return (index - first).to(tl.uint32, bitcast=True) < (end - first).to(tl.uint32, bitcast=True)
 
 
 @triton.jit

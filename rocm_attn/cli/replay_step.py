@@ -16,6 +16,7 @@ from rocm_attn.cli.arguments import device_named
 from rocm_attn.errors import BadSetting, CapacityExceeded, RocmAttnError
 from rocm_attn.flight_recorder import FlightDump, NotedStep, RuntimeFacts, read_dump
 from rocm_attn.graphs import recorder_for
+from rocm_attn.head_weights import HeadWeights
 from rocm_attn.index_spaces import RESERVED_PAGE, num_pages
 from rocm_attn.kv_pool import page_bytes
 from rocm_attn.numerics import BOUNDS
@@ -121,6 +122,7 @@ class _Replay:
         qkv, outs = [], []
         for kind, problem in enumerate(dump.problems):
             _fill(runtime, kind, generator)
+            runtime.head_weights.set(kind, HeadWeights.random(problem, generator))
             heads = (problem.num_q_heads, problem.num_kv_heads, problem.num_kv_heads)
             dims = (problem.head_dim, problem.head_dim, problem.v_head_dim)
             q, k, v = (_random((num_tokens, *shape), problem, generator) for shape in zip(heads, dims, strict=True))
@@ -163,7 +165,8 @@ class _Replay:
         held = [self.runtime.table.pages_of(row).tolist() for row in batch.rows.tolist()]
         real = self.real
         q = self.qkv[kind][0][real]
-        want, _ = attend_paged(q, pages.k, pages.v, held, batch.kv_len.tolist(), batch.q_len.tolist(), problem)
+        weights = self.runtime.head_weights.of(kind)
+        want, _ = attend_paged(q, pages.k, pages.v, held, batch.kv_len.tolist(), batch.q_len.tolist(), problem, weights)
         worst = float((eager[real].double() - want).abs().max()) if len(q) else 0.0
         graphed = self.outs[kind]
         return LayerResult(

@@ -64,7 +64,7 @@ class TritonDecode:
 
     def schedule_key(self) -> Hashable:
         rows = self.tiles.rows_per_seq(self.problem.num_kv_heads)
-        return "decode", rows, self.tiles.block_n, self.tiles.row_cost, self.num_programs
+        return "decode", rows, self.tiles.block_n, self.tiles.row_cost, self.num_programs, self.problem.window_left
 
     def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
         from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule

@@ -35,6 +35,8 @@ GARBAGE = -0x7F7F7F7F
 HEADS, DIMS, PAGE_SIZE = (6, 2), (24, 40), 3
 DECODE_TILES = DecodeTiles(block_n=16, num_warps=1, num_stages=1, programs_per_cu=1)
 EXTEND_TILES = ExtendTiles(block_m=16, block_n=16, num_warps=1, num_stages=1)
+# What scores may have, besides nothing: the window hides keys in the middle of a tile.
+SCORES: dict[str, Any] = {"window_left": 20, "soft_cap": 1.5, "sinks": True, "slopes": True}
 
 
 def attention(memory: Memory, case: Case) -> Tensors:
@@ -44,8 +46,22 @@ def attention(memory: Memory, case: Case) -> Tensors:
     num_pages = int(tensors.table[~unused].max()) + 1
     tensors.table[unused] = num_pages
     tensors = replace(tensors, k_pages=tensors.k_pages[:num_pages], v_pages=tensors.v_pages[:num_pages])
-    names = ("q", "k_pages", "v_pages", "table", "row_of_seq", "kv_len", "q_len", "q_indptr", "out", "lse")
-    placed: dict[str, Any] = {name: memory.put(getattr(tensors, name)) for name in names}
+    names = (
+        "q",
+        "k_pages",
+        "v_pages",
+        "table",
+        "row_of_seq",
+        "kv_len",
+        "q_len",
+        "q_indptr",
+        "out",
+        "lse",
+        "sinks",
+        "slopes",
+    )
+    given = {name: tensor for name in names if (tensor := getattr(tensors, name)) is not None}
+    placed: dict[str, Any] = {name: memory.put(tensor) for name, tensor in given.items()}
     return replace(tensors, **placed)
 
 
@@ -57,8 +73,13 @@ def paged(tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Ten
 
 def decode(memory: Memory) -> None:
     """Split rows and whole ones, an empty sequence; every program hands a part to another."""
-    for kv_len, num_programs, head_blocks in (([33, 0, 1, 16, 70], 4, 1), ([90], 7, 2)):
-        case = Case(kv_len, [1] * len(kv_len), HEADS, DIMS, PAGE_SIZE, spread=True)
+    for kv_len, num_programs, head_blocks, scores in (
+        ([33, 0, 1, 16, 70], 4, 1, {}),
+        ([90], 7, 2, {}),
+        ([90, 80], 3, 1, SCORES),
+        ([20, 20, 200], 5, 1, {**SCORES, "window_left": 100}),  # the last row is shared by two programs
+    ):
+        case = Case(kv_len, [1] * len(kv_len), HEADS, DIMS, PAGE_SIZE, spread=True, **scores)
         tiles = replace(DECODE_TILES, head_blocks=head_blocks)
         tensors = attention(memory, case)
         words = decode_partials_words(
@@ -67,7 +88,13 @@ def decode(memory: Memory) -> None:
         partials = memory.put(torch.full((words,), float("nan")))
         schedule = memory.put(torch.full((decode_schedule_words(num_programs, len(kv_len)),), GARBAGE).int())
         launch_decode_schedule(
-            tensors.kv_len, tensors.q_len, schedule, num_kv_heads=HEADS[1], num_programs=num_programs, tiles=tiles
+            tensors.kv_len,
+            tensors.q_len,
+            schedule,
+            window_left=case.window_left,
+            num_kv_heads=HEADS[1],
+            num_programs=num_programs,
+            tiles=tiles,
         )
         launch_paged_decode(
             *paged(tensors),
@@ -75,7 +102,9 @@ def decode(memory: Memory) -> None:
             partials,
             tensors.out,
             tensors.lse,
-            scale=tensors.scale,
+            tensors.sinks,
+            tensors.slopes,
+            scores=tensors.scores,
             num_programs=num_programs,
             tiles=tiles,
         )
@@ -85,8 +114,14 @@ def decode(memory: Memory) -> None:
 
 def extend(memory: Memory) -> None:
     """A prefix, a prompt, a padded tail; head dims that fill their tiles and some that do not; full pages or tails."""
-    for dims, prefix in ((DIMS, 19), ((16, 16), 18)):
-        case = Case([prefix + 2, 18, 0], [2, 18, 0], HEADS, dims, PAGE_SIZE, tail=3, spread=True)
+    for heads, dims, prefix, scores in (
+        (HEADS, DIMS, 19, {}),
+        (HEADS, (16, 16), 18, {}),
+        (HEADS, (16, 16), 43, SCORES),
+        ((20, 1), DIMS, 43, SCORES),  # more than a tile has rows
+        (HEADS, DIMS, 19, {"causal": False}),
+    ):
+        case = Case([prefix + 2, 18, 0], [2, 18, 0], heads, dims, PAGE_SIZE, tail=3, spread=True, **scores)
         tensors = attention(memory, case)
         num_tokens = tensors.q.shape[0]
         sizes: dict[str, Any] = {"gqa_ratio": tensors.gqa_ratio, "tiles": EXTEND_TILES}
@@ -98,7 +133,9 @@ def extend(memory: Memory) -> None:
             schedule,
             tensors.out,
             tensors.lse,
-            scale=tensors.scale,
+            tensors.sinks,
+            tensors.slopes,
+            scores=tensors.scores,
             max_q_len=18,
             tiles=EXTEND_TILES,
         )
@@ -109,7 +146,7 @@ def extend(memory: Memory) -> None:
 def decode_schedule(memory: Memory) -> None:
     """The words of the host twin."""
     kv_len, q_len = [33, 0, 1, 50, 70], [1, 1, 1, 2, 1]
-    settings: dict[str, Any] = {"num_kv_heads": 2, "num_programs": 4, "tiles": DECODE_TILES}
+    settings: dict[str, Any] = {"window_left": -1, "num_kv_heads": 2, "num_programs": 4, "tiles": DECODE_TILES}
     schedule = memory.put(torch.full((decode_schedule_words(4, 5),), GARBAGE).int())
     launch_decode_schedule(memory.put(ints(kv_len)), memory.put(ints(q_len)), schedule, **settings)
     assert schedule.tolist() == schedules.decode_schedule(kv_len, q_len, **settings)

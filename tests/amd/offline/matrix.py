@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.guards import Guards
+from rocm_attn.head_weights import HeadWeights
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
 from rocm_attn.problem import Problem
 from rocm_attn.providers.triton import TRITON
@@ -55,9 +56,9 @@ class Row:
         return f"{self.arch}-{q_heads}x{kv_heads}-{head_dim}-{v_head_dim}-{dtype}-page{self.page_size}-{pool}_2gib"
 
     @property
-    def problem(self) -> Problem:
-        """The layer that the row is about."""
-        return Problem(
+    def problems(self) -> list[Problem]:
+        """The layer that the row is about: plain, and with what scores have in the models of its head_dim."""
+        plain = Problem(
             num_q_heads=self.heads[0],
             num_kv_heads=self.heads[1],
             head_dim=self.dims[0],
@@ -66,6 +67,11 @@ class Row:
             page_size=self.page_size,
             scale=self.dims[0] ** -0.5,
         )
+        if self.dims[0] == 64:  # gpt-oss
+            return [plain, replace(plain, window_left=127, has_sinks=True)]
+        if self.dims[0] == 80:
+            return [plain, replace(plain, has_alibi_slopes=True), replace(plain, causal=False)]
+        return [plain, replace(plain, window_left=4095, logits_soft_cap=50.0)]  # Gemma 2
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -111,16 +117,16 @@ ROWS = (
 
 
 def launch_all(row: Row) -> None:
-    """Every kernel that the runtime launches for the row's layer; under an offline driver they are only compiled.
+    """Every kernel that the runtime launches for the row's layers; under an offline driver they are only compiled.
 
     The pool's size changes only kernels that read or write pages, so rows above 2 GiB launch those alone. So do rows
     for NVIDIA, where the rest is tested by running it.
     """
-    problem = row.problem
-    page_bytes = problem.page_size * problem.num_kv_heads * min(row.dims) * row.dtype.itemsize
+    problems = row.problems
+    page_bytes = row.page_size * row.heads[1] * min(row.dims) * row.dtype.itemsize
     pool_bytes = LARGE_POOL_BYTES if row.is_large else SMALL_POOL_BYTES
     runtime = AttentionRuntime(
-        [problem],
+        problems,
         device=torch.device("cpu"),
         # One more than fit, so that a large pool is above the limit and not at it.
         num_pages=pool_bytes // page_bytes + 1,
@@ -130,6 +136,8 @@ def launch_all(row: Row) -> None:
         target=known_target(row.arch),
         guards=Guards().without("echo_check"),  # kernels that are only compiled answer nothing
     )
+    for layer, problem in enumerate(problems):
+        runtime.head_weights.set(layer, HeadWeights.random(problem, torch.Generator()))
     rows = [runtime.table.admit() for _ in range(16)]
     for table_row in rows:
         runtime.table.reserve(table_row, KV_LEN)
@@ -158,20 +166,21 @@ def _launch_step(
     runtime: AttentionRuntime, batch: StepBatch, *, pad_to: int | None = None, with_lse: bool = False
 ) -> None:
     step = runtime.begin_step(batch, pad_to)
-    problem = runtime.selections[0].problem
     num_tokens = step.token_ids.shape[0]
+    for layer, problem in enumerate(selection.problem for selection in runtime.selections):
 
-    def empty(num_heads: int, dim: int) -> Tensor:
-        return torch.empty(num_tokens, num_heads, dim, dtype=problem.dtype)
+        def empty(num_heads: int, dim: int, dtype: torch.dtype = problem.dtype) -> Tensor:
+            return torch.empty(num_tokens, num_heads, dim, dtype=dtype)
 
-    runtime.store_and_attend(
-        0,
-        empty(problem.num_q_heads, problem.head_dim),
-        empty(problem.num_kv_heads, problem.head_dim),
-        empty(problem.num_kv_heads, problem.v_head_dim),
-        empty(problem.num_q_heads, problem.v_head_dim),
-        torch.empty(num_tokens, problem.num_q_heads) if with_lse else None,
-    )
+        heads = problem.num_q_heads
+        runtime.store_and_attend(
+            layer,
+            empty(heads, problem.head_dim),
+            empty(problem.num_kv_heads, problem.head_dim),
+            empty(problem.num_kv_heads, problem.v_head_dim),
+            empty(heads, problem.v_head_dim),
+            torch.empty(num_tokens, heads) if with_lse else None,
+        )
     runtime.end_step()
 
 

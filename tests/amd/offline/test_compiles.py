@@ -106,7 +106,7 @@ def test_every_tuning_row_is_in_the_matrix(arch: str) -> None:
     """At both pool sizes on AMD, where the size changes the code."""
     for is_large in (False, True) if arch in AMD_ARCHS else (False,):
         compiled: set[int] = set()
-        for problem in (row.problem for row in ROWS if row.arch == arch and row.is_large == is_large):
+        for problem in (row.problems[0] for row in ROWS if row.arch == arch and row.is_large == is_large):
             for tiles_for in (decode_tiles, extend_tiles):
                 tiles = tiles_for(
                     arch,

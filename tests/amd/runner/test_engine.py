@@ -313,11 +313,13 @@ def test_the_pool_is_as_large_as_needed_and_no_larger_than_allowed(
     assert (report.num_pages, report.max_kv_len) == (num_pages, max_kv_len)
 
 
-def test_a_window_that_sequences_outgrow_needs_a_kernel_for_it(loaded: LoadedModel) -> None:
-    attention = replace(CONFIG.attention, window_left=(-1, 31))
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_window_that_sequences_outgrow_hides_what_lies_before_it(graphs: bool, loaded: LoadedModel) -> None:
+    attention = replace(CONFIG.attention, window_left=(-1, 3))
     windowed = replace(loaded, config=replace(CONFIG, attention=attention))
-    requests = some_requests(3)
-    short = engine(windowed, max_kv_len=32)
-    assert tokens_of(short.generate(requests)) == tokens_of(engine(loaded, max_kv_len=32).generate(requests))
-    with pytest.raises(Unsupported, match="window"):
-        engine(windowed, max_kv_len=33)
+    completions = engine(windowed, graphs=graphs).generate(some_requests())
+    for request, completion in zip(some_requests(), completions, strict=True):
+        whole = torch.tensor(request.prompt_token_ids + completion.token_ids)
+        best = dense_logits(windowed, whole).argmax(-1)[len(request.prompt_token_ids) - 1 : -1]
+        assert completion.token_ids == tuple(best.tolist())
+    assert tokens_of(completions) != tokens_of(engine(loaded).generate(some_requests()))

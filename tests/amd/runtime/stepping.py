@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.head_weights import HeadWeights
+from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.select import Selection
 from rocm_attn.reference import attend_sequence
 from rocm_attn.runtime import AttentionRuntime, Step
@@ -33,9 +34,25 @@ def small_problem(
     num_kv_heads: int = 2,
     head_dim: int = 16,
     v_head_dim: int = 16,
+    window_left: int = UNLIMITED_WINDOW,
+    logits_soft_cap: float = 0.0,
+    has_sinks: bool = False,
+    has_alibi_slopes: bool = False,
 ) -> Problem:
-    """Six query heads over two KV heads, with rows of 16, unless said otherwise."""
-    return Problem(num_q_heads, num_kv_heads, head_dim, v_head_dim, dtype, page_size, scale=0.3)
+    """Six query heads over two KV heads, with rows of 16 and plain scores, unless said otherwise."""
+    return Problem(
+        num_q_heads,
+        num_kv_heads,
+        head_dim,
+        v_head_dim,
+        dtype,
+        page_size,
+        scale=0.3,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        has_sinks=has_sinks,
+        has_alibi_slopes=has_alibi_slopes,
+    )
 
 
 @dataclass
@@ -91,11 +108,13 @@ class World:
             target=target,
             selections=selections,
         )
-        for layer in range(len(problems)):
+        generator = torch.Generator().manual_seed(seed)
+        for layer, problem in enumerate(problems):
             pages = runtime.pool.layer(layer)
             pages.k[1:] = float("nan")
             pages.v[1:] = float("nan")
-        return cls(runtime, problems, torch.Generator().manual_seed(seed))
+            runtime.head_weights.set(layer, HeadWeights.random(problem, generator).to(runtime.device))
+        return cls(runtime, problems, generator)
 
     def random(self, *shape: int) -> Tensor:
         dtype = self.problems[0].dtype
@@ -183,7 +202,8 @@ class World:
         first = 0
         for request, new in zip(requests, q_len, strict=True):
             rows = slice(first, first + new)
-            want, want_lse = attend_sequence(q[rows], request.k[layer], request.v[layer], problem)
+            weights = self.runtime.head_weights.of(layer)
+            want, want_lse = attend_sequence(q[rows], request.k[layer], request.v[layer], problem, weights)
             assert_attention_close(out[rows], want, problem.dtype)
             if lse is not None:
                 assert_lse_close(lse[rows], want_lse, problem.dtype)

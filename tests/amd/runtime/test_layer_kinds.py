@@ -1,0 +1,103 @@
+"""Layers with windows, soft caps, sinks and slopes beside plain ones, through whole steps, against the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rocm_attn.errors import BadTensor, Unsupported, WrongState
+from rocm_attn.head_weights import HeadWeights
+from rocm_attn.problem import Problem
+from rocm_attn.providers.select import select
+from rocm_attn.providers.triton import TRITON
+from rocm_attn.target import known_target
+from tests.amd.runtime.stepping import World, providers, small_problem
+
+GEMMA2 = [small_problem(window_left=6, logits_soft_cap=1.5), small_problem(logits_soft_cap=1.5)]
+GPT_OSS = [small_problem(window_left=5, has_sinks=True), small_problem(has_sinks=True)]
+BLOOM = [small_problem(has_alibi_slopes=True)]
+FAMILIES = {"gemma2": GEMMA2, "gpt_oss": GPT_OSS, "bloom": BLOOM, "all": [*GEMMA2, *GPT_OSS, *BLOOM]}
+
+
+@pytest.mark.parametrize("provider", providers())
+@pytest.mark.parametrize("problems", FAMILIES.values(), ids=FAMILIES)
+def test_every_kind_of_layer_equals_the_oracle(problems: list[Problem], provider: str, device: torch.device) -> None:
+    world = World.build(problems, device, provider)
+    old, new = world.admit(), world.admit()
+    world.step([old], [11])
+    for chunk in (5, 1, 4, 3):
+        world.step([old, new], [1, chunk])
+    world.step([new, old], [2, 9], pad_to=5)
+    for _ in range(3):
+        world.step([new, old], [1, 1], pad_to=4)
+    world.step([], [])
+    assert world.page_zero_is_zero()
+
+
+def test_layers_that_differ_have_kernels_of_their_own(device: torch.device) -> None:
+    world = World.build([*GPT_OSS, GPT_OSS[0]], device, "torch")
+    assert [selection.problem for selection in world.runtime.selections] == GPT_OSS
+
+
+def test_a_step_wants_the_sinks_of_every_layer(device: torch.device) -> None:
+    world = World.build(GPT_OSS, device, "torch")
+    world.runtime.head_weights = type(world.runtime.head_weights)(GPT_OSS, world.runtime.device)
+    with pytest.raises(WrongState, match=r"layer 0 has sinks that were never given; call head_weights\.set"):
+        world.step([world.admit()], [3])
+
+
+BAD_WEIGHTS = {
+    "none": (HeadWeights(), "layer 0 has sinks and none were given"),
+    "of another layer": (HeadWeights(torch.zeros(6), torch.zeros(6)), "alibi_slopes were given to layer 0, whose"),
+    "too many": (HeadWeights(torch.zeros(7)), r"sinks has shape \[7\]; the layer needs \[6\], one a query head"),
+    "one for each row": (HeadWeights(torch.zeros(6, 1)), r"sinks has shape \[6, 1\]"),
+    "half": (HeadWeights(torch.zeros(6, dtype=torch.float16)), "sinks is torch.float16; it must be torch.float32"),
+    "with gaps": (HeadWeights(torch.zeros(12)[::2]), "sinks has stride 2; it must be contiguous"),
+}
+
+
+@pytest.mark.parametrize(("weights", "complaint"), BAD_WEIGHTS.values(), ids=BAD_WEIGHTS)
+def test_weights_that_do_not_fit_are_refused_and_change_nothing(
+    weights: HeadWeights, complaint: str, device: torch.device
+) -> None:
+    world = World.build(GPT_OSS, device, "torch")
+    before = world.runtime.head_weights.of(0)
+    with pytest.raises(BadTensor, match=complaint):
+        world.runtime.head_weights.set(0, weights.to(world.runtime.device))
+    assert world.runtime.head_weights.of(0) is before
+    world.step([world.admit()], [3])
+
+
+def test_a_layer_that_does_not_exist_is_refused(device: torch.device) -> None:
+    world = World.build(GPT_OSS, device, "torch")
+    with pytest.raises(BadTensor, match="layer 2 does not exist; the runtime has layers 0 to 1"):
+        world.runtime.head_weights.set(2, HeadWeights())
+
+
+def test_weights_on_another_device_are_refused(device: torch.device) -> None:
+    world = World.build(GPT_OSS, device, "torch")
+    with pytest.raises(BadTensor, match="sinks is on meta; the runtime is on"):
+        world.runtime.head_weights.set(0, HeadWeights(torch.zeros(6, device="meta")))
+
+
+def test_what_graphs_read_includes_the_head_weights(device: torch.device) -> None:
+    world = World.build([*GPT_OSS, *BLOOM], device, "torch")
+    assert {"sinks_0", "sinks_1", "alibi_slopes_2"} <= set(world.runtime.sealed_tensors())
+
+
+def test_a_kernel_without_a_feature_is_refused_by_name() -> None:
+    """What a row of the capability table does not say, it does not serve."""
+    limits = replace(TRITON.rows[0].limits, window=False, soft_cap=False, sinks=False, alibi=False, non_causal=False)
+    problem = replace(small_problem(logits_soft_cap=3.0, has_sinks=True, has_alibi_slopes=True), causal=False)
+    refusals = limits.refusals(problem, known_target("gfx942"))
+    assert refusals == ("no logits soft cap (3)", "no attention sinks", "no ALiBi slopes", "only causal attention")
+    assert limits.refusals(small_problem(window_left=3), known_target("gfx942")) == (
+        "no sliding window (window_left 3)",
+    )
+
+
+def test_aiter_is_not_chosen_for_what_it_was_not_bound_for() -> None:
+    with pytest.raises(Unsupported, match="aiter"):
+        select(small_problem(has_alibi_slopes=True), known_target("gfx942"), "aiter")

@@ -3,8 +3,8 @@
     out[token] = softmax(scores of q[token] . K^T) V        K, V: the keys that the token sees (scores.py)
 
 A program takes one tile of the schedule and the query heads of one KV head (or as many as fit): rows of a tile are
-[token, head], so K and V are loaded once for all of them. Keys that every row sees go without masks; the edge of the
-window comes before them and the diagonal behind, under masks with other=0.0: what no row sees may be NaN.
+[token, head], so K and V are loaded once for all of them. Keys that every row sees come first, without masks; then the
+diagonal, under masks with other=0.0: what no row sees may be NaN. With a window every step is masked.
 """
 
 from __future__ import annotations
@@ -194,24 +194,23 @@ def _extend_kernel(
         slope = tl.zeros([BLOCK_M], tl.float32)
         if slopes is not None:
             slope = tl.load(slopes + head, mask=is_row, other=0.0) * LOG2_E
-        # Keys [first_key, end_key) are seen by some row, steps [full_step, edge_step) by all of them. The padded tail
-        # belongs to no sequence and sees no key. Not a branch: accumulators across one cost registers.
+        # Keys [first_key, end_key) are seen by some row, those before edge_step by all. The padded tail belongs to no
+        # sequence and sees no key. Not a branch: accumulators across one cost registers.
+        first_key = 0
         if CAUSAL:
             end_key = tl.where(seq >= 0, first_kv_index + num_tokens, 0)
             edge_step = tl.where(seq >= 0, (first_kv_index + 1) // BLOCK_N, 0)
         else:
             end_key = tl.load(kv_len + seq, mask=seq >= 0, other=0)
             edge_step = end_key // BLOCK_N
-        first_key = 0
-        full_step = 0
         if WINDOWED:
+            # Masks all the way: a loop of its own for what lies between the edges spills.
             first_key = tl.maximum(first_kv_index - window_left, 0)
-            full_step = tl.cdiv(tl.maximum(end_key - 1 - window_left, 0), BLOCK_N)
-            edge_step = tl.maximum(edge_step, full_step)
+            edge_step = first_key // BLOCK_N
         acc = tl.zeros([BLOCK_M, V_BLOCK], tl.float32)
         maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        if WINDOWED:
+        if not WINDOWED:
             acc, maximum, total = _attend_steps(
                 acc,
                 maximum,
@@ -220,8 +219,8 @@ def _extend_kernel(
                 k_head,
                 v_head,
                 pages,
-                first_key // BLOCK_N,
-                tl.minimum(full_step, tl.cdiv(end_key, BLOCK_N)),
+                0,
+                edge_step,
                 first_key,
                 end_key,
                 row_kv_index,
@@ -240,50 +239,14 @@ def _extend_kernel(
                 V_BLOCK,
                 PAGE_SIZE,
                 BLOCK_N,
-                True,
+                False,
                 CAUSAL,
                 WINDOWED,
                 CAPPED,
                 slopes is not None,
                 SAME_OFFSETS,
-                DIAGONAL_STAGES,
+                STAGES,
             )
-        acc, maximum, total = _attend_steps(
-            acc,
-            maximum,
-            total,
-            q_tile,
-            k_head,
-            v_head,
-            pages,
-            full_step,
-            edge_step,
-            first_key,
-            end_key,
-            row_kv_index,
-            window_left,
-            slope,
-            qk_scale,
-            tanh_scale,
-            width,
-            kp_page,
-            kp_token,
-            vp_page,
-            vp_token,
-            HEAD_DIM,
-            V_HEAD_DIM,
-            K_BLOCK,
-            V_BLOCK,
-            PAGE_SIZE,
-            BLOCK_N,
-            False,
-            CAUSAL,
-            WINDOWED,
-            CAPPED,
-            slopes is not None,
-            SAME_OFFSETS,
-            STAGES,
-        )
         acc, maximum, total = _attend_steps(
             acc,
             maximum,
@@ -318,7 +281,7 @@ def _extend_kernel(
             CAPPED,
             slopes is not None,
             SAME_OFFSETS,
-            DIAGONAL_STAGES,
+            STAGES if WINDOWED else DIAGONAL_STAGES,
         )
         if sinks is not None:
             sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))

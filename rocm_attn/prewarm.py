@@ -21,6 +21,7 @@ from torch import Tensor
 from rocm_attn.errors import BadSetting
 from rocm_attn.graphs import Progress, capture_shapes, shape_name
 from rocm_attn.guards import guards_from_settings
+from rocm_attn.head_weights import HeadWeights
 from rocm_attn.index_spaces import num_pages as pages_of
 from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.probe_requests import typical_q_len
@@ -127,7 +128,7 @@ def _runtime(
             raise BadSetting(f"AITER compiles its kernels on the GPU that runs them; prewarm it on a {target.arch}")
         provider = "triton"
         guards = guards.without("echo_check")  # kernels that are only compiled answer nothing
-    return AttentionRuntime(
+    runtime = AttentionRuntime(
         kinds,
         device=device,
         target=target,
@@ -139,6 +140,10 @@ def _runtime(
         capture_tokens=sizes.capture_tokens,
         guards=guards,
     )
+    for layer, problem in enumerate(kinds):
+        weights = HeadWeights.random(problem, torch.Generator(runtime.device))
+        runtime.head_weights.set(layer, weights)
+    return runtime
 
 
 def _steps(runtime: AttentionRuntime) -> Iterator[tuple[PaddedShape, list[int]]]:

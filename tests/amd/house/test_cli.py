@@ -120,11 +120,12 @@ def test_explain_json_is_one_object_with_the_same_content(tmp_path: Path, capsys
 def test_explain_lists_every_reason_when_layers_are_not_served(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["explain", config_file(tmp_path, GEMMA2), "--arch", "gfx942"]) == FAILED
+    wide = {**GEMMA2, "head_dim": 320}
+    assert main(["explain", config_file(tmp_path, wide), "--arch", "gfx942"]) == FAILED
     printed = capsys.readouterr()
     assert "2 layers (0, 2): " in printed.out
     assert "2 layers (1, 3): " in printed.out
-    assert "not served: decode: triton.decode: sliding windows are not served yet (window_left 4095)" in printed.out
+    assert "not served: decode: triton.decode: head_dim 320 is outside 1..256" in printed.out
     assert "kinds of layer have no kernel on gfx942" in printed.err
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from rocm_attn.guards import Guards
 from rocm_attn.head_weights import HeadWeights
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
-from rocm_attn.problem import Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.triton import TRITON
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step_batch import StepBatch
@@ -72,8 +72,8 @@ class Row:
         if self.dims[0] == 80:
             return [plain, replace(plain, has_alibi_slopes=True), replace(plain, causal=False)]
         # Gemma 2; in float32, which no model is served in, a window costs sm_90 8 bytes of spilled registers.
-        window = {} if self.dtype == torch.float32 else {"window_left": 4095}
-        return [plain, replace(plain, logits_soft_cap=50.0, **window)]
+        window_left = UNLIMITED_WINDOW if self.dtype == torch.float32 else 4095
+        return [plain, replace(plain, logits_soft_cap=50.0, window_left=window_left)]
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -125,6 +125,12 @@ def test_another_arch_has_kernels_of_its_own() -> None:
     assert other.cached == {}
 
 
+def test_layers_with_weights_of_their_own_are_prewarmed() -> None:
+    report = prewarmed(replace(PROBLEM, window_left=31, has_sinks=True))
+    assert report.compiled["_decode_kernel"] > 0
+    assert report.compiled["_extend_kernel"] > 0
+
+
 def test_progress_counts_every_step_that_is_run() -> None:
     seen: list[tuple[int, int, str]] = []
     target, device = known_target(ARCH), torch.device("cpu")

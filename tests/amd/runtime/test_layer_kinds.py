@@ -92,9 +92,14 @@ def test_a_kernel_without_a_feature_is_refused_by_name() -> None:
     limits = replace(TRITON.rows[0].limits, window=False, soft_cap=False, sinks=False, alibi=False, non_causal=False)
     problem = replace(small_problem(logits_soft_cap=3.0, has_sinks=True, has_alibi_slopes=True), causal=False)
     refusals = limits.refusals(problem, known_target("gfx942"))
-    assert refusals == ("no logits soft cap (3)", "no attention sinks", "no ALiBi slopes", "only causal attention")
+    assert refusals == (
+        "a logits soft cap is not served yet (3)",
+        "attention sinks are not served yet",
+        "ALiBi slopes are not served",
+        "only causal attention is served",
+    )
     assert limits.refusals(small_problem(window_left=3), known_target("gfx942")) == (
-        "no sliding window (window_left 3)",
+        "sliding windows are not served yet (window_left 3)",
     )
 
 

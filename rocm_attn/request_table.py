@@ -102,6 +102,7 @@ class RequestTable:
         self._free_pages = list(range(num_pages - 1, RESERVED_PAGE, -1))
         self._free_rows = list(range(max_num_seqs, RESERVED_ROW, -1))
         self._seen = np.zeros(max_num_seqs + 1, np.int32)
+        self._rows_checked = b""
         self._order = np.arange(max_num_seqs, dtype=np.int32)
 
     @property
@@ -237,18 +238,27 @@ class RequestTable:
     def check_batch(self, batch: StepBatch) -> None:
         """Raise BadBatch unless every row is admitted, named once, and has room for its kv_len."""
         rows = batch.rows
-        if batch.num_seqs == 0:
+        if len(rows) == 0:
             return
+        # The rows of a step are mostly those of the step before it, and comparing bytes costs next to nothing.
+        named = rows.tobytes()
+        if named != self._rows_checked:
+            self._check_rows(rows)
+            self._rows_checked = named
+        reserved = self._reserved_len.take(rows)  # -1 in rows that are not admitted, the reserved row among them
+        short = reserved < batch.kv_len
+        if short[short.argmax()]:
+            self._refuse_rows(rows)
+            self._refuse_lengths(batch)
+
+    def _check_rows(self, rows: Int32Array) -> None:
+        """Raise BadBatch unless all rows are in the table and none is named twice."""
         # Read as unsigned, a negative row is a huge one.
         if np.maximum.reduce(rows.view(np.uint32)) >= len(self._capacity):
             self._refuse_rows(rows)
-        reserved = self._reserved_len[rows]  # -1 in rows that are not admitted, the reserved row among them
-        if (reserved < batch.kv_len).any():
-            self._refuse_rows(rows)
-            self._refuse_lengths(batch)
-        order = self._order[: batch.num_seqs]
-        if len(order) < batch.num_seqs:
-            raise BadBatch(f"{batch.num_seqs} sequences in one step, but the table has {len(self._order)} rows")
+        if len(rows) > len(self._order):
+            raise BadBatch(f"{len(rows)} sequences in one step, but the table has {len(self._order)} rows")
+        order = self._order[: len(rows)]
         self._seen[rows] = order
         if (self._seen[rows] != order).any():
             seq = int(np.argmax(self._seen[rows] != order))

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Every measurement of benchmarks/ that needs a GPU and no other library, then the page that shows them:
+#   bash benchmarks/on_gpu.sh [NAME]
+# NAME is the machine's in the names of the result files (h200).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+readonly name=${1:-h200} results=benchmarks/results
+
+failures=0
+# measure SCRIPT OPTION...: one script's result file; one that misses its target is noted, and the others still run.
+measure() {
+    local script=$1
+    shift
+    python -m "benchmarks.$script" "$@" --out "$results/${script}_$name.json" || failures=$((failures + 1))
+}
+
+measure host_time
+measure fill_time
+measure graph_cost
+measure soak --steps 20000 --seed 11
+python -m benchmarks.make_tables
+exit $((failures > 0))

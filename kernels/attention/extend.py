@@ -281,7 +281,7 @@ def _extend_kernel(
             CAPPED,
             slopes is not None,
             SAME_OFFSETS,
-            STAGES if WINDOWED else DIAGONAL_STAGES,
+            DIAGONAL_STAGES,
         )
         if sinks is not None:
             sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))

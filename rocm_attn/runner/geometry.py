@@ -7,7 +7,7 @@ the rest of the model is made of.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,11 +18,11 @@ from rocm_attn.runner.fields import Fields
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionGeometry:
-    """The attention layers of a model; v rows are as long as q and k rows, but for latent attention.
+class AttentionLayer:
+    """One attention layer of a model; v rows are as long as q and k rows, but for latent attention.
 
     scale:       factor on q.k before the softmax
-    window_left: [layers] previous keys a query sees besides its own; -1: all of them
+    window_left: previous keys a query sees besides its own; -1: all of them
     latent_dim:  of latent attention, elements of a token's one row that are V, its first ones; 0: K and V of their own
     """
 
@@ -30,12 +30,12 @@ class AttentionGeometry:
     num_kv_heads: int
     head_dim: int
     scale: float
-    window_left: tuple[int, ...]
+    window_left: int = UNLIMITED_WINDOW
     logits_soft_cap: float = 0.0
     has_sinks: bool = False
     latent_dim: int = 0
 
-    def on_one_of(self, num_ranks: int) -> AttentionGeometry:
+    def on_one_of(self, num_ranks: int) -> AttentionLayer:
         """The part of one tensor-parallel rank. KV heads that are fewer than the ranks are held by several.
 
         Raises BadSetting where the heads do not divide evenly.
@@ -48,29 +48,50 @@ class AttentionGeometry:
             )
         return replace(self, num_q_heads=self.num_q_heads // num_ranks, num_kv_heads=kv_heads // num_ranks)
 
+    def problem(self, *, dtype: torch.dtype, page_size: int) -> Problem:
+        """The layer as the attention runtime takes it. Raises BadProblem."""
+        return Problem(
+            num_q_heads=self.num_q_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            v_head_dim=self.latent_dim or self.head_dim,
+            dtype=dtype,
+            page_size=page_size,
+            scale=self.scale,
+            window_left=self.window_left,
+            logits_soft_cap=self.logits_soft_cap,
+            has_sinks=self.has_sinks,
+            pool=PoolKind.LATENT if self.latent_dim else PoolKind.SPLIT,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGeometry:
+    """The attention layers of a model; no two need be alike."""
+
+    layers: tuple[AttentionLayer, ...]
+
+    @classmethod
+    def with_windows(cls, layer: AttentionLayer, window_left: Sequence[int]) -> AttentionGeometry:
+        """Layers that are alike but for their windows. window_left: [layers]"""
+        return cls(tuple(replace(layer, window_left=left) for left in window_left))
+
+    def on_one_of(self, num_ranks: int) -> AttentionGeometry:
+        """The part of one tensor-parallel rank; see AttentionLayer. Raises BadSetting."""
+        return AttentionGeometry(tuple(layer.on_one_of(num_ranks) for layer in self.layers))
+
     def without_idle_windows(self, max_kv_len: int) -> AttentionGeometry:
         """The same layers for sequences up to max_kv_len: a window that none of them outgrows is no window."""
-        window_left = tuple(UNLIMITED_WINDOW if left >= max_kv_len - 1 else left for left in self.window_left)
-        return replace(self, window_left=window_left)
+        return AttentionGeometry(
+            tuple(
+                replace(layer, window_left=UNLIMITED_WINDOW) if layer.window_left >= max_kv_len - 1 else layer
+                for layer in self.layers
+            )
+        )
 
     def problems(self, *, dtype: torch.dtype, page_size: int) -> tuple[Problem, ...]:
         """One Problem per layer. Raises BadProblem."""
-        return tuple(
-            Problem(
-                num_q_heads=self.num_q_heads,
-                num_kv_heads=self.num_kv_heads,
-                head_dim=self.head_dim,
-                v_head_dim=self.latent_dim or self.head_dim,
-                dtype=dtype,
-                page_size=page_size,
-                scale=self.scale,
-                window_left=window_left,
-                logits_soft_cap=self.logits_soft_cap,
-                has_sinks=self.has_sinks,
-                pool=PoolKind.LATENT if self.latent_dim else PoolKind.SPLIT,
-            )
-            for window_left in self.window_left
-        )
+        return tuple(layer.problem(dtype=dtype, page_size=page_size) for layer in self.layers)
 
 
 def layer_problems(
@@ -90,27 +111,37 @@ def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
     if architecture == _LATENT_FAMILY:
         return _latent_geometry(Fields(config, "config.json"))
     refuse_latent_attention(config)
+    fields = text_fields(config)
+    if fields.has("use_bidirectional_attention") and fields.flag("use_bidirectional_attention"):
+        raise Unsupported(f"{architecture} with use_bidirectional_attention: only causal attention is served")
+    num_q_heads = fields.count("num_attention_heads")
+    head_dim = _head_dim(fields, num_q_heads)
+    family = _FAMILIES[architecture]
+    layer = AttentionLayer(
+        num_q_heads=num_q_heads,
+        num_kv_heads=_num_kv_heads(fields, num_q_heads),
+        head_dim=head_dim,
+        scale=fields.positive("query_pre_attn_scalar", float(head_dim)) ** -0.5,
+        logits_soft_cap=fields.positive("attn_logit_softcapping") if fields.has("attn_logit_softcapping") else 0.0,
+        has_sinks=family.has_sinks,
+    )
+    return AttentionGeometry.with_windows(layer, family.windows(fields, fields.count("num_hidden_layers")))
+
+
+def text_fields(config: Mapping[str, object]) -> Fields:
+    """What a config.json says of its text model, with what the model's class knows where the file is silent.
+
+    Raises Unsupported for an architecture whose attention is not known.
+    """
+    architecture = architecture_of(config)
     if architecture not in _FAMILIES:
         raise Unsupported(
             f"the attention of {architecture} is not known; config.json must name one of "
             f"{', '.join((*_FAMILIES, _LATENT_FAMILY))}"
         )
-    family = _FAMILIES[architecture]
     text = config.get("text_config")
-    fields = Fields({**family.defaults, **(text if isinstance(text, Mapping) else config)}, "config.json")
-    if fields.has("use_bidirectional_attention") and fields.flag("use_bidirectional_attention"):
-        raise Unsupported(f"{architecture} with use_bidirectional_attention: only causal attention is served")
-    num_q_heads = fields.count("num_attention_heads")
-    head_dim = _head_dim(fields, num_q_heads)
-    return AttentionGeometry(
-        num_q_heads=num_q_heads,
-        num_kv_heads=_num_kv_heads(fields, num_q_heads),
-        head_dim=head_dim,
-        scale=fields.positive("query_pre_attn_scalar", float(head_dim)) ** -0.5,
-        window_left=family.windows(fields, fields.count("num_hidden_layers")),
-        logits_soft_cap=fields.positive("attn_logit_softcapping") if fields.has("attn_logit_softcapping") else 0.0,
-        has_sinks=family.has_sinks,
-    )
+    given = text if isinstance(text, Mapping) else config
+    return Fields({**_FAMILIES[architecture].defaults, **given}, "config.json")
 
 
 def architecture_of(config: Mapping[str, object]) -> str:
@@ -140,14 +171,14 @@ def _latent_geometry(fields: Fields) -> AttentionGeometry:
     sharper = 1.0
     if scaling.has("mscale_all_dim"):
         sharper = 0.1 * scaling.positive("mscale_all_dim") * math.log(scaling.positive("factor")) + 1
-    return AttentionGeometry(
+    layer = AttentionLayer(
         num_q_heads=fields.count("num_attention_heads"),
         num_kv_heads=1,
         head_dim=latent_dim + rope_dim,
         scale=(fields.count("qk_nope_head_dim") + rope_dim) ** -0.5 * sharper**2,
-        window_left=_no_window(fields, fields.count("num_hidden_layers")),
         latent_dim=latent_dim,
     )
+    return AttentionGeometry((layer,) * fields.count("num_hidden_layers"))
 
 
 def window_left(sliding_window: int) -> int:
@@ -250,15 +281,30 @@ _LATENT_FAMILY = "DeepseekV3ForCausalLM"
 
 _WINDOW_4096: dict[str, object] = {"sliding_window": 4096}
 _MISTRAL: dict[str, object] = {"num_key_value_heads": 8, "sliding_window": 4096}
-_GPT_OSS: dict[str, object] = {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128}
-_GEMMA3: dict[str, object] = {
+_GPT_OSS: dict[str, object] = {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "attention_bias": True,
+    "rms_norm_eps": 1e-5,
+}
+_GEMMA: dict[str, object] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
 }
-_GEMMA2: dict[str, object] = {**_GEMMA3, "attn_logit_softcapping": 50.0}
+_GEMMA2: dict[str, object] = {
+    **_GEMMA,
+    "vocab_size": 256_000,
+    "max_position_embeddings": 8192,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+_GEMMA3: dict[str, object] = {**_GEMMA, "vocab_size": 262_208, "max_position_embeddings": 131_072}
 
 _FAMILIES: dict[str, _Family] = {
     "LlamaForCausalLM": _Family(_no_window),

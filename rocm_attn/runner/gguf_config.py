@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from rocm_attn.errors import BadModel
 from rocm_attn.problem import UNLIMITED_WINDOW
-from rocm_attn.runner.config import ModelConfig
+from rocm_attn.runner.config import DenseMlp, LayerConfig, ModelConfig
 from rocm_attn.runner.fields import Fields
-from rocm_attn.runner.geometry import AttentionGeometry, window_left
+from rocm_attn.runner.gates import SwiGLU
+from rocm_attn.runner.geometry import AttentionLayer, window_left
 from rocm_attn.runner.gguf_file import GGUFFile
 from rocm_attn.runner.rope import (
     DivisorScaling,
@@ -38,28 +39,30 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     )
     if fields.has("expert_count"):
         raise BadModel(f"{file.name} is a mixture of experts, which the runner does not know")
-    attention = _attention(fields)
-    shapes = file.shapes()
-    return ModelConfig(
-        architecture=_ARCHITECTURES[kind],
+    attention, shapes = _attention(fields), file.shapes()
+    layer = LayerConfig(
         attention=attention,
         rope=_rope(fields, attention.head_dim, file.rope_divisors()),
+        mlp=DenseMlp(fields.count("feed_forward_length"), SwiGLU(), "model.layers.0.mlp.gate_proj.bias" in shapes),
+    )
+    return ModelConfig(
+        architecture=_ARCHITECTURES[kind],
+        layers=(layer,) * fields.count("block_count"),
         hidden_size=fields.count("embedding_length"),
-        intermediate_size=fields.count("feed_forward_length"),
         vocab_size=len(general.list("tokenizer.ggml.tokens")),
         context_len=fields.count("context_length"),
         rms_norm_eps=fields.positive("attention.layer_norm_rms_epsilon"),
         tied_embeddings="lm_head.weight" not in shapes,
         qkv_bias="model.layers.0.self_attn.q_proj.bias" in shapes,
         out_bias="model.layers.0.self_attn.o_proj.bias" in shapes,
-        mlp_bias="model.layers.0.mlp.gate_proj.bias" in shapes,
         qk_norm="model.layers.0.self_attn.q_norm.weight" in shapes,
         eos_token_ids=_end_tokens(general),
     )
 
 
-def _attention(fields: Fields) -> AttentionGeometry:
-    num_q_heads, num_layers = fields.count("attention.head_count"), fields.count("block_count")
+def _attention(fields: Fields) -> AttentionLayer:
+    """The attention of every layer."""
+    num_q_heads = fields.count("attention.head_count")
     num_kv_heads = fields.count("attention.head_count_kv", num_q_heads)
     hidden_size = fields.count("embedding_length")
     if num_q_heads % num_kv_heads or (not fields.has("attention.key_length") and hidden_size % num_q_heads):
@@ -78,12 +81,12 @@ def _attention(fields: Fields) -> AttentionGeometry:
         if fields.has("attention.sliding_window")
         else UNLIMITED_WINDOW
     )
-    return AttentionGeometry(
+    return AttentionLayer(
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        window_left=(window,) * num_layers,
+        window_left=window,
     )
 
 

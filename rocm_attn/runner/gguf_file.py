@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadModel
-from rocm_attn.runner.weights import Shape
+from rocm_attn.runner.tensors import Shape
 
 Float32Array = npt.NDArray[np.float32]
 

@@ -13,12 +13,14 @@ import torch
 from rocm_attn.errors import BadModel, BadSetting
 from rocm_attn.problem import DTYPES
 from rocm_attn.runner.chat_template import ChatTemplate
-from rocm_attn.runner.config import ModelConfig, config_from_json
+from rocm_attn.runner.config import ModelConfig
 from rocm_attn.runner.fields import Fields, read_json, read_text
 from rocm_attn.runner.gguf_config import config_from_gguf
 from rocm_attn.runner.gguf_file import GGUFFile
 from rocm_attn.runner.gguf_tokenizer import tokenizer_from_gguf
+from rocm_attn.runner.hf_config import config_from_json
 from rocm_attn.runner.safetensors_file import SafetensorsFiles
+from rocm_attn.runner.text_part import TextPart
 from rocm_attn.runner.tokenizer import Tokenizer
 from rocm_attn.runner.weights import ModelWeights, load_weights
 
@@ -94,11 +96,15 @@ def _load_gguf(path: Path, dtype: torch.dtype, device: torch.device) -> LoadedMo
 def _load_directory(directory: Path, dtype: torch.dtype, device: torch.device) -> LoadedModel:
     if not (directory / "config.json").is_file():
         raise BadModel(f"{directory} has no config.json; give the directory of a Hugging Face model")
-    config, tokenizer = config_from_json(read_json(directory / "config.json")), _tokenizer_of_directory(directory)
+    json = read_json(directory / "config.json")
+    config, tokenizer = config_from_json(json), _tokenizer_of_directory(directory)
     generation = Fields(_json_if_there(directory / "generation_config.json"), "generation_config.json")
     ends = dict.fromkeys(config.eos_token_ids + generation.ids("eos_token_id"))
     config = replace(config, eos_token_ids=tuple(ends))
-    weights = load_weights(SafetensorsFiles(directory), config, dtype=dtype, device=device)
+    files = SafetensorsFiles(directory)
+    # with a text_config beside it, the text model is one part of several
+    source = TextPart(files) if "text_config" in json else files
+    weights = load_weights(source, config, dtype=dtype, device=device)
     return LoadedModel(config, weights, tokenizer)
 
 

@@ -1,4 +1,4 @@
-"""Model: the forward pass of a Llama-family decoder, in plain torch around an attention runtime.
+"""Model: the forward pass of a decoder, in plain torch around an attention runtime.
 
 What an author of another model takes from here: forward() gets a Step whose tensors have padded sizes, hands every
 layer's q, k and v to the runtime, never asks how long anything is and never waits for the device. So the same code
@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rocm_attn.head_weights import HeadWeights, LayerHeadWeights
 from rocm_attn.runner.config import ModelConfig
+from rocm_attn.runner.mlp import inner_and_bias
 from rocm_attn.runner.rope import rotate
 from rocm_attn.runner.weights import LayerWeights, ModelWeights
 
@@ -35,7 +37,10 @@ class StepInputs(Protocol):
 
 
 class Attention(Protocol):
-    """What forward() asks of the attention runtime, once per layer."""
+    """What a model asks of the attention runtime: head_weights once, the rest once per layer and step."""
+
+    @property
+    def head_weights(self) -> LayerHeadWeights: ...
 
     def store_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Store k and v for the step's tokens, then attend.
@@ -52,23 +57,32 @@ class Model:
         self.config = config
         self.weights = weights
         self.runtime = runtime
-        self._cos_sin = config.rope.table(max_kv_len, weights.dtype, weights.device)
+        dtype = weights.dtype
+        self._cos_sin = {layer.rope: layer.rope.table(max_kv_len, dtype, weights.device) for layer in config.layers}
+        # rounded as the embeddings are: models with a scale were trained so
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+        for layer, layer_weights in enumerate(weights.layers):
+            if layer_weights.sinks is not None:
+                runtime.head_weights.set(layer, HeadWeights(sinks=layer_weights.sinks))
 
     def forward(self, step: StepInputs) -> Tensor:
         """Logits [S, vocab] of each sequence's last new token, in the weights' dtype."""
         hidden = F.embedding(step.token_ids, self.weights.embedding)
-        cos_sin = self._cos_sin.index_select(0, step.positions)
-        for layer, weights in enumerate(self.weights.layers):
-            attended = self._attend(layer, weights, self._norm(hidden, weights.attention_norm), cos_sin)
-            hidden = _add_linear(hidden, attended, weights.out, weights.out_bias)
-            mixed = _gated(F.linear(self._norm(hidden, weights.mlp_norm), weights.gate_up, weights.gate_up_bias))
-            hidden = _add_linear(hidden, mixed, weights.down, weights.down_bias)
+        if self._embedding_scale != 1.0:
+            hidden = hidden * self._embedding_scale
+        cos_sin = {rope: table.index_select(0, step.positions) for rope, table in self._cos_sin.items()}
+        for number, (layer, weights) in enumerate(zip(self.config.layers, self.weights.layers, strict=True)):
+            x = self._norm(hidden, weights.attention_norm)
+            attended = self._attend(number, weights, x, cos_sin[layer.rope])
+            hidden = self._add(hidden, attended, weights.out, weights.out_bias, weights.attention_out_norm)
+            inner, bias = inner_and_bias(self._norm(hidden, weights.mlp_norm), layer.mlp, weights.mlp)
+            hidden = self._add(hidden, inner, weights.mlp.down, bias, weights.mlp_out_norm)
         last = hidden.index_select(0, step.last_token_of_seq)
-        return F.linear(self._norm(last, self.weights.final_norm), self.weights.head)
+        return self._capped(F.linear(self._norm(last, self.weights.final_norm), self.weights.head))
 
     def _attend(self, layer: int, weights: LayerWeights, x: Tensor, cos_sin: Tensor) -> Tensor:
         """[T, num_q_heads * head_dim]: what the step's tokens see of their sequences."""
-        heads = self.config.attention
+        heads = self.config.layers[layer].attention
         num_rotated = heads.num_q_heads + heads.num_kv_heads
         qkv = F.linear(x, weights.qkv, weights.qkv_bias).view(x.shape[0], -1, heads.head_dim)
         qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
@@ -81,16 +95,18 @@ class Model:
         self.runtime.store_and_attend(layer, q, k, v, out)
         return out.flatten(1)
 
+    def _add(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None) -> Tensor:
+        """residual + x @ weight.T + bias, the latter two normalised where there is a norm for them."""
+        if norm is not None:
+            product = F.linear(x, weight)
+            return residual + self._norm(product if bias is None else product + bias, norm)
+        summed = torch.addmm(residual, x, weight.t())  # the sum with the residual costs no pass of its own
+        return summed if bias is None else summed.add_(bias)
+
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+        """Over the last dimension, in the dtype of the weight if that is the wider one."""
+        return F.rms_norm(x.to(weight.dtype), weight.shape, weight, self.config.rms_norm_eps).to(x.dtype)
 
-
-def _gated(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
-
-
-def _add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """residual + x @ weight.T + bias; the sum with the residual costs no pass of its own."""
-    summed = torch.addmm(residual, x, weight.t())
-    return summed if bias is None else summed.add_(bias)
+    def _capped(self, logits: Tensor) -> Tensor:
+        cap = self.config.logits_soft_cap
+        return (logits / cap).tanh() * cap if cap else logits

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rocm_attn.errors import BadModel
-from rocm_attn.runner.weights import Shape
+from rocm_attn.runner.tensors import Shape
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

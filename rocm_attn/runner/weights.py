@@ -6,42 +6,27 @@ matrices that meet the same input are joined, so that a layer makes four matrix 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadModel
-from rocm_attn.runner.config import ModelConfig
-
-Shape = tuple[int, ...]
-
-
-class TensorSource(Protocol):
-    """The tensors of a model file, under Hugging Face's names."""
-
-    @property
-    def name(self) -> str:
-        """What a message calls the file."""
-
-    def shapes(self) -> Mapping[str, Shape]:
-        """name -> shape of every tensor in the file."""
-
-    def read(self, name: str) -> Tensor:
-        """One tensor, of any floating dtype, on the CPU. Raises BadModel."""
+from rocm_attn.runner.config import LayerConfig, ModelConfig
+from rocm_attn.runner.mlp_weights import MlpWeights, mlp_shapes, read_mlp, with_bias
+from rocm_attn.runner.tensors import Shape, TensorReader, TensorSource
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """One layer. A matrix is [out, in]; a bias or norm that the model has not is None.
+    """One layer. A matrix is [out, in]; what the model has not is None.
 
-    qkv:     [(num_q_heads + 2 * num_kv_heads) * head_dim, hidden]; rows of q, then k, then v
-    out:     [hidden, num_q_heads * head_dim]
-    gate_up: [2 * intermediate, hidden]; rows of gate, then up
-    down:    [hidden, intermediate]
+    qkv:   [(num_q_heads + 2 * num_kv_heads) * head_dim, hidden]; rows of q, then k, then v
+    out:   [hidden, num_q_heads * head_dim]
+    sinks: float32 [num_q_heads]; see HeadWeights
     q_norm, k_norm: [head_dim]
+    attention_out_norm, mlp_out_norm: [hidden]; on what is added to the residual
     """
 
     attention_norm: Tensor
@@ -49,18 +34,18 @@ class LayerWeights:
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
+    sinks: Tensor | None
     out: Tensor
     out_bias: Tensor | None
+    attention_out_norm: Tensor | None
     mlp_norm: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    mlp: MlpWeights
+    mlp_out_norm: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelWeights:
-    """All weights of a model, of one dtype on one device.
+    """All weights of a model on one device, of one dtype but for what load_weights() says.
 
     embedding: [vocab, hidden]
     head:      [vocab, hidden]; the embedding itself where the model ties them
@@ -73,7 +58,7 @@ class ModelWeights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of every weight, and of the arithmetic."""
+        """Of the matrices, and of the arithmetic."""
         return self.embedding.dtype
 
     @property
@@ -90,33 +75,38 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
     }
     if not config.tied_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
-    for layer in range(config.num_layers):
-        shapes.update((f"model.layers.{layer}.{name}", shape) for name, shape in _layer_shapes(config))
+    for number, layer in enumerate(config.layers):
+        shapes.update((f"model.layers.{number}.{name}", shape) for name, shape in _layer_shapes(config, layer))
     return shapes
 
 
-def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    attention, hidden, intermediate = config.attention, config.hidden_size, config.intermediate_size
+def _layer_shapes(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str, Shape]]:
+    attention, hidden = layer.attention, config.hidden_size
     q_size = attention.num_q_heads * attention.head_dim
     kv_size = attention.num_kv_heads * attention.head_dim
-    matrices = (
-        ("self_attn.q_proj", (q_size, hidden), config.qkv_bias),
-        ("self_attn.k_proj", (kv_size, hidden), config.qkv_bias),
-        ("self_attn.v_proj", (kv_size, hidden), config.qkv_bias),
-        ("self_attn.o_proj", (hidden, q_size), config.out_bias),
-        ("mlp.gate_proj", (intermediate, hidden), config.mlp_bias),
-        ("mlp.up_proj", (intermediate, hidden), config.mlp_bias),
-        ("mlp.down_proj", (hidden, intermediate), config.mlp_bias),
-    )
-    for name, shape, has_bias in matrices:
-        yield f"{name}.weight", shape
-        if has_bias:
-            yield f"{name}.bias", shape[:1]
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        yield f"{name}.weight", (hidden,)
+    yield from with_bias("self_attn.q_proj", (q_size, hidden), config.qkv_bias)
+    yield from with_bias("self_attn.k_proj", (kv_size, hidden), config.qkv_bias)
+    yield from with_bias("self_attn.v_proj", (kv_size, hidden), config.qkv_bias)
+    yield from with_bias("self_attn.o_proj", (hidden, q_size), config.out_bias)
+    if attention.has_sinks:
+        yield "self_attn.sinks", (attention.num_q_heads,)
+    for name in _norm_names(config).values():
+        yield f"{name}.weight", (attention.head_dim if name.startswith("self_attn.") else hidden,)
+    yield from mlp_shapes(layer.mlp, hidden)
+
+
+def _norm_names(config: ModelConfig) -> dict[str, str]:
+    """Field of LayerWeights -> what files call the norm. With norms behind attention, one name means another norm."""
+    names = {"attention_norm": "input_layernorm"}
     if config.qk_norm:
-        for name in ("q_norm", "k_norm"):
-            yield f"self_attn.{name}.weight", (attention.head_dim,)
+        names |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+    if not config.out_norms:
+        return names | {"mlp_norm": "post_attention_layernorm"}
+    return names | {
+        "attention_out_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_out_norm": "post_feedforward_layernorm",
+    }
 
 
 def load_weights(
@@ -124,16 +114,17 @@ def load_weights(
 ) -> ModelWeights:
     """Every weight of the model, read one tensor at a time.
 
+    dtype: of all weights but sinks and norms with an offset, which are float32: 1 + w needs more digits than w
     Raises BadModel for a tensor that is missing, not expected, of another shape, or not finite.
     """
     _check_shapes(source, config)
-    assembly = _Assembly(source, expected_shapes(config), dtype, device)
-    embedding = assembly.join("model.embed_tokens.weight")
+    reader = TensorReader(source, expected_shapes(config), dtype, device)
+    embedding = reader.join("model.embed_tokens.weight")
     return ModelWeights(
         embedding=embedding,
-        layers=tuple(_layer(assembly, config, f"model.layers.{layer}.") for layer in range(config.num_layers)),
-        final_norm=assembly.join("model.norm.weight"),
-        head=embedding if config.tied_embeddings else assembly.join("lm_head.weight"),
+        layers=tuple(_layer(reader, config, number) for number in range(config.num_layers)),
+        final_norm=_norm(reader, config, "model.norm"),
+        head=embedding if config.tied_embeddings else reader.join("lm_head.weight"),
     )
 
 
@@ -161,46 +152,27 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
 
 
-def _layer(assembly: _Assembly, config: ModelConfig, prefix: str) -> LayerWeights:
-    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-    qkv = [f"{attention}{name}_proj" for name in "qkv"]
-    gate_up = [f"{mlp}gate_proj", f"{mlp}up_proj"]
+def _layer(reader: TensorReader, config: ModelConfig, number: int) -> LayerWeights:
+    layer, prefix = config.layers[number], f"model.layers.{number}."
+    qkv, out = [f"{prefix}self_attn.{name}_proj" for name in "qkv"], f"{prefix}self_attn.o_proj"
+    norms = {field: _norm(reader, config, prefix + name) for field, name in _norm_names(config).items()}
     return LayerWeights(
-        attention_norm=assembly.join(f"{prefix}input_layernorm.weight"),
-        qkv=assembly.join(*(f"{name}.weight" for name in qkv)),
-        qkv_bias=assembly.join(*(f"{name}.bias" for name in qkv)) if config.qkv_bias else None,
-        q_norm=assembly.join(f"{attention}q_norm.weight") if config.qk_norm else None,
-        k_norm=assembly.join(f"{attention}k_norm.weight") if config.qk_norm else None,
-        out=assembly.join(f"{attention}o_proj.weight"),
-        out_bias=assembly.join(f"{attention}o_proj.bias") if config.out_bias else None,
-        mlp_norm=assembly.join(f"{prefix}post_attention_layernorm.weight"),
-        gate_up=assembly.join(*(f"{name}.weight" for name in gate_up)),
-        gate_up_bias=assembly.join(*(f"{name}.bias" for name in gate_up)) if config.mlp_bias else None,
-        down=assembly.join(f"{mlp}down_proj.weight"),
-        down_bias=assembly.join(f"{mlp}down_proj.bias") if config.mlp_bias else None,
+        attention_norm=norms["attention_norm"],
+        qkv=reader.join(*(f"{name}.weight" for name in qkv)),
+        qkv_bias=reader.join(*(f"{name}.bias" for name in qkv)) if config.qkv_bias else None,
+        q_norm=norms.get("q_norm"),
+        k_norm=norms.get("k_norm"),
+        sinks=reader.in_float32(f"{prefix}self_attn.sinks") if layer.attention.has_sinks else None,
+        out=reader.join(f"{out}.weight"),
+        out_bias=reader.join(f"{out}.bias") if config.out_bias else None,
+        attention_out_norm=norms.get("attention_out_norm"),
+        mlp_norm=norms["mlp_norm"],
+        mlp=read_mlp(reader, layer.mlp, prefix),
+        mlp_out_norm=norms.get("mlp_out_norm"),
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Assembly:
-    """Reads tensors into joined ones, so that no more than one tensor exists twice."""
-
-    source: TensorSource
-    shapes: Mapping[str, Shape]
-    dtype: torch.dtype
-    device: torch.device
-
-    def join(self, *names: str) -> Tensor:
-        """The named tensors below each other."""
-        rows = [self.shapes[name][0] for name in names]
-        joined = torch.empty((sum(rows), *self.shapes[names[0]][1:]), dtype=self.dtype, device=self.device)
-        end = 0
-        for name, num_rows in zip(names, rows, strict=True):
-            end += num_rows
-            joined[end - num_rows : end] = self.source.read(name)
-        if not torch.isfinite(joined).all():
-            raise BadModel(
-                f"{self.source.name}: {' or '.join(names)} holds NaN or infinity as {self.dtype}; "
-                "the file is damaged, or the dtype too narrow for it"
-            )
-        return joined
+def _norm(reader: TensorReader, config: ModelConfig, name: str) -> Tensor:
+    if not config.norm_offset:
+        return reader.join(f"{name}.weight")
+    return reader.in_float32(f"{name}.weight") + config.norm_offset

@@ -9,7 +9,7 @@ import torch
 
 from rocm_attn import runtime
 from rocm_attn.runner.engine import Engine, EngineOptions
-from rocm_attn.runner.geometry import AttentionGeometry
+from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.rope import Rope
 from rocm_attn.target import Target
@@ -23,9 +23,9 @@ TORCH = EngineOptions(provider="torch", page_size=16, max_batch_size=4, chunk=16
 
 def model(head_dim: int, dtype: torch.dtype) -> LoadedModel:
     """Two layers with heads that AITER has kernels for."""
-    attention = AttentionGeometry(4, 2, head_dim, scale=head_dim**-0.5, window_left=(-1, -1))
-    base = replace(CONFIG, attention=attention, rope=Rope(theta=10000.0, head_dim=head_dim))
-    return tiny_model(base=base, dtype=dtype)
+    attention = AttentionLayer(4, 2, head_dim, scale=head_dim**-0.5)
+    layer = replace(CONFIG.layers[0], attention=attention, rope=Rope(theta=10000.0, head_dim=head_dim))
+    return tiny_model(base=replace(CONFIG, layers=(layer, layer)), dtype=dtype)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rocm_attn.head_weights import LayerHeadWeights
 from rocm_attn.problem import Problem
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.model import Model
@@ -18,17 +19,24 @@ class DenseAttention:
     """Takes the place of a runtime in a step that holds one sequence from its first token on."""
 
     problems: Sequence[Problem]
+    head_weights: LayerHeadWeights
 
     def store_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         problem = self.problems[layer]
         k, v = (x.repeat_interleave(problem.gqa_ratio, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * problem.scale
+        if problem.logits_soft_cap:
+            scores = (scores / problem.logits_soft_cap).tanh() * problem.logits_soft_cap
         index = torch.arange(len(q))
         distance = index[:, None] - index
         hidden = distance < 0
         if problem.window_left >= 0:
             hidden |= distance > problem.window_left
-        out.copy_(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v))
+        scores = scores.masked_fill(hidden, float("-inf"))
+        sinks = self.head_weights.of(layer).sinks
+        if sinks is not None:  # a key whose value is 0
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(q), 1).to(scores)), -1)
+        out.copy_(torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(q)], v))
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,12 @@ class WholeSequence:
 def dense_logits(loaded: LoadedModel, token_ids: Tensor) -> Tensor:
     """Logits [tokens, vocab] at every position of one sequence. token_ids: integer [tokens]"""
     problems = loaded.config.attention.problems(dtype=loaded.weights.dtype, page_size=1)
-    model = Model(loaded.config, loaded.weights, DenseAttention(problems), max_kv_len=len(token_ids))
+    model = Model(
+        loaded.config,
+        loaded.weights,
+        DenseAttention(problems, LayerHeadWeights(problems, loaded.weights.device)),
+        max_kv_len=len(token_ids),
+    )
     index = torch.arange(len(token_ids), dtype=torch.int32)
     with torch.no_grad():
         return model.forward(WholeSequence(token_ids.int(), index, index))

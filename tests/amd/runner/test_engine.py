@@ -23,7 +23,7 @@ from rocm_attn.runner.sampling import Sampling
 from rocm_attn.runner.tokenizer import Tokenizer
 from tests.amd.runner.dense_attention import dense_logits
 from tests.amd.runner.test_tokenizer import from_gguf, sentencepiece_fields
-from tests.amd.runner.tiny_model import CONFIG, tiny_model
+from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
 
 BASE = EngineOptions(provider="torch", page_size=4, max_batch_size=8, chunk=16, graphs=False, max_kv_len=64)
 
@@ -315,8 +315,7 @@ def test_the_pool_is_as_large_as_needed_and_no_larger_than_allowed(
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_window_that_sequences_outgrow_hides_what_lies_before_it(graphs: bool, loaded: LoadedModel) -> None:
-    attention = replace(CONFIG.attention, window_left=(-1, 3))
-    windowed = replace(loaded, config=replace(CONFIG, attention=attention))
+    windowed = replace(loaded, config=with_windows(CONFIG, -1, 3))
     completions = engine(windowed, graphs=graphs).generate(some_requests())
     for request, completion in zip(some_requests(), completions, strict=True):
         whole = torch.tensor(request.prompt_token_ids + completion.token_ids)

@@ -96,8 +96,9 @@ def test_published_files_may_leave_out_what_the_class_knows() -> None:
     # Gemma 3 4B names neither its heads nor their size
     text = {"hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024, "model_type": "gemma3_text"}
     geometry = attention_geometry({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text})
-    assert (geometry.num_q_heads, geometry.num_kv_heads, geometry.head_dim, geometry.scale) == (8, 4, 256, 256**-0.5)
-    assert [layer for layer, left in enumerate(geometry.window_left) if left == -1] == [5, 11, 17, 23, 29]
+    first = geometry.layers[0]
+    assert (first.num_q_heads, first.num_kv_heads, first.head_dim, first.scale) == (8, 4, 256, 256**-0.5)
+    assert [i for i, layer in enumerate(geometry.layers) if layer.window_left == -1] == [5, 11, 17, 23, 29]
 
 
 DEEPSEEK = {
@@ -119,14 +120,14 @@ def test_latent_attention_is_one_kv_head_that_every_rank_holds() -> None:
 
 def test_yarn_sharpens_the_scale_of_latent_attention() -> None:
     stretched = {**DEEPSEEK, "rope_scaling": {"factor": 40, "mscale_all_dim": 1.0}}
-    assert attention_geometry(stretched).scale == pytest.approx(192**-0.5 * 1.3688879454**2)
+    assert attention_geometry(stretched).layers[0].scale == pytest.approx(192**-0.5 * 1.3688879454**2)
 
 
 @pytest.mark.parametrize(("num_ranks", "heads"), [(1, (64, 8)), (8, (8, 1)), (16, (4, 1))])
 def test_ranks_share_the_heads_and_a_kv_head_is_never_cut(num_ranks: int, heads: tuple[int, int]) -> None:
     config = {"num_attention_heads": 64, "hidden_size": 8192, "num_hidden_layers": 1, "num_key_value_heads": 8}
-    geometry = attention_geometry({**config, "architectures": ["LlamaForCausalLM"]}).on_one_of(num_ranks)
-    assert (geometry.num_q_heads, geometry.num_kv_heads) == heads
+    (layer,) = attention_geometry({**config, "architectures": ["LlamaForCausalLM"]}).on_one_of(num_ranks).layers
+    assert (layer.num_q_heads, layer.num_kv_heads) == heads
 
 
 @pytest.mark.parametrize("num_ranks", [3, 12, 128])
@@ -140,7 +141,8 @@ def test_heads_that_do_not_divide_over_the_ranks_are_refused(num_ranks: int) -> 
 def test_a_window_that_no_sequence_outgrows_is_no_window(max_kv_len: int, left: int) -> None:
     config = {"num_attention_heads": 2, "hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 1}
     geometry = attention_geometry({**config, "architectures": ["MistralForCausalLM"], "sliding_window": 8})
-    assert geometry.without_idle_windows(max_kv_len).window_left == (left, left)
+    served = geometry.without_idle_windows(max_kv_len)
+    assert [layer.window_left for layer in served.layers] == [left, left]
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rocm_attn.runner.config import config_from_json
+from rocm_attn.runner.hf_config import config_from_json
 from rocm_attn.runner.rope import DivisorScaling, NoScaling, Rope, rotate
 from tests.amd.runner.hf_models import small_hf_config
 from tests.amd.runner.test_model import LLAMA3, YARN
 
 
 def rope_of(config: Any) -> Rope:
-    return config_from_json({**config.to_dict(), "architectures": ["LlamaForCausalLM"]}).rope
+    return config_from_json({**config.to_dict(), "architectures": ["LlamaForCausalLM"]}).layers[0].rope
 
 
 @pytest.mark.parametrize(

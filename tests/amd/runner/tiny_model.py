@@ -8,29 +8,35 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rocm_attn.runner.config import ModelConfig
-from rocm_attn.runner.geometry import AttentionGeometry
+from rocm_attn.runner.config import DenseMlp, LayerConfig, ModelConfig
+from rocm_attn.runner.gates import SwiGLU
+from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.rope import Rope
+from rocm_attn.runner.tensors import Shape
 from rocm_attn.runner.tokenizer import Tokenizer
-from rocm_attn.runner.weights import Shape, expected_shapes, load_weights
+from rocm_attn.runner.weights import expected_shapes, load_weights
 
+_ATTENTION = AttentionLayer(num_q_heads=4, num_kv_heads=2, head_dim=8, scale=8**-0.5)
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
-    attention=AttentionGeometry(num_q_heads=4, num_kv_heads=2, head_dim=8, scale=8**-0.5, window_left=(-1, -1)),
-    rope=Rope(theta=10000.0, head_dim=8),
+    layers=(LayerConfig(_ATTENTION, Rope(theta=10000.0, head_dim=8), DenseMlp(40, SwiGLU())),) * 2,
     hidden_size=24,
-    intermediate_size=40,
     vocab_size=64,
     context_len=96,
     rms_norm_eps=1e-5,
     tied_embeddings=False,
-    qkv_bias=False,
-    out_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
     eos_token_ids=(),
 )
+
+
+def with_windows(config: ModelConfig, *window_left: int) -> ModelConfig:
+    """The model with these windows, one a layer."""
+    layers = zip(config.layers, window_left, strict=True)
+    return replace(
+        config,
+        layers=tuple(replace(layer, attention=replace(layer.attention, window_left=left)) for layer, left in layers),
+    )
 
 
 class RandomTensors:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rocm_attn.runner.config import ModelConfig
+from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.rope import NoScaling
 from rocm_attn.runner.weights import LayerWeights
@@ -19,13 +20,16 @@ def hf_llama(loaded: LoadedModel) -> Any:
     """A LlamaForCausalLM that shares the weights' memory."""
     config, weights = loaded.config, loaded.weights
     assert config.architecture == "LlamaForCausalLM"
-    assert config.rope.scaling == NoScaling()
+    assert {layer.rope.scaling for layer in config.layers} == {NoScaling()}
     with torch.device("meta"):
         model: Any = LlamaForCausalLM(_hf_config(config))
     tensors = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.final_norm}
     tensors["lm_head.weight"] = weights.head
     for layer, layer_weights in enumerate(weights.layers):
-        tensors.update((f"model.layers.{layer}.{name}", x) for name, x in _hf_tensors(config, layer_weights).items())
+        tensors.update(
+            (f"model.layers.{layer}.{name}", x)
+            for name, x in _hf_tensors(config.layers[layer].attention, layer_weights).items()
+        )
     model.load_state_dict(tensors, assign=True)
     # frequencies are no part of a state dict, so they are still without storage
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
@@ -33,27 +37,27 @@ def hf_llama(loaded: LoadedModel) -> Any:
 
 
 def _hf_config(config: ModelConfig) -> LlamaConfig:
+    layer = config.layers[0]
     return LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=layer.mlp.intermediate_size,
         num_hidden_layers=config.num_layers,
-        num_attention_heads=config.attention.num_q_heads,
-        num_key_value_heads=config.attention.num_kv_heads,
-        head_dim=config.attention.head_dim,
+        num_attention_heads=layer.attention.num_q_heads,
+        num_key_value_heads=layer.attention.num_kv_heads,
+        head_dim=layer.attention.head_dim,
         max_position_embeddings=config.context_len,
         rms_norm_eps=config.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
+        rope_parameters={"rope_type": "default", "rope_theta": layer.rope.theta},
         tie_word_embeddings=config.tied_embeddings,
         eos_token_id=list(config.eos_token_ids),
     )
 
 
-def _hf_tensors(config: ModelConfig, weights: LayerWeights) -> dict[str, Tensor]:
-    heads = config.attention
+def _hf_tensors(heads: AttentionLayer, weights: LayerWeights) -> dict[str, Tensor]:
     sizes = [heads.num_q_heads * heads.head_dim, *[heads.num_kv_heads * heads.head_dim] * 2]
     q, k, v = torch.split(weights.qkv, sizes)
-    gate, up = torch.chunk(weights.gate_up, 2)
+    gate, up = torch.chunk(weights.mlp.gate_up, 2)
     return {
         "input_layernorm.weight": weights.attention_norm,
         "self_attn.q_proj.weight": q,
@@ -63,7 +67,7 @@ def _hf_tensors(config: ModelConfig, weights: LayerWeights) -> dict[str, Tensor]
         "post_attention_layernorm.weight": weights.mlp_norm,
         "mlp.gate_proj.weight": gate,
         "mlp.up_proj.weight": up,
-        "mlp.down_proj.weight": weights.down,
+        "mlp.down_proj.weight": weights.mlp.down,
     }
 
 

@@ -1,0 +1,101 @@
+"""The rotary embeddings of a model, from its config.json.
+
+They are in rope_parameters (transformers 5), or in rope_theta and rope_scaling (before); Gemma 3 has one of them for
+the layers with a window and one for the others.
+"""
+
+from __future__ import annotations
+
+from rocm_attn.errors import BadModel
+from rocm_attn.problem import UNLIMITED_WINDOW
+from rocm_attn.runner.fields import Fields
+from rocm_attn.runner.geometry import AttentionGeometry
+from rocm_attn.runner.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    NoScaling,
+    Rope,
+    Scaling,
+    YarnScaling,
+    yarn_attention_factor,
+)
+
+# Gemma 3's, where a file leaves them out
+_THETA_OF_FULL, _THETA_OF_WINDOWED = 1e6, 1e4
+
+
+def one_rope(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
+    """[layers] One rotary embedding for the whole model. Raises BadModel."""
+    parameters = fields.inner("rope_parameters")
+    scaling = parameters if parameters.values else fields.inner("rope_scaling")
+    theta = parameters.positive("rope_theta") if parameters.has("rope_theta") else fields.positive("rope_theta", 1e4)
+    for place in (fields, scaling):
+        _refuse_partial(place)
+    kind = _scaling(scaling, fields.count("max_position_embeddings"))
+    return tuple(Rope(theta, layer.head_dim, kind) for layer in attention.layers)
+
+
+def rope_of_each_kind(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
+    """[layers] One rotary embedding for the layers with a window and one for the others. Raises BadModel."""
+    fields.count("sliding_window")  # without, the two kinds of layer could not be told apart
+    context_len, parameters = fields.count("max_position_embeddings"), fields.inner("rope_parameters")
+    if parameters.values:
+        full, windowed = parameters.inner("full_attention"), parameters.inner("sliding_attention")
+        thetas = (full.positive("rope_theta", _THETA_OF_FULL), windowed.positive("rope_theta", _THETA_OF_WINDOWED))
+    else:
+        full, windowed = fields.inner("rope_scaling"), Fields({}, fields.source)
+        thetas = (
+            fields.positive("rope_theta", _THETA_OF_FULL),
+            fields.positive("rope_local_base_freq", _THETA_OF_WINDOWED),
+        )
+    for place in (fields, full, windowed):
+        _refuse_partial(place)
+    scalings = (_scaling(full, context_len), _scaling(windowed, context_len))
+    kinds = ((layer, int(layer.window_left != UNLIMITED_WINDOW)) for layer in attention.layers)
+    return tuple(Rope(thetas[kind], layer.head_dim, scalings[kind]) for layer, kind in kinds)
+
+
+def _refuse_partial(fields: Fields) -> None:
+    if fields.positive("partial_rotary_factor", 1.0) != 1.0:
+        raise BadModel(f"{fields.source}: partial_rotary_factor is not 1; the runner turns whole heads")
+
+
+def _scaling(fields: Fields, context_len: int) -> Scaling:
+    # the key was "type" before it was "rope_type"; some files carry both
+    kind = fields.text("rope_type", fields.text("type", "default"))
+    if kind == "default":
+        return NoScaling()
+    if kind == "linear":
+        return LinearScaling(fields.positive("factor"))
+    original_context_len = fields.count("original_max_position_embeddings", context_len)
+    if kind == "llama3":
+        return Llama3Scaling(
+            factor=fields.positive("factor"),
+            low_freq_factor=fields.positive("low_freq_factor"),
+            high_freq_factor=fields.positive("high_freq_factor"),
+            original_context_len=original_context_len,
+        )
+    if kind == "yarn":
+        return _yarn(fields, context_len, original_context_len)
+    raise BadModel(f"{fields.source}: rope type {kind!r} is not known; the runner knows default, linear, llama3, yarn")
+
+
+def _yarn(fields: Fields, context_len: int, original_context_len: int) -> YarnScaling:
+    factor = fields.positive("factor", context_len / original_context_len)
+    attention_factor = yarn_attention_factor(factor)
+    if fields.has("mscale") and fields.has("mscale_all_dim"):
+        attention_factor = _mscale(factor, fields.positive("mscale")) / _mscale(
+            factor, fields.positive("mscale_all_dim")
+        )
+    return YarnScaling(
+        factor=factor,
+        original_context_len=original_context_len,
+        attention_factor=fields.positive("attention_factor", attention_factor),
+        beta_fast=fields.positive("beta_fast", 32.0),
+        beta_slow=fields.positive("beta_slow", 1.0),
+        truncate=fields.flag("truncate", True),
+    )
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 + mscale * (yarn_attention_factor(factor) - 1.0)

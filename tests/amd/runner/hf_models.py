@@ -27,7 +27,7 @@ SMALL: dict[str, Any] = {
 
 def small_hf_config(family: str, **changes: Any) -> Any:
     """A transformers config. family: "Llama", "Qwen2", "Qwen3", "Mistral" ..."""
-    return getattr(transformers, f"{family}Config")(**{**SMALL, **changes})
+    return getattr(transformers, f"{family}ForCausalLM").config_class(**{**SMALL, **changes})
 
 
 def small_hf_model(family: str, **changes: Any) -> Any:

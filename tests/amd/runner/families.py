@@ -1,0 +1,65 @@
+"""One small model of each family that the runner serves, with every part of the family in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.amd.runner.hf_models import small_hf_model
+
+_PATTERN = ["sliding_attention", "sliding_attention", "full_attention"]
+
+# as the published models do: the layers with a window turn faster, the others are stretched by 8
+_GEMMA3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+}
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4,
+}
+_QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
+
+# name -> transformers' class (less "ForCausalLM") and what is set beyond hf_models.SMALL
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": (
+        "Gemma2",
+        {
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 9,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 20.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 7,
+            "layer_types": _PATTERN,
+            "rope_parameters": _GEMMA3_ROPE,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 4,
+            "sliding_window": 6,
+            "swiglu_limit": 2.0,
+            "rope_parameters": _GPT_OSS_ROPE,
+        },
+    ),
+    "qwen3": ("Qwen3", {}),
+    "qwen3_moe": ("Qwen3Moe", _QWEN3_MOE),
+}
+
+
+def family_model(family: str, **changes: Any) -> Any:
+    """A transformers model of a family, with random weights."""
+    name, settings = FAMILIES[family]
+    return small_hf_model(name, **{**settings, **changes})

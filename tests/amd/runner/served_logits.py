@@ -1,0 +1,61 @@
+"""Logits of given tokens as a runtime serves them: in chunks, over pages, eager or replayed, many sequences a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.graphs import recorder_for
+from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.model import Model
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_runner import StepRunner
+
+
+def served_logits(
+    loaded: LoadedModel, texts: Sequence[Tensor], prompt_len: int, *, chunk: int, page_size: int, graphs: bool
+) -> tuple[list[dict[int, Tensor]], int]:
+    """Every text's first prompt_len tokens in chunks, then token after token; all texts in each step.
+
+    texts: integer [tokens] each
+    Returns place in the text -> float32 [vocab] for each text, and how many steps were replayed.
+    """
+    longest = max(map(len, texts))
+    runtime = AttentionRuntime(
+        loaded.config.attention.problems(dtype=loaded.weights.dtype, page_size=page_size),
+        device=loaded.weights.device,
+        num_pages=1 + len(texts) * -(-longest // page_size),
+        max_num_seqs=len(texts),
+        max_kv_len=longest,
+        provider="torch",
+    )
+    model = Model(loaded.config, loaded.weights, runtime, max_kv_len=longest)
+    runner = StepRunner(runtime, model.forward, recorder_for(loaded.weights.device) if graphs else None)
+    rows = [runtime.table.admit() for _ in texts]
+    logits: list[dict[int, Tensor]] = [{} for _ in texts]
+    stored = [0] * len(texts)
+    while any(done < len(text) for done, text in zip(stored, texts, strict=True)):
+        q_len = [
+            min(chunk, min(prompt_len, len(text)) - done) if done < min(prompt_len, len(text)) else 1
+            for done, text in zip(stored, texts, strict=True)
+        ]
+        running = [number for number, text in enumerate(texts) if stored[number] < len(text)]
+        kv_len = [stored[number] + q_len[number] for number in running]
+        batch = StepBatch(
+            rows=np.array([rows[number] for number in running], np.int32),
+            kv_len=np.array(kv_len, np.int32),
+            q_len=np.array([q_len[number] for number in running], np.int32),
+            token_ids=np.concatenate(
+                [texts[number][stored[number] : end].numpy() for number, end in zip(running, kv_len, strict=True)]
+            ).astype(np.int32),
+        )
+        runtime.table.reserve_all(batch.rows, batch.kv_len)
+        for number, end, row in zip(running, kv_len, runner.run(batch), strict=True):
+            stored[number] = end
+            # a copy: the next replay writes to the same memory
+            logits[number][end - 1] = row.to("cpu", torch.float32, copy=True)
+    return logits, runner.counters.replays

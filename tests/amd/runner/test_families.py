@@ -1,0 +1,210 @@
+"""Each family's model in small, from the files that transformers writes, against transformers itself, in float32."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from rocm_attn.errors import BadModel
+from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.loading import LoadedModel, load_model
+from rocm_attn.runner.request import Request
+from tests.amd.runner.dense_attention import dense_logits
+from tests.amd.runner.families import FAMILIES, family_model
+from tests.amd.runner.hf_models import hf_logits, random_tokens, save, small_hf_config
+from tests.amd.runner.served_logits import served_logits
+
+# float32 sums of a few hundred products, in another order
+CLOSE = {"atol": 2e-4, "rtol": 2e-4}
+
+# where transformers' two best logits lie closer together than this, rounding may decide
+NARROW = 1e-3
+
+PROMPT_LEN, LENGTHS = 21, (40, 23, 9)
+BASE = EngineOptions(provider="torch", page_size=16, max_batch_size=8, chunk=64, graphs=False, max_kv_len=64)
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    return load_model(directory, dtype=dtype, device=torch.device("cpu"))
+
+
+class Served:
+    """A family's reference, and the same model loaded from the reference's files."""
+
+    def __init__(self, family: str, directory: Path) -> None:
+        self.reference = family_model(family)
+        self.loaded = load(save(self.reference, directory))
+        self.texts = [random_tokens(length) for length in LENGTHS]
+        self.logits = [hf_logits(self.reference, text) for text in self.texts]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    torch.manual_seed(3)
+    return Served(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def requests_of(served: Served) -> list[Request]:
+    lengths = (3, 18, 9, 30, 1, 25)
+    return [Request(tuple(served.texts[0].roll(length)[:length].tolist()), 14) for length in lengths]
+
+
+@pytest.mark.parametrize(("chunk", "page_size", "graphs"), list(product((1, 7, 64), (1, 16), (False, True))))
+def test_served_logits_equal_those_of_transformers(chunk: int, page_size: int, graphs: bool, served: Served) -> None:
+    logits, replays = served_logits(
+        served.loaded, served.texts, PROMPT_LEN, chunk=chunk, page_size=page_size, graphs=graphs
+    )
+    assert (replays > 5) == graphs
+    for rows, expected, length in zip(logits, served.logits, LENGTHS, strict=True):
+        assert set(range(PROMPT_LEN, length)) <= set(rows)
+        for place, row in rows.items():
+            torch.testing.assert_close(row, expected[place], **CLOSE)
+
+
+def test_greedy_tokens_are_those_of_transformers(served: Served) -> None:
+    requests = requests_of(served)
+    for request, completion in zip(requests, Engine(served.loaded, BASE).generate(requests), strict=True):
+        whole = torch.tensor(request.prompt_token_ids + completion.token_ids)
+        best = hf_logits(served.reference, whole)[len(request.prompt_token_ids) - 1 : -1].topk(2, -1)
+        assert float((best.values[:, 0] - best.values[:, 1]).min()) > NARROW, "choose another seed"
+        assert completion.token_ids == tuple(best.indices[:, 0].tolist())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *(
+            {"chunk": chunk, "page_size": page_size, "graphs": graphs}
+            for chunk, page_size, graphs in product((1, 7, 64), (1, 16), (False, True))
+        ),
+        {"max_batch_size": 1},
+        {"max_batch_size": 3, "graphs": True},
+        {"num_pages": 9, "max_batch_size": 4, "chunk": 7},
+    ],
+    ids=str,
+)
+def test_neither_order_nor_the_way_of_serving_changes_a_token(changes: dict[str, Any], served: Served) -> None:
+    requests = requests_of(served)
+    expected = Engine(served.loaded, BASE).generate(requests)
+    assert Engine(served.loaded, replace(BASE, **changes)).generate(requests[::-1]) == expected[::-1]
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2_odd_scale": ("gemma2", {"query_pre_attn_scalar": 7, "head_dim": 32}),
+    "gemma2_bias": ("gemma2", {"attention_bias": True}),
+    "gemma2_uncapped": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma2_own_head": ("gemma2", {"tie_word_embeddings": False}),
+    "gemma3_one_kind": ("gemma3", {"layer_types": ["full_attention"] * 3}),
+    "gemma3_final_cap": ("gemma3", {"final_logit_softcapping": 3.0}),
+    "gemma3_yarn": (
+        "gemma3",
+        {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 2e5,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                },
+            }
+        },
+    ),
+    "gpt_oss_one_expert": ("gpt_oss", {"num_experts_per_tok": 1}),
+    "gpt_oss_all_experts": ("gpt_oss", {"num_experts_per_tok": 6}),
+    "gpt_oss_no_bias": ("gpt_oss", {"attention_bias": False}),
+    "gpt_oss_alpha": ("gpt_oss", {"swiglu_alpha": 0.8, "swiglu_limit": 0.5}),
+    "qwen3_moe_shares_of_all": ("qwen3_moe", {"norm_topk_prob": False}),
+    "qwen3_moe_dense_layers": ("qwen3_moe", {"mlp_only_layers": [0], "attention_bias": True}),
+    "qwen3_moe_sparse_step": ("qwen3_moe", {"decoder_sparse_step": 2}),
+    "qwen3_moe_window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_a_config_may_change_changes_the_logits_as_in_transformers(variant: str, tmp_path: Path) -> None:
+    family, changes = VARIANTS[variant]
+    reference = family_model(family, **changes)
+    loaded, token_ids = load(save(reference, tmp_path)), random_tokens(50)
+    expected = hf_logits(reference, token_ids)
+    torch.testing.assert_close(dense_logits(loaded, token_ids), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_dtypes_stay_near_float32(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    reference, token_ids = family_model(family), random_tokens(40)
+    logits = dense_logits(load(save(reference, tmp_path), dtype), token_ids)
+    expected = hf_logits(reference, token_ids)
+    assert logits.dtype == dtype
+    # the median token: a router may choose otherwise where two experts are nearly as good
+    errors = (logits.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert errors.median() < 24 * torch.finfo(dtype).eps
+
+
+def gemma3_with_images() -> tuple[Any, Any]:
+    """A small Gemma 3 that also takes images, and the text model that its decoder has the weights of."""
+    text = small_hf_config("Gemma3", **FAMILIES["gemma3"][1])
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = transformers.Gemma3Config(text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4)
+    model: Any = transformers.Gemma3ForConditionalGeneration(config).float().eval()
+    text_model = family_model("gemma3")
+    model.model.language_model.load_state_dict(text_model.model.state_dict())
+    return model, text_model
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("", ""), ("language_model.model.", "model.language_model.")],
+    ids=["as written today", "as older releases wrote"],
+)
+def test_the_decoder_of_a_model_that_takes_images_is_served(old: str, new: str, tmp_path: Path) -> None:
+    whole, text_model = gemma3_with_images()
+    path = save(whole, tmp_path) / "model.safetensors"
+    tensors = load_file(path)
+    save_file({name.replace(old, new) if old else name: tensor for name, tensor in tensors.items()}, path)
+    assert any("vision" in name for name in tensors)
+    token_ids = random_tokens(30)
+    torch.testing.assert_close(dense_logits(load(tmp_path), token_ids), hf_logits(text_model, token_ids), **CLOSE)
+
+
+def test_a_missing_tensor_of_the_decoder_is_named(tmp_path: Path) -> None:
+    path = save(gemma3_with_images()[0], tmp_path) / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["language_model.model.layers.1.post_feedforward_layernorm.weight"]
+    save_file(tensors, path)
+    with pytest.raises(BadModel, match=r"lacks model\.layers\.1\.post_feedforward_layernorm\.weight"):
+        load(tmp_path)
+
+
+def test_experts_in_mxfp4_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    directory = save(family_model("gpt_oss"), tmp_path)
+    path = directory / "config.json"
+    config = {**json.loads(path.read_text()), "quantization_config": {"quant_method": "mxfp4"}}
+    path.write_text(json.dumps(config))
+    with pytest.raises(BadModel, match=r"quantised with mxfp4 are not read; .*dequantize=True.* save it in bfloat16"):
+        load(directory)
+
+
+def test_experts_of_another_shape_are_named(tmp_path: Path) -> None:
+    path = save(family_model("gpt_oss"), tmp_path) / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    save_file({**tensors, name: tensors[name].transpose(1, 2).contiguous()}, path)
+    with pytest.raises(BadModel, match=r"experts\.gate_up_proj has shape \[6, 160, 48\]; .* for \[6, 48, 160\]"):
+        load(tmp_path)

@@ -311,6 +311,8 @@ class AttentionRuntime:
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """Attention of the step's new tokens over everything that is stored for their sequences.
 
+        A layer that keeps no K and V and reads another's attends by that layer's number, after that one has stored.
+
         q, out: [T, q_heads, head_dim | v_head_dim]; any strides but the last; padded tokens of out receive zeros
         lse:    float32 [T, q_heads]; when given, receives the natural log of the softmax denominator (the sink in it),
                 -inf for pads

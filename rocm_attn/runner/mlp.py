@@ -41,4 +41,6 @@ def expert_shares(logits: Tensor, mlp: ExpertMlp) -> Tensor:
     wide = logits.float()
     chosen, expert = wide.topk(mlp.num_chosen, -1)
     share = chosen.softmax(-1) if mlp.normalised else wide.softmax(-1).gather(-1, expert)
-    return torch.zeros_like(wide).scatter(-1, expert, share).to(logits.dtype)
+    # a scatter by comparison: on a GPU the operation of that name sorts to be deterministic
+    is_expert = expert[..., None] == torch.arange(mlp.num_experts, device=logits.device)
+    return (share[..., None] * is_expert).sum(-2).to(logits.dtype)

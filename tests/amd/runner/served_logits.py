@@ -17,7 +17,7 @@ from rocm_attn.step_runner import StepRunner
 
 
 def served_logits(
-    loaded: LoadedModel, texts: Sequence[Tensor], prompt_len: int, *, chunk: int, page_size: int, graphs: bool
+    loaded: LoadedModel, texts: Sequence[Tensor], prompt_len: int, *, chunk: int, page_size: int, graphs: bool, provider: str = "torch"
 ) -> tuple[list[dict[int, Tensor]], int]:
     """Every text's first prompt_len tokens in chunks, then token after token; all texts in each step.
 
@@ -31,7 +31,7 @@ def served_logits(
         num_pages=1 + len(texts) * -(-longest // page_size),
         max_num_seqs=len(texts),
         max_kv_len=longest,
-        provider="torch",
+        provider=provider,
     )
     model = Model(loaded.config, loaded.weights, runtime, max_kv_len=longest)
     runner = StepRunner(runtime, model.forward, recorder_for(loaded.weights.device) if graphs else None)

@@ -70,11 +70,11 @@ class Fields:
         return value
 
     def ids(self, name: str) -> tuple[int, ...]:
-        """One token id, a list of them, or none at all."""
+        """One id (of a token, a layer), a list of them, or none at all."""
         value = self.values.get(name)
         items = [] if value is None else value if isinstance(value, list) else [value]
         if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
-            raise BadModel(f"{self.source}: {name} is {value!r}; it must be a token id or a list of them")
+            raise BadModel(f"{self.source}: {name} is {value!r}; it must be an id or a list of them")
         return tuple(items)
 
     def inner(self, name: str) -> Fields:

@@ -40,7 +40,7 @@ def rope_of_each_kind(fields: Fields, attention: AttentionGeometry) -> tuple[Rop
     fields.count("sliding_window")  # without, the two kinds of layer could not be told apart
     context_len, parameters = fields.count("max_position_embeddings"), fields.inner("rope_parameters")
     if parameters.values:
-        full, windowed = parameters.inner("full_attention"), parameters.inner("sliding_attention")
+        full, windowed = _both_kinds(parameters)
         thetas = (full.positive("rope_theta", _THETA_OF_FULL), windowed.positive("rope_theta", _THETA_OF_WINDOWED))
     else:
         full, windowed = fields.inner("rope_scaling"), Fields({}, fields.source)
@@ -53,6 +53,14 @@ def rope_of_each_kind(fields: Fields, attention: AttentionGeometry) -> tuple[Rop
     scalings = (_scaling(full, context_len), _scaling(windowed, context_len))
     kinds = ((layer, int(layer.window_left != UNLIMITED_WINDOW)) for layer in attention.layers)
     return tuple(Rope(thetas[kind], layer.head_dim, scalings[kind]) for layer, kind in kinds)
+
+
+def _both_kinds(parameters: Fields) -> tuple[Fields, Fields]:
+    """Of the layers without a window, and of those with one."""
+    kinds = ("full_attention", "sliding_attention")
+    if not set(parameters.values) <= set(kinds):
+        raise BadModel(f"{parameters.source} holds {', '.join(parameters.values)}; it must hold {' and '.join(kinds)}")
+    return parameters.inner(kinds[0]), parameters.inner(kinds[1])
 
 
 def _refuse_partial(fields: Fields) -> None:

@@ -17,7 +17,14 @@ from rocm_attn.step_runner import StepRunner
 
 
 def served_logits(
-    loaded: LoadedModel, texts: Sequence[Tensor], prompt_len: int, *, chunk: int, page_size: int, graphs: bool, provider: str = "torch"
+    loaded: LoadedModel,
+    texts: Sequence[Tensor],
+    prompt_len: int,
+    *,
+    chunk: int,
+    page_size: int,
+    graphs: bool,
+    provider: str = "torch",
 ) -> tuple[list[dict[int, Tensor]], int]:
     """Every text's first prompt_len tokens in chunks, then token after token; all texts in each step.
 

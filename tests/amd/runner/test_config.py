@@ -143,7 +143,7 @@ def test_latent_attention_is_refused() -> None:
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be a positive number"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be true or false"),
-        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; it must be a token id"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; it must be an id"),
         ({"eos_token_id": 128256}, "end token 128256 is not below the vocabulary's size"),
         ({"rope_scaling": [8.0]}, "rope_scaling is \\[8.0\\]; it must be an object"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' is not known"),

@@ -1,4 +1,4 @@
-"""Each family's small model on a GPU, by Triton's kernels and from graphs, against transformers in float32 on the CPU."""
+"""Each family in small on a GPU, by Triton's kernels and from graphs, against transformers in float32 on the CPU."""
 
 from __future__ import annotations
 

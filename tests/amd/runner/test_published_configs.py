@@ -1,0 +1,214 @@
+"""config.json of published models, as they lie in their repositories, read completely."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rocm_attn.errors import BadModel
+from rocm_attn.runner.config import DenseMlp, ExpertMlp, ExpertTensors, LayerConfig
+from rocm_attn.runner.gates import ClampedSwiGLU, GeGLU, SwiGLU
+from rocm_attn.runner.geometry import AttentionLayer
+from rocm_attn.runner.hf_config import config_from_json
+from rocm_attn.runner.rope import LinearScaling, NoScaling, Rope, YarnScaling, yarn_attention_factor
+
+# almost everything is left to the class
+GEMMA3_4B: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152, "num_hidden_layers": 27},
+}
+
+GEMMA3_1B: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
+
+GEMMA2_2B: dict[str, Any] = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": 50.0,
+    "eos_token_id": [1, 107],
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "vocab_size": 256000,
+}
+
+# the 20b, less its quantization_config
+GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+
+QWEN3_30B_A3B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def test_gemma_3_with_images_is_its_text_model() -> None:
+    config, mlp = config_from_json(GEMMA3_4B), DenseMlp(10240, GeGLU())
+    windowed = LayerConfig(AttentionLayer(8, 4, 256, scale=1 / 16, window_left=1023), Rope(1e4, 256), mlp)
+    full = LayerConfig(AttentionLayer(8, 4, 256, scale=1 / 16), Rope(1e6, 256, LinearScaling(8.0)), mlp)
+    assert config.layers == tuple(full if layer % 6 == 5 else windowed for layer in range(34))
+    assert (config.hidden_size, config.vocab_size, config.context_len) == (2560, 262208, 131072)
+    assert (config.tied_embeddings, config.eos_token_ids, config.rms_norm_eps) == (True, (1, 106), 1e-6)
+    assert (config.qk_norm, config.out_norms, config.norm_offset, config.logits_soft_cap) == (True, True, 1.0, 0.0)
+    assert config.embedding_scale == 2560**0.5
+
+
+def test_gemma_3_without_images_needs_no_scaling() -> None:
+    config, mlp = config_from_json(GEMMA3_1B), DenseMlp(6912, GeGLU())
+    windowed = LayerConfig(AttentionLayer(4, 1, 256, scale=1 / 16, window_left=511), Rope(1e4, 256), mlp)
+    full = LayerConfig(AttentionLayer(4, 1, 256, scale=1 / 16), Rope(1e6, 256), mlp)
+    assert config.layers == tuple(full if layer % 6 == 5 else windowed for layer in range(26))
+    assert (config.vocab_size, config.context_len, config.tied_embeddings) == (262144, 32768, True)
+
+
+def test_gemma_2_caps_scores_and_logits() -> None:
+    config = config_from_json(GEMMA2_2B)
+    attention = AttentionLayer(8, 4, 256, scale=1 / 16, window_left=4095, logits_soft_cap=50.0)
+    assert config.layers[0] == LayerConfig(attention, Rope(1e4, 256), DenseMlp(9216, GeGLU()))
+    assert [layer.attention.window_left for layer in config.layers] == [4095, -1] * 13
+    assert (config.qk_norm, config.out_norms, config.norm_offset, config.logits_soft_cap) == (False, True, 1.0, 30.0)
+    assert config.tied_embeddings
+
+
+def test_gpt_oss_has_sinks_biases_and_experts() -> None:
+    config = config_from_json(GPT_OSS)
+    gate = ClampedSwiGLU(limit=7.0, alpha=1.702)
+    experts = ExpertMlp(32, 4, 2880, gate, has_bias=True, normalised=True, tensors=ExpertTensors.STACKED)
+    scaling = YarnScaling(32.0, 4096, yarn_attention_factor(32.0), truncate=False)
+    attention = AttentionLayer(64, 8, 64, scale=0.125, window_left=127, has_sinks=True)
+    assert config.layers[0] == LayerConfig(attention, Rope(150000.0, 64, scaling), experts)
+    assert [layer.attention.window_left for layer in config.layers] == [127, -1] * 12
+    assert (config.qkv_bias, config.out_bias, config.tied_embeddings) == (True, True, False)
+    assert (config.out_norms, config.norm_offset, config.embedding_scale) == (False, 0.0, 1.0)
+
+
+def test_qwen_3_with_experts_in_every_layer() -> None:
+    config = config_from_json(QWEN3_30B_A3B)
+    experts = ExpertMlp(128, 8, 768, SwiGLU(), has_bias=False, normalised=True, tensors=ExpertTensors.EACH)
+    layer = LayerConfig(AttentionLayer(32, 4, 128, scale=128**-0.5), Rope(1e6, 128, NoScaling()), experts)
+    assert config.layers == (layer,) * 48
+    assert (config.qk_norm, config.qkv_bias, config.out_bias) == (True, False, False)
+
+
+@pytest.mark.parametrize(
+    ("published", "changes", "sentence"),
+    [
+        (GEMMA2_2B, {"hidden_activation": "relu"}, "hidden_activation is 'relu'; the runner knows 'gelu_pytorch_tanh'"),
+        (GEMMA2_2B, {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0; it must be a positive"),
+        (GEMMA3_1B, {"sliding_window": None}, "does not say sliding_window"),
+        (
+            GEMMA3_1B,
+            {"rope_parameters": {"rope_theta": 1e4}},
+            "rope_parameters holds rope_theta; it must hold full_attention and sliding_attention",
+        ),
+        (GPT_OSS, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; the runner knows 'silu'"),
+        (GPT_OSS, {"num_local_experts": 3}, "4 experts a token of 3 experts"),
+        (GPT_OSS, {"swiglu_limit": 0}, "swiglu_limit is 0; it must be a positive number"),
+        (GPT_OSS, {"quantization_config": {"quant_method": "mxfp4"}}, "quantised with mxfp4 are not read; .*bfloat16"),
+        (QWEN3_30B_A3B, {"num_experts": None}, "does not say num_local_experts"),
+        (QWEN3_30B_A3B, {"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
+        (QWEN3_30B_A3B, {"mlp_only_layers": "all"}, "mlp_only_layers is 'all'"),
+    ],
+)
+def test_what_a_family_does_not_allow_is_refused_in_one_sentence(
+    published: dict[str, Any], changes: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(BadModel, match=sentence):
+        config_from_json({**published, **changes})

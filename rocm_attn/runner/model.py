@@ -67,9 +67,7 @@ class Model:
 
     def forward(self, step: StepInputs) -> Tensor:
         """Logits [S, vocab] of each sequence's last new token, in the weights' dtype."""
-        hidden = F.embedding(step.token_ids, self.weights.embedding)
-        if self._embedding_scale != 1.0:
-            hidden = hidden * self._embedding_scale
+        hidden = self.embed(step.token_ids)
         cos_sin = {rope: table.index_select(0, step.positions) for rope, table in self._cos_sin.items()}
         for number, (layer, weights) in enumerate(zip(self.config.layers, self.weights.layers, strict=True)):
             x = self._norm(hidden, weights.attention_norm)
@@ -79,6 +77,11 @@ class Model:
             hidden = self._add(hidden, inner, weights.mlp.down, bias, weights.mlp_out_norm)
         last = hidden.index_select(0, step.last_token_of_seq)
         return self._capped(F.linear(self._norm(last, self.weights.final_norm), self.weights.head))
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[T, hidden]: what the first layer gets. token_ids: integer [T]"""
+        rows = F.embedding(token_ids, self.weights.embedding)
+        return rows if self._embedding_scale == 1.0 else rows * self._embedding_scale
 
     def _attend(self, layer: int, weights: LayerWeights, x: Tensor, cos_sin: Tensor) -> Tensor:
         """[T, num_q_heads * head_dim]: what the step's tokens see of their sequences."""

@@ -48,15 +48,16 @@ class WholeSequence:
     last_token_of_seq: Tensor
 
 
+def dense_model(loaded: LoadedModel, max_kv_len: int) -> Model:
+    """The model over dense attention, for sequences of up to max_kv_len tokens."""
+    problems = loaded.config.attention.problems(dtype=loaded.weights.dtype, page_size=1)
+    attention = DenseAttention(problems, LayerHeadWeights(problems, loaded.weights.device))
+    return Model(loaded.config, loaded.weights, attention, max_kv_len=max_kv_len)
+
+
 def dense_logits(loaded: LoadedModel, token_ids: Tensor) -> Tensor:
     """Logits [tokens, vocab] at every position of one sequence. token_ids: integer [tokens]"""
-    problems = loaded.config.attention.problems(dtype=loaded.weights.dtype, page_size=1)
-    model = Model(
-        loaded.config,
-        loaded.weights,
-        DenseAttention(problems, LayerHeadWeights(problems, loaded.weights.device)),
-        max_kv_len=len(token_ids),
-    )
+    model = dense_model(loaded, len(token_ids))
     index = torch.arange(len(token_ids), dtype=torch.int32)
     with torch.no_grad():
         return model.forward(WholeSequence(token_ids.int(), index, index))

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rocm_attn.head_weights import HeadWeights
 from rocm_attn.numerics import BOUNDS
 from rocm_attn.padding import StepKind
 from rocm_attn.plan import LayerKernel
@@ -44,7 +45,18 @@ _STEPS: tuple[tuple[int, ...], ...] = (
     (1, 33, 1),
 )
 _PAD_TO = 4
+# The longest sequence gets 284 tokens in these steps.
 _MAX_KV_LEN = 512
+
+# Of new tokens, the last ones that are compared: the reference takes float64 for each of them and each key.
+_MOST_COMPARED = 96
+
+
+def _steps(problem: Problem) -> tuple[tuple[int, ...], ...]:
+    """_STEPS and, where a window is longer than they get, steps that get beyond it."""
+    if problem.window_left < _MAX_KV_LEN // 2:
+        return _STEPS
+    return (*_STEPS, (1, 2, problem.window_left), (1, 1, 1), (1, 3, 2))
 
 
 def wrong_kernels(
@@ -113,6 +125,7 @@ class _Probe:
 
     runtime: Any
     problem: Problem
+    weights: HeadWeights
     rows: list[int]
     k: list[Tensor]
     v: list[Tensor]
@@ -122,22 +135,26 @@ class _Probe:
     def of(cls, selection: Selection, device: torch.device, make_runtime: MakeRuntime) -> _Probe:
         problem = selection.problem
         num_seqs = len(_STEPS[0])
-        num_pages = 1 + num_seqs * -(-_MAX_KV_LEN // problem.page_size)
+        max_kv_len = _MAX_KV_LEN + max(0, problem.window_left)
+        num_pages = 1 + num_seqs * -(-max_kv_len // problem.page_size)
         runtime = make_runtime(
             [problem],
             device=device,
             num_pages=num_pages,
             max_num_seqs=num_seqs,
-            max_kv_len=_MAX_KV_LEN,
+            max_kv_len=max_kv_len,
             target=selection.target,
             capture_sizes=(_PAD_TO,),
-            selections=(_for_a_pool_of(selection, PoolSize(num_pages, _MAX_KV_LEN, _PAD_TO)),),
+            selections=(_for_a_pool_of(selection, PoolSize(num_pages, max_kv_len, _PAD_TO)),),
         )
         stored = runtime.pool.layer(0)
         stored.k[1:] = float("nan")
         stored.v[1:] = float("nan")
         rows = [runtime.table.admit() for _ in range(num_seqs)]
-        probe = cls(runtime, problem, rows, [], [], torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(0)
+        weights = HeadWeights.random(problem, generator).to(runtime.device)
+        runtime.head_weights.set(0, weights)
+        probe = cls(runtime, problem, weights, rows, [], [], generator)
         probe.k = [probe._random(0, problem.num_kv_heads, problem.head_dim) for _ in rows]
         probe.v = [k[..., : problem.v_head_dim] for k in probe.k]
         return probe
@@ -145,7 +162,7 @@ class _Probe:
     def run(self) -> Mapping[str, str]:
         """Name -> what was wrong, of the first kernel that is; the rest is not looked at before it is replaced."""
         kv_len = np.zeros(len(self.rows), np.int32)
-        for q_len in _STEPS:
+        for q_len in _steps(self.problem):
             kv_len = kv_len + np.array(q_len, np.int32)
             for row, length in zip(self.rows, kv_len.tolist(), strict=True):
                 self.runtime.table.reserve(row, length)
@@ -178,7 +195,8 @@ class _Probe:
                 token = slice(first, first + new)
                 self.k[seq] = torch.cat([self.k[seq], k[token]])
                 self.v[seq] = torch.cat([self.v[seq], v[token]])
-                want, want_lse = attend_sequence(q[token], self.k[seq], self.v[seq], problem)
+                token = slice(max(first, first + new - _MOST_COMPARED), first + new)
+                want, want_lse = attend_sequence(q[token], self.k[seq], self.v[seq], problem, self.weights)
                 if not self._close(out[token], want) or not (lse is None or self._close(lse[token], want_lse)):
                     return f"sequence {seq} of {len(q_len)} is wrong"
                 first += new

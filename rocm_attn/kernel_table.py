@@ -17,7 +17,7 @@ Every kernel that is known, and its limits. `rocm-attn kernels` prints this page
 
 Within a kind of step the first one that serves is taken, AITER's before Triton's with the provider `auto`. A prefill
 step is an extend step in which no sequence has a token in the cache; without a kernel of its own it is served as an
-extend step. Windows, soft caps and sinks are not served yet by any.
+extend step. Sliding windows, soft caps, sinks, ALiBi slopes and attention that is not causal have a table of their own.
 """
 
 _MEANING = """\
@@ -25,6 +25,8 @@ _MEANING = """\
 - **masks V**: where it says no, V behind a sequence's end is multiplied by a probability of 0, and 0 * NaN is NaN; the
   store zeroes the rest of the last page for it.
 - **clears pads**: where it says no, a launch after the kernel zeroes the padded tokens of its output.
+- AITER's kernels serve some scores only alone: soft caps and ALiBi slopes, or sinks and either, are refused together
+  where they would be wrong; `explain` says so.
 - **freezes**: host values that are part of a graph's key.
 - **pool limit**: bytes of one layer's K pages, and of its V pages.
 - No kernel is taken for batch-invariant. A padded sequence has the least KV length.
@@ -40,6 +42,7 @@ def markdown() -> str:
         bound = _merged([row for row in rows if not row.not_bound])
         parts.append(f"## {_TITLES[provider]}\n")
         parts.append(_table(_SERVES, bound))
+        parts.append(_table(_SCORES, bound))
         parts.append(_table(_DEMANDS, bound))
         unbound = _merged([row for row in rows if row.not_bound])
         if unbound:
@@ -133,6 +136,16 @@ _SERVES: dict[str, Callable[[_Line], str]] = {
     "pools": _pools,
     "LSE": lambda line: _yes(line[0].limits.lse),
     "pool limit": _pool_limit,
+}
+
+_SCORES: dict[str, Callable[[_Line], str]] = {
+    **_NAME,
+    "steps": lambda line: line[1],
+    "window": lambda line: _yes(line[0].limits.window),
+    "soft cap": lambda line: _yes(line[0].limits.soft_cap),
+    "sinks": lambda line: _yes(line[0].limits.sinks),
+    "ALiBi": lambda line: _yes(line[0].limits.alibi),
+    "not causal": lambda line: _yes(line[0].limits.non_causal),
 }
 
 _DEMANDS: dict[str, Callable[[_Line], str]] = {

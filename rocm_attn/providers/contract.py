@@ -196,15 +196,15 @@ class Limits:
         if problem.gqa_ratio > self.max_gqa_ratio:
             reasons.append(f"{problem.gqa_ratio} query heads share a KV head, at most {self.max_gqa_ratio} may")
         if problem.window_left != UNLIMITED_WINDOW and not self.window:
-            reasons.append(f"sliding windows are not served yet (window_left {problem.window_left})")
+            reasons.append(f"it has no sliding window (window_left {problem.window_left})")
         if problem.logits_soft_cap and not self.soft_cap:
-            reasons.append(f"a logits soft cap is not served yet ({problem.logits_soft_cap:g})")
+            reasons.append(f"it has no logits soft cap ({problem.logits_soft_cap:g})")
         if problem.has_sinks and not self.sinks:
-            reasons.append("attention sinks are not served yet")
+            reasons.append("it has no attention sinks")
         if problem.has_alibi_slopes and not self.alibi:
-            reasons.append("ALiBi slopes are not served")
+            reasons.append("it has no ALiBi slopes")
         if not problem.causal and not self.non_causal:
-            reasons.append("only causal attention is served")
+            reasons.append("it is causal, and this layer is not")
         if problem.wants_lse and not self.lse:
             reasons.append("it gives no log-sum-exp")
         side_bytes = pool.num_pages * problem.page_size * problem.num_kv_heads * problem.dtype.itemsize

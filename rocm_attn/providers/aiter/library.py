@@ -88,7 +88,7 @@ ENTRY_POINTS: Mapping[str, EntryPoint] = {
         unified_attention,
         _keywords(
             "q k v out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale causal window_size block_table "
-            "softcap q_descale k_descale v_descale"
+            "softcap q_descale k_descale v_descale alibi_slopes sinks"
         ),
     ),
     "aiter.paged_attention_ragged": EntryPoint(
@@ -103,14 +103,14 @@ ENTRY_POINTS: Mapping[str, EntryPoint] = {
         mha_batch_prefill_func,
         _keywords(
             "q k v cu_seqlens_q kv_indptr kv_page_indices max_seqlen_q max_seqlen_k dropout_p softmax_scale "
-            "logits_soft_cap causal window_size return_lse out kv_last_page_lens"
+            "logits_soft_cap causal window_size alibi_slopes return_lse out kv_last_page_lens sink_ptr"
         ),
     ),
     "aiter.flash_attn_varlen_func": EntryPoint(
         flash_attn_varlen_func,
         _keywords(
             "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale logits_soft_cap causal "
-            "return_lse out"
+            "window_size alibi_slopes return_lse out sink_ptr"
         ),
     ),
     "aiter.mla_decode_fwd": EntryPoint(

@@ -11,8 +11,8 @@ from torch import Tensor
 from rocm_attn.padding import PaddedShape
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
+from rocm_attn.providers.aiter.scores import refuse_assembled, refuse_composable, window_size
 from rocm_attn.providers.aiter.scratch import Part, cut, num_words
-from rocm_attn.providers.aiter.unified import ALL_KEYS
 from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata
 from rocm_attn.target import Target
 
@@ -52,12 +52,14 @@ class BatchPrefill:
             max_seqlen_k=step.max_kv_len,
             dropout_p=0.0,
             softmax_scale=self.problem.scale,
-            logits_soft_cap=0.0,
-            causal=True,
-            window_size=ALL_KEYS,
+            logits_soft_cap=self.problem.logits_soft_cap,
+            causal=self.problem.causal,
+            window_size=window_size(self.problem),
+            alibi_slopes=args.alibi_slopes,
             return_lse=args.lse is not None,
             out=args.out,
             kv_last_page_lens=step.last_page_len,
+            sink_ptr=args.sinks,
         )
         _keep_lse(result, args.lse)
 
@@ -101,10 +103,14 @@ class VarlenPrefill:
             max_seqlen_k=step.max_q_len,
             dropout_p=0.0,
             softmax_scale=self.problem.scale,
-            logits_soft_cap=0.0,
-            causal=True,
+            logits_soft_cap=self.problem.logits_soft_cap,
+            causal=self.problem.causal,
+            # The third: how many first tokens every query sees; those are not what is called sinks here.
+            window_size=(*window_size(self.problem), 0),
+            alibi_slopes=args.alibi_slopes,
             return_lse=args.lse is not None,
             out=args.out,
+            sink_ptr=args.sinks,
         )
         _keep_lse(result, args.lse)
 
@@ -122,10 +128,13 @@ def _keep_lse(result: Tensor | tuple[Tensor, Tensor], lse: Tensor | None) -> Non
 
 
 def bind_batch_prefill(problem: Problem, target: Target, pool: PoolSize) -> BatchPrefill:
-    """The kernel; its tiles follow from its JIT variant."""
+    """The kernel; its tiles follow from its JIT variant. Raises LookupError for scores that it has no variant for."""
+    refuse_composable(problem)
     return BatchPrefill(problem)
 
 
 def bind_varlen_prefill(problem: Problem, target: Target, pool: PoolSize) -> VarlenPrefill:
-    """The kernel; it chooses between its variants itself."""
+    """The kernel; it chooses between its variants itself. Raises LookupError for scores that none of them makes."""
+    refuse_composable(problem)
+    refuse_assembled(problem)
     return VarlenPrefill(problem)

@@ -21,7 +21,6 @@ from rocm_attn.target import Target
 
 _HALF = (torch.bfloat16, torch.float16)
 
-# Windows, soft caps and sinks, which some of these functions know, are not passed to them yet.
 _LIMITS = Limits(
     archs=("gfx942", "gfx950"),
     dtypes=_HALF,
@@ -38,6 +37,10 @@ _RAGGED = replace(
     _LIMITS,
     exact_dims=((64, 64), (128, 128)),
     page_sizes=(1, 16, 32),
+    soft_cap=True,
+    alibi=True,
+    # The only new token of a sequence sees all keys either way.
+    non_causal=True,
     lse=False,
     # 2**31 elements of 2 bytes: a build of it that the environment may ask for computes 32-bit offsets.
     max_side_bytes=2**32 - 1,
@@ -49,11 +52,18 @@ _UNIFIED = replace(
     exact_dims=((64, 64), (128, 128), (256, 256), (512, 512)),
     page_sizes=(16, 32, 64, 128),
     max_gqa_ratio=64,
+    window=True,
+    soft_cap=True,
+    sinks=True,
+    alibi=True,
     lse=False,
 )
 
+# What goes together and what does not: scores.py.
+_COMPOSABLE = replace(_LIMITS, window=True, soft_cap=True, sinks=True, alibi=True, non_causal=True)
+
 _BATCH_PREFILL = replace(
-    _LIMITS,
+    _COMPOSABLE,
     exact_dims=((128, 128), (256, 256)),
     page_sizes=(1, 16, 1024),
     max_gqa_ratio=64,
@@ -62,7 +72,7 @@ _BATCH_PREFILL = replace(
 )
 
 _VARLEN = replace(
-    _LIMITS,
+    _COMPOSABLE,
     exact_dims=((64, 64), (96, 96), (128, 128), (160, 160), (192, 192), (192, 128), (224, 224), (256, 256)),
     max_gqa_ratio=64,
 )
@@ -147,7 +157,8 @@ def _batch_prefill(kind: StepKind) -> KernelRow:
 
 
 def _unified(kind: StepKind, bakes: frozenset[Baked]) -> KernelRow:
-    return _row("unified_attention", kind, _UNIFIED, bind_unified, needs=_TABLED, bakes=bakes, reads_ahead=_TABLE_TILES)
+    limits = replace(_UNIFIED, non_causal=kind is StepKind.DECODE)
+    return _row("unified_attention", kind, limits, bind_unified, needs=_TABLED, bakes=bakes, reads_ahead=_TABLE_TILES)
 
 
 def _unbound_latent_extends(kind: StepKind) -> tuple[KernelRow, ...]:

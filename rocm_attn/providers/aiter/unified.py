@@ -10,11 +10,9 @@ from torch import Tensor
 from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
+from rocm_attn.providers.aiter.scores import refuse_unified, window_size
 from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata
 from rocm_attn.target import Target
-
-# Keys before and after a query's own; -1: all of them. The function itself is causal.
-ALL_KEYS = (-1, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +54,20 @@ class Unified:
             seqused_k=step.kv_len_int64,
             max_seqlen_k=step.max_kv_len,
             softmax_scale=self.problem.scale,
+            # It knows no other; the only new token of a sequence sees all keys either way.
             causal=True,
-            window_size=ALL_KEYS,
+            window_size=window_size(self.problem),
             block_table=step.block_table,
-            softcap=0.0,
+            softcap=self.problem.logits_soft_cap,
             q_descale=None,
             k_descale=None,
             v_descale=None,
+            alibi_slopes=args.alibi_slopes,
+            sinks=args.sinks,
         )
 
 
 def bind_unified(problem: Problem, target: Target, pool: PoolSize) -> Unified:
-    """The kernel; it chooses its own tiles."""
+    """The kernel; it chooses its own tiles. Raises LookupError for scores that it gets wrong."""
+    refuse_unified(problem)
     return Unified(problem)

@@ -7,6 +7,7 @@ A call is checked twice: shapes, dtypes and strides when it is made, values when
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -14,8 +15,6 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.launch import launch
-from rocm_attn.problem import Problem
-from rocm_attn.reference import attend_sequence
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -60,12 +59,48 @@ def run(function: Callable[..., None], *args: Any, **options: Any) -> None:
     launch(_OnHost(function), (1,), *args, **options)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Causal attention of one sequence: out and lse, float64; NaN where q is, as in every real kernel."""
-    problem = Problem(q.shape[1], k.shape[1], q.shape[2], v.shape[2], torch.float32, 1, scale)
-    out, lse = attend_sequence(q, k, v, problem)
-    poisoned = q.isnan().any(-1)
-    return out.masked_fill(poisoned[..., None], float("nan")), lse.masked_fill(poisoned, float("nan"))
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What a function makes of the products q.k of one sequence, in the words of that function.
+
+    visible:  bool [q_len, kv_len]
+    soft_cap: 0 for none; applied to scaled products
+    bias:     [q_heads, q_len, kv_len], added after the cap, or None
+    sinks:    [q_heads], one more logit of each softmax, or None
+    """
+
+    scale: float
+    visible: Tensor
+    soft_cap: float = 0.0
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+def distances(q_len: int, kv_len: int) -> Tensor:
+    """[q_len, kv_len]: how far before each query each key is; negative for keys behind it."""
+    return torch.arange(kv_len - q_len, kv_len)[:, None] - torch.arange(kv_len)[None, :]
+
+
+def require_heads(name: str, tensor: object, num_heads: int) -> None:
+    """tensor is None, or float32 with one number a query head."""
+    if tensor is not None:
+        require_tensor(name, tensor, torch.float32, (num_heads,))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    """Attention of one sequence: out and lse, float64; NaN where q is, as in every real kernel."""
+    k, v = (rows.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1) for rows in (k, v))
+    logits = torch.einsum("qhd,khd->hqk", q.double(), k) * scores.scale
+    if scores.soft_cap:
+        logits = scores.soft_cap * torch.tanh(logits / scores.soft_cap)
+    if scores.bias is not None:
+        logits = logits + scores.bias
+    logits = logits.masked_fill(~scores.visible, float("-inf"))
+    terms = logits
+    if scores.sinks is not None:
+        terms = torch.cat([logits, scores.sinks.double()[:, None, None].expand(-1, len(q), 1)], dim=-1)
+    lse = terms.logsumexp(-1)
+    return torch.einsum("hqk,khd->qhd", (logits - lse[..., None]).exp(), v), lse.t()
 
 
 def spans(indptr: Tensor, limit: int, name: str) -> list[tuple[int, int]]:

@@ -8,7 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.amd.aiter.checks import HALF, attend, require, require_tensor, rows_of, run, spans, times_zero
+from tests.amd.aiter.checks import (
+    HALF,
+    Scores,
+    attend,
+    distances,
+    require,
+    require_heads,
+    require_tensor,
+    rows_of,
+    run,
+    spans,
+    times_zero,
+)
 
 
 def paged_attention_ragged(call: Mapping[str, Any]) -> None:
@@ -32,8 +44,9 @@ def paged_attention_ragged(call: Mapping[str, Any]) -> None:
         require_tensor(name, call[name], torch.float32, (1,))
     require(call["partition_size"] == 256 and call["mtp"] == 1, "partitions of 256 keys, one token a sequence")
     require(call["kv_cache_dtype"] == "auto" and call["kv_cache_layout"] == "NHD", "an unquantised NHD cache")
-    require(call["alibi_slopes"] is None and call["fp8_out_scale"] is None, "no slopes, no FP8 output")
-    require(call["logits_soft_cap"] == 0.0, "no soft cap")
+    require(call["fp8_out_scale"] is None, "no FP8 output")
+    require_heads("alibi_slopes", call["alibi_slopes"], num_heads)
+    require(call["logits_soft_cap"] >= 0.0, "a soft cap is positive, or 0 for none")
     needed = num_rows * num_heads * call["max_num_partitions"] * (8 + dim * dtype.itemsize)
     workspace = call["workspace_buffer"]
     require(
@@ -52,7 +65,9 @@ def paged_attention_ragged(call: Mapping[str, Any]) -> None:
         call["kv_last_page_lens"],
         call["k_scale"],
         call["v_scale"],
+        call["alibi_slopes"],
         scale=call["scale"],
+        soft_cap=call["logits_soft_cap"],
         max_keys=call["max_num_partitions"] * 256,
     )
 
@@ -68,8 +83,10 @@ def _run_ragged(
     last_page_len: Tensor,
     k_scale: Tensor,
     v_scale: Tensor,
+    alibi_slopes: Tensor | None,
     *,
     scale: float,
+    soft_cap: float,
     max_keys: int,
 ) -> None:
     block = k_cache.shape[1]
@@ -77,13 +94,16 @@ def _run_ragged(
     workspace.view(torch.uint8).fill_(0xFF)
     for row, (first, end) in enumerate(spans(kv_indptr, len(page_list), "kv_indptr")):
         require(end > first, f"sequence {row} has no page: a division by zero")
-        last = last_page_len[row].item()
+        last = int(last_page_len[row].item())
         require(1 <= last <= block, f"last page of sequence {row} holds {last} of {block} tokens")
         kv_len = (end - first - 1) * block + last
         require(kv_len <= max_keys, f"{kv_len} keys, of which all past {max_keys} would be ignored in silence")
         k = rows_of(k_cache, page_list[first:end], "kv_page_indices")
         v = rows_of(v_cache, page_list[first:end], "kv_page_indices")
-        result, _ = attend(q[row : row + 1], k[:kv_len], v[:kv_len], scale)
+        before = distances(1, kv_len)
+        bias = None if alibi_slopes is None else -alibi_slopes.double()[:, None, None] * before
+        scores = Scores(scale, before >= 0, soft_cap, bias)
+        result, _ = attend(q[row : row + 1], k[:kv_len], v[:kv_len], scores)
         out[row] = (result[0] + times_zero(v[kv_len:])).to(out.dtype)
 
 
@@ -142,6 +162,6 @@ def _run_latent(
     for seq, (first, end) in enumerate(spans(kv_indptr, len(kv_indices), "kv_indptr")):
         require(end > first, f"sequence {seq} has no key: a division by zero")
         rows = rows_of(kv, kv_indices[first:end], "kv_indices")
-        result, _ = attend(q[seq : seq + 1], rows, rows[..., :512], scale)
+        result, _ = attend(q[seq : seq + 1], rows, rows[..., :512], Scores(scale, distances(1, len(rows)) >= 0))
         # Row 0 stands in for masked keys.
         out[seq] = (result[0] + times_zero(kv[0])).to(out.dtype)

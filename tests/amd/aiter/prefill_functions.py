@@ -8,7 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.amd.aiter.checks import HALF, attend, require, require_tensor, rows_of, run, spans, times_zero
+from tests.amd.aiter.checks import (
+    HALF,
+    Scores,
+    attend,
+    distances,
+    require,
+    require_heads,
+    require_tensor,
+    rows_of,
+    run,
+    spans,
+    times_zero,
+)
+
+# Of queries and keys, and of values, where the assembly kernels take bfloat16.
+ASSEMBLED = ((128, 128), (192, 128))
 
 
 def mha_batch_prefill_func(call: Mapping[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
@@ -28,8 +43,7 @@ def mha_batch_prefill_func(call: Mapping[str, Any]) -> Tensor | tuple[Tensor, Te
     require_tensor("kv_indptr", call["kv_indptr"], torch.int32, (num_seqs + 1,))
     require_tensor("kv_page_indices", call["kv_page_indices"], torch.int32, (None,))
     require_tensor("kv_last_page_lens", call["kv_last_page_lens"], torch.int32, (num_seqs,))
-    _require_plain(call)
-    require(tuple(call["window_size"]) == (-1, -1), "no window")
+    _require_scores(call)
     lse = torch.empty(q.shape[1], len(q), dtype=torch.float32) if call["return_lse"] else None
     run(
         _run_batch_prefill,
@@ -42,18 +56,55 @@ def mha_batch_prefill_func(call: Mapping[str, Any]) -> Tensor | tuple[Tensor, Te
         call["kv_indptr"],
         call["kv_page_indices"],
         call["kv_last_page_lens"],
+        call["sink_ptr"],
+        call["alibi_slopes"],
         scale=call["softmax_scale"],
+        soft_cap=call["logits_soft_cap"],
+        window=_window(call),
         max_q_len=call["max_seqlen_q"],
         max_kv_len=call["max_seqlen_k"],
     )
     return out if lse is None else (out, lse)
 
 
-def _require_plain(call: Mapping[str, Any]) -> None:
-    """What both prefill functions are given in any case."""
+def _require_scores(call: Mapping[str, Any]) -> None:
+    """What both prefill functions are given in any case, and what they have no variant for."""
+    num_heads = call["q"].shape[1]
+    for name in ("sink_ptr", "alibi_slopes"):
+        require_heads(name, call[name], num_heads)
+    require(len(call["window_size"]) == 2 or call["window_size"][2] == 0, "no first tokens that every query sees")
+    is_plain = call["logits_soft_cap"] == 0.0 and call["alibi_slopes"] is None
+    require(call["logits_soft_cap"] == 0.0 or call["alibi_slopes"] is None, "no variant for a cap with a bias")
+    require(call["sink_ptr"] is None or is_plain, "sinks start the maximum of plain logits")
     require(call["softmax_scale"] is not None, "without a scale 1/sqrt(D) would be taken, whatever the model's is")
-    require(call["causal"] is True and call["dropout_p"] == 0.0, "causal, without dropout")
-    require(call["logits_soft_cap"] == 0.0 and call["alibi_slopes"] is None, "no soft cap, no slopes")
+    require(call["dropout_p"] == 0.0, "no dropout")
+
+
+def _window(call: Mapping[str, Any]) -> tuple[int, int]:
+    """Keys before and behind a query's own that it sees; -1: all."""
+    left, right = (-1 if size >= call["max_seqlen_k"] else size for size in call["window_size"][:2])
+    return (left, 0) if call["causal"] else (left, right)
+
+
+def _scores(
+    q_len: int,
+    kv_len: int,
+    *,
+    window: tuple[int, int],
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    soft_cap: float,
+) -> Scores:
+    before = distances(q_len, kv_len)
+    left, right = window
+    visible = torch.ones_like(before, dtype=torch.bool)
+    if left >= 0:
+        visible &= before <= left
+    if right >= 0:
+        visible &= before >= -right
+    bias = None if alibi_slopes is None else -alibi_slopes.double()[:, None, None] * before.abs()
+    return Scores(scale, visible, soft_cap, bias, sinks)
 
 
 def _run_batch_prefill(
@@ -66,8 +117,12 @@ def _run_batch_prefill(
     kv_indptr: Tensor,
     page_list: Tensor,
     last_page_len: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
     *,
     scale: float,
+    soft_cap: float,
+    window: tuple[int, int],
     max_q_len: int,
     max_kv_len: int,
 ) -> None:
@@ -89,7 +144,16 @@ def _run_batch_prefill(
         ahead = rows_of(v_cache, page_list[end_page:read_end], "kv_page_indices")
         if seq + 1 == len(pages) or pages[-1][1] == end_page:  # else it is other sequences' pages, of any content
             require(bool((ahead == 0).all()), "what lies behind the page list is not page 0")
-        result, result_lse = attend(q[first:end], k[:kv_len], v[:kv_len], scale)
+        scores = _scores(
+            q_len,
+            kv_len,
+            window=window,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            scale=scale,
+            soft_cap=soft_cap,
+        )
+        result, result_lse = attend(q[first:end], k[:kv_len], v[:kv_len], scores)
         out[first:end] = (result + times_zero(v[kv_len:])).to(out.dtype)
         if lse is not None:
             lse[:, first:end] = result_lse.t()
@@ -106,9 +170,14 @@ def flash_attn_varlen_func(call: Mapping[str, Any]) -> Tensor | tuple[Tensor, Te
     require_tensor("out", out, dtype, (len(q), q.shape[1], v.shape[2]), contiguous=False)
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         require_tensor(name, call[name], torch.int32, (num_seqs + 1,))
-    _require_plain(call)
+    _require_scores(call)
     require(call["block_table"] is None and call["bias"] is None, "packed K and V, no bias")
     lse = torch.empty(q.shape[1], len(q), dtype=torch.float32) if call["return_lse"] else None
+    window = _window(call)
+    is_plain = call["logits_soft_cap"] == 0.0 and call["alibi_slopes"] is None and window[0] <= 0 and window[1] <= 0
+    is_assembled = is_plain and dtype == torch.bfloat16 and (q.shape[2], v.shape[2]) in ASSEMBLED
+    if is_assembled:  # they know no window
+        window = (-1, window[1])
     run(
         _run_varlen,
         q,
@@ -118,7 +187,11 @@ def flash_attn_varlen_func(call: Mapping[str, Any]) -> Tensor | tuple[Tensor, Te
         lse,
         call["cu_seqlens_q"],
         call["cu_seqlens_k"],
+        None if is_assembled else call["sink_ptr"],
+        call["alibi_slopes"],
         scale=call["softmax_scale"],
+        soft_cap=call["logits_soft_cap"],
+        window=window,
         max_q_len=call["max_seqlen_q"],
         max_kv_len=call["max_seqlen_k"],
     )
@@ -133,8 +206,12 @@ def _run_varlen(
     lse: Tensor | None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
     *,
     scale: float,
+    soft_cap: float,
+    window: tuple[int, int],
     max_q_len: int,
     max_kv_len: int,
 ) -> None:
@@ -143,7 +220,16 @@ def _run_varlen(
         (first_key, end_key), q_len = keys[seq], end - first
         require(q_len <= max_q_len and end_key - first_key <= max_kv_len, f"sequence {seq} is longer than was said")
         if q_len:
-            result, result_lse = attend(q[first:end], k[first_key:end_key], v[first_key:end_key], scale)
+            scores = _scores(
+                q_len,
+                end_key - first_key,
+                window=window,
+                alibi_slopes=alibi_slopes,
+                sinks=sinks,
+                scale=scale,
+                soft_cap=soft_cap,
+            )
+            result, result_lse = attend(q[first:end], k[first_key:end_key], v[first_key:end_key], scores)
             out[first:end] = result.to(out.dtype)
             if lse is not None:
                 lse[:, first:end] = result_lse.t()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from rocm_attn.graphs import recorder_for
+from rocm_attn.head_weights import HeadWeights
 from rocm_attn.padding import StepKind
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.runtime import AttentionRuntime, Step
@@ -22,6 +23,9 @@ PROBLEMS = {
     "ragged and unified": plain_problem(16, dims=(64, 64)),
     "ragged and batch prefill": plain_problem(16, dims=(128, 128)),
     "unified alone": plain_problem(32, dims=(256, 256)),
+    "window and sinks": replace(plain_problem(16, dims=(64, 64)), window_left=20, has_sinks=True),
+    "window and soft cap": replace(plain_problem(16, dims=(128, 128)), window_left=20, logits_soft_cap=2.0),
+    "slopes": replace(plain_problem(16, dims=(128, 128)), has_alibi_slopes=True),
     "latent": latent_problem(),
 }
 
@@ -54,6 +58,7 @@ class Model:
         )
         for pages in (runtime.pool.layer(0).k, runtime.pool.layer(0).v):
             pages[1:] = float("nan")
+        runtime.head_weights.set(0, HeadWeights.random(problem, torch.Generator().manual_seed(2)))
         width = (problem.num_q_heads + 2 * problem.num_kv_heads) * problem.head_dim
         rows = torch.randn(VOCABULARY, width, generator=torch.Generator().manual_seed(1)).to(problem.dtype)
         return cls(runtime, problem, rows)

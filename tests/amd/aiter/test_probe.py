@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,47 @@ def test_a_wrong_prefill_kernel_leaves_prompts_to_the_extend_kernel(aiter: Stand
 def test_a_probe_is_longer_than_the_runtimes_sequences(aiter: StandIn) -> None:
     selection = world(PROBLEM, max_kv_len=16).runtime.selections[0]
     assert not any("probe" in refusal.reason for refusal in selection.refusals)
+
+
+def ignores_long_windows(right: Body) -> Body:
+    """Right on sequences that the window holds."""
+    return lambda call: right({**call, "window_size": (-1, -1)})
+
+
+@pytest.mark.parametrize("window_left", [300, 1023])
+def test_a_window_is_probed_beyond_its_length(window_left: int, aiter: StandIn) -> None:
+    for name in ("unified_attention", "mha_batch_prefill_func"):
+        aiter.bodies[name] = ignores_long_windows(aiter.bodies[name])
+    with pytest.raises(Unsupported) as caught:
+        world(replace(PROBLEM, window_left=window_left))
+    assert any("aiter.unified_attention: switched off by its probe" in reason for reason in caught.value.reasons)
+
+
+@pytest.mark.parametrize("score", [{"has_sinks": True}, {"has_alibi_slopes": True}, {"logits_soft_cap": 3.0}])
+def test_what_a_model_has_learned_for_its_heads_is_probed(score: Mapping[str, Any], aiter: StandIn) -> None:
+    def forgets(right: Body) -> Body:
+        return lambda call: right({**call, **{name: none for name, none in NOTHING.items() if name in call}})
+
+    NOTHING = {"sinks": None, "sink_ptr": None, "alibi_slopes": None, "softcap": 0.0, "logits_soft_cap": 0.0}
+    world(replace(PROBLEM, **score))
+    for name in ("unified_attention", "mha_batch_prefill_func", "paged_attention_ragged", "flash_attn_varlen_func"):
+        aiter.bodies[name] = forgets(aiter.bodies[name])
+    with pytest.raises(Unsupported) as caught:
+        world(replace(PROBLEM, page_size=32, **score))
+    assert any("switched off by its probe" in reason for reason in caught.value.reasons)
+
+
+def test_the_prefill_kernel_is_probed_with_a_sequence_of_no_length(aiter: StandIn) -> None:
+    lengths: list[list[int]] = []
+    right = aiter.bodies["flash_attn_varlen_func"]
+
+    def seen(call: Mapping[str, Any]) -> Any:
+        lengths.append(call["cu_seqlens_q"].diff().tolist())
+        return right(call)
+
+    aiter.bodies["flash_attn_varlen_func"] = seen
+    world(PROBLEM)
+    assert any(0 in each for each in lengths)
 
 
 def test_what_was_raised_is_in_the_reason(aiter: StandIn) -> None:

@@ -8,7 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.amd.aiter.checks import HALF, attend, require, require_tensor, rows_of, run, spans, times_zero
+from tests.amd.aiter.checks import (
+    HALF,
+    Scores,
+    attend,
+    distances,
+    require,
+    require_heads,
+    require_tensor,
+    rows_of,
+    run,
+    spans,
+    times_zero,
+)
 
 # Of gfx942; with them it decides whether a sequence is split.
 COMPUTE_UNITS = 304
@@ -28,10 +40,13 @@ def unified_attention(call: Mapping[str, Any]) -> None:
     require_tensor("cu_seqlens_q", call["cu_seqlens_q"], torch.int32, (num_seqs + 1,))
     require_tensor("seqused_k", call["seqused_k"], torch.int64, (num_seqs,))
     require_tensor("block_table", call["block_table"], torch.int32, (num_seqs, None), contiguous=False)
-    require(tuple(call["window_size"]) == (-1, -1) and call["softcap"] == 0.0, "no window, no soft cap")
+    window = 1 + call["window_size"][0]
+    require(window >= 0 and call["softcap"] >= 0.0, "no window and no soft cap are -1 and 0")
+    for name in ("sinks", "alibi_slopes"):
+        require_heads(name, call[name], q.shape[1])
     require(all(call[name] is None for name in ("q_descale", "k_descale", "v_descale")), "nothing is quantised")
     blocks = num_seqs if call["max_seqlen_q"] == 1 else len(q) // max(1, 16 * k.shape[2] // q.shape[1]) + num_seqs
-    splits = call["max_seqlen_k"] > 512 and blocks * k.shape[2] <= 4 * COMPUTE_UNITS
+    splits = window == 0 and call["max_seqlen_k"] > 512 and blocks * k.shape[2] <= 4 * COMPUTE_UNITS
     run(
         _run_unified,
         q,
@@ -41,7 +56,11 @@ def unified_attention(call: Mapping[str, Any]) -> None:
         call["cu_seqlens_q"],
         call["seqused_k"],
         call["block_table"],
+        call["sinks"],
+        call["alibi_slopes"],
         scale=call["softmax_scale"],
+        window=window,
+        soft_cap=call["softcap"],
         max_q_len=call["max_seqlen_q"],
         max_kv_len=call["max_seqlen_k"],
         splits=splits,
@@ -56,8 +75,12 @@ def _run_unified(
     cu_seqlens_q: Tensor,
     seqused_k: Tensor,
     block_table: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
     *,
     scale: float,
+    window: int,
+    soft_cap: float,
     max_q_len: int,
     max_kv_len: int,
     splits: bool,
@@ -80,5 +103,10 @@ def _run_unified(
         require(pages_read <= block_table.shape[1], f"{pages_read} entries are read of a row of {block_table.shape[1]}")
         k = rows_of(k_cache, block_table[seq, :pages_read], "block_table")
         v = rows_of(v_cache, block_table[seq, :pages_read], "block_table")
-        result, _ = attend(q[first:end], k[:kv_len], v[:kv_len], scale)
+        before = distances(q_len, kv_len)
+        visible = (before >= 0) & (before < window) if window else before >= 0
+        bias = None
+        if alibi_slopes is not None:  # not counted from the query's own key, but from the first new one
+            bias = alibi_slopes.double()[:, None, None] * (torch.arange(kv_len) - (kv_len - q_len))
+        result, _ = attend(q[first:end], k[:kv_len], v[:kv_len], Scores(scale, visible, soft_cap, bias, sinks))
         out[first:end] = (result + times_zero(v[kv_len:])).to(out.dtype)

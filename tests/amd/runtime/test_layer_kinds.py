@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rocm_attn.errors import BadTensor, Unsupported, WrongState
+from rocm_attn.errors import BadTensor, WrongState
 from rocm_attn.head_weights import HeadWeights
 from rocm_attn.problem import Problem
-from rocm_attn.providers.select import select
 from rocm_attn.providers.triton import TRITON
 from rocm_attn.target import known_target
 from tests.amd.runtime.stepping import World, providers, small_problem
@@ -93,16 +92,11 @@ def test_a_kernel_without_a_feature_is_refused_by_name() -> None:
     problem = replace(small_problem(logits_soft_cap=3.0, has_sinks=True, has_alibi_slopes=True), causal=False)
     refusals = limits.refusals(problem, known_target("gfx942"))
     assert refusals == (
-        "a logits soft cap is not served yet (3)",
-        "attention sinks are not served yet",
-        "ALiBi slopes are not served",
-        "only causal attention is served",
+        "it has no logits soft cap (3)",
+        "it has no attention sinks",
+        "it has no ALiBi slopes",
+        "it is causal, and this layer is not",
     )
     assert limits.refusals(small_problem(window_left=3), known_target("gfx942")) == (
-        "sliding windows are not served yet (window_left 3)",
+        "it has no sliding window (window_left 3)",
     )
-
-
-def test_aiter_is_not_chosen_for_what_it_was_not_bound_for() -> None:
-    with pytest.raises(Unsupported, match="aiter"):
-        select(small_problem(has_alibi_slopes=True), known_target("gfx942"), "aiter")

@@ -1,0 +1,65 @@
+"""Numbers of the host that a function of AITER's is called with are frozen in a graph, so its row must name them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from rocm_attn.padding import StepKind
+from rocm_attn.plan import LayerKernel
+from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.providers.aiter.rows import ROWS
+from rocm_attn.providers.contract import Baked, KernelRow, PoolSize
+from rocm_attn.providers.select import Selection, select
+from rocm_attn.target import known_target
+from tests.amd.aiter.serving import GFX942, latent_problem, plain_problem, world
+from tests.amd.aiter.stand_in import StandIn
+
+BOUND = [row for row in ROWS if not row.not_bound and row.kind is not StepKind.PREFILL]
+
+
+def problem_of(row: KernelRow) -> Problem:
+    return latent_problem() if PoolKind.LATENT in row.limits.pools else plain_problem(16, dims=(128, 128))
+
+
+def numbers(row: KernelRow, aiter: StandIn, kv_len: int, q_len: int) -> Mapping[str, Any]:
+    """What the row's function is given by the host in a step of two sequences, the longer one of kv_len tokens."""
+    problem = problem_of(row)
+    kernels = {
+        **select(problem, known_target("cpu"), "torch").kernels,
+        row.kind: LayerKernel(row, row.bind(problem, GFX942, PoolSize(100, 640, 8))),
+    }
+    serving = world(problem, selections=[Selection(problem, GFX942, kernels, ())])
+    requests = [serving.admit(), serving.admit()]
+    serving.step(requests, [kv_len - q_len, 5])
+    name = row.name.removeprefix("aiter.")
+    seen: list[Mapping[str, Any]] = []
+    right = aiter.bodies[name]
+
+    def spy(call: Mapping[str, Any]) -> Any:
+        seen.append({key: value for key, value in call.items() if isinstance(value, int | float | tuple)})
+        return right(call)
+
+    aiter.bodies[name] = spy
+    try:
+        serving.step(requests, [q_len, {StepKind.EXTEND: 2}.get(row.kind, 1)])
+    finally:
+        aiter.bodies[name] = right
+    (only,) = seen
+    return only
+
+
+def differs(row: KernelRow, aiter: StandIn, *lengths: tuple[int, int]) -> bool:
+    first, second = (numbers(row, aiter, kv_len, q_len) for kv_len, q_len in lengths)
+    return first != second
+
+
+@pytest.mark.parametrize("row", BOUND, ids=lambda row: f"{row.name}-{row.kind.value}")
+def test_a_row_names_the_lengths_that_its_function_is_given_and_no_others(row: KernelRow, aiter: StandIn) -> None:
+    new = 1 if row.kind is StepKind.DECODE else 3
+    assert differs(row, aiter, (50, new), (400, new)) == (Baked.MAX_KV_LEN in row.bakes)
+    if row.kind is not StepKind.DECODE:
+        # Above two: unified_attention takes one new token for a decode step, and is told of two at least.
+        assert differs(row, aiter, (200, 3), (200, 60)) == (Baked.MAX_Q_LEN in row.bakes)

@@ -1,0 +1,171 @@
+"""Windows, soft caps, sinks, ALiBi slopes and non-causal attention through AITER's kernels, against the oracle.
+
+The stand-in makes its scores in each function's own words, so a conversion that is off by one key shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rocm_attn.errors import Unsupported
+from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.providers.select import select
+from tests.amd.aiter.serving import GFX942, plain_problem, world
+from tests.amd.aiter.stand_in import StandIn
+from tests.amd.runtime.stepping import World
+
+SMALL = plain_problem(16, dims=(64, 64))  # as gpt-oss: no mha_batch_prefill_func
+WIDE = plain_problem(16, dims=(128, 128))
+
+# Scores -> the functions of a prefill, a decode, an extend and a mixed step.
+VARLEN, RAGGED, UNIFIED, PAGED = (
+    "flash_attn_varlen_func",
+    "paged_attention_ragged",
+    "unified_attention",
+    "mha_batch_prefill_func",
+)
+PROBLEMS: Mapping[str, tuple[Problem, Sequence[str]]] = {
+    "window and sinks": (replace(SMALL, window_left=20, has_sinks=True), (VARLEN, UNIFIED, UNIFIED, UNIFIED)),
+    "sinks": (replace(WIDE, has_sinks=True), (VARLEN, UNIFIED, PAGED, UNIFIED)),
+    "window": (replace(WIDE, window_left=37), (VARLEN, UNIFIED, PAGED, UNIFIED)),
+    "soft cap": (replace(WIDE, logits_soft_cap=1.5), (VARLEN, RAGGED, PAGED, UNIFIED)),
+    "window and soft cap": (
+        replace(WIDE, window_left=37, logits_soft_cap=1.5, dtype=torch.bfloat16),
+        (VARLEN, UNIFIED, PAGED, UNIFIED),
+    ),
+    "soft cap and sinks": (replace(SMALL, logits_soft_cap=1.5, has_sinks=True), (UNIFIED, UNIFIED, UNIFIED, UNIFIED)),
+    "slopes": (replace(WIDE, has_alibi_slopes=True), (VARLEN, RAGGED, PAGED, UNIFIED)),
+    "slopes and window": (replace(WIDE, has_alibi_slopes=True, window_left=20), (VARLEN, UNIFIED, PAGED, UNIFIED)),
+    "slopes and soft cap": (
+        replace(SMALL, has_alibi_slopes=True, logits_soft_cap=1.5),
+        (UNIFIED, RAGGED, UNIFIED, UNIFIED),
+    ),
+    "not causal": (replace(WIDE, causal=False), (VARLEN, RAGGED, PAGED, PAGED)),
+    "sinks in bfloat16": (replace(WIDE, has_sinks=True, dtype=torch.bfloat16), (PAGED, UNIFIED, PAGED, UNIFIED)),
+}
+# A prompt, a decode, an extend and a mixed step; the windows end within, at and behind pages and tiles.
+STEPS = ([70, 31, 16], [1, 1, 1], [9, 2, 40], [1, 25, 3])
+
+
+@pytest.mark.parametrize(("problem", "served_by"), PROBLEMS.values(), ids=PROBLEMS)
+def test_scores_are_those_of_the_oracle(problem: Problem, served_by: Sequence[str], release: StandIn) -> None:
+    serving = world(problem, max_kv_len=300)
+    requests = [serving.admit() for _ in range(3)]
+    release.calls.clear()
+    for q_len in STEPS:
+        serving.step(requests, q_len)
+    assert release.calls == list(served_by)
+    for q_len in STEPS[1:]:
+        serving.step(requests, q_len, pad_to=4)
+    assert serving.page_zero_is_zero()
+
+
+@pytest.mark.parametrize("window_left", [0, 1, 14, 15, 16, 17, 62, 63, 64, 65])
+@pytest.mark.parametrize("base", [SMALL, WIDE], ids=["unified_attention", "mha_batch_prefill_func"])
+def test_a_window_ends_at_the_same_key_in_every_function(base: Problem, window_left: int, aiter: StandIn) -> None:
+    serving = world(replace(base, window_left=window_left), max_kv_len=300)
+    requests = [serving.admit() for _ in range(3)]
+    for q_len in (*STEPS, [66, 1, 66]):
+        serving.step(requests, q_len)
+
+
+# Function -> the arguments that carry scores, with what says "none".
+NOTHING: Mapping[str, Mapping[str, Any]] = {
+    RAGGED: {"logits_soft_cap": 0.0, "alibi_slopes": None},
+    UNIFIED: {"window_size": (-1, -1), "softcap": 0.0, "sinks": None, "alibi_slopes": None},
+    PAGED: {"window_size": (-1, -1), "logits_soft_cap": 0.0, "sink_ptr": None, "alibi_slopes": None, "causal": True},
+    VARLEN: {"window_size": (-1, -1, 0), "logits_soft_cap": 0.0, "sink_ptr": None, "alibi_slopes": None},
+}
+ARGUMENTS = [(function, argument) for function, values in NOTHING.items() for argument in values]
+
+
+def problem_that_has(argument: str) -> Problem:
+    changes: Mapping[str, Mapping[str, Any]] = {
+        "window_size": {"window_left": 5},
+        "softcap": {"logits_soft_cap": 0.5},
+        "logits_soft_cap": {"logits_soft_cap": 0.5},
+        "sinks": {"has_sinks": True},
+        "sink_ptr": {"has_sinks": True},
+        "alibi_slopes": {"has_alibi_slopes": True},
+        "causal": {"causal": False},
+    }
+    return replace(WIDE, **changes[argument])
+
+
+@pytest.mark.parametrize(("function", "argument"), ARGUMENTS)
+def test_a_score_that_is_left_out_changes_the_output(function: str, argument: str, aiter: StandIn) -> None:
+    serving = world(problem_that_has(argument), max_kv_len=300)
+    requests = [serving.admit() for _ in range(3)]
+    right = aiter.bodies[function]
+    aiter.bodies[function] = lambda call: right({**call, argument: NOTHING[function][argument]})
+    with pytest.raises(AssertionError, match="not close"):
+        run_all(serving, requests)
+
+
+def run_all(serving: World, requests: Sequence[Any]) -> None:
+    for q_len in STEPS:
+        serving.step(requests, q_len)
+
+
+@pytest.mark.parametrize("window_left", [-1, 20])
+def test_the_lse_of_a_layer_with_sinks_has_the_sink_in_it(window_left: int, aiter: StandIn) -> None:
+    serving = world(replace(WIDE, has_sinks=True, window_left=window_left))
+    requests = [serving.admit() for _ in range(3)]
+    aiter.calls.clear()
+    for q_len in ([5, 2, 20], [40, 3, 4]):
+        serving.step(requests, q_len)  # which asks for the log-sum-exp of kernels that give it
+    assert aiter.calls == [VARLEN, PAGED]
+
+
+# Scores of AITER's that would be wrong together: problem, step, kernel, why.
+TOGETHER = [
+    (
+        replace(WIDE, has_sinks=True, dtype=torch.bfloat16),
+        "prefill: not aiter.flash_attn_varlen_func: its assembly kernels for bfloat16 at this head_dim leave attention "
+        "sinks out",
+    ),
+    (
+        replace(WIDE, window_left=0, dtype=torch.bfloat16),
+        "prefill: not aiter.flash_attn_varlen_func: it takes a window of the query's own key alone for no window",
+    ),
+    (
+        replace(WIDE, has_alibi_slopes=True, logits_soft_cap=2.0),
+        "extend: not aiter.mha_batch_prefill_func: it has no variant with both a logits soft cap and ALiBi slopes",
+    ),
+    (
+        replace(WIDE, has_sinks=True, logits_soft_cap=2.0),
+        "extend: not aiter.mha_batch_prefill_func: its attention sinks are for plain logits, without a soft cap or "
+        "ALiBi slopes",
+    ),
+    (
+        replace(WIDE, has_sinks=True, has_alibi_slopes=True),
+        "mixed: not aiter.unified_attention: its ALiBi slopes go wrong beside attention sinks",
+    ),
+    (
+        replace(WIDE, causal=False, has_alibi_slopes=True),
+        "extend: not aiter.mha_batch_prefill_func: its ALiBi slopes punish keys behind the query too",
+    ),
+]
+
+
+@pytest.mark.parametrize(("problem", "line"), TOGETHER)
+def test_scores_that_a_function_gets_wrong_together_are_refused_with_the_reason(problem: Problem, line: str) -> None:
+    assert line in select(problem, GFX942, "auto").lines()
+
+
+def test_ragged_decode_says_what_it_lacks() -> None:
+    lines = select(replace(SMALL, window_left=7, has_sinks=True), GFX942, "aiter").lines()
+    assert "decode: not aiter.paged_attention_ragged: it has no sliding window (window_left 7)" in lines
+    assert "decode: not aiter.paged_attention_ragged: it has no attention sinks" in lines
+
+
+def test_latent_attention_has_none_of_them() -> None:
+    latent = Problem(16, 1, 576, 512, torch.bfloat16, 1, 0.05, window_left=9, pool=PoolKind.LATENT)
+    with pytest.raises(Unsupported) as caught:
+        select(latent, GFX942, "aiter")
+    assert "decode: aiter.mla_decode_fwd: it has no sliding window (window_left 9)" in caught.value.reasons

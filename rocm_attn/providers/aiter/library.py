@@ -52,6 +52,13 @@ def mla_decode_fwd() -> Function:
     return _as_function(function)
 
 
+def mla_prefill_fwd() -> Function:
+    """Assembly: extend and mixed steps over a latent pool."""
+    from aiter.mla import mla_prefill_fwd as function
+
+    return _as_function(function)
+
+
 @dataclass(frozen=True, slots=True)
 class EntryPoint:
     """A function of AITER, and the keywords that the provider passes to it."""
@@ -119,6 +126,10 @@ ENTRY_POINTS: Mapping[str, EntryPoint] = {
             "q kv_buffer o qo_indptr kv_indptr kv_indices kv_last_page_lens max_seqlen_q sm_scale logit_cap "
             "num_kv_splits num_kv_splits_indptr"
         ),
+    ),
+    "aiter.mla_prefill_fwd": EntryPoint(
+        mla_prefill_fwd,
+        _keywords("q kv_buffer o qo_indptr kv_indptr kv_indices kv_last_page_lens max_seqlen_q sm_scale logit_cap"),
     ),
 }
 

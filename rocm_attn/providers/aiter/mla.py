@@ -1,4 +1,8 @@
-"""aiter.mla.mla_decode_fwd: decode over a latent pool, whose one row a token is K and, in its first part, V."""
+"""aiter.mla: attention over a latent pool, whose one row a token is K and, in its first part, V.
+
+mla_decode_fwd serves decode steps, mla_prefill_fwd all others. Both read tokens one by one: their bfloat16 kernels read
+the wrong ones on pages of more. Both have kernels for 16 and for 128 query heads; other counts are made up to those.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,12 @@ from torch import Tensor
 from rocm_attn.padding import PaddedShape
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
-from rocm_attn.providers.aiter.scratch import Part, cut, num_words, whole_rows
+from rocm_attn.providers.aiter.scratch import Part, cut, keep_rows, num_words, room_for, whole_rows
 from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata
 from rocm_attn.target import Target
+
+# Query heads that the kernels are made for, in every release.
+_FEW_HEADS, _MANY_HEADS = 16, 128
 
 # The most that AITER's own choice takes.
 _MOST_SPLITS = 16
@@ -23,6 +30,7 @@ _MOST_SPLITS = 16
 class LatentDecode:
     """One new token in each sequence.
 
+    Heads are padded with zeros to 16 or 128: a decode step waits for the latent rows, which are read once either way.
     The number of splits and their indptr are always given. What the function chooses itself depends on the length of
     the page list, is kept for ever, and may be allocated inside a capture.
     """
@@ -49,7 +57,7 @@ class LatentDecode:
     def attend(self, args: AttendArgs) -> None:
         step = args.step
         q_rows, out_rows = cut(args.workspace, self._parts(step.shape))
-        out = args.out if args.out.is_contiguous() else out_rows
+        out = room_for(args.out, out_rows)
         library.mla_decode_fwd()(
             q=whole_rows(args.q, q_rows),
             kv_buffer=args.k_pages,
@@ -64,20 +72,83 @@ class LatentDecode:
             num_kv_splits=self._splits(step.shape),
             num_kv_splits_indptr=args.schedule,
         )
-        if out is not args.out:
-            args.out.copy_(out)
+        keep_rows(args.out, out)
 
     def _splits(self, shape: PaddedShape) -> int:
         """As many as give every compute unit a share."""
         return min(-(-self.compute_units // shape.num_seqs), _MOST_SPLITS)
 
     def _parts(self, shape: PaddedShape) -> tuple[Part, Part]:
-        """Room for q and out where their rows are not contiguous."""
-        problem = self.problem
-        rows = (shape.num_tokens, problem.num_q_heads)
-        return Part((*rows, problem.head_dim), problem.dtype), Part((*rows, problem.v_head_dim), problem.dtype)
+        num_heads = _FEW_HEADS if self.problem.num_q_heads <= _FEW_HEADS else _MANY_HEADS
+        return _rows(self.problem, shape.num_tokens, num_heads)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentExtend:
+    """Any number of new tokens in each sequence.
+
+    Heads that are not 16 or 128 run in groups of 16, the last one padded with zeros: an extend step waits for its
+    products, of which a padded head has as many as a real one. A sequence with one new token is not split over its
+    keys, as mla_decode_fwd would.
+    """
+
+    problem: Problem
+
+    def describe(self) -> str:
+        return f"aiter.mla_prefill_fwd({self.problem})"
+
+    def schedule_words(self, shape: PaddedShape) -> int:
+        return 0
+
+    def schedule_key(self) -> Hashable:
+        return ()
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return num_words(self._parts(shape))
+
+    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
+        pass
+
+    def attend(self, args: AttendArgs) -> None:
+        q_rows, out_rows = cut(args.workspace, self._parts(args.step.shape))
+        for first in range(0, self.problem.num_q_heads, self._heads_of_launch()):
+            heads = slice(first, first + self._heads_of_launch())
+            self._attend_heads(args, args.q[:, heads], args.out[:, heads], q_rows, out_rows)
+
+    def _attend_heads(self, args: AttendArgs, q: Tensor, out: Tensor, q_rows: Tensor, out_rows: Tensor) -> None:
+        step, written = args.step, room_for(out, out_rows)
+        library.mla_prefill_fwd()(
+            q=whole_rows(q, q_rows),
+            kv_buffer=args.k_pages,
+            o=written,
+            qo_indptr=step.q_indptr,
+            kv_indptr=step.page_indptr,
+            kv_indices=step.page_list,
+            kv_last_page_lens=step.last_page_len,
+            max_seqlen_q=step.max_q_len,
+            sm_scale=self.problem.scale,
+            logit_cap=0.0,
+        )
+        keep_rows(out, written)
+
+    def _heads_of_launch(self) -> int:
+        return _MANY_HEADS if self.problem.num_q_heads == _MANY_HEADS else _FEW_HEADS
+
+    def _parts(self, shape: PaddedShape) -> tuple[Part, Part]:
+        return _rows(self.problem, shape.num_tokens, self._heads_of_launch())
+
+
+def _rows(problem: Problem, num_tokens: int, num_heads: int) -> tuple[Part, Part]:
+    """Room for q and out of so many heads, where those of the step cannot be taken as they are."""
+    rows = (num_tokens, num_heads)
+    return Part((*rows, problem.head_dim), problem.dtype), Part((*rows, problem.v_head_dim), problem.dtype)
 
 
 def bind_latent_decode(problem: Problem, target: Target, pool: PoolSize) -> LatentDecode:
     """The kernel, split for the target's compute units."""
     return LatentDecode(problem, target.compute_units)
+
+
+def bind_latent_extend(problem: Problem, target: Target, pool: PoolSize) -> LatentExtend:
+    """The kernel; it has one tile."""
+    return LatentExtend(problem)

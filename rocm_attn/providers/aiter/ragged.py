@@ -11,7 +11,7 @@ from torch import Tensor
 from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
-from rocm_attn.providers.aiter.scratch import Part, cut, num_words, whole_rows
+from rocm_attn.providers.aiter.scratch import Part, cut, keep_rows, num_words, room_for, whole_rows
 from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata
 from rocm_attn.target import Target
 
@@ -54,7 +54,7 @@ class RaggedDecode:
         step, problem = args.step, self.problem
         parts = self._parts(step.shape, step.max_kv_len)
         partials, q_rows, out_rows = cut(args.workspace, parts)
-        out = args.out if args.out.is_contiguous() else out_rows
+        out = room_for(args.out, out_rows)
         one = args.schedule[:1].view(torch.float32)
         library.paged_attention_ragged()(
             out=out,
@@ -78,8 +78,7 @@ class RaggedDecode:
             partition_size=_PARTITION_KEYS,
             mtp=1,
         )
-        if out is not args.out:
-            args.out.copy_(out)
+        keep_rows(args.out, out)
 
     def _parts(self, shape: PaddedShape, max_kv_len: int) -> tuple[Part, Part, Part]:
         """The function's workspace, then room for q and out where their rows are not contiguous.

@@ -12,7 +12,7 @@ import torch
 
 from rocm_attn.padding import StepKind
 from rocm_attn.problem import PoolKind, Problem
-from rocm_attn.providers.aiter.mla import bind_latent_decode
+from rocm_attn.providers.aiter.mla import bind_latent_decode, bind_latent_extend
 from rocm_attn.providers.aiter.prefill import bind_batch_prefill, bind_varlen_prefill
 from rocm_attn.providers.aiter.ragged import bind_ragged
 from rocm_attn.providers.aiter.unified import bind_unified
@@ -82,7 +82,6 @@ _LATENT = replace(
     exact_dims=((576, 512),),
     # On pages of more than one token its bf16 kernels read the wrong ones.
     page_sizes=(1,),
-    num_q_heads=(16, 128),
     max_gqa_ratio=128,
     dtypes=(torch.bfloat16,),
     pools=(PoolKind.LATENT,),
@@ -161,9 +160,17 @@ def _unified(kind: StepKind, bakes: frozenset[Baked]) -> KernelRow:
     return _row("unified_attention", kind, limits, bind_unified, needs=_TABLED, bakes=bakes, reads_ahead=_TABLE_TILES)
 
 
-def _unbound_latent_extends(kind: StepKind) -> tuple[KernelRow, ...]:
+def _latent_extends(kind: StepKind) -> tuple[KernelRow, ...]:
     return (
-        _unbound("mla_prefill_fwd", kind, _LATENT, "the absorbed extend over a latent pool"),
+        _row(
+            "mla_prefill_fwd",
+            kind,
+            _LATENT,
+            bind_latent_extend,
+            needs=_LISTED,
+            bakes=frozenset({Baked.MAX_Q_LEN}),
+            reads_ahead=_LIST_BLOCKS,
+        ),
         _unbound("mla_prefill_ps_asm_fwd", kind, replace(_LATENT, archs=("gfx950",)), "it takes FP8 only"),
     )
 
@@ -185,11 +192,11 @@ ROWS: tuple[KernelRow, ...] = (
     _unbound("pa_persistent_fwd", StepKind.DECODE, _VECTORIZED, "it reads vectorised FP8 pools"),
     _batch_prefill(StepKind.EXTEND),
     _unified(StepKind.EXTEND, _BOTH_LENGTHS),
-    *_unbound_latent_extends(StepKind.EXTEND),
+    *_latent_extends(StepKind.EXTEND),
     # One kernel for both, because Composable Kernel gives a sequence with one new token a tile of 128.
     _unified(StepKind.MIXED, _BOTH_LENGTHS),
     _batch_prefill(StepKind.MIXED),
-    *_unbound_latent_extends(StepKind.MIXED),
+    *_latent_extends(StepKind.MIXED),
     _row(
         "flash_attn_varlen_func",
         StepKind.PREFILL,

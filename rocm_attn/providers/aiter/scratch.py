@@ -42,5 +42,25 @@ def cut(workspace: Tensor, parts: Sequence[Part]) -> list[Tensor]:
 
 
 def whole_rows(rows: Tensor, scratch: Tensor) -> Tensor:
-    """rows [T, heads, dim] themselves where they are contiguous, else a copy of them in scratch."""
-    return rows if rows.is_contiguous() else scratch.copy_(rows)
+    """rows [T, heads, dim] themselves where they are contiguous and of scratch's shape, else a copy of them in scratch.
+
+    Heads that only scratch has are zero then.
+    """
+    if rows.is_contiguous() and rows.shape == scratch.shape:
+        return rows
+    num_heads = rows.shape[1]
+    scratch[:, :num_heads].copy_(rows)
+    if num_heads < scratch.shape[1]:
+        scratch[:, num_heads:].zero_()
+    return scratch
+
+
+def room_for(rows: Tensor, scratch: Tensor) -> Tensor:
+    """rows [T, heads, dim] themselves where a function can write them whole, else scratch; then see keep_rows."""
+    return rows if rows.is_contiguous() and rows.shape == scratch.shape else scratch
+
+
+def keep_rows(rows: Tensor, written: Tensor) -> None:
+    """Copy the heads that rows has from what was written, unless that is rows itself."""
+    if written is not rows:
+        rows.copy_(written[:, : rows.shape[1]])

@@ -1,4 +1,4 @@
-"""The stand-in's decode functions: paged_attention_ragged and mla_decode_fwd."""
+"""The stand-in's paged_attention_ragged."""
 
 from __future__ import annotations
 
@@ -105,63 +105,3 @@ def _run_ragged(
         scores = Scores(scale, before >= 0, soft_cap, bias)
         result, _ = attend(q[row : row + 1], k[:kv_len], v[:kv_len], scores)
         out[row] = (result[0] + times_zero(v[kv_len:])).to(out.dtype)
-
-
-def mla_decode_fwd(call: Mapping[str, Any]) -> None:
-    q, kv, splits = call["q"], call["kv_buffer"], call["num_kv_splits"]
-    num_seqs = len(call["qo_indptr"]) - 1
-    require(q.shape[1] in (16, 128), f"no kernel for {q.shape[1]} heads in every release")
-    require_tensor("q", q, torch.bfloat16, (num_seqs, None, 576))
-    require_tensor("kv_buffer", kv, torch.bfloat16, (None, 1, 1, 576))
-    require_tensor("o", call["o"], torch.bfloat16, (num_seqs, q.shape[1], 512))
-    for name in ("qo_indptr", "kv_indptr"):
-        require_tensor(name, call[name], torch.int32, (num_seqs + 1,))
-    require_tensor("kv_indices", call["kv_indices"], torch.int32, (None,))
-    require_tensor("kv_last_page_lens", call["kv_last_page_lens"], torch.int32, (num_seqs,))
-    require(
-        call["max_seqlen_q"] == 1 and call.get("page_size", 1) == 1 and call.get("nhead_kv", 1) == 1, "plain decode"
-    )
-    require(call["sm_scale"] is not None and call["logit_cap"] == 0.0, "a scale, no cap")
-    require(
-        isinstance(splits, int) and 1 <= splits <= 16, "without num_kv_splits, they are chosen by the list's length"
-    )
-    require_tensor("num_kv_splits_indptr", call["num_kv_splits_indptr"], torch.int32, (num_seqs + 1,))
-    require(call["work_meta_data"] is None and not call["return_lse"], "not persistent, no lse")
-    run(
-        _run_latent,
-        q,
-        kv,
-        call["o"],
-        call["qo_indptr"],
-        call["kv_indptr"],
-        call["kv_indices"],
-        call["kv_last_page_lens"],
-        call["num_kv_splits_indptr"],
-        scale=call["sm_scale"],
-        splits=splits,
-    )
-
-
-def _run_latent(
-    q: Tensor,
-    kv: Tensor,
-    out: Tensor,
-    qo_indptr: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    last_page_len: Tensor,
-    splits_indptr: Tensor,
-    *,
-    scale: float,
-    splits: int,
-) -> None:
-    num_seqs = len(q)
-    require(splits_indptr.tolist() == [i * splits for i in range(num_seqs + 1)], "the splits' indptr says otherwise")
-    require(qo_indptr.tolist() == list(range(num_seqs + 1)), "a sequence has not one new token")
-    require(bool((last_page_len == 1).all()), "a page holds one token")
-    for seq, (first, end) in enumerate(spans(kv_indptr, len(kv_indices), "kv_indptr")):
-        require(end > first, f"sequence {seq} has no key: a division by zero")
-        rows = rows_of(kv, kv_indices[first:end], "kv_indices")
-        result, _ = attend(q[seq : seq + 1], rows, rows[..., :512], Scores(scale, distances(1, len(rows)) >= 0))
-        # Row 0 stands in for masked keys.
-        out[seq] = (result[0] + times_zero(kv[0])).to(out.dtype)

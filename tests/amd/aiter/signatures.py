@@ -76,6 +76,10 @@ _MLA_OLD = (
     "reduce_indptr=None reduce_final_map=None reduce_partial_map=None q_scale=None kv_scale=None "
     "intra_batch_mode=False return_logits=False return_lse=False"
 )
+_MLA_PREFILL = (
+    "q kv_buffer o qo_indptr kv_indptr kv_indices kv_last_page_lens max_seqlen_q sm_scale=None logit_cap=0.0 "
+    "num_kv_splits=None"
+)
 # page_size came in between: what stood behind it has moved.
 _MLA_PAGED = _MLA_OLD.replace(" sm_scale=None", " page_size=1 nhead_kv=1 sm_scale=None")
 _MLA = _MLA_PAGED + " g_kv_indptr=None cp_world_size=1 cp_rank=0 causal=True"
@@ -91,6 +95,7 @@ V0_1_10 = Release(
         "mha_batch_prefill_func": _BATCH_PREFILL_0_1_10,
         "flash_attn_varlen_func": _VARLEN,
         "mla_decode_fwd": _MLA_OLD,
+        "mla_prefill_fwd": _MLA_PREFILL,
     },
 )
 V0_1_14 = Release(

@@ -12,7 +12,8 @@ import pytest
 
 from rocm_attn.providers.aiter import library
 from tests.amd.aiter.checks import require
-from tests.amd.aiter.decode_functions import mla_decode_fwd, paged_attention_ragged
+from tests.amd.aiter.decode_functions import paged_attention_ragged
+from tests.amd.aiter.latent_functions import mla_decode_fwd, mla_prefill_fwd
 from tests.amd.aiter.prefill_functions import flash_attn_varlen_func, mha_batch_prefill_func
 from tests.amd.aiter.signatures import Release
 from tests.amd.aiter.unified_function import unified_attention
@@ -25,6 +26,7 @@ BODIES: Mapping[str, Body] = {
     "mha_batch_prefill_func": mha_batch_prefill_func,
     "flash_attn_varlen_func": flash_attn_varlen_func,
     "mla_decode_fwd": mla_decode_fwd,
+    "mla_prefill_fwd": mla_prefill_fwd,
 }
 
 
@@ -61,7 +63,7 @@ def install(release: Release, monkeypatch: pytest.MonkeyPatch) -> StandIn:
     stand_in = StandIn(release)
     places = {
         "aiter": ("paged_attention_ragged", "mha_batch_prefill_func", "flash_attn_varlen_func"),
-        "aiter.mla": ("mla_decode_fwd",),
+        "aiter.mla": ("mla_decode_fwd", "mla_prefill_fwd"),
         release.unified_module: ("unified_attention",),
     }
     for path, names in places.items():

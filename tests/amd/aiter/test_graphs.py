@@ -15,7 +15,7 @@ from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.runtime import AttentionRuntime, Step
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_runner import StepRunner
-from tests.amd.aiter.serving import CPU, GFX942, latent_problem, partly_torch, plain_problem
+from tests.amd.aiter.serving import CPU, GFX942, latent_problem, plain_problem
 from tests.amd.aiter.stand_in import StandIn
 from tests.amd.graphs.tiny import VOCABULARY, same, serve
 
@@ -27,6 +27,8 @@ PROBLEMS = {
     "window and soft cap": replace(plain_problem(16, dims=(128, 128)), window_left=20, logits_soft_cap=2.0),
     "slopes": replace(plain_problem(16, dims=(128, 128)), has_alibi_slopes=True),
     "latent": latent_problem(),
+    "latent, heads padded": latent_problem(8),
+    "latent, heads in groups": latent_problem(24),
 }
 
 # Prompts, decode steps, chunks over a prefix, mixed steps, and lengths of several buckets.
@@ -54,7 +56,6 @@ class Model:
             capture_sizes=(1, 2, 4),
             capture_tokens=(8, 16, 96),
             split_steps=True,
-            selections=[partly_torch(problem)] if problem.pool is PoolKind.LATENT else None,
         )
         for pages in (runtime.pool.layer(0).k, runtime.pool.layer(0).v):
             pages[1:] = float("nan")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from rocm_attn.errors import BadProblem, BadTensor, Unsupported
 from rocm_attn.kv_pool import KVPool, page_bytes
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import select
-from tests.amd.aiter.serving import CPU, GFX942, latent_problem, partly_torch, world
+from tests.amd.aiter.serving import CPU, GFX942, latent_problem, world
 from tests.amd.aiter.stand_in import StandIn
 from tests.amd.runtime.stepping import World
 
@@ -37,17 +39,48 @@ def test_a_shared_latent_page_is_copied_whole_before_it_is_written() -> None:
     serving.step([grandchild, child, parent], [2, 1, 1])
 
 
-@pytest.mark.parametrize("num_q_heads", [16, 128])
-def test_mla_decode_equals_dense_attention(num_q_heads: int, release: StandIn) -> None:
-    problem = latent_problem(num_q_heads)
-    serving = world(problem, max_kv_len=80, selections=[partly_torch(problem)])
+# Query heads -> launches of an extend step: the kernels are for 16 and for 128 heads.
+LAUNCHES = {1: 1, 8: 1, 16: 1, 24: 2, 64: 4, 128: 1}
+
+
+@pytest.mark.parametrize(("num_q_heads", "launches"), LAUNCHES.items())
+def test_every_kind_of_step_over_a_latent_pool_equals_dense_attention(
+    num_q_heads: int, launches: int, release: StandIn
+) -> None:
+    serving = world(latent_problem(num_q_heads), max_kv_len=80)
     requests = [serving.admit() for _ in range(3)]
-    serving.step(requests, [70, 1, 13])
+    release.calls.clear()
+    serving.step(requests, [70, 2, 13])
+    serving.step(requests, [3, 1, 0])
+    assert release.calls == ["mla_prefill_fwd"] * 2 * launches
     release.calls.clear()
     for pad_to in (3, 4, 9):
         serving.step(requests, [1, 1, 1], pad_to=pad_to)
     assert release.calls == ["mla_decode_fwd"] * 3
+    serving.step(requests, [2, 2, 5], pad_to=4)
     assert serving.page_zero_is_zero()
+
+
+def test_more_heads_than_the_kernels_have_are_refused() -> None:
+    with pytest.raises(Unsupported) as caught:
+        select(latent_problem(160), GFX942, "aiter")
+    assert "decode: aiter.mla_decode_fwd: 160 query heads share a KV head, at most 128 may" in caught.value.reasons
+
+
+def test_rows_with_gaps_over_a_latent_pool_are_served(aiter: StandIn) -> None:
+    problem = latent_problem(16)
+    serving = world(problem, max_kv_len=80)
+    requests = [serving.admit(), serving.admit()]
+    for q_len in ([4, 6], [1, 1], [2, 1]):
+        step = serving.runtime.begin_step(serving.batch(requests, q_len))
+        num_tokens = step.token_ids.shape[0]
+        q = serving.random(num_tokens, 16, 600)[..., :576]
+        k = serving.random(num_tokens, 1, 576)
+        serving.remember(0, requests, q_len, k[: step.num_tokens], k[: step.num_tokens, :, :512])
+        out = serving.random(num_tokens, 17, 520)[:, 1:, :512]
+        serving.runtime.store_and_attend(0, q, k, k[..., :512], out)
+        serving.check(0, requests, q_len, q, out, None)
+        serving.runtime.end_step()
 
 
 def test_a_latent_token_takes_one_row() -> None:
@@ -75,10 +108,10 @@ def test_a_latent_pool_has_one_kv_head() -> None:
 
 def test_triton_and_the_other_kernels_of_aiter_say_that_they_read_another_pool() -> None:
     with pytest.raises(Unsupported) as caught:
-        select(latent_problem(), GFX942, "auto")
+        select(replace(latent_problem(), dtype=torch.float16), GFX942, "auto")
     for kernel in ("extend: triton.extend", "decode: aiter.unified_attention"):
         assert any(kernel in reason and "this layer has latent pages" in reason for reason in caught.value.reasons)
-    assert any("extend: aiter.mla_prefill_fwd: not bound" in reason for reason in caught.value.reasons)
+    assert "extend: aiter.mla_prefill_fwd: dtype float16 is not one of bfloat16" in caught.value.reasons
 
 
 def test_mla_decode_is_refused_on_larger_pages() -> None:

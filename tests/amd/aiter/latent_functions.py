@@ -1,0 +1,122 @@
+"""The stand-in's mla_decode_fwd and mla_prefill_fwd, over a latent pool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.amd.aiter.checks import Scores, attend, distances, require, require_tensor, rows_of, run, spans, times_zero
+
+
+def _require_latent(call: Mapping[str, Any]) -> int:
+    """What both functions take; the number of sequences."""
+    q, num_seqs = call["q"], len(call["qo_indptr"]) - 1
+    require(q.shape[1] in (16, 128), f"no kernel for {q.shape[1]} heads in every release")
+    require_tensor("q", q, torch.bfloat16, (None, None, 576))
+    require_tensor("kv_buffer", call["kv_buffer"], torch.bfloat16, (None, 1, 1, 576))
+    require_tensor("o", call["o"], torch.bfloat16, (len(q), q.shape[1], 512))
+    for name in ("qo_indptr", "kv_indptr"):
+        require_tensor(name, call[name], torch.int32, (num_seqs + 1,))
+    require_tensor("kv_indices", call["kv_indices"], torch.int32, (None,))
+    require_tensor("kv_last_page_lens", call["kv_last_page_lens"], torch.int32, (num_seqs,))
+    require(call["sm_scale"] is not None and call["logit_cap"] == 0.0, "a scale, no cap")
+    return num_seqs
+
+
+def mla_decode_fwd(call: Mapping[str, Any]) -> None:
+    q, kv, splits = call["q"], call["kv_buffer"], call["num_kv_splits"]
+    num_seqs = _require_latent(call)
+    require(len(q) == num_seqs, f"{len(q)} tokens of {num_seqs} sequences")
+    require(
+        call["max_seqlen_q"] == 1 and call.get("page_size", 1) == 1 and call.get("nhead_kv", 1) == 1, "plain decode"
+    )
+    require(
+        isinstance(splits, int) and 1 <= splits <= 16, "without num_kv_splits, they are chosen by the list's length"
+    )
+    require_tensor("num_kv_splits_indptr", call["num_kv_splits_indptr"], torch.int32, (num_seqs + 1,))
+    require(call["work_meta_data"] is None and not call["return_lse"], "not persistent, no lse")
+    run(
+        _run_latent,
+        q,
+        kv,
+        call["o"],
+        call["qo_indptr"],
+        call["kv_indptr"],
+        call["kv_indices"],
+        call["kv_last_page_lens"],
+        call["num_kv_splits_indptr"],
+        scale=call["sm_scale"],
+        splits=splits,
+    )
+
+
+def _run_latent(
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    last_page_len: Tensor,
+    splits_indptr: Tensor,
+    *,
+    scale: float,
+    splits: int,
+) -> None:
+    num_seqs = len(q)
+    require(splits_indptr.tolist() == [i * splits for i in range(num_seqs + 1)], "the splits' indptr says otherwise")
+    require(qo_indptr.tolist() == list(range(num_seqs + 1)), "a sequence has not one new token")
+    require(bool((last_page_len == 1).all()), "a page holds one token")
+    for seq, (first, end) in enumerate(spans(kv_indptr, len(kv_indices), "kv_indptr")):
+        require(end > first, f"sequence {seq} has no key: a division by zero")
+        rows = rows_of(kv, kv_indices[first:end], "kv_indices")
+        result, _ = attend(q[seq : seq + 1], rows, rows[..., :512], Scores(scale, distances(1, len(rows)) >= 0))
+        # Row 0 stands in for masked keys.
+        out[seq] = (result[0] + times_zero(kv[0])).to(out.dtype)
+
+
+def mla_prefill_fwd(call: Mapping[str, Any]) -> None:
+    _require_latent(call)
+    require(call["num_kv_splits"] is None, "it has one split, whatever is asked for")
+    run(
+        _run_latent_prefill,
+        call["q"],
+        call["kv_buffer"],
+        call["o"],
+        call["qo_indptr"],
+        call["kv_indptr"],
+        call["kv_indices"],
+        call["kv_last_page_lens"],
+        scale=call["sm_scale"],
+        max_q_len=call["max_seqlen_q"],
+    )
+
+
+def _run_latent_prefill(
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    last_page_len: Tensor,
+    *,
+    scale: float,
+    max_q_len: int,
+) -> None:
+    require(bool((last_page_len == 1).all()), "a page holds one token")
+    keys = spans(kv_indptr, len(kv_indices), "kv_indptr")
+    for seq, (first, end) in enumerate(spans(qo_indptr, len(q), "qo_indptr")):
+        q_len, (first_key, end_key) = end - first, keys[seq]
+        require(q_len <= max_q_len, f"sequence {seq} has {q_len} new tokens of at most {max_q_len}")
+        if q_len == 0:
+            continue
+        require(q_len <= end_key - first_key, f"sequence {seq} has {end_key - first_key} keys, {q_len} of them new")
+        rows = rows_of(kv, kv_indices[first_key:end_key], "kv_indices")
+        scores = Scores(scale, distances(q_len, len(rows)) >= 0)
+        result, _ = attend(q[first:end], rows, rows[..., :512], scores)
+        # Row 0 stands in for masked keys.
+        out[first:end] = (result + times_zero(kv[0])).to(out.dtype)

@@ -8,6 +8,7 @@ from functools import cache
 
 import torch
 
+from rocm_attn.agreement import Agree, alone
 from rocm_attn.kernel_probe import MakeRuntime, wrong_kernels
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
@@ -24,6 +25,7 @@ def choose_kernels(
     *,
     device: torch.device,
     make_runtime: MakeRuntime,
+    agree: Agree = alone,
 ) -> tuple[Selection, ...]:
     """A selection for each problem, in order.
 
@@ -32,16 +34,17 @@ def choose_kernels(
     as installed and right.
 
     make_runtime: makes the small runtimes of the probe
+    agree:        a kernel that is missing or wrong on one rank is left out on all
     Raises Unsupported, BadSetting.
     """
     runs = device.type != "meta"
     may_use_aiter = provider in ("auto", "aiter") and target.is_amd and runs
-    unavailable = dict(library.unavailable()) if may_use_aiter else {}
+    unavailable = dict(agree(library.unavailable() if may_use_aiter else {}))
     while True:
         selections = tuple(
             select(problem, target, provider, pool=pool, unavailable=unavailable) for problem in problems
         )
-        wrong = wrong_kernels(selections, device, make_runtime) if runs else {}
+        wrong = agree(wrong_kernels(selections, device, make_runtime) if runs else {})
         if not wrong:
             break
         unavailable.update(wrong)

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from rocm_attn.agreement import Agree, alone
 from rocm_attn.canary import what_was_written
 from rocm_attn.devices import StreamOrder, on_device, with_index
 from rocm_attn.errors import BadSetting, DeviceFault, WrongState
@@ -112,6 +113,8 @@ class AttentionRuntime:
     guards:        the safeguards; not given: all, less those that the environment switches off (settings.py)
     selections:    kernels that were chosen already, one selection for each distinct problem in the order in which they
                    come; not given: chosen by provider
+    agree:         how ranks that share a model's layers agree on kernels and graphs: agreement.among(group); all of
+                   them then build their runtimes and make their graphs at the same time
 
     Raises Unsupported when no kernel serves a layer, BadProblem and CapacityExceeded for a pool that cannot be.
     """
@@ -131,6 +134,7 @@ class AttentionRuntime:
         split_steps: bool = False,
         guards: Guards | None = None,
         selections: Sequence[Selection] | None = None,
+        agree: Agree = alone,
     ) -> None:
         self.guards = guards = guards if guards is not None else guards_from_settings()
         if guards.off:
@@ -146,7 +150,9 @@ class AttentionRuntime:
                 PoolSize(num_pages, max_kv_len, max_num_seqs),
                 device=self.device,
                 make_runtime=AttentionRuntime,
+                agree=agree,
             )
+        self.agree = agree
         self.selections = tuple(map(guards.v_mask, selections))
         self.pool = KVPool(problems, num_pages=num_pages, device=self.device)
         self.head_weights = LayerHeadWeights(problems, self.device)

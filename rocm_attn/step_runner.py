@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -290,8 +290,17 @@ class StepRunner:
                 verdict = self._check.record(self._runtime, plan, q_len, live, record, self._body)
             self._pinned.check()
         except (RecordingRefused, StaleRecording) as refusal:
-            return _Trial(None, Verdict(str(refusal), "", 0.0, bitwise=False))
-        return _Trial(fresh[0] if fresh else None, verdict)
+            return self._agreed(_Trial(None, Verdict(str(refusal), "", 0.0, bitwise=False)))
+        return self._agreed(_Trial(fresh[0] if fresh else None, verdict))
+
+    def _agreed(self, trial: _Trial) -> _Trial:
+        """The trial, with what other ranks found out about theirs: a graph serves on all of them or on none."""
+        found = {"failure": trial.refusal}
+        found["not bitwise"] = "" if trial.verdict.bitwise else "it differs"
+        found["not made"] = "" if trial.graph is not None else "there was no room to compare it"
+        agreed = self._runtime.agree({name: what for name, what in found.items() if what})
+        verdict = replace(trial.verdict, failure=agreed.get("failure", ""), bitwise="not bitwise" not in agreed)
+        return _Trial(None if "not made" in agreed else trial.graph, verdict)
 
     def _keep(self, plan: StepPlan, graph: _FreshGraph, verdict: Verdict, note: str) -> None:
         self._entry_of_plan[plan] = self._graphs.put(plan.key, graph.recording, graph.outputs, graph.seconds)

@@ -28,7 +28,6 @@ PROBLEMS = {
     "slopes": replace(plain_problem(16, dims=(128, 128)), has_alibi_slopes=True),
     "latent": latent_problem(),
     "latent, heads padded": latent_problem(8),
-    "latent, heads in groups": latent_problem(24),
 }
 
 # Prompts, decode steps, chunks over a prefix, mixed steps, and lengths of several buckets.

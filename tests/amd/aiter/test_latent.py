@@ -43,20 +43,26 @@ def test_a_shared_latent_page_is_copied_whole_before_it_is_written() -> None:
 LAUNCHES = {1: 1, 8: 1, 16: 1, 24: 2, 64: 4, 128: 1}
 
 
+def test_every_kind_of_step_over_a_latent_pool_equals_dense_attention(release: StandIn) -> None:
+    serve_every_kind_of_step(16, 1, release)
+
+
 @pytest.mark.parametrize(("num_q_heads", "launches"), LAUNCHES.items())
-def test_every_kind_of_step_over_a_latent_pool_equals_dense_attention(
-    num_q_heads: int, launches: int, release: StandIn
-) -> None:
+def test_any_number_of_heads_is_served(num_q_heads: int, launches: int, aiter: StandIn) -> None:
+    serve_every_kind_of_step(num_q_heads, launches, aiter)
+
+
+def serve_every_kind_of_step(num_q_heads: int, launches: int, aiter: StandIn) -> None:
     serving = world(latent_problem(num_q_heads), max_kv_len=80)
     requests = [serving.admit() for _ in range(3)]
-    release.calls.clear()
+    aiter.calls.clear()
     serving.step(requests, [70, 2, 13])
     serving.step(requests, [3, 1, 0])
-    assert release.calls == ["mla_prefill_fwd"] * 2 * launches
-    release.calls.clear()
+    assert aiter.calls == ["mla_prefill_fwd"] * 2 * launches
+    aiter.calls.clear()
     for pad_to in (3, 4, 9):
         serving.step(requests, [1, 1, 1], pad_to=pad_to)
-    assert release.calls == ["mla_decode_fwd"] * 3
+    assert aiter.calls == ["mla_decode_fwd"] * 3
     serving.step(requests, [2, 2, 5], pad_to=4)
     assert serving.page_zero_is_zero()
 

@@ -13,7 +13,7 @@ from rocm_attn.kernel_probe import MakeRuntime, wrong_kernels
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.contract import PoolSize
-from rocm_attn.providers.select import Selection, select
+from rocm_attn.providers.select import Selection, Unavailable, select
 from rocm_attn.target import Target
 
 
@@ -38,8 +38,7 @@ def choose_kernels(
     Raises Unsupported, BadSetting.
     """
     runs = device.type != "meta"
-    may_use_aiter = provider in ("auto", "aiter") and target.is_amd and runs
-    unavailable = dict(agree(library.unavailable() if may_use_aiter else {}))
+    unavailable = dict(agree(missing_kernels(target, provider) if runs else {}))
     while True:
         selections = tuple(
             select(problem, target, provider, pool=pool, unavailable=unavailable) for problem in problems
@@ -52,6 +51,11 @@ def choose_kernels(
         if provider == "auto" and target.is_amd and runs:
             _say_what_fell_back(selection)
     return selections
+
+
+def missing_kernels(target: Target, provider: str) -> Unavailable:
+    """Kernels of AITER's that a provider would take on a target, and what the installed AITER lacks for them."""
+    return library.unavailable() if provider in ("auto", "aiter") and target.is_amd else {}
 
 
 def _say_what_fell_back(selection: Selection) -> None:

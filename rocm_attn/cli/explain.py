@@ -12,6 +12,7 @@ import torch
 
 from rocm_attn.cli.arguments import model_config
 from rocm_attn.errors import Unsupported
+from rocm_attn.page_choice import AUTO_PAGE_SIZE, PageChoice, choose_page_size
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from rocm_attn.providers.select import Selection, select
@@ -35,18 +36,26 @@ class LayerKind:
 def run(options: argparse.Namespace) -> None:
     """Print the choice for options.config on options.arch. Raises Unsupported where a kind of layer has no kernel."""
     target = known_target(options.arch)
-    problems = layer_problems(
-        model_config(options.config),
-        dtype=getattr(torch, options.dtype),
-        page_size=options.page_size,
-        num_ranks=options.tp,
-    )
+    config = model_config(options.config)
     pool = SMALLEST_POOL if options.num_pages is None else replace(SMALLEST_POOL, num_pages=options.num_pages)
-    kinds = layer_kinds(problems, target, options.provider, pool)
+
+    def problems_at(page_size: int) -> tuple[Problem, ...]:
+        dtype = getattr(torch, options.dtype)
+        return layer_problems(config, dtype=dtype, page_size=page_size, num_ranks=options.tp)
+
+    def choose(problem: Problem) -> Selection:
+        return select(problem, target, options.provider, pool=pool)
+
+    chosen = options.page_size == AUTO_PAGE_SIZE
+    pages = choose_page_size(problems_at(1), choose) if chosen else PageChoice(options.page_size, ())
+    kinds = layer_kinds(problems_at(pages.page_size), target, options.provider, pool)
     if options.json:
-        print(json.dumps({"arch": target.arch, "layer_kinds": [_as_json(kind) for kind in kinds]}, indent=2))
+        described = {"arch": target.arch, "page_size": pages.page_size, "page_sizes": list(pages.lines)}
+        print(json.dumps({**described, "layer_kinds": [_as_json(kind) for kind in kinds]}, indent=2))
     else:
         print(f"{options.config} on {target.arch}, provider {options.provider}")
+        if pages.lines:
+            print("\n  ".join([f"pages of {pages.page_size} tokens were chosen:", *pages.lines]))
         if target.is_amd and options.provider in ("auto", "aiter"):
             print("AITER is taken as installed; a runtime leaves out what the installed release lacks, and says so")
         for kind in kinds:

@@ -26,6 +26,7 @@ _EXPLAIN_EXAMPLES = """\
 examples:
   rocm-attn explain config.json --arch gfx942
   rocm-attn explain ./Llama-3.1-8B-Instruct/config.json --arch gfx950 --page-size 64 --json
+  rocm-attn explain ./DeepSeek-V3/config.json --arch gfx950 --tp 8 --page-size auto
   rocm-attn explain ./Llama-3.1-70B-Instruct/config.json --arch gfx942 --tp 8
 """
 
@@ -98,7 +99,7 @@ def _add_generate(commands: Commands[argparse.ArgumentParser]) -> None:
 
     serving = parser.add_argument_group("serving")
     add = serving.add_argument
-    add("--page-size", type=_positive, default=16, metavar="TOKENS", help="tokens in a page of the KV cache (16)")
+    add("--page-size", type=_page_size, default=16, metavar="TOKENS", help="of the KV cache; auto chooses it (16)")
     add("--max-batch-size", type=_positive, default=64, metavar="SEQS", help="prompts served at the same time (64)")
     add(
         "--chunk",
@@ -143,7 +144,7 @@ def _add_explain(commands: Commands[argparse.ArgumentParser]) -> None:
     add("config", metavar="CONFIG.json", help="a model's config.json")
     add("--arch", required=True, help="gfx942 (MI300X), gfx950 (MI355X), sm_90, sm_80 or cpu")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of q, k, v and the KV cache (bfloat16)")
-    add("--page-size", type=_positive, default=16, metavar="TOKENS", help="tokens in a page of the KV cache (16)")
+    add("--page-size", type=_page_size, default=16, metavar="TOKENS", help="of the KV cache; auto chooses it (16)")
     add("--provider", choices=PROVIDERS, default="auto", help="whose attention kernels to ask (auto)")
     add("--tp", type=_positive, default=1, metavar="RANKS", help="tensor-parallel ranks that share the heads (1)")
     add("--num-pages", type=_positive, metavar="PAGES", help="pages of the KV cache, for kernels with a limit on them")
@@ -252,6 +253,10 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return number
+
+
+def _page_size(text: str) -> int | str:
+    return text if text == "auto" else _positive(text)
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -7,11 +7,19 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+import torch
 
 from rocm_attn.capture_check import CaptureCheck
 from rocm_attn.errors import BadRequest, BadSetting
 from rocm_attn.flight_recorder import NO_FLIGHT_RECORDER, FlightRecorder
 from rocm_attn.graphs import CaptureReport, Progress, recorder_for
+from rocm_attn.kernel_choice import missing_kernels
+from rocm_attn.page_choice import AUTO_PAGE_SIZE, PAGE_SIZES, choose_page_size
+from rocm_attn.problem import Problem
+from rocm_attn.providers.select import Selection, select
+from rocm_attn.runner.geometry import AttentionGeometry
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.model import Model
 from rocm_attn.runner.pool_size import default_kv_bytes, pool_pages
@@ -22,6 +30,7 @@ from rocm_attn.runner.scheduler import Scheduler
 from rocm_attn.runner.tokenizer import TextStream
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step_runner import StepRunner
+from rocm_attn.target import detect_target
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +38,7 @@ class EngineOptions:
     """How a model is served. Nothing here changes what is generated.
 
     provider:       "auto", "torch", "triton" or "aiter"
-    page_size:      tokens in a page of the KV pool
+    page_size:      tokens in a page of the KV pool; "auto": the one with the best kernels for the model's layers
     max_batch_size: sequences that run at a time
     chunk:          tokens of a step that prompts may fill up
     graphs:         whether decode steps are captured and replayed
@@ -42,7 +51,7 @@ class EngineOptions:
     """
 
     provider: str = "auto"
-    page_size: int = 16
+    page_size: int | Literal["auto"] = 16
     max_batch_size: int = 64
     chunk: int = 512
     graphs: bool = True
@@ -54,7 +63,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name, least in (("page_size", 1), ("max_batch_size", 1), ("chunk", 1), ("max_kv_len", 1), ("num_pages", 2)):
             value = getattr(self, name)
-            if value is not None and value < least:
+            if value not in (None, AUTO_PAGE_SIZE) and value < least:
                 raise BadSetting(f"{name} is {value}; it must be at least {least}")
 
 
@@ -238,7 +247,8 @@ def _runtime_for(loaded: LoadedModel, options: EngineOptions) -> AttentionRuntim
             f"max_kv_len is {max_kv_len} and the model's context is {config.context_len}; it cannot be more"
         )
     geometry = config.attention.without_idle_windows(max_kv_len)
-    problems = geometry.problems(dtype=weights.dtype, page_size=options.page_size)
+    page_size = _page_size(geometry, weights.dtype, weights.device, options)
+    problems = geometry.problems(dtype=weights.dtype, page_size=page_size)
     num_pages = options.num_pages
     if num_pages is None:
         kv_bytes = default_kv_bytes(weights.device) if options.kv_bytes is None else options.kv_bytes
@@ -249,6 +259,19 @@ def _runtime_for(loaded: LoadedModel, options: EngineOptions) -> AttentionRuntim
         num_pages=num_pages,
         max_num_seqs=options.max_batch_size,
         # a sequence cannot outgrow the pool
-        max_kv_len=min(max_kv_len, (num_pages - 1) * options.page_size),
+        max_kv_len=min(max_kv_len, (num_pages - 1) * page_size),
         provider=options.provider,
     )
+
+
+def _page_size(geometry: AttentionGeometry, dtype: torch.dtype, device: torch.device, options: EngineOptions) -> int:
+    """The page size of the options, chosen if it is to be chosen. Raises Unsupported where none has kernels."""
+    if options.page_size != AUTO_PAGE_SIZE:
+        return options.page_size
+    target = detect_target(device)
+    missing = missing_kernels(target, options.provider)
+
+    def choose(problem: Problem) -> Selection:
+        return select(problem, target, options.provider, unavailable=missing)
+
+    return choose_page_size(geometry.problems(dtype=dtype, page_size=PAGE_SIZES[0]), choose).page_size

@@ -73,12 +73,15 @@ class World:
     """A runtime, its requests and the numbers that they stored.
 
     Every page starts as NaN, so that whatever reads what was not stored shows.
+
+    largest_error: of all outputs that were checked
     """
 
     runtime: AttentionRuntime
     problems: Sequence[Problem]
     generator: torch.Generator
     requests: list[Request] = field(default_factory=list)
+    largest_error: float = 0.0
 
     @classmethod
     def build(
@@ -204,6 +207,8 @@ class World:
             rows = slice(first, first + new)
             weights = self.runtime.head_weights.of(layer)
             want, want_lse = attend_sequence(q[rows], request.k[layer], request.v[layer], problem, weights)
+            if new:
+                self.largest_error = max(self.largest_error, float((out[rows].double() - want).abs().max()))
             assert_attention_close(out[rows], want, problem.dtype)
             if lse is not None:
                 assert_lse_close(lse[rows], want_lse, problem.dtype)

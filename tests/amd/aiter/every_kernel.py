@@ -1,0 +1,128 @@
+"""Every bound kernel of AITER's at every dtype, page size and head_dim that its row names, and with every score.
+
+On a machine with AITER these are the claims of the capability table; on the stand-in they show that the checks work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch
+
+from rocm_attn.errors import Unsupported
+from rocm_attn.graphs import recorder_for
+from rocm_attn.padding import StepKind
+from rocm_attn.plan import LayerKernel
+from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.providers.aiter.rows import ROWS
+from rocm_attn.providers.contract import KernelRow, Limits, PoolSize
+from rocm_attn.providers.select import Selection, select
+from rocm_attn.step_runner import StepRunner
+from rocm_attn.target import Target
+from tests.amd.aiter.one_layer import STEPS, OneLayer
+from tests.amd.graphs.tiny import same, serve
+from tests.amd.runtime.stepping import World
+
+MAX_KV_LEN = 640
+# New tokens of three sequences in steps of each kind: tiles, pages, partitions of 256 keys, an empty sequence and pads.
+STEPS_OF_KIND = {
+    StepKind.PREFILL: ([70, 2, 257],),
+    StepKind.DECODE: ([255, 511, 63], [1, 1, 1], [1, 1, 1], [1, 1, 1]),
+    StepKind.EXTEND: ([5, 129, 17], [2, 3, 4], [16, 255, 2]),
+    StepKind.MIXED: ([5, 300, 17], [1, 9, 1], [64, 1, 0], [1, 0, 2]),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A kernel at one problem."""
+
+    row: KernelRow
+    problem: Problem
+    what: str
+
+    def __str__(self) -> str:
+        dtype = str(self.problem.dtype).removeprefix("torch.")
+        return f"{self.row.name}-{self.row.kind.value}-{dtype}-{self.what}"
+
+
+def cases(target: Target) -> Iterator[Case]:
+    """All of them that the table says are served on the target."""
+    for row in (row for row in ROWS if not row.not_bound):
+        for dtype in row.limits.dtypes:
+            for problem, what in _problems(row.limits, dtype):
+                if not row.refusals(problem, target) and _binds(row, problem, target):
+                    yield Case(row, problem, what)
+
+
+def _problems(limits: Limits, dtype: torch.dtype) -> Iterator[tuple[Problem, str]]:
+    if PoolKind.LATENT in limits.pools:
+        for heads in (8, 16, 24, 128):
+            yield Problem(heads, 1, 576, 512, dtype, 1, scale=0.05, pool=PoolKind.LATENT), f"{heads} heads"
+        return
+    page_sizes = limits.page_sizes or (16,)
+    for head_dim, v_head_dim in limits.exact_dims:
+        for page_size in page_sizes:
+            problem = Problem(8, 2, head_dim, v_head_dim, dtype, page_size, scale=0.11)
+            yield problem, f"{head_dim}x{v_head_dim}-pages of {page_size}"
+    head_dim = limits.exact_dims[0][0]
+    base = Problem(8, 2, head_dim, head_dim, dtype, 16, scale=0.11)
+    yield replace(base, window_left=100), "window"
+    yield replace(base, window_left=20, has_sinks=True), "window and sinks"
+    yield replace(base, has_sinks=True), "sinks"
+    yield replace(base, logits_soft_cap=2.0), "soft cap"
+    yield replace(base, has_alibi_slopes=True), "slopes"
+    yield replace(base, causal=False), "not causal"
+    yield replace(base, num_q_heads=2), "as many KV heads"
+    yield replace(base, num_q_heads=16, num_kv_heads=1), "16 heads on one"
+
+
+def _binds(row: KernelRow, problem: Problem, target: Target) -> bool:
+    try:
+        row.bind(problem, target, PoolSize(100, MAX_KV_LEN, 4))
+    except LookupError:
+        return False
+    return True
+
+
+def selection_of(case: Case, target: Target, others: str) -> Selection:
+    """The case's kernel for its kind of step, those of the provider `others` for all others, if it serves them."""
+    kernel = LayerKernel(case.row, case.row.bind(case.problem, target, PoolSize(100, MAX_KV_LEN, 8)))
+    kernels = dict.fromkeys(StepKind, kernel)
+    with suppress(Unsupported):
+        kernels.update(select(case.problem, target, others).kernels)
+    kernels[case.row.kind] = kernel
+    if case.row.kind is not StepKind.PREFILL:
+        kernels.pop(StepKind.PREFILL, None)
+    return Selection(case.problem, target, kernels, ())
+
+
+def largest_error(case: Case, device: torch.device, selection: Selection) -> float:
+    """Of eager steps against the oracle; raises AssertionError where it is above the bound or a pad is not zero."""
+    serving = World.build(
+        [case.problem],
+        device,
+        "auto",
+        num_pages=2 + 4 * -(-MAX_KV_LEN // case.problem.page_size),
+        max_kv_len=MAX_KV_LEN,
+        target=selection.target,
+        selections=[selection],
+    )
+    requests = [serving.admit() for _ in range(3)]
+    for q_len in STEPS_OF_KIND[case.row.kind]:
+        serving.step(requests, q_len, pad_to=4)
+    assert serving.page_zero_is_zero()
+    return serving.largest_error
+
+
+def graphs_equal_eager(case: Case, device: torch.device, selection: Selection) -> Sequence[str]:
+    """Serve as graphs and without; raises AssertionError where they differ or a graph is refused. The captures."""
+    graphed, eager = (OneLayer.build(case.problem, device, selection.target, [selection]) for _ in range(2))
+    runner = StepRunner(graphed.runtime, graphed.forward, recorder_for(device))
+    replayed = serve(runner, graphed.runtime, STEPS)
+    assert runner.counters.graphs_off == ""
+    assert runner.counters.replays == len(STEPS)
+    assert same(replayed, serve(StepRunner(eager.runtime, eager.forward, None), eager.runtime, STEPS))
+    return runner.capture_report().lines()

@@ -1,0 +1,69 @@
+"""A model of one layer, served as graphs and without, on the stand-in or on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rocm_attn.head_weights import HeadWeights
+from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.providers.select import Selection
+from rocm_attn.runtime import AttentionRuntime, Step
+from rocm_attn.target import Target
+from tests.amd.aiter.serving import CPU, GFX942
+from tests.amd.graphs.tiny import VOCABULARY
+
+# Prompts, decode steps, chunks over a prefix, mixed steps, and lengths of several buckets.
+STEPS = [[5, 2, 7], [1, 1, 1], [1, 1], [2, 9, 3], [1, 1, 1], [1, 4, 1], [70, 3, 2], [1, 1, 1], [1, 1]]
+
+
+@dataclass
+class OneLayer:
+    """One layer of attention over random rows; its last axis is what the layer gives."""
+
+    runtime: AttentionRuntime
+    problem: Problem
+    rows: Tensor
+
+    @classmethod
+    def build(
+        cls,
+        problem: Problem,
+        device: torch.device = CPU,
+        target: Target = GFX942,
+        selections: Sequence[Selection] | None = None,
+    ) -> OneLayer:
+        runtime = AttentionRuntime(
+            [problem],
+            device=device,
+            num_pages=600 if problem.page_size == 1 else 100,
+            max_num_seqs=4,
+            max_kv_len=256,
+            provider="aiter",
+            target=target,
+            capture_sizes=(1, 2, 4),
+            capture_tokens=(8, 16, 96),
+            split_steps=True,
+            selections=selections,
+        )
+        for pages in (runtime.pool.layer(0).k, runtime.pool.layer(0).v):
+            pages[1:] = float("nan")
+        runtime.head_weights.set(0, HeadWeights.random(problem, torch.Generator().manual_seed(2)).to(runtime.device))
+        width = (problem.num_q_heads + 2 * problem.num_kv_heads) * problem.head_dim
+        rows = torch.randn(VOCABULARY, width, generator=torch.Generator().manual_seed(1))
+        return cls(runtime, problem, rows.to(runtime.device, problem.dtype))
+
+    def forward(self, step: Step) -> Tensor:
+        """[S, q_heads * v_head_dim]"""
+        problem = self.problem
+        rows = (self.rows[step.token_ids] * (1 + step.positions[:, None] / 100)).to(problem.dtype)
+        heads = rows.view(len(rows), -1, problem.head_dim)
+        q, k, v = torch.split(heads, [problem.num_q_heads, problem.num_kv_heads, problem.num_kv_heads], dim=1)
+        if problem.pool is PoolKind.LATENT:
+            v = k[..., : problem.v_head_dim]
+        out = rows.new_empty(len(rows), problem.num_q_heads, problem.v_head_dim)
+        step.layers.store_and_attend(0, q, k, v, out)
+        return out.flatten(1)[step.last_token_of_seq]

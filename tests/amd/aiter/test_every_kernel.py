@@ -1,0 +1,50 @@
+"""The cases that run on a real MI300 (tests/amd/rocm/test_aiter.py), on the stand-in."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from rocm_attn.providers.aiter.rows import ROWS
+from tests.amd.aiter.every_kernel import Case, cases, graphs_equal_eager, largest_error, selection_of
+from tests.amd.aiter.serving import CPU, GFX942
+from tests.amd.aiter.stand_in import StandIn
+
+CASES = list(cases(GFX942))
+# Of each kernel and kind of step, a few: the stand-in computes in float64 on one core.
+SOME = [
+    case for case in CASES if case.what in ("64x64-pages of 16", "128x128-pages of 16", "window and sinks", "8 heads")
+]
+
+
+def test_every_bound_kernel_and_kind_of_step_has_cases_with_every_dtype_and_page_size() -> None:
+    counted = Counter((case.row.name, case.row.kind) for case in CASES)
+    for row in ROWS:
+        if not row.not_bound:
+            own = [case.problem for case in CASES if case.row is row]
+            assert counted[row.name, row.kind] >= 3
+            assert {problem.dtype for problem in own} == set(row.limits.dtypes)
+            assert {problem.page_size for problem in own} >= set(row.limits.page_sizes)
+            dims = {(problem.head_dim, problem.v_head_dim) for problem in own}
+            assert dims == set(row.limits.exact_dims)
+
+
+@pytest.mark.parametrize("case", SOME, ids=str)
+def test_a_case_passes_on_the_stand_in(case: Case, aiter: StandIn) -> None:
+    error = largest_error(case, CPU, selection_of(case, GFX942, "aiter"))
+    assert error > 0
+    assert case.row.name.removeprefix("aiter.") in aiter.calls
+
+
+def test_a_captured_case_passes_on_the_stand_in(aiter: StandIn) -> None:
+    case = next(case for case in SOME if case.row.name == "aiter.unified_attention")
+    assert graphs_equal_eager(case, CPU, selection_of(case, GFX942, "aiter"))
+
+
+def test_a_kernel_that_is_wrong_fails_its_case(aiter: StandIn) -> None:
+    case = next(case for case in SOME if case.row.name == "aiter.paged_attention_ragged")
+    right = aiter.bodies["paged_attention_ragged"]
+    aiter.bodies["paged_attention_ragged"] = lambda call: right({**call, "scale": call["scale"] * 1.5})
+    with pytest.raises(AssertionError, match="not close"):
+        largest_error(case, CPU, selection_of(case, GFX942, "aiter"))

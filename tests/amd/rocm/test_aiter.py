@@ -1,0 +1,43 @@
+"""What the capability table says of AITER's kernels, on the real ones: every dtype, page size, head_dim and score.
+
+Each kernel is called as in serving, against a float64 reference, eagerly and captured, without the probe before it: a
+case that fails here is one that the probe would have to switch off.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rocm_attn.providers.aiter import library
+from rocm_attn.target import detect_target, known_target
+from tests.amd.aiter.every_kernel import Case, cases, graphs_equal_eager, largest_error, selection_of
+from tests.amd.rocm.models import Measured
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.rocm,
+    pytest.mark.skipif(torch.version.hip is None or not torch.cuda.is_available(), reason="needs an AMD GPU"),
+]
+
+# The table says the same of both archs.
+CASES = list(cases(known_target("gfx942")))
+
+
+def test_the_installed_aiter_has_every_function_that_is_bound(measured: Measured) -> None:
+    measured("AITER", library.version())
+    assert library.unavailable() == {}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_kernel_of_aiters_equals_the_reference(case: Case, device: torch.device, measured: Measured) -> None:
+    selection = selection_of(case, detect_target(device), others="triton")
+    measured("largest error", largest_error(case, device, selection))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.row.graph_safe], ids=str)
+def test_a_captured_kernel_of_aiters_gives_what_it_gives_eagerly(
+    case: Case, device: torch.device, measured: Measured
+) -> None:
+    selection = selection_of(case, detect_target(device), others="triton")
+    measured("captures", graphs_equal_eager(case, device, selection))

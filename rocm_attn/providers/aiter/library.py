@@ -52,6 +52,13 @@ def mla_decode_fwd() -> Function:
     return _as_function(function)
 
 
+def get_mla_metadata_v1() -> Function:
+    """HIP: the schedule of mla_decode_fwd."""
+    from aiter import get_mla_metadata_v1 as function
+
+    return _as_function(function)
+
+
 def mla_prefill_fwd() -> Function:
     """Assembly: extend and mixed steps over a latent pool."""
     from aiter.mla import mla_prefill_fwd as function
@@ -89,55 +96,69 @@ def _keywords(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# By name of the table's row.
-ENTRY_POINTS: Mapping[str, EntryPoint] = {
-    "aiter.unified_attention": EntryPoint(
-        unified_attention,
-        _keywords(
-            "q k v out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale causal window_size block_table "
-            "softcap q_descale k_descale v_descale alibi_slopes sinks"
-        ),
+_UNIFIED = EntryPoint(
+    unified_attention,
+    _keywords(
+        "q k v out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale causal window_size block_table "
+        "softcap q_descale k_descale v_descale alibi_slopes sinks"
     ),
-    "aiter.paged_attention_ragged": EntryPoint(
-        paged_attention_ragged,
-        _keywords(
-            "out workspace_buffer query key_cache value_cache scale kv_indptr kv_page_indices kv_last_page_lens "
-            "block_size max_num_partitions alibi_slopes kv_cache_dtype kv_cache_layout logits_soft_cap k_scale v_scale "
-            "fp8_out_scale partition_size mtp"
-        ),
+)
+_RAGGED = EntryPoint(
+    paged_attention_ragged,
+    _keywords(
+        "out workspace_buffer query key_cache value_cache scale kv_indptr kv_page_indices kv_last_page_lens block_size "
+        "max_num_partitions alibi_slopes kv_cache_dtype kv_cache_layout logits_soft_cap k_scale v_scale fp8_out_scale "
+        "partition_size mtp"
     ),
-    "aiter.mha_batch_prefill_func": EntryPoint(
-        mha_batch_prefill_func,
-        _keywords(
-            "q k v cu_seqlens_q kv_indptr kv_page_indices max_seqlen_q max_seqlen_k dropout_p softmax_scale "
-            "logits_soft_cap causal window_size alibi_slopes return_lse out kv_last_page_lens sink_ptr"
-        ),
+)
+_BATCH_PREFILL = EntryPoint(
+    mha_batch_prefill_func,
+    _keywords(
+        "q k v cu_seqlens_q kv_indptr kv_page_indices max_seqlen_q max_seqlen_k dropout_p softmax_scale "
+        "logits_soft_cap causal window_size alibi_slopes return_lse out kv_last_page_lens sink_ptr"
     ),
-    "aiter.flash_attn_varlen_func": EntryPoint(
-        flash_attn_varlen_func,
-        _keywords(
-            "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale logits_soft_cap causal "
-            "window_size alibi_slopes return_lse out sink_ptr"
-        ),
+)
+_VARLEN = EntryPoint(
+    flash_attn_varlen_func,
+    _keywords(
+        "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale logits_soft_cap causal "
+        "window_size alibi_slopes return_lse out sink_ptr"
     ),
-    "aiter.mla_decode_fwd": EntryPoint(
-        mla_decode_fwd,
-        _keywords(
-            "q kv_buffer o qo_indptr kv_indptr kv_indices kv_last_page_lens max_seqlen_q sm_scale logit_cap "
-            "num_kv_splits num_kv_splits_indptr"
-        ),
+)
+_LATENT = _keywords("q kv_buffer o qo_indptr kv_indptr kv_indices kv_last_page_lens max_seqlen_q sm_scale logit_cap")
+_LATENT_SPLITS = EntryPoint(mla_decode_fwd, _LATENT | _keywords("num_kv_splits num_kv_splits_indptr"))
+_LATENT_SHARES = EntryPoint(
+    mla_decode_fwd,
+    _LATENT
+    | _keywords(
+        "num_kv_splits work_meta_data work_indptr work_info_set reduce_indptr reduce_final_map reduce_partial_map"
     ),
-    "aiter.mla_prefill_fwd": EntryPoint(
-        mla_prefill_fwd,
-        _keywords("q kv_buffer o qo_indptr kv_indptr kv_indices kv_last_page_lens max_seqlen_q sm_scale logit_cap"),
+)
+_LATENT_SCHEDULE = EntryPoint(
+    get_mla_metadata_v1,
+    _keywords(
+        "seqlens_qo_indptr seqlens_kv_indptr kv_last_page_lens num_heads_per_head_k num_heads_k is_causal "
+        "work_metadata_ptrs work_info_set work_indptr reduce_indptr reduce_final_map reduce_partial_map page_size "
+        "kv_granularity max_seqlen_qo uni_seqlen_qo fast_mode max_split_per_batch dtype_q dtype_kv"
     ),
+)
+
+# By name of the table's row: the functions that its kernel calls.
+ENTRY_POINTS: Mapping[str, tuple[EntryPoint, ...]] = {
+    "aiter.unified_attention": (_UNIFIED,),
+    "aiter.paged_attention_ragged": (_RAGGED,),
+    "aiter.mha_batch_prefill_func": (_BATCH_PREFILL,),
+    "aiter.flash_attn_varlen_func": (_VARLEN,),
+    "aiter.mla_decode_fwd": (_LATENT_SPLITS,),
+    "aiter.mla_decode_fwd+get_mla_metadata_v1": (_LATENT_SPLITS, _LATENT_SHARES, _LATENT_SCHEDULE),
+    "aiter.mla_prefill_fwd": (EntryPoint(mla_prefill_fwd, _LATENT),),
 }
 
 
 def unavailable() -> Mapping[str, str]:
     """Row name -> why the installed AITER cannot serve it; a row that it can serve is not in here."""
-    complaints = {name: entry.complaint() for name, entry in ENTRY_POINTS.items()}
-    return {name: complaint for name, complaint in complaints.items() if complaint}
+    complaints = {name: [entry.complaint() for entry in entries] for name, entries in ENTRY_POINTS.items()}
+    return {name: "; ".join(filter(None, each)) for name, each in complaints.items() if any(each)}
 
 
 def version() -> str:

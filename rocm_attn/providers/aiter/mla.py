@@ -20,7 +20,7 @@ from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata
 from rocm_attn.target import Target
 
 # Query heads that the kernels are made for, in every release.
-_FEW_HEADS, _MANY_HEADS = 16, 128
+FEW_HEADS, MANY_HEADS = 16, 128
 
 # The most that AITER's own choice takes.
 _MOST_SPLITS = 16
@@ -79,8 +79,8 @@ class LatentDecode:
         return min(-(-self.compute_units // shape.num_seqs), _MOST_SPLITS)
 
     def _parts(self, shape: PaddedShape) -> tuple[Part, Part]:
-        num_heads = _FEW_HEADS if self.problem.num_q_heads <= _FEW_HEADS else _MANY_HEADS
-        return _rows(self.problem, shape.num_tokens, num_heads)
+        num_heads = FEW_HEADS if self.problem.num_q_heads <= FEW_HEADS else MANY_HEADS
+        return padded_rows(self.problem, shape.num_tokens, num_heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +132,13 @@ class LatentExtend:
         keep_rows(out, written)
 
     def _heads_of_launch(self) -> int:
-        return _MANY_HEADS if self.problem.num_q_heads == _MANY_HEADS else _FEW_HEADS
+        return MANY_HEADS if self.problem.num_q_heads == MANY_HEADS else FEW_HEADS
 
     def _parts(self, shape: PaddedShape) -> tuple[Part, Part]:
-        return _rows(self.problem, shape.num_tokens, self._heads_of_launch())
+        return padded_rows(self.problem, shape.num_tokens, self._heads_of_launch())
 
 
-def _rows(problem: Problem, num_tokens: int, num_heads: int) -> tuple[Part, Part]:
+def padded_rows(problem: Problem, num_tokens: int, num_heads: int) -> tuple[Part, Part]:
     """Room for q and out of so many heads, where those of the step cannot be taken as they are."""
     rows = (num_tokens, num_heads)
     return Part((*rows, problem.head_dim), problem.dtype), Part((*rows, problem.v_head_dim), problem.dtype)

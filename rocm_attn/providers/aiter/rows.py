@@ -13,6 +13,7 @@ import torch
 from rocm_attn.padding import StepKind
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.aiter.mla import bind_latent_decode, bind_latent_extend
+from rocm_attn.providers.aiter.mla_persistent import bind_scheduled_latent_decode
 from rocm_attn.providers.aiter.prefill import bind_batch_prefill, bind_varlen_prefill
 from rocm_attn.providers.aiter.ragged import bind_ragged
 from rocm_attn.providers.aiter.unified import bind_unified
@@ -186,6 +187,15 @@ ROWS: tuple[KernelRow, ...] = (
         reads_ahead=_LIST_BLOCKS,
     ),
     _unified(StepKind.DECODE, _MAX_KV_LEN),
+    # Equal shares of all keys before equal splits of each sequence: one long sequence alone fills a device.
+    _row(
+        "mla_decode_fwd+get_mla_metadata_v1",
+        StepKind.DECODE,
+        replace(_LATENT, max_gqa_ratio=16),
+        bind_scheduled_latent_decode,
+        needs=_LISTED,
+        reads_ahead=_LIST_BLOCKS,
+    ),
     _row("mla_decode_fwd", StepKind.DECODE, _LATENT, bind_latent_decode, needs=_LISTED, reads_ahead=_LIST_BLOCKS),
     _unbound("pa_decode_gluon", StepKind.DECODE, _VECTORIZED, "it reads vectorised pools"),
     _unbound("pa_fwd_asm", StepKind.DECODE, _VECTORIZED, "it reads vectorised pools, with the scale 1/sqrt(128)"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.amd.aiter.checks import Scores, attend, distances, require, require_tensor, rows_of, run, spans, times_zero
+from tests.amd.aiter.latent_schedule import decode_by_schedule
 
 
 def _require_latent(call: Mapping[str, Any]) -> int:
@@ -33,11 +34,14 @@ def mla_decode_fwd(call: Mapping[str, Any]) -> None:
     require(
         call["max_seqlen_q"] == 1 and call.get("page_size", 1) == 1 and call.get("nhead_kv", 1) == 1, "plain decode"
     )
+    require(not call["return_lse"], "no lse")
+    if call["work_meta_data"] is not None:
+        decode_by_schedule(call, num_seqs)
+        return
     require(
         isinstance(splits, int) and 1 <= splits <= 16, "without num_kv_splits, they are chosen by the list's length"
     )
     require_tensor("num_kv_splits_indptr", call["num_kv_splits_indptr"], torch.int32, (num_seqs + 1,))
-    require(call["work_meta_data"] is None and not call["return_lse"], "not persistent, no lse")
     run(
         _run_latent,
         q,

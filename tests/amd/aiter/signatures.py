@@ -32,7 +32,9 @@ _DEFAULTS: Mapping[str, object] = {
     "True": True,
     "0": 0,
     "1": 1,
+    "16": 16,
     "256": 256,
+    "-1": -1,
     "0.0": 0.0,
     "(-1,-1)": (-1, -1),
     "(-1,-1,0)": (-1, -1, 0),
@@ -84,6 +86,20 @@ _MLA_PREFILL = (
 _MLA_PAGED = _MLA_OLD.replace(" sm_scale=None", " page_size=1 nhead_kv=1 sm_scale=None")
 _MLA = _MLA_PAGED + " g_kv_indptr=None cp_world_size=1 cp_rank=0 causal=True"
 
+_SCHEDULE_OLD = (
+    "seqlens_qo_indptr seqlens_kv_indptr num_heads_per_head_k num_heads_k is_causal work_metadata_ptrs work_info_set "
+    "work_indptr reduce_indptr reduce_final_map reduce_partial_map kv_granularity=16 max_seqlen_qo=-1 uni_seqlen_qo=-1 "
+    "fast_mode=True topk=-1 max_split_per_batch=-1 intra_batch_mode=False dtype_q=None dtype_kv=None"
+)
+_SCHEDULE_PAGED = _SCHEDULE_OLD.replace(
+    "seqlens_kv_indptr num_heads_per", "seqlens_kv_indptr kv_last_page_lens num_heads_per"
+).replace("kv_granularity", "page_size=1 kv_granularity")
+_SCHEDULE = _SCHEDULE_PAGED.replace(
+    " dtype_q=None",
+    " is_cp_round_robin=False mla_version=0 dtype_q_nope=None dtype_q_rope=None dtype_kv_nope=None dtype_kv_rope=None "
+    "dtype_q=None",
+)
+
 _OLD_MODULE = "aiter.ops.triton.unified_attention"
 
 V0_1_10 = Release(
@@ -95,18 +111,24 @@ V0_1_10 = Release(
         "mha_batch_prefill_func": _BATCH_PREFILL_0_1_10,
         "flash_attn_varlen_func": _VARLEN,
         "mla_decode_fwd": _MLA_OLD,
+        "get_mla_metadata_v1": _SCHEDULE_OLD,
         "mla_prefill_fwd": _MLA_PREFILL,
     },
 )
 V0_1_14 = Release(
     "0.1.14",
     _OLD_MODULE,
-    {**V0_1_10.parameters, "mha_batch_prefill_func": _BATCH_PREFILL, "mla_decode_fwd": _MLA_PAGED},
+    {
+        **V0_1_10.parameters,
+        "mha_batch_prefill_func": _BATCH_PREFILL,
+        "mla_decode_fwd": _MLA_PAGED,
+        "get_mla_metadata_v1": _SCHEDULE_PAGED,
+    },
 )
 E4048607 = Release(
     "0.1.21.dev0+e4048607",
     "aiter.ops.triton.attention.unified_attention",
-    {**V0_1_14.parameters, "unified_attention": _UNIFIED, "mla_decode_fwd": _MLA},
+    {**V0_1_14.parameters, "unified_attention": _UNIFIED, "mla_decode_fwd": _MLA, "get_mla_metadata_v1": _SCHEDULE},
 )
 RELEASES = (V0_1_10, V0_1_14, E4048607)
 

@@ -14,6 +14,7 @@ from rocm_attn.providers.aiter import library
 from tests.amd.aiter.checks import require
 from tests.amd.aiter.decode_functions import paged_attention_ragged
 from tests.amd.aiter.latent_functions import mla_decode_fwd, mla_prefill_fwd
+from tests.amd.aiter.latent_schedule import get_mla_metadata_v1
 from tests.amd.aiter.prefill_functions import flash_attn_varlen_func, mha_batch_prefill_func
 from tests.amd.aiter.signatures import Release
 from tests.amd.aiter.unified_function import unified_attention
@@ -27,6 +28,7 @@ BODIES: Mapping[str, Body] = {
     "flash_attn_varlen_func": flash_attn_varlen_func,
     "mla_decode_fwd": mla_decode_fwd,
     "mla_prefill_fwd": mla_prefill_fwd,
+    "get_mla_metadata_v1": get_mla_metadata_v1,
 }
 
 
@@ -62,7 +64,7 @@ def install(release: Release, monkeypatch: pytest.MonkeyPatch) -> StandIn:
     """Put the module tree of a release into sys.modules until the test ends."""
     stand_in = StandIn(release)
     places = {
-        "aiter": ("paged_attention_ragged", "mha_batch_prefill_func", "flash_attn_varlen_func"),
+        "aiter": ("paged_attention_ragged", "mha_batch_prefill_func", "flash_attn_varlen_func", "get_mla_metadata_v1"),
         "aiter.mla": ("mla_decode_fwd", "mla_prefill_fwd"),
         release.unified_module: ("unified_attention",),
     }

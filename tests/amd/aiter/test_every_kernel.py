@@ -23,7 +23,7 @@ def test_every_bound_kernel_and_kind_of_step_has_cases_with_every_dtype_and_page
     for row in ROWS:
         if not row.not_bound:
             own = [case.problem for case in CASES if case.row is row]
-            assert counted[row.name, row.kind] >= 3
+            assert counted[row.name, row.kind] >= 2
             assert {problem.dtype for problem in own} == set(row.limits.dtypes)
             assert {problem.page_size for problem in own} >= set(row.limits.page_sizes)
             dims = {(problem.head_dim, problem.v_head_dim) for problem in own}
@@ -34,7 +34,7 @@ def test_every_bound_kernel_and_kind_of_step_has_cases_with_every_dtype_and_page
 def test_a_case_passes_on_the_stand_in(case: Case, aiter: StandIn) -> None:
     error = largest_error(case, CPU, selection_of(case, GFX942, "aiter"))
     assert error > 0
-    assert case.row.name.removeprefix("aiter.") in aiter.calls
+    assert set(case.row.name.removeprefix("aiter.").split("+")) <= set(aiter.calls)
 
 
 def test_a_captured_case_passes_on_the_stand_in(aiter: StandIn) -> None:

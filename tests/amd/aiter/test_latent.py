@@ -9,9 +9,15 @@ import torch
 
 from rocm_attn.errors import BadProblem, BadTensor, Unsupported
 from rocm_attn.kv_pool import KVPool, page_bytes
+from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.providers.aiter.mla import bind_latent_decode
+from rocm_attn.providers.contract import SMALLEST_POOL
 from rocm_attn.providers.select import select
+from rocm_attn.target import known_target
+from tests.amd.aiter.checks import ContractBroken
 from tests.amd.aiter.serving import CPU, GFX942, latent_problem, world
+from tests.amd.aiter.signatures import V0_1_10
 from tests.amd.aiter.stand_in import StandIn
 from tests.amd.runtime.stepping import World
 
@@ -62,9 +68,32 @@ def serve_every_kind_of_step(num_q_heads: int, launches: int, aiter: StandIn) ->
     aiter.calls.clear()
     for pad_to in (3, 4, 9):
         serving.step(requests, [1, 1, 1], pad_to=pad_to)
-    assert aiter.calls == ["mla_decode_fwd"] * 3
+    has_schedule = num_q_heads <= 16 and aiter.release is not V0_1_10
+    assert aiter.calls == (["get_mla_metadata_v1"] * has_schedule + ["mla_decode_fwd"]) * 3
     serving.step(requests, [2, 2, 5], pad_to=4)
     assert serving.page_zero_is_zero()
+
+
+@pytest.mark.parametrize(("arch", "most"), [("gfx942", 4096), ("gfx950", 31)])
+def test_a_schedule_is_made_for_as_many_sequences_as_it_is_faster_for(arch: str, most: int) -> None:
+    target = known_target(arch)
+    bound = select(latent_problem(), target, "aiter").kernels[StepKind.DECODE].bound
+    splits = bind_latent_decode(latent_problem(), target, SMALLEST_POOL)
+    shape = PaddedShape(StepKind.DECODE, most, most)
+    assert bound.schedule_words(shape) > 8 * target.compute_units > splits.schedule_words(shape) - most
+    more = PaddedShape(StepKind.DECODE, 32, 32)
+    assert (bound.schedule_words(more) == splits.schedule_words(more)) == (arch == "gfx950")
+
+
+def test_a_schedule_of_other_lengths_is_noticed(aiter: StandIn) -> None:
+    """What the stand-in would say if a schedule were kept from one step to the next."""
+    serving = world(latent_problem(), max_kv_len=80)
+    requests = [serving.admit(), serving.admit()]
+    serving.step(requests, [40, 9])
+    serving.step(requests, [1, 1])
+    aiter.bodies["get_mla_metadata_v1"] = lambda call: None
+    with pytest.raises(ContractBroken):
+        serving.step(requests, [1, 1])
 
 
 def test_more_heads_than_the_kernels_have_are_refused() -> None:

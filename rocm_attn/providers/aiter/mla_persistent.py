@@ -1,0 +1,136 @@
+"""aiter.mla.mla_decode_fwd with a schedule: every compute unit gets an equal share of all keys, cut where it must be.
+
+get_mla_metadata_v1 makes the schedule from the step's lengths, on the device, once a step. It writes two addresses of
+the schedule's own buffers into it, so that a schedule that has moved must be made again; here both are one buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rocm_attn.padding import PaddedShape
+from rocm_attn.problem import Problem
+from rocm_attn.providers.aiter import library
+from rocm_attn.providers.aiter.mla import FEW_HEADS, LatentDecode, bind_latent_decode, padded_rows
+from rocm_attn.providers.aiter.scratch import Part, cut, keep_rows, num_words, room_for, whole_rows
+from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata
+from rocm_attn.target import Target
+
+# Keys that a share is a multiple of.
+_KV_GRANULARITY = 16
+
+# AITER's own gate: from so many sequences on, the schedule is slower than equal splits on gfx950 at these heads.
+_MOST_SEQS_ON_GFX950 = 31
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledLatentDecode:
+    """One new token in each sequence, by a schedule; steps of more than max_seqs sequences go by equal splits.
+
+    compute_units: of the device; AITER makes as many shares, whatever it is told
+    splits:        for steps of more sequences
+    """
+
+    problem: Problem
+    compute_units: int
+    max_seqs: int
+    splits: LatentDecode
+
+    def describe(self) -> str:
+        scheduled = f"aiter.get_mla_metadata_v1(compute_units={self.compute_units}, max_seqs={self.max_seqs})"
+        return f"{self.splits.describe()} + {scheduled}"
+
+    def schedule_words(self, shape: PaddedShape) -> int:
+        return num_words(self._schedule(shape)) if self._takes(shape) else self.splits.schedule_words(shape)
+
+    def schedule_key(self) -> Hashable:
+        return "latent", self.compute_units, self.max_seqs
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return self.splits.workspace_words(shape)
+
+    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
+        if not self._takes(step.shape):
+            self.splits.build_schedule(step, schedule)
+            return
+        addresses, indptr, work, reduce_indptr, final_map, partial_map = cut(schedule, self._schedule(step.shape))
+        library.get_mla_metadata_v1()(
+            seqlens_qo_indptr=step.q_indptr,
+            seqlens_kv_indptr=step.page_indptr,
+            kv_last_page_lens=step.last_page_len,
+            num_heads_per_head_k=FEW_HEADS,
+            num_heads_k=1,
+            is_causal=True,
+            work_metadata_ptrs=addresses,
+            work_info_set=work,
+            work_indptr=indptr,
+            reduce_indptr=reduce_indptr,
+            reduce_final_map=final_map,
+            reduce_partial_map=partial_map,
+            page_size=1,
+            kv_granularity=_KV_GRANULARITY,
+            max_seqlen_qo=1,
+            uni_seqlen_qo=1,
+            fast_mode=True,
+            max_split_per_batch=-1,
+            dtype_q=self.problem.dtype,
+            dtype_kv=self.problem.dtype,
+        )
+
+    def attend(self, args: AttendArgs) -> None:
+        step = args.step
+        if not self._takes(step.shape):
+            self.splits.attend(args)
+            return
+        q_rows, out_rows = cut(args.workspace, padded_rows(self.problem, step.shape.num_tokens, FEW_HEADS))
+        addresses, indptr, work, reduce_indptr, final_map, partial_map = cut(args.schedule, self._schedule(step.shape))
+        out = room_for(args.out, out_rows)
+        library.mla_decode_fwd()(
+            q=whole_rows(args.q, q_rows),
+            kv_buffer=args.k_pages,
+            o=out,
+            qo_indptr=step.q_indptr,
+            kv_indptr=step.page_indptr,
+            kv_indices=step.page_list,
+            kv_last_page_lens=step.last_page_len,
+            max_seqlen_q=1,
+            sm_scale=self.problem.scale,
+            logit_cap=0.0,
+            # The most shares that one sequence may be cut into. Without, the function may leave the schedule aside.
+            num_kv_splits=self.compute_units,
+            work_meta_data=addresses,
+            work_indptr=indptr,
+            work_info_set=work,
+            reduce_indptr=reduce_indptr,
+            reduce_final_map=final_map,
+            reduce_partial_map=partial_map,
+        )
+        keep_rows(args.out, out)
+
+    def _takes(self, shape: PaddedShape) -> bool:
+        return shape.num_seqs <= self.max_seqs
+
+    def _schedule(self, shape: PaddedShape) -> tuple[Part, ...]:
+        """The schedule's buffers, of the sizes that get_mla_metadata_info_v1 gives for 16 heads and one token.
+
+        Two addresses; shares by compute unit, and what each is; partial results by sequence, where they go, and which.
+        """
+        num_seqs, units = shape.num_seqs, self.compute_units
+        return (
+            Part((2,), torch.uint64),
+            Part((units + 1,), torch.int32),
+            Part((num_seqs + units - 1, 8), torch.int32),
+            Part((num_seqs + 1,), torch.int32),
+            Part((num_seqs, 2), torch.int32),
+            Part((min(num_seqs + units - 1, 2 * (units - 1)),), torch.int32),
+        )
+
+
+def bind_scheduled_latent_decode(problem: Problem, target: Target, pool: PoolSize) -> ScheduledLatentDecode:
+    """The kernel, with shares for the target's compute units."""
+    max_seqs = _MOST_SEQS_ON_GFX950 if target.arch == "gfx950" else 2**31 - 1
+    return ScheduledLatentDecode(problem, target.compute_units, max_seqs, bind_latent_decode(problem, target, pool))

@@ -59,6 +59,8 @@ def plan(d: Any) -> Prepared:
         block_table=ints([], device),
         kv_len_int64=ints([], device),
         mask_indptr=ints([], device),
+        mask_words=ints([], device),
+        slot_of_token=ints([], device),
     )
     schedule = torch.empty(kernel.schedule_words(shape), dtype=torch.int32, device=device)
     workspace = torch.empty(kernel.workspace_words(shape), dtype=torch.float32, device=device)

@@ -26,6 +26,7 @@ from rocm_attn.probe_requests import ProbeLimits, ProbeRequests, forget_new_toke
 from rocm_attn.runtime import AttentionRuntime, SplitStep, Step
 from rocm_attn.step_batch import Int32Array, StepBatch
 from rocm_attn.step_inputs import HOST_INPUTS
+from rocm_attn.step_mask import NO_MASK
 
 Record = Callable[[Step | SplitStep], Callable[[], Tensor]]
 Eager = Callable[[Step | SplitStep], Tensor]
@@ -242,9 +243,9 @@ def _own_draws(live: StepBatch | None) -> Iterator[StepBatch]:
     """The live step, half of it, the whole in another order, and itself again.
 
     All write K and V of its own new tokens only, which it writes itself afterwards. Of a step that gives bounds in
-    place of lengths nobody knows on the host which tokens these are.
+    place of lengths nobody knows on the host which tokens these are; a mask is packed for its own step alone.
     """
-    if live is None or live.num_seqs == 0 or not live.inputs.lengths_on_host:
+    if live is None or live.num_seqs == 0 or not live.inputs.lengths_on_host or live.mask is not NO_MASK:
         return
     order = np.arange(live.num_seqs)
     yield live

@@ -156,7 +156,8 @@ def _knobs(runtime: AttentionRuntime) -> dict[str, str]:
     of_buffer = {name: of_unit[spec.unit] for name, spec in _specs(runtime).items() if spec.unit in of_unit}
     kernels = f"{seqs}, {tokens}, {runtime.target.compute_units} compute units"
     halves = "split_steps" if runtime.padding.max_children > 1 else "always the same"
-    return {**of_buffer, "counts": halves, "schedules": kernels}
+    masks = f"{tokens} x max_kv_len {runtime.max_kv_len}"
+    return {**of_buffer, "counts": halves, "schedules": kernels, "mask_words": masks, "given_position_of_token": tokens}
 
 
 def _row_width(runtime: AttentionRuntime) -> str:

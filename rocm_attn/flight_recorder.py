@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rocm_attn.errors import BadSetting
+from rocm_attn.errors import BadBatch, BadSetting
 from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.plan import StepPlan
 from rocm_attn.problem import PoolKind, Problem
@@ -198,6 +198,8 @@ class NotedStep:
 
     def batch(self) -> StepBatch:
         """The step's sequences, without token ids. Raises BadBatch."""
+        if self.kind == StepKind.MASKED.value:
+            raise BadBatch(f"step {self.number} had a mask, which a dump does not hold; replay a step without one")
         return StepBatch(*(torch.tensor(values, dtype=torch.int32).numpy() for values in self._arrays()))
 
     def _arrays(self) -> tuple[tuple[int, ...], ...]:

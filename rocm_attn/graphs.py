@@ -32,7 +32,8 @@ def capture_shapes(padding: PaddingPolicy) -> tuple[PaddedShape, ...]:
 
     Every sequence count once for decode steps; every pair of a sequence count and a token count that a step can have in
     which each sequence has a token. A token count of 1 is left to be captured when it is met: only idle sequences make
-    such a step. The same once more for split steps, where they may be captured.
+    such a step. The same once more for split steps, where they may be captured. Masked steps, where there are any, like
+    those that extend.
     """
     shapes = [shape for children in range(1, padding.max_children + 1) for shape in _shapes(padding, children)]
     return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_seqs), reverse=True))
@@ -47,6 +48,8 @@ def _shapes(padding: PaddingPolicy, children: int) -> list[PaddedShape]:
         for num_tokens in tokens:
             if num_tokens >= 2 * max(fewest_seqs, children):
                 shapes.append(PaddedShape(StepKind.EXTEND, num_seqs, num_tokens, children))
+                if padding.has_masks and children == 1:
+                    shapes.append(PaddedShape(StepKind.MASKED, num_seqs, num_tokens))
             if num_seqs > children and num_tokens >= max(fewest_seqs, 2 * children) + children:
                 shapes.append(PaddedShape(StepKind.MIXED, num_seqs, num_tokens, children))
     return shapes

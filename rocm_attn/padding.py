@@ -22,6 +22,7 @@ from rocm_attn.hip_graphs.size_ladder import SizeLadder
 from rocm_attn.split_batch import HALVES, split_batch
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_inputs import HOST_INPUTS
+from rocm_attn.step_mask import NO_MASK
 
 PAD_ROW = 0
 
@@ -33,6 +34,7 @@ class StepKind(enum.Enum):
     EXTEND = "extend"  # no sequence with exactly one new token
     MIXED = "mixed"  # some sequences with one new token, others with more, or none
     PREFILL = "prefill"  # an extend step in which no sequence has a token in the cache; never captured
+    MASKED = "masked"  # any number of new tokens in each sequence, which see what a mask says
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +71,13 @@ class PaddingPolicy:
     tokens:       the token counts that steps with more than one new token a sequence are captured at
     max_children: the most children that a captured step has; a split step takes the sizes of the ladders, rounded up
                   to two equal halves
+    has_masks:    whether steps may have masks; those are never split
     """
 
     seqs: SizeLadder
     tokens: SizeLadder
     max_children: int = 1
+    has_masks: bool = False
 
     def shape(self, batch: StepBatch, pad_to: int | None = None) -> PaddedShape:
         """The padded shape of a batch.
@@ -119,6 +123,8 @@ class PaddingPolicy:
             seqs, tokens = (round_up(ladder.largest, children) for ladder in (self.seqs, self.tokens))
             shapes.append(PaddedShape(StepKind.DECODE, seqs, seqs, children))
             shapes += [PaddedShape(kind, seqs, tokens, children) for kind in (StepKind.EXTEND, StepKind.MIXED)]
+        if self.has_masks:
+            shapes.append(PaddedShape(StepKind.MASKED, self.seqs.largest, self.tokens.largest))
         return tuple(shapes)
 
 
@@ -162,7 +168,9 @@ def is_prefill(batch: StepBatch) -> bool:
 
 
 def step_kind(batch: StepBatch) -> StepKind:
-    """The kind of step that a batch is. An empty batch is a decode step; PREFILL is the planner's to decide."""
+    """The kind of step that a batch is. Without a mask an empty one is a decode step; PREFILL is for the planner."""
+    if batch.mask is not NO_MASK:
+        return StepKind.MASKED
     if batch.max_q_len == batch.min_q_len == 1 or batch.num_seqs == 0:
         return StepKind.DECODE
     return StepKind.MIXED if batch.min_q_len <= 1 else StepKind.EXTEND

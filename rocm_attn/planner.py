@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import torch
 
-from rocm_attn.errors import BadTensor, Unsupported
+from rocm_attn.errors import BadBatch, BadTensor, Unsupported
 from rocm_attn.padding import PaddedShape, PaddingPolicy, StepKind, is_prefill
 from rocm_attn.plan import GraphKey, StepPlan, kv_len_bucket, make_plan, q_len_bucket
 from rocm_attn.providers.contract import Baked
 from rocm_attn.providers.select import Selection
 from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_mask import NO_MASK
 
 
 class Planner:
@@ -73,6 +74,7 @@ class Planner:
             pad_to,
             num_children,
             batch.inputs.device,
+            batch.mask is NO_MASK,
         )
         plan = self._plan_of_sizes.get(sizes)
         if plan is None:
@@ -101,7 +103,13 @@ class Planner:
         return self._plan_of_key.setdefault(self._graph_key(plan.key), plan) if plan.replayable else plan
 
     def _check_inputs(self, batch: StepBatch, plan: StepPlan) -> None:
-        """Refuse tensors of another device, and lengths that a kernel must know and the host does not."""
+        """Refuse tensors of another device, masks for no layer, and lengths that the host must know and does not."""
+        if batch.mask is not NO_MASK and not self.padding.has_masks:
+            raise BadBatch(
+                "the step has a mask and no layer looks at it; build the runtime of problems with custom_mask"
+            )
+        if batch.mask.device not in (None, self._device):
+            raise BadTensor(f"the step's mask is on {batch.mask.device}; the runtime is on {self._device}")
         if batch.inputs.device not in (None, self._device):
             raise BadTensor(
                 f"the step's lengths or token ids are on {batch.inputs.device}; the runtime is on {self._device}"

@@ -24,7 +24,7 @@ from rocm_attn.guards import guards_from_settings
 from rocm_attn.head_weights import HeadWeights
 from rocm_attn.index_spaces import num_pages as pages_of
 from rocm_attn.padding import PaddedShape, StepKind
-from rocm_attn.probe_requests import typical_q_len
+from rocm_attn.probe_requests import typical_q_len, with_random_mask
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step_batch import StepBatch
@@ -101,7 +101,7 @@ def prewarm(
     with _compiling(target, device, count):
         for done, (shape, batch) in enumerate(steps):
             progress(done, len(steps), shape_name(shape))
-            _run(runtime, batch, shape.num_seqs)
+            _run(runtime, batch, shape)
     progress(len(steps), len(steps), "")
     return PrewarmReport(
         compiled=dict(compiled),
@@ -160,16 +160,21 @@ def _steps(runtime: AttentionRuntime) -> Iterator[tuple[PaddedShape, list[int]]]
             yield PaddedShape(kind, num_seqs, num_seqs * each), [each] * num_seqs
             if num_seqs > 1 and each > 1:
                 yield PaddedShape(StepKind.MIXED, num_seqs, 1 + (num_seqs - 1) * each), [1] + [each] * (num_seqs - 1)
+            if runtime.padding.has_masks:
+                yield PaddedShape(StepKind.MASKED, num_seqs, num_seqs * each), [each] * num_seqs
 
 
-def _run(runtime: AttentionRuntime, q_len: list[int], pad_to: int) -> None:
+def _run(runtime: AttentionRuntime, q_len: list[int], shape: PaddedShape) -> None:
     """One step of new requests with so many tokens each, through every kind of layer."""
     rows = [runtime.table.admit() for _ in q_len]
     try:
         for row, length in zip(rows, q_len, strict=True):
             runtime.table.reserve(row, length)
         tokens = np.array(q_len, np.int32)
-        step = runtime.begin_step(StepBatch(np.array(rows, np.int32), tokens, tokens), max(pad_to, len(q_len)))
+        batch = StepBatch(np.array(rows, np.int32), tokens, tokens)
+        if shape.kind is StepKind.MASKED:
+            batch = with_random_mask(batch, torch.Generator(runtime.device))
+        step = runtime.begin_step(batch, max(shape.num_seqs, len(q_len)))
         try:
             for layer, selection in enumerate(runtime.selections):
                 _attend(runtime, layer, selection.problem, step.token_ids.shape[0])

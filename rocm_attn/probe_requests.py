@@ -7,7 +7,7 @@ of their new tokens, so that long ones cost little.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.split_batch import HALVES, split_point
 from rocm_attn.step_batch import Int32Array, StepBatch
 from rocm_attn.step_inputs import HOST_INPUTS, Inputs
+from rocm_attn.step_mask import random_mask
 from rocm_attn.target import Target
 
 # Pages that are filled with random values at a time.
@@ -106,6 +107,11 @@ class ProbeRequests:
         if room is None:
             return
         new = [int(tokens) for tokens in q_len[: room.num_seqs]]
+        for batch in self._unmasked(plan, room, new, q_len):
+            is_masked = plan.shape.kind is StepKind.MASKED
+            yield with_random_mask(batch, self._generator) if is_masked else batch
+
+    def _unmasked(self, plan: StepPlan, room: _Room, new: list[int], q_len: Int32Array) -> Iterator[StepBatch]:
         fewer = new[: (len(new) + 1) // 2] if plan.shape.kind is StepKind.DECODE else new
         yield self.admit(room.largest(new), new)
         cut = split_point(q_len, plan.shape.child.num_seqs) if plan.shape.num_children > 1 else 0
@@ -215,7 +221,7 @@ def typical_q_len(shape: PaddedShape, *, max_seqs: int, max_kv_len: int) -> Int3
         # Halves that are alike: the cut lies between them.
         half = typical_q_len(shape.child, max_seqs=max_seqs // HALVES, max_kv_len=max_kv_len)
         return None if half is None else np.tile(half, HALVES)
-    if shape.kind is StepKind.EXTEND:
+    if shape.kind in (StepKind.EXTEND, StepKind.MASKED):
         q_len = _even(num_tokens, min(num_seqs, num_tokens // 2))
     else:
         # As in serving: every sequence decodes, but for the one that brings a prompt.
@@ -242,12 +248,20 @@ def plan_of(runtime: AttentionRuntime, shape: PaddedShape, q_len: Int32Array) ->
     try:
         for row, tokens in zip(rows, q_len.tolist(), strict=True):
             runtime.table.reserve(row, tokens)
-        step = runtime.stage_as(shape, StepBatch(np.array(rows, np.int32), q_len, q_len))
+        batch = StepBatch(np.array(rows, np.int32), q_len, q_len)
+        if shape.kind is StepKind.MASKED:
+            batch = with_random_mask(batch, torch.Generator(runtime.device))
+        step = runtime.stage_as(shape, batch)
         runtime.end_step()
         return step.plan
     finally:
         for row in reversed(rows):
             runtime.table.free(row)
+
+
+def with_random_mask(batch: StepBatch, generator: torch.Generator) -> StepBatch:
+    """The step with a mask that hides every second cell or so."""
+    return replace(batch, mask=random_mask(batch.kv_len, batch.q_len, generator))
 
 
 def forget_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> None:

@@ -25,6 +25,7 @@ from rocm_attn.split_batch import HALVES
 from rocm_attn.step_batch import INT32_MAX, Int32Array, StepBatch
 from rocm_attn.step_echo import EchoCheck, fault_of
 from rocm_attn.step_inputs import ON_HOST, DeviceInputs
+from rocm_attn.step_mask import StepMask, mask_bytes
 from rocm_attn.step_memory import DeviceStep
 
 # (launch, forget): launches what carries a change to the device, and forgets that the change is pending.
@@ -146,6 +147,9 @@ class Publisher:
             line.counts, line.number, self.step_number = metadata.counts, number, number
             if isinstance(batch.inputs, DeviceInputs):
                 self._place(batch.inputs, slot, num_seqs, num_ids, step)
+            if isinstance(batch.mask, StepMask):
+                bits = batch.mask.bits[: mask_bytes(batch.kv_len, batch.q_len)]
+                self._ops.place_mask(bits, batch.mask.positions, metadata.counts, metadata.mask_words, step.positions)
         except BaseException:
             words[ECHO] = 0
             raise

@@ -3,8 +3,9 @@
 out[t] = softmax(scale * q[t] . k[j] for visible j) . v[j]        over the keys j that token t may see
 
 Token t of a sequence with q_len new tokens sits at kv_index i = kv_len - q_len + t and sees keys
-max(0, i - window_left) .. i; all of 0 .. i without a window; all of 0 .. kv_len - 1 where attention is not causal.
-A soft cap comes after the scale, ALiBi's slope * (j - i) after the cap; a sink is one more logit without a value.
+max(0, i - window_left) .. i; all of 0 .. i without a window; all of 0 .. kv_len - 1 where attention is not causal; with
+a mask those that it shows. A soft cap comes after the scale, ALiBi's slope * (j - i) after the cap; a sink is one more
+logit without a value.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ def attend_sequence(
     v: Tensor,
     problem: Problem,
     weights: HeadWeights = NO_HEAD_WEIGHTS,
+    visible: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one sequence's new tokens over its whole KV, in float64.
 
     q: [q_len, q_heads, head_dim]; k: [kv_len, kv_heads, head_dim]; v: [kv_len, kv_heads, v_head_dim]
+    visible: bool [q_len, kv_len], what a mask shows; None without one
     Returns out [q_len, q_heads, v_head_dim] and lse [q_len, q_heads], natural log of the denominator, the sink in it;
     0 and -inf where no key is visible.
     """
@@ -44,6 +47,8 @@ def attend_sequence(
     hidden = key > index if problem.causal else torch.zeros_like(key > index)
     if problem.window_left != UNLIMITED_WINDOW:
         hidden |= key < index - problem.window_left
+    if visible is not None:
+        hidden = ~visible
     scores = scores.masked_fill(hidden, float("-inf"))
     v = v.masked_fill(hidden.all(0)[:, None, None], 0.0)  # what nobody sees may be NaN, and 0 * NaN is NaN
     lse = scores.logsumexp(-1)

@@ -58,7 +58,7 @@ class Step:
     num_seqs, num_tokens: real ones, on the host; a forward that is captured must not use them. Upper bounds where the
                           batch's lengths are
     token_ids:            int32 [T], pads 0
-    positions:            int32 [T], rope positions, pads 0
+    positions:            int32 [T], rope positions, pads 0; places in the KV, or what came with the step's mask
     last_token_of_seq:    int32 [S], the token whose hidden state predicts the next one; 0 for pads
     layers:               store and attend for the tokens above, while the step runs
     plan:                 how the step runs; a half's is that of the split step, whose shape has both
@@ -376,7 +376,8 @@ class AttentionRuntime:
 
     def _padding_for(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int]) -> PaddingPolicy:
         seqs, tokens = _ladder("capture_sizes", capture_sizes), _ladder("capture_tokens", capture_tokens)
-        return PaddingPolicy(seqs, tokens, self._max_children)
+        has_masks = any(selection.problem.custom_mask for selection in self.selections)
+        return PaddingPolicy(seqs, tokens, self._max_children, has_masks)
 
     def _running(self) -> tuple[DeviceStep, StepPlan]:
         if self._plan is None or self._state is not _State.RUNNING:
@@ -398,7 +399,7 @@ def _step(batch: StepBatch, views: DeviceStep, plan: StepPlan, layers: LayerCall
         num_seqs=batch.num_seqs,
         num_tokens=batch.num_tokens,
         token_ids=views.token_ids,
-        positions=views.indices.position_of_token,
+        positions=views.positions,
         last_token_of_seq=views.indices.last_token_of_seq,
         layers=layers,
         plan=plan,

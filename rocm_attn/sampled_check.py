@@ -2,8 +2,8 @@
 
 The second run is eager: forward's rows must be those of the first, which may have been a graph, and in one layer the
 attention of a few sequences must be the oracle's over copies of their pages. It stores the same K and V again.
-What is reserved must be zero: row 0 of the table, and page 0 of that layer. A step whose lengths or ids are on the
-device is looked at for that alone: they may have gone on since it ran.
+What is reserved must be zero: row 0 of the table, and page 0 of that layer. A step whose lengths, ids or mask are on
+the device is looked at for that alone: they may have gone on since it ran.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rocm_attn.reference import attend_paged
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_inputs import HOST_INPUTS
+from rocm_attn.step_mask import NO_MASK
 from rocm_attn.step_runner import StepRunner
 from rocm_attn.steps import LayerCalls
 
@@ -131,7 +132,7 @@ class SampledCheck:
             layer = int(self._random.integers(len(self._problems)))
             self._samples += 1
             self._look_at_reserved(layer)
-            if batch.inputs is HOST_INPUTS:
+            if batch.inputs is HOST_INPUTS and batch.mask is NO_MASK:
                 self._compare(batch, pad_to, rows, layer)
         return rows
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from rocm_attn.errors import BadBatch
 from rocm_attn.step_inputs import HOST_INPUTS, Inputs
+from rocm_attn.step_mask import NO_MASK, Mask, StepMask, mask_bytes
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -29,6 +30,7 @@ class StepBatch:
     token_ids:  int32 [num_tokens]  ids of the new tokens, sequence after sequence; empty: the caller feeds the model
     inputs:     what the device alone knows: kv_len and q_len are then upper bounds, and with them num_tokens,
                 max_q_len and max_kv_len; pages are reserved for the bounds
+    mask:       what the new tokens see in layers whose problem has custom_mask
 
     Zero sequences, zero lengths and zero new tokens are legal. Raises BadBatch.
     """
@@ -38,6 +40,7 @@ class StepBatch:
     q_len: Int32Array
     token_ids: Int32Array = field(default_factory=lambda: NO_TOKEN_IDS)
     inputs: Inputs = field(default=HOST_INPUTS, kw_only=True)
+    mask: Mask = field(default=NO_MASK, kw_only=True)
     num_tokens: int = field(init=False)
     max_q_len: int = field(init=False)
     min_q_len: int = field(init=False)
@@ -71,6 +74,8 @@ class StepBatch:
         put(self, "min_q_len", fewest)
         put(self, "max_kv_len", longest)
         put(self, "num_tokens", num_tokens)
+        if isinstance(self.mask, StepMask):
+            self.mask.check(mask_bytes(self.kv_len, self.q_len), num_tokens)
 
     def _refuse_lengths(self) -> None:
         seq = int(np.argmax((self.kv_len < self.q_len) | (self.q_len < 0)))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import CapacityExceeded
-from rocm_attn.padding import PAD_ROW, PaddedShape, round_up
+from rocm_attn.padding import PAD_ROW, PaddedShape, StepKind, round_up
 from rocm_attn.providers.contract import Need
 
 
@@ -69,12 +69,19 @@ STEP_BUFFERS: tuple[BufferSpec, ...] = (
 )
 
 
-def needed_buffers(need: Need, table_width: int, list_tail: int = 0) -> tuple[BufferSpec, ...]:
+def needed_buffers(need: Need, table_width: int, list_tail: int = 0, row_tokens: int = 0) -> tuple[BufferSpec, ...]:
     """The buffers that a kernel's need adds.
 
     table_width: pages in a row of the request table, or of the dense table where that is wider
     list_tail:   entries of the page list behind those of the last sequence, for kernels that read ahead
+    row_tokens:  tokens that a row of the request table has room for
     """
+
+    def mask_words(shape: PaddedShape) -> int:
+        return -(-shape.num_tokens * row_tokens // 32) if shape.kind is StepKind.MASKED else 0
+
+    def masked_tokens(shape: PaddedShape) -> int:
+        return shape.num_tokens if shape.kind is StepKind.MASKED else 0
 
     def num_pages(shape: PaddedShape) -> int:
         return shape.num_seqs * table_width  # a padded sequence may hold pages too
@@ -88,6 +95,10 @@ def needed_buffers(need: Need, table_width: int, list_tail: int = 0) -> tuple[Bu
         Need.BLOCK_TABLE: (BufferSpec("block_table", Unit.PAGE, torch.int32, num_pages, pad=0),),
         Need.KV_LEN_INT64: (BufferSpec("kv_len_int64", Unit.SEQ, torch.int64, _num_seqs, pad=0),),
         Need.MASK_INDPTR: (BufferSpec("mask_indptr", Unit.SEQ_BOUNDARY, torch.int64, _num_boundaries, pad=0),),
+        Need.MASK_WORDS: (
+            BufferSpec("mask_words", Unit.WORD, torch.int32, mask_words, pad=0),
+            BufferSpec("given_position_of_token", Unit.TOKEN, torch.int32, masked_tokens, pad=0),
+        ),
     }[need]
 
 

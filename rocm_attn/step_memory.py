@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
-from rocm_attn.padding import PaddedShape
+from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.plan import StepPlan
 from rocm_attn.providers.contract import Need, StepMetadata
 from rocm_attn.providers.select import Selection
@@ -42,6 +42,7 @@ class DeviceStep:
     schedules:         int32, per kind of layer; kinds with equal schedules share one
     workspace:         float32, shared by the layers, not by the children
     token_ids:         int32 [T]
+    positions:         int32 [T], derived, or in a masked step those that came with the mask
     """
 
     metadata: StepMetadata
@@ -49,6 +50,7 @@ class DeviceStep:
     schedules: tuple[Tensor, ...]
     workspace: Tensor
     token_ids: Tensor
+    positions: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +66,13 @@ class FormSizes:
     row_width:   pages in a row of the request table
     list_tail:   entries of page_list behind the last sequence's
     table_width: entries in a row of block_table, row_width or more
+    row_tokens:  tokens that a row of the request table has room for
     """
 
     row_width: int
     list_tail: int
     table_width: int
+    row_tokens: int
 
     @classmethod
     def of(cls, selections: Sequence[Selection], table: RequestTable) -> FormSizes:
@@ -80,11 +84,13 @@ class FormSizes:
             row_width=table.width,
             list_tail=max(each.list_entries for each in ahead),
             table_width=-(-table.width // multiple) * multiple,
+            row_tokens=table.width * page_size,
         )
 
     def buffers(self, need: Need) -> tuple[BufferSpec, ...]:
         """The buffers that a need adds, at these sizes."""
-        return needed_buffers(need, self.table_width if need is Need.BLOCK_TABLE else self.row_width, self.list_tail)
+        width = self.table_width if need is Need.BLOCK_TABLE else self.row_width
+        return needed_buffers(need, width, self.list_tail, self.row_tokens)
 
 
 class StepMemory:
@@ -187,6 +193,7 @@ class StepMemory:
             block_table=view("block_table").view(-1, self._form_sizes.table_width),
             kv_len_int64=view("kv_len_int64"),
             mask_indptr=view("mask_indptr"),
+            mask_words=view("mask_words"),
             slot_of_token=view("slot_of_token"),
         )
         indices = IndexTensors(
@@ -206,12 +213,14 @@ class StepMemory:
             kv_len_int64=metadata.kv_len_int64,
             mask_indptr=metadata.mask_indptr,
         )
+        is_masked = plan.shape.kind is StepKind.MASKED
         return DeviceStep(
             metadata=metadata,
             indices=indices,
             schedules=tuple(view(_schedule_name(kind)) for kind in plan.schedule_of_kind),
             workspace=part.workspace.view(words, self._first_of_child(child, words)),
             token_ids=view("token_ids"),
+            positions=view("given_position_of_token") if is_masked else indices.position_of_token,
         )
 
     def _specs(self) -> list[BufferSpec]:

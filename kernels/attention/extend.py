@@ -4,7 +4,8 @@
 
 A program takes one tile of the schedule and the query heads of one KV head (or as many as fit): rows of a tile are
 [token, head], so K and V are loaded once for all of them. Keys that every row sees come first, without masks; then the
-diagonal, under masks with other=0.0: what no row sees may be NaN. With a window every step is masked.
+diagonal, under masks with other=0.0: what no row sees may be NaN. With a window every step is masked; with a packed
+mask (packed_mask.py) too, and its bits alone say what a row sees.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from rocm_attn.kernels.attention.checks import check_paged_tensors
 from rocm_attn.kernels.attention.extend_schedule import TILE_WORDS, extend_schedule_words, max_extend_tiles
+from rocm_attn.kernels.attention.mask_bits import MAX_MASK_BLOCK, bit_is_set, row_bits, seen_by_some
+from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import Scores, check_head_weights
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E, add_sink, capped, in_range
 from rocm_attn.kernels.launch import launch
@@ -36,6 +39,9 @@ def _attend_steps(
     first_key,
     end_key,
     row_kv_index,
+    tile_words,
+    row_cell,
+    row_end,
     window_left,
     slope,
     qk_scale,
@@ -54,6 +60,7 @@ def _attend_steps(
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
+    PACKED: tl.constexpr,
     CAPPED: tl.constexpr,
     SLOPED: tl.constexpr,
     SAME_OFFSETS: tl.constexpr,
@@ -61,7 +68,8 @@ def _attend_steps(
 ):
     """Steps [first_step, end_step) of BLOCK_N keys added to acc, maximum and total (base 2).
 
-    If MASKED, a row sees the keys of its window, and only keys in [first_key, end_key) are loaded.
+    If MASKED, a row sees the keys of its window, and only keys in [first_key, end_key) are loaded; if PACKED as well, a
+    row sees the keys before end_key whose bits are set, and only keys that some row sees are loaded.
     """
     lane = tl.arange(0, BLOCK_N)
     k_column = tl.arange(0, K_BLOCK)
@@ -77,7 +85,11 @@ def _attend_steps(
         v_row = k_row if SAME_OFFSETS else page * vp_page + offset * vp_token
         k_block = k_pages + k_row[:, None] + k_column[None, :]
         v_block = v_pages + v_row[:, None] + v_column[None, :]
-        live = (in_range(kv_index, first_key, end_key) if WINDOWED else kv_index < end_key)[:, None]
+        if PACKED:
+            bits = row_bits(tile_words, row_cell, row_end, step * BLOCK_N, end_key)
+            live = bit_is_set(seen_by_some(bits), lane)[:, None]
+        else:
+            live = (in_range(kv_index, first_key, end_key) if WINDOWED else kv_index < end_key)[:, None]
         if K_BLOCK > HEAD_DIM:
             k = tl.load(k_block, mask=live & (k_column < HEAD_DIM)[None, :], other=0.0)
         elif MASKED:
@@ -91,7 +103,9 @@ def _attend_steps(
             # Scaled here already: the slope is not.
             scores = scores * qk_scale + slope[:, None] * (kv_index[None, :] - row_kv_index[:, None])
         if MASKED:
-            if WINDOWED:
+            if PACKED:
+                visible = bit_is_set(bits[:, None], lane[None, :])
+            elif WINDOWED:
                 visible = in_range(row_kv_index[:, None] - kv_index[None, :], 0, window_left + 1)
             elif CAUSAL:
                 visible = kv_index[None, :] <= row_kv_index[:, None]
@@ -129,6 +143,9 @@ def _extend_kernel(
     lse,
     sinks,
     slopes,
+    q_indptr,
+    mask_words,
+    mask_indptr,
     qk_scale,
     tanh_scale,
     window_left,
@@ -197,6 +214,10 @@ def _extend_kernel(
         # Keys [first_key, end_key) are seen by some row, those before edge_step by all. The padded tail belongs to no
         # sequence and sees no key. Not a branch: accumulators across one cost registers.
         first_key = 0
+        # Of a packed mask; meaningless without.
+        tile_words = schedule
+        row_cell = tile_token
+        row_end = tile_token
         if CAUSAL:
             end_key = tl.where(seq >= 0, first_kv_index + num_tokens, 0)
             edge_step = tl.where(seq >= 0, (first_kv_index + 1) // BLOCK_N, 0)
@@ -207,10 +228,20 @@ def _extend_kernel(
             # Masks all the way: a loop of its own for what lies between the edges spills.
             first_key = tl.maximum(first_kv_index - window_left, 0)
             edge_step = first_key // BLOCK_N
+        PACKED: tl.constexpr = mask_words is not None
+        if PACKED:
+            edge_step = 0
+            seq_cell = tl.load(mask_indptr + seq, mask=seq >= 0, other=0)
+            seq_token = tl.load(q_indptr + seq, mask=seq >= 0, other=0)
+            tile_cell = seq_cell + (first_token - seq_token).to(tl.int64) * end_key
+            # From here on cells are counted from the tile's first word, and fit 32 bits.
+            tile_words = mask_words + tile_cell // 32
+            row_cell = (tile_cell % 32).to(tl.int32) + tile_token * end_key
+            row_end = tl.where(is_row, row_cell + end_key, 0)
         acc = tl.zeros([BLOCK_M, V_BLOCK], tl.float32)
         maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        if not WINDOWED:
+        if not WINDOWED and not PACKED:
             acc, maximum, total = _attend_steps(
                 acc,
                 maximum,
@@ -224,6 +255,9 @@ def _extend_kernel(
                 first_key,
                 end_key,
                 row_kv_index,
+                tile_words,
+                row_cell,
+                row_end,
                 window_left,
                 slope,
                 qk_scale,
@@ -242,6 +276,7 @@ def _extend_kernel(
                 False,
                 CAUSAL,
                 WINDOWED,
+                PACKED,
                 CAPPED,
                 slopes is not None,
                 SAME_OFFSETS,
@@ -260,6 +295,9 @@ def _extend_kernel(
             first_key,
             end_key,
             row_kv_index,
+            tile_words,
+            row_cell,
+            row_end,
             window_left,
             slope,
             qk_scale,
@@ -278,10 +316,11 @@ def _extend_kernel(
             True,
             CAUSAL,
             WINDOWED,
+            PACKED,
             CAPPED,
             slopes is not None,
             SAME_OFFSETS,
-            DIAGONAL_STAGES,
+            STAGES if PACKED else DIAGONAL_STAGES,
         )
         if sinks is not None:
             sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
@@ -315,6 +354,7 @@ def launch_paged_extend(
     scores: Scores,
     max_q_len: int,
     tiles: ExtendTiles,
+    mask: PackedMask | None = None,
 ) -> None:
     """Attention of every new token of the sequences in the schedule.
 
@@ -330,6 +370,8 @@ def launch_paged_extend(
     lse:               float32 [T, q_heads], natural logarithm with the sink in it, any strides; or None
     sinks, slopes:     float32 [q_heads], or None; see scores.py
     max_q_len:         no sequence has more new tokens (the grid needs only T; the torch twin cuts its tiles by it)
+    mask:              which keys each token sees, in place of scores.causal; without windows. A token that sees none
+                       receives 0 and LSE -inf
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
@@ -343,6 +385,10 @@ def launch_paged_extend(
     assert schedule.numel() >= extend_schedule_words(num_tokens, num_seqs, gqa_ratio=gqa_ratio, tiles=tiles)
     tile_heads = tiles.heads_per_tile(gqa_ratio)
     max_tiles = max_extend_tiles(num_tokens, num_seqs, gqa_ratio=gqa_ratio, tiles=tiles)
+    if mask is not None:
+        mask.check(num_seqs)
+        assert not scores.windowed, "a mask says all that a window would"
+        assert tiles.block_n <= MAX_MASK_BLOCK
     lse_token, lse_head = (0, 0) if lse is None else lse.stride()
     launch(
         _extend_kernel,
@@ -358,6 +404,9 @@ def launch_paged_extend(
         lse,
         sinks,
         slopes,
+        None if mask is None else q_indptr,
+        None if mask is None else mask.words,
+        None if mask is None else mask.indptr,
         scores.base_2_scale,
         scores.tanh_scale,
         scores.window_left,
@@ -381,7 +430,7 @@ def launch_paged_extend(
         PAGE_SIZE=page_size,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
-        CAUSAL=scores.causal,
+        CAUSAL=scores.causal and mask is None,
         WINDOWED=scores.windowed,
         CAPPED=scores.soft_cap > 0,
         SAME_OFFSETS=head_dim == v_head_dim and k_pages.stride() == v_pages.stride(),

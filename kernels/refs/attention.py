@@ -9,9 +9,12 @@ case tile_len == 1. Softmax and accumulation are in float32, or float64 when q i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, next_power_of_2
 
@@ -85,6 +88,7 @@ def paged_extend(
     scores: Scores,
     max_q_len: int,
     tiles: ExtendTiles | None,
+    mask: PackedMask | None = None,
 ) -> None:
     """Attention of every new token of every sequence; tokens at or past q_indptr[-1] get 0 and LSE -inf.
 
@@ -113,7 +117,10 @@ def paged_extend(
     has_token = offset < q_len[seq_of_tile][:, None]
     token = torch.where(has_token, q_indptr[seq_of_tile][:, None] + offset, 0)
     kv_index = (kv_len - q_len)[seq_of_tile][:, None] + offset
-    end_key = kv_index + 1 if scores.causal else kv_len[seq_of_tile][:, None]
+    end_key = kv_index + 1 if scores.causal and mask is None else kv_len[seq_of_tile][:, None]
+    cells = None
+    if mask is not None:
+        cells = _Cells(mask.words, mask.indptr[seq_of_tile][:, None] + offset * kv_len[seq_of_tile][:, None].long())
     result, result_lse = _attend(
         q[token],
         k_pages,
@@ -125,6 +132,7 @@ def paged_extend(
         slopes,
         scores=scores,
         want_lse=lse is not None,
+        cells=cells,
     )
 
     seq_of_token, is_token = _seq_of_token(q_indptr, num_tokens)
@@ -135,6 +143,19 @@ def paged_extend(
     if lse is not None and result_lse is not None:
         result_lse = result_lse.flatten(0, 1).to(lse.dtype)[row_of_token]
         lse.copy_(torch.where(is_token[:, None], result_lse, float("-inf")))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cells:
+    """The cells of tiles in a packed mask; first: int64 [tiles, tile_len], a row's first cell."""
+
+    words: Tensor
+    first: Tensor
+
+    def visible(self, key: Tensor, is_cell: Tensor) -> Tensor:
+        """Whether each row sees each key; is_cell: bool [tiles, tile_len, keys], others are not looked up."""
+        cell = torch.where(is_cell, self.first[:, :, None] + key, 0)
+        return is_cell & ((self.words[cell >> 5] >> (cell & 31).int()) & 1).bool()
 
 
 def _seq_of_token(q_indptr: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -165,6 +186,7 @@ def _attend(
     *,
     scores: Scores,
     want_lse: bool,
+    cells: _Cells | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of each tile over its own pages, a group of tiles at a time.
 
@@ -173,6 +195,7 @@ def _attend(
     kv_index: integer [tiles, tile_len]: a row's place in its sequence's KV
     end_key:  integer [tiles, tile_len]: a row sees keys before it, from the beginning of its window on;
               0 gives output 0 and LSE -inf
+    cells:    of a packed mask, which hides keys besides
     returns   [tiles, tile_len, q_heads, v_head_dim] and [tiles, tile_len, q_heads], in the compute dtype
     """
     num_tiles, tile_len, num_q_heads, head_dim = q.shape
@@ -191,6 +214,7 @@ def _attend(
             slopes,
             scores=scores,
             want_lse=want_lse,
+            cells=None if cells is None else _Cells(cells.words, cells.first[i : i + group]),
         )
         for i in range(0, num_tiles, group)
     ]
@@ -210,6 +234,7 @@ def _attend_group(
     *,
     scores: Scores,
     want_lse: bool,
+    cells: _Cells | None,
 ) -> tuple[Tensor, Tensor | None]:
     """_attend for tiles whose keys, values and scores are held at the same time."""
     num_q_heads, num_kv_heads = q.shape[2], k_pages.shape[2]
@@ -222,6 +247,9 @@ def _attend_group(
     hidden = key >= end_key[:, :, None]
     if scores.windowed:
         hidden = hidden | (key < (kv_index - scores.window_left)[:, :, None])
+    if cells is not None:
+        hidden = hidden | ~cells.visible(key, ~hidden)
+    unseeing = hidden.all(2)
     # A dead V row meets a probability of 0, and 0 * NaN is NaN. A dead K row meets nothing but scores, replaced below.
     v.masked_fill_(hidden.all(1)[:, :, None], 0)
 
@@ -237,12 +265,12 @@ def _attend_group(
     if sinks is not None:
         sink = _by_row(sinks, num_kv_heads, q.shape[1]).to(compute).expand(*logits.shape[:3], 1)
         logits = torch.cat(
-            [logits, sink.masked_fill((end_key <= 0).repeat_interleave(ratio, 1)[..., None], float("-inf"))], -1
+            [logits, sink.masked_fill(unseeing.repeat_interleave(ratio, 1)[..., None], float("-inf"))], -1
         )
         v = torch.cat([v, v.new_zeros(*v.shape[:2], 1, v.shape[3])], 2)
     attended = torch.matmul(logits.softmax(-1), v)
 
-    result = _by_token(attended, ratio).masked_fill_((end_key <= 0)[:, :, None, None], 0)
+    result = _by_token(attended, ratio).masked_fill_(unseeing[:, :, None, None], 0)
     return result, _by_token(logits.logsumexp(-1), ratio) if want_lse else None
 
 

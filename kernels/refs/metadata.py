@@ -47,6 +47,16 @@ def publish(
     token_ids[num_ids:].zero_()
 
 
+def place_mask(bits: Tensor, positions: Tensor, counts: Tensor, words: Tensor, position_of_token: Tensor) -> None:
+    """Twin of launch_place_mask; runs outside of recordings."""
+    words.view(torch.uint8)[: len(bits)].copy_(bits)
+    num_given = min(len(positions), len(position_of_token))
+    position_of_token.zero_()
+    position_of_token[:num_given].copy_(positions[:num_given])
+    token = torch.arange(len(position_of_token), device=counts.device)
+    position_of_token.masked_fill_(token >= counts[1], 0)
+
+
 def device_inputs(
     slot: Tensor,
     device_kv_len: Tensor,

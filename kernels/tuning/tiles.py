@@ -78,6 +78,11 @@ class ExtendTiles:
         """New tokens in a full tile."""
         return self.block_m // self.heads_per_tile(gqa_ratio)
 
+    def of_masked_steps(self) -> ExtendTiles:
+        """The same with half the rows, for steps with packed masks: bits take registers, and trees are small."""
+        # With all of them sm_90 spills 32 bytes at head_dim 128.
+        return replace(self, block_m=max(16, self.block_m // 2))
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:

@@ -113,6 +113,8 @@ def _geometry(problem: Problem) -> str:
         parts.append(f"soft cap {problem.logits_soft_cap:g}")
     if problem.has_sinks:
         parts.append("sinks")
+    if problem.custom_mask:
+        parts.append("custom masks")
     if problem.pool is not PoolKind.SPLIT:
         parts.append(problem.pool.value)
     return ", ".join(parts)

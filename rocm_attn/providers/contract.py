@@ -23,6 +23,7 @@ class Need(enum.Enum):
     BLOCK_TABLE = "dense block table, one row for each sequence"
     KV_LEN_INT64 = "int64 KV lengths"
     MASK_INDPTR = "int64 first mask cell of each sequence, for masks of [q_len, kv_len] cells"
+    MASK_WORDS = "packed mask cells, and positions that come with them"
 
 
 class Baked(enum.Enum):
@@ -44,12 +45,13 @@ class StepMetadata:
     q_len:        [S]    new tokens
     q_indptr:     [S+1]  sequence -> first token
     table:        request rows -> pages
-    page_indptr:  [S+1]  sequence -> first entry of page_list     (these six: empty unless a kernel needs them)
+    page_indptr:  [S+1]  sequence -> first entry of page_list     (these seven: empty unless a kernel needs them)
     page_list:    [L]    pages, sequence after sequence, then page 0
     last_page_len:[S]    tokens in the last page, 1 where kv_len is 0
     block_table:  [S, W] pages of each sequence, then page 0
     kv_len_int64: [S]    int64
     mask_indptr:  [S+1]  int64, sequence -> first cell of its mask
+    mask_words:   [n]    cells of a masked step, packed; empty in others and unless a kernel needs them
     slot_of_token:[T]    token -> slot of the pool, 0 for pads
     """
 
@@ -67,6 +69,7 @@ class StepMetadata:
     block_table: Tensor
     kv_len_int64: Tensor
     mask_indptr: Tensor
+    mask_words: Tensor
     slot_of_token: Tensor
 
 
@@ -294,6 +297,7 @@ class StepOps:
 
     publish: Callable[..., None]
     device_inputs: Callable[..., None]
+    place_mask: Callable[..., None]
     table_update: Callable[..., None]
     fill: Callable[..., None]
     store_kv: Callable[..., None]

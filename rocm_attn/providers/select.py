@@ -25,8 +25,10 @@ ROWS: Mapping[str, Sequence[KernelRow]] = {"aiter": AITER_ROWS, "triton": TRITON
 _AUTO_ON_GPU = ("aiter", "triton")
 _AUTO_ON_CPU = ("torch",)
 
-# A prefill step is an extend step too, so a kernel of its own is welcome and not needed.
+# A prefill step is an extend step too, so a kernel of its own is welcome and not needed. Layers without masks of their
+# own serve masked steps as mixed ones.
 _NEEDED = (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
+_INSTEAD = {StepKind.PREFILL: StepKind.EXTEND, StepKind.MASKED: StepKind.MIXED}
 
 # Kernel name -> why it may not be used here, whatever its row says.
 Unavailable = Mapping[str, str]
@@ -46,7 +48,7 @@ class Refusal:
 class Selection:
     """The kernels of one kind of layer.
 
-    kernels:  a bound kernel for each kind of step; PREFILL may be missing
+    kernels:  a bound kernel for each kind of step; PREFILL may be missing, and MASKED is for problems with custom_mask
     refusals: every kernel that was considered before it and why it was not taken
     """
 
@@ -63,7 +65,7 @@ class Selection:
 
     def kernel(self, kind: StepKind) -> LayerKernel:
         """The kernel of a kind of step."""
-        return self.kernels.get(kind, self.kernels[StepKind.EXTEND])
+        return self.kernels[kind if kind in self.kernels else _INSTEAD[kind]]
 
     def lines(self) -> list[str]:
         """The choice in sentences: a line for each kind of step, then a line for each refusal."""
@@ -90,13 +92,16 @@ def select(
     refusals: list[Refusal] = []
     kernels = {}
     for kind in StepKind:
+        if kind is StepKind.MASKED and not problem.custom_mask:
+            continue
         rows = [row for name in names for row in ROWS[name] if row.kind is kind]
         kernel = _first_that_serves(rows, problem, target, pool, unavailable, refusals)
         if kernel is not None:
             kernels[kind] = kernel
-    if all(kind in kernels for kind in _NEEDED):
+    needed = (*_NEEDED, StepKind.MASKED) if problem.custom_mask else _NEEDED
+    missing = [kind.value for kind in needed if kind not in kernels]
+    if not missing:
         return Selection(problem, target, kernels, tuple(refusals))
-    missing = [kind.value for kind in _NEEDED if kind not in kernels]
     raise Unsupported(
         f"no kernel of provider {provider!r} serves {_and(missing)} steps of {_describe(problem)} on {target.arch}",
         [f"{r.kind.value}: {r.kernel}: {r.reason}" for r in refusals],

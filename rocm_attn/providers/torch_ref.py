@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.refs import attention, cache, metadata, pads
 from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.problem import PoolKind, Problem
@@ -17,6 +18,7 @@ from rocm_attn.providers.contract import (
     Bind,
     KernelRow,
     Limits,
+    Need,
     PoolSize,
     Provider,
     StepMetadata,
@@ -102,7 +104,7 @@ class TorchExtend(_TorchKernel):
     def describe(self) -> str:
         return f"torch.extend({self.problem})"
 
-    def attend(self, args: AttendArgs) -> None:
+    def attend(self, args: AttendArgs, mask: PackedMask | None = None) -> None:
         step = args.step
         attention.paged_extend(
             args.q,
@@ -120,7 +122,19 @@ class TorchExtend(_TorchKernel):
             scores=scores_of(self.problem),
             max_q_len=step.max_q_len,
             tiles=None,
+            mask=mask,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class TorchMasked(_TorchKernel):
+    """Any number of new tokens in each sequence, which see what a packed mask says."""
+
+    def describe(self) -> str:
+        return f"torch.masked({self.problem})"
+
+    def attend(self, args: AttendArgs) -> None:
+        TorchExtend(self.problem).attend(args, PackedMask(args.step.mask_words, args.step.mask_indptr))
 
 
 def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> TorchDecode:
@@ -131,7 +145,11 @@ def _bind_extend(problem: Problem, target: Target, pool: PoolSize) -> TorchExten
     return TorchExtend(problem)
 
 
-def _row(name: str, kind: StepKind, bind: Bind, *bakes: Baked) -> KernelRow:
+def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> TorchMasked:
+    return TorchMasked(problem)
+
+
+def _row(name: str, kind: StepKind, bind: Bind, *bakes: Baked, needs: frozenset[Need] = frozenset()) -> KernelRow:
     return KernelRow(
         provider="torch",
         name=name,
@@ -141,7 +159,7 @@ def _row(name: str, kind: StepKind, bind: Bind, *bakes: Baked) -> KernelRow:
         masks_v=True,
         graph_safe=True,
         batch_invariant=False,
-        needs=frozenset(),
+        needs=needs,
         bakes=frozenset(bakes),
         needs_host_lengths=False,
         bind=bind,
@@ -152,6 +170,7 @@ def _ops() -> StepOps:
     return StepOps(
         publish=metadata.publish,
         device_inputs=metadata.device_inputs,
+        place_mask=metadata.place_mask,
         table_update=metadata.table_update,
         fill=metadata.fill,
         store_kv=cache.store_kv,
@@ -166,6 +185,14 @@ TORCH = Provider(
         _row("torch.decode", StepKind.DECODE, _bind_decode, Baked.MAX_KV_LEN),
         _row("torch.extend", StepKind.EXTEND, _bind_extend, Baked.MAX_KV_LEN, Baked.MAX_Q_LEN),
         _row("torch.extend", StepKind.MIXED, _bind_extend, Baked.MAX_KV_LEN, Baked.MAX_Q_LEN),
+        _row(
+            "torch.masked",
+            StepKind.MASKED,
+            _bind_masked,
+            Baked.MAX_KV_LEN,
+            Baked.MAX_Q_LEN,
+            needs=frozenset({Need.MASK_INDPTR, Need.MASK_WORDS}),
+        ),
     ),
     ops=_ops,
 )

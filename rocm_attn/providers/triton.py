@@ -9,9 +9,20 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from rocm_attn.kernels.attention import limits
+from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import AttendArgs, Bind, KernelRow, Limits, PoolSize, Provider, StepMetadata, StepOps
+from rocm_attn.providers.contract import (
+    AttendArgs,
+    Bind,
+    KernelRow,
+    Limits,
+    Need,
+    PoolSize,
+    Provider,
+    StepMetadata,
+    StepOps,
+)
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.target import Target
 
@@ -140,7 +151,7 @@ class TritonExtend:
             tiles=self.tiles,
         )
 
-    def attend(self, args: AttendArgs) -> None:
+    def attend(self, args: AttendArgs, mask: PackedMask | None = None) -> None:
         from rocm_attn.kernels.attention.extend import launch_paged_extend
 
         step = args.step
@@ -160,7 +171,33 @@ class TritonExtend:
             scores=scores_of(self.problem),
             max_q_len=step.max_q_len,
             tiles=self.tiles,
+            mask=mask,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class TritonMasked:
+    """Extend by a packed mask, for any number of new tokens."""
+
+    extend: TritonExtend
+
+    def describe(self) -> str:
+        return f"{self.extend.describe()} by mask"
+
+    def schedule_words(self, shape: PaddedShape) -> int:
+        return self.extend.schedule_words(shape)
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return 0
+
+    def schedule_key(self) -> Hashable:
+        return self.extend.schedule_key()
+
+    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
+        self.extend.build_schedule(step, schedule)
+
+    def attend(self, args: AttendArgs) -> None:
+        self.extend.attend(args, PackedMask(args.step.mask_words, args.step.mask_indptr))
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +266,12 @@ def _bind_mixed(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed
     return TritonMixed(_bind_decode(problem, target, pool), replace(_bind_extend(problem, target, pool), min_q_len=2))
 
 
-def _row(name: str, kind: StepKind, bind: Bind) -> KernelRow:
+def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> TritonMasked:
+    extend = _bind_extend(problem, target, pool)
+    return TritonMasked(replace(extend, tiles=extend.tiles.of_masked_steps()))
+
+
+def _row(name: str, kind: StepKind, bind: Bind, *needs: Need) -> KernelRow:
     return KernelRow(
         provider="triton",
         name=name,
@@ -239,7 +281,7 @@ def _row(name: str, kind: StepKind, bind: Bind) -> KernelRow:
         masks_v=True,
         graph_safe=True,
         batch_invariant=False,
-        needs=frozenset(),
+        needs=frozenset(needs),
         bakes=frozenset(),
         needs_host_lengths=False,
         bind=bind,
@@ -252,12 +294,14 @@ def _ops() -> StepOps:
     from rocm_attn.kernels.cache.tails import launch_zero_tails
     from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
     from rocm_attn.kernels.metadata.fill import launch_fill
+    from rocm_attn.kernels.metadata.place_mask import launch_place_mask
     from rocm_attn.kernels.metadata.publish import launch_publish
     from rocm_attn.kernels.metadata.table_update import launch_table_update
 
     return StepOps(
         publish=launch_publish,
         device_inputs=launch_device_inputs,
+        place_mask=launch_place_mask,
         table_update=launch_table_update,
         fill=launch_fill,
         store_kv=launch_store_kv,
@@ -272,6 +316,7 @@ TRITON = Provider(
         _row("triton.decode", StepKind.DECODE, _bind_decode),
         _row("triton.extend", StepKind.EXTEND, _bind_extend),
         _row("triton.extend+decode", StepKind.MIXED, _bind_mixed),
+        _row("triton.masked", StepKind.MASKED, _bind_masked, Need.MASK_INDPTR, Need.MASK_WORDS),
     ),
     ops=_ops,
 )

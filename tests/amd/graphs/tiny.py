@@ -49,8 +49,9 @@ class Tiny:
         max_kv_len: int = 128,
         num_pages: int = 200,
         split_steps: bool = False,
+        custom_mask: bool = False,
     ) -> Tiny:
-        problem = small_problem()
+        problem = small_problem(custom_mask=custom_mask)
         runtime = AttentionRuntime(
             [problem, problem],
             device=device,

@@ -18,11 +18,15 @@ DOCTOR = "rocm_attn.doctor"
 AITER_MODULE = "rocm_attn.providers.aiter.library"
 
 VALUES = tuple(
-    f"rocm_attn.{name}" for name in ("errors", "index_spaces", "problem", "step_batch", "step_inputs", "target")
+    f"rocm_attn.{name}"
+    for name in ("errors", "index_spaces", "problem", "step_batch", "step_inputs", "step_mask", "target")
 )
 USES_KERNELS = (
     PROVIDERS,
-    *(f"rocm_attn.{name}" for name in ("graphs", "prewarm", "publisher", "step_echo", "step_memory", "unguarded")),
+    *(
+        f"rocm_attn.{name}"
+        for name in ("graphs", "merging", "prewarm", "publisher", "step_echo", "step_memory", "unguarded")
+    ),
 )
 USES_HIP_GRAPHS = tuple(
     f"rocm_attn.{name}"

@@ -12,6 +12,7 @@ from rocm_attn.kernels.attention.decode import decode_partials_words, launch_pag
 from rocm_attn.kernels.attention.decode_schedule import decode_schedule_words, launch_decode_schedule
 from rocm_attn.kernels.attention.extend import launch_paged_extend
 from rocm_attn.kernels.attention.extend_schedule import extend_schedule_words, launch_extend_schedule
+from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
 from rocm_attn.kernels.refs.attention import paged_decode, paged_extend
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, decode_tiles, extend_tiles
@@ -38,6 +39,7 @@ class Case:
     spread:          whether q, out and the pages are views with gaps, in an order of dimensions of their own
     window_left, soft_cap, causal: see Scores
     sinks, slopes:   whether the heads have them
+    masked:          whether a random packed mask says what each token sees: few keys, all, or none
     """
 
     kv_len: Sequence[int]
@@ -53,6 +55,7 @@ class Case:
     causal: bool = True
     sinks: bool = False
     slopes: bool = False
+    masked: bool = False
 
     def decodes(self) -> Case:
         """The same sequences with one new token each."""
@@ -77,6 +80,7 @@ class Tensors:
     lse: Tensor
     sinks: Tensor | None
     slopes: Tensor | None
+    mask: PackedMask | None
     reference: Tensor
     reference_lse: Tensor
 
@@ -114,10 +118,16 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
     reference = torch.zeros(num_tokens, num_q_heads, v_head_dim, dtype=torch.float64)
     reference_lse = torch.full((num_tokens, num_q_heads), float("-inf"), dtype=torch.float64)
     token = 0
+    drawn: list[bool] = []
     for seq, (length, new) in enumerate(zip(case.kv_len, case.q_len, strict=True)):
         k, v = random(length, num_kv_heads, head_dim), random(length, num_kv_heads, v_head_dim)
-        seen = [_visible(case, length, kv_index) for kv_index in range(length - new, length)]
-        unseen = [key for key in range(length) if not any(first <= key < end for first, end in seen)]
+        seen: list[Sequence[int]]
+        if case.masked:
+            seen = [_random_keys(length, generator) for _ in range(new)]
+            drawn += [key in keys for keys in seen for key in range(length)]
+        else:
+            seen = [_visible(case, length, kv_index) for kv_index in range(length - new, length)]
+        unseen = set(range(length)).difference(*seen)
         for page_no in range(pages_of_seq[seq]):
             page, first = free.pop(), page_no * page_size
             table[row_of_seq[seq], page_no] = page
@@ -127,11 +137,11 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
         for key in unseen:
             page = int(table[row_of_seq[seq], key // page_size])
             k_pages[page, key % page_size] = v_pages[page, key % page_size] = float("nan")
-        for kv_index, (first, end) in zip(range(length - new, length), seen, strict=True):
-            if end > first:
-                distance = torch.arange(first, end) - kv_index
+        for kv_index, keys in zip(range(length - new, length), map(list, seen), strict=True):
+            if keys:
+                distance = torch.tensor(keys) - kv_index
                 reference[token], reference_lse[token] = _attend_one(
-                    q[token], k[first:end], v[first:end], distance, scores, sinks, slopes
+                    q[token], k[keys], v[keys], distance, scores, sinks, slopes
                 )
             token += 1
 
@@ -154,16 +164,37 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
         lse=spread(lse.to(device), (1, 0)),
         sinks=None if sinks is None else sinks.to(device),
         slopes=None if slopes is None else slopes.to(device),
+        mask=_packed(drawn, case, device) if case.masked else None,
         reference=reference.to(device),
         reference_lse=reference_lse.to(device),
     )
 
 
-def _visible(case: Case, length: int, kv_index: int) -> tuple[int, int]:
-    """First key that the token at kv_index sees, and one past the last."""
+def _visible(case: Case, length: int, kv_index: int) -> range:
+    """The keys that the token at kv_index sees."""
     if not case.causal:
-        return 0, length
-    return 0 if case.window_left == UNLIMITED_WINDOW else max(0, kv_index - case.window_left), kv_index + 1
+        return range(length)
+    return range(0 if case.window_left == UNLIMITED_WINDOW else max(0, kv_index - case.window_left), kv_index + 1)
+
+
+def _random_keys(length: int, generator: torch.Generator) -> list[int]:
+    """What a token of a masked step sees: nothing, some keys of the first half alone, some of all, or all."""
+    share, end = [(0.0, 0), (0.3, length // 2), (0.5, length), (1.0, length)][
+        int(torch.randint(4, (), generator=generator))
+    ]
+    keys: list[int] = (torch.rand(end, generator=generator) < share).nonzero().flatten().tolist()
+    return keys
+
+
+def _packed(cells: Sequence[bool], case: Case, device: torch.device) -> PackedMask:
+    """Cells of all sequences as words. Bits behind the last one are set: whoever reads them sees too much."""
+    bits = [*cells, *[True] * (-len(cells) % 32)]
+    words = [sum(bit << place for place, bit in enumerate(bits[at : at + 32])) for at in range(0, len(bits), 32)]
+    sizes = [length * new for length, new in zip(case.kv_len, case.q_len, strict=True)]
+    return PackedMask(
+        torch.tensor([word - (word >> 31 << 32) for word in words], dtype=torch.int32).to(device),
+        torch.tensor([sum(sizes[:seq]) for seq in range(len(sizes) + 1)]).to(device),
+    )
 
 
 def _attend_one(
@@ -273,13 +304,22 @@ def run_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: ExtendTiles | Non
         scores=tensors.scores,
         max_q_len=max([*tensors.case.q_len, 0]),
         tiles=tiles,
+        mask=tensors.mask,
     )
 
 
 def run_extend_twin(tensors: Tensors) -> None:
     """The torch twin of run_extend; it has no min_q_len."""
     max_q_len = max([*tensors.case.q_len, 0])
-    paged_extend(*_paged(tensors), None, *_results(tensors), scores=tensors.scores, max_q_len=max_q_len, tiles=None)
+    paged_extend(
+        *_paged(tensors),
+        None,
+        *_results(tensors),
+        scores=tensors.scores,
+        max_q_len=max_q_len,
+        tiles=None,
+        mask=tensors.mask,
+    )
 
 
 def assert_served(tensors: Tensors) -> None:

@@ -13,15 +13,19 @@ from rocm_attn.kernels.attention.decode import decode_partials_words, launch_pag
 from rocm_attn.kernels.attention.decode_schedule import decode_schedule_words, launch_decode_schedule
 from rocm_attn.kernels.attention.extend import launch_paged_extend
 from rocm_attn.kernels.attention.extend_schedule import extend_schedule_words, launch_extend_schedule
+from rocm_attn.kernels.attention.merge_states import launch_merge_states
+from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.pads import launch_clear_pads
 from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
+from rocm_attn.kernels.metadata.place_mask import launch_place_mask
 from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.refs import cache as cache_twins
+from rocm_attn.kernels.refs import merge_states as merge_twins
 from rocm_attn.kernels.refs import metadata as twins
 from rocm_attn.kernels.refs import schedules
 from rocm_attn.kernels.refs.pads import clear_pads
@@ -62,6 +66,8 @@ def attention(memory: Memory, case: Case) -> Tensors:
     )
     given = {name: tensor for name in names if (tensor := getattr(tensors, name)) is not None}
     placed: dict[str, Any] = {name: memory.put(tensor) for name, tensor in given.items()}
+    if tensors.mask is not None:
+        placed["mask"] = PackedMask(memory.put(tensors.mask.words), memory.put(tensors.mask.indptr))
     return replace(tensors, **placed)
 
 
@@ -120,6 +126,8 @@ def extend(memory: Memory) -> None:
         (HEADS, (16, 16), 43, SCORES),
         ((20, 1), DIMS, 43, SCORES),  # more than a tile has rows
         (HEADS, DIMS, 19, {"causal": False}),
+        (HEADS, DIMS, 29, {"masked": True}),
+        (HEADS, (16, 16), 11, {"masked": True}),
     ):
         case = Case([prefix + 2, 18, 0], [2, 18, 0], heads, dims, PAGE_SIZE, tail=3, spread=True, **scores)
         tensors = attention(memory, case)
@@ -138,6 +146,7 @@ def extend(memory: Memory) -> None:
             scores=tensors.scores,
             max_q_len=18,
             tiles=EXTEND_TILES,
+            mask=tensors.mask,
         )
         assert_served(tensors)
         memory.assert_surroundings_untouched()
@@ -230,6 +239,29 @@ def device_inputs(memory: Memory) -> None:
         assert_same(memory, launch_device_inputs, twins.device_inputs, inputs, outputs)
 
 
+def place_mask(memory: Memory) -> None:
+    """Seven bytes for words that hold more, and positions of three tokens at five."""
+    inputs = [torch.arange(1, 8, dtype=torch.uint8), ints([4, 5, 6, 7]), ints([2, 3, 1, 0])]
+    assert_same(memory, launch_place_mask, twins.place_mask, inputs, [garbage(2), garbage(5)])
+
+
+def merge_sides(memory: Memory) -> None:
+    """Rows of an odd dim; each side is empty and NaN somewhere, and both are."""
+    sides = []
+    for empty in (0, 1):
+        out, lse = gapped(3, 3, 24), torch.randn(3, 3)
+        for token, head in ((empty, 1), (2, 2)):
+            out[token, head], lse[token, head] = float("nan"), float("-inf")
+        sides += [out, lse]
+    out, lse = torch.full((3, 3, 24), GARBAGE * 1.0), torch.full((3, 3), GARBAGE * 1.0)
+    placed = [*map(memory.put, sides), memory.put(out), memory.put(lse)]
+    launch_merge_states(*placed)
+    merge_twins.merge_states(*sides, out, lse)
+    torch.testing.assert_close(placed[4], out)
+    torch.testing.assert_close(placed[5], lse)
+    memory.assert_surroundings_untouched()
+
+
 def table_update(memory: Memory) -> None:
     """Three cells, one of them in the reserved row."""
     updates, table = ints([1, 0, 7, 0, 1, 8, 2, 3, 9]), [garbage(12).view(3, 4)]
@@ -241,12 +273,15 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "attention/decode_schedule.py": decode_schedule,
     "attention/extend.py": extend,
     "attention/extend_schedule.py": extend_schedule,
+    "attention/mask_bits.py": extend,
     "attention/merge.py": decode,
+    "attention/merge_states.py": merge_sides,
     "attention/pads.py": pads,
     "cache/store.py": store,
     "cache/tails.py": tails,
     "metadata/device_inputs.py": device_inputs,
     "metadata/fill_roles.py": fill,
+    "metadata/place_mask.py": place_mask,
     "metadata/publish.py": publish,
     "metadata/table_update.py": table_update,
 }

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from rocm_attn.guards import Guards
 from rocm_attn.head_weights import HeadWeights
+from rocm_attn.kernels.attention.merge_states import launch_merge_states
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
+from rocm_attn.probe_requests import with_random_mask
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.triton import TRITON
 from rocm_attn.runtime import AttentionRuntime
@@ -67,13 +69,14 @@ class Row:
             page_size=self.page_size,
             scale=self.dims[0] ** -0.5,
         )
+        plain = replace(plain, custom_mask=True)
         if self.dims[0] == 64:  # gpt-oss
-            return [plain, replace(plain, window_left=127, has_sinks=True)]
+            return [plain, replace(plain, window_left=127, has_sinks=True, custom_mask=False)]
         if self.dims[0] == 80:
             return [plain, replace(plain, has_alibi_slopes=True), replace(plain, causal=False)]
         # Gemma 2; in float32, which no model is served in, a window costs sm_90 8 bytes of spilled registers.
         window_left = UNLIMITED_WINDOW if self.dtype == torch.float32 else 4095
-        return [plain, replace(plain, logits_soft_cap=50.0, window_left=window_left)]
+        return [plain, replace(plain, logits_soft_cap=50.0, window_left=window_left, custom_mask=False)]
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -145,6 +148,7 @@ def launch_all(row: Row) -> None:
         runtime.table.reserve(table_row, KV_LEN)
     _launch_step(runtime, _batch(rows, [1] * 16))
     _launch_step(runtime, _batch(rows, [32] * 16))
+    _launch_step(runtime, with_random_mask(_batch(rows, [8] * 16), torch.Generator()))
     if runtime.target.is_amd:
         _launch_fix_ups(runtime)
     if runtime.target.is_amd and not row.is_large:
@@ -153,6 +157,7 @@ def launch_all(row: Row) -> None:
         lengths = torch.full((16,), KV_LEN, dtype=torch.int32)
         _launch_step(runtime, replace(_batch(rows, [1, 32] * 8), inputs=DeviceInputs(kv_len=lengths)), with_lse=True)
         _launch_whole_fill(row.page_size)
+        _launch_merge_states(problems[0])
 
 
 def _batch(rows: list[int], q_lens: list[int]) -> StepBatch:
@@ -194,6 +199,13 @@ def _launch_fix_ups(runtime: AttentionRuntime) -> None:
     ops.zero_tails(runtime.table.entries, seqs, seqs, seqs, pages.k, pages.v)
     ops.clear_pads(counts, out, None)
     ops.clear_pads(counts, out, torch.empty(16, problem.num_q_heads))
+
+
+def _launch_merge_states(problem: Problem) -> None:
+    """Sides of a layer's dtype."""
+    out = torch.empty(16, problem.num_q_heads, problem.v_head_dim, dtype=problem.dtype)
+    lse = torch.empty(16, problem.num_q_heads)
+    launch_merge_states(out, lse, out, lse, out, lse)
 
 
 def _launch_whole_fill(page_size: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from rocm_attn.providers.select import Selection
 from rocm_attn.reference import attend_sequence
 from rocm_attn.runtime import AttentionRuntime, Step
 from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_mask import StepMask, kv_positions
 from rocm_attn.target import Target
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
@@ -38,6 +39,7 @@ def small_problem(
     logits_soft_cap: float = 0.0,
     has_sinks: bool = False,
     has_alibi_slopes: bool = False,
+    custom_mask: bool = False,
 ) -> Problem:
     """Six query heads over two KV heads, with rows of 16 and plain scores, unless said otherwise."""
     return Problem(
@@ -52,7 +54,15 @@ def small_problem(
         logits_soft_cap=logits_soft_cap,
         has_sinks=has_sinks,
         has_alibi_slopes=has_alibi_slopes,
+        custom_mask=custom_mask,
     )
+
+
+def packed(visible: Sequence[Tensor], device: torch.device) -> Tensor:
+    """uint8: the cells of masks [q_len, kv_len], sequence after sequence; bits behind the last one are set."""
+    cells = np.concatenate([np.empty(0, bool), *(mask.numpy().flatten() for mask in visible)])
+    cells = np.concatenate([cells, np.ones(-len(cells) % 8, bool)])
+    return torch.from_numpy(np.packbits(cells, bitorder="little")).to(device)
 
 
 @dataclass
@@ -149,9 +159,21 @@ class World:
             np.array([r.row for r in requests], np.int32), np.array(kv_len, np.int32), np.array(q_len, np.int32)
         )
 
-    def step(self, requests: Sequence[Request], q_len: Sequence[int], pad_to: int | None = None) -> None:
-        """Run a step with random q, k and v in every layer, NaN in the pads, and check it against the oracle."""
+    def step(
+        self,
+        requests: Sequence[Request],
+        q_len: Sequence[int],
+        pad_to: int | None = None,
+        visible: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Run a step with random q, k and v in every layer, NaN in the pads, and check it against the oracle.
+
+        visible: bool [q_len, kv_len] for each request: the step's mask
+        """
         batch = self.batch(requests, q_len)
+        if visible is not None:
+            positions = kv_positions(batch.kv_len, batch.q_len, self.runtime.device)
+            batch = replace(batch, mask=StepMask(packed(visible, self.runtime.device), positions))
         step = self.runtime.begin_step(batch, pad_to)
         try:
             for layer, problem in enumerate(self.problems):
@@ -160,7 +182,7 @@ class World:
                 out = torch.full_like(q[..., : problem.v_head_dim], float("nan"))
                 lse = self.lse_rows(layer, step, q)
                 self.runtime.store_and_attend(layer, q, k, v, out, lse)
-                self.check(layer, requests, q_len, q, out, lse)
+                self.check(layer, requests, q_len, q, out, lse, visible)
         finally:
             self.runtime.end_step()
 
@@ -199,14 +221,16 @@ class World:
         q: Tensor,
         out: Tensor,
         lse: Tensor | None,
+        visible: Sequence[Tensor] | None = None,
     ) -> None:
         """out and, if it was asked for, lse of every real token equal the oracle's; padded tokens are zero and -inf."""
         problem = self.problems[layer]
         first = 0
-        for request, new in zip(requests, q_len, strict=True):
+        for seq, (request, new) in enumerate(zip(requests, q_len, strict=True)):
             rows = slice(first, first + new)
             weights = self.runtime.head_weights.of(layer)
-            want, want_lse = attend_sequence(q[rows], request.k[layer], request.v[layer], problem, weights)
+            mask = visible[seq].to(q.device) if visible is not None and problem.custom_mask else None
+            want, want_lse = attend_sequence(q[rows], request.k[layer], request.v[layer], problem, weights, mask)
             if new:
                 self.largest_error = max(self.largest_error, float((out[rows].double() - want).abs().max()))
             assert_attention_close(out[rows], want, problem.dtype)

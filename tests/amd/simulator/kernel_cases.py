@@ -13,13 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.attention.merge_states import launch_merge_states
 from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.refs import cache as cache_twins
+from rocm_attn.kernels.refs.merge_states import merge_states
 from rocm_attn.kernels.tuning.tiles import DECODE_ROWS, DecodeTiles, ExtendTiles, decode_tiles, extend_tiles
 from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_served, build, run_decode, run_extend
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.driver import ARCHS, Simulation, simulated
 from tests.amd.simulator.metadata_cases import metadata_cases
+from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")
@@ -78,6 +81,33 @@ def run_merge(arch: str, num_seqs: int, num_programs: int) -> Simulation:
     with simulated(arch) as simulation:
         run_decode(tensors, num_programs=num_programs, tiles=tiles)
     assert_served(tensors)
+    return simulation
+
+
+def run_masked(arch: str, case: Case) -> Simulation:
+    """A masked step, of sequences with one new token too."""
+    tensors = build(replace(case, masked=True), CPU)
+    with simulated(arch) as simulation:
+        run_extend(tensors, tiles=tiles_of(arch, case)[1].of_masked_steps())
+    assert_served(tensors)
+    return simulation
+
+
+def run_merge_states(arch: str, dtype: torch.dtype) -> Simulation:
+    """Two sides, each of them empty and NaN for some token."""
+    generator = torch.Generator().manual_seed(0)
+    sides = []
+    for empty in (1, 2):
+        out, lse = torch.randn(5, 3, 80, generator=generator).to(dtype), torch.randn(5, 3, generator=generator)
+        for token in (empty, 4):
+            out[token], lse[token] = float("nan"), float("-inf")
+        sides += [out, lse]
+    merged, wanted = ((torch.full((5, 3, 80), UNTOUCHED, dtype=dtype), torch.full((5, 3), UNTOUCHED)) for _ in range(2))
+    with simulated(arch) as simulation:
+        launch_merge_states(*sides, *merged)
+    merge_states(*sides, *wanted)
+    assert_attention_close(merged[0], wanted[0].double(), dtype)
+    assert_lse_close(merged[1], wanted[1].double(), torch.float32)
     return simulation
 
 
@@ -140,6 +170,17 @@ def quick_cases(arch: str) -> list[KernelCase]:
         *(
             KernelCase(f"merge-{seqs}x{programs}", arch, partial(run_merge, arch, seqs, programs))
             for seqs, programs in ((1, 20), (5, 9), (17, 20))
+        ),
+        *(
+            KernelCase(f"masked-{_named(case)}", arch, partial(run_masked, arch, case))
+            for case in (
+                replace(STEP, heads=(6, 2), dims=(80, 48), page_size=5, dtype=FP16, spread=True),
+                replace(STEP, dtype=BF16),
+            )
+        ),
+        *(
+            KernelCase(f"merge_states-{dtype}".replace("torch.", ""), arch, partial(run_merge_states, arch, dtype))
+            for dtype in (BF16, FP16)
         ),
         *(
             KernelCase(

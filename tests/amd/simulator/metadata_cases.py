@@ -14,6 +14,7 @@ from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
+from rocm_attn.kernels.metadata.place_mask import launch_place_mask
 from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.slot_layout import NO_ECHO
 from rocm_attn.kernels.metadata.table_update import launch_table_update
@@ -91,6 +92,18 @@ def _launches() -> dict[str, _Launch]:
         ),
         "device_inputs": _Launch(
             launch_device_inputs, twins.device_inputs, [_slot(), *device_lengths, counts, *step], {}
+        ),
+        "place_mask": _Launch(
+            launch_place_mask,
+            twins.place_mask,
+            [
+                (torch.arange(5003) % 256).to(torch.uint8),
+                torch.arange(NUM_TOKENS, dtype=torch.int32),
+                counts,
+                _garbage(1300),
+                _garbage(PADDED_TOKENS),
+            ],
+            {},
         ),
         "table_update": _Launch(
             launch_table_update, twins.table_update, [_updates(), _garbage(33, 40)], {"num_updates": 300}

@@ -1,0 +1,51 @@
+"""How a tile of queries reads its bits of a packed mask (packed_mask.py): as one 32-bit word for each row."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Keys that a row's word has room for: no tile of a masked step has more.
+MAX_MASK_BLOCK = 32
+
+
+@triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def _load_word(words, word, row_end):
+    """A word of cells for each row; 0 where the row has no cell in it."""
+    return tl.load(words + word, mask=word * 32 < row_end, other=0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def row_bits(words, row_cell, row_end, first_key, end_key):
+    """Bit n of each row: whether it sees key first_key + n. Bits at or past end_key are 0.
+
+    words:    of the cell that the tile counts its cells from
+    row_cell: int32, the row's first cell, counted from the first bit of words
+    row_end:  int32, the end of its cells; 0 for a row without a token, which sees nothing
+    """
+    cell = row_cell + first_key
+    word = cell // 32
+    shift = (cell % 32).to(tl.uint32)
+    low = _load_word(words, word, row_end) >> shift
+    # In two shifts, because one by 32 is undefined.
+    high = _load_word(words, word + 1, row_end) << 1 << (31 - shift)
+    # The lowest bits of a word of ones, as many as there are keys left.
+    beyond = tl.maximum(first_key + 32 - end_key, 0)
+    return (low | high) & (tl.full([1], 0xFFFFFFFF, tl.uint32) >> beyond.to(tl.uint32))
+
+
+@triton.jit
+def seen_by_some(bits):
+    """The keys that any row of a tile sees, as bits."""
+    return tl.reduce(bits, 0, _either)
+
+
+@triton.jit
+def bit_is_set(bits, lane):
+    """Whether the bit of a lane is set."""
+    return ((bits >> lane.to(tl.uint32)) & 1) != 0

@@ -1,0 +1,80 @@
+"""Copy a step's packed mask and positions to the fixed addresses that its kernels read, before its graph or launches.
+
+    words      <- bits, byte by byte; what lies behind them stays, and no kernel looks at it
+    position t <- positions[t] for the step's tokens, 0 behind them
+
+A kernel does it, not a copy, for the reason that publish.py gives. Runs after publish and device_inputs, which say how
+many tokens the step has.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rocm_attn.kernels.launch import RepeatedLaunch
+
+_BLOCK = 2048
+# One number for all sizes: the launch is kept by its grid.
+_PROGRAMS = 512
+
+
+@triton.jit(
+    do_not_specialize=["num_bytes", "num_tokens_padded"],
+    do_not_specialize_on_alignment=["bits", "positions", "counts", "mask_bytes", "position_of_token"],
+)
+def _place_mask_kernel(
+    bits,
+    positions,
+    counts,
+    mask_bytes,
+    position_of_token,
+    num_bytes,
+    num_tokens_padded,
+    PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    first = tl.program_id(0) * BLOCK
+    lane = tl.arange(0, BLOCK)
+    num_tokens = tl.load(counts + 1)
+    for at in range(first, num_bytes, PROGRAMS * BLOCK):
+        i = at + lane
+        tl.store(mask_bytes + i, tl.load(bits + i, mask=i < num_bytes, other=0), mask=i < num_bytes)
+    for at in range(first, num_tokens_padded, PROGRAMS * BLOCK):
+        token = at + lane
+        position = tl.load(positions + token, mask=token < num_tokens, other=0)
+        tl.store(position_of_token + token, position, mask=token < num_tokens_padded)
+
+
+_place = RepeatedLaunch(_place_mask_kernel)
+
+
+def launch_place_mask(
+    bits: Tensor, positions: Tensor, counts: Tensor, words: Tensor, position_of_token: Tensor
+) -> None:
+    """Put a mask in its place.
+
+    bits:              uint8 [bytes], below 2 GiB; read only
+    positions:         int32 [n], at least as many as the step has tokens; read only
+    counts:            int32 [4]; [1] is the number of the step's tokens
+    words:             int32, of at least as many bytes as bits; receives them
+    position_of_token: int32 [T]; receives positions, and 0 behind the step's tokens
+    """
+    assert words.nbytes >= bits.nbytes
+    assert bits.nbytes + _PROGRAMS * _BLOCK < 2**31
+    _place(
+        counts.device,
+        (_PROGRAMS, 1, 1),
+        bits,
+        positions,
+        counts,
+        words.view(torch.uint8),
+        position_of_token,
+        bits.shape[0],
+        position_of_token.shape[0],
+        _PROGRAMS,
+        _BLOCK,
+        num_warps=4,
+    )

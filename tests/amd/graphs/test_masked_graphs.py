@@ -1,0 +1,89 @@
+"""Graphs of steps that bring a mask."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rocm_attn.graphs import recorder_for, shape_name
+from rocm_attn.padding import StepKind
+from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_mask import StepMask, random_mask
+from rocm_attn.step_runner import StepRunner
+from rocm_attn.tree_mask import NO_PARENT, tree_mask
+from tests.amd.graphs.tiny import Requests, Tiny
+from tests.amd.runtime.stepping import providers
+
+each_provider = pytest.mark.parametrize("provider", providers())
+
+
+def masked(batch: StepBatch, seed: int, device: torch.device) -> StepBatch:
+    return replace(batch, mask=random_mask(batch.kv_len, batch.q_len, torch.Generator(device).manual_seed(seed)))
+
+
+@each_provider
+def test_one_graph_serves_every_mask_and_every_tree_of_its_size(provider: str, device: torch.device) -> None:
+    """Lengths, masks and positions change from step to step; each replay is bitwise the eager run."""
+    tiny = Tiny.build(device, provider, (4,), (16,), custom_mask=True)
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device))
+    requests = Requests(tiny.runtime)
+    requests.admit(3)
+    runner.run(requests.batch([30, 7, 12]))
+    for step, q_len in enumerate([[4, 5, 6], [1, 1, 9], [0, 3, 2], [5, 5, 5]]):
+        batch = masked(requests.batch(q_len), step, tiny.runtime.device)
+        rows = runner.run(batch).clone()
+        assert torch.equal(rows, runner.run_eagerly(batch))
+    tree = requests.batch([5, 1, 4])
+    parents = [NO_PARENT, 0, 0, 1, 2, NO_PARENT, NO_PARENT, 0, 0, NO_PARENT]
+    tree = replace(tree, mask=tree_mask(tree, torch.tensor(parents, dtype=torch.int32, device=device)))
+    rows = runner.run(tree).clone()
+    assert torch.equal(rows, runner.run_eagerly(tree))
+    assert runner.counters.replays == 5, runner.counters
+    graphs = [b for b in runner.capture_report().buckets if b.key.shape.kind is StepKind.MASKED]
+    assert len(graphs) == {"torch": 3, "triton": 1}[provider], "torch has one for each length bucket that was met"
+
+
+@each_provider
+def test_masks_and_positions_have_their_effect_in_a_replay(provider: str, device: torch.device) -> None:
+    tiny = Tiny.build(device, provider, (2,), (8,), custom_mask=True)
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device))
+    requests = Requests(tiny.runtime)
+    requests.admit(2)
+    runner.run(requests.batch([9, 6]))
+    batch = masked(requests.batch([3, 4]), 0, tiny.runtime.device)
+    before = runner.run(batch).clone()
+    assert isinstance(batch.mask, StepMask)
+    flipped = StepMask(~batch.mask.bits, batch.mask.positions)
+    moved = StepMask(batch.mask.bits, batch.mask.positions + 1)
+    for mask in (flipped, moved):
+        assert not torch.equal(before, runner.run(replace(batch, mask=mask)))
+    assert torch.equal(before, runner.run(batch))
+
+
+@each_provider
+def test_masked_steps_are_captured_ahead(provider: str, device: torch.device) -> None:
+    tiny = Tiny.build(device, provider, (2,), (8,), custom_mask=True)
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device))
+    report = runner.capture_all()
+    assert not report.graphs_off
+    names = [shape_name(bucket.key.shape) for bucket in report.buckets]
+    assert "masked of 2 sequences with 8 tokens" in names
+    requests = Requests(tiny.runtime)
+    requests.admit(2)
+    batch = masked(requests.batch([4, 4]), 0, tiny.runtime.device)
+    rows = runner.run(batch).clone()
+    assert runner.counters.replays == 1
+    assert torch.equal(rows, runner.run_eagerly(batch))
+
+
+@each_provider
+def test_a_masked_step_above_the_largest_graph_runs_eagerly(provider: str, device: torch.device) -> None:
+    tiny = Tiny.build(device, provider, (2,), (8,), custom_mask=True)
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device))
+    requests = Requests(tiny.runtime)
+    requests.admit(2)
+    rows = runner.run(masked(requests.batch([20, 9]), 0, tiny.runtime.device))
+    assert rows.isfinite().all()
+    assert runner.counters.replays == 0

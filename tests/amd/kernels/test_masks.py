@@ -1,0 +1,117 @@
+"""Packed masks in extend and its torch twin, against a float64 answer that goes bit by bit.
+
+Every K and V that no bit of its sequence shows is NaN, and so is all that lies around.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rocm_attn.kernels.attention.packed_mask import PackedMask
+from rocm_attn.kernels.tuning.tiles import ExtendTiles
+from tests.amd.kernels.attention_cases import Case, Tensors, assert_served, build, dtypes, run_extend, run_extend_twin
+
+MASKED = Case(
+    kv_len=[60, 0, 17, 33, 1, 30, 12, 64],
+    q_len=[21, 0, 17, 2, 1, 1, 0, 3],
+    dims=(32, 32),
+    page_size=4,
+    tail=3,
+    masked=True,
+)
+
+FEATURES = {
+    "plain": {},
+    "mha": {"heads": (2, 2)},
+    "mqa": {"heads": (20, 1)},
+    "one_token_each": {"q_len": [1, 0, 1, 1, 1, 1, 1, 1]},
+    "cap": {"soft_cap": 0.7},
+    "slopes": {"slopes": True},
+    "sinks": {"sinks": True},
+    "all": {"soft_cap": 1.5, "slopes": True, "sinks": True, "heads": (6, 2), "dims": (40, 24)},
+    "gaps": {"spread": True},
+}
+
+run_extends = pytest.mark.parametrize("run", [run_extend, run_extend_twin])
+
+
+@run_extends
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@pytest.mark.parametrize("feature", FEATURES.values(), ids=FEATURES)
+def test_a_masked_extend_equals_the_reference(
+    feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
+) -> None:
+    tensors = build(replace(MASKED, dtype=dtype, **feature), kernel_device)  # type: ignore[arg-type]
+    run(tensors)
+    assert_served(tensors)
+
+
+@run_extends
+@pytest.mark.parametrize("seed", range(6))
+def test_lengths_around_words_and_tiles_are_right(
+    seed: int, run: Callable[[Tensors], None], kernel_device: torch.device
+) -> None:
+    """Every sequence's first cell lies at another bit of a word."""
+    lengths = [1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65]
+    new = [min(length, 1 + (seq * 7 + seed) % 19) for seq, length in enumerate(lengths)]
+    case = Case(lengths, new, heads=(1, 1), dims=(16, 16), page_size=5, masked=True)
+    tensors = build(case, kernel_device, seed)
+    run(tensors)
+    assert_served(tensors)
+
+
+@pytest.mark.parametrize("block_n", [16, 32])
+def test_every_tile_reads_its_own_bits(block_n: int, kernel_device: torch.device) -> None:
+    tensors = build(replace(MASKED, heads=(5, 1)), kernel_device)
+    run_extend(tensors, tiles=ExtendTiles(block_m=16, block_n=block_n, num_warps=4, num_stages=1))
+    assert_served(tensors)
+
+
+@run_extends
+def test_a_token_that_sees_nothing_gets_zero(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
+    """With a sink too: without keys there is no output for it to take from."""
+    tensors = build(replace(MASKED, sinks=True), kernel_device)
+    assert tensors.mask is not None
+    tensors.mask.words.zero_()
+    run(tensors)
+    assert (tensors.out == 0).all()
+    assert (tensors.lse == float("-inf")).all()
+
+
+@run_extends
+def test_every_bit_has_its_effect(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
+    """One bit less changes the output of its token, and of no other."""
+    tensors = build(Case([40], [3], dims=(32, 32), page_size=4, masked=True), kernel_device)
+    assert tensors.mask is not None
+    pages = tensors.k_pages.nan_to_num(1.0), tensors.v_pages.nan_to_num(1.0)
+    words = torch.full_like(tensors.mask.words, -1)
+    tensors = replace(tensors, k_pages=pages[0], v_pages=pages[1], mask=PackedMask(words, tensors.mask.indptr))
+    run(tensors)
+    before = tensors.out.clone()
+    for token, key in [(0, 0), (0, 39), (1, 0), (1, 31), (2, 5), (2, 39)]:
+        words.fill_(-1)
+        cell = token * 40 + key
+        words[cell // 32] = ~(1 << cell % 32) if cell % 32 != 31 else 2**31 - 1
+        run(tensors)
+        changed = (tensors.out != before).flatten(1).any(1).tolist()
+        assert changed == [other == token for other in range(3)], f"bit of token {token} and key {key}"
+
+
+@run_extends
+def test_a_mask_takes_the_place_of_causality(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
+    case = Case([9, 40], [9, 4], dims=(32, 32), page_size=4)
+    causal = build(case, kernel_device)
+    run(causal)
+    cells = [key <= length - new + t for length, new in ((9, 9), (40, 4)) for t in range(new) for key in range(length)]
+    words = [sum(bit << place for place, bit in enumerate(cells[at : at + 32])) for at in range(0, len(cells), 32)]
+    mask = PackedMask(
+        torch.tensor([word - (word >> 31 << 32) for word in words], dtype=torch.int32).to(kernel_device),
+        torch.tensor([0, 81, 81 + 160]).to(kernel_device),
+    )
+    masked = replace(causal, out=torch.full_like(causal.out, -1.0), mask=mask)
+    run(masked)
+    assert_served(masked)

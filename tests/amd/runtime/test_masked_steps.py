@@ -1,0 +1,254 @@
+"""Steps that bring a mask: what their tokens see, their positions, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rocm_attn.errors import BadBatch, BadProblem, BadTensor, Unsupported
+from rocm_attn.padding import StepKind
+from rocm_attn.providers.select import select
+from rocm_attn.step_inputs import DeviceInputs
+from rocm_attn.step_mask import NO_MASK, StepMask, kv_positions
+from rocm_attn.target import known_target
+from rocm_attn.tree_mask import NO_PARENT, tree_mask
+from tests.amd.runtime.stepping import Request, World, packed, providers, small_problem
+
+MASKED = small_problem(custom_mask=True)
+
+each_provider = pytest.mark.parametrize("provider", providers())
+
+
+def world_of(device: torch.device, provider: str) -> tuple[World, list[Request]]:
+    """Two masked layers and a causal one, and three requests of 9, 20 and 1 tokens."""
+    sinks = replace(MASKED, has_sinks=True, logits_soft_cap=2.0, has_alibi_slopes=True)
+    world = World.build([MASKED, sinks, small_problem()], device, provider)
+    requests = [world.admit() for _ in range(3)]
+    world.step(requests, [9, 20, 1])
+    return world, requests
+
+
+def random_masks(world: World, requests: Sequence[Request], q_len: Sequence[int]) -> list[torch.Tensor]:
+    """Masks for the next step of the requests: half of all cells, and tokens that see nothing or everything."""
+    masks = []
+    for request, new in zip(requests, q_len, strict=True):
+        mask = torch.rand(new, request.kv_len + new, generator=world.generator) < 0.5
+        mask[2::4] = False
+        mask[3::4] = True
+        masks.append(mask)
+    return masks
+
+
+@each_provider
+@pytest.mark.parametrize("q_len", [[1, 1, 1], [5, 7, 8], [1, 6, 0], [0, 1, 0], [0, 0, 0]], ids=str)
+def test_masked_layers_see_what_the_mask_says_and_others_what_they_always_do(
+    q_len: list[int], provider: str, device: torch.device
+) -> None:
+    world, requests = world_of(device, provider)
+    for _ in range(2):
+        world.step(requests, q_len, visible=random_masks(world, requests, q_len))
+    world.step(requests, [1, 2, 1])
+    world.runtime.check_device()
+    assert world.page_zero_is_zero()
+
+
+@each_provider
+def test_a_token_may_see_what_lies_behind_it(provider: str, device: torch.device) -> None:
+    """An image's tokens see each other, in both directions."""
+    world, requests = world_of(device, provider)
+    mask = torch.ones(6, 15, dtype=torch.bool)
+    world.step(requests[:1], [6], visible=[mask])
+
+
+@each_provider
+def test_keys_that_no_bit_shows_may_be_nan(provider: str, device: torch.device) -> None:
+    """Cached ones and new ones; the causal layer, which would see them, is left out."""
+    world = World.build([MASKED], device, provider)
+    request = world.admit()
+    world.step([request], [10])
+    request.k[0][3], request.v[0][4] = float("nan"), float("inf")
+    pages = world.runtime.pool.layer(0)
+    held = world.runtime.table.pages_of(request.row).tolist()
+    pages.k[held[0], 3], pages.v[held[1], 0] = float("nan"), float("inf")
+    mask = torch.ones(4, 14, dtype=torch.bool)
+    mask[:, 3:5] = False
+    world.step([request], [4], visible=[mask])
+
+
+@each_provider
+def test_positions_come_with_the_mask_and_pads_are_zero(provider: str, device: torch.device) -> None:
+    world, requests = world_of(device, provider)
+    batch = world.batch(requests, [3, 1, 2])
+    parents = torch.tensor([NO_PARENT, 0, 0, NO_PARENT, NO_PARENT, NO_PARENT], dtype=torch.int32, device=device)
+    step = world.runtime.begin_step(replace(batch, mask=tree_mask(batch, parents)))
+    positions = [9, 10, 10, 20, 1, 1]
+    assert step.positions.tolist() == positions + [0] * (len(step.positions) - 6)
+    world.runtime.end_step()
+    step = world.runtime.begin_step(batch)
+    assert step.positions.tolist()[:6] == [9, 10, 11, 20, 1, 2], "without a mask they are places in the KV"
+    world.runtime.end_step()
+
+
+@each_provider
+def test_a_branch_is_what_a_chain_of_its_tokens_would_be(provider: str, device: torch.device) -> None:
+    """Every token of a tree gets what it gets as the last of a causal step over its own branch."""
+    world = World.build([MASKED], device, provider, num_pages=200)
+    trunk = world.admit()
+    world.step([trunk], [11])
+    parents = [NO_PARENT, 0, 0, 1, 2, 2, NO_PARENT]
+    q, k, v = (world.random(7, heads, 16) for heads in (6, 2, 2))
+    chains = {token: world.fork(trunk, 11) for token in range(7)}
+    out = torch.full_like(q, float("nan"))
+    batch = world.batch([trunk], [7])
+    mask = tree_mask(batch, torch.tensor(parents, dtype=torch.int32, device=device))
+    world.runtime.begin_step(replace(batch, mask=mask), pad_to=1)
+    world.runtime.store_and_attend(0, q, k, v, out)
+    world.runtime.end_step()
+    for token, request in chains.items():
+        branch = [token]
+        while parents[branch[0]] != NO_PARENT:
+            branch.insert(0, parents[branch[0]])
+        step = world.runtime.begin_step(world.batch([request], [len(branch)]), pad_to=1)
+        chain = torch.full_like(q[branch], float("nan"))
+        assert step.positions.tolist() == list(range(11, 11 + len(branch)))
+        world.runtime.store_and_attend(0, q[branch], k[branch], v[branch], chain)
+        world.runtime.end_step()
+        torch.testing.assert_close(out[token], chain[-1], atol=1e-5, rtol=1e-5)
+
+
+@each_provider
+def test_lengths_that_only_the_device_knows_pack_the_mask(provider: str, device: torch.device) -> None:
+    world, requests = world_of(device, provider)
+    bounds = world.batch(requests, [4, 6, 3])
+    kv_len, q_len = [11, 23, 4], [2, 3, 3]
+    inputs = DeviceInputs(
+        kv_len=torch.tensor(kv_len, dtype=torch.int32, device=device),
+        q_len=torch.tensor(q_len, dtype=torch.int32, device=device),
+    )
+    masks = random_masks(world, requests, q_len)
+    bits = torch.zeros(100, dtype=torch.uint8, device=device)
+    live = packed(masks, device)
+    bits[: len(live)] = live
+    positions = torch.arange(100, 113, dtype=torch.int32, device=device)
+    batch = replace(bounds, inputs=inputs, mask=StepMask(bits, positions))
+    step = world.runtime.begin_step(batch)
+    assert step.positions.tolist() == [*range(100, 108)] + [0] * (len(step.positions) - 8)
+    q, k, v = world.qkv(MASKED, replace(step, num_tokens=8))
+    out = torch.full_like(q, float("nan"))
+    world.runtime.store_and_attend(0, q, k, v, out)
+    world.remember(0, requests, q_len, k, v)
+    world.check(0, requests, q_len, q, out, None, masks)
+    world.runtime.end_step()
+    world.runtime.check_device()
+
+
+@each_provider
+def test_the_caller_may_change_its_mask_after_the_step_has_begun(provider: str, device: torch.device) -> None:
+    world, requests = world_of(device, provider)
+    batch = world.batch(requests[:1], [3])
+    bits = torch.full((5,), 255, dtype=torch.uint8, device=device)
+    positions = kv_positions(batch.kv_len, batch.q_len, device)
+    step = world.runtime.begin_step(replace(batch, mask=StepMask(bits, positions)))
+    bits.zero_()
+    positions.zero_()
+    q, k, v = world.qkv(MASKED, step)
+    out = torch.full_like(q, float("nan"))
+    world.runtime.store_and_attend(0, q, k, v, out)
+    world.remember(0, requests[:1], [3], k, v)
+    world.check(0, requests[:1], [3], q, out, None, [torch.ones(3, 12, dtype=torch.bool)])
+    assert step.positions.tolist()[:3] == [9, 10, 11]
+    world.runtime.end_step()
+
+
+def ones(count: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    return torch.full((count,), 255, dtype=torch.uint8, device=device)
+
+
+def test_a_mask_that_is_too_short_is_refused(device: torch.device) -> None:
+    world, requests = world_of(device, "torch")
+    batch = world.batch(requests, [1, 2, 3])  # 10 + 44 + 12 cells
+    positions = kv_positions(batch.kv_len, batch.q_len, device)
+    with pytest.raises(BadBatch, match=r"the mask has 8 bytes; the sum of q_len \* kv_len bits of this step takes 9"):
+        replace(batch, mask=StepMask(ones(8, device), positions))
+    with pytest.raises(BadBatch, match="the mask has 5 positions for 6 new tokens; give one each"):
+        replace(batch, mask=StepMask(ones(9, device), positions[:5]))
+    world.runtime.begin_step(replace(batch, mask=StepMask(ones(9, device), positions)))
+    world.runtime.end_step()
+
+
+def test_a_mask_beyond_what_a_launch_counts_is_refused() -> None:
+    mask = StepMask(torch.empty(0, dtype=torch.uint8, device="meta"), torch.empty(0, dtype=torch.int32, device="meta"))
+    with pytest.raises(BadBatch, match="takes 1073741825 bytes, at most 1073741824 serve; split the batch"):
+        mask.check(2**30 + 1, 0)
+
+
+BAD_MASKS = {
+    "bools": ((torch.ones(9, dtype=torch.bool), torch.zeros(6, dtype=torch.int32)), "bits of a mask is a torch.bool"),
+    "a matrix": ((ones(9).view(3, 3), torch.zeros(6, dtype=torch.int32)), r"bits of a mask .* of shape \[3, 3\]"),
+    "gaps": ((ones(18)[::2], torch.zeros(6, dtype=torch.int32)), r"strides \[2\]; it must be a contiguous vector"),
+    "long positions": ((ones(9), torch.zeros(6, dtype=torch.int64)), "positions of a mask is a torch.int64 tensor"),
+    "two devices": ((ones(9), torch.zeros(6, dtype=torch.int32, device="meta")), "bits of a mask are on cpu and its"),
+}
+
+
+@pytest.mark.parametrize(("tensors", "complaint"), BAD_MASKS.values(), ids=BAD_MASKS)
+def test_tensors_that_are_no_mask_are_refused(tensors: tuple[torch.Tensor, torch.Tensor], complaint: str) -> None:
+    with pytest.raises(BadTensor, match=complaint):
+        StepMask(*tensors)
+
+
+def test_a_mask_on_another_device_is_refused(device: torch.device) -> None:
+    world, requests = world_of(device, "torch")
+    mask = StepMask(ones(9, "meta"), torch.zeros(6, dtype=torch.int32, device="meta"))
+    with pytest.raises(BadTensor, match="the step's mask is on meta; the runtime is on"):
+        world.runtime.begin_step(replace(world.batch(requests, [1, 2, 3]), mask=mask))
+
+
+def test_a_mask_that_no_layer_looks_at_is_refused(device: torch.device) -> None:
+    world = World.build([small_problem()], device, "torch")
+    batch = world.batch([world.admit()], [3])
+    mask = StepMask(ones(2, device), kv_positions(batch.kv_len, batch.q_len, device))
+    with pytest.raises(BadBatch, match="no layer looks at it; build the runtime of problems with custom_mask"):
+        world.runtime.begin_step(replace(batch, mask=mask))
+    world.step(world.requests, [2])
+
+
+def test_a_step_with_a_mask_is_not_split(device: torch.device) -> None:
+    world, requests = world_of(device, "torch")
+    batch = world.batch(requests, [1, 2, 3])
+    mask = StepMask(ones(9, device), kv_positions(batch.kv_len, batch.q_len, device))
+    with pytest.raises(BadBatch, match="a step with a mask cannot be split"):
+        world.runtime.begin_split_step(replace(batch, mask=mask))
+
+
+def test_a_window_beside_masks_is_refused() -> None:
+    with pytest.raises(BadProblem, match="window_left is 3 and custom_mask is True"):
+        small_problem(window_left=3, custom_mask=True)
+
+
+def test_aiter_is_not_chosen_for_masks() -> None:
+    with pytest.raises(Unsupported, match=r"no kernel of provider 'aiter' serves .*masked steps"):
+        select(MASKED, known_target("gfx942"), "aiter")
+
+
+def test_masked_steps_have_a_plan_of_their_own(device: torch.device) -> None:
+    """Of the same sizes, a step with a mask and one without must not share a graph."""
+    world, requests = world_of(device, "torch")
+    batch = world.batch(requests, [1, 1, 1])
+    mask = StepMask(ones(5, device), kv_positions(batch.kv_len, batch.q_len, device))
+    kinds = []
+    for given in (batch, replace(batch, mask=mask), batch):
+        kinds.append(world.runtime.begin_step(given).plan.key.shape.kind)
+        world.runtime.end_step()
+    assert kinds == [StepKind.DECODE, StepKind.MASKED, StepKind.DECODE]
+    assert batch.mask is NO_MASK
+
+
+def test_runtimes_without_masked_layers_hold_no_memory_for_masks(device: torch.device) -> None:
+    held = [set(World.build([p], device, "torch").runtime.sealed_tensors()) for p in (small_problem(), MASKED)]
+    assert held[1] - held[0] == {"mask_words", "mask_indptr", "given_position_of_token"}
+    assert np.all([name not in held[0] for name in ("mask_words", "mask_indptr")])

@@ -46,7 +46,7 @@ class Layers:
 
     def store(self, step: DeviceStep, plan: StepPlan, layer: int, k: Tensor, v: Tensor) -> None:
         """As AttentionRuntime.store, for the tokens of step, which has the plan. Raises BadTensor."""
-        problem = self._problem(layer)
+        problem = self.problem(layer)
         num_tokens = step.indices.slot_of_token.shape[0]
         self._check("k", k, (num_tokens, problem.num_kv_heads, problem.head_dim), problem.dtype)
         self._check("v", v, (num_tokens, problem.num_kv_heads, problem.v_head_dim), problem.dtype)
@@ -63,7 +63,7 @@ class Layers:
 
     def attend(self, step: DeviceStep, plan: StepPlan, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
         """As AttentionRuntime.attend, for the tokens of step, which has the plan. Raises BadTensor, WrongState."""
-        problem = self._problem(layer)
+        problem = self.problem(layer)
         num_tokens = step.indices.slot_of_token.shape[0]
         self._check("q", q, (num_tokens, problem.num_q_heads, problem.head_dim), problem.dtype)
         self._check("out", out, (num_tokens, problem.num_q_heads, problem.v_head_dim), problem.dtype)
@@ -91,7 +91,8 @@ class Layers:
             if not kernel.row.clears_pads:
                 self._ops.clear_pads(step.metadata.counts, out, lse)
 
-    def _problem(self, layer: int) -> Problem:
+    def problem(self, layer: int) -> Problem:
+        """A layer's problem. Raises BadTensor for a layer that does not exist."""
         if not 0 <= layer < len(self._kind_of_layer):
             raise BadTensor(f"layer {layer} does not exist; the runtime has layers 0 to {len(self._kind_of_layer) - 1}")
         return self._selections[self._kind_of_layer[layer]].problem

@@ -36,6 +36,7 @@ from rocm_attn.providers.contract import PoolSize
 from rocm_attn.providers.select import Selection, ops_for
 from rocm_attn.publisher import Publisher
 from rocm_attn.request_table import RequestTable
+from rocm_attn.shared_prefix import PrefixGroup, SharedPrefix
 from rocm_attn.split_batch import HALVES, split_batch
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_memory import DeviceStep, StepMemory
@@ -334,6 +335,27 @@ class AttentionRuntime:
         self.store(layer, k, v)
         self.attend(layer, q, out, lse)
 
+    def share_prefix(self, batch: StepBatch, groups: Sequence[PrefixGroup]) -> SharedPrefix:
+        """Attention of the running decode step in which shared prefixes are read once, in place of attend().
+
+        batch: of the step that was begun; groups: its sequences, in order, by the prefix that they share. Eager steps
+               only
+        Raises BadBatch, Unsupported for layers with windows or slopes, WrongState.
+        """
+        step, _ = self._running()
+        with on_device(self.device):
+            return SharedPrefix(
+                step.metadata,
+                batch,
+                groups,
+                selections=self.selections,
+                table=self.table,
+                pool=self.pool,
+                head_weights=self.head_weights,
+                problem_of=self._layers.problem,
+                require_running=partial(self._require_step, self.step_number),
+            )
+
     def end_step(self) -> None:
         """Close the step, so that the next one may begin. Also the way back after an exception inside a step."""
         self._state = _State.IDLE
@@ -385,6 +407,11 @@ class AttentionRuntime:
         if len(self._children) > 1:
             raise WrongState("the step that runs is split; call store and attend of the `layers` of each of its halves")
         return self._children[0], self._plan
+
+    def _require_step(self, number: int) -> None:
+        """The step of this number runs."""
+        if self._state is not _State.RUNNING or self.step_number != number:
+            raise WrongState("the step whose prefixes were shared is over; call share_prefix() in the step that runs")
 
     def _require_split(self, number: int) -> None:
         """A half of the split step of this number may store and attend now."""

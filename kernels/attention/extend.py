@@ -231,8 +231,9 @@ def _extend_kernel(
         PACKED: tl.constexpr = mask_words is not None
         if PACKED:
             edge_step = 0
-            seq_cell = tl.load(mask_indptr + seq, mask=seq >= 0, other=0)
-            seq_token = tl.load(q_indptr + seq, mask=seq >= 0, other=0)
+            # Of the padded tail, which sees no key, those of the first sequence.
+            seq_cell = tl.load(mask_indptr + tl.maximum(seq, 0))
+            seq_token = tl.load(q_indptr + tl.maximum(seq, 0))
             tile_cell = seq_cell + (first_token - seq_token).to(tl.int64) * end_key
             # From here on cells are counted from the tile's first word, and fit 32 bits.
             tile_words = mask_words + tile_cell // 32

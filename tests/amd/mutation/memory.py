@@ -27,7 +27,10 @@ class Memory(ABC):
         """A copy of values with the same strides and gaps; nothing of it lies behind its last element."""
         span = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
         arena, first = self._arena(span, values.dtype)
-        arena.fill_(float("nan") if values.is_floating_point() else self.POISON)
+        if values.is_floating_point():
+            arena.fill_(float("nan"))
+        else:
+            arena.fill_(self.POISON & torch.iinfo(values.dtype).max)
         arena[first : first + span] = values.as_strided((span,), (1,), values.storage_offset())
         is_element = torch.zeros(arena.shape, dtype=torch.bool)
         is_element.as_strided(values.shape, values.stride(), first).fill_(True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def sides_of(problem: Problem, cuts: Sequence[int], device: torch.device, seed: 
     k, v = torch.randn(2, cuts[-1], 2, 16, generator=generator)
     hidden = torch.zeros(7, cuts[-1], dtype=torch.bool)
     parts = []
-    for first, end in zip(cuts, cuts[1:], strict=False):
+    for first, end in pairwise(cuts):
         visible = hidden.clone()
         visible[:, first:end] = True
         out, lse = attend_sequence(q, k, v, problem, visible=visible)

@@ -104,8 +104,8 @@ def run_merge_states(arch: str, dtype: torch.dtype) -> Simulation:
         sides += [out, lse]
     merged, wanted = ((torch.full((5, 3, 80), UNTOUCHED, dtype=dtype), torch.full((5, 3), UNTOUCHED)) for _ in range(2))
     with simulated(arch) as simulation:
-        launch_merge_states(*sides, *merged)
-    merge_states(*sides, *wanted)
+        launch_merge_states(sides[0], sides[1], sides[2], sides[3], *merged)
+    merge_states(sides[0], sides[1], sides[2], sides[3], *wanted)
     assert_attention_close(merged[0], wanted[0].double(), dtype)
     assert_lse_close(merged[1], wanted[1].double(), torch.float32)
     return simulation

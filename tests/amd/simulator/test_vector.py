@@ -68,6 +68,12 @@ def test_parts_of_registers_are_zero_or_sign_extended() -> None:
         assert set(execute(line, vector=values).vector[2].tolist()) == {result}
 
 
+def test_halves_of_registers_are_half_precision_numbers() -> None:
+    for part, result in (("WORD_0", 1.5), ("WORD_1", -2.0)):
+        line = f"v_cvt_f32_f16_sdwa v1, v0 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:{part}"
+        assert set(execute(line, vector={0: 0xC0003E00}).vector[1].tolist()) == {bits(result)}
+
+
 def test_comparisons_look_at_the_chosen_parts() -> None:
     line = "v_cmp_eq_u16_sdwa vcc, v0, v1 src0_sel:BYTE_2 src1_sel:BYTE_0"
     assert execute(line, vector={0: 0x00330000, 1: 0x33}).read_pair(VCC) == ALL_LANES

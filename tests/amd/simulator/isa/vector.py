@@ -138,7 +138,9 @@ def _sdwa_source(core: Core, token: str, dtype: np.dtype[Any], part: str) -> Sou
     index = vector_register(token[5:-1] if is_signed else token).index
     name, number = _SDWA_PARTS[part]
     if dtype.kind == "f":
-        raise UnknownInstruction(f"part {part} of a source of type {dtype}")
+        if is_signed or dtype.itemsize != np.dtype(name).itemsize:
+            raise UnknownInstruction(f"part {part} of a source of type {dtype}")
+        name = dtype.name
     narrow = core.vector[index].view(name[1:] if is_signed else name)
     values = narrow[number :: 4 // narrow.itemsize]
     return lambda: values.astype(dtype)

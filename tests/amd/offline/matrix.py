@@ -69,14 +69,13 @@ class Row:
             page_size=self.page_size,
             scale=self.dims[0] ** -0.5,
         )
-        plain = replace(plain, custom_mask=True)
         if self.dims[0] == 64:  # gpt-oss
-            return [plain, replace(plain, window_left=127, has_sinks=True, custom_mask=False)]
+            return [plain, replace(plain, window_left=127, has_sinks=True)]
         if self.dims[0] == 80:
             return [plain, replace(plain, has_alibi_slopes=True), replace(plain, causal=False)]
         # Gemma 2; in float32, which no model is served in, a window costs sm_90 8 bytes of spilled registers.
         window_left = UNLIMITED_WINDOW if self.dtype == torch.float32 else 4095
-        return [plain, replace(plain, logits_soft_cap=50.0, window_left=window_left, custom_mask=False)]
+        return [plain, replace(plain, logits_soft_cap=50.0, window_left=window_left)]
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -127,7 +126,29 @@ def launch_all(row: Row) -> None:
     The pool's size changes only kernels that read or write pages, so rows above 2 GiB launch those alone. So do rows
     for NVIDIA, where the rest is tested by running it.
     """
-    problems = row.problems
+    runtime, rows = _runtime(row, row.problems)
+    _launch_step(runtime, _batch(rows, [1] * 16))
+    _launch_step(runtime, _batch(rows, [32] * 16))
+    _launch_masked_step(row)
+    if runtime.target.is_amd:
+        _launch_fix_ups(runtime)
+    if runtime.target.is_amd and not row.is_large:
+        _launch_step(runtime, _batch(rows[:1], [1]))
+        _launch_step(runtime, _batch(rows, [1] * 16), pad_to=MANY_SEQS)
+        lengths = torch.full((16,), KV_LEN, dtype=torch.int32)
+        _launch_step(runtime, replace(_batch(rows, [1, 32] * 8), inputs=DeviceInputs(kv_len=lengths)), with_lse=True)
+        _launch_whole_fill(row.page_size)
+        _launch_merge_states(row.problems[0])
+
+
+def _launch_masked_step(row: Row) -> None:
+    """A step with a mask, in a runtime of its own: with masked layers every fill derives where masks begin."""
+    runtime, rows = _runtime(row, [replace(row.problems[0], custom_mask=True)])
+    _launch_step(runtime, with_random_mask(_batch(rows, [8] * 16), torch.Generator()))
+
+
+def _runtime(row: Row, problems: list[Problem]) -> tuple[AttentionRuntime, list[int]]:
+    """A runtime of these layers over a pool of the row's size, and rows of 16 requests."""
     page_bytes = row.page_size * row.heads[1] * min(row.dims) * row.dtype.itemsize
     pool_bytes = LARGE_POOL_BYTES if row.is_large else SMALL_POOL_BYTES
     runtime = AttentionRuntime(
@@ -146,18 +167,7 @@ def launch_all(row: Row) -> None:
     rows = [runtime.table.admit() for _ in range(16)]
     for table_row in rows:
         runtime.table.reserve(table_row, KV_LEN)
-    _launch_step(runtime, _batch(rows, [1] * 16))
-    _launch_step(runtime, _batch(rows, [32] * 16))
-    _launch_step(runtime, with_random_mask(_batch(rows, [8] * 16), torch.Generator()))
-    if runtime.target.is_amd:
-        _launch_fix_ups(runtime)
-    if runtime.target.is_amd and not row.is_large:
-        _launch_step(runtime, _batch(rows[:1], [1]))
-        _launch_step(runtime, _batch(rows, [1] * 16), pad_to=MANY_SEQS)
-        lengths = torch.full((16,), KV_LEN, dtype=torch.int32)
-        _launch_step(runtime, replace(_batch(rows, [1, 32] * 8), inputs=DeviceInputs(kv_len=lengths)), with_lse=True)
-        _launch_whole_fill(row.page_size)
-        _launch_merge_states(problems[0])
+    return runtime, rows
 
 
 def _batch(rows: list[int], q_lens: list[int]) -> StepBatch:

@@ -1,4 +1,4 @@
-"""config.json of published models, as they lie in their repositories, read completely."""
+"""The fields of published models' config.json, written down from memory of their repositories, are read completely."""
 
 from __future__ import annotations
 

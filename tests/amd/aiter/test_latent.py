@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +85,24 @@ def test_a_schedule_is_made_for_as_many_sequences_as_it_is_faster_for(arch: str,
     assert bound.schedule_words(shape) > 8 * target.compute_units > splits.schedule_words(shape) - most
     more = PaddedShape(StepKind.DECODE, 32, 32)
     assert (bound.schedule_words(more) == splits.schedule_words(more)) == (arch == "gfx950")
+
+
+@pytest.mark.parametrize(("function", "q_len"), [("mla_decode_fwd", [1, 1]), ("mla_prefill_fwd", [2, 3])])
+def test_heads_that_a_kernel_gets_on_top_are_zero(function: str, q_len: list[int], aiter: StandIn) -> None:
+    serving = world(latent_problem(5), max_kv_len=80)
+    requests = [serving.admit(), serving.admit()]
+    serving.step(requests, [9, 4])
+    right, seen = aiter.bodies[function], []
+
+    def spy(call: Mapping[str, Any]) -> Any:
+        seen.append(call["q"].clone())
+        return right(call)
+
+    aiter.bodies[function] = spy
+    serving.step(requests, q_len)
+    assert len(seen) == 1
+    assert not seen[0][:, 5:].any()
+    assert bool(seen[0][:, :5].any())
 
 
 def test_a_schedule_of_other_lengths_is_noticed(aiter: StandIn) -> None:

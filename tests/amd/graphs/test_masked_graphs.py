@@ -87,3 +87,14 @@ def test_a_masked_step_above_the_largest_graph_runs_eagerly(provider: str, devic
     rows = runner.run(masked(requests.batch([20, 9]), 0, tiny.runtime.device))
     assert rows.isfinite().all()
     assert runner.counters.replays == 0
+
+
+def test_without_room_for_probe_requests_a_masked_step_makes_no_graph(device: torch.device) -> None:
+    """Its own requests would be tried with the same mask only, which proves little."""
+    tiny = Tiny.build(device, "torch", (2,), (8,), max_num_seqs=2, custom_mask=True)
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device))
+    requests = Requests(tiny.runtime)
+    requests.admit(2)
+    batch = masked(requests.batch([3, 4]), 0, tiny.runtime.device)
+    assert runner.run(batch).isfinite().all()
+    assert (runner.counters.replays, runner.counters.captures, runner.counters.graphs_off) == (0, 0, "")

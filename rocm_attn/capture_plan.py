@@ -13,13 +13,15 @@ from dataclasses import dataclass
 import torch
 
 from rocm_attn.graphs import capture_shapes
+from rocm_attn.index_spaces import Space
 from rocm_attn.index_spaces import num_pages as pages_of
 from rocm_attn.kv_pool import page_bytes
 from rocm_attn.padding import PaddedShape
+from rocm_attn.page_table import PageTable
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import Need
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step_buffers import PADDED_BATCH, STEP_BUFFERS, BufferSpec, Unit
+from rocm_attn.step_buffers import PADDED_BATCH, STEP_BUFFERS, BufferSpec, Unit, space_buffers
 from rocm_attn.step_memory import FormSizes, StepMemory, words_of_children
 from rocm_attn.target import Target
 
@@ -75,6 +77,7 @@ def plan_capture(
     max_num_seqs: int,
     max_kv_len: int,
     num_pages: int | None = None,
+    swa_pages: int = 0,
     provider: str = "auto",
     capture_sizes: Sequence[int] | None = None,
     capture_tokens: Sequence[int] = (1,),
@@ -83,6 +86,7 @@ def plan_capture(
     """What AttentionRuntime(problems, ...) allocates on the target, and what StepRunner.capture_all() captures.
 
     num_pages: not given: enough for max_num_seqs sequences of max_kv_len tokens
+    swa_pages: see AttentionRuntime
     Raises what AttentionRuntime raises.
     """
     if num_pages is None:
@@ -92,6 +96,7 @@ def plan_capture(
         device=torch.device("meta"),
         target=target,
         num_pages=num_pages,
+        swa_pages=swa_pages,
         max_num_seqs=max_num_seqs,
         max_kv_len=max_kv_len,
         provider=provider,
@@ -127,7 +132,12 @@ def _bucket(runtime: AttentionRuntime, shape: PaddedShape) -> Bucket:
 def _specs(runtime: AttentionRuntime) -> dict[str, BufferSpec]:
     """The buffers that the runtime has, by name, but for the schedules."""
     sizes = FormSizes.of(runtime.selections, runtime.table)
-    declared = (*STEP_BUFFERS, *(spec for need in Need for spec in sizes.buffers(need)))
+    spaces = [table.space for table in runtime.table.spaces]
+    declared = (
+        *STEP_BUFFERS,
+        *(spec for space in spaces for spec in space_buffers(space)),
+        *(spec for space in spaces for need in Need for spec in sizes.buffers(need, space)),
+    )
     held = runtime.sealed_tensors()
     return {spec.name: spec for spec in declared if spec.name in held}
 
@@ -166,9 +176,20 @@ def _row_width(runtime: AttentionRuntime) -> str:
 
 def _request_parts(runtime: AttentionRuntime, problems: Sequence[Problem]) -> list[Part]:
     """What requests use."""
-    pool, rows = runtime.pool, len(runtime.table.entries_host)
-    assert pool.num_bytes == pool.num_pages * page_bytes(problems), "the pool holds pages and nothing else"
-    return [
-        Part("request table", runtime.table.entries.nbytes, f"max_num_seqs {rows - 1} x {_row_width(runtime)}"),
-        Part("KV pool", pool.num_bytes, f"num_pages {pool.num_pages} of {page_bytes(problems)} bytes"),
+    rows = f"max_num_seqs {len(runtime.table.entries_host) - 1} x {_row_width(runtime)}"
+    tables = [
+        Part(_part_in(table.space, "request table"), table.entries.nbytes, rows) for table in runtime.table.spaces
     ]
+    return [*tables, *(_pool_part(runtime, problems, table) for table in runtime.table.spaces)]
+
+
+def _pool_part(runtime: AttentionRuntime, problems: Sequence[Problem], table: PageTable) -> Part:
+    pool, pages = runtime.pool.in_space(table.space), table.pages
+    of_space = [p for layer, p in enumerate(problems) if runtime.pool.space_of_layer(layer) is table.space]
+    assert pool.num_bytes == pool.num_pages * page_bytes(of_space), "the pool holds pages and nothing else"
+    knob = f"{pages.knob} {pages.num_pages} of {page_bytes(of_space)} bytes"
+    return Part(_part_in(table.space, "KV pool"), pool.num_bytes, knob)
+
+
+def _part_in(space: Space, name: str) -> str:
+    return name if space is Space.FULL else f"{space.name} {name}"

@@ -25,7 +25,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step_batch import Int32Array, StepBatch
 
 NUM_STEPS = 64
-_FORMAT = 2
+_FORMAT = 3
 
 
 class Flight(Protocol):
@@ -214,6 +214,8 @@ class RuntimeFacts:
     arch: str
     provider: str
     num_pages: int
+    swa_pages: int
+    swa_kept: int
     max_num_seqs: int
     max_kv_len: int
     capture_sizes: tuple[int, ...]
@@ -229,6 +231,8 @@ class RuntimeFacts:
             arch=runtime.target.arch,
             provider=runtime.selections[0].provider,
             num_pages=runtime.pool.num_pages,
+            swa_pages=runtime.swa_pages,
+            swa_kept=runtime.swa_kept,
             max_num_seqs=len(runtime.table.entries_host) - 1,
             max_kv_len=runtime.max_kv_len,
             capture_sizes=runtime.padding.seqs.sizes,

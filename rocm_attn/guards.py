@@ -19,11 +19,13 @@ from rocm_attn import unguarded
 from rocm_attn.errors import BadSetting
 from rocm_attn.hip_graphs.pinned import PinnedTensors
 from rocm_attn.host_ring import Fence, wait_for
+from rocm_attn.layers import by_space_of_layer
+from rocm_attn.page_table import WITHIN_THE_ROW, IsShared, RowWidth, held_by_several
 from rocm_attn.plan import GraphKey
 from rocm_attn.providers.contract import StepOps
 from rocm_attn.providers.select import Selection
 from rocm_attn.publisher import Deliver, launch_then_forget
-from rocm_attn.request_table import WITHIN_THE_ROW, IsShared, RequestTable, RowWidth, held_by_several
+from rocm_attn.request_table import RequestTable
 from rocm_attn.settings import Settings, settings
 from rocm_attn.step_batch import Int32Array, StepBatch
 from rocm_attn.step_buffers import (
@@ -35,6 +37,7 @@ from rocm_attn.step_buffers import (
     refuse_growth,
 )
 from rocm_attn.step_echo import EchoCheck
+from rocm_attn.step_memory import DeviceStep, SpaceStep
 
 OpsChange = Callable[[StepOps], StepOps]
 
@@ -57,6 +60,19 @@ def by_padded_batch(max_num_seqs: int) -> Capacity:
 def checked_batch(table: RequestTable) -> Callable[[StepBatch], None]:
     """Batches that the table has no rows or no room for are refused."""
     return table.check_batch
+
+
+def before_the_steps_windows(table: RequestTable) -> Callable[[StepBatch], None]:
+    """What a step's first new tokens do not see any more is given back, and nothing else.
+
+    A length that only the device knows may be shorter than its bound: such a step gives nothing back by itself.
+    """
+
+    def evict(batch: StepBatch) -> None:
+        if batch.inputs.kv_len_on_host:
+            table.evict(batch.rows, batch.kv_len - batch.q_len)
+
+    return evict
 
 
 def lengths_on_the_host(sealed_tensors: Callable[[], Mapping[str, Tensor]]) -> Callable[[StepBatch], int]:
@@ -91,6 +107,8 @@ class Guards:
     row_width: RowWidth = WITHIN_THE_ROW
     copy_on_write: IsShared = held_by_several
     batch_check: Callable[[RequestTable], Callable[[StepBatch], None]] = checked_batch
+    layer_space: Callable[[DeviceStep, int], SpaceStep] = by_space_of_layer
+    window_reach: Callable[[RequestTable], Callable[[StepBatch], None]] = before_the_steps_windows
     planner_inputs: Callable[[Callable[[], Mapping[str, Tensor]]], Callable[[StepBatch], int]] = lengths_on_the_host
     graph_key: Callable[[GraphKey], GraphKey] = whole_key
     graph_epoch: Callable[[], PinnedTensors] = PinnedTensors
@@ -233,6 +251,20 @@ GUARDS: tuple[Guard, ...] = (
         "H17, H18, G1",
         unguarded.any_batch,
         "test_rows.py::test_a_step_beyond_what_was_reserved_is_refused",
+    ),
+    _guard(
+        "layer_space",
+        "a layer with a window writes to its own pool and reads by ids of the full one: others' KV, or none",
+        "seed 003, G5",
+        unguarded.full_space,
+        "test_spaces.py::test_a_layer_reads_in_the_space_that_it_writes_in",
+    ),
+    _guard(
+        "window_reach",
+        "pages leave the window of a step's last token while its first tokens still see them",
+        "G5",
+        unguarded.before_the_last_window,
+        "test_spaces.py::test_a_step_gives_back_no_page_that_its_first_token_sees",
     ),
     _guard(
         "planner_inputs",

@@ -10,30 +10,39 @@ from torch import Tensor
 from rocm_attn.devices import on_device
 from rocm_attn.errors import BadTensor
 from rocm_attn.head_weights import LayerHeadWeights
-from rocm_attn.kv_pool import KVPool
+from rocm_attn.kv_pool import HybridKVPool
 from rocm_attn.plan import StepPlan
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.contract import AttendArgs, StepOps
 from rocm_attn.providers.select import Selection
-from rocm_attn.step_memory import DeviceStep
+from rocm_attn.step_memory import DeviceStep, SpaceStep
+
+
+def by_space_of_layer(step: DeviceStep, kind: int) -> SpaceStep:
+    """A layer reads where it writes."""
+    return step.of_kind[kind]
 
 
 class Layers:
-    """The layers of a model over a pool of pages.
+    """The layers of a model over their pools of pages.
 
     selections:    per kind of layer
     kind_of_layer: layer -> its place in selections
+    read_by:       step, kind of layer -> the step in the space that the layer reads in, which is the one it writes in
     """
 
     def __init__(
         self,
         selections: Sequence[Selection],
         kind_of_layer: Sequence[int],
-        pool: KVPool,
+        pool: HybridKVPool,
         head_weights: LayerHeadWeights,
         ops: StepOps,
         device: torch.device,
+        *,
+        read_by: Callable[[DeviceStep, int], SpaceStep] = by_space_of_layer,
     ) -> None:
+        self._read_by = read_by
         self._selections = tuple(selections)
         self._kind_of_layer = tuple(kind_of_layer)
         self._pool = pool
@@ -47,27 +56,29 @@ class Layers:
     def store(self, step: DeviceStep, plan: StepPlan, layer: int, k: Tensor, v: Tensor) -> None:
         """As AttentionRuntime.store, for the tokens of step, which has the plan. Raises BadTensor."""
         problem = self.problem(layer)
-        num_tokens = step.indices.slot_of_token.shape[0]
+        kind = self._kind_of_layer[layer]
+        metadata = step.of_kind[kind].metadata
+        num_tokens = metadata.slot_of_token.shape[0]
         self._check("k", k, (num_tokens, problem.num_kv_heads, problem.head_dim), problem.dtype)
         self._check("v", v, (num_tokens, problem.num_kv_heads, problem.v_head_dim), problem.dtype)
         if problem.pool is PoolKind.LATENT and (v.data_ptr(), v.stride()) != (k.data_ptr(), k.stride()):
             raise BadTensor(
                 f"layer {layer} is latent and keeps one row a token: pass k[..., :{problem.v_head_dim}] as v"
             )
-        metadata, table = step.metadata, step.metadata.table
-        pages = self._pool.layer(layer)
+        pages, table = self._pool.layer(layer), metadata.table
         with on_device(self._device):
-            self._ops.store_kv(k, v, step.indices.slot_of_token, metadata.counts, pages.k, pages.v)
-            if not plan.kernels[self._kind_of_layer[layer]].row.masks_v:
+            self._ops.store_kv(k, v, metadata.slot_of_token, metadata.counts, pages.k, pages.v)
+            if not plan.kernels[kind].row.masks_v:
                 self._ops.zero_tails(table.entries, table.row_of_seq, metadata.kv_len, metadata.q_len, pages.k, pages.v)
 
     def attend(self, step: DeviceStep, plan: StepPlan, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
         """As AttentionRuntime.attend, for the tokens of step, which has the plan. Raises BadTensor, WrongState."""
         problem = self.problem(layer)
-        num_tokens = step.indices.slot_of_token.shape[0]
+        kind = self._kind_of_layer[layer]
+        metadata = self._read_by(step, kind).metadata
+        num_tokens = metadata.slot_of_token.shape[0]
         self._check("q", q, (num_tokens, problem.num_q_heads, problem.head_dim), problem.dtype)
         self._check("out", out, (num_tokens, problem.num_q_heads, problem.v_head_dim), problem.dtype)
-        kind = self._kind_of_layer[layer]
         kernel = plan.kernels[kind]
         if lse is not None:
             self._check("lse", lse, (num_tokens, problem.num_q_heads), torch.float32)
@@ -75,7 +86,7 @@ class Layers:
                 raise BadTensor(f"{kernel.row.name} gives no lse; build the runtime of problems with wants_lse=True")
         pages, weights = self._pool.layer(layer), self._head_weights.of(layer)
         args = AttendArgs(
-            step=step.metadata,
+            step=metadata,
             schedule=step.schedules[kind],
             workspace=step.workspace,
             q=q,
@@ -89,7 +100,7 @@ class Layers:
         with on_device(self._device):
             kernel.bound.attend(args)
             if not kernel.row.clears_pads:
-                self._ops.clear_pads(step.metadata.counts, out, lse)
+                self._ops.clear_pads(metadata.counts, out, lse)
 
     def problem(self, layer: int) -> Problem:
         """A layer's problem. Raises BadTensor for a layer that does not exist."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_attn.index_spaces import num_pages
+from rocm_attn.index_spaces import Space, num_pages
 from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.plan import SMALLEST_KV_BUCKET, StepPlan
 from rocm_attn.providers.contract import Baked
@@ -62,7 +62,7 @@ class ProbeRequests:
         self._random = np.random.default_rng(seed)
         self._generator = torch.Generator(runtime.device).manual_seed(seed)
         self._rows: list[int] = []
-        self._filled: set[int] = set()
+        self._filled: dict[Space, set[int]] = {table.space: set() for table in runtime.table.spaces}
 
     def __enter__(self) -> ProbeRequests:
         return self
@@ -92,7 +92,7 @@ class ProbeRequests:
                 # Whole pages only, and none that a new token goes to: two sequences would write to it.
                 rows[seq] = self._keep(table.fork(rows[base], (kv_len[seq] - q_len[seq]) // page_size * page_size))
                 table.reserve(rows[seq], kv_len[seq])
-        self._fill({int(page) for row in rows for page in table.pages_of(row)})
+        self._fill(rows)
         token_ids = self._random.integers(1, self._vocabulary, sum(q_len))
         arrays = [np.array(values, np.int32) for values in (rows, kv_len, q_len, token_ids)]
         return StepBatch(*arrays, inputs=self._inputs.for_lengths(arrays[2]))
@@ -137,17 +137,18 @@ class ProbeRequests:
         self._rows.append(row)
         return row
 
-    def _fill(self, pages: set[int]) -> None:
-        """Random K and V, of standard deviation 1, in the pages that have none yet."""
-        fresh = sorted(pages - self._filled)
-        self._filled |= pages
-        ids = torch.tensor(fresh, dtype=torch.long, device=self._runtime.device)
-        for pool, _ in _kv_pages(self._runtime):
-            for first in range(0, len(ids), _FILL_PAGES):
-                some = ids[first : first + _FILL_PAGES]
-                shape = (len(some), *pool.shape[1:])
-                values = torch.randn(shape, generator=self._generator, device=pool.device, dtype=pool.dtype)
-                pool.index_copy_(0, some, values)
+    def _fill(self, rows: Sequence[int]) -> None:
+        """Random K and V, of standard deviation 1, in those of the rows' pages that have none yet."""
+        for space, filled in self._filled.items():
+            pages = {int(page) for row in rows for page in self._runtime.table.pages_of(row, space)}
+            ids = torch.tensor(sorted(pages - filled), dtype=torch.long, device=self._runtime.device)
+            filled |= pages
+            for pool, _ in _kv_pages(self._runtime, space):
+                for first in range(0, len(ids), _FILL_PAGES):
+                    some = ids[first : first + _FILL_PAGES]
+                    shape = (len(some), *pool.shape[1:])
+                    values = torch.randn(shape, generator=self._generator, device=pool.device, dtype=pool.dtype)
+                    pool.index_copy_(0, some, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +195,7 @@ def _room(runtime: AttentionRuntime, plan: StepPlan, q_len: Int32Array, limits: 
     while num_seqs > 0:
         own_pages = num_pages(q_len[:num_seqs], page_size) + 1
         # The longest one's pages are those that the others share.
-        left = table.num_free_pages - int(own_pages.sum() - own_pages.min())
+        left = table.fewest_free_pages - int(own_pages.sum() - own_pages.min())
         longest = min(bound, left * page_size)
         if longest >= needed:
             return _Room(num_seqs, longest, low, limits.total)
@@ -242,7 +243,7 @@ def _even(num_tokens: int, num_seqs: int) -> list[int]:
 def plan_of(runtime: AttentionRuntime, shape: PaddedShape, q_len: Int32Array) -> StepPlan | None:
     """The plan of a step with these new tokens and nothing before them, or None when rows or pages are short."""
     wanted = int(num_pages(q_len, runtime.table.page_size).sum())
-    if len(q_len) > runtime.table.num_free_rows or wanted > runtime.table.num_free_pages:
+    if len(q_len) > runtime.table.num_free_rows or wanted > runtime.table.fewest_free_pages:
         return None
     rows = [runtime.table.admit() for _ in q_len]
     try:
@@ -270,17 +271,17 @@ def forget_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> None:
     ends = np.cumsum(batch.q_len)
     kv_index = batch.kv_len[seq] - ends[seq] + np.arange(batch.num_tokens)
     page_size = runtime.table.page_size
-    pages = runtime.table.entries_host[batch.rows[seq], kv_index // page_size]
-    page, offset = (torch.from_numpy(x.astype(np.int64)).to(runtime.device) for x in (pages, kv_index % page_size))
-    for pool, value in _kv_pages(runtime):
-        pool.index_put_((page, offset), pool.new_tensor(value))
+    for table in runtime.table.spaces:
+        pages = table.entries_host[batch.rows[seq], kv_index // page_size]
+        page, offset = (torch.from_numpy(x.astype(np.int64)).to(runtime.device) for x in (pages, kv_index % page_size))
+        for pool, value in _kv_pages(runtime, table.space):
+            pool.index_put_((page, offset), pool.new_tensor(value))
 
 
-def _kv_pages(runtime: AttentionRuntime) -> list[tuple[Tensor, float]]:
-    """K and V of every layer, [pages, page_size, kv_heads, head_dim | v_head_dim], with a value that shows.
+def _kv_pages(runtime: AttentionRuntime, space: Space) -> list[tuple[Tensor, float]]:
+    """K and V of every layer of a space, [pages, page_size, kv_heads, head_dim | v_head_dim], with a value that shows.
 
     A K of 0 has a usual score whatever q is, so that a V of 10,000 is seen among 100,000 others.
     """
-    shows = {"k_pages": 0.0, "v_pages": 1e4}
-    named = ((name.rpartition("_")[0], pool) for name, pool in runtime.sealed_tensors().items())
-    return [(pool, shows[side]) for side, pool in named if side in shows]
+    layers = runtime.pool.in_space(space).layers
+    return [side for layer in layers for side in ((layer.k, 0.0), (layer.v, 1e4))]

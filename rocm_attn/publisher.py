@@ -17,7 +17,7 @@ from rocm_attn.errors import DeviceFault
 from rocm_attn.host_ring import Fence, HostRing, wait_for
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD
 from rocm_attn.kernels.metadata.slot_layout import ECHO, HEADER_WORDS, NO_ECHO, STEP, STEP_BEFORE, slot_words
-from rocm_attn.kv_pool import KVPool
+from rocm_attn.kv_pool import HybridKVPool
 from rocm_attn.plan import StepPlan
 from rocm_attn.providers.contract import StepOps
 from rocm_attn.request_table import RequestTable
@@ -82,7 +82,7 @@ class Publisher:
         self,
         ops: StepOps,
         table: RequestTable,
-        pool: KVPool,
+        pool: HybridKVPool,
         *,
         ring_wait: Callable[[Fence], None] = wait_for,
         deliver: Deliver = launch_then_forget,
@@ -99,19 +99,21 @@ class Publisher:
 
     def apply_table_changes(self) -> None:
         """Bring the device's pages and table up to date with the host's."""
-        pending = self._table.pending
-        if pending.copies:
-            # Blocking copies of a few ids: sharing a partly filled page is rare.
-            target = torch.tensor(list(pending.copies.keys()), device=self._pool.device)
-            source = torch.tensor(list(pending.copies.values()), device=self._pool.device)
-            self._deliver(partial(self._pool.copy_pages, source, target), pending.copies.clear)
-        if pending.cells:
-            updates = self._table.pending_updates()
-            slot, words = self._updates.acquire(updates.size)
-            words[: updates.size] = updates.reshape(-1)
-            launch = partial(self._ops.table_update, slot, self._table.entries, num_updates=len(updates))
-            self._deliver(launch, pending.cells.clear)
-            self._updates.release()
+        for table in self._table.spaces:
+            pending = table.pending
+            if pending.copies:
+                # Blocking copies of a few ids: sharing a partly filled page is rare.
+                target = torch.tensor(list(pending.copies.keys()), device=self._pool.device)
+                source = torch.tensor(list(pending.copies.values()), device=self._pool.device)
+                copy_pages = self._pool.in_space(table.space).copy_pages
+                self._deliver(partial(copy_pages, source, target), pending.copies.clear)
+            if pending.cells:
+                updates = table.pending_updates()
+                slot, words = self._updates.acquire(updates.size)
+                words[: updates.size] = updates.reshape(-1)
+                launch = partial(self._ops.table_update, slot, table.entries, num_updates=len(updates))
+                self._deliver(launch, pending.cells.clear)
+                self._updates.release()
 
     def publish(self, batch: StepBatch, plan: StepPlan, step: DeviceStep, child: int) -> None:
         """Write the inputs of a child of a step, pads included, to their fixed addresses.

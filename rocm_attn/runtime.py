@@ -25,10 +25,12 @@ from rocm_attn.guards import Guards, guards_from_settings
 from rocm_attn.head_weights import LayerHeadWeights
 from rocm_attn.hip_graphs.errors import BadLadder
 from rocm_attn.hip_graphs.size_ladder import SizeLadder, default_ladder
+from rocm_attn.index_spaces import RESERVED_PAGE, Space
 from rocm_attn.kernel_choice import choose_kernels
-from rocm_attn.kv_pool import KVPool
+from rocm_attn.kv_pool import HybridKVPool
 from rocm_attn.layers import HalfLayers, Layers
 from rocm_attn.padding import PaddedShape, PaddingPolicy
+from rocm_attn.page_table import SpacePages
 from rocm_attn.plan import StepPlan
 from rocm_attn.planner import Planner
 from rocm_attn.problem import Problem
@@ -39,6 +41,7 @@ from rocm_attn.request_table import RequestTable
 from rocm_attn.shared_prefix import PrefixGroup, SharedPrefix
 from rocm_attn.split_batch import HALVES, split_batch
 from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_buffers import name_in
 from rocm_attn.step_memory import DeviceStep, StepMemory
 from rocm_attn.steps import LayerCalls
 from rocm_attn.target import Target, detect_target
@@ -101,6 +104,11 @@ class AttentionRuntime:
 
     problems:      one for each layer; layers with equal problems share a plan
     num_pages:     pages of the KV pool, the reserved page 0 included
+    swa_pages:     pages of a pool of its own for layers with a window, the reserved page 0 included. There a request
+                   holds the pages of its window alone, and gives back those that have left it; 0: one pool for all
+    swa_kept:      tokens before a window that stay in that pool: at least as many as a sequence may go back, for
+                   instance by the drafts of a verify step that are rejected
+    first_swa_page: the first page of that pool that is handed out. Behind num_pages - 1, no id means something in both
     max_num_seqs:  requests that can be admitted at a time; a padded step may be larger
     max_kv_len:    tokens of the longest sequence
     provider:      "auto", "torch", "triton" or "aiter"
@@ -126,6 +134,9 @@ class AttentionRuntime:
         *,
         device: torch.device,
         num_pages: int,
+        swa_pages: int = 0,
+        swa_kept: int = 0,
+        first_swa_page: int = RESERVED_PAGE + 1,
         max_num_seqs: int,
         max_kv_len: int,
         provider: str = "auto",
@@ -148,28 +159,44 @@ class AttentionRuntime:
                 kinds,
                 self.target,
                 provider,
-                PoolSize(num_pages, max_kv_len, max_num_seqs),
+                PoolSize(max(num_pages, swa_pages), max_kv_len, max_num_seqs),
                 device=self.device,
                 make_runtime=AttentionRuntime,
                 agree=agree,
             )
         self.agree = agree
         self.selections = tuple(map(guards.v_mask, selections))
-        self.pool = KVPool(problems, num_pages=num_pages, device=self.device)
+        self.swa_pages, self.swa_kept = swa_pages, swa_kept
+        windows = _windows(problems, swa_pages, swa_kept, first_swa_page)
+        self.pool = HybridKVPool(
+            problems,
+            num_pages={Space.FULL: num_pages, **{pages.space: pages.num_pages for pages in windows}},
+            device=self.device,
+        )
         self.head_weights = LayerHeadWeights(problems, self.device)
         self._ops = guards.change_ops(ops_for(self.selections, on_cpu=self.device.type == "cpu"))
         kind_of_layer = [kinds.index(problem) for problem in problems]
-        self._layers = Layers(self.selections, kind_of_layer, self.pool, self.head_weights, self._ops, self.device)
+        self._layers = Layers(
+            self.selections,
+            kind_of_layer,
+            self.pool,
+            self.head_weights,
+            self._ops,
+            self.device,
+            read_by=guards.layer_space,
+        )
         self.table = RequestTable(
             max_num_seqs=max_num_seqs,
             max_kv_len=max_kv_len,
             num_pages=num_pages,
             page_size=self.pool.page_size,
             device=self.device,
+            windows=windows,
             row_width=guards.row_width,
             is_shared=guards.copy_on_write,
         )
         self._check_batch = guards.batch_check(self.table)
+        self._evict = guards.window_reach(self.table) if windows else _keep_everything
         seqs = default_ladder(max_num_seqs).sizes if capture_sizes is None else capture_sizes
         self._max_children = HALVES if split_steps else 1
         self._memory = StepMemory(
@@ -237,7 +264,8 @@ class AttentionRuntime:
             for layer in range(len(self._layers))
             for side in ("k", "v")
         }
-        return {**self._memory.sealed_tensors(), "table": self.table.entries, **pages, **self.head_weights.tensors()}
+        tables = {name_in(table.space, "table"): table.entries for table in self.table.spaces}
+        return {**self._memory.sealed_tensors(), **tables, **pages, **self.head_weights.tensors()}
 
     def begin_step(self, batch: StepBatch, pad_to: int | None = None) -> Step:
         """Stage a step and fill its metadata; then store and attend layer by layer.
@@ -263,6 +291,7 @@ class AttentionRuntime:
         self._require_idle("a step cannot begin")
         self._check_batch(batch)
         plan = self._planner.plan(batch, pad_to, 1)
+        self._evict(batch)
         with on_device(self.device):
             self._streams.follow()
             children = self._memory.device_steps(plan)
@@ -277,6 +306,7 @@ class AttentionRuntime:
         self._check_batch(batch)
         plan = self._planner.plan(batch, pad_to, HALVES)
         batches = split_batch(batch, plan.shape.child.num_seqs)
+        self._evict(batch)
         with on_device(self.device):
             self._streams.follow()
             children = self._memory.device_steps(plan)
@@ -392,9 +422,10 @@ class AttentionRuntime:
             raise
 
     def _fill_child(self, step: DeviceStep, plan: StepPlan) -> None:
-        self._ops.fill(step.indices, page_size=self.pool.page_size)
+        for space in step.spaces:
+            self._ops.fill(space.indices, page_size=self.pool.page_size)
         for kind in sorted(set(plan.schedule_of_kind)):
-            plan.kernels[kind].bound.build_schedule(step.metadata, step.schedules[kind])
+            plan.kernels[kind].bound.build_schedule(step.of_kind[kind].metadata, step.schedules[kind])
 
     def _padding_for(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int]) -> PaddingPolicy:
         seqs, tokens = _ladder("capture_sizes", capture_sizes), _ladder("capture_tokens", capture_tokens)
@@ -427,11 +458,25 @@ def _step(batch: StepBatch, views: DeviceStep, plan: StepPlan, layers: LayerCall
         num_tokens=batch.num_tokens,
         token_ids=views.token_ids,
         positions=views.positions,
-        last_token_of_seq=views.indices.last_token_of_seq,
+        last_token_of_seq=views.full.indices.last_token_of_seq,
         layers=layers,
         plan=plan,
         half=half,
     )
+
+
+def _windows(problems: Sequence[Problem], swa_pages: int, swa_kept: int, first_swa_page: int) -> tuple[SpacePages, ...]:
+    """The SWA space, if there is to be one. Raises BadSetting, CapacityExceeded."""
+    if swa_kept < 0:
+        raise BadSetting(f"swa_kept is {swa_kept}; it is a number of tokens, 0 or more")
+    if not swa_pages:
+        return ()
+    window_left = max(problem.window_left for problem in problems)
+    return (SpacePages(Space.SWA, swa_pages, "swa_pages", max(window_left, 0), swa_kept, first_swa_page),)
+
+
+def _keep_everything(batch: StepBatch) -> None:
+    """No page leaves a window."""
 
 
 def _ladder(name: str, sizes: Sequence[int]) -> SizeLadder:

@@ -160,6 +160,7 @@ class SampledCheck:
     def _wrong_seqs(self, batch: StepBatch, layer: int, q: Tensor, out: Tensor) -> list[int]:
         """Sequences, among a few, whose last new tokens in a layer are not the oracle's."""
         problem, pages = self._problems[layer], self._runtime.pool.layer(layer)
+        space = self._runtime.pool.space_of_layer(layer)
         weights = self._runtime.head_weights.of(layer)
         ends = np.cumsum(batch.q_len)
         wrong = []
@@ -168,7 +169,7 @@ class SampledCheck:
             if new == 0:
                 continue
             tokens = slice(int(ends[seq]) - new, int(ends[seq]))
-            held = self._runtime.table.pages_of(int(batch.rows[seq])).tolist()
+            held = self._runtime.table.pages_of(int(batch.rows[seq]), space).tolist()
             want, _ = attend_paged(q[tokens], pages.k, pages.v, [held], [kv_len], [new], problem, weights)
             if not _within_bounds(out[tokens], want, pages.v[held].flatten(0, 1)[:kv_len], problem):
                 wrong.append(seq)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rocm_attn.errors import BadBatch, Unsupported
 from rocm_attn.head_weights import LayerHeadWeights
-from rocm_attn.kv_pool import KVPool
+from rocm_attn.kv_pool import HybridKVPool
 from rocm_attn.merging import merge_into
 from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
@@ -76,7 +76,7 @@ class SharedPrefix:
         *,
         selections: Sequence[Selection],
         table: RequestTable,
-        pool: KVPool,
+        pool: HybridKVPool,
         head_weights: LayerHeadWeights,
         problem_of: Callable[[int], Problem],
         require_running: Callable[[], None],

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import CapacityExceeded
+from rocm_attn.index_spaces import Space
 from rocm_attn.padding import PAD_ROW, PaddedShape, StepKind, round_up
 from rocm_attn.providers.contract import Need
 
@@ -56,6 +57,16 @@ def _num_tokens(shape: PaddedShape) -> int:
     return shape.num_tokens
 
 
+def name_in(space: Space, name: str) -> str:
+    """The name of a buffer whose entries are pages or slots of a space."""
+    return name if space is Space.FULL else f"{space.value}_{name}"
+
+
+def space_buffers(space: Space) -> tuple[BufferSpec, ...]:
+    """The buffers that every step has for each space."""
+    return (BufferSpec(name_in(space, "slot_of_token"), Unit.TOKEN, torch.int32, _num_tokens, pad=0),)
+
+
 STEP_BUFFERS: tuple[BufferSpec, ...] = (
     BufferSpec("counts", Unit.WORD, torch.int32, lambda shape: 4, pad=0),
     BufferSpec("row_of_seq", Unit.SEQ, torch.int32, _num_seqs, pad=PAD_ROW),
@@ -65,12 +76,16 @@ STEP_BUFFERS: tuple[BufferSpec, ...] = (
     BufferSpec("q_indptr", Unit.SEQ_BOUNDARY, torch.int32, _num_boundaries, pad=0),
     BufferSpec("last_token_of_seq", Unit.SEQ, torch.int32, _num_seqs, pad=0),
     BufferSpec("position_of_token", Unit.TOKEN, torch.int32, _num_tokens, pad=0),
-    BufferSpec("slot_of_token", Unit.TOKEN, torch.int32, _num_tokens, pad=0),
+    *space_buffers(Space.FULL),
 )
 
 
-def needed_buffers(need: Need, table_width: int, list_tail: int = 0, row_tokens: int = 0) -> tuple[BufferSpec, ...]:
-    """The buffers that a kernel's need adds.
+def needed_buffers(
+    need: Need, table_width: int, list_tail: int = 0, row_tokens: int = 0, space: Space = Space.FULL
+) -> tuple[BufferSpec, ...]:
+    """The buffers that a kernel's need adds, for a kernel of layers in a space.
+
+    Those that hold lengths alone are the same in all spaces.
 
     table_width: pages in a row of the request table, or of the dense table where that is wider
     list_tail:   entries of the page list behind those of the last sequence, for kernels that read ahead
@@ -89,10 +104,12 @@ def needed_buffers(need: Need, table_width: int, list_tail: int = 0, row_tokens:
     return {
         Need.PAGE_LIST: (
             BufferSpec("page_indptr", Unit.SEQ_BOUNDARY, torch.int32, _num_boundaries, pad=0),
-            BufferSpec("page_list", Unit.PAGE, torch.int32, lambda shape: num_pages(shape) + list_tail, pad=0),
+            BufferSpec(
+                name_in(space, "page_list"), Unit.PAGE, torch.int32, lambda shape: num_pages(shape) + list_tail, pad=0
+            ),
             BufferSpec("last_page_len", Unit.SEQ, torch.int32, _num_seqs, pad=1),
         ),
-        Need.BLOCK_TABLE: (BufferSpec("block_table", Unit.PAGE, torch.int32, num_pages, pad=0),),
+        Need.BLOCK_TABLE: (BufferSpec(name_in(space, "block_table"), Unit.PAGE, torch.int32, num_pages, pad=0),),
         Need.KV_LEN_INT64: (BufferSpec("kv_len_int64", Unit.SEQ, torch.int64, _num_seqs, pad=0),),
         Need.MASK_INDPTR: (BufferSpec("mask_indptr", Unit.SEQ_BOUNDARY, torch.int64, _num_boundaries, pad=0),),
         Need.MASK_WORDS: (

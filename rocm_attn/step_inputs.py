@@ -24,11 +24,13 @@ class HostInputs:
     """The host knows everything: a batch's lengths are the lengths.
 
     device:          of the caller's tensors; there are none
-    lengths_on_host: whether a batch's kv_len and q_len are lengths, and not bounds
+    kv_len_on_host:  whether a batch's kv_len are lengths, and not bounds
+    lengths_on_host: whether its q_len are too
     """
 
     __slots__ = ()
     device: ClassVar[None] = None
+    kv_len_on_host: ClassVar[bool] = True
     lengths_on_host: ClassVar[bool] = True
 
     def min_q_len(self, num_seqs: int, num_tokens: int, fewest: int) -> int:
@@ -79,6 +81,11 @@ class DeviceInputs:
     def device(self) -> torch.device:
         """Of the tensors."""
         return next(iter(self._given().values())).device
+
+    @property
+    def kv_len_on_host(self) -> bool:
+        """As HostInputs.kv_len_on_host."""
+        return self.kv_len is ON_HOST
 
     @property
     def lengths_on_host(self) -> bool:

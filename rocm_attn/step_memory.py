@@ -5,14 +5,17 @@ A step that is not split has one child, itself; the children of a split one have
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from rocm_attn.index_spaces import Space
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
+from rocm_attn.kv_pool import space_of
 from rocm_attn.padding import PaddedShape, StepKind
+from rocm_attn.page_table import PageTable
 from rocm_attn.plan import StepPlan
 from rocm_attn.providers.contract import Need, StepMetadata
 from rocm_attn.providers.select import Selection
@@ -27,30 +30,52 @@ from rocm_attn.step_buffers import (
     StepBuffers,
     Unit,
     behind_each_other,
+    name_in,
     needed_buffers,
     refuse_growth,
+    space_buffers,
 )
 from rocm_attn.table_view import TableView
 from rocm_attn.workspace import Workspace
 
 
 @dataclass(frozen=True, slots=True)
+class SpaceStep:
+    """A step as the layers of one space see it: they write by its slots and read by its table, and by no other's.
+
+    metadata: what kernels are given
+    indices:  what fill reads and writes; the lengths are the same tensors in all spaces
+    """
+
+    metadata: StepMetadata
+    indices: IndexTensors
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceStep:
     """Views of the buffers of a step, or of a child of a split one, at its padded sizes.
 
-    indices:           what fill reads and writes
+    full:              the step in the full space; its lengths are everybody's
+    spaces:            the step in each space, the full one included
+    of_kind:           per kind of layer, the step in its space
     schedules:         int32, per kind of layer; kinds with equal schedules share one
     workspace:         float32, shared by the layers, not by the children
     token_ids:         int32 [T]
     positions:         int32 [T], derived, or in a masked step those that came with the mask
     """
 
-    metadata: StepMetadata
-    indices: IndexTensors
+    full: SpaceStep
+    spaces: tuple[SpaceStep, ...]
+    of_kind: tuple[SpaceStep, ...]
     schedules: tuple[Tensor, ...]
     workspace: Tensor
     token_ids: Tensor
     positions: Tensor
+
+    @property
+    def metadata(self) -> StepMetadata:
+        """The full space's."""
+        return self.full.metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +112,10 @@ class FormSizes:
             row_tokens=table.width * page_size,
         )
 
-    def buffers(self, need: Need) -> tuple[BufferSpec, ...]:
-        """The buffers that a need adds, at these sizes."""
+    def buffers(self, need: Need, space: Space = Space.FULL) -> tuple[BufferSpec, ...]:
+        """The buffers that a need adds for kernels of a space, at these sizes."""
         width = self.table_width if need is Need.BLOCK_TABLE else self.row_width
-        return needed_buffers(need, width, self.list_tail, self.row_tokens)
+        return needed_buffers(need, width, self.list_tail, self.row_tokens, space)
 
 
 class StepMemory:
@@ -114,7 +139,8 @@ class StepMemory:
         self._first_of_child = first_of_child
         self._sealed_growth = sealed_growth
         self._table = table
-        self._needs = frozenset(n for s in selections for kernel in s.kernels.values() for n in kernel.row.needs)
+        has_swa = len(table.spaces) > 1
+        self._space_of_kind = tuple(space_of(selection.problem, has_swa=has_swa) for selection in selections)
         self._form_sizes = FormSizes.of(selections, table)
         self._device = device
         self._sealed, self._open = self._new_part(), self._new_part()
@@ -178,6 +204,25 @@ class StepMemory:
             return part.buffers.step_view(name, plan.shape, child)
 
         words = plan.workspace_words
+        spaces = {pages.space: self._space_views(plan, pages, view) for pages in self._table.spaces}
+        full = spaces[Space.FULL]
+        is_masked = plan.shape.kind is StepKind.MASKED
+        return DeviceStep(
+            full=full,
+            spaces=tuple(spaces.values()),
+            of_kind=tuple(spaces[space] for space in self._space_of_kind),
+            schedules=tuple(view(_schedule_name(kind)) for kind in plan.schedule_of_kind),
+            workspace=part.workspace.view(words, self._first_of_child(child, words)),
+            token_ids=view("token_ids"),
+            positions=view("given_position_of_token") if is_masked else full.indices.position_of_token,
+        )
+
+    def _space_views(self, plan: StepPlan, pages: PageTable, view: Callable[[str], Tensor]) -> SpaceStep:
+        """A step in a space. view: name of a buffer -> what the child uses of it."""
+
+        def ids(name: str) -> Tensor:
+            return view(name_in(pages.space, name))
+
         metadata = StepMetadata(
             shape=plan.shape.child,
             max_q_len=plan.key.max_q_len,
@@ -186,15 +231,15 @@ class StepMemory:
             kv_len=view("kv_len"),
             q_len=view("q_len"),
             q_indptr=view("q_indptr"),
-            table=TableView(self._table.entries, view("row_of_seq")),
+            table=TableView(pages.entries, view("row_of_seq"), space=pages.space),
             page_indptr=view("page_indptr"),
-            page_list=view("page_list"),
+            page_list=ids("page_list"),
             last_page_len=view("last_page_len"),
-            block_table=view("block_table").view(-1, self._form_sizes.table_width),
+            block_table=ids("block_table").view(-1, self._form_sizes.table_width),
             kv_len_int64=view("kv_len_int64"),
             mask_indptr=view("mask_indptr"),
             mask_words=view("mask_words"),
-            slot_of_token=view("slot_of_token"),
+            slot_of_token=ids("slot_of_token"),
         )
         indices = IndexTensors(
             counts=metadata.counts,
@@ -213,24 +258,26 @@ class StepMemory:
             kv_len_int64=metadata.kv_len_int64,
             mask_indptr=metadata.mask_indptr,
         )
-        is_masked = plan.shape.kind is StepKind.MASKED
-        return DeviceStep(
-            metadata=metadata,
-            indices=indices,
-            schedules=tuple(view(_schedule_name(kind)) for kind in plan.schedule_of_kind),
-            workspace=part.workspace.view(words, self._first_of_child(child, words)),
-            token_ids=view("token_ids"),
-            positions=view("given_position_of_token") if is_masked else indices.position_of_token,
-        )
+        return SpaceStep(metadata, indices)
 
     def _specs(self) -> list[BufferSpec]:
         specs = list(STEP_BUFFERS)
-        for need in Need:
-            if need in self._needs:
-                # As wide as a row of the table: their size must not depend on the lengths of a step.
-                specs += self._form_sizes.buffers(need)
+        for pages in self._table.spaces:
+            specs += [] if pages.space is Space.FULL else space_buffers(pages.space)
+            # As wide as a row of the table: their size must not depend on the lengths of a step.
+            specs += [
+                spec for need in self._needs_in(pages.space) for spec in self._form_sizes.buffers(need, pages.space)
+            ]
+        # Those that hold lengths alone are declared by every space that needs them, and exist once.
+        specs = list({spec.name: spec for spec in specs}.values())
         specs += [_schedule_spec(kind, selection) for kind, selection in enumerate(self._selections)]
         return specs
+
+    def _needs_in(self, space: Space) -> list[Need]:
+        """What the kernels of a space read besides lengths and the table."""
+        selections = [s for s, its in zip(self._selections, self._space_of_kind, strict=True) if its is space]
+        needs = {need for s in selections for kernel in s.kernels.values() for need in kernel.row.needs}
+        return [need for need in Need if need in needs]
 
 
 def words_of_children(words: int, num_children: int) -> int:

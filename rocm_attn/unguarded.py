@@ -20,13 +20,15 @@ from rocm_attn.host_ring import Fence
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
 from rocm_attn.kernels.metadata.slot_layout import UPDATE_WORDS
 from rocm_attn.padding import PaddedShape
+from rocm_attn.page_table import RowWidth
 from rocm_attn.plan import GraphKey, LayerKernel
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import AttendArgs, BoundKernel, StepMetadata, StepOps
 from rocm_attn.providers.select import Selection
-from rocm_attn.request_table import RequestTable, RowWidth
+from rocm_attn.request_table import RequestTable
 from rocm_attn.step_batch import Int32Array, StepBatch
 from rocm_attn.step_buffers import PADDED_BATCH, BufferSpec, Capacity
+from rocm_attn.step_memory import DeviceStep, SpaceStep
 
 
 def leave_pads(ops: StepOps) -> StepOps:
@@ -258,6 +260,20 @@ def any_batch(table: RequestTable) -> Callable[[StepBatch], None]:
         pass
 
     return take
+
+
+def full_space(step: DeviceStep, kind: int) -> SpaceStep:
+    """Layers of all spaces read by the full space's ids."""
+    return step.full
+
+
+def before_the_last_window(table: RequestTable) -> Callable[[StepBatch], None]:
+    """A step gives back what its sequences' last new tokens do not see any more."""
+
+    def evict(batch: StepBatch) -> None:
+        table.evict(batch.rows, batch.kv_len)
+
+    return evict
 
 
 def lengths_on_the_device(sealed_tensors: Callable[[], Mapping[str, Tensor]]) -> Callable[[StepBatch], int]:

@@ -8,6 +8,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -113,10 +114,13 @@ class _Replay:
         """Rebuild the step. Raises CapacityExceeded where its pages do not fit this machine, Unsupported."""
         runtime = _runtime(dump.runtime, dump.problems, noted, device, provider)
         batch = noted.batch()
-        for row, length in _admitted(runtime, noted).items():
-            runtime.table.reserve(row, length)
+        _reserve(runtime, noted)
         plan = runtime.stage_as(noted.shape, batch).plan
         runtime.end_step()
+        # Staging gave back what had left the windows; the step without a prefix, which runs first, begins before them.
+        for row in noted.rows:
+            runtime.table.free(row)
+        _reserve(runtime, noted)
         generator = torch.Generator(runtime.device).manual_seed(seed)
         num_tokens = plan.shape.num_tokens
         qkv, outs = [], []
@@ -162,7 +166,8 @@ class _Replay:
     def _result(self, kind: int, eager: Tensor, no_graph: str) -> LayerResult:
         batch, problem = self.batch, self.runtime.selections[kind].problem
         pages = self.runtime.pool.layer(kind)
-        held = [self.runtime.table.pages_of(row).tolist() for row in batch.rows.tolist()]
+        space = self.runtime.pool.space_of_layer(kind)
+        held = [self.runtime.table.pages_of(row, space).tolist() for row in batch.rows.tolist()]
         real = self.real
         q = self.qkv[kind][0][real]
         weights = self.runtime.head_weights.of(kind)
@@ -198,6 +203,8 @@ def _runtime(
         problems,
         device=device,
         num_pages=pages,
+        swa_pages=pages if facts.swa_pages else 0,
+        swa_kept=facts.swa_kept,
         max_num_seqs=facts.max_num_seqs,
         max_kv_len=facts.max_kv_len,
         provider=facts.provider if provider is None else provider,
@@ -213,12 +220,15 @@ def _available_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _admitted(runtime: AttentionRuntime, noted: NotedStep) -> dict[int, int]:
-    """The step's rows, admitted, with their lengths. Raises BadSetting for rows that no runtime gives out."""
-    rows = {runtime.table.admit() for _ in range(runtime.table.num_free_rows)}
+def _reserve(runtime: AttentionRuntime, noted: NotedStep) -> None:
+    """Admit the step's rows, with room for their lengths. Raises BadSetting for rows that no runtime gives out."""
+    table = runtime.table
+    rows = {table.admit() for _ in range(table.num_free_rows)}
     if not rows >= set(noted.rows):
         raise BadSetting(f"the dump's step {noted.number} names rows outside of its table; the dump is damaged")
-    return dict(zip(noted.rows, noted.kv_len, strict=True))
+    for row in rows.difference(noted.rows):
+        table.free(row)
+    table.reserve_all(np.array(noted.rows, np.int32), np.array(noted.kv_len, np.int32))
 
 
 def _fill(runtime: AttentionRuntime, layer: int, generator: torch.Generator) -> None:

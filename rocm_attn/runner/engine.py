@@ -16,13 +16,14 @@ from rocm_attn.errors import BadRequest, BadSetting
 from rocm_attn.flight_recorder import NO_FLIGHT_RECORDER, FlightRecorder
 from rocm_attn.graphs import CaptureReport, Progress, recorder_for
 from rocm_attn.kernel_choice import missing_kernels
+from rocm_attn.kv_pool import page_bytes
 from rocm_attn.page_choice import AUTO_PAGE_SIZE, PAGE_SIZES, choose_page_size
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.runner.geometry import AttentionGeometry
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.model import Model
-from rocm_attn.runner.pool_size import default_kv_bytes, pool_pages
+from rocm_attn.runner.pool_size import PoolPages, default_kv_bytes, pool_pages
 from rocm_attn.runner.report import Report
 from rocm_attn.runner.request import Completion, FinishReason, Request, Sequence, TokenEvent
 from rocm_attn.runner.sampling import Sampler, pick_tokens
@@ -45,6 +46,8 @@ class EngineOptions:
     max_kv_len:     tokens of the longest sequence; None: the model's context
     kv_bytes:       most memory for K and V; None: 1 GiB on a CPU, most of the free memory on a GPU
     num_pages:      pages of the KV pool, the reserved page 0 included; None: what the other numbers ask for
+    swa_pages:      likewise, of a pool for layers with a window; 0: they share the other layers' pool. None: what the
+                    windows and chunk ask for, at most num_pages
     flight_path:    file that the last steps are written to when one fails; None: they are not kept
 
     Raises BadSetting.
@@ -58,10 +61,12 @@ class EngineOptions:
     max_kv_len: int | None = None
     kv_bytes: int | None = None
     num_pages: int | None = None
+    swa_pages: int | None = None
     flight_path: Path | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("page_size", 1), ("max_batch_size", 1), ("chunk", 1), ("max_kv_len", 1), ("num_pages", 2)):
+        least_of = {"page_size": 1, "max_batch_size": 1, "chunk": 1, "max_kv_len": 1, "num_pages": 2, "swa_pages": 0}
+        for name, least in least_of.items():
             value = getattr(self, name)
             if value not in (None, AUTO_PAGE_SIZE) and value < least:
                 raise BadSetting(f"{name} is {value}; it must be at least {least}")
@@ -205,6 +210,7 @@ class Engine:
             dtype=str(self._loaded.weights.dtype).removeprefix("torch."),
             page_size=runtime.pool.page_size,
             num_pages=runtime.pool.num_pages,
+            swa_pages=runtime.swa_pages,
             max_kv_len=self.max_kv_len,
             max_batch_size=self.options.max_batch_size,
             chunk=self.options.chunk,
@@ -249,17 +255,15 @@ def _runtime_for(loaded: LoadedModel, options: EngineOptions) -> AttentionRuntim
     geometry = config.attention.without_idle_windows(max_kv_len)
     page_size = _page_size(geometry, weights.dtype, weights.device, options)
     problems = geometry.problems(dtype=weights.dtype, page_size=page_size)
-    num_pages = options.num_pages
-    if num_pages is None:
-        kv_bytes = default_kv_bytes(weights.device) if options.kv_bytes is None else options.kv_bytes
-        num_pages = pool_pages(problems, max_num_seqs=options.max_batch_size, max_kv_len=max_kv_len, kv_bytes=kv_bytes)
+    pages = _pages(problems, options, max_kv_len, weights.device)
     return AttentionRuntime(
         problems,
         device=weights.device,
-        num_pages=num_pages,
+        num_pages=pages.full,
+        swa_pages=pages.swa,
         max_num_seqs=options.max_batch_size,
         # a sequence cannot outgrow the pool
-        max_kv_len=min(max_kv_len, (num_pages - 1) * page_size),
+        max_kv_len=min(max_kv_len, (pages.full - 1) * page_size),
         provider=options.provider,
     )
 
@@ -275,3 +279,20 @@ def _page_size(geometry: AttentionGeometry, dtype: torch.dtype, device: torch.de
         return select(problem, target, options.provider, unavailable=missing)
 
     return choose_page_size(geometry.problems(dtype=dtype, page_size=PAGE_SIZES[0]), choose).page_size
+
+
+def _pages(problems: Many[Problem], options: EngineOptions, max_kv_len: int, device: torch.device) -> PoolPages:
+    """The pages that were asked for, and as many as there is use and room for of the others."""
+    kv_bytes = options.kv_bytes
+    if kv_bytes is None:
+        # What is asked for by number is not cut to the memory that is there.
+        kv_bytes = default_kv_bytes(device) if options.num_pages is None else options.num_pages * page_bytes(problems)
+    pages = pool_pages(
+        problems,
+        max_num_seqs=options.max_batch_size,
+        max_kv_len=max_kv_len,
+        chunk=options.chunk,
+        kv_bytes=kv_bytes,
+    )
+    full = pages.full if options.num_pages is None else options.num_pages
+    return PoolPages(full, min(pages.swa, full) if options.swa_pages is None else options.swa_pages)

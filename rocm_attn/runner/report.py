@@ -14,6 +14,7 @@ class Report:
     kernels:         the kernel of each kind of step, then every kernel that was passed over and why
     page_size:       tokens in a page
     num_pages:       pages of the KV pool, the reserved one included
+    swa_pages:       likewise, of the pool of layers with a window; 0: they share the other layers' pool
     max_kv_len:      tokens of the longest sequence
     graphs:          "on", "off", or "off: " and why they were switched off
     guards_off:      safeguards that are switched off, by id
@@ -33,6 +34,7 @@ class Report:
     dtype: str
     page_size: int
     num_pages: int
+    swa_pages: int
     max_kv_len: int
     max_batch_size: int
     chunk: int

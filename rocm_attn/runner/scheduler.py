@@ -1,9 +1,10 @@
 """Scheduler: which sequences run in the next step, with how many tokens. Host values only.
 
 Every step holds all sequences that decode, one token each, and fills up to `chunk` tokens with prompts, oldest first.
-A sequence is admitted when the pages for all of its tokens are free, so only decoding can run out of pages; then the
-youngest sequence gives its pages back and waits. It is computed again later from its prompt and the tokens it has
-generated, so it goes on with the token that it would have had.
+A sequence is admitted when the pages for all of its tokens are free, and in the SWA space those for its window and a
+chunk; it takes them chunk by chunk. When pages run out the youngest sequence gives its own back and waits. It is
+computed again later from its prompt and the tokens it has generated, so it goes on with the token that it would have
+had.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rocm_attn.errors import OutOfPages
+from rocm_attn.errors import CapacityExceeded, OutOfPages
 from rocm_attn.index_spaces import RESERVED_ROW
+from rocm_attn.page_table import PageTable
 from rocm_attn.request_table import RequestTable
 from rocm_attn.runner.request import FinishReason, Sequence
 from rocm_attn.step_batch import StepBatch
@@ -44,6 +46,8 @@ class Scheduler:
     max_batch_size: sequences that run at a time
     chunk:          tokens of a step, at least 1; decodes always run, and a prompt gets at least one token a step
     max_kv_len:     tokens of a sequence's KV; one that is full picks its last token
+
+    Raises CapacityExceeded for a table that cannot hold even one such sequence.
     """
 
     def __init__(self, table: RequestTable, *, max_batch_size: int, chunk: int, max_kv_len: int) -> None:
@@ -54,6 +58,14 @@ class Scheduler:
         self._max_kv_len = max_kv_len
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # in the order of admission
+        for pages in table.spaces:
+            needed = self._most_pages(max_kv_len, chunk, pages)
+            if needed > pages.num_usable_pages:
+                raise CapacityExceeded(
+                    f"one sequence of {max_kv_len} tokens, in steps of up to {chunk}, needs {needed} pages"
+                    f"{pages.pages.of} and there are {pages.num_usable_pages}; raise {pages.pages.knob}, or lower "
+                    "max_kv_len or chunk"
+                )
 
     @property
     def has_work(self) -> bool:
@@ -66,14 +78,9 @@ class Scheduler:
 
     def next_step(self) -> ScheduledStep:
         """The next step. There must be work."""
-        self._make_room_for_decodes()
-        scheduled = [(sequence, 1) for sequence in self._running if sequence.num_left == 1]
-        budget = max(self._chunk - len(scheduled), 1)
-        for sequence in self._running:
-            if sequence.num_left > 1 and budget > 0:
-                budget -= self._add_prompt(scheduled, sequence, budget)
+        scheduled, budget = self._continue()
         while budget > 0 and self._can_admit():
-            budget -= self._add_prompt(scheduled, self._admit(), budget)
+            budget -= self._add_prompt(scheduled, self._admit(budget), budget)
         assert scheduled, "a running sequence always gets a token, and a lone waiting one is always admitted"
         return _step_of(scheduled)
 
@@ -96,18 +103,27 @@ class Scheduler:
             sequence.row = RESERVED_ROW
         return reason
 
-    def _make_room_for_decodes(self) -> None:
-        """Reserve each decode's next slot, at the cost of the youngest. A lone sequence has the pool for itself."""
+    def _continue(self) -> tuple[list[tuple[Sequence, int]], int]:
+        """What those that run do next, with room for it, and how many more tokens the step takes.
+
+        Room is made at the cost of the youngest. A lone sequence has the pools for itself.
+        """
         while True:
-            decodes = [sequence for sequence in self._running if sequence.num_left == 1]
-            rows = np.array([sequence.row for sequence in decodes], np.int32)
-            kv_len = np.array([len(sequence.token_ids) for sequence in decodes], np.int32)
+            scheduled = [(sequence, 1) for sequence in self._running if sequence.num_left == 1]
+            budget = max(self._chunk - len(scheduled), 1)
+            for sequence in self._running:
+                if sequence.num_left > 1 and budget > 0:
+                    budget -= self._add_prompt(scheduled, sequence, budget)
+            rows = np.array([sequence.row for sequence, _ in scheduled], np.int32)
+            stored = np.array([sequence.num_stored for sequence, _ in scheduled], np.int32)
+            new = np.array([q_len for _, q_len in scheduled], np.int32)
+            self._table.evict(rows, stored)
             try:
-                self._table.reserve_all(rows, kv_len)
+                self._table.reserve_all(rows, stored + new)
             except OutOfPages:
                 self._preempt(self._running[-1])
             else:
-                return
+                return scheduled, budget
 
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
@@ -119,20 +135,37 @@ class Scheduler:
     def _can_admit(self) -> bool:
         if not self._waiting or len(self._running) >= self._max_batch_size:
             return False
-        needed = self._table.pages_short(RESERVED_ROW, len(self._waiting[0].token_ids))
-        # a page for each that will want one stays free, or the newcomer would soon be preempted again
-        growing = sum(self._table.pages_short(held.row, self._final_kv_len(held)) > 0 for held in self._running)
-        return needed + growing <= self._table.num_free_pages
+        return all(self._has_room(pages) for pages in self._table.spaces)
+
+    def _has_room(self, pages: PageTable) -> bool:
+        """Whether the first that waits can be admitted, as far as one space is concerned."""
+        needed = self._most_pages(len(self._waiting[0].token_ids), self._chunk, pages)
+        claimed = sum(self._pages_to_come(held, pages) for held in self._running)
+        return needed + claimed <= pages.num_free_pages
+
+    def _pages_to_come(self, held: Sequence, pages: PageTable) -> int:
+        """What a running sequence has a claim on: the rest of its prompt, and a page if it will want one.
+
+        Without that page a newcomer would soon be preempted again.
+        """
+        num_held = self._table.num_held(held.row, pages.space)
+        prompt = self._most_pages(len(held.token_ids), self._chunk if held.num_left > 1 else 1, pages)
+        grows = self._most_pages(self._final_kv_len(held), 1, pages) > max(prompt, num_held)
+        return max(0, prompt - num_held) + grows
+
+    def _most_pages(self, kv_len: int, q_len: int, pages: PageTable) -> int:
+        """The most pages of a space that a sequence holds on its way to kv_len tokens, in steps of up to q_len."""
+        return pages.pages.most_held(kv_len, q_len, self._table.page_size)
 
     def _final_kv_len(self, sequence: Sequence) -> int:
         """Tokens in its KV at the very end: the last one it picks is never stored."""
         request = sequence.request
         return min(len(request.prompt_token_ids) + request.max_new_tokens - 1, self._max_kv_len)
 
-    def _admit(self) -> Sequence:
+    def _admit(self, budget: int) -> Sequence:
         sequence = self._waiting.popleft()
         sequence.row = self._table.admit()
-        self._table.reserve(sequence.row, len(sequence.token_ids))
+        self._table.reserve(sequence.row, min(len(sequence.token_ids), budget))
         self._running.append(sequence)
         return sequence
 

@@ -140,7 +140,7 @@ def test_rows_with_gaps_over_a_latent_pool_are_served(aiter: StandIn) -> None:
 
 def test_a_latent_token_takes_one_row() -> None:
     problem = small_latent()
-    pool = KVPool([problem], num_pages=3, device=CPU)
+    pool = KVPool([problem], num_pages=3, page_size=problem.page_size, device=CPU)
     assert pool.num_bytes == 3 * page_bytes([problem]) == 3 * 4 * 24 * 4
     pool.layer(0).k[2, 1] = 5.0
     assert bool((pool.layer(0).v[2, 1] == 5.0).all())

@@ -21,7 +21,7 @@ from rocm_attn.runtime import AttentionRuntime, Step
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_inputs import Inputs
 from rocm_attn.step_runner import StepRunner
-from tests.amd.runtime.stepping import Request, World, providers, small_problem
+from tests.amd.runtime.stepping import Request, World, first_swa_page, providers, small_problem
 
 ALL_ON = Guards()
 # Kernels of this project, and the stand-in for those of others.
@@ -45,6 +45,8 @@ class Serving:
         problem: Problem | None = None,
         max_num_seqs: int = 5,
         num_pages: int = 64,
+        swa_pages: int = 0,
+        swa_kept: int = 0,
         max_kv_len: int = 64,
         capture_sizes: Sequence[int] = (8,),
         capture_tokens: Sequence[int] = (1,),
@@ -57,6 +59,9 @@ class Serving:
             [problem],
             device=device,
             num_pages=num_pages,
+            swa_pages=swa_pages and num_pages + swa_pages,
+            first_swa_page=first_swa_page(num_pages, swa_pages),
+            swa_kept=swa_kept,
             max_num_seqs=max_num_seqs,
             max_kv_len=max_kv_len,
             provider=provider,

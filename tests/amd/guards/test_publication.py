@@ -13,6 +13,7 @@ import torch
 from rocm_attn.errors import DeviceFault
 from rocm_attn.guards import Guards
 from rocm_attn.host_ring import HostRing
+from rocm_attn.index_spaces import Space
 from rocm_attn.kernels.metadata.slot_layout import slot_words
 from rocm_attn.kernels.refs.metadata import publish
 from rocm_attn.step_inputs import DeviceInputs
@@ -71,7 +72,7 @@ def test_changes_survive_a_launch_that_fails(
         (parent,) = serving.admit(1)
         serving.run([parent], [6])
         family = [parent, serving.world.fork(parent, 6)]
-        publisher, pool = serving.runtime._publisher, serving.runtime.pool
+        publisher, pool = serving.runtime._publisher, serving.runtime.pool.in_space(Space.FULL)
         if launch == "table_update":
             publisher._ops = replace(publisher._ops, table_update=Fails(publisher._ops.table_update))
         else:

@@ -168,7 +168,7 @@ def test_decodes_run_even_where_they_exceed_the_chunk_and_a_prompt_still_moves()
 
 
 def test_requests_are_admitted_in_the_order_they_came() -> None:
-    served = world(num_pages=9, chunk=64)
+    served = world(num_pages=9, chunk=64, max_kv_len=32)
     served.add(0, request(16))
     served.add(1, request(20))  # does not fit beside the first
     served.add(2, request(1))  # would, but came later

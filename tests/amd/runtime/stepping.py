@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.head_weights import HeadWeights
+from rocm_attn.index_spaces import Space
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.select import Selection
 from rocm_attn.reference import attend_sequence
@@ -101,6 +102,8 @@ class World:
         provider: str,
         *,
         num_pages: int = 64,
+        swa_pages: int = 0,
+        swa_kept: int = 0,
         max_num_seqs: int = 8,
         max_kv_len: int = 64,
         capture_sizes: Sequence[int] | None = None,
@@ -113,6 +116,9 @@ class World:
             problems,
             device=device,
             num_pages=num_pages,
+            swa_pages=swa_pages and num_pages + swa_pages,
+            first_swa_page=first_swa_page(num_pages, swa_pages),
+            swa_kept=swa_kept,
             max_num_seqs=max_num_seqs,
             max_kv_len=max_kv_len,
             provider=provider,
@@ -175,6 +181,7 @@ class World:
             positions = kv_positions(batch.kv_len, batch.q_len, self.runtime.device)
             batch = replace(batch, mask=StepMask(packed(visible, self.runtime.device), positions))
         step = self.runtime.begin_step(batch, pad_to)
+        poison_free_pages(self.runtime)
         try:
             for layer, problem in enumerate(self.problems):
                 q, k, v = self.qkv(problem, step)
@@ -245,3 +252,23 @@ class World:
         """Whether the reserved page is still all zero, in every layer."""
         layers = (self.runtime.pool.layer(layer) for layer in range(len(self.problems)))
         return all(not pages.k[0].any() and not pages.v[0].any() for pages in layers)
+
+
+def first_swa_page(num_pages: int, swa_pages: int) -> int:
+    """The first id of an SWA space with so many pages to hand out: none of them is an id of the full space."""
+    return num_pages if swa_pages else 1
+
+
+def free_pages(runtime: AttentionRuntime, space: Space) -> list[int]:
+    """The pages of a space that no row holds, those included that are never handed out."""
+    held = set(np.unique(runtime.table.space(space).entries_host).tolist())
+    return [page for page in range(1, runtime.pool.in_space(space).num_pages) if page not in held]
+
+
+def poison_free_pages(runtime: AttentionRuntime) -> None:
+    """NaN in whatever no row holds: a step that was staged reads none of it, evicted pages included."""
+    for table in runtime.table.spaces:
+        free = torch.tensor(free_pages(runtime, table.space), dtype=torch.long, device=runtime.device)
+        for pages in runtime.pool.in_space(table.space).layers:
+            pages.k[free] = float("nan")
+            pages.v[free] = float("nan")

@@ -13,6 +13,7 @@ from torch import Tensor
 from rocm_attn.errors import BadSetting, BadTensor, CapacityExceeded
 from rocm_attn.graphs import recorder_for
 from rocm_attn.hip_graphs.errors import StaleRecording
+from rocm_attn.index_spaces import Space
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime, Step
 from rocm_attn.step_batch import StepBatch
@@ -283,7 +284,8 @@ def test_a_buffer_that_moved_behind_our_back_is_found(provider: str, device: tor
     model = Model.build(device, provider, [2])
     runner = StepRunner(model.runtime, model.forward, recorder_for(model.runtime.device))
     runner.check_addresses()
-    model.runtime.table.entries = model.runtime.table.entries.clone()
+    table = model.runtime.table.space(Space.FULL)
+    table.entries = table.entries.clone()
     with pytest.raises(StaleRecording, match="table"):
         runner.check_addresses()
 

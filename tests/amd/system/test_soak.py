@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadSetting
+from rocm_attn.index_spaces import Space
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
 from rocm_attn.kernels.refs import attention, cache, metadata
 from rocm_attn.kv_pool import KVPool
@@ -209,7 +210,8 @@ def test_a_length_bucket_that_is_too_short_is_found(monkeypatch: pytest.MonkeyPa
 
 def test_a_buffer_that_moved_under_a_graph_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def check_addresses(original: Callable[..., None], runner: StepRunner) -> None:
-        runner._runtime.table.entries = runner._runtime.table.entries.clone()
+        table = runner._runtime.table.space(Space.FULL)
+        table.entries = table.entries.clone()
         original(runner)
 
     wrap(monkeypatch, StepRunner, "check_addresses", check_addresses)
@@ -222,7 +224,8 @@ def test_a_buffer_that_moved_under_a_graph_shows_in_the_outputs_too(monkeypatch:
 
     def stage(original: Callable[..., object], runtime: AttentionRuntime, *args: Any) -> object:
         if moves():
-            runtime.table.entries = runtime.table.entries.clone()
+            table = runtime.table.space(Space.FULL)
+            table.entries = table.entries.clone()
         return original(runtime, *args)
 
     wrap(monkeypatch, AttentionRuntime, "stage", stage)

@@ -1,0 +1,74 @@
+"""Two spaces of pages: a layer reads where it writes, and what a step still sees stays.
+
+No id is handed out in both spaces, so that a mix-up cannot pass.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rocm_attn.guards import Guards
+from rocm_attn.index_spaces import Space
+from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving
+from tests.amd.runtime.stepping import Request, poison_free_pages, providers, small_problem
+
+both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+
+
+def windowed(device: torch.device, guards: Guards, *, graphs: bool, provider: str) -> Serving:
+    """One layer that sees nine tokens, in the SWA space: twelve pages of four."""
+    return Serving(
+        device,
+        guards,
+        graphs=graphs,
+        provider=provider,
+        problem=small_problem(window_left=8),
+        swa_pages=12,
+        capture_sizes=(4,),
+        capture_tokens=(16,),
+    )
+
+
+@both_ways
+@pytest.mark.parametrize("provider", providers())
+def test_a_layer_reads_in_the_space_that_it_writes_in(provider: str, graphs: bool, device: torch.device) -> None:
+    """Seed 003: a unified extend read the new tokens by full ids where they were written by SWA ids."""
+
+    def serve(guards: Guards) -> tuple[Serving, list[Request]]:
+        serving = windowed(device, guards, graphs=graphs, provider=provider)
+        requests = serving.admit(2)
+        full, swa = (table.entries_host for table in serving.runtime.table.spaces)
+        serving.run(requests, [6, 9])
+        assert not (set(full[full > 0].tolist()) & set(swa[swa > 0].tolist()))
+        serving.run(requests, [1, 1])
+        return serving, requests
+
+    serving, requests = serve(ALL_ON)
+    serving.check(requests, [1, 1])
+    serving, requests = serve(Guards().without("layer_space"))
+    assert not serving.is_right(requests, [1, 1])
+    # It was written to the right place, which nobody has read.
+    page = int(serving.runtime.table.pages_of(requests[0].row, Space.SWA)[1])
+    assert torch.equal(serving.runtime.pool.layer(0).k[page, 2], requests[0].k[0][6])
+
+
+@both_ways
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_step_gives_back_no_page_that_its_first_token_sees(provider: str, graphs: bool, device: torch.device) -> None:
+    def serve(guards: Guards, graphs: bool) -> tuple[Serving, list[Request]]:
+        """A chunk of six tokens behind twelve: its first token sees tokens 4 .. 12, its last one 9 .. 17."""
+        serving = windowed(device, guards, graphs=graphs, provider=provider)
+        requests = serving.admit(2)
+        serving.run(requests, [12, 5])
+        serving.run(requests, [6, 1])
+        return serving, requests
+
+    serving, requests = serve(ALL_ON, graphs)
+    serving.check(requests, [6, 1])
+    assert (serving.runtime.table.pages_of(requests[0].row, Space.SWA) > 0).tolist() == [False, *[True] * 4]
+    poison_free_pages(serving.runtime)
+    serving.step(requests, [1, 6])
+    # A graph's capture stages the step twice; the second time it is refused, because its pages are gone.
+    serving, requests = serve(Guards().without("window_reach"), False)
+    assert not serving.is_right(requests, [6, 1])

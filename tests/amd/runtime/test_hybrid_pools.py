@@ -1,0 +1,295 @@
+"""Layers with a window in a pool of their own: every step equals the oracle while pages leave the windows.
+
+Every page that no row holds is NaN when a step begins, those that it has just given back included, and no id is handed
+out in both spaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from rocm_attn.errors import BadBatch, BadProblem, BadSetting, CapacityExceeded, OutOfPages
+from rocm_attn.graphs import recorder_for
+from rocm_attn.index_spaces import Space
+from rocm_attn.problem import Problem
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_inputs import DeviceInputs
+from rocm_attn.step_runner import StepRunner
+from tests.amd.graphs.tiny import VOCABULARY
+from tests.amd.guards.serving import Serving
+from tests.amd.runtime.stepping import (
+    Request,
+    World,
+    free_pages,
+    poison_free_pages,
+    providers,
+    small_problem,
+)
+
+each_provider = pytest.mark.parametrize("provider", providers())
+
+WINDOWS = (7, 3)
+KEPT = 3
+
+
+def hybrid_problems(page_size: int) -> list[Problem]:
+    """A full layer between two with windows, of other geometry."""
+    wide, narrow = (
+        small_problem(page_size, window_left=window, num_q_heads=heads, has_sinks=heads == 4)
+        for window, heads in zip(WINDOWS, (2, 4), strict=True)
+    )
+    return [wide, small_problem(page_size), narrow]
+
+
+def hybrid(
+    device: torch.device, provider: str, *, page_size: int = 4, swa_tokens: int = 64, max_kv_len: int = 64
+) -> World:
+    return World.build(
+        hybrid_problems(page_size),
+        device,
+        provider,
+        num_pages=1 + -(-256 // page_size),
+        swa_pages=-(-swa_tokens // page_size),
+        swa_kept=KEPT,
+        max_num_seqs=5,
+        max_kv_len=max_kv_len,
+    )
+
+
+def assert_accounts(world: World) -> None:
+    """Every page is held or free, and the device's tables are the host's."""
+    for table in world.runtime.table.spaces:
+        held = set(np.unique(table.entries_host).tolist()) - {0}
+        assert len(held) + table.num_free_pages == table.num_usable_pages
+        if not table.pending:
+            assert np.array_equal(table.entries.cpu().numpy(), table.entries_host)
+    full, swa = (set(np.unique(table.entries_host).tolist()) - {0} for table in world.runtime.table.spaces)
+    assert not full & swa
+
+
+def draw_step(world: World, random: np.random.Generator) -> tuple[list[Request], list[int]]:
+    """Some requests with new tokens: all of one kind, or mixed."""
+    some = [request for request in world.requests if random.random() < 0.8]
+    kind = int(random.integers(4))
+    q_len = [[1, 3, int(random.integers(1, 12)), int(random.choice([0, 1, 9]))][kind] for _ in some]
+    fits = [(r, new) for r, new in zip(some, q_len, strict=True) if r.kv_len + new <= world.runtime.max_kv_len]
+    return [request for request, _ in fits], [new for _, new in fits]
+
+
+def take_back(request: Request, tokens: int) -> None:
+    """The last tokens of a request are rejected."""
+    keep = request.kv_len - tokens
+    request.k = [k[:keep] for k in request.k]
+    request.v = [v[:keep] for v in request.v]
+
+
+def change(world: World, random: np.random.Generator) -> None:
+    """A request comes, goes, is forked, or takes tokens of its last step back."""
+    if len(world.requests) < 2 or (world.runtime.table.num_free_rows and random.random() < 0.4):
+        world.admit()
+        return
+    request = world.requests[int(random.integers(len(world.requests)))]
+    if random.random() < 0.3:
+        world.free(request)
+    elif world.runtime.table.num_free_rows:
+        world.fork(request, request.kv_len)
+
+
+@each_provider
+@pytest.mark.parametrize("page_size", [1, 4, 5])
+def test_random_steps_equal_the_oracle_while_pages_leave_the_windows(
+    page_size: int, provider: str, device: torch.device
+) -> None:
+    world = hybrid(device, provider, page_size=page_size)
+    random = np.random.default_rng(page_size)
+    given_back = 0
+    for _ in range(50):
+        if random.random() < 0.5:
+            change(world, random)
+        requests, q_len = draw_step(world, random)
+        try:
+            world.step(requests, q_len)
+        except OutOfPages:
+            world.free(world.requests[-1])
+        assert_accounts(world)
+        swa = world.runtime.table.space(Space.SWA)
+        given_back += sum(r.kv_len // page_size - np.count_nonzero(swa.entries_host[r.row]) > 1 for r in world.requests)
+    assert given_back > 20
+    assert world.page_zero_is_zero()
+    world.runtime.check_device()
+
+
+@each_provider
+@pytest.mark.parametrize("chunk", [1, 5, 16])
+def test_a_prompt_longer_than_the_pool_of_windows_is_served_in_chunks(
+    chunk: int, provider: str, device: torch.device
+) -> None:
+    world = hybrid(device, provider, swa_tokens=32)
+    request, other = world.admit(), world.admit()
+    while request.kv_len < 60:
+        row = np.array([request.row], np.int32)
+        world.runtime.table.evict(row, np.array([request.kv_len], np.int32))
+        new = min(chunk, 60 - request.kv_len)
+        world.step([request], [new])
+        assert_accounts(world)
+    world.step([request, other], [1, 3])
+    assert len(world.runtime.table.pages_of(request.row)) == 16
+
+
+@each_provider
+def test_rejected_drafts_are_computed_again_within_what_is_kept(provider: str, device: torch.device) -> None:
+    world = hybrid(device, provider)
+    requests = [world.admit(), world.admit()]
+    world.step(requests, [20, 9])
+    for rejected in (3, 0, 2, 3, 1, 3, 3):
+        world.step(requests, [4, 4])
+        for request in requests:
+            take_back(request, rejected)
+    # Beyond what is kept, the pages of the window are gone.
+    world.step(requests, [1, 1])
+    take_back(requests[0], KEPT + 6)
+    with pytest.raises(BadBatch, match="raise swa_kept to the tokens it goes back"):
+        world.step(requests, [1, 1])
+    world.step(requests[1:], [1])
+
+
+@each_provider
+def test_a_fork_shares_the_window(provider: str, device: torch.device) -> None:
+    world = hybrid(device, provider)
+    parent = world.admit()
+    world.step([parent], [30])
+    world.step([parent], [1])
+    with pytest.raises(BadBatch, match="have left the window of row"):
+        world.fork(parent, 8)
+    child = world.fork(parent, 29)
+    world.step([child, parent], [3, 1])
+    world.free(parent)
+    world.step([child], [5])
+    assert_accounts(world)
+
+
+@each_provider
+@pytest.mark.parametrize("halves", [False, True], ids=["whole", "halves"])
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+def test_graphs_are_replayed_across_evictions(graphs: bool, halves: bool, provider: str, device: torch.device) -> None:
+    serving = Serving(
+        device,
+        graphs=graphs,
+        provider=provider,
+        problem=small_problem(window_left=6),
+        swa_pages=24,
+        capture_sizes=(4,),
+        capture_tokens=(16,),
+        split_steps=True,
+    )
+    requests = serving.admit(3)
+    serving.step(requests, [3, 9, 4], halves=halves)
+    for step in range(12):
+        serving.run(requests, [1, 1, 1] if step % 3 else [2, 5, 1], halves=halves)
+        serving.check(requests, [1, 1, 1] if step % 3 else [2, 5, 1])
+        poison_free_pages(serving.runtime)
+    if graphs:
+        assert serving.runner.counters.replays > 8
+    held = np.count_nonzero(serving.runtime.table.space(Space.SWA).entries_host, axis=1)
+    assert held.max() <= 4
+    serving.runtime.check_device()
+
+
+@each_provider
+def test_a_graph_of_a_hybrid_model_is_checked_on_probe_requests(provider: str, device: torch.device) -> None:
+    world = hybrid(device, provider)
+    problems = world.problems
+    table = torch.randn(VOCABULARY, 4 * 16, generator=world.generator).to(world.runtime.device)
+
+    def forward(step: object) -> torch.Tensor:
+        rows = table[step.token_ids].view(-1, 4, 16)  # type: ignore[attr-defined]
+        outs = []
+        for layer, problem in enumerate(problems):
+            q = rows.repeat(1, 2, 1)[:, : problem.num_q_heads]
+            out = torch.empty_like(q)
+            step.layers.store_and_attend(layer, q, rows[:, :2], rows[:, 2:], out)  # type: ignore[attr-defined]
+            outs.append(out[step.last_token_of_seq].flatten(1))  # type: ignore[attr-defined]
+        return torch.cat(outs, 1)
+
+    runner = StepRunner(world.runtime, forward, recorder_for(world.runtime.device))
+    report = runner.capture_all()
+    assert not report.graphs_off
+    assert report.buckets
+    assert all("bitwise" in bucket.check for bucket in report.buckets)
+    assert_accounts(world)
+    assert all(table.num_free_pages == table.num_usable_pages for table in world.runtime.table.spaces)
+
+
+@each_provider
+def test_lengths_that_only_the_device_knows_give_nothing_back_until_the_host_knows(
+    provider: str, device: torch.device
+) -> None:
+    serving = Serving(device, graphs=False, provider=provider, problem=small_problem(window_left=6), swa_pages=30)
+    runtime, (request,) = serving.runtime, serving.admit(1)
+    serving.step([request], [20])
+    on_device = runtime.device
+
+    def inputs(kv_len: list[int]) -> DeviceInputs:
+        return DeviceInputs(kv_len=torch.tensor(kv_len, dtype=torch.int32, device=on_device))
+
+    for _ in range(4):
+        # The bound is 12 tokens too long: a window before it would be another one.
+        serving.run_within_bounds([request], [1], kv_room=[12], q_room=[0], inputs=inputs)
+        serving.check([request], [1])
+        poison_free_pages(runtime)
+    held = np.count_nonzero(runtime.table.pages_of(request.row, Space.SWA))
+    assert held == 9
+    runtime.table.evict(np.array([request.row], np.int32), np.array([request.kv_len], np.int32))
+    # 24 - 6 = 18 is in page 4, and 36 tokens have room
+    assert np.count_nonzero(runtime.table.pages_of(request.row, Space.SWA)) == 5
+    poison_free_pages(runtime)
+    serving.run_within_bounds([request], [1], kv_room=[3], q_room=[0], inputs=inputs)
+    serving.check([request], [1])
+
+
+@each_provider
+def test_pools_of_both_spaces_are_allocated_for_their_own_layers(provider: str, device: torch.device) -> None:
+    runtime = hybrid(device, provider).runtime
+    assert [runtime.pool.space_of_layer(layer) for layer in range(3)] == [Space.SWA, Space.FULL, Space.SWA]
+    full, swa = (runtime.pool.in_space(space) for space in (Space.FULL, Space.SWA))
+    assert (len(full.layers), len(swa.layers)) == (1, 2)
+    assert runtime.pool.layer(1) is full.layers[0]
+    assert runtime.pool.layer(2) is swa.layers[1]
+    assert runtime.pool.num_bytes == full.num_bytes + swa.num_bytes
+    assert full.num_pages == 65
+    assert {"table", "swa_table", "slot_of_token", "swa_slot_of_token"} <= set(runtime.sealed_tensors())
+
+
+def build(device: torch.device, problems: Sequence[Problem], **settings: int) -> AttentionRuntime:
+    sizes = {"num_pages": 8, "max_num_seqs": 2, "max_kv_len": 16, **settings}
+    return AttentionRuntime(problems, device=device, provider="torch", **sizes)  # type: ignore[arg-type]
+
+
+def test_a_pool_for_windows_that_cannot_be_is_refused(device: torch.device) -> None:
+    windowed = small_problem(window_left=4)
+    with pytest.raises(BadProblem, match="no layer has a window, so nothing would lie in the SWA space; leave swa_pa"):
+        build(device, [small_problem()], swa_pages=4)
+    with pytest.raises(CapacityExceeded, match="swa_pages is 1 and the first page handed out is 1; at least one page"):
+        build(device, [windowed], swa_pages=1)
+    with pytest.raises(BadSetting, match="swa_kept is -1; it is a number of tokens, 0 or more"):
+        build(device, [windowed], swa_pages=4, swa_kept=-1)
+    table = build(device, [windowed], swa_pages=4).table
+    row = table.admit()
+    with pytest.raises(OutOfPages, match=r"4 more pages of the SWA space for 16 tokens and 3 are free; .* swa_pages"):
+        table.reserve(row, 16)
+
+
+def test_a_window_in_one_pool_with_the_others_gives_nothing_back(device: torch.device) -> None:
+    runtime = build(device, [small_problem(window_left=2)])
+    row = runtime.table.admit()
+    runtime.table.reserve(row, 16)
+    runtime.begin_step(StepBatch(np.array([row]), np.array([16]), np.array([1])))
+    runtime.end_step()
+    assert runtime.swa_pages == 0
+    assert (runtime.table.pages_of(row) > 0).all()
+    assert free_pages(runtime, Space.FULL) == [5, 6, 7]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_attn.index_spaces import Space, num_pages
+from rocm_attn.index_spaces import RESERVED_PAGE, Space, num_pages
 from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.plan import SMALLEST_KV_BUCKET, StepPlan
 from rocm_attn.providers.contract import Baked
@@ -141,7 +141,7 @@ class ProbeRequests:
         """Random K and V, of standard deviation 1, in those of the rows' pages that have none yet."""
         for space, filled in self._filled.items():
             pages = {int(page) for row in rows for page in self._runtime.table.pages_of(row, space)}
-            ids = torch.tensor(sorted(pages - filled), dtype=torch.long, device=self._runtime.device)
+            ids = torch.tensor(sorted(pages - filled - {RESERVED_PAGE}), dtype=torch.long, device=self._runtime.device)
             filled |= pages
             for pool, _ in _kv_pages(self._runtime, space):
                 for first in range(0, len(ids), _FILL_PAGES):

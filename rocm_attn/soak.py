@@ -22,6 +22,7 @@ from rocm_attn.graphs import recorder_for
 from rocm_attn.head_weights import HeadWeights
 from rocm_attn.index_spaces import RESERVED_PAGE
 from rocm_attn.padding import PaddedShape, round_up, token_places
+from rocm_attn.page_table import PageTable
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.soak_model import Checker, LayerTables, PlayedStep, SoakModel, soak_problems
 from rocm_attn.soak_world import Action, DrawnStep, Scenario, World
@@ -143,6 +144,10 @@ class Soak:
             problems,
             device=device,
             num_pages=scenario.num_pages,
+            # No id is handed out in both spaces: a mix-up meets a page that nobody was given.
+            swa_pages=scenario.num_pages + scenario.swa_pages,
+            first_swa_page=scenario.num_pages,
+            swa_kept=scenario.verify_len,
             max_num_seqs=scenario.max_num_seqs,
             max_kv_len=scenario.max_kv_len,
             provider=provider,
@@ -195,7 +200,7 @@ class Soak:
     def _play(self, number: int) -> None:
         drawn = self._world.draw_step(self._runtime.padding.seqs.sizes)
         shape = self._shape(number, drawn)
-        self._page_copies += len(self._runtime.table.pending.copies)
+        self._page_copies += sum(len(table.pending.copies) for table in self._runtime.table.spaces)
         self._model.poison()
         before = self._runner.counters
         rows = self._runner.run_as(shape, drawn.batch)
@@ -245,13 +250,17 @@ class Soak:
         for layer, pages in enumerate(self._layers):
             if bool(pages.k[RESERVED_PAGE].any()) or bool(pages.v[RESERVED_PAGE].any()):
                 raise self._failure(number, f"after step {number}", f"page 0 of layer {layer} is not zero any more")
-        table = self._runtime.table
-        if not table.pending and not np.array_equal(table.entries.cpu().numpy(), table.entries_host):
-            raise self._failure(number, f"after step {number}", "the device's table is not the host's")
+        for table in self._runtime.table.spaces:
+            if not table.pending and not np.array_equal(table.entries.cpu().numpy(), table.entries_host):
+                what = f"the device's table of the {table.space.name} space is not the host's"
+                raise self._failure(number, f"after step {number}", what)
+            free = len(self._free_pages(table))
+            if free != table.num_free_pages:
+                what = (
+                    f"{free} pages{table.pages.of} are held by no row, but {table.num_free_pages} are said to be free"
+                )
+                raise self._failure(number, f"after step {number}", what)
         self._poison_free_pages()
-        if len(self._free_pages()) != table.num_free_pages:
-            what = f"{len(self._free_pages())} pages are held by no row, but {table.num_free_pages} are said to be free"
-            raise self._failure(number, f"after step {number}", what)
 
     def _reopen(self, number: int) -> None:
         self._check()
@@ -270,21 +279,25 @@ class Soak:
         self._audit(number)
         self._reopen(number)
         table = self._runtime.table
-        if (table.num_free_pages, table.num_free_rows) != (self._scenario.num_pages - 1, self._scenario.max_num_seqs):
-            what = f"{table.num_free_pages} pages and {table.num_free_rows} rows are free when no request is left"
+        missing = sum(pages.num_usable_pages - pages.num_free_pages for pages in table.spaces)
+        if missing or table.num_free_rows != self._scenario.max_num_seqs:
+            what = f"{missing} pages are held and {table.num_free_rows} rows are free when no request is left"
             raise self._failure(number, f"after step {number}", what)
 
-    def _free_pages(self) -> list[int]:
-        """The pages that no row holds."""
-        held = (self._runtime.table.pages_of(request.row).tolist() for request in self._world.requests)
-        return sorted(set(range(RESERVED_PAGE + 1, self._scenario.num_pages)).difference(*held))
+    def _free_pages(self, table: PageTable) -> list[int]:
+        """The pages of a space that no row holds."""
+        held = (self._runtime.table.pages_of(request.row, table.space).tolist() for request in self._world.requests)
+        return sorted(set(range(table.pages.first_page, table.pages.num_pages)).difference(*held))
 
     def _poison_free_pages(self) -> None:
-        """Whatever reads what was not stored meets NaN."""
-        free = torch.tensor(self._free_pages(), dtype=torch.int64, device=self._runtime.device)
-        for pages in self._layers:
-            pages.k[free] = float("nan")
-            pages.v[free] = float("nan")
+        """Whatever reads what was not stored, or has left its window, meets NaN."""
+        for table in self._runtime.table.spaces:
+            never = range(RESERVED_PAGE + 1, table.pages.first_page)
+            ids = [*never, *self._free_pages(table)]
+            free = torch.tensor(ids, dtype=torch.int64, device=self._runtime.device)
+            for pages in self._runtime.pool.in_space(table.space).layers:
+                pages.k[free] = float("nan")
+                pages.v[free] = float("nan")
 
     def _growth(self) -> _MemoryUse:
         """Since the end of the warm-up: every ladder was open once, or half of the run is over."""

@@ -29,7 +29,7 @@ from rocm_attn.step_batch import Int32Array
 def soak_problems(dtype: torch.dtype, page_size: int) -> tuple[Problem, Problem]:
     """Two layers that share nothing but the page size, so that a step has two kernels and two schedules.
 
-    The second has a window that sequences outgrow, a soft cap and sinks.
+    The second has a window that sequences outgrow, and so a pool of its own, a soft cap and sinks.
     """
     return (
         Problem(

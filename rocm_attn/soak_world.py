@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rocm_attn.errors import BadSetting, OutOfPages
+from rocm_attn.errors import BadBatch, BadSetting, OutOfPages
 from rocm_attn.request_table import RequestTable
 from rocm_attn.soak_model import SequenceTruth
 from rocm_attn.step_batch import StepBatch
@@ -71,6 +71,7 @@ class Scenario:
     """What a soak is drawn from.
 
     page_size, num_pages: of the pool, the reserved page included; few, so that they run out
+    swa_pages:            pages that are handed out to the layer with a window
     max_num_seqs:         requests at a time
     max_kv_len:           tokens of a request
     vocabulary:           token ids, the reserved id 0 included
@@ -78,7 +79,7 @@ class Scenario:
     reopen_every:         steps between two reopens
     audit_every:          steps between two looks at tables and pages
     max_behind:           steps that the device may be behind before results are compared
-    verify_len:           new tokens of a sequence in verify steps
+    verify_len:           new tokens of a sequence in verify steps, and the most that are taken back
     chunk_lens:           smallest and largest chunk
     pad_chance:           of a step whose padding is forced
     split_every:          one step in so many runs as two halves
@@ -87,6 +88,7 @@ class Scenario:
 
     page_size: int = 4
     num_pages: int = 65
+    swa_pages: int = 32
     max_num_seqs: int = 10
     max_kv_len: int = 80
     vocabulary: int = 40
@@ -105,19 +107,20 @@ class Scenario:
     weights: Mapping[Action, float] = field(default_factory=lambda: dict(_WEIGHTS))
 
     def __post_init__(self) -> None:
-        if (self.num_pages - 1) * self.page_size < self.max_kv_len:
-            raise BadSetting(
-                f"{self.num_pages - 1} pages of {self.page_size} tokens do not hold one request of {self.max_kv_len}; "
-                "raise num_pages"
-            )
+        for pages, knob in ((self.num_pages - 1, "num_pages"), (self.swa_pages, "swa_pages")):
+            if pages * self.page_size < self.max_kv_len:
+                raise BadSetting(
+                    f"{pages} pages of {self.page_size} tokens do not hold one request of {self.max_kv_len}; "
+                    f"raise {knob}"
+                )
         if not any(self.weights.get(step, 0) > 0 for step in _STEPS):
             raise BadSetting("no step has a weight; give at least one of them a positive one")
 
     @classmethod
     def of_seed(cls, seed: int) -> Scenario:
-        """The page size depends on the seed; the pool holds about 256 tokens."""
+        """The page size depends on the seed; the pools hold about 256 and 128 tokens."""
         page_size = (4, 8, 16, 5)[seed % 4]
-        return cls(page_size=page_size, num_pages=1 - (-256 // page_size))
+        return cls(page_size=page_size, num_pages=1 - (-256 // page_size), swa_pages=-(-128 // page_size))
 
     @property
     def max_tokens(self) -> int:
@@ -134,6 +137,7 @@ class Request:
     token_ids:  known so far; a request that was preempted knows more than it has stored
     num_stored: tokens in its KV
     num_shared: tokens that other rows may share and that are therefore never taken back
+    reached:    where the new tokens of a step began at most; no more than verify_len before it are taken back
     limit:      tokens at which it ends
     """
 
@@ -142,6 +146,11 @@ class Request:
     num_stored: int
     num_shared: int
     limit: int
+    reached: int = 0
+
+    def can_take_back(self, most: int) -> int:
+        """Tokens that may be taken back, at most so many before the last step's."""
+        return self.num_stored - max(self.num_shared, self.reached - most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +214,7 @@ class World:
     def finish(self, step: DrawnStep) -> None:
         """The step was run: its tokens are stored, and requests that are complete go."""
         for request, q_len in step.new:
+            request.reached = max(request.reached, request.num_stored)
             request.num_stored += q_len
             if request.num_stored >= request.limit:
                 self._free(request)
@@ -309,10 +319,13 @@ class World:
         shared = parent.num_stored if self._chance(0.5) else self._below(parent.num_stored + 1)
         if shared == self.scenario.max_kv_len:
             return []
-        row = self._table.fork(parent.row, shared)
+        try:
+            row = self._table.fork(parent.row, shared)
+        except BadBatch:  # the window before the shared tokens is gone; a refusal must leave everything as it is
+            return []
         parent.num_shared = max(parent.num_shared, shared)
         limit = self._between(shared + 1, self.scenario.max_kv_len)
-        child = Request(row, parent.token_ids[:shared], shared, shared, limit)
+        child = Request(row, parent.token_ids[:shared], shared, shared, limit, reached=shared)
         self.requests.append(child)
         self._happened(Action.FORK, f"row {row} shares {shared} tokens of row {parent.row}")
         return [child]
@@ -329,10 +342,11 @@ class World:
             self._happened(Action.RESERVE, f"{kv_len} tokens for row {request.row}")
 
     def _reject(self) -> None:
-        able = [request for request in self.requests if request.num_stored > request.num_shared]
+        most = self.scenario.verify_len
+        able = [request for request in self.requests if request.can_take_back(most) > 0]
         if able:
             request = able[self._below(len(able))]
-            taken = self._between(1, min(self.scenario.verify_len, request.num_stored - request.num_shared))
+            taken = self._between(1, min(most, request.can_take_back(most)))
             request.num_stored -= taken
             del request.token_ids[request.num_stored :]
             self._happened(Action.REJECT, f"{taken} tokens of row {request.row}")

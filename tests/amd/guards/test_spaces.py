@@ -37,6 +37,10 @@ def test_a_layer_reads_in_the_space_that_it_writes_in(provider: str, graphs: boo
 
     def serve(guards: Guards) -> tuple[Serving, list[Request]]:
         serving = windowed(device, guards, graphs=graphs, provider=provider)
+        if guards is not ALL_ON:
+            # Not NaN: what is wrong reads this, and Triton's interpreter stops where a program would go on with NaN.
+            pages = serving.runtime.pool.layer(0)
+            pages.k[1:] = pages.v[1:] = 100.0
         requests = serving.admit(2)
         full, swa = (table.entries_host for table in serving.runtime.table.spaces)
         serving.run(requests, [6, 9])

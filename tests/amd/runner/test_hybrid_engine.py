@@ -1,0 +1,154 @@
+"""Engines of models with windows: the pool of the windows changes its size, and never a token."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rocm_attn.errors import BadSetting, CapacityExceeded
+from rocm_attn.guards import Guards
+from rocm_attn.index_spaces import Space
+from rocm_attn.kv_pool import page_bytes
+from rocm_attn.problem import Problem
+from rocm_attn.runner import engine as engine_module
+from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.pool_size import PoolPages, pool_pages, swa_pages_for
+from rocm_attn.runner.request import Request
+from rocm_attn.runtime import AttentionRuntime
+from tests.amd.runner.tiny_model import CONFIG, tiny_model
+
+WINDOW = 9
+BASE = EngineOptions(provider="torch", page_size=4, max_batch_size=8, chunk=16, graphs=False, max_kv_len=64)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    """Every other layer has a window, as in Gemma."""
+    return tiny_model(base=replace(CONFIG, attention=replace(CONFIG.attention, window_left=(WINDOW, -1))))
+
+
+def some_requests(num: int, longest: int = 40, new_tokens: int = 12) -> list[Request]:
+    chooser = random.Random(5)
+    lengths = [chooser.randrange(1, longest) for _ in range(num)]
+    return [Request(tuple(chooser.randrange(CONFIG.vocab_size) for _ in range(n)), new_tokens) for n in lengths]
+
+
+def tokens(engine: Engine, requests: list[Request]) -> list[tuple[int, ...]]:
+    return [completion.token_ids for completion in engine.generate(requests)]
+
+
+@pytest.fixture(scope="module")
+def expected(loaded: LoadedModel) -> list[tuple[int, ...]]:
+    """From one pool for all layers."""
+    engine = Engine(loaded, replace(BASE, swa_pages=0))
+    assert engine.report().swa_pages == 0
+    return tokens(engine, some_requests(10))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"graphs": True},
+        {"chunk": 3},
+        {"page_size": 1},
+        {"page_size": 16},
+        {"swa_pages": 9},
+        {"swa_pages": 7, "chunk": 5, "graphs": True},
+        {"num_pages": 18, "chunk": 3},
+    ],
+    ids=str,
+)
+def test_the_pool_of_the_windows_changes_no_token(
+    changes: dict[str, Any], loaded: LoadedModel, expected: list[tuple[int, ...]]
+) -> None:
+    engine = Engine(loaded, replace(BASE, **changes))
+    assert engine.report().swa_pages > 0
+    assert tokens(engine, some_requests(10)) == expected
+    for table in engine.runtime.table.spaces:
+        assert table.num_free_pages == table.num_usable_pages
+    engine.runtime.check_device()
+
+
+def disjoint(monkeypatch: pytest.MonkeyPatch, guards: Guards) -> None:
+    """Engines hand out no id in both spaces; what nobody was given holds large numbers."""
+
+    def runtime(problems: list[Problem], *, num_pages: int, swa_pages: int, **settings: Any) -> AttentionRuntime:
+        made = AttentionRuntime(
+            problems,
+            num_pages=num_pages,
+            swa_pages=num_pages + swa_pages,
+            first_swa_page=num_pages,
+            guards=guards,
+            **settings,
+        )
+        for layer in range(len(problems)):
+            made.pool.layer(layer).k[1:] = 100.0
+            made.pool.layer(layer).v[1:] = 100.0
+        return made
+
+    monkeypatch.setattr(engine_module, "AttentionRuntime", runtime)
+
+
+def test_200_requests_at_a_time_keep_the_spaces_apart(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed 003: under load, a layer with a window read by ids of the full space. 200 requests, 128 at a time."""
+    requests = some_requests(200, longest=30, new_tokens=6)
+    options = replace(BASE, max_batch_size=128, chunk=256, max_kv_len=40)
+    wanted = tokens(Engine(loaded, replace(options, swa_pages=0)), requests)
+    disjoint(monkeypatch, Guards())
+    engine = Engine(loaded, options)
+    assert tokens(engine, requests) == wanted
+    assert engine.report().swa_pages > engine.report().num_pages
+    disjoint(monkeypatch, Guards().without("layer_space"))
+    assert tokens(Engine(loaded, options), requests) != wanted
+
+
+def test_a_pool_that_holds_no_window_and_chunk_is_refused(loaded: LoadedModel) -> None:
+    with pytest.raises(
+        CapacityExceeded, match="in steps of up to 16, needs 8 pages of the SWA space and there are 5; "
+    ):
+        Engine(loaded, replace(BASE, swa_pages=6))
+    with pytest.raises(BadSetting, match="swa_pages is -1; it must be at least 0"):
+        replace(BASE, swa_pages=-1)
+
+
+def problems(*windows: int) -> list[Problem]:
+    return [
+        Problem(4, 2, 8, 8, torch.float32, page_size=4, scale=1.0, window_left=window_left) for window_left in windows
+    ]
+
+
+def test_windows_take_what_they_need_and_leave_the_rest_to_the_full_space() -> None:
+    layers = problems(15, -1, 15)
+    sizes = {"max_num_seqs": 4, "chunk": 8}
+    needed = swa_pages_for([layers[0]], **sizes)
+    assert needed == 1 + 4 * (4 + 2) + 2
+    roomy = pool_pages(layers, max_kv_len=400, kv_bytes=1 << 30, **sizes)
+    assert roomy == PoolPages(401, needed)
+    per_page = page_bytes(layers[:1])
+    tight = pool_pages(layers, max_kv_len=400, kv_bytes=200 * per_page, **sizes)
+    assert tight == PoolPages(200 - 2 * needed, needed)
+    tiny = pool_pages(layers, max_kv_len=400, kv_bytes=30 * per_page, **sizes)
+    assert tiny == PoolPages(10, 10)
+    assert pool_pages(problems(-1), max_kv_len=400, kv_bytes=1 << 30, **sizes) == PoolPages(401, 0)
+    # Nothing lies in the full space, so its pages cost nothing.
+    assert pool_pages(problems(15), max_kv_len=400, kv_bytes=30 * per_page, **sizes) == PoolPages(401, needed)
+    with pytest.raises(CapacityExceeded, match="and 2 are needed; raise kv_bytes"):
+        pool_pages(layers, max_kv_len=400, kv_bytes=5 * per_page, **sizes)
+
+
+def test_a_long_prompt_needs_only_a_window_and_a_chunk(loaded: LoadedModel) -> None:
+    engine = Engine(loaded, replace(BASE, swa_pages=10, max_batch_size=2))
+    engine.submit(Request(tuple(range(60)), 4))
+    most = 0
+    while engine.has_work:
+        engine.step()
+        swa = engine.runtime.table.space(Space.SWA)
+        most = max(most, swa.num_usable_pages - swa.num_free_pages)
+    assert 4 <= most <= 8
+    assert engine.report().preemptions == 0

@@ -31,6 +31,7 @@ def run(options: argparse.Namespace) -> None:
         max_num_seqs=options.max_batch_size,
         max_kv_len=max_kv_len,
         num_pages=options.num_pages,
+        swa_pages=options.swa_pages,
         provider=options.provider,
         capture_sizes=options.capture_sizes,
         capture_tokens=(1,) if options.capture_tokens is None else options.capture_tokens,

@@ -166,6 +166,13 @@ def _add_capture_plan(commands: Commands[argparse.ArgumentParser]) -> None:
     add("--max-batch-size", type=_positive, required=True, metavar="SEQS", help="sequences that run at a time")
     add("--max-kv-len", type=_positive, metavar="TOKENS", help="tokens of the longest sequence (the model's context)")
     add("--num-pages", type=_positive, metavar="PAGES", help="pages of the KV cache (enough for all sequences)")
+    add(
+        "--swa-pages",
+        type=_positive,
+        default=0,
+        metavar="PAGES",
+        help="pages of a pool for layers with a window (none)",
+    )
     add("--page-size", type=_positive, default=16, metavar="TOKENS", help="tokens in a page of the KV cache (16)")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of q, k, v and the KV cache (bfloat16)")
     add("--provider", choices=PROVIDERS, default="auto", help="whose attention kernels to ask (auto)")

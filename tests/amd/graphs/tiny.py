@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
-from rocm_attn.problem import Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.runtime import AttentionRuntime, Step
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.steps import LayerCalls, Steps
@@ -50,12 +50,16 @@ class Tiny:
         num_pages: int = 200,
         split_steps: bool = False,
         custom_mask: bool = False,
+        window_left: int = UNLIMITED_WINDOW,
+        swa_pages: int = 0,
     ) -> Tiny:
+        """window_left: of the second layer, which lives in the SWA space if there is one."""
         problem = small_problem(custom_mask=custom_mask)
         runtime = AttentionRuntime(
-            [problem, problem],
+            [problem, replace(problem, window_left=window_left)],
             device=device,
             num_pages=num_pages,
+            swa_pages=swa_pages,
             max_num_seqs=max_num_seqs,
             max_kv_len=max_kv_len,
             provider=provider,

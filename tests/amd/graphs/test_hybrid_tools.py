@@ -1,0 +1,105 @@
+"""What looks at steps copes with two spaces of pages: the capture plan, the flight recorder and the sampled check."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rocm_attn.capture_plan import plan_capture
+from rocm_attn.cli import DONE, main
+from rocm_attn.errors import DeviceFault
+from rocm_attn.flight_recorder import FlightRecorder, read_dump
+from rocm_attn.graphs import recorder_for
+from rocm_attn.index_spaces import RESERVED_ROW, Space
+from rocm_attn.problem import Problem
+from rocm_attn.sampled_check import LayerTap, SampledCheck
+from rocm_attn.step_runner import StepRunner
+from tests.amd.graphs.tiny import Requests, Tiny
+from tests.amd.runtime.stepping import providers
+
+each_provider = pytest.mark.parametrize("provider", providers())
+
+WINDOW = 5
+# Far enough for pages of four tokens to leave a window of six.
+STEPS = [[9, 14, 6], [1, 1, 1], [5, 3], [1, 1, 1], [1, 8, 1], [20, 1, 1], [1, 1], [1, 1, 1]]
+
+
+def hybrid(device: torch.device, provider: str) -> tuple[Tiny, list[Problem]]:
+    tiny = Tiny.build(device, provider, [2, 4], tokens=(8, 16), window_left=WINDOW, swa_pages=60)
+    return tiny, [tiny.problem, replace(tiny.problem, window_left=WINDOW)]
+
+
+@each_provider
+def test_the_plan_counts_the_tables_buffers_and_pools_of_both_spaces(provider: str, device: torch.device) -> None:
+    tiny, problems = hybrid(device, provider)
+    StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device))
+    plan = plan_capture(
+        problems,
+        tiny.runtime.target,
+        max_num_seqs=8,
+        max_kv_len=128,
+        num_pages=200,
+        swa_pages=60,
+        provider=provider,
+        capture_sizes=[2, 4],
+        capture_tokens=[8, 16],
+    )
+    held = {name: tensor.nbytes for name, tensor in tiny.runtime.sealed_tensors().items() if "_pages_" not in name}
+    held["request table"], held["SWA request table"] = held.pop("table"), held.pop("swa_table")
+    for name, space in (("KV pool", Space.FULL), ("SWA KV pool", Space.SWA)):
+        held[name] = tiny.runtime.pool.in_space(space).num_bytes
+    assert {part.name: part.num_bytes for part in plan.parts} == held
+    knobs = {part.name: part.knob for part in plan.parts}
+    assert knobs["SWA KV pool"].startswith("swa_pages 60 of ")
+    assert held["KV pool"] * 60 == held["SWA KV pool"] * 200
+
+
+@each_provider
+def test_a_step_whose_pages_have_left_the_window_can_be_run_again(
+    provider: str, device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny, _ = hybrid(device, provider)
+    flight = FlightRecorder(tiny.runtime, tmp_path / "dump.json")
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device), flight=flight)
+    requests = Requests(tiny.runtime)
+    requests.admit(3)
+    for q_len in STEPS:
+        requests.run(runner, q_len)
+    assert not tiny.runtime.table.pages_of(requests.rows[0], Space.SWA)[:4].any()
+    path = str(flight.dump("a test"))
+    facts = read_dump(Path(path)).runtime
+    assert (facts.num_pages, facts.swa_pages, facts.swa_kept) == (200, 60, 0)
+    for number in range(len(STEPS)):
+        assert main(["replay-step", path, "--step", str(number), "--json", "--device", str(device)]) == DONE
+        kinds = json.loads(capsys.readouterr().out)["layer_kinds"]
+        assert [kind["eager"] for kind in kinds] == ["agrees", "agrees"]
+        assert {kind["bitwise"] for kind in kinds} <= {True, None}
+
+
+@each_provider
+def test_sampled_steps_are_compared_by_the_pages_of_their_layers_space(provider: str, device: torch.device) -> None:
+    tiny, problems = hybrid(device, provider)
+    tiny.layers = tap = LayerTap(tiny.runtime)
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device))
+    check = SampledCheck(runner, tiny.runtime, problems, tap, every=1)
+    requests = Requests(tiny.runtime)
+    requests.admit(3)
+    for q_len in STEPS:
+        requests.run(check, q_len)
+    counters = check.counters
+    assert (counters.samples, counters.rows_differ, counters.attention_differs) == (len(STEPS), 0, 0)
+    assert counters.reserved_written == 0
+    assert np.count_nonzero(tiny.runtime.table.space(Space.SWA).entries_host) < 12
+
+
+def test_a_written_row_0_is_told_of_by_its_space(device: torch.device) -> None:
+    tiny, _ = hybrid(device, "torch")
+    tiny.runtime.check_device()
+    tiny.runtime.table.space(Space.SWA).entries[RESERVED_ROW, 1] = 3
+    with pytest.raises(DeviceFault, match="row 0 of the request table in the SWA space must stay zero"):
+        tiny.runtime.check_device()

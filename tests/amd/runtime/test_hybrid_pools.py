@@ -47,7 +47,12 @@ def hybrid_problems(page_size: int) -> list[Problem]:
 
 
 def hybrid(
-    device: torch.device, provider: str, *, page_size: int = 4, swa_tokens: int = 64, max_kv_len: int = 64
+    device: torch.device,
+    provider: str,
+    *,
+    page_size: int = 4,
+    swa_tokens: int = 64,
+    capture_sizes: Sequence[int] | None = None,
 ) -> World:
     return World.build(
         hybrid_problems(page_size),
@@ -57,7 +62,7 @@ def hybrid(
         swa_pages=-(-swa_tokens // page_size),
         swa_kept=KEPT,
         max_num_seqs=5,
-        max_kv_len=max_kv_len,
+        capture_sizes=capture_sizes,
     )
 
 
@@ -73,7 +78,7 @@ def assert_accounts(world: World) -> None:
 
 
 def draw_step(world: World, random: np.random.Generator) -> tuple[list[Request], list[int]]:
-    """Some requests with new tokens: all of one kind, or mixed."""
+    """Some requests with new tokens: decodes, drafts to verify, chunks, or all in one step."""
     some = [request for request in world.requests if random.random() < 0.8]
     kind = int(random.integers(4))
     q_len = [[1, 3, int(random.integers(1, 12)), int(random.choice([0, 1, 9]))][kind] for _ in some]
@@ -89,7 +94,7 @@ def take_back(request: Request, tokens: int) -> None:
 
 
 def change(world: World, random: np.random.Generator) -> None:
-    """A request comes, goes, is forked, or takes tokens of its last step back."""
+    """A request comes, goes, or is forked."""
     if len(world.requests) < 2 or (world.runtime.table.num_free_rows and random.random() < 0.4):
         world.admit()
         return
@@ -108,7 +113,9 @@ def test_random_steps_equal_the_oracle_while_pages_leave_the_windows(
     world = hybrid(device, provider, page_size=page_size)
     random = np.random.default_rng(page_size)
     given_back = 0
-    for _ in range(50):
+    # The interpreter takes seconds for what a GPU does in microseconds.
+    num_steps = 12 if world.runtime.target.arch == "interpreter" else 50
+    for _ in range(num_steps):
         if random.random() < 0.5:
             change(world, random)
         requests, q_len = draw_step(world, random)
@@ -119,7 +126,7 @@ def test_random_steps_equal_the_oracle_while_pages_leave_the_windows(
         assert_accounts(world)
         swa = world.runtime.table.space(Space.SWA)
         given_back += sum(r.kv_len // page_size - np.count_nonzero(swa.entries_host[r.row]) > 1 for r in world.requests)
-    assert given_back > 20
+    assert given_back > num_steps // 3
     assert world.page_zero_is_zero()
     world.runtime.check_device()
 
@@ -189,12 +196,12 @@ def test_graphs_are_replayed_across_evictions(graphs: bool, halves: bool, provid
     )
     requests = serving.admit(3)
     serving.step(requests, [3, 9, 4], halves=halves)
-    for step in range(12):
+    for step in range(9):
         serving.run(requests, [1, 1, 1] if step % 3 else [2, 5, 1], halves=halves)
         serving.check(requests, [1, 1, 1] if step % 3 else [2, 5, 1])
         poison_free_pages(serving.runtime)
     if graphs:
-        assert serving.runner.counters.replays > 8
+        assert serving.runner.counters.replays > 6
     held = np.count_nonzero(serving.runtime.table.space(Space.SWA).entries_host, axis=1)
     assert held.max() <= 4
     serving.runtime.check_device()
@@ -202,7 +209,7 @@ def test_graphs_are_replayed_across_evictions(graphs: bool, halves: bool, provid
 
 @each_provider
 def test_a_graph_of_a_hybrid_model_is_checked_on_probe_requests(provider: str, device: torch.device) -> None:
-    world = hybrid(device, provider)
+    world = hybrid(device, provider, capture_sizes=(2,))
     problems = world.problems
     table = torch.randn(VOCABULARY, 4 * 16, generator=world.generator).to(world.runtime.device)
 

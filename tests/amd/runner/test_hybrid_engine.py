@@ -20,7 +20,7 @@ from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.pool_size import PoolPages, pool_pages, swa_pages_for
 from rocm_attn.runner.request import Request
 from rocm_attn.runtime import AttentionRuntime
-from tests.amd.runner.tiny_model import CONFIG, tiny_model
+from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
 
 WINDOW = 9
 BASE = EngineOptions(provider="torch", page_size=4, max_batch_size=8, chunk=16, graphs=False, max_kv_len=64)
@@ -29,7 +29,7 @@ BASE = EngineOptions(provider="torch", page_size=4, max_batch_size=8, chunk=16, 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
     """Every other layer has a window, as in Gemma."""
-    return tiny_model(base=replace(CONFIG, attention=replace(CONFIG.attention, window_left=(WINDOW, -1))))
+    return tiny_model(base=with_windows(CONFIG, WINDOW, -1))
 
 
 def some_requests(num: int, longest: int = 40, new_tokens: int = 12) -> list[Request]:

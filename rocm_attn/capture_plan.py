@@ -82,6 +82,7 @@ def plan_capture(
     capture_sizes: Sequence[int] | None = None,
     capture_tokens: Sequence[int] = (1,),
     split_steps: bool = False,
+    deterministic: bool = False,
 ) -> CapturePlan:
     """What AttentionRuntime(problems, ...) allocates on the target, and what StepRunner.capture_all() captures.
 
@@ -103,6 +104,7 @@ def plan_capture(
         capture_sizes=capture_sizes,
         capture_tokens=capture_tokens,
         split_steps=split_steps,
+        deterministic=deterministic,
     )
     shapes = [shape for shape in capture_shapes(runtime.padding) if _is_captured(runtime, shape)]
     rows = [kernel.row for selection in runtime.selections for kernel in selection.kernels.values()]

@@ -101,6 +101,7 @@ class Guards:
     length_bounds: OpsChange = unchanged_ops
     # Of the kernels, the memory, the table, the plan and the graphs.
     v_mask: Callable[[Selection], Selection] = unchanged_selection
+    cut_points: Callable[[Selection], Selection] = unchanged_selection
     capacity: Callable[[int], Capacity] = by_padded_batch
     child_ranges: FirstOfChild = behind_each_other
     sealed_growth: SealedGrowth = refuse_growth
@@ -202,6 +203,13 @@ GUARDS: tuple[Guard, ...] = (
         "vllm#53856, aiter#5401, G4",
         unguarded.unmasked_v,
         "test_pads.py::test_what_lies_behind_a_sequence_in_its_page_is_not_read",
+    ),
+    _guard(
+        "cut_points",
+        "a deterministic runtime sums up a sequence's KV in an order that depends on the batch",
+        "seed 003, H33, G14",
+        unguarded.cut_by_work,
+        "test_cut_points.py::test_a_sequence_gives_the_same_bits_beside_a_longer_one",
     ),
     _guard(
         "capacity",

@@ -23,6 +23,7 @@ def choose_kernels(
     provider: str,
     pool: PoolSize,
     *,
+    deterministic: bool = False,
     device: torch.device,
     make_runtime: MakeRuntime,
     agree: Agree = alone,
@@ -41,14 +42,15 @@ def choose_kernels(
     unavailable = dict(agree(missing_kernels(target, provider) if runs else {}))
     while True:
         selections = tuple(
-            select(problem, target, provider, pool=pool, unavailable=unavailable) for problem in problems
+            select(problem, target, provider, pool=pool, unavailable=unavailable, deterministic=deterministic)
+            for problem in problems
         )
         wrong = agree(wrong_kernels(selections, device, make_runtime) if runs else {})
         if not wrong:
             break
         unavailable.update(wrong)
     for selection in selections:
-        if provider == "auto" and target.is_amd and runs:
+        if provider == "auto" and target.is_amd and runs and not deterministic:
             _say_what_fell_back(selection)
     return selections
 

@@ -119,6 +119,8 @@ class AttentionRuntime:
                    captured at; such steps run eagerly above the largest, and by default that is all of them
     split_steps:   whether graphs may be made of steps that are split in two, so that captured memory has room for both
                    halves; without, split steps run eagerly
+    deterministic: whether a sequence's results must be bitwise the same in any batch, padded and chunked in any way
+                   (docs/deterministic.md)
     guards:        the safeguards; not given: all, less those that the environment switches off (settings.py)
     selections:    kernels that were chosen already, one selection for each distinct problem in the order in which they
                    come; not given: chosen by provider
@@ -144,6 +146,7 @@ class AttentionRuntime:
         capture_sizes: Sequence[int] | None = None,
         capture_tokens: Sequence[int] = (1,),
         split_steps: bool = False,
+        deterministic: bool = False,
         guards: Guards | None = None,
         selections: Sequence[Selection] | None = None,
         agree: Agree = alone,
@@ -160,12 +163,13 @@ class AttentionRuntime:
                 self.target,
                 provider,
                 PoolSize(max(num_pages, swa_pages), max_kv_len, max_num_seqs),
+                deterministic=deterministic,
                 device=self.device,
                 make_runtime=AttentionRuntime,
                 agree=agree,
             )
         self.agree = agree
-        self.selections = tuple(map(guards.v_mask, selections))
+        self.selections = tuple(guards.v_mask(guards.cut_points(selection)) for selection in selections)
         self.swa_pages, self.swa_kept = swa_pages, swa_kept
         windows = _windows(problems, swa_pages, swa_kept, first_swa_page)
         self.pool = HybridKVPool(

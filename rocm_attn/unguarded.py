@@ -24,7 +24,8 @@ from rocm_attn.page_table import RowWidth
 from rocm_attn.plan import GraphKey, LayerKernel
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import AttendArgs, BoundKernel, StepMetadata, StepOps
-from rocm_attn.providers.select import Selection
+from rocm_attn.providers.select import Selection, select
+from rocm_attn.providers.torch_segments import TorchSegments
 from rocm_attn.request_table import RequestTable
 from rocm_attn.step_batch import Int32Array, StepBatch
 from rocm_attn.step_buffers import PADDED_BATCH, BufferSpec, Capacity
@@ -197,6 +198,26 @@ def unmasked_v(selection: Selection) -> Selection:
         for kind, kernel in selection.kernels.items()
     }
     return replace(selection, kernels=kernels)
+
+
+def cut_by_work(selection: Selection) -> Selection:
+    """In place of deterministic kernels some whose cuts follow from how the work of the batch is shared out."""
+    if not selection.deterministic:
+        return selection
+    if selection.provider == "torch":
+        kernels = {
+            kind: LayerKernel(kernel.row, _SharesOfTheStep(selection.problem))
+            for kind, kernel in selection.kernels.items()
+        }
+        return replace(selection, kernels=kernels)
+    return select(selection.problem, selection.target, selection.provider)
+
+
+class _SharesOfTheStep(TorchSegments):
+    """Torch's kernel, for which three workers share the KV of the step's longest sequence."""
+
+    def attend(self, args: AttendArgs) -> None:
+        TorchSegments(self.problem, -(-args.step.max_kv_len // 3)).attend(args)
 
 
 @dataclass(frozen=True, slots=True)

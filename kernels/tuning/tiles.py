@@ -178,7 +178,7 @@ def decode_tiles(
     arch: str, *, gqa_ratio: int, num_kv_heads: int, head_dim: int, v_head_dim: int, dtype: torch.dtype
 ) -> DecodeTiles:
     """The tiles of paged decode. Raises NoTiles."""
-    for name in _names(arch):
+    for name in names_of(arch):
         rows = [
             row
             for row in DECODE_ROWS
@@ -202,7 +202,7 @@ def extend_tiles(
     arch: str, *, gqa_ratio: int, num_kv_heads: int, head_dim: int, v_head_dim: int, dtype: torch.dtype
 ) -> ExtendTiles:
     """The tiles of paged extend. Raises NoTiles."""
-    for name in _names(arch):
+    for name in names_of(arch):
         for row in EXTEND_ROWS:
             if row.arch == name and row.item_bytes == dtype.itemsize and max(head_dim, v_head_dim) <= row.max_head_dim:
                 return row.tiles
@@ -217,7 +217,7 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def _names(arch: str) -> Iterator[str]:
+def names_of(arch: str) -> Iterator[str]:
     """The names under which rows of an arch are found, its own first."""
     yield arch
     if arch == "cpu":

@@ -44,11 +44,12 @@ def run(options: argparse.Namespace) -> None:
         return layer_problems(config, dtype=dtype, page_size=page_size, num_ranks=options.tp)
 
     def choose(problem: Problem) -> Selection:
-        return select(problem, target, options.provider, pool=pool)
+        return select(problem, target, options.provider, pool=pool, deterministic=options.deterministic)
 
     chosen = options.page_size == AUTO_PAGE_SIZE
     pages = choose_page_size(problems_at(1), choose) if chosen else PageChoice(options.page_size, ())
-    kinds = layer_kinds(problems_at(pages.page_size), target, options.provider, pool)
+    problems = problems_at(pages.page_size)
+    kinds = layer_kinds(problems, target, options.provider, pool, deterministic=options.deterministic)
     if options.json:
         described = {"arch": target.arch, "page_size": pages.page_size, "page_sizes": list(pages.lines)}
         print(json.dumps({**described, "layer_kinds": [_as_json(kind) for kind in kinds]}, indent=2))
@@ -66,20 +67,28 @@ def run(options: argparse.Namespace) -> None:
 
 
 def layer_kinds(
-    problems: Sequence[Problem], target: Target, provider: str, pool: PoolSize = SMALLEST_POOL
+    problems: Sequence[Problem],
+    target: Target,
+    provider: str,
+    pool: PoolSize = SMALLEST_POOL,
+    *,
+    deterministic: bool = False,
 ) -> list[LayerKind]:
     """The distinct problems among a model's layers, in order, each with its selection."""
     layers: dict[Problem, list[int]] = {}
     for layer, problem in enumerate(problems):
         layers.setdefault(problem, []).append(layer)
     return [
-        LayerKind(problem, tuple(where), _outcome(problem, target, provider, pool)) for problem, where in layers.items()
+        LayerKind(problem, tuple(where), _outcome(problem, target, provider, pool, deterministic))
+        for problem, where in layers.items()
     ]
 
 
-def _outcome(problem: Problem, target: Target, provider: str, pool: PoolSize) -> Selection | Unsupported:
+def _outcome(
+    problem: Problem, target: Target, provider: str, pool: PoolSize, deterministic: bool
+) -> Selection | Unsupported:
     try:
-        return select(problem, target, provider, pool=pool)
+        return select(problem, target, provider, pool=pool, deterministic=deterministic)
     except Unsupported as unsupported:
         return unsupported
 

@@ -103,6 +103,7 @@ def _engine(options: argparse.Namespace, loaded: LoadedModel, requests: Sequence
             max_kv_len=min(longest, loaded.config.context_len),
             num_pages=options.num_pages,
             flight_path=options.flight_record,
+            deterministic=options.deterministic,
         ),
     )
 
@@ -152,6 +153,7 @@ def _lines(report: Report) -> list[str]:
     return [
         f"provider {report.provider} on {report.device} ({report.arch}), {report.dtype}, pages of {report.page_size}",
         *(f"  {line}" for line in report.kernels),
+        *(["deterministic: a prompt's tokens do not depend on the prompts beside it"] if report.deterministic else []),
         *([f"SAFEGUARDS OFF: {', '.join(report.guards_off)}"] if report.guards_off else []),
         f"graphs {report.graphs}: {report.replays} of {report.steps} steps replayed, {report.captures} captured, "
         f"{report.padded_share:.0%} of the sequences were padding",

@@ -118,6 +118,11 @@ def _add_generate(commands: Commands[argparse.ArgumentParser]) -> None:
         help="record decode steps and replay them at padded sizes (on)",
     )
     add(
+        "--deterministic",
+        action="store_true",
+        help="the same tokens for a prompt whatever is served beside it, at some cost in speed",
+    )
+    add(
         "--flight-record",
         type=Path,
         metavar="FILE",
@@ -148,6 +153,7 @@ def _add_explain(commands: Commands[argparse.ArgumentParser]) -> None:
     add("--provider", choices=PROVIDERS, default="auto", help="whose attention kernels to ask (auto)")
     add("--tp", type=_positive, default=1, metavar="RANKS", help="tensor-parallel ranks that share the heads (1)")
     add("--num-pages", type=_positive, metavar="PAGES", help="pages of the KV cache, for kernels with a limit on them")
+    add("--deterministic", action="store_true", help="only kernels whose results do not depend on the batch")
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -179,6 +185,7 @@ def _add_capture_plan(commands: Commands[argparse.ArgumentParser]) -> None:
     add("--capture-sizes", type=_sizes, metavar="N,N,...", help="sequence counts (a ladder up to --max-batch-size)")
     add("--capture-tokens", type=_sizes, metavar="N,N,...", help="token counts of extend and mixed steps (none)")
     add("--split-steps", action="store_true", help="graphs of steps that run as two halves, too")
+    add("--deterministic", action="store_true", help="kernels whose results do not depend on the batch")
     add("--json", action="store_true", help="print one JSON object")
 
 

@@ -63,6 +63,11 @@ class Selection:
         names = {kernel.row.provider for kernel in self.kernels.values()}
         return names.pop() if len(names) == 1 else "auto"
 
+    @property
+    def deterministic(self) -> bool:
+        """Whether a sequence's results are bitwise the same in any batch."""
+        return all(kernel.row.batch_invariant for kernel in self.kernels.values())
+
     def kernel(self, kind: StepKind) -> LayerKernel:
         """The kernel of a kind of step."""
         return self.kernels[kind if kind in self.kernels else _INSTEAD[kind]]
@@ -80,12 +85,14 @@ def select(
     *,
     pool: PoolSize = SMALLEST_POOL,
     unavailable: Unavailable = _ALL_AVAILABLE,
+    deterministic: bool = False,
 ) -> Selection:
     """Choose a kernel for every kind of step.
 
     provider:    a name of PROVIDER_NAMES; "auto" takes, for each kind of step, the first provider that serves it
     pool:        refuses kernels whose offsets do not reach; not given: none
     unavailable: refuses kernels that the machine lacks, or that were switched off
+    deterministic: refuses kernels whose results depend on the batch
     Raises Unsupported with every reason, BadSetting for an unknown name.
     """
     names = _candidates(provider, target)
@@ -95,7 +102,7 @@ def select(
         if kind is StepKind.MASKED and not problem.custom_mask:
             continue
         rows = [row for name in names for row in ROWS[name] if row.kind is kind]
-        kernel = _first_that_serves(rows, problem, target, pool, unavailable, refusals)
+        kernel = _first_that_serves(rows, problem, target, pool, unavailable, deterministic, refusals)
         if kernel is not None:
             kernels[kind] = kernel
     needed = (*_NEEDED, StepKind.MASKED) if problem.custom_mask else _NEEDED
@@ -103,7 +110,8 @@ def select(
     if not missing:
         return Selection(problem, target, kernels, tuple(refusals))
     raise Unsupported(
-        f"no kernel of provider {provider!r} serves {_and(missing)} steps of {_describe(problem)} on {target.arch}",
+        f"no {'deterministic ' if deterministic else ''}kernel of provider {provider!r} serves {_and(missing)} steps of "
+        f"{_describe(problem)} on {target.arch}",
         [f"{r.kind.value}: {r.kernel}: {r.reason}" for r in refusals],
     )
 
@@ -134,10 +142,13 @@ def _first_that_serves(
     target: Target,
     pool: PoolSize,
     unavailable: Unavailable,
+    deterministic: bool,
     refusals: list[Refusal],
 ) -> LayerKernel | None:
     for row in rows:
         reasons = row.refusals(problem, target, pool)
+        if deterministic and not row.batch_invariant and not row.not_bound:
+            reasons = (*reasons, "a sequence's result may depend on the batch")
         if row.name in unavailable:
             reasons = (*reasons, unavailable[row.name])
         if not reasons:

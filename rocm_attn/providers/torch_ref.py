@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.refs import attention, cache, metadata, pads
 from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.providers import torch_segments
 from rocm_attn.providers.contract import (
     AttendArgs,
     Baked,
@@ -166,6 +167,11 @@ def _row(name: str, kind: StepKind, bind: Bind, *bakes: Baked, needs: frozenset[
     )
 
 
+def _segments_row(kind: StepKind) -> KernelRow:
+    row = _row("torch.segments", kind, torch_segments.bind, Baked.MAX_KV_LEN, Baked.MAX_Q_LEN)
+    return replace(row, limits=replace(_LIMITS, archs=("cpu",)), batch_invariant=True)
+
+
 def _ops() -> StepOps:
     return StepOps(
         publish=metadata.publish,
@@ -193,6 +199,7 @@ TORCH = Provider(
             Baked.MAX_Q_LEN,
             needs=frozenset({Need.MASK_INDPTR, Need.MASK_WORDS}),
         ),
+        *map(_segments_row, (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)),
     ),
     ops=_ops,
 )

@@ -12,9 +12,11 @@ from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.problem import Problem
+from rocm_attn.providers import triton_segments
 from rocm_attn.providers.contract import (
     AttendArgs,
     Bind,
+    BoundKernel,
     KernelRow,
     Limits,
     Need,
@@ -204,8 +206,8 @@ class TritonMasked:
 class TritonMixed:
     """Decode for the sequences with one new token, extend for the longer ones; both write disjoint tokens of out."""
 
-    decode: TritonDecode
-    extend: TritonExtend
+    decode: BoundKernel
+    extend: BoundKernel
 
     def describe(self) -> str:
         return f"{self.extend.describe()} + {self.decode.describe()}"
@@ -218,7 +220,7 @@ class TritonMixed:
         return -(-self.extend.schedule_words(shape) // 4) * 4
 
     def workspace_words(self, shape: PaddedShape) -> int:
-        return self.decode.workspace_words(shape)
+        return max(self.extend.workspace_words(shape), self.decode.workspace_words(shape))
 
     def schedule_key(self) -> Hashable:
         return self.extend.schedule_key(), self.decode.schedule_key()
@@ -271,7 +273,12 @@ def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> TritonMask
     return TritonMasked(replace(extend, tiles=extend.tiles.of_masked_steps()))
 
 
-def _row(name: str, kind: StepKind, bind: Bind, *needs: Need) -> KernelRow:
+def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
+    extend = replace(triton_segments.bind_extend(problem, target, pool), min_q_len=2)
+    return TritonMixed(triton_segments.bind_decode(problem, target, pool), extend)
+
+
+def _row(name: str, kind: StepKind, bind: Bind, *needs: Need, batch_invariant: bool = False) -> KernelRow:
     return KernelRow(
         provider="triton",
         name=name,
@@ -280,7 +287,7 @@ def _row(name: str, kind: StepKind, bind: Bind, *needs: Need) -> KernelRow:
         min_kv_len=0,
         masks_v=True,
         graph_safe=True,
-        batch_invariant=False,
+        batch_invariant=batch_invariant,
         needs=frozenset(needs),
         bakes=frozenset(),
         needs_host_lengths=False,
@@ -317,6 +324,9 @@ TRITON = Provider(
         _row("triton.extend", StepKind.EXTEND, _bind_extend),
         _row("triton.extend+decode", StepKind.MIXED, _bind_mixed),
         _row("triton.masked", StepKind.MASKED, _bind_masked, Need.MASK_INDPTR, Need.MASK_WORDS),
+        _row("triton.segment_decode", StepKind.DECODE, triton_segments.bind_decode, batch_invariant=True),
+        _row("triton.segment_extend", StepKind.EXTEND, triton_segments.bind_extend, batch_invariant=True),
+        _row("triton.segment_extend+decode", StepKind.MIXED, _bind_mixed_segments, batch_invariant=True),
     ),
     ops=_ops,
 )

@@ -21,6 +21,7 @@ from rocm_attn.page_choice import AUTO_PAGE_SIZE, PAGE_SIZES, choose_page_size
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.runner.geometry import AttentionGeometry
+from rocm_attn.runner.linears import AllRows, BlocksOfRows
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.model import Model
 from rocm_attn.runner.pool_size import PoolPages, default_kv_bytes, pool_pages
@@ -36,7 +37,7 @@ from rocm_attn.target import detect_target
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How a model is served. Nothing here changes what is generated.
+    """How a model is served. Nothing here changes what is generated, but for how rounding falls out.
 
     provider:       "auto", "torch", "triton" or "aiter"
     page_size:      tokens in a page of the KV pool; "auto": the one with the best kernels for the model's layers
@@ -49,6 +50,7 @@ class EngineOptions:
     swa_pages:      likewise, of a pool for layers with a window; 0: they share the other layers' pool. None: what the
                     windows and chunk ask for, at most num_pages
     flight_path:    file that the last steps are written to when one fails; None: they are not kept
+    deterministic:  whether a request's tokens must be the same bit by bit whatever is served beside it
 
     Raises BadSetting.
     """
@@ -63,6 +65,7 @@ class EngineOptions:
     num_pages: int | None = None
     swa_pages: int | None = None
     flight_path: Path | None = None
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         least_of = {"page_size": 1, "max_batch_size": 1, "chunk": 1, "max_kv_len": 1, "num_pages": 2, "swa_pages": 0}
@@ -93,7 +96,8 @@ class Engine:
         self.options = options = options if options is not None else EngineOptions()
         self.runtime = _runtime_for(loaded, options)
         self.max_kv_len = self.runtime.max_kv_len
-        model = Model(loaded.config, loaded.weights, self.runtime, max_kv_len=self.max_kv_len)
+        linears = BlocksOfRows() if options.deterministic else AllRows()
+        model = Model(loaded.config, loaded.weights, self.runtime, max_kv_len=self.max_kv_len, linears=linears)
         path = options.flight_path
         self.flight = FlightRecorder(self.runtime, path) if path is not None else NO_FLIGHT_RECORDER
         self._runner = StepRunner(
@@ -215,6 +219,7 @@ class Engine:
             max_batch_size=self.options.max_batch_size,
             chunk=self.options.chunk,
             graphs=graphs_off,
+            deterministic=self.options.deterministic,
             guards_off=runtime.guards.off,
             steps=counters.steps,
             replays=counters.replays,
@@ -265,6 +270,7 @@ def _runtime_for(loaded: LoadedModel, options: EngineOptions) -> AttentionRuntim
         # a sequence cannot outgrow the pool
         max_kv_len=min(max_kv_len, (pages.full - 1) * page_size),
         provider=options.provider,
+        deterministic=options.deterministic,
     )
 
 
@@ -276,7 +282,7 @@ def _page_size(geometry: AttentionGeometry, dtype: torch.dtype, device: torch.de
     missing = missing_kernels(target, options.provider)
 
     def choose(problem: Problem) -> Selection:
-        return select(problem, target, options.provider, unavailable=missing)
+        return select(problem, target, options.provider, unavailable=missing, deterministic=options.deterministic)
 
     return choose_page_size(geometry.problems(dtype=dtype, page_size=PAGE_SIZES[0]), choose).page_size
 

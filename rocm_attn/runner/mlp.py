@@ -8,29 +8,31 @@ captured like any other, and what a token gets does not depend on the tokens bes
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rocm_attn.runner.config import DenseMlp, ExpertMlp
+from rocm_attn.runner.linears import Linears
 from rocm_attn.runner.mlp_weights import MlpWeights
 
 
-def inner_and_bias(x: Tensor, mlp: DenseMlp | ExpertMlp, weights: MlpWeights) -> tuple[Tensor, Tensor | None]:
+def inner_and_bias(
+    x: Tensor, mlp: DenseMlp | ExpertMlp, weights: MlpWeights, linears: Linears
+) -> tuple[Tensor, Tensor | None]:
     """What `weights.down` is to be multiplied with, and what is then to be added to the product.
 
     x:       [tokens, hidden], normalised
     returns: [tokens, inner], and [hidden] or [tokens, hidden]
     """
-    gate, up = F.linear(x, weights.gate_up, weights.gate_up_bias).chunk(2, -1)
+    gate, up = linears.linear(x, weights.gate_up, weights.gate_up_bias).chunk(2, -1)
     inner = mlp.gate.mix(gate, up)
     if isinstance(mlp, DenseMlp):
         return inner, weights.down_bias
     assert weights.router is not None, "a layer of experts is read with its router"
-    share = expert_shares(F.linear(x, weights.router, weights.router_bias), mlp)
+    share = expert_shares(linears.linear(x, weights.router, weights.router_bias), mlp)
     weighted = inner.view(*share.shape, -1) * share[..., None]
     # not chosen: 0 even where the expert overflowed
     weighted.masked_fill_((share == 0)[..., None], 0.0)
-    return weighted.flatten(1), None if weights.down_bias is None else share @ weights.down_bias
+    return weighted.flatten(1), None if weights.down_bias is None else linears.linear(share, weights.down_bias.t())
 
 
 def expert_shares(logits: Tensor, mlp: ExpertMlp) -> Tensor:

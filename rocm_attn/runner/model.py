@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rocm_attn.head_weights import HeadWeights, LayerHeadWeights
 from rocm_attn.runner.config import ModelConfig
+from rocm_attn.runner.linears import AllRows, Linears
 from rocm_attn.runner.mlp import inner_and_bias
 from rocm_attn.runner.rope import rotate
 from rocm_attn.runner.weights import LayerWeights, ModelWeights
@@ -51,12 +52,25 @@ class Attention(Protocol):
 
 
 class Model:
-    """A decoder. max_kv_len is the longest sequence that positions are prepared for."""
+    """A decoder.
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, runtime: Attention, *, max_kv_len: int) -> None:
+    max_kv_len: the longest sequence that positions are prepared for
+    linears:    how linear layers are computed
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        runtime: Attention,
+        *,
+        max_kv_len: int,
+        linears: Linears | None = None,
+    ) -> None:
         self.config = config
         self.weights = weights
         self.runtime = runtime
+        self._linears = linears if linears is not None else AllRows()
         dtype = weights.dtype
         self._cos_sin = {layer.rope: layer.rope.table(max_kv_len, dtype, weights.device) for layer in config.layers}
         # rounded as the embeddings are: models with a scale were trained so
@@ -73,10 +87,10 @@ class Model:
             x = self._norm(hidden, weights.attention_norm)
             attended = self._attend(number, weights, x, cos_sin[layer.rope])
             hidden = self._add(hidden, attended, weights.out, weights.out_bias, weights.attention_out_norm)
-            inner, bias = inner_and_bias(self._norm(hidden, weights.mlp_norm), layer.mlp, weights.mlp)
+            inner, bias = inner_and_bias(self._norm(hidden, weights.mlp_norm), layer.mlp, weights.mlp, self._linears)
             hidden = self._add(hidden, inner, weights.mlp.down, bias, weights.mlp_out_norm)
         last = hidden.index_select(0, step.last_token_of_seq)
-        return self._capped(F.linear(self._norm(last, self.weights.final_norm), self.weights.head))
+        return self._capped(self._linears.linear(self._norm(last, self.weights.final_norm), self.weights.head))
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T, hidden]: what the first layer gets. token_ids: integer [T]"""
@@ -87,7 +101,7 @@ class Model:
         """[T, num_q_heads * head_dim]: what the step's tokens see of their sequences."""
         heads = self.config.layers[layer].attention
         num_rotated = heads.num_q_heads + heads.num_kv_heads
-        qkv = F.linear(x, weights.qkv, weights.qkv_bias).view(x.shape[0], -1, heads.head_dim)
+        qkv = self._linears.linear(x, weights.qkv, weights.qkv_bias).view(x.shape[0], -1, heads.head_dim)
         qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
         if weights.q_norm is not None and weights.k_norm is not None:
             q, k = qk[:, : heads.num_q_heads], qk[:, heads.num_q_heads :]
@@ -101,10 +115,9 @@ class Model:
     def _add(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None) -> Tensor:
         """residual + x @ weight.T + bias, the latter two normalised where there is a norm for them."""
         if norm is not None:
-            product = F.linear(x, weight)
+            product = self._linears.linear(x, weight)
             return residual + self._norm(product if bias is None else product + bias, norm)
-        summed = torch.addmm(residual, x, weight.t())  # the sum with the residual costs no pass of its own
-        return summed if bias is None else summed.add_(bias)
+        return self._linears.add_linear(residual, x, weight, bias)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Over the last dimension, in the dtype of the weight if that is the wider one."""

@@ -17,6 +17,7 @@ class Report:
     swa_pages:       likewise, of the pool of layers with a window; 0: they share the other layers' pool
     max_kv_len:      tokens of the longest sequence
     graphs:          "on", "off", or "off: " and why they were switched off
+    deterministic:   whether a request's tokens are independent of those beside it
     guards_off:      safeguards that are switched off, by id
     steps, replays, captures: all steps, those that ran as a graph, graphs made
     padded_share:    padded sequences among all sequences of all steps
@@ -39,6 +40,7 @@ class Report:
     max_batch_size: int
     chunk: int
     graphs: str
+    deterministic: bool
     guards_off: tuple[str, ...]
     steps: int
     replays: int

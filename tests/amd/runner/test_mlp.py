@@ -11,6 +11,7 @@ from torch import Tensor
 from rocm_attn.errors import BadModel
 from rocm_attn.runner.config import ExpertMlp, ExpertTensors
 from rocm_attn.runner.gates import ClampedSwiGLU, Gate, GeGLU, SwiGLU
+from rocm_attn.runner.linears import AllRows
 from rocm_attn.runner.mlp import expert_shares, inner_and_bias
 from rocm_attn.runner.mlp_weights import MlpWeights
 
@@ -30,7 +31,7 @@ def random_weights() -> MlpWeights:
 
 
 def output(x: Tensor, mlp: ExpertMlp, weights: MlpWeights) -> Tensor:
-    inner, bias = inner_and_bias(x, mlp, weights)
+    inner, bias = inner_and_bias(x, mlp, weights, AllRows())
     assert bias is not None
     return inner @ weights.down.t() + bias
 

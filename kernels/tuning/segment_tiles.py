@@ -1,0 +1,105 @@
+"""Tiles of deterministic attention: what a segment is, and how decode and extend walk it; one literal row for each arch.
+
+segment_len, block_n and matrix_dim decide a result's bits and are therefore common to decode and extend. Where no
+matrix unit computes the products, and on "sm_", a sum's order follows from the tile's shape: decode_rows is block_m
+there, with the same warps. No row was measured on AMD.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, NoTiles, names_of
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentTiles:
+    """How KV is cut into segments, and how programs walk them.
+
+    segment_len:      KV tokens in a segment, a multiple of block_n; segment m is [m, m + 1) * segment_len
+    block_n:          KV tokens in a step of the loop
+    decode_rows:      rows of decode's q tile, of which one for each query head of a KV head is used
+    decode_warps, decode_stages: warps of a decode program, steps whose loads are in flight
+    programs_per_cu:  decode programs for each compute unit
+    extend:           how extend cuts new tokens; its block_n is the one above
+    matrix_dim:       rows of a matrix instruction that AMD's compiler shall take; 0: its own choice, and elsewhere
+    """
+
+    segment_len: int
+    block_n: int
+    decode_rows: int
+    decode_warps: int
+    decode_stages: int
+    programs_per_cu: int
+    extend: ExtendTiles
+    matrix_dim: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.segment_len % self.block_n == 0
+        assert self.extend.block_n == self.block_n
+
+    def decode(self, gqa_ratio: int) -> DecodeTiles:
+        """What decode's schedule is cut by: its tiles are segments."""
+        return DecodeTiles(
+            block_n=self.segment_len,
+            num_warps=self.decode_warps,
+            num_stages=self.decode_stages,
+            programs_per_cu=self.programs_per_cu,
+            head_blocks=-(-gqa_ratio // self.decode_rows),
+            row_cost=1,
+        )
+
+    def options(self) -> dict[str, int]:
+        """Launch options that decode and extend have in common."""
+        return {"matrix_instr_nonkdim": self.matrix_dim} if self.matrix_dim else {}
+
+    def most_segments(self, max_kv_len: int, window_left: int) -> int:
+        """The most segments that a token of a sequence of up to max_kv_len tokens sees; window_left -1: no window."""
+        segments = -(-max_kv_len // self.segment_len)
+        return segments if window_left < 0 else min(segments, window_left // self.segment_len + 2)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRow:
+    """tiles serve an arch, an element size in bytes and head dims up to max_head_dim."""
+
+    arch: str
+    item_bytes: int
+    max_head_dim: int
+    tiles: SegmentTiles
+
+
+# The first row that serves wins.
+SEGMENT_ROWS = (
+    # Extend: 250 registers, both accumulators among them, so one program an SM; with 4 warps it spills.
+    SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 64, 64, 4, 3, 2, ExtendTiles(128, 64, 8, 3))),
+    # Two accumulators of 64 x 256 spill.
+    SegmentRow("sm_90", 2, 256, SegmentTiles(1024, 32, 32, 4, 3, 2, ExtendTiles(32, 32, 4, 2))),
+    SegmentRow("sm_90", 4, 256, SegmentTiles(512, 16, 16, 4, 2, 2, ExtendTiles(16, 16, 4, 1))),
+    SegmentRow("sm_", 2, 128, SegmentTiles(1024, 32, 64, 4, 2, 1, ExtendTiles(64, 32, 4, 2))),
+    SegmentRow("sm_", 2, 256, SegmentTiles(1024, 32, 32, 4, 1, 1, ExtendTiles(32, 32, 4, 1))),
+    SegmentRow("sm_", 4, 256, SegmentTiles(512, 16, 16, 4, 1, 1, ExtendTiles(16, 16, 4, 1))),
+    # Decode: 124 VGPRs, 16 KiB of LDS. Extend: 192 to 244 VGPRs, 32 KiB: one workgroup of 8 waves, 2 a SIMD.
+    SegmentRow("gfx942", 2, 128, SegmentTiles(1024, 32, 16, 4, 2, 3, ExtendTiles(128, 32, 8, 2), 16)),
+    SegmentRow("gfx942", 2, 256, SegmentTiles(1024, 32, 16, 4, 2, 2, ExtendTiles(64, 32, 8, 2), 16)),
+    SegmentRow("gfx942", 4, 256, SegmentTiles(512, 16, 16, 4, 1, 1, ExtendTiles(16, 16, 4, 1), 16)),
+    SegmentRow("gfx950", 2, 128, SegmentTiles(1024, 32, 16, 4, 2, 3, ExtendTiles(128, 32, 8, 2), 16)),
+    SegmentRow("gfx950", 2, 256, SegmentTiles(1024, 32, 16, 4, 2, 2, ExtendTiles(64, 32, 8, 2), 16)),
+    SegmentRow("gfx950", 4, 256, SegmentTiles(512, 16, 16, 4, 1, 1, ExtendTiles(16, 16, 4, 1), 16)),
+    SegmentRow("interpreter", 2, 256, SegmentTiles(64, 16, 32, 1, 1, 3, ExtendTiles(32, 16, 1, 1))),
+    SegmentRow("interpreter", 4, 256, SegmentTiles(64, 16, 32, 1, 1, 3, ExtendTiles(32, 16, 1, 1))),
+)
+
+
+def segment_tiles(arch: str, *, head_dim: int, v_head_dim: int, dtype: torch.dtype) -> SegmentTiles:
+    """The tiles of deterministic decode and extend. Raises NoTiles."""
+    for name in names_of(arch):
+        for row in SEGMENT_ROWS:
+            if row.arch == name and row.item_bytes == dtype.itemsize and max(head_dim, v_head_dim) <= row.max_head_dim:
+                return row.tiles
+    raise NoTiles(
+        f"no deterministic tiles for {arch} with {dtype} and head dims {head_dim} and {v_head_dim}; "
+        f"rows exist for {', '.join(dict.fromkeys(row.arch for row in SEGMENT_ROWS))}"
+    )

@@ -1,0 +1,30 @@
+"""Cut points: where a deterministic runtime cuts a sequence's KV has nothing to do with the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rocm_attn.guards import Guards
+from tests.amd.runtime.stepping import providers, small_problem
+from tests.amd.runtime.telling import ALL_ON, Story, Teller, Told, same_bits
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+@pytest.mark.parametrize("provider", providers())
+def test_a_sequence_gives_the_same_bits_beside_a_longer_one(provider: str, graphs: bool, device: torch.device) -> None:
+    def tell(guards: Guards, *, beside: bool) -> tuple[Teller, Told]:
+        teller = Teller(device, provider, small_problem(), graphs=graphs, guards=guards)
+        told, other = (teller.begin(Story.random(teller.problem, n, seed)) for n, seed in ((110, 1), (400, 2)))
+        if beside:
+            teller.step([(other, 390)])
+        for chunk in (100, *[1] * 10):
+            teller.step([(told, chunk), *([(other, 1)] if beside and chunk == 1 else [])])
+        teller.check(told)
+        return teller, told
+
+    guarded = [tell(ALL_ON, beside=beside) for beside in (False, True)]
+    assert all(teller.runtime.selections[0].deterministic for teller, _ in guarded)
+    assert same_bits(guarded[0][1], guarded[1][1])
+    unguarded = [tell(ALL_ON.without("cut_points"), beside=beside)[1] for beside in (False, True)]
+    assert not same_bits(unguarded[0], unguarded[1])

@@ -1,0 +1,91 @@
+"""The runner's deterministic mode: the bits of a request's logits, whatever is served beside it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.runner import engine as engine_module
+from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.linears import ROWS, AllRows, BlocksOfRows
+from rocm_attn.runner.request import Request
+from rocm_attn.runner.sampling import Sampler, Sampling, pick_tokens
+from tests.amd.runner.tiny_model import CONFIG, tiny_model
+
+BASE = EngineOptions(
+    provider="torch", page_size=4, max_batch_size=8, chunk=16, graphs=False, max_kv_len=64, deterministic=True
+)
+
+
+def some_requests() -> list[Request]:
+    """Requests of which each is told apart by its seed; the seeds of greedy ones draw nothing."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = (3, 29, 1, 17, 8, 22)
+    prompts = [torch.randint(CONFIG.vocab_size, (length,), generator=generator).tolist() for length in lengths]
+    return [Request(tuple(prompt), 9, sampling=Sampling(seed=seed)) for seed, prompt in enumerate(prompts)]
+
+
+def logits_of(
+    requests: Sequence[Request], monkeypatch: pytest.MonkeyPatch, **changes: Any
+) -> tuple[dict[int, list[Tensor]], Engine]:
+    """Seed -> the logits that each of the request's tokens was picked from."""
+    seen: dict[int, list[Tensor]] = defaultdict(list)
+
+    def watched(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
+        for row, sampler in zip(logits, samplers, strict=True):
+            seen[sampler.sampling.seed].append(row.clone())
+        return pick_tokens(logits, samplers)
+
+    monkeypatch.setattr(engine_module, "pick_tokens", watched)
+    engine = Engine(tiny_model(), replace(BASE, **changes))
+    engine.generate(requests)
+    return seen, engine
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"chunk": 7}, {"chunk": 64, "page_size": 16}, {"graphs": True, "max_batch_size": 5}, {"num_pages": 22}],
+    ids=str,
+)
+def test_a_requests_logits_are_those_that_it_gets_alone(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together, engine = logits_of(some_requests(), monkeypatch, **changes)
+    assert engine.report().deterministic
+    for request in some_requests():
+        alone, _ = logits_of([request], monkeypatch)
+        seed = request.sampling.seed
+        assert len(alone[seed]) == 9
+        assert all(torch.equal(a, b) for a, b in zip(alone[seed], together[seed], strict=True)), f"request {seed}"
+
+
+def test_a_row_of_a_linear_layer_is_the_same_in_any_batch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(576, 333, generator=generator), torch.randn(576, generator=generator)
+    x, residual = torch.randn(40, 333, generator=generator), torch.randn(40, 576, generator=generator)
+    linears = BlocksOfRows()
+    whole, summed = linears.linear(x, weight, bias), linears.add_linear(residual, x, weight, None)
+    for first, end in ((0, 1), (3, 4), (5, 22), (39, 40), (1, 40)):
+        assert torch.equal(linears.linear(x[first:end], weight, bias), whole[first:end])
+        assert torch.equal(linears.add_linear(residual[first:end], x[first:end], weight, None), summed[first:end])
+    assert torch.allclose(whole, AllRows().linear(x, weight, bias), atol=1e-4)
+    assert linears.linear(x[:0], weight).shape == (0, 576)
+
+
+def test_every_product_has_one_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+    product = torch.nn.functional.linear
+
+    def watched(x: Tensor, *rest: Tensor | None) -> Tensor:
+        rows.append(x.shape[0])
+        return product(x, *rest)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", watched)
+    logits_of(some_requests()[:2], monkeypatch)
+    assert set(rows) == {ROWS}

@@ -1,0 +1,186 @@
+"""Stories: sequences whose q, k and v are fixed token by token, served in many ways, to compare what comes out by its bits.
+
+A story is told in chunks. What its tokens get is kept, wherever they sat in a step and whatever was beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.capture_check import NO_CHECK
+from rocm_attn.graphs import recorder_for
+from rocm_attn.guards import Guards
+from rocm_attn.head_weights import HeadWeights
+from rocm_attn.padding import token_places
+from rocm_attn.problem import Problem
+from rocm_attn.reference import attend_sequence
+from rocm_attn.runtime import AttentionRuntime, Step
+from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_runner import StepRunner
+from tests.amd.tolerances import assert_attention_close, assert_lse_close
+
+ALL_ON = Guards()
+MAX_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """Tokens of a sequence: q [n, q_heads, dim], k and v [n, kv_heads, dim]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    @classmethod
+    def random(cls, problem: Problem, num_tokens: int, seed: int) -> Story:
+        """Tokens that follow from the seed alone."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def rows(heads: int, dim: int) -> Tensor:
+            return torch.randn(num_tokens, heads, dim, generator=generator).to(problem.dtype)
+
+        kv_heads = problem.num_kv_heads
+        return cls(
+            rows(problem.num_q_heads, problem.head_dim),
+            rows(kv_heads, problem.head_dim),
+            rows(kv_heads, problem.v_head_dim),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Told:
+    """A story that is being told: its row of the table, the tokens told so far, and what they got."""
+
+    story: Story
+    row: int
+    out: Tensor
+    lse: Tensor
+    num_told: int = 0
+
+    @property
+    def bits(self) -> tuple[Tensor, Tensor]:
+        """out and lse of the tokens told so far."""
+        return self.out[: self.num_told], self.lse[: self.num_told]
+
+
+class Teller:
+    """A deterministic runtime of one layer that serves stories; pages and pads are NaN until they are written."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        provider: str,
+        problem: Problem,
+        *,
+        graphs: bool = False,
+        guards: Guards = ALL_ON,
+        deterministic: bool = True,
+        max_kv_len: int = 512,
+    ) -> None:
+        self.problem = problem
+        self.runtime = AttentionRuntime(
+            [problem],
+            device=device,
+            num_pages=1500 // problem.page_size,
+            max_num_seqs=6,
+            max_kv_len=max_kv_len,
+            provider=provider,
+            capture_sizes=(1, 4, 8),
+            capture_tokens=(16, 64, MAX_TOKENS),
+            split_steps=True,
+            deterministic=deterministic,
+            guards=guards,
+        )
+        pages = self.runtime.pool.layer(0)
+        pages.k[1:] = pages.v[1:] = float("nan")
+        self.weights = HeadWeights.random(problem, torch.Generator().manual_seed(1)).to(self.runtime.device)
+        self.runtime.head_weights.set(0, self.weights)
+
+        def rows(heads: int, dim: int) -> Tensor:
+            return torch.full((MAX_TOKENS, heads, dim), float("nan"), dtype=problem.dtype, device=self.runtime.device)
+
+        self._q = rows(problem.num_q_heads, problem.head_dim)
+        self._k = rows(problem.num_kv_heads, problem.head_dim)
+        self._v = rows(problem.num_kv_heads, problem.v_head_dim)
+        self._out = rows(problem.num_q_heads, problem.v_head_dim)
+        self._lse = torch.full(self._out.shape[:2], float("nan"), device=self.runtime.device)
+        recorder = recorder_for(self.runtime.device) if graphs else None
+        # Unchecked: every token is compared here.
+        self.runner = StepRunner(self.runtime, self._forward, recorder, check=NO_CHECK)
+
+    def begin(self, story: Story) -> Told:
+        """A story of which nothing was told."""
+        row = self.runtime.table.admit()
+        return self._told(story, row)
+
+    def fork(self, told: Told, num_tokens: int) -> Told:
+        """The same story, told so far by way of the first one's pages."""
+        child = self._told(told.story, self.runtime.table.fork(told.row, num_tokens))
+        child.out[:num_tokens], child.lse[:num_tokens] = told.out[:num_tokens], told.lse[:num_tokens]
+        child.num_told = num_tokens
+        return child
+
+    def free(self, told: Told) -> None:
+        """Give row and pages back."""
+        self.runtime.table.free(told.row)
+
+    def step(self, turns: Sequence[tuple[Told, int]], pad_to: int | None = None, *, halves: bool = False) -> None:
+        """Tell so many more tokens of each story, in one step."""
+        kv_len = [told.num_told + new for told, new in turns]
+        for (told, _), length in zip(turns, kv_len, strict=True):
+            self.runtime.table.reserve(told.row, length)
+        rows, q_len = [told.row for told, _ in turns], [new for _, new in turns]
+        batch = StepBatch(np.array(rows, np.int32), np.array(kv_len, np.int32), np.array(q_len, np.int32))
+        padding = self.runtime.padding
+        shape = (padding.split_shape if halves else padding.shape)(batch, pad_to)
+        places = torch.from_numpy(token_places(batch, shape)[: batch.num_tokens]).to(self.runtime.device)
+        for tensor, name in ((self._q, "q"), (self._k, "k"), (self._v, "v")):
+            tensor.fill_(float("nan"))
+            parts = [getattr(told.story, name)[told.num_told : told.num_told + new] for told, new in turns]
+            tensor[places] = torch.cat(parts).to(tensor.device)
+        self._out.fill_(float("nan"))
+        self._lse.fill_(float("nan"))
+        self.runner.run_as(shape, batch)
+        first = 0
+        for told, new in turns:
+            mine, here = places[first : first + new], slice(told.num_told, told.num_told + new)
+            told.out[here], told.lse[here] = self._out[mine], self._lse[mine]
+            told.num_told += new
+            first += new
+
+    def tell(self, told: Told, chunks: Sequence[int]) -> Told:
+        """Tell a story alone, chunk by chunk."""
+        for chunk in chunks:
+            self.step([(told, chunk)])
+        return told
+
+    def check(self, told: Told) -> None:
+        """Every token got what the oracle says."""
+        n, story, device = told.num_told, told.story, told.out.device
+        q, k, v = (part[:n].to(device) for part in (story.q, story.k, story.v))
+        want, want_lse = attend_sequence(q, k, v, self.problem, self.weights)
+        assert_attention_close(told.out[:n], want, self.problem.dtype)
+        assert_lse_close(told.lse[:n], want_lse, self.problem.dtype)
+
+    def _told(self, story: Story, row: int) -> Told:
+        out = torch.full((len(story.q), *self._out.shape[1:]), float("nan"), dtype=self._out.dtype)
+        device = self.runtime.device
+        return Told(story, row, out.to(device), torch.full(out.shape[:2], float("nan"), device=device))
+
+    def _forward(self, step: Step) -> Tensor:
+        used = step.tokens
+        step.layers.store_and_attend(0, self._q[used], self._k[used], self._v[used], self._out[used], self._lse[used])
+        return self._out[used][step.last_token_of_seq.long()]
+
+
+def same_bits(one: Told, other: Told) -> bool:
+    """Whether two tellings of a story gave every token the same bits."""
+    return one.num_told == other.num_told and all(
+        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        for a, b in zip(one.bits, other.bits, strict=True)
+    )

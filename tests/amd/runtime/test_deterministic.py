@@ -1,0 +1,194 @@
+"""Deterministic mode: the bits of a sequence's attention in every batch, bucket and chunking, eager and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+
+from rocm_attn.errors import Unsupported
+from rocm_attn.problem import Problem
+from rocm_attn.providers.select import select
+from rocm_attn.target import known_target
+from tests.amd.runtime.stepping import providers, small_problem
+from tests.amd.runtime.telling import Story, Teller, Told, same_bits
+
+# Under the interpreter a segment has 64 keys, on a GPU 512 or more, with torch 128.
+NUM_TOKENS = 150
+
+LAYERS: Mapping[str, Problem] = {
+    "plain": small_problem(),
+    "window_sinks": small_problem(5, window_left=70, has_sinks=True, v_head_dim=24),
+    "cap_slopes_fp16": small_problem(16, torch.float16, logits_soft_cap=2.0, has_alibi_slopes=True),
+}
+# Of several problems so that pages, dims and ratios differ; each is told in every way.
+both = pytest.mark.parametrize("provider", providers())
+every_layer = pytest.mark.parametrize("layer", LAYERS)
+
+Way = Callable[[Teller, Story], Told]
+
+
+def in_chunks(*chunks: int) -> Way:
+    """Alone, in chunks."""
+    assert sum(chunks) == NUM_TOKENS
+
+    def way(teller: Teller, story: Story) -> Told:
+        return teller.tell(teller.begin(story), chunks)
+
+    return way
+
+
+def beside_others(teller: Teller, story: Story) -> Told:
+    """In mixed batches: behind a longer story, before a shorter one; decoding while others extend."""
+    others = [teller.begin(Story.random(teller.problem, 300, seed)) for seed in (11, 12, 13)]
+    teller.step([(others[0], 130), (others[1], 3)])
+    told = teller.begin(story)
+    teller.step([(others[0], 1), (told, 90), (others[2], 17)])
+    teller.step([(told, 1), (others[1], 9), (others[0], 40)])
+    teller.step([(others[2], 1), (others[0], 1), (told, 1)])
+    teller.step([(others[1], 1), (told, 1), (others[0], 1), (others[2], 1)], pad_to=8)
+    teller.step([(others[2], 5), (others[1], 0), (told, 57)])
+    return told
+
+
+def in_scattered_pages(teller: Teller, story: Story) -> Told:
+    """In pages that others held, in another order, with their numbers in them."""
+    others = [teller.begin(Story.random(teller.problem, 120, seed)) for seed in (21, 22, 23)]
+    for chunk in (7, 40, 22, 31):
+        teller.step([(other, chunk) for other in others])
+    teller.free(others[1])
+    told = teller.begin(story)
+    teller.step([(told, 70)])
+    teller.free(others[0])
+    return teller.tell(told, (20, 60))
+
+
+def over_a_cached_prefix(teller: Teller, story: Story) -> Told:
+    """Behind pages that another request has filled, and shares."""
+    parent = teller.tell(teller.begin(story), (101,))
+    told = teller.fork(parent, 97)
+    teller.step([(parent, 5), (told, 20)])
+    return teller.tell(told, (32, 1))
+
+
+def in_halves(teller: Teller, story: Story) -> Told:
+    """In steps that are split in two: as part of the first half, then of the second."""
+    others = [teller.begin(Story.random(teller.problem, 200, seed)) for seed in (31, 32)]
+    told = teller.begin(story)
+    teller.step([(told, 100), (others[0], 30), (others[1], 60)], halves=True)
+    teller.step([(others[0], 70), (others[1], 2), (told, 49)], halves=True)
+    teller.step([(others[0], 1), (told, 1)], halves=True)
+    return told
+
+
+WAYS: Mapping[str, Way] = {
+    "one_token_last": in_chunks(149, 1),
+    "tokens_last": in_chunks(140, *[1] * 10),
+    "tokens_first": in_chunks(*[1] * 10, 139, 1),
+    "at_a_cut": in_chunks(64, 64, 22),
+    "around_a_cut": in_chunks(63, 1, 1, 62, 1, 1, 21),
+    "small": in_chunks(*[9] * 16, 6),
+    "odd": in_chunks(1, 31, 33, 2, 60, 5, 18),
+    "beside_others": beside_others,
+    "scattered": in_scattered_pages,
+    "cached": over_a_cached_prefix,
+    "halves": in_halves,
+}
+
+
+@both
+@every_layer
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+def test_a_sequence_gives_the_same_bits_in_every_way(
+    graphs: bool, layer: str, provider: str, device: torch.device
+) -> None:
+    problem = LAYERS[layer]
+    story = Story.random(problem, NUM_TOKENS, 1)
+    teller = Teller(device, provider, problem)
+    alone = teller.tell(teller.begin(story), (NUM_TOKENS,))
+    teller.check(alone)
+    different = []
+    for name, way in WAYS.items():
+        teller = Teller(device, provider, problem, graphs=graphs)
+        told = way(teller, story)
+        teller.check(told)
+        if not same_bits(told, alone):
+            different.append(name)
+        if graphs:
+            assert teller.runner.counters.replays > 0
+    assert not different
+
+
+@both
+def test_every_chunk_size_gives_the_same_bits(provider: str, device: torch.device) -> None:
+    problem = small_problem(3, num_q_heads=4, num_kv_heads=4)
+    story = Story.random(problem, 90, 2)
+    teller = Teller(device, provider, problem)
+    alone = teller.tell(teller.begin(story), (90,))
+    for chunk in (2, 5, 8, 13, 21, 34, 55, 89):
+        told = teller.begin(story)
+        while told.num_told < 90:
+            teller.step([(told, min(chunk, 90 - told.num_told))])
+        assert same_bits(told, alone), f"chunks of {chunk} tokens"
+        teller.free(told)
+
+
+@both
+def test_the_log_sum_exp_that_nobody_asks_for_changes_no_output(provider: str, device: torch.device) -> None:
+    problem = small_problem(has_sinks=True)
+    teller = Teller(device, provider, problem)
+    story = Story.random(problem, 80, 3)
+    with_lse = teller.tell(teller.begin(story), (79, 1))
+    told = teller.tell(teller.begin(story), (79,))
+    runtime, token = teller.runtime, slice(79, 80)
+    runtime.table.reserve(told.row, 80)
+    runtime.begin_step(_decode_of(told))
+    q, k, v = (part[token].to(runtime.device) for part in (story.q, story.k, story.v))
+    out = torch.empty_like(with_lse.out[token])
+    runtime.store_and_attend(0, q, k, v, out)
+    runtime.end_step()
+    assert torch.equal(out, with_lse.out[token])
+
+
+def _decode_of(told: Told):  # type: ignore[no-untyped-def]
+    from rocm_attn.step_batch import StepBatch
+
+    return StepBatch(rows=[told.row], kv_len=[told.num_told + 1], q_len=[1])
+
+
+def test_only_kernels_that_do_not_depend_on_the_batch_are_chosen() -> None:
+    chosen = select(small_problem(16), known_target("gfx942"), "auto", deterministic=True)
+    assert chosen.deterministic
+    assert [kernel.row.name for kernel in chosen.kernels.values()] == [
+        "triton.segment_decode",
+        "triton.segment_extend",
+        "triton.segment_extend+decode",
+    ]
+    assert "decode: not triton.decode: a sequence's result may depend on the batch" in chosen.lines()
+    assert not select(small_problem(16), known_target("gfx942"), "triton").deterministic
+
+
+@pytest.mark.parametrize(
+    ("provider", "arch", "reason"),
+    [
+        ("aiter", "gfx942", "a sequence's result may depend on the batch"),
+        ("torch", "gfx942", "arch gfx942 is not one of cpu"),
+    ],
+)
+def test_a_provider_without_such_kernels_is_refused(provider: str, arch: str, reason: str) -> None:
+    with pytest.raises(Unsupported, match=f"no deterministic kernel of provider '{provider}' serves decode") as refused:
+        select(small_problem(16), known_target(arch), provider, deterministic=True)
+    assert any(reason in line for line in refused.value.reasons)
+
+
+@both
+def test_graphs_of_the_two_modes_have_keys_of_their_own(provider: str, device: torch.device) -> None:
+    keys = []
+    for deterministic in (False, True):
+        teller = Teller(device, provider, small_problem(), deterministic=deterministic, graphs=True)
+        assert all(each.deterministic == deterministic for each in teller.runtime.selections)
+        teller.tell(teller.begin(Story.random(teller.problem, 5, 4)), (4, 1))
+        keys.append({bucket.key for bucket in teller.runner.capture_report().buckets})
+    assert keys[0]
+    assert not keys[0] & keys[1]

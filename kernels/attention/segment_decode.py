@@ -24,7 +24,7 @@ from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_programs", "width", "window_left"])
-def _segments_kernel(
+def _segment_decode_kernel(
     q,
     k_pages,
     v_pages,
@@ -211,7 +211,7 @@ def launch_segment_decode(
     parts, sums = workspace[:part_words], workspace[part_words : part_words + sum_words]
     decode = tiles.decode(gqa_ratio)
     launch(
-        _segments_kernel,
+        _segment_decode_kernel,
         (num_programs,),
         q,
         k_pages,

@@ -43,7 +43,7 @@ def _rows_of_tile(
 
 
 @triton.jit(do_not_specialize=["width", "window_left"])
-def _extend_kernel(
+def _segment_extend_kernel(
     q,
     k_pages,
     v_pages,
@@ -227,7 +227,7 @@ def launch_segment_extend(
     max_tiles = max_extend_tiles(num_tokens, num_seqs, gqa_ratio=gqa_ratio, tiles=extend)
     lse_token, lse_head = (0, 0) if lse is None else lse.stride()
     launch(
-        _extend_kernel,
+        _segment_extend_kernel,
         (max_tiles * num_kv_heads * triton.cdiv(gqa_ratio, tile_heads),),
         q,
         k_pages,

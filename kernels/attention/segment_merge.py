@@ -22,7 +22,7 @@ _PARTS = 8
 
 
 @triton.jit(do_not_specialize=["num_programs", "window_left"])
-def _merge_kernel(
+def _segment_merge_kernel(
     q_indptr,
     schedule,
     parts,
@@ -123,7 +123,7 @@ def launch_segment_merge(
     columns = min(block, 32) if is_small else block
     lse_token, lse_head = (0, 0) if lse is None else lse.stride()
     launch(
-        _merge_kernel,
+        _segment_merge_kernel,
         (num_rows, triton.cdiv(q_rows, heads), triton.cdiv(v_head_dim, columns)),
         q_indptr,
         schedule,

@@ -10,7 +10,9 @@ import torch
 from rocm_attn.errors import Unsupported
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
+from rocm_attn.step_batch import StepBatch
 from rocm_attn.target import known_target
+from tests.amd.kernels.matrix_unit import use_matrix_unit
 from tests.amd.runtime.stepping import providers, small_problem
 from tests.amd.runtime.telling import Story, Teller, Told, same_bits
 
@@ -97,6 +99,11 @@ WAYS: Mapping[str, Way] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _matrix_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_matrix_unit(monkeypatch)
+
+
 @both
 @every_layer
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
@@ -151,9 +158,7 @@ def test_the_log_sum_exp_that_nobody_asks_for_changes_no_output(provider: str, d
     assert torch.equal(out, with_lse.out[token])
 
 
-def _decode_of(told: Told):  # type: ignore[no-untyped-def]
-    from rocm_attn.step_batch import StepBatch
-
+def _decode_of(told: Told) -> StepBatch:
     return StepBatch(rows=[told.row], kv_len=[told.num_told + 1], q_len=[1])
 
 

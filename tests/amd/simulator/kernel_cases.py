@@ -22,6 +22,7 @@ from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_s
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.driver import ARCHS, Simulation, simulated
 from tests.amd.simulator.metadata_cases import metadata_cases
+from tests.amd.simulator.segment_cases import segment_cases
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -191,6 +192,7 @@ def quick_cases(arch: str) -> list[KernelCase]:
             for dtype in (BF16, FP16)
             for is_large in (False, True)
         ),
+        *segment_cases(arch),
         *metadata_cases(arch),
     ]
 

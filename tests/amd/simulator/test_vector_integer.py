@@ -55,6 +55,8 @@ def random_words() -> Array:
         ("v_mad_i32_i24", [0xFFFFFF, 3, 1], MINUS_1 - 1),
         ("v_max_i32", [MINUS_1, 3], 3),
         ("v_min_i32", [MINUS_1, 3], MINUS_1),
+        ("v_max3_i32", [MINUS_1, 9, 3], 9),
+        ("v_min3_i32", [3, 9, MINUS_1], MINUS_1),
         ("v_max_u32", [MINUS_1, 3], MINUS_1),
         ("v_min_u32", [MINUS_1, 3], 3),
         ("v_med3_i32", [MINUS_1, 0, 9], 0),

@@ -180,6 +180,8 @@ OPS: dict[str, VectorOp] = {
     "v_subbrev_co_u32": VectorOp(U32, (U32, U32, MASK), _reversed(_borrow_subtract), has_mask=True),
     "v_max_i32": _op(np.maximum, I32, I32),
     "v_min_i32": _op(np.minimum, I32, I32),
+    "v_max3_i32": _op(lambda a, b, c: np.maximum(np.maximum(a, b), c), I32, I32, I32),
+    "v_min3_i32": _op(lambda a, b, c: np.minimum(np.minimum(a, b), c), I32, I32, I32),
     "v_max_u32": _unsigned(np.maximum),
     "v_min_u32": _unsigned(np.minimum),
     "v_med3_i32": _op(lambda a, b, c: np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c)), I32, I32, I32),

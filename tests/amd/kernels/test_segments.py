@@ -1,0 +1,126 @@
+"""The deterministic kernels: right by the reference, and decode's bits are extend's, whoever shares out the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, SegmentTiles, segment_tiles
+from rocm_attn.kernels.tuning.tiles import NoTiles
+from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_served, build, dtypes
+from tests.amd.kernels.matrix_unit import use_matrix_unit
+from tests.amd.kernels.segment_cases import (
+    assert_same_bits,
+    last_tokens,
+    run_decode,
+    run_decode_twin,
+    run_extend,
+    run_extend_twin,
+)
+
+
+@pytest.fixture(autouse=True)
+def _matrix_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_matrix_unit(monkeypatch)
+
+
+def tiles_at(device: torch.device, case: Case) -> SegmentTiles:
+    """The device's own tiles, with segments so short that the cases have several."""
+    arch = "interpreter"
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        is_amd = torch.version.hip is not None
+        arch = properties.gcnArchName.split(":")[0] if is_amd else f"sm_{properties.major}{properties.minor}"
+    tiles = segment_tiles(arch, head_dim=case.dims[0], v_head_dim=case.dims[1], dtype=case.dtype)
+    return replace(tiles, segment_len=64)
+
+
+CASES = {
+    "plain": Case([130, 64, 65, 1, 200], [130, 3, 1, 1, 9]),
+    "odd": Case([90, 129], [17, 2], heads=(6, 2), dims=(80, 48), page_size=5, tail=3, spread=True),
+    "mha": Case([70, 128], [6, 64], heads=(2, 2), dims=(16, 16), page_size=1),
+    "many_heads": Case([100, 66], [4, 1], heads=(71, 1), dims=(32, 32), page_size=7),
+    "window": Case([200, 67], [20, 4], window_left=40, sinks=True),
+    "long_window": Case([300], [90], heads=(4, 1), window_left=150, page_size=3),
+    "cap_slopes": Case([130, 70], [66, 2], soft_cap=3.0, slopes=True),
+    "not_causal": Case([130, 70], [1, 1], causal=False),
+}
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+@every_case
+def test_the_last_tokens_of_an_extend_are_those_of_a_decode_bit_by_bit(case: Case, kernel_device: torch.device) -> None:
+    for dtype in dtypes():
+        extended = build(replace(case, dtype=dtype), kernel_device)
+        tiles = tiles_at(kernel_device, extended.case)
+        decoded = last_tokens(extended)
+        run_extend(extended, tiles=tiles)
+        run_decode(decoded, num_programs=5, tiles=tiles)
+        assert_served(extended)
+        assert_served(decoded)
+        assert_same_bits(decoded, extended)
+
+
+@pytest.mark.parametrize("num_programs", [1, 2, 7, 40])
+def test_who_runs_a_segment_changes_no_bit(num_programs: int, kernel_device: torch.device) -> None:
+    def decoded(programs: int) -> Tensors:
+        tensors = build(Case([300, 0, 64, 129], [1] * 4, window_left=200), kernel_device)
+        run_decode(tensors, num_programs=programs, tiles=tiles_at(kernel_device, tensors.case))
+        assert_served(tensors)
+        return tensors
+
+    mine, other = decoded(num_programs), decoded(3)
+    assert torch.equal(mine.out, other.out)
+    assert torch.equal(mine.lse, other.lse)
+
+
+def test_each_kernel_leaves_the_others_tokens_alone(kernel_device: torch.device) -> None:
+    tensors = build(Case([80, 70, 5], [1, 6, 1], tail=2), kernel_device)
+    tiles = tiles_at(kernel_device, tensors.case)
+    run_extend(tensors, min_q_len=2, tiles=tiles)
+    assert (tensors.out[[0, 7]] == UNTOUCHED).all()
+    run_decode(tensors, num_programs=3, tiles=tiles)
+    assert_served(tensors)
+
+
+@pytest.mark.parametrize("twin", [run_extend_twin, run_decode_twin])
+@every_case
+def test_the_twins_are_right(case: Case, twin: Callable[[Tensors], None], kernel_device: torch.device) -> None:
+    if twin is run_decode_twin:
+        case = case.decodes()
+    tensors = build(replace(case, tail=case.tail if twin is run_extend_twin else 0), kernel_device)
+    twin(tensors)
+    assert_served(tensors)
+
+
+def test_decode_and_extend_of_a_row_share_what_decides_bits() -> None:
+    """Where a compiler may order a sum by the shape of a tile, both have one shape."""
+    for row in SEGMENT_ROWS:
+        tiles = row.tiles
+        by_rows_alone = row.item_bytes == 2 and (row.arch.startswith("gfx") or tiles.decode_rows >= 64)
+        same_shape = (tiles.decode_rows, tiles.decode_warps) == (tiles.extend.block_m, tiles.extend.num_warps)
+        assert by_rows_alone or same_shape, row
+        assert tiles.matrix_dim == (16 if row.arch.startswith("gfx") else 0)
+
+
+def test_a_shape_without_tiles_is_refused_with_the_archs_that_have_some() -> None:
+    with pytest.raises(NoTiles, match="no deterministic tiles for gfx90a .* rows exist for sm_90, sm_, gfx942"):
+        segment_tiles("gfx90a", head_dim=64, v_head_dim=64, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("max_kv_len", "window_left", "segments"),
+    [(1, -1, 1), (64, -1, 1), (65, -1, 2), (500, 0, 2), (500, 64, 3), (9, 64, 1)],
+)
+def test_the_workspace_has_a_slot_for_every_segment_a_token_sees(
+    max_kv_len: int, window_left: int, segments: int
+) -> None:
+    tiles = replace(SEGMENT_ROWS[-1].tiles, segment_len=64)
+    assert tiles.most_segments(max_kv_len, window_left) == segments
+    if window_left < 0:
+        return
+    seen = {len(range(max(0, length - 1 - window_left) // 64, -(-length // 64))) for length in range(1, max_kv_len + 1)}
+    assert max(seen) <= segments

@@ -1,0 +1,40 @@
+"""Runs of the deterministic kernels on a simulated arch: decode and extend give a token the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
+from tests.amd.kernels.attention_cases import Case, assert_served, build
+from tests.amd.kernels.segment_cases import assert_same_bits, last_tokens, run_decode, run_extend
+from tests.amd.simulator.case import KernelCase
+from tests.amd.simulator.driver import Simulation, simulated
+
+# Whole segments of 64 keys and parts of some; cuts and diagonals at several places of a tile of 32 keys.
+PLAIN = Case([150, 65, 33], [3, 2, 9], heads=(8, 2), dims=(128, 128), dtype=torch.bfloat16, tail=2)
+WINDOW = replace(PLAIN, heads=(8, 1), dims=(64, 64), window_left=40, sinks=True, page_size=8)
+CAPPED = replace(PLAIN, heads=(6, 2), dims=(80, 48), soft_cap=3.0, slopes=True, dtype=torch.float16, page_size=5)
+
+
+def run_segments(arch: str, case: Case) -> Simulation:
+    """Extend over all new tokens, then decode of the last ones."""
+    extended = build(case, torch.device("cpu"))
+    tiles = segment_tiles(arch, head_dim=case.dims[0], v_head_dim=case.dims[1], dtype=case.dtype)
+    tiles = replace(tiles, segment_len=64)
+    decoded = last_tokens(extended)
+    with simulated(arch) as simulation:
+        run_extend(extended, tiles=tiles)
+        run_decode(decoded, num_programs=5, tiles=tiles)
+    assert_served(extended)
+    assert_served(decoded)
+    assert_same_bits(decoded, extended)
+    return simulation
+
+
+def segment_cases(arch: str) -> list[KernelCase]:
+    """The deterministic kernels: plain, with a window and sinks, and with a cap, slopes and odd dims."""
+    cases = {"plain": PLAIN, "window": WINDOW, "capped": CAPPED}
+    return [KernelCase(f"segments-{name}", arch, partial(run_segments, arch, case)) for name, case in cases.items()]

@@ -23,6 +23,7 @@ def main() -> None:
         ("host_time_h200.json", host_time),
         ("graph_cost_h200.json", graph_cost),
         ("fill_time_h200.json", fill_time),
+        ("deterministic_cost_h200.json", deterministic_cost),
         ("soak_h200.json", soak),
         ("runner_cpu.json", runner),
     ):
@@ -118,6 +119,24 @@ def fill_time(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         moved = f"{row['bytes'] / 1e6:.1f} | {row['copy_us']} | {row['us'] / row['copy_us']:.2f}"
         lines.append(f"| {row['form']} | {row['num_seqs']} | {row['us']} | {moved if row['bytes'] else '- | - | -'} |")
+    return "\n".join(lines) + "\n"
+
+
+def deterministic_cost(result: dict[str, Any]) -> str:
+    """Both modes of the same step."""
+    lines = [
+        "## Deterministic mode beside the normal one, attention of Llama-3-8B, bf16, CUDA-graph replay\n",
+        machine_line(result["machine"]),
+        "One layer's launches; medians of rounds in which the modes take turns.\n",
+        "| step | normal us | deterministic us | x normal | allowed |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['case']} | {row['normal_us']} | {row['deterministic_us']} | {row['times']:.2f} "
+        f"| {row['times_allowed']} |"
+        for row in result["rows"]
+        if row["tiles"] == "tuning row"
+    ]
     return "\n".join(lines) + "\n"
 
 

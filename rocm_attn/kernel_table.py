@@ -30,7 +30,8 @@ _MEANING = """\
   where they would be wrong; `explain` says so.
 - **freezes**: host values that are part of a graph's key.
 - **pool limit**: bytes of one layer's K pages, and of its V pages.
-- No kernel is taken for batch-invariant. A padded sequence has the least KV length.
+- **any batch**: whether a sequence's result is bitwise the same in any batch; deterministic mode takes no others.
+- A padded sequence has the least KV length.
 """
 
 _TITLES = {"aiter": "AITER", "triton": "Triton", "torch": "PyTorch"}
@@ -163,4 +164,5 @@ _DEMANDS: dict[str, Callable[[_Line], str]] = {
     "masks V": lambda line: _yes(line[0].masks_v),
     "clears pads": lambda line: _yes(line[0].clears_pads),
     "in graphs": lambda line: _yes(line[0].graph_safe),
+    "any batch": lambda line: _yes(line[0].batch_invariant),
 }

@@ -92,7 +92,8 @@ def segment_extend(
     """Attention of every new token of every sequence; tokens at or past q_indptr[-1] get 0 and LSE -inf.
 
     The arguments are launch_segment_extend's; schedule and tiles have no meaning here, segments have segment_len keys.
-    Without a schedule there is no min_q_len. The work is proportional to table.shape[1]: pass the table narrowed to the pages that the step needs.
+    Without a schedule there is no min_q_len. The work is proportional to table.shape[1]: pass the table narrowed to the
+    pages that the step needs.
     """
     num_tokens, num_seqs = q.shape[0], kv_len.shape[0]
     if num_tokens == 0 or num_seqs == 0:

@@ -1,4 +1,4 @@
-"""Tiles of deterministic attention: what a segment is, and how decode and extend walk it; one literal row for each arch.
+"""Tiles of deterministic attention: what a segment is, and how decode and extend walk it; a literal row for each arch.
 
 segment_len, block_n and matrix_dim decide a result's bits and are therefore common to decode and extend. Where no
 matrix unit computes the products, and on "sm_", a sum's order follows from the tile's shape: decode_rows is block_m
@@ -76,11 +76,12 @@ SEGMENT_ROWS = (
     # Extend: 250 registers, both accumulators among them, so one program an SM; with 4 warps it spills.
     SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 64, 64, 4, 3, 2, ExtendTiles(128, 64, 8, 3))),
     # Two accumulators of 64 x 256 spill.
-    SegmentRow("sm_90", 2, 256, SegmentTiles(1024, 32, 32, 4, 3, 2, ExtendTiles(32, 32, 4, 2))),
+    SegmentRow("sm_90", 2, 256, SegmentTiles(1024, 32, 32, 8, 3, 2, ExtendTiles(32, 32, 8, 2))),
     SegmentRow("sm_90", 4, 256, SegmentTiles(512, 16, 16, 4, 2, 2, ExtendTiles(16, 16, 4, 1))),
-    SegmentRow("sm_", 2, 128, SegmentTiles(1024, 32, 64, 4, 2, 1, ExtendTiles(64, 32, 4, 2))),
-    SegmentRow("sm_", 2, 256, SegmentTiles(1024, 32, 32, 4, 1, 1, ExtendTiles(32, 32, 4, 1))),
-    SegmentRow("sm_", 4, 256, SegmentTiles(512, 16, 16, 4, 1, 1, ExtendTiles(16, 16, 4, 1))),
+    SegmentRow("sm_", 2, 128, SegmentTiles(1024, 32, 32, 4, 2, 1, ExtendTiles(32, 32, 4, 2))),
+    SegmentRow("sm_", 2, 256, SegmentTiles(1024, 32, 32, 8, 2, 1, ExtendTiles(32, 32, 8, 1))),
+    SegmentRow("sm_", 4, 128, SegmentTiles(512, 32, 16, 4, 1, 1, ExtendTiles(16, 32, 4, 1))),
+    SegmentRow("sm_", 4, 256, SegmentTiles(512, 16, 16, 2, 1, 1, ExtendTiles(16, 16, 2, 1))),
     # Decode: 124 VGPRs, 16 KiB of LDS. Extend: 192 to 244 VGPRs, 32 KiB: one workgroup of 8 waves, 2 a SIMD.
     SegmentRow("gfx942", 2, 128, SegmentTiles(1024, 32, 16, 4, 2, 3, ExtendTiles(128, 32, 8, 2), 16)),
     SegmentRow("gfx942", 2, 256, SegmentTiles(1024, 32, 16, 4, 2, 2, ExtendTiles(64, 32, 8, 2), 16)),

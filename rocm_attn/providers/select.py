@@ -110,8 +110,8 @@ def select(
     if not missing:
         return Selection(problem, target, kernels, tuple(refusals))
     raise Unsupported(
-        f"no {'deterministic ' if deterministic else ''}kernel of provider {provider!r} serves {_and(missing)} steps of "
-        f"{_describe(problem)} on {target.arch}",
+        f"no {'deterministic ' if deterministic else ''}kernel of provider {provider!r} serves {_and(missing)} steps "
+        f"of {_describe(problem)} on {target.arch}",
         [f"{r.kind.value}: {r.kernel}: {r.reason}" for r in refusals],
     )
 

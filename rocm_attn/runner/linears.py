@@ -46,8 +46,8 @@ class BlocksOfRows:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         rows = x.shape[0]
         filled = F.pad(x, (0, 0, 0, -rows % ROWS))
-        blocks = [F.linear(block, weight, bias) for block in filled.split(ROWS)]
-        return torch.cat(blocks)[:rows]
+        blocks = torch.split(filled, ROWS)
+        return torch.cat([F.linear(block, weight, bias) for block in blocks])[:rows]
 
     def add_linear(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return residual + self.linear(x, weight, bias)

@@ -26,6 +26,7 @@ BUFFERS_OF_NEED = {
     Need.BLOCK_TABLE: {"block_table"},
     Need.KV_LEN_INT64: {"kv_len_int64"},
     Need.MASK_INDPTR: {"mask_indptr"},
+    Need.MASK_WORDS: {"mask_words", "given_position_of_token"},
 }
 
 

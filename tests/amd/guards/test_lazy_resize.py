@@ -17,7 +17,7 @@ WIDTH = 3
 # One more of each dtype, with a pad that no other has.
 SPECS = (
     *STEP_BUFFERS,
-    *(spec for need in Need for spec in needed_buffers(need, WIDTH)),
+    *(spec for need in Need for spec in needed_buffers(need, WIDTH, row_tokens=8 * WIDTH)),
     BufferSpec("wide_indptr", Unit.SEQ_BOUNDARY, torch.int64, lambda shape: 5 * shape.num_seqs + 1, pad=-9),
     BufferSpec("schedule", Unit.WORD, torch.int32, lambda shape: 7 + 2 * shape.num_seqs, pad=4),
 )
@@ -27,17 +27,22 @@ def decode(num_seqs: int) -> PaddedShape:
     return PaddedShape(StepKind.DECODE, num_seqs, num_seqs)
 
 
+def masked(num_seqs: int) -> PaddedShape:
+    """A step that uses every buffer."""
+    return PaddedShape(StepKind.MASKED, num_seqs, num_seqs)
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_a_short_buffer_grows_whatever_the_others_hold(spec: BufferSpec) -> None:
     """SGLang's H1: one buffer that came from outside, and was large, kept three others from growing."""
     buffers = StepBuffers(SPECS, torch.device("cpu"))
-    buffers.ensure(decode(5))
+    buffers.ensure(masked(5))
     for other in SPECS:
         if other.name != spec.name:
             buffers._tensors[other.name] = torch.full((4096,), 77, dtype=other.dtype)
     before = {name: tensor.data_ptr() for name, tensor in buffers.tensors().items()}
     epoch, held = buffers.epoch, buffers.tensors()[spec.name].numel()
-    larger = decode(40)
+    larger = masked(40)
     buffers.ensure(larger)
 
     moved = {name for name, tensor in buffers.tensors().items() if tensor.data_ptr() != before[name]}

@@ -107,7 +107,7 @@ def test_decode_and_extend_of_a_row_share_what_decides_bits() -> None:
 
 
 def test_a_shape_without_tiles_is_refused_with_the_archs_that_have_some() -> None:
-    with pytest.raises(NoTiles, match="no deterministic tiles for gfx90a .* rows exist for sm_90, sm_, gfx942"):
+    with pytest.raises(NoTiles, match=r"no deterministic tiles for gfx90a .* rows exist for sm_90, sm_, gfx942"):
         segment_tiles("gfx90a", head_dim=64, v_head_dim=64, dtype=torch.bfloat16)
 
 

@@ -16,6 +16,8 @@ from rocm_attn.kernels.attention.extend_schedule import extend_schedule_words, l
 from rocm_attn.kernels.attention.merge_states import launch_merge_states
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.pads import launch_clear_pads
+from rocm_attn.kernels.attention.segment_decode import launch_segment_decode, segment_parts_words, segment_slots
+from rocm_attn.kernels.attention.segment_extend import launch_segment_extend
 from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
@@ -29,6 +31,7 @@ from rocm_attn.kernels.refs import merge_states as merge_twins
 from rocm_attn.kernels.refs import metadata as twins
 from rocm_attn.kernels.refs import schedules
 from rocm_attn.kernels.refs.pads import clear_pads
+from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from tests.amd.kernels.attention_cases import Case, Tensors, assert_served, build
 from tests.amd.mutation.memory import Memory
@@ -39,6 +42,9 @@ GARBAGE = -0x7F7F7F7F
 HEADS, DIMS, PAGE_SIZE = (6, 2), (24, 40), 3
 DECODE_TILES = DecodeTiles(block_n=16, num_warps=1, num_stages=1, programs_per_cu=1)
 EXTEND_TILES = ExtendTiles(block_m=16, block_n=16, num_warps=1, num_stages=1)
+SEGMENT_TILES = SegmentTiles(
+    segment_len=32, block_n=16, decode_rows=16, decode_warps=1, decode_stages=1, programs_per_cu=1, extend=EXTEND_TILES
+)
 # What scores may have, besides nothing: the window hides keys in the middle of a tile.
 SCORES: dict[str, Any] = {"window_left": 20, "soft_cap": 1.5, "sinks": True, "slopes": True}
 
@@ -150,6 +156,76 @@ def extend(memory: Memory) -> None:
         )
         assert_served(tensors)
         memory.assert_surroundings_untouched()
+
+
+def segments(memory: Memory) -> None:
+    """Deterministic extend, then decode: cuts and diagonals within tiles, windows, sequences of nothing."""
+    for dims, case in (
+        (DIMS, {"kv_len": [70, 18, 0], "q_len": [2, 18, 0], "tail": 3}),
+        ((16, 16), {"kv_len": [67, 40], "q_len": [3, 5], **SCORES}),
+        (DIMS, {"kv_len": [40, 33], "q_len": [2, 1], "causal": False}),
+        (DIMS, {"kv_len": [97, 0, 32, 20], "q_len": [1] * 4}),
+        (DIMS, {"kv_len": [97, 33], "q_len": [1] * 2, **SCORES}),
+    ):
+        for heads in (HEADS, (20, 1)):
+            tensors = attention(memory, Case(heads=heads, dims=dims, page_size=PAGE_SIZE, spread=True, **case))
+            if max(tensors.case.q_len) > 1:
+                segment_extend(memory, tensors)
+            else:
+                segment_decode(memory, tensors)
+            assert_served(tensors)
+            memory.assert_surroundings_untouched()
+
+
+def segment_extend(memory: Memory, tensors: Tensors) -> None:
+    """launch_segment_extend in memory."""
+    num_tokens = tensors.q.shape[0]
+    sizes: dict[str, Any] = {"gqa_ratio": tensors.gqa_ratio, "tiles": SEGMENT_TILES.extend}
+    words = extend_schedule_words(num_tokens, tensors.num_seqs, **sizes)
+    schedule = memory.put(torch.full((words,), GARBAGE).int())
+    launch_extend_schedule(tensors.kv_len, tensors.q_indptr, schedule, min_q_len=1, num_tokens=num_tokens, **sizes)
+    launch_segment_extend(
+        *paged(tensors),
+        schedule,
+        tensors.out,
+        tensors.lse,
+        tensors.sinks,
+        tensors.slopes,
+        scores=tensors.scores,
+        max_q_len=max(tensors.case.q_len),
+        tiles=SEGMENT_TILES,
+    )
+
+
+def segment_decode(memory: Memory, tensors: Tensors) -> None:
+    """launch_segment_decode in memory, with a workspace that is no longer than it must be."""
+    case, ratio, num_programs = tensors.case, tensors.gqa_ratio, 3
+    schedule = memory.put(torch.full((decode_schedule_words(num_programs, tensors.num_seqs),), GARBAGE).int())
+    launch_decode_schedule(
+        tensors.kv_len,
+        tensors.q_len,
+        schedule,
+        window_left=case.window_left,
+        num_kv_heads=case.heads[1],
+        num_programs=num_programs,
+        tiles=SEGMENT_TILES.decode(ratio),
+    )
+    most = SEGMENT_TILES.most_segments(max(case.kv_len), case.window_left)
+    slots = segment_slots(tensors.num_seqs, most, gqa_ratio=ratio, num_kv_heads=case.heads[1], tiles=SEGMENT_TILES)
+    words = sum(segment_parts_words(slots, gqa_ratio=ratio, v_head_dim=case.dims[1], tiles=SEGMENT_TILES))
+    launch_segment_decode(
+        *paged(tensors),
+        schedule,
+        memory.put(torch.full((words,), float("nan"))),
+        tensors.out,
+        tensors.lse,
+        tensors.sinks,
+        tensors.slopes,
+        scores=tensors.scores,
+        most_segments=most,
+        num_programs=num_programs,
+        tiles=SEGMENT_TILES,
+    )
 
 
 def decode_schedule(memory: Memory) -> None:
@@ -279,6 +355,10 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "attention/merge.py": decode,
     "attention/merge_states.py": merge_sides,
     "attention/pads.py": pads,
+    "attention/segment_decode.py": segments,
+    "attention/segment_extend.py": segments,
+    "attention/segment_merge.py": segments,
+    "attention/segments.py": segments,
     "cache/store.py": store,
     "cache/tails.py": tails,
     "metadata/device_inputs.py": device_inputs,

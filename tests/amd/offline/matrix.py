@@ -139,6 +139,8 @@ def launch_all(row: Row) -> None:
         _launch_step(runtime, replace(_batch(rows, [1, 32] * 8), inputs=DeviceInputs(kv_len=lengths)), with_lse=True)
         _launch_whole_fill(row.page_size)
         _launch_merge_states(row.problems[0])
+    runtime, rows = _runtime(row, row.problems, deterministic=True)
+    _launch_step(runtime, _batch(rows, [1, 32] * 8), with_lse=True)
 
 
 def _launch_masked_step(row: Row) -> None:
@@ -147,7 +149,7 @@ def _launch_masked_step(row: Row) -> None:
     _launch_step(runtime, with_random_mask(_batch(rows, [8] * 16), torch.Generator()))
 
 
-def _runtime(row: Row, problems: list[Problem]) -> tuple[AttentionRuntime, list[int]]:
+def _runtime(row: Row, problems: list[Problem], *, deterministic: bool = False) -> tuple[AttentionRuntime, list[int]]:
     """A runtime of these layers over a pool of the row's size, and rows of 16 requests."""
     page_bytes = row.page_size * row.heads[1] * min(row.dims) * row.dtype.itemsize
     pool_bytes = LARGE_POOL_BYTES if row.is_large else SMALL_POOL_BYTES
@@ -160,6 +162,7 @@ def _runtime(row: Row, problems: list[Problem]) -> tuple[AttentionRuntime, list[
         max_kv_len=4096,
         provider="triton",
         target=known_target(row.arch),
+        deterministic=deterministic,
         guards=Guards().without("echo_check"),  # kernels that are only compiled answer nothing
     )
     for layer, problem in enumerate(problems):

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, segment_tiles
 from rocm_attn.kernels.tuning.tiles import DECODE_ROWS, EXTEND_ROWS, decode_tiles, extend_tiles
 from rocm_attn.target import known_target
 from tests.amd.house.source_tree import sources
@@ -27,7 +28,7 @@ MAX_VGPRS = 512
 SMALL, LARGE = (next(row for row in ROWS if row.is_large == is_large) for is_large in (False, True))
 
 # Kernels that read K or V pages: above 2 GiB their loads need 64-bit addresses.
-READS_PAGES = ("_decode_kernel", "_extend_kernel")
+READS_PAGES = ("_decode_kernel", "_extend_kernel", "_segment_decode_kernel", "_segment_extend_kernel")
 
 # Kernels that write and read single words only: those are scalar loads.
 ONLY_WRITES = ("_zero_tails_kernel", "_clear_pads_kernel")
@@ -117,8 +118,10 @@ def test_every_tuning_row_is_in_the_matrix(arch: str) -> None:
                     dtype=problem.dtype,
                 )
                 compiled.add(id(tiles))
+            dims = {"head_dim": problem.head_dim, "v_head_dim": problem.v_head_dim}
+            compiled.add(id(segment_tiles(arch, **dims, dtype=problem.dtype)))
         own_name = FAMILIES.get(arch, arch)
-        tuned = [row for row in (*DECODE_ROWS, *EXTEND_ROWS) if row.arch == own_name]
+        tuned = [row for row in (*DECODE_ROWS, *EXTEND_ROWS, *SEGMENT_ROWS) if row.arch == own_name]
         assert tuned, f"no tuning row for {arch}"
         missing = [row for row in tuned if id(row.tiles) not in compiled]
         assert not missing, f"no compile {'above' if is_large else 'below'} 2 GiB for {missing}"

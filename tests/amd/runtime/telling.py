@@ -1,4 +1,4 @@
-"""Stories: sequences whose q, k and v are fixed token by token, served in many ways, to compare what comes out by its bits.
+"""Stories: sequences whose q, k and v are fixed token by token, served in many ways, to compare the results' bits.
 
 A story is told in chunks. What its tokens get is kept, wherever they sat in a step and whatever was beside them.
 """
@@ -25,7 +25,6 @@ from rocm_attn.step_runner import StepRunner
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 ALL_ON = Guards()
-MAX_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +80,19 @@ class Teller:
         guards: Guards = ALL_ON,
         deterministic: bool = True,
         max_kv_len: int = 512,
+        max_tokens: int = 512,
+        num_pages: int = 1500,
     ) -> None:
         self.problem = problem
         self.runtime = AttentionRuntime(
             [problem],
             device=device,
-            num_pages=1500 // problem.page_size,
+            num_pages=num_pages,
             max_num_seqs=6,
             max_kv_len=max_kv_len,
             provider=provider,
             capture_sizes=(1, 4, 8),
-            capture_tokens=(16, 64, MAX_TOKENS),
+            capture_tokens=(16, 64, 512),
             split_steps=True,
             deterministic=deterministic,
             guards=guards,
@@ -102,7 +103,7 @@ class Teller:
         self.runtime.head_weights.set(0, self.weights)
 
         def rows(heads: int, dim: int) -> Tensor:
-            return torch.full((MAX_TOKENS, heads, dim), float("nan"), dtype=problem.dtype, device=self.runtime.device)
+            return torch.full((max_tokens, heads, dim), float("nan"), dtype=problem.dtype, device=self.runtime.device)
 
         self._q = rows(problem.num_q_heads, problem.head_dim)
         self._k = rows(problem.num_kv_heads, problem.head_dim)

@@ -24,6 +24,10 @@ AUTO_PAGE_SIZE: Literal["auto"] = "auto"
 PAGE_SIZES = (16, 32, 64, 128, 1, 1024)
 
 
+# Masked steps come with the layers that ask for masks, and choose no page size for the others.
+_KINDS = tuple(kind for kind in StepKind if kind is not StepKind.MASKED)
+
+
 @dataclass(frozen=True, slots=True)
 class PageChoice:
     """A page size, and what each one that was considered came to.
@@ -71,7 +75,7 @@ def _cost(layers: Sequence[tuple[Selection, int]]) -> tuple[int, int]:
     providers = list(ROWS)
     by_provider = by_row = 0
     for selection, count in layers:
-        for kind in StepKind:
+        for kind in _KINDS:
             row = selection.kernel(kind).row
             rows = ROWS[row.provider]
             by_provider += count * providers.index(row.provider)
@@ -84,7 +88,7 @@ def _shares(layers: Sequence[tuple[Selection, int]]) -> str:
     """Which provider serves how many of all pairs of a layer and a kind of step."""
     shares = Counter(
         {
-            provider: sum(c for s, c in layers for kind in StepKind if s.kernel(kind).row.provider == provider)
+            provider: sum(c for s, c in layers for kind in _KINDS if s.kernel(kind).row.provider == provider)
             for provider in ROWS
         }
     )

@@ -81,7 +81,7 @@ SEGMENT_ROWS = (
     SegmentRow("sm_", 2, 128, SegmentTiles(1024, 32, 32, 4, 2, 1, ExtendTiles(32, 32, 4, 2))),
     SegmentRow("sm_", 2, 256, SegmentTiles(1024, 32, 32, 8, 2, 1, ExtendTiles(32, 32, 8, 1))),
     SegmentRow("sm_", 4, 128, SegmentTiles(512, 32, 16, 4, 1, 1, ExtendTiles(16, 32, 4, 1))),
-    SegmentRow("sm_", 4, 256, SegmentTiles(512, 16, 16, 2, 1, 1, ExtendTiles(16, 16, 2, 1))),
+    SegmentRow("sm_", 4, 256, SegmentTiles(512, 32, 16, 8, 1, 1, ExtendTiles(16, 32, 8, 1))),
     # Decode: 124 VGPRs, 16 KiB of LDS. Extend: 192 to 244 VGPRs, 32 KiB: one workgroup of 8 waves, 2 a SIMD.
     SegmentRow("gfx942", 2, 128, SegmentTiles(1024, 32, 16, 4, 2, 3, ExtendTiles(128, 32, 8, 2), 16)),
     SegmentRow("gfx942", 2, 256, SegmentTiles(1024, 32, 16, 4, 2, 2, ExtendTiles(64, 32, 8, 2), 16)),

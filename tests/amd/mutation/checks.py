@@ -163,7 +163,7 @@ def segments(memory: Memory) -> None:
     for dims, case in (
         (DIMS, {"kv_len": [70, 18, 0], "q_len": [2, 18, 0], "tail": 3}),
         ((16, 16), {"kv_len": [67, 40], "q_len": [3, 5], **SCORES}),
-        (DIMS, {"kv_len": [40, 33], "q_len": [2, 1], "causal": False}),
+        (DIMS, {"kv_len": [40, 33], "q_len": [2, 1], "causal": False, "tail": 3}),
         (DIMS, {"kv_len": [97, 0, 32, 20], "q_len": [1] * 4}),
         (DIMS, {"kv_len": [97, 33], "q_len": [1] * 2, **SCORES}),
     ):

@@ -160,10 +160,10 @@ def segment_slots(num_seqs: int, most_segments: int, *, gqa_ratio: int, num_kv_h
 
 
 def segment_parts_words(num_slots: int, *, gqa_ratio: int, v_head_dim: int, tiles: SegmentTiles) -> tuple[int, int]:
-    """float32 words of the accumulators of so many slots, in whole 16-byte units, and of their maxima and sums."""
+    """float32 words of the maxima and sums of so many slots, in whole 16-byte units, and of their accumulators."""
     q_rows = tiles.decode(gqa_ratio).q_rows(gqa_ratio)
     # Triton compiles a kernel anew when a pointer's alignment changes.
-    return -(-num_slots * q_rows * v_head_dim // 4) * 4, num_slots * q_rows * 2
+    return -(-num_slots * q_rows * 2 // 4) * 4, num_slots * q_rows * v_head_dim
 
 
 def launch_segment_decode(
@@ -201,14 +201,14 @@ def launch_segment_decode(
     page_size, num_kv_heads, v_head_dim = v_pages.shape[1:]
     gqa_ratio, num_seqs = num_q_heads // num_kv_heads, kv_len.shape[0]
     slots = segment_slots(num_seqs, most_segments, gqa_ratio=gqa_ratio, num_kv_heads=num_kv_heads, tiles=tiles)
-    part_words, sum_words = segment_parts_words(slots, gqa_ratio=gqa_ratio, v_head_dim=v_head_dim, tiles=tiles)
+    sum_words, part_words = segment_parts_words(slots, gqa_ratio=gqa_ratio, v_head_dim=v_head_dim, tiles=tiles)
     assert schedule.dtype == torch.int32
     assert schedule.is_contiguous()
     assert schedule.numel() >= decode_schedule_words(num_programs, num_seqs)
     assert workspace.dtype == torch.float32
     assert workspace.is_contiguous()
-    assert workspace.numel() >= part_words + sum_words
-    parts, sums = workspace[:part_words], workspace[part_words : part_words + sum_words]
+    assert workspace.numel() >= sum_words + part_words
+    sums, parts = workspace[:sum_words], workspace[sum_words : sum_words + part_words]
     decode = tiles.decode(gqa_ratio)
     launch(
         _segment_decode_kernel,

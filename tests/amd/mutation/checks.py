@@ -165,9 +165,10 @@ def segments(memory: Memory) -> None:
         ((16, 16), {"kv_len": [67, 40], "q_len": [3, 5], **SCORES}),
         (DIMS, {"kv_len": [40, 33], "q_len": [2, 1], "causal": False, "tail": 3}),
         (DIMS, {"kv_len": [97, 0, 32, 20], "q_len": [1] * 4}),
+        (DIMS, {"kv_len": [97], "q_len": [1]}),  # every slot of the workspace is used
         (DIMS, {"kv_len": [97, 33], "q_len": [1] * 2, **SCORES}),
     ):
-        for heads in (HEADS, (20, 1)):
+        for heads in (HEADS, (19, 1)):  # of which a tile holds 16, and two blocks are 10 and 9
             tensors = attention(memory, Case(heads=heads, dims=dims, page_size=PAGE_SIZE, spread=True, **case))
             if max(tensors.case.q_len) > 1:
                 segment_extend(memory, tensors)

@@ -103,6 +103,7 @@ def graph_cost(result: dict[str, Any]) -> str:
         f"| {row['times_eager']:.3f} |"
         for row in result["steps"]
     ]
+    return "\n".join([*lines, ""])
 
 
 def fill_time(result: dict[str, Any]) -> str:

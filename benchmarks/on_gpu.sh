@@ -18,6 +18,7 @@ measure() {
 measure host_time
 measure fill_time
 measure graph_cost
+measure deterministic_cost
 measure soak --steps 20000 --seed 11
 python -m benchmarks.make_tables
 exit $((failures > 0))

@@ -28,6 +28,11 @@ def providers() -> list[str]:
     return ["torch", "triton"] if runs_triton else ["torch"]
 
 
+def deterministic_providers() -> list[str]:
+    """Those of them that have deterministic kernels here: on a GPU torch has none."""
+    return [provider for provider in providers() if provider != "torch" or not torch.cuda.is_available()]
+
+
 def small_problem(
     page_size: int = 4,
     dtype: torch.dtype = torch.float32,

@@ -15,7 +15,7 @@ from rocm_attn.providers.select import select
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.target import known_target
 from tests.amd.kernels.matrix_unit import use_matrix_unit
-from tests.amd.runtime.stepping import providers, small_problem
+from tests.amd.runtime.stepping import deterministic_providers, small_problem
 from tests.amd.runtime.telling import Story, Teller, Told, same_bits
 
 # Under the interpreter a segment has 64 keys, on a GPU 512 or more, with torch 128.
@@ -27,7 +27,7 @@ LAYERS: Mapping[str, Problem] = {
     "cap_slopes_fp16": small_problem(16, torch.float16, logits_soft_cap=2.0, has_alibi_slopes=True),
 }
 # Of several problems so that pages, dims and ratios differ; each is told in every way.
-both = pytest.mark.parametrize("provider", providers())
+both = pytest.mark.parametrize("provider", deterministic_providers())
 every_layer = pytest.mark.parametrize("layer", LAYERS)
 
 Way = Callable[[Teller, Story], Told]

@@ -68,9 +68,9 @@ run_stage() {
     case $1 in
     lint) ruff format --check && ruff check ;;
     types) mypy -p rocm_attn -p tests ;;
-    host) run_pytest tests/amd/{host,hip_graphs,runtime,guards,graphs,system,runner,doctor,aiter,house} ;;
-    interpreter) TRITON_INTERPRET=1 run_pytest tests/amd/{kernels,runtime} ;;
-    mutation) run_pytest tests/amd/mutation ;;
+    host) run_pytest -n auto tests/amd/{host,hip_graphs,runtime,guards,graphs,system,runner,doctor,aiter,house} ;;
+    interpreter) TRITON_INTERPRET=1 run_pytest -n auto tests/amd/{kernels,runtime} ;;
+    mutation) run_pytest -n auto tests/amd/mutation ;;
     text) run_pytest tests/amd/text ;;
     soak) rocm-attn soak --steps 2000 --seed 0 ;;
     offline) run_pytest tests/amd/offline ;;

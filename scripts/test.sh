@@ -29,7 +29,8 @@ readonly VENV=.venv-test
 
 # run_pytest ARGUMENT...: a run in which nothing passed is a failure, whatever was skipped.
 run_pytest() {
-    python -m pytest "$@" | tee "$log"
+    # pytest-benchmark, where somebody has it, warns of -n auto.
+    python -m pytest -p no:benchmark "$@" | tee "$log"
     grep -E '[0-9]+ passed' "$log" | tail -n 1 >>"$verdicts" || {
         echo "no test passed: pytest $*" >&2
         return 1

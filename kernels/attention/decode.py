@@ -112,7 +112,7 @@ def _attend_tiles(
     return acc, maximum, total
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_programs", "width", "window_left"])
+@triton.jit(do_not_specialize=["num_seqs", "num_programs", "width"])
 def _decode_kernel(
     q,
     k_pages,
@@ -128,7 +128,7 @@ def _decode_kernel(
     slopes,
     qk_scale,
     tanh_scale,
-    window_left,
+    window_left: tl.constexpr,
     num_seqs,
     num_programs,
     width,

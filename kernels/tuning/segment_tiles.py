@@ -76,7 +76,7 @@ SEGMENT_ROWS = (
     # Extend: 250 registers, both accumulators among them, so one program an SM; with 4 warps it spills.
     SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 64, 64, 4, 3, 2, ExtendTiles(128, 64, 8, 3))),
     # Two accumulators of 64 x 256 spill.
-    SegmentRow("sm_90", 2, 256, SegmentTiles(1024, 32, 32, 8, 3, 2, ExtendTiles(32, 32, 8, 2))),
+    SegmentRow("sm_90", 2, 256, SegmentTiles(1024, 32, 32, 8, 3, 2, ExtendTiles(32, 32, 8, 1))),
     SegmentRow("sm_90", 4, 256, SegmentTiles(512, 16, 16, 4, 2, 2, ExtendTiles(16, 16, 4, 1))),
     SegmentRow("sm_", 2, 128, SegmentTiles(1024, 32, 32, 4, 2, 1, ExtendTiles(32, 32, 4, 2))),
     SegmentRow("sm_", 2, 256, SegmentTiles(1024, 32, 32, 8, 2, 1, ExtendTiles(32, 32, 8, 1))),

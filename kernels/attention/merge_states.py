@@ -1,7 +1,7 @@
 """Merge attention over two sets of keys into attention over both.
 
     m   = max(lse_a, lse_b)         a = exp(lse_a - m)         b = exp(lse_b - m)
-    out = (a * out_a + b * out_b) / (a + b)                    lse = m + ln(a + b)
+    out = out_a * (a / (a + b)) + out_b * (b / (a + b))        lse = m + ln(a + b)
 
 The sets must share no key, and a sink is in the log-sum-exp of one of them only. A side that has seen no key has LSE
 -inf; its output is not read and may be NaN. Where both have seen none, out is 0 and lse is -inf.
@@ -60,6 +60,8 @@ def _merge_states_kernel(
     share_a, share_b = tl.exp2(log_a - base), tl.exp2(log_b - base)
     # Without keys 0 / 1, and -inf + log2(1).
     total = tl.where(maximum == float("-inf"), 1.0, share_a + share_b)
+    # Rounded to nearest: a plain division may miss 1 / 1, and a side beside an empty one must come out as it was.
+    weight_a, weight_b = tl.div_rn(share_a, total), tl.div_rn(share_b, total)
     is_element = is_row[:, None]
     if DIM_BLOCK > DIM:
         is_element = is_element & (column < DIM)[None, :]
@@ -68,7 +70,7 @@ def _merge_states_kernel(
     # What is weighed with 0 may be NaN.
     value_a = tl.load(at_a, mask=is_element & (share_a > 0.0)[:, None], other=0.0).to(tl.float32)
     value_b = tl.load(at_b, mask=is_element & (share_b > 0.0)[:, None], other=0.0).to(tl.float32)
-    merged = (value_a * share_a[:, None] + value_b * share_b[:, None]) / total[:, None]
+    merged = value_a * weight_a[:, None] + value_b * weight_b[:, None]
     at_out = out + (token * out_token + head * out_head)[:, None] + column[None, :]
     tl.store(at_out, merged.to(out.dtype.element_ty), mask=is_element)
     tl.store(lse + token * lse_token + head * lse_head, (maximum + tl.log2(total)) * LN_2, mask=is_row)

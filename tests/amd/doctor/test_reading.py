@@ -107,7 +107,7 @@ def test_the_longest_mount_point_names_the_file_system(tmp_path: Path) -> None:
 
 def test_distributions_have_normal_names_and_no_optional_requirements() -> None:
     found = {distribution.name: distribution for distribution in read_distributions()}
-    assert found["torch"].version == torch.__version__
+    assert found["torch"].version.partition("+")[0] == torch.__version__.partition("+")[0]  # wheels may leave it out
     assert "typing-extensions" in found["torch"].requires
     assert all(name == name.lower() and "_" not in name for name in found)
 

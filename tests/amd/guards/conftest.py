@@ -6,17 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from rocm_attn.providers import select
 from rocm_attn.settings import DEBUG, DISABLE_GUARDS, settings
-from tests.amd.guards.csr_kernels import STAND_INS
+from tests.amd.guards.csr_kernels import put_in_stand_ins
 
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Providers "csr" and "csr_min_1"."""
-    monkeypatch.setattr(select, "PROVIDER_NAMES", (*select.PROVIDER_NAMES, *STAND_INS))
-    rows = {name: provider.rows for name, provider in STAND_INS.items()}
-    monkeypatch.setattr(select, "ROWS", {**select.ROWS, **rows})
+    put_in_stand_ins(monkeypatch.setattr)
 
 
 @pytest.fixture(autouse=True)

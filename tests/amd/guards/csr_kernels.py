@@ -5,7 +5,7 @@ It takes its batch size from the padded shape, as such kernels do, and reads pag
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from rocm_attn.kernels.refs.attention import paged_extend
 from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.problem import Problem
+from rocm_attn.providers import select
 from rocm_attn.providers.contract import AttendArgs, KernelRow, Need, PoolSize, Provider, StepMetadata
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.torch_ref import TORCH
@@ -102,3 +103,9 @@ def csr_provider(name: str, min_kv_len: int) -> Provider:
 
 
 STAND_INS = {"csr": csr_provider("csr", 0), "csr_min_1": csr_provider("csr_min_1", 1)}
+
+
+def put_in_stand_ins(put: Callable[[object, str, object], None]) -> None:
+    """Make them providers. put: setattr, or what a test takes back at its end."""
+    put(select, "PROVIDER_NAMES", (*select.PROVIDER_NAMES, *STAND_INS))
+    put(select, "ROWS", {**select.ROWS, **{name: provider.rows for name, provider in STAND_INS.items()}})

@@ -6,6 +6,8 @@ nothing was put: in pages, in padded tokens of k and v, and in the outputs befor
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -21,8 +23,11 @@ from rocm_attn.runtime import AttentionRuntime, Step
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_inputs import Inputs
 from rocm_attn.step_runner import StepRunner
+from tests.amd.house.source_tree import ROOT
 from tests.amd.runtime.stepping import Request, World, first_swa_page, providers, small_problem
 
+# How torch and Triton say that a kernel on a GPU has left its memory.
+DEVICE_FAULT = r"an illegal memory access|device-side assert|misaligned address"
 ALL_ON = Guards()
 # Kernels of this project, and the stand-in for those of others.
 PROVIDERS = [*providers(), "csr"]
@@ -194,3 +199,9 @@ def _batch(requests: Sequence[Request], q_len: Sequence[int]) -> StepBatch:
     """A step for which nothing was reserved."""
     kv_len = [request.kv_len + new for request, new in zip(requests, q_len, strict=True)]
     return StepBatch(np.array([request.row for request in requests]), np.array(kv_len), np.array(q_len))
+
+
+def run_elsewhere(code: str) -> subprocess.CompletedProcess[str]:
+    """Python code in a process of its own: with a safeguard off, a step on a GPU may fault, which ends a process."""
+    code = f"from tests.amd.guards.csr_kernels import put_in_stand_ins\nput_in_stand_ins(setattr)\n{code}"
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

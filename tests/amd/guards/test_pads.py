@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+from subprocess import CompletedProcess
 
 import pytest
 import torch
 
 from rocm_attn.guards import Guards
-from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving
-from tests.amd.house.source_tree import ROOT
+from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving, run_elsewhere
 from tests.amd.runtime.stepping import Request, small_problem
 
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
@@ -70,16 +68,15 @@ def test_padded_sequences_are_rewritten_in_extend_steps(graphs: bool, device: to
 
 
 def test_stale_new_token_counts_index_out_of_range(device: torch.device) -> None:
-    """Where what is stale does not fit the smaller step; in a process of its own: on a GPU it ends the process."""
+    """Where what is stale does not fit the smaller step."""
 
-    def second_step(guards: str) -> subprocess.CompletedProcess[str]:
-        code = (
+    def second_step(guards: str) -> CompletedProcess[str]:
+        return run_elsewhere(
             "import torch\nfrom tests.amd.guards.serving import *\n"
             f"serving = Serving(torch.device({device.type!r}), {guards}, graphs=False, capture_tokens=(16, 32))\n"
             "crowd = serving.admit(5)\nserving.run(crowd, [4, 3, 2, 5, 6])\nserving.step(crowd[:2], [2, 3])\n"
             "print('right')"
         )
-        return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
 
     on = second_step("ALL_ON")
     assert on.stdout == "right\n", on.stderr

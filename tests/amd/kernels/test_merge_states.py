@@ -84,7 +84,7 @@ def test_sides_may_be_empty_for_some_tokens_and_heads(merge: Merge, kernel_devic
 @merges
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 def test_an_empty_side_is_neutral(dtype: torch.dtype, merge: Merge, kernel_device: torch.device) -> None:
-    """Bitwise: x * 1 + 0, over 1."""
+    """Bitwise: x * 1 + 0."""
     q, k, v = problem(9, 3, 40, num_keys=5)
     side = as_side(attention(q, k, v, range(5)), dtype, kernel_device)
     empty = as_side(attention(q, k, v, []), dtype, kernel_device)

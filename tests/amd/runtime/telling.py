@@ -22,6 +22,7 @@ from rocm_attn.reference import attend_sequence
 from rocm_attn.runtime import AttentionRuntime, Step
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_runner import StepRunner
+from rocm_attn.target import Target
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 ALL_ON = Guards()
@@ -82,6 +83,7 @@ class Teller:
         max_kv_len: int = 512,
         max_tokens: int = 512,
         num_pages: int = 1500,
+        target: Target | None = None,
     ) -> None:
         self.problem = problem
         self.runtime = AttentionRuntime(
@@ -95,6 +97,7 @@ class Teller:
             capture_tokens=(16, 64, 512),
             split_steps=True,
             deterministic=deterministic,
+            target=target,
             guards=guards,
         )
         pages = self.runtime.pool.layer(0)

@@ -161,8 +161,8 @@ def test_two_runtimes_on_two_streams_keep_apart(undelayed: list[Tensor], device:
 @contextmanager
 def no_synchronisation() -> Iterator[None]:
     """Whatever waits for the device without being asked to raises."""
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")

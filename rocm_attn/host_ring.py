@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -39,8 +40,17 @@ def wait_for(fence: Fence) -> None:
     fence.synchronize()
 
 
+def wait_for_all(fences: Sequence[Fence], slots: Sequence[Tensor]) -> None:
+    """Wait until nobody reads these slots any more, and hold them until then."""
+    for fence in fences:
+        fence.synchronize()
+
+
 class HostRing:
     """A ring of int32 slots. A slot is handed out again only after the kernels that read it are done.
+
+    So is its memory: torch knows of no kernel that reads pinned memory, and would give a dropped ring's to the next who
+    asks while a step still waits to read it. A ring that is dropped therefore waits for its readers.
 
     wait:      called with the fence behind a slot's readers before the slot is handed out again
     new_fence: makes a fence of the device; not given: an event on a GPU, nothing on a CPU
@@ -63,6 +73,8 @@ class HostRing:
         self._arrays: list[Int32Array] = [slot.numpy() for slot in self._slots]
         self._done = [new_fence() for _ in range(depth)]
         self._next = 0
+        # Not at exit, where the device may be gone before the ring is.
+        weakref.finalize(self, wait_for_all, self._done, self._slots).atexit = False
 
     def acquire(self, words: int) -> tuple[Tensor, Int32Array]:
         """The next slot, as a tensor for kernels and an array for the host, both at least `words` int32 long.

@@ -40,7 +40,7 @@ def report_error(tensors: Tensors, measured: Measured) -> None:
 
 
 def test_decode(model: str, dtype: torch.dtype, page_size: int, device: torch.device, measured: Measured) -> None:
-    tensors = build(replace(case_of(model, dtype, page_size), q_len=(1,) * len(KV_LEN)), device)
+    tensors = build(replace(case_of(model, dtype, page_size), q_len=(1,) * len(KV_LEN), tail=0), device)
     run_decode(tensors, num_programs=64)
     report_error(tensors, measured)
     assert_served(tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -156,6 +157,28 @@ def test_two_runtimes_on_two_streams_keep_apart(undelayed: list[Tensor], device:
         decoding.tiny.runtime.check_device()
         for late, right in zip(late_rows, undelayed, strict=True):
             assert torch.equal(late, right)
+
+
+def test_a_step_outlives_its_runtime(undelayed: list[Tensor], device: torch.device) -> None:
+    """What is dropped while a step waits to read it goes to nobody else: the next runtime would write its own there."""
+
+    def prefilled() -> tuple[StepRunner, Requests]:
+        tiny = Tiny.build(device, "triton", [4])
+        requests = Requests(tiny.runtime)
+        requests.admit(3)
+        runner = StepRunner(tiny.runtime, tiny.forward, None)
+        requests.run(runner, [5, 2, 7])
+        requests.run(runner, [1, 1, 1])
+        return runner, requests
+
+    served = prefilled()
+    torch.cuda.synchronize(device)
+    sleep()
+    rows = served[1].run(served[0], [1, 1, 1])
+    del served
+    gc.collect()
+    prefilled()
+    torch.testing.assert_close(rows, undelayed[0])
 
 
 @contextmanager

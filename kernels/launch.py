@@ -61,6 +61,43 @@ class RepeatedLaunch:
             self._runners[device, grid] = compiled[grid]
 
 
+class FixedLaunch:
+    """A kernel that is launched once a step with the same arguments but the first few.
+
+    As RepeatedLaunch, and here the addresses of the fixed tensors are asked for once, which Triton does at every
+    launch, tensor by tensor. The kernel must not be specialised on the alignment of the tensors that are given each time.
+
+    fixed:   all of the kernel's arguments behind the first few, in order, constexpr ones included
+    options: num_warps and the like
+    """
+
+    def __init__(
+        self, kernel: Any, device: torch.device, grid: tuple[int, int, int], *fixed: object, **options: object
+    ):
+        self._kernel, self._device, self._grid = kernel, device.index, grid
+        self._fixed, self._options = fixed, {**_OPTIONS, **options}
+        self._addresses = tuple(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in fixed)
+        self._run: Callable[..., object] | None = None
+        self._handles: tuple[object, ...] = ()
+
+    def __call__(self, *first: torch.Tensor) -> None:
+        """Launch on the current stream. first: the arguments that are not fixed."""
+        if _observers:
+            _observers[-1](partial(self._kernel[self._grid], *first, *self._fixed, **self._options))
+        elif self._run is not None:
+            stream = torch._C._cuda_getCurrentRawStream(self._device)
+            self._run(stream, *self._handles, *first, *self._addresses)
+        else:
+            self._keep(self._kernel[self._grid](*first, *self._fixed, **self._options))
+
+    def _keep(self, compiled: Any) -> None:
+        if compiled is None or self._device is None:  # nothing to keep under the interpreter and without a GPU
+            return
+        # What compiled[grid] does, less looking for hooks of a profiler.
+        self._run = partial(compiled.run, *self._grid)
+        self._handles = (compiled.function, compiled.packed_metadata, None, None, None)
+
+
 @contextmanager
 def observe_launches(observer: LaunchObserver) -> Iterator[None]:
     """While active, launches of this thread go to observer instead of the device."""

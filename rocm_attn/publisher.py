@@ -18,7 +18,6 @@ from rocm_attn.host_ring import Fence, HostRing, wait_for
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD
 from rocm_attn.kernels.metadata.slot_layout import ECHO, HEADER_WORDS, NO_ECHO, STEP, STEP_BEFORE, slot_words
 from rocm_attn.kv_pool import HybridKVPool
-from rocm_attn.plan import StepPlan
 from rocm_attn.providers.contract import StepOps
 from rocm_attn.request_table import RequestTable
 from rocm_attn.split_batch import HALVES
@@ -115,14 +114,14 @@ class Publisher:
                 self._deliver(launch, pending.cells.clear)
                 self._updates.release()
 
-    def publish(self, batch: StepBatch, plan: StepPlan, step: DeviceStep, child: int) -> None:
+    def publish(self, batch: StepBatch, step: DeviceStep, child: int) -> None:
         """Write the inputs of a child of a step, pads included, to their fixed addresses.
 
         batch: the sequences of this child; a step that is not split is child 0 of itself
         Raises DeviceFault for an earlier step.
         """
         num_seqs, num_ids = batch.num_seqs, len(batch.token_ids)
-        line, metadata = self._lines[child], step.metadata
+        line = self._lines[child]
         slot, words = line.ring.acquire(slot_words(num_seqs, num_ids))
         if words[ECHO]:
             line.check_echo(words)
@@ -134,24 +133,17 @@ class Publisher:
             words[at : at + len(values)] = values
             at += len(values)
         try:
-            self._ops.publish(
-                slot,
-                metadata.counts if line.counts is None else line.counts,
-                metadata.counts,
-                metadata.table.row_of_seq,
-                metadata.kv_len,
-                metadata.q_len,
-                step.token_ids,
-                pad_kv_len=plan.pad_kv_len,
-                pad_q_len=plan.shape.pad_q_len,
-            )
+            counts = step.inputs.counts
+            self._ops.publish(slot, counts if line.counts is None else line.counts, step.inputs)
             # Only what was launched is expected to be echoed.
-            line.counts, line.number, self.step_number = metadata.counts, number, number
+            line.counts, line.number, self.step_number = counts, number, number
             if isinstance(batch.inputs, DeviceInputs):
                 self._place(batch.inputs, slot, num_seqs, num_ids, step)
             if isinstance(batch.mask, StepMask):
                 bits = batch.mask.bits[: mask_bytes(batch.kv_len, batch.q_len)]
-                self._ops.place_mask(bits, batch.mask.positions, metadata.counts, metadata.mask_words, step.positions)
+                self._ops.place_mask(
+                    bits, batch.mask.positions, step.inputs.counts, step.metadata.mask_words, step.positions
+                )
         except BaseException:
             words[ECHO] = 0
             raise
@@ -178,8 +170,8 @@ class Publisher:
             slot[kv_at:q_at] if inputs.kv_len is ON_HOST else inputs.kv_len,
             slot[q_at:ids_at] if inputs.q_len is ON_HOST else inputs.q_len,
             slot[ids_at:end] if inputs.token_ids is ON_HOST else inputs.token_ids,
-            step.metadata.counts,
-            step.metadata.kv_len,
-            step.metadata.q_len,
-            step.token_ids,
+            step.inputs.counts,
+            step.inputs.kv_len,
+            step.inputs.q_len,
+            step.inputs.token_ids,
         )

@@ -300,7 +300,7 @@ class AttentionRuntime:
             self._streams.follow()
             children = self._memory.device_steps(plan)
             self._publisher.apply_table_changes()
-            self._publisher.publish(batch, plan, children[0], 0)
+            self._publisher.publish(batch, children[0], 0)
         self._plan, self._children, self._state = plan, children, _State.STAGED
         return _step(batch, children[0], plan, self, 0)
 
@@ -316,7 +316,7 @@ class AttentionRuntime:
             children = self._memory.device_steps(plan)
             self._publisher.apply_table_changes()
             for half, child in enumerate(children):
-                self._publisher.publish(batches[half], plan, child, half)
+                self._publisher.publish(batches[half], child, half)
         self._plan, self._children, self._state = plan, children, _State.STAGED
         self._num_splits += 1
         require = partial(self._require_split, self._num_splits)
@@ -460,7 +460,7 @@ def _step(batch: StepBatch, views: DeviceStep, plan: StepPlan, layers: LayerCall
     return Step(
         num_seqs=batch.num_seqs,
         num_tokens=batch.num_tokens,
-        token_ids=views.token_ids,
+        token_ids=views.inputs.token_ids,
         positions=views.positions,
         last_token_of_seq=views.full.indices.last_token_of_seq,
         layers=layers,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rocm_attn.index_spaces import Space
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
+from rocm_attn.kernels.metadata.input_tensors import InputTensors
 from rocm_attn.kv_pool import space_of
 from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.page_table import PageTable
@@ -60,7 +61,7 @@ class DeviceStep:
     of_kind:           per kind of layer, the step in its space
     schedules:         int32, per kind of layer; kinds with equal schedules share one
     workspace:         float32, shared by the layers, not by the children
-    token_ids:         int32 [T]
+    inputs:            what is published: the lengths, and the token ids, int32 [T]
     positions:         int32 [T], derived, or in a masked step those that came with the mask
     """
 
@@ -69,7 +70,7 @@ class DeviceStep:
     of_kind: tuple[SpaceStep, ...]
     schedules: tuple[Tensor, ...]
     workspace: Tensor
-    token_ids: Tensor
+    inputs: InputTensors
     positions: Tensor
 
     @property
@@ -213,7 +214,15 @@ class StepMemory:
             of_kind=tuple(spaces[space] for space in self._space_of_kind),
             schedules=tuple(view(_schedule_name(kind)) for kind in plan.schedule_of_kind),
             workspace=part.workspace.view(words, self._first_of_child(child, words)),
-            token_ids=view("token_ids"),
+            inputs=InputTensors(
+                full.metadata.counts,
+                full.metadata.table.row_of_seq,
+                full.metadata.kv_len,
+                full.metadata.q_len,
+                view("token_ids"),
+                plan.pad_kv_len,
+                plan.shape.pad_q_len,
+            ),
             positions=view("given_position_of_token") if is_masked else full.indices.position_of_token,
         )
 

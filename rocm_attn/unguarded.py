@@ -18,6 +18,7 @@ from torch import Tensor
 from rocm_attn.hip_graphs.pinned import PinnedTensors
 from rocm_attn.host_ring import Fence
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
+from rocm_attn.kernels.metadata.input_tensors import InputTensors
 from rocm_attn.kernels.metadata.slot_layout import UPDATE_WORDS
 from rocm_attn.padding import PaddedShape
 from rocm_attn.page_table import RowWidth
@@ -35,20 +36,10 @@ from rocm_attn.step_memory import DeviceStep, SpaceStep
 def leave_pads(ops: StepOps) -> StepOps:
     """Publishing writes the real sequences and tokens; what lies behind them keeps what the last step left."""
 
-    def publish(
-        slot: Tensor,
-        counts_before: Tensor,
-        counts: Tensor,
-        row_of_seq: Tensor,
-        kv_len: Tensor,
-        q_len: Tensor,
-        token_ids: Tensor,
-        **pads: int,
-    ) -> None:
+    def publish(slot: Tensor, counts_before: Tensor, to: InputTensors) -> None:
         seqs, tokens = slot[:2].tolist()
-        ops.publish(
-            slot, counts_before, counts, row_of_seq[:seqs], kv_len[:seqs], q_len[:seqs], token_ids[:tokens], **pads
-        )
+        real = {name: getattr(to, name)[:seqs] for name in ("row_of_seq", "kv_len", "q_len")}
+        ops.publish(slot, counts_before, replace(to, **real, token_ids=to.token_ids[:tokens]))
 
     return replace(ops, publish=publish)
 

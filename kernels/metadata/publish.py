@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rocm_attn.kernels.launch import RepeatedLaunch
+from rocm_attn.kernels.launch import FixedLaunch
 from rocm_attn.kernels.metadata import error_word, slot_layout
+from rocm_attn.kernels.metadata.input_tensors import InputTensors
 from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS, HEADER_WORDS
 
 _BLOCK = 256
@@ -75,46 +76,35 @@ def _publish_kernel(
         tl.store(counts + word, words)
 
 
-_publish = RepeatedLaunch(_publish_kernel)
-
-
-def launch_publish(
-    slot: Tensor,
-    counts_before: Tensor,
-    counts: Tensor,
-    row_of_seq: Tensor,
-    kv_len: Tensor,
-    q_len: Tensor,
-    token_ids: Tensor,
-    *,
-    pad_kv_len: int,
-    pad_q_len: int,
-) -> None:
+def launch_publish(slot: Tensor, counts_before: Tensor, to: InputTensors) -> None:
     """Copy a ring slot to the step's inputs, write the pads, and echo the step before into the slot.
 
-    slot:                      int32 words in pinned host memory (or device memory), laid out by slot_layout.py;
-                               its words ECHO and ECHOED_STEP are written
-    counts_before:             int32 [4], the counts of the step before; may be `counts`
-    counts:                    int32 [4]; receives num_seqs, num_tokens, step number, 0
-    row_of_seq, kv_len, q_len: int32 [S]; pads receive 0, pad_kv_len, pad_q_len
-    token_ids:                 int32 [T]; pads, and all of it when the slot brings no ids, receive 0
+    slot:          int32 words in pinned host memory (or device memory), laid out by slot_layout.py; its words ECHO and
+                   ECHOED_STEP are written
+    counts_before: int32 [4], the counts of the step before; may be to.counts
     """
-    num_seqs_padded, num_tokens_padded = row_of_seq.shape[0], token_ids.shape[0]
+    launch = to.launches.get("publish")
+    if launch is None:
+        launch = to.launches["publish"] = _launch_to(to)
+    launch(slot, counts_before)
+
+
+def _launch_to(to: InputTensors) -> FixedLaunch:
+    num_seqs_padded, num_tokens_padded = to.row_of_seq.shape[0], to.token_ids.shape[0]
     blocks = max(1, -(-max(num_seqs_padded, num_tokens_padded) // _BLOCK))
-    _publish(
-        counts.device,
+    return FixedLaunch(
+        _publish_kernel,
+        to.counts.device,
         (blocks, 1, 1),
-        slot,
-        counts_before,
-        counts,
-        row_of_seq,
-        kv_len,
-        q_len,
-        token_ids,
+        to.counts,
+        to.row_of_seq,
+        to.kv_len,
+        to.q_len,
+        to.token_ids,
         num_seqs_padded,
         num_tokens_padded,
-        pad_kv_len,
-        pad_q_len,
+        to.pad_kv_len,
+        to.pad_q_len,
         HEADER_WORDS,
         COUNT_WORDS,
         _BLOCK,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUND, TOKEN_WITHOUT_PAGE
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
+from rocm_attn.kernels.metadata.input_tensors import InputTensors
 from rocm_attn.kernels.metadata.slot_layout import (
     COUNT_WORDS,
     ECHO,
@@ -19,32 +20,21 @@ from rocm_attn.kernels.metadata.slot_layout import (
 )
 
 
-def publish(
-    slot: Tensor,
-    counts_before: Tensor,
-    counts: Tensor,
-    row_of_seq: Tensor,
-    kv_len: Tensor,
-    q_len: Tensor,
-    token_ids: Tensor,
-    *,
-    pad_kv_len: int,
-    pad_q_len: int,
-) -> None:
+def publish(slot: Tensor, counts_before: Tensor, to: InputTensors) -> None:
     """Twin of launch_publish. Reads the slot's header on the host: it runs outside of recordings, on a CPU slot."""
     num_seqs, num_tokens, _, has_ids = slot[:COUNT_WORDS].tolist()
     slot[ECHOED_STEP] = counts_before[STEP]
     slot[ECHO] = torch.where(counts_before[STEP] == slot[STEP_BEFORE], counts_before[ERROR_WORD], WRONG_STEP)
-    counts.copy_(slot[:COUNT_WORDS])
-    counts[ERROR_WORD].zero_()
+    to.counts.copy_(slot[:COUNT_WORDS])
+    to.counts[ERROR_WORD].zero_()
     at = HEADER_WORDS
-    for buffer, pad in ((row_of_seq, 0), (kv_len, pad_kv_len), (q_len, pad_q_len)):
+    for buffer, pad in ((to.row_of_seq, 0), (to.kv_len, to.pad_kv_len), (to.q_len, to.pad_q_len)):
         buffer[:num_seqs].copy_(slot[at : at + num_seqs])
         buffer[num_seqs:].fill_(pad)
         at += num_seqs
     num_ids = num_tokens * has_ids
-    token_ids[:num_ids].copy_(slot[at : at + num_ids])
-    token_ids[num_ids:].zero_()
+    to.token_ids[:num_ids].copy_(slot[at : at + num_ids])
+    to.token_ids[num_ids:].zero_()
 
 
 def place_mask(bits: Tensor, positions: Tensor, counts: Tensor, words: Tensor, position_of_token: Tensor) -> None:

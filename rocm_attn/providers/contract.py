@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.metadata.input_tensors import InputTensors
 from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.table_view import TableView
@@ -292,10 +293,11 @@ class KernelRow:
 class StepOps:
     """The launches around attention, by the signatures of rocm_attn.kernels.metadata and .cache.
 
+    publish: (slot, counts of the step before, where to)
     fill: (IndexTensors, page_size=...), everything that a step derives from its inputs, in one launch
     """
 
-    publish: Callable[..., None]
+    publish: Callable[[Tensor, Tensor, InputTensors], None]
     device_inputs: Callable[..., None]
     place_mask: Callable[..., None]
     table_update: Callable[..., None]

@@ -169,7 +169,7 @@ def _row(name: str, kind: StepKind, bind: Bind, *bakes: Baked, needs: frozenset[
 
 def _segments_row(kind: StepKind) -> KernelRow:
     row = _row("torch.segments", kind, torch_segments.bind, Baked.MAX_KV_LEN, Baked.MAX_Q_LEN)
-    return replace(row, limits=replace(_LIMITS, archs=("cpu",)), batch_invariant=True)
+    return replace(row, limits=replace(_LIMITS, archs=("cpu", "interpreter")), batch_invariant=True)
 
 
 def _ops() -> StepOps:

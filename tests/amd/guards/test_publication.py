@@ -14,6 +14,7 @@ from rocm_attn.errors import DeviceFault
 from rocm_attn.guards import Guards
 from rocm_attn.host_ring import HostRing
 from rocm_attn.index_spaces import Space
+from rocm_attn.kernels.metadata.input_tensors import InputTensors
 from rocm_attn.kernels.metadata.slot_layout import slot_words
 from rocm_attn.kernels.refs.metadata import publish
 from rocm_attn.step_inputs import DeviceInputs
@@ -94,10 +95,11 @@ def published_lengths(guards: Guards, num_steps: int) -> list[int]:
     ring = HostRing(torch.device("cpu"), depth=2, wait=guards.ring_wait, new_fence=late.fence)
     found: list[int] = []
     counts, row, kv_len, q_len, ids = (torch.zeros(n, dtype=torch.int32) for n in (4, 1, 1, 1, 1))
+    to = InputTensors(counts, row, kv_len, q_len, ids, pad_kv_len=0, pad_q_len=1)
     for step in range(num_steps):
         slot, words = ring.acquire(slot_words(1, 0))
         words[: slot_words(1, 0)] = [1, 1, step, 0, 0, 0, 0, 0, 1, 100 + step, 1]
-        late.launch(partial(publish, slot, counts, counts, row, kv_len, q_len, ids, pad_kv_len=0, pad_q_len=1))
+        late.launch(partial(publish, slot, counts, to))
         late.launch(lambda: found.append(int(kv_len[0])))
         ring.release()
     late.drain()

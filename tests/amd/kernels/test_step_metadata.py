@@ -14,6 +14,7 @@ from torch import Tensor
 from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.error_word import LENGTH_BEYOND_BOUND
+from rocm_attn.kernels.metadata.input_tensors import InputTensors
 from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, NO_ECHO, WRONG_STEP
 from rocm_attn.kernels.metadata.table_update import launch_table_update
@@ -40,7 +41,7 @@ def test_publish_writes_every_entry_pads_included(publish: Launch, with_ids: boo
     slot = torch.tensor(words + [GARBAGE] * 9, dtype=torch.int32, pin_memory=kernel_device.type == "cuda")
     counts, token_ids = garbage(4, kernel_device), garbage(300, kernel_device)
     seqs = [garbage(5, kernel_device) for _ in range(3)]
-    publish(slot, counts, counts, *seqs, token_ids, pad_kv_len=1, pad_q_len=0)
+    publish(slot, counts, InputTensors(counts, *seqs, token_ids, pad_kv_len=1, pad_q_len=0))
     assert counts.tolist() == [3, 6, 41, 0]
     assert [x.tolist() for x in seqs] == [[*rows, 0, 0], [*kv_len, 1, 1], [*q_len, 0, 0]]
     assert token_ids.tolist() == (ids if with_ids else [0] * 6) + [0] * 294
@@ -58,7 +59,7 @@ def test_publish_says_how_the_step_before_went(
     before = device_ints([GARBAGE, GARBAGE, number, error_word], kernel_device)
     counts = before if same else garbage(4, kernel_device)
     seqs = [garbage(700, kernel_device) for _ in range(4)]
-    publish(slot, before, counts, *seqs, pad_kv_len=0, pad_q_len=1)
+    publish(slot, before, InputTensors(counts, *seqs, pad_kv_len=0, pad_q_len=1))
     assert counts.tolist() == [1, 1, 41, 0]
     if not same:
         assert before.tolist() == [GARBAGE, GARBAGE, number, error_word]

@@ -23,6 +23,7 @@ from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
+from rocm_attn.kernels.metadata.input_tensors import InputTensors
 from rocm_attn.kernels.metadata.place_mask import launch_place_mask
 from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.table_update import launch_table_update
@@ -304,7 +305,12 @@ def publish(memory: Memory) -> None:
     for has_ids in (1, 0):
         slot = ints([2, 3, 9, has_ids, 8, -1, -1, 0, 4, 5, 30, 40, 1, 2, *[11, 12, 13] * has_ids])
         outputs = [slot, ints([6, 6, 8, 2]), *(garbage(size) for size in (4, 5, 5, 5, 7))]
-        assert_same(memory, launch_publish, twins.publish, [], outputs, pad_kv_len=5, pad_q_len=0)
+        assert_same(memory, _to_inputs(launch_publish), _to_inputs(twins.publish), [], outputs)
+
+
+def _to_inputs(publish: Callable[..., None]) -> Callable[..., None]:
+    """publish as a function of the tensors, with pads of its own."""
+    return lambda slot, before, *to: publish(slot, before, InputTensors(*to, pad_kv_len=5, pad_q_len=0))
 
 
 def device_inputs(memory: Memory) -> None:

@@ -34,6 +34,10 @@ def small_hf_model(family: str, **changes: Any) -> Any:
     """A transformers model with random weights, large enough that every part of it shows in the logits."""
     torch.manual_seed(7)
     model = getattr(transformers, f"{family}ForCausalLM")(small_hf_config(family, **changes)).float().eval()
+    model.set_attn_implementation("eager")  # sdpa, which some releases take for Gemma 2, leaves out its soft cap
+    for module in model.modules():
+        if hasattr(module, "limit"):  # gpt-oss's experts, where some releases have a 7 of their own
+            module.limit = model.config.swiglu_limit
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

@@ -14,6 +14,7 @@ from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
+from rocm_attn.kernels.metadata.input_tensors import InputTensors
 from rocm_attn.kernels.metadata.place_mask import launch_place_mask
 from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.slot_layout import NO_ECHO
@@ -85,10 +86,10 @@ def _launches() -> dict[str, _Launch]:
     none = [_garbage(0)] * 3 + [_garbage(0, 0)] + [_garbage(0, dtype=torch.int64)] * 2
     return {
         "publish": _Launch(
-            launch_publish,
-            twins.publish,
+            _to_inputs(launch_publish),
+            _to_inputs(twins.publish),
             [_slot(), counts_before, counts_before, _garbage(seqs), *step],
-            {"pad_kv_len": 1, "pad_q_len": 0},
+            {},
         ),
         "device_inputs": _Launch(
             launch_device_inputs, twins.device_inputs, [_slot(), *device_lengths, counts, *step], {}
@@ -137,6 +138,11 @@ def _fix_ups() -> dict[str, _Launch]:
         out = torch.ones(7, 5, 80, dtype=dtype), torch.ones(7, 5)
         cases[f"clear_pads-{name}"] = _Launch(launch_clear_pads, clear_pads, [_ints(3, 4, 1, 0), *out], {})
     return cases
+
+
+def _to_inputs(publish: Callable[..., None]) -> Callable[..., None]:
+    """publish as a function of the tensors, with pads of its own."""
+    return lambda slot, before, *to: publish(slot, before, InputTensors(*to, pad_kv_len=1, pad_q_len=0))
 
 
 def _of_tensors(function: Callable[..., None]) -> Callable[..., None]:

@@ -120,7 +120,7 @@ def require_equal_to_twin(step: IndexTensors, page_size: int) -> None:
 
 def us_in_graph(launch: Callable[[], object]) -> float:
     """Microseconds of one launch among FILLS in a graph."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         launch()
     torch.cuda.synchronize()
@@ -130,7 +130,7 @@ def us_in_graph(launch: Callable[[], object]) -> float:
             launch()
     times: list[float] = []
     for _ in range(ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         graph.replay()
         end.record()

@@ -65,7 +65,7 @@ class FixedLaunch:
     """A kernel that is launched once a step with the same arguments but the first few.
 
     As RepeatedLaunch, and here the addresses of the fixed tensors are asked for once, which Triton does at every
-    launch, tensor by tensor. The kernel must not be specialised on the alignment of the tensors that are given each time.
+    launch, tensor by tensor. The kernel must not be specialised on the alignment of what is given each time.
 
     fixed:   all of the kernel's arguments behind the first few, in order, constexpr ones included
     options: num_warps and the like
@@ -73,7 +73,7 @@ class FixedLaunch:
 
     def __init__(
         self, kernel: Any, device: torch.device, grid: tuple[int, int, int], *fixed: object, **options: object
-    ):
+    ) -> None:
         self._kernel, self._device, self._grid = kernel, device.index, grid
         self._fixed, self._options = fixed, {**_OPTIONS, **options}
         self._addresses = tuple(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in fixed)

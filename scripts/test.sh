@@ -3,7 +3,7 @@
 #   bash scripts/test.sh [STAGE...]
 #
 #   lint             ruff, format and lint
-#   types            mypy --strict over the package and the tests
+#   types            mypy --strict over the package, the tests and the benchmarks
 #   host             everything that needs neither a GPU nor Triton's interpreter
 #   interpreter      the kernels, and the runtime on top of them, under Triton's interpreter
 #   mutation         every mask of every kernel removed in a copy: a check under Triton's interpreter must notice
@@ -68,7 +68,7 @@ with_triton() {
 run_stage() {
     case $1 in
     lint) ruff format --check && ruff check ;;
-    types) mypy -p rocm_attn -p tests ;;
+    types) mypy -p rocm_attn -p tests -p benchmarks ;;
     host) run_pytest -n auto tests/amd/{host,hip_graphs,runtime,guards,graphs,system,runner,doctor,aiter,house} ;;
     interpreter) TRITON_INTERPRET=1 run_pytest -n auto tests/amd/{kernels,runtime} ;;
     mutation) run_pytest -n auto tests/amd/mutation ;;

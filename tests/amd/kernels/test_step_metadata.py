@@ -40,8 +40,8 @@ def test_publish_writes_every_entry_pads_included(publish: Launch, with_ids: boo
     words = [3, 6, 41, int(with_ids), 40, NO_ECHO, GARBAGE, GARBAGE, *rows, *kv_len, *q_len, *(ids if with_ids else [])]
     slot = torch.tensor(words + [GARBAGE] * 9, dtype=torch.int32, pin_memory=kernel_device.type == "cuda")
     counts, token_ids = garbage(4, kernel_device), garbage(300, kernel_device)
-    seqs = [garbage(5, kernel_device) for _ in range(3)]
-    publish(slot, counts, InputTensors(counts, *seqs, token_ids, pad_kv_len=1, pad_q_len=0))
+    seqs = garbage(5, kernel_device), garbage(5, kernel_device), garbage(5, kernel_device)
+    publish(slot, counts, InputTensors(counts, *seqs, token_ids, 1, 0))
     assert counts.tolist() == [3, 6, 41, 0]
     assert [x.tolist() for x in seqs] == [[*rows, 0, 0], [*kv_len, 1, 1], [*q_len, 0, 0]]
     assert token_ids.tolist() == (ids if with_ids else [0] * 6) + [0] * 294
@@ -58,8 +58,8 @@ def test_publish_says_how_the_step_before_went(
     slot = torch.tensor(words, dtype=torch.int32, pin_memory=kernel_device.type == "cuda")
     before = device_ints([GARBAGE, GARBAGE, number, error_word], kernel_device)
     counts = before if same else garbage(4, kernel_device)
-    seqs = [garbage(700, kernel_device) for _ in range(4)]
-    publish(slot, before, InputTensors(counts, *seqs, pad_kv_len=0, pad_q_len=1))
+    seqs = garbage(700, kernel_device), garbage(700, kernel_device), garbage(700, kernel_device)
+    publish(slot, before, InputTensors(counts, *seqs, garbage(700, kernel_device), 0, 1))
     assert counts.tolist() == [1, 1, 41, 0]
     if not same:
         assert before.tolist() == [GARBAGE, GARBAGE, number, error_word]

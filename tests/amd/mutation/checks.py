@@ -310,7 +310,9 @@ def publish(memory: Memory) -> None:
 
 def _to_inputs(publish: Callable[..., None]) -> Callable[..., None]:
     """publish as a function of the tensors, with pads of its own."""
-    return lambda slot, before, *to: publish(slot, before, InputTensors(*to, pad_kv_len=5, pad_q_len=0))
+    return lambda slot, before, counts, rows, kv_len, q_len, ids: publish(
+        slot, before, InputTensors(counts, rows, kv_len, q_len, ids, 5, 0)
+    )
 
 
 def device_inputs(memory: Memory) -> None:

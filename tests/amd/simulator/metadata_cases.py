@@ -142,7 +142,9 @@ def _fix_ups() -> dict[str, _Launch]:
 
 def _to_inputs(publish: Callable[..., None]) -> Callable[..., None]:
     """publish as a function of the tensors, with pads of its own."""
-    return lambda slot, before, *to: publish(slot, before, InputTensors(*to, pad_kv_len=1, pad_q_len=0))
+    return lambda slot, before, counts, rows, kv_len, q_len, ids: publish(
+        slot, before, InputTensors(counts, rows, kv_len, q_len, ids, 1, 0)
+    )
 
 
 def _of_tensors(function: Callable[..., None]) -> Callable[..., None]:

@@ -17,6 +17,7 @@ from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadSetting
 from rocm_attn.index_spaces import Space
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
+from rocm_attn.kernels.metadata.input_tensors import InputTensors
 from rocm_attn.kernels.refs import attention, cache, metadata
 from rocm_attn.kv_pool import KVPool
 from rocm_attn.request_table import RequestTable
@@ -130,12 +131,11 @@ def test_a_table_update_that_is_lost_once_is_found(monkeypatch: pytest.MonkeyPat
 
 
 def test_pads_that_keep_what_the_last_step_left_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def publish(
-        original: Callable[..., None], slot: Tensor, last: Tensor, counts: Tensor, *buffers: Tensor, **pads: int
-    ) -> None:
+    def publish(original: Callable[..., None], slot: Tensor, last: Tensor, to: InputTensors) -> None:
+        buffers = (to.row_of_seq, to.kv_len, to.q_len, to.token_ids)
         before = [buffer.clone() for buffer in buffers]
-        original(slot, last, counts, *buffers, **pads)
-        num_seqs, num_tokens = counts[:2].tolist()
+        original(slot, last, to)
+        num_seqs, num_tokens = to.counts[:2].tolist()
         for buffer, old, used in zip(buffers, before, [num_seqs] * 3 + [num_tokens], strict=True):
             buffer[used:] = old[used:]
 

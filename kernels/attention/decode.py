@@ -4,7 +4,8 @@
 
 A fixed number of programs walks the rows that the schedule gives them. A row that one program finishes alone is written
 to out; of the others each program leaves a partial result (accumulator, maximum and sum in base 2), which merge.py adds
-up. K and V are loaded under a mask with other=0.0: what lies beyond a length may be NaN.
+up. Rows of a window may have a program each instead, which leaves nothing to merge. K and V are loaded under a mask
+with other=0.0: what lies beyond a length may be NaN.
 """
 
 from __future__ import annotations
@@ -17,10 +18,15 @@ from torch import Tensor
 from rocm_attn.kernels.attention.checks import check_paged_tensors
 from rocm_attn.kernels.attention.decode_schedule import PROGRAM_WORDS, SEQ_WORDS, decode_schedule_words
 from rocm_attn.kernels.attention.merge import launch_merge
-from rocm_attn.kernels.attention.scores import Scores, check_head_weights
+from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores, check_head_weights
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E, add_sink, capped, in_range, visible_tiles
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
+
+# Rows of a window with up to so many tiles are not handed out and merged: that would cost as much as the tiles.
+_FEW_TILES = 4
+# The share of the programs, over all rounds that the rows take, that must have a row.
+_EVENLY = 0.9
 
 
 @triton.jit
@@ -160,18 +166,27 @@ def _decode_kernel(
     SAME_OFFSETS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     WINDOWED: tl.constexpr,
+    WHOLE_ROWS: tl.constexpr,
     CAPPED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     BLOCK_HEADS: tl.constexpr = (GQA_RATIO + HEAD_BLOCKS - 1) // HEAD_BLOCKS
     Q_ROWS: tl.constexpr = BLOCK_HEADS * HEADS_PER_ROW
     program = tl.program_id(0)
-    words = schedule + program * PROGRAM_WORDS
-    seq = tl.load(words)
-    row = tl.load(words + 1)
-    done = tl.load(words + 2)
-    work = tl.load(words + 3)
-    kv_len = tl.load(words + 6)
+    if WHOLE_ROWS:
+        seq = program // ROWS
+        row = program % ROWS
+        done = 0
+        kv_len = tl.load(schedule + num_programs * PROGRAM_WORDS + seq * SEQ_WORDS + 1)
+        _, _, tiles_of_row = visible_tiles(kv_len, window_left, BLOCK_N, WINDOWED)
+        work = tl.where(kv_len < 0, 0, tiles_of_row + ROW_COST)
+    else:
+        words = schedule + program * PROGRAM_WORDS
+        seq = tl.load(words)
+        row = tl.load(words + 1)
+        done = tl.load(words + 2)
+        work = tl.load(words + 3)
+        kv_len = tl.load(words + 6)
 
     # Indices along the two sides of the q and the output tile, which TRANSPOSED swaps.
     q_row = tl.arange(0, BLOCK_M)
@@ -262,7 +277,7 @@ def _decode_kernel(
                 slopes is not None,
                 STAGES,
             )
-            if end_tile - first_tile == num_tiles:
+            if WHOLE_ROWS or end_tile - first_tile == num_tiles:
                 if sinks is not None:
                     sink = tl.load(sinks + first_head + q_row, mask=is_row, other=float("-inf"))
                     maximum, total, decay = add_sink(maximum, total, sink)
@@ -280,12 +295,26 @@ def _decode_kernel(
                 tl.store(sums + (part * Q_ROWS + q_row) * 2, maximum, mask=is_row)
                 tl.store(sums + (part * Q_ROWS + q_row) * 2 + 1, total, mask=is_row)
         work -= take
-        done = 0
-        row = tl.where(kv_len < 0, ROWS, row + 1)
-        seq = tl.where(row == ROWS, seq + 1, seq)
-        row = tl.where(row == ROWS, 0, row)
-        seq_words = schedule + num_programs * PROGRAM_WORDS + seq * SEQ_WORDS
-        kv_len = tl.load(seq_words + 1, mask=seq < num_seqs, other=-1)
+        if not WHOLE_ROWS:
+            done = 0
+            row = tl.where(kv_len < 0, ROWS, row + 1)
+            seq = tl.where(row == ROWS, seq + 1, seq)
+            row = tl.where(row == ROWS, 0, row)
+            seq_words = schedule + num_programs * PROGRAM_WORDS + seq * SEQ_WORDS
+            kv_len = tl.load(seq_words + 1, mask=seq < num_seqs, other=-1)
+
+
+def has_whole_rows(num_rows: int, *, num_programs: int, window_left: int, tiles: DecodeTiles) -> bool:
+    """Whether every row of a window has a program of its own.
+
+    Rows of a window are equally long. So there is nothing to balance where they are short, or where they fill the
+    num_programs that run at a time evenly, and merging would cost more than it gains.
+    """
+    if window_left == UNLIMITED_WINDOW:
+        return False
+    tiles_of_row = -(-(window_left + 1) // tiles.block_n) + 1
+    places = -(-num_rows // num_programs) * num_programs
+    return tiles_of_row <= _FEW_TILES or num_rows >= _EVENLY * places
 
 
 def decode_partials_words(
@@ -347,9 +376,11 @@ def launch_paged_decode(
     assert partials.is_contiguous()
     assert heads_per_row == 1 or (head_dim == v_head_dim == next_power_of_2(head_dim) and tiles.head_blocks == 1)
     lse_token, lse_head = (0, 0) if lse is None else lse.stride()
+    num_rows = num_seqs * tiles.rows_per_seq(num_kv_heads)
+    whole_rows = has_whole_rows(num_rows, num_programs=num_programs, window_left=scores.window_left, tiles=tiles)
     launch(
         _decode_kernel,
-        (num_programs,),
+        (num_rows if whole_rows else num_programs,),
         q,
         k_pages,
         v_pages,
@@ -392,10 +423,13 @@ def launch_paged_decode(
         SAME_OFFSETS=head_dim == v_head_dim and k_pages.stride() == v_pages.stride(),
         TRANSPOSED=tiles.transposed,
         WINDOWED=scores.windowed,
+        WHOLE_ROWS=whole_rows,
         CAPPED=scores.soft_cap > 0,
         STAGES=tiles.num_stages,
         num_warps=tiles.num_warps,
     )
+    if whole_rows:
+        return
     launch_merge(
         q_indptr,
         schedule,

@@ -38,8 +38,8 @@ def test_both_halves_of_a_batch_padded_beyond_the_pool_keep_their_sequences(
         sound.step(requests[:count], [1] * count, halves=True)
     sound.step(requests, [1] * 5)
 
-    if provider == "triton":
-        return  # off, its kernels write past the buffers, to memory that may be anybody's
+    if provider == "triton" or (provider == "csr" and device.type == "cuda"):
+        return  # off, kernels write past the buffers, to memory that may be anybody's
     off = run_elsewhere(
         "import torch\nfrom tests.amd.guards.test_halves import *\n"
         f"cut_short = padded_beyond(torch.device({device.type!r}), "

@@ -14,11 +14,14 @@ def with_index(device: torch.device) -> torch.device:
     return device
 
 
+_HERE: AbstractContextManager[object] = nullcontext()
+
+
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Launches go to the device, whichever is current for the caller."""
     # torch._C: the public functions cost more than a step has to spend.
     if device.type == "cpu" or torch._C._cuda_getDevice() == device.index:
-        return nullcontext()
+        return _HERE
     return torch.cuda.device(device)
 
 

@@ -128,10 +128,9 @@ class Publisher:
         number = (self.step_number + 1) & INT32_MAX
         words[0], words[1], words[STEP], words[3] = num_seqs, batch.num_tokens, number, num_ids > 0
         words[STEP_BEFORE], words[ECHO] = line.number, NO_ECHO
-        at = HEADER_WORDS
-        for values in (batch.rows, batch.kv_len, batch.q_len, batch.token_ids):
-            words[at : at + len(values)] = values
-            at += len(values)
+        kv_at, q_at, ids_at = HEADER_WORDS + num_seqs, HEADER_WORDS + 2 * num_seqs, HEADER_WORDS + 3 * num_seqs
+        words[HEADER_WORDS:kv_at], words[kv_at:q_at], words[q_at:ids_at] = batch.rows, batch.kv_len, batch.q_len
+        words[ids_at : ids_at + num_ids] = batch.token_ids
         try:
             counts = step.inputs.counts
             self._ops.publish(slot, counts if line.counts is None else line.counts, step.inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +21,9 @@ NO_TOKEN_IDS: Int32Array = np.empty(0, np.int32)
 INT32_MAX = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(init=False, slots=True, eq=False)
 class StepBatch:
-    """The sequences of one step, in order.
+    """The sequences of one step, in order. Not to be changed.
 
     rows:       int32 [num_seqs]    seq -> row of the request table
     kv_len:     int32 [num_seqs]    tokens in the sequence's KV after this step, the new ones included
@@ -35,63 +36,79 @@ class StepBatch:
     Zero sequences, zero lengths and zero new tokens are legal. Raises BadBatch.
     """
 
-    rows: Int32Array
-    kv_len: Int32Array
-    q_len: Int32Array
-    token_ids: Int32Array = field(default_factory=lambda: NO_TOKEN_IDS)
-    inputs: Inputs = field(default=HOST_INPUTS, kw_only=True)
-    mask: Mask = field(default=NO_MASK, kw_only=True)
+    rows: Final[Int32Array]
+    kv_len: Final[Int32Array]
+    q_len: Final[Int32Array]
+    token_ids: Final[Int32Array]
+    inputs: Final[Inputs]
+    mask: Final[Mask]
+    num_seqs: int = field(init=False)
     num_tokens: int = field(init=False)
     max_q_len: int = field(init=False)
     min_q_len: int = field(init=False)
     max_kv_len: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        put = object.__setattr__
-        if not (
-            _is_int32(self.rows) and _is_int32(self.kv_len) and _is_int32(self.q_len) and _is_int32(self.token_ids)
-        ):
-            for name in ("rows", "kv_len", "q_len", "token_ids"):
-                put(self, name, _as_int32(name, getattr(self, name)))
-        num_seqs = len(self.rows)
-        if not (num_seqs == len(self.kv_len) == len(self.q_len)):
+    # By hand: setting the fields of a frozen class one by one would cost a tenth of a step's host time.
+    def __init__(
+        self,
+        rows: Int32Array,
+        kv_len: Int32Array,
+        q_len: Int32Array,
+        token_ids: Int32Array = NO_TOKEN_IDS,
+        *,
+        inputs: Inputs = HOST_INPUTS,
+        mask: Mask = NO_MASK,
+    ) -> None:
+        if not (_is_int32(rows) and _is_int32(kv_len) and _is_int32(q_len) and _is_int32(token_ids)):
+            rows, kv_len = _as_int32("rows", rows), _as_int32("kv_len", kv_len)
+            q_len, token_ids = _as_int32("q_len", q_len), _as_int32("token_ids", token_ids)
+        num_seqs = len(rows)
+        if not (num_seqs == len(kv_len) == len(q_len)):
             raise BadBatch(
-                f"{num_seqs} rows, {len(self.kv_len)} kv_len and {len(self.q_len)} q_len: each sequence has one of each"
+                f"{num_seqs} rows, {len(kv_len)} kv_len and {len(q_len)} q_len: each sequence has one of each"
             )
-        fewest, most = _extremes_of_q_len(self.q_len)
-        shortest, longest = _extremes(self.kv_len)
+        fewest, most = _extremes_of_q_len(q_len)
+        shortest, longest = _extremes(kv_len)
         # The extremes settle it for almost every batch.
-        if fewest < 0 or (shortest < most and (self.kv_len < self.q_len).any()):
-            self._refuse_lengths()
-        if num_seqs * longest > INT32_MAX and self.total_kv_len > INT32_MAX:
-            raise BadBatch(f"{self.total_kv_len} KV tokens in one step overflow an int32 indptr; split the batch")
-        num_tokens = num_seqs * most if fewest == most else int(self.q_len.sum(dtype=np.int64))
-        if len(self.token_ids) not in (0, num_tokens):
-            raise BadBatch(f"{len(self.token_ids)} token ids for {num_tokens} new tokens; pass one each, or none")
-        if self.inputs is not HOST_INPUTS:  # on most steps there is nothing to ask
-            fewest = self.inputs.min_q_len(num_seqs, num_tokens, fewest)
-        put(self, "max_q_len", most)
-        put(self, "min_q_len", fewest)
-        put(self, "max_kv_len", longest)
-        put(self, "num_tokens", num_tokens)
-        if isinstance(self.mask, StepMask):
-            self.mask.check(mask_bytes(self.kv_len, self.q_len), num_tokens)
-
-    def _refuse_lengths(self) -> None:
-        seq = int(np.argmax((self.kv_len < self.q_len) | (self.q_len < 0)))
-        raise BadBatch(
-            f"sequence {seq} has q_len {self.q_len[seq]} and kv_len {self.kv_len[seq]}: "
-            "new tokens are counted in kv_len, so 0 <= q_len <= kv_len"
-        )
+        if fewest < 0 or (shortest < most and (kv_len < q_len).any()):
+            _refuse_lengths(kv_len, q_len)
+        if num_seqs * longest > INT32_MAX and _total(kv_len) > INT32_MAX:
+            raise BadBatch(f"{_total(kv_len)} KV tokens in one step overflow an int32 indptr; split the batch")
+        num_tokens = num_seqs * most if fewest == most else _total(q_len)
+        if len(token_ids) not in (0, num_tokens):
+            raise BadBatch(f"{len(token_ids)} token ids for {num_tokens} new tokens; pass one each, or none")
+        if inputs is not HOST_INPUTS:  # on most steps there is nothing to ask
+            fewest = inputs.min_q_len(num_seqs, num_tokens, fewest)
+        if isinstance(mask, StepMask):
+            mask.check(mask_bytes(kv_len, q_len), num_tokens)
+        self.rows = rows
+        self.kv_len = kv_len
+        self.q_len = q_len
+        self.token_ids = token_ids
+        self.inputs = inputs
+        self.mask = mask
+        self.num_seqs = num_seqs
+        self.num_tokens = num_tokens
+        self.max_q_len = most
+        self.min_q_len = fewest
+        self.max_kv_len = longest
 
     @property
     def total_kv_len(self) -> int:
         """KV tokens of all sequences."""
-        return int(self.kv_len.sum(dtype=np.int64))
+        return _total(self.kv_len)
 
-    @property
-    def num_seqs(self) -> int:
-        return len(self.rows)
+
+def _total(lengths: Int32Array) -> int:
+    return int(lengths.sum(dtype=np.int64))
+
+
+def _refuse_lengths(kv_len: Int32Array, q_len: Int32Array) -> None:
+    seq = int(np.argmax((kv_len < q_len) | (q_len < 0)))
+    raise BadBatch(
+        f"sequence {seq} has q_len {q_len[seq]} and kv_len {kv_len[seq]}: "
+        "new tokens are counted in kv_len, so 0 <= q_len <= kv_len"
+    )
 
 
 # Every step of a server makes a batch, so what follows counts fractions of a microsecond: argmax takes a quarter of the

@@ -308,7 +308,8 @@ def has_whole_rows(num_rows: int, *, num_programs: int, window_left: int, tiles:
     """Whether every row of a window has a program of its own.
 
     Rows of a window are equally long. So there is nothing to balance where they are short, or where they fill the
-    num_programs that run at a time evenly, and merging would cost more than it gains.
+    num_programs that run at a time evenly, and merging would cost more than it gains. On an H200 gptoss 64 x 32k takes
+    10.0 us so and 14.9 shared out with a window of 128, and 38.4 and 41.4 with one of 1024; but 1 x 32k 18.1 and 7.1.
     """
     if window_left == UNLIMITED_WINDOW:
         return False

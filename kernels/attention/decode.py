@@ -23,8 +23,8 @@ from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E, add_sink, capped, 
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
 
-# Rows of a window with up to so many tiles are not handed out and merged: that would cost as much as the tiles.
-_FEW_TILES = 4
+# Keys of a window that are not handed out and merged: that would cost as much as reading them.
+_FEW_KEYS = 256
 # The share of the programs, over all rounds that the rows take, that must have a row.
 _EVENLY = 0.9
 
@@ -304,7 +304,7 @@ def _decode_kernel(
             kv_len = tl.load(seq_words + 1, mask=seq < num_seqs, other=-1)
 
 
-def has_whole_rows(num_rows: int, *, num_programs: int, window_left: int, tiles: DecodeTiles) -> bool:
+def has_whole_rows(num_rows: int, *, num_programs: int, window_left: int) -> bool:
     """Whether every row of a window has a program of its own.
 
     Rows of a window are equally long. So there is nothing to balance where they are short, or where they fill the
@@ -313,9 +313,8 @@ def has_whole_rows(num_rows: int, *, num_programs: int, window_left: int, tiles:
     """
     if window_left == UNLIMITED_WINDOW:
         return False
-    tiles_of_row = -(-(window_left + 1) // tiles.block_n) + 1
     places = -(-num_rows // num_programs) * num_programs
-    return tiles_of_row <= _FEW_TILES or num_rows >= _EVENLY * places
+    return window_left < _FEW_KEYS or num_rows >= _EVENLY * places
 
 
 def decode_partials_words(
@@ -378,7 +377,7 @@ def launch_paged_decode(
     assert heads_per_row == 1 or (head_dim == v_head_dim == next_power_of_2(head_dim) and tiles.head_blocks == 1)
     lse_token, lse_head = (0, 0) if lse is None else lse.stride()
     num_rows = num_seqs * tiles.rows_per_seq(num_kv_heads)
-    whole_rows = has_whole_rows(num_rows, num_programs=num_programs, window_left=scores.window_left, tiles=tiles)
+    whole_rows = has_whole_rows(num_rows, num_programs=num_programs, window_left=scores.window_left)
     launch(
         _decode_kernel,
         (num_rows if whole_rows else num_programs,),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.attention import decode
 from rocm_attn.kernels.attention.decode import decode_partials_words, launch_paged_decode
 from rocm_attn.kernels.attention.decode_schedule import decode_schedule_words, launch_decode_schedule
 from rocm_attn.kernels.attention.extend import launch_paged_extend
@@ -275,6 +277,13 @@ def run_decode(tensors: Tensors, *, num_programs: int = 5, tiles: DecodeTiles | 
         num_programs=num_programs,
         tiles=tiles,
     )
+
+
+def run_shared_decode(tensors: Tensors, *, num_programs: int = 5, tiles: DecodeTiles | None = None) -> None:
+    """run_decode of which rows of windows are handed out and merged too, however short they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "has_whole_rows", lambda *sizes, **more: False)
+        run_decode(tensors, num_programs=num_programs, tiles=tiles)
 
 
 def run_decode_twin(tensors: Tensors) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rocm_attn.kernels.attention.decode import has_whole_rows
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from tests.amd.kernels.attention_cases import (
     Case,
@@ -23,6 +24,7 @@ from tests.amd.kernels.attention_cases import (
     run_decode_twin,
     run_extend,
     run_extend_twin,
+    run_shared_decode,
 )
 
 KV_LEN = [33, 0, 1, 16, 70, 15, 48]
@@ -46,7 +48,7 @@ FEATURES = {
     "not_causal_all": {"causal": False, "soft_cap": 1.5, "slopes": True, "sinks": True},
 }
 
-run_decodes = pytest.mark.parametrize("run", [run_decode, run_decode_twin])
+run_decodes = pytest.mark.parametrize("run", [run_decode, run_shared_decode, run_decode_twin])
 run_extends = pytest.mark.parametrize("run", [run_extend, run_extend_twin])
 each_feature = pytest.mark.parametrize("feature", FEATURES.values(), ids=FEATURES)
 
@@ -77,9 +79,10 @@ def test_extend_equals_the_reference(
 def test_every_window_around_tiles_is_right_at_every_length(window_left: int, kernel_device: torch.device) -> None:
     lengths = [*range(1, 5), 14, 15, 16, 17, 18, 30, 31, 32, 33, 34, 47, 48, 49, 50, 64]
     case = Case(lengths, [1] * len(lengths), heads=(1, 1), dims=(16, 16), page_size=5, window_left=window_left)
-    tensors = build(case, kernel_device)
-    run_decode(tensors)
-    assert_served(tensors)
+    for run in (run_decode, run_shared_decode):
+        tensors = build(case, kernel_device)
+        run(tensors)
+        assert_served(tensors)
     chunks = [min(length, new) for length, new in zip(lengths, [1, 2, 3, 16, 17, 33] * 4, strict=False)]
     tensors = build(replace(case, q_len=chunks), kernel_device)
     run_extend(tensors)
@@ -91,10 +94,11 @@ def test_shared_rows_add_a_sink_once(num_programs: int, kernel_device: torch.dev
     """Whether one program finishes a row or the merge does."""
     case = replace(DECODES, kv_len=[150, 3, 50, 0, 20], q_len=[1] * 5, sinks=True, window_left=100, soft_cap=2.0)
     tensors = build(case, kernel_device)
-    run_decode(tensors, num_programs=num_programs)
+    run_shared_decode(tensors, num_programs=num_programs)
     assert_served(tensors)
 
 
+@pytest.mark.parametrize("run", [run_decode, run_shared_decode])
 @pytest.mark.parametrize(
     "tiles",
     [
@@ -105,11 +109,13 @@ def test_shared_rows_add_a_sink_once(num_programs: int, kernel_device: torch.dev
     ],
     ids=str,
 )
-def test_every_form_of_the_decode_loop_has_every_feature(tiles: DecodeTiles, kernel_device: torch.device) -> None:
+def test_every_form_of_the_decode_loop_has_every_feature(
+    tiles: DecodeTiles, run: Callable[..., None], kernel_device: torch.device
+) -> None:
     """Five query heads a KV head are cut unevenly by 3 blocks."""
     case = replace(DECODES, heads=(10, 2), window_left=20, soft_cap=1.5, sinks=True, slopes=True)
     tensors = build(case, kernel_device)
-    run_decode(tensors, num_programs=4, tiles=tiles)
+    run(tensors, num_programs=4, tiles=tiles)
     assert_served(tensors)
 
 
@@ -158,3 +164,12 @@ def test_every_argument_has_its_effect(
         run(tensors)
         assert_served(tensors)
     assert (one.reference - other.reference).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("window_left", "num_rows", "is_whole"),
+    [(-1, 264, False), (127, 1, True), (255, 700, True), (256, 1, False), (1023, 256, True), (1023, 265, False)],
+)
+def test_a_row_is_whole_where_there_is_nothing_to_balance(window_left: int, num_rows: int, is_whole: bool) -> None:
+    """With 264 programs at a time."""
+    assert has_whole_rows(num_rows, num_programs=264, window_left=window_left) == is_whole

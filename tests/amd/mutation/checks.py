@@ -90,7 +90,7 @@ def decode(memory: Memory) -> None:
         ([33, 0, 1, 16, 70], 4, 1, {}),
         ([90], 7, 2, {}),
         ([90, 80], 3, 1, SCORES),
-        ([20, 20, 200], 5, 1, {**SCORES, "window_left": 100}),  # the last row is shared by two programs
+        ([20, 20, 400], 5, 1, {**SCORES, "window_left": 300}),  # the last row is shared by two programs
     ):
         case = Case(kv_len, [1] * len(kv_len), HEADS, DIMS, PAGE_SIZE, spread=True, **scores)
         tiles = replace(DECODE_TILES, head_blocks=head_blocks)

@@ -24,6 +24,7 @@ def main() -> None:
         ("graph_cost_h200.json", graph_cost),
         ("fill_time_h200.json", fill_time),
         ("deterministic_cost_h200.json", deterministic_cost),
+        ("score_cost_h200.json", score_cost),
         ("soak_h200.json", soak),
         ("runner_cpu.json", runner),
     ):
@@ -64,13 +65,14 @@ def host_time(result: dict[str, Any]) -> str:
     lines = [
         "## Host time of one graphed decode step, 32 layers of attention\n",
         machine_line(result["machine"]),
-        "StepBatch, begin_step, publish and the replay call; median of 1,000 steps with growing lengths. "
-        "The request table's growth is listed apart.\n",
-        "| sequences | step us | p90 us | reserve us |",
-        "|---|---|---|---|",
+        "A step: begin_step, publish and the replay call; median of 1,000 steps with growing lengths. What comes "
+        "before it is listed apart: the StepBatch of NumPy arrays, and the request table's growth.\n",
+        "| sequences | step us | p90 us | StepBatch us | reserve us |",
+        "|---|---|---|---|---|",
     ]
     lines += [
-        f"| {row['num_seqs']} | {row['step_us_median']} | {row['step_us_p90']} | {row['reserve_us_median']} |"
+        f"| {row['num_seqs']} | {row['step_us_median']} | {row['step_us_p90']} "
+        f"| {row['batch_us_median']} | {row['reserve_us_median']} |"
         for row in result["rows"]
     ]
     return "\n".join(lines) + "\n"
@@ -137,6 +139,21 @@ def deterministic_cost(result: dict[str, Any]) -> str:
         f"| {row['times_allowed']} |"
         for row in result["rows"]
         if row["tiles"] == "tuning row"
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def score_cost(result: dict[str, Any]) -> str:
+    """A layer with and without a feature of its scores."""
+    lines = [
+        "## Sinks and soft caps, bf16, CUDA-graph replay\n",
+        machine_line(result["machine"]),
+        f"One layer's launches; medians of rounds that take turns. At most {result['times_allowed']} x is allowed.\n",
+        "| step | without us | with us | x without |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['case']} | {row['plain_us']:.1f} | {row['us']:.1f} | {row['times']:.3f} |" for row in result["rows"]
     ]
     return "\n".join(lines) + "\n"
 

@@ -19,6 +19,7 @@ measure host_time
 measure fill_time
 measure graph_cost
 measure deterministic_cost
+measure score_cost
 measure soak --steps 20000 --seed 11
 python -m benchmarks.make_tables
 exit $((failures > 0))

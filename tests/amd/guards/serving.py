@@ -56,6 +56,7 @@ class Serving:
         capture_sizes: Sequence[int] = (8,),
         capture_tokens: Sequence[int] = (1,),
         split_steps: bool = False,
+        deterministic: bool = False,
         max_tokens: int = 256,
         pad_q: float = float("nan"),
     ) -> None:
@@ -73,6 +74,7 @@ class Serving:
             capture_sizes=capture_sizes,
             capture_tokens=capture_tokens,
             split_steps=split_steps,
+            deterministic=deterministic,
             guards=guards,
         )
         pages = self.runtime.pool.layer(0)

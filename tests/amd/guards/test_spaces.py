@@ -11,12 +11,14 @@ import torch
 from rocm_attn.guards import Guards
 from rocm_attn.index_spaces import Space
 from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving
-from tests.amd.runtime.stepping import Request, poison_free_pages, providers, small_problem
+from tests.amd.runtime.stepping import Request, deterministic_providers, poison_free_pages, providers, small_problem
 
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
 
-def windowed(device: torch.device, guards: Guards, *, graphs: bool, provider: str) -> Serving:
+def windowed(
+    device: torch.device, guards: Guards, *, graphs: bool, provider: str, deterministic: bool = False
+) -> Serving:
     """One layer that sees nine tokens, in the SWA space: twelve pages of four."""
     return Serving(
         device,
@@ -27,16 +29,22 @@ def windowed(device: torch.device, guards: Guards, *, graphs: bool, provider: st
         swa_pages=12,
         capture_sizes=(4,),
         capture_tokens=(16,),
+        deterministic=deterministic,
     )
 
 
 @both_ways
-@pytest.mark.parametrize("provider", providers())
-def test_a_layer_reads_in_the_space_that_it_writes_in(provider: str, graphs: bool, device: torch.device) -> None:
-    """Seed 003: a unified extend read the new tokens by full ids where they were written by SWA ids."""
+@pytest.mark.parametrize(
+    ("provider", "deterministic"),
+    [(name, False) for name in providers()] + [(name, True) for name in deterministic_providers()],
+)
+def test_a_layer_reads_in_the_space_that_it_writes_in(
+    provider: str, deterministic: bool, graphs: bool, device: torch.device
+) -> None:
+    """Seed 003: a unified deterministic extend read the new tokens by full ids where they were written by SWA ids."""
 
     def serve(guards: Guards) -> tuple[Serving, list[Request]]:
-        serving = windowed(device, guards, graphs=graphs, provider=provider)
+        serving = windowed(device, guards, graphs=graphs, provider=provider, deterministic=deterministic)
         if guards is not ALL_ON:
             # Not NaN: what is wrong reads this, and Triton's interpreter stops where a program would go on with NaN.
             pages = serving.runtime.pool.layer(0)

@@ -95,10 +95,13 @@ def disjoint(monkeypatch: pytest.MonkeyPatch, guards: Guards) -> None:
     monkeypatch.setattr(engine_module, "AttentionRuntime", runtime)
 
 
-def test_200_requests_at_a_time_keep_the_spaces_apart(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("deterministic", [False, True], ids=["normal", "deterministic"])
+def test_200_requests_at_a_time_keep_the_spaces_apart(
+    deterministic: bool, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Seed 003: under load, a layer with a window read by ids of the full space. 200 requests, 128 at a time."""
     requests = some_requests(200, longest=30, new_tokens=6)
-    options = replace(BASE, max_batch_size=128, chunk=256, max_kv_len=40)
+    options = replace(BASE, max_batch_size=128, chunk=256, max_kv_len=40, deterministic=deterministic)
     wanted = tokens(Engine(loaded, replace(options, swa_pages=0)), requests)
     disjoint(monkeypatch, Guards())
     engine = Engine(loaded, options)

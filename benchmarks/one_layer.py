@@ -1,0 +1,110 @@
+"""One layer's launches in a CUDA graph over several sets of pages, for kernels that are timed in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from benchmarks.attention_module import ints, step_kind
+from rocm_attn.head_weights import HeadWeights
+from rocm_attn.padding import PaddedShape
+from rocm_attn.problem import Problem
+from rocm_attn.providers.contract import AttendArgs, BoundKernel, StepMetadata
+from rocm_attn.table_view import TableView
+
+SETS = 3  # of pages; together they exceed the L2
+ROUNDS = 15
+REPLAYS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A step: kv_len and q_len of its sequences."""
+
+    kv_len: tuple[int, ...]
+    q_len: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGraph:
+    """A captured layer. out: what it gives for the last set."""
+
+    graph: torch.cuda.CUDAGraph
+    out: Tensor
+    kept: tuple[AttendArgs, ...]
+
+    @classmethod
+    def capture(cls, problem: Problem, kernel: BoundKernel, batch: Batch) -> LayerGraph:
+        """The kernel over SETS sets of random pages; the same ones for every kernel of a problem's sizes."""
+        generator = torch.Generator("cuda").manual_seed(0)
+        kept = tuple(_args(problem, kernel, batch, generator) for _ in range(SETS))
+        for each in kept:
+            kernel.attend(each)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for each in kept:
+                kernel.attend(each)
+        graph.replay()
+        return cls(graph, kept[-1].out, kept)
+
+    def microseconds(self) -> float:
+        """Of the layer, over REPLAYS of the graph."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        for _ in range(REPLAYS):
+            self.graph.replay()
+        end.record()
+        end.synchronize()
+        milliseconds: float = begin.elapsed_time(end)
+        return milliseconds * 1000 / REPLAYS / SETS
+
+
+def medians_in_turn(graphs: Sequence[LayerGraph]) -> list[float]:
+    """Microseconds of each, medians of ROUNDS in which they take turns."""
+    rounds = [[graph.microseconds() for graph in graphs] for _ in range(ROUNDS)]
+    return [median(times) for times in zip(*rounds, strict=True)]
+
+
+def _args(problem: Problem, kernel: BoundKernel, batch: Batch, generator: torch.Generator) -> AttendArgs:
+    device = torch.device("cuda", 0)
+    num_seqs, num_tokens, page = len(batch.kv_len), sum(batch.q_len), problem.page_size
+    num_pages = sum(batch.kv_len) // page
+    shape = PaddedShape(step_kind(batch.q_len), num_seqs, num_tokens)
+    table = (torch.randperm(num_pages, device=device, generator=generator).int() + 1).view(num_seqs, -1)
+    empty = ints([], device)
+    step = StepMetadata(
+        shape=shape,
+        max_q_len=max(batch.q_len),
+        max_kv_len=max(batch.kv_len),
+        counts=ints([num_seqs, num_tokens, 1, 0], device),
+        kv_len=ints(batch.kv_len, device),
+        q_len=ints(batch.q_len, device),
+        q_indptr=torch.tensor([0, *batch.q_len]).cumsum(0).int().to(device),
+        table=TableView(table, torch.arange(num_seqs, dtype=torch.int32, device=device)),
+        page_indptr=empty,
+        page_list=empty,
+        last_page_len=empty,
+        block_table=empty,
+        kv_len_int64=empty,
+        mask_indptr=empty,
+        mask_words=empty,
+        slot_of_token=empty,
+    )
+    schedule = torch.empty(kernel.schedule_words(shape), dtype=torch.int32, device=device)
+    workspace = torch.empty(kernel.workspace_words(shape), dtype=torch.float32, device=device)
+    kernel.build_schedule(step, schedule)
+
+    def rows(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, device=device, generator=generator).to(problem.dtype)
+
+    q = rows(num_tokens, problem.num_q_heads, problem.head_dim)
+    k = rows(num_pages + 1, page, problem.num_kv_heads, problem.head_dim)
+    v = rows(num_pages + 1, page, problem.num_kv_heads, problem.v_head_dim)
+    weights = HeadWeights.random(problem, torch.Generator().manual_seed(0)).to(device)
+    out = torch.empty_like(q[..., : problem.v_head_dim])
+    return AttendArgs(step, schedule, workspace, q, k, v, out, None, weights.sinks, weights.alibi_slopes)

@@ -442,7 +442,7 @@ class AttentionRuntime:
 
     def _fill_child(self, step: DeviceStep, plan: StepPlan) -> None:
         for space in step.spaces:
-            self._ops.fill(space.indices, page_size=self.pool.page_size)
+            self._ops.fill(space.indices, page_size=self.pool.page_size, window_left=space.window_left)
         for kind in sorted(set(plan.schedule_of_kind)):
             plan.kernels[kind].bound.build_schedule(step.of_kind[kind].metadata, step.schedules[kind])
 

@@ -6,13 +6,15 @@ A slot is written again only when the kernels that read it are done, so the echo
 from __future__ import annotations
 
 from rocm_attn.errors import DeviceFault
-from rocm_attn.kernels.metadata.error_word import LENGTH_BEYOND_BOUND, TOKEN_WITHOUT_PAGE
+from rocm_attn.kernels.metadata.error_word import LENGTH_BEYOND_BOUND, TOKEN_WITHOUT_PAGE, WINDOW_WITHOUT_PAGE
 from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, NO_ECHO, STEP, STEP_BEFORE, WRONG_STEP
 from rocm_attn.step_batch import Int32Array
 
 _WHAT = {
     TOKEN_WITHOUT_PAGE: "a new token had no page of its own, its row led to page 0, and its K and V were dropped; "
     "look for what changed the request table on the device",
+    WINDOW_WITHOUT_PAGE: "the first key that a new token sees lay in a page that its row does not hold any more, and "
+    "was read as zero; evict by lengths that are no more than the device's, or look for what changed the table there",
     LENGTH_BEYOND_BOUND: "a length on the device lay outside of 0 <= q_len <= kv_len <= its bound and was cut; "
     "give the batch larger bounds, or look for what wrote the lengths",
 }

@@ -46,10 +46,12 @@ class SpaceStep:
 
     metadata: what kernels are given
     indices:  what fill reads and writes; the lengths are the same tensors in all spaces
+    window_left: previous keys that the furthest-looking layer of the space sees
     """
 
     metadata: StepMetadata
     indices: IndexTensors
+    window_left: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +269,7 @@ class StepMemory:
             kv_len_int64=metadata.kv_len_int64,
             mask_indptr=metadata.mask_indptr,
         )
-        return SpaceStep(metadata, indices)
+        return SpaceStep(metadata, indices, pages.pages.window_left)
 
     def _specs(self) -> list[BufferSpec]:
         specs = list(STEP_BUFFERS)

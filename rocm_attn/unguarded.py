@@ -59,11 +59,11 @@ def fill_once(ops: StepOps) -> StepOps:
     """Derived tensors are filled the first time that a step uses them, and kept."""
     filled: set[tuple[int, int]] = set()
 
-    def fill(step: IndexTensors, *, page_size: int) -> None:
+    def fill(step: IndexTensors, *, page_size: int, window_left: int) -> None:
         key = step.slot_of_token.data_ptr(), step.slot_of_token.numel()
         if key not in filled:
             filled.add(key)
-            ops.fill(step, page_size=page_size)
+            ops.fill(step, page_size=page_size, window_left=window_left)
 
     return replace(ops, fill=fill)
 
@@ -71,8 +71,8 @@ def fill_once(ops: StepOps) -> StepOps:
 def slots_past_the_row(ops: StepOps) -> StepOps:
     """The slot of a token beyond its row's last page is looked up where the row would go on: in the next row."""
 
-    def fill(step: IndexTensors, *, page_size: int) -> None:
-        ops.fill(step, page_size=page_size)
+    def fill(step: IndexTensors, *, page_size: int, window_left: int) -> None:
+        ops.fill(step, page_size=page_size, window_left=window_left)
         position = step.position_of_token
         token = torch.arange(len(position), device=position.device)
         seq = torch.searchsorted(step.q_indptr[1:], token, right=True).clamp(max=len(step.row_of_seq) - 1)
@@ -134,9 +134,9 @@ def table_one_update_late(ops: StepOps) -> StepOps:
 def leave_tails(ops: StepOps) -> StepOps:
     """Page lists and dense tables keep, behind a sequence's last page, what an earlier step left."""
 
-    def fill(step: IndexTensors, *, page_size: int) -> None:
+    def fill(step: IndexTensors, *, page_size: int, window_left: int) -> None:
         list_before, rows_before = step.page_list.clone(), step.block_table.clone()
-        ops.fill(step, page_size=page_size)
+        ops.fill(step, page_size=page_size, window_left=window_left)
         pages = (step.kv_len + page_size - 1) // page_size
         entry = torch.arange(len(step.page_list), device=pages.device)
         step.page_list.copy_(torch.where(entry < pages.sum(), step.page_list, list_before))

@@ -14,7 +14,7 @@
 Tokens at or past num_tokens receive position 0 and slot 0; entries behind the last page, in page_list and block_table
 alike, page 0, a valid page for kernels that read ahead. A token or page beyond its sequence's row of the table, which
 lengths that only the device knows may bring, meets page 0 and never another row's page. A live token that meets page 0
-sets TOKEN_WITHOUT_PAGE in the error word.
+sets TOKEN_WITHOUT_PAGE in the error word, and one whose window begins there sets WINDOW_WITHOUT_PAGE.
 
 A program has one role, by its id: boundaries of a block of sequences, or a share of one sequence's tokens, of its
 pages in the list, or of its row of the block table. The shares follow from the padded sizes, never from the lengths.
@@ -29,14 +29,14 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.launch import RepeatedLaunch
-from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE
+from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE, WINDOW_WITHOUT_PAGE
 from rocm_attn.kernels.metadata.fill_roles import (
     write_block_table,
     write_boundaries,
     write_page_list,
     write_tokens,
 )
-from rocm_attn.kernels.metadata.index_tensors import IndexTensors
+from rocm_attn.kernels.metadata.index_tensors import ALL_KEYS, IndexTensors
 
 # Sequences that a program looks at in one step; a fixed number, so that no batch size needs another compilation.
 _SEQS_AT_ONCE = 256
@@ -57,6 +57,7 @@ _INT32_BYTES = 2**31
         "page_list_len",
         "num_seqs",
         "num_tokens",
+        "window_left",
         "token_shares",
         "list_shares",
         "row_shares",
@@ -102,6 +103,7 @@ def _fill_kernel(
     page_list_len,
     num_seqs,
     num_tokens,
+    window_left,
     token_shares,
     list_shares,
     row_shares,
@@ -112,6 +114,7 @@ def _fill_kernel(
     WITH_MASK: tl.constexpr,
     ERROR: tl.constexpr,
     NO_PAGE: tl.constexpr,
+    NO_WINDOW: tl.constexpr,
     SEQS: tl.constexpr,
     TOKENS: tl.constexpr,
     PAGES: tl.constexpr,
@@ -154,9 +157,11 @@ def _fill_kernel(
             slot_of_token,
             num_seqs,
             num_tokens,
+            window_left,
             PAGE_SIZE,
             ERROR,
             NO_PAGE,
+            NO_WINDOW,
             SEQS,
             TOKENS,
         )
@@ -195,8 +200,11 @@ def _fill_kernel(
             )
 
 
-def launch_fill(step: IndexTensors, *, page_size: int) -> None:
-    """Write every tensor of the step that is derived and has elements; S and T are at least 1."""
+def launch_fill(step: IndexTensors, *, page_size: int, window_left: int = ALL_KEYS) -> None:
+    """Write every tensor of the step that is derived and has elements; S and T are at least 1.
+
+    window_left: previous keys that a token sees at most, below 2**31
+    """
     num_seqs, num_tokens = step.kv_len.shape[0], step.slot_of_token.shape[0]
     (_, table_width), (_, block_table_width) = step.table.shape, step.block_table.shape
     page_list_len = step.page_list.shape[0]
@@ -214,6 +222,7 @@ def launch_fill(step: IndexTensors, *, page_size: int) -> None:
         step.mask_indptr.numel() > 0,
         ERROR_WORD,
         TOKEN_WITHOUT_PAGE,
+        WINDOW_WITHOUT_PAGE,
         _SEQS_AT_ONCE,
         _TOKENS_AT_ONCE,
         _PAGES_AT_ONCE,
@@ -244,6 +253,7 @@ def launch_fill(step: IndexTensors, *, page_size: int) -> None:
         page_list_len,
         num_seqs,
         num_tokens,
+        window_left,
         token_shares,
         list_shares,
         row_shares,

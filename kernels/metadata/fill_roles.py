@@ -95,9 +95,11 @@ def write_tokens(
     slot_of_token,
     num_seqs,
     num_tokens_padded,
+    window_left,
     PAGE_SIZE: tl.constexpr,
     ERROR: tl.constexpr,
     NO_PAGE: tl.constexpr,
+    NO_WINDOW: tl.constexpr,
     SEQS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -122,6 +124,10 @@ def write_tokens(
         tl.store(slot_of_token + token, page * PAGE_SIZE + position % PAGE_SIZE, mask=inside)
         error = counts + ERROR + tl.zeros([BLOCK], tl.int32)
         tl.atomic_or(error, NO_PAGE, mask=live & (page == 0), sem="relaxed")
+        # Pages are given back from the front: if the first one that the token sees is there, all are.
+        first_no = tl.maximum(position - window_left, 0) // PAGE_SIZE
+        first_page = tl.load(table + row * table_stride + first_no, mask=in_row, other=1)
+        tl.atomic_or(error, NO_WINDOW, mask=in_row & (first_page == 0), sem="relaxed")
     for first in range(total + share * BLOCK, num_tokens_padded, num_seqs * shares * BLOCK):
         token = first + tl.arange(0, BLOCK)
         zeros = tl.zeros([BLOCK], tl.int32)

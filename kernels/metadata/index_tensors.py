@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+ALL_KEYS = 2**31 - 1  # a window that no sequence is longer than
+
 
 @dataclass(frozen=True, slots=True)
 class IndexTensors:

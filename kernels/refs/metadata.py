@@ -5,8 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUND, TOKEN_WITHOUT_PAGE
-from rocm_attn.kernels.metadata.index_tensors import IndexTensors
+from rocm_attn.kernels.metadata.error_word import (
+    ERROR_WORD,
+    LENGTH_BEYOND_BOUND,
+    TOKEN_WITHOUT_PAGE,
+    WINDOW_WITHOUT_PAGE,
+)
+from rocm_attn.kernels.metadata.index_tensors import ALL_KEYS, IndexTensors
 from rocm_attn.kernels.metadata.input_tensors import InputTensors
 from rocm_attn.kernels.metadata.slot_layout import (
     COUNT_WORDS,
@@ -82,11 +87,11 @@ def table_update(updates: Tensor, table: Tensor, *, num_updates: int) -> None:
     table[row[live].long(), column[live].long()] = entry[live]
 
 
-def fill(step: IndexTensors, *, page_size: int) -> None:
+def fill(step: IndexTensors, *, page_size: int, window_left: int = ALL_KEYS) -> None:
     """Twin of launch_fill."""
     first_token = _write_indptr(step.q_indptr, step.q_len)
     step.last_token_of_seq.copy_(torch.where(step.q_len > 0, step.q_indptr[1:] - 1, 0))
-    _write_tokens(step, first_token, page_size)
+    _write_tokens(step, first_token, page_size, window_left)
     pages = (step.kv_len + page_size - 1) // page_size
     if step.page_indptr.numel():
         _write_page_list(step, _write_indptr(step.page_indptr, pages), pages)
@@ -107,8 +112,8 @@ def _write_indptr(indptr: Tensor, counts: Tensor) -> Tensor:
     return ends - counts
 
 
-def _write_tokens(step: IndexTensors, first_token: Tensor, page_size: int) -> None:
-    """Positions, slots, and the error word of tokens that meet page 0."""
+def _write_tokens(step: IndexTensors, first_token: Tensor, page_size: int, window_left: int) -> None:
+    """Positions, slots, and the error word of tokens that meet page 0 or see it."""
     num_seqs, num_tokens = step.kv_len.shape[0], step.slot_of_token.shape[0]
     token = torch.arange(num_tokens, device=step.counts.device)
     seq = torch.searchsorted(first_token + step.q_len, token, right=True)
@@ -121,6 +126,9 @@ def _write_tokens(step: IndexTensors, first_token: Tensor, page_size: int) -> No
     step.slot_of_token.copy_(page * page_size + position % page_size)
     is_lost = (live & (page == 0)).any()
     step.counts[ERROR_WORD].bitwise_or_(is_lost.to(torch.int32) * TOKEN_WITHOUT_PAGE)
+    in_row = live & (kv_index >= 0) & (kv_index // page_size < step.table.shape[1])
+    is_blind = (in_row & (_pages_at(step, seq, (position - window_left).clamp(min=0) // page_size) == 0)).any()
+    step.counts[ERROR_WORD].bitwise_or_(is_blind.to(torch.int32) * WINDOW_WITHOUT_PAGE)
 
 
 def _write_page_list(step: IndexTensors, first_entry: Tensor, pages: Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE
+from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE, WINDOW_WITHOUT_PAGE
 from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
 from rocm_attn.kernels.refs import metadata as refs
@@ -155,7 +155,24 @@ def test_the_error_word_says_that_a_live_token_has_no_page(
     case = one_sequence(12, new, width=3)
     case.pages[0][lost_page] = 0
     step = fill_once(fill, case, kernel_device)
-    assert step.counts.tolist() == [1, new, 41, TOKEN_WITHOUT_PAGE if is_lost else 0]
+    blind = WINDOW_WITHOUT_PAGE if lost_page == 0 else 0
+    assert step.counts.tolist() == [1, new, 41, blind | (TOKEN_WITHOUT_PAGE if is_lost else 0)]
+
+
+@both
+@pytest.mark.parametrize(
+    ("given_back", "new", "window_left", "is_blind"),
+    [(1, 1, 7, False), (1, 1, 8, True), (2, 1, 3, False), (2, 1, 4, True), (1, 3, 5, False), (1, 3, 6, True)],
+)
+def test_the_error_word_says_that_a_window_begins_in_a_page_that_was_given_back(
+    fill: Fill, given_back: int, new: int, window_left: int, is_blind: bool, kernel_device: torch.device
+) -> None:
+    """Three pages of four tokens, the last token at 11: the first new one sees 12 - new - window_left and on."""
+    case = one_sequence(12, new, width=3)
+    case.pages[0][:given_back] = [0] * given_back
+    step = tensors(case, kernel_device)
+    fill(step, page_size=4, window_left=window_left)
+    assert step.counts[ERROR_WORD] == (WINDOW_WITHOUT_PAGE if is_blind else 0)
 
 
 @both

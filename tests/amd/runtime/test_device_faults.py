@@ -14,7 +14,7 @@ import torch
 
 from rocm_attn.errors import DeviceFault
 from rocm_attn.host_ring import HostRing
-from rocm_attn.kernels.metadata.error_word import LENGTH_BEYOND_BOUND, TOKEN_WITHOUT_PAGE
+from rocm_attn.kernels.metadata.error_word import LENGTH_BEYOND_BOUND, TOKEN_WITHOUT_PAGE, WINDOW_WITHOUT_PAGE
 from rocm_attn.providers.contract import StepMetadata
 from rocm_attn.step_batch import StepBatch
 from tests.amd.guards.late_device import LateDevice
@@ -60,6 +60,7 @@ def decoding(provider: str, device: torch.device, *, graphs: bool) -> tuple[Serv
     ("word", "what"),
     [
         (TOKEN_WITHOUT_PAGE, "a new token had no page of its own"),
+        (WINDOW_WITHOUT_PAGE, "lay in a page that its row does not hold any more"),
         (LENGTH_BEYOND_BOUND, "a length on the device lay outside"),
         (TOKEN_WITHOUT_PAGE | LENGTH_BEYOND_BOUND, "dropped; .* a length on the device lay outside"),
         (1 << 20, "the error word is 0x100000"),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_attn.errors import BadBatch, BadProblem, BadSetting, CapacityExceeded, OutOfPages
+from rocm_attn.errors import BadBatch, BadProblem, BadSetting, CapacityExceeded, DeviceFault, OutOfPages
 from rocm_attn.graphs import recorder_for
 from rocm_attn.index_spaces import Space
 from rocm_attn.problem import Problem
@@ -256,6 +256,10 @@ def test_lengths_that_only_the_device_knows_give_nothing_back_until_the_host_kno
     poison_free_pages(runtime)
     serving.run_within_bounds([request], [1], kv_room=[3], q_room=[0], inputs=inputs)
     serving.check([request], [1])
+    # The token at 19 is in page 4 and sees 13, in a page that was given back.
+    serving.run_within_bounds([request], [1], kv_room=[3], q_room=[0], inputs=lambda _: inputs([20]))
+    with pytest.raises(DeviceFault, match="the first key that a new token sees lay in a page that its row does not"):
+        runtime.check_device()
 
 
 @each_provider

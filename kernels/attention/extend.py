@@ -242,11 +242,6 @@ def _extend_kernel(
         acc = tl.zeros([BLOCK_M, V_BLOCK], tl.float32)
         maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        if sinks is not None and not PACKED:
-            # Before the keys, of which every row sees one if its tile does: behind them it costs an H200 7 %.
-            sink = tl.load(sinks + head, mask=is_row, other=float("-inf")) * LOG2_E
-            maximum = tl.where(end_key > 0, sink, float("-inf"))
-            total = tl.where(end_key > 0, total + 1.0, total)
         if not WINDOWED and not PACKED:
             acc, maximum, total = _attend_steps(
                 acc,
@@ -328,7 +323,7 @@ def _extend_kernel(
             SAME_OFFSETS,
             STAGES if PACKED else DIAGONAL_STAGES,
         )
-        if sinks is not None and PACKED:
+        if sinks is not None:
             sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
             maximum, total, decay = add_sink(maximum, total, sink)
             acc = acc * decay[:, None]

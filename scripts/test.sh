@@ -12,6 +12,7 @@
 #   offline          every kernel compiled for gfx942, gfx950 and sm_90 with the installed Triton
 #   simulator        every kernel executed as gfx942 and gfx950 machine code, with every address checked
 #   oldest           one compile a kernel with the oldest supported Triton
+#   tuning           no AMD tuning row costs much more than a candidate; needs llvm-mca (not part of the default)
 #   offline@VERSION  all AMD compiles with another Triton, for instance offline@3.7.1 (not part of the default)
 #   simulator@VERSION  the simulator's full grid with another Triton; writes docs/simulator.md (not part of the default)
 #   device           kernels, graphs and the runtime on this machine's GPU (part of the default where there is one)
@@ -74,9 +75,10 @@ run_stage() {
     mutation) run_pytest -n auto tests/amd/mutation ;;
     text) run_pytest tests/amd/text ;;
     soak) rocm-attn soak --steps 2000 --seed 0 ;;
-    offline) run_pytest tests/amd/offline ;;
+    offline) run_pytest tests/amd/offline -m "not llvm_mca" ;;
+    tuning) run_pytest tests/amd/offline -m llvm_mca ;;
     oldest) with_triton $OLDEST_TRITON run_pytest tests/amd/offline -m oldest_triton ;;
-    offline@*) with_triton "${1#offline@}" run_pytest tests/amd/offline -k "gfx and not budget" ;;
+    offline@*) with_triton "${1#offline@}" run_pytest tests/amd/offline -m "not llvm_mca" -k "gfx and not budget" ;;
     simulator) run_pytest tests/amd/simulator ;;
     simulator@*) with_triton "${1#simulator@}" python -m tests.amd.simulator.record docs/simulator.md ;;
     device) run_pytest tests/amd/{kernels,hip_graphs,runtime,guards,graphs,system,text,doctor} ;;

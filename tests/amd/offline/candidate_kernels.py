@@ -1,0 +1,109 @@
+"""Compile a candidate's decode or extend kernel, as the runtime would launch it, whatever the tuning rows say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from triton.compiler import CompiledKernel
+
+from rocm_attn.head_weights import NO_HEAD_WEIGHTS, HeadWeights
+from rocm_attn.kernels.attention.decode import decode_partials_words, launch_paged_decode
+from rocm_attn.kernels.attention.decode_schedule import decode_schedule_words
+from rocm_attn.kernels.attention.extend import launch_paged_extend
+from rocm_attn.kernels.attention.extend_schedule import extend_schedule_words
+from rocm_attn.kernels.attention.packed_mask import PackedMask
+from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
+from rocm_attn.problem import Problem
+from rocm_attn.providers.scores import scores_of
+from rocm_attn.target import known_target
+from tests.amd.offline.matrix import LARGE_POOL_BYTES, SMALL_POOL_BYTES, Row
+from tests.amd.offline.offline_driver import compiled_by
+
+_SEQS, _WIDTH = 16, 256
+
+
+def plain_kernel(row: Row, tiles: DecodeTiles | ExtendTiles) -> CompiledKernel:
+    """The kernel of the row's plain layer, over a pool of the row's size. Raises Triton's OutOfResources."""
+    return _compile(row, row.problems[0], tiles)
+
+
+def other_kernels(row: Row, tiles: DecodeTiles | ExtendTiles) -> Iterator[CompiledKernel]:
+    """What else the tiles would be compiled for: the row's other layers, pools above 2 GiB, packed masks."""
+    for sized in (row, replace(row, is_large=True)):
+        for problem in sized.problems if sized.is_large else sized.problems[1:]:
+            yield _compile(sized, problem, tiles)
+        if isinstance(tiles, ExtendTiles):
+            yield _compile(sized, replace(sized.problems[0], custom_mask=True), tiles.of_masked_steps())
+
+
+def _compile(row: Row, problem: Problem, tiles: DecodeTiles | ExtendTiles) -> CompiledKernel:
+    if isinstance(tiles, DecodeTiles):
+        kernels = compiled_by(lambda: _launch_decode(row, problem, tiles), row.arch)
+    else:
+        kernels = compiled_by(lambda: _launch_extend(row, problem, tiles), row.arch)
+    return next(kernel for kernel in kernels if kernel.name in ("_decode_kernel", "_extend_kernel"))
+
+
+def _launch_decode(row: Row, problem: Problem, tiles: DecodeTiles) -> None:
+    num_programs = known_target(row.arch).compute_units * tiles.programs_per_cu
+    heads = {"num_q_heads": problem.num_q_heads, "num_kv_heads": problem.num_kv_heads}
+    words = decode_partials_words(num_programs, **heads, v_head_dim=problem.v_head_dim, tiles=tiles)
+    weights = _weights(problem)
+    launch_paged_decode(
+        torch.empty(_SEQS, problem.num_q_heads, problem.head_dim, dtype=problem.dtype),
+        *_pages(row, problem),
+        *_lengths(),
+        torch.empty(decode_schedule_words(num_programs, _SEQS), dtype=torch.int32),
+        torch.empty(words),
+        torch.empty(_SEQS, problem.num_q_heads, problem.v_head_dim, dtype=problem.dtype),
+        None,
+        weights.sinks,
+        weights.alibi_slopes,
+        scores=scores_of(problem),
+        num_programs=num_programs,
+        tiles=tiles,
+    )
+
+
+def _launch_extend(row: Row, problem: Problem, tiles: ExtendTiles) -> None:
+    num_tokens = _SEQS * 32
+    words = extend_schedule_words(num_tokens, _SEQS, gqa_ratio=problem.gqa_ratio, tiles=tiles)
+    mask = PackedMask(torch.empty(1 << 16, dtype=torch.int32), torch.empty(_SEQS + 1, dtype=torch.int64))
+    weights = _weights(problem)
+    launch_paged_extend(
+        torch.empty(num_tokens, problem.num_q_heads, problem.head_dim, dtype=problem.dtype),
+        *_pages(row, problem),
+        *_lengths(),
+        torch.empty(words, dtype=torch.int32),
+        torch.empty(num_tokens, problem.num_q_heads, problem.v_head_dim, dtype=problem.dtype),
+        None,
+        weights.sinks,
+        weights.alibi_slopes,
+        scores=scores_of(problem),
+        max_q_len=32,
+        tiles=tiles,
+        mask=mask if problem.custom_mask else None,
+    )
+
+
+def _pages(row: Row, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V pages of a pool of the row's size, as launch_all of the matrix has them."""
+    page_bytes = row.page_size * row.heads[1] * min(row.dims) * row.dtype.itemsize
+    shape = ((LARGE_POOL_BYTES if row.is_large else SMALL_POOL_BYTES) // page_bytes + 1, row.page_size, row.heads[1])
+    k = torch.empty(*shape, problem.head_dim, dtype=problem.dtype)
+    return k, torch.empty(*shape, problem.v_head_dim, dtype=problem.dtype)
+
+
+def _lengths() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """table, row_of_seq, kv_len and q_indptr."""
+    table = torch.empty(_SEQS + 1, _WIDTH, dtype=torch.int32)
+    row_of_seq, kv_len, q_indptr = (torch.empty(size, dtype=torch.int32) for size in (_SEQS, _SEQS, _SEQS + 1))
+    return table, row_of_seq, kv_len, q_indptr
+
+
+def _weights(problem: Problem) -> HeadWeights:
+    if problem.has_sinks or problem.has_alibi_slopes:
+        return HeadWeights.random(problem, torch.Generator())
+    return NO_HEAD_WEIGHTS

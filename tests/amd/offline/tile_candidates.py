@@ -1,0 +1,156 @@
+"""The tiles that a tuning row for gfx942 or gfx950 is chosen from, and what the compiler and the model say of each.
+
+Ranked is each row for 2-byte elements, on the widest layer that it serves. float32 and the deterministic rows are held
+to the compile gate alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from triton.runtime.errors import OutOfResources
+
+from rocm_attn.kernels.attention.mask_bits import MAX_MASK_BLOCK
+from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, decode_tiles, extend_tiles
+from tests.amd.offline.candidate_kernels import other_kernels, plain_kernel
+from tests.amd.offline.code_object import AmdCode, read_amd_code
+from tests.amd.offline.compiling import AMD_ARCHS
+from tests.amd.offline.matrix import Row
+from tests.amd.offline.mca import Unfinished
+from tests.amd.offline.tile_cost import TileCost, floor_clocks, room_of, tile_cost
+
+# How much more than its cheapest candidate a row may cost: the model is not better than that.
+TOLERANCE = 0.1
+# More programs than that on a CU make the partial results of split rows a cost of their own.
+MAX_PROGRAMS_PER_CU = 4
+# Candidates that cost so many times what the cheapest does cannot be chosen.
+FAR = 1.5
+
+# For each decode row of 2-byte elements a layer of the widest heads that it serves; some meet every extend row too.
+_EXTENDED = (((64, 8), (64, 64)), ((32, 8), (128, 128)), ((8, 4), (256, 256)))
+_DECODED = (*_EXTENDED, ((32, 1), (128, 128)), ((32, 1), (256, 256)))
+DECODE_LAYERS, EXTEND_LAYERS = (
+    tuple(Row(arch, heads, dims, torch.bfloat16, page_size=16) for arch in AMD_ARCHS for heads, dims in layers)
+    for layers in (_DECODED, _EXTENDED)
+)
+Tiles = DecodeTiles | ExtendTiles
+Kind = type[DecodeTiles] | type[ExtendTiles]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What became of a candidate.
+
+    code:    the kernel of the plain layer; None where it does not fit the arch
+    waves:   waves a SIMD has room for, with whichever of the candidate's kernels needs most
+    spills:  registers spilled in all kernels that were compiled
+    cost:    None where a register is spilled, or llvm-mca does not come to an end
+    """
+
+    tiles: Tiles
+    code: AmdCode | None
+    waves: int
+    spills: int
+    cost: TileCost | None
+
+    @property
+    def clocks(self) -> float:
+        """The cost, infinite where there is none."""
+        return self.cost.clocks if self.cost else float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """The candidates of one kind for a layer, the cheapest first, those without a cost last."""
+
+    row: Row
+    kind: Kind
+    chosen: Estimate
+    candidates: tuple[Estimate, ...]
+
+    @property
+    def cheapest(self) -> Estimate:
+        return self.candidates[0]
+
+    @property
+    def excess(self) -> float:
+        """What the chosen tiles cost above the cheapest, as a fraction; infinite where they spill.
+
+        Below the floor all are equal: memory or the matrix units decide there.
+        """
+        floor = floor_clocks(self.row, self.kind)
+        return max(self.chosen.clocks, floor) / max(self.cheapest.clocks, floor) - 1
+
+
+def rank(row: Row, kind: Kind) -> Ranking:
+    """Compile and cost all candidates for a layer. Raises NoLlvmMca.
+
+    Those whose plain kernel costs far more than another's are not compiled any further.
+    """
+    chosen = estimate(row, chosen_tiles(row, kind), whole=True, given_programs=True)
+    shapes = decode_shapes(row) if kind is DecodeTiles else extend_shapes()
+    plain = [estimate(row, tiles, whole=False) for tiles in shapes]
+    limit = FAR * min(found.clocks for found in [chosen, *plain])
+    whole = [estimate(row, found.tiles, whole=True) if found.clocks <= limit else found for found in plain]
+    others = [found for found in whole if found.tiles != chosen.tiles]
+    return Ranking(row, kind, chosen, tuple(sorted([chosen, *others], key=lambda found: found.clocks)))
+
+
+def chosen_tiles(row: Row, kind: Kind) -> Tiles:
+    """What the tuning rows give the layer."""
+    problem = row.problems[0]
+    tiles_for = decode_tiles if kind is DecodeTiles else extend_tiles
+    return tiles_for(
+        row.arch,
+        gqa_ratio=problem.gqa_ratio,
+        num_kv_heads=problem.num_kv_heads,
+        head_dim=problem.head_dim,
+        v_head_dim=problem.v_head_dim,
+        dtype=problem.dtype,
+    )
+
+
+def decode_shapes(row: Row) -> Iterator[DecodeTiles]:
+    """Decode candidates; programs_per_cu follows from what each leaves room for."""
+    ratio, (head_dim, v_head_dim) = row.problems[0].gqa_ratio, row.dims
+    pairs = (1, 2) if head_dim == v_head_dim == 64 and ratio <= 8 else (1,)
+    blocks = chosen_tiles(row, DecodeTiles)
+    assert isinstance(blocks, DecodeTiles)
+    for heads, transposed, stages, block_n in itertools.product(pairs, (False, True), (1, 2), (16, 32, 64)):
+        yield DecodeTiles(block_n, 4, stages, 1, transposed, heads, blocks.head_blocks)
+
+
+def extend_shapes() -> Iterator[ExtendTiles]:
+    """Extend candidates, in steps that a packed mask can have too."""
+    sides = itertools.product((64, 128), (16, MAX_MASK_BLOCK))
+    for (block_m, block_n), warps, stages, waves in itertools.product(sides, (4, 8), (1, 2), (0, 2)):
+        yield ExtendTiles(block_m, block_n, warps, stages, waves_per_eu=waves)
+
+
+def estimate(row: Row, tiles: Tiles, *, whole: bool, given_programs: bool = False) -> Estimate:
+    """Compile and cost one candidate, by its plain kernel alone or as a whole.
+
+    Unless given_programs, decode gets as many programs as fit a CU.
+    """
+    try:
+        kernel = plain_kernel(row, tiles)
+        others = other_kernels(row, tiles) if whole else ()
+        codes = [read_amd_code(compiled) for compiled in (kernel, *others)]
+    except OutOfResources:
+        return Estimate(tiles, None, 0, 0, None)
+    waves, spills = room_of(codes), spilled(codes)
+    if isinstance(tiles, DecodeTiles) and not given_programs:
+        tiles = replace(tiles, programs_per_cu=min(MAX_PROGRAMS_PER_CU, max(1, waves * 4 // tiles.num_warps)))
+    try:
+        cost = None if spills else tile_cost(row, tiles, kernel, waves)
+    except Unfinished:
+        cost = None
+    return Estimate(tiles, codes[0], waves, spills, cost)
+
+
+def spilled(codes: list[AmdCode]) -> int:
+    """Registers that these kernels spill; an array that is indexed at run time is no better and counts as well."""
+    return sum(code.vgpr_spills + code.sgpr_spills + code.scratch_bytes // 4 for code in codes)

@@ -1,0 +1,104 @@
+"""What tiles cost by a model: clocks of a compute unit for a unit of work, the largest of four bounds.
+
+A CU has 4 SIMDs. programs run on it at the same time, as many as registers and LDS leave room for (and, for decode, as
+the grid holds), each of num_warps waves. An iteration of the hot loop does `work` units in a program.
+
+    issue  4 * issue cycles * num_warps / 4 / work          the busiest unit of a SIMD, by llvm-mca
+    lds    bytes of all waves / 128 / work                  LDS moves 128 bytes a clock
+    loads  bytes of all waves / 64 / work                   the vector memory path delivers 64 bytes a clock
+    waits  4 * cycles of a wave alone / programs / work     waits that the other programs do not fill, by llvm-mca
+
+Work is a KV token of one KV head for decode, and 1024 products of a q row and a key for extend. The memory latency in
+a wave's cycles is an assumption, below. The model is blind to cache misses, bank conflicts, uneven work, the clock
+under load and the price of starting a row or a tile. Nothing here was measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from triton.compiler import CompiledKernel
+
+from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
+from tests.amd.offline.code_object import AmdCode
+from tests.amd.offline.hot_loop import HotLoop, hot_loop
+from tests.amd.offline.matrix import Row
+from tests.amd.offline.mca import CLOCKS_PER_CYCLE, LoopCycles, loop_cycles
+
+# Assumed, in cycles of 4 clocks: decode reads K and V once, from HBM that all CUs load at the same time (1,600 clocks);
+# the tiles of an extend step share theirs, so that most loads find it in a cache (500 clocks).
+DECODE_LATENCY = 400
+EXTEND_LATENCY = 125
+
+_SIMDS = 4
+_LANES = 64
+# gfx950 reads twice as much, and writes what gfx942 does; the model takes the smaller number for both.
+_LDS_BYTES_A_CLOCK = 128
+_LOAD_BYTES_A_CLOCK = 64
+
+# From the data sheets of MI300X (5.3 TB/s, 304 CUs, 2.1 GHz, 1,307 TFLOPS) and MI355X (8 TB/s, 256 CUs, 2.4 GHz,
+# 2,517 TFLOPS): bytes of HBM, and operations of 16-bit matrix products, that each CU has a clock.
+_HBM_BYTES_A_CLOCK = {"gfx942": 8.3, "gfx950": 13.0}
+_MATRIX_OPS_A_CLOCK = {"gfx942": 2048, "gfx950": 4096}
+_PAIRS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TileCost:
+    """Clocks of a CU for a unit of work, see above; alone: cycles of a wave for an iteration, programs: on a CU."""
+
+    issue: float
+    lds: float
+    loads: float
+    waits: float
+    alone: float
+    programs: int
+
+    @property
+    def clocks(self) -> float:
+        """The cost by which tiles are compared."""
+        return max(self.issue, self.lds, self.loads, self.waits)
+
+
+def tile_cost(row: Row, tiles: DecodeTiles | ExtendTiles, kernel: CompiledKernel, waves_per_simd: int) -> TileCost:
+    """The cost of tiles whose kernels leave room for so many waves. Raises NoLlvmMca."""
+    loop = hot_loop(kernel.asm["amdgcn"])
+    latency = DECODE_LATENCY if isinstance(tiles, DecodeTiles) else EXTEND_LATENCY
+    return cost_of_loop(tiles, loop, loop_cycles(loop, row.arch, latency), waves_per_simd)
+
+
+def cost_of_loop(tiles: DecodeTiles | ExtendTiles, loop: HotLoop, cycles: LoopCycles, waves_per_simd: int) -> TileCost:
+    """The four bounds from what is known of the loop."""
+    programs = max(1, waves_per_simd * _SIMDS // tiles.num_warps)
+    if isinstance(tiles, DecodeTiles):
+        programs = min(programs, tiles.programs_per_cu)
+    work = work_of_iteration(tiles)
+    lanes = tiles.num_warps * _LANES
+    return TileCost(
+        issue=CLOCKS_PER_CYCLE * cycles.issue * tiles.num_warps / _SIMDS / work,
+        lds=loop.lds_bytes * lanes / _LDS_BYTES_A_CLOCK / work,
+        loads=loop.loaded_bytes * lanes / _LOAD_BYTES_A_CLOCK / work,
+        waits=CLOCKS_PER_CYCLE * cycles.alone / programs / work,
+        alone=cycles.alone,
+        programs=programs,
+    )
+
+
+def work_of_iteration(tiles: DecodeTiles | ExtendTiles) -> float:
+    """Units of work that a program does in one iteration of its hot loop."""
+    if isinstance(tiles, DecodeTiles):
+        return tiles.block_n * tiles.heads_per_row
+    return tiles.block_m * tiles.block_n / _PAIRS
+
+
+def floor_clocks(row: Row, kind: type[DecodeTiles] | type[ExtendTiles]) -> float:
+    """The clocks that no tiles can go below: HBM for decode, the matrix units for extend; data-sheet numbers."""
+    dims = sum(row.dims)
+    if kind is DecodeTiles:
+        return dims * row.dtype.itemsize / _HBM_BYTES_A_CLOCK[row.arch]
+    return 2 * dims * _PAIRS / _MATRIX_OPS_A_CLOCK[row.arch]
+
+
+def room_of(codes: list[AmdCode]) -> int:
+    """Waves a SIMD has room for with the most demanding of these kernels."""
+    return min(code.waves_per_simd for code in codes)

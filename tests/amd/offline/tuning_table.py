@@ -1,0 +1,166 @@
+"""Write the page that says what the tuning rows of gfx942 and gfx950 were chosen from.
+
+    python -m tests.amd.offline.tuning_table docs/amd_tuning.md
+
+compiles every candidate with the Triton at hand, which must be the newest supported, and costs it with llvm-mca (see
+mca.py). Prints a line for each layer; exits with 1, and leaves the page as it is, where a row spills or costs more than
+the tolerance above its cheapest candidate.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import triton
+
+from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
+from tests.amd.offline.matrix import Row
+from tests.amd.offline.mca import find_llvm_mca
+from tests.amd.offline.tile_candidates import (
+    DECODE_LAYERS,
+    EXTEND_LAYERS,
+    FAR,
+    TOLERANCE,
+    Estimate,
+    Kind,
+    Ranking,
+    Tiles,
+    rank,
+)
+from tests.amd.offline.tile_cost import DECODE_LATENCY, EXTEND_LATENCY, floor_clocks
+
+# Candidates of a layer that the page shows, besides the row that serves.
+SHOWN = 6
+
+_HEAD = """\
+# Where the AMD tiles come from
+
+**Nothing on this page was measured on hardware.** No AMD GPU was at hand. The tuning rows of gfx942 and gfx950
+(`kernels/tuning/tiles.py`) were chosen from what the compiler reports, and from a static model around `llvm-mca`, which
+reads machine code and runs none. The order of candidates is a guess that a first measurement may overturn; differences
+below {tolerance:.0%} mean nothing at all.
+
+`python -m tests.amd.offline.tuning_table docs/amd_tuning.md` writes this page; it needs `llvm-mca` of LLVM 22 or newer
+(`apt-get install llvm-22`). `bash scripts/test.sh tuning` holds that no row spills or costs more than
+{tolerance:.0%} above its cheapest candidate. This page: Triton {triton}, LLVM {llvm}.
+
+## The cost
+
+The hot loop of the compiled kernel (the innermost loop with the most matrix instructions) goes through `llvm-mca`,
+which issues one wave's instructions in order and follows `s_waitcnt`. Loads take {decode} of its cycles in decode and
+{extend} in extend, of 4 clocks each: assumed, not known. The cost is the largest of four bounds, in clocks of a CU:
+
+| bound | clocks |
+|---|---|
+| issue | the unit of a SIMD that is busiest (matrix, vector, scalar, ...), over all waves |
+| LDS | bytes that the waves read and write there, at 128 a clock |
+| loads | bytes that the waves load, at 64 a clock |
+| waits | an iteration of one wave alone, divided by the programs that run on the CU at the same time |
+
+for a KV token of one KV head (decode), or 1024 products of a q row and a key (extend), in full tiles. The programs on a
+CU follow from registers and LDS, and for decode from `programs_per_cu`. The floor in a heading is what data sheets
+allow: HBM for decode, the matrix units for extend. Costs below the floor count as the floor when rows are held to the
+{tolerance:.0%}: there memory decides, and a lower cost only leaves more room for latencies above the assumed.
+
+The model does not know caches, bank conflicts, barriers, uneven work, clocks under load, slow instructions such as exp2
+(which count as any other) or what starting a row costs.
+
+A candidate is out when any kernel that it is compiled for spills: windows, soft caps, sinks, ALiBi slopes, packed
+masks, pools below and above 2 GiB. Candidates that cost more than {far} times the cheapest are compiled for the plain
+layer only. **Bold** is the row that serves. VGPRs, LDS and the cost are those of the plain layer, waves a SIMD those of
+the kernel that needs most. float32 and deterministic rows have no ranking; they are held to the budgets.
+"""
+
+
+def main(document: Path) -> int:
+    """Rank, print, write; the exit status."""
+    # Compiling touches no memory; filled with NaN, a cache above 2 GiB would be resident.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    rankings = []
+    for row, kind in layers():
+        ranking = rank(row, kind)
+        print(f"{title(ranking)}: {ranking.excess:.1%} above the cheapest, or above the floor", flush=True)
+        rankings.append(ranking)
+    if any(ranking.excess > TOLERANCE for ranking in rankings):
+        return 1
+    document.write_text(page(rankings))
+    return 0
+
+
+def layers() -> Iterator[tuple[Row, Kind]]:
+    """What is ranked, in the page's order."""
+    yield from ((row, DecodeTiles) for row in DECODE_LAYERS)
+    yield from ((row, ExtendTiles) for row in EXTEND_LAYERS)
+
+
+def page(rankings: list[Ranking]) -> str:
+    """The whole page."""
+    head = _HEAD.format(
+        tolerance=TOLERANCE,
+        triton=triton.__version__,
+        llvm=find_llvm_mca()[1],
+        decode=DECODE_LATENCY,
+        extend=EXTEND_LATENCY,
+        far=FAR,
+    )
+    return head + "".join(f"\n## {title(ranking)}\n\n{_table(ranking)}" for ranking in rankings)
+
+
+def title(ranking: Ranking) -> str:
+    """What a ranking is about."""
+    row, (q_heads, kv_heads) = ranking.row, ranking.row.heads
+    verb = "decode" if ranking.kind is DecodeTiles else "extend"
+    dtype = str(row.dtype).removeprefix("torch.")
+    dims = "/".join(map(str, dict.fromkeys(row.dims)))
+    floor = f"{floor_clocks(row, ranking.kind):.1f}"
+    return f"{row.arch} {verb}: {q_heads} x {kv_heads} heads of {dims}, {dtype}, floor {floor}"
+
+
+def words(tiles: Tiles) -> str:
+    """The tiles as a row of the tuning table says them, without what has its default."""
+    if isinstance(tiles, DecodeTiles):
+        text = f"{tiles.block_n}, {tiles.num_warps}, {tiles.num_stages}, {tiles.programs_per_cu}"
+        text += ", transposed=True" if tiles.transposed else ""
+        text += f", heads_per_row={tiles.heads_per_row}" if tiles.heads_per_row > 1 else ""
+        return f"DecodeTiles({text})"
+    text = f"{tiles.block_m}, {tiles.block_n}, {tiles.num_warps}, {tiles.num_stages}"
+    text += f", waves_per_eu={tiles.waves_per_eu}" if tiles.waves_per_eu else ""
+    return f"ExtendTiles({text})"
+
+
+def _table(ranking: Ranking) -> str:
+    fitting = [found for found in ranking.candidates if found.cost]
+    shown = [found for place, found in enumerate(fitting) if place < SHOWN or found is ranking.chosen]
+    lines = [
+        "| tiles | VGPRs | LDS | waves | cycles | issue | LDS | loads | waits | cost |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+        *(_line(found, found is ranking.chosen) for found in shown),
+    ]
+    spilling = sum(found.spills > 0 or found.code is None for found in ranking.candidates)
+    unfinished = len(ranking.candidates) - len(fitting) - spilling
+    rest = f"{len(fitting) - len(shown)} more cost more; {spilling} spill or do not fit"
+    rest += f"; with {unfinished} llvm-mca does not come to an end" if unfinished else ""
+    return "\n".join(lines) + f"\n\n{rest}.\n"
+
+
+def _line(found: Estimate, is_chosen: bool) -> str:
+    code, cost = found.code, found.cost
+    assert code
+    assert cost
+    name = f"`{words(found.tiles)}`"
+    cells = [
+        f"**{name}**" if is_chosen else name,
+        f"{code.vgprs}",
+        f"{code.lds_bytes / 1024:.0f} KiB",
+        f"{found.waves}",
+        f"{cost.alone:.0f}",
+        *(f"{bound:.1f}" for bound in (cost.issue, cost.lds, cost.loads, cost.waits, cost.clocks)),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

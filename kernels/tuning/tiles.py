@@ -2,8 +2,9 @@
 
 A row with times in its comment was measured on one H200 (torch 2.11, Triton 3.6, CUDA-graph replays); the other "sm_90"
 rows follow it. No AMD row was measured: "gfx942" and "gfx950" rows were chosen from what the compiler reports (no
-spills, LDS within the limit, two workgroups a CU where possible). "sm_" serves NVIDIA GPUs that have no row of their
-own with shapes that fit all of them. "interpreter" is Triton's interpreter on a CPU.
+spills, registers, LDS) and from llvm-mca's static model of the hot loop; docs/amd_tuning.md has the candidates. "sm_"
+serves NVIDIA GPUs that have no row of their own with shapes that fit all of them. "interpreter" is Triton's
+interpreter on a CPU.
 """
 
 from __future__ import annotations
@@ -125,20 +126,22 @@ DECODE_ROWS = (
     DecodeRow("sm_", 2, 256, 16, DecodeTiles(32, 4, 2, 1)),
     DecodeRow("sm_", 4, 128, 16, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("sm_", 4, 256, 16, DecodeTiles(16, 8, 1, 1)),
-    # 117 to 130 VGPRs, 16 KiB of LDS: 3 workgroups a CU. Tiles of 64 leave one or two.
+    # 124 to 153 VGPRs, 16 KiB of LDS: 3 workgroups a CU.
     DecodeRow("gfx942", 2, 64, 16, DecodeTiles(32, 4, 2, 3, heads_per_row=2)),
     DecodeRow("gfx942", 2, 128, 16, DecodeTiles(32, 4, 2, 3)),
-    DecodeRow("gfx942", 2, 128, 32, DecodeTiles(32, 4, 1, 2, transposed=True)),
-    # 192 VGPRs, 32 KiB of LDS: 2 workgroups a CU.
+    # 113 to 140 VGPRs, 9 KiB of LDS: 3 workgroups a CU, with Triton 3.9 room for a fourth.
+    DecodeRow("gfx942", 2, 128, 32, DecodeTiles(16, 4, 2, 3)),
+    # 187 to 208 VGPRs, 32 KiB of LDS: 2 workgroups a CU.
     DecodeRow("gfx942", 2, 256, 16, DecodeTiles(32, 4, 2, 2)),
     DecodeRow("gfx942", 2, 256, 32, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("gfx942", 4, 128, 32, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("gfx942", 4, 256, 32, DecodeTiles(16, 8, 1, 1)),
-    # 182 to 212 VGPRs, 34 KiB of LDS (68 with Triton's asynchronous copies): 2 workgroups a CU, 2/5 of the MFMAs that
-    # the form with q on the long side has.
-    DecodeRow("gfx950", 2, 64, 16, DecodeTiles(64, 4, 2, 2, transposed=True, heads_per_row=2)),
-    DecodeRow("gfx950", 2, 128, 16, DecodeTiles(64, 4, 2, 2, transposed=True)),
-    DecodeRow("gfx950", 2, 128, 32, DecodeTiles(32, 4, 1, 2)),
+    # 112 to 132 VGPRs, 16 KiB of LDS (33 with Triton's asynchronous copies): 4 workgroups a CU. Transposed tiles of 64
+    # have 2/5 of the MFMAs, 180 to 212 VGPRs, and leave 2.
+    DecodeRow("gfx950", 2, 64, 16, DecodeTiles(32, 4, 2, 4, heads_per_row=2)),
+    DecodeRow("gfx950", 2, 128, 16, DecodeTiles(32, 4, 2, 4)),
+    # 112 to 144 VGPRs, 9 KiB of LDS (17): 3 workgroups a CU, with Triton 3.9 room for a fourth.
+    DecodeRow("gfx950", 2, 128, 32, DecodeTiles(16, 4, 2, 3)),
     DecodeRow("gfx950", 2, 256, 16, DecodeTiles(32, 4, 2, 2)),
     DecodeRow("gfx950", 2, 256, 32, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("gfx950", 4, 128, 32, DecodeTiles(16, 4, 2, 2)),
@@ -157,16 +160,20 @@ EXTEND_ROWS = (
     ExtendRow("sm_", 2, 256, ExtendTiles(32, 32, 4, 1)),
     ExtendRow("sm_", 4, 128, ExtendTiles(32, 16, 8, 1)),
     ExtendRow("sm_", 4, 256, ExtendTiles(16, 16, 4, 1)),
-    # 205 to 224 VGPRs, 32 KiB of LDS: 2 workgroups a CU. Without waves_per_eu 320 VGPRs and one workgroup; steps of 64
-    # keys spill.
-    ExtendRow("gfx942", 2, 128, ExtendTiles(128, 32, 4, 1, waves_per_eu=2)),
-    # 217 to 245 VGPRs, 36 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
-    ExtendRow("gfx942", 2, 256, ExtendTiles(64, 32, 8, 2)),
+    # 120 to 180 VGPRs, 16 KiB of LDS: 2 or 3 workgroups a CU.
+    ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2)),
+    # 189 to 236 VGPRs, 32 KiB of LDS: 2 workgroups a CU. Without waves_per_eu up to 312 with Triton 3.6.
+    ExtendRow("gfx942", 2, 128, ExtendTiles(128, 32, 4, 2, waves_per_eu=2)),
+    # 110 to 190 VGPRs, 64 KiB of LDS: one workgroup of 8 waves, 2 a SIMD. Steps of 32 keys: twice the issue cycles.
+    ExtendRow("gfx942", 2, 256, ExtendTiles(128, 16, 8, 2)),
     ExtendRow("gfx942", 4, 128, ExtendTiles(64, 16, 4, 1)),
     ExtendRow("gfx942", 4, 256, ExtendTiles(32, 16, 8, 1)),
-    # 190 to 198 VGPRs, 32 KiB of LDS: 2 workgroups a CU. Steps of 64 keys: 226 to 248, and spills above 2 GiB.
-    ExtendRow("gfx950", 2, 128, ExtendTiles(128, 32, 4, 1, waves_per_eu=2)),
-    ExtendRow("gfx950", 2, 256, ExtendTiles(64, 32, 8, 2)),
+    # 120 to 180 VGPRs, 16 KiB of LDS: 2 or 3 workgroups a CU.
+    ExtendRow("gfx950", 2, 64, ExtendTiles(128, 32, 4, 2)),
+    # 179 to 248 VGPRs, 32 KiB of LDS: 2 workgroups a CU.
+    ExtendRow("gfx950", 2, 128, ExtendTiles(128, 32, 4, 2, waves_per_eu=2)),
+    # 122 to 183 VGPRs, 64 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
+    ExtendRow("gfx950", 2, 256, ExtendTiles(128, 16, 8, 2)),
     ExtendRow("gfx950", 4, 128, ExtendTiles(64, 16, 4, 1)),
     ExtendRow("gfx950", 4, 256, ExtendTiles(32, 16, 8, 1)),
     ExtendRow("interpreter", 2, 256, ExtendTiles(32, 16, 1, 1)),

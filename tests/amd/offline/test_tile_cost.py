@@ -1,0 +1,67 @@
+"""Costs are what their formula says, and the page that shows them is about the rows that serve."""
+
+from __future__ import annotations
+
+import pytest
+
+from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
+from tests.amd.house.source_tree import ROOT
+from tests.amd.offline.candidate_kernels import other_kernels, plain_kernel
+from tests.amd.offline.code_object import read_amd_code
+from tests.amd.offline.hot_loop import HotLoop
+from tests.amd.offline.matrix import Row
+from tests.amd.offline.mca import LoopCycles
+from tests.amd.offline.tile_candidates import Kind, chosen_tiles, spilled
+from tests.amd.offline.tile_cost import cost_of_loop
+from tests.amd.offline.tuning_table import layers, words
+
+PAGE = ROOT / "docs" / "amd_tuning.md"
+LOOP = HotLoop(("ds_read_b128 v[0:3], v9", "buffer_load_dwordx4 v[0:3], v9, s[4:7], 0 offen"))
+CYCLES = LoopCycles(alone=600, issue=200)
+
+
+def test_decode_costs_clocks_a_token() -> None:
+    cost = cost_of_loop(DecodeTiles(32, 4, 2, 3), LOOP, CYCLES, waves_per_simd=4)
+    assert (cost.programs, cost.issue, cost.waits) == (3, 25.0, 25.0), "three programs, although four would fit"
+    assert (cost.lds, cost.loads) == (1.0, 2.0)
+    assert cost.clocks == 25.0
+
+
+def test_two_heads_a_row_are_twice_the_work() -> None:
+    one, two = (
+        cost_of_loop(DecodeTiles(32, 4, 2, 3, heads_per_row=heads), LOOP, CYCLES, waves_per_simd=4) for heads in (1, 2)
+    )
+    assert two.clocks == one.clocks / 2
+
+
+def test_waves_fill_waits_but_not_a_busy_unit() -> None:
+    tiles = ExtendTiles(128, 32, 4, 1)
+    few, many = (cost_of_loop(tiles, LOOP, CYCLES, waves_per_simd=waves) for waves in (1, 8))
+    assert few.clocks == few.waits == 8 * many.waits
+    assert many.clocks == many.issue == few.issue
+
+
+def test_a_program_of_eight_waves_takes_two_of_a_simd() -> None:
+    assert cost_of_loop(ExtendTiles(128, 32, 8, 1), LOOP, CYCLES, waves_per_simd=4).programs == 2
+
+
+def test_the_page_shows_the_rows_that_serve() -> None:
+    """In the order of its sections; where a row has changed: python -m tests.amd.offline.tuning_table PAGE."""
+    shown = [line.split("`")[1] for line in PAGE.read_text().splitlines() if line.startswith("| **`")]
+    assert shown == [words(chosen_tiles(row, kind)) for row, kind in layers()]
+
+
+def test_the_page_says_that_nothing_was_measured() -> None:
+    assert "**Nothing on this page was measured on hardware.**" in PAGE.read_text()
+
+
+SHAPES = [
+    pytest.param(row, kind, id=f"{kind.__name__}-{row}") for row, kind in layers() if row.dims in ((64, 64), (128, 128))
+]
+
+
+@pytest.mark.parametrize(("row", "kind"), SHAPES)
+def test_a_chosen_row_spills_nothing(row: Row, kind: Kind) -> None:
+    tiles = chosen_tiles(row, kind)
+    kernels = [plain_kernel(row, tiles), *other_kernels(row, tiles)]
+    assert spilled([read_amd_code(kernel) for kernel in kernels]) == 0

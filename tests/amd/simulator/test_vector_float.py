@@ -200,3 +200,27 @@ def test_packed_floats_choose_halves_and_signs() -> None:
 def test_a_packed_result_may_lie_on_its_sources() -> None:
     core = execute("v_pk_mov_b32 v[0:1], v[0:1], v[0:1] op_sel:[1,0]", vector={0: 5, 1: 6})
     assert (core.vector[0][0], core.vector[1][0]) == (6, 5)
+
+
+@pytest.mark.parametrize("into", ["_f32", "lo_f16", "hi_f16"])
+def test_a_mixed_fma_takes_either_width_and_leaves_the_other_half(into: str) -> None:
+    """-|upper half of v0| * v1 + lower half of v2."""
+    halves = random_floats().astype(np.float16), random_floats().astype(np.float16)
+    b, c = random_floats(), random_floats().astype(np.float16)
+    upper = halves[1].view(np.uint16).astype(np.uint32) << np.uint32(16)
+    words = {
+        0: halves[0].view(np.uint16) | upper,
+        1: b.view(np.uint32),
+        2: c.view(np.uint16).astype(np.uint32),
+        3: np.full(64, 0x12345678, np.uint32),
+    }
+    text = f"v_fma_mix{into} v3, v0, v1, v2 op_sel:[1,0,0] op_sel_hi:[1,0,1] neg_lo:[1,0,0] neg_hi:[1,0,0]"
+    core = execute(text, vector=words)
+    a = -np.abs(halves[1].astype(np.float64))
+    exact = (a * b.astype(np.float64) + c.astype(np.float64)).astype(np.float32)
+    if into == "_f32":
+        assert (floats(core, 3) == exact).all()
+        return
+    half = exact.astype(np.float16).view(np.uint16).astype(np.uint32)
+    expected = 0x12340000 | half if into == "lo_f16" else half << np.uint32(16) | 0x5678
+    assert (core.vector[3] == expected).all()

@@ -129,8 +129,48 @@ def _halves(context: Context, instruction: Instruction) -> Step:
     return step
 
 
+def _mixed_fma(context: Context, instruction: Instruction) -> Step:
+    """a * b + c in float32, of sources that op_sel_hi says are 16 bits wide and op_sel says which half of.
+
+    neg_hi stands for the absolute value here. The forms for a half leave the other half of the register as it was.
+    """
+    instruction.allow("op_sel", "op_sel_hi", "neg_lo", "neg_hi")
+    destination, *tokens = instruction.operands
+    names = ("op_sel", "op_sel_hi", "neg_lo", "neg_hi")
+    a, b, c = (
+        _mixed_source(context.core, token, *flags)
+        for token, *flags in zip(tokens, *(instruction.bits(name, (0, 0, 0)) for name in names), strict=True)
+    )
+    into = instruction.name.removeprefix("v_fma_mix")
+    old = vector_source(context.core, destination, U32)
+    write = VectorSink(context.core, destination, F32 if into == "_f32" else U32).write
+
+    def step() -> None:
+        result = fma(a(), b(), c())
+        if into == "_f32":
+            write(result)
+            return
+        half = result.astype(F16).view(U16).astype(U32)
+        if into == "lo_f16":
+            write(old() & np.uint32(0xFFFF0000) | half)
+        else:
+            write(old() & np.uint32(0xFFFF) | half << np.uint32(16))
+
+    return step
+
+
+def _mixed_source(core: Core, token: str, upper: int, is_half: int, is_negated: int, is_absolute: int) -> Source:
+    token = f"|{token}|" if is_absolute else token
+    token = f"-{token}" if is_negated else token
+    if not is_half:
+        return vector_source(core, token, F32)
+    read = vector_source(core, token, F16, high=bool(upper))
+    return lambda: read().astype(F32)
+
+
 BUILDERS: dict[str, Builder] = {
     **dict.fromkeys(_PAIRS_OF_FLOATS, _floats),
     **dict.fromkeys(_PAIRS_OF_HALVES, _halves),
     "v_pk_mov_b32": _move,
+    **dict.fromkeys(("v_fma_mix_f32", "v_fma_mixlo_f16", "v_fma_mixhi_f16"), _mixed_fma),
 }

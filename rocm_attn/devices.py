@@ -43,8 +43,3 @@ class StreamOrder:
             if self._last is not None:
                 stream.wait_stream(self._last)
             self._last, self._last_handle = stream, handle
-
-    def finish(self) -> None:
-        """Wait for the step that followed last, and so for all before it."""
-        if self._last is not None:
-            self._last.synchronize()

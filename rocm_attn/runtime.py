@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -243,9 +242,6 @@ class AttentionRuntime:
         self._last_step: Step | None = None
         self._num_splits = 0
         self._streams = StreamOrder(self.device)
-        # torch gives memory on as soon as nobody holds it, though a step on another stream than it was made on may be
-        # about to read it. Not at exit, where the device may be gone.
-        weakref.finalize(self, self._streams.finish).atexit = False
 
     @property
     def padding(self) -> PaddingPolicy:

@@ -15,10 +15,9 @@ import torch
 
 from rocm_attn.errors import BadBatch, CapacityExceeded
 from rocm_attn.index_spaces import RESERVED_PAGE, Space, num_pages
-from rocm_attn.kernels.metadata.index_tensors import ALL_KEYS
 from rocm_attn.step_batch import Int32Array
 
-KEEP_ALL = ALL_KEYS
+KEEP_ALL = 2**31 - 1  # more keys than any sequence has
 
 
 @dataclass(slots=True)

@@ -160,7 +160,7 @@ def test_two_runtimes_on_two_streams_keep_apart(undelayed: list[Tensor], device:
 
 
 def test_a_step_outlives_its_runtime(undelayed: list[Tensor], device: torch.device) -> None:
-    """What is dropped while a step waits to read it goes to nobody else: the next runtime would write its own there."""
+    """Pinned memory that is dropped while a step waits to read it goes to nobody else, who would write there."""
 
     def prefilled() -> tuple[StepRunner, Requests]:
         tiny = Tiny.build(device, "triton", [4])
@@ -171,15 +171,16 @@ def test_a_step_outlives_its_runtime(undelayed: list[Tensor], device: torch.devi
         requests.run(runner, [1, 1, 1])
         return runner, requests
 
-    prefilled()  # kernels are compiled
     served = prefilled()
     torch.cuda.synchronize(device)
-    torch.cuda._sleep(100 * SLEEP_CYCLES)  # type: ignore[no-untyped-call] # as long as it takes to make a runtime
+    sleep()
     rows = served[1].run(served[0], [1, 1, 1])
     del served
     gc.collect()
-    prefilled()
+    # Every small block of pinned memory that is free; of a step they say that it has no sequence.
+    taken = [torch.zeros(8 << at % 8, dtype=torch.int32, pin_memory=True) for at in range(1000)]
     torch.testing.assert_close(rows, undelayed[0])
+    assert len(taken) == 1000
 
 
 @contextmanager

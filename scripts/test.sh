@@ -6,12 +6,13 @@
 #   types            mypy --strict over the package, the tests and the benchmarks
 #   host             everything that needs neither a GPU nor Triton's interpreter
 #   interpreter      the kernels, and the runtime on top of them, under Triton's interpreter
-#   mutation         every mask of every kernel removed in a copy: a check under Triton's interpreter must notice
+#   mutation         every second mask of every kernel removed in a copy: a check under Triton's interpreter must notice
 #   soak             2,000 random steps of a tiny model, every output checked against the oracle
 #   text             greedy text against transformers, and the command line on real weights
 #   offline          every kernel compiled for gfx942, gfx950 and sm_90 with the installed Triton
 #   simulator        every kernel executed as gfx942 and gfx950 machine code, with every address checked
 #   oldest           one compile a kernel with the oldest supported Triton
+#   interpreter-long, mutation-long  what these two leave out to stay short (not part of the default)
 #   tuning           no AMD tuning row costs much more than a candidate; needs llvm-mca (not part of the default)
 #   offline@VERSION  all AMD compiles with another Triton, for instance offline@3.7.1 (not part of the default)
 #   simulator@VERSION  the simulator's full grid with another Triton; writes docs/simulator.md (not part of the default)
@@ -71,11 +72,13 @@ run_stage() {
     lint) ruff format --check && ruff check ;;
     types) mypy -p rocm_attn -p tests -p benchmarks ;;
     host) run_pytest -n auto tests/amd/{host,hip_graphs,runtime,guards,graphs,system,runner,doctor,aiter,house} ;;
-    interpreter) TRITON_INTERPRET=1 run_pytest -n auto tests/amd/{kernels,runtime} ;;
-    mutation) run_pytest -n auto tests/amd/mutation ;;
+    interpreter) TRITON_INTERPRET=1 run_pytest -n auto -m "not long" tests/amd/{kernels,runtime} ;;
+    interpreter-long) TRITON_INTERPRET=1 run_pytest -n auto -m long tests/amd/runtime ;;
+    mutation) run_pytest -n auto -m "not long" tests/amd/mutation ;;
+    mutation-long) run_pytest -n auto -m long tests/amd/mutation ;;
     text) run_pytest tests/amd/text ;;
     soak) rocm-attn soak --steps 2000 --seed 0 ;;
-    offline) run_pytest tests/amd/offline -m "not llvm_mca" ;;
+    offline) run_pytest tests/amd/offline -m "not llvm_mca and not long" ;;
     tuning) run_pytest tests/amd/offline -m llvm_mca ;;
     oldest) with_triton $OLDEST_TRITON run_pytest tests/amd/offline -m oldest_triton ;;
     offline@*) with_triton "${1#offline@}" run_pytest tests/amd/offline -m "not llvm_mca" -k "gfx and not budget" ;;

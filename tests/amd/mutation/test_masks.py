@@ -40,7 +40,13 @@ def test_masks_that_are_called_harmless_exist() -> None:
     assert HARMLESS.keys() <= {mutant.name for mutant in MUTANTS}
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.path}:{mutant.line} {mutant.what}")
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(mutant, id=f"{mutant.path}:{mutant.line} {mutant.what}", marks=[pytest.mark.long] * (at % 2))
+        for at, mutant in enumerate(MUTANTS)
+    ],
+)
 def test_a_missing_mask_is_noticed(mutant: Mutant, tmp_path: Path) -> None:
     folder = copy_of_kernels(tmp_path, mutant.path, mutant.source)
     is_noticed = any(verdict(folder, mutant.path, trial) != "right" for trial in TRIALS)

@@ -13,11 +13,19 @@ NVIDIA_ARCHS = ("sm_80", "sm_90")
 
 
 def rows_for(archs: tuple[str, ...]) -> pytest.MarkDecorator:
-    """Runs a test with every row for these archs; rows that the oldest Triton compiles too are marked so."""
+    """Runs a test with every row for these archs; rows that the oldest Triton compiles too are marked so.
+
+    Large pools of gfx950 are long: the rest of the code is that of gfx942's.
+    """
     return pytest.mark.parametrize(
         "row",
         [
-            pytest.param(row, id=str(row), marks=[pytest.mark.oldest_triton] if row.on_oldest else [])
+            pytest.param(
+                row,
+                id=str(row),
+                marks=[pytest.mark.oldest_triton] * row.on_oldest
+                + [pytest.mark.long] * (row.arch == "gfx950" and row.is_large),
+            )
             for row in ROWS
             if row.arch in archs
         ],

@@ -115,7 +115,9 @@ def ways_for(provider: str, device: torch.device) -> Mapping[str, Way]:
 
 @both
 @every_layer
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+@pytest.mark.parametrize(
+    "graphs", [pytest.param(False, id="eager"), pytest.param(True, id="graphed", marks=pytest.mark.long)]
+)
 def test_a_sequence_gives_the_same_bits_in_every_way(
     graphs: bool, layer: str, provider: str, device: torch.device
 ) -> None:

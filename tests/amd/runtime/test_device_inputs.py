@@ -121,6 +121,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(each(0, 11), q_len, q_room, kv_room)
 
 
+@pytest.mark.long
 @settings(max_examples=12, deadline=None)
 @given(case=cases())
 def test_lengths_of_the_device_give_bitwise_what_the_hosts_give(

@@ -61,6 +61,7 @@ class SharingModel:
         return torch.cat(outs, 1).index_select(0, step.last_token_of_seq)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("provider", providers())
 def test_shared_layers_replay_as_they_run(provider: str, device: torch.device) -> None:
     results = []

@@ -23,7 +23,7 @@ from tests.amd.graphs.tiny import Requests, Tiny
 from tests.amd.guards.serving import Serving
 from tests.amd.runtime.stepping import Request, providers
 
-pytestmark = pytest.mark.parametrize("provider", providers())
+pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.long]
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
 
@@ -121,7 +121,6 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(each(0, 11), q_len, q_room, kv_room)
 
 
-@pytest.mark.long
 @settings(max_examples=12, deadline=None)
 @given(case=cases())
 def test_lengths_of_the_device_give_bitwise_what_the_hosts_give(

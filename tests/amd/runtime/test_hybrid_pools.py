@@ -31,6 +31,7 @@ from tests.amd.runtime.stepping import (
     small_problem,
 )
 
+pytestmark = pytest.mark.long
 each_provider = pytest.mark.parametrize("provider", providers())
 
 WINDOWS = (7, 3)

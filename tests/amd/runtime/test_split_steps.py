@@ -13,7 +13,7 @@ from rocm_attn.errors import BadTensor, CapacityExceeded, WrongState
 from rocm_attn.runtime import SplitStep, Step
 from tests.amd.runtime.stepping import Request, World, providers, small_problem
 
-pytestmark = pytest.mark.parametrize("provider", providers())
+pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.long]
 
 # Ladders, and the sizes that a pool of 5 rows is padded to for 8 and 16 ranks.
 LADDERS = [(2, 4), (1, 3, 5), (8,), (16,)]

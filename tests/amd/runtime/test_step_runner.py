@@ -20,7 +20,7 @@ from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_runner import StepRunner
 from tests.amd.runtime.stepping import providers, small_problem
 
-pytestmark = pytest.mark.parametrize("provider", providers())
+pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.long]
 
 VOCABULARY = 50
 
@@ -109,7 +109,6 @@ def test_replay_equals_eager_bitwise_while_requests_come_and_go(provider: str, d
         assert torch.equal(eager, replayed)
 
 
-@pytest.mark.long
 def test_padding_to_a_larger_bucket_than_the_pool_changes_no_real_row(provider: str, device: torch.device) -> None:
     outs = []
     for pad_to in (None, 16):
@@ -120,7 +119,6 @@ def test_padding_to_a_larger_bucket_than_the_pool_changes_no_real_row(provider: 
         torch.testing.assert_close(tight, padded, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.long
 def test_extend_and_mixed_steps_replay_at_padded_token_counts(provider: str, device: torch.device) -> None:
     """Verify steps (three tokens each), chunks of prompts, and chunks among decodes; above 16 tokens eagerly."""
     steps = [[3, 3], [3, 3], [5, 1], [1, 9], [4, 4], [1, 1], [12, 8], [2, 7], [3, 3]]
@@ -153,7 +151,6 @@ def test_steps_above_the_largest_graph_run_eagerly(provider: str, device: torch.
         assert torch.equal(mine, other)
 
 
-@pytest.mark.long
 def test_a_graph_recomputes_whatever_was_left_in_its_buffers(provider: str, device: torch.device) -> None:
     """Poison: everything that graphs own, except the table and the pages, is garbage before each replay.
 
@@ -181,7 +178,6 @@ def test_a_graph_recomputes_whatever_was_left_in_its_buffers(provider: str, devi
         assert torch.equal(clean, poisoned)
 
 
-@pytest.mark.long
 def test_all_sizes_can_be_captured_before_the_first_request(provider: str, device: torch.device) -> None:
     model = Model.build(device, provider, [1, 4, 8])
     runner = StepRunner(model.runtime, model.forward, recorder_for(model.runtime.device))
@@ -248,7 +244,6 @@ def test_growing_past_the_sealed_size_is_refused_before_anything_moves(provider:
     assert addresses == {name: tensor.data_ptr() for name, tensor in model.runtime.sealed_tensors().items()}
 
 
-@pytest.mark.long
 def test_reopening_grows_what_was_sealed_and_goes_on_with_the_same_requests(
     provider: str, device: torch.device
 ) -> None:

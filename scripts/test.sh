@@ -9,10 +9,10 @@
 #   mutation         every fourth mask of the kernels removed in a copy: a check under Triton's interpreter must notice
 #   soak             2,000 random steps of a tiny model, every output checked against the oracle
 #   text             greedy text against transformers, and the command line on real weights
-#   offline          every kernel compiled for gfx942, gfx950 and sm_90 with the installed Triton
+#   offline          every kernel compiled for gfx942, gfx950 and sm_90 with the installed Triton, pools below 2 GiB
 #   simulator        every kernel executed as gfx942 and gfx950 machine code, with every address checked
 #   oldest           one compile a kernel with the oldest supported Triton
-#   interpreter-long, mutation-long  what these two leave out to stay short (not part of the default)
+#   interpreter-long, mutation-long, offline-long  what these leave out to stay short (not part of the default)
 #   tuning           no AMD tuning row costs much more than a candidate; needs llvm-mca (not part of the default)
 #   offline@VERSION  all AMD compiles with another Triton, for instance offline@3.7.1 (not part of the default)
 #   simulator@VERSION  the simulator's full grid with another Triton; writes docs/simulator.md (not part of the default)
@@ -76,6 +76,7 @@ run_stage() {
     interpreter-long) TRITON_INTERPRET=1 run_pytest -n auto -m long tests/amd/runtime ;;
     mutation) run_pytest -n auto -m "not long" tests/amd/mutation ;;
     mutation-long) run_pytest -n auto -m long tests/amd/mutation ;;
+    offline-long) run_pytest tests/amd/offline -m long ;;
     text) run_pytest -n auto tests/amd/text ;;
     soak) rocm-attn soak --steps 2000 --seed 0 ;;
     offline) run_pytest tests/amd/offline -m "not llvm_mca and not long" ;;

@@ -15,7 +15,7 @@ NVIDIA_ARCHS = ("sm_80", "sm_90")
 def rows_for(archs: tuple[str, ...]) -> pytest.MarkDecorator:
     """Runs a test with every row for these archs; rows that the oldest Triton compiles too are marked so.
 
-    Large pools of gfx950 are long: the rest of the code is that of gfx942's.
+    Large pools are long, as the simulator runs code for them too, and so is the NVIDIA GPU that is not the target.
     """
     return pytest.mark.parametrize(
         "row",
@@ -24,7 +24,7 @@ def rows_for(archs: tuple[str, ...]) -> pytest.MarkDecorator:
                 row,
                 id=str(row),
                 marks=[pytest.mark.oldest_triton] * row.on_oldest
-                + [pytest.mark.long] * (row.arch == "gfx950" and row.is_large),
+                + [pytest.mark.long] * (row.is_large or row.arch == "sm_80"),
             )
             for row in ROWS
             if row.arch in archs

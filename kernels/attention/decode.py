@@ -25,6 +25,7 @@ from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
 
 # Keys of a window that are not handed out and merged: that would cost as much as reading them.
 _FEW_KEYS = 256
+_LARGEST_DIM = 128
 # The share of the programs, over all rounds that the rows take, that must have a row.
 _EVENLY = 0.9
 
@@ -304,14 +305,15 @@ def _decode_kernel(
             kv_len = tl.load(seq_words + 1, mask=seq < num_seqs, other=-1)
 
 
-def has_whole_rows(num_rows: int, *, num_programs: int, window_left: int) -> bool:
+def has_whole_rows(num_rows: int, *, num_programs: int, window_left: int, head_dim: int) -> bool:
     """Whether every row of a window has a program of its own.
 
     Rows of a window are equally long. So there is nothing to balance where they are short, or where they fill the
     num_programs that run at a time evenly, and merging would cost more than it gains. On an H200 gptoss 64 x 32k takes
     10.0 us so and 14.9 shared out with a window of 128, and 38.4 and 41.4 with one of 1024; but 1 x 32k 18.1 and 7.1.
     """
-    if window_left == UNLIMITED_WINDOW:
+    # Heads beyond 128: gfx950 spills scalar registers with a cap.
+    if window_left == UNLIMITED_WINDOW or head_dim > _LARGEST_DIM:
         return False
     places = -(-num_rows // num_programs) * num_programs
     return window_left < _FEW_KEYS or num_rows >= _EVENLY * places
@@ -377,7 +379,9 @@ def launch_paged_decode(
     assert heads_per_row == 1 or (head_dim == v_head_dim == next_power_of_2(head_dim) and tiles.head_blocks == 1)
     lse_token, lse_head = (0, 0) if lse is None else lse.stride()
     num_rows = num_seqs * tiles.rows_per_seq(num_kv_heads)
-    whole_rows = has_whole_rows(num_rows, num_programs=num_programs, window_left=scores.window_left)
+    whole_rows = has_whole_rows(
+        num_rows, num_programs=num_programs, window_left=scores.window_left, head_dim=max(head_dim, v_head_dim)
+    )
     launch(
         _decode_kernel,
         (num_rows if whole_rows else num_programs,),

@@ -172,4 +172,6 @@ def test_every_argument_has_its_effect(
 )
 def test_a_row_is_whole_where_there_is_nothing_to_balance(window_left: int, num_rows: int, is_whole: bool) -> None:
     """With 264 programs at a time."""
-    assert has_whole_rows(num_rows, num_programs=264, window_left=window_left) == is_whole
+    for head_dim in (64, 256):
+        whole = has_whole_rows(num_rows, num_programs=264, window_left=window_left, head_dim=head_dim)
+        assert whole == (is_whole and head_dim == 64)

@@ -52,8 +52,8 @@ class Scores:
 
     @property
     def base_2_scale(self) -> float:
-        """What q . k, or the tanh of a cap, is multiplied with so that the softmax is one of powers of 2."""
-        return (self.soft_cap or self.scale) * _LOG2_E
+        """What q . k, or half the tanh of a cap, is multiplied with so that the softmax is one of powers of 2."""
+        return (2 * self.soft_cap or self.scale) * _LOG2_E
 
 
 def check_head_weights(num_q_heads: int, sinks: Tensor | None, slopes: Tensor | None) -> None:

@@ -11,10 +11,13 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def capped(products, tanh_scale):
-    """tanh(scale * products / cap) = 1 - 2 / (e^(2x) + 1); both ends saturate instead of overflowing."""
+    """tanh(scale * products / cap) / 2 = 1/2 - 1 / (e^(2x) + 1); both ends saturate instead of overflowing.
+
+    Half of it is one operation a score less than all of it; the other half is in Scores.base_2_scale.
+    """
     # rsqrt(x)^2 for 1 / x: AMD's division is a long sequence with a mask of its own.
     root = tl.rsqrt(tl.exp2(products * tanh_scale) + 1.0)
-    return 1.0 - 2.0 * root * root
+    return 0.5 - root * root
 
 
 @triton.jit

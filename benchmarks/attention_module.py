@@ -60,6 +60,7 @@ def plan(d: Any) -> Prepared:
         kv_len_int64=ints([], device),
         mask_indptr=ints([], device),
         mask_words=ints([], device),
+        mask_positions=ints([], device),
         slot_of_token=ints([], device),
     )
     schedule = torch.empty(kernel.schedule_words(shape), dtype=torch.int32, device=device)

@@ -93,6 +93,7 @@ def _args(problem: Problem, kernel: BoundKernel, batch: Batch, generator: torch.
         kv_len_int64=empty,
         mask_indptr=empty,
         mask_words=empty,
+        mask_positions=empty,
         slot_of_token=empty,
     )
     schedule = torch.empty(kernel.schedule_words(shape), dtype=torch.int32, device=device)

@@ -45,7 +45,7 @@ class Problem:
     has_alibi_slopes:           whether each head subtracts slope * distance from its scaled (and capped) logits
     causal:                     whether a query sees nothing behind itself; if not, it sees all of its sequence's KV
     custom_mask:                whether a step may bring a mask (step_mask.py) that says what its queries see, in place
-                                of causality
+                                of causality; of what it shows, a window hides what lies further back
     """
 
     num_q_heads: int
@@ -82,11 +82,6 @@ class Problem:
         if not self.causal and self.window_left != UNLIMITED_WINDOW:
             raise BadProblem(
                 f"window_left is {self.window_left} and causal is False; a window is counted back from a causal query"
-            )
-        if self.custom_mask and self.window_left != UNLIMITED_WINDOW:
-            raise BadProblem(
-                f"window_left is {self.window_left} and custom_mask is True; a step's mask is the same for all layers "
-                "and says all that a query sees, so leave the window out of this problem and put it into the masks"
             )
         if not (math.isfinite(self.logits_soft_cap) and self.logits_soft_cap >= 0):
             raise BadProblem(f"logits_soft_cap is {self.logits_soft_cap}; it must be positive, or 0 for none")

@@ -3,9 +3,10 @@
 out[t] = softmax(scale * q[t] . k[j] for visible j) . v[j]        over the keys j that token t may see
 
 Token t of a sequence with q_len new tokens sits at kv_index i = kv_len - q_len + t and sees keys
-max(0, i - window_left) .. i; all of 0 .. i without a window; all of 0 .. kv_len - 1 where attention is not causal; with
-a mask those that it shows. A soft cap comes after the scale, ALiBi's slope * (j - i) after the cap; a sink is one more
-logit without a value.
+max(0, i - window_left) .. i; all of 0 .. i without a window; all of 0 .. kv_len - 1 where attention is not causal. With
+a mask it sees what that shows, with a window from p - window_left on: p is the position that the mask gives it, or
+kv_len - q_len if that is more. A soft cap comes after the scale, ALiBi's slope * (j - i) after the cap; a sink is one
+more logit without a value.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ def attend_sequence(
     problem: Problem,
     weights: HeadWeights = NO_HEAD_WEIGHTS,
     visible: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one sequence's new tokens over its whole KV, in float64.
 
     q: [q_len, q_heads, head_dim]; k: [kv_len, kv_heads, head_dim]; v: [kv_len, kv_heads, v_head_dim]
-    visible: bool [q_len, kv_len], what a mask shows; None without one
+    visible:   bool [q_len, kv_len], what a mask shows; None without one
+    positions: integer [q_len], where a mask says that the new tokens are; None where they are at their kv_index
     Returns out [q_len, q_heads, v_head_dim] and lse [q_len, q_heads], natural log of the denominator, the sink in it;
     0 and -inf where no key is visible.
     """
@@ -44,11 +47,10 @@ def attend_sequence(
     key = torch.arange(kv_len, device=q.device)[None, :]
     if weights.alibi_slopes is not None:
         scores = scores + weights.alibi_slopes.double()[:, None, None] * (key - index)
-    hidden = key > index if problem.causal else torch.zeros_like(key > index)
+    hidden = ~visible if visible is not None else (key > index) & problem.causal
     if problem.window_left != UNLIMITED_WINDOW:
-        hidden |= key < index - problem.window_left
-    if visible is not None:
-        hidden = ~visible
+        position = index if positions is None else positions[:, None].clamp(min=kv_len - q_len)
+        hidden = hidden | (key < position - problem.window_left)
     scores = scores.masked_fill(hidden, float("-inf"))
     v = v.masked_fill(hidden.all(0)[:, None, None], 0.0)  # what nobody sees may be NaN, and 0 * NaN is NaN
     lse = scores.logsumexp(-1)

@@ -1,8 +1,9 @@
-"""StepMask: which keys each new token of a step sees, where neither causality nor a window says it.
+"""StepMask: which keys each new token of a step sees, where causality does not say it.
 
 Cell (t, j) of sequence i, its t-th new token and the key at kv_index j, is bit c % 8 of byte c // 8 (the lowest bit
 first), where c = mask_indptr[i] + t * kv_len[i] + j and mask_indptr[i] = q_len[0] * kv_len[0] + ... up to sequence i.
-Layers whose problem has custom_mask see by it; others see what they always do.
+Layers whose problem has custom_mask see by it; others see what they always do. In a layer with a window a token sees
+the keys that its mask shows, from kv_index position - window_left on.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class StepMask:
     bits:      uint8 [bytes]       the cells, at least as many as q_len * kv_len of all sequences come to; with lengths
                                    on the device by those, and room for the batch's bounds
     positions: int32 [num_tokens]  what Step.positions shall hold: in a tree a token's position is its depth, not its
-                                   place in the KV; kv_positions() where it is the place
+                                   place in the KV; kv_positions() where it is the place. Windows are counted back from
+                                   them, or from kv_len - q_len where they are less: what lies before the window of
+                                   that place was given up. ALiBi counts places
 
     They are read where they lie, by a kernel on the stream of the step: they must hold their values until it has run,
     and may change afterwards. Raises BadTensor.

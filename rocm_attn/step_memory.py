@@ -250,6 +250,7 @@ class StepMemory:
             kv_len_int64=view("kv_len_int64"),
             mask_indptr=view("mask_indptr"),
             mask_words=view("mask_words"),
+            mask_positions=view("given_position_of_token"),
             slot_of_token=ids("slot_of_token"),
         )
         indices = IndexTensors(

@@ -5,7 +5,7 @@
 A program takes one tile of the schedule and the query heads of one KV head (or as many as fit): rows of a tile are
 [token, head], so K and V are loaded once for all of them. Keys that every row sees come first, without masks; then the
 diagonal, under masks with other=0.0: what no row sees may be NaN. With a window every step is masked; with a packed
-mask (packed_mask.py) too, and its bits alone say what a row sees.
+mask (packed_mask.py) too, and its bits from the window's first key on say what a row sees.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.attention.checks import check_paged_tensors
 from rocm_attn.kernels.attention.extend_schedule import TILE_WORDS, extend_schedule_words, max_extend_tiles
-from rocm_attn.kernels.attention.mask_bits import MAX_MASK_BLOCK, bit_is_set, row_bits, seen_by_some
+from rocm_attn.kernels.attention.mask_bits import MAX_MASK_BLOCK, bit_is_set, bits_from, row_bits, seen_by_some
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import Scores, check_head_weights
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E, add_sink, capped, in_range
@@ -42,6 +42,7 @@ def _attend_steps(
     tile_words,
     row_cell,
     row_end,
+    row_first_key,
     window_left,
     slope,
     qk_scale,
@@ -69,7 +70,8 @@ def _attend_steps(
     """Steps [first_step, end_step) of BLOCK_N keys added to acc, maximum and total (base 2).
 
     If MASKED, a row sees the keys of its window, and only keys in [first_key, end_key) are loaded; if PACKED as well, a
-    row sees the keys before end_key whose bits are set, and only keys that some row sees are loaded.
+    row sees the keys before end_key whose bits are set, of a window from row_first_key on, and only keys that some row
+    sees are loaded.
     """
     lane = tl.arange(0, BLOCK_N)
     k_column = tl.arange(0, K_BLOCK)
@@ -87,6 +89,8 @@ def _attend_steps(
         v_block = v_pages + v_row[:, None] + v_column[None, :]
         if PACKED:
             bits = row_bits(tile_words, row_cell, row_end, step * BLOCK_N, end_key)
+            if WINDOWED:
+                bits = bits & bits_from(row_first_key - step * BLOCK_N)
             live = bit_is_set(seen_by_some(bits), lane)[:, None]
         else:
             live = (in_range(kv_index, first_key, end_key) if WINDOWED else kv_index < end_key)[:, None]
@@ -146,6 +150,7 @@ def _extend_kernel(
     q_indptr,
     mask_words,
     mask_indptr,
+    position_of_token,
     qk_scale,
     tanh_scale,
     window_left,
@@ -218,6 +223,7 @@ def _extend_kernel(
         tile_words = schedule
         row_cell = tile_token
         row_end = tile_token
+        row_first_key = tile_token
         if CAUSAL:
             end_key = tl.where(seq >= 0, first_kv_index + num_tokens, 0)
             edge_step = tl.where(seq >= 0, (first_kv_index + 1) // BLOCK_N, 0)
@@ -239,6 +245,12 @@ def _extend_kernel(
             tile_words = mask_words + tile_cell // 32
             row_cell = (tile_cell % 32).to(tl.int32) + tile_token * end_key
             row_end = tl.where(is_row, row_cell + end_key, 0)
+            if WINDOWED:
+                first_new_key = end_key - (tl.load(q_indptr + tl.maximum(seq, 0) + 1) - seq_token)
+                position = tl.load(position_of_token + token, mask=is_row, other=0x7FFFFFFF)
+                row_first_key = tl.maximum(position, first_new_key) - window_left
+                # Tokens of a tree lie at any depth of it: the first key of all rows need not be the first row's.
+                edge_step = tl.minimum(tl.maximum(tl.min(row_first_key, 0), 0), end_key) // BLOCK_N
         acc = tl.zeros([BLOCK_M, V_BLOCK], tl.float32)
         maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -259,6 +271,7 @@ def _extend_kernel(
                 tile_words,
                 row_cell,
                 row_end,
+                row_first_key,
                 window_left,
                 slope,
                 qk_scale,
@@ -299,6 +312,7 @@ def _extend_kernel(
             tile_words,
             row_cell,
             row_end,
+            row_first_key,
             window_left,
             slope,
             qk_scale,
@@ -371,8 +385,8 @@ def launch_paged_extend(
     lse:               float32 [T, q_heads], natural logarithm with the sink in it, any strides; or None
     sinks, slopes:     float32 [q_heads], or None; see scores.py
     max_q_len:         no sequence has more new tokens (the grid needs only T; the torch twin cuts its tiles by it)
-    mask:              which keys each token sees, in place of scores.causal; without windows. A token that sees none
-                       receives 0 and LSE -inf
+    mask:              which keys each token sees, in place of scores.causal. A token that sees none receives 0 and LSE
+                       -inf
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
@@ -387,8 +401,7 @@ def launch_paged_extend(
     tile_heads = tiles.heads_per_tile(gqa_ratio)
     max_tiles = max_extend_tiles(num_tokens, num_seqs, gqa_ratio=gqa_ratio, tiles=tiles)
     if mask is not None:
-        mask.check(num_seqs)
-        assert not scores.windowed, "a mask says all that a window would"
+        mask.check(num_seqs, num_tokens)
         assert tiles.block_n <= MAX_MASK_BLOCK
     lse_token, lse_head = (0, 0) if lse is None else lse.stride()
     launch(
@@ -408,6 +421,7 @@ def launch_paged_extend(
         None if mask is None else q_indptr,
         None if mask is None else mask.words,
         None if mask is None else mask.indptr,
+        None if mask is None else mask.positions,
         scores.base_2_scale,
         scores.tanh_scale,
         scores.window_left,

@@ -40,6 +40,13 @@ def row_bits(words, row_cell, row_end, first_key, end_key):
 
 
 @triton.jit
+def bits_from(first):
+    """The bits of a word from bit first on: all of them where it is 0 or less, none where it is 32 or more."""
+    shift = tl.minimum(tl.maximum(first, 0), 31).to(tl.uint32)
+    return tl.where(first < 32, tl.full([1], 0xFFFFFFFF, tl.uint32) << shift, 0)
+
+
+@triton.jit
 def seen_by_some(bits):
     """The keys that any row of a tile sees, as bits."""
     return tl.reduce(bits, 0, _either)

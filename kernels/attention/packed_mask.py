@@ -4,7 +4,9 @@ Cell (t, j) of sequence i, its t-th new token and the key at kv_index j, is bit 
 
     c = indptr[i] + t * kv_len[i] + j                       which is also bit c % 8 of byte c // 8
 
-A token sees exactly the keys whose bits are set; it need not see itself, and may see what lies behind it.
+A token sees exactly the keys whose bits are set; it need not see itself, and may see what lies behind it. In a layer
+with a window it sees those of them from kv_index positions[token] - window_left on. A position counts as the place of
+its sequence's first new token at least: no window reaches further back than that token's.
 """
 
 from __future__ import annotations
@@ -19,17 +21,22 @@ from torch import Tensor
 class PackedMask:
     """The masks of a step, sequence after sequence.
 
-    words:  int32 [n]      the cells of all sequences, and words that nobody reads
-    indptr: int64 [S + 1]  sequence -> its first cell
+    words:     int32 [n]      the cells of all sequences, and words that nobody reads
+    indptr:    int64 [S + 1]  sequence -> its first cell
+    positions: int32 [T]      token -> its position; in a tree of drafts its depth behind the older keys
     """
 
     words: Tensor
     indptr: Tensor
+    positions: Tensor
 
-    def check(self, num_seqs: int) -> None:
-        """What a launcher asserts of the mask of a step with so many sequences."""
+    def check(self, num_seqs: int, num_tokens: int) -> None:
+        """What a launcher asserts of the mask of a step with so many sequences and padded tokens."""
         assert self.words.dtype == torch.int32
         assert self.words.is_contiguous()
         assert self.indptr.dtype == torch.int64
         assert self.indptr.is_contiguous()
         assert self.indptr.shape == (num_seqs + 1,)
+        assert self.positions.dtype == torch.int32
+        assert self.positions.is_contiguous()
+        assert self.positions.shape == (num_tokens,)

@@ -58,6 +58,7 @@ def paged_decode(
         v_pages,
         table[row_of_seq],
         kv_len[:, None] - 1,
+        kv_len[:, None] - 1 - scores.window_left,
         kv_len[:, None],
         sinks,
         slopes,
@@ -116,10 +117,12 @@ def paged_extend(
     offset = ((tile - tile_start[seq_of_tile]) * tile_len)[:, None] + torch.arange(tile_len, device=q.device)
     has_token = offset < q_len[seq_of_tile][:, None]
     token = torch.where(has_token, q_indptr[seq_of_tile][:, None] + offset, 0)
-    kv_index = (kv_len - q_len)[seq_of_tile][:, None] + offset
+    first_new_key = (kv_len - q_len)[seq_of_tile][:, None]
+    kv_index = position = first_new_key + offset
     end_key = kv_index + 1 if scores.causal and mask is None else kv_len[seq_of_tile][:, None]
     cells = None
     if mask is not None:
+        position = torch.maximum(mask.positions[token], first_new_key)
         cells = _Cells(mask.words, mask.indptr[seq_of_tile][:, None] + offset * kv_len[seq_of_tile][:, None].long())
     result, result_lse = _attend(
         q[token],
@@ -127,6 +130,7 @@ def paged_extend(
         v_pages,
         table[row_of_seq[seq_of_tile]],
         kv_index,
+        position - scores.window_left,
         torch.where(has_token, end_key, 0),
         sinks,
         slopes,
@@ -180,6 +184,7 @@ def _attend(
     v_pages: Tensor,
     pages: Tensor,
     kv_index: Tensor,
+    window_start: Tensor,
     end_key: Tensor,
     sinks: Tensor | None,
     slopes: Tensor | None,
@@ -190,12 +195,12 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of each tile over its own pages, a group of tiles at a time.
 
-    q:        [tiles, tile_len, q_heads, head_dim]
-    pages:    integer [tiles, width]: the tile's pages in order
-    kv_index: integer [tiles, tile_len]: a row's place in its sequence's KV
-    end_key:  integer [tiles, tile_len]: a row sees keys before it, from the beginning of its window on;
-              0 gives output 0 and LSE -inf
-    cells:    of a packed mask, which hides keys besides
+    q:            [tiles, tile_len, q_heads, head_dim]
+    pages:        integer [tiles, width]: the tile's pages in order
+    kv_index:     integer [tiles, tile_len]: a row's place in its sequence's KV
+    window_start: integer [tiles, tile_len]: of a windowed layer, the first key that a row's window holds
+    end_key:      integer [tiles, tile_len]: a row sees keys before it; 0 gives output 0 and LSE -inf
+    cells:        of a packed mask, which hides keys besides
     returns   [tiles, tile_len, q_heads, v_head_dim] and [tiles, tile_len, q_heads], in the compute dtype
     """
     num_tiles, tile_len, num_q_heads, head_dim = q.shape
@@ -209,6 +214,7 @@ def _attend(
             v_pages,
             pages[i : i + group],
             kv_index[i : i + group],
+            window_start[i : i + group],
             end_key[i : i + group],
             sinks,
             slopes,
@@ -228,6 +234,7 @@ def _attend_group(
     v_pages: Tensor,
     pages: Tensor,
     kv_index: Tensor,
+    window_start: Tensor,
     end_key: Tensor,
     sinks: Tensor | None,
     slopes: Tensor | None,
@@ -246,7 +253,7 @@ def _attend_group(
     key = torch.arange(k.shape[2], device=q.device)
     hidden = key >= end_key[:, :, None]
     if scores.windowed:
-        hidden = hidden | (key < (kv_index - scores.window_left)[:, :, None])
+        hidden = hidden | (key < window_start[:, :, None])
     if cells is not None:
         hidden = hidden | ~cells.visible(key, ~hidden)
     unseeing = hidden.all(2)

@@ -53,6 +53,7 @@ class StepMetadata:
     kv_len_int64: [S]    int64
     mask_indptr:  [S+1]  int64, sequence -> first cell of its mask
     mask_words:   [n]    cells of a masked step, packed; empty in others and unless a kernel needs them
+    mask_positions:[T]   positions that a masked step's mask gives; like mask_words
     slot_of_token:[T]    token -> slot of the pool, 0 for pads
     """
 
@@ -71,6 +72,7 @@ class StepMetadata:
     kv_len_int64: Tensor
     mask_indptr: Tensor
     mask_words: Tensor
+    mask_positions: Tensor
     slot_of_token: Tensor
 
 

@@ -1,9 +1,11 @@
-"""The scores of a problem, as the project's own kernels want them."""
+"""The scores of a problem and the mask of a step, as the project's own kernels want them."""
 
 from __future__ import annotations
 
+from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.problem import Problem
+from rocm_attn.providers.contract import StepMetadata
 
 
 def scores_of(problem: Problem) -> Scores:
@@ -14,3 +16,8 @@ def scores_of(problem: Problem) -> Scores:
         soft_cap=problem.logits_soft_cap,
         causal=problem.causal,
     )
+
+
+def packed_mask(step: StepMetadata) -> PackedMask:
+    """What the tokens of a masked step see."""
+    return PackedMask(step.mask_words, step.mask_indptr, step.mask_positions)

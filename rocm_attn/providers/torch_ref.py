@@ -25,7 +25,7 @@ from rocm_attn.providers.contract import (
     StepMetadata,
     StepOps,
 )
-from rocm_attn.providers.scores import scores_of
+from rocm_attn.providers.scores import packed_mask, scores_of
 from rocm_attn.target import Target
 
 # Plain torch has no limits of its own; these bound what makes sense.
@@ -135,7 +135,7 @@ class TorchMasked(_TorchKernel):
         return f"torch.masked({self.problem})"
 
     def attend(self, args: AttendArgs) -> None:
-        TorchExtend(self.problem).attend(args, PackedMask(args.step.mask_words, args.step.mask_indptr))
+        TorchExtend(self.problem).attend(args, packed_mask(args.step))
 
 
 def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> TorchDecode:

@@ -25,7 +25,7 @@ from rocm_attn.providers.contract import (
     StepMetadata,
     StepOps,
 )
-from rocm_attn.providers.scores import scores_of
+from rocm_attn.providers.scores import packed_mask, scores_of
 from rocm_attn.target import Target
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ class TritonMasked:
         self.extend.build_schedule(step, schedule)
 
     def attend(self, args: AttendArgs) -> None:
-        self.extend.attend(args, PackedMask(args.step.mask_words, args.step.mask_indptr))
+        self.extend.attend(args, packed_mask(args.step))
 
 
 @dataclass(frozen=True, slots=True)

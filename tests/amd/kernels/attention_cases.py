@@ -22,6 +22,8 @@ from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 # A value of every tensor that a kernel has to overwrite or must leave alone.
 UNTOUCHED = -77.0
+# Of a padded token: whoever looks at it is far from every key.
+NO_POSITION = 1 << 30
 
 
 def dtypes() -> list[torch.dtype]:
@@ -41,7 +43,7 @@ class Case:
     spread:          whether q, out and the pages are views with gaps, in an order of dimensions of their own
     window_left, soft_cap, causal: see Scores
     sinks, slopes:   whether the heads have them
-    masked:          whether a random packed mask says what each token sees: few keys, all, or none
+    masked:          whether a random packed mask says what each token sees, few keys, all, or none, and where it is
     """
 
     kv_len: Sequence[int]
@@ -121,12 +123,19 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
     reference_lse = torch.full((num_tokens, num_q_heads), float("-inf"), dtype=torch.float64)
     token = 0
     drawn: list[bool] = []
+    positions: list[int] = []
     for seq, (length, new) in enumerate(zip(case.kv_len, case.q_len, strict=True)):
         k, v = random(length, num_kv_heads, head_dim), random(length, num_kv_heads, v_head_dim)
         seen: list[Sequence[int]]
         if case.masked:
-            seen = [_random_keys(length, generator) for _ in range(new)]
-            drawn += [key in keys for keys in seen for key in range(length)]
+            shown = [_random_keys(length, generator) for _ in range(new)]
+            drawn += [key in keys for keys in shown for key in range(length)]
+            given = torch.randint(length - new - 3, length, (new,), generator=generator).tolist() if new else []
+            positions += given
+            seen = [
+                [key for key in keys if _in_window(case, max(position, length - new) - key)]
+                for position, keys in zip(given, shown, strict=True)
+            ]
         else:
             seen = [_visible(case, length, kv_index) for kv_index in range(length - new, length)]
         unseen = set(range(length)).difference(*seen)
@@ -166,7 +175,7 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
         lse=spread(lse.to(device), (1, 0)),
         sinks=None if sinks is None else sinks.to(device),
         slopes=None if slopes is None else slopes.to(device),
-        mask=_packed(drawn, case, device) if case.masked else None,
+        mask=_packed(drawn, positions + [NO_POSITION] * case.tail, case, device) if case.masked else None,
         reference=reference.to(device),
         reference_lse=reference_lse.to(device),
     )
@@ -179,6 +188,11 @@ def _visible(case: Case, length: int, kv_index: int) -> range:
     return range(0 if case.window_left == UNLIMITED_WINDOW else max(0, kv_index - case.window_left), kv_index + 1)
 
 
+def _in_window(case: Case, distance: int) -> bool:
+    """Whether the window of a token holds a key that lies so far before its position."""
+    return case.window_left == UNLIMITED_WINDOW or distance <= case.window_left
+
+
 def _random_keys(length: int, generator: torch.Generator) -> list[int]:
     """What a token of a masked step sees: nothing, some keys of the first half alone, some of all, or all."""
     share, end = [(0.0, 0), (0.3, length // 2), (0.5, length), (1.0, length)][
@@ -188,7 +202,7 @@ def _random_keys(length: int, generator: torch.Generator) -> list[int]:
     return keys
 
 
-def _packed(cells: Sequence[bool], case: Case, device: torch.device) -> PackedMask:
+def _packed(cells: Sequence[bool], positions: Sequence[int], case: Case, device: torch.device) -> PackedMask:
     """Cells of all sequences as words. Bits behind the last one are set: whoever reads them sees too much."""
     bits = [*cells, *[True] * (-len(cells) % 32)]
     words = [sum(bit << place for place, bit in enumerate(bits[at : at + 32])) for at in range(0, len(bits), 32)]
@@ -196,6 +210,7 @@ def _packed(cells: Sequence[bool], case: Case, device: torch.device) -> PackedMa
     return PackedMask(
         torch.tensor([word - (word >> 31 << 32) for word in words], dtype=torch.int32).to(device),
         torch.tensor([sum(sizes[:seq]) for seq in range(len(sizes) + 1)]).to(device),
+        torch.tensor(positions, dtype=torch.int32).to(device),
     )
 
 

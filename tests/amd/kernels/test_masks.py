@@ -31,8 +31,12 @@ FEATURES = {
     "one_token_each": {"q_len": [1, 0, 1, 1, 1, 1, 1, 1]},
     "cap": {"soft_cap": 0.7},
     "slopes": {"slopes": True},
+    "window": {"window_left": 7},
+    "window_of_itself": {"window_left": 0},
+    "long_window": {"window_left": 40, "heads": (6, 2)},
     "sinks": {"sinks": True},
     "all": {"soft_cap": 1.5, "slopes": True, "sinks": True, "heads": (6, 2), "dims": (40, 24)},
+    "all_and_a_window": {"soft_cap": 1.5, "slopes": True, "sinks": True, "window_left": 20, "dims": (40, 24)},
     "gaps": {"spread": True},
 }
 
@@ -89,7 +93,7 @@ def test_every_bit_has_its_effect(run: Callable[[Tensors], None], kernel_device:
     assert tensors.mask is not None
     pages = tensors.k_pages.nan_to_num(1.0), tensors.v_pages.nan_to_num(1.0)
     words = torch.full_like(tensors.mask.words, -1)
-    tensors = replace(tensors, k_pages=pages[0], v_pages=pages[1], mask=PackedMask(words, tensors.mask.indptr))
+    tensors = replace(tensors, k_pages=pages[0], v_pages=pages[1], mask=replace(tensors.mask, words=words))
     run(tensors)
     before = tensors.out.clone()
     for token, key in [(0, 0), (0, 39), (1, 0), (1, 31), (2, 5), (2, 39)]:
@@ -111,6 +115,7 @@ def test_a_mask_takes_the_place_of_causality(run: Callable[[Tensors], None], ker
     mask = PackedMask(
         torch.tensor([word - (word >> 31 << 32) for word in words], dtype=torch.int32).to(kernel_device),
         torch.tensor([0, 81, 81 + 160]).to(kernel_device),
+        torch.tensor([*range(9), *range(36, 40)], dtype=torch.int32).to(kernel_device),
     )
     masked = replace(causal, out=torch.full_like(causal.out, -1.0), mask=mask)
     run(masked)

@@ -74,7 +74,8 @@ def attention(memory: Memory, case: Case) -> Tensors:
     given = {name: tensor for name in names if (tensor := getattr(tensors, name)) is not None}
     placed: dict[str, Any] = {name: memory.put(tensor) for name, tensor in given.items()}
     if tensors.mask is not None:
-        placed["mask"] = PackedMask(memory.put(tensors.mask.words), memory.put(tensors.mask.indptr))
+        mask = tensors.mask
+        placed["mask"] = PackedMask(memory.put(mask.words), memory.put(mask.indptr), memory.put(mask.positions))
     return replace(tensors, **placed)
 
 
@@ -135,6 +136,7 @@ def extend(memory: Memory) -> None:
         (HEADS, DIMS, 19, {"causal": False}),
         (HEADS, DIMS, 29, {"masked": True}),
         (HEADS, (16, 16), 11, {"masked": True}),
+        (HEADS, (16, 16), 29, {"masked": True, "window_left": 9, "slopes": True}),
     ):
         case = Case([prefix + 2, 18, 0], [2, 18, 0], heads, dims, PAGE_SIZE, tail=3, spread=True, **scores)
         tensors = attention(memory, case)

@@ -70,7 +70,11 @@ def _launch_decode(row: Row, problem: Problem, tiles: DecodeTiles) -> None:
 def _launch_extend(row: Row, problem: Problem, tiles: ExtendTiles) -> None:
     num_tokens = _SEQS * 32
     words = extend_schedule_words(num_tokens, _SEQS, gqa_ratio=problem.gqa_ratio, tiles=tiles)
-    mask = PackedMask(torch.empty(1 << 16, dtype=torch.int32), torch.empty(_SEQS + 1, dtype=torch.int64))
+    mask = PackedMask(
+        torch.empty(1 << 16, dtype=torch.int32),
+        torch.empty(_SEQS + 1, dtype=torch.int64),
+        torch.empty(num_tokens, dtype=torch.int32),
+    )
     weights = _weights(problem)
     launch_paged_extend(
         torch.empty(num_tokens, problem.num_q_heads, problem.head_dim, dtype=problem.dtype),

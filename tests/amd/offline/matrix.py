@@ -145,7 +145,7 @@ def launch_all(row: Row) -> None:
 
 def _launch_masked_step(row: Row) -> None:
     """A step with a mask, in a runtime of its own: with masked layers every fill derives where masks begin."""
-    runtime, rows = _runtime(row, [replace(row.problems[0], custom_mask=True)])
+    runtime, rows = _runtime(row, [replace(problem, custom_mask=True) for problem in row.problems])
     _launch_step(runtime, with_random_mask(_batch(rows, [8] * 16), torch.Generator()))
 
 

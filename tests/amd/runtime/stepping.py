@@ -177,14 +177,17 @@ class World:
         q_len: Sequence[int],
         pad_to: int | None = None,
         visible: Sequence[Tensor] | None = None,
+        positions: Tensor | None = None,
     ) -> None:
         """Run a step with random q, k and v in every layer, NaN in the pads, and check it against the oracle.
 
-        visible: bool [q_len, kv_len] for each request: the step's mask
+        visible:   bool [q_len, kv_len] for each request: the step's mask
+        positions: int32 [num_tokens], of the mask; not given: each token's place
         """
         batch = self.batch(requests, q_len)
         if visible is not None:
-            positions = kv_positions(batch.kv_len, batch.q_len, self.runtime.device)
+            places = kv_positions(batch.kv_len, batch.q_len, self.runtime.device)
+            positions = places if positions is None else positions
             batch = replace(batch, mask=StepMask(packed(visible, self.runtime.device), positions))
         step = self.runtime.begin_step(batch, pad_to)
         poison_free_pages(self.runtime)
@@ -195,7 +198,7 @@ class World:
                 out = torch.full_like(q[..., : problem.v_head_dim], float("nan"))
                 lse = self.lse_rows(layer, step, q)
                 self.runtime.store_and_attend(layer, q, k, v, out, lse)
-                self.check(layer, requests, q_len, q, out, lse, visible)
+                self.check(layer, requests, q_len, q, out, lse, visible, positions)
         finally:
             self.runtime.end_step()
 
@@ -235,6 +238,7 @@ class World:
         out: Tensor,
         lse: Tensor | None,
         visible: Sequence[Tensor] | None = None,
+        positions: Tensor | None = None,
     ) -> None:
         """out and, if it was asked for, lse of every real token equal the oracle's; padded tokens are zero and -inf."""
         problem = self.problems[layer]
@@ -242,8 +246,10 @@ class World:
         for seq, (request, new) in enumerate(zip(requests, q_len, strict=True)):
             rows = slice(first, first + new)
             weights = self.runtime.head_weights.of(layer)
-            mask = visible[seq].to(q.device) if visible is not None and problem.custom_mask else None
-            want, want_lse = attend_sequence(q[rows], request.k[layer], request.v[layer], problem, weights, mask)
+            masked = visible is not None and problem.custom_mask
+            mask = visible[seq].to(q.device) if visible is not None and masked else None
+            at = positions[rows] if positions is not None and masked else None
+            want, want_lse = attend_sequence(q[rows], request.k[layer], request.v[layer], problem, weights, mask, at)
             if new:
                 self.largest_error = max(self.largest_error, float((out[rows].double() - want).abs().max()))
             assert_attention_close(out[rows], want, problem.dtype)

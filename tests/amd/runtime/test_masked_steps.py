@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_attn.errors import BadBatch, BadProblem, BadTensor, Unsupported
+from rocm_attn.errors import BadBatch, BadTensor, Unsupported
+from rocm_attn.index_spaces import Space
 from rocm_attn.padding import StepKind
 from rocm_attn.providers.select import select
 from rocm_attn.step_inputs import DeviceInputs
@@ -23,10 +24,11 @@ MASKED = small_problem(custom_mask=True)
 each_provider = pytest.mark.parametrize("provider", providers())
 
 
-def world_of(device: torch.device, provider: str) -> tuple[World, list[Request]]:
-    """Two masked layers and a causal one, and three requests of 9, 20 and 1 tokens."""
+def world_of(device: torch.device, provider: str, *, swa_pages: int = 0) -> tuple[World, list[Request]]:
+    """Three masked layers, one of them with a window, and a causal one; and three requests of 9, 20 and 1 tokens."""
     sinks = replace(MASKED, has_sinks=True, logits_soft_cap=2.0, has_alibi_slopes=True)
-    world = World.build([MASKED, sinks, small_problem()], device, provider)
+    windowed = replace(MASKED, window_left=5)
+    world = World.build([MASKED, sinks, windowed, small_problem()], device, provider, swa_pages=swa_pages)
     requests = [world.admit() for _ in range(3)]
     world.step(requests, [9, 20, 1])
     return world, requests
@@ -51,9 +53,45 @@ def test_masked_layers_see_what_the_mask_says_and_others_what_they_always_do(
     world, requests = world_of(device, provider)
     for _ in range(2):
         world.step(requests, q_len, visible=random_masks(world, requests, q_len))
+        positions = random_positions(world, requests, q_len)
+        world.step(requests, q_len, visible=random_masks(world, requests, q_len), positions=positions)
     world.step(requests, [1, 2, 1])
     world.runtime.check_device()
     assert world.page_zero_is_zero()
+
+
+@each_provider
+def test_a_window_of_a_masked_layer_reads_nothing_that_was_evicted(provider: str, device: torch.device) -> None:
+    """Its mask shows all; the pages that have left the window were given up, and hold NaN."""
+    world, requests = world_of(device, provider, swa_pages=24)
+    for _ in range(4):
+        q_len = [3, 5, 4]
+        masks = [torch.ones(new, r.kv_len + new, dtype=torch.bool) for r, new in zip(requests, q_len, strict=True)]
+        positions = random_positions(world, requests, q_len)
+        world.step(requests, q_len, visible=masks, positions=positions)
+    held = [world.runtime.table.space(Space.SWA).entries_host[request.row] for request in requests]
+    assert (held[1][:5] == 0).all(), "the pages of the first 20 tokens have left every window"
+    world.runtime.check_device()
+
+
+@each_provider
+def test_a_window_counts_the_depth_of_a_tree_and_not_its_tokens(provider: str, device: torch.device) -> None:
+    """Eight siblings: each sees the window behind the trunk, wherever among them it lies."""
+    world = World.build([replace(MASKED, window_left=3)], device, provider)
+    trunk = world.admit()
+    world.step([trunk], [10])
+    siblings = torch.cat([torch.ones(8, 10, dtype=torch.bool), torch.eye(8, dtype=torch.bool)], 1)
+    at_the_trunk = torch.full((8,), 10, dtype=torch.int32, device=device)
+    world.step([trunk], [8], visible=[siblings], positions=at_the_trunk)
+
+
+def random_positions(world: World, requests: Sequence[Request], q_len: Sequence[int]) -> torch.Tensor:
+    """Of the next step's tokens: as many steps behind the older keys as there are new ones, and some before those."""
+    rows = [
+        torch.randint(request.kv_len - 2, request.kv_len + new + 1, (new,), generator=world.generator)
+        for request, new in zip(requests, q_len, strict=True)
+    ]
+    return torch.cat(rows).int().to(world.runtime.device)
 
 
 @each_provider
@@ -223,11 +261,6 @@ def test_a_step_with_a_mask_is_not_split(device: torch.device) -> None:
     mask = StepMask(ones(9, device), kv_positions(batch.kv_len, batch.q_len, device))
     with pytest.raises(BadBatch, match="a step with a mask cannot be split"):
         world.runtime.begin_split_step(replace(batch, mask=mask))
-
-
-def test_a_window_beside_masks_is_refused() -> None:
-    with pytest.raises(BadProblem, match="window_left is 3 and custom_mask is True"):
-        small_problem(window_left=3, custom_mask=True)
 
 
 def test_aiter_is_not_chosen_for_masks() -> None:

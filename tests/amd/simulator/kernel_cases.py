@@ -175,7 +175,7 @@ def quick_cases(arch: str) -> list[KernelCase]:
         *(
             KernelCase(f"masked-{_named(case)}", arch, partial(run_masked, arch, case))
             for case in (
-                replace(STEP, heads=(6, 2), dims=(80, 48), page_size=5, dtype=FP16, spread=True),
+                replace(STEP, heads=(6, 2), dims=(80, 48), page_size=5, dtype=FP16, spread=True, window_left=9),
                 replace(STEP, dtype=BF16),
             )
         ),

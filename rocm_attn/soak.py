@@ -1,7 +1,7 @@
 """A soak: random steps of a tiny model, every output of every step compared with the float64 reference.
 
 soak_world draws what happens, soak_model runs it and knows the truth; here both are driven, tables and pages are
-audited, graphs are dropped and made again, and memory is watched.
+audited, graphs are dropped and made again, and memory is watched. In deterministic mode soak_alone compares bits too.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from rocm_attn.index_spaces import RESERVED_PAGE
 from rocm_attn.padding import PaddedShape, round_up, token_places
 from rocm_attn.page_table import PageTable
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.soak_alone import Alone, NobodyAlone, ServedAlone
 from rocm_attn.soak_model import Checker, LayerTables, PlayedStep, SoakModel, soak_problems
 from rocm_attn.soak_world import Action, DrawnStep, Scenario, World
 from rocm_attn.split_batch import HALVES
@@ -69,6 +70,8 @@ class SoakReport:
     page_copies:         pages that were copied before a row wrote to them
     checked_tokens:      tokens whose outputs were compared, in each layer
     worst_error:         the largest error, as a part of what is allowed
+    deterministic:       whether the runtime was
+    served_alone:        sequences of steps that were bitwise what they are alone; 0 in normal mode
     host_growth_bytes:   resident memory, from the end of the warm-up to the end
     device_growth_bytes: allocated memory, likewise; 0 on a CPU
     guards_off:          safeguards that were switched off
@@ -84,6 +87,8 @@ class SoakReport:
     page_copies: int
     checked_tokens: int
     worst_error: float
+    deterministic: bool
+    served_alone: int
     host_growth_bytes: int
     device_growth_bytes: int
     seconds: float
@@ -102,6 +107,7 @@ class SoakReport:
             f"{self.worst_error:.2f} of the allowed, memory {self.host_growth_bytes / 2**20:+.1f} MiB on the host and "
             f"{self.device_growth_bytes / 2**20:+.1f} MiB on the device, {self.seconds:.1f} s, "
             f"{self.steps / self.seconds:.0f} steps/s"
+            + (f"; deterministic: {self.served_alone} sequences bitwise as alone" if self.deterministic else "")
             + (f"; SAFEGUARDS OFF: {', '.join(self.guards_off)}" if self.guards_off else "")
         )
 
@@ -131,10 +137,18 @@ class Soak:
 
     seed:     of everything that is random
     provider: "auto", "torch" or "triton"
+    deterministic: whether the runtime is, and some sequences are compared bitwise with what they are alone
     """
 
     def __init__(
-        self, scenario: Scenario, *, seed: int, device: torch.device, provider: str, dtype: torch.dtype
+        self,
+        scenario: Scenario,
+        *,
+        seed: int,
+        device: torch.device,
+        provider: str,
+        dtype: torch.dtype,
+        deterministic: bool = False,
     ) -> None:
         self._scenario = scenario
         self._seed = seed
@@ -154,22 +168,31 @@ class Soak:
             capture_sizes=first.seqs,
             capture_tokens=first.tokens,
             split_steps=True,
+            deterministic=deterministic,
         )
         self._layers = [self._runtime.pool.layer(layer) for layer in range(len(problems))]
         self._world = World(scenario, self._runtime.table, seed)
         self._poison_free_pages()
         generator = torch.Generator().manual_seed(seed)
         tables = [LayerTables.random(p, scenario.vocabulary, scenario.max_kv_len, generator) for p in problems]
-        self._model = SoakModel(
-            [rows.to(device=self._runtime.device) for rows in tables],
-            max_kv_len=scenario.max_kv_len,
-            max_tokens=scenario.max_tokens,
-        )
+        on_device = [rows.to(device=self._runtime.device) for rows in tables]
+        self._model = SoakModel(on_device, max_kv_len=scenario.max_kv_len, max_tokens=scenario.max_tokens)
         weights = [HeadWeights.random(problem, generator) for problem in problems]
         for layer, drawn in enumerate(weights):
             self._runtime.head_weights.set(layer, drawn.to(self._runtime.device))
         exact = [rows.to(dtype=torch.float64) for rows in tables]
         self._checker = Checker(problems, exact, weights, scenario.max_kv_len)
+        self._alone: Alone = NobodyAlone()
+        if deterministic:
+            self._alone = ServedAlone(
+                problems,
+                on_device,
+                weights,
+                device=device,
+                provider=provider,
+                max_kv_len=scenario.max_kv_len,
+                every=scenario.alone_every,
+            )
         self._runner = StepRunner(self._runtime, self._model.forward, recorder_for(self._runtime.device))
         self._unchecked: list[PlayedStep] = []
         self._reopens = self._page_copies = 0
@@ -233,7 +256,7 @@ class Soak:
     def _check(self) -> None:
         """Compare the steps that were played since the last time: until here the host ran ahead of the device."""
         for step in self._unchecked:
-            mismatch = self._checker.check(step)
+            mismatch = self._checker.check(step) or self._alone.check(step)
             if mismatch is not None:
                 where = str(step)
                 if mismatch.layer is not None:
@@ -322,6 +345,8 @@ class Soak:
             page_copies=self._page_copies,
             checked_tokens=self._checker.num_tokens,
             worst_error=self._checker.worst,
+            deterministic=self._runtime.deterministic,
+            served_alone=self._alone.num_seqs,
             host_growth_bytes=growth.host_bytes,
             device_growth_bytes=growth.device_bytes,
             seconds=seconds,

@@ -49,6 +49,10 @@ class Ladders:
     tokens: tuple[int, ...]
 
 
+# Tokens of the longest request: few, so that much happens in few steps; or more than torch has in a segment, so that
+# deterministic sums have places to be cut at.
+SHORT_KV_LEN, LONG_KV_LEN = 80, 200
+
 _WEIGHTS: Mapping[Action, float] = {
     Action.ADMIT: 5,
     Action.RESUME: 2,
@@ -83,6 +87,7 @@ class Scenario:
     chunk_lens:           smallest and largest chunk
     pad_chance:           of a step whose padding is forced
     split_every:          one step in so many runs as two halves
+    alone_every:          in deterministic mode, of one step in so many a sequence is served alone too
     weights:              how often each action is drawn
     """
 
@@ -90,7 +95,7 @@ class Scenario:
     num_pages: int = 65
     swa_pages: int = 32
     max_num_seqs: int = 10
-    max_kv_len: int = 80
+    max_kv_len: int = SHORT_KV_LEN
     vocabulary: int = 40
     ladders: tuple[Ladders, ...] = (
         Ladders((2, 4, 8), (4, 24)),
@@ -104,6 +109,7 @@ class Scenario:
     chunk_lens: tuple[int, int] = (2, 20)
     pad_chance: float = 0.15
     split_every: int = 4
+    alone_every: int = 3
     weights: Mapping[Action, float] = field(default_factory=lambda: dict(_WEIGHTS))
 
     def __post_init__(self) -> None:
@@ -117,10 +123,16 @@ class Scenario:
             raise BadSetting("no step has a weight; give at least one of them a positive one")
 
     @classmethod
-    def of_seed(cls, seed: int) -> Scenario:
-        """The page size depends on the seed; the pools hold about 256 and 128 tokens."""
+    def of_seed(cls, seed: int, max_kv_len: int = SHORT_KV_LEN) -> Scenario:
+        """The page size depends on the seed; the pools hold some three and one and a half of the longest requests."""
         page_size = (4, 8, 16, 5)[seed % 4]
-        return cls(page_size=page_size, num_pages=1 - (-256 // page_size), swa_pages=-(-128 // page_size))
+        full, swa = 16 * max_kv_len // 5, 8 * max_kv_len // 5
+        return cls(
+            page_size=page_size,
+            num_pages=1 - (-full // page_size),
+            swa_pages=-(-swa // page_size),
+            max_kv_len=max_kv_len,
+        )
 
     @property
     def max_tokens(self) -> int:

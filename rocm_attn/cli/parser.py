@@ -246,6 +246,11 @@ def _add_soak(commands: Commands[argparse.ArgumentParser]) -> None:
     add("--device", help="cpu, cuda or cuda:1; HIP devices are cuda (a GPU if there is one, else cpu)")
     add("--provider", choices=PROVIDERS, default="auto", help="whose attention kernels to use (auto: the fastest)")
     add("--dtype", choices=DTYPES, help="of q, k, v and the KV cache (bfloat16 on a GPU, float32 on a CPU)")
+    add(
+        "--deterministic",
+        action="store_true",
+        help="soak deterministic mode: some sequences must be bitwise what they are alone",
+    )
     add("--json", action="store_true", help="print one JSON object with what was done, or what was found")
 
 

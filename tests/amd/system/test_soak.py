@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadSetting
+from rocm_attn.guards import Guards
 from rocm_attn.index_spaces import Space
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
 from rocm_attn.kernels.metadata.input_tensors import InputTensors
@@ -23,7 +24,8 @@ from rocm_attn.kv_pool import KVPool
 from rocm_attn.request_table import RequestTable
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.soak import Soak, SoakFailed, SoakReport
-from rocm_attn.soak_world import Action, Ladders, Scenario, World
+from rocm_attn.soak_alone import NobodyAlone
+from rocm_attn.soak_world import LONG_KV_LEN, Action, Ladders, Scenario, World
 from rocm_attn.step_runner import StepRunner
 
 # Few sizes: faults are found in few steps, so captures would take most of the time.
@@ -89,6 +91,27 @@ def test_a_sound_runtime_soaks_without_a_finding(seed: int, device: torch.device
 def test_narrow_types_stay_within_their_bounds(dtype: torch.dtype, device: torch.device) -> None:
     report = Soak(SMALL, seed=2, device=device, provider="auto", dtype=dtype).run(60)
     assert 0.01 < report.worst_error <= 1
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_sound_deterministic_runtime_gives_the_bits_of_each_request_alone(seed: int, device: torch.device) -> None:
+    scenario = replace(Scenario.of_seed(seed, LONG_KV_LEN), alone_every=2)
+    report = Soak(scenario, seed=seed, device=device, provider="auto", dtype=torch.float32, deterministic=True).run(120)
+    assert report.deterministic
+    assert report.served_alone > 40
+    assert 0 < report.captures < report.replays
+    assert f"deterministic: {report.served_alone} sequences bitwise as alone" in str(report)
+
+
+def test_cuts_that_follow_from_the_batch_show_in_bits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rocm_attn.runtime.guards_from_settings", lambda: Guards().without("cut_points"))
+    scenario = Scenario.of_seed(3, LONG_KV_LEN)
+    changed = Soak(scenario, seed=3, device=CPU, provider="torch", dtype=torch.float32, deterministic=True)
+    with pytest.raises(SoakFailed, match="is not bitwise what the same request gets alone; they differ by up to"):
+        changed.run(60)
+    monkeypatch.setattr("rocm_attn.soak.ServedAlone", lambda *_, **__: NobodyAlone())
+    unseen = Soak(scenario, seed=3, device=CPU, provider="torch", dtype=torch.float32, deterministic=True)
+    assert unseen.run(60).worst_error < 1, "the oracle's bounds allow it"
 
 
 def actions_of(seed: int) -> list[object]:
@@ -299,6 +322,23 @@ def test_the_command_prints_a_line_or_an_object(capsys: pytest.CaptureFixture[st
     report = json.loads(capsys.readouterr().out)["report"]
     assert (report["steps"], report["seed"]) == (20, 3)
     assert report["steps_per_second"] > 0
+    assert not report["deterministic"]
+
+
+def test_the_command_soaks_deterministic_mode_and_says_how_to_find_it_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["soak", "--steps", "60", "--seed", "3", "--device", "cpu", "--json", "--deterministic"]
+    assert main(arguments) == DONE
+    report = json.loads(capsys.readouterr().out)["report"]
+    assert report["deterministic"]
+    assert report["served_alone"] > 0
+    monkeypatch.setattr("rocm_attn.runtime.guards_from_settings", lambda: Guards().without("cut_points"))
+    assert main(arguments) == FAILED
+    told = json.loads(capsys.readouterr().out)
+    assert told["again"].endswith(
+        f"--steps {told['finding']['step']} --seed 3 --device cpu --provider auto --dtype float32 --deterministic"
+    )
 
 
 def test_the_command_it_prints_finds_the_same_again(

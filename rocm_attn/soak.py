@@ -10,6 +10,7 @@ import gc
 import os
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,8 +27,10 @@ from rocm_attn.page_table import PageTable
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.soak_alone import Alone, NobodyAlone, ServedAlone
 from rocm_attn.soak_model import Checker, LayerTables, PlayedStep, SoakModel, soak_problems
-from rocm_attn.soak_world import Action, DrawnStep, Scenario, World
+from rocm_attn.soak_world import Action, Scenario, World
 from rocm_attn.split_batch import HALVES
+from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_mask import NO_MASK
 from rocm_attn.step_runner import StepCounters, StepRunner
 
 # Growth between two moments with no graph and no result held. A host's allocator keeps what it likes, a device's is
@@ -66,6 +69,7 @@ class SoakReport:
 
     replays, captures:   steps that ran as a graph, graphs made
     split_steps:         steps that ran as two halves
+    ways:                how often steps of each kind ran in each way, for instance "masked replayed"
     actions:             how often each action was drawn and done
     page_copies:         pages that were copied before a row wrote to them
     checked_tokens:      tokens whose outputs were compared, in each layer
@@ -82,6 +86,7 @@ class SoakReport:
     replays: int
     captures: int
     split_steps: int
+    ways: dict[str, int]
     reopens: int
     actions: dict[str, int]
     page_copies: int
@@ -101,8 +106,8 @@ class SoakReport:
     def __str__(self) -> str:
         return (
             f"{self.steps} steps of seed {self.seed} without a mismatch: {self.replays} replays, "
-            f"{self.captures} captures, {self.split_steps} split steps, {self.reopens} reopens, "
-            f"{self.actions['preempt']} preemptions, "
+            f"{self.captures} captures, {self.split_steps} split steps, {self.actions['tree']} steps of trees, "
+            f"{self.reopens} reopens, {self.actions['preempt']} preemptions, "
             f"{self.actions['fork']} forks, {self.page_copies} page copies, {self.checked_tokens} tokens, worst error "
             f"{self.worst_error:.2f} of the allowed, memory {self.host_growth_bytes / 2**20:+.1f} MiB on the host and "
             f"{self.device_growth_bytes / 2**20:+.1f} MiB on the device, {self.seconds:.1f} s, "
@@ -150,9 +155,11 @@ class Soak:
         dtype: torch.dtype,
         deterministic: bool = False,
     ) -> None:
+        if deterministic:  # a mode that has no kernels for masks
+            scenario = scenario.without(Action.TREE)
         self._scenario = scenario
         self._seed = seed
-        problems = soak_problems(dtype, scenario.page_size)
+        problems = soak_problems(dtype, scenario.page_size, custom_mask=not deterministic)
         first = scenario.ladders[0]
         self._runtime = AttentionRuntime(
             problems,
@@ -195,7 +202,8 @@ class Soak:
             )
         self._runner = StepRunner(self._runtime, self._model.forward, recorder_for(self._runtime.device))
         self._unchecked: list[PlayedStep] = []
-        self._reopens = self._page_copies = 0
+        self._reopens = self._page_copies = self._split_steps = 0
+        self._ways: Counter[str] = Counter()
         self._memory: list[_MemoryUse] = []
 
     def run(self, steps: int, on_reopen: Callable[[int], None] | None = None) -> SoakReport:
@@ -222,12 +230,16 @@ class Soak:
 
     def _play(self, number: int) -> None:
         drawn = self._world.draw_step(self._runtime.padding.seqs.sizes)
-        shape = self._shape(number, drawn)
+        batch = drawn.batch_on(self._runtime.device)
+        shape = self._shape(number, batch, drawn.pad_to)
         self._page_copies += sum(len(table.pending.copies) for table in self._runtime.table.spaces)
         self._model.poison()
         before = self._runner.counters
-        rows = self._runner.run_as(shape, drawn.batch)
+        rows = self._runner.run_as(shape, batch)
         after = self._runner.counters
+        way = _way(before, after)
+        self._ways[f"{shape.kind.value} {way}"] += 1
+        self._split_steps += shape.num_children > 1
         if after.graphs_off:
             raise self._failure(number, f"step {number}", f"graphs were switched off: {after.graphs_off}")
         self._unchecked.append(
@@ -235,9 +247,9 @@ class Soak:
                 number=number,
                 action=drawn.action.value,
                 shape=shape,
-                way=_way(before, after),
+                way=way,
                 sequences=drawn.truths(),
-                outputs=self._model.outputs(token_places(drawn.batch, shape), rows),
+                outputs=self._model.outputs(token_places(batch, shape), rows),
                 history=tuple(self._world.history),
             )
         )
@@ -245,13 +257,12 @@ class Soak:
         if len(self._unchecked) >= self._scenario.max_behind:
             self._check()
 
-    def _shape(self, number: int, drawn: DrawnStep) -> PaddedShape:
-        """What a step is padded to, whole or as two halves."""
+    def _shape(self, number: int, batch: StepBatch, pad_to: int | None) -> PaddedShape:
+        """What a step is padded to, whole or as two halves; a mask cannot be cut."""
         padding = self._runtime.padding
-        if number % self._scenario.split_every:
-            return padding.shape(drawn.batch, drawn.pad_to)
-        pad_to = drawn.pad_to if drawn.pad_to is None else round_up(drawn.pad_to, HALVES)
-        return padding.split_shape(drawn.batch, pad_to)
+        if number % self._scenario.split_every or batch.mask is not NO_MASK:
+            return padding.shape(batch, pad_to)
+        return padding.split_shape(batch, pad_to if pad_to is None else round_up(pad_to, HALVES))
 
     def _check(self) -> None:
         """Compare the steps that were played since the last time: until here the host ran ahead of the device."""
@@ -339,7 +350,8 @@ class Soak:
             steps=steps,
             replays=counters.replays,
             captures=counters.captures,
-            split_steps=steps // self._scenario.split_every,
+            split_steps=self._split_steps,
+            ways=dict(sorted(self._ways.items())),
             reopens=self._reopens,
             actions={action.value: self._world.counts[action] for action in Action},
             page_copies=self._page_copies,

@@ -21,6 +21,7 @@ from rocm_attn.kernels.metadata.index_tensors import IndexTensors
 from rocm_attn.kernels.metadata.input_tensors import InputTensors
 from rocm_attn.kernels.refs import attention, cache, metadata
 from rocm_attn.kv_pool import KVPool
+from rocm_attn.providers.torch_ref import TorchExtend, TorchMasked
 from rocm_attn.request_table import RequestTable
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.soak import Soak, SoakFailed, SoakReport
@@ -32,6 +33,8 @@ from rocm_attn.step_runner import StepRunner
 SMALL = replace(Scenario(), ladders=(Ladders((4, 10), (16, 40)),), verify_len=3, chunk_lens=(9, 16))
 ALMOST_ALL_EAGER = replace(SMALL, ladders=(Ladders((1,), (1,)),))
 CPU = torch.device("cpu")
+
+STEPS = ("decode", "verify", "tree", "extend", "mixed", "idle", "empty")
 
 
 def soak(
@@ -80,9 +83,10 @@ def test_a_sound_runtime_soaks_without_a_finding(seed: int, device: torch.device
     assert report.steps == 300
     assert report.reopens == 3
     assert all(count > 0 for count in report.actions.values()), report.actions
-    assert sum(report.actions[step] for step in ("decode", "verify", "extend", "mixed", "idle", "empty")) == 300
+    assert sum(report.actions[step] for step in STEPS) == sum(report.ways.values()) == 300
     assert 0 < report.captures < report.replays < 300, "graphs and eager steps both have to occur"
-    assert report.split_steps == 75
+    assert all(report.ways[f"masked {way}"] > 0 for way in ("captured", "replayed", "eager")), report.ways
+    assert 60 < report.split_steps <= 75, "all that were due but for those with masks"
     assert report.page_copies > 0
     assert 0 < report.worst_error <= 1
 
@@ -163,7 +167,7 @@ def test_pads_that_keep_what_the_last_step_left_are_found(monkeypatch: pytest.Mo
             buffer[used:] = old[used:]
 
     wrap(monkeypatch, metadata, "publish", publish)
-    assert "of a padded token is not" in str(found())
+    assert "of a padded token is not" in str(found(SMALL.without(Action.EMPTY)))
 
 
 def test_a_store_that_does_not_drop_pads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +203,55 @@ def test_a_log_sum_exp_to_another_base_is_found(monkeypatch: pytest.MonkeyPatch)
 
     wrap(monkeypatch, attention, "paged_decode", paged_decode)
     assert "lse differs from the reference" in str(found())
+
+
+@pytest.mark.parametrize("scenario", [SMALL, ALMOST_ALL_EAGER], ids=["graphed", "eager"])
+def test_a_tree_that_is_seen_as_a_chain_is_found(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchMasked, "attend", lambda kernel, args: TorchExtend(kernel.problem).attend(args))
+    failed = found(scenario)
+    assert "out differs from the reference" in failed.finding.what
+    assert "(tree: masked, " in failed.finding.where
+    assert "layer 0" in failed.finding.where
+
+
+def test_a_mask_of_an_earlier_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Fuse(monkeypatch, 60)
+
+    def place_mask(original: Callable[..., None], *args: Any) -> None:
+        if not late():
+            original(*args)
+
+    wrap(monkeypatch, metadata, "place_mask", place_mask)
+    assert "(tree: masked, " in found(ALMOST_ALL_EAGER).finding.where
+
+
+def test_positions_that_do_not_come_with_the_mask_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def place_mask(original: Callable[..., None], bits: Tensor, positions: Tensor, *others: Tensor) -> None:
+        original(bits, torch.zeros_like(positions), *others)
+
+    wrap(monkeypatch, metadata, "place_mask", place_mask)
+    assert "(tree: masked, " in found().finding.where
+
+
+def test_what_rejected_drafts_leave_behind_is_met_by_later_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that sees one key too many, where that is a number: pages are NaN but for what was stored there."""
+
+    def paged_decode(original: Callable[..., None], q: Tensor, k_pages: Tensor, *args: Any, **kwargs: Any) -> None:
+        v_pages, table, row_of_seq, kv_len, *others = args
+        page_no = (kv_len // k_pages.shape[1]).clamp(max=table.shape[1] - 1)
+        page = table[row_of_seq, page_no]
+        behind = k_pages[page, kv_len % k_pages.shape[1]].isfinite().all(-1).all(-1)
+        sees_more = behind & (page > 0) & (kv_len > 0) & (kv_len < table.shape[1] * k_pages.shape[1])
+        original(q, k_pages, v_pages, table, row_of_seq, kv_len + sees_more.int(), *others, **kwargs)
+
+    wrap(monkeypatch, attention, "paged_decode", paged_decode)
+    weights = {Action.ADMIT: 3, Action.TREE: 2, Action.DECODE: 4}
+    # Room for all, so that no page changes hands before it is poisoned.
+    trees = replace(SMALL, weights=weights, num_pages=201, swa_pages=200, audit_every=1)
+    failed = found(trees)
+    assert "differs from the reference" in failed.finding.what
+    assert "(decode: " in failed.finding.where
+    assert soak(trees.without(Action.TREE), 200).worst_error < 1
 
 
 def test_an_output_that_is_not_written_once_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +296,7 @@ def test_a_buffer_that_moved_under_a_graph_is_named(monkeypatch: pytest.MonkeyPa
 
 def test_a_buffer_that_moved_under_a_graph_shows_in_the_outputs_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepRunner, "check_addresses", lambda _: None)
-    moves = Fuse(monkeypatch, 150)
+    moves = Fuse(monkeypatch, 155)
 
     def stage(original: Callable[..., object], runtime: AttentionRuntime, *args: Any) -> object:
         if moves():
@@ -253,10 +306,10 @@ def test_a_buffer_that_moved_under_a_graph_shows_in_the_outputs_too(monkeypatch:
 
     wrap(monkeypatch, AttentionRuntime, "stage", stage)
     failed = found()
-    assert failed.finding.step >= 150
+    assert failed.finding.step >= 155
     # The graph reads the table of before: its new tokens are in other pages, or in none.
     signs = ("differs from the reference", "a new token had no page of its own")
-    assert any(sign in failed.finding.what for sign in signs)
+    assert any(sign in failed.finding.what for sign in signs), failed
 
 
 def test_pages_that_are_never_given_back_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,12 @@ def _add_generate(commands: Commands[argparse.ArgumentParser]) -> None:
         "--num-pages", type=_positive, metavar="PAGES", help="pages of the KV cache, the reserved one included (enough)"
     )
     add(
+        "--swa-pages",
+        type=_natural,
+        metavar="PAGES",
+        help="likewise, of a pool for layers with a window; 0 for none (what the windows need)",
+    )
+    add(
         "--graphs",
         action=argparse.BooleanOptionalAction,
         default=True,

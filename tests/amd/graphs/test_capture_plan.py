@@ -97,6 +97,17 @@ def test_the_command_lists_graphs_and_memory(tmp_path: Path, capsys: pytest.Capt
     assert pool.split() == ["KV", "pool", "514.0", "MiB", "num_pages", "257", "of", "2097152", "bytes"]
 
 
+def test_layers_that_read_anothers_k_and_v_have_no_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # 9 layers keep K and V, the fifth one without a window; 6 read them.
+    gemma3n = {"architectures": ["Gemma3nForCausalLM"], "num_hidden_layers": 15, "num_kv_shared_layers": 6}
+    arguments = ["--arch", "gfx942", "--max-batch-size", "4", "--num-pages", "100", "--swa-pages", "40", "--json"]
+    assert main(["capture-plan", config_file(tmp_path, **gemma3n, head_dim=256), *arguments]) == DONE
+    parts = {part["name"]: part["bytes"] for part in json.loads(capsys.readouterr().out)["parts"]}
+    layer_page_bytes = 16 * 8 * (256 + 256) * 2
+    assert parts["KV pool"] == 100 * layer_page_bytes
+    assert parts["SWA KV pool"] == 40 * 8 * layer_page_bytes
+
+
 def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--arch", "cpu", "--max-batch-size", "2", "--page-size", "64", "--json"]
     assert main(["capture-plan", config_file(tmp_path), *arguments]) == DONE

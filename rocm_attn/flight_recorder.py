@@ -25,7 +25,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step_batch import Int32Array, StepBatch
 
 NUM_STEPS = 64
-_FORMAT = 3
+_FORMAT = 4
 
 
 class Flight(Protocol):
@@ -222,6 +222,7 @@ class RuntimeFacts:
     capture_tokens: tuple[int, ...]
     guards_off: tuple[str, ...]
     split_steps: bool
+    deterministic: bool
 
     @classmethod
     def of(cls, runtime: AttentionRuntime) -> RuntimeFacts:
@@ -239,6 +240,7 @@ class RuntimeFacts:
             capture_tokens=runtime.padding.tokens.sizes,
             guards_off=runtime.guards.off,
             split_steps=runtime.padding.max_children > 1,
+            deterministic=runtime.deterministic,
         )
 
 

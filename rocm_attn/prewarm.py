@@ -39,13 +39,14 @@ _EAGER_STEPS = ((1, 2), (1, 16), (3, 7))
 
 @dataclass(frozen=True, slots=True)
 class ServedSizes:
-    """What will be served; see AttentionRuntime. num_pages: of the pool that will be there."""
+    """What will be served, and how; see AttentionRuntime. num_pages: of the pool that will be there."""
 
     max_num_seqs: int
     max_kv_len: int
     num_pages: int
     capture_sizes: tuple[int, ...] | None = None
     capture_tokens: tuple[int, ...] = (1,)
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,7 @@ def _runtime(
         provider=provider,
         capture_sizes=sizes.capture_sizes,
         capture_tokens=sizes.capture_tokens,
+        deterministic=sizes.deterministic,
         guards=guards,
     )
     for layer, problem in enumerate(kinds):

@@ -254,6 +254,11 @@ class AttentionRuntime:
         return self.table.max_kv_len
 
     @property
+    def deterministic(self) -> bool:
+        """Whether a sequence's results are bitwise the same in any batch, in every layer."""
+        return all(selection.deterministic for selection in self.selections)
+
+    @property
     def step_number(self) -> int:
         """The number of the step that was staged last, from 1 on; a DeviceFault names its step by it."""
         return self._publisher.step_number

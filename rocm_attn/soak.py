@@ -1,7 +1,7 @@
 """A soak: random steps of a tiny model, every output of every step compared with the float64 reference.
 
 soak_world draws what happens, soak_model runs it and knows the truth; here both are driven, tables and pages are
-audited, graphs are dropped and made again, and memory is watched.
+audited, graphs are dropped and made again, and memory is watched. In deterministic mode soak_alone compares bits too.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import gc
 import os
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,9 +25,12 @@ from rocm_attn.index_spaces import RESERVED_PAGE
 from rocm_attn.padding import PaddedShape, round_up, token_places
 from rocm_attn.page_table import PageTable
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.soak_alone import Alone, NobodyAlone, ServedAlone
 from rocm_attn.soak_model import Checker, LayerTables, PlayedStep, SoakModel, soak_problems
-from rocm_attn.soak_world import Action, DrawnStep, Scenario, World
+from rocm_attn.soak_world import Action, Scenario, World
 from rocm_attn.split_batch import HALVES
+from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_mask import NO_MASK
 from rocm_attn.step_runner import StepCounters, StepRunner
 
 # Growth between two moments with no graph and no result held. A host's allocator keeps what it likes, a device's is
@@ -65,10 +69,13 @@ class SoakReport:
 
     replays, captures:   steps that ran as a graph, graphs made
     split_steps:         steps that ran as two halves
+    ways:                how often steps of each kind ran in each way, for instance "masked replayed"
     actions:             how often each action was drawn and done
     page_copies:         pages that were copied before a row wrote to them
     checked_tokens:      tokens whose outputs were compared, in each layer
     worst_error:         the largest error, as a part of what is allowed
+    deterministic:       whether the runtime was
+    served_alone:        sequences of steps that were bitwise what they are alone; 0 in normal mode
     host_growth_bytes:   resident memory, from the end of the warm-up to the end
     device_growth_bytes: allocated memory, likewise; 0 on a CPU
     guards_off:          safeguards that were switched off
@@ -79,11 +86,14 @@ class SoakReport:
     replays: int
     captures: int
     split_steps: int
+    ways: dict[str, int]
     reopens: int
     actions: dict[str, int]
     page_copies: int
     checked_tokens: int
     worst_error: float
+    deterministic: bool
+    served_alone: int
     host_growth_bytes: int
     device_growth_bytes: int
     seconds: float
@@ -96,12 +106,13 @@ class SoakReport:
     def __str__(self) -> str:
         return (
             f"{self.steps} steps of seed {self.seed} without a mismatch: {self.replays} replays, "
-            f"{self.captures} captures, {self.split_steps} split steps, {self.reopens} reopens, "
-            f"{self.actions['preempt']} preemptions, "
+            f"{self.captures} captures, {self.split_steps} split steps, {self.actions['tree']} steps of trees, "
+            f"{self.reopens} reopens, {self.actions['preempt']} preemptions, "
             f"{self.actions['fork']} forks, {self.page_copies} page copies, {self.checked_tokens} tokens, worst error "
             f"{self.worst_error:.2f} of the allowed, memory {self.host_growth_bytes / 2**20:+.1f} MiB on the host and "
             f"{self.device_growth_bytes / 2**20:+.1f} MiB on the device, {self.seconds:.1f} s, "
             f"{self.steps / self.seconds:.0f} steps/s"
+            + (f"; deterministic: {self.served_alone} sequences bitwise as alone" if self.deterministic else "")
             + (f"; SAFEGUARDS OFF: {', '.join(self.guards_off)}" if self.guards_off else "")
         )
 
@@ -131,14 +142,24 @@ class Soak:
 
     seed:     of everything that is random
     provider: "auto", "torch" or "triton"
+    deterministic: whether the runtime is, and some sequences are compared bitwise with what they are alone
     """
 
     def __init__(
-        self, scenario: Scenario, *, seed: int, device: torch.device, provider: str, dtype: torch.dtype
+        self,
+        scenario: Scenario,
+        *,
+        seed: int,
+        device: torch.device,
+        provider: str,
+        dtype: torch.dtype,
+        deterministic: bool = False,
     ) -> None:
+        if deterministic:  # a mode that has no kernels for masks
+            scenario = scenario.without(Action.TREE)
         self._scenario = scenario
         self._seed = seed
-        problems = soak_problems(dtype, scenario.page_size)
+        problems = soak_problems(dtype, scenario.page_size, custom_mask=not deterministic)
         first = scenario.ladders[0]
         self._runtime = AttentionRuntime(
             problems,
@@ -154,25 +175,35 @@ class Soak:
             capture_sizes=first.seqs,
             capture_tokens=first.tokens,
             split_steps=True,
+            deterministic=deterministic,
         )
         self._layers = [self._runtime.pool.layer(layer) for layer in range(len(problems))]
         self._world = World(scenario, self._runtime.table, seed)
         self._poison_free_pages()
         generator = torch.Generator().manual_seed(seed)
         tables = [LayerTables.random(p, scenario.vocabulary, scenario.max_kv_len, generator) for p in problems]
-        self._model = SoakModel(
-            [rows.to(device=self._runtime.device) for rows in tables],
-            max_kv_len=scenario.max_kv_len,
-            max_tokens=scenario.max_tokens,
-        )
+        on_device = [rows.to(device=self._runtime.device) for rows in tables]
+        self._model = SoakModel(on_device, max_kv_len=scenario.max_kv_len, max_tokens=scenario.max_tokens)
         weights = [HeadWeights.random(problem, generator) for problem in problems]
         for layer, drawn in enumerate(weights):
             self._runtime.head_weights.set(layer, drawn.to(self._runtime.device))
         exact = [rows.to(dtype=torch.float64) for rows in tables]
         self._checker = Checker(problems, exact, weights, scenario.max_kv_len)
+        self._alone: Alone = NobodyAlone()
+        if deterministic:
+            self._alone = ServedAlone(
+                problems,
+                on_device,
+                weights,
+                device=device,
+                provider=provider,
+                max_kv_len=scenario.max_kv_len,
+                every=scenario.alone_every,
+            )
         self._runner = StepRunner(self._runtime, self._model.forward, recorder_for(self._runtime.device))
         self._unchecked: list[PlayedStep] = []
-        self._reopens = self._page_copies = 0
+        self._reopens = self._page_copies = self._split_steps = 0
+        self._ways: Counter[str] = Counter()
         self._memory: list[_MemoryUse] = []
 
     def run(self, steps: int, on_reopen: Callable[[int], None] | None = None) -> SoakReport:
@@ -199,12 +230,16 @@ class Soak:
 
     def _play(self, number: int) -> None:
         drawn = self._world.draw_step(self._runtime.padding.seqs.sizes)
-        shape = self._shape(number, drawn)
+        batch = drawn.batch_on(self._runtime.device)
+        shape = self._shape(number, batch, drawn.pad_to)
         self._page_copies += sum(len(table.pending.copies) for table in self._runtime.table.spaces)
         self._model.poison()
         before = self._runner.counters
-        rows = self._runner.run_as(shape, drawn.batch)
+        rows = self._runner.run_as(shape, batch)
         after = self._runner.counters
+        way = _way(before, after)
+        self._ways[f"{shape.kind.value} {way}"] += 1
+        self._split_steps += shape.num_children > 1
         if after.graphs_off:
             raise self._failure(number, f"step {number}", f"graphs were switched off: {after.graphs_off}")
         self._unchecked.append(
@@ -212,9 +247,9 @@ class Soak:
                 number=number,
                 action=drawn.action.value,
                 shape=shape,
-                way=_way(before, after),
+                way=way,
                 sequences=drawn.truths(),
-                outputs=self._model.outputs(token_places(drawn.batch, shape), rows),
+                outputs=self._model.outputs(token_places(batch, shape), rows),
                 history=tuple(self._world.history),
             )
         )
@@ -222,18 +257,17 @@ class Soak:
         if len(self._unchecked) >= self._scenario.max_behind:
             self._check()
 
-    def _shape(self, number: int, drawn: DrawnStep) -> PaddedShape:
-        """What a step is padded to, whole or as two halves."""
+    def _shape(self, number: int, batch: StepBatch, pad_to: int | None) -> PaddedShape:
+        """What a step is padded to, whole or as two halves; a mask cannot be cut."""
         padding = self._runtime.padding
-        if number % self._scenario.split_every:
-            return padding.shape(drawn.batch, drawn.pad_to)
-        pad_to = drawn.pad_to if drawn.pad_to is None else round_up(drawn.pad_to, HALVES)
-        return padding.split_shape(drawn.batch, pad_to)
+        if number % self._scenario.split_every or batch.mask is not NO_MASK:
+            return padding.shape(batch, pad_to)
+        return padding.split_shape(batch, pad_to if pad_to is None else round_up(pad_to, HALVES))
 
     def _check(self) -> None:
         """Compare the steps that were played since the last time: until here the host ran ahead of the device."""
         for step in self._unchecked:
-            mismatch = self._checker.check(step)
+            mismatch = self._checker.check(step) or self._alone.check(step)
             if mismatch is not None:
                 where = str(step)
                 if mismatch.layer is not None:
@@ -316,12 +350,15 @@ class Soak:
             steps=steps,
             replays=counters.replays,
             captures=counters.captures,
-            split_steps=steps // self._scenario.split_every,
+            split_steps=self._split_steps,
+            ways=dict(sorted(self._ways.items())),
             reopens=self._reopens,
             actions={action.value: self._world.counts[action] for action in Action},
             page_copies=self._page_copies,
             checked_tokens=self._checker.num_tokens,
             worst_error=self._checker.worst,
+            deterministic=self._runtime.deterministic,
+            served_alone=self._alone.num_seqs,
             host_growth_bytes=growth.host_bytes,
             device_growth_bytes=growth.device_bytes,
             seconds=seconds,

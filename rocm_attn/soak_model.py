@@ -24,16 +24,25 @@ from rocm_attn.problem import Problem
 from rocm_attn.reference import attend_sequence
 from rocm_attn.runtime import Step
 from rocm_attn.step_batch import Int32Array
+from rocm_attn.tree_mask import NO_PARENT
 
 
-def soak_problems(dtype: torch.dtype, page_size: int) -> tuple[Problem, Problem]:
+def soak_problems(dtype: torch.dtype, page_size: int, *, custom_mask: bool) -> tuple[Problem, Problem]:
     """Two layers that share nothing but the page size, so that a step has two kernels and two schedules.
 
     The second has a window that sequences outgrow, and so a pool of its own, a soft cap and sinks.
+    custom_mask: of both, which then see trees as trees
     """
     return (
         Problem(
-            num_q_heads=4, num_kv_heads=2, head_dim=16, v_head_dim=16, dtype=dtype, page_size=page_size, scale=0.25
+            num_q_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            v_head_dim=16,
+            dtype=dtype,
+            page_size=page_size,
+            scale=0.25,
+            custom_mask=custom_mask,
         ),
         Problem(
             num_q_heads=3,
@@ -46,6 +55,7 @@ def soak_problems(dtype: torch.dtype, page_size: int) -> tuple[Problem, Problem]
             window_left=13,
             logits_soft_cap=2.0,
             has_sinks=True,
+            custom_mask=custom_mask,
         ),
     )
 
@@ -137,14 +147,42 @@ class SoakModel:
 
 @dataclass(frozen=True, slots=True)
 class SequenceTruth:
-    """A sequence of a step: its row, the ids of all tokens of its KV, and how many of them are new."""
+    """A sequence of a step.
+
+    token_ids: of all tokens of its KV
+    q_len:     of them, those that are new
+    parents:   int32 [q_len]  new token -> its parent's place among them, as tree_mask takes it; chain() where they are
+               no tree
+    """
 
     row: int
     token_ids: Int32Array
     q_len: int
+    parents: Int32Array
+
+    def visible(self) -> Tensor:
+        """bool [q_len, kv_len]: what a new token sees where trees are seen as trees."""
+        prefix = len(self.token_ids) - self.q_len
+        visible = torch.zeros(self.q_len, prefix + self.q_len, dtype=torch.bool)
+        visible[:, :prefix] = True
+        for token, parent in enumerate(self.parents.tolist()):
+            if parent != NO_PARENT:
+                visible[token] = visible[parent]
+            visible[token, prefix + token] = True
+        return visible
+
+    def positions(self) -> Tensor:
+        """int64 [kv_len]: of all tokens; of a new one, how many it sees besides itself."""
+        prefix = len(self.token_ids) - self.q_len
+        return torch.cat((torch.arange(prefix), self.visible().sum(1) - 1))
 
     def __str__(self) -> str:
         return f"row {self.row}, kv_len {len(self.token_ids)}, q_len {self.q_len}"
+
+
+def chain(q_len: int) -> Int32Array:
+    """The parents of new tokens that follow each other."""
+    return np.arange(-1, q_len - 1, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,12 +288,13 @@ class Checker:
         return None
 
     def _attend(self, layer: int, sequence: SequenceTruth) -> tuple[Tensor, Tensor]:
-        kv_len, tables = len(sequence.token_ids), self._tables[layer]
-        entry = torch.from_numpy(sequence.token_ids) * self._max_kv_len + torch.arange(kv_len)
-        new = entry[kv_len - sequence.q_len :]
-        return attend_sequence(
-            tables.q[new], tables.k[entry], tables.v[entry], self._problems[layer], self._weights[layer]
-        )
+        problem, tables = self._problems[layer], self._tables[layer]
+        positions = sequence.positions()
+        entry = torch.from_numpy(sequence.token_ids) * self._max_kv_len + positions
+        new = slice(len(entry) - sequence.q_len, None)
+        seen = (sequence.visible(), positions[new]) if problem.custom_mask else ()
+        q, k, v = tables.q[entry[new]], tables.k[entry], tables.v[entry]
+        return attend_sequence(q, k, v, problem, self._weights[layer], *seen)
 
 
 def _check_rows(step: PlayedStep, outputs: Outputs) -> Mismatch | None:

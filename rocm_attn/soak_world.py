@@ -10,14 +10,16 @@ import enum
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 
 from rocm_attn.errors import BadBatch, BadSetting, OutOfPages
 from rocm_attn.request_table import RequestTable
-from rocm_attn.soak_model import SequenceTruth
-from rocm_attn.step_batch import StepBatch
+from rocm_attn.soak_model import SequenceTruth, chain
+from rocm_attn.step_batch import Int32Array, StepBatch
+from rocm_attn.tree_mask import NO_PARENT, tree_mask
 
 
 class Action(enum.Enum):
@@ -32,13 +34,14 @@ class Action(enum.Enum):
     PREEMPT = "preempt"
     DECODE = "decode"  # one new token in each sequence
     VERIFY = "verify"  # the same few new tokens in each sequence
+    TREE = "tree"  # trees of drafts, each with a mask; the first tokens of the first branch stay, the others go
     EXTEND = "extend"  # chunks of a few sequences
     MIXED = "mixed"  # up to two chunks among decodes and idle sequences
     IDLE = "idle"  # no new token in any sequence
     EMPTY = "empty"  # no sequence
 
 
-_STEPS = (Action.DECODE, Action.VERIFY, Action.EXTEND, Action.MIXED, Action.IDLE, Action.EMPTY)
+_STEPS = (Action.DECODE, Action.VERIFY, Action.TREE, Action.EXTEND, Action.MIXED, Action.IDLE, Action.EMPTY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,10 @@ class Ladders:
     seqs: tuple[int, ...]
     tokens: tuple[int, ...]
 
+
+# Tokens of the longest request: few, so that much happens in few steps; or more than torch has in a segment, so that
+# deterministic sums have places to be cut at.
+SHORT_KV_LEN, LONG_KV_LEN = 80, 200
 
 _WEIGHTS: Mapping[Action, float] = {
     Action.ADMIT: 5,
@@ -59,6 +66,7 @@ _WEIGHTS: Mapping[Action, float] = {
     Action.PREEMPT: 0.5,
     Action.DECODE: 8,
     Action.VERIFY: 2,
+    Action.TREE: 2,
     Action.EXTEND: 3,
     Action.MIXED: 4,
     Action.IDLE: 0.4,
@@ -80,9 +88,11 @@ class Scenario:
     audit_every:          steps between two looks at tables and pages
     max_behind:           steps that the device may be behind before results are compared
     verify_len:           new tokens of a sequence in verify steps, and the most that are taken back
+    tree_len:             most new tokens of a sequence in steps of trees
     chunk_lens:           smallest and largest chunk
     pad_chance:           of a step whose padding is forced
     split_every:          one step in so many runs as two halves
+    alone_every:          in deterministic mode, of one step in so many a sequence is served alone too
     weights:              how often each action is drawn
     """
 
@@ -90,7 +100,7 @@ class Scenario:
     num_pages: int = 65
     swa_pages: int = 32
     max_num_seqs: int = 10
-    max_kv_len: int = 80
+    max_kv_len: int = SHORT_KV_LEN
     vocabulary: int = 40
     ladders: tuple[Ladders, ...] = (
         Ladders((2, 4, 8), (4, 24)),
@@ -101,9 +111,11 @@ class Scenario:
     audit_every: int = 50
     max_behind: int = 8
     verify_len: int = 3
+    tree_len: int = 6
     chunk_lens: tuple[int, int] = (2, 20)
     pad_chance: float = 0.15
     split_every: int = 4
+    alone_every: int = 3
     weights: Mapping[Action, float] = field(default_factory=lambda: dict(_WEIGHTS))
 
     def __post_init__(self) -> None:
@@ -117,16 +129,26 @@ class Scenario:
             raise BadSetting("no step has a weight; give at least one of them a positive one")
 
     @classmethod
-    def of_seed(cls, seed: int) -> Scenario:
-        """The page size depends on the seed; the pools hold about 256 and 128 tokens."""
+    def of_seed(cls, seed: int, max_kv_len: int = SHORT_KV_LEN) -> Scenario:
+        """The page size depends on the seed; the pools hold some three and one and a half of the longest requests."""
         page_size = (4, 8, 16, 5)[seed % 4]
-        return cls(page_size=page_size, num_pages=1 - (-256 // page_size), swa_pages=-(-128 // page_size))
+        full, swa = 16 * max_kv_len // 5, 8 * max_kv_len // 5
+        return cls(
+            page_size=page_size,
+            num_pages=1 - (-full // page_size),
+            swa_pages=-(-swa // page_size),
+            max_kv_len=max_kv_len,
+        )
+
+    def without(self, action: Action) -> Scenario:
+        """The same in which an action is never drawn."""
+        return replace(self, weights={**self.weights, action: 0.0})
 
     @property
     def max_tokens(self) -> int:
         """More tokens than a padded step has."""
         # One more than there are sequences: both halves of a split step are padded to the larger one.
-        most = max(max(self.chunk_lens), self.verify_len) * (self.max_num_seqs + 1)
+        most = max(*self.chunk_lens, self.verify_len, self.tree_len) * (self.max_num_seqs + 1)
         return max(most, 2 * max(max(*ladders.seqs, *ladders.tokens) for ladders in self.ladders))
 
 
@@ -152,26 +174,62 @@ class Request:
         """Tokens that may be taken back, at most so many before the last step's."""
         return self.num_stored - max(self.num_shared, self.reached - most)
 
+    def take_back(self, taken: int) -> None:
+        """Forget the last tokens, at least one, and what was known behind them; their K and V stay where they are."""
+        self.num_stored -= taken
+        del self.token_ids[self.num_stored :]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A request's part in a step.
+
+    parents:  as in SequenceTruth
+    num_kept: of the new tokens, the first ones, which are still stored after the step; the others are taken back
+    """
+
+    request: Request
+    q_len: int
+    parents: Int32Array
+    num_kept: int
+
+    @classmethod
+    def of_chain(cls, request: Request, q_len: int) -> Turn:
+        """New tokens that follow each other, and stay."""
+        return cls(request, q_len, chain(q_len), q_len)
+
+    def truth(self) -> SequenceTruth:
+        """What the request holds after the step, before anything is taken back."""
+        token_ids = self.request.token_ids[: self.request.num_stored + self.q_len]
+        return SequenceTruth(self.request.row, np.array(token_ids, np.int32), self.q_len, self.parents)
+
+    def __str__(self) -> str:
+        rejected = f"-{self.q_len - self.num_kept}" if self.num_kept < self.q_len else ""
+        return f"{self.request.row}:{self.request.num_stored}+{self.q_len}{rejected}"
+
 
 @dataclass(frozen=True, slots=True)
 class DrawnStep:
     """A step to be run: pages are reserved.
 
-    new: request -> new tokens, in the order of the batch
+    turns: in the order of the batch
     """
 
     action: Action
     batch: StepBatch
     pad_to: int | None
-    new: tuple[tuple[Request, int], ...]
+    turns: tuple[Turn, ...]
+
+    def batch_on(self, device: torch.device) -> StepBatch:
+        """The batch, with the mask of its trees if it has any."""
+        if self.action is not Action.TREE:
+            return self.batch
+        parents = np.concatenate([chain(0), *(turn.parents for turn in self.turns)])
+        return replace(self.batch, mask=tree_mask(self.batch, torch.from_numpy(parents).to(device)))
 
     def truths(self) -> tuple[SequenceTruth, ...]:
         """What the sequences hold after the step."""
-        kv_lens = (request.num_stored + q_len for request, q_len in self.new)
-        return tuple(
-            SequenceTruth(request.row, np.array(request.token_ids[:kv_len], np.int32), q_len)
-            for (request, q_len), kv_len in zip(self.new, kv_lens, strict=True)
-        )
+        return tuple(turn.truth() for turn in self.turns)
 
 
 class World:
@@ -212,10 +270,13 @@ class World:
             change()
 
     def finish(self, step: DrawnStep) -> None:
-        """The step was run: its tokens are stored, and requests that are complete go."""
-        for request, q_len in step.new:
+        """The step was run: its tokens are stored, but for those that are taken back; complete requests go."""
+        for turn in step.turns:
+            request = turn.request
             request.reached = max(request.reached, request.num_stored)
-            request.num_stored += q_len
+            request.num_stored += turn.q_len
+            if turn.num_kept < turn.q_len:
+                request.take_back(turn.q_len - turn.num_kept)
             if request.num_stored >= request.limit:
                 self._free(request)
 
@@ -238,9 +299,18 @@ class World:
             np.array(ids, np.int32),
         )
         pad_to = self._draw_padding(batch.num_seqs, bucket_sizes)
-        lengths = " ".join(f"{request.row}:{request.num_stored}+{q_len}" for request, q_len in new)
-        self._happened(action, f"row:stored+new [{lengths}], pad_to {pad_to}")
-        return DrawnStep(action, batch, pad_to, tuple(new))
+        turn = self._tree if action is Action.TREE else Turn.of_chain
+        turns = tuple(turn(request, q_len) for request, q_len in new)
+        self._happened(action, f"row:stored+new-rejected [{' '.join(map(str, turns))}], pad_to {pad_to}")
+        return DrawnStep(action, batch, pad_to, turns)
+
+    def _tree(self, request: Request, q_len: int) -> Turn:
+        """Drafts, of which the first ones are a chain and the others hang anywhere; some of the chain stay."""
+        first_branch = self._between(min(1, q_len), q_len)
+        parents = chain(q_len)
+        for token in range(first_branch, q_len):
+            parents[token] = self._between(NO_PARENT, token - 1)
+        return Turn(request, q_len, parents, self._between(min(1, q_len), first_branch))
 
     def _draw_sequences(self, action: Action) -> list[tuple[Request, int]]:
         """Some requests in random order, each with a number of new tokens that it has room for."""
@@ -257,6 +327,8 @@ class World:
             return [(request, 0) for request in chosen]
         if action is Action.VERIFY:
             return self._with_room(chosen, [self.scenario.verify_len] * wanted)
+        if action is Action.TREE:
+            return self._with_room(chosen, [self._between(0, self.scenario.tree_len) for _ in chosen])
         chunks = [self._between(*self.scenario.chunk_lens) for _ in chosen]
         if action is Action.MIXED:
             others = [min(1, self._below(4)) for _ in chosen[2:]]  # a quarter of them idle
@@ -347,8 +419,7 @@ class World:
         if able:
             request = able[self._below(len(able))]
             taken = self._between(1, min(most, request.can_take_back(most)))
-            request.num_stored -= taken
-            del request.token_ids[request.num_stored :]
+            request.take_back(taken)
             self._happened(Action.REJECT, f"{taken} tokens of row {request.row}")
 
     def _abort(self) -> None:

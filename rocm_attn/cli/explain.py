@@ -16,7 +16,7 @@ from rocm_attn.page_choice import AUTO_PAGE_SIZE, PageChoice, choose_page_size
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from rocm_attn.providers.select import Selection, select
-from rocm_attn.runner.geometry import layer_problems
+from rocm_attn.runner.geometry import attention_geometry
 from rocm_attn.target import Target, known_target
 
 
@@ -25,23 +25,26 @@ class LayerKind:
     """Layers of equal geometry, and what serves them.
 
     layers:   indices into the model's layers
+    reads:    the layer whose K and V each of them reads
     outcome:  the kernels, or why there are none
     """
 
     problem: Problem
     layers: tuple[int, ...]
+    reads: tuple[int, ...]
     outcome: Selection | Unsupported
 
 
 def run(options: argparse.Namespace) -> None:
     """Print the choice for options.config on options.arch. Raises Unsupported where a kind of layer has no kernel."""
     target = known_target(options.arch)
-    config = model_config(options.config)
     pool = SMALLEST_POOL if options.num_pages is None else replace(SMALLEST_POOL, num_pages=options.num_pages)
 
-    def problems_at(page_size: int) -> tuple[Problem, ...]:
-        dtype = getattr(torch, options.dtype)
-        return layer_problems(config, dtype=dtype, page_size=page_size, num_ranks=options.tp)
+    geometry = attention_geometry(model_config(options.config)).on_one_of(options.tp)
+
+    def problems_at(page_size: int) -> list[Problem]:
+        stored = geometry.problems(dtype=getattr(torch, options.dtype), page_size=page_size)
+        return [stored[read] for read in geometry.reads]
 
     def choose(problem: Problem) -> Selection:
         return select(problem, target, options.provider, pool=pool, deterministic=options.deterministic)
@@ -49,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
     chosen = options.page_size == AUTO_PAGE_SIZE
     pages = choose_page_size(problems_at(1), choose) if chosen else PageChoice(options.page_size, ())
     problems = problems_at(pages.page_size)
-    kinds = layer_kinds(problems, target, options.provider, pool, deterministic=options.deterministic)
+    kinds = layer_kinds(problems, geometry.reads, target, options.provider, pool, deterministic=options.deterministic)
     if options.json:
         described = {"arch": target.arch, "page_size": pages.page_size, "page_sizes": list(pages.lines)}
         print(json.dumps({**described, "layer_kinds": [_as_json(kind) for kind in kinds]}, indent=2))
@@ -68,18 +71,27 @@ def run(options: argparse.Namespace) -> None:
 
 def layer_kinds(
     problems: Sequence[Problem],
+    reads: Sequence[int],
     target: Target,
     provider: str,
     pool: PoolSize = SMALLEST_POOL,
     *,
     deterministic: bool = False,
 ) -> list[LayerKind]:
-    """The distinct problems among a model's layers, in order, each with its selection."""
+    """The distinct problems among a model's layers, in order, each with its selection.
+
+    reads: layer -> the layer whose K and V it reads
+    """
     layers: dict[Problem, list[int]] = {}
     for layer, problem in enumerate(problems):
         layers.setdefault(problem, []).append(layer)
     return [
-        LayerKind(problem, tuple(where), _outcome(problem, target, provider, pool, deterministic))
+        LayerKind(
+            problem,
+            tuple(where),
+            tuple(reads[layer] for layer in where),
+            _outcome(problem, target, provider, pool, deterministic),
+        )
         for problem, where in layers.items()
     ]
 
@@ -94,11 +106,20 @@ def _outcome(
 
 
 def _lines(kind: LayerKind) -> list[str]:
-    head = f"{_count(kind.layers)}: {_geometry(kind.problem)}"
+    head = "\n".join((f"{_count(kind.layers)}: {_geometry(kind.problem)}", *_shared(kind)))
     if isinstance(kind.outcome, Unsupported):
         summary = str(kind.outcome).partition("\n")[0]
         return [head, f"  {summary}", *(f"  not served: {reason}" for reason in kind.outcome.reasons)]
     return [head, *(f"  {line}" for line in kind.outcome.lines())]
+
+
+def _shared(kind: LayerKind) -> list[str]:
+    """Which layers read another one's K and V: a line for each layer that is read."""
+    readers: dict[int, list[int]] = {}
+    for layer, read in zip(kind.layers, kind.reads, strict=True):
+        if layer != read:
+            readers.setdefault(read, []).append(layer)
+    return [f"  K and V of layer {read} are read by {_count(tuple(layers))} too" for read, layers in readers.items()]
 
 
 def _count(layers: tuple[int, ...]) -> str:
@@ -133,6 +154,7 @@ def _as_json(kind: LayerKind) -> dict[str, Any]:
     problem = kind.problem
     described: dict[str, Any] = {
         "layers": list(kind.layers),
+        "reads": list(kind.reads),
         "problem": {
             "num_q_heads": problem.num_q_heads,
             "num_kv_heads": problem.num_kv_heads,

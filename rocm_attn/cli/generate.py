@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> None:
     except torch.OutOfMemoryError as error:
         raise CapacityExceeded(
             f"the GPU's memory is full ({str(error).splitlines()[0]}); "
-            "lower --max-batch-size or --num-pages, or take a smaller model"
+            "lower --max-batch-size, --num-pages or --swa-pages, or take a smaller model"
         ) from error
 
 
@@ -102,6 +102,7 @@ def _engine(options: argparse.Namespace, loaded: LoadedModel, requests: Sequence
             graphs=options.graphs,
             max_kv_len=min(longest, loaded.config.context_len),
             num_pages=options.num_pages,
+            swa_pages=options.swa_pages,
             flight_path=options.flight_record,
             deterministic=options.deterministic,
         ),
@@ -153,6 +154,8 @@ def _lines(report: Report) -> list[str]:
     return [
         f"provider {report.provider} on {report.device} ({report.arch}), {report.dtype}, pages of {report.page_size}",
         *(f"  {line}" for line in report.kernels),
+        f"{report.num_pages} pages"
+        + (f", and {report.swa_pages} for layers with a window" if report.swa_pages else ""),
         *(["deterministic: a prompt's tokens do not depend on the prompts beside it"] if report.deterministic else []),
         *([f"SAFEGUARDS OFF: {', '.join(report.guards_off)}"] if report.guards_off else []),
         f"graphs {report.graphs}: {report.replays} of {report.steps} steps replayed, {report.captures} captured, "

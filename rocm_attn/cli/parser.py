@@ -112,6 +112,12 @@ def _add_generate(commands: Commands[argparse.ArgumentParser]) -> None:
         "--num-pages", type=_positive, metavar="PAGES", help="pages of the KV cache, the reserved one included (enough)"
     )
     add(
+        "--swa-pages",
+        type=_natural,
+        metavar="PAGES",
+        help="likewise, of a pool for layers with a window; 0 for none (what the windows need)",
+    )
+    add(
         "--graphs",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -209,6 +215,7 @@ def _add_prewarm(commands: Commands[argparse.ArgumentParser]) -> None:
     add("--num-pages", type=_positive, metavar="PAGES", help="pages of the KV cache (enough for all sequences)")
     add("--capture-sizes", type=_sizes, metavar="N,N,...", help="sequence counts (a ladder up to --max-batch-size)")
     add("--capture-tokens", type=_sizes, metavar="N,N,...", help="token counts of extend and mixed steps (none)")
+    add("--deterministic", action="store_true", help="the kernels of `generate --deterministic`")
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -245,6 +252,11 @@ def _add_soak(commands: Commands[argparse.ArgumentParser]) -> None:
     add("--device", help="cpu, cuda or cuda:1; HIP devices are cuda (a GPU if there is one, else cpu)")
     add("--provider", choices=PROVIDERS, default="auto", help="whose attention kernels to use (auto: the fastest)")
     add("--dtype", choices=DTYPES, help="of q, k, v and the KV cache (bfloat16 on a GPU, float32 on a CPU)")
+    add(
+        "--deterministic",
+        action="store_true",
+        help="soak deterministic mode: some sequences must be bitwise what they are alone",
+    )
     add("--json", action="store_true", help="print one JSON object with what was done, or what was found")
 
 

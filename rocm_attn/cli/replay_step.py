@@ -62,7 +62,11 @@ def run(options: argparse.Namespace) -> None:
     replay = _Replay.build(dump, noted, device_named(options.device), options.provider, options.seed)
     results = replay.results()
     if options.json:
-        facts = {"device": str(replay.runtime.device), "same_kernels": replay.same_kernels}
+        facts = {
+            "device": str(replay.runtime.device),
+            "same_kernels": replay.same_kernels,
+            "deterministic": replay.runtime.deterministic,
+        }
         print(json.dumps({"step": asdict(noted), **facts, "layer_kinds": [asdict(result) for result in results]}))
     else:
         print("\n".join(_lines(dump, noted, replay, results)))
@@ -80,6 +84,8 @@ def _lines(dump: FlightDump, noted: NotedStep, replay: _Replay, results: list[La
         f"again on {replay.runtime.device} ({replay.runtime.target.arch}), "
         f"{'the same kernels' if replay.same_kernels else 'other kernels'}",
     ]
+    if dump.runtime.deterministic:
+        lines.append("in deterministic mode, then and now")
     if dump.runtime.guards_off:
         lines.append(f"dumped with SAFEGUARDS OFF: {', '.join(dump.runtime.guards_off)}")
     for result in results:
@@ -211,6 +217,7 @@ def _runtime(
         capture_sizes=facts.capture_sizes,
         capture_tokens=facts.capture_tokens,
         split_steps=facts.split_steps,
+        deterministic=facts.deterministic,
     )
 
 

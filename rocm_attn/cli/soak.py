@@ -11,7 +11,7 @@ import torch
 
 from rocm_attn.cli.arguments import device_named
 from rocm_attn.soak import Finding, Soak, SoakFailed
-from rocm_attn.soak_world import Scenario
+from rocm_attn.soak_world import LONG_KV_LEN, SHORT_KV_LEN, Scenario
 
 
 def run(options: argparse.Namespace) -> None:
@@ -19,11 +19,12 @@ def run(options: argparse.Namespace) -> None:
     device = device_named(options.device)
     dtype_name = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     soak = Soak(
-        Scenario.of_seed(options.seed),
+        Scenario.of_seed(options.seed, LONG_KV_LEN if options.deterministic else SHORT_KV_LEN),
         seed=options.seed,
         device=device,
         provider=options.provider,
         dtype=getattr(torch, dtype_name),
+        deterministic=options.deterministic,
     )
     try:
         report = soak.run(options.steps, on_reopen=lambda steps: print(f"{steps} steps", file=sys.stderr))
@@ -40,5 +41,5 @@ def _command(options: argparse.Namespace, finding: Finding, device: torch.device
     """The shortest soak that finds it again."""
     return (
         f"rocm-attn soak --steps {finding.step} --seed {options.seed} --device {device} "
-        f"--provider {options.provider} --dtype {dtype_name}"
+        f"--provider {options.provider} --dtype {dtype_name}" + (" --deterministic" if options.deterministic else "")
     )

@@ -106,4 +106,4 @@ class ModelConfig:
     @property
     def attention(self) -> AttentionGeometry:
         """The attention of every layer."""
-        return AttentionGeometry(tuple(layer.attention for layer in self.layers))
+        return AttentionGeometry.of([layer.attention for layer in self.layers])

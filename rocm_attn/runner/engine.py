@@ -18,7 +18,7 @@ from rocm_attn.graphs import CaptureReport, Progress, recorder_for
 from rocm_attn.kernel_choice import missing_kernels
 from rocm_attn.kv_pool import page_bytes
 from rocm_attn.page_choice import AUTO_PAGE_SIZE, PAGE_SIZES, choose_page_size
-from rocm_attn.problem import Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.runner.geometry import AttentionGeometry
 from rocm_attn.runner.linears import AllRows, BlocksOfRows
@@ -288,7 +288,12 @@ def _page_size(geometry: AttentionGeometry, dtype: torch.dtype, device: torch.de
 
 
 def _pages(problems: Many[Problem], options: EngineOptions, max_kv_len: int, device: torch.device) -> PoolPages:
-    """The pages that were asked for, and as many as there is use and room for of the others."""
+    """The pages that were asked for, and as many as there is use and room for of the others. Raises BadSetting."""
+    if options.swa_pages and all(problem.window_left == UNLIMITED_WINDOW for problem in problems):
+        raise BadSetting(
+            f"swa_pages is {options.swa_pages} and no layer of the model has a window that sequences of up to "
+            f"{max_kv_len} tokens outgrow, so nothing would lie there; leave it out"
+        )
     kv_bytes = options.kv_bytes
     if kv_bytes is None:
         # What is asked for by number is not cut to the memory that is there.

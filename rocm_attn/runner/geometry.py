@@ -67,46 +67,46 @@ class AttentionLayer:
 
 @dataclass(frozen=True, slots=True)
 class AttentionGeometry:
-    """The attention layers of a model; no two need be alike."""
+    """The attention layers of a model; no two need be alike.
+
+    reads: layer -> the layer whose K and V it reads: itself, or of the last layers, which keep none, an earlier one
+    """
 
     layers: tuple[AttentionLayer, ...]
+    reads: tuple[int, ...]
 
     @classmethod
-    def with_windows(cls, layer: AttentionLayer, window_left: Sequence[int]) -> AttentionGeometry:
-        """Layers that are alike but for their windows. window_left: [layers]"""
-        return cls(tuple(replace(layer, window_left=left) for left in window_left))
+    def of(cls, layers: Sequence[AttentionLayer]) -> AttentionGeometry:
+        """Layers that all keep K and V."""
+        return cls(tuple(layers), tuple(range(len(layers))))
+
+    @property
+    def num_storing(self) -> int:
+        """Layers that keep K and V, the first ones. A runtime is built of them; the others attend by their numbers."""
+        return sum(layer == read for layer, read in enumerate(self.reads))
 
     def on_one_of(self, num_ranks: int) -> AttentionGeometry:
         """The part of one tensor-parallel rank; see AttentionLayer. Raises BadSetting."""
-        return AttentionGeometry(tuple(layer.on_one_of(num_ranks) for layer in self.layers))
+        return replace(self, layers=tuple(layer.on_one_of(num_ranks) for layer in self.layers))
 
     def without_idle_windows(self, max_kv_len: int) -> AttentionGeometry:
         """The same layers for sequences up to max_kv_len: a window that none of them outgrows is no window."""
-        return AttentionGeometry(
-            tuple(
-                replace(layer, window_left=UNLIMITED_WINDOW) if layer.window_left >= max_kv_len - 1 else layer
-                for layer in self.layers
-            )
+        layers = tuple(
+            replace(layer, window_left=UNLIMITED_WINDOW) if layer.window_left >= max_kv_len - 1 else layer
+            for layer in self.layers
         )
+        return replace(self, layers=layers)
 
     def problems(self, *, dtype: torch.dtype, page_size: int) -> tuple[Problem, ...]:
-        """One Problem per layer. Raises BadProblem."""
-        return tuple(layer.problem(dtype=dtype, page_size=page_size) for layer in self.layers)
-
-
-def layer_problems(
-    config: Mapping[str, object], *, dtype: torch.dtype, page_size: int, num_ranks: int = 1
-) -> tuple[Problem, ...]:
-    """One Problem per layer of the model that a config.json describes, on one of num_ranks tensor-parallel ranks.
-
-    Raises Unsupported for attention of another kind, BadModel for a config that is not complete, BadProblem, and
-    BadSetting for ranks that the heads do not divide over.
-    """
-    return attention_geometry(config).on_one_of(num_ranks).problems(dtype=dtype, page_size=page_size)
+        """One Problem per layer that keeps K and V; one that reads them has that layer's. Raises BadProblem."""
+        return tuple(layer.problem(dtype=dtype, page_size=page_size) for layer in self.layers[: self.num_storing])
 
 
 def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
-    """The attention layers of the model that a config.json describes. Raises Unsupported or BadModel."""
+    """The attention layers of the model that a config.json describes.
+
+    Raises Unsupported for attention of another kind, BadModel for a config that is not complete.
+    """
     architecture = architecture_of(config)
     if architecture == _LATENT_FAMILY:
         return _latent_geometry(Fields(config, "config.json"))
@@ -121,11 +121,12 @@ def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
         num_q_heads=num_q_heads,
         num_kv_heads=_num_kv_heads(fields, num_q_heads),
         head_dim=head_dim,
-        scale=fields.positive("query_pre_attn_scalar", float(head_dim)) ** -0.5,
+        scale=fields.positive("query_pre_attn_scalar", float(head_dim)) ** -0.5 if family.has_scale else 1.0,
         logits_soft_cap=fields.positive("attn_logit_softcapping") if fields.has("attn_logit_softcapping") else 0.0,
         has_sinks=family.has_sinks,
     )
-    return AttentionGeometry.with_windows(layer, family.windows(fields, fields.count("num_hidden_layers")))
+    windows = family.windows(fields, fields.count("num_hidden_layers"))
+    return AttentionGeometry(tuple(replace(layer, window_left=left) for left in windows), family.reads(fields, windows))
 
 
 def text_fields(config: Mapping[str, object]) -> Fields:
@@ -178,7 +179,7 @@ def _latent_geometry(fields: Fields) -> AttentionGeometry:
         scale=(fields.count("qk_nope_head_dim") + rope_dim) ** -0.5 * sharper**2,
         latent_dim=latent_dim,
     )
-    return AttentionGeometry((layer,) * fields.count("num_hidden_layers"))
+    return AttentionGeometry.of((layer,) * fields.count("num_hidden_layers"))
 
 
 def window_left(sliding_window: int) -> int:
@@ -259,9 +260,32 @@ def _even_layers_slide(fields: Fields, num_layers: int) -> tuple[int, ...]:
     return _window_where(fields, num_layers, lambda layer: layer % 2 == 0)
 
 
-def _all_but_every_sixth_slide(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    period = fields.count("sliding_window_pattern", 6)
+def _all_but_one_in_a_pattern_slide(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    period = fields.count("sliding_window_pattern")
     return _window_where(fields, num_layers, lambda layer: (layer + 1) % period != 0)
+
+
+def _its_own(fields: Fields, windows: Sequence[int]) -> tuple[int, ...]:
+    return tuple(range(len(windows)))
+
+
+def _of_the_last_like_it(fields: Fields, windows: Sequence[int]) -> tuple[int, ...]:
+    """The last num_kv_shared_layers read K and V of the last layer before them that has the same window."""
+    num_shared = fields.whole("num_kv_shared_layers")
+    num_storing = len(windows) - num_shared
+    if not 0 < num_storing <= len(windows):
+        raise BadModel(
+            f"config.json: num_kv_shared_layers is {num_shared} of num_hidden_layers {len(windows)}; "
+            "it must be 0 or more, and fewer than all"
+        )
+    last = {window: layer for layer, window in enumerate(windows[:num_storing])}
+    for layer, window in enumerate(windows):
+        if window not in last:
+            raise BadModel(
+                f"config.json: layer {layer} reads K and V of an earlier layer of its type, but none of the first "
+                f"{num_storing} layers, which keep K and V, is of that type"
+            )
+    return (*range(num_storing), *(last[window] for window in windows[num_storing:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,11 +294,15 @@ class _Family:
 
     windows:  window_left of each layer
     defaults: what a published file may leave out because the model's class knows it; null in the file overrules it
+    reads:    AttentionGeometry.reads, from the windows
+    has_scale: whether scores are scaled at all
     """
 
     windows: Callable[[Fields, int], tuple[int, ...]]
     defaults: Mapping[str, object] = field(default_factory=dict)
     has_sinks: bool = False
+    reads: Callable[[Fields, Sequence[int]], tuple[int, ...]] = _its_own
+    has_scale: bool = True
 
 
 _LATENT_FAMILY = "DeepseekV3ForCausalLM"
@@ -304,7 +332,21 @@ _GEMMA2: dict[str, object] = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
-_GEMMA3: dict[str, object] = {**_GEMMA, "vocab_size": 262_208, "max_position_embeddings": 131_072}
+_GEMMA3: dict[str, object] = {
+    **_GEMMA,
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+    "sliding_window_pattern": 6,
+}
+_GEMMA3N: dict[str, object] = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "sliding_window": 512,
+    "sliding_window_pattern": 5,
+    "num_kv_shared_layers": 15,
+}
+_GEMMA3N_FAMILY = _Family(_all_but_one_in_a_pattern_slide, _GEMMA3N, reads=_of_the_last_like_it, has_scale=False)
 
 _FAMILIES: dict[str, _Family] = {
     "LlamaForCausalLM": _Family(_no_window),
@@ -316,7 +358,9 @@ _FAMILIES: dict[str, _Family] = {
     "Qwen2MoeForCausalLM": _Family(_qwen2_moe_windows, _WINDOW_4096),
     "Qwen3MoeForCausalLM": _Family(_window_everywhere_if_used, _WINDOW_4096),
     "Gemma2ForCausalLM": _Family(_even_layers_slide, _GEMMA2),
-    "Gemma3ForCausalLM": _Family(_all_but_every_sixth_slide, _GEMMA3),
-    "Gemma3ForConditionalGeneration": _Family(_all_but_every_sixth_slide, _GEMMA3),
+    "Gemma3ForCausalLM": _Family(_all_but_one_in_a_pattern_slide, _GEMMA3),
+    "Gemma3ForConditionalGeneration": _Family(_all_but_one_in_a_pattern_slide, _GEMMA3),
+    "Gemma3nForCausalLM": _GEMMA3N_FAMILY,
+    "Gemma3nForConditionalGeneration": _GEMMA3N_FAMILY,
     "GptOssForCausalLM": _Family(_even_layers_slide, _GPT_OSS, has_sinks=True),
 }

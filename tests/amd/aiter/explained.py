@@ -1,4 +1,4 @@
-"""What `rocm-attn explain` says of six models on two archs. `python -m tests.amd.aiter.explained` writes it anew."""
+"""What `rocm-attn explain` says of seven models on two archs. `python -m tests.amd.aiter.explained` writes it anew."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ MODELS: Mapping[str, tuple[str, ...]] = {
     "qwen3-30b-a3b": (),
     "gpt-oss-120b": (),
     "gemma-3-27b": (),
+    "gemma-3n-e4b": (),
     "deepseek-v3": ("--tp", "8"),
 }
 

@@ -32,6 +32,13 @@ def test_aiter_serves_decode_and_extend_of_the_plain_models(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
+def test_layers_that_keep_no_k_and_v_say_whose_they_read(arch: str) -> None:
+    lines = explained("gemma-3n-e4b", arch).splitlines()
+    assert "  K and V of layer 18 are read by 12 layers (20, 21, 22, 23, 25, 26, 27, 28, 30, 31, 32, 33) too" in lines
+    assert "  K and V of layer 19 are read by 3 layers (24, 29, 34) too" in lines
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 def test_aiter_serves_every_step_of_the_models_with_windows_sinks_and_latent_rows(arch: str) -> None:
     for model in ("gpt-oss-120b", "gemma-3-27b", "deepseek-v3"):
         lines = explained(model, arch).splitlines()

@@ -14,7 +14,7 @@ from rocm_attn.graphs import recorder_for
 from rocm_attn.kv_pool import page_bytes
 from rocm_attn.step_runner import StepRunner
 from tests.amd.graphs.tiny import Tiny
-from tests.amd.runtime.stepping import providers
+from tests.amd.runtime.stepping import deterministic_providers, providers
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -26,9 +26,14 @@ LLAMA = {
 }
 
 
-@pytest.mark.parametrize("provider", providers())
-def test_what_is_predicted_is_what_is_allocated_and_captured(provider: str, device: torch.device) -> None:
-    tiny = Tiny.build(device, provider, [1, 4], tokens=(4, 8))
+@pytest.mark.parametrize(
+    ("provider", "deterministic"),
+    [(name, False) for name in providers()] + [(name, True) for name in deterministic_providers()],
+)
+def test_what_is_predicted_is_what_is_allocated_and_captured(
+    provider: str, deterministic: bool, device: torch.device
+) -> None:
+    tiny = Tiny.build(device, provider, [1, 4], tokens=(4, 8), deterministic=deterministic)
     report = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device)).capture_all()
     runtime = tiny.runtime
     plan = plan_capture(
@@ -40,6 +45,7 @@ def test_what_is_predicted_is_what_is_allocated_and_captured(provider: str, devi
         provider=provider,
         capture_sizes=[1, 4],
         capture_tokens=[4, 8],
+        deterministic=deterministic,
     )
     assert [bucket.shape for bucket in plan.buckets] == [bucket.key.shape for bucket in report.buckets]
     assert plan.lengths == (provider == "torch")
@@ -91,6 +97,17 @@ def test_the_command_lists_graphs_and_memory(tmp_path: Path, capsys: pytest.Capt
     assert pool.split() == ["KV", "pool", "514.0", "MiB", "num_pages", "257", "of", "2097152", "bytes"]
 
 
+def test_layers_that_read_anothers_k_and_v_have_no_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # 9 layers keep K and V, the fifth one without a window; 6 read them.
+    gemma3n = {"architectures": ["Gemma3nForCausalLM"], "num_hidden_layers": 15, "num_kv_shared_layers": 6}
+    arguments = ["--arch", "gfx942", "--max-batch-size", "4", "--num-pages", "100", "--swa-pages", "40", "--json"]
+    assert main(["capture-plan", config_file(tmp_path, **gemma3n, head_dim=256), *arguments]) == DONE
+    parts = {part["name"]: part["bytes"] for part in json.loads(capsys.readouterr().out)["parts"]}
+    layer_page_bytes = 16 * 8 * (256 + 256) * 2
+    assert parts["KV pool"] == 100 * layer_page_bytes
+    assert parts["SWA KV pool"] == 40 * 8 * layer_page_bytes
+
+
 def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--arch", "cpu", "--max-batch-size", "2", "--page-size", "64", "--json"]
     assert main(["capture-plan", config_file(tmp_path), *arguments]) == DONE
@@ -99,6 +116,20 @@ def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert [(bucket["kind"], bucket["num_seqs"]) for bucket in plan["buckets"]] == [("decode", 2), ("decode", 1)]
     assert plan["total_bytes"] == sum(part["bytes"] for part in plan["parts"])
     assert all(part["knob"] for part in plan["parts"])
+
+
+def test_deterministic_kernels_are_planned_with_their_workspace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["capture-plan", config_file(tmp_path), "--arch", "gfx942", "--max-batch-size", "64", "--json"]
+    workspaces = []
+    for more in ([], ["--deterministic"]):
+        assert main([*arguments, *more]) == DONE
+        parts = json.loads(capsys.readouterr().out)["parts"]
+        workspaces.append({part["name"]: part["bytes"] for part in parts}["workspace"])
+    # docs/deterministic.md: a slot for every segment of every row, and one more, of 4 query heads x 130 words.
+    assert workspaces[1] == 64 * 8 * (131072 // 1024 + 1) * 4 * 130 * 4
+    assert workspaces[0] < workspaces[1]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from rocm_attn.runtime import Step
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_runner import StepRunner
 from tests.amd.graphs.tiny import SERVED, Requests, Tiny, same, serve
-from tests.amd.runtime.stepping import providers
+from tests.amd.runtime.stepping import deterministic_providers, providers
 
 
 def flown(tiny: Tiny, path: Path, *, graphs: bool = True, num_steps: int = 64) -> tuple[StepRunner, FlightRecorder]:
@@ -73,8 +73,10 @@ def test_a_caller_may_change_its_arrays(device: torch.device, tmp_path: Path) ->
     assert (step.rows, step.kv_len, step.q_len) == ((1, 2), (2, 3), (2, 3))
 
 
-def test_a_dump_comes_back_as_it_was(device: torch.device, tmp_path: Path) -> None:
-    tiny = Tiny.build(device, "torch", [2, 4], tokens=(8, 16))
+@pytest.mark.parametrize("deterministic", [False, True], ids=["normal", "deterministic"])
+def test_a_dump_comes_back_as_it_was(deterministic: bool, device: torch.device, tmp_path: Path) -> None:
+    provider = deterministic_providers()[0]
+    tiny = Tiny.build(device, provider, [2, 4], tokens=(8, 16), deterministic=deterministic)
     runner, flight = flown(tiny, tmp_path / "dump.json")
     serve(runner, tiny.runtime)
     dump = read_dump(flight.dump("on request"))
@@ -83,7 +85,8 @@ def test_a_dump_comes_back_as_it_was(device: torch.device, tmp_path: Path) -> No
     assert dump.problems == (tiny.problem,)
     facts = dump.runtime
     assert (facts.num_pages, facts.max_num_seqs, facts.max_kv_len) == (200, 8, 128)
-    assert (facts.capture_sizes, facts.capture_tokens, facts.provider) == ((2, 4), (8, 16), "torch")
+    assert (facts.capture_sizes, facts.capture_tokens, facts.provider) == ((2, 4), (8, 16), provider)
+    assert facts.deterministic == deterministic
     assert dump.step(None).number == len(SERVED) - 1
     assert dump.step(2) == dump.steps[2]
     with pytest.raises(BadSetting, match=f"no step 99; it has steps 0 to {len(SERVED) - 1}"):
@@ -176,7 +179,7 @@ def test_a_signal_writes_a_dump(device: torch.device, tmp_path: Path) -> None:
     [
         (lambda text: text[:-5], "is no dump of a flight recorder"),
         (lambda text: "[]", "is no dump of a flight recorder"),
-        (lambda text: json.dumps({**json.loads(text), "format": 9}), "format 9; this version reads format 3"),
+        (lambda text: json.dumps({**json.loads(text), "format": 9}), "format 9; this version reads format 4"),
         (lambda text: json.dumps({**json.loads(text), "steps": [{}]}), "is no dump of a flight recorder"),
         (lambda text: json.dumps({**json.loads(text), "problems": 3}), "is no dump of a flight recorder"),
     ],

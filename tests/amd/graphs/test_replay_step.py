@@ -15,15 +15,15 @@ from rocm_attn.providers.contract import AttendArgs
 from rocm_attn.providers.torch_ref import TorchDecode
 from rocm_attn.step_runner import StepRunner
 from tests.amd.graphs.tiny import SERVED, Lazy, Requests, Tiny
-from tests.amd.runtime.stepping import providers
+from tests.amd.runtime.stepping import deterministic_providers, providers
 
 # Prompts, decode steps, a chunk among decodes, steps above the largest graph, an idle sequence.
 STEPS = [*SERVED, [1, 6, 1], [3, 3, 3], [1, 0, 1], [20, 20, 1]]
 
 
-def dumped(provider: str, device: torch.device, tmp_path: Path) -> str:
+def dumped(provider: str, device: torch.device, tmp_path: Path, *, deterministic: bool = False) -> str:
     """The dump of a run of STEPS."""
-    tiny = Tiny.build(device, provider, [2, 4], tokens=(8, 16))
+    tiny = Tiny.build(device, provider, [2, 4], tokens=(8, 16), deterministic=deterministic)
     flight = FlightRecorder(tiny.runtime, tmp_path / "dump.json")
     runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device), flight=flight)
     requests = Requests(tiny.runtime)
@@ -49,6 +49,23 @@ def test_every_kind_of_step_agrees_with_itself(
         above = noted.padded_tokens > 16
         assert kind["graph"] == ("none: its size is above the largest capture" if above else "agrees")
         assert kind["bitwise"] is (None if above else True)
+
+
+@pytest.mark.parametrize("provider", deterministic_providers())
+def test_a_step_of_deterministic_mode_is_run_again_in_that_mode(
+    provider: str, device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = dumped(provider, device, tmp_path, deterministic=True)
+    for noted in read_dump(Path(path)).steps:
+        assert all("segment" in kernel for kernel in noted.kernels)
+        assert main(["replay-step", path, "--step", str(noted.number), "--json", "--device", str(device)]) == DONE
+        result = json.loads(capsys.readouterr().out)
+        assert result["deterministic"]
+        assert result["same_kernels"]
+    assert main(["replay-step", path, "--device", str(device)]) == DONE
+    assert "in deterministic mode, then and now" in capsys.readouterr().out
+    assert main(["replay-step", dumped(provider, device, tmp_path), "--device", str(device)]) == DONE
+    assert "deterministic" not in capsys.readouterr().out
 
 
 def test_the_last_step_is_the_default_and_is_described(

@@ -52,6 +52,7 @@ class Tiny:
         custom_mask: bool = False,
         window_left: int = UNLIMITED_WINDOW,
         swa_pages: int = 0,
+        deterministic: bool = False,
     ) -> Tiny:
         """window_left: of the second layer, which lives in the SWA space if there is one."""
         problem = small_problem(custom_mask=custom_mask)
@@ -66,6 +67,7 @@ class Tiny:
             capture_sizes=sizes,
             capture_tokens=tokens,
             split_steps=split_steps,
+            deterministic=deterministic,
         )
         for layer in range(2):
             # Not NaN: wrong graphs read this, and Triton's interpreter stops where a program would go on with NaN.

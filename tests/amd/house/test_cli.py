@@ -110,7 +110,7 @@ def test_explain_json_is_one_object_with_the_same_content(tmp_path: Path, capsys
     explained = json.loads(capsys.readouterr().out)
     assert explained["arch"] == "sm_90"
     (kind,) = explained["layer_kinds"]
-    assert kind["layers"] == [0, 1, 2, 3]
+    assert kind["layers"] == kind["reads"] == [0, 1, 2, 3]
     assert kind["problem"]["page_size"] == 64
     assert kind["provider"] == "triton"
     assert set(kind["kernels"]) == {"decode", "extend", "mixed"}

@@ -18,7 +18,7 @@ from rocm_attn.flight_recorder import read_dump
 from rocm_attn.runner.chat_template import ChatTemplate
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.tokenizer import Tokenizer
-from tests.amd.runner.tiny_model import CONFIG, tiny_model
+from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
 
 WORDS = [f"w{number}" for number in range(CONFIG.vocab_size)]
 RESULT_KEYS = ["prompt", "prompt_token_ids", "token_ids", "text", "finish_reason"]
@@ -33,7 +33,8 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever model is asked for, a tiny one is served. Token i is the word wi; a chat starts with w63."""
+    """Whatever model is asked for, a tiny one is served; "windowed" has a window. Token i is the word wi; a chat starts
+    with w63."""
     backend = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="w0")
     )
@@ -42,7 +43,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer(backend=backend, bos_token_id=None, chat_template=template)
 
     def load_tiny(path: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-        return tiny_model(dtype=dtype, device=device, tokenizer=tokenizer)
+        base = with_windows(CONFIG, 9, -1) if path == "windowed" else CONFIG
+        return tiny_model(base=base, dtype=dtype, device=device, tokenizer=tokenizer)
 
     monkeypatch.setattr("rocm_attn.cli.generate.load_model", load_tiny)
     monkeypatch.setattr(sys, "stdin", Terminal())
@@ -93,6 +95,20 @@ def test_options_of_serving_change_no_token(capsys: pytest.CaptureFixture[str]) 
         ["--num-pages", "3"],
     ):
         assert generate(capsys, *prompts, "--max-new-tokens", "12", *options)["results"] == plain
+
+
+def test_the_pages_of_windows_change_no_token_and_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", "windowed", "--raw", "--page-size", "4", "--chunk", "8", "--max-new-tokens", "12"]
+    arguments += ["w5 w6 w7 " * 10, "w1 w2"]
+    chosen, given, shared = (
+        generate(capsys, *arguments, *more) for more in ([], ["--swa-pages", "7"], ["--swa-pages", "0"])
+    )
+    assert chosen["results"] == given["results"] == shared["results"]
+    assert [printed["report"]["swa_pages"] for printed in (given, shared)] == [7, 0]
+    assert chosen["report"]["swa_pages"] > 7
+    for swa_pages, line in (("7", "pages, and 7 for layers with a window\n"), ("0", "pages\n")):
+        assert main(["generate", "--device", "cpu", *arguments, "--swa-pages", swa_pages]) == DONE
+        assert f"{given['report']['num_pages']} {line}" in capsys.readouterr().err
 
 
 def test_the_seed_decides_what_is_sampled(capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,6 +180,17 @@ def test_prompts_come_from_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         ),
         (["--num-pages", "1", "w5"], BAD_INPUT, "num_pages is 1; it must be at least 2"),
         (["--raw", "--num-pages", "2", "w5 " * 40], BAD_INPUT, "the prompt has 40 tokens"),
+        (["--swa-pages", "4", "w5"], BAD_INPUT, "swa_pages is 4 and no layer of the model has a window"),
+        (
+            ["--model", "windowed", "--raw", "--max-new-tokens", "2", "--swa-pages", "4", "w5 " * 8],
+            BAD_INPUT,
+            "has a window that sequences of up to 10 tokens outgrow, so nothing would lie there; leave it out",
+        ),
+        (
+            ["--model", "windowed", "--raw", "--page-size", "4", "--swa-pages", "3", "w5 " * 30],
+            FAILED,
+            "pages of the SWA space and there are 2; raise swa_pages",
+        ),
         (["--flight-record", "gone/flight.json", "w5"], BAD_INPUT, "gone is no folder; create it"),
         (["--provider", "aiter", "w5"], FAILED, "decode: aiter.unified_attention: arch cpu is not one of gfx942"),
         (["--page-size", "100000", "w5"], FAILED, "page_size"),

@@ -65,6 +65,7 @@ def serve(problem: Problem, sizes: ServedSizes) -> list[CompileEvent]:
         max_kv_len=sizes.max_kv_len,
         capture_sizes=sizes.capture_sizes,
         capture_tokens=sizes.capture_tokens,
+        deterministic=sizes.deterministic,
         guards=Guards().without("echo_check"),  # kernels that are only compiled answer nothing
     )
     rows = np.array([runtime.table.admit() for _ in range(sizes.max_num_seqs)], np.int32)
@@ -101,10 +102,17 @@ def test_what_was_prewarmed_is_compiled_no_second_time() -> None:
     assert second.cached == first.compiled
 
 
-def test_a_process_that_serves_finds_everything_that_it_needs() -> None:
-    prewarmed()
-    events = serve(PROBLEM, SIZES)
+@pytest.mark.parametrize(
+    ("deterministic", "kernel"),
+    [(False, "_decode_kernel"), (True, "_segment_decode_kernel")],
+    ids=["normal", "segments"],
+)
+def test_a_process_that_serves_finds_everything_that_it_needs(deterministic: bool, kernel: str) -> None:
+    sizes = replace(SIZES, deterministic=deterministic)
+    prewarmed(sizes=sizes)
+    events = serve(PROBLEM, sizes)
     assert len(events) >= 9
+    assert kernel in {event.name for event in events}
     assert [event for event in events if not event.was_cached] == []
 
 
@@ -170,6 +178,8 @@ def test_the_command_prints_what_it_compiled(tmp_path: Path, cache: Path, capsys
     told = json.loads(capsys.readouterr().out)
     assert (told["arch"], told["ran"], told["compiled"]) == (ARCH, False, {})
     assert told["cached"]["_decode_kernel"] == 1
+    assert main([*command, "--json", "--deterministic"]) == DONE
+    assert json.loads(capsys.readouterr().out)["compiled"]["_segment_decode_kernel"] > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to compile for")

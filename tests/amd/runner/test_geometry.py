@@ -11,7 +11,7 @@ from transformers.masking_utils import sliding_window_causal_mask_function
 
 from rocm_attn.errors import BadModel, BadSetting, Unsupported
 from rocm_attn.problem import PoolKind, Problem
-from rocm_attn.runner.geometry import attention_geometry, layer_problems, window_left
+from rocm_attn.runner.geometry import attention_geometry, window_left
 
 # architecture -> transformers' config class and what is set beyond its defaults
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -55,7 +55,8 @@ def expected_windows(config: Any) -> list[int]:
 @pytest.mark.parametrize("case", CASES)
 def test_problems_equal_what_transformers_reads(case: str) -> None:
     architecture, config = hf_config(case)
-    problems = layer_problems({**config.to_dict(), "architectures": [architecture]}, dtype=torch.bfloat16, page_size=16)
+    geometry = attention_geometry({**config.to_dict(), "architectures": [architecture]})
+    problems = geometry.problems(dtype=torch.bfloat16, page_size=16)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     scalar = getattr(config, "query_pre_attn_scalar", head_dim)
     assert problems == tuple(
@@ -92,6 +93,34 @@ def test_a_window_counts_previous_keys_where_hugging_face_counts_the_own_one_too
         assert ours == [key for key in range(8) if visible(index[0], index[0], index[query], index[key])]
 
 
+@pytest.mark.parametrize("num_shared", [0, 1, 6, 14])
+def test_shared_k_and_v_are_those_that_transformers_shares(num_shared: int) -> None:
+    config: Any = transformers.Gemma3nTextConfig(
+        num_hidden_layers=20, num_kv_shared_layers=num_shared, intermediate_size=64, activation_sparsity_pattern=None
+    )
+    geometry = attention_geometry({**config.to_dict(), "architectures": ["Gemma3nForCausalLM"]})
+    modes, types = config.kv_sharing_modes, config.layer_types
+    stored = {types[layer]: layer for layer, mode in enumerate(modes) if mode == "store"}
+    assert geometry.reads == tuple(
+        stored[types[layer]] if mode == "reuse" else layer for layer, mode in enumerate(modes)
+    )
+    assert [layer.window_left for layer in geometry.layers] == expected_windows(config)
+
+
+@pytest.mark.parametrize(
+    ("num_shared", "sentence"),
+    [
+        (10, "num_kv_shared_layers is 10 of num_hidden_layers 10; it must be 0 or more, and fewer than all"),
+        (-1, "num_kv_shared_layers is -1 of num_hidden_layers 10"),
+        (6, "layer 4 reads K and V of an earlier layer of its type, but none of the first 4 layers"),
+    ],
+)
+def test_layers_that_have_nothing_to_read_are_refused(num_shared: int, sentence: str) -> None:
+    config = {"architectures": ["Gemma3nForCausalLM"], "num_hidden_layers": 10, "num_kv_shared_layers": num_shared}
+    with pytest.raises(BadModel, match=sentence):
+        attention_geometry(config)
+
+
 def test_published_files_may_leave_out_what_the_class_knows() -> None:
     # Gemma 3 4B names neither its heads nor their size
     text = {"hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024, "model_type": "gemma3_text"}
@@ -112,7 +141,7 @@ DEEPSEEK = {
 
 
 def test_latent_attention_is_one_kv_head_that_every_rank_holds() -> None:
-    problem, _ = layer_problems(DEEPSEEK, dtype=torch.bfloat16, page_size=1, num_ranks=8)
+    problem, _ = attention_geometry(DEEPSEEK).on_one_of(8).problems(dtype=torch.bfloat16, page_size=1)
     assert (problem.num_q_heads, problem.num_kv_heads, problem.head_dim, problem.v_head_dim) == (16, 1, 576, 512)
     assert problem.pool is PoolKind.LATENT
     assert problem.scale == 192**-0.5

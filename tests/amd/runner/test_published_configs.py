@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from rocm_attn.errors import BadModel
 from rocm_attn.runner.config import DenseMlp, ExpertMlp, ExpertTensors, LayerConfig
 from rocm_attn.runner.gates import ClampedSwiGLU, GeGLU, SwiGLU
-from rocm_attn.runner.geometry import AttentionLayer
+from rocm_attn.runner.geometry import AttentionLayer, attention_geometry
 from rocm_attn.runner.hf_config import config_from_json
 from rocm_attn.runner.rope import LinearScaling, NoScaling, Rope, YarnScaling, yarn_attention_factor
 
@@ -139,6 +141,50 @@ QWEN3_30B_A3B: dict[str, Any] = {
 }
 
 
+# E4B; of what is not about attention only some
+GEMMA3N_E4B: dict[str, Any] = {
+    "architectures": ["Gemma3nForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "model_type": "gemma3n",
+    "text_config": {
+        "altup_num_inputs": 4,
+        "attention_bias": False,
+        "final_logit_softcapping": 30.0,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 2048,
+        "hidden_size_per_layer_input": 256,
+        "intermediate_size": [16384] * 35,
+        "laurel_rank": 64,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        "max_position_embeddings": 32768,
+        "model_type": "gemma3n_text",
+        "num_attention_heads": 8,
+        "num_hidden_layers": 35,
+        "num_key_value_heads": 2,
+        "num_kv_shared_layers": 15,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": 512,
+        "vocab_size": 262400,
+    },
+}
+
+GEMMA3N_E2B: dict[str, Any] = {
+    **GEMMA3N_E4B,
+    "text_config": {
+        **GEMMA3N_E4B["text_config"],
+        "intermediate_size": [8192] * 30,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 6,
+        "num_hidden_layers": 30,
+        "num_kv_shared_layers": 10,
+    },
+}
+
+
 def test_gemma_3_with_images_is_its_text_model() -> None:
     config, mlp = config_from_json(GEMMA3_4B), DenseMlp(10240, GeGLU())
     windowed = LayerConfig(AttentionLayer(8, 4, 256, scale=1 / 16, window_left=1023), Rope(1e4, 256), mlp)
@@ -185,6 +231,26 @@ def test_qwen_3_with_experts_in_every_layer() -> None:
     layer = LayerConfig(AttentionLayer(32, 4, 128, scale=128**-0.5), Rope(1e6, 128, NoScaling()), experts)
     assert config.layers == (layer,) * 48
     assert (config.qk_norm, config.qkv_bias, config.out_bias) == (True, False, False)
+
+
+@pytest.mark.parametrize(("published", "periods"), [(GEMMA3N_E4B, 3), (GEMMA3N_E2B, 2)], ids=["E4B", "E2B"])
+def test_the_last_layers_of_gemma_3n_read_what_the_last_storing_layer_of_their_type_keeps(
+    published: dict[str, Any], periods: int
+) -> None:
+    geometry = attention_geometry(published)
+    full = AttentionLayer(8, 2, 256, scale=1.0)
+    windowed = replace(full, window_left=511)
+    assert geometry.layers == (windowed, windowed, windowed, windowed, full) * (4 + periods)
+    assert geometry.reads == (*range(20), *[18, 18, 18, 18, 19] * periods)
+    assert geometry.num_storing == 20
+    assert len(geometry.problems(dtype=torch.bfloat16, page_size=16)) == 20
+    for served in (geometry.without_idle_windows(512), geometry.on_one_of(2)):
+        assert served.reads == geometry.reads, "a layer reads the K and V that it was trained on, window or not"
+
+
+def test_gemma_3n_needs_more_than_the_runner_has() -> None:
+    with pytest.raises(BadModel, match="the runner does not know Gemma3nForConditionalGeneration; it runs Llama"):
+        config_from_json(GEMMA3N_E4B)
 
 
 @pytest.mark.parametrize(

@@ -15,21 +15,26 @@ from torch import Tensor
 
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadSetting
+from rocm_attn.guards import Guards
 from rocm_attn.index_spaces import Space
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
 from rocm_attn.kernels.metadata.input_tensors import InputTensors
 from rocm_attn.kernels.refs import attention, cache, metadata
 from rocm_attn.kv_pool import KVPool
+from rocm_attn.providers.torch_ref import TorchExtend, TorchMasked
 from rocm_attn.request_table import RequestTable
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.soak import Soak, SoakFailed, SoakReport
-from rocm_attn.soak_world import Action, Ladders, Scenario, World
+from rocm_attn.soak_alone import NobodyAlone
+from rocm_attn.soak_world import LONG_KV_LEN, Action, Ladders, Scenario, World
 from rocm_attn.step_runner import StepRunner
 
 # Few sizes: faults are found in few steps, so captures would take most of the time.
 SMALL = replace(Scenario(), ladders=(Ladders((4, 10), (16, 40)),), verify_len=3, chunk_lens=(9, 16))
 ALMOST_ALL_EAGER = replace(SMALL, ladders=(Ladders((1,), (1,)),))
 CPU = torch.device("cpu")
+
+STEPS = ("decode", "verify", "tree", "extend", "mixed", "idle", "empty")
 
 
 def soak(
@@ -78,9 +83,10 @@ def test_a_sound_runtime_soaks_without_a_finding(seed: int, device: torch.device
     assert report.steps == 300
     assert report.reopens == 3
     assert all(count > 0 for count in report.actions.values()), report.actions
-    assert sum(report.actions[step] for step in ("decode", "verify", "extend", "mixed", "idle", "empty")) == 300
+    assert sum(report.actions[step] for step in STEPS) == sum(report.ways.values()) == 300
     assert 0 < report.captures < report.replays < 300, "graphs and eager steps both have to occur"
-    assert report.split_steps == 75
+    assert all(report.ways[f"masked {way}"] > 0 for way in ("captured", "replayed", "eager")), report.ways
+    assert 60 < report.split_steps <= 75, "all that were due but for those with masks"
     assert report.page_copies > 0
     assert 0 < report.worst_error <= 1
 
@@ -89,6 +95,27 @@ def test_a_sound_runtime_soaks_without_a_finding(seed: int, device: torch.device
 def test_narrow_types_stay_within_their_bounds(dtype: torch.dtype, device: torch.device) -> None:
     report = Soak(SMALL, seed=2, device=device, provider="auto", dtype=dtype).run(60)
     assert 0.01 < report.worst_error <= 1
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_sound_deterministic_runtime_gives_the_bits_of_each_request_alone(seed: int, device: torch.device) -> None:
+    scenario = replace(Scenario.of_seed(seed, LONG_KV_LEN), alone_every=2)
+    report = Soak(scenario, seed=seed, device=device, provider="auto", dtype=torch.float32, deterministic=True).run(120)
+    assert report.deterministic
+    assert report.served_alone > 40
+    assert 0 < report.captures < report.replays
+    assert f"deterministic: {report.served_alone} sequences bitwise as alone" in str(report)
+
+
+def test_cuts_that_follow_from_the_batch_show_in_bits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rocm_attn.runtime.guards_from_settings", lambda: Guards().without("cut_points"))
+    scenario = Scenario.of_seed(3, LONG_KV_LEN)
+    changed = Soak(scenario, seed=3, device=CPU, provider="torch", dtype=torch.float32, deterministic=True)
+    with pytest.raises(SoakFailed, match="is not bitwise what the same request gets alone; they differ by up to"):
+        changed.run(60)
+    monkeypatch.setattr("rocm_attn.soak.ServedAlone", lambda *_, **__: NobodyAlone())
+    unseen = Soak(scenario, seed=3, device=CPU, provider="torch", dtype=torch.float32, deterministic=True)
+    assert unseen.run(60).worst_error < 1, "the oracle's bounds allow it"
 
 
 def actions_of(seed: int) -> list[object]:
@@ -140,7 +167,7 @@ def test_pads_that_keep_what_the_last_step_left_are_found(monkeypatch: pytest.Mo
             buffer[used:] = old[used:]
 
     wrap(monkeypatch, metadata, "publish", publish)
-    assert "of a padded token is not" in str(found())
+    assert "of a padded token is not" in str(found(SMALL.without(Action.EMPTY)))
 
 
 def test_a_store_that_does_not_drop_pads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,6 +203,55 @@ def test_a_log_sum_exp_to_another_base_is_found(monkeypatch: pytest.MonkeyPatch)
 
     wrap(monkeypatch, attention, "paged_decode", paged_decode)
     assert "lse differs from the reference" in str(found())
+
+
+@pytest.mark.parametrize("scenario", [SMALL, ALMOST_ALL_EAGER], ids=["graphed", "eager"])
+def test_a_tree_that_is_seen_as_a_chain_is_found(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchMasked, "attend", lambda kernel, args: TorchExtend(kernel.problem).attend(args))
+    failed = found(scenario)
+    assert "out differs from the reference" in failed.finding.what
+    assert "(tree: masked, " in failed.finding.where
+    assert "layer 0" in failed.finding.where
+
+
+def test_a_mask_of_an_earlier_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Fuse(monkeypatch, 60)
+
+    def place_mask(original: Callable[..., None], *args: Any) -> None:
+        if not late():
+            original(*args)
+
+    wrap(monkeypatch, metadata, "place_mask", place_mask)
+    assert "(tree: masked, " in found(ALMOST_ALL_EAGER).finding.where
+
+
+def test_positions_that_do_not_come_with_the_mask_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def place_mask(original: Callable[..., None], bits: Tensor, positions: Tensor, *others: Tensor) -> None:
+        original(bits, torch.zeros_like(positions), *others)
+
+    wrap(monkeypatch, metadata, "place_mask", place_mask)
+    assert "(tree: masked, " in found().finding.where
+
+
+def test_what_rejected_drafts_leave_behind_is_met_by_later_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that sees one key too many, where that is a number: pages are NaN but for what was stored there."""
+
+    def paged_decode(original: Callable[..., None], q: Tensor, k_pages: Tensor, *args: Any, **kwargs: Any) -> None:
+        v_pages, table, row_of_seq, kv_len, *others = args
+        page_no = (kv_len // k_pages.shape[1]).clamp(max=table.shape[1] - 1)
+        page = table[row_of_seq, page_no]
+        behind = k_pages[page, kv_len % k_pages.shape[1]].isfinite().all(-1).all(-1)
+        sees_more = behind & (page > 0) & (kv_len > 0) & (kv_len < table.shape[1] * k_pages.shape[1])
+        original(q, k_pages, v_pages, table, row_of_seq, kv_len + sees_more.int(), *others, **kwargs)
+
+    wrap(monkeypatch, attention, "paged_decode", paged_decode)
+    weights = {Action.ADMIT: 3, Action.TREE: 2, Action.DECODE: 4}
+    # Room for all, so that no page changes hands before it is poisoned.
+    trees = replace(SMALL, weights=weights, num_pages=201, swa_pages=200, audit_every=1)
+    failed = found(trees)
+    assert "differs from the reference" in failed.finding.what
+    assert "(decode: " in failed.finding.where
+    assert soak(trees.without(Action.TREE), 200).worst_error < 1
 
 
 def test_an_output_that_is_not_written_once_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +296,7 @@ def test_a_buffer_that_moved_under_a_graph_is_named(monkeypatch: pytest.MonkeyPa
 
 def test_a_buffer_that_moved_under_a_graph_shows_in_the_outputs_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepRunner, "check_addresses", lambda _: None)
-    moves = Fuse(monkeypatch, 150)
+    moves = Fuse(monkeypatch, 155)
 
     def stage(original: Callable[..., object], runtime: AttentionRuntime, *args: Any) -> object:
         if moves():
@@ -230,10 +306,10 @@ def test_a_buffer_that_moved_under_a_graph_shows_in_the_outputs_too(monkeypatch:
 
     wrap(monkeypatch, AttentionRuntime, "stage", stage)
     failed = found()
-    assert failed.finding.step >= 150
+    assert failed.finding.step >= 155
     # The graph reads the table of before: its new tokens are in other pages, or in none.
     signs = ("differs from the reference", "a new token had no page of its own")
-    assert any(sign in failed.finding.what for sign in signs)
+    assert any(sign in failed.finding.what for sign in signs), failed
 
 
 def test_pages_that_are_never_given_back_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,6 +375,23 @@ def test_the_command_prints_a_line_or_an_object(capsys: pytest.CaptureFixture[st
     report = json.loads(capsys.readouterr().out)["report"]
     assert (report["steps"], report["seed"]) == (20, 3)
     assert report["steps_per_second"] > 0
+    assert not report["deterministic"]
+
+
+def test_the_command_soaks_deterministic_mode_and_says_how_to_find_it_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["soak", "--steps", "60", "--seed", "3", "--device", "cpu", "--json", "--deterministic"]
+    assert main(arguments) == DONE
+    report = json.loads(capsys.readouterr().out)["report"]
+    assert report["deterministic"]
+    assert report["served_alone"] > 0
+    monkeypatch.setattr("rocm_attn.runtime.guards_from_settings", lambda: Guards().without("cut_points"))
+    assert main(arguments) == FAILED
+    told = json.loads(capsys.readouterr().out)
+    assert told["again"].endswith(
+        f"--steps {told['finding']['step']} --seed 3 --device cpu --provider auto --dtype float32 --deterministic"
+    )
 
 
 def test_the_command_it_prints_finds_the_same_again(

@@ -87,8 +87,8 @@ class Scenario:
     reopen_every:         steps between two reopens
     audit_every:          steps between two looks at tables and pages
     max_behind:           steps that the device may be behind before results are compared
-    verify_len:           new tokens of a sequence in verify steps, and the most that are taken back
-    tree_len:             most new tokens of a sequence in steps of trees
+    verify_len:           new tokens of a sequence in verify steps, and the most that are taken back later
+    tree_len:             most new tokens of a sequence in steps of trees, which take rejected ones back themselves
     chunk_lens:           smallest and largest chunk
     pad_chance:           of a step whose padding is forced
     split_every:          one step in so many runs as two halves

@@ -39,7 +39,6 @@ def run(options: argparse.Namespace) -> None:
     """Print the choice for options.config on options.arch. Raises Unsupported where a kind of layer has no kernel."""
     target = known_target(options.arch)
     pool = SMALLEST_POOL if options.num_pages is None else replace(SMALLEST_POOL, num_pages=options.num_pages)
-
     geometry = attention_geometry(model_config(options.config)).on_one_of(options.tp)
 
     def problems_at(page_size: int) -> list[Problem]:

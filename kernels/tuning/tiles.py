@@ -104,12 +104,16 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class ExtendRow:
-    """tiles serve an arch, an element size in bytes and head dims up to max_head_dim."""
+    """tiles serve an arch, an element size in bytes and head dims up to max_head_dim.
+
+    alike: whether they serve only rows of K and of V that fill the same power of two
+    """
 
     arch: str
     item_bytes: int
     max_head_dim: int
     tiles: ExtendTiles
+    alike: bool = False
 
 
 # The first row that serves wins. In the comments llama8b is (32 query heads, 8 KV heads, 128), gptoss (64, 8, 64) and
@@ -155,8 +159,9 @@ DECODE_ROWS = (
 )
 EXTEND_ROWS = (
     # gptoss 1 x 2048 new + 6144 cached: 634 us, 646 with sinks; 657 with 4 warps, 791 and 847 with steps of 32 keys and
-    # 4 warps. With a window of 1024: 161; 184 with 4 warps, 174 with steps of 32.
-    ExtendRow("sm_90", 2, 64, ExtendTiles(128, 64, 8, 3)),
+    # 4 warps. With a window of 1024: 161; 184 with 4 warps, 174 with steps of 32. Where V's rows fill a smaller power
+    # of two than K's, what Triton 3.6 makes of steps of 64 keys reads beyond the pages.
+    ExtendRow("sm_90", 2, 64, ExtendTiles(128, 64, 8, 3), alike=True),
     # llama8b 1 x 2048 new + 6144 cached: 577 us, 1.84 x the matrix-unit bound; 608 to 798 with steps of 64 keys.
     ExtendRow("sm_90", 2, 128, ExtendTiles(128, 32, 4, 3)),
     ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 2)),
@@ -217,7 +222,12 @@ def extend_tiles(
     """The tiles of paged extend. Raises NoTiles."""
     for name in names_of(arch):
         for row in EXTEND_ROWS:
-            if row.arch == name and row.item_bytes == dtype.itemsize and max(head_dim, v_head_dim) <= row.max_head_dim:
+            if (
+                row.arch == name
+                and row.item_bytes == dtype.itemsize
+                and max(head_dim, v_head_dim) <= row.max_head_dim
+                and not (row.alike and next_power_of_2(head_dim) != next_power_of_2(v_head_dim))
+            ):
                 return row.tiles
     raise NoTiles(
         f"no extend tiles for {arch} with {dtype} and head dims {head_dim} and {v_head_dim}; "

@@ -308,7 +308,8 @@ def run_decode_twin(tensors: Tensors) -> None:
 
 def run_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: ExtendTiles | None = None) -> None:
     """Schedule and extend, with a schedule that is garbage beforehand."""
-    tiles = tiles or tiles_for(tensors)[1]
+    if tiles is None:
+        tiles = tiles_for(tensors)[1] if tensors.mask is None else tiles_for(tensors)[1].of_masked_steps()
     num_tokens, ratio = tensors.q.shape[0], tensors.gqa_ratio
     words = extend_schedule_words(num_tokens, tensors.num_seqs, gqa_ratio=ratio, tiles=tiles)
     schedule = torch.full((words,), 0x7F7F7F7F, dtype=torch.int32, device=tensors.q.device)

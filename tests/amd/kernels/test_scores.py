@@ -44,6 +44,8 @@ FEATURES = {
     "gemma2": {"window_left": 18, "soft_cap": 0.5},
     "all": {"window_left": 9, "soft_cap": 1.5, "slopes": True, "sinks": True, "heads": (6, 2)},
     "padded_dims": {"window_left": 9, "sinks": True, "dims": (40, 24)},
+    "narrow_v": {"dims": (64, 32)},
+    "wide_v": {"dims": (16, 64)},
     "not_causal": {"causal": False},
     "not_causal_all": {"causal": False, "soft_cap": 1.5, "slopes": True, "sinks": True},
 }

@@ -15,7 +15,8 @@ def token_cell(offset, group_stride, GROUP_TOKENS: tl.constexpr):
 @triton.jit
 def element_cell(d, vector_stride, VECTOR_ELEMENTS: tl.constexpr, GROUP_TOKENS: tl.constexpr, DIM: tl.constexpr):
     """From the first element of a row to element d of its DIM."""
+    cell = d * GROUP_TOKENS
     # A row of one vector has no quotient: the compiler would not see that it is 0.
-    if VECTOR_ELEMENTS >= DIM:
-        return d * GROUP_TOKENS
-    return (d // VECTOR_ELEMENTS).to(tl.int64) * vector_stride + (d % VECTOR_ELEMENTS) * GROUP_TOKENS
+    if VECTOR_ELEMENTS < DIM:
+        cell = (d // VECTOR_ELEMENTS).to(tl.int64) * vector_stride + (d % VECTOR_ELEMENTS) * GROUP_TOKENS
+    return cell

@@ -11,7 +11,7 @@ from typing import TextIO
 
 import torch
 
-from rocm_attn.cli.arguments import device_named
+from rocm_attn.cli.arguments import device_named, pool_named
 from rocm_attn.cli.ordered_text import OrderedText
 from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.errors import BadModel, BadRequest, BadSetting, CapacityExceeded
@@ -97,6 +97,7 @@ def _engine(options: argparse.Namespace, loaded: LoadedModel, requests: Sequence
         EngineOptions(
             provider=options.provider,
             page_size=options.page_size,
+            pool=pool_named(options.pool),
             max_batch_size=min(options.max_batch_size, len(requests)),
             chunk=options.chunk,
             graphs=options.graphs,
@@ -152,7 +153,8 @@ def _as_json(prompt: str, completion: Completion) -> dict[str, object]:
 def _lines(report: Report) -> list[str]:
     """The report in a few lines."""
     return [
-        f"provider {report.provider} on {report.device} ({report.arch}), {report.dtype}, pages of {report.page_size}",
+        f"provider {report.provider} on {report.device} ({report.arch}), {report.dtype}, "
+        f"{' and '.join(report.pools)} of {report.page_size} tokens",
         *(f"  {line}" for line in report.kernels),
         f"{report.num_pages} pages"
         + (f", and {report.swa_pages} for layers with a window" if report.swa_pages else ""),

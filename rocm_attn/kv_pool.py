@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rocm_attn.errors import BadProblem, CapacityExceeded
 from rocm_attn.index_spaces import RESERVED_PAGE, Space
+from rocm_attn.kernels.cache.page_rows import PageRows, empty_vectorised_pages, key_rows, value_rows
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.step_batch import INT32_MAX
 
@@ -24,10 +25,21 @@ class LayerPages:
 
     k: [pages, page_size, kv_heads, head_dim]
     v: [pages, page_size, kv_heads, v_head_dim]; of a latent layer the first v_head_dim elements of each row of k
+    Both have another shape in a vectorised pool (kernels/cache/page_rows.py); pages come first in any.
     """
 
     k: Tensor
     v: Tensor
+
+    @property
+    def keys(self) -> PageRows:
+        """k, token by token."""
+        return key_rows(self.k)
+
+    @property
+    def values(self) -> PageRows:
+        """v, token by token."""
+        return value_rows(self.v)
 
 
 class KVPool:
@@ -82,14 +94,30 @@ class KVPool:
 
     def _allocate(self, problem: Problem) -> LayerPages:
         # Not torch.zeros: nothing may depend on the content of a page that no token was stored to.
+        pages = self._empty(problem)
+        pages.k[RESERVED_PAGE].zero_()
+        pages.v[RESERVED_PAGE].zero_()
+        return pages
+
+    def _empty(self, problem: Problem) -> LayerPages:
+        if problem.pool is PoolKind.VECTORIZED:
+            dims = problem.head_dim, problem.v_head_dim
+            return LayerPages(
+                *empty_vectorised_pages(
+                    self.num_pages,
+                    self.page_size,
+                    problem.num_kv_heads,
+                    dims,
+                    problem.vector_elements,
+                    dtype=problem.dtype,
+                    device=self.device,
+                )
+            )
         shape = (self.num_pages, self.page_size, problem.num_kv_heads)
         k = torch.empty(*shape, problem.head_dim, dtype=problem.dtype, device=self.device)
-        k[RESERVED_PAGE].zero_()
         if problem.pool is PoolKind.LATENT:
             return LayerPages(k=k, v=k[..., : problem.v_head_dim])
-        v = torch.empty(*shape, problem.v_head_dim, dtype=problem.dtype, device=self.device)
-        v[RESERVED_PAGE].zero_()
-        return LayerPages(k=k, v=v)
+        return LayerPages(k=k, v=torch.empty(*shape, problem.v_head_dim, dtype=problem.dtype, device=self.device))
 
 
 class HybridKVPool:

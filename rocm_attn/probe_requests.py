@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rocm_attn.index_spaces import RESERVED_PAGE, Space, num_pages
 from rocm_attn.padding import PaddedShape, StepKind
@@ -143,7 +142,7 @@ class ProbeRequests:
             pages = {int(page) for row in rows for page in self._runtime.table.pages_of(row, space)}
             ids = torch.tensor(sorted(pages - filled - {RESERVED_PAGE}), dtype=torch.long, device=self._runtime.device)
             filled |= pages
-            for pool, _ in _kv_pages(self._runtime, space):
+            for pool in (side for layer in self._runtime.pool.in_space(space).layers for side in (layer.k, layer.v)):
                 for first in range(0, len(ids), _FILL_PAGES):
                     some = ids[first : first + _FILL_PAGES]
                     shape = (len(some), *pool.shape[1:])
@@ -274,14 +273,8 @@ def forget_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> None:
     for table in runtime.table.spaces:
         pages = table.entries_host[batch.rows[seq], kv_index // page_size]
         page, offset = (torch.from_numpy(x.astype(np.int64)).to(runtime.device) for x in (pages, kv_index % page_size))
-        for pool, value in _kv_pages(runtime, table.space):
-            pool.index_put_((page, offset), pool.new_tensor(value))
-
-
-def _kv_pages(runtime: AttentionRuntime, space: Space) -> list[tuple[Tensor, float]]:
-    """K and V of every layer of a space, [pages, page_size, kv_heads, head_dim | v_head_dim], with a value that shows.
-
-    A K of 0 has a usual score whatever q is, so that a V of 10,000 is seen among 100,000 others.
-    """
-    layers = runtime.pool.in_space(space).layers
-    return [side for layer in layers for side in ((layer.k, 0.0), (layer.v, 1e4))]
+        for layer in runtime.pool.in_space(table.space).layers:
+            # A K of 0 has a usual score whatever q is, so that a V of 10,000 is seen among 100,000 others.
+            for rows, value in ((layer.keys, 0.0), (layer.values, 1e4)):
+                new = rows.cells.new_full((len(page), rows.num_heads, rows.dim), value)
+                rows.write_tokens(page, offset, new)

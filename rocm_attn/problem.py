@@ -12,6 +12,8 @@ from rocm_attn.errors import BadProblem
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 UNLIMITED_WINDOW = -1
+# Of a vectorised pool: what a thread loads at once.
+VECTOR_BYTES = 16
 
 
 class PoolKind(enum.Enum):
@@ -19,7 +21,7 @@ class PoolKind(enum.Enum):
 
     SPLIT:      K pages and V pages, each [tokens, kv_heads, dim]
     LATENT:     one row a token, whose first v_head_dim elements are V and all of which are K
-    VECTORIZED: K pages and V pages, cut into vectors of 16 bytes in an order of their own
+    VECTORIZED: K pages and V pages, cut into vectors of 16 bytes in an order of their own (kernels/cache/page_rows.py)
     """
 
     SPLIT = "K and V pages"
@@ -96,8 +98,24 @@ class Problem:
                 f"{self.v_head_dim}: its one row a token holds V within K, so it has 1 KV head and v_head_dim "
                 "is at most head_dim"
             )
+        if self.pool is PoolKind.VECTORIZED:
+            self._check_vectors()
+
+    def _check_vectors(self) -> None:
+        for name in ("head_dim", "v_head_dim", "page_size"):
+            if getattr(self, name) % self.vector_elements:
+                raise BadProblem(
+                    f"{name} is {getattr(self, name)} in a vectorised pool; its vectors of {VECTOR_BYTES} bytes hold "
+                    f"{self.vector_elements} elements of {self.dtype}, so take a multiple of that or a pool of "
+                    f"{PoolKind.SPLIT.value}"
+                )
 
     @property
     def gqa_ratio(self) -> int:
         """Query heads that share a KV head."""
         return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def vector_elements(self) -> int:
+        """Elements of a vector of a vectorised pool."""
+        return VECTOR_BYTES // self.dtype.itemsize

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.head_weights import NO_HEAD_WEIGHTS, HeadWeights
+from rocm_attn.kv_pool import LayerPages
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 
 
@@ -60,8 +61,7 @@ def attend_sequence(
 
 def attend_paged(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    pages: LayerPages,
     pages_of_seq: Sequence[Sequence[int]],
     kv_len: Sequence[int],
     q_len: Sequence[int],
@@ -70,17 +70,15 @@ def attend_paged(
 ) -> tuple[Tensor, Tensor]:
     """attend_sequence for every sequence of a step, reading K and V from pages.
 
-    q:                [tokens, q_heads, head_dim], sequence after sequence
-    k_pages, v_pages: [pages, page_size, kv_heads, head_dim | v_head_dim]
-    pages_of_seq:     the pages of each sequence, in order
+    q:            [tokens, q_heads, head_dim], sequence after sequence
+    pages_of_seq: the pages of each sequence, in order
     Returns out [tokens, q_heads, v_head_dim] and lse [tokens, q_heads], float64.
     """
     outs, lses = [], []
     first = 0
-    for pages, length, new in zip(pages_of_seq, kv_len, q_len, strict=True):
-        held = torch.as_tensor(list(pages), dtype=torch.long, device=q.device)
-        k = k_pages[held].flatten(0, 1)[:length]
-        v = v_pages[held].flatten(0, 1)[:length]
+    for ids, length, new in zip(pages_of_seq, kv_len, q_len, strict=True):
+        held = torch.as_tensor(list(ids), dtype=torch.long, device=q.device)
+        k, v = (rows.read(held).flatten(0, 1)[:length] for rows in (pages.keys, pages.values))
         out, lse = attend_sequence(q[first : first + new], k, v, problem, weights)
         outs.append(out)
         lses.append(lse)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from rocm_attn.canary import what_was_written
@@ -170,8 +171,9 @@ class SampledCheck:
                 continue
             tokens = slice(int(ends[seq]) - new, int(ends[seq]))
             held = self._runtime.table.pages_of(int(batch.rows[seq]), space).tolist()
-            want, _ = attend_paged(q[tokens], pages.k, pages.v, [held], [kv_len], [new], problem, weights)
-            if not _within_bounds(out[tokens], want, pages.v[held].flatten(0, 1)[:kv_len], problem):
+            v = pages.values.read(torch.tensor(held, device=q.device)).flatten(0, 1)[:kv_len]
+            want, _ = attend_paged(q[tokens], pages, [held], [kv_len], [new], problem, weights)
+            if not _within_bounds(out[tokens], want, v, problem):
                 wrong.append(seq)
         return wrong
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rocm_attn.hip_graphs.pinned import PinnedTensors
 from rocm_attn.host_ring import Fence
+from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
 from rocm_attn.kernels.metadata.input_tensors import InputTensors
 from rocm_attn.kernels.metadata.slot_layout import UPDATE_WORDS
@@ -48,9 +49,10 @@ def store_everything(ops: StepOps) -> StepOps:
     """Every token is stored to its slot, padded ones, whose slot is 0, included."""
 
     def store_kv(k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
-        page, offset = slot_of_token // k_pages.shape[1], slot_of_token % k_pages.shape[1]
-        k_pages[page, offset] = k
-        v_pages[page, offset] = v
+        keys, values = key_rows(k_pages), value_rows(v_pages)
+        page, offset = slot_of_token // keys.page_size, slot_of_token % keys.page_size
+        keys.write_tokens(page, offset, k)
+        values.write_tokens(page, offset, v)
 
     return replace(ops, store_kv=store_kv)
 
@@ -175,7 +177,7 @@ class _ReadsDeadV:
         page_no = (step.kv_len - 1).clamp(min=0) // page_size
         page = step.table.entries[step.table.row_of_seq.long(), page_no.long()]
         live = torch.arange(page_size, device=page.device) < (step.kv_len - page_no * page_size)[:, None]
-        dead = args.v_pages[page].masked_fill(live[:, :, None, None], 0)
+        dead = value_rows(args.v_pages).read(page).masked_fill(live[:, :, None, None], 0)
         product = (0 * dead).sum(1).repeat_interleave(self.problem.gqa_ratio, 1)
         token = torch.arange(args.out.shape[0], device=page.device)
         seq = torch.searchsorted(step.q_indptr[1:], token, right=True).clamp(max=len(page) - 1)

@@ -2,6 +2,8 @@
 
     k_pages[slot // page_size, slot % page_size] = k[token]      likewise v
 
+Pages are linear or vectorised (page_rows.py): two compilations of one kernel.
+
 Tokens at or past num_tokens and every slot of page 0 are dropped: a pad's hidden state may be NaN, and page 0 stays
 zero.
 """
@@ -12,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rocm_attn.kernels.cache.cells import element_cell, token_cell
+from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
 from rocm_attn.kernels.launch import launch
 
 
@@ -28,15 +32,21 @@ def _store_kernel(
     v_token,
     v_head,
     kp_page,
-    kp_token,
+    kp_group,
     kp_head,
+    kp_vector,
     vp_page,
-    vp_token,
+    vp_group,
     vp_head,
+    vp_vector,
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
+    K_ELEMENTS: tl.constexpr,
+    K_TOKENS: tl.constexpr,
+    V_ELEMENTS: tl.constexpr,
+    V_TOKENS: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr,
@@ -53,11 +63,13 @@ def _store_kernel(
         d = tl.arange(0, K_BLOCK)[None, :]
         inside = (head < HEADS) & (d < K_DIM)
         row = tl.load(k + t * k_token + head64 * k_head + d, mask=inside, other=0.0)
-        tl.store(k_pages + page * kp_page + offset * kp_token + head64 * kp_head + d, row, mask=inside)
+        heads = k_pages + page * kp_page + token_cell(offset, kp_group, K_TOKENS) + head64 * kp_head
+        tl.store(heads + element_cell(d, kp_vector, K_ELEMENTS, K_TOKENS, K_DIM), row, mask=inside)
         d = tl.arange(0, V_BLOCK)[None, :]
         inside = (head < HEADS) & (d < V_DIM)
         row = tl.load(v + t * v_token + head64 * v_head + d, mask=inside, other=0.0)
-        tl.store(v_pages + page * vp_page + offset * vp_token + head64 * vp_head + d, row, mask=inside)
+        heads = v_pages + page * vp_page + token_cell(offset, vp_group, V_TOKENS) + head64 * vp_head
+        tl.store(heads + element_cell(d, vp_vector, V_ELEMENTS, V_TOKENS, V_DIM), row, mask=inside)
 
 
 def launch_store_kv(
@@ -68,8 +80,9 @@ def launch_store_kv(
     k, v:             [T, kv_heads, head_dim | v_head_dim], any strides but the last
     slot_of_token:    int32 [T]
     counts:           int32 [4]; [1] is num_tokens
-    k_pages, v_pages: [pages, page_size, kv_heads, head_dim | v_head_dim], written in place, any strides but the last
+    k_pages, v_pages: linear, with any strides but the last, or vectorised; written in place
     """
+    keys, values = key_rows(k_pages), value_rows(v_pages)
     num_tokens, heads, k_dim = k.shape
     v_dim = v.shape[2]
     k_block, v_block = triton.next_power_of_2(k_dim), triton.next_power_of_2(v_dim)
@@ -87,12 +100,16 @@ def launch_store_kv(
         k.stride(1),
         v.stride(0),
         v.stride(1),
-        *k_pages.stride()[:3],
-        *v_pages.stride()[:3],
-        PAGE_SIZE=k_pages.shape[1],
+        *keys.cells.stride()[:4],
+        *values.cells.stride()[:4],
+        PAGE_SIZE=keys.page_size,
         HEADS=heads,
         K_DIM=k_dim,
         V_DIM=v_dim,
+        K_ELEMENTS=keys.vector_elements,
+        K_TOKENS=keys.group_tokens,
+        V_ELEMENTS=values.vector_elements,
+        V_TOKENS=values.group_tokens,
         HEADS_BLOCK=heads_block,
         K_BLOCK=k_block,
         V_BLOCK=v_block,

@@ -2,6 +2,8 @@
 
     k_pages[page, kv_len % page_size :] = 0    likewise v        page = table[row_of_seq[i], (kv_len - 1) // page_size]
 
+Pages are linear or vectorised, as for the store.
+
 Only of sequences that have new tokens: they have just written to that page, so nobody shares it. A page that was used
 before holds another request's keys and values, which may be NaN, and 0 * NaN is NaN.
 """
@@ -12,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rocm_attn.kernels.cache.cells import element_cell, token_cell
+from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
 from rocm_attn.kernels.launch import launch
 
 
@@ -26,15 +30,21 @@ def _zero_tails_kernel(
     k_pages,
     v_pages,
     kp_page,
-    kp_token,
+    kp_group,
     kp_head,
+    kp_vector,
     vp_page,
-    vp_token,
+    vp_group,
     vp_head,
+    vp_vector,
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
+    K_ELEMENTS: tl.constexpr,
+    K_TOKENS: tl.constexpr,
+    V_ELEMENTS: tl.constexpr,
+    V_TOKENS: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr,
@@ -54,11 +64,14 @@ def _zero_tails_kernel(
             v_d = tl.arange(0, V_BLOCK)[None, :]
             k_inside = (head < HEADS) & (k_d < K_DIM)
             v_inside = (head < HEADS) & (v_d < V_DIM)
+            k_cell = element_cell(k_d, kp_vector, K_ELEMENTS, K_TOKENS, K_DIM)
+            v_cell = element_cell(v_d, vp_vector, V_ELEMENTS, V_TOKENS, V_DIM)
             for offset in range(used, PAGE_SIZE):
-                k_row = k_pages + page * kp_page + tl.cast(offset, tl.int64) * kp_token + head64 * kp_head
-                v_row = v_pages + page * vp_page + tl.cast(offset, tl.int64) * vp_token + head64 * vp_head
-                tl.store(k_row + k_d, tl.zeros([HEADS_BLOCK, K_BLOCK], k_pages.dtype.element_ty), mask=k_inside)
-                tl.store(v_row + v_d, tl.zeros([HEADS_BLOCK, V_BLOCK], v_pages.dtype.element_ty), mask=v_inside)
+                token = tl.cast(offset, tl.int64)
+                k_row = k_pages + page * kp_page + token_cell(token, kp_group, K_TOKENS) + head64 * kp_head
+                v_row = v_pages + page * vp_page + token_cell(token, vp_group, V_TOKENS) + head64 * vp_head
+                tl.store(k_row + k_cell, tl.zeros([HEADS_BLOCK, K_BLOCK], k_pages.dtype.element_ty), mask=k_inside)
+                tl.store(v_row + v_cell, tl.zeros([HEADS_BLOCK, V_BLOCK], v_pages.dtype.element_ty), mask=v_inside)
 
 
 def launch_zero_tails(
@@ -68,11 +81,10 @@ def launch_zero_tails(
 
     table:                     int32 [rows, width]
     row_of_seq, kv_len, q_len: int32 [S]
-    k_pages, v_pages:          [pages, page_size, kv_heads, head_dim | v_head_dim], written in place, any strides but
-                               the last
+    k_pages, v_pages:          linear, with any strides but the last, or vectorised; written in place
     """
-    _, page_size, heads, k_dim = k_pages.shape
-    v_dim = v_pages.shape[3]
+    keys, values = key_rows(k_pages), value_rows(v_pages)
+    heads, k_dim, v_dim = keys.num_heads, keys.dim, values.dim
     k_block, v_block = triton.next_power_of_2(k_dim), triton.next_power_of_2(v_dim)
     heads_block = max(1, min(triton.next_power_of_2(heads), 4096 // max(k_block, v_block)))
     launch(
@@ -86,12 +98,16 @@ def launch_zero_tails(
         q_len,
         k_pages,
         v_pages,
-        *k_pages.stride()[:3],
-        *v_pages.stride()[:3],
-        PAGE_SIZE=page_size,
+        *keys.cells.stride()[:4],
+        *values.cells.stride()[:4],
+        PAGE_SIZE=keys.page_size,
         HEADS=heads,
         K_DIM=k_dim,
         V_DIM=v_dim,
+        K_ELEMENTS=keys.vector_elements,
+        K_TOKENS=keys.group_tokens,
+        V_ELEMENTS=values.vector_elements,
+        V_TOKENS=values.group_tokens,
         HEADS_BLOCK=heads_block,
         K_BLOCK=k_block,
         V_BLOCK=v_block,

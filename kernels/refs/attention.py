@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.cache.page_rows import PageRows, key_rows, value_rows
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, next_power_of_2
 
 # Elements of gathered K, V and scores in flight, 4 MiB of float32: the allocator then hands the same warm memory out
@@ -54,8 +55,8 @@ def paged_decode(
     first_token = q_indptr[:-1].clamp(max=num_tokens - 1)
     result, result_lse = _attend(
         q[first_token][:, None],
-        k_pages,
-        v_pages,
+        key_rows(k_pages),
+        value_rows(v_pages),
         table[row_of_seq],
         kv_len[:, None] - 1,
         kv_len[:, None],
@@ -123,8 +124,8 @@ def paged_extend(
         cells = _Cells(mask.words, mask.indptr[seq_of_tile][:, None] + offset * kv_len[seq_of_tile][:, None].long())
     result, result_lse = _attend(
         q[token],
-        k_pages,
-        v_pages,
+        key_rows(k_pages),
+        value_rows(v_pages),
         table[row_of_seq[seq_of_tile]],
         kv_index,
         torch.where(has_token, end_key, 0),
@@ -176,8 +177,8 @@ def _tile_shape(num_tokens: int, num_seqs: int, max_q_len: int) -> tuple[int, in
 
 def _attend(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    keys: PageRows,
+    values: PageRows,
     pages: Tensor,
     kv_index: Tensor,
     end_key: Tensor,
@@ -199,14 +200,14 @@ def _attend(
     returns   [tiles, tile_len, q_heads, v_head_dim] and [tiles, tile_len, q_heads], in the compute dtype
     """
     num_tiles, tile_len, num_q_heads, head_dim = q.shape
-    num_keys, num_kv_heads = pages.shape[1] * k_pages.shape[1], k_pages.shape[2]
-    elements = num_keys * (num_kv_heads * (head_dim + v_pages.shape[3]) + tile_len * num_q_heads)
+    num_keys, num_kv_heads = pages.shape[1] * keys.page_size, keys.num_heads
+    elements = num_keys * (num_kv_heads * (head_dim + values.dim) + tile_len * num_q_heads)
     group = max(1, _GROUP_ELEMENTS // max(elements, 1))
     parts = [
         _attend_group(
             q[i : i + group],
-            k_pages,
-            v_pages,
+            keys,
+            values,
             pages[i : i + group],
             kv_index[i : i + group],
             end_key[i : i + group],
@@ -224,8 +225,8 @@ def _attend(
 
 def _attend_group(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    keys: PageRows,
+    values: PageRows,
     pages: Tensor,
     kv_index: Tensor,
     end_key: Tensor,
@@ -237,12 +238,12 @@ def _attend_group(
     cells: _Cells | None,
 ) -> tuple[Tensor, Tensor | None]:
     """_attend for tiles whose keys, values and scores are held at the same time."""
-    num_q_heads, num_kv_heads = q.shape[2], k_pages.shape[2]
+    num_q_heads, num_kv_heads = q.shape[2], keys.num_heads
     ratio = num_q_heads // num_kv_heads
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
 
-    k = _gather(k_pages, pages).to(compute)
-    v = _gather(v_pages, pages).to(compute)
+    k = _gather(keys, pages).to(compute)
+    v = _gather(values, pages).to(compute)
     key = torch.arange(k.shape[2], device=q.device)
     hidden = key >= end_key[:, :, None]
     if scores.windowed:
@@ -285,10 +286,11 @@ def _by_token(x: Tensor, ratio: int) -> Tensor:
     return by_token.contiguous()
 
 
-def _gather(pool: Tensor, pages: Tensor) -> Tensor:
+def _gather(rows: PageRows, pages: Tensor) -> Tensor:
     """The tokens of each tile's pages as [kv_heads, tiles, width * page_size, dim], a copy.
 
     Heads first, so that a batched product copies no more; picked in the pool's own order, whole pages at a time.
     """
-    picked = pool.index_select(0, pages.flatten())
-    return picked.view(len(pages), pages.shape[1] * pool.shape[1], *pool.shape[2:]).permute(2, 0, 1, 3).contiguous()
+    num_keys = pages.shape[1] * rows.page_size
+    picked = rows.read(pages.flatten()).reshape(len(pages), num_keys, rows.num_heads, rows.dim)
+    return picked.permute(2, 0, 1, 3).contiguous()

@@ -5,28 +5,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
+
 
 def store_kv(k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
     """Twin of launch_store_kv. A dropped token writes a zero to slot 0, which is zero already: shapes stay fixed."""
-    page_size = k_pages.shape[1]
+    keys, values = key_rows(k_pages), value_rows(v_pages)
+    page_size = keys.page_size
     token = torch.arange(k.shape[0], device=k.device)
     live = (token < counts[1]) & (slot_of_token >= page_size)
     slot = torch.where(live, slot_of_token, 0)
     page, offset = slot // page_size, slot % page_size
     keep = live[:, None, None]
-    k_pages[page, offset] = torch.where(keep, k, 0)
-    v_pages[page, offset] = torch.where(keep, v, 0)
+    keys.write_tokens(page, offset, torch.where(keep, k, 0))
+    values.write_tokens(page, offset, torch.where(keep, v, 0))
 
 
 def zero_tails(
     table: Tensor, row_of_seq: Tensor, kv_len: Tensor, q_len: Tensor, k_pages: Tensor, v_pages: Tensor
 ) -> None:
     """Twin of launch_zero_tails. A sequence that is left alone zeroes page 0, which is zero already."""
-    page_size = k_pages.shape[1]
+    keys, values = key_rows(k_pages), value_rows(v_pages)
+    page_size = keys.page_size
     page_no = (kv_len - 1).clamp(min=0) // page_size
     live = (q_len > 0) & (page_no < table.shape[1])
     page = torch.where(live, table[row_of_seq.long(), page_no.clamp(max=table.shape[1] - 1).long()], 0).long()
     used = torch.where(live, kv_len - page_no * page_size, 0)
-    dead = (torch.arange(page_size, device=page.device) >= used[:, None])[:, :, None, None]
-    k_pages[page] = k_pages[page].masked_fill(dead, 0)
-    v_pages[page] = v_pages[page].masked_fill(dead, 0)
+    dead = torch.arange(page_size, device=page.device) >= used[:, None]
+    keys.zero_tokens(page, dead)
+    values.zero_tokens(page, dead)

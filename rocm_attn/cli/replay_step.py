@@ -171,7 +171,7 @@ class _Replay:
         real = self.real
         q = self.qkv[kind][0][real]
         weights = self.runtime.head_weights.of(kind)
-        want, _ = attend_paged(q, pages.k, pages.v, held, batch.kv_len.tolist(), batch.q_len.tolist(), problem, weights)
+        want, _ = attend_paged(q, pages, held, batch.kv_len.tolist(), batch.q_len.tolist(), problem, weights)
         worst = float((eager[real].double() - want).abs().max()) if len(q) else 0.0
         graphed = self.outs[kind]
         return LayerResult(

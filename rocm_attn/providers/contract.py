@@ -82,7 +82,7 @@ class AttendArgs:
     schedule:         int32 words that this kernel's build_schedule filled for this step
     workspace:        float32 words, at least workspace_words(shape); content is undefined
     q, out:           [T, q_heads, head_dim | v_head_dim]; padded tokens of out receive zeros
-    k_pages, v_pages: [pages, page_size, kv_heads, head_dim | v_head_dim]
+    k_pages, v_pages: [pages, page_size, kv_heads, head_dim | v_head_dim], or vectorised (kernels/cache/page_rows.py)
     lse:              float32 [T, q_heads], natural log, -inf where a token sees no key; None when nobody asked
     sinks:            float32 [q_heads] for a problem that has them, else None
     alibi_slopes:     float32 [q_heads] for a problem that has them, else None

@@ -43,6 +43,8 @@ _LIMITS = Limits(
     alibi=True,
     non_causal=True,
 )
+# Vectorised pools are there for kernels of AITER's, none of which takes a mask.
+_ANY_POOL = replace(_LIMITS, pools=tuple(PoolKind))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +152,19 @@ def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> TorchMaske
     return TorchMasked(problem)
 
 
-def _row(name: str, kind: StepKind, bind: Bind, *bakes: Baked, needs: frozenset[Need] = frozenset()) -> KernelRow:
+def _row(
+    name: str,
+    kind: StepKind,
+    bind: Bind,
+    *bakes: Baked,
+    needs: frozenset[Need] = frozenset(),
+    limits: Limits = _ANY_POOL,
+) -> KernelRow:
     return KernelRow(
         provider="torch",
         name=name,
         kind=kind,
-        limits=_LIMITS,
+        limits=limits,
         min_kv_len=0,
         masks_v=True,
         graph_safe=True,
@@ -198,6 +207,7 @@ TORCH = Provider(
             Baked.MAX_KV_LEN,
             Baked.MAX_Q_LEN,
             needs=frozenset({Need.MASK_INDPTR, Need.MASK_WORDS}),
+            limits=_LIMITS,
         ),
         *map(_segments_row, (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)),
     ),

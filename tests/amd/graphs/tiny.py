@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
-from rocm_attn.problem import UNLIMITED_WINDOW, Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.runtime import AttentionRuntime, Step
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.steps import LayerCalls, Steps
@@ -52,9 +52,10 @@ class Tiny:
         custom_mask: bool = False,
         window_left: int = UNLIMITED_WINDOW,
         swa_pages: int = 0,
+        pool: PoolKind = PoolKind.SPLIT,
     ) -> Tiny:
         """window_left: of the second layer, which lives in the SWA space if there is one."""
-        problem = small_problem(custom_mask=custom_mask)
+        problem = replace(small_problem(custom_mask=custom_mask), pool=pool)
         runtime = AttentionRuntime(
             [problem, replace(problem, window_left=window_left)],
             device=device,
@@ -123,10 +124,10 @@ class Requests:
         """K and V of every layer and request, [kv_len, kv_heads, 16]."""
         layers = [self.runtime.pool.layer(layer) for layer in range(2)]
         return [
-            side[self.runtime.table.pages_of(row).tolist()].flatten(0, 1)[:kv_len].clone()
+            side.read(torch.from_numpy(self.runtime.table.pages_of(row)).to(self.runtime.device)).flatten(0, 1)[:kv_len]
             for row, kv_len in zip(self.rows, self.kv_len, strict=True)
             for pages in layers
-            for side in (pages.k, pages.v)
+            for side in (pages.keys, pages.values)
         ]
 
     def run(self, steps: Steps, q_len: Sequence[int], pad_to: int | None = None) -> Tensor:

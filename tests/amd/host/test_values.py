@@ -12,7 +12,7 @@ from rocm_attn.errors import BadBatch, BadProblem, BadSetting, CapacityExceeded
 from rocm_attn.hip_graphs.size_ladder import SizeLadder
 from rocm_attn.index_spaces import last_page_len, num_pages, slot_of
 from rocm_attn.padding import PaddedShape, PaddingPolicy, StepKind, step_kind
-from rocm_attn.problem import Problem
+from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.contract import Need
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_buffers import STEP_BUFFERS, BufferSpec, StepBuffers, Unit, needed_buffers
@@ -38,6 +38,9 @@ def batch(q_len: list[int], prefix: int = 0) -> StepBatch:
         ({"dtype": torch.int8}, "dtype"),
         ({"window_left": -2}, "window_left is -2"),
         ({"logits_soft_cap": -1.0}, "logits_soft_cap"),
+        ({"pool": PoolKind.VECTORIZED, "head_dim": 60}, "head_dim is 60 in a vectorised pool.* hold 8 elements"),
+        ({"pool": PoolKind.VECTORIZED, "v_head_dim": 63}, "v_head_dim is 63 in a vectorised pool"),
+        ({"pool": PoolKind.VECTORIZED, "page_size": 4}, "page_size is 4 in a vectorised pool"),
     ],
 )
 def test_a_problem_that_contradicts_itself_is_refused(changes: dict[str, object], message: str) -> None:

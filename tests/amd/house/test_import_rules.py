@@ -25,7 +25,7 @@ USES_KERNELS = (
     PROVIDERS,
     *(
         f"rocm_attn.{name}"
-        for name in ("graphs", "merging", "prewarm", "publisher", "step_echo", "step_memory", "unguarded")
+        for name in ("graphs", "kv_pool", "merging", "prewarm", "publisher", "step_echo", "step_memory", "unguarded")
     ),
 )
 USES_HIP_GRAPHS = tuple(

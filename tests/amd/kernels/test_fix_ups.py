@@ -12,6 +12,7 @@ from rocm_attn.kernels.attention.pads import launch_clear_pads
 from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.refs.cache import zero_tails
 from rocm_attn.kernels.refs.pads import clear_pads
+from tests.amd.vectorised import vectorised_keys, vectorised_values
 
 Launch = Callable[..., None]
 NAN = float("nan")
@@ -67,3 +68,26 @@ def test_only_the_dead_rows_of_pages_that_were_just_written_are_zeroed(
     zero(table, row_of_seq, kv_len, q_len, k_pages, v_pages)
     assert torch.equal(k_pages, want_k)
     assert torch.equal(v_pages, want_v)
+
+
+@pytest.mark.parametrize("zero", [launch_zero_tails, zero_tails])
+@pytest.mark.parametrize(("heads", "k_dim", "v_dim", "page_size"), [(2, 16, 16, 4), (3, 80, 24, 8), (1, 192, 128, 16)])
+@pytest.mark.parametrize("x", [4, 8])
+def test_dead_rows_of_vectorised_pages_are_those_of_linear_ones(
+    zero: Launch, heads: int, k_dim: int, v_dim: int, page_size: int, x: int, kernel_device: torch.device
+) -> None:
+    page_size = max(page_size, x)
+    linear = [torch.randn(9, page_size, heads, dim, device=kernel_device) for dim in (k_dim, v_dim)]
+    for pages in linear:
+        pages[0] = 0.0
+    vectorised = [vectorised_keys(linear[0], x), vectorised_values(linear[1], x)]
+    table = int32([[0, 0], [1, 7], [2, 7], [3, 4], [5, 6], [7, 8]], kernel_device)
+    row_of_seq = int32([1, 2, 3, 4, 0, 0, 5], kernel_device)
+    kv_len = int32([1, page_size, page_size + 1, page_size + 1, 1, 0, 2 * page_size - 3], kernel_device)
+    q_len = int32([1, page_size, 2, 0, 1, 0, 1], kernel_device)
+    for sides in (linear, vectorised):
+        zero(table, row_of_seq, kv_len, q_len, *sides)
+    assert torch.equal(vectorised[0], vectorised_keys(linear[0], x))
+    assert torch.equal(vectorised[1], vectorised_values(linear[1], x))
+    assert bool((linear[0][8, -3:] == 0).all())
+    assert bool((linear[0][8, :-3] != 0).any())

@@ -20,6 +20,7 @@ from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, NO_ECHO, W
 from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.refs import cache as cache_refs
 from rocm_attn.kernels.refs import metadata as refs
+from tests.amd.vectorised import vectorised_keys, vectorised_values
 
 GARBAGE = 0x7F7F7F7F
 Launch = Callable[..., None]
@@ -185,3 +186,24 @@ def test_the_store_writes_live_tokens_and_drops_all_others(
     store(k, v, device_ints(slots, kernel_device), counts, k_pages, v_pages)
     assert torch.equal(k_pages, want_k)
     assert torch.equal(v_pages, want_v)
+
+
+@pytest.mark.parametrize("store", [launch_store_kv, cache_refs.store_kv])
+@pytest.mark.parametrize(("heads", "k_dim", "v_dim", "page_size"), [(2, 16, 16, 4), (3, 80, 24, 8), (1, 192, 128, 16)])
+@pytest.mark.parametrize("x", [4, 8])
+def test_a_vectorised_store_writes_what_a_linear_one_writes(
+    store: Launch, heads: int, k_dim: int, v_dim: int, page_size: int, x: int, kernel_device: torch.device
+) -> None:
+    page_size = max(page_size, x)
+    linear = [torch.full((6, page_size, heads, dim), 9.0, device=kernel_device) for dim in (k_dim, v_dim)]
+    for pages in linear:
+        pages[0] = 0.0
+    vectorised = [vectorised_keys(linear[0], x), vectorised_values(linear[1], x)]
+    k, v = (torch.randn(7, heads, dim + 8, device=kernel_device)[..., :dim] for dim in (k_dim, v_dim))
+    slots = [page_size, 3 * page_size + page_size - 1, 2 * page_size + 2, page_size - 1, 5 * page_size, 0, 4]
+    counts = device_ints([2, 5, 1, 0], kernel_device)
+    for sides in (linear, vectorised):
+        store(k, v, device_ints(slots, kernel_device), counts, *sides)
+    assert torch.equal(linear[0][2, 2], k[2])
+    assert torch.equal(vectorised[0], vectorised_keys(linear[0], x))
+    assert torch.equal(vectorised[1], vectorised_values(linear[1], x))

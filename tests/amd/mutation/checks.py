@@ -36,6 +36,7 @@ from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from tests.amd.kernels.attention_cases import Case, Tensors, assert_served, build
 from tests.amd.mutation.memory import Memory
+from tests.amd.vectorised import vectorised_keys, vectorised_values
 
 CPU = torch.device("cpu")
 GARBAGE = -0x7F7F7F7F
@@ -260,6 +261,8 @@ def store(memory: Memory) -> None:
         side[0] = 0.0
     inputs = [k, v, ints([4, 1, 14, 9]), ints([2, 4, 1, 0])]
     assert_same(memory, launch_store_kv, cache_twins.store_kv, inputs, pages)
+    inputs[2] = ints([5, 1, 19, 10])
+    assert_same(memory, launch_store_kv, cache_twins.store_kv, inputs, vectorised_pages(5))
 
 
 def tails(memory: Memory) -> None:
@@ -270,6 +273,15 @@ def tails(memory: Memory) -> None:
     table = ints([0, 0, 1, 2, 3, 4, 5, 6]).view(4, 2)
     inputs = [table, ints([1, 2, 3, 2]), ints([4, 5, 3, 7]), ints([1, 0, 2, 1])]
     assert_same(memory, launch_zero_tails, cache_twins.zero_tails, inputs, pages)
+    inputs[2] = ints([5, 6, 4, 9])
+    assert_same(memory, launch_zero_tails, cache_twins.zero_tails, inputs, vectorised_pages(7))
+
+
+def vectorised_pages(num_pages: int) -> list[Tensor]:
+    """Three heads of odd dims in pages of four tokens, the first page zero."""
+    k, v = (torch.randn(num_pages, 4, 3, dim) for dim in (24, 40))
+    k[0] = v[0] = 0.0
+    return [vectorised_keys(k, 4), vectorised_values(v, 4)]
 
 
 def pads(memory: Memory) -> None:

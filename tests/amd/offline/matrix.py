@@ -15,6 +15,7 @@ from torch import Tensor
 from rocm_attn.guards import Guards
 from rocm_attn.head_weights import HeadWeights
 from rocm_attn.kernels.attention.merge_states import launch_merge_states
+from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
 from rocm_attn.probe_requests import with_random_mask
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
@@ -132,6 +133,8 @@ def launch_all(row: Row) -> None:
     _launch_masked_step(row)
     if runtime.target.is_amd:
         _launch_fix_ups(runtime)
+        if row.dtype.itemsize == 2 and row.page_size % 8 == 0:
+            _launch_vectorised(row)
     if runtime.target.is_amd and not row.is_large:
         _launch_step(runtime, _batch(rows[:1], [1]))
         _launch_step(runtime, _batch(rows, [1] * 16), pad_to=MANY_SEQS)
@@ -212,6 +215,20 @@ def _launch_fix_ups(runtime: AttentionRuntime) -> None:
     ops.zero_tails(runtime.table.entries, seqs, seqs, seqs, pages.k, pages.v)
     ops.clear_pads(counts, out, None)
     ops.clear_pads(counts, out, torch.empty(16, problem.num_q_heads))
+
+
+def _launch_vectorised(row: Row) -> None:
+    """The store, and what zeroes tails behind it, over the vectorised pages that AITER's kernels read."""
+    (_, heads), ops, tokens = row.heads, TRITON.ops(), 16
+    page_bytes = row.page_size * heads * min(row.dims) * row.dtype.itemsize
+    num_pages = (LARGE_POOL_BYTES if row.is_large else SMALL_POOL_BYTES) // page_bytes + 1
+    pages = empty_vectorised_pages(
+        num_pages, row.page_size, heads, row.dims, 8, dtype=row.dtype, device=torch.device("cpu")
+    )
+    k, v = (torch.empty(tokens, heads, dim, dtype=row.dtype) for dim in row.dims)
+    of_token, counts = (torch.empty(size, dtype=torch.int32) for size in (tokens, 4))
+    ops.store_kv(k, v, of_token, counts, *pages)
+    ops.zero_tails(torch.empty(tokens, 64, dtype=torch.int32), of_token, of_token, of_token, *pages)
 
 
 def _launch_merge_states(problem: Problem) -> None:

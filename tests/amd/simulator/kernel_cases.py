@@ -6,6 +6,7 @@ pages, tiles, and the shares of programs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -112,9 +113,22 @@ def run_merge_states(arch: str, dtype: torch.dtype) -> Simulation:
     return simulation
 
 
-def run_store(arch: str, dtype: torch.dtype, *, is_large: bool) -> Simulation:
+def linear_pools(num_pages: int, page_size: int, heads: int, dims: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
+    """K and V pages of zeros."""
+    return [_zeros((num_pages, page_size, heads, dim), dtype) for dim in dims]
+
+
+def vectorised_pools(
+    num_pages: int, page_size: int, heads: int, dims: tuple[int, int], dtype: torch.dtype
+) -> list[Tensor]:
+    """K and V pages of zeros, cut into vectors of 16 bytes."""
+    shapes = (num_pages, heads, dims[0] // 8, page_size, 8), (num_pages, heads, page_size // 8, dims[1], 8)
+    return [_zeros(shape, dtype) for shape in shapes]
+
+
+def run_store(arch: str, dtype: torch.dtype, pools_of: Callable[..., list[Tensor]], *, is_large: bool) -> Simulation:
     """New keys and values to pages in random order; pads, and slots of page 0, are dropped."""
-    page_size, heads, dims, num_tokens = 4, 2, (80, 48), 11
+    page_size, heads, dims, num_tokens = 8, 2, (80, 48), 11
     page_bytes = page_size * heads * min(dims) * 2
     num_pages = LARGE_POOL_BYTES // page_bytes if is_large else 64
     generator = torch.Generator().manual_seed(0)
@@ -124,7 +138,7 @@ def run_store(arch: str, dtype: torch.dtype, *, is_large: bool) -> Simulation:
     page[3] = 0
     slots = (page * page_size + torch.arange(num_tokens) % page_size).int()
     counts = torch.tensor([1, num_tokens - 2, 0, 0], dtype=torch.int32)
-    pools = [[_zeros((num_pages, page_size, heads, dim), dtype) for dim in dims] for _ in range(2)]
+    pools = [pools_of(num_pages, page_size, heads, dims, dtype) for _ in range(2)]
     with simulated(arch) as simulation:
         launch_store_kv(k, v, slots, counts, *pools[0])
     cache_twins.store_kv(k, v, slots, counts, *pools[1])
@@ -185,10 +199,11 @@ def quick_cases(arch: str) -> list[KernelCase]:
         ),
         *(
             KernelCase(
-                f"store-{dtype}-{'above' if is_large else 'below'}".replace("torch.", ""),
+                f"store{layout}-{dtype}-{'above' if is_large else 'below'}".replace("torch.", ""),
                 arch,
-                partial(run_store, arch, dtype, is_large=is_large),
+                partial(run_store, arch, dtype, pools_of, is_large=is_large),
             )
+            for layout, pools_of in (("", linear_pools), ("_vectorised", vectorised_pools))
             for dtype in (BF16, FP16)
             for is_large in (False, True)
         ),

@@ -24,6 +24,7 @@ from rocm_attn.kernels.refs import metadata as twins
 from rocm_attn.kernels.refs.pads import clear_pads
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.driver import Simulation, simulated
+from tests.amd.vectorised import vectorised_keys, vectorised_values
 
 GARBAGE = 0x7F7F7F7F
 PAGE_SIZE = 4
@@ -129,12 +130,15 @@ def _fix_ups() -> dict[str, _Launch]:
     cases = {}
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
-        pages = torch.ones(9, PAGE_SIZE, 3, 80, dtype=dtype), torch.ones(9, PAGE_SIZE, 3, 24, dtype=dtype)
-        for side in pages:
+        linear = torch.ones(9, PAGE_SIZE, 3, 80, dtype=dtype), torch.ones(9, PAGE_SIZE, 3, 24, dtype=dtype)
+        for side in linear:
             side[0] = 0  # the reserved page
-        cases[f"zero_tails-{name}"] = _Launch(
-            launch_zero_tails, cache_twins.zero_tails, [table, rows, *lengths, *pages], {}
-        )
+        # As with elements of 4 bytes: vectors of PAGE_SIZE.
+        vectorised = vectorised_keys(linear[0], PAGE_SIZE), vectorised_values(linear[1], PAGE_SIZE)
+        for layout, pages in (("", linear), ("_vectorised", vectorised)):
+            cases[f"zero_tails{layout}-{name}"] = _Launch(
+                launch_zero_tails, cache_twins.zero_tails, [table, rows, *lengths, *pages], {}
+            )
         out = torch.ones(7, 5, 80, dtype=dtype), torch.ones(7, 5)
         cases[f"clear_pads-{name}"] = _Launch(launch_clear_pads, clear_pads, [_ints(3, 4, 1, 0), *out], {})
     return cases

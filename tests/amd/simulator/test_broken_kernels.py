@@ -18,7 +18,7 @@ from tests.amd.kernels import attention_cases
 from tests.amd.simulator import kernel_cases, metadata_cases
 from tests.amd.simulator.driver import ARCHS, Simulation
 from tests.amd.simulator.faults import SimulationFault
-from tests.amd.simulator.kernel_cases import BF16, STEP, run_step, run_store
+from tests.amd.simulator.kernel_cases import BF16, STEP, linear_pools, run_step, run_store
 from tests.amd.simulator.metadata_cases import run_launch
 
 SMALL_STEP = replace(STEP, kv_len=[40, 33], q_len=[1, 9], heads=(4, 2), dims=(64, 64), dtype=BF16)
@@ -76,7 +76,7 @@ MISTAKES = {
         "slot = tl.load(slot_of_token + token)",
         "launch_store_kv",
         kernel_cases,
-        lambda arch: run_store(arch, BF16, is_large=True),
+        lambda arch: run_store(arch, BF16, linear_pools, is_large=True),
         SimulationFault,
         STRAYS,
     ),
@@ -126,7 +126,7 @@ MISTAKES = {
         "slot >= PAGE_SIZE",
         "launch_store_kv",
         kernel_cases,
-        lambda arch: run_store(arch, torch.float16, is_large=False),
+        lambda arch: run_store(arch, torch.float16, linear_pools, is_large=False),
         AssertionError,
         "the pages are not those of the twin",
     ),

@@ -1,0 +1,121 @@
+"""Layers whose pages are cut into vectors: stored, attended, copied and checked as those of linear pools."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rocm_attn.cli import DONE, main
+from rocm_attn.errors import Unsupported
+from rocm_attn.flight_recorder import FlightRecorder
+from rocm_attn.graphs import recorder_for
+from rocm_attn.kv_pool import KVPool
+from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.providers.select import select
+from rocm_attn.sampled_check import LayerTap, SampledCheck
+from rocm_attn.step_runner import StepRunner
+from rocm_attn.target import known_target
+from tests.amd.graphs.tiny import SERVED, Requests, Tiny, same, serve
+from tests.amd.runtime.stepping import World, small_problem
+from tests.amd.vectorised import linear_keys, linear_values
+
+CPU = torch.device("cpu")
+VECTORISED = replace(small_problem(8, head_dim=24, v_head_dim=16), pool=PoolKind.VECTORIZED)
+
+
+def test_pages_have_the_shapes_that_kernels_read() -> None:
+    for dtype, x in ((torch.float32, 4), (torch.bfloat16, 8)):
+        problem = replace(VECTORISED, dtype=dtype)
+        pages = KVPool([problem], num_pages=5, page_size=8, device=CPU).layer(0)
+        assert pages.k.shape == (5, 2, 24 // x, 8, x)
+        assert pages.v.shape == (5, 2, 8 // x, 16, x)
+        assert pages.k.is_contiguous()
+        assert pages.v.is_contiguous()
+        assert not pages.k[0].any()
+        assert not pages.v[0].any()
+
+
+def test_what_is_stored_lies_where_kernels_look_for_it() -> None:
+    world = World.build([VECTORISED], CPU, "torch")
+    request = world.admit()
+    world.step([request], [19])
+    pages, held = world.runtime.pool.layer(0), world.runtime.table.pages_of(request.row).tolist()
+    assert torch.equal(linear_keys(pages.k)[held].flatten(0, 1)[:19], request.k[0])
+    assert torch.equal(linear_values(pages.v)[held].flatten(0, 1)[:19], request.v[0])
+
+
+@pytest.mark.parametrize("page_size", [4, 8, 16])
+@pytest.mark.parametrize("window_left", [-1, 5])
+def test_every_kind_of_step_equals_dense_attention(page_size: int, window_left: int) -> None:
+    problem = replace(VECTORISED, page_size=page_size, window_left=window_left, has_sinks=True)
+    world = World.build([problem], CPU, "torch", num_pages=200)
+    requests = [world.admit() for _ in range(3)]
+    for q_len in ([1, page_size, page_size + 1], [1, 1, 1], [2, 9, 3], [1, 0, 4], [1, 1, 1]):
+        world.step(requests, q_len, pad_to=4)
+    assert world.page_zero_is_zero()
+
+
+def test_layers_of_both_layouts_share_pages() -> None:
+    linear = small_problem(8)
+    world = World.build([linear, VECTORISED, linear], CPU, "torch")
+    requests = [world.admit(), world.admit()]
+    for q_len in ([6, 3], [1, 1], [1, 4]):
+        world.step(requests, q_len)
+
+
+def test_a_shared_page_is_copied_whole_before_it_is_written() -> None:
+    world = World.build([VECTORISED], CPU, "torch")
+    parent = world.admit()
+    world.step([parent], [13])
+    child = world.fork(parent, 11)
+    world.step([parent, child], [1, 3])
+    world.step([parent, child], [1, 1])
+
+
+def test_graphs_and_the_sampled_check_work_over_vectorised_pages() -> None:
+    results = []
+    for pool in (PoolKind.VECTORIZED, PoolKind.SPLIT):
+        tiny = Tiny.build(CPU, "torch", [4], tokens=(8,), pool=pool)
+        tiny.layers = tap = LayerTap(tiny.runtime)
+        runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(CPU))
+        check = SampledCheck(runner, tiny.runtime, [tiny.problem] * 2, tap, every=1)
+        results.append(serve(check, tiny.runtime, SERVED))
+        counters = check.counters
+        assert (counters.rows_differ, counters.attention_differs, counters.reserved_written) == (0, 0, 0), counters.last
+        assert counters.samples == len(SERVED)
+        assert runner.counters.graphs_off == ""
+        assert runner.counters.replays > 0
+    assert same(*results)
+
+
+def test_a_dumped_step_is_replayed_over_vectorised_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = Tiny.build(CPU, "torch", [2, 4], tokens=(8,), pool=PoolKind.VECTORIZED)
+    flight = FlightRecorder(tiny.runtime, tmp_path / "dump.json")
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(CPU), flight=flight)
+    requests = Requests(tiny.runtime)
+    requests.admit(2)
+    requests.run(runner, [5, 3])
+    requests.run(runner, [1, 1])
+    dump = flight.dump("a test")
+    assert '"VECTORIZED"' in dump.read_text()
+    assert main(["replay-step", str(dump), "--device", "cpu"]) == DONE
+    assert "graph: agrees, bitwise equal to eager" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("problem", "deterministic", "kernel"),
+    [
+        (replace(VECTORISED, custom_mask=True), False, "masked: torch.masked"),
+        (VECTORISED, True, "decode: torch.segments"),
+    ],
+)
+def test_what_is_not_served_over_vectorised_pages_is_refused_with_the_reason(
+    problem: Problem, deterministic: bool, kernel: str
+) -> None:
+    with pytest.raises(Unsupported) as caught:
+        select(problem, known_target("cpu"), "torch", deterministic=deterministic)
+    reason = "it reads K and V pages or latent pages, and this layer has vectorised pages"
+    assert f"{kernel}: {reason}" in caught.value.reasons

@@ -45,6 +45,20 @@ def flash_attn_varlen_func() -> Function:
     return _as_function(function)
 
 
+def pa_decode_gluon() -> Function:
+    """Gluon: decode steps over vectorised pools, through a dense block table."""
+    from aiter.ops.triton.gluon.pa_decode_gluon import pa_decode_gluon as function
+
+    return _as_function(function)
+
+
+def pa_fwd_asm() -> Function:
+    """Assembly: decode steps over vectorised pools, through a dense block table."""
+    from aiter import pa_fwd_asm as function
+
+    return _as_function(function)
+
+
 def mla_decode_fwd() -> Function:
     """Assembly: decode steps over a latent pool."""
     from aiter.mla import mla_decode_fwd as function
@@ -96,13 +110,12 @@ def _keywords(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_UNIFIED = EntryPoint(
-    unified_attention,
-    _keywords(
-        "q k v out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale causal window_size block_table "
-        "softcap q_descale k_descale v_descale alibi_slopes sinks"
-    ),
+_UNIFIED_KEYWORDS = _keywords(
+    "q k v out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale causal window_size block_table "
+    "softcap q_descale k_descale v_descale alibi_slopes sinks"
 )
+_UNIFIED = EntryPoint(unified_attention, _UNIFIED_KEYWORDS)
+_UNIFIED_VECTORISED = EntryPoint(unified_attention, _UNIFIED_KEYWORDS | {"shuffled_kv_cache"})
 _RAGGED = EntryPoint(
     paged_attention_ragged,
     _keywords(
@@ -123,6 +136,21 @@ _VARLEN = EntryPoint(
     _keywords(
         "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale logits_soft_cap causal "
         "window_size alibi_slopes return_lse out sink_ptr"
+    ),
+)
+_GLUON = EntryPoint(
+    pa_decode_gluon,
+    _keywords(
+        "output query key_cache value_cache context_lengths block_tables softmax_scale query_length "
+        "max_context_partition_num context_partition_size compute_type query_scale key_scale value_scale exp_sums "
+        "max_logits temporary_output alibi_slopes sinks sliding_window ps"
+    ),
+)
+_ASSEMBLED = EntryPoint(
+    pa_fwd_asm,
+    _keywords(
+        "Q K V block_tables context_lens block_tables_stride0 max_qlen K_QScale V_QScale out_ qo_indptr high_precision "
+        "kernelName"
     ),
 )
 _LATENT = _keywords("q kv_buffer o qo_indptr kv_indptr kv_indices kv_last_page_lens max_seqlen_q sm_scale logit_cap")
@@ -148,6 +176,10 @@ ENTRY_POINTS: Mapping[str, tuple[EntryPoint, ...]] = {
     "aiter.unified_attention": (_UNIFIED,),
     "aiter.paged_attention_ragged": (_RAGGED,),
     "aiter.mha_batch_prefill_func": (_BATCH_PREFILL,),
+    "aiter.unified_attention[vectorised]": (_UNIFIED_VECTORISED,),
+    "aiter.mha_batch_prefill_func[vectorised]": (_BATCH_PREFILL,),
+    "aiter.pa_decode_gluon": (_GLUON,),
+    "aiter.pa_fwd_asm": (_ASSEMBLED,),
     "aiter.flash_attn_varlen_func": (_VARLEN,),
     "aiter.mla_decode_fwd": (_LATENT_SPLITS,),
     "aiter.mla_decode_fwd+get_mla_metadata_v1": (_LATENT_SPLITS, _LATENT_SHARES, _LATENT_SCHEDULE),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
 from rocm_attn.padding import PaddedShape
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
@@ -91,8 +91,9 @@ class VarlenPrefill:
     def attend(self, args: AttendArgs) -> None:
         step = args.step
         k, v = cut(args.workspace, self._parts(step.shape))
-        for rows, pages in ((k, args.k_pages), (v, args.v_pages)):
-            torch.index_select(pages.view(-1, *pages.shape[2:]), 0, step.slot_of_token, out=rows)
+        page, offset = step.slot_of_token // self.problem.page_size, step.slot_of_token % self.problem.page_size
+        for rows, pages in ((k, key_rows(args.k_pages)), (v, value_rows(args.v_pages))):
+            rows.copy_(pages.read_tokens(page, offset))
         result = library.flash_attn_varlen_func()(
             q=args.q,
             k=k,

@@ -1,7 +1,8 @@
 """AITER's rows of the capability table: every entry point for attention, and what is known of its limits.
 
 A number that is not plain from the function itself is what AITER's own tests run, so that nobody is the first to try.
-Within a kind of step the first row that serves is taken.
+Within a kind of step the first row that serves is taken. A function that reads linear pools and vectorised ones has a
+row for each: a release may lack one of the two.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import torch
 
 from rocm_attn.padding import StepKind
 from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.providers.aiter.asm import bind_asm
+from rocm_attn.providers.aiter.gluon import bind_gluon
 from rocm_attn.providers.aiter.mla import bind_latent_decode, bind_latent_extend
 from rocm_attn.providers.aiter.mla_persistent import bind_scheduled_latent_decode
 from rocm_attn.providers.aiter.prefill import bind_batch_prefill, bind_varlen_prefill
@@ -76,6 +79,8 @@ _VARLEN = replace(
     _COMPOSABLE,
     exact_dims=((64, 64), (96, 96), (128, 128), (160, 160), (192, 192), (192, 128), (224, 224), (256, 256)),
     max_gqa_ratio=64,
+    # K and V are gathered for it.
+    pools=(PoolKind.SPLIT, PoolKind.VECTORIZED),
 )
 
 _LATENT = replace(
@@ -89,16 +94,50 @@ _LATENT = replace(
     lse=False,
 )
 
-_VECTORIZED = replace(_LIMITS, pools=(PoolKind.VECTORIZED,), lse=False)
+_VECTORISED = (PoolKind.VECTORIZED,)
+
+_GLUON = replace(
+    _LIMITS,
+    exact_dims=((128, 128),),
+    page_sizes=(16, 64, 1024),
+    max_gqa_ratio=64,
+    window=True,
+    sinks=True,
+    # The only new token of a sequence sees all keys either way.
+    non_causal=True,
+    lse=False,
+    pools=_VECTORISED,
+)
+
+_ASSEMBLED = replace(
+    _LIMITS,
+    exact_dims=((128, 128),),
+    page_sizes=(16,),
+    non_causal=True,
+    lse=False,
+    # Releases differ in whether what they make of a page id has more than 32 bits.
+    max_side_bytes=2**32 - 1,
+    pools=_VECTORISED,
+)
+
+# A tile is a page; its rows must be a power of two, which all of these are.
+_UNIFIED_VECTORISED = replace(
+    _UNIFIED, exact_dims=((64, 64), (128, 128), (256, 256)), page_sizes=(16, 64), pools=_VECTORISED
+)
+
+_BATCH_PREFILL_VECTORISED = replace(_BATCH_PREFILL, page_sizes=(16, 1024), pools=_VECTORISED)
 
 _LISTED = frozenset({Need.PAGE_LIST})
 _TABLED = frozenset({Need.BLOCK_TABLE, Need.KV_LEN_INT64})
+_TABLE = frozenset({Need.BLOCK_TABLE})
 _MAX_KV_LEN = frozenset({Baked.MAX_KV_LEN})
 _BOTH_LENGTHS = frozenset({Baked.MAX_KV_LEN, Baked.MAX_Q_LEN})
 
 # Composable Kernel reads blocks of 128 entries of a page list, the last one whole.
 _LIST_BLOCKS = ReadAhead(list_entries=256)
 _TABLE_TILES = ReadAhead(table_tokens=64)
+# Nothing is known of how the assembly reads a table: a turn of its four waves.
+_TABLE_TURNS = ReadAhead(table_tokens=256)
 _NOTHING_AHEAD = ReadAhead()
 
 
@@ -144,8 +183,9 @@ def _unbound(name: str, kind: StepKind, limits: Limits, why: str) -> KernelRow:
     return _row(name, kind, limits, _never, not_bound=why)
 
 
-def _batch_prefill(kind: StepKind) -> KernelRow:
-    return _row(
+def _batch_prefill(kind: StepKind) -> tuple[KernelRow, KernelRow]:
+    """Over linear pools and over vectorised ones."""
+    linear = _row(
         "mha_batch_prefill_func",
         kind,
         _BATCH_PREFILL,
@@ -154,11 +194,15 @@ def _batch_prefill(kind: StepKind) -> KernelRow:
         bakes=_BOTH_LENGTHS,
         reads_ahead=_LIST_BLOCKS,
     )
+    return linear, replace(linear, name=f"{linear.name}[vectorised]", limits=_BATCH_PREFILL_VECTORISED)
 
 
-def _unified(kind: StepKind, bakes: frozenset[Baked]) -> KernelRow:
-    limits = replace(_UNIFIED, non_causal=kind is StepKind.DECODE)
-    return _row("unified_attention", kind, limits, bind_unified, needs=_TABLED, bakes=bakes, reads_ahead=_TABLE_TILES)
+def _unified(kind: StepKind, bakes: frozenset[Baked]) -> tuple[KernelRow, KernelRow]:
+    """Over linear pools and over vectorised ones."""
+    in_decode = kind is StepKind.DECODE
+    limits, vectorised = (replace(each, non_causal=in_decode) for each in (_UNIFIED, _UNIFIED_VECTORISED))
+    linear = _row("unified_attention", kind, limits, bind_unified, needs=_TABLED, bakes=bakes, reads_ahead=_TABLE_TILES)
+    return linear, replace(linear, name=f"{linear.name}[vectorised]", limits=vectorised, reads_ahead=_NOTHING_AHEAD)
 
 
 def _latent_extends(kind: StepKind) -> tuple[KernelRow, ...]:
@@ -186,7 +230,10 @@ ROWS: tuple[KernelRow, ...] = (
         bakes=_MAX_KV_LEN,
         reads_ahead=_LIST_BLOCKS,
     ),
-    _unified(StepKind.DECODE, _MAX_KV_LEN),
+    # Over vectorised pools: parts of a sequence before whole ones, because one long sequence alone fills a device.
+    _row("pa_decode_gluon", StepKind.DECODE, _GLUON, bind_gluon, needs=_TABLE),
+    _row("pa_fwd_asm", StepKind.DECODE, _ASSEMBLED, bind_asm, needs=_TABLE, reads_ahead=_TABLE_TURNS),
+    *_unified(StepKind.DECODE, _MAX_KV_LEN),
     # Equal shares of all keys before equal splits of each sequence: one long sequence alone fills a device.
     _row(
         "mla_decode_fwd+get_mla_metadata_v1",
@@ -197,15 +244,18 @@ ROWS: tuple[KernelRow, ...] = (
         reads_ahead=_LIST_BLOCKS,
     ),
     _row("mla_decode_fwd", StepKind.DECODE, _LATENT, bind_latent_decode, needs=_LISTED, reads_ahead=_LIST_BLOCKS),
-    _unbound("pa_decode_gluon", StepKind.DECODE, _VECTORIZED, "it reads vectorised pools"),
-    _unbound("pa_fwd_asm", StepKind.DECODE, _VECTORIZED, "it reads vectorised pools, with the scale 1/sqrt(128)"),
-    _unbound("pa_persistent_fwd", StepKind.DECODE, _VECTORIZED, "it reads vectorised FP8 pools"),
-    _batch_prefill(StepKind.EXTEND),
-    _unified(StepKind.EXTEND, _BOTH_LENGTHS),
+    _unbound(
+        "pa_persistent_fwd",
+        StepKind.DECODE,
+        replace(_LIMITS, lse=False, pools=_VECTORISED),
+        "it reads vectorised pools of FP8, and there are none of FP8 here",
+    ),
+    *_batch_prefill(StepKind.EXTEND),
+    *_unified(StepKind.EXTEND, _BOTH_LENGTHS),
     *_latent_extends(StepKind.EXTEND),
     # One kernel for both, because Composable Kernel gives a sequence with one new token a tile of 128.
-    _unified(StepKind.MIXED, _BOTH_LENGTHS),
-    _batch_prefill(StepKind.MIXED),
+    *_unified(StepKind.MIXED, _BOTH_LENGTHS),
+    *_batch_prefill(StepKind.MIXED),
     *_latent_extends(StepKind.MIXED),
     _row(
         "flash_attn_varlen_func",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.launch import launch
+from tests.amd.vectorised import linear_keys, linear_values
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -116,6 +117,20 @@ def rows_of(pages: Tensor, ids: Tensor, name: str) -> Tensor:
     """The tokens of these pages, [n * page_size, heads, dim], of pages that exist."""
     require(bool(((ids >= 0) & (ids < len(pages))).all()), f"{name} names pages {ids.tolist()} of {len(pages)}")
     return pages[ids.long()].flatten(0, 1)
+
+
+def require_vectorised(k_cache: object, v_cache: object, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """K [blocks, kv_heads, dim / x, block, x] and V [blocks, kv_heads, block / x, dim, x], without gaps."""
+    x = 16 // dtype.itemsize
+    k = require_tensor("K", k_cache, dtype, (None, None, None, None, x))
+    blocks, heads, _, block, _ = k.shape
+    require(block % x == 0, f"blocks of {block} tokens are not cut into vectors of {x}")
+    return k, require_tensor("V", v_cache, dtype, (blocks, heads, block // x, None, x))
+
+
+def linear(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """A vectorised cache as [blocks, block, kv_heads, dim]; a linear one is what it is."""
+    return (linear_keys(k_cache), linear_values(v_cache)) if k_cache.dim() == 5 else (k_cache, v_cache)
 
 
 def times_zero(v: Tensor) -> Tensor:

@@ -62,9 +62,16 @@ def _problems(limits: Limits, dtype: torch.dtype) -> Iterator[tuple[Problem, str
         for heads in (8, 16, 24, 128):
             yield Problem(heads, 1, 576, 512, dtype, 1, scale=0.05, pool=PoolKind.LATENT), f"{heads} heads"
         return
-    page_sizes = limits.page_sizes or (16,)
+    for pool in limits.pools:
+        layout = "" if pool is PoolKind.SPLIT else "-vectorised"
+        for problem, what in _problems_over_pages(limits, dtype):
+            yield replace(problem, pool=pool), f"{what}{layout}"
+
+
+def _problems_over_pages(limits: Limits, dtype: torch.dtype) -> Iterator[tuple[Problem, str]]:
+    """Of a linear pool."""
     for head_dim, v_head_dim in limits.exact_dims:
-        for page_size in page_sizes:
+        for page_size in limits.page_sizes or (16,):
             problem = Problem(8, 2, head_dim, v_head_dim, dtype, page_size, scale=0.11)
             yield problem, f"{head_dim}x{v_head_dim}-pages of {page_size}"
     head_dim = limits.exact_dims[0][0]
@@ -77,6 +84,11 @@ def _problems(limits: Limits, dtype: torch.dtype) -> Iterator[tuple[Problem, str
     yield replace(base, causal=False), "not causal"
     yield replace(base, num_q_heads=2), "as many KV heads"
     yield replace(base, num_q_heads=16, num_kv_heads=1), "16 heads on one"
+    for num_kv_heads in (1, 2):
+        yield (
+            replace(base, num_q_heads=16, num_kv_heads=num_kv_heads, scale=head_dim**-0.5),
+            (f"the usual scale, {num_kv_heads} KV heads"),
+        )
 
 
 def _binds(row: KernelRow, problem: Problem, target: Target) -> bool:
@@ -88,11 +100,12 @@ def _binds(row: KernelRow, problem: Problem, target: Target) -> bool:
 
 
 def selection_of(case: Case, target: Target, others: str) -> Selection:
-    """The case's kernel for its kind of step, those of the provider `others` for all others, if it serves them."""
+    """The case's kernel for its kind of step; for all others those of the provider `others`, or AITER's first ones."""
     kernel = LayerKernel(case.row, case.row.bind(case.problem, target, PoolSize(100, MAX_KV_LEN, 8)))
     kernels = dict.fromkeys(StepKind, kernel)
-    with suppress(Unsupported):
-        kernels.update(select(case.problem, target, others).kernels)
+    for provider in ("aiter", others):
+        with suppress(Unsupported):
+            kernels.update(select(case.problem, target, provider).kernels)
     kernels[case.row.kind] = kernel
     if case.row.kind is not StepKind.PREFILL:
         kernels.pop(StepKind.PREFILL, None)

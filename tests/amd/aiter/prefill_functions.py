@@ -13,9 +13,11 @@ from tests.amd.aiter.checks import (
     Scores,
     attend,
     distances,
+    linear,
     require,
     require_heads,
     require_tensor,
+    require_vectorised,
     rows_of,
     run,
     spans,
@@ -29,14 +31,21 @@ ASSEMBLED = ((128, 128), (192, 128))
 def mha_batch_prefill_func(call: Mapping[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
     q, k, out = call["q"], call["k"], call["out"]
     dtype, dim, num_seqs = q.dtype, q.shape[2], len(call["cu_seqlens_q"]) - 1
-    page_size = 1 if k.dim() == 3 else k.shape[1]
+    page_size = 1 if k.dim() == 3 else k.shape[-2] if k.dim() == 5 else k.shape[1]
     require(dtype in HALF and dim in (128, 256), f"no matching kernel found for {dtype} and head dim {dim}")
-    require(page_size in (1, 16, 1024), f"no matching kernel found for pages of {page_size}")
+    require(
+        page_size in ((16, 1024) if k.dim() == 5 else (1, 16, 1024)),
+        f"no matching kernel found for pages of {page_size}",
+    )
     require_tensor("q", q, dtype, (None, None, dim), contiguous=False)
     require(out is not None, "out would be allocated")
     require_tensor("out", out, dtype, q.shape, contiguous=False)
-    require_tensor("k", k, dtype, (None,) * (k.dim() - 1) + (dim,), contiguous=False)
-    require_tensor("v", call["v"], dtype, k.shape, contiguous=False)
+    if k.dim() == 5:
+        require_vectorised(k, call["v"], dtype)
+        require(k.shape[2] * 8 == dim and call["v"].shape[3] == dim, f"rows of K and V are not {dim} long")
+    else:
+        require_tensor("k", k, dtype, (None,) * (k.dim() - 1) + (dim,), contiguous=False)
+        require_tensor("v", call["v"], dtype, k.shape, contiguous=False)
     require(all(stride % 8 == 0 for x in (q, out, k, call["v"]) for stride in x.stride()[:-1]), "strides of 16 bytes")
     require(k.numel() * k.element_size() < 2**31, "byte offsets are 32 bits")
     require_tensor("cu_seqlens_q", call["cu_seqlens_q"], torch.int32, (num_seqs + 1,))
@@ -48,8 +57,7 @@ def mha_batch_prefill_func(call: Mapping[str, Any]) -> Tensor | tuple[Tensor, Te
     run(
         _run_batch_prefill,
         q,
-        k if k.dim() == 4 else k[:, None],
-        call["v"] if k.dim() == 4 else call["v"][:, None],
+        *((k[:, None], call["v"][:, None]) if k.dim() == 3 else (k, call["v"])),
         out,
         lse,
         call["cu_seqlens_q"],
@@ -126,6 +134,7 @@ def _run_batch_prefill(
     max_q_len: int,
     max_kv_len: int,
 ) -> None:
+    k_cache, v_cache = linear(k_cache, v_cache)
     page_size = k_cache.shape[1]
     pages = spans(kv_indptr, len(page_list), "kv_indptr")
     for seq, (first, end) in enumerate(spans(cu_seqlens_q, len(q), "cu_seqlens_q")):

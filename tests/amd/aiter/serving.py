@@ -10,7 +10,7 @@ from rocm_attn.padding import StepKind
 from rocm_attn.plan import LayerKernel
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.aiter.rows import ROWS as AITER_ROWS
-from rocm_attn.providers.contract import SMALLEST_POOL
+from rocm_attn.providers.contract import SMALLEST_POOL, KernelRow
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.target import known_target
 from tests.amd.runtime.stepping import World
@@ -34,6 +34,23 @@ def plain_problem(
 def latent_problem(num_q_heads: int = 16) -> Problem:
     """DeepSeek's latent attention, absorbed, on pages of one token."""
     return Problem(num_q_heads, 1, 576, 512, torch.bfloat16, 1, scale=0.05, pool=PoolKind.LATENT)
+
+
+def vectorised_problem(
+    page_size: int = 16,
+    *,
+    heads: tuple[int, int] = (16, 2),
+    dims: tuple[int, int] = (128, 128),
+    dtype: torch.dtype = torch.float16,
+) -> Problem:
+    """Over vectorised pages, and with the usual scale: what every kernel serves that reads them."""
+    scale = dims[0] ** -0.5
+    return Problem(*heads, *dims, dtype, page_size, scale=scale, pool=PoolKind.VECTORIZED)
+
+
+def functions_of(row: KernelRow) -> list[str]:
+    """The functions of AITER's that a row's name names."""
+    return row.name.removeprefix("aiter.").removesuffix("[vectorised]").split("+")
 
 
 def partly_torch(problem: Problem) -> Selection:

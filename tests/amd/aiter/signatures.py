@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True, slots=True)
 class Release:
@@ -30,6 +32,7 @@ _DEFAULTS: Mapping[str, object] = {
     "None": None,
     "False": False,
     "True": True,
+    "bfloat16": torch.bfloat16,
     "0": 0,
     "1": 1,
     "16": 16,
@@ -100,6 +103,22 @@ _SCHEDULE = _SCHEDULE_PAGED.replace(
     "dtype_q=None",
 )
 
+_GLUON_0_1_10 = (
+    "output query key_cache value_cache context_lengths block_tables softmax_scale query_length "
+    "max_context_partition_num context_partition_size compute_type query_scale key_scale value_scale exp_sums=None "
+    "max_logits=None temporary_output=None alibi_slopes=None sinks=None sliding_window=0 ps=False"
+)
+_GLUON = (
+    "output query key_cache value_cache context_lengths block_tables softmax_scale query_length "
+    "max_context_partition_num context_partition_size=256 compute_type=bfloat16 query_scale=None key_scale=None "
+    "value_scale=None exp_sums=None max_logits=None temporary_output=None alibi_slopes=None sinks=None "
+    "sliding_window=0 ps=True"
+)
+_ASSEMBLED = (
+    "Q K V block_tables context_lens block_tables_stride0 max_qlen=1 K_QScale=None V_QScale=None out_=None "
+    "qo_indptr=None high_precision=1 kernelName=None"
+)
+
 _OLD_MODULE = "aiter.ops.triton.unified_attention"
 
 V0_1_10 = Release(
@@ -110,6 +129,8 @@ V0_1_10 = Release(
         "unified_attention": _UNIFIED_OLD,
         "mha_batch_prefill_func": _BATCH_PREFILL_0_1_10,
         "flash_attn_varlen_func": _VARLEN,
+        "pa_decode_gluon": _GLUON_0_1_10,
+        "pa_fwd_asm": _ASSEMBLED,
         "mla_decode_fwd": _MLA_OLD,
         "get_mla_metadata_v1": _SCHEDULE_OLD,
         "mla_prefill_fwd": _MLA_PREFILL,
@@ -121,6 +142,7 @@ V0_1_14 = Release(
     {
         **V0_1_10.parameters,
         "mha_batch_prefill_func": _BATCH_PREFILL,
+        "pa_decode_gluon": _GLUON,
         "mla_decode_fwd": _MLA_PAGED,
         "get_mla_metadata_v1": _SCHEDULE_PAGED,
     },

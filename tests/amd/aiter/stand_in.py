@@ -18,6 +18,7 @@ from tests.amd.aiter.latent_schedule import get_mla_metadata_v1
 from tests.amd.aiter.prefill_functions import flash_attn_varlen_func, mha_batch_prefill_func
 from tests.amd.aiter.signatures import Release
 from tests.amd.aiter.unified_function import unified_attention
+from tests.amd.aiter.vectorised_functions import pa_decode_gluon, pa_fwd_asm
 
 Body = Callable[[Mapping[str, Any]], Any]
 
@@ -26,6 +27,8 @@ BODIES: Mapping[str, Body] = {
     "unified_attention": unified_attention,
     "mha_batch_prefill_func": mha_batch_prefill_func,
     "flash_attn_varlen_func": flash_attn_varlen_func,
+    "pa_decode_gluon": pa_decode_gluon,
+    "pa_fwd_asm": pa_fwd_asm,
     "mla_decode_fwd": mla_decode_fwd,
     "mla_prefill_fwd": mla_prefill_fwd,
     "get_mla_metadata_v1": get_mla_metadata_v1,
@@ -64,7 +67,14 @@ def install(release: Release, monkeypatch: pytest.MonkeyPatch) -> StandIn:
     """Put the module tree of a release into sys.modules until the test ends."""
     stand_in = StandIn(release)
     places = {
-        "aiter": ("paged_attention_ragged", "mha_batch_prefill_func", "flash_attn_varlen_func", "get_mla_metadata_v1"),
+        "aiter": (
+            "paged_attention_ragged",
+            "mha_batch_prefill_func",
+            "flash_attn_varlen_func",
+            "pa_fwd_asm",
+            "get_mla_metadata_v1",
+        ),
+        "aiter.ops.triton.gluon.pa_decode_gluon": ("pa_decode_gluon",),
         "aiter.mla": ("mla_decode_fwd", "mla_prefill_fwd"),
         release.unified_module: ("unified_attention",),
     }

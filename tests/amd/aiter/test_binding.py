@@ -12,12 +12,14 @@ import torch
 
 from rocm_attn.errors import Unsupported
 from rocm_attn.padding import StepKind
+from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.rows import ROWS
 from tests.amd.aiter.checks import ContractBroken
-from tests.amd.aiter.serving import plain_problem, world
+from tests.amd.aiter.serving import plain_problem, vectorised_problem, world
 from tests.amd.aiter.signatures import E4048607, V0_1_9, V0_1_10, Release
 from tests.amd.aiter.stand_in import StandIn, install
+from tests.amd.vectorised import linear_keys
 
 
 def test_every_recorded_release_is_accepted(release: StandIn) -> None:
@@ -25,6 +27,9 @@ def test_every_recorded_release_is_accepted(release: StandIn) -> None:
     if release.release is V0_1_10:
         complaint = missing.pop("aiter.mla_decode_fwd+get_mla_metadata_v1")
         assert complaint.startswith("the installed AITER's get_mla_metadata_v1 takes no kv_last_page_lens")
+    if release.release is not E4048607:
+        complaint = missing.pop("aiter.unified_attention[vectorised]")
+        assert complaint.startswith("the installed AITER's unified_attention takes no shuffled_kv_cache")
     assert missing == {}
 
 
@@ -88,17 +93,40 @@ WRONG_CALLS: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("function", "change"), WRONG_CALLS.values(), ids=WRONG_CALLS)
+# Likewise over vectorised pools, in the words of the functions that read them.
+WRONG_VECTORISED_CALLS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "another dtype to compute in": ("pa_decode_gluon", {"compute_type": torch.bfloat16}),
+    "int64 lengths": ("pa_decode_gluon", {"context_lengths": torch.int64}),
+    "parts without scratch": ("pa_decode_gluon", {"max_context_partition_num": 3}),
+    "a window of -1": ("pa_decode_gluon", {"sliding_window": -1}),
+    "parts of 256 keys": ("pa_decode_gluon", {"ps": False}),
+    "a linear cache": ("mha_batch_prefill_func", {"k": linear_keys}),
+    "a cache that is not shuffled": ("unified_attention", {"shuffled_kv_cache": False}),
+}
+
+
+@pytest.mark.parametrize(
+    ("problem", "function", "change"),
+    [
+        *((plain_problem(16, dims=(128, 128)), *call) for call in WRONG_CALLS.values()),
+        *((vectorised_problem(), *call) for call in WRONG_VECTORISED_CALLS.values()),
+    ],
+    ids=[*WRONG_CALLS, *WRONG_VECTORISED_CALLS],
+)
 def test_the_stand_in_refuses_a_call_with_one_thing_wrong(
-    function: str, change: dict[str, Any], aiter: StandIn
+    problem: Problem, function: str, change: dict[str, Any], aiter: StandIn
 ) -> None:
-    serving = world(plain_problem(16, dims=(128, 128)))
+    serving = world(problem)
     requests = [serving.admit(), serving.admit()]
     right = aiter.bodies[function]
 
     def wrong(call: Mapping[str, Any]) -> Any:
         ((name, value),) = change.items()
-        return right({**call, name: call[name].to(value) if isinstance(value, torch.dtype) else value})
+        given = call[name]
+        if isinstance(given, torch.Tensor):
+            value_given = value(given) if callable(value) else given.to(value)
+            return right({**call, name: value_given})
+        return right({**call, name: value})
 
     aiter.bodies[function] = wrong
 

@@ -8,14 +8,19 @@ import pytest
 
 from rocm_attn.providers.aiter.rows import ROWS
 from tests.amd.aiter.every_kernel import Case, cases, graphs_equal_eager, largest_error, selection_of
-from tests.amd.aiter.serving import CPU, GFX942
+from tests.amd.aiter.serving import CPU, GFX942, functions_of
 from tests.amd.aiter.stand_in import StandIn
 
 CASES = list(cases(GFX942))
 # Of each kernel and kind of step, a few: the stand-in computes in float64 on one core.
-SOME = [
-    case for case in CASES if case.what in ("64x64-pages of 16", "128x128-pages of 16", "window and sinks", "8 heads")
-]
+_SOME = (
+    "64x64-pages of 16",
+    "128x128-pages of 16",
+    "128x128-pages of 1024",
+    "window and sinks",
+    "the usual scale, 2 KV heads",
+)
+SOME = [case for case in CASES if case.what == "8 heads" or case.what.removesuffix("-vectorised") in _SOME]
 
 
 def test_every_bound_kernel_and_kind_of_step_has_cases_with_every_dtype_and_page_size() -> None:
@@ -34,12 +39,23 @@ def test_every_bound_kernel_and_kind_of_step_has_cases_with_every_dtype_and_page
 def test_a_case_passes_on_the_stand_in(case: Case, aiter: StandIn) -> None:
     error = largest_error(case, CPU, selection_of(case, GFX942, "aiter"))
     assert error > 0
-    assert set(case.row.name.removeprefix("aiter.").split("+")) <= set(aiter.calls)
+    assert set(functions_of(case.row)) <= set(aiter.calls)
 
 
-def test_a_captured_case_passes_on_the_stand_in(aiter: StandIn) -> None:
-    case = next(case for case in SOME if case.row.name == "aiter.unified_attention")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "aiter.unified_attention",
+        "aiter.unified_attention[vectorised]",
+        "aiter.mha_batch_prefill_func[vectorised]",
+        "aiter.pa_decode_gluon",
+        "aiter.pa_fwd_asm",
+    ],
+)
+def test_a_captured_case_passes_on_the_stand_in(name: str, aiter: StandIn) -> None:
+    case = next(case for case in SOME if case.row.name == name)
     assert graphs_equal_eager(case, CPU, selection_of(case, GFX942, "aiter"))
+    assert set(functions_of(case.row)) <= set(aiter.calls)
 
 
 def test_a_kernel_that_is_wrong_fails_its_case(aiter: StandIn) -> None:

@@ -14,14 +14,20 @@ from rocm_attn.providers.aiter.rows import ROWS
 from rocm_attn.providers.contract import Baked, KernelRow, PoolSize
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.target import known_target
-from tests.amd.aiter.serving import GFX942, latent_problem, plain_problem, world
+from tests.amd.aiter.serving import GFX942, functions_of, latent_problem, plain_problem, vectorised_problem, world
 from tests.amd.aiter.stand_in import StandIn
 
 BOUND = [row for row in ROWS if not row.not_bound and row.kind is not StepKind.PREFILL]
 
 
 def problem_of(row: KernelRow) -> Problem:
-    return latent_problem() if PoolKind.LATENT in row.limits.pools else plain_problem(16, dims=(128, 128))
+    """Of the row's first kind of pool."""
+    problems = {
+        PoolKind.SPLIT: plain_problem(16, dims=(128, 128)),
+        PoolKind.LATENT: latent_problem(),
+        PoolKind.VECTORIZED: vectorised_problem(),
+    }
+    return problems[row.limits.pools[0]]
 
 
 def numbers(row: KernelRow, aiter: StandIn, kv_len: int, q_len: int) -> Mapping[str, Any]:
@@ -34,7 +40,7 @@ def numbers(row: KernelRow, aiter: StandIn, kv_len: int, q_len: int) -> Mapping[
     serving = world(problem, selections=[Selection(problem, GFX942, kernels, ())])
     requests = [serving.admit(), serving.admit()]
     serving.step(requests, [kv_len - q_len, 5])
-    name = row.name.removeprefix("aiter.").partition("+")[0]
+    name = functions_of(row)[0]
     seen: list[Mapping[str, Any]] = []
     right = aiter.bodies[name]
 

@@ -13,7 +13,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_runner import StepRunner
 from tests.amd.aiter.one_layer import STEPS, OneLayer
-from tests.amd.aiter.serving import CPU, latent_problem, plain_problem
+from tests.amd.aiter.serving import CPU, latent_problem, plain_problem, vectorised_problem
 from tests.amd.aiter.stand_in import StandIn
 from tests.amd.graphs.tiny import same, serve
 
@@ -24,6 +24,9 @@ PROBLEMS = {
     "window and sinks": replace(plain_problem(16, dims=(64, 64)), window_left=20, has_sinks=True),
     "window and soft cap": replace(plain_problem(16, dims=(128, 128)), window_left=20, logits_soft_cap=2.0),
     "slopes": replace(plain_problem(16, dims=(128, 128)), has_alibi_slopes=True),
+    "vectorised": vectorised_problem(),
+    "vectorised, window and sinks": replace(vectorised_problem(), window_left=20, has_sinks=True),
+    "vectorised, one function": vectorised_problem(64, heads=(4, 2), dims=(64, 64)),
     "latent": latent_problem(),
     "latent, heads padded": latent_problem(8),
 }

@@ -13,7 +13,8 @@ import pytest
 from rocm_attn.errors import Unsupported
 from rocm_attn.padding import StepKind
 from rocm_attn.providers.aiter import library
-from tests.amd.aiter.serving import plain_problem, world
+from rocm_attn.providers.select import Selection
+from tests.amd.aiter.serving import plain_problem, vectorised_problem, world
 from tests.amd.aiter.stand_in import Body, StandIn
 
 PROBLEM = plain_problem(16, dims=(128, 128))
@@ -83,6 +84,33 @@ def test_a_wrong_kernel_is_switched_off_with_a_reason_and_the_next_serves(
     requests = [serving.admit(), serving.admit()]
     for q_len in ([5, 40], [1, 1], [2, 3]):
         serving.step(requests, q_len)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, AttributeError])
+def test_a_kernel_that_raises_over_vectorised_pages_gives_way_to_the_next(
+    error: type[Exception], aiter: StandIn
+) -> None:
+    def fails(call: Mapping[str, Any]) -> Any:
+        raise error("launch_reduce() got an unexpected keyword argument 'stream'")
+
+    aiter.bodies["pa_decode_gluon"] = fails
+    serving = world(vectorised_problem())
+    selection = serving.runtime.selections[0]
+    assert selection.kernels[StepKind.DECODE].row.name == "aiter.pa_fwd_asm"
+    assert any('it raised "launch_reduce() got an unexpected' in line for line in selection.lines())
+
+
+def test_a_function_that_is_wrong_over_vectorised_pages_still_serves_linear_ones(aiter: StandIn) -> None:
+    right = aiter.bodies["mha_batch_prefill_func"]
+    wrong = ignores_the_scale(right)
+    aiter.bodies["mha_batch_prefill_func"] = lambda call: (wrong if call["k"].dim() == 5 else right)(call)
+    off = replace(vectorised_problem(), scale=0.2)
+    assert names(world(off).runtime.selections[0])[StepKind.EXTEND] == "aiter.unified_attention[vectorised]"
+    assert names(world(PROBLEM).runtime.selections[0])[StepKind.EXTEND] == "aiter.mha_batch_prefill_func"
+
+
+def names(selection: Selection) -> dict[StepKind, str]:
+    return {kind: kernel.row.name for kind, kernel in selection.kernels.items()}
 
 
 def test_a_wrong_prefill_kernel_leaves_prompts_to_the_extend_kernel(aiter: StandIn) -> None:

@@ -13,21 +13,26 @@ import pytest
 import torch
 
 from rocm_attn.errors import Unsupported
+from rocm_attn.padding import StepKind
 from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.providers.aiter.rows import ROWS
+from rocm_attn.providers.contract import SMALLEST_POOL
 from rocm_attn.providers.select import select
-from tests.amd.aiter.serving import GFX942, plain_problem, world
+from tests.amd.aiter.serving import GFX942, plain_problem, vectorised_problem, world
 from tests.amd.aiter.stand_in import StandIn
 from tests.amd.runtime.stepping import World
 
 SMALL = plain_problem(16, dims=(64, 64))  # as gpt-oss: no mha_batch_prefill_func
 WIDE = plain_problem(16, dims=(128, 128))
+VECTORISED = vectorised_problem()
 
 # Scores -> the functions of a prefill, a decode, an extend and a mixed step.
-VARLEN, RAGGED, UNIFIED, PAGED = (
+VARLEN, RAGGED, UNIFIED, PAGED, GLUON = (
     "flash_attn_varlen_func",
     "paged_attention_ragged",
     "unified_attention",
     "mha_batch_prefill_func",
+    "pa_decode_gluon",
 )
 PROBLEMS: Mapping[str, tuple[Problem, Sequence[str]]] = {
     "window and sinks": (replace(SMALL, window_left=20, has_sinks=True), (VARLEN, UNIFIED, UNIFIED, UNIFIED)),
@@ -66,7 +71,9 @@ def test_scores_are_those_of_the_oracle(problem: Problem, served_by: Sequence[st
 
 
 @pytest.mark.parametrize("window_left", [0, 1, 14, 15, 16, 17, 62, 63, 64, 65])
-@pytest.mark.parametrize("base", [SMALL, WIDE], ids=["unified_attention", "mha_batch_prefill_func"])
+@pytest.mark.parametrize(
+    "base", [SMALL, WIDE, VECTORISED], ids=["unified_attention", "mha_batch_prefill_func", "pa_decode_gluon"]
+)
 def test_a_window_ends_at_the_same_key_in_every_function(base: Problem, window_left: int, aiter: StandIn) -> None:
     serving = world(replace(base, window_left=window_left), max_kv_len=300)
     requests = [serving.admit() for _ in range(3)]
@@ -79,14 +86,16 @@ NOTHING: Mapping[str, Mapping[str, Any]] = {
     RAGGED: {"logits_soft_cap": 0.0, "alibi_slopes": None},
     UNIFIED: {"window_size": (-1, -1), "softcap": 0.0, "sinks": None, "alibi_slopes": None},
     PAGED: {"window_size": (-1, -1), "logits_soft_cap": 0.0, "sink_ptr": None, "alibi_slopes": None, "causal": True},
+    GLUON: {"sliding_window": 0, "sinks": None},
     VARLEN: {"window_size": (-1, -1, 0), "logits_soft_cap": 0.0, "sink_ptr": None, "alibi_slopes": None},
 }
 ARGUMENTS = [(function, argument) for function, values in NOTHING.items() for argument in values]
 
 
-def problem_that_has(argument: str) -> Problem:
+def problem_that_has(argument: str, base: Problem) -> Problem:
     changes: Mapping[str, Mapping[str, Any]] = {
         "window_size": {"window_left": 5},
+        "sliding_window": {"window_left": 5},
         "softcap": {"logits_soft_cap": 0.5},
         "logits_soft_cap": {"logits_soft_cap": 0.5},
         "sinks": {"has_sinks": True},
@@ -94,12 +103,12 @@ def problem_that_has(argument: str) -> Problem:
         "alibi_slopes": {"has_alibi_slopes": True},
         "causal": {"causal": False},
     }
-    return replace(WIDE, **changes[argument])
+    return replace(base, **changes[argument])
 
 
 @pytest.mark.parametrize(("function", "argument"), ARGUMENTS)
 def test_a_score_that_is_left_out_changes_the_output(function: str, argument: str, aiter: StandIn) -> None:
-    serving = world(problem_that_has(argument), max_kv_len=300)
+    serving = world(problem_that_has(argument, VECTORISED if function == GLUON else WIDE), max_kv_len=300)
     requests = [serving.admit() for _ in range(3)]
     right = aiter.bodies[function]
     aiter.bodies[function] = lambda call: right({**call, argument: NOTHING[function][argument]})
@@ -110,6 +119,65 @@ def test_a_score_that_is_left_out_changes_the_output(function: str, argument: st
 def run_all(serving: World, requests: Sequence[Any]) -> None:
     for q_len in STEPS:
         serving.step(requests, q_len)
+
+
+# Over vectorised pages: scores -> the functions of a prefill, a decode, an extend and a mixed step.
+OVER_VECTORISED: Mapping[str, tuple[Problem, Sequence[str]]] = {
+    "window and sinks": (replace(VECTORISED, window_left=20, has_sinks=True), (VARLEN, GLUON, PAGED, UNIFIED)),
+    "soft cap": (replace(VECTORISED, logits_soft_cap=1.5), (VARLEN, UNIFIED, PAGED, UNIFIED)),
+    "slopes": (replace(VECTORISED, has_alibi_slopes=True), (VARLEN, UNIFIED, PAGED, UNIFIED)),
+    "not causal": (replace(VECTORISED, causal=False), (VARLEN, GLUON, PAGED, PAGED)),
+}
+
+
+@pytest.mark.parametrize(("problem", "served_by"), OVER_VECTORISED.values(), ids=OVER_VECTORISED)
+def test_scores_over_vectorised_pages_are_those_of_the_oracle(
+    problem: Problem, served_by: Sequence[str], aiter: StandIn
+) -> None:
+    serving = world(problem, max_kv_len=300)
+    requests = [serving.admit() for _ in range(3)]
+    aiter.calls.clear()
+    run_all(serving, requests)
+    assert aiter.calls == list(served_by)
+
+
+VECTORISED_REFUSALS = [
+    (
+        replace(VECTORISED, scale=0.1),
+        "aiter.pa_fwd_asm",
+        "its scale is 1/sqrt(128), 0.0883883476, and this layer's is 0.1",
+    ),
+    (
+        vectorised_problem(heads=(4, 1)),
+        "aiter.pa_fwd_asm",
+        "it has kernels for 8 or 16 query heads on a KV head, and this layer has 4",
+    ),
+    (
+        vectorised_problem(heads=(2, 2)),
+        "aiter.pa_decode_gluon",
+        "its tiles are for 3 query heads or more on a KV head, and this layer has 1",
+    ),
+    (replace(VECTORISED, window_left=9), "aiter.pa_fwd_asm", "it has no sliding window (window_left 9)"),
+    (replace(VECTORISED, has_sinks=True), "aiter.pa_fwd_asm", "it has no attention sinks"),
+    (replace(VECTORISED, logits_soft_cap=2.0), "aiter.pa_decode_gluon", "it has no logits soft cap (2)"),
+    (VECTORISED, "aiter.paged_attention_ragged", "it reads K and V pages, and this layer has vectorised pages"),
+    (
+        replace(VECTORISED, page_size=1024, window_left=9),
+        "aiter.pa_decode_gluon",
+        "it reads a window (window_left 9) in pages of up to 256 tokens, and page_size is 1024",
+    ),
+]
+
+
+@pytest.mark.parametrize(("problem", "kernel", "reason"), VECTORISED_REFUSALS)
+def test_decode_over_vectorised_pages_says_what_it_lacks(problem: Problem, kernel: str, reason: str) -> None:
+    (row,) = (row for row in ROWS if row.name == kernel and row.kind is StepKind.DECODE)
+    reasons = row.refusals(problem, GFX942)
+    if not reasons:
+        with pytest.raises(LookupError) as miss:
+            row.bind(problem, GFX942, SMALLEST_POOL)
+        reasons = miss.value.args
+    assert reasons == (reason,)
 
 
 @pytest.mark.parametrize("window_left", [-1, 20])

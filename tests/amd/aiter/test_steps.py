@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 from rocm_attn.errors import BadTensor
-from rocm_attn.problem import Problem
-from tests.amd.aiter.serving import partly_torch, plain_problem, world
+from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.providers.select import select
+from tests.amd.aiter.serving import GFX942, partly_torch, plain_problem, vectorised_problem, world
 from tests.amd.aiter.stand_in import StandIn
 
-# One problem for each way that the five kernels divide the work between them.
+# One problem for each way that the kernels divide the work between them.
 PROBLEMS = {
     "ragged and unified": plain_problem(16, dims=(64, 64)),
     "ragged and batch prefill": plain_problem(16, dims=(128, 128)),
     "unified alone": plain_problem(32, heads=(8, 1), dims=(256, 256)),
     "wide heads": plain_problem(64, heads=(2, 1), dims=(512, 512)),
     "bfloat16": plain_problem(16, dims=(128, 128), dtype=torch.bfloat16),
+    "vectorised": vectorised_problem(),
+    "vectorised, large pages": vectorised_problem(64, heads=(8, 2), dtype=torch.bfloat16),
+    "vectorised, wide heads": vectorised_problem(heads=(4, 1), dims=(256, 256)),
+}
+# What every release serves: over vectorised pages, unified_attention came later.
+IN_EVERY_RELEASE = {
+    name: problem
+    for name, problem in PROBLEMS.items()
+    if name not in ("vectorised, large pages", "vectorised, wide heads")
 }
 every_problem = pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 
@@ -37,7 +48,7 @@ def steps_at(page_size: int) -> list[list[int]]:
     ]
 
 
-@every_problem
+@pytest.mark.parametrize("problem", IN_EVERY_RELEASE.values(), ids=IN_EVERY_RELEASE)
 def test_every_kind_of_step_equals_dense_attention(problem: Problem, release: StandIn) -> None:
     serving = world(problem, max_kv_len=300)
     requests = [serving.admit() for _ in range(4)]
@@ -55,6 +66,8 @@ def test_every_kind_of_step_equals_dense_attention(problem: Problem, release: St
             PROBLEMS["ragged and batch prefill"],
             ["flash_attn_varlen_func", "paged_attention_ragged", "mha_batch_prefill_func"],
         ),
+        (PROBLEMS["vectorised"], ["flash_attn_varlen_func", "pa_decode_gluon", "mha_batch_prefill_func"]),
+        (PROBLEMS["vectorised, wide heads"], ["flash_attn_varlen_func", "unified_attention", "mha_batch_prefill_func"]),
         (PROBLEMS["unified alone"], ["flash_attn_varlen_func", "unified_attention", "unified_attention"]),
     ],
 )
@@ -98,9 +111,10 @@ def test_a_full_row_is_read_to_its_end(problem: Problem, aiter: StandIn) -> None
     serving.step(requests[1:3], [0, 1])
 
 
-def test_a_page_that_held_nan_serves_the_next_request(aiter: StandIn) -> None:
+@pytest.mark.parametrize("name", ["ragged and batch prefill", "vectorised"])
+def test_a_page_that_held_nan_serves_the_next_request(name: str, aiter: StandIn) -> None:
     """A masked key is multiplied by 0 in these kernels, and 0 * NaN is NaN."""
-    problem = PROBLEMS["ragged and batch prefill"]
+    problem = PROBLEMS[name]
     serving = world(problem, max_kv_len=64)
     poisoned = serving.admit()
     batch = serving.batch([poisoned], [40])
@@ -126,17 +140,19 @@ def test_a_shared_page_keeps_its_other_requests_tokens(aiter: StandIn) -> None:
     serving.step([parent, child], [1, 1])
 
 
-def test_rows_with_gaps_are_served(aiter: StandIn) -> None:
+@pytest.mark.parametrize("layout", [PoolKind.SPLIT, PoolKind.VECTORIZED])
+@pytest.mark.parametrize("unavailable", [{}, {"aiter.pa_decode_gluon": "switched off"}], ids=["first", "second"])
+def test_rows_with_gaps_are_served(layout: PoolKind, unavailable: dict[str, str], aiter: StandIn) -> None:
     """q, k and v cut out of one fused projection, and a gap behind each head of q and out."""
-    problem = plain_problem(16, heads=(4, 2), dims=(128, 128))
-    serving = world(problem)
+    problem = replace(plain_problem(16, heads=(16, 2), dims=(128, 128)), scale=128**-0.5, pool=layout)
+    serving = world(problem, selections=[select(problem, GFX942, "aiter", unavailable=unavailable)])
     requests = [serving.admit(), serving.admit()]
     for q_len in ([4, 6], [1, 1], [2, 3], [1, 4]):
         step = serving.runtime.begin_step(serving.batch(requests, q_len))
-        rows = serving.random(step.token_ids.shape[0], 8, 136)[..., :128]
-        q, k, v = torch.split(rows, [4, 2, 2], dim=1)
+        rows = serving.random(step.token_ids.shape[0], 20, 136)[..., :128]
+        q, k, v = torch.split(rows, [16, 2, 2], dim=1)
         serving.remember(0, requests, q_len, k[: step.num_tokens], v[: step.num_tokens])
-        out = serving.random(len(rows), 4, 136)[..., :128]
+        out = serving.random(len(rows), 16, 136)[..., :128]
         serving.runtime.store_and_attend(0, q, k, v, out)
         serving.check(0, requests, q_len, q, out, None)
         serving.runtime.end_step()

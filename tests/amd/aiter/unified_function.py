@@ -13,9 +13,11 @@ from tests.amd.aiter.checks import (
     Scores,
     attend,
     distances,
+    linear,
     require,
     require_heads,
     require_tensor,
+    require_vectorised,
     rows_of,
     run,
     spans,
@@ -34,9 +36,17 @@ def unified_attention(call: Mapping[str, Any]) -> None:
     require(dtype in HALF, f"no variant for {dtype}")
     require_tensor("q", q, dtype, (None, None, dim), contiguous=False)
     require_tensor("out", out, dtype, q.shape, contiguous=False)
-    require_tensor("k", k, dtype, (None, None, None, dim), contiguous=False)
-    require_tensor("v", call["v"], dtype, k.shape, contiguous=False)
-    require(k.shape[1] >= 16 and k.shape[1] & (k.shape[1] - 1) == 0, f"pages of {k.shape[1]} tokens")
+    # Releases that read linear caches alone do not have the parameter.
+    if call.get("shuffled_kv_cache", False):
+        require_vectorised(k, call["v"], dtype)
+        require(k.shape[2] * 8 == dim == call["v"].shape[3], f"rows of K and V are not {dim} long")
+        require(dim & (dim - 1) == 0, f"rows of {dim} are padded beyond what a page holds")
+        num_kv_heads, page_size = k.shape[1], k.shape[3]
+    else:
+        require_tensor("k", k, dtype, (None, None, None, dim), contiguous=False)
+        require_tensor("v", call["v"], dtype, k.shape, contiguous=False)
+        page_size, num_kv_heads = k.shape[1:3]
+    require(page_size >= 16 and page_size & (page_size - 1) == 0, f"pages of {page_size} tokens")
     require_tensor("cu_seqlens_q", call["cu_seqlens_q"], torch.int32, (num_seqs + 1,))
     require_tensor("seqused_k", call["seqused_k"], torch.int64, (num_seqs,))
     require_tensor("block_table", call["block_table"], torch.int32, (num_seqs, None), contiguous=False)
@@ -45,8 +55,8 @@ def unified_attention(call: Mapping[str, Any]) -> None:
     for name in ("sinks", "alibi_slopes"):
         require_heads(name, call[name], q.shape[1])
     require(all(call[name] is None for name in ("q_descale", "k_descale", "v_descale")), "nothing is quantised")
-    blocks = num_seqs if call["max_seqlen_q"] == 1 else len(q) // max(1, 16 * k.shape[2] // q.shape[1]) + num_seqs
-    splits = window == 0 and call["max_seqlen_k"] > 512 and blocks * k.shape[2] <= 4 * COMPUTE_UNITS
+    blocks = num_seqs if call["max_seqlen_q"] == 1 else len(q) // max(1, 16 * num_kv_heads // q.shape[1]) + num_seqs
+    splits = window == 0 and call["max_seqlen_k"] > 512 and blocks * num_kv_heads <= 4 * COMPUTE_UNITS
     run(
         _run_unified,
         q,
@@ -85,8 +95,9 @@ def _run_unified(
     max_kv_len: int,
     splits: bool,
 ) -> None:
+    tile = k_cache.shape[3] if k_cache.dim() == 5 else max(64, k_cache.shape[1])
+    k_cache, v_cache = linear(k_cache, v_cache)
     page_size = k_cache.shape[1]
-    tile = max(64, page_size)
     tokens = spans(cu_seqlens_q, len(q), "cu_seqlens_q")
     if splits:  # the reduction writes every row of out, whether or not anything was computed for it
         out[tokens[-1][1] :] = float("nan")

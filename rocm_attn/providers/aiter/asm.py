@@ -1,0 +1,82 @@
+"""aiter.pa_fwd_asm: decode over vectorised pools in assembly, a program for each sequence and KV head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rocm_attn.padding import PaddedShape
+from rocm_attn.problem import Problem
+from rocm_attn.providers.aiter import library
+from rocm_attn.providers.aiter.scratch import Part, cut, keep_rows, num_words, room_for, whole_rows
+from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata
+from rocm_attn.target import Target
+
+# What its kernels for bfloat16 and float16 are built for.
+_HEADS_ON_ONE = (8, 16)
+_SCALE = 128**-0.5
+
+
+@dataclass(frozen=True, slots=True)
+class AssembledDecode:
+    """One new token in each sequence, through the dense block table. Its scale is not a parameter."""
+
+    problem: Problem
+
+    def describe(self) -> str:
+        return f"aiter.pa_fwd_asm({self.problem})"
+
+    def schedule_words(self, shape: PaddedShape) -> int:
+        return 0
+
+    def schedule_key(self) -> Hashable:
+        return ()
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return num_words(self._parts(shape))
+
+    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
+        pass
+
+    def attend(self, args: AttendArgs) -> None:
+        step = args.step
+        # Of q only the stride between tokens is read, of out none.
+        q_rows, out_rows = cut(args.workspace, self._parts(step.shape))
+        out = room_for(args.out, out_rows)
+        library.pa_fwd_asm()(
+            Q=whole_rows(args.q, q_rows),
+            K=args.k_pages,
+            V=args.v_pages,
+            block_tables=step.block_table,
+            context_lens=step.kv_len,
+            block_tables_stride0=step.block_table.stride(0),
+            max_qlen=1,
+            K_QScale=None,
+            V_QScale=None,
+            out_=out,
+            qo_indptr=None,
+            high_precision=1,
+            kernelName=None,
+        )
+        keep_rows(args.out, out)
+
+    def _parts(self, shape: PaddedShape) -> tuple[Part, Part]:
+        """Room for q and out where their rows are not contiguous."""
+        rows = (shape.num_tokens, self.problem.num_q_heads, self.problem.head_dim)
+        return Part(rows, self.problem.dtype), Part(rows, self.problem.dtype)
+
+
+def bind_asm(problem: Problem, target: Target, pool: PoolSize) -> AssembledDecode:
+    """The kernel. Raises LookupError for another scale, and for counts of heads that no kernel was built for."""
+    # To the float32 in which it multiplies.
+    if not math.isclose(problem.scale, _SCALE, rel_tol=2**-24):
+        raise LookupError(f"its scale is 1/sqrt(128), {_SCALE:.9g}, and this layer's is {problem.scale:.9g}")
+    if problem.gqa_ratio not in _HEADS_ON_ONE:
+        raise LookupError(
+            f"it has kernels for {' or '.join(map(str, _HEADS_ON_ONE))} query heads on a KV head, and this layer has "
+            f"{problem.gqa_ratio}"
+        )
+    return AssembledDecode(problem)

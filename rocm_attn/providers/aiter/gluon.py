@@ -1,0 +1,116 @@
+"""aiter.ops.triton.gluon.pa_decode_gluon: decode over vectorised pools, each sequence split into equal parts."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rocm_attn.padding import PaddedShape
+from rocm_attn.problem import UNLIMITED_WINDOW, Problem
+from rocm_attn.providers.aiter import library
+from rocm_attn.providers.aiter.scratch import Part, cut, num_words
+from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata
+from rocm_attn.target import Target
+
+# Keys that a program looks at in one turn.
+_PARTITION_KEYS = 256
+
+# Programs that a compute unit holds at a time, and the most parts of a sequence: get_recommended_splits of its own,
+# which asks the device and is therefore not called.
+_PROGRAMS_PER_UNIT, _MOST_PARTS = 2, 8
+
+# Its tiles have at least 4 rows, and 3 heads fill as many.
+_FEWEST_HEADS_ON_ONE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class GluonDecode:
+    """One new token in each sequence, through the dense block table.
+
+    compute_units: of the target
+    """
+
+    problem: Problem
+    compute_units: int
+
+    def describe(self) -> str:
+        return f"aiter.pa_decode_gluon({self.problem})"
+
+    def schedule_words(self, shape: PaddedShape) -> int:
+        return 0
+
+    def schedule_key(self) -> Hashable:
+        return ()
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return num_words(self._parts(shape))
+
+    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
+        pass
+
+    def attend(self, args: AttendArgs) -> None:
+        step, problem = args.step, self.problem
+        exp_sums, max_logits, temporary_output = cut(args.workspace, self._parts(step.shape))
+        library.pa_decode_gluon()(
+            output=args.out,
+            query=args.q,
+            key_cache=args.k_pages,
+            value_cache=args.v_pages,
+            context_lengths=step.kv_len,
+            block_tables=step.block_table,
+            softmax_scale=problem.scale,
+            query_length=1,
+            max_context_partition_num=self.num_parts(step.shape),
+            context_partition_size=_PARTITION_KEYS,
+            compute_type=problem.dtype,
+            query_scale=None,
+            key_scale=None,
+            value_scale=None,
+            exp_sums=exp_sums,
+            max_logits=max_logits,
+            temporary_output=temporary_output,
+            alibi_slopes=None,
+            sinks=args.sinks,
+            # The query's own key counts; 0 is no window.
+            sliding_window=problem.window_left + 1,
+            # Parts of each sequence's own length. Without, a part is 256 keys, and how many there are is frozen.
+            ps=True,
+        )
+
+    def num_parts(self, shape: PaddedShape) -> int:
+        """Parts that each sequence of a step is cut into: enough to fill the device, a function of the shape alone."""
+        if self.problem.window_left != UNLIMITED_WINDOW:
+            return 1  # older releases give a window to one program, whatever they are told
+        # Programs share a page that is larger than what one takes in a turn.
+        on_one_page = -(-self.problem.page_size // _PARTITION_KEYS)
+        rows = max(1, shape.num_seqs) * self.problem.num_kv_heads * on_one_page
+        parts = -(-self.compute_units * _PROGRAMS_PER_UNIT // rows) * on_one_page
+        return min(parts, _MOST_PARTS)
+
+    def _parts(self, shape: PaddedShape) -> tuple[Part, Part, Part]:
+        """For each row and part: an exp sum and a maximum in float32, and a partial output."""
+        problem = self.problem
+        rows = (shape.num_seqs, problem.num_kv_heads, self.num_parts(shape), problem.gqa_ratio)
+        return (
+            Part(rows, torch.float32),
+            Part(rows, torch.float32),
+            Part((*rows, problem.v_head_dim), problem.dtype),
+        )
+
+
+def bind_gluon(problem: Problem, target: Target, pool: PoolSize) -> GluonDecode:
+    """The kernel; it chooses its own tiles. Raises LookupError for layers that it has none for."""
+    if problem.gqa_ratio < _FEWEST_HEADS_ON_ONE:
+        raise LookupError(
+            f"its tiles are for {_FEWEST_HEADS_ON_ONE} query heads or more on a KV head, and this layer has "
+            f"{problem.gqa_ratio}"
+        )
+    if problem.window_left != UNLIMITED_WINDOW and problem.page_size > _PARTITION_KEYS:
+        raise LookupError(
+            f"it reads a window (window_left {problem.window_left}) in pages of up to {_PARTITION_KEYS} tokens, and "
+            f"page_size is {problem.page_size}"
+        )
+    return GluonDecode(problem, target.compute_units)

@@ -20,8 +20,8 @@ step is an extend step in which no sequence has a token in the cache; without a 
 extend step. A masked step brings a mask of its own; layers whose problem has no `custom_mask` serve it as a mixed one.
 Sliding windows, soft caps, sinks, ALiBi slopes and attention that is not causal have a table of their own.
 
-Vectorised pages hold what K and V pages hold in another order, which some of AITER's kernels read; a function that reads
-both has two rows, and torch serves them as the reference. A pool's layout and page size are chosen before it is made:
+Vectorised pages hold the same as K and V pages in another order, which some of AITER's kernels read, and torch as the
+reference; a function that reads both has two rows. Layout and page size are chosen before a pool is made, by
 `--pool auto --page-size auto`.
 """
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import argparse
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from rocm_attn.errors import BadModel, BadSetting
+from rocm_attn.page_choice import PageChoice, choose_pages, open_page_sizes, open_pools
+from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.providers.select import Selection
 from rocm_attn.runner.fields import read_json
+
+_POOLS: Mapping[str, PoolKind | Literal["auto"]] = {
+    "linear": PoolKind.SPLIT,
+    "vectorized": PoolKind.VECTORIZED,
+    "auto": "auto",
+}
 
 
 def device_named(name: str | None) -> torch.device:
@@ -20,6 +31,24 @@ def device_named(name: str | None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise BadSetting(f"device {str(device)!r} is not there: torch sees {torch.cuda.device_count()} GPUs; use 'cpu'")
     return device
+
+
+def pool_named(name: str) -> PoolKind | Literal["auto"]:
+    """What --pool names."""
+    return _POOLS[name]
+
+
+def page_choice(
+    options: argparse.Namespace, problems: Sequence[Problem], choose: Callable[[Problem], Selection]
+) -> PageChoice:
+    """The pages of --page-size and --pool; see choose_pages. Raises Unsupported."""
+    return choose_pages(problems, choose, open_page_sizes(options.page_size), open_pools(pool_named(options.pool)))
+
+
+def pages_as_json(pages: PageChoice) -> dict[str, object]:
+    """The page size and the name of the layout."""
+    (pool,) = (name for name, pool in _POOLS.items() if pool is pages.pool)
+    return {"page_size": pages.page_size, "pool": pool}
 
 
 def model_config(place: str) -> Mapping[str, object]:

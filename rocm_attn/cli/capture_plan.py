@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from rocm_attn.capture_plan import CapturePlan, plan_capture
-from rocm_attn.cli.arguments import context_len, model_config
+from rocm_attn.cli.arguments import context_len, model_config, page_choice, pages_as_json
 from rocm_attn.graphs import shape_name
+from rocm_attn.providers.select import select
 from rocm_attn.runner.geometry import attention_geometry
 from rocm_attn.target import known_target
 
@@ -24,7 +25,11 @@ def run(options: argparse.Namespace) -> None:
     target = known_target(options.arch)
     max_kv_len = options.max_kv_len if options.max_kv_len is not None else context_len(config)
     geometry = attention_geometry(config).without_idle_windows(max_kv_len)
-    problems = geometry.problems(dtype=getattr(torch, options.dtype), page_size=options.page_size)
+    over = geometry.problems(dtype=getattr(torch, options.dtype), page_size=1)
+    pages = page_choice(
+        options, over, lambda problem: select(problem, target, options.provider, deterministic=options.deterministic)
+    )
+    problems = pages.problems(over)
     plan = plan_capture(
         problems,
         target,
@@ -39,9 +44,12 @@ def run(options: argparse.Namespace) -> None:
         deterministic=options.deterministic,
     )
     if options.json:
-        print(json.dumps(_as_json(plan, target.arch, max_kv_len), indent=2))
+        described = {"arch": target.arch, **pages_as_json(pages), "max_kv_len": max_kv_len}
+        print(json.dumps({**described, **_as_json(plan)}, indent=2))
     else:
         print(f"{options.config} on {target.arch}, up to {options.max_batch_size} sequences of {max_kv_len} tokens")
+        if pages.lines:
+            print(f"{pages.describe()} were chosen")
         print("\n".join(_lines(plan)))
 
 
@@ -64,10 +72,8 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
-def _as_json(plan: CapturePlan, arch: str, max_kv_len: int) -> dict[str, Any]:
+def _as_json(plan: CapturePlan) -> dict[str, Any]:
     return {
-        "arch": arch,
-        "max_kv_len": max_kv_len,
         "buckets": [
             {
                 "kind": bucket.shape.kind.value,

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from rocm_attn.cli.arguments import model_config
+from rocm_attn.cli.arguments import model_config, page_choice, pages_as_json
 from rocm_attn.errors import Unsupported
-from rocm_attn.page_choice import AUTO_PAGE_SIZE, PageChoice, choose_page_size
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from rocm_attn.providers.select import Selection, select
@@ -39,24 +38,20 @@ def run(options: argparse.Namespace) -> None:
     config = model_config(options.config)
     pool = SMALLEST_POOL if options.num_pages is None else replace(SMALLEST_POOL, num_pages=options.num_pages)
 
-    def problems_at(page_size: int) -> tuple[Problem, ...]:
-        dtype = getattr(torch, options.dtype)
-        return layer_problems(config, dtype=dtype, page_size=page_size, num_ranks=options.tp)
-
     def choose(problem: Problem) -> Selection:
         return select(problem, target, options.provider, pool=pool, deterministic=options.deterministic)
 
-    chosen = options.page_size == AUTO_PAGE_SIZE
-    pages = choose_page_size(problems_at(1), choose) if chosen else PageChoice(options.page_size, ())
-    problems = problems_at(pages.page_size)
+    over = layer_problems(config, dtype=getattr(torch, options.dtype), page_size=1, num_ranks=options.tp)
+    pages = page_choice(options, over, choose)
+    problems = pages.problems(over)
     kinds = layer_kinds(problems, target, options.provider, pool, deterministic=options.deterministic)
     if options.json:
-        described = {"arch": target.arch, "page_size": pages.page_size, "page_sizes": list(pages.lines)}
+        described = {"arch": target.arch, **pages_as_json(pages), "page_sizes": list(pages.lines)}
         print(json.dumps({**described, "layer_kinds": [_as_json(kind) for kind in kinds]}, indent=2))
     else:
         print(f"{options.config} on {target.arch}, provider {options.provider}")
         if pages.lines:
-            print("\n  ".join([f"pages of {pages.page_size} tokens were chosen:", *pages.lines]))
+            print("\n  ".join([f"{pages.describe()} were chosen:", *pages.lines]))
         if target.is_amd and options.provider in ("auto", "aiter"):
             print("AITER is taken as installed; a runtime leaves out what the installed release lacks, and says so")
         for kind in kinds:

@@ -11,7 +11,7 @@ from typing import TextIO
 
 import torch
 
-from rocm_attn.cli.arguments import device_named
+from rocm_attn.cli.arguments import device_named, pool_named
 from rocm_attn.cli.ordered_text import OrderedText
 from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.errors import BadModel, BadRequest, BadSetting, CapacityExceeded
@@ -97,6 +97,7 @@ def _engine(options: argparse.Namespace, loaded: LoadedModel, requests: Sequence
         EngineOptions(
             provider=options.provider,
             page_size=options.page_size,
+            pool=pool_named(options.pool),
             max_batch_size=min(options.max_batch_size, len(requests)),
             chunk=options.chunk,
             graphs=options.graphs,
@@ -151,7 +152,8 @@ def _as_json(prompt: str, completion: Completion) -> dict[str, object]:
 def _lines(report: Report) -> list[str]:
     """The report in a few lines."""
     return [
-        f"provider {report.provider} on {report.device} ({report.arch}), {report.dtype}, pages of {report.page_size}",
+        f"provider {report.provider} on {report.device} ({report.arch}), {report.dtype}, "
+        f"{' and '.join(report.pools)} of {report.page_size} tokens",
         *(f"  {line}" for line in report.kernels),
         *(["deterministic: a prompt's tokens do not depend on the prompts beside it"] if report.deterministic else []),
         *([f"SAFEGUARDS OFF: {', '.join(report.guards_off)}"] if report.guards_off else []),

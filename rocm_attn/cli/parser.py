@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 # The same as rocm_attn.providers.select.PROVIDER_NAMES and the dtypes of rocm_attn.problem; a test holds them together.
 PROVIDERS = ("auto", "torch", "triton", "aiter")
 DTYPES = ("bfloat16", "float16", "float32")
+POOLS = ("linear", "vectorized", "auto")
 
 _EPILOG = """\
 exit codes: 0 done, 1 the job failed, 2 wrong usage or bad input, 130 interrupted
@@ -27,6 +29,7 @@ examples:
   rocm-attn explain config.json --arch gfx942
   rocm-attn explain ./Llama-3.1-8B-Instruct/config.json --arch gfx950 --page-size 64 --json
   rocm-attn explain ./DeepSeek-V3/config.json --arch gfx950 --tp 8 --page-size auto
+  rocm-attn explain config.json --arch gfx942 --page-size auto --pool auto
   rocm-attn explain ./Llama-3.1-70B-Instruct/config.json --arch gfx942 --tp 8
 """
 
@@ -99,7 +102,7 @@ def _add_generate(commands: Commands[argparse.ArgumentParser]) -> None:
 
     serving = parser.add_argument_group("serving")
     add = serving.add_argument
-    add("--page-size", type=_page_size, default=16, metavar="TOKENS", help="of the KV cache; auto chooses it (16)")
+    _add_pages(add)
     add("--max-batch-size", type=_positive, default=64, metavar="SEQS", help="prompts served at the same time (64)")
     add(
         "--chunk",
@@ -149,12 +152,17 @@ def _add_explain(commands: Commands[argparse.ArgumentParser]) -> None:
     add("config", metavar="CONFIG.json", help="a model's config.json")
     add("--arch", required=True, help="gfx942 (MI300X), gfx950 (MI355X), sm_90, sm_80 or cpu")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of q, k, v and the KV cache (bfloat16)")
-    add("--page-size", type=_page_size, default=16, metavar="TOKENS", help="of the KV cache; auto chooses it (16)")
+    _add_pages(add)
     add("--provider", choices=PROVIDERS, default="auto", help="whose attention kernels to ask (auto)")
     add("--tp", type=_positive, default=1, metavar="RANKS", help="tensor-parallel ranks that share the heads (1)")
     add("--num-pages", type=_positive, metavar="PAGES", help="pages of the KV cache, for kernels with a limit on them")
     add("--deterministic", action="store_true", help="only kernels whose results do not depend on the batch")
     add("--json", action="store_true", help="print one JSON object")
+
+
+def _add_pages(add: Callable[..., object]) -> None:
+    add("--page-size", type=_page_size, default=16, metavar="TOKENS", help="of the KV cache; auto chooses it (16)")
+    add("--pool", choices=POOLS, default="linear", help="how K and V lie in pages; auto chooses it (linear)")
 
 
 def _add_capture_plan(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -179,7 +187,7 @@ def _add_capture_plan(commands: Commands[argparse.ArgumentParser]) -> None:
         metavar="PAGES",
         help="pages of a pool for layers with a window (none)",
     )
-    add("--page-size", type=_positive, default=16, metavar="TOKENS", help="tokens in a page of the KV cache (16)")
+    _add_pages(add)
     add("--dtype", choices=DTYPES, default="bfloat16", help="of q, k, v and the KV cache (bfloat16)")
     add("--provider", choices=PROVIDERS, default="auto", help="whose attention kernels to ask (auto)")
     add("--capture-sizes", type=_sizes, metavar="N,N,...", help="sequence counts (a ladder up to --max-batch-size)")
@@ -203,7 +211,7 @@ def _add_prewarm(commands: Commands[argparse.ArgumentParser]) -> None:
     add("--arch", help="gfx942 (MI300X), gfx950 (MI355X), sm_90 or sm_80 (this machine's GPU)")
     add("--provider", choices=PROVIDERS, default="auto", help="whose attention kernels to compile (auto)")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of q, k, v and the KV cache (bfloat16)")
-    add("--page-size", type=_positive, default=16, metavar="TOKENS", help="tokens in a page of the KV cache (16)")
+    _add_pages(add)
     add("--max-batch-size", type=_positive, default=64, metavar="SEQS", help="sequences that run at a time (64)")
     add("--max-kv-len", type=_positive, metavar="TOKENS", help="tokens of the longest sequence (the model's context)")
     add("--num-pages", type=_positive, metavar="PAGES", help="pages of the KV cache (enough for all sequences)")

@@ -9,11 +9,13 @@ from dataclasses import asdict
 
 import torch
 
-from rocm_attn.cli.arguments import context_len, model_config
+from rocm_attn.cli.arguments import context_len, model_config, page_choice, pages_as_json
 from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.errors import BadSetting
 from rocm_attn.index_spaces import num_pages
+from rocm_attn.kernel_choice import missing_kernels
 from rocm_attn.prewarm import ServedSizes, prewarm
+from rocm_attn.providers.select import select
 from rocm_attn.runner.geometry import attention_geometry
 from rocm_attn.target import Target, detect_target, known_target
 
@@ -24,8 +26,12 @@ def run(options: argparse.Namespace) -> None:
     target, device = target_and_device(options.arch)
     max_kv_len = options.max_kv_len if options.max_kv_len is not None else context_len(config)
     geometry = attention_geometry(config).without_idle_windows(max_kv_len)
-    problems = geometry.problems(dtype=getattr(torch, options.dtype), page_size=options.page_size)
-    enough = 1 + options.max_batch_size * int(num_pages(max_kv_len, options.page_size))
+    # A GPU that is not here is taken to have what AITER brings.
+    missing = missing_kernels(target, options.provider) if device.type == "cuda" else {}
+    over = geometry.problems(dtype=getattr(torch, options.dtype), page_size=1)
+    pages = page_choice(options, over, lambda problem: select(problem, target, options.provider, unavailable=missing))
+    problems = pages.problems(over)
+    enough = 1 + options.max_batch_size * int(num_pages(max_kv_len, pages.page_size))
     report = prewarm(
         problems,
         target,
@@ -40,10 +46,12 @@ def run(options: argparse.Namespace) -> None:
         provider=options.provider,
         progress=ProgressBar(sys.stderr, "compiling"),
     )
+    ran = device.type == "cuda"
     if options.json:
-        print(json.dumps({"arch": target.arch, "ran": device.type == "cuda", **asdict(report)}))
+        print(json.dumps({"arch": target.arch, "ran": ran, **pages_as_json(pages), **asdict(report)}))
     else:
-        print(f"{options.config} on {target.arch}, {'run' if device.type == 'cuda' else 'compiled without running'}")
+        how = "run" if ran else "compiled without running"
+        print(f"{options.config} on {target.arch}, {pages.describe()}, {how}")
         print("\n".join(report.lines()))
 
 

@@ -17,10 +17,9 @@ from rocm_attn.flight_recorder import NO_FLIGHT_RECORDER, FlightRecorder
 from rocm_attn.graphs import CaptureReport, Progress, recorder_for
 from rocm_attn.kernel_choice import missing_kernels
 from rocm_attn.kv_pool import page_bytes
-from rocm_attn.page_choice import AUTO_PAGE_SIZE, PAGE_SIZES, choose_page_size
-from rocm_attn.problem import Problem
+from rocm_attn.page_choice import AUTO, POOLS, PageChoice, choose_pages, open_page_sizes, open_pools
+from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import Selection, select
-from rocm_attn.runner.geometry import AttentionGeometry
 from rocm_attn.runner.linears import AllRows, BlocksOfRows
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.model import Model
@@ -41,6 +40,8 @@ class EngineOptions:
 
     provider:       "auto", "torch", "triton" or "aiter"
     page_size:      tokens in a page of the KV pool; "auto": the one with the best kernels for the model's layers
+    pool:           SPLIT or VECTORIZED pages, for layers that are not latent; "auto": those with the best kernels, and
+                    SPLIT where they are equally good
     max_batch_size: sequences that run at a time
     chunk:          tokens of a step that prompts may fill up
     graphs:         whether decode steps are captured and replayed
@@ -57,6 +58,7 @@ class EngineOptions:
 
     provider: str = "auto"
     page_size: int | Literal["auto"] = 16
+    pool: PoolKind | Literal["auto"] = PoolKind.SPLIT
     max_batch_size: int = 64
     chunk: int = 512
     graphs: bool = True
@@ -71,8 +73,13 @@ class EngineOptions:
         least_of = {"page_size": 1, "max_batch_size": 1, "chunk": 1, "max_kv_len": 1, "num_pages": 2, "swa_pages": 0}
         for name, least in least_of.items():
             value = getattr(self, name)
-            if value not in (None, AUTO_PAGE_SIZE) and value < least:
+            if value not in (None, AUTO) and value < least:
                 raise BadSetting(f"{name} is {value}; it must be at least {least}")
+        if self.pool not in (AUTO, *POOLS):
+            raise BadSetting(
+                f"pool is {self.pool!r}; take PoolKind.SPLIT, PoolKind.VECTORIZED or 'auto'. Latent layers have latent "
+                "pages in any of them"
+            )
 
 
 @dataclass(slots=True, eq=False)
@@ -213,6 +220,7 @@ class Engine:
             arch=runtime.target.arch,
             dtype=str(self._loaded.weights.dtype).removeprefix("torch."),
             page_size=runtime.pool.page_size,
+            pools=tuple(dict.fromkeys(selection.problem.pool.value for selection in runtime.selections)),
             num_pages=runtime.pool.num_pages,
             swa_pages=runtime.swa_pages,
             max_kv_len=self.max_kv_len,
@@ -258,8 +266,9 @@ def _runtime_for(loaded: LoadedModel, options: EngineOptions) -> AttentionRuntim
             f"max_kv_len is {max_kv_len} and the model's context is {config.context_len}; it cannot be more"
         )
     geometry = config.attention.without_idle_windows(max_kv_len)
-    page_size = _page_size(geometry, weights.dtype, weights.device, options)
-    problems = geometry.problems(dtype=weights.dtype, page_size=page_size)
+    over = geometry.problems(dtype=weights.dtype, page_size=1)
+    chosen = _page_choice(over, weights.device, options)
+    problems = chosen.problems(over)
     pages = _pages(problems, options, max_kv_len, weights.device)
     return AttentionRuntime(
         problems,
@@ -268,23 +277,21 @@ def _runtime_for(loaded: LoadedModel, options: EngineOptions) -> AttentionRuntim
         swa_pages=pages.swa,
         max_num_seqs=options.max_batch_size,
         # a sequence cannot outgrow the pool
-        max_kv_len=min(max_kv_len, (pages.full - 1) * page_size),
+        max_kv_len=min(max_kv_len, (pages.full - 1) * chosen.page_size),
         provider=options.provider,
         deterministic=options.deterministic,
     )
 
 
-def _page_size(geometry: AttentionGeometry, dtype: torch.dtype, device: torch.device, options: EngineOptions) -> int:
-    """The page size of the options, chosen if it is to be chosen. Raises Unsupported where none has kernels."""
-    if options.page_size != AUTO_PAGE_SIZE:
-        return options.page_size
+def _page_choice(problems: Many[Problem], device: torch.device, options: EngineOptions) -> PageChoice:
+    """The pages of the options, chosen as far as they are left open. Raises Unsupported where none have kernels."""
     target = detect_target(device)
     missing = missing_kernels(target, options.provider)
 
     def choose(problem: Problem) -> Selection:
         return select(problem, target, options.provider, unavailable=missing, deterministic=options.deterministic)
 
-    return choose_page_size(geometry.problems(dtype=dtype, page_size=PAGE_SIZES[0]), choose).page_size
+    return choose_pages(problems, choose, open_page_sizes(options.page_size), open_pools(options.pool))
 
 
 def _pages(problems: Many[Problem], options: EngineOptions, max_kv_len: int, device: torch.device) -> PoolPages:

@@ -13,6 +13,7 @@ class Report:
     provider:        whose attention kernels run
     kernels:         the kernel of each kind of step, then every kernel that was passed over and why
     page_size:       tokens in a page
+    pools:           how layers keep K and V, in words
     num_pages:       pages of the KV pool, the reserved one included
     swa_pages:       likewise, of the pool of layers with a window; 0: they share the other layers' pool
     max_kv_len:      tokens of the longest sequence
@@ -34,6 +35,7 @@ class Report:
     arch: str
     dtype: str
     page_size: int
+    pools: tuple[str, ...]
     num_pages: int
     swa_pages: int
     max_kv_len: int

@@ -29,7 +29,7 @@ def explained(model: str, arch: str) -> str:
     config = HERE / "configs" / f"{model}.json"
     printed, complaints = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaints):
-        code = main(["explain", str(config), "--arch", arch, "--page-size", "auto", *MODELS[model]])
+        code = main(["explain", str(config), "--arch", arch, "--page-size", "auto", "--pool", "auto", *MODELS[model]])
     text = printed.getvalue() + complaints.getvalue() + f"exit code {code}\n"
     return text.replace(str(config), f"{model} {' '.join(MODELS[model])}".strip())
 

@@ -1,17 +1,19 @@
-"""The page size is chosen for all layers and kinds of step together, before a pool is allocated."""
+"""Page size and layout are chosen for all layers and kinds of step together, before a pool is allocated."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from rocm_attn import runtime
-from rocm_attn.errors import BadSetting, Unsupported
-from rocm_attn.page_choice import AUTO_PAGE_SIZE, PAGE_SIZES, choose_page_size
-from rocm_attn.problem import Problem
+from rocm_attn.errors import BadProblem, BadSetting, Unsupported
+from rocm_attn.padding import StepKind
+from rocm_attn.page_choice import AUTO, PAGE_SIZES, choose_pages
+from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.runner import engine
 from rocm_attn.runner.engine import Engine, EngineOptions
@@ -23,6 +25,7 @@ from tests.amd.runner.tiny_model import tiny_model
 
 GFX950 = known_target("gfx950")
 WIDE = plain_problem(dims=(128, 128))
+LINEAR = (PoolKind.SPLIT,)
 EIGHTY = plain_problem(dims=(80, 80))
 
 
@@ -51,7 +54,14 @@ CASES = {
 def test_the_page_size_with_the_best_kernels_is_chosen(
     problems: list[Problem], choose: Callable[[Problem], Selection], expected: int
 ) -> None:
-    assert choose_page_size(problems, choose).page_size == expected
+    assert choose_pages(problems, choose, pools=LINEAR).page_size == expected
+
+
+@pytest.mark.parametrize("name", sorted(set(CASES) - {"one kernel is left"}))
+def test_linear_pages_are_chosen_where_kernels_are_equally_good(name: str) -> None:
+    problems, choose, expected = CASES[name]
+    choice = choose_pages(problems, choose)
+    assert (choice.page_size, choice.pool) == (expected, PoolKind.SPLIT)
 
 
 def test_the_layers_choose_together() -> None:
@@ -66,26 +76,89 @@ def test_the_layers_choose_together() -> None:
         return select(problem, GFX942, "auto", unavailable=served)
 
     picky, other = plain_problem(dims=(256, 256)), WIDE
-    assert choose_page_size([picky] + [other] * 7, choose, (16, 32)).page_size == 16
-    assert choose_page_size([picky] * 8 + [other], choose, (16, 32)).page_size == 32
+    assert choose_pages([picky] + [other] * 7, choose, (16, 32), LINEAR).page_size == 16
+    assert choose_pages([picky] * 8 + [other], choose, (16, 32), LINEAR).page_size == 32
 
 
 def test_among_equals_the_first_page_size_is_taken() -> None:
     for sizes in (PAGE_SIZES, (64, 32, 16)):
-        assert choose_page_size([EIGHTY], chooser(GFX942), sizes).page_size == sizes[0]
+        assert choose_pages([EIGHTY], chooser(GFX942), sizes).page_size == sizes[0]
 
 
 def test_what_each_page_size_came_to_is_said() -> None:
-    choice = choose_page_size([latent_problem()] * 61, chooser(GFX942), (16, 1))
+    choice = choose_pages([latent_problem()] * 61, chooser(GFX942), (16, 1))
     assert choice.lines == (
         "pages of 16: some layers have no kernel",
         "pages of 1: aiter serves 244 of 244 kinds of step over 61 layers",
     )
+    choice = choose_pages([WIDE] * 2, chooser(GFX942, pa_decode_gluon="x"), (16, 1))
+    assert choice.lines == (
+        "pages of 16: aiter serves 8 of 8 kinds of step over 2 layers",
+        "pages of 1: aiter serves 8 of 8 kinds of step over 2 layers",
+        "vectorised pages of 16: aiter serves 8 of 8 kinds of step over 2 layers",
+        "vectorised pages of 1: some layers cannot have them",
+    )
+
+
+LINEAR_DECODE = {"paged_attention_ragged": "x", "unified_attention": "x"}
+HEADS = plain_problem(heads=(16, 2), dims=(128, 128))
+
+
+def test_vectorised_pages_are_taken_where_more_is_served_over_them() -> None:
+    """Two functions that read linear pages are missing, so that decode would be left to Triton."""
+    choice = choose_pages([HEADS] * 3, chooser(GFX942, **LINEAR_DECODE))
+    assert (choice.page_size, choice.pool) == (16, PoolKind.VECTORIZED)
+    assert choice.describe() == "vectorised pages of 16 tokens"
+    (problem, *_) = choice.problems([HEADS])
+    assert problem == replace(HEADS, page_size=16, pool=PoolKind.VECTORIZED)
+    served = chooser(GFX942, **LINEAR_DECODE)(problem)
+    assert served.kernels[StepKind.DECODE].row.name == "aiter.pa_decode_gluon"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"custom_mask": True}, {"wants_lse": True}, {"head_dim": 80, "v_head_dim": 80}, {"dtype": torch.float32}],
+    ids=str,
+)
+def test_linear_pages_stay_where_a_kind_of_step_has_no_kernel_over_others(changes: dict[str, Any]) -> None:
+    choice = choose_pages([HEADS, replace(HEADS, **changes)], chooser(GFX942, **LINEAR_DECODE))
+    assert choice.pool is PoolKind.SPLIT
+    assert any(line.startswith("vectorised pages of 16: some layers") for line in choice.lines)
+
+
+def test_linear_pages_stay_for_what_does_not_depend_on_the_batch() -> None:
+    def choose(problem: Problem) -> Selection:
+        return select(problem, GFX942, "auto", deterministic=True)
+
+    assert choose_pages([HEADS], choose).pool is PoolKind.SPLIT
+
+
+@pytest.mark.parametrize("provider", ["torch", "triton"])
+def test_linear_pages_stay_with_the_providers_that_read_them(provider: str) -> None:
+    assert choose_pages([HEADS], chooser(GFX942, provider)).pool is PoolKind.SPLIT
+
+
+def test_latent_layers_keep_their_pool_beside_any_other() -> None:
+    torch_alone = chooser(known_target("cpu"), "torch")
+    choice = choose_pages([latent_problem(), HEADS], torch_alone, (16,), (PoolKind.VECTORIZED,))
+    assert [p.pool for p in choice.problems([latent_problem(), HEADS])] == [PoolKind.LATENT, PoolKind.VECTORIZED]
+    lines = choose_pages([latent_problem()], torch_alone).lines
+    assert not any(line.startswith("vectorised") for line in lines)
+
+
+def test_what_is_given_is_not_asked_about() -> None:
+    def refuse(problem: Problem) -> Selection:
+        raise AssertionError("asked")
+
+    choice = choose_pages([WIDE], refuse, (7,), (PoolKind.SPLIT,))
+    assert (choice.page_size, choice.lines) == (7, ())
+    with pytest.raises(BadProblem, match="page_size is 7 in a vectorised pool"):
+        choose_pages([WIDE], refuse, (7,), (PoolKind.VECTORIZED,)).problems([WIDE])
 
 
 def test_where_no_page_size_serves_the_reasons_of_each_are_given() -> None:
     with pytest.raises(Unsupported, match="no page size of 16, 1 has kernels for every layer") as caught:
-        choose_page_size([latent_problem(160)], chooser(GFX942), (16, 1))
+        choose_pages([latent_problem(160)], chooser(GFX942), (16, 1))
     assert any(reason.startswith("pages of 16: decode: aiter.mla_decode_fwd") for reason in caught.value.reasons)
     assert any(reason.startswith("pages of 1: extend: aiter.mla_prefill_fwd") for reason in caught.value.reasons)
 
@@ -97,7 +170,7 @@ def test_an_engine_chooses_its_page_size(aiter: StandIn, monkeypatch: pytest.Mon
     for module in (runtime, engine):
         monkeypatch.setattr(module, "detect_target", on_mi300)
     loaded = tiny_model(dtype=torch.float16)
-    options = EngineOptions(page_size=AUTO_PAGE_SIZE, max_batch_size=4, max_kv_len=64, graphs=False, provider="torch")
+    options = EngineOptions(page_size=AUTO, max_batch_size=4, max_kv_len=64, graphs=False, provider="torch")
     chosen = Engine(loaded, options)
     assert chosen.report().page_size == 16
     fixed = Engine(loaded, replace(options, page_size=4))
@@ -107,3 +180,8 @@ def test_an_engine_chooses_its_page_size(aiter: StandIn, monkeypatch: pytest.Mon
 def test_a_page_size_of_an_engine_is_still_checked() -> None:
     with pytest.raises(BadSetting, match="page_size is 0"):
         EngineOptions(page_size=0)
+
+
+def test_an_engine_takes_no_latent_pool_for_layers_that_are_not() -> None:
+    with pytest.raises(BadSetting, match=r"pool is .*LATENT.*; take PoolKind.SPLIT, PoolKind.VECTORIZED or 'auto'"):
+        EngineOptions(pool=PoolKind.LATENT)

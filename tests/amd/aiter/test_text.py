@@ -7,7 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rocm_attn import runtime
+from rocm_attn import kernel_choice, runtime
+from rocm_attn.page_choice import AUTO
+from rocm_attn.problem import PoolKind
+from rocm_attn.runner import engine as engine_module
 from rocm_attn.runner.engine import Engine, EngineOptions
 from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.loading import LoadedModel
@@ -49,6 +52,48 @@ def test_aiter_generates_the_text_that_torch_generates(head_dim: int, graphs: bo
     assert generated == tokens_of(Engine(loaded, TORCH).generate(some_requests(5)))
     assert engine.report().provider == "aiter"
     assert {"paged_attention_ragged", "unified_attention", "flash_attn_varlen_func"} <= set(aiter.calls)
+
+
+def wide_model(dtype: torch.dtype) -> LoadedModel:
+    """Two layers whose eight query heads share one KV head, as kernels over vectorised pages want them."""
+    attention = AttentionLayer(8, 1, 128, scale=128**-0.5)
+    layer = replace(CONFIG.layers[0], attention=attention, rope=Rope(theta=10000.0, head_dim=128))
+    return tiny_model(base=replace(CONFIG, layers=(layer, layer)), dtype=dtype)
+
+
+@pytest.mark.usefixtures("on_mi300")
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("kernel", ["pa_decode_gluon", "pa_fwd_asm"])
+def test_over_vectorised_pages_the_text_is_the_same(kernel: str, graphs: bool, aiter: StandIn) -> None:
+    loaded = wide_model(torch.float16)
+    if kernel == "pa_fwd_asm":  # the probe switches the first one off
+        aiter.bodies["pa_decode_gluon"] = lambda call: call["output"].zero_()
+    options = replace(TORCH, provider="aiter", graphs=graphs, pool=PoolKind.VECTORIZED)
+    engine = Engine(loaded, options)
+    generated = tokens_of(engine.generate(some_requests(5)))
+    assert generated == tokens_of(Engine(loaded, TORCH).generate(some_requests(5)))
+    over_torch = Engine(loaded, replace(TORCH, pool=PoolKind.VECTORIZED))
+    assert generated == tokens_of(over_torch.generate(some_requests(5)))
+    assert engine.report().provider == "aiter"
+    assert engine.report().pools == ("vectorised pages",)
+    assert f"decode: aiter.{kernel}" in engine.report().kernels
+    assert {kernel, "flash_attn_varlen_func"} <= set(aiter.calls)
+
+
+@pytest.mark.usefixtures("on_mi300")
+def test_an_engine_chooses_vectorised_pages_where_more_is_served_over_them(
+    aiter: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(target: Target, provider: str) -> dict[str, str]:
+        return {"aiter.paged_attention_ragged": "missing", "aiter.unified_attention": "missing"}
+
+    for module in (engine_module, kernel_choice):
+        monkeypatch.setattr(module, "missing_kernels", missing)
+    monkeypatch.setattr(engine_module, "detect_target", lambda device: GFX942)
+    loaded = wide_model(torch.float16)
+    engine = Engine(loaded, replace(TORCH, provider="aiter", page_size=AUTO, pool=AUTO))
+    assert engine.report().pools == ("vectorised pages",)
+    assert tokens_of(engine.generate(some_requests(5))) == tokens_of(Engine(loaded, TORCH).generate(some_requests(5)))
 
 
 @pytest.mark.usefixtures("on_mi300")

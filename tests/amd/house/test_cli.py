@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, INTERRUPTED, READER_GONE, main
+from rocm_attn.cli.arguments import pool_named
 from rocm_attn.cli.ordered_text import OrderedText
-from rocm_attn.cli.parser import DTYPES, PROVIDERS
+from rocm_attn.cli.parser import DTYPES, POOLS, PROVIDERS
+from rocm_attn.page_choice import AUTO
+from rocm_attn.page_choice import POOLS as LAYOUTS
 from rocm_attn.problem import DTYPES as SERVED_DTYPES
 from rocm_attn.providers.select import PROVIDER_NAMES
 from tests.amd.house.source_tree import ROOT
@@ -48,6 +51,7 @@ def config_file(folder: Path, config: dict[str, Any]) -> str:
 def test_the_choices_of_the_parser_are_those_of_the_package() -> None:
     assert PROVIDERS == PROVIDER_NAMES
     assert [str(dtype).removeprefix("torch.") for dtype in SERVED_DTYPES] == list(DTYPES)
+    assert [pool_named(pool) for pool in POOLS] == [*LAYOUTS, AUTO]
 
 
 @pytest.mark.parametrize(

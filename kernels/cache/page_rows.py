@@ -58,10 +58,12 @@ class PageRows:
         picked = self.cells.index_select(0, pages)
         return picked.permute(0, 1, 5, 2, 3, 4).reshape(len(pages), self.page_size, self.num_heads, self.dim)
 
-    def read_tokens(self, page: Tensor, offset: Tensor) -> Tensor:
-        """A copy of rows, [n, kv_heads, dim]. page, offset: integer [n], the page of each token and its place there"""
+    def read_tokens(self, page: Tensor, offset: Tensor, rows: Tensor) -> None:
+        """Copy tokens to rows [n, kv_heads, dim]. page, offset: integer [n], a token's page and its place there"""
         tokens = self.group_tokens
-        return self.cells[page, offset // tokens, :, :, :, offset % tokens].flatten(2)
+        at = [page, offset // tokens, None, None, None, offset % tokens]
+        # By its own name: indexing with brackets allocates what it returns.
+        torch.ops.aten.index.Tensor_out(self.cells, at, out=rows.unflatten(2, self.cells.shape[3:5]))
 
     def write_tokens(self, page: Tensor, offset: Tensor, rows: Tensor) -> None:
         """Write rows [n, kv_heads, dim] to the places of tokens. page, offset: as for read_tokens"""

@@ -93,7 +93,7 @@ class VarlenPrefill:
         k, v = cut(args.workspace, self._parts(step.shape))
         page, offset = step.slot_of_token // self.problem.page_size, step.slot_of_token % self.problem.page_size
         for rows, pages in ((k, key_rows(args.k_pages)), (v, value_rows(args.v_pages))):
-            rows.copy_(pages.read_tokens(page, offset))
+            pages.read_tokens(page, offset, rows)
         result = library.flash_attn_varlen_func()(
             q=args.q,
             k=k,

@@ -25,6 +25,7 @@ from tests.amd.runner.tiny_model import tiny_model
 
 GFX950 = known_target("gfx950")
 WIDE = plain_problem(dims=(128, 128))
+HEADS = plain_problem(heads=(16, 2), dims=(128, 128))
 LINEAR = (PoolKind.SPLIT,)
 EIGHTY = plain_problem(dims=(80, 80))
 
@@ -39,6 +40,11 @@ CASES = {
     "windows beside full layers": ([WIDE, replace(WIDE, window_left=100)], chooser(GFX942), 16),
     "latent rows": ([latent_problem()] * 2, chooser(GFX950), 1),
     "two kernels are missing": ([WIDE], chooser(GFX942, paged_attention_ragged="x", mha_batch_prefill_func="x"), 16),
+    "the first kernel is missing, and one over vectorised pages comes next": (
+        [HEADS],
+        chooser(GFX942, paged_attention_ragged="x"),
+        16,
+    ),
     "one kernel is left": (
         [WIDE],
         chooser(GFX942, unified_attention="x", paged_attention_ragged="x", flash_attn_varlen_func="x"),
@@ -101,7 +107,6 @@ def test_what_each_page_size_came_to_is_said() -> None:
 
 
 LINEAR_DECODE = {"paged_attention_ragged": "x", "unified_attention": "x"}
-HEADS = plain_problem(heads=(16, 2), dims=(128, 128))
 
 
 def test_vectorised_pages_are_taken_where_more_is_served_over_them() -> None:

@@ -101,6 +101,19 @@ def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert all(part["knob"] for part in plan["parts"])
 
 
+@pytest.mark.parametrize(("pool", "chosen"), [("linear", "linear"), ("auto", "linear"), ("vectorized", "vectorized")])
+def test_the_command_chooses_the_pages_that_are_left_open(
+    pool: str, chosen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["capture-plan", config_file(tmp_path), "--arch", "gfx942", "--max-batch-size", "2", "--pool", pool]
+    assert main([*command, "--page-size", "auto", "--json"]) == DONE
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["page_size"], plan["pool"]) == (16, chosen)
+    assert main([*command, "--page-size", "auto"]) == DONE
+    layout = "vectorised " if chosen == "vectorized" else ""
+    assert f"{layout}pages of 16 tokens were chosen" in capsys.readouterr().out.splitlines()
+
+
 @pytest.mark.parametrize(
     ("changes", "arguments", "code", "complaint"),
     [

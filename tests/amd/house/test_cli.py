@@ -121,6 +121,23 @@ def test_explain_json_is_one_object_with_the_same_content(tmp_path: Path, capsys
     assert "decode: aiter.unified_attention: arch sm_90 is not one of gfx942, gfx950" in kind["refusals"]
 
 
+def test_explain_takes_a_pool_and_says_what_it_is_served_by(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["explain", config_file(tmp_path, LLAMA), "--arch", "gfx942"]
+    assert main([*command, "--pool", "vectorized", "--page-size", "1024"]) == DONE
+    printed = capsys.readouterr().out
+    assert "bfloat16, pages of 1024, vectorised pages\n  decode: aiter.pa_decode_gluon\n" in printed
+    assert main([*command, "--pool", "auto", "--page-size", "auto", "--json"]) == DONE
+    explained = json.loads(capsys.readouterr().out)
+    assert (explained["page_size"], explained["pool"]) == (16, "linear")
+    assert "vectorised pages of 32: some layers have no kernel" in explained["page_sizes"]
+
+
+def test_explain_refuses_pages_that_are_not_whole_vectors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["explain", config_file(tmp_path, LLAMA), "--arch", "gfx942", "--pool", "vectorized", "--page-size", "4"]
+    assert main(command) == BAD_INPUT
+    assert "page_size is 4 in a vectorised pool; its vectors of 16 bytes hold 8 elements" in capsys.readouterr().err
+
+
 def test_explain_lists_every_reason_when_layers_are_not_served(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

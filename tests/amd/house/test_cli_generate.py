@@ -89,6 +89,8 @@ def test_options_of_serving_change_no_token(capsys: pytest.CaptureFixture[str]) 
     for options in (
         ["--no-graphs"],
         ["--page-size", "1"],
+        ["--pool", "vectorized"],
+        ["--page-size", "auto", "--pool", "auto"],
         ["--chunk", "1", "--max-batch-size", "1"],
         ["--num-pages", "3"],
     ):

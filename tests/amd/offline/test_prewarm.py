@@ -162,7 +162,7 @@ def test_the_command_prints_what_it_compiled(tmp_path: Path, cache: Path, capsys
     command = ["prewarm", str(config), "--arch", ARCH, "--max-batch-size", "4", "--num-pages", "64"]
     assert main(command) == DONE
     printed = capsys.readouterr()
-    assert printed.out.splitlines()[0] == f"{config} on {ARCH}, compiled without running"
+    assert printed.out.splitlines()[0] == f"{config} on {ARCH}, pages of 16 tokens, compiled without running"
     assert "compiled _decode_kernel, 1 variant" in printed.out
     assert f"cache {cache}" in printed.out
     assert printed.err == ""
@@ -170,6 +170,17 @@ def test_the_command_prints_what_it_compiled(tmp_path: Path, cache: Path, capsys
     told = json.loads(capsys.readouterr().out)
     assert (told["arch"], told["ran"], told["compiled"]) == (ARCH, False, {})
     assert told["cached"]["_decode_kernel"] == 1
+
+
+def test_the_command_chooses_the_pages_that_are_left_open(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    command = ["prewarm", str(config), "--arch", ARCH, "--max-batch-size", "4", "--num-pages", "64", "--json"]
+    assert main([*command, "--page-size", "auto", "--pool", "auto"]) == DONE
+    told = json.loads(capsys.readouterr().out)
+    assert (told["page_size"], told["pool"]) == (16, "linear")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to compile for")

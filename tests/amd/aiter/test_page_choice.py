@@ -40,9 +40,9 @@ CASES = {
     "windows beside full layers": ([WIDE, replace(WIDE, window_left=100)], chooser(GFX942), 16),
     "latent rows": ([latent_problem()] * 2, chooser(GFX950), 1),
     "two kernels are missing": ([WIDE], chooser(GFX942, paged_attention_ragged="x", mha_batch_prefill_func="x"), 16),
-    "the first kernel is missing, and one over vectorised pages comes next": (
+    "kernels are missing, and those over vectorised pages come next": (
         [HEADS],
-        chooser(GFX942, paged_attention_ragged="x"),
+        chooser(GFX942, paged_attention_ragged="x", mha_batch_prefill_func="x"),
         16,
     ),
     "one kernel is left": (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rocm_attn.errors import BadBatch, Unsupported, WrongState
-from rocm_attn.problem import Problem
+from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.shared_prefix import PrefixGroup
 from rocm_attn.step_inputs import DeviceInputs
 from tests.amd.runtime.stepping import Request, World, providers, small_problem
@@ -145,9 +145,10 @@ def test_lengths_that_only_the_device_knows_are_refused(device: torch.device) ->
     [
         (small_problem(window_left=5), r"a window \(window_left 5\) is counted from each query"),
         (small_problem(has_alibi_slopes=True), "ALiBi slopes weigh distances"),
+        (replace(small_problem(), pool=PoolKind.VECTORIZED), "vectorised pages are not read in two parts"),
     ],
 )
-def test_layers_whose_queries_have_a_place_are_refused(problem: Problem, reason: str, device: torch.device) -> None:
+def test_layers_that_cannot_share_prefixes_are_refused(problem: Problem, reason: str, device: torch.device) -> None:
     world, requests = world_of(device, problem)
     batch = world.batch(requests, [1, 1])
     world.runtime.begin_step(batch)

@@ -12,6 +12,7 @@ from rocm_attn.cli import DONE, main
 from rocm_attn.errors import Unsupported
 from rocm_attn.flight_recorder import FlightRecorder
 from rocm_attn.graphs import recorder_for
+from rocm_attn.guards import Guards
 from rocm_attn.kv_pool import KVPool
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import select
@@ -19,6 +20,7 @@ from rocm_attn.sampled_check import LayerTap, SampledCheck
 from rocm_attn.step_runner import StepRunner
 from rocm_attn.target import known_target
 from tests.amd.graphs.tiny import SERVED, Requests, Tiny, same, serve
+from tests.amd.guards.serving import Serving
 from tests.amd.runtime.stepping import World, small_problem
 from tests.amd.vectorised import linear_keys, linear_values
 
@@ -73,6 +75,33 @@ def test_a_shared_page_is_copied_whole_before_it_is_written() -> None:
     child = world.fork(parent, 11)
     world.step([parent, child], [1, 3])
     world.step([parent, child], [1, 1])
+
+
+def test_layers_with_a_window_live_in_a_pool_of_their_own() -> None:
+    windowed = replace(VECTORISED, window_left=7)
+    world = World.build([windowed, VECTORISED], CPU, "torch", num_pages=33, swa_pages=12)
+    requests = [world.admit(), world.admit()]
+    for q_len in ([9, 3], *[[1, 1]] * 20, [3, 2], *[[1, 1]] * 20):
+        world.step(requests, q_len)
+    assert world.page_zero_is_zero()
+
+
+@pytest.mark.parametrize("guards", [Guards(), Guards().without("store_drops")], ids=["on", "off"])
+def test_padded_tokens_are_never_stored(guards: Guards) -> None:
+    serving = Serving(CPU, guards, graphs=False, problem=VECTORISED, pad_q=0.0)
+    requests = serving.admit(2)
+    serving.run(requests, [4, 3])
+    serving.run(requests, [1, 1])
+    assert serving.world.page_zero_is_zero() == (guards == Guards())
+
+
+@pytest.mark.parametrize("guards", [Guards(), Guards().without("v_mask")], ids=["on", "off"])
+def test_what_lies_behind_a_sequence_in_its_page_is_not_read(guards: Guards) -> None:
+    serving = Serving(CPU, guards, graphs=False, problem=VECTORISED)
+    serving.run(serving.admit(2), [5, 8])
+    assert bool(serving.out[:5].isnan().all()) == (guards != Guards())
+    # The second sequence fills its page: nothing lies behind it.
+    assert torch.isfinite(serving.out[5:13]).all()
 
 
 def test_graphs_and_the_sampled_check_work_over_vectorised_pages() -> None:

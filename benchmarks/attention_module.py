@@ -60,6 +60,10 @@ def plan(d: Any) -> Prepared:
         kv_len_int64=ints([], device),
         mask_indptr=ints([], device),
         mask_words=ints([], device),
+        prefix_len=ints([], device),
+        group_indptr=ints([], device),
+        suffix_kv_len=ints([], device),
+        suffix_page=ints([], device),
         slot_of_token=ints([], device),
     )
     schedule = torch.empty(kernel.schedule_words(shape), dtype=torch.int32, device=device)

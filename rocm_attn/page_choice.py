@@ -24,8 +24,9 @@ AUTO_PAGE_SIZE: Literal["auto"] = "auto"
 PAGE_SIZES = (16, 32, 64, 128, 1, 1024)
 
 
-# Masked steps come with the layers that ask for masks, and choose no page size for the others.
-_KINDS = tuple(kind for kind in StepKind if kind is not StepKind.MASKED)
+# Masked steps come with the layers that ask for masks, and choose no page size for the others; nor do steps that share
+# prefixes, which not every server has.
+_KINDS = tuple(kind for kind in StepKind if kind not in (StepKind.MASKED, StepKind.SHARED))
 
 
 @dataclass(frozen=True, slots=True)

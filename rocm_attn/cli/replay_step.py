@@ -148,7 +148,8 @@ class _Replay:
         # Every result is compared here, with more than the check would tell.
         runner = StepRunner(self.runtime, self._forward, recorder_for(self.runtime.device), check=NO_CHECK)
         # So that the graph is of other lengths than the step's, unless its kernels bake them.
-        runner.run_as(self.shape, StepBatch(self.batch.rows, self.batch.q_len, self.batch.q_len))
+        prefixes = self.batch.prefixes.alone()
+        runner.run_as(self.shape, StepBatch(self.batch.rows, self.batch.q_len, self.batch.q_len, prefixes=prefixes))
         runner.run_eagerly_as(self.shape, self.batch)
         eager = [out.clone() for out in self.outs]
         for out in self.outs:
@@ -211,6 +212,7 @@ def _runtime(
         capture_sizes=facts.capture_sizes,
         capture_tokens=facts.capture_tokens,
         split_steps=facts.split_steps,
+        shared_prefixes=facts.shared_prefixes,
     )
 
 
@@ -228,6 +230,14 @@ def _reserve(runtime: AttentionRuntime, noted: NotedStep) -> None:
         raise BadSetting(f"the dump's step {noted.number} names rows outside of its table; the dump is damaged")
     for row in rows.difference(noted.rows):
         table.free(row)
+    first = 0
+    for count, prefix_len in zip(noted.group_seqs, noted.group_prefix_len, strict=True):
+        table.reserve(noted.rows[first], prefix_len)
+        for row in noted.rows[first + 1 : first + count]:
+            table.free(row)
+            forked = table.fork(noted.rows[first], prefix_len)
+            assert forked == row, "the row that was freed last is handed out first"
+        first += count
     table.reserve_all(np.array(noted.rows, np.int32), np.array(noted.kv_len, np.int32))
 
 

@@ -26,9 +26,13 @@ _AUTO_ON_GPU = ("aiter", "triton")
 _AUTO_ON_CPU = ("torch",)
 
 # A prefill step is an extend step too, so a kernel of its own is welcome and not needed. Layers without masks of their
-# own serve masked steps as mixed ones.
+# own serve masked steps as mixed ones, and layers that cannot share prefixes decode them as ever.
 _NEEDED = (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
-_INSTEAD = {StepKind.PREFILL: StepKind.EXTEND, StepKind.MASKED: StepKind.MIXED}
+_INSTEAD = {
+    StepKind.PREFILL: StepKind.EXTEND,
+    StepKind.MASKED: StepKind.MIXED,
+    StepKind.SHARED: StepKind.DECODE,
+}
 
 # Kernel name -> why it may not be used here, whatever its row says.
 Unavailable = Mapping[str, str]
@@ -48,7 +52,8 @@ class Refusal:
 class Selection:
     """The kernels of one kind of layer.
 
-    kernels:  a bound kernel for each kind of step; PREFILL may be missing, and MASKED is for problems with custom_mask
+    kernels:  a bound kernel for each kind of step; PREFILL and SHARED may be missing, and MASKED is for problems with
+              custom_mask
     refusals: every kernel that was considered before it and why it was not taken
     """
 

@@ -176,7 +176,7 @@ def test_a_signal_writes_a_dump(device: torch.device, tmp_path: Path) -> None:
     [
         (lambda text: text[:-5], "is no dump of a flight recorder"),
         (lambda text: "[]", "is no dump of a flight recorder"),
-        (lambda text: json.dumps({**json.loads(text), "format": 9}), "format 9; this version reads format 3"),
+        (lambda text: json.dumps({**json.loads(text), "format": 9}), "format 9; this version reads format 4"),
         (lambda text: json.dumps({**json.loads(text), "steps": [{}]}), "is no dump of a flight recorder"),
         (lambda text: json.dumps({**json.loads(text), "problems": 3}), "is no dump of a flight recorder"),
     ],

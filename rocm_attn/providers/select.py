@@ -127,7 +127,13 @@ def ops_for(selections: Sequence[Selection], *, on_cpu: bool) -> StepOps:
     Triton's, for AITER's kernels as well. Torch's twins go with torch's kernels, and with any others where Triton has
     no device to run on and none of the kernels is Triton's.
     """
-    names = {kernel.row.provider for selection in selections for kernel in selection.kernels.values()}
+    names = {
+        kernel.row.provider
+        for selection in selections
+        for kind, kernel in selection.kernels.items()
+        # Shared steps are nobody's who does not ask for them.
+        if kind is not StepKind.SHARED
+    }
     if "torch" in names or (on_cpu and "triton" not in names):
         return TORCH.ops()
     return TRITON.ops()

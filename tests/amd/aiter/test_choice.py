@@ -43,6 +43,7 @@ def test_auto_takes_triton_for_the_kinds_of_step_that_aiter_does_not_serve() -> 
         "extend": "aiter.mha_batch_prefill_func",
         "mixed": "aiter.mha_batch_prefill_func",
         "prefill": "aiter.flash_attn_varlen_func",
+        "shared": "triton.shared_prefix",
     }
     assert chosen.provider == "auto"
 

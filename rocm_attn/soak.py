@@ -27,6 +27,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.soak_model import Checker, LayerTables, PlayedStep, SoakModel, soak_problems
 from rocm_attn.soak_world import Action, DrawnStep, Scenario, World
 from rocm_attn.split_batch import HALVES
+from rocm_attn.step_prefixes import NO_PREFIXES
 from rocm_attn.step_runner import StepCounters, StepRunner
 
 # Growth between two moments with no graph and no result held. A host's allocator keeps what it likes, a device's is
@@ -97,7 +98,7 @@ class SoakReport:
         return (
             f"{self.steps} steps of seed {self.seed} without a mismatch: {self.replays} replays, "
             f"{self.captures} captures, {self.split_steps} split steps, {self.reopens} reopens, "
-            f"{self.actions['preempt']} preemptions, "
+            f"{self.actions['share']} shared steps, {self.actions['preempt']} preemptions, "
             f"{self.actions['fork']} forks, {self.page_copies} page copies, {self.checked_tokens} tokens, worst error "
             f"{self.worst_error:.2f} of the allowed, memory {self.host_growth_bytes / 2**20:+.1f} MiB on the host and "
             f"{self.device_growth_bytes / 2**20:+.1f} MiB on the device, {self.seconds:.1f} s, "
@@ -154,6 +155,7 @@ class Soak:
             capture_sizes=first.seqs,
             capture_tokens=first.tokens,
             split_steps=True,
+            shared_prefixes=True,
         )
         self._layers = [self._runtime.pool.layer(layer) for layer in range(len(problems))]
         self._world = World(scenario, self._runtime.table, seed)
@@ -172,7 +174,7 @@ class Soak:
         self._checker = Checker(problems, exact, weights, scenario.max_kv_len)
         self._runner = StepRunner(self._runtime, self._model.forward, recorder_for(self._runtime.device))
         self._unchecked: list[PlayedStep] = []
-        self._reopens = self._page_copies = 0
+        self._reopens = self._page_copies = self._split_steps = 0
         self._memory: list[_MemoryUse] = []
 
     def run(self, steps: int, on_reopen: Callable[[int], None] | None = None) -> SoakReport:
@@ -200,6 +202,7 @@ class Soak:
     def _play(self, number: int) -> None:
         drawn = self._world.draw_step(self._runtime.padding.seqs.sizes)
         shape = self._shape(number, drawn)
+        self._split_steps += shape.num_children > 1
         self._page_copies += sum(len(table.pending.copies) for table in self._runtime.table.spaces)
         self._model.poison()
         before = self._runner.counters
@@ -225,7 +228,8 @@ class Soak:
     def _shape(self, number: int, drawn: DrawnStep) -> PaddedShape:
         """What a step is padded to, whole or as two halves."""
         padding = self._runtime.padding
-        if number % self._scenario.split_every:
+        # Both halves would read what is shared.
+        if number % self._scenario.split_every or drawn.batch.prefixes is not NO_PREFIXES:
             return padding.shape(drawn.batch, drawn.pad_to)
         pad_to = drawn.pad_to if drawn.pad_to is None else round_up(drawn.pad_to, HALVES)
         return padding.split_shape(drawn.batch, pad_to)
@@ -316,7 +320,7 @@ class Soak:
             steps=steps,
             replays=counters.replays,
             captures=counters.captures,
-            split_steps=steps // self._scenario.split_every,
+            split_steps=self._split_steps,
             reopens=self._reopens,
             actions={action.value: self._world.counts[action] for action in Action},
             page_copies=self._page_copies,

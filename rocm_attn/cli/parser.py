@@ -210,6 +210,7 @@ def _add_prewarm(commands: Commands[argparse.ArgumentParser]) -> None:
     add("--num-pages", type=_positive, metavar="PAGES", help="pages of the KV cache (enough for all sequences)")
     add("--capture-sizes", type=_sizes, metavar="N,N,...", help="sequence counts (a ladder up to --max-batch-size)")
     add("--capture-tokens", type=_sizes, metavar="N,N,...", help="token counts of extend and mixed steps (none)")
+    add("--shared-prefixes", action="store_true", help="decode steps that share prefixes, too")
     add("--json", action="store_true", help="print one JSON object")
 
 

@@ -35,6 +35,7 @@ def run(options: argparse.Namespace) -> None:
             num_pages=options.num_pages if options.num_pages is not None else enough,
             capture_sizes=options.capture_sizes,
             capture_tokens=(1,) if options.capture_tokens is None else options.capture_tokens,
+            shared_prefixes=options.shared_prefixes,
         ),
         device=device,
         provider=options.provider,

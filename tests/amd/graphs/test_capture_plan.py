@@ -27,8 +27,11 @@ LLAMA = {
 
 
 @pytest.mark.parametrize("provider", providers())
-def test_what_is_predicted_is_what_is_allocated_and_captured(provider: str, device: torch.device) -> None:
-    tiny = Tiny.build(device, provider, [1, 4], tokens=(4, 8))
+@pytest.mark.parametrize("shared_prefixes", [False, True])
+def test_what_is_predicted_is_what_is_allocated_and_captured(
+    shared_prefixes: bool, provider: str, device: torch.device
+) -> None:
+    tiny = Tiny.build(device, provider, [1, 4], tokens=(4, 8), shared_prefixes=shared_prefixes)
     report = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device)).capture_all()
     runtime = tiny.runtime
     plan = plan_capture(
@@ -40,6 +43,7 @@ def test_what_is_predicted_is_what_is_allocated_and_captured(provider: str, devi
         provider=provider,
         capture_sizes=[1, 4],
         capture_tokens=[4, 8],
+        shared_prefixes=shared_prefixes,
     )
     assert [bucket.shape for bucket in plan.buckets] == [bucket.key.shape for bucket in report.buckets]
     assert plan.lengths == (provider == "torch")
@@ -63,6 +67,7 @@ def test_a_setting_changes_what_it_is_named_for(device: torch.device) -> None:
     for name, changes, knob in (
         ("kv_len", {"capture_sizes": [64]}, "capture_sizes up to 64"),
         ("token_ids", {"capture_tokens": [512]}, "capture_tokens up to 512"),
+        ("group_indptr", {"shared_prefixes": True}, "shared_prefixes, capture_sizes up to 8"),
         ("request table", {"max_num_seqs": 20}, "max_num_seqs 20"),
         ("request table", {"max_kv_len": 512}, "max_kv_len 512 / page_size 4"),
         ("KV pool", {"num_pages": 300}, f"num_pages 300 of {page_bytes(problems)} bytes"),

@@ -21,6 +21,7 @@ from rocm_attn.prewarm import PrewarmReport, ServedSizes, prewarm
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_prefixes import NO_PREFIXES, PrefixGroup, SharedPrefixes
 from rocm_attn.target import known_target
 from tests.amd.offline.offline_driver import offline
 
@@ -65,6 +66,7 @@ def serve(problem: Problem, sizes: ServedSizes) -> list[CompileEvent]:
         max_kv_len=sizes.max_kv_len,
         capture_sizes=sizes.capture_sizes,
         capture_tokens=sizes.capture_tokens,
+        shared_prefixes=sizes.shared_prefixes,
         guards=Guards().without("echo_check"),  # kernels that are only compiled answer nothing
     )
     rows = np.array([runtime.table.admit() for _ in range(sizes.max_num_seqs)], np.int32)
@@ -80,7 +82,9 @@ def serve(problem: Problem, sizes: ServedSizes) -> list[CompileEvent]:
             kv_len = q_len + random.integers(0, 12, num_seqs).astype(np.int32)
             for row, length in zip(rows.tolist(), kv_len.tolist(), strict=False):
                 runtime.table.reserve(row, max(length, 1))
-            step = runtime.begin_step(StepBatch(rows[:num_seqs], kv_len, q_len))
+            shares = sizes.shared_prefixes and number % 4 == 1
+            prefixes = SharedPrefixes([PrefixGroup(1, 0)] * num_seqs) if shares else NO_PREFIXES
+            step = runtime.begin_step(StepBatch(rows[:num_seqs], kv_len, q_len, prefixes=prefixes))
             q, k, v, out = (
                 torch.zeros(len(step.token_ids), heads, dim, dtype=problem.dtype)
                 for heads, dim in ((8, 64), (2, 64), (2, 64), (8, 64))
@@ -101,10 +105,13 @@ def test_what_was_prewarmed_is_compiled_no_second_time() -> None:
     assert second.cached == first.compiled
 
 
-def test_a_process_that_serves_finds_everything_that_it_needs() -> None:
-    prewarmed()
-    events = serve(PROBLEM, SIZES)
+@pytest.mark.parametrize("shared_prefixes", [False, True])
+def test_a_process_that_serves_finds_everything_that_it_needs(shared_prefixes: bool) -> None:
+    sizes = replace(SIZES, shared_prefixes=shared_prefixes)
+    report = prewarmed(sizes=sizes)
+    events = serve(PROBLEM, sizes)
     assert len(events) >= 9
+    assert ("_merge_states_kernel" in report.compiled) == shared_prefixes
     assert [event for event in events if not event.was_cached] == []
 
 

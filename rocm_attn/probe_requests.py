@@ -145,7 +145,7 @@ class ProbeRequests:
         own = (batch.kv_len - 1) // page_size * page_size
         groups, first = [], 0
         while first < batch.num_seqs:
-            count = min(1 + int(self._random.geometric(0.3)), batch.num_seqs - first)
+            count = min(int(self._random.geometric(0.3)), batch.num_seqs - first)
             shares = self._random.random() < 0.75
             groups.append(PrefixGroup(count, int(own[first : first + count].min()) if shares else 0))
             first += count

@@ -155,7 +155,9 @@ class _Replay:
         for out in self.outs:
             out.fill_(float("nan"))
         runner.run_as(self.shape, self.batch)
-        no_graph = runner.counters.graphs_off or ("" if self.replayable else "steps of its kind and size are not captured")
+        no_graph = runner.counters.graphs_off or (
+            "" if self.replayable else "steps of its kind and size are not captured"
+        )
         return [self._result(kind, eager[kind], no_graph) for kind in range(len(self.outs))]
 
     def _forward(self, step: Step) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rocm_attn.padding import PaddedShape, StepKind
+from rocm_attn.padding import PaddedShape
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.scores import refuse_unified, window_size
@@ -41,8 +41,8 @@ class Unified:
 
     def attend(self, args: AttendArgs) -> None:
         step = args.step
-        # With 1 it takes token i for the only one of sequence i, which holds in decode steps alone.
-        max_seqlen_q = 1 if step.shape.kind is StepKind.DECODE else max(2, step.max_q_len)
+        # With 1 it takes token i for the only one of sequence i, which holds in steps that decode alone.
+        max_seqlen_q = 1 if step.shape.kind.decodes else max(2, step.max_q_len)
         library.unified_attention()(
             q=args.q,
             k=args.k_pages,

@@ -79,6 +79,8 @@ class RequestTable:
         self._free_rows = list(range(max_num_seqs, RESERVED_ROW, -1))
         self._seen = np.zeros(max_num_seqs + 1, np.int32)
         self._rows_checked = b""
+        self._num_forgotten = 0
+        self._prefixes_checked: tuple[SharedPrefixes | None, bytes, int] = (None, b"", 0)
         self._order = np.arange(max_num_seqs, dtype=np.int32)
 
     @property
@@ -262,7 +264,11 @@ class RequestTable:
         for table in self._windowed:
             table.check_windows(rows, batch.kv_len - batch.q_len)
         if isinstance(batch.prefixes, SharedPrefixes):
-            self._check_prefixes(rows, batch.prefixes)
+            # While rows stay admitted, the whole pages before their last token stay theirs.
+            shared = (batch.prefixes, named, self._num_forgotten)
+            if shared != self._prefixes_checked:
+                self._check_prefixes(rows, batch.prefixes)
+                self._prefixes_checked = shared
 
     def _check_prefixes(self, rows: Int32Array, prefixes: SharedPrefixes) -> None:
         torn = prefixes.prefix_len % self.page_size != 0
@@ -354,6 +360,7 @@ class RequestTable:
 
     def _forget(self, row: int) -> None:
         """A row that holds no page is free."""
+        self._num_forgotten += 1
         for table in self._windowed:
             table.start_over(row)
         self._capacity[row] = self._reserved_len[row] = -1

@@ -47,11 +47,13 @@ class PrefixGroup:
 class SharedPrefixes:
     """The groups of a decode step: every sequence is in one, in the order of the step.
 
+    Steps of the same requests may bring the same object: what it says of their pages is then looked at once.
+
     prefix_len:  int32 [num_seqs]  tokens that the sequence shares with its group
     group_begin: int32 [num_seqs]  the first sequence of its group
     group_end:   int32 [num_seqs]  one past the last
 
-    Raises BadBatch for groups without sequences.
+    Raises BadBatch for groups without sequences, and for lengths below 0.
     """
 
     groups: Sequence[PrefixGroup]
@@ -63,10 +65,13 @@ class SharedPrefixes:
         counts = [group.num_seqs for group in self.groups]
         if min(counts, default=1) < 1:
             raise BadBatch(f"groups have {_listed(counts)} sequences; give every group one or more")
+        lengths = [group.prefix_len for group in self.groups]
+        if min(lengths, default=0) < 0:
+            raise BadBatch(f"a group has a prefix of {min(lengths)} tokens; give it 0 or more")
         ends = np.cumsum(counts, dtype=np.int32)
         object.__setattr__(self, "groups", tuple(self.groups))
         for name, of_group in (
-            ("prefix_len", np.array([group.prefix_len for group in self.groups], np.int32)),
+            ("prefix_len", np.array(lengths, np.int32)),
             ("group_begin", ends - np.array(counts, np.int32)),
             ("group_end", ends),
         ):
@@ -86,7 +91,7 @@ class SharedPrefixes:
                 f"groups of {_listed(counts)} sequences for {len(kv_len)}; "
                 "every sequence is in one group, in the order of the step"
             )
-        wrong = (self.prefix_len < 0) | (self.prefix_len >= kv_len)
+        wrong = self.prefix_len >= kv_len
         if wrong.any():
             seq = int(wrong.argmax())
             raise BadBatch(

@@ -276,10 +276,14 @@ def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> TritonMask
 
 
 def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPrefixKernel:
+    prefix = _bind_extend(problem_of_prefixes(problem), target, pool)
+    return SharedPrefixKernel(problem, prefix, _bind_decode(problem, target, pool), _merge_states)
+
+
+def _merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:
     from rocm_attn.kernels.attention.merge_states import launch_merge_states
 
-    prefix = _bind_extend(problem_of_prefixes(problem), target, pool)
-    return SharedPrefixKernel(problem, prefix, _bind_decode(problem, target, pool), launch_merge_states)
+    launch_merge_states(out_a, lse_a, out_b, lse_b, out, lse)
 
 
 def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:

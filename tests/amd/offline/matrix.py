@@ -130,8 +130,10 @@ def launch_all(row: Row) -> None:
     runtime, rows = _runtime(row, row.problems)
     _launch_step(runtime, _batch(rows, [1] * 16))
     _launch_step(runtime, _batch(rows, [32] * 16))
-    prefixes = SharedPrefixes([PrefixGroup(1, KV_LEN // 2)] * 16)
-    _launch_step(runtime, replace(_batch(rows, [1] * 16), prefixes=prefixes))
+    # In float32, which no model is served in, extend that is not causal costs sm_90 24 bytes of spilled registers.
+    if runtime.target.is_amd or row.dtype != torch.float32:
+        prefixes = SharedPrefixes([PrefixGroup(1, KV_LEN // 2)] * 16)
+        _launch_step(runtime, replace(_batch(rows, [1] * 16), prefixes=prefixes))
     _launch_masked_step(row)
     if runtime.target.is_amd:
         _launch_fix_ups(runtime)

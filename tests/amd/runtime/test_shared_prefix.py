@@ -159,7 +159,7 @@ BAD_GROUPS = {
     "half a page": ([PrefixGroup(2, 6)], "sequence 0 has a prefix of 6 tokens in pages of 4; a prefix has whole pages"),
     "all of it": ([PrefixGroup(1, 12), PrefixGroup(1, 8)], "sequence 0 has 10 tokens and a prefix of 12"),
     "nothing behind": ([PrefixGroup(1, 8), PrefixGroup(1, 11)], "sequence 1 has 11 tokens and a prefix of 11"),
-    "negative": ([PrefixGroup(2, -4)], "sequence 0 has 10 tokens and a prefix of -4"),
+    "negative": ([PrefixGroup(2, -4)], "a group has a prefix of -4 tokens; give it 0 or more"),
     "too few": ([PrefixGroup(1, 8)], "groups of 1 sequences for 2; every sequence is in one group"),
     "none": ([], "groups of no sequences for 2; every sequence is in one group"),
     "empty": ([PrefixGroup(2, 8), PrefixGroup(0, 8)], "groups have 2, 0 sequences; give every group one or more"),
@@ -190,14 +190,18 @@ def test_sequences_with_pages_of_their_own_are_refused(device: torch.device) -> 
 
 
 def test_rows_that_were_handed_out_again_share_nothing(device: torch.device) -> None:
+    """The groups are the ones that were looked at, and so are the rows."""
     world, requests = world_of(device)
-    decode(world, requests, [PrefixGroup(2, 8)])
+    prefixes = SharedPrefixes([PrefixGroup(2, 8)])
+    for _ in range(2):
+        world.step(requests, [1, 1], prefixes=prefixes)
     world.free(requests[1])
     other = world.admit()
     assert other.row == requests[1].row
     world.step([other], [12])
-    with pytest.raises(BadBatch, match="sequence 1 does not share the 8 tokens of sequence 0"):
-        decode(world, [requests[0], other], [PrefixGroup(2, 8)])
+    for _ in range(2):
+        with pytest.raises(BadBatch, match="sequence 1 does not share the 8 tokens of sequence 0"):
+            world.step([requests[0], other], [1, 1], prefixes=prefixes)
 
 
 def test_steps_that_do_not_decode_are_refused(device: torch.device) -> None:

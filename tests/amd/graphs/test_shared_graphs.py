@@ -13,6 +13,7 @@ from torch import Tensor
 from rocm_attn.capture_check import rows_beyond_bounds
 from rocm_attn.graphs import recorder_for, shape_name
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
+from rocm_attn.kernels.metadata.index_tensors import IndexTensors
 from rocm_attn.kernels.refs import metadata
 from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.step_batch import StepBatch
@@ -130,15 +131,22 @@ def test_without_room_for_probe_requests_the_steps_own_groups_are_tried(provider
 
 
 class _FreezesGroups:
-    """A recorder whose graphs keep the groups that they were recorded with."""
+    """A recorder whose graphs leave it where the groups of the step before begin."""
 
     def __init__(self, inner: Recorder, patch: pytest.MonkeyPatch) -> None:
         self._inner = inner
         self._patch = patch
 
     def record(self, fn: Callable[[], Any]) -> tuple[Recording, Any]:
+        right = metadata._write_groups
+
+        def write_groups(step: IndexTensors, page_size: int) -> None:
+            before = step.group_indptr.clone()
+            right(step, page_size)
+            step.group_indptr.copy_(before)
+
         with self._patch.context() as patch:
-            patch.setattr(metadata, "_write_groups", lambda step, page_size: None)
+            patch.setattr(metadata, "_write_groups", write_groups)
             return self._inner.record(fn)
 
     def release_memory(self) -> None:

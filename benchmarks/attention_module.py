@@ -61,6 +61,10 @@ def plan(d: Any) -> Prepared:
         mask_indptr=ints([], device),
         mask_words=ints([], device),
         mask_positions=ints([], device),
+        prefix_len=ints([], device),
+        group_indptr=ints([], device),
+        suffix_kv_len=ints([], device),
+        suffix_page=ints([], device),
         slot_of_token=ints([], device),
     )
     schedule = torch.empty(kernel.schedule_words(shape), dtype=torch.int32, device=device)

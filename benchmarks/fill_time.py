@@ -73,6 +73,8 @@ def decode_step(form: Form, num_seqs: int, device: torch.device) -> IndexTensors
         kv_len=ints(num_seqs, KV_LEN),
         q_len=ints(num_seqs, 1),
         table=torch.cat([torch.zeros_like(pages[:width]), pages]).view(-1, width),
+        prefix_len=ints(num_seqs, 0),
+        group_end=torch.arange(1, num_seqs + 1, dtype=torch.int32, device=device),
         q_indptr=ints(num_seqs + 1),
         last_token_of_seq=ints(num_seqs),
         position_of_token=ints(num_seqs),
@@ -83,6 +85,9 @@ def decode_step(form: Form, num_seqs: int, device: torch.device) -> IndexTensors
         block_table=outputs(Need.BLOCK_TABLE, num_seqs, width),
         kv_len_int64=outputs(Need.KV_LEN_INT64, num_seqs, dtype=torch.int64),
         mask_indptr=outputs(Need.MASK_INDPTR, num_seqs + 1, dtype=torch.int64),
+        group_indptr=outputs(Need.PREFIXES, num_seqs + 1),
+        suffix_kv_len=outputs(Need.PREFIXES, num_seqs),
+        suffix_page=outputs(Need.PREFIXES, num_seqs),
     )
 
 

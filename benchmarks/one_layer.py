@@ -94,6 +94,10 @@ def _args(problem: Problem, kernel: BoundKernel, batch: Batch, generator: torch.
         mask_indptr=empty,
         mask_words=empty,
         mask_positions=empty,
+        prefix_len=empty,
+        group_indptr=empty,
+        suffix_kv_len=empty,
+        suffix_page=empty,
         slot_of_token=empty,
     )
     schedule = torch.empty(kernel.schedule_words(shape), dtype=torch.int32, device=device)

@@ -261,4 +261,5 @@ def _select(batch: StepBatch, order: npt.NDArray[np.int_]) -> StepBatch:
     if len(token_ids):
         parts = np.split(token_ids, np.cumsum(batch.q_len)[:-1])
         token_ids = np.concatenate([parts[seq] for seq in order])
-    return StepBatch(batch.rows[order], batch.kv_len[order], batch.q_len[order], token_ids)
+    prefixes = batch.prefixes.select(order)
+    return StepBatch(batch.rows[order], batch.kv_len[order], batch.q_len[order], token_ids, prefixes=prefixes)

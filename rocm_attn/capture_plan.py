@@ -21,7 +21,7 @@ from rocm_attn.page_table import PageTable
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import Need
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step_buffers import PADDED_BATCH, STEP_BUFFERS, BufferSpec, Unit, space_buffers
+from rocm_attn.step_buffers import PADDED_BATCH, STEP_BUFFERS, BufferSpec, Unit, needed_buffers, space_buffers
 from rocm_attn.step_memory import FormSizes, StepMemory, words_of_children
 from rocm_attn.target import Target
 
@@ -82,6 +82,7 @@ def plan_capture(
     capture_sizes: Sequence[int] | None = None,
     capture_tokens: Sequence[int] = (1,),
     split_steps: bool = False,
+    shared_prefixes: bool = False,
     deterministic: bool = False,
 ) -> CapturePlan:
     """What AttentionRuntime(problems, ...) allocates on the target, and what StepRunner.capture_all() captures.
@@ -104,6 +105,7 @@ def plan_capture(
         capture_sizes=capture_sizes,
         capture_tokens=capture_tokens,
         split_steps=split_steps,
+        shared_prefixes=shared_prefixes,
         deterministic=deterministic,
     )
     shapes = [shape for shape in capture_shapes(runtime.padding) if _is_captured(runtime, shape)]
@@ -169,7 +171,10 @@ def _knobs(runtime: AttentionRuntime) -> dict[str, str]:
     kernels = f"{seqs}, {tokens}, {runtime.target.compute_units} compute units"
     halves = "split_steps" if runtime.padding.max_children > 1 else "always the same"
     masks = f"{tokens} x max_kv_len {runtime.max_kv_len}"
-    return {**of_buffer, "counts": halves, "schedules": kernels, "mask_words": masks, "given_position_of_token": tokens}
+    shared = f"shared_prefixes, {seqs}"
+    of_prefixes = dict.fromkeys((spec.name for spec in needed_buffers(Need.PREFIXES, table_width=0)), shared)
+    fixed = {"counts": halves, "schedules": kernels, "mask_words": masks, "given_position_of_token": tokens}
+    return {**of_buffer, **of_prefixes, **fixed}
 
 
 def _row_width(runtime: AttentionRuntime) -> str:

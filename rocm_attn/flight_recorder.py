@@ -23,6 +23,7 @@ from rocm_attn.plan import StepPlan
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step_batch import Int32Array, StepBatch
+from rocm_attn.step_prefixes import NO_PREFIXES, Prefixes, PrefixGroup, SharedPrefixes
 
 NUM_STEPS = 64
 _FORMAT = 4
@@ -56,7 +57,7 @@ class NoFlightRecorder:
 
 NO_FLIGHT_RECORDER = NoFlightRecorder()
 
-_Noted = tuple[int, StepPlan, bool, int, Int32Array, Int32Array, Int32Array]
+_Noted = tuple[int, StepPlan, bool, int, Int32Array, Int32Array, Int32Array, Prefixes]
 
 
 class FlightRecorder:
@@ -87,6 +88,7 @@ class FlightRecorder:
             batch.rows.copy(),
             batch.kv_len.copy(),
             batch.q_len.copy(),
+            batch.prefixes,
         )
         self._noted = at + 1
 
@@ -142,6 +144,7 @@ class NotedStep:
     replayed:    whether a graph of it existed when it began
     epoch:       of the addresses that graphs read
     rows, kv_len, q_len: as in StepBatch
+    group_seqs, group_prefix_len: sequences and shared tokens of each group, of a step that shares prefixes
     """
 
     number: int
@@ -159,6 +162,8 @@ class NotedStep:
     rows: tuple[int, ...]
     kv_len: tuple[int, ...]
     q_len: tuple[int, ...]
+    group_seqs: tuple[int, ...]
+    group_prefix_len: tuple[int, ...]
 
     @classmethod
     def of(
@@ -170,9 +175,11 @@ class NotedStep:
         rows: Int32Array,
         kv_len: Int32Array,
         q_len: Int32Array,
+        prefixes: Prefixes,
     ) -> NotedStep:
         """A step as the ring holds it."""
         key, shape = plan.key, plan.shape
+        groups = prefixes.groups if isinstance(prefixes, SharedPrefixes) else ()
         return cls(
             number=number,
             kind=shape.kind.value,
@@ -189,6 +196,8 @@ class NotedStep:
             rows=tuple(rows.tolist()),
             kv_len=tuple(kv_len.tolist()),
             q_len=tuple(q_len.tolist()),
+            group_seqs=tuple(group.num_seqs for group in groups),
+            group_prefix_len=tuple(group.prefix_len for group in groups),
         )
 
     @property
@@ -200,7 +209,15 @@ class NotedStep:
         """The step's sequences, without token ids. Raises BadBatch."""
         if self.kind == StepKind.MASKED.value:
             raise BadBatch(f"step {self.number} had a mask, which a dump does not hold; replay a step without one")
-        return StepBatch(*(torch.tensor(values, dtype=torch.int32).numpy() for values in self._arrays()))
+        arrays = (torch.tensor(values, dtype=torch.int32).numpy() for values in self._arrays())
+        return StepBatch(*arrays, prefixes=self.prefixes)
+
+    @property
+    def prefixes(self) -> Prefixes:
+        """What its sequences shared. Raises BadBatch."""
+        if self.kind != StepKind.SHARED.value:
+            return NO_PREFIXES
+        return SharedPrefixes(list(map(PrefixGroup, self.group_seqs, self.group_prefix_len)))
 
     def _arrays(self) -> tuple[tuple[int, ...], ...]:
         return self.rows, self.kv_len, self.q_len
@@ -223,6 +240,7 @@ class RuntimeFacts:
     guards_off: tuple[str, ...]
     split_steps: bool
     deterministic: bool
+    shared_prefixes: bool
 
     @classmethod
     def of(cls, runtime: AttentionRuntime) -> RuntimeFacts:
@@ -241,6 +259,7 @@ class RuntimeFacts:
             guards_off=runtime.guards.off,
             split_steps=runtime.padding.max_children > 1,
             deterministic=runtime.deterministic,
+            shared_prefixes=runtime.padding.has_prefixes,
         )
 
 

@@ -33,7 +33,7 @@ def capture_shapes(padding: PaddingPolicy) -> tuple[PaddedShape, ...]:
     Every sequence count once for decode steps; every pair of a sequence count and a token count that a step can have in
     which each sequence has a token. A token count of 1 is left to be captured when it is met: only idle sequences make
     such a step. The same once more for split steps, where they may be captured. Masked steps, where there are any, like
-    those that extend.
+    those that extend; steps that share prefixes, where they may be captured, like those that decode.
     """
     shapes = [shape for children in range(1, padding.max_children + 1) for shape in _shapes(padding, children)]
     return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_seqs), reverse=True))
@@ -44,6 +44,8 @@ def _shapes(padding: PaddingPolicy, children: int) -> list[PaddedShape]:
         tuple(dict.fromkeys(round_up(size, children) for size in ladder)) for ladder in (padding.seqs, padding.tokens)
     )
     shapes = [PaddedShape(StepKind.DECODE, size, size, children) for size in seqs]
+    if padding.has_prefixes and children == 1:
+        shapes += [PaddedShape(StepKind.SHARED, size, size) for size in seqs]
     for num_seqs, fewest_seqs in _with_fewest(seqs):
         for num_tokens in tokens:
             if num_tokens >= 2 * max(fewest_seqs, children):
@@ -63,7 +65,7 @@ def _with_fewest(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
 def shape_name(shape: PaddedShape) -> str:
     """A padded shape in words."""
     seqs = "1 sequence" if shape.num_seqs == 1 else f"{shape.num_seqs} sequences"
-    tokens = "" if shape.kind is StepKind.DECODE else f" with {shape.num_tokens} tokens"
+    tokens = "" if shape.kind.decodes else f" with {shape.num_tokens} tokens"
     halves = "" if shape.num_children == 1 else " in two halves"
     return f"{shape.kind.value} of {seqs}{tokens}{halves}"
 

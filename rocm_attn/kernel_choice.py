@@ -66,7 +66,8 @@ def _say_what_fell_back(selection: Selection) -> None:
         reasons = [
             f"{r.kernel}: {r.reason}" for r in selection.refusals if r.kind is kind and "not bound" not in r.reason
         ]
-        if kernel.row.provider != "aiter":
+        # Kinds that AITER has no kernels for have nothing to fall back from.
+        if kernel.row.provider != "aiter" and reasons:
             _warn_once(f"{kind.value} steps are served by {kernel.row.name}, not by AITER ({'; '.join(reasons)})")
 
 

@@ -18,6 +18,7 @@ Every kernel that is known, and its limits. `rocm-attn kernels` prints this page
 Within a kind of step the first one that serves is taken, AITER's before Triton's with the provider `auto`. A prefill
 step is an extend step in which no sequence has a token in the cache; without a kernel of its own it is served as an
 extend step. A masked step brings a mask of its own; layers whose problem has no `custom_mask` serve it as a mixed one.
+A shared step decodes sequences that share prefixes; layers that cannot share them serve it as a decode step.
 Sliding windows, soft caps, sinks, ALiBi slopes and attention that is not causal have a table of their own.
 
 Vectorised pages hold the same as K and V pages in another order, which some of AITER's kernels read, and torch as the
@@ -115,6 +116,7 @@ def _needs(line: _Line) -> str:
         Need.BLOCK_TABLE: "block table",
         Need.KV_LEN_INT64: "int64 lengths",
         Need.MASK_WORDS: "packed masks",
+        Need.PREFIXES: "groups of sequences",
     }
     needs = [name for need, name in names.items() if need in line[0].needs]
     return ", ".join(needs + ["lengths on the host"] * line[0].needs_host_lengths) or "nothing"

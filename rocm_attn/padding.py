@@ -23,6 +23,7 @@ from rocm_attn.split_batch import HALVES, split_batch
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_inputs import HOST_INPUTS
 from rocm_attn.step_mask import NO_MASK
+from rocm_attn.step_prefixes import NO_PREFIXES
 
 PAD_ROW = 0
 
@@ -35,6 +36,12 @@ class StepKind(enum.Enum):
     MIXED = "mixed"  # some sequences with one new token, others with more, or none
     PREFILL = "prefill"  # an extend step in which no sequence has a token in the cache; never captured
     MASKED = "masked"  # any number of new tokens in each sequence, which see what a mask says
+    SHARED = "shared"  # one new token in every sequence, and prefixes that several of them share
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every sequence has one new token."""
+        return self is StepKind.DECODE or self is StepKind.SHARED
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,7 @@ class PaddedShape:
     @property
     def pad_q_len(self) -> int:
         """New tokens of a padded sequence."""
-        return 1 if self.kind is StepKind.DECODE else 0
+        return 1 if self.kind.decodes else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +79,14 @@ class PaddingPolicy:
     max_children: the most children that a captured step has; a split step takes the sizes of the ladders, rounded up
                   to two equal halves
     has_masks:    whether steps may have masks; those are never split
+    has_prefixes: whether steps that share prefixes may be captured; those are never split
     """
 
     seqs: SizeLadder
     tokens: SizeLadder
     max_children: int = 1
     has_masks: bool = False
+    has_prefixes: bool = False
 
     def shape(self, batch: StepBatch, pad_to: int | None = None) -> PaddedShape:
         """The padded shape of a batch.
@@ -87,7 +96,7 @@ class PaddingPolicy:
         """
         kind = step_kind(batch)
         num_seqs = _pad(max(1, batch.num_seqs), self.seqs) if pad_to is None else _forced(batch, pad_to)
-        num_tokens = num_seqs if kind is StepKind.DECODE else _pad(max(1, batch.num_tokens), self.tokens)
+        num_tokens = num_seqs if kind.decodes else _pad(max(1, batch.num_tokens), self.tokens)
         return PaddedShape(kind, num_seqs, num_tokens)
 
     def split_shape(self, batch: StepBatch, pad_to: int | None = None) -> PaddedShape:
@@ -113,7 +122,8 @@ class PaddingPolicy:
         return (
             children <= self.max_children
             and shape.num_seqs <= round_up(self.seqs.largest, children)
-            and (shape.kind is StepKind.DECODE or shape.num_tokens <= round_up(self.tokens.largest, children))
+            and (shape.kind.decodes or shape.num_tokens <= round_up(self.tokens.largest, children))
+            and (shape.kind is not StepKind.SHARED or self.has_prefixes)
         )
 
     def largest_shapes(self) -> tuple[PaddedShape, ...]:
@@ -125,6 +135,8 @@ class PaddingPolicy:
             shapes += [PaddedShape(kind, seqs, tokens, children) for kind in (StepKind.EXTEND, StepKind.MIXED)]
         if self.has_masks:
             shapes.append(PaddedShape(StepKind.MASKED, self.seqs.largest, self.tokens.largest))
+        if self.has_prefixes:
+            shapes.append(PaddedShape(StepKind.SHARED, self.seqs.largest, self.seqs.largest))
         return tuple(shapes)
 
 
@@ -171,6 +183,8 @@ def step_kind(batch: StepBatch) -> StepKind:
     """The kind of step that a batch is. Without a mask an empty one is a decode step; PREFILL is for the planner."""
     if batch.mask is not NO_MASK:
         return StepKind.MASKED
+    if batch.prefixes is not NO_PREFIXES:
+        return StepKind.SHARED
     if batch.max_q_len == batch.min_q_len == 1 or batch.num_seqs == 0:
         return StepKind.DECODE
     return StepKind.MIXED if batch.min_q_len <= 1 else StepKind.EXTEND

@@ -27,8 +27,9 @@ PAGE_SIZES = (16, 32, 64, 128, 1, 1024)
 # takes masks or is deterministic. Latent layers have a pool of their own kind in any case.
 POOLS = (PoolKind.SPLIT, PoolKind.VECTORIZED)
 
-# Masked steps come with the layers that ask for masks, and choose no pages for the others.
-_KINDS = tuple(kind for kind in StepKind if kind is not StepKind.MASKED)
+# Masked steps come with the layers that ask for masks, and choose no pages for the others; nor do steps that share
+# prefixes, which not every server has.
+_KINDS = tuple(kind for kind in StepKind if kind not in (StepKind.MASKED, StepKind.SHARED))
 
 
 @dataclass(frozen=True, slots=True)

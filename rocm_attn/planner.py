@@ -14,6 +14,7 @@ from rocm_attn.providers.contract import Baked
 from rocm_attn.providers.select import Selection
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_mask import NO_MASK
+from rocm_attn.step_prefixes import NO_PREFIXES
 
 
 class Planner:
@@ -59,7 +60,8 @@ class Planner:
     def plan(self, batch: StepBatch, pad_to: int | None, num_children: int) -> StepPlan:
         """The plan of a batch that runs whole, or as two halves. pad_to: as in PaddingPolicy.
 
-        Raises CapacityExceeded; BadTensor, Unsupported for inputs on a device that cannot be taken.
+        Raises CapacityExceeded; BadTensor, Unsupported for inputs on a device that cannot be taken; Unsupported for
+        prefixes that no layer can share.
         """
         max_kv_len = self._max_kv_len
         if self._bakes_kv_len:
@@ -75,12 +77,13 @@ class Planner:
             num_children,
             batch.inputs.device,
             batch.mask is NO_MASK,
+            batch.prefixes is NO_PREFIXES,
         )
         plan = self._plan_of_sizes.get(sizes)
         if plan is None:
             shape_of = self.padding.shape if num_children == 1 else self.padding.split_shape
             plan = self._make_plan(shape_of(batch, pad_to), batch, max_kv_len)
-            if plan.replayable and plan.shape.kind is StepKind.DECODE:  # ragged sizes are too many to keep
+            if plan.replayable and plan.shape.kind.decodes:  # ragged sizes are too many to keep
                 self._plan_of_sizes[sizes] = plan
         return plan
 
@@ -88,7 +91,7 @@ class Planner:
         may_capture = self.padding.captures(shape)
         if self._has_prefill and not may_capture and shape.kind is StepKind.EXTEND and is_prefill(batch):
             shape = replace(shape, kind=StepKind.PREFILL)
-        max_q_len = 1 if shape.kind is StepKind.DECODE else shape.child.num_tokens
+        max_q_len = 1 if shape.kind.decodes else shape.child.num_tokens
         if self._bakes_q_len:
             max_q_len = q_len_bucket(batch.max_q_len) if may_capture else max(1, batch.max_q_len)
         plan = make_plan(
@@ -110,6 +113,14 @@ class Planner:
             )
         if batch.mask.device not in (None, self._device):
             raise BadTensor(f"the step's mask is on {batch.mask.device}; the runtime is on {self._device}")
+        if batch.prefixes is not NO_PREFIXES and all(kernel.row.kind is not StepKind.SHARED for kernel in plan.kernels):
+            reasons = {
+                f"{refusal.kernel}: {refusal.reason}": None
+                for selection in self._selections
+                for refusal in selection.refusals
+                if refusal.kind is StepKind.SHARED
+            }
+            raise Unsupported("no layer can share prefixes; leave them out of the step", list(reasons))
         if batch.inputs.device not in (None, self._device):
             raise BadTensor(
                 f"the step's lengths or token ids are on {batch.inputs.device}; the runtime is on {self._device}"

@@ -24,7 +24,7 @@ from rocm_attn.guards import guards_from_settings
 from rocm_attn.head_weights import HeadWeights
 from rocm_attn.index_spaces import num_pages as pages_of
 from rocm_attn.padding import PaddedShape, StepKind
-from rocm_attn.probe_requests import typical_q_len, with_random_mask
+from rocm_attn.probe_requests import typical_q_len, with_nothing_shared, with_random_mask
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step_batch import StepBatch
@@ -47,6 +47,7 @@ class ServedSizes:
     capture_sizes: tuple[int, ...] | None = None
     capture_tokens: tuple[int, ...] = (1,)
     deterministic: bool = False
+    shared_prefixes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,7 @@ def _runtime(
         capture_sizes=sizes.capture_sizes,
         capture_tokens=sizes.capture_tokens,
         deterministic=sizes.deterministic,
+        shared_prefixes=sizes.shared_prefixes,
         guards=guards,
     )
     for layer, problem in enumerate(kinds):
@@ -162,6 +164,8 @@ def _steps(runtime: AttentionRuntime) -> Iterator[tuple[PaddedShape, list[int]]]
             yield PaddedShape(kind, num_seqs, num_seqs * each), [each] * num_seqs
             if num_seqs > 1 and each > 1:
                 yield PaddedShape(StepKind.MIXED, num_seqs, 1 + (num_seqs - 1) * each), [1] + [each] * (num_seqs - 1)
+            if runtime.padding.has_prefixes:
+                yield PaddedShape(StepKind.SHARED, num_seqs, num_seqs), [1] * num_seqs
             if runtime.padding.has_masks:
                 yield PaddedShape(StepKind.MASKED, num_seqs, num_seqs * each), [each] * num_seqs
 
@@ -176,6 +180,8 @@ def _run(runtime: AttentionRuntime, q_len: list[int], shape: PaddedShape) -> Non
         batch = StepBatch(np.array(rows, np.int32), tokens, tokens)
         if shape.kind is StepKind.MASKED:
             batch = with_random_mask(batch, torch.Generator(runtime.device))
+        elif shape.kind is StepKind.SHARED:
+            batch = with_nothing_shared(batch)
         step = runtime.begin_step(batch, max(shape.num_seqs, len(q_len)))
         try:
             for layer, selection in enumerate(runtime.selections):

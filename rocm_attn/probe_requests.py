@@ -21,6 +21,7 @@ from rocm_attn.split_batch import HALVES, split_point
 from rocm_attn.step_batch import Int32Array, StepBatch
 from rocm_attn.step_inputs import HOST_INPUTS, Inputs
 from rocm_attn.step_mask import random_mask
+from rocm_attn.step_prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.target import Target
 
 # Pages that are filled with random values at a time.
@@ -106,12 +107,16 @@ class ProbeRequests:
         if room is None:
             return
         new = [int(tokens) for tokens in q_len[: room.num_seqs]]
-        for batch in self._unmasked(plan, room, new, q_len):
-            is_masked = plan.shape.kind is StepKind.MASKED
-            yield with_random_mask(batch, self._generator) if is_masked else batch
+        for batch in self._plain(plan, room, new, q_len):
+            if plan.shape.kind is StepKind.MASKED:
+                yield with_random_mask(batch, self._generator)
+            elif plan.shape.kind is StepKind.SHARED:
+                yield self._with_random_groups(batch)
+            else:
+                yield batch
 
-    def _unmasked(self, plan: StepPlan, room: _Room, new: list[int], q_len: Int32Array) -> Iterator[StepBatch]:
-        fewer = new[: (len(new) + 1) // 2] if plan.shape.kind is StepKind.DECODE else new
+    def _plain(self, plan: StepPlan, room: _Room, new: list[int], q_len: Int32Array) -> Iterator[StepBatch]:
+        fewer = new[: (len(new) + 1) // 2] if plan.shape.kind.decodes else new
         yield self.admit(room.largest(new), new)
         cut = split_point(q_len, plan.shape.child.num_seqs) if plan.shape.num_children > 1 else 0
         yield self.admit(*self._ragged(room, new, cut))
@@ -131,6 +136,19 @@ class ProbeRequests:
         upper = max(room.shortest_longest, room.longest // 2, new[at])
         kv_len[at] = int(self._random.integers(upper, room.longest + 1))
         return kv_len, new
+
+    def _with_random_groups(self, batch: StepBatch) -> StepBatch:
+        """The step with groups of a few neighbours, which share what they can; one in four shares nothing."""
+        page_size = self._runtime.table.page_size
+        # Requests of a draw share all pages but those of their new tokens.
+        own = (batch.kv_len - 1) // page_size * page_size
+        groups, first = [], 0
+        while first < batch.num_seqs:
+            count = min(int(self._random.geometric(0.3)), batch.num_seqs - first)
+            shares = self._random.random() < 0.75
+            groups.append(PrefixGroup(count, int(own[first : first + count].min()) if shares else 0))
+            first += count
+        return replace(batch, prefixes=SharedPrefixes(groups))
 
     def _keep(self, row: int) -> int:
         self._rows.append(row)
@@ -189,7 +207,7 @@ def _room(runtime: AttentionRuntime, plan: StepPlan, q_len: Int32Array, limits: 
     needed = max(low, int(q_len.max(initial=0)), 1)
     bound = min(plan.key.max_kv_len, table.max_kv_len, max(limits.longest, needed))
     num_seqs = min(len(q_len), table.num_free_rows)
-    if plan.shape.kind is not StepKind.DECODE and num_seqs < len(q_len):
+    if not plan.shape.kind.decodes and num_seqs < len(q_len):
         return None
     while num_seqs > 0:
         own_pages = num_pages(q_len[:num_seqs], page_size) + 1
@@ -198,7 +216,7 @@ def _room(runtime: AttentionRuntime, plan: StepPlan, q_len: Int32Array, limits: 
         longest = min(bound, left * page_size)
         if longest >= needed:
             return _Room(num_seqs, longest, low, limits.total)
-        num_seqs = num_seqs // 2 if plan.shape.kind is StepKind.DECODE else 0
+        num_seqs = num_seqs // 2 if plan.shape.kind.decodes else 0
     return None
 
 
@@ -215,7 +233,7 @@ def typical_q_len(shape: PaddedShape, *, max_seqs: int, max_kv_len: int) -> Int3
     num_seqs, num_tokens = min(shape.num_seqs, max_seqs), shape.num_tokens
     if num_seqs == 0:
         return None
-    if shape.kind is StepKind.DECODE:
+    if shape.kind.decodes:
         return np.ones(num_seqs, np.int32)
     if shape.num_children > 1:
         # Halves that are alike: the cut lies between them.
@@ -251,6 +269,8 @@ def plan_of(runtime: AttentionRuntime, shape: PaddedShape, q_len: Int32Array) ->
         batch = StepBatch(np.array(rows, np.int32), q_len, q_len)
         if shape.kind is StepKind.MASKED:
             batch = with_random_mask(batch, torch.Generator(runtime.device))
+        elif shape.kind is StepKind.SHARED:
+            batch = with_nothing_shared(batch)
         step = runtime.stage_as(shape, batch)
         runtime.end_step()
         return step.plan
@@ -262,6 +282,11 @@ def plan_of(runtime: AttentionRuntime, shape: PaddedShape, q_len: Int32Array) ->
 def with_random_mask(batch: StepBatch, generator: torch.Generator) -> StepBatch:
     """The step with a mask that hides every second cell or so."""
     return replace(batch, mask=random_mask(batch.kv_len, batch.q_len, generator))
+
+
+def with_nothing_shared(batch: StepBatch) -> StepBatch:
+    """The decode step as one that shares prefixes, with every sequence in a group of its own."""
+    return replace(batch, prefixes=SharedPrefixes([PrefixGroup(1, 0)] * batch.num_seqs))
 
 
 def forget_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> None:

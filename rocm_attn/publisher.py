@@ -26,6 +26,7 @@ from rocm_attn.step_echo import EchoCheck, fault_of
 from rocm_attn.step_inputs import ON_HOST, DeviceInputs
 from rocm_attn.step_mask import StepMask, mask_bytes
 from rocm_attn.step_memory import DeviceStep
+from rocm_attn.step_prefixes import SharedPrefixes
 
 # (launch, forget): launches what carries a change to the device, and forgets that the change is pending.
 Deliver = Callable[[Callable[[], None], Callable[[], None]], None]
@@ -122,7 +123,9 @@ class Publisher:
         """
         num_seqs, num_ids = batch.num_seqs, len(batch.token_ids)
         line = self._lines[child]
-        slot, words = line.ring.acquire(slot_words(num_seqs, num_ids))
+        end = slot_words(num_seqs, num_ids)
+        # With room for prefixes, whether there are any or not.
+        slot, words = line.ring.acquire(end + 2 * num_seqs)
         if words[ECHO]:
             line.check_echo(words)
         number = (self.step_number + 1) & INT32_MAX
@@ -130,7 +133,10 @@ class Publisher:
         words[STEP_BEFORE], words[ECHO] = line.number, NO_ECHO
         kv_at, q_at, ids_at = HEADER_WORDS + num_seqs, HEADER_WORDS + 2 * num_seqs, HEADER_WORDS + 3 * num_seqs
         words[HEADER_WORDS:kv_at], words[kv_at:q_at], words[q_at:ids_at] = batch.rows, batch.kv_len, batch.q_len
-        words[ids_at : ids_at + num_ids] = batch.token_ids
+        words[ids_at:end] = batch.token_ids
+        if isinstance(batch.prefixes, SharedPrefixes):
+            words[end : end + num_seqs] = batch.prefixes.prefix_len
+            words[end + num_seqs : end + 2 * num_seqs] = batch.prefixes.group_end
         try:
             counts = step.inputs.counts
             self._ops.publish(slot, counts if line.counts is None else line.counts, step.inputs)

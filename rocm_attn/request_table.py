@@ -25,6 +25,7 @@ from rocm_attn.page_table import (
     held_by_several,
 )
 from rocm_attn.step_batch import Int32Array, StepBatch
+from rocm_attn.step_prefixes import SharedPrefixes
 
 
 class RequestTable:
@@ -78,6 +79,8 @@ class RequestTable:
         self._free_rows = list(range(max_num_seqs, RESERVED_ROW, -1))
         self._seen = np.zeros(max_num_seqs + 1, np.int32)
         self._rows_checked = b""
+        self._num_forgotten = 0
+        self._prefixes_checked: tuple[SharedPrefixes | None, bytes, int] = (None, b"", 0)
         self._order = np.arange(max_num_seqs, dtype=np.int32)
 
     @property
@@ -241,7 +244,10 @@ class RequestTable:
         return self._full.pending_updates()
 
     def check_batch(self, batch: StepBatch) -> None:
-        """Raise BadBatch unless every row is admitted, named once, has room for its kv_len, and holds its windows."""
+        """Raise BadBatch unless every row is admitted, named once, has room for its kv_len, and holds its windows.
+
+        Also unless rows that share a prefix hold the same pages there, whole ones.
+        """
         rows = batch.rows
         if len(rows) == 0:
             return
@@ -257,6 +263,31 @@ class RequestTable:
             self._refuse_lengths(batch)
         for table in self._windowed:
             table.check_windows(rows, batch.kv_len - batch.q_len)
+        if isinstance(batch.prefixes, SharedPrefixes):
+            # While rows stay admitted, the whole pages before their last token stay theirs.
+            shared = (batch.prefixes, named, self._num_forgotten)
+            if shared != self._prefixes_checked:
+                self._check_prefixes(rows, batch.prefixes)
+                self._prefixes_checked = shared
+
+    def _check_prefixes(self, rows: Int32Array, prefixes: SharedPrefixes) -> None:
+        torn = prefixes.prefix_len % self.page_size != 0
+        if torn.any():
+            raise BadBatch(
+                f"sequence {int(torn.argmax())} has a prefix of {prefixes.prefix_len[torn][0]} tokens in pages of "
+                f"{self.page_size}; a prefix has whole pages"
+            )
+        # The last pages tell: a row comes by another's page when it is forked, and with it by all pages before.
+        last = np.maximum(prefixes.prefix_len // self.page_size - 1, 0)
+        begin = prefixes.group_begin
+        strangers = self.entries_host[rows, last] != self.entries_host[rows[begin], last]
+        strangers &= prefixes.prefix_len > 0
+        if strangers.any():
+            seq = int(strangers.argmax())
+            raise BadBatch(
+                f"sequence {seq} does not share the {prefixes.prefix_len[seq]} tokens of sequence {begin[seq]}; "
+                "fork its row from that one's, or put it into another group"
+            )
 
     def _check_rows(self, rows: Int32Array) -> None:
         """Raise BadBatch unless all rows are in the table and none is named twice."""
@@ -329,6 +360,7 @@ class RequestTable:
 
     def _forget(self, row: int) -> None:
         """A row that holds no page is free."""
+        self._num_forgotten += 1
         for table in self._windowed:
             table.start_over(row)
         self._capacity[row] = self._reserved_len[row] = -1

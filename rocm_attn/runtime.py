@@ -38,7 +38,6 @@ from rocm_attn.providers.contract import PoolSize
 from rocm_attn.providers.select import Selection, ops_for
 from rocm_attn.publisher import Publisher
 from rocm_attn.request_table import RequestTable
-from rocm_attn.shared_prefix import PrefixGroup, SharedPrefix
 from rocm_attn.split_batch import HALVES, split_batch
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_buffers import name_in
@@ -128,6 +127,8 @@ class AttentionRuntime:
                    captured at; such steps run eagerly above the largest, and by default that is all of them
     split_steps:   whether graphs may be made of steps that are split in two, so that captured memory has room for both
                    halves; without, split steps run eagerly
+    shared_prefixes: whether graphs may be made of decode steps that share prefixes (step_prefixes.py), so that captured
+                   memory has room for them; without, such steps run eagerly
     deterministic: whether a sequence's results must be bitwise the same in any batch, padded and chunked in any way
                    (docs/deterministic.md)
     guards:        the safeguards; not given: all, less those that the environment switches off (settings.py)
@@ -155,6 +156,7 @@ class AttentionRuntime:
         capture_sizes: Sequence[int] | None = None,
         capture_tokens: Sequence[int] = (1,),
         split_steps: bool = False,
+        shared_prefixes: bool = False,
         deterministic: bool = False,
         guards: Guards | None = None,
         selections: Sequence[Selection] | None = None,
@@ -212,6 +214,7 @@ class AttentionRuntime:
         self._evict = guards.window_reach(self.table) if windows else _keep_everything
         seqs = default_ladder(max_num_seqs).sizes if capture_sizes is None else capture_sizes
         self._max_children = HALVES if split_steps else 1
+        self._captures_prefixes = shared_prefixes
         self._memory = StepMemory(
             self.selections,
             self.table,
@@ -388,27 +391,6 @@ class AttentionRuntime:
         self.store(layer, k, v)
         self.attend(layer, q, out, lse)
 
-    def share_prefix(self, batch: StepBatch, groups: Sequence[PrefixGroup]) -> SharedPrefix:
-        """Attention of the running decode step in which shared prefixes are read once, in place of attend().
-
-        batch: of the step that was begun; groups: its sequences, in order, by the prefix that they share. Eager steps
-               only
-        Raises BadBatch, Unsupported for layers with windows or slopes, WrongState.
-        """
-        step, _ = self._running()
-        with on_device(self.device):
-            return SharedPrefix(
-                step.metadata,
-                batch,
-                groups,
-                selections=self.selections,
-                table=self.table,
-                pool=self.pool,
-                head_weights=self.head_weights,
-                problem_of=self._layers.problem,
-                require_running=partial(self._require_step, self.step_number),
-            )
-
     def end_step(self) -> None:
         """Close the step, so that the next one may begin. Also the way back after an exception inside a step."""
         self._state = _State.IDLE
@@ -454,7 +436,7 @@ class AttentionRuntime:
     def _padding_for(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int]) -> PaddingPolicy:
         seqs, tokens = _ladder("capture_sizes", capture_sizes), _ladder("capture_tokens", capture_tokens)
         has_masks = any(selection.problem.custom_mask for selection in self.selections)
-        return PaddingPolicy(seqs, tokens, self._max_children, has_masks)
+        return PaddingPolicy(seqs, tokens, self._max_children, has_masks, self._captures_prefixes)
 
     def _running(self) -> tuple[DeviceStep, StepPlan]:
         if self._plan is None or self._state is not _State.RUNNING:
@@ -462,11 +444,6 @@ class AttentionRuntime:
         if len(self._children) > 1:
             raise WrongState("the step that runs is split; call store and attend of the `layers` of each of its halves")
         return self._children[0], self._plan
-
-    def _require_step(self, number: int) -> None:
-        """The step of this number runs."""
-        if self._state is not _State.RUNNING or self.step_number != number:
-            raise WrongState("the step whose prefixes were shared is over; call share_prefix() in the step that runs")
 
     def _require_split(self, number: int) -> None:
         """A half of the split step of this number may store and attend now."""

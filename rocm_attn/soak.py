@@ -31,6 +31,7 @@ from rocm_attn.soak_world import Action, Scenario, World
 from rocm_attn.split_batch import HALVES
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_mask import NO_MASK
+from rocm_attn.step_prefixes import NO_PREFIXES
 from rocm_attn.step_runner import StepCounters, StepRunner
 
 # Growth between two moments with no graph and no result held. A host's allocator keeps what it likes, a device's is
@@ -107,7 +108,7 @@ class SoakReport:
         return (
             f"{self.steps} steps of seed {self.seed} without a mismatch: {self.replays} replays, "
             f"{self.captures} captures, {self.split_steps} split steps, {self.actions['tree']} steps of trees, "
-            f"{self.reopens} reopens, {self.actions['preempt']} preemptions, "
+            f"{self.actions['share']} shared steps, {self.reopens} reopens, {self.actions['preempt']} preemptions, "
             f"{self.actions['fork']} forks, {self.page_copies} page copies, {self.checked_tokens} tokens, worst error "
             f"{self.worst_error:.2f} of the allowed, memory {self.host_growth_bytes / 2**20:+.1f} MiB on the host and "
             f"{self.device_growth_bytes / 2**20:+.1f} MiB on the device, {self.seconds:.1f} s, "
@@ -156,7 +157,7 @@ class Soak:
         deterministic: bool = False,
     ) -> None:
         if deterministic:  # a mode that has no kernels for masks
-            scenario = scenario.without(Action.TREE)
+            scenario = scenario.without(Action.TREE).without(Action.SHARE)
         self._scenario = scenario
         self._seed = seed
         problems = soak_problems(dtype, scenario.page_size, custom_mask=not deterministic)
@@ -176,6 +177,7 @@ class Soak:
             capture_tokens=first.tokens,
             split_steps=True,
             deterministic=deterministic,
+            shared_prefixes=not deterministic,
         )
         self._layers = [self._runtime.pool.layer(layer) for layer in range(len(problems))]
         self._world = World(scenario, self._runtime.table, seed)
@@ -258,9 +260,11 @@ class Soak:
             self._check()
 
     def _shape(self, number: int, batch: StepBatch, pad_to: int | None) -> PaddedShape:
-        """What a step is padded to, whole or as two halves; a mask cannot be cut."""
+        """What a step is padded to, whole or as two halves."""
         padding = self._runtime.padding
-        if number % self._scenario.split_every or batch.mask is not NO_MASK:
+        # Neither is a mask cut, nor prefixes, which both halves would read.
+        whole = batch.mask is not NO_MASK or batch.prefixes is not NO_PREFIXES
+        if number % self._scenario.split_every or whole:
             return padding.shape(batch, pad_to)
         return padding.split_shape(batch, pad_to if pad_to is None else round_up(pad_to, HALVES))
 

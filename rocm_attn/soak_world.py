@@ -19,6 +19,7 @@ from rocm_attn.errors import BadBatch, BadSetting, OutOfPages
 from rocm_attn.request_table import RequestTable
 from rocm_attn.soak_model import SequenceTruth, chain
 from rocm_attn.step_batch import Int32Array, StepBatch
+from rocm_attn.step_prefixes import NO_PREFIXES, Prefixes, PrefixGroup, SharedPrefixes
 from rocm_attn.tree_mask import NO_PARENT, tree_mask
 
 
@@ -33,6 +34,7 @@ class Action(enum.Enum):
     ABORT = "abort"
     PREEMPT = "preempt"
     DECODE = "decode"  # one new token in each sequence
+    SHARE = "share"  # the same, and what sequences share is read once for them
     VERIFY = "verify"  # the same few new tokens in each sequence
     TREE = "tree"  # trees of drafts, each with a mask; the first tokens of the first branch stay, the others go
     EXTEND = "extend"  # chunks of a few sequences
@@ -41,7 +43,16 @@ class Action(enum.Enum):
     EMPTY = "empty"  # no sequence
 
 
-_STEPS = (Action.DECODE, Action.VERIFY, Action.TREE, Action.EXTEND, Action.MIXED, Action.IDLE, Action.EMPTY)
+_STEPS = (
+    Action.DECODE,
+    Action.SHARE,
+    Action.VERIFY,
+    Action.TREE,
+    Action.EXTEND,
+    Action.MIXED,
+    Action.IDLE,
+    Action.EMPTY,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +76,7 @@ _WEIGHTS: Mapping[Action, float] = {
     Action.ABORT: 1,
     Action.PREEMPT: 0.5,
     Action.DECODE: 8,
+    Action.SHARE: 4,
     Action.VERIFY: 2,
     Action.TREE: 2,
     Action.EXTEND: 3,
@@ -91,7 +103,7 @@ class Scenario:
     tree_len:             most new tokens of a sequence in steps of trees, which take rejected ones back themselves
     chunk_lens:           smallest and largest chunk
     pad_chance:           of a step whose padding is forced
-    split_every:          one step in so many runs as two halves
+    split_every:          one step in so many runs as two halves, unless it has trees or shares prefixes
     alone_every:          in deterministic mode, of one step in so many a sequence is served alone too
     weights:              how often each action is drawn
     """
@@ -287,6 +299,11 @@ class World:
 
     def _draw(self, action: Action, bucket_sizes: tuple[int, ...]) -> DrawnStep:
         new = self._reserve(self._draw_sequences(action))
+        prefixes: Prefixes = NO_PREFIXES
+        if action is Action.SHARE:
+            families = self._families(new)
+            new = [member for family in families for member in family]
+            prefixes = SharedPrefixes([self._group(family) for family in families])
         ids: list[int] = []
         for request, q_len in new:
             kv_len = request.num_stored + q_len
@@ -297,6 +314,7 @@ class World:
             np.array([request.num_stored + q_len for request, q_len in new], np.int32),
             np.array([q_len for _, q_len in new], np.int32),
             np.array(ids, np.int32),
+            prefixes=prefixes,
         )
         pad_to = self._draw_padding(batch.num_seqs, bucket_sizes)
         turn = self._tree if action is Action.TREE else Turn.of_chain
@@ -321,7 +339,7 @@ class World:
         if action is Action.EXTEND:
             wanted = min(wanted, 3)
         chosen = [self.requests[i] for i in self._random.permutation(num_requests)[:wanted]]
-        if action is Action.DECODE:
+        if action in (Action.DECODE, Action.SHARE):
             return [(request, 1) for request in chosen]
         if action is Action.IDLE:
             return [(request, 0) for request in chosen]
@@ -335,6 +353,22 @@ class World:
             chunks = chunks[: self._below(3)]
             chunks += others[: wanted - len(chunks)] + [1] * (wanted - len(chunks) - len(others))
         return self._with_room(chosen, chunks)
+
+    def _families(self, new: list[tuple[Request, int]]) -> list[list[tuple[Request, int]]]:
+        """The sequences of a step by their first page, in the order in which these come."""
+        families: dict[int, list[tuple[Request, int]]] = {}
+        for request, q_len in new:
+            families.setdefault(int(self._table.entries_host[request.row, 0]), []).append((request, q_len))
+        return list(families.values())
+
+    def _group(self, family: list[tuple[Request, int]]) -> PrefixGroup:
+        """Sequences that share all whole pages that are the same for all of them, or some of these."""
+        rows = [request.row for request, _ in family]
+        most = min(request.num_stored for request, _ in family) // self.scenario.page_size
+        entries = self._table.entries_host[rows, :most]
+        common = int((entries == entries[0]).all(0).cumprod().sum())
+        pages = common if self._chance(0.7) else self._below(common + 1)
+        return PrefixGroup(len(family), pages * self.scenario.page_size)
 
     def _with_room(self, chosen: list[Request], q_lens: list[int]) -> list[tuple[Request, int]]:
         """Those that have room for so many new tokens; the others as they would otherwise go on: with one."""

@@ -7,6 +7,7 @@ import numpy as np
 from rocm_attn.errors import BadBatch
 from rocm_attn.step_batch import Int32Array, StepBatch
 from rocm_attn.step_mask import NO_MASK
+from rocm_attn.step_prefixes import NO_PREFIXES
 
 # Children of a split step.
 HALVES = 2
@@ -32,11 +33,13 @@ def split_batch(batch: StepBatch, most: int) -> tuple[StepBatch, StepBatch]:
     """The sequences before and behind the cut, in order; either may be none.
 
     most: as in split_point
-    Raises BadBatch for new tokens that only the device counts: where they are cut follows from their numbers; and for a
-    mask, whose second part would begin within a byte.
+    Raises BadBatch for new tokens that only the device counts: where they are cut follows from their numbers; for a
+    mask, whose second part would begin within a byte; and for shared prefixes, which both halves would read.
     """
     if batch.mask is not NO_MASK:
         raise BadBatch("a step with a mask cannot be split, because its mask is packed for the whole; run it whole")
+    if batch.prefixes is not NO_PREFIXES:
+        raise BadBatch("a step with shared prefixes cannot be split, because both halves would read them; run it whole")
     first = (batch.num_seqs + 1) // 2 if batch.min_q_len == batch.max_q_len else split_point(batch.q_len, most)
     tokens, ids = int(batch.q_len[:first].sum()), batch.token_ids
     first_inputs, second_inputs = batch.inputs.cut(first, tokens)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from rocm_attn.errors import BadBatch
 from rocm_attn.step_inputs import HOST_INPUTS, Inputs
 from rocm_attn.step_mask import NO_MASK, Mask, StepMask, mask_bytes
+from rocm_attn.step_prefixes import NO_PREFIXES, Prefixes, SharedPrefixes
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -32,6 +33,8 @@ class StepBatch:
     inputs:     what the device alone knows: kv_len and q_len are then upper bounds, and with them num_tokens,
                 max_q_len and max_kv_len; pages are reserved for the bounds
     mask:       what the new tokens see in layers whose problem has custom_mask
+    prefixes:   which sequences of a decode step share pages, to be read once for all of them; without a mask, and with
+                lengths that the host knows
 
     Zero sequences, zero lengths and zero new tokens are legal. Raises BadBatch.
     """
@@ -42,6 +45,7 @@ class StepBatch:
     token_ids: Final[Int32Array]
     inputs: Final[Inputs]
     mask: Final[Mask]
+    prefixes: Final[Prefixes]
     num_seqs: int = field(init=False)
     num_tokens: int = field(init=False)
     max_q_len: int = field(init=False)
@@ -58,6 +62,7 @@ class StepBatch:
         *,
         inputs: Inputs = HOST_INPUTS,
         mask: Mask = NO_MASK,
+        prefixes: Prefixes = NO_PREFIXES,
     ) -> None:
         if not (_is_int32(rows) and _is_int32(kv_len) and _is_int32(q_len) and _is_int32(token_ids)):
             rows, kv_len = _as_int32("rows", rows), _as_int32("kv_len", kv_len)
@@ -81,12 +86,16 @@ class StepBatch:
             fewest = inputs.min_q_len(num_seqs, num_tokens, fewest)
         if isinstance(mask, StepMask):
             mask.check(mask_bytes(kv_len, q_len), num_tokens)
+        if isinstance(prefixes, SharedPrefixes):
+            _check_beside_prefixes(inputs, mask)
+            prefixes.check(kv_len, decodes=num_seqs == 0 or fewest == most == 1)
         self.rows = rows
         self.kv_len = kv_len
         self.q_len = q_len
         self.token_ids = token_ids
         self.inputs = inputs
         self.mask = mask
+        self.prefixes = prefixes
         self.num_seqs = num_seqs
         self.num_tokens = num_tokens
         self.max_q_len = most
@@ -97,6 +106,14 @@ class StepBatch:
     def total_kv_len(self) -> int:
         """KV tokens of all sequences."""
         return _total(self.kv_len)
+
+
+def _check_beside_prefixes(inputs: Inputs, mask: Mask) -> None:
+    """Refuse what shared prefixes do not go with. Raises BadBatch."""
+    if not inputs.lengths_on_host:
+        raise BadBatch("prefixes are shared where the host knows the lengths; give kv_len and q_len on the host")
+    if mask is not NO_MASK:
+        raise BadBatch("a step has a mask or shared prefixes, not both; leave one of them out")
 
 
 def _total(lengths: Int32Array) -> int:

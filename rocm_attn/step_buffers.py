@@ -98,6 +98,12 @@ def needed_buffers(
     def masked_tokens(shape: PaddedShape) -> int:
         return shape.num_tokens if shape.kind is StepKind.MASKED else 0
 
+    def shared_seqs(shape: PaddedShape) -> int:
+        return shape.num_seqs if shape.kind is StepKind.SHARED else 0
+
+    def shared_boundaries(shape: PaddedShape) -> int:
+        return shape.num_seqs + 1 if shape.kind is StepKind.SHARED else 0
+
     def num_pages(shape: PaddedShape) -> int:
         return shape.num_seqs * table_width  # a padded sequence may hold pages too
 
@@ -115,6 +121,13 @@ def needed_buffers(
         Need.MASK_WORDS: (
             BufferSpec("mask_words", Unit.WORD, torch.int32, mask_words, pad=0),
             BufferSpec("given_position_of_token", Unit.TOKEN, torch.int32, masked_tokens, pad=0),
+        ),
+        Need.PREFIXES: (
+            BufferSpec("prefix_len", Unit.SEQ, torch.int32, shared_seqs, pad=0),
+            BufferSpec("group_end", Unit.SEQ, torch.int32, shared_seqs, pad=0),
+            BufferSpec("group_indptr", Unit.SEQ_BOUNDARY, torch.int32, shared_boundaries, pad=0),
+            BufferSpec("suffix_kv_len", Unit.SEQ, torch.int32, shared_seqs, pad=0),
+            BufferSpec("suffix_page", Unit.SEQ, torch.int32, shared_seqs, pad=0),
         ),
     }[need]
 

@@ -63,7 +63,7 @@ class DeviceStep:
     of_kind:           per kind of layer, the step in its space
     schedules:         int32, per kind of layer; kinds with equal schedules share one
     workspace:         float32, shared by the layers, not by the children
-    inputs:            what is published: the lengths, and the token ids, int32 [T]
+    inputs:            what is published: the lengths, shared prefixes, and the token ids, int32 [T]
     positions:         int32 [T], derived, or in a masked step those that came with the mask
     """
 
@@ -221,6 +221,8 @@ class StepMemory:
                 full.metadata.table.row_of_seq,
                 full.metadata.kv_len,
                 full.metadata.q_len,
+                full.indices.prefix_len,
+                full.indices.group_end,
                 view("token_ids"),
                 plan.pad_kv_len,
                 plan.shape.pad_q_len,
@@ -251,6 +253,10 @@ class StepMemory:
             mask_indptr=view("mask_indptr"),
             mask_words=view("mask_words"),
             mask_positions=view("given_position_of_token"),
+            prefix_len=view("prefix_len"),
+            group_indptr=view("group_indptr"),
+            suffix_kv_len=view("suffix_kv_len"),
+            suffix_page=view("suffix_page"),
             slot_of_token=ids("slot_of_token"),
         )
         indices = IndexTensors(
@@ -259,6 +265,8 @@ class StepMemory:
             kv_len=metadata.kv_len,
             q_len=metadata.q_len,
             table=metadata.table.entries,
+            prefix_len=metadata.prefix_len,
+            group_end=view("group_end"),
             q_indptr=metadata.q_indptr,
             last_token_of_seq=view("last_token_of_seq"),
             position_of_token=view("position_of_token"),
@@ -269,6 +277,9 @@ class StepMemory:
             block_table=metadata.block_table,
             kv_len_int64=metadata.kv_len_int64,
             mask_indptr=metadata.mask_indptr,
+            group_indptr=metadata.group_indptr,
+            suffix_kv_len=metadata.suffix_kv_len,
+            suffix_page=metadata.suffix_page,
         )
         return SpaceStep(metadata, indices, pages.pages.window_left)
 

@@ -21,7 +21,7 @@ from rocm_attn.graphs import CapturedBucket, CaptureReport, Progress, SkippedBuc
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
 from rocm_attn.hip_graphs.graph_cache import Entry, GraphCache
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
-from rocm_attn.padding import PaddedShape, StepKind
+from rocm_attn.padding import PaddedShape
 from rocm_attn.plan import StepPlan
 from rocm_attn.probe_requests import plan_of, typical_q_len
 from rocm_attn.runtime import AttentionRuntime, SplitStep, Step
@@ -229,8 +229,8 @@ class StepRunner:
             return self._body(step)
         # The graph is made of other steps; this one is staged again when it has passed.
         self._runtime.end_step()
-        is_decode = plan.shape.kind is StepKind.DECODE
-        self._capture(plan, np.ones(plan.shape.num_seqs, np.int32) if is_decode else batch.q_len, batch)
+        q_len = np.ones(plan.shape.num_seqs, np.int32) if plan.shape.kind.decodes else batch.q_len
+        self._capture(plan, q_len, batch)
         step = stage(batch, pad_to)
         entry = self._entry_of_plan.get(step.plan)
         return self._body(step) if entry is None else self._graphs.replay_entry(entry)

@@ -39,7 +39,7 @@ def leave_pads(ops: StepOps) -> StepOps:
 
     def publish(slot: Tensor, counts_before: Tensor, to: InputTensors) -> None:
         seqs, tokens = slot[:2].tolist()
-        real = {name: getattr(to, name)[:seqs] for name in ("row_of_seq", "kv_len", "q_len")}
+        real = {name: getattr(to, name)[:seqs] for name in ("row_of_seq", "kv_len", "q_len", "prefix_len", "group_end")}
         ops.publish(slot, counts_before, replace(to, **real, token_ids=to.token_ids[:tokens]))
 
     return replace(ops, publish=publish)

@@ -133,6 +133,7 @@ def _decode_kernel(
     lse,
     sinks,
     slopes,
+    first_page,
     qk_scale,
     tanh_scale,
     window_left: tl.constexpr,
@@ -240,6 +241,11 @@ def _decode_kernel(
         if end_tile > first_tile:
             token = tl.load(q_indptr + seq).to(tl.int64)
             table_line = table + tl.load(row_of_seq + seq).to(tl.int64) * table_row
+            line_width = width
+            if first_page is not None:
+                skipped = tl.load(first_page + seq)
+                table_line += skipped
+                line_width = width - skipped
             q_line = q + token * q_token + first_head * q_head
             slope = tl.zeros([BLOCK_M], tl.float32)
             if slopes is not None:
@@ -256,7 +262,7 @@ def _decode_kernel(
                 slope,
                 qk_scale,
                 tanh_scale,
-                width,
+                line_width,
                 kp_page,
                 kp_token,
                 vp_page,
@@ -344,6 +350,7 @@ def launch_paged_decode(
     scores: Scores,
     num_programs: int,
     tiles: DecodeTiles,
+    first_page: Tensor | None = None,
 ) -> None:
     """Attention of every sequence with exactly one new token; all other tokens of out and lse stay as they are.
 
@@ -358,6 +365,7 @@ def launch_paged_decode(
     lse:               float32 [T, q_heads], natural logarithm with the sink in it, any strides; or None
     sinks, slopes:     float32 [q_heads], or None; see scores.py
     num_programs:      programs of the grid
+    first_page:        int32 [S], seq -> page_no in its row where the kv_len keys begin, below the width; None: 0
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
@@ -377,6 +385,7 @@ def launch_paged_decode(
     assert schedule.is_contiguous()
     assert partials.is_contiguous()
     assert heads_per_row == 1 or (head_dim == v_head_dim == next_power_of_2(head_dim) and tiles.head_blocks == 1)
+    assert first_page is None or (first_page.dtype == torch.int32 and first_page.shape == (num_seqs,))
     lse_token, lse_head = (0, 0) if lse is None else lse.stride()
     num_rows = num_seqs * tiles.rows_per_seq(num_kv_heads)
     whole_rows = has_whole_rows(
@@ -397,6 +406,7 @@ def launch_paged_decode(
         lse,
         sinks,
         slopes,
+        first_page,
         scores.base_2_scale,
         scores.tanh_scale,
         scores.window_left,

@@ -10,6 +10,11 @@
     block_table[i, j]     = table[row_of_seq[i], j] for the sequence's pages
     kv_len_int64[i]       = kv_len[i]
     mask_indptr[i]        = q_len[0] * kv_len[0] + ... + q_len[i-1] * kv_len[i-1], in 64 bits
+    group_indptr[i]       = i where a group begins, group_end[i] where none does, num_seqs at or past num_seqs
+    suffix_kv_len[i]      = kv_len[i] - prefix_len[i], and 0 for pads
+    suffix_page[i]        = prefix_len[i] // page_size
+
+The last three belong to decode steps, in which a token has the number of its sequence.
 
 Tokens at or past num_tokens receive position 0 and slot 0; entries behind the last page, in page_list and block_table
 alike, page 0, a valid page for kernels that read ahead. A token or page beyond its sequence's row of the table, which
@@ -33,6 +38,7 @@ from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE
 from rocm_attn.kernels.metadata.fill_roles import (
     write_block_table,
     write_boundaries,
+    write_groups,
     write_page_list,
     write_tokens,
 )
@@ -68,6 +74,8 @@ _INT32_BYTES = 2**31
         "kv_len",
         "q_len",
         "table",
+        "prefix_len",
+        "group_end",
         "q_indptr",
         "last_token_of_seq",
         "position_of_token",
@@ -78,6 +86,9 @@ _INT32_BYTES = 2**31
         "block_table",
         "kv_len_int64",
         "mask_indptr",
+        "group_indptr",
+        "suffix_kv_len",
+        "suffix_page",
     ],
 )
 def _fill_kernel(
@@ -86,6 +97,8 @@ def _fill_kernel(
     kv_len,
     q_len,
     table,
+    prefix_len,
+    group_end,
     q_indptr,
     last_token_of_seq,
     position_of_token,
@@ -96,6 +109,9 @@ def _fill_kernel(
     block_table,
     kv_len_int64,
     mask_indptr,
+    group_indptr,
+    suffix_kv_len,
+    suffix_page,
     table_stride,
     table_width,
     block_table_stride,
@@ -112,6 +128,7 @@ def _fill_kernel(
     WITH_BLOCK_TABLE: tl.constexpr,
     WITH_INT64: tl.constexpr,
     WITH_MASK: tl.constexpr,
+    WITH_PREFIXES: tl.constexpr,
     ERROR: tl.constexpr,
     NO_PAGE: tl.constexpr,
     NO_WINDOW: tl.constexpr,
@@ -142,6 +159,20 @@ def _fill_kernel(
             WITH_MASK,
             SEQS,
         )
+        if WITH_PREFIXES:
+            write_groups(
+                block,
+                counts,
+                kv_len,
+                prefix_len,
+                group_end,
+                group_indptr,
+                suffix_kv_len,
+                suffix_page,
+                num_seqs,
+                PAGE_SIZE,
+                SEQS,
+            )
     elif list_share < 0:
         write_tokens(
             token_share,
@@ -220,6 +251,7 @@ def launch_fill(step: IndexTensors, *, page_size: int, window_left: int = ALL_KE
         row_shares > 0,
         step.kv_len_int64.numel() > 0,
         step.mask_indptr.numel() > 0,
+        step.group_indptr.numel() > 0,
         ERROR_WORD,
         TOKEN_WITHOUT_PAGE,
         WINDOW_WITHOUT_PAGE,
@@ -236,6 +268,8 @@ def launch_fill(step: IndexTensors, *, page_size: int, window_left: int = ALL_KE
         step.kv_len,
         step.q_len,
         step.table,
+        step.prefix_len,
+        step.group_end,
         step.q_indptr,
         step.last_token_of_seq,
         step.position_of_token,
@@ -246,6 +280,9 @@ def launch_fill(step: IndexTensors, *, page_size: int, window_left: int = ALL_KE
         step.block_table,
         step.kv_len_int64,
         step.mask_indptr,
+        step.group_indptr,
+        step.suffix_kv_len,
+        step.suffix_page,
         step.table.stride(0),
         table_width,
         step.block_table.stride(0),

@@ -81,6 +81,36 @@ def write_boundaries(
 
 
 @triton.jit
+def write_groups(
+    block,
+    counts,
+    kv_len,
+    prefix_len,
+    group_end,
+    group_indptr,
+    suffix_kv_len,
+    suffix_page,
+    num_seqs_padded,
+    PAGE_SIZE: tl.constexpr,
+    SEQS: tl.constexpr,
+):
+    """Where groups begin and what lies behind their prefixes, for SEQS boundaries."""
+    seq = block * SEQS + tl.arange(0, SEQS)
+    num_seqs = tl.load(counts)
+    live = seq < num_seqs
+    inside = seq < num_seqs_padded
+    # The first sequence begins a group: 0 is where a group before it would end.
+    end_before = tl.load(group_end + seq - 1, mask=live & (seq > 0), other=0)
+    end = tl.load(group_end + seq, mask=live, other=0)
+    first = tl.where(end_before == seq, seq, end)
+    tl.store(group_indptr + seq, tl.where(live, first, num_seqs), mask=seq <= num_seqs_padded)
+    shared = tl.load(prefix_len + seq, mask=live, other=0)
+    length = tl.load(kv_len + seq, mask=live, other=0)
+    tl.store(suffix_kv_len + seq, length - shared, mask=inside)
+    tl.store(suffix_page + seq, shared // PAGE_SIZE, mask=inside)
+
+
+@triton.jit
 def write_tokens(
     share,
     shares,

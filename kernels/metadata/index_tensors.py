@@ -19,6 +19,8 @@ class IndexTensors:
     kv_len:            [S]            tokens, new ones included
     q_len:             [S]            new tokens
     table:             [rows, width]  row and page_no -> page; the row stride is free
+    prefix_len:        [S]            tokens that the sequence shares with its group, whole pages; empty: nothing does
+    group_end:         [S]            one past the last sequence of its group; empty with prefix_len
 
     Written by every fill:
     q_indptr:          [S+1]  sequence -> first token
@@ -33,6 +35,10 @@ class IndexTensors:
     block_table:       [S, W] pages of each sequence, then page 0; W may exceed the table's width
     kv_len_int64:      [S]    int64
     mask_indptr:       [S+1]  int64, sequence -> first cell of its [q_len, kv_len] mask
+    group_indptr:      [S+1]  group -> first of its sequences. A group has the number of its first sequence, and those
+                              of other numbers are empty
+    suffix_kv_len:     [S]    tokens behind the shared prefix, 0 for pads; comes with group_indptr
+    suffix_page:       [S]    page_no of the first page behind it; comes with group_indptr
     """
 
     counts: Tensor
@@ -40,6 +46,8 @@ class IndexTensors:
     kv_len: Tensor
     q_len: Tensor
     table: Tensor
+    prefix_len: Tensor
+    group_end: Tensor
     q_indptr: Tensor
     last_token_of_seq: Tensor
     position_of_token: Tensor
@@ -50,3 +58,6 @@ class IndexTensors:
     block_table: Tensor
     kv_len_int64: Tensor
     mask_indptr: Tensor
+    group_indptr: Tensor
+    suffix_kv_len: Tensor
+    suffix_page: Tensor

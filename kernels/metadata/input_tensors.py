@@ -16,6 +16,8 @@ class InputTensors:
     row_of_seq: [S]  pads receive 0
     kv_len:     [S]  pads receive pad_kv_len
     q_len:      [S]  pads receive pad_q_len
+    prefix_len: [S]  pads receive 0; empty where the step shares no prefix
+    group_end:  [S]  pads receive 0; empty with prefix_len
     token_ids:  [T]  pads, and all of it when a slot brings no ids, receive 0
     launches:   what a launcher keeps for these addresses, under its own name
     """
@@ -24,6 +26,8 @@ class InputTensors:
     row_of_seq: Tensor
     kv_len: Tensor
     q_len: Tensor
+    prefix_len: Tensor
+    group_end: Tensor
     token_ids: Tensor
     pad_kv_len: int
     pad_q_len: int

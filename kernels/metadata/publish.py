@@ -29,7 +29,17 @@ _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 
 @triton.jit(
     do_not_specialize=["num_seqs_padded", "num_tokens_padded", "pad_kv_len", "pad_q_len"],
-    do_not_specialize_on_alignment=["slot", "counts_before", "counts", "row_of_seq", "kv_len", "q_len", "token_ids"],
+    do_not_specialize_on_alignment=[
+        "slot",
+        "counts_before",
+        "counts",
+        "row_of_seq",
+        "kv_len",
+        "q_len",
+        "prefix_len",
+        "group_end",
+        "token_ids",
+    ],
 )
 def _publish_kernel(
     slot,
@@ -38,6 +48,8 @@ def _publish_kernel(
     row_of_seq,
     kv_len,
     q_len,
+    prefix_len,
+    group_end,
     token_ids,
     num_seqs_padded,
     num_tokens_padded,
@@ -45,6 +57,7 @@ def _publish_kernel(
     pad_q_len,
     HEADER: tl.constexpr,
     COUNTS: tl.constexpr,
+    WITH_PREFIXES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -61,6 +74,10 @@ def _publish_kernel(
     tl.store(q_len + i, tl.where(live, new, pad_q_len), mask=padded)
     ids = tl.load(first + 3 * num_seqs + i, mask=i < num_token_ids, other=0)
     tl.store(token_ids + i, ids, mask=i < num_tokens_padded)
+    if WITH_PREFIXES:
+        prefixes = first + 3 * num_seqs + num_token_ids
+        tl.store(prefix_len + i, tl.load(prefixes + i, mask=live, other=0), mask=padded)
+        tl.store(group_end + i, tl.load(prefixes + num_seqs + i, mask=live, other=0), mask=padded)
     if tl.program_id(0) == 0:
         # Only this program touches counts, and the echo is in words of the slot that no other program reads.
         number = tl.load(counts_before + _STEP)
@@ -100,6 +117,8 @@ def _launch_to(to: InputTensors) -> FixedLaunch:
         to.row_of_seq,
         to.kv_len,
         to.q_len,
+        to.prefix_len,
+        to.group_end,
         to.token_ids,
         num_seqs_padded,
         num_tokens_padded,
@@ -107,6 +126,7 @@ def _launch_to(to: InputTensors) -> FixedLaunch:
         to.pad_q_len,
         HEADER_WORDS,
         COUNT_WORDS,
+        to.prefix_len.numel() > 0,
         _BLOCK,
         num_warps=4,
     )

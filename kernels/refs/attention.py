@@ -43,6 +43,7 @@ def paged_decode(
     scores: Scores,
     num_programs: int,
     tiles: DecodeTiles | None,
+    first_page: Tensor | None = None,
 ) -> None:
     """Attention of every sequence with exactly one new token; all other tokens of out and lse stay as they are.
 
@@ -53,11 +54,16 @@ def paged_decode(
     if num_tokens == 0 or kv_len.shape[0] == 0:
         return
     first_token = q_indptr[:-1].clamp(max=num_tokens - 1)
+    pages = table[row_of_seq]
+    if first_page is not None:
+        width = table.shape[1]
+        column = torch.arange(width, device=table.device) + first_page[:, None]
+        pages = pages.gather(1, column.clamp(max=width - 1))
     result, result_lse = _attend(
         q[first_token][:, None],
         key_rows(k_pages),
         value_rows(v_pages),
-        table[row_of_seq],
+        pages,
         kv_len[:, None] - 1,
         kv_len[:, None] - 1 - scores.window_left,
         kv_len[:, None],

@@ -40,6 +40,12 @@ def publish(slot: Tensor, counts_before: Tensor, to: InputTensors) -> None:
     num_ids = num_tokens * has_ids
     to.token_ids[:num_ids].copy_(slot[at : at + num_ids])
     to.token_ids[num_ids:].zero_()
+    if to.prefix_len.numel():
+        at += num_ids
+        for buffer in (to.prefix_len, to.group_end):
+            buffer[:num_seqs].copy_(slot[at : at + num_seqs])
+            buffer[num_seqs:].zero_()
+            at += num_seqs
 
 
 def place_mask(bits: Tensor, positions: Tensor, counts: Tensor, words: Tensor, position_of_token: Tensor) -> None:
@@ -102,6 +108,8 @@ def fill(step: IndexTensors, *, page_size: int, window_left: int = ALL_KEYS) -> 
         step.kv_len_int64.copy_(step.kv_len)
     if step.mask_indptr.numel():
         _write_indptr(step.mask_indptr, step.q_len.long() * step.kv_len)
+    if step.group_indptr.numel():
+        _write_groups(step, page_size)
 
 
 def _write_indptr(indptr: Tensor, counts: Tensor) -> Tensor:
@@ -146,6 +154,19 @@ def _write_block_table(step: IndexTensors, pages: Tensor) -> None:
     live = torch.arange(width, device=step.counts.device) < pages[:, None]
     step.block_table[:, width:].zero_()
     step.block_table[:, :width].copy_(torch.where(live, step.table[step.row_of_seq.long(), :width], 0))
+
+
+def _write_groups(step: IndexTensors, page_size: int) -> None:
+    num_seqs = step.counts[0]
+    seq = torch.arange(len(step.kv_len), device=step.counts.device)
+    live = seq < num_seqs
+    end_before = torch.cat([torch.zeros_like(step.group_end[:1]), step.group_end[:-1]])
+    first = torch.where(end_before == seq, seq, step.group_end)
+    step.group_indptr[:-1].copy_(torch.where(live, first, num_seqs))
+    step.group_indptr[-1:].copy_(num_seqs)
+    shared = torch.where(live, step.prefix_len, 0)
+    step.suffix_kv_len.copy_(torch.where(live, step.kv_len - shared, 0))
+    step.suffix_page.copy_(shared // page_size)
 
 
 def _pages_at(step: IndexTensors, seq: Tensor, page_no: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ def run(options: argparse.Namespace) -> None:
         capture_sizes=options.capture_sizes,
         capture_tokens=(1,) if options.capture_tokens is None else options.capture_tokens,
         split_steps=options.split_steps,
+        shared_prefixes=options.shared_prefixes,
         deterministic=options.deterministic,
     )
     if options.json:

@@ -199,6 +199,7 @@ def _add_capture_plan(commands: Commands[argparse.ArgumentParser]) -> None:
     add("--capture-sizes", type=_sizes, metavar="N,N,...", help="sequence counts (a ladder up to --max-batch-size)")
     add("--capture-tokens", type=_sizes, metavar="N,N,...", help="token counts of extend and mixed steps (none)")
     add("--split-steps", action="store_true", help="graphs of steps that run as two halves, too")
+    add("--shared-prefixes", action="store_true", help="graphs of decode steps that share prefixes, too")
     add("--deterministic", action="store_true", help="kernels whose results do not depend on the batch")
     add("--json", action="store_true", help="print one JSON object")
 
@@ -224,6 +225,7 @@ def _add_prewarm(commands: Commands[argparse.ArgumentParser]) -> None:
     add("--capture-sizes", type=_sizes, metavar="N,N,...", help="sequence counts (a ladder up to --max-batch-size)")
     add("--capture-tokens", type=_sizes, metavar="N,N,...", help="token counts of extend and mixed steps (none)")
     add("--deterministic", action="store_true", help="the kernels of `generate --deterministic`")
+    add("--shared-prefixes", action="store_true", help="decode steps that share prefixes, too")
     add("--json", action="store_true", help="print one JSON object")
 
 

@@ -42,6 +42,7 @@ def run(options: argparse.Namespace) -> None:
             capture_sizes=options.capture_sizes,
             capture_tokens=(1,) if options.capture_tokens is None else options.capture_tokens,
             deterministic=options.deterministic,
+            shared_prefixes=options.shared_prefixes,
         ),
         device=device,
         provider=options.provider,

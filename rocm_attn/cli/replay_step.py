@@ -154,13 +154,16 @@ class _Replay:
         # Every result is compared here, with more than the check would tell.
         runner = StepRunner(self.runtime, self._forward, recorder_for(self.runtime.device), check=NO_CHECK)
         # So that the graph is of other lengths than the step's, unless its kernels bake them.
-        runner.run_as(self.shape, StepBatch(self.batch.rows, self.batch.q_len, self.batch.q_len))
+        prefixes = self.batch.prefixes.alone()
+        runner.run_as(self.shape, StepBatch(self.batch.rows, self.batch.q_len, self.batch.q_len, prefixes=prefixes))
         runner.run_eagerly_as(self.shape, self.batch)
         eager = [out.clone() for out in self.outs]
         for out in self.outs:
             out.fill_(float("nan"))
         runner.run_as(self.shape, self.batch)
-        no_graph = runner.counters.graphs_off or ("" if self.replayable else "its size is above the largest capture")
+        no_graph = runner.counters.graphs_off or (
+            "" if self.replayable else "steps of its kind and size are not captured"
+        )
         return [self._result(kind, eager[kind], no_graph) for kind in range(len(self.outs))]
 
     def _forward(self, step: Step) -> Tensor:
@@ -218,6 +221,7 @@ def _runtime(
         capture_tokens=facts.capture_tokens,
         split_steps=facts.split_steps,
         deterministic=facts.deterministic,
+        shared_prefixes=facts.shared_prefixes,
     )
 
 
@@ -235,6 +239,14 @@ def _reserve(runtime: AttentionRuntime, noted: NotedStep) -> None:
         raise BadSetting(f"the dump's step {noted.number} names rows outside of its table; the dump is damaged")
     for row in rows.difference(noted.rows):
         table.free(row)
+    first = 0
+    for count, prefix_len in zip(noted.group_seqs, noted.group_prefix_len, strict=True):
+        table.reserve(noted.rows[first], prefix_len)
+        for row in noted.rows[first + 1 : first + count]:
+            table.free(row)
+            forked = table.fork(noted.rows[first], prefix_len)
+            assert forked == row, "the row that was freed last is handed out first"
+        first += count
     table.reserve_all(np.array(noted.rows, np.int32), np.array(noted.kv_len, np.int32))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.metadata.input_tensors import InputTensors
-from rocm_attn.padding import PaddedShape, StepKind
+from rocm_attn.padding import PaddedShape, StepKind, round_up
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.table_view import TableView
 from rocm_attn.target import Target
@@ -25,6 +25,7 @@ class Need(enum.Enum):
     KV_LEN_INT64 = "int64 KV lengths"
     MASK_INDPTR = "int64 first mask cell of each sequence, for masks of [q_len, kv_len] cells"
     MASK_WORDS = "packed mask cells, and positions that come with them"
+    PREFIXES = "lengths of shared prefixes, where their groups begin, and what lies behind them"
 
 
 class Baked(enum.Enum):
@@ -54,6 +55,10 @@ class StepMetadata:
     mask_indptr:  [S+1]  int64, sequence -> first cell of its mask
     mask_words:   [n]    cells of a masked step, packed; empty in others and unless a kernel needs them
     mask_positions:[T]   positions that a masked step's mask gives; like mask_words
+    prefix_len:   [S]    tokens that the sequence shares with its group (these four: empty in steps that share none)
+    group_indptr: [S+1]  group -> first of its sequences; a group has its first sequence's number, others are empty
+    suffix_kv_len:[S]    tokens behind the prefix, 0 for pads
+    suffix_page:  [S]    page_no of the first page behind the prefix
     slot_of_token:[T]    token -> slot of the pool, 0 for pads
     """
 
@@ -73,6 +78,10 @@ class StepMetadata:
     mask_indptr: Tensor
     mask_words: Tensor
     mask_positions: Tensor
+    prefix_len: Tensor
+    group_indptr: Tensor
+    suffix_kv_len: Tensor
+    suffix_page: Tensor
     slot_of_token: Tensor
 
 
@@ -128,6 +137,14 @@ class BoundKernel(Protocol):
     def attend(self, args: AttendArgs) -> None:
         """Run one layer's attention."""
         ...
+
+
+def aligned_words(words: int) -> int:
+    """Words of 4 bytes behind which something else lies, in whole 16-byte units.
+
+    Triton compiles a kernel anew when a pointer's alignment changes.
+    """
+    return round_up(words, 4)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,13 @@ _AUTO_ON_GPU = ("aiter", "triton")
 _AUTO_ON_CPU = ("torch",)
 
 # A prefill step is an extend step too, so a kernel of its own is welcome and not needed. Layers without masks of their
-# own serve masked steps as mixed ones.
+# own serve masked steps as mixed ones, and layers that cannot share prefixes decode them as ever.
 _NEEDED = (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
-_INSTEAD = {StepKind.PREFILL: StepKind.EXTEND, StepKind.MASKED: StepKind.MIXED}
+_INSTEAD = {
+    StepKind.PREFILL: StepKind.EXTEND,
+    StepKind.MASKED: StepKind.MIXED,
+    StepKind.SHARED: StepKind.DECODE,
+}
 
 # Kernel name -> why it may not be used here, whatever its row says.
 Unavailable = Mapping[str, str]
@@ -48,7 +52,8 @@ class Refusal:
 class Selection:
     """The kernels of one kind of layer.
 
-    kernels:  a bound kernel for each kind of step; PREFILL may be missing, and MASKED is for problems with custom_mask
+    kernels:  a bound kernel for each kind of step; PREFILL and SHARED may be missing, and MASKED is for problems with
+              custom_mask
     refusals: every kernel that was considered before it and why it was not taken
     """
 
@@ -122,7 +127,13 @@ def ops_for(selections: Sequence[Selection], *, on_cpu: bool) -> StepOps:
     Triton's, for AITER's kernels as well. Torch's twins go with torch's kernels, and with any others where Triton has
     no device to run on and none of the kernels is Triton's.
     """
-    names = {kernel.row.provider for selection in selections for kernel in selection.kernels.values()}
+    names = {
+        kernel.row.provider
+        for selection in selections
+        for kind, kernel in selection.kernels.items()
+        # Shared steps are nobody's who does not ask for them.
+        if kind is not StepKind.SHARED
+    }
     if "torch" in names or (on_cpu and "triton" not in names):
         return TORCH.ops()
     return TRITON.ops()

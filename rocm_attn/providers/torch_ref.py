@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.attention.packed_mask import PackedMask
-from rocm_attn.kernels.refs import attention, cache, metadata, pads
+from rocm_attn.kernels.refs import attention, cache, merge_states, metadata, pads
 from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers import torch_segments
@@ -26,6 +26,7 @@ from rocm_attn.providers.contract import (
     StepOps,
 )
 from rocm_attn.providers.scores import packed_mask, scores_of
+from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
 from rocm_attn.target import Target
 
 # Plain torch has no limits of its own; these bound what makes sense.
@@ -78,7 +79,7 @@ class TorchDecode(_TorchKernel):
     def describe(self) -> str:
         return f"torch.decode({self.problem})"
 
-    def attend(self, args: AttendArgs) -> None:
+    def attend(self, args: AttendArgs, first_page: Tensor | None = None) -> None:
         step = args.step
         attention.paged_decode(
             args.q,
@@ -97,6 +98,7 @@ class TorchDecode(_TorchKernel):
             scores=scores_of(self.problem),
             num_programs=1,
             tiles=None,
+            first_page=first_page,
         )
 
 
@@ -152,6 +154,11 @@ def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> TorchMaske
     return TorchMasked(problem)
 
 
+def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPrefixKernel:
+    prefix = TorchExtend(problem_of_prefixes(problem))
+    return SharedPrefixKernel(problem, prefix, TorchDecode(problem), merge_states.merge_states)
+
+
 def _row(
     name: str,
     kind: StepKind,
@@ -179,6 +186,12 @@ def _row(
 def _segments_row(kind: StepKind) -> KernelRow:
     row = _row("torch.segments", kind, torch_segments.bind, Baked.MAX_KV_LEN, Baked.MAX_Q_LEN)
     return replace(row, limits=replace(_LIMITS, archs=("cpu", "interpreter")), batch_invariant=True)
+
+
+def _shared_row() -> KernelRow:
+    needs = frozenset({Need.PREFIXES})
+    row = _row("torch.shared_prefix", StepKind.SHARED, _bind_shared, Baked.MAX_KV_LEN, needs=needs)
+    return replace(row, limits=limits_of_shared_prefix(_LIMITS))
 
 
 def _ops() -> StepOps:
@@ -209,6 +222,7 @@ TORCH = Provider(
             needs=frozenset({Need.MASK_INDPTR, Need.MASK_WORDS}),
             limits=_LIMITS,
         ),
+        _shared_row(),
         *map(_segments_row, (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)),
     ),
     ops=_ops,

@@ -24,8 +24,10 @@ from rocm_attn.providers.contract import (
     Provider,
     StepMetadata,
     StepOps,
+    aligned_words,
 )
 from rocm_attn.providers.scores import packed_mask, scores_of
+from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
 from rocm_attn.target import Target
 
 if TYPE_CHECKING:
@@ -92,7 +94,7 @@ class TritonDecode:
             tiles=self.tiles,
         )
 
-    def attend(self, args: AttendArgs) -> None:
+    def attend(self, args: AttendArgs, first_page: Tensor | None = None) -> None:
         from rocm_attn.kernels.attention.decode import launch_paged_decode
 
         step = args.step
@@ -113,6 +115,7 @@ class TritonDecode:
             scores=scores_of(self.problem),
             num_programs=self.num_programs,
             tiles=self.tiles,
+            first_page=first_page,
         )
 
 
@@ -216,8 +219,7 @@ class TritonMixed:
         return self._extend_words(shape) + self.decode.schedule_words(shape)
 
     def _extend_words(self, shape: PaddedShape) -> int:
-        # Whole 16-byte units: Triton compiles a kernel anew when a pointer's alignment changes.
-        return -(-self.extend.schedule_words(shape) // 4) * 4
+        return aligned_words(self.extend.schedule_words(shape))
 
     def workspace_words(self, shape: PaddedShape) -> int:
         return max(self.extend.workspace_words(shape), self.decode.workspace_words(shape))
@@ -273,6 +275,17 @@ def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> TritonMask
     return TritonMasked(replace(extend, tiles=extend.tiles.of_masked_steps()))
 
 
+def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPrefixKernel:
+    prefix = _bind_extend(problem_of_prefixes(problem), target, pool)
+    return SharedPrefixKernel(problem, prefix, _bind_decode(problem, target, pool), _merge_states)
+
+
+def _merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:
+    from rocm_attn.kernels.attention.merge_states import launch_merge_states
+
+    launch_merge_states(out_a, lse_a, out_b, lse_b, out, lse)
+
+
 def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
     extend = replace(triton_segments.bind_extend(problem, target, pool), min_q_len=2)
     return TritonMixed(triton_segments.bind_decode(problem, target, pool), extend)
@@ -293,6 +306,11 @@ def _row(name: str, kind: StepKind, bind: Bind, *needs: Need, batch_invariant: b
         needs_host_lengths=False,
         bind=bind,
     )
+
+
+def _shared_row() -> KernelRow:
+    row = _row("triton.shared_prefix", StepKind.SHARED, _bind_shared, Need.PREFIXES)
+    return replace(row, limits=limits_of_shared_prefix(_LIMITS))
 
 
 def _ops() -> StepOps:
@@ -324,6 +342,7 @@ TRITON = Provider(
         _row("triton.extend", StepKind.EXTEND, _bind_extend),
         _row("triton.extend+decode", StepKind.MIXED, _bind_mixed),
         _row("triton.masked", StepKind.MASKED, _bind_masked, Need.MASK_INDPTR, Need.MASK_WORDS),
+        _shared_row(),
         _row("triton.segment_decode", StepKind.DECODE, triton_segments.bind_decode, batch_invariant=True),
         _row("triton.segment_extend", StepKind.EXTEND, triton_segments.bind_extend, batch_invariant=True),
         _row("triton.segment_extend+decode", StepKind.MIXED, _bind_mixed_segments, batch_invariant=True),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rocm_attn.padding import PaddedShape, StepKind
+from rocm_attn.padding import PaddedShape
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.scores import refuse_unified, window_size
@@ -43,8 +43,8 @@ class Unified:
         step = args.step
         # Releases that read linear pools alone do not know the word.
         layout = {"shuffled_kv_cache": True} if self.problem.pool is PoolKind.VECTORIZED else {}
-        # With 1 it takes token i for the only one of sequence i, which holds in decode steps alone.
-        max_seqlen_q = 1 if step.shape.kind is StepKind.DECODE else max(2, step.max_q_len)
+        # With 1 it takes token i for the only one of sequence i, which holds in steps that decode alone.
+        max_seqlen_q = 1 if step.shape.kind.decodes else max(2, step.max_q_len)
         library.unified_attention()(
             q=args.q,
             k=args.k_pages,

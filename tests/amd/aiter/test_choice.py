@@ -43,6 +43,7 @@ def test_auto_takes_triton_for_the_kinds_of_step_that_aiter_does_not_serve() -> 
         "extend": "aiter.mha_batch_prefill_func",
         "mixed": "aiter.mha_batch_prefill_func",
         "prefill": "aiter.flash_attn_varlen_func",
+        "shared": "triton.shared_prefix",
     }
     assert chosen.provider == "auto"
 
@@ -121,4 +122,5 @@ def test_a_workspace_beyond_the_budget_takes_another_kernel() -> None:
 def test_every_page_size_and_head_dim_is_served_by_auto(target: Target, page_size: int, head_dim: int) -> None:
     chosen = select(plain_problem(page_size, dims=(head_dim, head_dim)), target, "auto")
     assert set(chosen.kernels) == set(StepKind) - {StepKind.MASKED}
+    assert chosen.kernels[StepKind.SHARED].row.name == "triton.shared_prefix"
     assert all(not kernel.row.not_bound for kernel in chosen.kernels.values())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ import torch
 from rocm_attn.errors import BadTensor
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import select
-from tests.amd.aiter.serving import GFX942, partly_torch, plain_problem, vectorised_problem, world
+from rocm_attn.step_prefixes import PrefixGroup, SharedPrefixes
+from tests.amd.aiter.serving import CPU, GFX942, partly_torch, plain_problem, vectorised_problem, world
 from tests.amd.aiter.stand_in import StandIn
+from tests.amd.runtime.stepping import World
 
 # One problem for each way that the kernels divide the work between them.
 PROBLEMS = {
@@ -55,6 +58,31 @@ def test_every_kind_of_step_equals_dense_attention(problem: Problem, release: St
     for q_len in steps_at(problem.page_size):
         serving.step(requests, q_len)
     serving.step(requests[1:2], [1])
+    assert serving.page_zero_is_zero()
+
+
+def test_its_layers_with_windows_decode_steps_that_others_share_prefixes_in(aiter: StandIn) -> None:
+    """As in gpt-oss. A new token each: its kernel is told so in shared steps too, and its pads have a key."""
+    most_new: list[int] = []
+    unified = aiter.bodies["unified_attention"]
+
+    def noted(arguments: Mapping[str, Any]) -> Any:
+        most_new.append(arguments["max_seqlen_q"])
+        return unified(arguments)
+
+    aiter.bodies["unified_attention"] = noted
+    plain = plain_problem(16, dims=(64, 64))
+    problems = [plain, replace(plain, window_left=20, has_sinks=True)]
+    selections = [partly_torch(problem) for problem in problems]
+    serving = World.build(problems, CPU, "aiter", target=GFX942, selections=selections)
+    root = serving.admit()
+    serving.step([root], [32])
+    requests = [root, serving.fork(root, 32), serving.fork(root, 32)]
+    serving.step(requests, [3, 2, 4])
+    most_new.clear()
+    for groups in ([PrefixGroup(3, 32)], [PrefixGroup(1, 0), PrefixGroup(2, 16)]):
+        serving.step(requests, [1, 1, 1], 5, prefixes=SharedPrefixes(groups))
+    assert most_new == [1, 1]
     assert serving.page_zero_is_zero()
 
 

@@ -27,13 +27,14 @@ LLAMA = {
 
 
 @pytest.mark.parametrize(
-    ("provider", "deterministic"),
-    [(name, False) for name in providers()] + [(name, True) for name in deterministic_providers()],
+    ("provider", "mode"),
+    [(name, mode) for name in providers() for mode in ({}, {"shared_prefixes": True})]
+    + [(name, {"deterministic": True}) for name in deterministic_providers()],
 )
 def test_what_is_predicted_is_what_is_allocated_and_captured(
-    provider: str, deterministic: bool, device: torch.device
+    provider: str, mode: dict[str, bool], device: torch.device
 ) -> None:
-    tiny = Tiny.build(device, provider, [1, 4], tokens=(4, 8), deterministic=deterministic)
+    tiny = Tiny.build(device, provider, [1, 4], tokens=(4, 8), **mode)  # type: ignore[arg-type]
     report = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device)).capture_all()
     runtime = tiny.runtime
     plan = plan_capture(
@@ -45,7 +46,7 @@ def test_what_is_predicted_is_what_is_allocated_and_captured(
         provider=provider,
         capture_sizes=[1, 4],
         capture_tokens=[4, 8],
-        deterministic=deterministic,
+        **mode,
     )
     assert [bucket.shape for bucket in plan.buckets] == [bucket.key.shape for bucket in report.buckets]
     assert plan.lengths == (provider == "torch")
@@ -69,6 +70,7 @@ def test_a_setting_changes_what_it_is_named_for(device: torch.device) -> None:
     for name, changes, knob in (
         ("kv_len", {"capture_sizes": [64]}, "capture_sizes up to 64"),
         ("token_ids", {"capture_tokens": [512]}, "capture_tokens up to 512"),
+        ("group_indptr", {"shared_prefixes": True}, "shared_prefixes, capture_sizes up to 8"),
         ("request table", {"max_num_seqs": 20}, "max_num_seqs 20"),
         ("request table", {"max_kv_len": 512}, "max_kv_len 512 / page_size 4"),
         ("KV pool", {"num_pages": 300}, f"num_pages 300 of {page_bytes(problems)} bytes"),

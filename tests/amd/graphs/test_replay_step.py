@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from rocm_attn.flight_recorder import FlightRecorder, read_dump
 from rocm_attn.graphs import recorder_for
 from rocm_attn.providers.contract import AttendArgs
 from rocm_attn.providers.torch_ref import TorchDecode
+from rocm_attn.step_prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.step_runner import StepRunner
 from tests.amd.graphs.tiny import SERVED, Lazy, Requests, Tiny
 from tests.amd.runtime.stepping import deterministic_providers, providers
@@ -47,7 +49,7 @@ def test_every_kind_of_step_agrees_with_itself(
         (kind,) = result["layer_kinds"]
         assert kind["eager"] == "agrees"
         above = noted.padded_tokens > 16
-        assert kind["graph"] == ("none: its size is above the largest capture" if above else "agrees")
+        assert kind["graph"] == ("none: steps of its kind and size are not captured" if above else "agrees")
         assert kind["bitwise"] is (None if above else True)
 
 
@@ -66,6 +68,34 @@ def test_a_step_of_deterministic_mode_is_run_again_in_that_mode(
     assert "in deterministic mode, then and now" in capsys.readouterr().out
     assert main(["replay-step", dumped(provider, device, tmp_path), "--device", str(device)]) == DONE
     assert "deterministic" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("provider", providers())
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphed", "eager"])
+def test_a_step_that_shared_prefixes_shares_them_again(
+    graphs: bool, provider: str, device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its rows hold the same pages once more; a row of the second group shares nothing."""
+    tiny = Tiny.build(device, provider, [4], shared_prefixes=graphs)
+    flight = FlightRecorder(tiny.runtime, tmp_path / "dump.json")
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device), flight=flight)
+    requests = Requests(tiny.runtime)
+    requests.admit(1)
+    requests.run(runner, [9])
+    requests.fork(2, 8)
+    groups = [PrefixGroup(2, 8), PrefixGroup(1, 0)]
+    batch = replace(requests.batch([1, 1, 1]), prefixes=SharedPrefixes(groups))
+    runner.run(batch)
+    path = str(flight.dump("a test"))
+    noted = read_dump(Path(path)).step(None)
+    assert (noted.group_seqs, noted.group_prefix_len) == ((2, 1), (8, 0))
+    assert main(["replay-step", path, "--json", "--device", str(device)]) == DONE
+    result = json.loads(capsys.readouterr().out)
+    assert result["same_kernels"]
+    assert result["step"]["kind"] == "shared"
+    (kind,) = result["layer_kinds"]
+    assert kind["eager"] == "agrees"
+    assert kind["graph"] == ("agrees" if graphs else "none: steps of its kind and size are not captured")
 
 
 def test_the_last_step_is_the_default_and_is_described(

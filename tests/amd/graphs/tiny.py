@@ -49,6 +49,7 @@ class Tiny:
         max_kv_len: int = 128,
         num_pages: int = 200,
         split_steps: bool = False,
+        shared_prefixes: bool = False,
         custom_mask: bool = False,
         window_left: int = UNLIMITED_WINDOW,
         swa_pages: int = 0,
@@ -69,6 +70,7 @@ class Tiny:
             capture_tokens=tokens,
             split_steps=split_steps,
             deterministic=deterministic,
+            shared_prefixes=shared_prefixes,
         )
         for layer in range(2):
             # Not NaN: wrong graphs read this, and Triton's interpreter stops where a program would go on with NaN.
@@ -106,6 +108,12 @@ class Requests:
         for _ in range(count):
             self.rows.append(self.runtime.table.admit())
             self.kv_len.append(0)
+
+    def fork(self, count: int, kv_len: int) -> None:
+        """Requests that share the first tokens of the first one."""
+        for _ in range(count):
+            self.rows.append(self.runtime.table.fork(self.rows[0], kv_len))
+            self.kv_len.append(kv_len)
 
     def free(self) -> None:
         for row in self.rows:

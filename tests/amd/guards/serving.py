@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime, Step
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_inputs import Inputs
+from rocm_attn.step_prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.step_runner import StepRunner
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runtime.stepping import Request, World, first_swa_page, providers, small_problem
@@ -56,6 +58,7 @@ class Serving:
         capture_sizes: Sequence[int] = (8,),
         capture_tokens: Sequence[int] = (1,),
         split_steps: bool = False,
+        shared_prefixes: bool = False,
         deterministic: bool = False,
         max_tokens: int = 256,
         pad_q: float = float("nan"),
@@ -74,6 +77,7 @@ class Serving:
             capture_sizes=capture_sizes,
             capture_tokens=capture_tokens,
             split_steps=split_steps,
+            shared_prefixes=shared_prefixes,
             deterministic=deterministic,
             guards=guards,
         )
@@ -182,6 +186,12 @@ class Serving:
         """run and check."""
         self.run(requests, q_len, pad_to, halves=halves)
         self.check(requests, q_len)
+
+    def run_shared(self, requests: Sequence[Request], groups: Sequence[PrefixGroup], pad_to: int | None = None) -> None:
+        """One decode step by shared prefixes."""
+        new = [1] * len(requests)
+        batch = replace(self.world.batch(requests, new), prefixes=SharedPrefixes(groups))
+        self.run_batch(requests, new, batch, pad_to)
 
     def is_right(self, requests: Sequence[Request], q_len: Sequence[int]) -> bool:
         """Whether check passes."""

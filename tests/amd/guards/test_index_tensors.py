@@ -27,6 +27,7 @@ BUFFERS_OF_NEED = {
     Need.KV_LEN_INT64: {"kv_len_int64"},
     Need.MASK_INDPTR: {"mask_indptr"},
     Need.MASK_WORDS: {"mask_words", "given_position_of_token"},
+    Need.PREFIXES: {"prefix_len", "group_end", "group_indptr", "suffix_kv_len", "suffix_page"},
 }
 
 

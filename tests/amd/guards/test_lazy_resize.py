@@ -27,22 +27,23 @@ def decode(num_seqs: int) -> PaddedShape:
     return PaddedShape(StepKind.DECODE, num_seqs, num_seqs)
 
 
-def masked(num_seqs: int) -> PaddedShape:
-    """A step that uses every buffer."""
-    return PaddedShape(StepKind.MASKED, num_seqs, num_seqs)
+def using(spec: BufferSpec, num_seqs: int) -> PaddedShape:
+    """A step that uses a buffer: a masked one, or one that shares prefixes, uses every one that others use."""
+    shapes = [PaddedShape(kind, num_seqs, num_seqs) for kind in (StepKind.MASKED, StepKind.SHARED)]
+    return next(shape for shape in shapes if spec.elements(shape))
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_a_short_buffer_grows_whatever_the_others_hold(spec: BufferSpec) -> None:
     """SGLang's H1: one buffer that came from outside, and was large, kept three others from growing."""
     buffers = StepBuffers(SPECS, torch.device("cpu"))
-    buffers.ensure(masked(5))
+    buffers.ensure(using(spec, 5))
     for other in SPECS:
         if other.name != spec.name:
             buffers._tensors[other.name] = torch.full((4096,), 77, dtype=other.dtype)
     before = {name: tensor.data_ptr() for name, tensor in buffers.tensors().items()}
     epoch, held = buffers.epoch, buffers.tensors()[spec.name].numel()
-    larger = masked(40)
+    larger = using(spec, 40)
     buffers.ensure(larger)
 
     moved = {name for name, tensor in buffers.tensors().items() if tensor.data_ptr() != before[name]}

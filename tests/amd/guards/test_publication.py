@@ -95,7 +95,8 @@ def published_lengths(guards: Guards, num_steps: int) -> list[int]:
     ring = HostRing(torch.device("cpu"), depth=2, wait=guards.ring_wait, new_fence=late.fence)
     found: list[int] = []
     counts, row, kv_len, q_len, ids = (torch.zeros(n, dtype=torch.int32) for n in (4, 1, 1, 1, 1))
-    to = InputTensors(counts, row, kv_len, q_len, ids, pad_kv_len=0, pad_q_len=1)
+    nothing = torch.zeros(0, dtype=torch.int32)
+    to = InputTensors(counts, row, kv_len, q_len, nothing, nothing, ids, pad_kv_len=0, pad_q_len=1)
     for step in range(num_steps):
         slot, words = ring.acquire(slot_words(1, 0))
         words[: slot_words(1, 0)] = [1, 1, step, 0, 0, 0, 0, 0, 1, 100 + step, 1]

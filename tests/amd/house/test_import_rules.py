@@ -19,7 +19,16 @@ AITER_MODULE = "rocm_attn.providers.aiter.library"
 
 VALUES = tuple(
     f"rocm_attn.{name}"
-    for name in ("errors", "index_spaces", "problem", "step_batch", "step_inputs", "step_mask", "target")
+    for name in (
+        "errors",
+        "index_spaces",
+        "problem",
+        "step_batch",
+        "step_inputs",
+        "step_mask",
+        "step_prefixes",
+        "target",
+    )
 )
 USES_KERNELS = (
     PROVIDERS,

@@ -44,6 +44,7 @@ class Case:
     window_left, soft_cap, causal: see Scores
     sinks, slopes:   whether the heads have them
     masked:          whether a random packed mask says what each token sees, few keys, all, or none, and where it is
+    first_page:      pages of each sequence's row that lie before its keys; nothing: none
     """
 
     kv_len: Sequence[int]
@@ -60,6 +61,7 @@ class Case:
     sinks: bool = False
     slopes: bool = False
     masked: bool = False
+    first_page: Sequence[int] = ()
 
     def decodes(self) -> Case:
         """The same sequences with one new token each."""
@@ -85,6 +87,7 @@ class Tensors:
     sinks: Tensor | None
     slopes: Tensor | None
     mask: PackedMask | None
+    first_page: Tensor | None
     reference: Tensor
     reference_lse: Tensor
 
@@ -116,7 +119,9 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
     k_pages = _nan(num_pages, page_size, num_kv_heads, head_dim, dtype=case.dtype)
     v_pages = _nan(num_pages, page_size, num_kv_heads, v_head_dim, dtype=case.dtype)
     # Table entries past a sequence's pages, and rows of no sequence, aim at a page that is NaN.
-    table = torch.full((num_seqs + 2, max([*pages_of_seq, 1]) + 1), num_pages - 1, dtype=torch.int32)
+    first_page = case.first_page or [0] * num_seqs
+    width = max([before + pages for before, pages in zip(first_page, pages_of_seq, strict=True)] + [1]) + 1
+    table = torch.full((num_seqs + 2, width), num_pages - 1, dtype=torch.int32)
     row_of_seq = torch.randperm(num_seqs + 2, generator=generator)[:num_seqs].int()
     free = (torch.randperm(num_pages - 2, generator=generator) + 1).tolist()
     reference = torch.zeros(num_tokens, num_q_heads, v_head_dim, dtype=torch.float64)
@@ -141,12 +146,12 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
         unseen = set(range(length)).difference(*seen)
         for page_no in range(pages_of_seq[seq]):
             page, first = free.pop(), page_no * page_size
-            table[row_of_seq[seq], page_no] = page
+            table[row_of_seq[seq], first_page[seq] + page_no] = page
             in_page = min(page_size, length - first)
             k_pages[page, :in_page] = k[first : first + in_page]
             v_pages[page, :in_page] = v[first : first + in_page]
         for key in unseen:
-            page = int(table[row_of_seq[seq], key // page_size])
+            page = int(table[row_of_seq[seq], first_page[seq] + key // page_size])
             k_pages[page, key % page_size] = v_pages[page, key % page_size] = float("nan")
         for kv_index, keys in zip(range(length - new, length), map(list, seen), strict=True):
             if keys:
@@ -176,6 +181,7 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
         sinks=None if sinks is None else sinks.to(device),
         slopes=None if slopes is None else slopes.to(device),
         mask=_packed(drawn, positions + [NO_POSITION] * case.tail, case, device) if case.masked else None,
+        first_page=torch.tensor(case.first_page, dtype=torch.int32).to(device) if case.first_page else None,
         reference=reference.to(device),
         reference_lse=reference_lse.to(device),
     )
@@ -291,6 +297,7 @@ def run_decode(tensors: Tensors, *, num_programs: int = 5, tiles: DecodeTiles | 
         scores=tensors.scores,
         num_programs=num_programs,
         tiles=tiles,
+        first_page=tensors.first_page,
     )
 
 
@@ -303,7 +310,16 @@ def run_shared_decode(tensors: Tensors, *, num_programs: int = 5, tiles: DecodeT
 
 def run_decode_twin(tensors: Tensors) -> None:
     """The torch twin of run_decode."""
-    paged_decode(*_paged(tensors), None, None, *_results(tensors), scores=tensors.scores, num_programs=1, tiles=None)
+    paged_decode(
+        *_paged(tensors),
+        None,
+        None,
+        *_results(tensors),
+        scores=tensors.scores,
+        num_programs=1,
+        tiles=None,
+        first_page=tensors.first_page,
+    )
 
 
 def run_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: ExtendTiles | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 from hypothesis import strategies as st
@@ -20,7 +20,8 @@ BEHIND = 70  # elements of garbage behind each output
 
 REQUIRED = ("q_indptr", "last_token_of_seq", "position_of_token", "slot_of_token")
 PAGE_LIST = ("page_indptr", "page_list", "last_page_len")
-DERIVED = (*REQUIRED, *PAGE_LIST, "block_table", "kv_len_int64", "mask_indptr")
+GROUPS = ("group_indptr", "suffix_kv_len", "suffix_page")
+DERIVED = (*REQUIRED, *PAGE_LIST, "block_table", "kv_len_int64", "mask_indptr", *GROUPS)
 INT64 = ("kv_len_int64", "mask_indptr")
 
 
@@ -32,6 +33,7 @@ class Case:
     pad:              (kv_len, q_len) of each padded one
     num_seqs_padded, num_tokens_padded, list_len: sizes of the outputs
     pages:            of each live sequence, as many as its row of the table holds
+    groups:           (sequences, pages) of each group of sequences that share so many pages
     wanted:           the derived tensors that are asked for
     """
 
@@ -42,6 +44,7 @@ class Case:
     list_len: int
     page_size: int
     pages: list[list[int]]
+    groups: list[tuple[int, int]] = field(default_factory=list)
     wanted: tuple[str, ...] = DERIVED
 
     @property
@@ -56,6 +59,19 @@ class Case:
     @property
     def num_tokens(self) -> int:
         return sum(new for _, new in self.seqs)
+
+    @property
+    def prefix_len(self) -> list[int]:
+        """Of each live sequence; without groups every one is alone."""
+        return [
+            pages * self.page_size for count, pages in self.groups or [(1, 0)] * len(self.seqs) for _ in range(count)
+        ]
+
+    @property
+    def group_end(self) -> list[int]:
+        """Of each live sequence."""
+        counts = [count for count, _ in self.groups or [(1, 0)] * len(self.seqs)]
+        return [sum(counts[: at + 1]) for at, count in enumerate(counts) for _ in range(count)]
 
 
 def random_pages(seqs: Sequence[tuple[int, int]], width: int, seed: int) -> list[list[int]]:
@@ -80,6 +96,11 @@ def cases(draw: st.DrawFn) -> Case:
     pad = draw(st.sampled_from([(0, 0), (0, 1), (1, 0), (1, 1)]))
     num_seqs_padded = draw(st.sampled_from([max(1, num_seqs), CAPACITY, CAPACITY + 4]))
     num_pads = num_seqs_padded - num_seqs
+    groups: list[tuple[int, int]] = []
+    while (grouped := sum(count for count, _ in groups)) < num_seqs:
+        count = draw(st.integers(1, num_seqs - grouped))
+        shortest = min(length for length, _ in seqs[grouped : grouped + count])
+        groups.append((count, draw(st.integers(0, shortest // page_size))))
     return Case(
         seqs=seqs,
         pad=pad,
@@ -88,6 +109,7 @@ def cases(draw: st.DrawFn) -> Case:
         list_len=draw(st.integers(0, sum(-(-length // page_size) for length, _ in seqs) + num_pads + 20)),
         page_size=page_size,
         pages=random_pages(seqs, MAX_PAGES, draw(st.integers(0, 99))),
+        groups=groups,
     )
 
 
@@ -110,7 +132,12 @@ def tensors(case: Case, device: torch.device) -> IndexTensors:
         "block_table": (num_seqs, case.width + 2),
         "kv_len_int64": (num_seqs,),
         "mask_indptr": (num_seqs + 1,),
+        "group_indptr": (num_seqs + 1,),
+        "suffix_kv_len": (num_seqs,),
+        "suffix_page": (num_seqs,),
     }
+    # What pads hold of these is not looked at.
+    pads = [GARBAGE] * (num_seqs - len(case.seqs))
 
     def ints(values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
@@ -127,6 +154,8 @@ def tensors(case: Case, device: torch.device) -> IndexTensors:
         kv_len=ints([length for length, _ in case.padded_seqs]),
         q_len=ints([new for _, new in case.padded_seqs]),
         table=table.to(device) if device.type == "cuda" else table,
+        prefix_len=ints([*case.prefix_len, *pads]),
+        group_end=ints([*case.group_end, *pads]),
         **{name: output(name) for name in DERIVED},
     )
 
@@ -169,6 +198,8 @@ def derived_by_hand(case: Case) -> dict[str, object]:
         page_list += pages
         block_table.append([*pages, *[0] * (case.width + 2)][: case.width + 2])
     behind = [0] * (case.num_tokens_padded - len(positions))
+    num_seqs, num_pads = len(case.seqs), case.num_seqs_padded - len(case.seqs)
+    begins = [seq for seq in range(num_seqs) if seq == 0 or case.group_end[seq - 1] == seq]
     values: dict[str, object] = {
         "q_indptr": q_indptr,
         "last_token_of_seq": last_token,
@@ -180,6 +211,14 @@ def derived_by_hand(case: Case) -> dict[str, object]:
         "block_table": block_table,
         "kv_len_int64": [length for length, _ in case.padded_seqs],
         "mask_indptr": mask_indptr,
+        # The next sequence that begins a group, from each one on.
+        "group_indptr": [
+            min((begin for begin in begins if begin >= seq), default=num_seqs)
+            for seq in range(case.num_seqs_padded + 1)
+        ],
+        "suffix_kv_len": [length - shared for (length, _), shared in zip(case.seqs, case.prefix_len, strict=True)]
+        + [0] * num_pads,
+        "suffix_page": [shared // page_size for shared in case.prefix_len] + [0] * num_pads,
     }
     return {
         **{name: values[name] if name in case.wanted else [] for name in DERIVED},

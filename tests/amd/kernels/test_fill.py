@@ -17,6 +17,7 @@ from rocm_attn.kernels.metadata.index_tensors import IndexTensors
 from rocm_attn.kernels.refs import metadata as refs
 from tests.amd.kernels.fill_cases import (
     DERIVED,
+    GROUPS,
     PAGE_LIST,
     REQUIRED,
     Case,
@@ -70,7 +71,7 @@ def test_a_second_fill_changes_nothing(fill: Fill, kernel_device: torch.device, 
 
 
 @both
-@pytest.mark.parametrize("wanted", [(), PAGE_LIST, ("block_table",), ("kv_len_int64",), ("mask_indptr",)])
+@pytest.mark.parametrize("wanted", [(), PAGE_LIST, ("block_table",), ("kv_len_int64",), ("mask_indptr",), GROUPS])
 @settings(max_examples=5, deadline=None)
 @given(case=cases())
 def test_only_what_has_elements_is_written(

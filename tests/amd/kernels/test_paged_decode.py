@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,6 +64,18 @@ def test_decode_equals_the_reference(
     case: Case, dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:
     tensors = build(replace(case, dtype=dtype), kernel_device)
+    run(tensors)
+    assert_served(tensors)
+
+
+@run_either
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+@pytest.mark.parametrize("scores", [{}, {"sinks": True, "soft_cap": 1.5}], ids=["plain", "scored"])
+def test_keys_may_begin_behind_the_first_pages_of_a_row(
+    scores: dict[str, Any], page_size: int, run: Callable[[Tensors], None], kernel_device: torch.device
+) -> None:
+    case = replace(RAGGED, page_size=page_size, first_page=[3, 0, 2, 7, 1, 40], **scores)
+    tensors = build(case, kernel_device)
     run(tensors)
     assert_served(tensors)
 

@@ -35,17 +35,23 @@ def garbage(count: int, device: torch.device) -> Tensor:
 
 
 @pytest.mark.parametrize("publish", [launch_publish, refs.publish])
+@pytest.mark.parametrize("with_prefixes", [True, False])
 @pytest.mark.parametrize("with_ids", [True, False])
-def test_publish_writes_every_entry_pads_included(publish: Launch, with_ids: bool, kernel_device: torch.device) -> None:
+def test_publish_writes_every_entry_pads_included(
+    publish: Launch, with_ids: bool, with_prefixes: bool, kernel_device: torch.device
+) -> None:
     rows, kv_len, q_len, ids = [4, 2, 9], [7, 1, 300], [2, 1, 3], [11, 12, 13, 14, 15, 16]
     words = [3, 6, 41, int(with_ids), 40, NO_ECHO, GARBAGE, GARBAGE, *rows, *kv_len, *q_len, *(ids if with_ids else [])]
+    prefixes = garbage(5 * with_prefixes, kernel_device), garbage(5 * with_prefixes, kernel_device)
+    words += [16, 16, 0, 2, 2, 3] if with_prefixes else []
     slot = torch.tensor(words + [GARBAGE] * 9, dtype=torch.int32, pin_memory=kernel_device.type == "cuda")
     counts, token_ids = garbage(4, kernel_device), garbage(300, kernel_device)
     seqs = garbage(5, kernel_device), garbage(5, kernel_device), garbage(5, kernel_device)
-    publish(slot, counts, InputTensors(counts, *seqs, token_ids, 1, 0))
+    publish(slot, counts, InputTensors(counts, *seqs, *prefixes, token_ids, 1, 0))
     assert counts.tolist() == [3, 6, 41, 0]
     assert [x.tolist() for x in seqs] == [[*rows, 0, 0], [*kv_len, 1, 1], [*q_len, 0, 0]]
     assert token_ids.tolist() == (ids if with_ids else [0] * 6) + [0] * 294
+    assert [x.tolist() for x in prefixes] == ([[16, 16, 0, 0, 0], [2, 2, 3, 0, 0]] if with_prefixes else [[], []])
 
 
 @pytest.mark.parametrize("publish", [launch_publish, refs.publish])
@@ -60,7 +66,8 @@ def test_publish_says_how_the_step_before_went(
     before = device_ints([GARBAGE, GARBAGE, number, error_word], kernel_device)
     counts = before if same else garbage(4, kernel_device)
     seqs = garbage(700, kernel_device), garbage(700, kernel_device), garbage(700, kernel_device)
-    publish(slot, before, InputTensors(counts, *seqs, garbage(700, kernel_device), 0, 1))
+    nothing = garbage(0, kernel_device)
+    publish(slot, before, InputTensors(counts, *seqs, nothing, nothing, garbage(700, kernel_device), 0, 1))
     assert counts.tolist() == [1, 1, 41, 0]
     if not same:
         assert before.tolist() == [GARBAGE, GARBAGE, number, error_word]

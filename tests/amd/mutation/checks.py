@@ -71,6 +71,7 @@ def attention(memory: Memory, case: Case) -> Tensors:
         "lse",
         "sinks",
         "slopes",
+        "first_page",
     )
     given = {name: tensor for name in names if (tensor := getattr(tensors, name)) is not None}
     placed: dict[str, Any] = {name: memory.put(tensor) for name, tensor in given.items()}
@@ -91,6 +92,7 @@ def decode(memory: Memory) -> None:
     for kv_len, num_programs, head_blocks, scores in (
         ([33, 0, 1, 16, 70], 4, 1, {}),
         ([90], 7, 2, {}),
+        ([33, 3, 16], 2, 1, {"first_page": [2, 9, 1]}),
         ([90, 80], 3, 1, SCORES),
         ([20, 20, 400], 5, 1, {**SCORES, "window_left": 300}),  # the last row is shared by two programs
     ):
@@ -122,6 +124,7 @@ def decode(memory: Memory) -> None:
             scores=tensors.scores,
             num_programs=num_programs,
             tiles=tiles,
+            first_page=tensors.first_page,
         )
         assert_served(tensors)
         memory.assert_surroundings_untouched()
@@ -301,9 +304,11 @@ def fill(memory: Memory) -> None:
     right, wrong = ([4, 7, 0, 9, 2], [4, 0, 0, 3, 2]), ([4, 7, 0, 11, 2], [4, 0, 0, 3, 4])
     for (kv_len, q_len), num_tokens, num_tokens_padded, list_len in ((right, 9, 13, 12), (wrong, 9, 9, 7)):
         inputs = [ints([5, num_tokens, 1, 0]), ints([2, 1, 3, 3, 2]), ints(kv_len), ints(q_len), table]
+        inputs += [ints([3, 3, 0, 6, 0]), ints([2, 2, 3, 5, 5])]
         outputs = [garbage(size) for size in (6, 5, num_tokens_padded, num_tokens_padded, 6, list_len, 5)]
         dense, wide, mask_indptr = garbage(25).view(5, 5), garbage(5).long(), garbage(6).long()
-        tensors = (*inputs, *outputs, dense, wide, mask_indptr)
+        groups = [garbage(size) for size in (6, 5, 5)]
+        tensors = (*inputs, *outputs, dense, wide, mask_indptr, *groups)
         wanted = IndexTensors(*(tensor.clone() for tensor in tensors))
         got = IndexTensors(*map(memory.put, tensors))
         launch_fill(got, page_size=PAGE_SIZE)
@@ -317,15 +322,15 @@ def fill(memory: Memory) -> None:
 def publish(memory: Memory) -> None:
     """Two sequences of three tokens at five and seven, with token ids and without; the slot is written too."""
     for has_ids in (1, 0):
-        slot = ints([2, 3, 9, has_ids, 8, -1, -1, 0, 4, 5, 30, 40, 1, 2, *[11, 12, 13] * has_ids])
-        outputs = [slot, ints([6, 6, 8, 2]), *(garbage(size) for size in (4, 5, 5, 5, 7))]
+        slot = ints([2, 3, 9, has_ids, 8, -1, -1, 0, 4, 5, 30, 40, 1, 2, *[11, 12, 13] * has_ids, 16, 32, 1, 2])
+        outputs = [slot, ints([6, 6, 8, 2]), *(garbage(size) for size in (4, 5, 5, 5, 5, 5, 7))]
         assert_same(memory, _to_inputs(launch_publish), _to_inputs(twins.publish), [], outputs)
 
 
 def _to_inputs(publish: Callable[..., None]) -> Callable[..., None]:
     """publish as a function of the tensors, with pads of its own."""
-    return lambda slot, before, counts, rows, kv_len, q_len, ids: publish(
-        slot, before, InputTensors(counts, rows, kv_len, q_len, ids, 5, 0)
+    return lambda slot, before, counts, rows, kv_len, q_len, prefix_len, group_end, ids: publish(
+        slot, before, InputTensors(counts, rows, kv_len, q_len, prefix_len, group_end, ids, 5, 0)
     )
 
 

@@ -21,6 +21,7 @@ from rocm_attn.prewarm import PrewarmReport, ServedSizes, prewarm
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_prefixes import NO_PREFIXES, PrefixGroup, SharedPrefixes
 from rocm_attn.target import known_target
 from tests.amd.offline.offline_driver import offline
 
@@ -66,6 +67,7 @@ def serve(problem: Problem, sizes: ServedSizes) -> list[CompileEvent]:
         capture_sizes=sizes.capture_sizes,
         capture_tokens=sizes.capture_tokens,
         deterministic=sizes.deterministic,
+        shared_prefixes=sizes.shared_prefixes,
         guards=Guards().without("echo_check"),  # kernels that are only compiled answer nothing
     )
     rows = np.array([runtime.table.admit() for _ in range(sizes.max_num_seqs)], np.int32)
@@ -81,7 +83,9 @@ def serve(problem: Problem, sizes: ServedSizes) -> list[CompileEvent]:
             kv_len = q_len + random.integers(0, 12, num_seqs).astype(np.int32)
             for row, length in zip(rows.tolist(), kv_len.tolist(), strict=False):
                 runtime.table.reserve(row, max(length, 1))
-            step = runtime.begin_step(StepBatch(rows[:num_seqs], kv_len, q_len))
+            shares = sizes.shared_prefixes and number % 4 == 1
+            prefixes = SharedPrefixes([PrefixGroup(1, 0)] * num_seqs) if shares else NO_PREFIXES
+            step = runtime.begin_step(StepBatch(rows[:num_seqs], kv_len, q_len, prefixes=prefixes))
             q, k, v, out = (
                 torch.zeros(len(step.token_ids), heads, dim, dtype=problem.dtype)
                 for heads, dim in ((8, 64), (2, 64), (2, 64), (8, 64))
@@ -103,16 +107,20 @@ def test_what_was_prewarmed_is_compiled_no_second_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("deterministic", "kernel"),
-    [(False, "_decode_kernel"), (True, "_segment_decode_kernel")],
-    ids=["normal", "segments"],
+    ("mode", "kernel"),
+    [
+        ({}, "_decode_kernel"),
+        ({"deterministic": True}, "_segment_decode_kernel"),
+        ({"shared_prefixes": True}, "_merge_states_kernel"),
+    ],
+    ids=["normal", "segments", "shared_prefixes"],
 )
-def test_a_process_that_serves_finds_everything_that_it_needs(deterministic: bool, kernel: str) -> None:
-    sizes = replace(SIZES, deterministic=deterministic)
-    prewarmed(sizes=sizes)
+def test_a_process_that_serves_finds_everything_that_it_needs(mode: dict[str, bool], kernel: str) -> None:
+    sizes = replace(SIZES, **mode)  # type: ignore[arg-type]
+    report = prewarmed(sizes=sizes)
     events = serve(PROBLEM, sizes)
     assert len(events) >= 9
-    assert kernel in {event.name for event in events}
+    assert kernel in report.compiled
     assert [event for event in events if not event.was_cached] == []
 
 

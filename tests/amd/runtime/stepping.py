@@ -18,6 +18,7 @@ from rocm_attn.reference import attend_sequence
 from rocm_attn.runtime import AttentionRuntime, Step
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_mask import StepMask, kv_positions
+from rocm_attn.step_prefixes import NO_PREFIXES, Prefixes
 from rocm_attn.target import Target
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
@@ -178,13 +179,14 @@ class World:
         pad_to: int | None = None,
         visible: Sequence[Tensor] | None = None,
         positions: Tensor | None = None,
+        prefixes: Prefixes = NO_PREFIXES,
     ) -> None:
         """Run a step with random q, k and v in every layer, NaN in the pads, and check it against the oracle.
 
         visible:   bool [q_len, kv_len] for each request: the step's mask
         positions: int32 [num_tokens], of the mask; not given: each token's place
         """
-        batch = self.batch(requests, q_len)
+        batch = replace(self.batch(requests, q_len), prefixes=prefixes)
         if visible is not None:
             places = kv_positions(batch.kv_len, batch.q_len, self.runtime.device)
             positions = places if positions is None else positions

@@ -1,17 +1,24 @@
-"""Decode over shared prefixes: equal to the oracle and to plain decode, and refused where it would not be."""
+"""Decode over shared prefixes: every output is the oracle's, whatever the groups, and wrong groups are refused."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from rocm_attn.errors import BadBatch, Unsupported, WrongState
+from rocm_attn.errors import BadBatch, Unsupported
+from rocm_attn.padding import StepKind
 from rocm_attn.problem import PoolKind, Problem
-from rocm_attn.shared_prefix import PrefixGroup
+from rocm_attn.providers.select import select
 from rocm_attn.step_inputs import DeviceInputs
+from rocm_attn.step_mask import random_mask
+from rocm_attn.step_prefixes import NO_PREFIXES, PrefixGroup, SharedPrefixes
+from rocm_attn.target import known_target
 from tests.amd.runtime.stepping import Request, World, providers, small_problem
 
 each_provider = pytest.mark.parametrize("provider", providers())
@@ -21,7 +28,9 @@ PROBLEMS = {
     "sinks": small_problem(has_sinks=True),
     "cap": small_problem(logits_soft_cap=1.5),
     "wide": small_problem(num_q_heads=8, num_kv_heads=1, head_dim=40, v_head_dim=24),
+    "odd": small_problem(num_q_heads=3, num_kv_heads=3, head_dim=7, v_head_dim=5, dtype=torch.float16),
     "not causal": replace(small_problem(), causal=False),
+    "masks in other steps": small_problem(custom_mask=True),
 }
 
 
@@ -35,22 +44,8 @@ def family(world: World, prefix_len: int, suffixes: Sequence[int]) -> list[Reque
 
 
 def decode(world: World, requests: Sequence[Request], groups: Sequence[PrefixGroup], pad_to: int | None = None) -> None:
-    """A decode step by shared prefixes, every layer against the oracle, and against plain decode."""
-    new = [1] * len(requests)
-    batch = world.batch(requests, new)
-    step = world.runtime.begin_step(batch, pad_to)
-    shared = world.runtime.share_prefix(batch, groups)
-    for layer, problem in enumerate(world.problems):
-        q, k, v = world.qkv(problem, step)
-        world.remember(layer, requests, new, k, v)
-        world.runtime.store(layer, k, v)
-        out = torch.full_like(q[..., : problem.v_head_dim], float("nan"))
-        lse = shared.attend(layer, q, out)
-        world.check(layer, requests, new, q, out, lse)
-        plain = torch.full_like(out, float("nan"))
-        world.runtime.attend(layer, q, plain)
-        torch.testing.assert_close(out, plain, atol=1e-5, rtol=1e-5)
-    world.runtime.end_step()
+    """A decode step by shared prefixes; every layer against the oracle."""
+    world.step(requests, [1] * len(requests), pad_to, prefixes=SharedPrefixes(groups))
 
 
 @each_provider
@@ -62,6 +57,7 @@ def test_a_shared_prefix_gives_what_plain_decode_gives(problem: Problem, provide
     for _ in range(2):
         decode(world, requests, [PrefixGroup(4, 12)], pad_to=6)
     world.runtime.check_device()
+    assert world.page_zero_is_zero()
 
 
 @each_provider
@@ -71,8 +67,10 @@ def test_groups_have_prefixes_of_their_own(provider: str, device: torch.device) 
     first, second = family(world, 8, [1, 2, 7]), family(world, 20, [2, 1])
     alone = world.admit()
     world.step([alone], [5])
-    groups = [PrefixGroup(3, 8), PrefixGroup(1, 0), PrefixGroup(2, 16)]
-    decode(world, [*first, alone, *second], groups)
+    for pad_to in (None, 6, 9):
+        decode(world, [*first, alone, *second], [PrefixGroup(3, 8), PrefixGroup(1, 0), PrefixGroup(2, 16)], pad_to)
+    decode(world, [*second, *first], [PrefixGroup(2, 20), PrefixGroup(1, 0), PrefixGroup(2, 4)])
+    decode(world, [alone], [PrefixGroup(1, 4)])
 
 
 @each_provider
@@ -84,17 +82,87 @@ def test_sequences_may_be_nothing_but_the_prefix_and_a_token(provider: str, devi
     decode(world, requests, [PrefixGroup(2, 16)])
 
 
+@each_provider
+def test_a_step_without_sequences_may_share_nothing(provider: str, device: torch.device) -> None:
+    """An idle rank runs the kind of step that the others run."""
+    world = World.build([small_problem()], device, provider)
+    for pad_to in (None, 4):
+        decode(world, [], [], pad_to)
+
+
+@each_provider
+@pytest.mark.parametrize("swa_pages", [0, 40])
+def test_layers_that_cannot_share_decode_the_step_as_ever(swa_pages: int, provider: str, device: torch.device) -> None:
+    """Beside a layer that can: windows, whose pages may be in a pool of their own and given back, and slopes."""
+    problems = [small_problem(), small_problem(window_left=5, has_sinks=True), small_problem(has_alibi_slopes=True)]
+    world = World.build(problems, device, provider, swa_pages=swa_pages)
+    requests = family(world, 12, [1, 3, 5])
+    batch = replace(world.batch(requests, [1, 1, 1]), prefixes=SharedPrefixes([PrefixGroup(3, 12)]))
+    step = world.runtime.begin_step(batch)
+    assert [kernel.row.kind for kernel in step.plan.kernels] == [StepKind.SHARED, StepKind.DECODE, StepKind.DECODE]
+    world.runtime.end_step()
+    for _ in range(8):
+        decode(world, requests, [PrefixGroup(3, 12)], pad_to=4)
+    world.runtime.check_device()
+
+
+@each_provider
+def test_pads_are_inert_beside_kernels_whose_pads_have_a_key(provider: str, device: torch.device) -> None:
+    """Kernels of AITER's need a length of 1 in padded sequences, which all layers then have."""
+    world = World.build([small_problem()], device, provider)
+    (selection,) = world.runtime.selections
+    lengthy = {
+        kind: replace(kernel, row=replace(kernel.row, min_kv_len=1)) if kind is StepKind.SHARED else kernel
+        for kind, kernel in selection.kernels.items()
+    }
+    world = World.build([small_problem()], device, provider, selections=[replace(selection, kernels=lengthy)])
+    decode(world, family(world, 8, [1, 2]), [PrefixGroup(2, 8)], pad_to=5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("provider", ["torch"])
+def test_any_groups_of_forks_of_forks_give_what_the_oracle_gives(
+    provider: str, device: torch.device, data: st.DataObject
+) -> None:
+    """What requests share is what their rows' tables have in common; a step takes any part of that, page by page."""
+    world = World.build([small_problem(page_size=2, has_sinks=True)], device, provider, num_pages=200)
+    requests = family(world, 10, [1, 2])
+    for _ in range(3):
+        parent = requests[data.draw(st.integers(0, len(requests) - 1))]
+        requests.append(world.fork(parent, data.draw(st.integers(1, parent.kv_len))))
+    order = data.draw(st.permutations(requests))
+    groups, first, shares_too_much = [], 0, False
+    while first < len(order):
+        members = order[first : first + data.draw(st.integers(1, 4))]
+        tables = [world.runtime.table.pages_of(request.row) for request in members]
+        # Whole pages only: one that is partly filled is copied before its new token.
+        most = min(request.kv_len for request in members) // 2
+        common = int(np.cumprod([len({int(table[at]) for table in tables}) == 1 for at in range(most)]).sum())
+        pages = data.draw(st.one_of(st.integers(0, common), st.integers(0, most)))
+        shares_too_much |= pages > common
+        groups.append(PrefixGroup(len(members), 2 * pages))
+        first += len(members)
+    if shares_too_much:
+        with pytest.raises(BadBatch, match="does not share"):
+            decode(world, order, groups)
+    else:
+        decode(world, order, groups, pad_to=data.draw(st.sampled_from([None, 8])))
+
+
 def world_of(device: torch.device, *problems: Problem) -> tuple[World, list[Request]]:
     world = World.build(problems or [small_problem()], device, "torch")
     return world, family(world, 8, [1, 2])
 
 
 BAD_GROUPS = {
-    "half a page": ([PrefixGroup(2, 6)], "a prefix of 6 tokens in pages of 4, with 10 tokens in the shortest"),
-    "all of it": ([PrefixGroup(1, 12), PrefixGroup(1, 8)], "a prefix of 12 tokens in pages of 4, with 10 tokens"),
-    "negative": ([PrefixGroup(2, -4)], "a prefix of -4 tokens"),
+    "half a page": ([PrefixGroup(2, 6)], "sequence 0 has a prefix of 6 tokens in pages of 4; a prefix has whole pages"),
+    "all of it": ([PrefixGroup(1, 12), PrefixGroup(1, 8)], "sequence 0 has 10 tokens and a prefix of 12"),
+    "nothing behind": ([PrefixGroup(1, 8), PrefixGroup(1, 11)], "sequence 1 has 11 tokens and a prefix of 11"),
+    "negative": ([PrefixGroup(2, -4)], "a group has a prefix of -4 tokens; give it 0 or more"),
     "too few": ([PrefixGroup(1, 8)], "groups of 1 sequences for 2; every sequence is in one group"),
-    "empty": ([PrefixGroup(2, 8), PrefixGroup(0, 8)], "groups of 2, 0 sequences for 2"),
+    "none": ([], "groups of no sequences for 2; every sequence is in one group"),
+    "empty": ([PrefixGroup(2, 8), PrefixGroup(0, 8)], "groups have 2, 0 sequences; give every group one or more"),
 }
 
 
@@ -102,72 +170,142 @@ BAD_GROUPS = {
 def test_groups_that_are_none_are_refused(groups: list[PrefixGroup], complaint: str, device: torch.device) -> None:
     world, requests = world_of(device)
     batch = world.batch(requests, [1, 1])
-    world.runtime.begin_step(batch)
     with pytest.raises(BadBatch, match=complaint):
-        world.runtime.share_prefix(batch, groups)
-    world.runtime.end_step()
+        world.runtime.begin_step(replace(batch, prefixes=SharedPrefixes(groups)))
+    world.step(requests, [1, 1])
 
 
 def test_sequences_with_pages_of_their_own_are_refused(device: torch.device) -> None:
-    """Equal tokens are not enough: the pages must be the same."""
+    """Equal tokens are not enough: the pages must be the same, and for as long as the prefix is."""
     world, requests = world_of(device)
     stranger = world.admit()
     world.step([stranger], [10])
-    batch = world.batch([*requests, stranger], [1, 1, 1])
-    world.runtime.begin_step(batch)
     with pytest.raises(BadBatch, match="sequence 2 does not share the 8 tokens of sequence 0; fork its row"):
-        world.runtime.share_prefix(batch, [PrefixGroup(3, 8)])
-    world.runtime.end_step()
+        decode(world, [*requests, stranger], [PrefixGroup(3, 8)])
+    world, requests = world_of(device)
+    shorter = world.fork(requests[0], 4)
+    world.step([shorter], [6])
+    with pytest.raises(BadBatch, match="sequence 1 does not share the 8 tokens of sequence 0; fork its row"):
+        decode(world, [requests[0], shorter], [PrefixGroup(2, 8)])
+
+
+def test_rows_that_were_handed_out_again_share_nothing(device: torch.device) -> None:
+    """The groups are the ones that were looked at, and so are the rows."""
+    world, requests = world_of(device)
+    prefixes = SharedPrefixes([PrefixGroup(2, 8)])
+    for _ in range(2):
+        world.step(requests, [1, 1], prefixes=prefixes)
+    world.free(requests[1])
+    other = world.admit()
+    assert other.row == requests[1].row
+    world.step([other], [12])
+    for _ in range(2):
+        with pytest.raises(BadBatch, match="sequence 1 does not share the 8 tokens of sequence 0"):
+            world.step([requests[0], other], [1, 1], prefixes=prefixes)
 
 
 def test_steps_that_do_not_decode_are_refused(device: torch.device) -> None:
     world, requests = world_of(device)
     batch = world.batch(requests, [2, 1])
-    world.runtime.begin_step(batch)
-    with pytest.raises(BadBatch, match="prefixes are shared in decode steps with sequences; this is a mixed step"):
-        world.runtime.share_prefix(batch, [PrefixGroup(2, 8)])
-    world.runtime.end_step()
+    with pytest.raises(BadBatch, match="prefixes are shared in decode steps alone; leave them out of a step with"):
+        replace(batch, prefixes=SharedPrefixes([PrefixGroup(2, 8)]))
 
 
-def test_lengths_that_only_the_device_knows_are_refused(device: torch.device) -> None:
+def test_lengths_that_only_the_device_knows_are_refused_and_token_ids_are_not(device: torch.device) -> None:
     world, requests = world_of(device)
-    batch = world.batch(requests, [1, 1])
+    batch = replace(world.batch(requests, [1, 1]), prefixes=SharedPrefixes([PrefixGroup(2, 8)]))
     lengths = torch.tensor([10, 11], dtype=torch.int32, device=device)
-    batch = replace(batch, inputs=DeviceInputs(kv_len=lengths))
-    world.runtime.begin_step(batch)
     with pytest.raises(BadBatch, match="prefixes are shared where the host knows the lengths"):
-        world.runtime.share_prefix(batch, [PrefixGroup(2, 8)])
+        replace(batch, inputs=DeviceInputs(kv_len=lengths))
+    step = world.runtime.begin_step(replace(batch, inputs=DeviceInputs(token_ids=lengths)))
+    assert step.token_ids.tolist()[:2] == [10, 11]
+    assert step.plan.shape.kind is StepKind.SHARED
     world.runtime.end_step()
 
 
-@pytest.mark.parametrize(
-    ("problem", "reason"),
-    [
-        (small_problem(window_left=5), r"a window \(window_left 5\) is counted from each query"),
-        (small_problem(has_alibi_slopes=True), "ALiBi slopes weigh distances"),
-        (replace(small_problem(), pool=PoolKind.VECTORIZED), "vectorised pages are not read in two parts"),
-    ],
-)
-def test_layers_that_cannot_share_prefixes_are_refused(problem: Problem, reason: str, device: torch.device) -> None:
-    world, requests = world_of(device, problem)
-    batch = world.batch(requests, [1, 1])
-    world.runtime.begin_step(batch)
-    with pytest.raises(Unsupported, match=reason):
-        world.runtime.share_prefix(batch, [PrefixGroup(2, 8)])
-    world.runtime.end_step()
-
-
-def test_a_shared_prefix_ends_with_its_step(device: torch.device) -> None:
+def test_token_ids_of_the_host_lie_before_the_prefixes(device: torch.device) -> None:
     world, requests = world_of(device)
     batch = world.batch(requests, [1, 1])
-    with pytest.raises(WrongState):
-        world.runtime.share_prefix(batch, [PrefixGroup(2, 8)])
-    step = world.runtime.begin_step(batch)
-    shared = world.runtime.share_prefix(batch, [PrefixGroup(2, 8)])
+    batch = replace(batch, token_ids=np.array([7, 9], np.int32), prefixes=SharedPrefixes([PrefixGroup(2, 8)]))
+    step = world.runtime.begin_step(batch, pad_to=3)
+    assert step.token_ids.tolist() == [7, 9, 0]
+    metadata = world.runtime._children[0].metadata
+    assert metadata.prefix_len.tolist() == [8, 8, 0]
+    assert metadata.group_indptr.tolist() == [0, 2, 2, 2]
+    assert metadata.suffix_kv_len.tolist() == [2, 3, 0]
+    assert metadata.suffix_page.tolist() == [2, 2, 0]
     world.runtime.end_step()
-    q, _, _ = world.qkv(small_problem(), step)
-    for begin in (lambda: None, lambda: world.runtime.begin_step(world.batch(requests, [1, 1]))):
-        begin()
-        with pytest.raises(WrongState, match="the step whose prefixes were shared is over"):
-            shared.attend(0, q, torch.empty_like(q))
+
+
+def test_a_mask_beside_prefixes_is_refused(device: torch.device) -> None:
+    world, requests = world_of(device, small_problem(custom_mask=True))
+    batch = replace(world.batch(requests, [1, 1]), prefixes=SharedPrefixes([PrefixGroup(2, 8)]))
+    mask = random_mask(batch.kv_len, batch.q_len, torch.Generator(device))
+    with pytest.raises(BadBatch, match="a step has a mask or shared prefixes, not both"):
+        replace(batch, mask=mask)
+
+
+def test_a_step_with_shared_prefixes_is_not_split(device: torch.device) -> None:
+    world, requests = world_of(device)
+    batch = replace(world.batch(requests, [1, 1]), prefixes=SharedPrefixes([PrefixGroup(2, 8)]))
+    with pytest.raises(BadBatch, match="a step with shared prefixes cannot be split"):
+        world.runtime.begin_split_step(batch)
+
+
+REFUSALS = {
+    "window": (small_problem(window_left=5), r"torch.shared_prefix: it has no sliding window \(window_left 5\)"),
+    "slopes": (small_problem(has_alibi_slopes=True), "torch.shared_prefix: it has no ALiBi slopes"),
+    "latent": (
+        replace(small_problem(num_kv_heads=1), pool=PoolKind.LATENT),
+        "torch.shared_prefix: it reads K and V pages, and this layer has latent pages",
+    ),
+}
+
+
+@pytest.mark.parametrize(("problem", "reason"), REFUSALS.values(), ids=REFUSALS)
+def test_prefixes_that_no_layer_can_share_are_refused(problem: Problem, reason: str, device: torch.device) -> None:
+    world, requests = world_of(device, problem)
+    for _ in range(2):
+        with pytest.raises(Unsupported, match=f"(?s)no layer can share prefixes; leave them out of the step.*{reason}"):
+            decode(world, requests, [PrefixGroup(2, 8)])
     world.runtime.end_step()
+
+
+def test_deterministic_kernels_share_nothing() -> None:
+    """Where a prefix ends would be where the softmax is cut."""
+    selection = select(small_problem(), known_target("cpu"), "torch", deterministic=True)
+    assert StepKind.SHARED not in selection.kernels
+    assert "shared: not torch.shared_prefix: a sequence's result may depend on the batch" in selection.lines()
+
+
+def test_auto_shares_prefixes_by_triton_beside_aiters_kernels() -> None:
+    selection = select(replace(small_problem(page_size=16), dtype=torch.bfloat16), known_target("gfx942"), "auto")
+    assert selection.kernel(StepKind.SHARED).row.name == "triton.shared_prefix"
+
+
+def test_steps_that_share_have_a_plan_of_their_own(device: torch.device) -> None:
+    """Of the same sizes, a step that shares and one that does not must not share a graph."""
+    world, requests = world_of(device)
+    batch = world.batch(requests, [1, 1])
+    kinds = []
+    for prefixes in (NO_PREFIXES, SharedPrefixes([PrefixGroup(2, 8)]), NO_PREFIXES):
+        kinds.append(world.runtime.begin_step(replace(batch, prefixes=prefixes)).plan.key.shape.kind)
+        world.runtime.end_step()
+    assert kinds == [StepKind.DECODE, StepKind.SHARED, StepKind.DECODE]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), max_size=6),
+    st.data(),
+)
+def test_sequences_that_are_picked_from_groups_keep_what_they_share(
+    drawn: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    prefixes = SharedPrefixes([PrefixGroup(*group) for group in drawn])
+    num_seqs = len(prefixes.prefix_len)
+    order = np.array(data.draw(st.lists(st.sampled_from(range(num_seqs)), unique=True)) if num_seqs else [], np.int64)
+    picked = prefixes.select(order)
+    assert isinstance(picked, SharedPrefixes)
+    assert picked.prefix_len.tolist() == prefixes.prefix_len[order].tolist()
+    for begin, end in zip(picked.group_begin, picked.group_end, strict=True):
+        assert len({int(group) for group in prefixes.group_end[order[begin:end]]}) == 1

@@ -95,6 +95,15 @@ def run_masked(arch: str, case: Case) -> Simulation:
     return simulation
 
 
+def run_suffixes(arch: str, case: Case) -> Simulation:
+    """A decode of keys that begin behind the first pages of each row."""
+    tensors = build(replace(case.decodes(), tail=0), CPU)
+    with simulated(arch) as simulation:
+        run_decode(tensors, num_programs=NUM_PROGRAMS, tiles=tiles_of(arch, case)[0])
+    assert_served(tensors)
+    return simulation
+
+
 def run_merge_states(arch: str, dtype: torch.dtype) -> Simulation:
     """Two sides, each of them empty and NaN for some token."""
     generator = torch.Generator().manual_seed(0)
@@ -191,6 +200,13 @@ def quick_cases(arch: str) -> list[KernelCase]:
             for case in (
                 replace(STEP, heads=(6, 2), dims=(80, 48), page_size=5, dtype=FP16, spread=True, window_left=9),
                 replace(STEP, dtype=BF16),
+            )
+        ),
+        *(
+            KernelCase(f"suffixes-{_named(case)}", arch, partial(run_suffixes, arch, case))
+            for case in (
+                replace(STEP, heads=(6, 2), dims=(80, 48), page_size=5, dtype=FP16, spread=True, first_page=[2] * 8),
+                replace(STEP, dtype=BF16, first_page=[3, 0, 9, 0, 1, 0, 4, 2]),
             )
         ),
         *(

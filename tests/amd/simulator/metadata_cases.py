@@ -32,6 +32,7 @@ PAGE_SIZE = 4
 # Three sequences and two padded ones; rows of the table are 1 to 3, row 0 is all page 0.
 KV_LEN, Q_LEN, ROWS = [13, 300, 4, 0, 0], [3, 290, 1, 0, 0], [2, 3, 1, 0, 0]
 NUM_SEQS, NUM_TOKENS, PADDED_TOKENS = 3, 294, 300
+PREFIX_LEN, GROUP_END = [8, 8, 0], [2, 2, 3]
 
 
 def _ints(*values: int) -> Tensor:
@@ -47,10 +48,10 @@ def _table() -> Tensor:
 
 
 def _slot() -> Tensor:
-    """The words of a ring slot, token ids included, and garbage behind them."""
+    """The words of a ring slot, token ids and prefixes included, and garbage behind them."""
     header = [NUM_SEQS, NUM_TOKENS, 41, 1, 40, NO_ECHO, GARBAGE, GARBAGE]
     seqs = [value for values in (ROWS, KV_LEN, Q_LEN) for value in values[:NUM_SEQS]]
-    return _ints(*header, *seqs, *range(1000, 1000 + NUM_TOKENS), *[GARBAGE] * 9)
+    return _ints(*header, *seqs, *range(1000, 1000 + NUM_TOKENS), *PREFIX_LEN, *GROUP_END, *[GARBAGE] * 9)
 
 
 def _garbage(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -80,16 +81,24 @@ def _launches() -> dict[str, _Launch]:
     # A length, and a number of new tokens, beyond what the slot allows.
     device_lengths = _ints(99, 300, 4), _ints(3, 200, 7), torch.arange(NUM_TOKENS, dtype=torch.int32)
     step = _garbage(seqs), _garbage(seqs), _garbage(PADDED_TOKENS)
-    read = counts, rows, kv_len, q_len, table
+    prefixes, ids = (_garbage(seqs), _garbage(seqs)), _garbage(PADDED_TOKENS)
+    read = counts, rows, kv_len, q_len, table, _ints(*PREFIX_LEN, 0, 0), _ints(*GROUP_END, 0, 0)
     derived = _garbage(seqs + 1), _garbage(seqs), _garbage(PADDED_TOKENS), _garbage(PADDED_TOKENS)
     lists = _garbage(seqs + 1), _garbage(90), _garbage(seqs), _garbage(seqs, 90)
     masks = _garbage(seqs, dtype=torch.int64), _garbage(seqs + 1, dtype=torch.int64)
-    none = [_garbage(0)] * 3 + [_garbage(0, 0)] + [_garbage(0, dtype=torch.int64)] * 2
+    groups = _garbage(seqs + 1), _garbage(seqs), _garbage(seqs)
+    none = [_garbage(0)] * 3 + [_garbage(0, 0)] + [_garbage(0, dtype=torch.int64)] * 2 + [_garbage(0)] * 3
     return {
         "publish": _Launch(
             _to_inputs(launch_publish),
             _to_inputs(twins.publish),
-            [_slot(), counts_before, counts_before, _garbage(seqs), *step],
+            [_slot(), counts_before, counts_before, _garbage(seqs), _garbage(seqs), _garbage(seqs), *prefixes, ids],
+            {},
+        ),
+        "publish_without_prefixes": _Launch(
+            _to_inputs(launch_publish),
+            _to_inputs(twins.publish),
+            [_slot(), counts_before, counts_before, _garbage(seqs), _garbage(seqs), _garbage(seqs), *none[:2], ids],
             {},
         ),
         "device_inputs": _Launch(
@@ -113,7 +122,7 @@ def _launches() -> dict[str, _Launch]:
         "fill": _Launch(
             _of_tensors(launch_fill),
             _of_tensors(twins.fill),
-            [*read, *derived, *lists, *masks],
+            [*read, *derived, *lists, *masks, *groups],
             {"page_size": PAGE_SIZE},
         ),
         "fill_without_lists": _Launch(
@@ -146,8 +155,8 @@ def _fix_ups() -> dict[str, _Launch]:
 
 def _to_inputs(publish: Callable[..., None]) -> Callable[..., None]:
     """publish as a function of the tensors, with pads of its own."""
-    return lambda slot, before, counts, rows, kv_len, q_len, ids: publish(
-        slot, before, InputTensors(counts, rows, kv_len, q_len, ids, 1, 0)
+    return lambda slot, before, counts, rows, kv_len, q_len, prefix_len, group_end, ids: publish(
+        slot, before, InputTensors(counts, rows, kv_len, q_len, prefix_len, group_end, ids, 1, 0)
     )
 
 

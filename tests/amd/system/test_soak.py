@@ -34,7 +34,7 @@ SMALL = replace(Scenario(), ladders=(Ladders((4, 10), (16, 40)),), verify_len=3,
 ALMOST_ALL_EAGER = replace(SMALL, ladders=(Ladders((1,), (1,)),))
 CPU = torch.device("cpu")
 
-STEPS = ("decode", "verify", "tree", "extend", "mixed", "idle", "empty")
+STEPS = ("decode", "share", "verify", "tree", "extend", "mixed", "idle", "empty")
 
 
 def soak(
@@ -85,8 +85,9 @@ def test_a_sound_runtime_soaks_without_a_finding(seed: int, device: torch.device
     assert all(count > 0 for count in report.actions.values()), report.actions
     assert sum(report.actions[step] for step in STEPS) == sum(report.ways.values()) == 300
     assert 0 < report.captures < report.replays < 300, "graphs and eager steps both have to occur"
-    assert all(report.ways[f"masked {way}"] > 0 for way in ("captured", "replayed", "eager")), report.ways
-    assert 60 < report.split_steps <= 75, "all that were due but for those with masks"
+    for kind in ("masked", "shared"):
+        assert all(report.ways[f"{kind} {way}"] > 0 for way in ("captured", "replayed", "eager")), report.ways
+    assert 50 < report.split_steps <= 75, "all that were due but for those with masks or shared prefixes"
     assert report.page_copies > 0
     assert 0 < report.worst_error <= 1
 
@@ -141,6 +142,17 @@ def actions_of(seed: int) -> list[object]:
 def test_a_seed_gives_the_same_actions_each_time_and_another_seed_others() -> None:
     assert actions_of(3) == actions_of(3)
     assert actions_of(3) != actions_of(4)
+
+
+def test_a_suffix_that_begins_a_page_late_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_groups(original: Callable[..., None], step: IndexTensors, page_size: int) -> None:
+        original(step, page_size)
+        step.suffix_page.add_((step.suffix_page > 0).int())
+
+    wrap(monkeypatch, metadata, "_write_groups", write_groups)
+    finding = found().finding
+    assert "share" in finding.where
+    assert "layer 0" in finding.where, "the layer with a window decodes the step without groups"
 
 
 def test_a_table_update_that_is_lost_once_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +325,7 @@ def test_a_buffer_that_moved_under_a_graph_shows_in_the_outputs_too(monkeypatch:
 
 
 def test_pages_that_are_never_given_back_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    forgotten = Fuse(monkeypatch, 5)
+    forgotten = Fuse(monkeypatch, 8)
 
     def free(original: Callable[..., None], table: RequestTable, row: int) -> None:
         if not forgotten():

@@ -1,0 +1,119 @@
+"""SharedPrefixes: which sequences of a decode step begin with the same pages, so that these are read once for all.
+
+A layer whose kernels can attends by groups (providers/shared_prefix.py); others decode as they always do. The results
+are the same but for rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from rocm_attn.errors import BadBatch
+
+_Int32Array = npt.NDArray[np.int32]
+
+
+class NoPrefixes:
+    """A step that reads every sequence by itself."""
+
+    __slots__ = ()
+
+    def select(self, order: npt.NDArray[np.int_]) -> Prefixes:
+        """As SharedPrefixes.select."""
+        return self
+
+    def alone(self) -> Prefixes:
+        """As SharedPrefixes.alone."""
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixGroup:
+    """Consecutive sequences of a decode step that share a prefix.
+
+    num_seqs:   sequences, 1 or more
+    prefix_len: tokens at the beginning of each that lie in the same pages, whole ones; 0: none
+    """
+
+    num_seqs: int
+    prefix_len: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedPrefixes:
+    """The groups of a decode step: every sequence is in one, in the order of the step.
+
+    Steps of the same requests may bring the same object: what it says of their pages is then looked at once.
+
+    prefix_len:  int32 [num_seqs]  tokens that the sequence shares with its group
+    group_begin: int32 [num_seqs]  the first sequence of its group
+    group_end:   int32 [num_seqs]  one past the last
+
+    Raises BadBatch for groups without sequences, and for lengths below 0.
+    """
+
+    groups: Sequence[PrefixGroup]
+    prefix_len: _Int32Array = field(init=False)
+    group_begin: _Int32Array = field(init=False)
+    group_end: _Int32Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        counts = [group.num_seqs for group in self.groups]
+        if min(counts, default=1) < 1:
+            raise BadBatch(f"groups have {_listed(counts)} sequences; give every group one or more")
+        lengths = [group.prefix_len for group in self.groups]
+        if min(lengths, default=0) < 0:
+            raise BadBatch(f"a group has a prefix of {min(lengths)} tokens; give it 0 or more")
+        ends = np.cumsum(counts, dtype=np.int32)
+        object.__setattr__(self, "groups", tuple(self.groups))
+        for name, of_group in (
+            ("prefix_len", np.array(lengths, np.int32)),
+            ("group_begin", ends - np.array(counts, np.int32)),
+            ("group_end", ends),
+        ):
+            object.__setattr__(self, name, np.repeat(of_group, counts))
+
+    def check(self, kv_len: _Int32Array, *, decodes: bool) -> None:
+        """Refuse groups that are none of a step. Raises BadBatch.
+
+        kv_len:  int32 [num_seqs]
+        decodes: whether every sequence of the step has one new token
+        """
+        if not decodes:
+            raise BadBatch("prefixes are shared in decode steps alone; leave them out of a step with other new tokens")
+        if len(self.group_end) != len(kv_len):
+            counts = [group.num_seqs for group in self.groups]
+            raise BadBatch(
+                f"groups of {_listed(counts)} sequences for {len(kv_len)}; "
+                "every sequence is in one group, in the order of the step"
+            )
+        wrong = self.prefix_len >= kv_len
+        if wrong.any():
+            seq = int(wrong.argmax())
+            raise BadBatch(
+                f"sequence {seq} has {kv_len[seq]} tokens and a prefix of {self.prefix_len[seq]}; "
+                "every sequence goes on behind its prefix"
+            )
+
+    def select(self, order: npt.NDArray[np.int_]) -> Prefixes:
+        """Those of the sequences at these places, in this order; a group that they tear apart becomes several."""
+        ends, lens = self.group_end[order], self.prefix_len[order]
+        begins = np.flatnonzero(np.diff(ends, prepend=-1))
+        counts = np.diff(begins, append=len(order))
+        return SharedPrefixes([PrefixGroup(int(n), int(lens[at])) for at, n in zip(begins, counts, strict=True)])
+
+    def alone(self) -> Prefixes:
+        """As many sequences, each in a group of its own that shares nothing."""
+        return SharedPrefixes([PrefixGroup(1, 0)] * len(self.group_end))
+
+
+Prefixes = NoPrefixes | SharedPrefixes
+NO_PREFIXES = NoPrefixes()
+
+
+def _listed(counts: Sequence[int]) -> str:
+    return ", ".join(map(str, counts)) or "no"

@@ -1,0 +1,186 @@
+"""Graphs of decode steps that share prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.capture_check import rows_beyond_bounds
+from rocm_attn.graphs import recorder_for, shape_name
+from rocm_attn.hip_graphs.recorder import Recorder, Recording
+from rocm_attn.kernels.metadata.index_tensors import IndexTensors
+from rocm_attn.kernels.refs import metadata
+from rocm_attn.padding import PaddedShape, StepKind
+from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_prefixes import PrefixGroup, SharedPrefixes
+from rocm_attn.step_runner import StepRunner
+from tests.amd.graphs.tiny import Requests, Tiny
+from tests.amd.runtime.stepping import providers
+
+each_provider = pytest.mark.parametrize("provider", providers())
+
+# Groups of three to six requests that share 12 tokens in pages of 4, as a step of some of them may have them.
+GROUPINGS = (
+    [(4, 12)],
+    [(1, 0), (3, 8)],
+    [(2, 12), (2, 4)],
+    [(1, 12), (1, 0), (1, 8)],
+    [(3, 0)],
+    [(2, 8), (1, 12), (3, 12)],
+    [(6, 12)],
+)
+
+
+def served(tiny: Tiny, recorder: Recorder | None, num_requests: int = 6) -> tuple[StepRunner, Requests]:
+    """A runner, and requests that share 12 tokens and have gone on by one to three."""
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder)
+    requests = Requests(tiny.runtime)
+    requests.admit(1)
+    runner.run(requests.batch([12]))
+    requests.fork(num_requests - 1, 12)
+    runner.run(requests.batch([1 + at % 3 for at in range(num_requests)]))
+    return runner, requests
+
+
+def shared(requests: Requests, groups: Sequence[tuple[int, int]]) -> StepBatch:
+    """A decode step of the first requests, in these groups."""
+    batch = requests.batch([1] * sum(count for count, _ in groups))
+    return replace(batch, prefixes=SharedPrefixes([PrefixGroup(*group) for group in groups]))
+
+
+@each_provider
+def test_one_graph_serves_all_groups_of_its_size(provider: str, device: torch.device) -> None:
+    """Groups change from step to step; each replay is bitwise the eager run, and what plain decode gives.
+
+    The second layer has a window, and decodes the step without them.
+    """
+    tiny = Tiny.build(device, provider, (8,), shared_prefixes=True, window_left=7)
+    runner, requests = served(tiny, recorder_for(device))
+    for groups in (*GROUPINGS, GROUPINGS[0]):
+        batch = shared(requests, groups)
+        rows = runner.run(batch).clone()
+        assert torch.equal(rows, runner.run_eagerly(batch))
+        plain = StepBatch(batch.rows, batch.kv_len, batch.q_len, batch.token_ids)
+        assert not rows_beyond_bounds(rows, runner.run_eagerly(plain))
+    assert runner.counters.replays == len(GROUPINGS) + 1, runner.counters
+    graphs = [b for b in runner.capture_report().buckets if b.key.shape.kind is StepKind.SHARED]
+    assert [shape_name(graph.key.shape) for graph in graphs] == ["shared of 8 sequences"]
+    assert "equal to eager bitwise in 3 draws" in graphs[0].check
+    tiny.runtime.check_device()
+
+
+@each_provider
+def test_shared_and_plain_steps_of_one_size_take_turns(provider: str, device: torch.device) -> None:
+    tiny = Tiny.build(device, provider, (4,), shared_prefixes=True)
+    runner, requests = served(tiny, recorder_for(device))
+    for _ in range(2):
+        for batch in (shared(requests, [(3, 12)]), requests.batch([1, 1, 1]), shared(requests, [(1, 0), (2, 8)])):
+            rows = runner.run(batch).clone()
+            assert torch.equal(rows, runner.run_eagerly(batch))
+    assert runner.counters.replays == 6
+    assert runner.counters.captures == 2
+
+
+@each_provider
+def test_steps_that_share_are_captured_ahead_where_that_is_asked_for(provider: str, device: torch.device) -> None:
+    for wanted in (True, False):
+        tiny = Tiny.build(device, provider, (2, 4), shared_prefixes=wanted)
+        runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device))
+        names = [shape_name(bucket.key.shape) for bucket in runner.capture_all().buckets]
+        assert [name for name in names if "shared" in name] == (
+            ["shared of 4 sequences", "shared of 2 sequences"] if wanted else []
+        )
+        held = tiny.runtime.sealed_tensors()
+        assert [held[name].numel() for name in ("prefix_len", "group_end", "group_indptr")] == (
+            [4, 4, 8] if wanted else [0, 0, 0]
+        )
+        requests = Requests(tiny.runtime)
+        requests.admit(1)
+        runner.run(requests.batch([9]))
+        requests.fork(2, 8)
+        batch = shared(requests, [(3, 8)])
+        before = runner.counters
+        rows = runner.run(batch).clone()
+        assert (runner.counters.replays, runner.counters.captures) == (before.replays + wanted, before.captures)
+        assert torch.equal(rows, runner.run_eagerly(batch))
+
+
+@each_provider
+def test_a_step_above_the_largest_graph_shares_eagerly(provider: str, device: torch.device) -> None:
+    tiny = Tiny.build(device, provider, (2,), shared_prefixes=True)
+    runner, requests = served(tiny, recorder_for(device))
+    before = runner.counters.replays
+    assert runner.run(shared(requests, [(6, 12)])).isfinite().all()
+    assert runner.counters.replays == before
+
+
+@each_provider
+def test_without_room_for_probe_requests_the_steps_own_groups_are_tried(provider: str, device: torch.device) -> None:
+    tiny = Tiny.build(device, provider, (8,), shared_prefixes=True, max_num_seqs=6)
+    runner, requests = served(tiny, recorder_for(device))
+    batch = shared(requests, [(2, 8), (1, 0), (3, 12)])
+    rows = runner.run(batch).clone()
+    assert runner.counters.replays == 1
+    assert "of the step itself" in runner.capture_report().buckets[0].check
+    assert torch.equal(rows, runner.run_eagerly(batch))
+
+
+class _FreezesGroups:
+    """A recorder whose graphs leave it where the groups of the step before begin."""
+
+    def __init__(self, inner: Recorder, patch: pytest.MonkeyPatch) -> None:
+        self._inner = inner
+        self._patch = patch
+
+    def record(self, fn: Callable[[], Any]) -> tuple[Recording, Any]:
+        right = metadata._write_groups
+
+        def write_groups(step: IndexTensors, page_size: int) -> None:
+            before = step.group_indptr.clone()
+            right(step, page_size)
+            step.group_indptr.copy_(before)
+
+        with self._patch.context() as patch:
+            patch.setattr(metadata, "_write_groups", write_groups)
+            return self._inner.record(fn)
+
+    def release_memory(self) -> None:
+        self._inner.release_memory()
+
+
+def test_a_graph_that_freezes_groups_is_refused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probe requests come in real groups: in groups of one that share nothing it would pass."""
+    if device.type != "cpu":
+        pytest.skip("what a CUDA graph has recorded cannot be patched away")
+    tiny = Tiny.build(device, "torch", (4,), shared_prefixes=True)
+    runner, requests = served(tiny, _FreezesGroups(recorder_for(device), monkeypatch))
+    batch = shared(requests, [(3, 12)])
+    rows = runner.run(batch).clone()
+    assert "the graph of shared of 4 sequences differs from the eager run" in runner.counters.graphs_off
+    assert torch.equal(rows, runner.run_eagerly(batch))
+
+
+def test_an_idle_rank_replays_the_graph_of_the_others(device: torch.device) -> None:
+    tiny = Tiny.build(device, "torch", (4,), shared_prefixes=True)
+    runner, requests = served(tiny, recorder_for(device))
+    runner.run(shared(requests, [(3, 12)]))
+    before = runner.counters.replays
+    rows: Tensor = runner.run(shared(requests, []), pad_to=4)
+    assert len(rows) == 0
+    assert runner.counters.replays == before + 1
+
+
+@each_provider
+def test_what_graphs_of_shared_steps_hold_is_sealed_at_their_largest_size(provider: str, device: torch.device) -> None:
+    tiny = Tiny.build(device, provider, (2, 4), shared_prefixes=True)
+    tiny.runtime.seal()
+    largest = PaddedShape(StepKind.SHARED, 4, 4)
+    kernel = tiny.runtime.selections[0].kernel(StepKind.SHARED).bound
+    held = tiny.runtime.sealed_tensors()
+    assert held["schedule_0"].numel() >= kernel.schedule_words(largest)
+    assert held["workspace"].numel() >= kernel.workspace_words(largest) > 4 * 6 * 16

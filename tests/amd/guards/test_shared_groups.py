@@ -1,0 +1,131 @@
+"""Groups of sequences that share prefixes: those of a step are its own, whatever an earlier one has left in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadBatch
+from rocm_attn.guards import Guards
+from rocm_attn.kernels.metadata.index_tensors import IndexTensors
+from rocm_attn.providers.contract import StepOps
+from rocm_attn.step_prefixes import PrefixGroup
+from tests.amd.guards.serving import ALL_ON, Serving
+from tests.amd.guards.test_poisoned_memory import fill_with_nan
+from tests.amd.runtime.stepping import Request, providers
+
+each_provider = pytest.mark.parametrize("provider", providers())
+both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+
+# Of five requests that share 12 tokens in pages of 4; large steps before small ones.
+GROUPS = (
+    [PrefixGroup(5, 12)],
+    [PrefixGroup(1, 0), PrefixGroup(2, 8)],
+    [PrefixGroup(2, 4), PrefixGroup(3, 12)],
+    [PrefixGroup(1, 12)],
+    [PrefixGroup(2, 12), PrefixGroup(1, 0), PrefixGroup(1, 12), PrefixGroup(1, 8)],
+)
+
+
+def family(device: torch.device, provider: str, graphs: bool, guards: Guards = ALL_ON) -> tuple[Serving, list[Request]]:
+    """Five requests that share 12 tokens and have gone on."""
+    serving = Serving(device, guards, graphs=graphs, provider=provider, shared_prefixes=True)
+    (root,) = serving.admit(1)
+    serving.step([root], [12])
+    requests = [root, *(serving.world.fork(root, 12) for _ in range(4))]
+    serving.step(requests, [2, 1, 3, 1, 4])
+    return serving, requests
+
+
+def groups_once(ops: StepOps) -> StepOps:
+    """Where groups begin, and what lies behind their prefixes, is derived once for each size, and kept."""
+    kept: dict[int, list[Tensor]] = {}
+
+    def fill(step: IndexTensors, *, page_size: int, window_left: int) -> None:
+        ops.fill(step, page_size=page_size, window_left=window_left)
+        derived = [step.group_indptr, step.suffix_kv_len, step.suffix_page]
+        if step.group_indptr.numel():
+            first = kept.setdefault(len(step.kv_len), [tensor.clone() for tensor in derived])
+            for tensor, value in zip(derived, first, strict=True):
+                tensor.copy_(value)
+
+    return replace(ops, fill=fill)
+
+
+@each_provider
+@both_ways
+def test_the_groups_of_an_earlier_step_do_not_stay(graphs: bool, provider: str, device: torch.device) -> None:
+    def regrouped(guards: Guards) -> tuple[Serving, list[Request]]:
+        serving, requests = family(device, provider, graphs, guards)
+        serving.run_shared(requests[:3], GROUPS[1])
+        serving.run_shared(requests[:3], [PrefixGroup(3, 12)])
+        return serving, requests[:3]
+
+    serving, requests = regrouped(ALL_ON)
+    serving.check(requests, [1, 1, 1])
+    serving, requests = regrouped(replace(ALL_ON, full_refresh=groups_once))
+    assert not serving.is_right(requests, [1, 1, 1])
+
+
+def serve(device: torch.device, provider: str, graphs: bool, before: Callable[[Serving], None]) -> list[Tensor]:
+    """Outputs and log-sum-exps of steps in GROUPS, and the first of them again; before is called ahead of each step."""
+    serving, requests = family(device, provider, graphs)
+    results = []
+    for groups in (*GROUPS, GROUPS[0]):
+        before(serving)
+        members = requests[: sum(group.num_seqs for group in groups)]
+        serving.run_shared(members, groups)
+        serving.check(members, [1] * len(members))
+        results += [tensor[: serving.num_padded].clone() for tensor in (serving.out, serving.lse)]
+    assert serving.runner.counters.replays == (len(GROUPS) + 1 if graphs else 0)
+    serving.runtime.check_device()
+    return results
+
+
+@each_provider
+@both_ways
+def test_a_step_that_shares_writes_all_that_it_reads(graphs: bool, provider: str, device: torch.device) -> None:
+    """Index buffers, schedules and workspace, prefix outputs among them, of graphs and of eager steps."""
+
+    def poison(serving: Serving) -> None:
+        for part in (serving.runtime._memory._sealed, serving.runtime._memory._open):
+            buffers = {name: tensor for name, tensor in part.buffers.tensors().items() if name != "counts"}
+            for tensor in (*buffers.values(), part.workspace.view(part.workspace.capacity)):
+                fill_with_nan(tensor)
+
+    clean = serve(device, provider, graphs, lambda serving: None)
+    poisoned = serve(device, provider, graphs, poison)
+    assert all(torch.equal(one, other) for one, other in zip(clean, poisoned, strict=True))
+
+
+@each_provider
+def test_padded_sequences_belong_to_no_group(provider: str, device: torch.device) -> None:
+    """Steps padded to 8 and, above the largest graph, to 9; q, k and v of pads are NaN."""
+    serving, requests = family(device, provider, graphs=False)
+    for pad_to in (8, 9):
+        for groups in GROUPS[:2]:
+            members: Sequence[Request] = requests[: sum(group.num_seqs for group in groups)]
+            serving.run_shared(members, groups, pad_to)
+            serving.check(members, [1] * len(members))
+
+
+@each_provider
+def test_what_rows_do_not_share_is_not_read_for_them(provider: str, device: torch.device) -> None:
+    """Off, groups are taken as they come, and a sequence gets what its neighbour remembers."""
+
+    def strangers(guards: Guards) -> tuple[Serving, list[Request]]:
+        serving = Serving(device, guards, graphs=False, provider=provider)
+        requests = serving.admit(2)
+        serving.step(requests, [9, 9])
+        return serving, requests
+
+    serving, requests = strangers(ALL_ON)
+    with pytest.raises(BadBatch, match="sequence 1 does not share the 8 tokens of sequence 0"):
+        serving.run_shared(requests, [PrefixGroup(2, 8)])
+    serving, requests = strangers(Guards().without("batch_check"))
+    serving.run_shared(requests, [PrefixGroup(2, 8)])
+    assert not serving.is_right(requests, [1, 1])

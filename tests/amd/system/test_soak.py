@@ -214,7 +214,8 @@ def test_a_log_sum_exp_to_another_base_is_found(monkeypatch: pytest.MonkeyPatch)
         lse.mul_(1 / math.log(2))
 
     wrap(monkeypatch, attention, "paged_decode", paged_decode)
-    assert "lse differs from the reference" in str(found())
+    # A step that shares prefixes merges by them, and is wrong for another reason.
+    assert "lse differs from the reference" in str(found(SMALL.without(Action.SHARE)))
 
 
 @pytest.mark.parametrize("scenario", [SMALL, ALMOST_ALL_EAGER], ids=["graphed", "eager"])
@@ -332,7 +333,7 @@ def test_pages_that_are_never_given_back_are_found(monkeypatch: pytest.MonkeyPat
             original(table, row)
 
     wrap(monkeypatch, RequestTable, "free", free)
-    assert "pages are held by no row" in str(found())
+    assert "pages are held by no row" in str(found(replace(SMALL, audit_every=1)))
 
 
 def test_memory_that_grows_with_every_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,7 @@ def write_tokens(
         # Pages are given back from the front: if the first one that the token sees is there, all are.
         first_no = tl.maximum(position - window_left, 0) // PAGE_SIZE
         first_page = tl.load(table + row * table_stride + first_no, mask=in_row, other=1)
-        tl.atomic_or(error, NO_WINDOW, mask=in_row & (first_page == 0), sem="relaxed")
+        tl.atomic_or(error, NO_WINDOW, mask=first_page == 0, sem="relaxed")
     for first in range(total + share * BLOCK, num_tokens_padded, num_seqs * shares * BLOCK):
         token = first + tl.arange(0, BLOCK)
         zeros = tl.zeros([BLOCK], tl.int32)

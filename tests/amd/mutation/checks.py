@@ -22,7 +22,7 @@ from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.fill import launch_fill
-from rocm_attn.kernels.metadata.index_tensors import IndexTensors
+from rocm_attn.kernels.metadata.index_tensors import ALL_KEYS, IndexTensors
 from rocm_attn.kernels.metadata.input_tensors import InputTensors
 from rocm_attn.kernels.metadata.place_mask import launch_place_mask
 from rocm_attn.kernels.metadata.publish import launch_publish
@@ -302,7 +302,11 @@ def fill(memory: Memory) -> None:
     """
     table = ints(range(1, 13)).view(4, 3)
     right, wrong = ([4, 7, 0, 9, 2], [4, 0, 0, 3, 2]), ([4, 7, 0, 11, 2], [4, 0, 0, 3, 4])
-    for (kv_len, q_len), num_tokens, num_tokens_padded, list_len in ((right, 9, 13, 12), (wrong, 9, 9, 7)):
+    # The window of a token past the last row begins past it too.
+    for (kv_len, q_len), num_tokens, num_tokens_padded, list_len, window_left in (
+        (right, 9, 13, 12, ALL_KEYS),
+        (wrong, 9, 9, 7, 1),
+    ):
         inputs = [ints([5, num_tokens, 1, 0]), ints([2, 1, 3, 3, 2]), ints(kv_len), ints(q_len), table]
         inputs += [ints([3, 3, 0, 6, 0]), ints([2, 2, 3, 5, 5])]
         outputs = [garbage(size) for size in (6, 5, num_tokens_padded, num_tokens_padded, 6, list_len, 5)]
@@ -311,8 +315,8 @@ def fill(memory: Memory) -> None:
         tensors = (*inputs, *outputs, dense, wide, mask_indptr, *groups)
         wanted = IndexTensors(*(tensor.clone() for tensor in tensors))
         got = IndexTensors(*map(memory.put, tensors))
-        launch_fill(got, page_size=PAGE_SIZE)
-        twins.fill(wanted, page_size=PAGE_SIZE)
+        launch_fill(got, page_size=PAGE_SIZE, window_left=window_left)
+        twins.fill(wanted, page_size=PAGE_SIZE, window_left=window_left)
         for field in fields(IndexTensors):
             found, want = getattr(got, field.name), getattr(wanted, field.name)
             assert torch.equal(found, want), f"{field.name}: {found.tolist()} instead of {want.tolist()}"

@@ -131,10 +131,6 @@ def launch_all(row: Row) -> None:
     runtime, rows = _runtime(row, row.problems)
     _launch_step(runtime, _batch(rows, [1] * 16))
     _launch_step(runtime, _batch(rows, [32] * 16))
-    # In float32, which no model is served in, extend that is not causal costs sm_90 24 bytes of spilled registers.
-    if runtime.target.is_amd or row.dtype != torch.float32:
-        prefixes = SharedPrefixes([PrefixGroup(1, KV_LEN // 2)] * 16)
-        _launch_step(runtime, replace(_batch(rows, [1] * 16), prefixes=prefixes))
     _launch_masked_step(row)
     if runtime.target.is_amd:
         _launch_fix_ups(runtime)
@@ -149,6 +145,16 @@ def launch_all(row: Row) -> None:
         _launch_merge_states(row.problems[0])
     runtime, rows = _runtime(row, row.problems, deterministic=True)
     _launch_step(runtime, _batch(rows, [1, 32] * 8), with_lse=True)
+    # In float32, which no model is served in, extend that is not causal costs sm_90 24 bytes of spilled registers.
+    if runtime.target.is_amd or row.dtype != torch.float32:
+        _launch_shared_step(row)
+
+
+def _launch_shared_step(row: Row) -> None:
+    """A step with a prefix in each sequence; layers that cannot share it decode."""
+    runtime, rows = _runtime(row, row.problems)
+    prefixes = SharedPrefixes([PrefixGroup(1, KV_LEN // 2)] * 16)
+    _launch_step(runtime, replace(_batch(rows, [1] * 16), prefixes=prefixes))
 
 
 def _launch_masked_step(row: Row) -> None:
@@ -246,15 +252,15 @@ def _launch_merge_states(problem: Problem) -> None:
 def _launch_whole_fill(page_size: int) -> None:
     """A fill with all that kernels of other libraries read; no kernel of this project asks for it."""
     num_seqs, width = 16, 64
-    of_seq, of_boundary = (torch.empty(size, dtype=torch.int32) for size in (num_seqs, num_seqs + 1))
+    nothing, of_seq, of_boundary = (torch.empty(size, dtype=torch.int32) for size in (0, num_seqs, num_seqs + 1))
     step = IndexTensors(
         counts=torch.empty(4, dtype=torch.int32),
         row_of_seq=of_seq,
         kv_len=of_seq,
         q_len=of_seq,
         table=torch.empty(num_seqs + 1, width, dtype=torch.int32),
-        prefix_len=of_seq,
-        group_end=of_seq,
+        prefix_len=nothing,
+        group_end=nothing,
         q_indptr=of_boundary,
         last_token_of_seq=of_seq,
         position_of_token=of_seq,
@@ -265,8 +271,8 @@ def _launch_whole_fill(page_size: int) -> None:
         block_table=torch.empty(num_seqs, width, dtype=torch.int32),
         kv_len_int64=torch.empty(num_seqs, dtype=torch.int64),
         mask_indptr=torch.empty(num_seqs + 1, dtype=torch.int64),
-        group_indptr=of_boundary,
-        suffix_kv_len=of_seq,
-        suffix_page=of_seq,
+        group_indptr=nothing,
+        suffix_kv_len=nothing,
+        suffix_page=nothing,
     )
     TRITON.ops().fill(step, page_size=page_size)

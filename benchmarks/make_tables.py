@@ -167,7 +167,8 @@ def soak(result: dict[str, Any]) -> str:
             machine_line(result["machine"]),
             f"{report['steps']} steps (seed {report['seed']}), {report['replays']} of them replayed, "
             f"{report['captures']} captures, {report['reopens']} reopens, {report['actions']['preempt']} preemptions, "
-            f"{report['actions']['fork']} shared prefixes, {report['page_copies']} page copies; "
+            f"{report['actions']['tree']} steps of trees and {report['actions']['share']} that share prefixes, "
+            f"{report['actions']['fork']} forks, {report['page_copies']} page copies; "
             f"{report['checked_tokens']} tokens checked, no mismatch, worst error {report['worst_error']:.2f} of the "
             f"bound; memory grew by {report['device_growth_bytes']} bytes on the device and "
             f"{report['host_growth_bytes']} on the host; {report['steps_per_second']:.0f} steps/s.\n",

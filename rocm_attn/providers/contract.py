@@ -147,6 +147,27 @@ def aligned_words(words: int) -> int:
     return round_up(words, 4)
 
 
+class Unscheduled:
+    """A kernel that has no schedule, and no workspace unless it says so."""
+
+    __slots__ = ()
+
+    def schedule_words(self, shape: PaddedShape) -> int:
+        """None."""
+        return 0
+
+    def schedule_key(self) -> Hashable:
+        """All such kernels build the same."""
+        return ()
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        """None."""
+        return 0
+
+    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
+        """Nothing to fill."""
+
+
 @dataclass(frozen=True, slots=True)
 class PoolSize:
     """What is known of a pool before it is allocated.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.refs import attention, cache, merge_states, metadata, pads
-from rocm_attn.padding import PaddedShape, StepKind
+from rocm_attn.padding import StepKind
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers import torch_segments
 from rocm_attn.providers.contract import (
@@ -24,6 +23,7 @@ from rocm_attn.providers.contract import (
     Provider,
     StepMetadata,
     StepOps,
+    Unscheduled,
 )
 from rocm_attn.providers.scores import packed_mask, scores_of
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
@@ -49,22 +49,10 @@ _ANY_POOL = replace(_LIMITS, pools=tuple(PoolKind))
 
 
 @dataclass(frozen=True, slots=True)
-class _TorchKernel:
-    """What both kernels share: no schedule, no workspace, work proportional to the table's width."""
+class _TorchKernel(Unscheduled):
+    """What all of them share: work proportional to the table's width."""
 
     problem: Problem
-
-    def schedule_words(self, shape: PaddedShape) -> int:
-        return 0
-
-    def workspace_words(self, shape: PaddedShape) -> int:
-        return 0
-
-    def schedule_key(self) -> Hashable:
-        return ()
-
-    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
-        pass
 
 
 def _entries(problem: Problem, step: StepMetadata) -> Tensor:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from rocm_attn.padding import PaddedShape
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.scratch import Part, cut, keep_rows, num_words, room_for, whole_rows
-from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata
+from rocm_attn.providers.contract import AttendArgs, PoolSize, Unscheduled
 from rocm_attn.target import Target
 
 # What its kernels for bfloat16 and float16 are built for.
@@ -21,7 +18,7 @@ _SCALE = 128**-0.5
 
 
 @dataclass(frozen=True, slots=True)
-class AssembledDecode:
+class AssembledDecode(Unscheduled):
     """One new token in each sequence, through the dense block table. Its scale is not a parameter."""
 
     problem: Problem
@@ -29,17 +26,8 @@ class AssembledDecode:
     def describe(self) -> str:
         return f"aiter.pa_fwd_asm({self.problem})"
 
-    def schedule_words(self, shape: PaddedShape) -> int:
-        return 0
-
-    def schedule_key(self) -> Hashable:
-        return ()
-
     def workspace_words(self, shape: PaddedShape) -> int:
         return num_words(self._parts(shape))
-
-    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
-        pass
 
     def attend(self, args: AttendArgs) -> None:
         step = args.step

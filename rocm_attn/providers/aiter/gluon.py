@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from rocm_attn.padding import PaddedShape
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.scratch import Part, cut, num_words
-from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata
+from rocm_attn.providers.contract import AttendArgs, PoolSize, Unscheduled
 from rocm_attn.target import Target
 
 # Keys that a program looks at in one turn.
@@ -27,7 +25,7 @@ _FEWEST_HEADS_ON_ONE = 3
 
 
 @dataclass(frozen=True, slots=True)
-class GluonDecode:
+class GluonDecode(Unscheduled):
     """One new token in each sequence, through the dense block table.
 
     compute_units: of the target
@@ -39,17 +37,8 @@ class GluonDecode:
     def describe(self) -> str:
         return f"aiter.pa_decode_gluon({self.problem})"
 
-    def schedule_words(self, shape: PaddedShape) -> int:
-        return 0
-
-    def schedule_key(self) -> Hashable:
-        return ()
-
     def workspace_words(self, shape: PaddedShape) -> int:
         return num_words(self._parts(shape))
-
-    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
-        pass
 
     def attend(self, args: AttendArgs) -> None:
         step, problem = args.step, self.problem

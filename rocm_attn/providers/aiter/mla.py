@@ -16,7 +16,7 @@ from rocm_attn.padding import PaddedShape
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.scratch import Part, cut, keep_rows, num_words, room_for, whole_rows
-from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata
+from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata, Unscheduled
 from rocm_attn.target import Target
 
 # Query heads that the kernels are made for, in every release.
@@ -84,7 +84,7 @@ class LatentDecode:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentExtend:
+class LatentExtend(Unscheduled):
     """Any number of new tokens in each sequence.
 
     Heads that are not 16 or 128 run in groups of 16, the last one padded with zeros: an extend step waits for its
@@ -97,17 +97,8 @@ class LatentExtend:
     def describe(self) -> str:
         return f"aiter.mla_prefill_fwd({self.problem})"
 
-    def schedule_words(self, shape: PaddedShape) -> int:
-        return 0
-
-    def schedule_key(self) -> Hashable:
-        return ()
-
     def workspace_words(self, shape: PaddedShape) -> int:
         return num_words(self._parts(shape))
-
-    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
-        pass
 
     def attend(self, args: AttendArgs) -> None:
         q_rows, out_rows = cut(args.workspace, self._parts(args.step.shape))

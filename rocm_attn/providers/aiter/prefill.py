@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -13,30 +12,18 @@ from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.scores import refuse_assembled, refuse_composable, window_size
 from rocm_attn.providers.aiter.scratch import Part, cut, num_words
-from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata
+from rocm_attn.providers.contract import AttendArgs, PoolSize, Unscheduled
 from rocm_attn.target import Target
 
 
 @dataclass(frozen=True, slots=True)
-class BatchPrefill:
+class BatchPrefill(Unscheduled):
     """Any number of new tokens in each sequence, through a CSR page list."""
 
     problem: Problem
 
     def describe(self) -> str:
         return f"aiter.mha_batch_prefill_func({self.problem})"
-
-    def schedule_words(self, shape: PaddedShape) -> int:
-        return 0
-
-    def schedule_key(self) -> Hashable:
-        return ()
-
-    def workspace_words(self, shape: PaddedShape) -> int:
-        return 0
-
-    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
-        pass
 
     def attend(self, args: AttendArgs) -> None:
         step, one_token_pages = args.step, self.problem.page_size == 1
@@ -65,7 +52,7 @@ class BatchPrefill:
 
 
 @dataclass(frozen=True, slots=True)
-class VarlenPrefill:
+class VarlenPrefill(Unscheduled):
     """New tokens of sequences that have nothing in the cache, over packed K and V.
 
     K and V are gathered from the slots that the store has just written: what is read comes from where it was written.
@@ -76,17 +63,8 @@ class VarlenPrefill:
     def describe(self) -> str:
         return f"aiter.flash_attn_varlen_func({self.problem})"
 
-    def schedule_words(self, shape: PaddedShape) -> int:
-        return 0
-
-    def schedule_key(self) -> Hashable:
-        return ()
-
     def workspace_words(self, shape: PaddedShape) -> int:
         return num_words(self._parts(shape))
-
-    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
-        pass
 
     def attend(self, args: AttendArgs) -> None:
         step = args.step

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from rocm_attn.padding import PaddedShape
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.scores import refuse_unified, window_size
-from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata
+from rocm_attn.providers.contract import AttendArgs, PoolSize, Unscheduled
 from rocm_attn.target import Target
 
 
 @dataclass(frozen=True, slots=True)
-class Unified:
+class Unified(Unscheduled):
     """Attention through the dense block table.
 
     It allocates its own split buffers; while a graph is captured they come from the graph's memory pool.
@@ -26,18 +22,6 @@ class Unified:
 
     def describe(self) -> str:
         return f"aiter.unified_attention({self.problem})"
-
-    def schedule_words(self, shape: PaddedShape) -> int:
-        return 0
-
-    def schedule_key(self) -> Hashable:
-        return ()
-
-    def workspace_words(self, shape: PaddedShape) -> int:
-        return 0
-
-    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
-        pass
 
     def attend(self, args: AttendArgs) -> None:
         step = args.step

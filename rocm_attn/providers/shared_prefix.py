@@ -11,16 +11,16 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from rocm_attn.padding import PaddedShape, round_up
+from rocm_attn.padding import PaddedShape
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.contract import AttendArgs, BoundKernel, Limits, StepMetadata, aligned_words
+from rocm_attn.providers.scratch import Part, cut, num_words
 
 # (out_a, lse_a, out_b, lse_b, out, lse), as launch_merge_states
 Merge = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
-
-_WORD_BYTES = 4
 
 
 class SuffixKernel(BoundKernel, Protocol):
@@ -55,7 +55,7 @@ class SharedPrefixKernel:
 
     def workspace_words(self, shape: PaddedShape) -> int:
         used_in_turn = max(self.prefix.workspace_words(shape), self.suffix.workspace_words(shape))
-        return self._out_words(shape) + 2 * self._lse_words(shape) + used_in_turn
+        return num_words(self._parts(shape)) + used_in_turn
 
     def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
         words = aligned_words(self.prefix.schedule_words(step.shape))
@@ -63,16 +63,10 @@ class SharedPrefixKernel:
         self.suffix.build_schedule(_suffixes(step), schedule[words:])
 
     def attend(self, args: AttendArgs) -> None:
-        shape, problem = args.step.shape, self.problem
-        words = aligned_words(self.prefix.schedule_words(shape))
-        out_words, lse_words = self._out_words(shape), self._lse_words(shape)
-        prefix_out = args.workspace[:out_words].view(problem.dtype)[: args.out.numel()].view(args.out.shape)
-        lses = args.workspace[out_words : out_words + 2 * lse_words].view(2, lse_words)
-        prefix_lse, own_lse = (
-            lse[: shape.num_tokens * problem.num_q_heads].view(shape.num_tokens, problem.num_q_heads) for lse in lses
-        )
+        words, parts = aligned_words(self.prefix.schedule_words(args.step.shape)), self._parts(args.step.shape)
+        prefix_out, prefix_lse, own_lse = cut(args.workspace, parts)
+        used_in_turn = args.workspace[num_words(parts) :]
         lse = own_lse if args.lse is None else args.lse
-        used_in_turn = args.workspace[out_words + 2 * lse_words :]
         self.prefix.attend(
             replace(
                 args,
@@ -90,12 +84,11 @@ class SharedPrefixKernel:
         self.suffix.attend(suffix, args.step.suffix_page)
         self.merge(prefix_out, prefix_lse, args.out, lse, args.out, lse)
 
-    def _out_words(self, shape: PaddedShape) -> int:
-        row_bytes = self.problem.num_q_heads * self.problem.v_head_dim * self.problem.dtype.itemsize
-        return aligned_words(round_up(shape.num_tokens * row_bytes, _WORD_BYTES) // _WORD_BYTES)
-
-    def _lse_words(self, shape: PaddedShape) -> int:
-        return aligned_words(shape.num_tokens * self.problem.num_q_heads)
+    def _parts(self, shape: PaddedShape) -> tuple[Part, Part, Part]:
+        """What the prefixes give, and the log-sum-exp of the suffixes where the caller wants none."""
+        rows = (shape.num_tokens, self.problem.num_q_heads)
+        lse = Part(rows, torch.float32)
+        return Part((*rows, self.problem.v_head_dim), self.problem.dtype), lse, lse
 
 
 def limits_of_shared_prefix(limits: Limits) -> Limits:

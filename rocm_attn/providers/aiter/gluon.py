@@ -9,8 +9,8 @@ import torch
 from rocm_attn.padding import PaddedShape
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.aiter import library
-from rocm_attn.providers.aiter.scratch import Part, cut, num_words
 from rocm_attn.providers.contract import AttendArgs, PoolSize, Unscheduled
+from rocm_attn.providers.scratch import Part, cut, num_words
 from rocm_attn.target import Target
 
 # Keys that a program looks at in one turn.

@@ -15,8 +15,8 @@ from torch import Tensor
 from rocm_attn.padding import PaddedShape
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
-from rocm_attn.providers.aiter.scratch import Part, cut, keep_rows, num_words, room_for, whole_rows
 from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata, Unscheduled
+from rocm_attn.providers.scratch import Part, cut, keep_rows, num_words, room_for, whole_rows
 from rocm_attn.target import Target
 
 # Query heads that the kernels are made for, in every release.

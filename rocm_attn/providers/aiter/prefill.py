@@ -11,8 +11,8 @@ from rocm_attn.padding import PaddedShape
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.scores import refuse_assembled, refuse_composable, window_size
-from rocm_attn.providers.aiter.scratch import Part, cut, num_words
 from rocm_attn.providers.contract import AttendArgs, PoolSize, Unscheduled
+from rocm_attn.providers.scratch import Part, cut, num_words
 from rocm_attn.target import Target
 
 

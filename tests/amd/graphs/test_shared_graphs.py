@@ -153,10 +153,12 @@ class _FreezesGroups:
         self._inner.release_memory()
 
 
-def test_a_graph_that_freezes_groups_is_refused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Probe requests come in real groups: in groups of one that share nothing it would pass."""
-    if device.type != "cpu":
-        pytest.skip("what a CUDA graph has recorded cannot be patched away")
+def test_a_graph_that_freezes_groups_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probe requests come in real groups: in groups of one that share nothing it would pass.
+
+    On the CPU, whatever the machine has: what is broken while it is recorded is the torch twin of fill.
+    """
+    device = torch.device("cpu")
     tiny = Tiny.build(device, "torch", (4,), shared_prefixes=True)
     runner, requests = served(tiny, _FreezesGroups(recorder_for(device), monkeypatch))
     batch = shared(requests, [(3, 12)])

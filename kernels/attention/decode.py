@@ -25,6 +25,7 @@ from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
 
 # Keys of a window that are not handed out and merged: that would cost as much as reading them.
 _FEW_KEYS = 256
+# Of heads whose windows are read so: of larger ones gfx950 spills scalar registers with a cap.
 _LARGEST_DIM = 128
 # The share of the programs, over all rounds that the rows take, that must have a row.
 _EVENLY = 0.9
@@ -318,7 +319,6 @@ def has_whole_rows(num_rows: int, *, num_programs: int, window_left: int, head_d
     num_programs that run at a time evenly, and merging would cost more than it gains. On an H200 gptoss 64 x 32k takes
     10.0 us so and 14.9 shared out with a window of 128, and 38.4 and 41.4 with one of 1024; but 1 x 32k 18.1 and 7.1.
     """
-    # Heads beyond 128: gfx950 spills scalar registers with a cap.
     if window_left == UNLIMITED_WINDOW or head_dim > _LARGEST_DIM:
         return False
     places = -(-num_rows // num_programs) * num_programs

@@ -20,7 +20,7 @@ from rocm_attn.errors import BadSetting
 from rocm_attn.hip_graphs.pinned import PinnedTensors
 from rocm_attn.host_ring import Fence, wait_for
 from rocm_attn.layers import by_space_of_layer
-from rocm_attn.page_table import WITHIN_THE_ROW, IsShared, RowWidth, held_by_several
+from rocm_attn.page_table import WITHIN_THE_ROW, IsShared, IsSource, RowWidth, held_by_several, still_to_be_copied
 from rocm_attn.plan import GraphKey
 from rocm_attn.providers.contract import StepOps
 from rocm_attn.providers.select import Selection
@@ -107,6 +107,7 @@ class Guards:
     sealed_growth: SealedGrowth = refuse_growth
     row_width: RowWidth = WITHIN_THE_ROW
     copy_on_write: IsShared = held_by_several
+    copy_sources: IsSource = still_to_be_copied
     batch_check: Callable[[RequestTable], Callable[[StepBatch], None]] = checked_batch
     layer_space: Callable[[DeviceStep, int], SpaceStep] = by_space_of_layer
     window_reach: Callable[[RequestTable], Callable[[StepBatch], None]] = before_the_steps_windows
@@ -252,6 +253,13 @@ GUARDS: tuple[Guard, ...] = (
         "prefix sharing, G4",
         unguarded.never_shared,
         "test_rows.py::test_requests_that_share_a_page_do_not_write_to_it",
+    ),
+    _guard(
+        "copy_sources",
+        "a copy whose launch failed half way is launched again from a page that another copy has overwritten",
+        "G9",
+        unguarded.free_at_once,
+        "test_publication.py::test_copies_that_failed_half_way_are_made_again_from_the_same_pages",
     ),
     _guard(
         "batch_check",

@@ -18,6 +18,7 @@ from rocm_attn.host_ring import Fence, HostRing, wait_for
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD
 from rocm_attn.kernels.metadata.slot_layout import ECHO, HEADER_WORDS, NO_ECHO, STEP, STEP_BEFORE, slot_words
 from rocm_attn.kv_pool import HybridKVPool
+from rocm_attn.page_table import PageTable
 from rocm_attn.providers.contract import StepOps
 from rocm_attn.request_table import RequestTable
 from rocm_attn.split_batch import HALVES
@@ -94,7 +95,8 @@ class Publisher:
         self._deliver = deliver
         # One for each child, so that the host may be as many split steps ahead as others.
         self._lines = tuple(_Line(HostRing(pool.device, wait=ring_wait), new_echo_check()) for _ in range(HALVES))
-        self._updates = HostRing(pool.device, wait=ring_wait)
+        # A step takes up to two slots a space: of copies and of cells.
+        self._updates = HostRing(pool.device, depth=2 * 2 * len(table.spaces), wait=ring_wait)
         self.step_number = 0
 
     def apply_table_changes(self) -> None:
@@ -102,11 +104,7 @@ class Publisher:
         for table in self._table.spaces:
             pending = table.pending
             if pending.copies:
-                # Blocking copies of a few ids: sharing a partly filled page is rare.
-                target = torch.tensor(list(pending.copies.keys()), device=self._pool.device)
-                source = torch.tensor(list(pending.copies.values()), device=self._pool.device)
-                copy_pages = self._pool.in_space(table.space).copy_pages
-                self._deliver(partial(copy_pages, source, target), pending.copies.clear)
+                self._copy_pages(table)
             if pending.cells:
                 updates = table.pending_updates()
                 slot, words = self._updates.acquire(updates.size)
@@ -114,6 +112,19 @@ class Publisher:
                 launch = partial(self._ops.table_update, slot, table.entries, num_updates=len(updates))
                 self._deliver(launch, pending.cells.clear)
                 self._updates.release()
+
+    def _copy_pages(self, table: PageTable) -> None:
+        """Launch a space's pending copies. No target is a source, so a launch that failed half way may run again."""
+        copies = table.pending.copies
+        slot, words = self._updates.acquire(2 * len(copies))
+        words[: len(copies)], words[len(copies) : 2 * len(copies)] = list(copies), list(copies.values())
+        try:
+            ids = slot[: 2 * len(copies)].to(self._pool.device, torch.int64, non_blocking=True)
+            target, source = ids[: len(copies)], ids[len(copies) :]
+            copy_pages = self._pool.in_space(table.space).copy_pages
+            self._deliver(partial(copy_pages, source, target), table.copies_made)
+        finally:
+            self._updates.release()
 
     def publish(self, batch: StepBatch, step: DeviceStep, child: int) -> None:
         """Write the inputs of a child of a step, pads included, to their fixed addresses.

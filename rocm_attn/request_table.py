@@ -18,11 +18,13 @@ from rocm_attn.page_table import (
     KEEP_ALL,
     WITHIN_THE_ROW,
     IsShared,
+    IsSource,
     PageTable,
     PendingChanges,
     RowWidth,
     SpacePages,
     held_by_several,
+    still_to_be_copied,
 )
 from rocm_attn.step_batch import Int32Array, StepBatch
 from rocm_attn.step_prefixes import SharedPrefixes
@@ -37,6 +39,7 @@ class RequestTable:
     windows:      other spaces, whose pages are given back when they have left the window
     row_width:    keeps a row's pages inside the row
     is_shared:    which partly filled pages are copied before a row writes to them
+    is_source:    which free pages are not handed out yet, because a copy has still to be made of them
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class RequestTable:
         windows: Sequence[SpacePages] = (),
         row_width: RowWidth = WITHIN_THE_ROW,
         is_shared: IsShared = held_by_several,
+        is_source: IsSource = still_to_be_copied,
     ) -> None:
         if max_num_seqs < 1 or max_kv_len < 1:
             raise CapacityExceeded(
@@ -68,6 +72,7 @@ class RequestTable:
                 device=device,
                 row_width=row_width,
                 is_shared=is_shared,
+                is_source=is_source,
             )
             for pages in (SpacePages(Space.FULL, num_pages), *windows)
         )

@@ -209,6 +209,7 @@ class AttentionRuntime:
             windows=windows,
             row_width=guards.row_width,
             is_shared=guards.copy_on_write,
+            is_source=guards.copy_sources,
         )
         self._check_batch = guards.batch_check(self.table)
         self._evict = guards.window_reach(self.table) if windows else _keep_everything

@@ -267,6 +267,11 @@ def never_shared(holders: Int32Array) -> npt.NDArray[np.bool_]:
     return np.zeros(len(holders), np.bool_)
 
 
+def free_at_once(page: int, copies: Mapping[int, int]) -> bool:
+    """A page is handed out as soon as no row holds it, whatever has still to be copied from it."""
+    return False
+
+
 def any_batch(table: RequestTable) -> Callable[[StepBatch], None]:
     """Batches are taken as they come."""
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rocm_attn import unguarded
 from rocm_attn.errors import BadSetting
+from rocm_attn.head_weights import refuse_new_weights
 from rocm_attn.hip_graphs.pinned import PinnedTensors
 from rocm_attn.host_ring import Fence, wait_for
 from rocm_attn.layers import by_space_of_layer
@@ -105,6 +106,7 @@ class Guards:
     capacity: Callable[[int], Capacity] = by_padded_batch
     child_ranges: FirstOfChild = behind_each_other
     sealed_growth: SealedGrowth = refuse_growth
+    head_weights: Callable[[int], None] = refuse_new_weights
     row_width: RowWidth = WITHIN_THE_ROW
     copy_on_write: IsShared = held_by_several
     copy_sources: IsSource = still_to_be_copied
@@ -232,6 +234,13 @@ GUARDS: tuple[Guard, ...] = (
         "H25, G2",
         unguarded.let_sealed_memory_move,
         "test_capacity.py::test_sealed_buffers_do_not_move_under_a_graph",
+    ),
+    _guard(
+        "head_weights",
+        "a graph goes on with sinks or ALiBi slopes that were replaced, and eager steps use the new ones",
+        "G2",
+        unguarded.let_weights_move,
+        "test_capacity.py::test_head_weights_are_not_replaced_under_a_graph",
     ),
     _guard(
         "row_width",

@@ -26,7 +26,7 @@ from rocm_attn.page_table import (
     held_by_several,
     still_to_be_copied,
 )
-from rocm_attn.step_batch import Int32Array, StepBatch
+from rocm_attn.step_batch import INT32_MAX, Int32Array, StepBatch
 from rocm_attn.step_prefixes import SharedPrefixes
 
 
@@ -63,6 +63,10 @@ class RequestTable:
         self.page_size = page_size
         self.max_kv_len = max_kv_len
         self.width = (max_kv_len + page_size - 1) // page_size
+        if self.width * page_size > INT32_MAX:
+            raise CapacityExceeded(
+                f"max_kv_len is {max_kv_len}; lengths are int32, so use at most {INT32_MAX // page_size * page_size}"
+            )
         self.spaces = tuple(
             PageTable(
                 pages,

@@ -38,8 +38,9 @@ from rocm_attn.providers.contract import PoolSize
 from rocm_attn.providers.select import Selection, ops_for
 from rocm_attn.publisher import Publisher
 from rocm_attn.request_table import RequestTable
+from rocm_attn.settings import whole_number
 from rocm_attn.split_batch import HALVES, split_batch
-from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_batch import INT32_MAX, StepBatch
 from rocm_attn.step_buffers import name_in
 from rocm_attn.step_memory import DeviceStep, StepMemory
 from rocm_attn.steps import LayerCalls
@@ -137,7 +138,8 @@ class AttentionRuntime:
     agree:         how ranks that share a model's layers agree on kernels and graphs: agreement.among(group); all of
                    them then build their runtimes and make their graphs at the same time
 
-    Raises Unsupported when no kernel serves a layer, BadProblem and CapacityExceeded for a pool that cannot be.
+    Raises Unsupported when no kernel serves a layer, BadProblem and CapacityExceeded for a pool that cannot be, and
+    BadSetting for a number that is none.
     """
 
     def __init__(
@@ -162,6 +164,9 @@ class AttentionRuntime:
         selections: Sequence[Selection] | None = None,
         agree: Agree = alone,
     ) -> None:
+        num_pages, swa_pages = whole_number("num_pages", num_pages), whole_number("swa_pages", swa_pages)
+        swa_kept, first_swa_page = whole_number("swa_kept", swa_kept), whole_number("first_swa_page", first_swa_page)
+        max_num_seqs, max_kv_len = whole_number("max_num_seqs", max_num_seqs), whole_number("max_kv_len", max_kv_len)
         self.guards = guards = guards if guards is not None else guards_from_settings()
         if guards.off:
             logging.getLogger(__name__).warning("safeguards are switched off: %s", ", ".join(guards.off))
@@ -188,7 +193,7 @@ class AttentionRuntime:
             num_pages={Space.FULL: num_pages, **{pages.space: pages.num_pages for pages in windows}},
             device=self.device,
         )
-        self.head_weights = LayerHeadWeights(problems, self.device)
+        self.head_weights = LayerHeadWeights(problems, self.device, guards.head_weights)
         self._ops = guards.change_ops(ops_for(self.selections, on_cpu=self.device.type == "cpu"))
         kind_of_layer = [kinds.index(problem) for problem in problems]
         self._layers = Layers(
@@ -402,6 +407,7 @@ class AttentionRuntime:
         self._require_idle("addresses cannot be sealed")
         with on_device(self.device):
             self._memory.seal(self.padding.largest_shapes())
+        self.head_weights.seal()
 
     def unseal(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int] = (1,)) -> None:
         """Give up the sealed addresses and take other capture sizes. Every graph of the runtime is void afterwards.
@@ -416,6 +422,7 @@ class AttentionRuntime:
         self._last_step = None
         self._publisher.let_go()
         self._memory.unseal()
+        self.head_weights.unseal()
 
     def _require_idle(self, what_fails: str) -> None:
         if self._state is not _State.IDLE:
@@ -471,6 +478,8 @@ def _windows(problems: Sequence[Problem], swa_pages: int, swa_kept: int, first_s
     """The SWA space, if there is to be one. Raises BadSetting, CapacityExceeded."""
     if swa_kept < 0:
         raise BadSetting(f"swa_kept is {swa_kept}; it is a number of tokens, 0 or more")
+    if first_swa_page <= RESERVED_PAGE:
+        raise BadSetting(f"first_swa_page is {first_swa_page}; page {RESERVED_PAGE} is reserved, so it is at least 1")
     if not swa_pages:
         return ()
     window_left = max(problem.window_left for problem in problems)
@@ -483,6 +492,9 @@ def _keep_everything(batch: StepBatch) -> None:
 
 def _ladder(name: str, sizes: Sequence[int]) -> SizeLadder:
     try:
-        return SizeLadder(tuple(sizes))
+        ladder = SizeLadder(tuple(sizes))
     except BadLadder as bad:
         raise BadSetting(f"{name}: {bad}") from bad
+    if ladder.largest > INT32_MAX:
+        raise BadSetting(f"{name} goes up to {ladder.largest}; counts are int32, so it ends at {INT32_MAX} or before")
+    return ladder

@@ -243,6 +243,10 @@ def let_sealed_memory_move(reason: str) -> None:
     """Growth goes on, although graphs read the memory that is given up."""
 
 
+def let_weights_move(layer: int) -> None:
+    """A layer's weights are replaced, although graphs read the old ones."""
+
+
 @dataclass(frozen=True, slots=True)
 class _PastTheRow(RowWidth):
     """Pages are put where they would lie if the row had no end: in the rows behind it."""

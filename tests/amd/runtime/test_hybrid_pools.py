@@ -68,9 +68,9 @@ def hybrid(
 
 
 def assert_accounts(world: World) -> None:
-    """Every page is held or free, and the device's tables are the host's."""
+    """Every page is held, still to be copied, or free, and the device's tables are the host's."""
     for table in world.runtime.table.spaces:
-        held = set(np.unique(table.entries_host).tolist()) - {0}
+        held = set(np.unique(table.entries_host).tolist()) - {0} | set(table.pending.copies.values())
         assert len(held) + table.num_free_pages == table.num_usable_pages
         if not table.pending:
             assert np.array_equal(table.entries.cpu().numpy(), table.entries_host)

@@ -170,7 +170,8 @@ class Publisher:
         """Hold no memory of steps: it is given up. What the last step has left there is kept for its echo."""
         for line in self._lines:
             if line.counts is not None:
-                line.counts = line.counts.clone()
+                with torch.inference_mode(False):  # check_device() writes to it outside of that mode too
+                    line.counts = line.counts.clone()
 
     def check_device(self) -> None:
         """Raise DeviceFault for a step that went wrong and was not told of yet. The device has nothing left to do."""

@@ -142,6 +142,7 @@ class AttentionRuntime:
     BadSetting for a number that is none.
     """
 
+    @torch.inference_mode(False)  # memory that is made in that mode cannot be written outside of it
     def __init__(
         self,
         problems: Sequence[Problem],

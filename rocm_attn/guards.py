@@ -39,8 +39,10 @@ from rocm_attn.step_buffers import (
 )
 from rocm_attn.step_echo import EchoCheck
 from rocm_attn.step_memory import DeviceStep, SpaceStep
+from rocm_attn.stored_tokens import SharedFloor, behind_what_is_shared
 
 OpsChange = Callable[[StepOps], StepOps]
+CheckBatch = Callable[[StepBatch], None]
 
 
 def unchanged_ops(ops: StepOps) -> StepOps:
@@ -61,6 +63,11 @@ def by_padded_batch(max_num_seqs: int) -> Capacity:
 def checked_batch(table: RequestTable) -> Callable[[StepBatch], None]:
     """Batches that the table has no rows or no room for are refused."""
     return table.check_batch
+
+
+def stored_before_it_is_read(table: RequestTable) -> tuple[CheckBatch, CheckBatch]:
+    """What refuses a step that begins behind what is stored, and one that stores nothing and needs more than that."""
+    return table.check_stored, table.require_stored
 
 
 def before_the_steps_windows(table: RequestTable) -> Callable[[StepBatch], None]:
@@ -109,6 +116,8 @@ class Guards:
     head_weights: Callable[[int], None] = refuse_new_weights
     row_width: RowWidth = WITHIN_THE_ROW
     copy_on_write: IsShared = held_by_several
+    shared_floor: SharedFloor = behind_what_is_shared
+    stored_tokens: Callable[[RequestTable], tuple[CheckBatch, CheckBatch]] = stored_before_it_is_read
     copy_sources: IsSource = still_to_be_copied
     batch_check: Callable[[RequestTable], Callable[[StepBatch], None]] = checked_batch
     layer_space: Callable[[DeviceStep, int], SpaceStep] = by_space_of_layer
@@ -262,6 +271,20 @@ GUARDS: tuple[Guard, ...] = (
         "prefix sharing, G4",
         unguarded.never_shared,
         "test_rows.py::test_requests_that_share_a_page_do_not_write_to_it",
+    ),
+    _guard(
+        "shared_floor",
+        "a row that goes back and stores again overwrites tokens that another row shares with it",
+        "prefix sharing, G4",
+        unguarded.no_floor,
+        "test_shared_rows.py::test_a_row_that_goes_back_leaves_its_forks_alone",
+    ),
+    _guard(
+        "stored_tokens",
+        "a step attends to tokens that were never stored, and what an earlier request left there is taken for theirs",
+        "G1",
+        unguarded.whatever_was_stored,
+        "test_shared_rows.py::test_tokens_that_were_never_stored_are_not_read",
     ),
     _guard(
         "copy_sources",

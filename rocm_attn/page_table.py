@@ -178,6 +178,10 @@ class PageTable:
         """Whether rows must not write to these pages of theirs."""
         return self._is_shared(self._holders[self.entries_host[rows, page_no]])
 
+    def held_elsewhere(self, rows: Int32Array, end: int) -> npt.NDArray[np.bool_]:
+        """Of the pages [0, end) of rows, [len(rows), end]: whether another row holds them too."""
+        return self._holders[self.entries_host[rows, :end]] > 1
+
     def own(self, row: int, page_no: int) -> None:
         """Put a copy in the place of a page that row shares."""
         shared = int(self.entries_host[row, page_no])
@@ -218,6 +222,10 @@ class PageTable:
                 first = self.pages.first_needed(begin, self._page_size)
                 self._give_back(row, int(self._first[row]), min(first, stop))
                 self._set_first(row, first)
+
+    def cut(self, row: int, first: int, end: int) -> None:
+        """Give back the pages [first, end) of row, the last ones that it holds."""
+        self._give_back(row, max(first, int(self._first[row])), end)
 
     def release(self, row: int, end: int) -> None:
         """Give all pages of a row back."""

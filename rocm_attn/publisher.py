@@ -135,8 +135,8 @@ class Publisher:
         num_seqs, num_ids = batch.num_seqs, len(batch.token_ids)
         line = self._lines[child]
         end = slot_words(num_seqs, num_ids)
-        # With room for prefixes, whether there are any or not.
-        slot, words = line.ring.acquire(end + 2 * num_seqs)
+        # With room for prefixes and floors, whether there are any or not.
+        slot, words = line.ring.acquire(end + 3 * num_seqs)
         if words[ECHO]:
             line.check_echo(words)
         number = (self.step_number + 1) & INT32_MAX
@@ -148,6 +148,9 @@ class Publisher:
         if isinstance(batch.prefixes, SharedPrefixes):
             words[end : end + num_seqs] = batch.prefixes.prefix_len
             words[end + num_seqs : end + 2 * num_seqs] = batch.prefixes.group_end
+        if isinstance(batch.inputs, DeviceInputs):
+            on_host = batch.inputs.lengths_on_host
+            words[end + 2 * num_seqs : end + 3 * num_seqs] = 0 if on_host else self._table.floors(batch.rows)
         try:
             counts = step.inputs.counts
             self._ops.publish(slot, counts if line.counts is None else line.counts, step.inputs)
@@ -187,6 +190,7 @@ class Publisher:
             slot[kv_at:q_at] if inputs.kv_len is ON_HOST else inputs.kv_len,
             slot[q_at:ids_at] if inputs.q_len is ON_HOST else inputs.q_len,
             slot[ids_at:end] if inputs.token_ids is ON_HOST else inputs.token_ids,
+            slot[end + 2 * num_seqs : end + 3 * num_seqs],
             step.inputs.counts,
             step.inputs.kv_len,
             step.inputs.q_len,

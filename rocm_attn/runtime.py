@@ -44,6 +44,7 @@ from rocm_attn.step_batch import INT32_MAX, StepBatch
 from rocm_attn.step_buffers import name_in
 from rocm_attn.step_memory import DeviceStep, StepMemory
 from rocm_attn.steps import LayerCalls
+from rocm_attn.stored_tokens import StepStores
 from rocm_attn.target import Target, detect_target
 
 
@@ -216,8 +217,11 @@ class AttentionRuntime:
             row_width=guards.row_width,
             is_shared=guards.copy_on_write,
             is_source=guards.copy_sources,
+            shared_floor=guards.shared_floor,
         )
         self._check_batch = guards.batch_check(self.table)
+        self._check_stored, require_stored = guards.stored_tokens(self.table)
+        self._stores = StepStores(len(problems), self.table.tokens, require_stored)
         self._evict = guards.window_reach(self.table) if windows else _keep_everything
         seqs = default_ladder(max_num_seqs).sizes if capture_sizes is None else capture_sizes
         self._max_children = HALVES if split_steps else 1
@@ -319,6 +323,7 @@ class AttentionRuntime:
         """The part of begin_step that runs before a graph: check, plan, update the table, publish the inputs."""
         self._require_idle("a step cannot begin")
         self._check_batch(batch)
+        refusal = "" if self.table.tokens.goes_on(batch) else self._check_tokens(batch)
         plan = self._planner.plan(batch, pad_to, 1)
         self._evict(batch)
         with on_device(self.device):
@@ -327,6 +332,7 @@ class AttentionRuntime:
             self._publisher.apply_table_changes()
             self._publisher.publish(batch, children[0], 0)
         self._plan, self._children, self._state = plan, children, _State.STAGED
+        self._stores.begin(batch, 1, refusal)
         # Steps of equal sizes are equal, and a server decodes many in a row.
         step = self._last_step
         if step is None or not step.is_for(batch, children[0], plan):
@@ -337,6 +343,7 @@ class AttentionRuntime:
         """The part of begin_split_step that runs before a graph."""
         self._require_idle("a step cannot begin")
         self._check_batch(batch)
+        refusal = "" if self.table.tokens.goes_on(batch) else self._check_tokens(batch)
         plan = self._planner.plan(batch, pad_to, HALVES)
         batches = split_batch(batch, plan.shape.child.num_seqs)
         self._evict(batch)
@@ -347,10 +354,11 @@ class AttentionRuntime:
             for half, child in enumerate(children):
                 self._publisher.publish(batches[half], child, half)
         self._plan, self._children, self._state = plan, children, _State.STAGED
+        self._stores.begin(batch, HALVES, refusal)
         self._num_splits += 1
         require = partial(self._require_split, self._num_splits)
         first, second = (
-            _step(batches[half], child, plan, HalfLayers(self._layers, child, plan, require), half)
+            _step(batches[half], child, plan, HalfLayers(self._layers, child, plan, require, self._stores, half), half)
             for half, child in enumerate(children)
         )
         return SplitStep((first, second), children[0].metadata.counts[0], plan)
@@ -373,10 +381,12 @@ class AttentionRuntime:
 
         k, v: [T, kv_heads, head_dim | v_head_dim]; any strides but the last. Of a latent layer, v is the first part of
               k: k[..., :v_head_dim]
-        Raises BadTensor, WrongState.
+        Raises BadTensor, WrongState, and BadBatch for a step that begins within tokens that a row shares.
         """
         step, plan = self._running()
+        self._stores.before_store()
         self._layers.store(step, plan, layer, k, v)
+        self._stores.after_store(0, layer)
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """Attention of the step's new tokens over everything that is stored for their sequences.
@@ -386,9 +396,10 @@ class AttentionRuntime:
         q, out: [T, q_heads, head_dim | v_head_dim]; any strides but the last; padded tokens of out receive zeros
         lse:    float32 [T, q_heads]; when given, receives the natural log of the softmax denominator (the sink in it),
                 -inf for pads
-        Raises BadTensor, WrongState.
+        Raises BadTensor, WrongState, and BadBatch where the step has not stored and needs tokens that nobody stored.
         """
         step, plan = self._running()
+        self._stores.before_attend(0, layer)
         self._layers.attend(step, plan, layer, q, out, lse)
 
     def store_and_attend(
@@ -399,7 +410,11 @@ class AttentionRuntime:
         self.attend(layer, q, out, lse)
 
     def end_step(self) -> None:
-        """Close the step, so that the next one may begin. Also the way back after an exception inside a step."""
+        """Close the step, so that the next one may begin. Also the way back after an exception inside a step.
+
+        The step's tokens count as stored if it has stored in every layer.
+        """
+        self._stores.end()
         self._state = _State.IDLE
         self._plan, self._children = None, ()
 
@@ -424,6 +439,25 @@ class AttentionRuntime:
         self._publisher.let_go()
         self._memory.unseal()
         self.head_weights.unseal()
+
+    @property
+    def stored_layers(self) -> int:
+        """Bit i: the step that runs has stored in layer i, both halves if it is split."""
+        return self._stores.layers
+
+    @property
+    def may_store(self) -> bool:
+        """Whether the step that was staged begins behind all tokens that its rows share."""
+        return not self._stores.refusal
+
+    def begin_replay(self, stored_layers: int) -> None:
+        """The staged step is run by a graph that stores in these layers. Raises what store and attend raise."""
+        self._stores.replay(stored_layers)
+
+    def _check_tokens(self, batch: StepBatch) -> str:
+        """Why a step may not store, or nothing. Raises BadBatch where it begins behind what is stored."""
+        self._check_stored(batch)
+        return self.table.why_no_store(batch)
 
     def _require_idle(self, what_fails: str) -> None:
         if self._state is not _State.IDLE:

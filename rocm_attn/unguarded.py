@@ -94,12 +94,13 @@ def lengths_as_they_come(ops: StepOps) -> StepOps:
         device_kv_len: Tensor,
         device_q_len: Tensor,
         device_token_ids: Tensor,
+        floor: Tensor,
         counts: Tensor,
         kv_len: Tensor,
         q_len: Tensor,
         token_ids: Tensor,
     ) -> None:
-        ops.device_inputs(slot, device_kv_len, device_q_len, device_token_ids, counts, kv_len, q_len, token_ids)
+        ops.device_inputs(slot, device_kv_len, device_q_len, device_token_ids, floor, counts, kv_len, q_len, token_ids)
         seqs = int(slot[0])
         kv_len[:seqs].copy_(device_kv_len[:seqs])
         q_len[:seqs].copy_(device_q_len[:seqs])
@@ -269,6 +270,16 @@ PAST_THE_ROW = _PastTheRow()
 def never_shared(holders: Int32Array) -> npt.NDArray[np.bool_]:
     """Every row writes to the pages that it holds, whoever else holds them."""
     return np.zeros(len(holders), np.bool_)
+
+
+def no_floor(kv_len: int) -> int:
+    """A row and its forks store wherever their steps begin."""
+    return 0
+
+
+def whatever_was_stored(table: RequestTable) -> tuple[Callable[[StepBatch], None], Callable[[StepBatch], None]]:
+    """Steps begin anywhere in a row's room."""
+    return any_batch(table), any_batch(table)
 
 
 def free_at_once(page: int, copies: Mapping[int, int]) -> bool:

@@ -299,7 +299,7 @@ def test_a_window_in_one_pool_with_the_others_gives_nothing_back(device: torch.d
     runtime = build(device, [small_problem(window_left=2)])
     row = runtime.table.admit()
     runtime.table.reserve(row, 16)
-    runtime.begin_step(StepBatch(np.array([row]), np.array([16]), np.array([1])))
+    runtime.begin_step(StepBatch(np.array([row]), np.array([16]), np.array([16])))
     runtime.end_step()
     assert runtime.swa_pages == 0
     assert (runtime.table.pages_of(row) > 0).all()

@@ -22,8 +22,8 @@ _WHAT = {
     "was read as zero; evict by lengths that are no more than the device's, or look for what changed the table there",
     LENGTH_BEYOND_BOUND: "a length on the device lay outside of 0 <= q_len <= kv_len <= its bound and was cut; "
     "give the batch larger bounds, or look for what wrote the lengths",
-    SHARED_TOKEN: "by lengths on the device a step began within the tokens that its row shares with another; it was moved "
-    "to the first one after them; call truncate() and reserve() before a row goes back",
+    SHARED_TOKEN: "lengths on the device let a step begin within the tokens that its row shares with another; it was "
+    "moved to the first one after them; call truncate() and reserve() before a row goes back",
 }
 
 

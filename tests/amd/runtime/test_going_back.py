@@ -173,8 +173,14 @@ def test_a_length_on_the_device_does_not_lead_into_what_is_shared(
     lengths = DeviceInputs(kv_len=kv_len, q_len=torch.full_like(kv_len, 2))
     serving.run_batch([child, other], [2, 2], replace(batch, inputs=lengths))
     serving.check([child, other], [2, 2])
-    with pytest.raises(DeviceFault, match="let a step begin within the tokens that its row shares with another"):
-        serving.runtime.check_device()
+    faults = []
+    for _ in range(3):  # where a graph was made first, the batch was published twice
+        try:
+            serving.runtime.check_device()
+        except DeviceFault as fault:
+            faults.append(str(fault))
+    assert faults
+    assert all("let a step begin within the tokens that its row shares with another" in fault for fault in faults)
     serving.step([parent], [1])
 
 

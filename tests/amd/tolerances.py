@@ -28,7 +28,7 @@ def assert_as_close_as_float32(out: Tensor, exact: Tensor, rounding: Tensor) -> 
     part = (out.double() - exact).abs() / rounding
     worst = int(part.nan_to_num(float("inf")).argmax())
     assert bool((part <= 1).all()), (
-        f"element {worst} is {float(out.flatten()[worst])!r}, exactly it is {float(exact.flatten()[worst])!r}, which is "
+        f"element {worst} is {float(out.flatten()[worst])!r}, exactly it is {float(exact.flatten()[worst])!r}: "
         f"{float(part.flatten()[worst]):.3g} times what rounding explains"
     )
 

@@ -1,8 +1,8 @@
 """Gemma 3n's attention, at its published geometry, is transformers': twenty layers keep K and V, the others read them.
 
 The runner has not got the rest of the model. Each layer gets hidden states of its own, so that no layer's error hides
-in another's. Ours and transformers' are both held to float64, by a bound that grows with the scores: Gemma's scale is 1,
-so they reach 90, and two libraries, or one on two CPUs, differ by what float32 loses of that.
+in another's. Ours and transformers' are both held to float64, by a bound that grows with the scores: Gemma's scale is
+1, so they reach 90, and two libraries, or one on two CPUs, differ by what float32 loses of that.
 """
 
 from __future__ import annotations

@@ -19,7 +19,14 @@ from rocm_attn.runner.sampling import Sampler, Sampling, pick_tokens
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 
 BASE = EngineOptions(
-    provider="torch", page_size=4, max_batch_size=8, chunk=16, graphs=False, max_kv_len=64, deterministic=True
+    provider="torch",
+    page_size=4,
+    max_batch_size=8,
+    chunk=16,
+    graphs=False,
+    max_kv_len=64,
+    deterministic=True,
+    capture_after=0,
 )
 
 

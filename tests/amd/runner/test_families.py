@@ -27,7 +27,9 @@ from tests.amd.runner.served_logits import served_logits
 NARROW = 1e-3
 
 PROMPT_LEN, LENGTHS = 21, (40, 23, 9)
-BASE = EngineOptions(provider="torch", page_size=16, max_batch_size=8, chunk=64, graphs=False, max_kv_len=64)
+BASE = EngineOptions(
+    provider="torch", page_size=16, max_batch_size=8, chunk=64, graphs=False, max_kv_len=64, capture_after=0
+)
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:

@@ -80,7 +80,9 @@ def serve(model: Model, runner: StepRunner, counts: list[int], pad_to: int | Non
             table.reserve(row, prompt)
             kv_len[row] = prompt
             ids = random.integers(1, VOCABULARY, prompt, dtype=np.int32)
-            outs.append(runner.run(StepBatch(np.array([row]), np.array([prompt]), np.array([prompt]), ids)).clone())
+            outs.append(
+                runner.run(StepBatch(np.array([row]), np.array([prompt]), np.array([prompt]), ids), pad_to).clone()
+            )
         for row in rows:
             kv_len[row] += 1
             table.reserve(row, kv_len[row])
@@ -251,7 +253,7 @@ def test_reopening_grows_what_was_sealed_and_goes_on_with_the_same_requests(
     for sizes in ([1, 2, 4, 8], [2]):
         model = Model.build(device, provider, sizes)
         runner = StepRunner(model.runtime, model.forward, recorder_for(model.runtime.device))
-        out = serve(model, runner, [2, 2])
+        out = serve(model, runner, [2, 2], 2)  # bits are equal at equal padded shapes
         row = model.runtime.table.admit()
         model.runtime.table.reserve(row, 6)
         prompt = StepBatch(np.array([row]), np.array([5]), np.array([5]), np.arange(1, 6, dtype=np.int32))

@@ -9,6 +9,9 @@ from rocm_attn.numerics import BOUNDS, FLOAT32_ROUNDING, sum_error
 
 # exp is off by a unit in the last place at most, and there is a division and an output to round.
 _ROUNDINGS_OF_A_SHARE = 4
+# Of what a few layers give that are sums of a few hundred products, in float32, as a part of the root mean square of
+# all. Two libraries come within a tenth of it.
+_LAYERS = 2e-4
 
 
 def assert_attention_close(out: Tensor, reference: Tensor, dtype: torch.dtype) -> None:
@@ -21,6 +24,29 @@ def assert_lse_close(lse: Tensor, reference: Tensor, dtype: torch.dtype) -> None
     """Likewise for log-sum-exp; -inf only where the reference has it."""
     bound = BOUNDS[dtype]
     torch.testing.assert_close(lse.double(), reference, atol=bound.lse_atol, rtol=bound.lse_rtol)
+
+
+def assert_same_but_for_rounding(one: Tensor, other: Tensor) -> None:
+    """Attention in float32 done in two ways: each may lie from the exact result as far as the table demands."""
+    bound = BOUNDS[torch.float32]
+    torch.testing.assert_close(one, other, atol=2 * bound.atol * _size(other), rtol=2 * bound.rtol)
+
+
+def assert_layers_close(result: Tensor, expected: Tensor) -> None:
+    """What layers of a small model give in float32, logits for instance, by two ways that add in different orders."""
+    torch.testing.assert_close(result, expected, atol=_LAYERS * _size(expected), rtol=_LAYERS)
+
+
+def assert_products_close(product: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> None:
+    """x @ weight.T + bias in float32 is as close to float64 as sums of so many products are."""
+    exact = x.double() @ weight.double().T + bias.double()
+    size = x.double().abs() @ weight.double().abs().T + bias.double().abs()
+    assert bool(((product.double() - exact).abs() <= sum_error(x.shape[-1], size)).all())
+
+
+def _size(values: Tensor) -> float:
+    """The root mean square, or 1 if that is more."""
+    return max(1.0, float(values.double().square().mean().sqrt()))
 
 
 def assert_as_close_as_float32(out: Tensor, exact: Tensor, rounding: Tensor) -> None:

@@ -6,6 +6,7 @@ What is captured is fill and forward, as one function; an eager step calls the s
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -66,6 +67,8 @@ class StepRunner:
     check:    compares each fresh graph with the eager run; graphs are switched off where they differ
     watchdog: looks on while a graph is made; not given: names a capture that takes CAPTURE_SECONDS
     flight:   remembers the last steps
+    capture_after: steps of a plan that run eagerly before a graph is made of it; capture_all() makes them at once.
+              See graphs.eager_steps_before_capture
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class StepRunner:
         check: Check | None = None,
         watchdog: Watch | None = None,
         flight: Flight = NO_FLIGHT_RECORDER,
+        capture_after: int = 0,
     ) -> None:
         self._runtime = runtime
         self._forward = forward
@@ -87,6 +91,8 @@ class StepRunner:
         self._check = check if check is not None else CaptureCheck()
         self._watchdog = watchdog if watchdog is not None else Watchdog(CAPTURE_SECONDS)
         self._flight = flight
+        self._capture_after = capture_after
+        self._eager_steps: Counter[StepPlan] = Counter()
         self._pinned = runtime.guards.graph_epoch()
         self._graphs = GraphCache(self._pinned)
         self._entry_of_plan: dict[StepPlan, Entry[Tensor]] = {}
@@ -211,6 +217,7 @@ class StepRunner:
     def _drop_graphs(self) -> None:
         self._entry_of_plan.clear()
         self._stored_layers.clear()
+        self._eager_steps.clear()
         self._buckets.clear()
         self._graphs.drop_all()
         self._pinned.release()
@@ -228,7 +235,8 @@ class StepRunner:
         plan = step.plan
         # A step without sequences makes no graph: there may be no input to compare it on. capture_all() does.
         # Nor does one that may not store: what compares graphs writes to the pages of new tokens.
-        if self._recorder is None or not plan.replayable or batch.num_seqs == 0 or not self._runtime.may_store:
+        can_be_made = plan.replayable and batch.num_seqs > 0 and self._runtime.may_store
+        if self._recorder is None or not can_be_made or not self._is_due(plan):
             return self._body(step)
         # The graph is made of other steps; this one is staged again when it has passed.
         self._runtime.end_step()
@@ -241,6 +249,14 @@ class StepRunner:
     def _replay(self, plan: StepPlan, entry: Entry[Tensor]) -> Tensor:
         self._runtime.begin_replay(self._stored_layers[plan])
         return self._graphs.replay_entry(entry)
+
+    def _is_due(self, plan: StepPlan) -> bool:
+        """Whether a graph is to be made of the plan now; if not, its step is counted. Each attempt is paid anew."""
+        if self._eager_steps[plan] < self._capture_after:
+            self._eager_steps[plan] += 1
+            return False
+        del self._eager_steps[plan]
+        return True
 
     def _capture_shape(self, shape: PaddedShape) -> str:
         """Make the graph of a shape, unless there is one; why none could be made, or nothing."""

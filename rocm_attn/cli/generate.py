@@ -64,7 +64,7 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     engine = _engine(options, loaded, requests)
     if isinstance(engine.flight, FlightRecorder):
         dump_on_signal(engine.flight)
-    if device.type == "cuda":  # a CPU makes graphs when a step needs one: there they save nothing
+    if device.type == "cuda":  # a CPU makes a graph when enough steps have paid for it: there it saves little
         engine.capture_all(ProgressBar(sys.stderr))
     if options.json:
         completions = _serve_quietly(engine, requests)

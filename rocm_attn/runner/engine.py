@@ -14,7 +14,7 @@ import torch
 from rocm_attn.capture_check import CaptureCheck
 from rocm_attn.errors import BadRequest, BadSetting
 from rocm_attn.flight_recorder import NO_FLIGHT_RECORDER, FlightRecorder
-from rocm_attn.graphs import CaptureReport, Progress, recorder_for
+from rocm_attn.graphs import CaptureReport, Progress, eager_steps_before_capture, recorder_for
 from rocm_attn.kernel_choice import missing_kernels
 from rocm_attn.kv_pool import page_bytes
 from rocm_attn.page_choice import AUTO, POOLS, PageChoice, choose_pages, open_page_sizes, open_pools
@@ -45,6 +45,8 @@ class EngineOptions:
     max_batch_size: sequences that run at a time
     chunk:          tokens of a step that prompts may fill up
     graphs:         whether decode steps are captured and replayed
+    capture_after:  steps of one shape that run eagerly before a graph is made of it; None: 0 on a GPU, and on a CPU so
+                    many that captures take less than a tenth of a run. Engine.capture_all makes graphs at once
     max_kv_len:     tokens of the longest sequence; None: the model's context
     kv_bytes:       most memory for K and V; None: 1 GiB on a CPU, most of the free memory on a GPU
     num_pages:      pages of the KV pool, the reserved page 0 included; None: what the other numbers ask for
@@ -62,6 +64,7 @@ class EngineOptions:
     max_batch_size: int = 64
     chunk: int = 512
     graphs: bool = True
+    capture_after: int | None = None
     max_kv_len: int | None = None
     kv_bytes: int | None = None
     num_pages: int | None = None
@@ -70,7 +73,8 @@ class EngineOptions:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        least_of = {"page_size": 1, "max_batch_size": 1, "chunk": 1, "max_kv_len": 1, "num_pages": 2, "swa_pages": 0}
+        least_of = {"page_size": 1, "max_batch_size": 1, "chunk": 1, "max_kv_len": 1, "num_pages": 2}
+        least_of |= {"swa_pages": 0, "capture_after": 0}
         for name, least in least_of.items():
             value = getattr(self, name)
             if value not in (None, AUTO) and value < least:
@@ -105,7 +109,7 @@ class Engine:
         self.max_kv_len = self.runtime.max_kv_len
         linears = BlocksOfRows() if options.deterministic else AllRows()
         model = Model(loaded.config, loaded.weights, self.runtime, max_kv_len=self.max_kv_len, linears=linears)
-        path = options.flight_path
+        path, after = options.flight_path, options.capture_after
         self.flight = FlightRecorder(self.runtime, path) if path is not None else NO_FLIGHT_RECORDER
         self._runner = StepRunner(
             self.runtime,
@@ -113,6 +117,7 @@ class Engine:
             recorder_for(self.runtime.device) if options.graphs else None,
             check=CaptureCheck(vocabulary=loaded.config.vocab_size),
             flight=self.flight,
+            capture_after=eager_steps_before_capture(self.runtime.device) if after is None else after,
         )
         self._scheduler = Scheduler(
             self.runtime.table,

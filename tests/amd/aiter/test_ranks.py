@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from tests.amd.aiter.stand_in import install
 from tests.amd.graphs.tiny import Lazy, Tiny, serve
 
 NUM_RANKS = 2
-SECONDS = 120
 
 
 def test_findings_of_one_rank_hold_for_all_and_name_it() -> None:
@@ -86,32 +86,38 @@ Body = Callable[[int, bool], list[str]]
 
 
 def on_every_rank(body: Body, folder: Path, *, agree_with_others: bool) -> list[list[str]]:
-    """What body gives on each rank; a rank that fails fails the test."""
+    """What body gives on each rank; raises EOFError where a rank ends without an answer."""
     context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    arguments = [(body, rank, folder, agree_with_others, answers) for rank in range(NUM_RANKS)]
-    ranks = [context.Process(target=_run, args=each) for each in arguments]
-    for process in ranks:
+    ranks, pipes, said = [], {}, {}
+    for rank in range(NUM_RANKS):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_run, args=(body, rank, folder, agree_with_others, sender))
         process.start()
+        sender.close()  # so that the pipe ends when the process does
+        ranks.append(process)
+        pipes[receiver] = rank
     try:
-        said = dict(answers.get(timeout=SECONDS) for _ in ranks)
-    finally:
+        while len(said) < NUM_RANKS:
+            for receiver in wait(pipes.keys() - said.keys()):
+                assert isinstance(receiver, Connection)
+                said[receiver] = receiver.recv()
+    finally:  # the answers are in, or a rank has failed and the others wait for it
         for process in ranks:
-            process.join(10)
             process.kill()
-    return [said[rank] for rank in range(NUM_RANKS)]
+            process.join()
+    return [said[receiver] for receiver in pipes]
 
 
-def _run(body: Body, rank: int, folder: Path, agree_with_others: bool, answers: Any) -> None:
+def _run(body: Body, rank: int, folder: Path, agree_with_others: bool, answer: Connection) -> None:
     os.environ["XDG_CACHE_HOME"] = str(folder / f"rank{rank}")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=NUM_RANKS
     )
-    answers.put((rank, body(rank, agree_with_others)))
+    found = body(rank, agree_with_others)
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    answer.send(found)
 
 
 def test_a_kernel_that_is_wrong_on_one_rank_is_used_on_none(tmp_path: Path) -> None:

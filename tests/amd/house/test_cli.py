@@ -6,7 +6,6 @@ import io
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +62,7 @@ def test_help_is_printed_without_importing_torch(arguments: list[str]) -> None:
         f"try:\n    main({arguments!r})\n"
         "finally:\n    assert not {'torch', 'triton', 'numpy'} & set(sys.modules)"
     )
-    started = time.perf_counter()
     finished = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert time.perf_counter() - started < 1
     assert finished.stdout.startswith("usage: rocm-attn")
 
 

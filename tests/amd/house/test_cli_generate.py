@@ -75,7 +75,15 @@ def test_json_holds_the_results_in_the_order_of_the_prompts_and_a_report(capsys:
     assert report["provider"] == "torch"
     assert report["new_tokens"] == 18
     assert report["max_batch_size"] == 2
-    assert report["steps"] >= report["replays"] > 0
+    assert report["steps"] > report["replays"] == report["captures"] == 0, "on a CPU a short run makes no graph"
+
+
+def test_a_long_run_makes_a_graph_of_its_decode_step_and_changes_no_token(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--raw", "--max-new-tokens", "60", "--max-batch-size", "1", "w5", "w6"]
+    graphed, eager = (generate(capsys, *arguments, *more) for more in ([], ["--no-graphs"]))
+    assert graphed["results"] == eager["results"]
+    assert (graphed["report"]["captures"], eager["report"]["captures"]) == (1, 0)
+    assert graphed["report"]["replays"] > 0
 
 
 def test_the_chat_template_is_applied_unless_the_prompt_is_raw(capsys: pytest.CaptureFixture[str]) -> None:

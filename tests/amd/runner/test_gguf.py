@@ -17,17 +17,16 @@ from rocm_attn.runner.rope import LinearScaling, YarnScaling
 from tests.amd.runner.dense_attention import dense_logits
 from tests.amd.runner.hf_models import hf_logits, random_tokens, small_hf_model, write_gguf
 from tests.amd.runner.test_model import LLAMA3
+from tests.amd.tolerances import assert_layers_close
 
 
 def load(path: Path) -> LoadedModel:
     return load_model(path, dtype=torch.float32, device=torch.device("cpu"))
 
 
-def assert_same_logits(loaded: LoadedModel, reference: Any, tolerance: float = 1e-4) -> None:
+def assert_same_logits(loaded: LoadedModel, reference: Any) -> None:
     token_ids = random_tokens(50)
-    torch.testing.assert_close(
-        dense_logits(loaded, token_ids), hf_logits(reference, token_ids), atol=tolerance, rtol=tolerance
-    )
+    assert_layers_close(dense_logits(loaded, token_ids), hf_logits(reference, token_ids))
 
 
 @pytest.mark.parametrize(

@@ -277,7 +277,7 @@ ROWS: tuple[KernelRow, ...] = (
         known_faults=faults.ASSEMBLED,
     ),
     *_unified(StepKind.DECODE, _MAX_KV_LEN),
-    # Equal shares of all keys before equal splits of each sequence: one long sequence alone fills a device.
+    # Equal shares of all keys before equal splits of each sequence, for steps of few: one long sequence fills a device.
     _row(
         "mla_decode_fwd+get_mla_metadata_v1",
         StepKind.DECODE,

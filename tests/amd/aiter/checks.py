@@ -20,8 +20,8 @@ from tests.amd.vectorised import linear_keys, linear_values
 HALF = (torch.bfloat16, torch.float16)
 
 
-class ContractBroken(AssertionError):
-    """A call that the real function would refuse, misread or answer wrongly."""
+class ContractBroken(BaseException):
+    """A call that the real function would refuse, misread or answer wrongly; the probe lets it through."""
 
 
 def require(holds: object, what: str) -> None:

@@ -10,15 +10,15 @@ import torch
 
 _NUMBERS = re.compile(r"v?(\d+(?:\.\d+)+)(.*)")
 _POST = re.compile(r"\.?post(\d+)")
-_BEFORE = re.compile(r"[.-]?(?:dev|rc|a|b)\d*")
+_BEFORE = re.compile(r"[.-]?(?:dev|rc)\d")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Release:
     """A release by its numbers, in the order in which releases are made.
 
-    numbers: of the release. 0.1.19.post1 is (0, 1, 19, 1), and what comes before 0.1.21, a build of its development or
-             a candidate, is (0, 1, 21, -1). Empty: the release is not known.
+    numbers: of the release, and one more: 0.1.20 is (0, 1, 20, 0), 0.1.19.post1 is (0, 1, 19, 1), and what comes before
+             0.1.21, a build of its development or a candidate, is (0, 1, 21, -1). Empty: the release is not known.
     """
 
     numbers: tuple[int, ...]
@@ -35,16 +35,14 @@ class Release:
         numbers, rest = tuple(map(int, match[1].split("."))), match[2]
         if post := _POST.match(rest):
             return cls((*numbers, int(post[1])))
-        return cls((*numbers, -1)) if _BEFORE.match(rest) else cls(numbers)
+        return cls((*numbers, -1 if _BEFORE.match(rest) else 0))
 
     def __str__(self) -> str:
         if not self.numbers:
             return "of unknown release"
         *numbers, last = self.numbers
-        if last == -1:
-            return f"{'.'.join(map(str, numbers))} in development"
-        post = f".post{last}" if len(numbers) == 3 else f".{last}"
-        return ".".join(map(str, numbers)) + post
+        behind = {-1: " in development", 0: ""}.get(last, f".post{last}")
+        return ".".join(map(str, numbers)) + behind
 
 
 UNKNOWN = Release(())

@@ -57,6 +57,13 @@ def markdown() -> str:
         if faulty:
             parts.append("Refused in some releases; `explain` takes `--aiter-release` and `--rocm-release`:\n")
             parts.append(faulty)
+        odd: dict[str, list[str]] = {}
+        for row, kinds in bound:
+            for note in row.notes:
+                odd.setdefault(note, []).append(f"`{row.name}` ({kinds})")
+        if odd:
+            parts.append("Odd, and serving all the same:\n")
+            parts.append("".join(f"- {', '.join(named)}: {note}\n" for note, named in odd.items()))
         unbound = _merged([row for row in rows if row.not_bound])
         if unbound:
             parts.append("Known and not bound:\n")

@@ -353,6 +353,7 @@ class KernelRow:
     reads_ahead:        see ReadAhead
     not_bound:          what it would be, of a kernel that is known and not bound; it is always refused
     faults:             what it gets wrong in some releases
+    notes:              what is odd about it, and why it serves all the same, a sentence each
     """
 
     provider: str
@@ -371,6 +372,7 @@ class KernelRow:
     reads_ahead: ReadAhead = ReadAhead()
     not_bound: str = ""
     faults: tuple[Fault, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def refusals(self, problem: Problem, target: Target, pool: PoolSize = SMALLEST_POOL) -> tuple[str, ...]:
         """Why it does not serve a problem, one clause each; empty when it does."""

@@ -13,7 +13,7 @@ import torch
 
 from rocm_attn.padding import StepKind
 from rocm_attn.problem import PoolKind, Problem
-from rocm_attn.providers.aiter import faults
+from rocm_attn.providers.aiter import faults, oddities
 from rocm_attn.providers.aiter.asm import bind_asm
 from rocm_attn.providers.aiter.gluon import bind_gluon
 from rocm_attn.providers.aiter.mla import bind_latent_decode, bind_latent_extend
@@ -177,6 +177,7 @@ def _row(
     needs_host_lengths: bool = False,
     not_bound: str = "",
     known_faults: tuple[Fault, ...] = (),
+    notes: tuple[str, ...] = (),
 ) -> KernelRow:
     # No kernel of a library that may change is taken for batch-invariant, and none of them knows of padded tokens.
     return KernelRow(
@@ -196,6 +197,7 @@ def _row(
         reads_ahead=reads_ahead,
         not_bound=not_bound,
         faults=known_faults,
+        notes=notes,
     )
 
 
@@ -235,6 +237,7 @@ def _unified(kind: StepKind, bakes: frozenset[Baked]) -> tuple[KernelRow, Kernel
         bakes=bakes,
         reads_ahead=_TABLE_TILES,
         known_faults=faults.UNIFIED_DECODE if in_decode else faults.UNIFIED_EXTEND,
+        notes=(oddities.CAP_OVERFLOWS,) if in_decode else (oddities.CAP_OVERFLOWS, oddities.LOW_LOGITS),
     )
     return linear, replace(linear, name=f"{linear.name}[vectorised]", limits=vectorised, reads_ahead=_NOTHING_AHEAD)
 
@@ -249,6 +252,7 @@ def _latent_extends(kind: StepKind) -> tuple[KernelRow, ...]:
             needs=_LISTED,
             bakes=frozenset({Baked.MAX_Q_LEN}),
             reads_ahead=_LIST_BLOCKS,
+            notes=(oddities.EMPTY_SEQUENCES,),
         ),
         _unbound("mla_prefill_ps_asm_fwd", kind, replace(_LATENT, archs=("gfx950",)), "it takes FP8 only"),
     )
@@ -266,7 +270,15 @@ ROWS: tuple[KernelRow, ...] = (
         known_faults=faults.RAGGED,
     ),
     # Over vectorised pools: parts of a sequence before whole ones, because one long sequence alone fills a device.
-    _row("pa_decode_gluon", StepKind.DECODE, _GLUON, bind_gluon, needs=_TABLE, known_faults=faults.GLUON),
+    _row(
+        "pa_decode_gluon",
+        StepKind.DECODE,
+        _GLUON,
+        bind_gluon,
+        needs=_TABLE,
+        known_faults=faults.GLUON,
+        notes=(oddities.REDUCTION,),
+    ),
     _row(
         "pa_fwd_asm",
         StepKind.DECODE,
@@ -275,6 +287,7 @@ ROWS: tuple[KernelRow, ...] = (
         needs=_TABLE,
         reads_ahead=_TABLE_TURNS,
         known_faults=faults.ASSEMBLED,
+        notes=(oddities.TABLE_OVER_READ,),
     ),
     *_unified(StepKind.DECODE, _MAX_KV_LEN),
     # Equal shares of all keys before equal splits of each sequence, for steps of few: one long sequence fills a device.
@@ -285,8 +298,17 @@ ROWS: tuple[KernelRow, ...] = (
         bind_scheduled_latent_decode,
         needs=_LISTED,
         reads_ahead=_LIST_BLOCKS,
+        notes=(oddities.FEW_SEQUENCES,),
     ),
-    _row("mla_decode_fwd", StepKind.DECODE, _LATENT, bind_latent_decode, needs=_LISTED, reads_ahead=_LIST_BLOCKS),
+    _row(
+        "mla_decode_fwd",
+        StepKind.DECODE,
+        _LATENT,
+        bind_latent_decode,
+        needs=_LISTED,
+        reads_ahead=_LIST_BLOCKS,
+        notes=(oddities.MANY_HEADS,),
+    ),
     _unbound(
         "pa_persistent_fwd",
         StepKind.DECODE,

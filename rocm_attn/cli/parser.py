@@ -30,6 +30,7 @@ examples:
   rocm-attn explain ./Llama-3.1-8B-Instruct/config.json --arch gfx950 --page-size 64 --json
   rocm-attn explain ./DeepSeek-V3/config.json --arch gfx950 --tp 8 --page-size auto
   rocm-attn explain config.json --arch gfx942 --page-size auto --pool auto
+  rocm-attn explain config.json --arch gfx950 --aiter-release 0.1.14 --rocm-release 7.0
   rocm-attn explain ./Llama-3.1-70B-Instruct/config.json --arch gfx942 --tp 8
 """
 
@@ -163,6 +164,8 @@ def _add_explain(commands: Commands[argparse.ArgumentParser]) -> None:
     add("--tp", type=_positive, default=1, metavar="RANKS", help="tensor-parallel ranks that share the heads (1)")
     add("--num-pages", type=_positive, metavar="PAGES", help="pages of the KV cache, for kernels with a limit on them")
     add("--deterministic", action="store_true", help="only kernels whose results do not depend on the batch")
+    add("--aiter-release", metavar="RELEASE", help="of AITER, for instance 0.1.14 (what the image brings)")
+    add("--rocm-release", metavar="RELEASE", help="of ROCm, for instance 7.0 (what the image brings)")
     add("--json", action="store_true", help="print one JSON object")
 
 

@@ -108,7 +108,7 @@ def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
     Raises Unsupported for attention of another kind, BadModel for a config that is not complete.
     """
     architecture = architecture_of(config)
-    if architecture == _LATENT_FAMILY:
+    if architecture in _LATENT_FAMILIES:
         return _latent_geometry(Fields(config, "config.json"))
     refuse_latent_attention(config)
     fields = text_fields(config)
@@ -138,7 +138,7 @@ def text_fields(config: Mapping[str, object]) -> Fields:
     if architecture not in _FAMILIES:
         raise Unsupported(
             f"the attention of {architecture} is not known; config.json must name one of "
-            f"{', '.join((*_FAMILIES, _LATENT_FAMILY))}"
+            f"{', '.join((*_FAMILIES, *_LATENT_FAMILIES))}"
         )
     text = config.get("text_config")
     given = text if isinstance(text, Mapping) else config
@@ -167,11 +167,12 @@ def refuse_latent_attention(config: Mapping[str, object]) -> None:
 def _latent_geometry(fields: Fields) -> AttentionGeometry:
     """DeepSeek's attention with the projections of K and V absorbed into those of q and of the output."""
     latent_dim, rope_dim = fields.count("kv_lora_rank"), fields.count("qk_rope_head_dim")
-    scaling = fields.inner("rope_scaling")
+    # transformers 5 writes the second name
+    scaling = fields.inner("rope_scaling" if fields.has("rope_scaling") else "rope_parameters")
     # YaRN sharpens the softmax of a context that was stretched by factor.
     sharper = 1.0
-    if scaling.has("mscale_all_dim"):
-        sharper = 0.1 * scaling.positive("mscale_all_dim") * math.log(scaling.positive("factor")) + 1
+    if scaling.has("mscale_all_dim") and scaling.values["mscale_all_dim"] != 0:
+        sharper = 0.1 * scaling.positive("mscale_all_dim") * math.log(max(1.0, scaling.positive("factor"))) + 1
     layer = AttentionLayer(
         num_q_heads=fields.count("num_attention_heads"),
         num_kv_heads=1,
@@ -305,7 +306,7 @@ class _Family:
     has_scale: bool = True
 
 
-_LATENT_FAMILY = "DeepseekV3ForCausalLM"
+_LATENT_FAMILIES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 
 _WINDOW_4096: dict[str, object] = {"sliding_window": 4096}
 _MISTRAL: dict[str, object] = {"num_key_value_heads": 8, "sliding_window": 4096}

@@ -97,7 +97,7 @@ def test_explain_names_the_kernel_of_every_step_kind(tmp_path: Path, capsys: pyt
     assert "4 layers (0-3): 32 query heads over 8 KV heads, head_dim 128, bfloat16, pages of 16" in printed.out
     for kind in ("decode", "extend", "mixed"):
         assert f"  {kind}: aiter." in printed.out
-    assert "AITER is taken as installed" in printed.out
+    assert "for AITER 0.1.21 in development and ROCm 7.2.4; a runtime asks which are there" in printed.out
     assert printed.err == ""
 
 

@@ -20,7 +20,7 @@ from rocm_attn.cli.streams import say
 from rocm_attn.errors import BadModel, BadRequest, BadSetting, CapacityExceeded
 from rocm_attn.flight_recorder import FlightRecorder, dump_on_signal
 from rocm_attn.runner.engine import Engine, EngineOptions
-from rocm_attn.runner.loading import LoadedModel, load_model
+from rocm_attn.runner.loading import LoadedModel, default_dtype, load_model, model_kind
 from rocm_attn.runner.report import Report
 from rocm_attn.runner.request import Completion, Event, FailureEvent, Request, RequestsFailed
 from rocm_attn.runner.sampling import Sampling
@@ -94,9 +94,9 @@ def _in_unicode(number: int, prompt: str) -> str:
 
 def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     device = device_named(options.device)
-    dtype_name = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
-    say(f"loading {options.model} on {device} in {dtype_name}")
-    loaded = load_model(options.model, dtype=getattr(torch, dtype_name), device=device)
+    dtype = dtype_of(options.dtype, options.model, device)
+    say(f"loading {options.model} on {device} in {str(dtype).removeprefix('torch.')}")
+    loaded = load_model(options.model, dtype=dtype, device=device)
     requests = [_request(options, loaded, prompt) for prompt in prompts]
     engine = _engine(options, loaded, requests)
     if isinstance(engine.flight, FlightRecorder):
@@ -115,6 +115,14 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     say(*_lines(engine.report()))
     if failure is not None:
         raise failure
+
+
+def dtype_of(name: str | None, model: str, device: torch.device) -> torch.dtype:
+    """What --dtype names; not given: default_dtype. Raises BadModel where there is no model."""
+    if name is not None:
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    return default_dtype(model_kind(model), device.type)
 
 
 def _request(options: argparse.Namespace, loaded: LoadedModel, prompt: str) -> Request:

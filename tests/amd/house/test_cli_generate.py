@@ -14,9 +14,10 @@ import tokenizers
 import torch
 
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
+from rocm_attn.cli.generate import dtype_of
 from rocm_attn.flight_recorder import read_dump
 from rocm_attn.runner.chat_template import ChatTemplate
-from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.loading import LoadedModel, ModelKind
 from rocm_attn.runner.tokenizer import Tokenizer
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
 
@@ -54,6 +55,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         return loaded
 
     monkeypatch.setattr("rocm_attn.cli.generate.load_model", load_tiny)
+    monkeypatch.setattr("rocm_attn.cli.generate.model_kind", lambda path: ModelKind.SAFETENSORS)
     monkeypatch.setattr(sys, "stdin", Terminal())
 
 
@@ -275,3 +277,19 @@ def test_an_empty_file_of_prompts_is_bad_input(tmp_path: Path, capsys: pytest.Ca
     path.write_text("\n \n")
     assert main(["generate", "--prompts-file", str(path)]) == BAD_INPUT
     assert "holds no prompt; it must have one on a line" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype"),
+    [
+        (None, "cpu", torch.float32),
+        (None, "cuda", torch.float16),
+        ("bfloat16", "cuda", torch.bfloat16),
+        ("float16", "cpu", torch.float16),
+    ],
+)
+def test_what_dtype_says_goes_before_the_default(
+    name: str | None, device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rocm_attn.cli.generate.model_kind", lambda path: ModelKind.GGUF)
+    assert dtype_of(name, "m.gguf", torch.device(device)) is dtype

@@ -67,5 +67,9 @@ class BadRequest(RocmAttnError, ValueError):
     """A generation request that cannot be served, such as an empty prompt."""
 
 
+class BadLogits(RocmAttnError, ArithmeticError):
+    """A model's output that no token can be picked from: it holds NaN or infinity, or rules every token out."""
+
+
 class BadSetting(RocmAttnError, ValueError):
     """An environment variable or option with a value that is not allowed."""

@@ -99,7 +99,12 @@ def _add_generate(commands: Commands[argparse.ArgumentParser]) -> None:
     add("--model", default="smollm2", help="a directory with config.json and safetensors, a .gguf file, or smollm2")
     add("--provider", choices=PROVIDERS, default="auto", help="whose attention kernels to use (auto: the fastest)")
     add("--device", help="cpu, cuda or cuda:1; HIP devices are cuda (a GPU if there is one, else cpu)")
-    add("--dtype", choices=DTYPES, help="of weights, KV cache and arithmetic (bfloat16 on a GPU, float32 on a CPU)")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        help="of weights, KV cache and arithmetic (on a GPU bfloat16, but float16 for a .gguf file and smollm2, whose "
+        "quantised weights bfloat16 blurs; on a CPU float32)",
+    )
 
     serving = parser.add_argument_group("serving")
     add = serving.add_argument

@@ -14,7 +14,7 @@ import torch
 
 from rocm_attn.errors import BadModel, BadSetting, Unsupported
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
-from rocm_attn.runner.fields import Fields
+from rocm_attn.runner.fields import MAX_LAYERS, Fields, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
         logits_soft_cap=fields.positive("attn_logit_softcapping") if fields.has("attn_logit_softcapping") else 0.0,
         has_sinks=family.has_sinks,
     )
-    windows = family.windows(fields, fields.count("num_hidden_layers"))
+    windows = family.windows(fields, fields.count("num_hidden_layers", most=MAX_LAYERS))
     return AttentionGeometry(tuple(replace(layer, window_left=left) for left in windows), family.reads(fields, windows))
 
 
@@ -148,8 +148,8 @@ def text_fields(config: Mapping[str, object]) -> Fields:
 def architecture_of(config: Mapping[str, object]) -> str:
     """The class name that a config.json carries. Raises BadModel."""
     names = config.get("architectures")
-    if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise BadModel(f"config.json: architectures is {names!r}; it must name the model's class in a list")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str) or len(names[0]) > _LONGEST_NAME:
+        raise BadModel(f"config.json: architectures is {shown(names)}; it must name the model's class in a list")
     return names[0]
 
 
@@ -159,8 +159,8 @@ def refuse_latent_attention(config: Mapping[str, object]) -> None:
     for fields in (config, text if isinstance(text, Mapping) else {}):
         if fields.get("kv_lora_rank") is not None:
             raise Unsupported(
-                f"{architecture_of(config)} uses multi-head latent attention (kv_lora_rank {fields['kv_lora_rank']}), "
-                "which is not served; use a model with K and V heads"
+                f"{architecture_of(config)} uses multi-head latent attention (kv_lora_rank "
+                f"{shown(fields['kv_lora_rank'])}), which is not served; use a model with K and V heads"
             )
 
 
@@ -173,14 +173,17 @@ def _latent_geometry(fields: Fields) -> AttentionGeometry:
     sharper = 1.0
     if scaling.has("mscale_all_dim") and scaling.values["mscale_all_dim"] != 0:
         sharper = 0.1 * scaling.positive("mscale_all_dim") * math.log(max(1.0, scaling.positive("factor"))) + 1
+    scale = (fields.count("qk_nope_head_dim") + rope_dim) ** -0.5 * sharper * sharper
+    if not math.isfinite(scale):
+        raise BadModel(f"{scaling.source}: mscale_all_dim {scaling.positive('mscale_all_dim')} is too large")
     layer = AttentionLayer(
         num_q_heads=fields.count("num_attention_heads"),
         num_kv_heads=1,
         head_dim=latent_dim + rope_dim,
-        scale=(fields.count("qk_nope_head_dim") + rope_dim) ** -0.5 * sharper**2,
+        scale=scale,
         latent_dim=latent_dim,
     )
-    return AttentionGeometry.of((layer,) * fields.count("num_hidden_layers"))
+    return AttentionGeometry.of((layer,) * fields.count("num_hidden_layers", most=MAX_LAYERS))
 
 
 def window_left(sliding_window: int) -> int:
@@ -238,7 +241,7 @@ def _window_where(fields: Fields, num_layers: int, slides: Callable[[int], bool]
     for layer_type in types:
         if layer_type not in meaning:
             raise Unsupported(
-                f"a layer of type {layer_type!r} is not served; layer_types may hold {', '.join(meaning)}"
+                f"a layer of type {shown(layer_type)} is not served; layer_types may hold {', '.join(meaning)}"
             )
     return tuple(meaning[str(layer_type)] for layer_type in types)
 
@@ -306,6 +309,8 @@ class _Family:
     has_scale: bool = True
 
 
+# Of an architecture; messages quote it.
+_LONGEST_NAME = 100
 _LATENT_FAMILIES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 
 _WINDOW_4096: dict[str, object] = {"sliding_window": 4096}

@@ -336,7 +336,11 @@ def test_gemma_3n_needs_more_than_the_runner_has() -> None:
         (GPT_OSS, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; the runner knows 'silu'"),
         (GPT_OSS, {"num_local_experts": 3}, "4 experts a token of 3 experts"),
         (GPT_OSS, {"swiglu_limit": 0}, "swiglu_limit is 0; it must be a positive number"),
-        (GPT_OSS, {"quantization_config": {"quant_method": "mxfp4"}}, "quantised with mxfp4 are not read; .*bfloat16"),
+        (
+            GPT_OSS,
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "quantised with .mxfp4. are not read; .*bfloat16",
+        ),
         (QWEN3_30B_A3B, {"num_experts": None}, "does not say num_local_experts"),
         (QWEN3_30B_A3B, {"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
         (QWEN3_30B_A3B, {"mlp_only_layers": "all"}, "mlp_only_layers is 'all'"),

@@ -272,6 +272,32 @@ def test_a_step_that_raised_half_way_is_run_again_before_the_next(
         runner.run(tokens(row, 9, 1))
 
 
+def test_a_replay_that_raised_is_run_again_before_the_next_step(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, forward, _ = model(2, device)
+    runner = StepRunner(runtime, forward, recorder_for(runtime.device))
+    row = runtime.table.admit()
+    runtime.table.reserve(row, 12)
+    runner.run(tokens(row, 5, 5))
+    for kv_len in (6, 7):
+        runner.run(tokens(row, kv_len, 1))
+    assert runner.counters.replays == 2
+
+    def fails(entry: object) -> Tensor:
+        raise Fails
+
+    for kv_len in (8, 6):
+        with monkeypatch.context() as patch:
+            patch.setattr(runner._graphs, "replay_entry", fails)
+            with pytest.raises(Fails):
+                runner.run(tokens(row, kv_len, 1))
+        with pytest.raises(BadBatch, match=f"of which {kv_len - 1} are stored"):
+            runner.run(tokens(row, kv_len + 1, 1))
+    runner.run(tokens(row, 6, 1))
+    runner.run(tokens(row, 7, 1))
+
+
 def test_attending_before_storing_is_refused(device: torch.device) -> None:
     runtime, _, _ = model(2, device)
     row = runtime.table.admit()

@@ -387,7 +387,7 @@ class RequestTable:
         page_no = np.arange(end)
         held &= page_no < ends[:, None]
         shared_end = np.max(held * (page_no + 1), axis=1, initial=0) * self.page_size
-        lowered = np.minimum(floor, shared_end).astype(np.int32)
+        lowered: Int32Array = np.minimum(floor, shared_end).astype(np.int32)
         self.tokens.lower(rows, lowered)
         return lowered
 

@@ -236,7 +236,7 @@ def model(layers: int, device: torch.device) -> tuple[AttentionRuntime, Callable
 
 
 def tokens(row: int, kv_len: int, q_len: int) -> StepBatch:
-    ids = np.arange(kv_len - q_len, kv_len) % 49 + 1
+    ids = np.arange(kv_len - q_len, kv_len, dtype=np.int32) % np.int32(49) + np.int32(1)
     return StepBatch(np.array([row]), np.array([kv_len]), np.array([q_len]), ids)
 
 
@@ -319,7 +319,9 @@ def test_a_row_that_is_freed_in_a_running_step_is_empty_for_the_next_request(dev
     rows = [runtime.table.admit() for _ in range(2)]
     for row in rows:
         runtime.table.reserve(row, 4)
-    step = runtime.begin_step(StepBatch(np.array(rows), np.array([4, 4]), np.array([4, 4]), np.arange(8)))
+    step = runtime.begin_step(
+        StepBatch(np.array(rows), np.array([4, 4]), np.array([4, 4]), np.arange(8, dtype=np.int32))
+    )
     forward(step)
     runtime.table.free(rows[0])
     assert runtime.table.admit() == rows[0]

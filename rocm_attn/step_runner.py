@@ -247,8 +247,11 @@ class StepRunner:
         return self._body(step) if entry is None else self._replay(step.plan, entry)
 
     def _replay(self, plan: StepPlan, entry: Entry[Tensor]) -> Tensor:
-        self._runtime.begin_replay(self._stored_layers[plan])
-        return self._graphs.replay_entry(entry)
+        stored_layers = self._stored_layers[plan]
+        self._runtime.begin_replay(stored_layers)
+        rows = self._graphs.replay_entry(entry)
+        self._runtime.end_replay(stored_layers)
+        return rows
 
     def _is_due(self, plan: StepPlan) -> bool:
         """Whether a graph is to be made of the plan now; if not, its step is counted. Each attempt is paid anew."""

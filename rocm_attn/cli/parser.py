@@ -130,7 +130,7 @@ def _add_generate(commands: Commands[argparse.ArgumentParser]) -> None:
         "--graphs",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="record decode steps and replay them at padded sizes (on)",
+        help="record decode steps and replay them at padded sizes (on); a CPU does so in long runs, where it pays",
     )
     add(
         "--deterministic",

@@ -8,7 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.amd.tolerances import assert_as_close_as_float32, attention_rounding
+from tests.amd.tolerances import (
+    assert_as_close_as_float32,
+    assert_layers_close,
+    assert_same_but_for_rounding,
+    attention_rounding,
+)
 
 TOKENS, KEYS, WINDOW = 300, 600, 400
 
@@ -59,6 +64,16 @@ def test_a_fault_is_beyond_the_bound(scale_error: float, window: int, head_dim: 
     wrong = attend(q, k, v, hidden(window), scale * (1 + scale_error))
     with pytest.raises(AssertionError, match="times what rounding explains"):
         assert_as_close_as_float32(wrong, exact, rounding)
+
+
+@pytest.mark.parametrize("odd", [float("inf"), float("-inf")])
+def test_an_infinity_widens_no_bound(odd: float) -> None:
+    one, other = torch.tensor([odd, 1.0, 2.0]), torch.tensor([odd, 1.0, 2.001])
+    assert_same_but_for_rounding(one, one)
+    with pytest.raises(AssertionError):
+        assert_same_but_for_rounding(one, other)
+    with pytest.raises(AssertionError):
+        assert_layers_close(one, other)
 
 
 def test_what_is_no_number_is_beyond_every_bound() -> None:

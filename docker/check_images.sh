@@ -170,6 +170,14 @@ grep -q "^mha_batch_prefill_.* linked" <<<"$said" || fail "batch prefill was not
 grep -q "^module_mha_fwd compiled now" <<<"$said" || fail "nothing was compiled and loaded: $said"
 holds "a wheel's module is loaded, batch prefill is compiled ahead, a missing module is compiled and then loaded"
 
+# What the image does about it taken away: the stand-in's AITER then fails as AMD's does (aiter#887).
+if said=$(run --interactive --entrypoint env rocm-attn-check:serve -u AITER_JIT_DIR python3 - \
+    <docker/stand_in/$jit 2>&1); then
+    fail "AITER finds what it compiles without AITER_JIT_DIR, so this check shows nothing"
+fi
+[[ $said == *"No module named 'aiter.jit.module_mha_fwd'"* ]] || fail "another failure than aiter#887's: $said"
+holds "without AITER_JIT_DIR the same AITER does not find what it compiles, so the check above can fail"
+
 # volume_for NAME
 volume_for() { "$docker" volume create --label "$NAME" "$NAME-$1" >/dev/null && echo "$NAME-$1"; }
 cache=$(volume_for aiter)

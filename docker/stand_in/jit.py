@@ -37,11 +37,11 @@ def kind(name: str) -> str:
 def main() -> None:
     """Raises where a module cannot be loaded or two disagree about a type that they share."""
     assert os.getuid() != 0, "as the image's user, not as root"
-    assert core.get_user_jit_dir() == os.environ["AITER_JIT_DIR"], core.get_user_jit_dir()
-    assert not (Path.home() / ".aiter").exists(), "the package's modules were copied"
     assert int(enum.ActivationType.No) == 0
     was_there = (Path(core.get_user_jit_dir()) / f"{LATE}.so").exists()
     assert compile_mha_fwd(7) == 7
+    assert core.get_user_jit_dir() == os.environ["AITER_JIT_DIR"], core.get_user_jit_dir()
+    assert not (Path.home() / ".aiter").exists(), "the package's modules were copied"
     tensor = torch_to_aiter_pybind(torch.ones(3))
     for name in (LATE, PREFILL):
         # A type of module_aiter_core's: refused by a module that another pybind11 made.

@@ -87,7 +87,7 @@ run_stage() {
     simulator@*) with_triton "${1#simulator@}" python -m tests.amd.simulator.record docs/simulator.md ;;
     device) run_pytest tests/amd/{kernels,hip_graphs,runtime,guards,graphs,system,text,doctor} ;;
     rocm) report_from_gpu tests/amd/{rocm,kernels,hip_graphs,runtime,guards,graphs,system,text,doctor} ;;
-    images) hadolint docker/Dockerfile && shellcheck -x docker/*.sh scripts/*.sh benchmarks/*.sh .ci/* ;;
+    images) hadolint docker/{,stand_in/}Dockerfile && shellcheck -x docker/*.sh docker/stand_in/rocm/bin/* scripts/*.sh benchmarks/*.sh .ci/* ;;
     *)
         echo "no stage is called $1; the stages are listed at the top of scripts/test.sh" >&2
         return 2

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from rocm_attn.cli.arguments import model_config, page_choice, pages_as_json
+from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json
 from rocm_attn.errors import BadSetting, Unsupported
 from rocm_attn.page_choice import AUTO
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.releases import UNKNOWN, Release
-from rocm_attn.runner.geometry import attention_geometry
 from rocm_attn.target import Target, known_target
 
 
@@ -40,7 +39,7 @@ def run(options: argparse.Namespace) -> None:
     """Print the choice for options.config on options.arch. Raises Unsupported where a kind of layer has no kernel."""
     target = _target(options)
     pool = SMALLEST_POOL if options.num_pages is None else replace(SMALLEST_POOL, num_pages=options.num_pages)
-    geometry = attention_geometry(model_config(options.config)).on_one_of(options.tp)
+    geometry = described_model(options.config).geometry.on_one_of(options.tp)
 
     def choose(problem: Problem) -> Selection:
         return select(problem, target, options.provider, pool=pool, deterministic=options.deterministic)

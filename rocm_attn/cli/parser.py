@@ -161,7 +161,7 @@ def _add_explain(commands: Commands[argparse.ArgumentParser]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("config", metavar="CONFIG.json", help="a model's config.json")
+    add("config", metavar="CONFIG.json", help="a model's config.json, the directory that holds it, or a .gguf file")
     add("--arch", required=True, help="gfx942 (MI300X), gfx950 (MI355X), sm_90, sm_80 or cpu")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of q, k, v and the KV cache (bfloat16)")
     _add_pages(add)
@@ -189,7 +189,7 @@ def _add_capture_plan(commands: Commands[argparse.ArgumentParser]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("config", metavar="CONFIG.json", help="a model's config.json")
+    add("config", metavar="CONFIG.json", help="a model's config.json, the directory that holds it, or a .gguf file")
     add("--arch", required=True, help="gfx942 (MI300X), gfx950 (MI355X), sm_90, sm_80 or cpu")
     add("--max-batch-size", type=_positive, required=True, metavar="SEQS", help="sequences that run at a time")
     add("--max-kv-len", type=_positive, metavar="TOKENS", help="tokens of the longest sequence (the model's context)")
@@ -222,7 +222,7 @@ def _add_prewarm(commands: Commands[argparse.ArgumentParser]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("config", metavar="CONFIG.json", help="a model's config.json")
+    add("config", metavar="CONFIG.json", help="a model's config.json, the directory that holds it, or a .gguf file")
     add("--arch", help="gfx942 (MI300X), gfx950 (MI355X), sm_90 or sm_80 (this machine's GPU)")
     add("--provider", choices=PROVIDERS, default="auto", help="whose attention kernels to compile (auto)")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of q, k, v and the KV cache (bfloat16)")

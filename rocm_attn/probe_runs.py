@@ -53,6 +53,8 @@ _STEPS: tuple[tuple[int, ...], ...] = (
     (1, 33, 1),
 )
 _PAD_TO = 4
+# A large batch: kernels cut its sequences into fewer parts, or into none, which is another way through them.
+_MANY = 512
 # The longest sequence gets 284 tokens in these steps.
 _MAX_KV_LEN = 512
 
@@ -63,7 +65,7 @@ _MOST_COMPARED = 96
 _CHUNK = 4096
 
 # What a verdict depends on, beside the machine and the kernels.
-ALL_OF_IT = [_STEPS, _MAX_KV_LEN, EDGE_STEPS, LENGTHS]
+ALL_OF_IT = [_STEPS, _MAX_KV_LEN, EDGE_STEPS, LENGTHS, _MANY]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +163,12 @@ class _Run:
                 self.runtime.store(0, brought.k, brought.v)
             self._remember(brought.k, brought.v, new)
 
-    def wrong(self, q_len: Sequence[int], rows_of: Callable[[Any], _Rows]) -> Wrong | None:
+    def wrong(self, q_len: Sequence[int], rows_of: Callable[[Any], _Rows], pad_to: int = _PAD_TO) -> Wrong | None:
         """What is wrong with a step of so many new tokens; None where nothing is, or where the kernel is our own.
 
         rows_of: what the running step brings
         """
-        with self._step(q_len) as step:
+        with self._step(q_len, pad_to) as step:
             kernel = step.plan.kernels[0].row.name
             rows = rows_of(step)
             self.runtime.store(0, rows.k, rows.v)
@@ -184,12 +186,12 @@ class _Run:
             return Wrong(kernel, f"{what} {where}", lacks_memory) if what else None
 
     @contextmanager
-    def _step(self, q_len: Sequence[int]) -> Iterator[Any]:
+    def _step(self, q_len: Sequence[int], pad_to: int = _PAD_TO) -> Iterator[Any]:
         kv_len = [had + new for had, new in zip(self.kv_len, q_len, strict=True)]
         for row, length in zip(self.rows, kv_len, strict=True):
             self.runtime.table.reserve(row, length)
         as_int32 = (np.array(each, np.int32) for each in (self.rows, kv_len, q_len))
-        step = self.runtime.begin_step(StepBatch(*as_int32), max(_PAD_TO, len(q_len)))
+        step = self.runtime.begin_step(StepBatch(*as_int32), pad_to)
         try:
             yield step
         finally:
@@ -213,8 +215,13 @@ class _Run:
             self.k[seq], self.v[seq] = torch.cat([self.k[seq], k[token]]), torch.cat([self.v[seq], v[token]])
             first += new
 
-    def wrong_at_edges(self, cached: Sequence[int], steps: Sequence[Sequence[int]]) -> Wrong | None:
-        """What is wrong with these steps of new sequences, over so many tokens in the cache, at the edges."""
+    def wrong_at_edges(
+        self, cached: Sequence[int], steps: Sequence[Sequence[int]], last_pad_to: int = _PAD_TO
+    ) -> Wrong | None:
+        """What is wrong with these steps of new sequences, over so many tokens in the cache, at the edges.
+
+        last_pad_to: what the last step is padded to
+        """
         self.admit(len(cached))
         of_seq = list(zip(*steps, strict=True))
         edges = [
@@ -222,7 +229,7 @@ class _Run:
             for seed, (length, q_len) in enumerate(zip(cached, of_seq, strict=True))
         ]
         self.store(cached, [rows.k for rows in edges], [rows.v for rows in edges])
-        for q_len in steps:
+        for number, q_len in enumerate(steps, 1):
             new = [slice(had, had + n) for had, n in zip(self.kv_len, q_len, strict=True)]
 
             def rows_of(step: Any, new: Sequence[slice] = new) -> _Rows:
@@ -232,7 +239,7 @@ class _Run:
                 )
                 return self._rows(q, k, v)
 
-            wrong = self.wrong(q_len, rows_of)
+            wrong = self.wrong(q_len, rows_of, last_pad_to if number == len(steps) else _PAD_TO)
             if wrong is not None:
                 return wrong
         return None
@@ -302,7 +309,9 @@ def edge_run(selection: Selection, device: torch.device, make_runtime: MakeRunti
         num_seqs=len(cached),
         weights=gentle_weights(problem, max_kv_len),
     )
-    wrong = run.wrong_at_edges((0,) * len(prompt), (prompt,)) or run.wrong_at_edges(cached, EDGE_STEPS)
+    wrong = run.wrong_at_edges((0,) * len(prompt), (prompt,)) or run.wrong_at_edges(
+        cached, EDGE_STEPS, last_pad_to=_MANY
+    )
     return wrong and replace(wrong, what=f"by a key at an edge: {wrong.what}")
 
 

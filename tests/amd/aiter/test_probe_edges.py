@@ -190,3 +190,19 @@ def test_keys_that_a_large_page_loses_behind_the_first_2048_are_missed(aiter: St
     wrong = edges_of(problem, "")
     assert wrong is not None
     assert wrong.kernel == "aiter.pa_decode_gluon"
+
+
+def test_a_kernel_that_is_wrong_in_large_batches_alone_is_refused(aiter: StandIn) -> None:
+    """There pa_decode_gluon takes one program a sequence, which writes its result without the reduction."""
+    right = aiter.bodies["pa_decode_gluon"]
+
+    def wrong(call: Mapping[str, Any]) -> None:
+        right(call)
+        if call["max_context_partition_num"] == 1:
+            call["output"].mul_(0.5)
+
+    aiter.bodies["pa_decode_gluon"] = wrong
+    # So many KV heads that 512 sequences fill the device.
+    found = edges_of(vectorised_problem(heads=(8, 2)), "")
+    assert found is not None
+    assert (found.kernel, "decode" in found.what) == ("aiter.pa_decode_gluon", True)

@@ -70,7 +70,12 @@ def test_without_what_the_binding_does_low_logits_vanish(
 def test_layers_that_have_sinks_keep_their_own(aiter: StandIn) -> None:
     seen: list[Tensor] = []
     right = aiter.bodies["unified_attention"]
-    aiter.bodies["unified_attention"] = lambda call: (seen.append(call["sinks"]), right(call))[1]
+
+    def noted(call: Mapping[str, Any]) -> Any:
+        seen.append(call["sinks"])
+        return right(call)
+
+    aiter.bodies["unified_attention"] = noted
     built = world(PROBLEMS["a window and sinks"], max_kv_len=900)
     seen.clear()
     requests = [built.admit(), built.admit()]

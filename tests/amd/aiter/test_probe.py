@@ -17,6 +17,7 @@ from rocm_attn.providers.select import Selection
 from tests.amd.aiter.serving import plain_problem, vectorised_problem, world
 from tests.amd.aiter.stand_in import Body, StandIn
 
+WHOLE_PROBE = True
 PROBLEM = plain_problem(16, dims=(128, 128))
 
 

@@ -1,4 +1,4 @@
-"""Runs of AITER's own kernels under the provider, each at one problem: prompts, decodes, chunks, mixed and padded steps.
+"""Runs of AITER's own kernels under the provider, each at one problem: prompts, decodes, chunks, padded steps.
 
 The kernel named serves the kinds of step that its rows say, torch the others. Pages start as NaN, q, k and v of padded
 tokens are NaN, and every output is compared with the formula.
@@ -6,6 +6,7 @@ tokens are NaN, and every output is compared with the formula.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,8 +15,9 @@ import torch
 from rocm_attn.padding import StepKind
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.aiter import library
-from rocm_attn.providers.contract import PoolSize
-from rocm_attn.target import known_target
+from rocm_attn.providers.aiter.rows import ROWS
+from rocm_attn.providers.contract import KernelRow, PoolSize
+from rocm_attn.target import Target
 from tests.amd.aiter_source.serving import SourceWorld, selection_of
 
 UNIFIED, UNIFIED_VECTORISED = "aiter.unified_attention", "aiter.unified_attention[vectorised]"
@@ -31,10 +33,6 @@ _MAX_KV_LEN = 1024
 WINDOWS = (0, 1, 2, 15, 16, 127, 128, 255, 256, 511, UNLIMITED_WINDOW)
 
 
-class NotServed(Exception):
-    """This checkout's function cannot be called as the provider calls it, and the provider says so."""
-
-
 @dataclass(frozen=True, slots=True)
 class SourceCase:
     """A kernel at one problem.
@@ -43,6 +41,7 @@ class SourceCase:
     steps:      new tokens of each sequence, step by step
     planted:    places of each sequence whose keys dominate; None: random keys
     kinds:      of the steps that its rows serve, those in which it is used
+    floor:      about where the logits of keys that are not planted are
     """
 
     name: str
@@ -51,38 +50,70 @@ class SourceCase:
     steps: tuple[tuple[int, ...], ...]
     planted: tuple[frozenset[int], ...] | None = None
     kinds: tuple[StepKind, ...] = tuple(StepKind)
+    floor: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.kernel.removeprefix('aiter.')}-{self.name}"
 
-    def run(self, arch: str) -> float:
-        """The largest error. The checkout is imported, and a driver for the arch is active.
-
-        Raises AssertionError where a result is wrong, NotServed, and what the kernel raises.
-        """
+    def outcome(self, target: Target) -> Outcome:
+        """Run it. The target's AITER is imported from its checkout, and a driver for its arch is active."""
         complaint = library.unavailable().get(self.kernel)
         if complaint:
-            raise NotServed(complaint)
-        target = known_target(arch)
+            return Outcome(Verdict.REFUSED, complaint)
+        rows = [row for row in ROWS if row.name == self.kernel and row.kind in self.kinds]
+        limits = [refusal for row in rows for refusal in row.limits.refusals(self.problem, target, self._pool())]
+        if limits or not rows:
+            return Outcome(Verdict.REFUSED, "; ".join(limits) or f"no row is called {self.kernel}")
+        faults = [refusal for row in rows for refusal in row.refusals(self.problem, target, self._pool())]
+        try:
+            error = self._largest_error(rows, target)
+        except Exception as caught:  # whatever a kernel does is its result; the other cases still run
+            what = f"{type(caught).__name__}: {caught}"
+            return Outcome(Verdict.RIGHTLY_REFUSED, f"{faults[0]}: {what}") if faults else Outcome(Verdict.WRONG, what)
+        if faults:
+            return Outcome(Verdict.WRONG, f"it is right, and refused: {faults[0]}")
+        return Outcome(Verdict.RIGHT, "", error)
+
+    def _pool(self) -> PoolSize:
         num_pages = 2 + _MAX_NUM_SEQS * -(-_MAX_KV_LEN // self.problem.page_size)
-        pool = PoolSize(num_pages, _MAX_KV_LEN, _MAX_NUM_SEQS)
-        selection = selection_of(self.kernel, self.kinds, self.problem, target, pool)
+        return PoolSize(num_pages, _MAX_KV_LEN, _MAX_NUM_SEQS)
+
+    def _largest_error(self, rows: Sequence[KernelRow], target: Target) -> float:
         world = SourceWorld.build(
             [self.problem],
             _CPU,
             "auto",
-            num_pages=num_pages,
+            num_pages=self._pool().num_pages,
             max_num_seqs=_MAX_NUM_SEQS,
             max_kv_len=_MAX_KV_LEN,
             target=target,
-            selections=[selection],
+            selections=[selection_of(rows, self.problem, target, self._pool())],
         )
-        world.planted = self.planted
+        world.planted, world.floor = self.planted, self.floor
         requests = [world.admit() for _ in self.steps[0]]
         for q_len in self.steps:
             world.step(requests, q_len, pad_to=len(requests) + 1)
+        assert world.attended, "no step was AITER's"
         assert world.page_zero_is_zero()
         return world.largest_error
+
+
+class Verdict(enum.Enum):
+    """How a case ended. In all but the last, the kernel and the provider do what they should."""
+
+    RIGHT = "right"
+    REFUSED = "refused: the checkout has no such function, or it lacks a parameter"
+    RIGHTLY_REFUSED = "refused as a fault of the release, and wrong when it is run"
+    WRONG = "wrong"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a case ended. error: the largest, of a case that is right."""
+
+    verdict: Verdict
+    what: str
+    error: float = 0.0
 
 
 def _problem(
@@ -101,6 +132,7 @@ _ALL_KINDS = ((5, 70, 17), (1, 1, 1), (1, 9, 0), (3, 2, 4), (1, 1, 1))
 # Sequences above 512 keys, which are split into up to 16 segments; torch attends in the prompts.
 _LONG = ((260, 2, 600), (1, 1, 1), (1, 20, 1))
 _SPLIT = (StepKind.DECODE, StepKind.MIXED)
+_NONE: tuple[frozenset[int], ...] = (frozenset(),) * 3
 
 
 def _unified_cases() -> list[SourceCase]:
@@ -142,6 +174,14 @@ def _unified_cases() -> list[SourceCase]:
         *(SourceCase(name, UNIFIED, problem, _ALL_KINDS) for name, problem in problems.items()),
         *(SourceCase(name, UNIFIED, problem, _LONG, kinds=_SPLIT) for name, problem in long.items()),
         *(_unified_window(left) for left in WINDOWS if left != UNLIMITED_WINDOW),
+        *(
+            # A tile that shows a query nothing must not hide keys whose logits are all far below zero.
+            SourceCase(
+                f"{name}-far_below", UNIFIED, problem, ((5, 70, 17), (30, 9, 40), (1, 40, 1)), _NONE, floor=-150.0
+            )
+            for name, problem in (("window", window), ("plain", base))
+        ),
+        SourceCase("long-far_below", UNIFIED, base, _LONG, _NONE, kinds=_SPLIT, floor=-150.0),
         # Tiles of 128 rows, where a sequence has 256 new tokens or more.
         SourceCase("chunk", UNIFIED, base, ((300,),)),
         *(SourceCase(name, UNIFIED_VECTORISED, _vectorised(each), _ALL_KINDS) for name, each in vectorised.items()),
@@ -206,18 +246,19 @@ def _gluon_window(window: int, problem: Problem, name: str) -> SourceCase:
     )
 
 
-def _latent_cases() -> list[SourceCase]:
-    def problem(heads: int) -> Problem:
-        return Problem(heads, 1, 576, 512, BF16, 1, scale=0.05, pool=PoolKind.LATENT)
-
-    steps: Sequence[tuple[int, ...]] = ((5, 70, 200), (1, 1, 1), (1, 1, 1))
-    return [
-        *(SourceCase(f"heads{heads}", MLA_DECODE, problem(heads), tuple(steps)) for heads in (8, 16, 24, 128)),
-        *(SourceCase(f"heads{heads}", MLA_PREFILL, problem(heads), _ALL_KINDS) for heads in (16, 24)),
-    ]
+def _latent(num_heads: int) -> Problem:
+    return Problem(num_heads, 1, 576, 512, BF16, 1, scale=0.05, pool=PoolKind.LATENT)
 
 
-CASES = (*_unified_cases(), *_gluon_cases(), *_latent_cases())
+_LATENT_DECODES = [
+    SourceCase(f"heads{heads}", MLA_DECODE, _latent(heads), ((5, 70, 200), (1, 1, 1), (1, 1, 1)))
+    for heads in (8, 16, 24, 128)
+]
+
+CASES = (*_unified_cases(), *_gluon_cases(), *_LATENT_DECODES)
+
+# Of mla_prefill_fwd only the wrapper is Python: nothing of it runs on a device here.
+WRAPPERS = tuple(SourceCase(f"heads{heads}", MLA_PREFILL, _latent(heads), _ALL_KINDS) for heads in (16, 24))
 
 # Triton's interpreter knows neither Gluon nor, rightly, bfloat16.
 INTERPRETED = tuple(

@@ -1,7 +1,7 @@
 """A checkout of ROCm/aiter on a machine without ROCm: which one, and how its Python modules are imported from there.
 
-`import aiter` asks ROCm for the GPU and builds C++. So the package and four of its modules are replaced, by what this file
-writes down of the machine (`_replaced`), and every other module is the checkout's own file. Of the functions that
+`import aiter` asks ROCm for the GPU and builds C++. So its package, what builds and what asks are replaced by what is
+written down here of the machine (`_replaced`), and every other module is the checkout's own file. Of the functions that
 rocm_attn calls these are then real, with the kernels that they launch:
 
     aiter.ops.triton.attention.unified_attention.unified_attention   (Triton)
@@ -21,7 +21,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -30,7 +30,8 @@ from unittest import mock
 import torch
 import triton
 
-from rocm_attn.target import known_target
+from rocm_attn.releases import Release
+from rocm_attn.target import Target, known_target
 from tests.amd.aiter_source import latent_stages
 
 VARIABLE = "AITER_SOURCE"
@@ -56,12 +57,27 @@ class Checkout:
         return cls(root)
 
     def commit(self) -> str:
-        """The checked out commit, with the tag that it is or follows, and whether files were changed."""
-        return _git(self.root, "describe", "--tags", "--always", "--long", "--abbrev=10", "--dirty=+changes")
+        """The tag that is checked out or came last, the commits since then, and whether files were changed."""
+        return _git(self.root, "describe", "--tags", "--match=v[0-9]*", "--long", "--abbrev=10", "--dirty=+changes")
 
     def date(self) -> str:
         """Of the commit."""
         return _git(self.root, "show", "--no-patch", "--format=%cs", "HEAD")
+
+    def target(self, arch: str) -> Target:
+        """The arch with this AITER, and with the ROCm of the image."""
+        known = known_target(arch)
+        return replace(known, releases=replace(known.releases, aiter=release_of(self.commit())))
+
+
+def release_of(commit: str) -> Release:
+    """The release that a commit is, or the next one in development: v0.1.20-46-ge4048607a5 is 0.1.21's."""
+    tag, commits_since, _ = commit.rsplit("-", 2)
+    release = Release.of(tag)
+    if commits_since == "0":
+        return release
+    major, minor, patch = release.numbers[:3]
+    return Release((major, minor, patch + 1, -1))
 
 
 def _git(folder: Path, *arguments: str) -> str:
@@ -83,8 +99,8 @@ def imported(checkout: Checkout, arch: str) -> Iterator[None]:
     try:
         # Older releases ask torch how many compute units there are.
         with (
-            mock.patch.object(torch.cuda, "current_device", lambda: 0),
-            mock.patch.object(torch.cuda, "get_device_properties", lambda *device: properties),
+            mock.patch.object(torch.cuda, "current_device", return_value=0),
+            mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
         ):
             yield
     finally:

@@ -19,7 +19,10 @@ from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, weights: HeadWeights) -> Tensor:
-    """q: [q_len, q_heads, dim]; k: [kv_len, kv_heads, dim]; v: [kv_len, kv_heads, v_dim]; float64 [q_len, q_heads, v_dim]"""
+    """The output, float64 [q_len, q_heads, v_dim].
+
+    q: [q_len, q_heads, dim]; k: [kv_len, kv_heads, dim]; v: [kv_len, kv_heads, v_dim]
+    """
     q, k, v = q.double(), k.double(), v.double()
     out = torch.empty(q.shape[0], q.shape[1], v.shape[2], dtype=torch.float64)
     heads_on_one = q.shape[1] // k.shape[1]

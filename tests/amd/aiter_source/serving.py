@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rocm_attn.padding import StepKind
 from rocm_attn.plan import LayerKernel
 from rocm_attn.problem import Problem
-from rocm_attn.providers.aiter.rows import ROWS
-from rocm_attn.providers.contract import PoolSize
+from rocm_attn.providers.contract import KernelRow, PoolSize
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.runtime import Step
 from rocm_attn.step_batch import StepBatch
@@ -21,25 +19,14 @@ from tests.amd.aiter_source.dense import dense_attention
 from tests.amd.runtime.stepping import Request, World
 from tests.amd.tolerances import assert_attention_close
 
-# Logits of planted keys; those of others are at most a hundredth of that.
+# How far planted keys are above the others, whose logits differ by a hundredth of that at most.
 _PLANTED_LOGIT = 12.0
 
 
-def selection_of(
-    name: str, kinds: Collection[StepKind], problem: Problem, target: Target, pool: PoolSize
-) -> Selection:
-    """The kernel of this name in steps of these kinds where its rows serve them, and torch's in all others.
-
-    Raises LookupError where a row of it refuses the problem.
-    """
+def selection_of(rows: Collection[KernelRow], problem: Problem, target: Target, pool: PoolSize) -> Selection:
+    """The kernel of these rows in the steps that they serve, and torch's in all others."""
     kernels = dict(select(problem, known_target("cpu"), "torch").kernels)
-    rows = [row for row in ROWS if row.name == name and row.kind in kinds]
-    assert rows, f"no row is called {name}"
-    for row in rows:
-        refusals = row.refusals(problem, target, pool)
-        if refusals:
-            raise LookupError(f"{name} refuses {problem}: {'; '.join(refusals)}")
-        kernels[row.kind] = LayerKernel(row, row.bind(problem, target, pool))
+    kernels.update({row.kind: LayerKernel(row, row.bind(problem, target, pool)) for row in rows})
     return Selection(problem, target, kernels, ())
 
 
@@ -47,11 +34,16 @@ def selection_of(
 class SourceWorld(World):
     """A World that compares with the formula instead of the project's oracle.
 
-    planted: for each request, places whose keys dominate every softmax that sees them; None: all keys are random.
-    Among many random keys one too few or too many changes an output by less than the rounding does.
+    planted:  for each request, places whose keys dominate every softmax that sees them; None: all keys are random.
+              Among many random keys one too few or too many changes an output by less than the rounding does.
+    floor:    about where the logits of all other keys are, where some are planted
+    attended: steps in which AITER's kernel attended, whose largest error is kept
     """
 
     planted: Sequence[frozenset[int]] | None = None
+    floor: float = 0.0
+    attended: int = 0
+    _is_aiters: bool = False
     _is_planted: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
 
     def batch(self, requests: Sequence[Request], q_len: Sequence[int]) -> StepBatch:
@@ -67,13 +59,15 @@ class SourceWorld(World):
         return super().batch(requests, q_len)
 
     def qkv(self, problem: Problem, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        self._is_aiters = step.plan.kernels[0].row.provider == "aiter"
+        self.attended += self._is_aiters
         q, k, v = super().qkv(problem, step)
         if self.planted is not None:
             num_tokens = len(self._is_planted)
-            # One query for all tokens and heads, and planted keys along it.
+            # One query for all tokens and heads, and keys along it.
             q[:num_tokens] = 1.0
-            k[:num_tokens] = k[:num_tokens].clamp(-1, 1) * (_PLANTED_LOGIT / 100 / problem.head_dim / problem.scale)
-            k[:num_tokens][self._is_planted] = _PLANTED_LOGIT / problem.head_dim / problem.scale
+            logits = self.floor + _PLANTED_LOGIT * (self._is_planted + k[:num_tokens, 0, 0].clamp(-1, 1).float() / 100)
+            k[:num_tokens] = (logits / problem.head_dim / problem.scale).to(k.dtype)[:, None, None]
         return q, k, v
 
     def check(
@@ -92,7 +86,7 @@ class SourceWorld(World):
         for request, new in zip(requests, q_len, strict=True):
             rows = slice(first, first + new)
             want = dense_attention(q[rows], request.k[layer], request.v[layer], problem, weights)
-            if new:
+            if new and self._is_aiters:
                 self.largest_error = max(self.largest_error, float((out[rows].double() - want).abs().max()))
             assert_attention_close(out[rows], want, problem.dtype)
             first += new

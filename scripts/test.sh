@@ -56,7 +56,7 @@ report_from_gpu() {
     run_pytest -p tests.amd.rocm.report --gpu-report "$report" "${options[@]}" "$@"
 }
 
-# run_aiters_kernels: those of a checkout of ROCm/aiter, which only whoever asks for the stage has.
+# run_aiters_kernels: those of the checkout of ROCm/aiter that AITER_SOURCE names.
 run_aiters_kernels() {
     if [ -z "${AITER_SOURCE:-}" ]; then
         echo "AITER_SOURCE is not set; set it to the folder of a checkout of github.com/ROCm/aiter" >&2

@@ -1,6 +1,6 @@
 """Run every case against the checkout that AITER_SOURCE names, and write what came of it into a document.
 
-    AITER_SOURCE=... python -m tests.amd.aiter_source.record docs/aiter_source.md [--on gfx950] [--kernel pa_decode_gluon]
+    AITER_SOURCE=... python -m tests.amd.aiter_source.record docs/aiter_source.md [--on gfx950] [--kernel mla]
 
 The document has a table between two marks, with a line for each kernel on each of gfx942, gfx950 and the interpreter.
 The lines that were run are written anew, whatever they say, once they are complete. Exits with 1 when a kernel or the

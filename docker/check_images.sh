@@ -63,7 +63,7 @@ build() {
     # shellcheck disable=SC2086 # options are words
     "$docker" build --progress plain --file docker/Dockerfile --build-arg BASE_IMAGE=rocm-attn-check:base \
         --build-arg TORCH_FOR="$torch_for" --build-arg AITER_REPOSITORY=/opt/stand-in/aiter.git \
-        --build-arg AITER_COMMIT="$stand_in_commit" --build-arg MAX_JOBS=2 \
+        --build-arg AITER_COMMIT="$stand_in_commit" --build-arg MAX_JOBS=2 --build-arg REVISION=checked \
         ${BUILD_OPTIONS:-} --tag "rocm-attn-check:$tag" "$@" . >"$work/$tag.log" 2>&1
 }
 
@@ -128,7 +128,7 @@ torch_for=$(run rocm-attn-check:base python3 -W ignore -c \
 echo "its torch is built for: $torch_for"
 
 echo "== the images"
-must_build serve --build-arg REVISION=checked
+must_build serve
 must_build ci --target ci
 must_build plain --build-arg INSTALL_AITER=0
 must_build aiter --target aiter

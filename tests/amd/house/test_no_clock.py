@@ -11,6 +11,8 @@ from tests.amd.house.source_tree import ROOT, python_files
 
 _CLOCKS = {"time.sleep", "time.time", "time.perf_counter", "time.monotonic", "time.process_time", "timeit.Timer"}
 _LIMITS = {"timeout", "deadline"}
+# Methods whose only positional number is a limit in seconds.
+_WAITS = {"wait", "join", "poll", "communicate"}
 
 # What reads a clock or sets a limit all the same, and why no verdict follows from it.
 HARMLESS = {
@@ -22,9 +24,16 @@ HARMLESS = {
 def uses_of_clocks(tree: ast.AST) -> Iterator[str]:
     """Every call that reads a clock or sleeps, and every limit in seconds that a call is given, as source."""
     for node in ast.walk(tree):
-        reads = isinstance(node, ast.Call) and ast.unparse(node.func) in _CLOCKS
-        if reads or (isinstance(node, ast.keyword) and node.arg in _LIMITS):
+        if isinstance(node, ast.Call):
+            reads = ast.unparse(node.func) in _CLOCKS
+            if reads or (isinstance(node.func, ast.Attribute) and node.func.attr in _WAITS and _is_number(node.args)):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.keyword) and node.arg in _LIMITS:
             yield ast.unparse(node)
+
+
+def _is_number(arguments: list[ast.expr]) -> bool:
+    return [type(argument.value) for argument in arguments if isinstance(argument, ast.Constant)] in ([int], [float])
 
 
 def test_no_test_looks_at_a_clock() -> None:
@@ -38,7 +47,8 @@ def test_no_test_looks_at_a_clock() -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["time.sleep(1)", "assert time.perf_counter() < 1", "run(timeout=9)", "settings(deadline=200)"]
+    "source",
+    ["time.sleep(1)", "assert time.perf_counter() < 1", "run(timeout=9)", "settings(deadline=200)", "process.wait(60)"],
 )
 def test_a_clock_is_found(source: str) -> None:
     assert list(uses_of_clocks(ast.parse(source)))

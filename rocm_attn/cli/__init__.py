@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
     with Stdout(sys.stdout) as stdout, Interrupts() as interrupts:
         try:
-            _run(arguments)
+            _run(arguments, interrupts)
         except BaseException as error:
             if not interrupts.came and not isinstance(error, KeyboardInterrupt):
                 return _answer(error)
@@ -43,13 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return DONE
 
 
-def _run(arguments: Sequence[str] | None) -> None:
+def _run(arguments: Sequence[str] | None, interrupts: Interrupts) -> None:
     try:
         options = build_parser().parse_args(arguments)
     finally:
         sys.stdout.flush()  # --help prints there, and exits
     # Only now: torch takes a second to import, and --help should not wait for it.
     command = importlib.import_module(f"rocm_attn.cli.{options.command.replace('-', '_')}")
+    if interrupts.came:
+        raise KeyboardInterrupt
     command.run(options)
     sys.stdout.flush()
 

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 
 from rocm_attn.cli.interrupts import Interrupts
-from rocm_attn.cli.parser import build_parser
 from rocm_attn.cli.streams import Stdout, StdoutFailed, open_what_is_closed, say
 from rocm_attn.errors import BadModel, BadProblem, BadRequest, BadSetting, RocmAttnError
 
@@ -29,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
     with Stdout(sys.stdout) as stdout, Interrupts() as interrupts:
         try:
-            _run(arguments)
+            _run(arguments, interrupts)
         except BaseException as error:
             if not interrupts.came and not isinstance(error, KeyboardInterrupt):
                 return _answer(error)
@@ -43,13 +42,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return DONE
 
 
-def _run(arguments: Sequence[str] | None) -> None:
+def _run(arguments: Sequence[str] | None, interrupts: Interrupts) -> None:
+    # What is imported here can be interrupted in a sentence, and --help does not wait for torch, which takes a second.
+    parser = importlib.import_module("rocm_attn.cli.parser").build_parser()
     try:
-        options = build_parser().parse_args(arguments)
+        options = parser.parse_args(arguments)
     finally:
         sys.stdout.flush()  # --help prints there, and exits
-    # Only now: torch takes a second to import, and --help should not wait for it.
     command = importlib.import_module(f"rocm_attn.cli.{options.command.replace('-', '_')}")
+    if interrupts.came:
+        raise KeyboardInterrupt
     command.run(options)
     sys.stdout.flush()
 

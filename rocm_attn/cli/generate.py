@@ -33,10 +33,14 @@ def run(options: argparse.Namespace) -> None:
     prompts = read_prompts(options, sys.stdin)
     try:
         _generate(options, prompts)
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        # On a CPU torch has no class for it.
+        full = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        if not full:
+            raise
+        what = (str(error).splitlines() or [type(error).__name__])[0]
         raise CapacityExceeded(
-            f"the GPU's memory is full ({str(error).splitlines()[0]}); "
-            "lower --max-batch-size, --num-pages or --swa-pages, or take a smaller model"
+            f"the memory is full ({what}); lower --max-batch-size, --num-pages or --swa-pages, or take a smaller model"
         ) from error
 
 
@@ -49,11 +53,15 @@ def read_prompts(options: argparse.Namespace, stdin: TextIO | None) -> list[str]
         raise BadSetting("prompts are given as arguments and with --prompts-file; give them in one way")
     if options.prompts:
         return [_in_unicode(number, prompt) for number, prompt in enumerate(options.prompts, 1)]
-    if options.prompts_file is None and (stdin is None or stdin.isatty()):
+    read: Callable[[], bytes]
+    if options.prompts_file is not None:
+        place, read = str(options.prompts_file), Path(options.prompts_file).read_bytes
+    elif stdin is None or stdin.isatty():
         raise BadRequest("there is no prompt; give one as an argument, with --prompts-file, or on stdin")
-    place = "stdin" if options.prompts_file is None else str(options.prompts_file)
+    else:
+        place, read = "stdin", stdin.buffer.read
     try:
-        data = stdin.buffer.read() if options.prompts_file is None else Path(options.prompts_file).read_bytes()
+        data = read()
     except (OSError, ValueError) as error:
         raise BadSetting(f"the prompts in {place} cannot be read ({error})") from error
     prompts = [line for line in lines_of(data, place) if line.strip()]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 from types import FrameType
-from typing import Self
 
 
 class Interrupts:
@@ -22,7 +21,7 @@ class Interrupts:
         in_main_thread = threading.current_thread() is threading.main_thread()
         self._is_ours = in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Interrupts:
         if self._is_ours:
             signal.signal(signal.SIGINT, self._interrupt)
         return self

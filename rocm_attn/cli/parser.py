@@ -11,6 +11,8 @@ from pathlib import Path
 PROVIDERS = ("auto", "torch", "triton", "aiter")
 DTYPES = ("bfloat16", "float16", "float32")
 POOLS = ("linear", "vectorized", "auto")
+# Sizes are int32 on the device.
+_LARGEST = 2**31 - 1
 
 _EPILOG = """\
 exit codes: 0 done, 1 the job failed, 2 wrong usage or bad input, 130 interrupted
@@ -249,7 +251,7 @@ def _add_replay_step(commands: Commands[argparse.ArgumentParser]) -> None:
     add = parser.add_argument
     add("dump", metavar="DUMP", help="the file that a flight recorder wrote")
     add("--step", type=int, metavar="N", help="number of the step (the last one)")
-    add("--seed", type=int, default=0, help="of the random K and V (0)")
+    add("--seed", type=_natural, default=0, help="of the random K and V (0)")
     add("--device", help="cpu, cuda or cuda:1; HIP devices are cuda (a GPU if there is one, else cpu)")
     add("--provider", choices=PROVIDERS, help="whose attention kernels to use (the dump's)")
     add("--json", action="store_true", help="print one JSON object")
@@ -293,10 +295,7 @@ def _add_doctor(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
+    return _at_least(1, text)
 
 
 def _page_size(text: str) -> int | str:
@@ -308,9 +307,15 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _natural(text: str) -> int:
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
     number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 0")
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{text} is not at least {least}")
+    if number > _LARGEST:
+        raise argparse.ArgumentTypeError(f"{text} is above {_LARGEST}")
     return number
 
 

@@ -6,7 +6,7 @@ import codecs
 import io
 import os
 import sys
-from typing import Any, Self, TextIO, cast
+from typing import Any, TextIO, cast
 
 
 def say(*lines: str) -> None:
@@ -52,7 +52,7 @@ class Stdout:
         self.escaped = False
         self._stream = stream
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Stdout:
         codecs.register_error("rocm_attn.escape", self._escape)
         if isinstance(self._stream, io.TextIOWrapper):
             self._stream.reconfigure(errors="rocm_attn.escape")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, MappingView
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from collections.abc import Sequence as Many
 from typing import Any, cast
 
@@ -85,19 +85,18 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self._spend(_length(left) + _length(right))
         return super().call_binop(context, operator, left, right)
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """A call of a function or method. Raises OutOfWork."""
-        self = __self
-        method = getattr(__obj, "__wrapped__", __obj)
+        method = getattr(obj, "__wrapped__", obj)
         owner, given = getattr(method, "__self__", None), (*args, *kwargs.values())
         self._spend(_STEP + _length(owner) + sum(map(_length, given)))
         if isinstance(owner, str):
             self._spend(self._cost_of_text(method.__name__, owner, given))
-        result = super().call(__context, __obj, *args, **kwargs)
+        result = super().call(context, obj, *args, **kwargs)
         self._spend(_length(result))
         return result
 
-    def _charged(self, name: str, tool: Callable[..., Any]) -> Callable[..., Any]:
+    def _charged(self, name: str, tool: Any) -> Callable[..., Any]:
         """A filter or a test that pays for what it does."""
         skipped = int(hasattr(tool, "jinja_pass_arg"))  # the context or environment that Jinja hands in
         measure = self._made if name in _SHALLOW_FILTERS else self._weigh
@@ -152,7 +151,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 raise OutOfWork(_TOO_MUCH)
             if isinstance(value, Mapping):
                 to_count += [*value.keys(), *value.values()]
-            elif isinstance(value, list | tuple | set | frozenset | MappingView):
+            elif isinstance(value, list | tuple | set | frozenset | KeysView | ValuesView | ItemsView):
                 to_count += value
             elif isinstance(value, Namespace):
                 to_count.append(object.__getattribute__(value, "_Namespace__attrs"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePath
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -53,7 +54,8 @@ class SafetensorsFiles:
             )
         return tensor
 
-    def _take(self, file: safe_open, path: Path, names: Iterable[str]) -> None:
+    def _take(self, file: Any, path: Path, names: Iterable[str]) -> None:
+        """Remember the tensors of an opened file, whose package has no types."""
         for name in names:
             self._shapes[name] = tuple(file.get_slice(name).get_shape())
             self._file_of[name] = path

@@ -10,6 +10,7 @@ had.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,7 +85,7 @@ class Scheduler:
         assert scheduled, "a running sequence always gets a token, and a lone waiting one is always admitted"
         return _step_of(scheduled)
 
-    def finish_step(self, step: ScheduledStep, picks: list[int | BadLogits]) -> list[FinishReason | None]:
+    def finish_step(self, step: ScheduledStep, picks: Many[int | BadLogits]) -> list[FinishReason | None]:
         """Take in a token for each of step.picking: why that sequence ends, or None. Ended ones leave their pages."""
         for sequence, q_len in zip(step.sequences, step.batch.q_len.tolist(), strict=True):
             sequence.num_stored += q_len

@@ -301,3 +301,25 @@ def test_what_dtype_says_goes_before_the_default(
 ) -> None:
     monkeypatch.setattr("rocm_attn.cli.generate.model_kind", lambda path: ModelKind.GGUF)
     assert dtype_of(name, "m.gguf", torch.device(device)) is dtype
+
+
+def test_a_memory_that_is_full_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load_too_much(path: str, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(1 << 50, dtype=torch.uint8)
+
+    monkeypatch.setattr("rocm_attn.cli.generate.load_model", load_too_much)
+    assert main(["generate", "--device", "cpu", "w5"]) == FAILED
+    sentence = capsys.readouterr().err.splitlines()[-1]
+    assert sentence.startswith("rocm-attn: the memory is full (")
+    assert sentence.endswith("; lower --max-batch-size, --num-pages or --swa-pages, or take a smaller model")
+
+
+def test_another_error_of_torch_is_not_called_a_full_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: str, *, dtype: torch.dtype, device: torch.device) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr("rocm_attn.cli.generate.load_model", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        main(["generate", "--device", "cpu", "w5"])

@@ -162,7 +162,8 @@ USUAL = {
         "{{ messages|map(attribute='role')|unique|join(', ') }}{{ messages|length }}"
         "{{ x|default('none')|upper }}"
         "{{ (messages|last).content|replace('é', 'e')|title }}{{ messages[0].items()|list }}{{ messages[0]|dictsort }}"
-        "{{ [3, 1, 2]|sort|reverse|join('-') }}{{ 'a b'|wordcount }}{{ '%s and %d'|format('x', 3) }}{{ 2.345|round(2) }}"
+        "{{ [3, 1, 2]|sort|reverse|join('-') }}{{ 'a b'|wordcount }}{{ '%s and %d'|format('x', 3) }}"
+        "{{ 2.345|round(2) }}"
     ),
     "operators": (
         "{{ 'ab' * 3 }}{{ [1] + [2] }}{{ 7 % 4 }}{{ '%05.1f|%-3s|' % (2.5, 'a') }}"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.errors import BadLogits
 from rocm_attn.runner import engine as engine_module
 from rocm_attn.runner.engine import Engine, EngineOptions
 from rocm_attn.runner.linears import ROWS, AllRows, BlocksOfRows
@@ -45,7 +46,7 @@ def logits_of(
     """Seed -> the logits that each of the request's tokens was picked from."""
     seen: dict[int, list[Tensor]] = defaultdict(list)
 
-    def watched(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
+    def watched(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | BadLogits]:
         for row, sampler in zip(logits, samplers, strict=True):
             seen[sampler.sampling.seed].append(row.clone())
         return pick_tokens(logits, samplers)

@@ -20,7 +20,7 @@ from rocm_attn.hip_graphs.fake_recorder import FakeRecording
 from rocm_attn.runner.engine import Engine, EngineOptions
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.model import Model
-from rocm_attn.runner.request import Completion, Request, TokenEvent
+from rocm_attn.runner.request import Completion, Event, Request, TokenEvent
 from rocm_attn.runner.sampling import Sampling
 from rocm_attn.runner.tokenizer import Tokenizer
 from rocm_attn.step_runner import StepRunner
@@ -149,10 +149,11 @@ def test_a_stop_token_is_no_part_of_the_text() -> None:
 
 def test_events_put_together_are_the_completions() -> None:
     loaded = tiny_model(tokenizer=from_gguf(sentencepiece_fields()))
-    events: list[TokenEvent] = []
+    events: list[Event] = []
     completions = engine(loaded).generate(some_requests(), events.append)
+    assert len(events) == sum(len(completion.token_ids) for completion in completions)
     for number, completion in enumerate(completions):
-        mine = [event for event in events if event.request == number]
+        mine = [event for event in events if isinstance(event, TokenEvent) and event.request == number]
         assert tuple(event.token_id for event in mine) == completion.token_ids
         assert "".join(event.text for event in mine) == completion.text
         assert [event.finish_reason for event in mine] == [None] * 11 + [completion.finish_reason]

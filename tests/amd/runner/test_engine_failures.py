@@ -246,9 +246,9 @@ def test_a_step_is_found_across_the_wrap_of_its_number() -> None:
     recent = RecentSteps()
     recent.note(INT32_MAX - 2, INT32_MAX - 1, [4])
     recent.note(INT32_MAX - 1, 1, [5, 6])
-    assert recent.requests_in(INT32_MAX - 1) == {4}
+    assert recent.requests_in(INT32_MAX - 1) == frozenset({4})
     for step in (INT32_MAX, 0, 1):
-        assert recent.requests_in(step) == {5, 6}
+        assert recent.requests_in(step) == frozenset({5, 6})
     assert recent.requests_in(2) is recent.requests_in(INT32_MAX - 2) is recent.requests_in(None) is None
 
 

@@ -190,7 +190,7 @@ class Publisher:
             line.look(words)
         number = (self.step_number + 1) & INT32_MAX
         words[0], words[1], words[STEP], words[3] = num_seqs, batch.num_tokens, number, num_ids > 0
-        words[STEP_BEFORE], words[ECHO] = line.number, NO_ECHO
+        words[STEP_BEFORE] = line.number
         kv_at, q_at, ids_at = HEADER_WORDS + num_seqs, HEADER_WORDS + 2 * num_seqs, HEADER_WORDS + 3 * num_seqs
         words[HEADER_WORDS:kv_at], words[kv_at:q_at], words[q_at:ids_at] = batch.rows, batch.kv_len, batch.q_len
         words[ids_at:end] = batch.token_ids
@@ -199,7 +199,8 @@ class Publisher:
             words[end + num_seqs : end + 2 * num_seqs] = batch.prefixes.group_end
         line.recent.append((number, batch.rows))
         counts = step.inputs.counts
-        self._launching = line, words, counts, number
+        # One statement: an interrupt comes before all of it or after.
+        words[ECHO], self._launching = NO_ECHO, (line, words, counts, number)
         try:
             self._ops.publish(slot, counts if line.counts is None else line.counts, step.inputs)
             if isinstance(batch.inputs, DeviceInputs):
@@ -211,7 +212,6 @@ class Publisher:
                 )
         finally:
             line.ring.release()
-        # One statement: an interrupt comes before all of it or after.
         line.counts, line.number, self.step_number, self._launching = counts, number, number, None
         if child:
             self._steps_to_answer = _STEPS_TO_ANSWER
@@ -248,9 +248,11 @@ class Publisher:
         line, words, counts, number = self._launching
         line.ring.drain()
         if words[ECHO] == NO_ECHO:
-            # Never launched, so there is nothing to hear. One statement each: as in publish().
+            # Never launched, so there is nothing to hear.
             words[ECHO], self._launching = 0, None
         else:
+            # Its step is not run, so nothing was wrong with it. A CPU's launch may have ended before all was written.
+            counts[STEP], counts[ERROR_WORD] = number, 0
             line.counts, line.number, self.step_number, self._launching = counts, number, number, None
 
     def _hear_of_the_second_half(self) -> None:
@@ -267,8 +269,8 @@ class Publisher:
             if words[ECHO]:
                 line.look(words)
             words[:HEADER_WORDS] = 0
-            words[STEP], words[STEP_BEFORE], words[ECHO] = self.step_number, line.number, NO_ECHO
-            self._launching = line, words, line.rest.counts, self.step_number
+            words[STEP], words[STEP_BEFORE] = self.step_number, line.number
+            words[ECHO], self._launching = NO_ECHO, (line, words, line.rest.counts, self.step_number)
             try:
                 self._ops.publish(slot, line.rest.counts if line.counts is None else line.counts, line.rest)
             finally:

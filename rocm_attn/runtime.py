@@ -316,18 +316,28 @@ class AttentionRuntime:
         pad_to: sequences to pad to, where ranks must agree; not given: the ladder decides
         Raises BadBatch, CapacityExceeded, WrongState, and DeviceFault for an earlier step, once; no step is begun then.
         """
-        step = self.stage(batch, pad_to)
-        self._fill_or_end()
-        return step
+        self.require_idle()
+        try:
+            step = self.stage(batch, pad_to)
+            self.fill()
+            return step
+        except BaseException:
+            self.end_step()
+            raise
 
     def begin_split_step(self, batch: StepBatch, pad_to: int | None = None) -> SplitStep:
         """As begin_step, in two halves; store and attend with their `layers`, in any order of the two.
 
         pad_to: sequences of both halves together; even
         """
-        step = self.stage_split(batch, pad_to)
-        self._fill_or_end()
-        return step
+        self.require_idle()
+        try:
+            step = self.stage_split(batch, pad_to)
+            self.fill()
+            return step
+        except BaseException:
+            self.end_step()
+            raise
 
     def stage(self, batch: StepBatch, pad_to: int | None = None) -> Step:
         """The part of begin_step that runs before a graph: check, plan, update the table, publish the inputs."""
@@ -551,13 +561,6 @@ class AttentionRuntime:
         finally:
             if not had_it:
                 self._holder.give_back()
-
-    def _fill_or_end(self) -> None:
-        try:
-            self.fill()
-        except BaseException:
-            self.end_step()
-            raise
 
     def _fill_child(self, step: DeviceStep, plan: StepPlan) -> None:
         for space in step.spaces:

@@ -138,26 +138,14 @@ class StepRunner:
     def _run(self, stage: Stage, batch: StepBatch, pad_to: int | None) -> Tensor:
         self._runtime.require_idle()  # from here on it is this call that has to end the step
         try:
-            if self._seal_number != self._runtime.seal_number and self._recorder is not None:
-                self._start_over(self._recorder)
             try:
-                step = stage(batch, pad_to)
-            except RuntimeError as fault:  # the device's: of this step, or of one before it
-                self._flight.failed(fault)
-                raise
-            plan = step.plan
-            try:
-                entry = self._entry_of_plan.get(plan)
-                self._flight.note(batch, plan, entry is not None, self._pinned.epoch)
-                if entry is None:
-                    rows = self._first_run(step, stage, batch, pad_to)
-                else:
-                    rows = self._graphs.replay_entry(entry)
-            except BaseException as error:
-                self._flight.failed(error)
-                raise
-        finally:
+                rows, plan = self._staged_and_run(stage, batch, pad_to)
+            finally:
+                self._runtime.end_step()
+        except BaseException:
+            # An interrupt may have come in place of the end.
             self._runtime.end_step()
+            raise
         num_padded = plan.shape.num_seqs
         if rows.shape[0] != num_padded:
             raise BadTensor(f"forward returned {rows.shape[0]} rows for {num_padded} padded sequences")
@@ -165,6 +153,26 @@ class StepRunner:
         self._real_seqs += batch.num_seqs
         self._padded_seqs += num_padded - batch.num_seqs
         return rows if num_padded == batch.num_seqs else rows[: batch.num_seqs]
+
+    def _staged_and_run(self, stage: Stage, batch: StepBatch, pad_to: int | None) -> tuple[Tensor, StepPlan]:
+        """The rows of a step and its plan; the step is not ended."""
+        if self._seal_number != self._runtime.seal_number and self._recorder is not None:
+            self._start_over(self._recorder)
+        try:
+            step = stage(batch, pad_to)
+        except RuntimeError as fault:  # the device's: of this step, or of one before it
+            self._flight.failed(fault)
+            raise
+        plan = step.plan
+        try:
+            entry = self._entry_of_plan.get(plan)
+            self._flight.note(batch, plan, entry is not None, self._pinned.epoch)
+            if entry is not None:
+                return self._graphs.replay_entry(entry), plan
+            return self._first_run(step, stage, batch, pad_to), plan
+        except BaseException as error:
+            self._flight.failed(error)
+            raise
 
     def run_eagerly(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
         """run() without a graph and without a trace in the counters: a step again, to compare."""

@@ -197,7 +197,6 @@ class Publisher:
         if isinstance(batch.prefixes, SharedPrefixes):
             words[end : end + num_seqs] = batch.prefixes.prefix_len
             words[end + num_seqs : end + 2 * num_seqs] = batch.prefixes.group_end
-        line.recent.append((number, batch.rows))
         counts = step.inputs.counts
         # One statement: an interrupt comes before all of it or after.
         words[ECHO], self._launching = NO_ECHO, (line, words, counts, number)
@@ -212,6 +211,7 @@ class Publisher:
                 )
         finally:
             line.ring.release()
+        line.recent.append((number, batch.rows))
         line.counts, line.number, self.step_number, self._launching = counts, number, number, None
         if child:
             self._steps_to_answer = _STEPS_TO_ANSWER

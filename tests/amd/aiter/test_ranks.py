@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -88,24 +89,26 @@ Body = Callable[[int, bool], list[str]]
 def on_every_rank(body: Body, folder: Path, *, agree_with_others: bool) -> list[list[str]]:
     """What body gives on each rank; raises EOFError where a rank ends without an answer."""
     context = multiprocessing.get_context("spawn")
-    ranks, pipes, said = [], {}, {}
+    ranks: list[SpawnProcess] = []
+    pipes: list[Connection] = []
+    said: dict[Connection, list[str]] = {}
     for rank in range(NUM_RANKS):
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_run, args=(body, rank, folder, agree_with_others, sender))
         process.start()
         sender.close()  # so that the pipe ends when the process does
         ranks.append(process)
-        pipes[receiver] = rank
+        pipes.append(receiver)
     try:
         while len(said) < NUM_RANKS:
-            for receiver in wait(pipes.keys() - said.keys()):
-                assert isinstance(receiver, Connection)
-                said[receiver] = receiver.recv()
+            for ready in wait([pipe for pipe in pipes if pipe not in said]):
+                assert isinstance(ready, Connection)
+                said[ready] = ready.recv()
     finally:  # the answers are in, or a rank has failed and the others wait for it
         for process in ranks:
             process.kill()
             process.join()
-    return [said[receiver] for receiver in pipes]
+    return [said[pipe] for pipe in pipes]
 
 
 def _run(body: Body, rank: int, folder: Path, agree_with_others: bool, answer: Connection) -> None:

@@ -25,7 +25,7 @@ NEVER = 3600.0
 
 
 class Reports:
-    """What a watchdog says, in the file and to whoever waits for it. Nothing here hangs on how long something takes."""
+    """What a watchdog says, in the file and to the test that waits for it; how long anything takes does not matter."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -59,7 +59,7 @@ def reports(tmp_path: Path) -> Iterator[Reports]:
 
 
 class Slow:
-    """A recorder that hangs until it has been reported; of what nobody watches, it does not wait for a report."""
+    """A recorder that hangs until it has been reported, or not at all where no watchdog looks on."""
 
     def __init__(self, inner: Recorder, reports: Reports, *, is_watched: bool) -> None:
         self._inner = inner

@@ -17,7 +17,7 @@ from rocm_attn.cli.arguments import device_named, pool_named
 from rocm_attn.cli.ordered_text import OrderedText
 from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.cli.streams import say
-from rocm_attn.errors import BadModel, BadRequest, BadSetting, CapacityExceeded
+from rocm_attn.errors import BadModel, BadRequest, BadSetting, CapacityExceeded, RocmAttnError
 from rocm_attn.flight_recorder import FlightRecorder, dump_on_signal
 from rocm_attn.runner.engine import Engine, EngineOptions
 from rocm_attn.runner.loading import LoadedModel, default_dtype, load_model, model_kind
@@ -26,6 +26,10 @@ from rocm_attn.runner.request import Completion, Event, FailureEvent, Request, R
 from rocm_attn.runner.sampling import Sampling
 
 _HEADER_COLUMNS = 76
+
+
+class PromptsFailed(RocmAttnError):
+    """Some prompts failed; what came of the others is printed already."""
 
 
 def run(options: argparse.Namespace) -> None:
@@ -122,7 +126,15 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
         print(json.dumps({"results": results, "report": engine.report().as_dict()}))
     say(*_lines(engine.report()))
     if failure is not None:
-        raise failure
+        raise PromptsFailed(_what_failed(completions) or str(failure)) from failure
+
+
+def _what_failed(completions: Sequence[Completion]) -> str:
+    """How many prompts failed, and why the first of them did; "" where none has."""
+    failed = [(number, completion.error) for number, completion in enumerate(completions, 1) if completion.error]
+    if not failed:
+        return ""
+    return f"{len(failed)} of {len(completions)} prompts failed; prompt {failed[0][0]}: {failed[0][1]}"
 
 
 def dtype_of(name: str | None, model: str, device: torch.device) -> torch.dtype:

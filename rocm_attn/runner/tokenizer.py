@@ -27,14 +27,15 @@ class Tokenizer:
     chat_template: ChatTemplate | None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a plain text, with the token that the model wants before it, if any."""
+        """Token ids of a plain text, with the token that the model wants before it, if any. Raises BadRequest."""
         before = [] if self.bos_token_id is None else [self.bos_token_id]
         return before + _ids(self.backend, text, add_special_tokens=True)
 
     def encode_chat(self, user: str) -> list[int]:
         """Token ids of a conversation that starts with the user's words, up to where the model is to go on.
 
-        Raises BadRequest where the model has no chat template.
+        Raises BadRequest where the model has no chat template, or for a text that is not Unicode; BadModel for a
+        template that is damaged.
         """
         if self.chat_template is None:
             raise BadRequest("the model has no chat template; pass the prompt as it stands (--raw)")
@@ -83,4 +84,11 @@ class TextStream:
 
 
 def _ids(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadRequest(
+            f"character {error.start + 1} of the text is the surrogate U+{ord(text[error.start]):04X}, which is half "
+            "of a character; give whole ones"
+        ) from error
     return [int(token) for token in backend.encode(text, add_special_tokens=add_special_tokens).ids]

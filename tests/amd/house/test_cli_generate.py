@@ -226,7 +226,7 @@ def test_a_prompt_that_fails_is_named_and_the_others_are_printed(capsys: pytest.
     assert (failed["finish_reason"], failed["token_ids"], failed["text"]) == ("error", [], "")
     assert failed["error"].startswith("the largest logit of the next token is nan, so no token can be picked")
     assert f"prompt 2 failed: {failed['error']}\n" in printed.err
-    assert printed.err.splitlines()[-1] == f"rocm-attn: 1 of 3 requests failed; request 1: {failed['error']}"
+    assert printed.err.splitlines()[-1] == f"rocm-attn: 1 of 3 prompts failed; prompt 2: {failed['error']}"
     assert main(["generate", *arguments, *prompts]) == FAILED
     printed = capsys.readouterr()
     assert printed.out == f">>> w5 w6\n{first['text']}\n\n>>> w3 w7\n\n\n>>> w1\n{last['text']}\n"

@@ -14,8 +14,11 @@ from rocm_attn.runner.chat_template import ChatTemplate
 
 LONG = {
     "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "loops that see nothing": "{% for a in range(9999) %}{% for b in range(99999) if b < 0 %}{% endfor %}{% endfor %}",
-    "a long text in a loop": "{% for a in range(99999) %}" + "x" * 5000 + "{% endfor %}",
+    "loops that see nothing": (
+        "{% set r = range(99999) %}{% for a in range(999) %}{% for b in r if false %}{% endfor %}{% endfor %}"
+    ),
+    "a long text in a loop": "{% for a in range(20000) %}" + "x" * 5000 + "{% endfor %}",
+    "a constant that is printed over and over": "{% for a in range(20000) %}{{ 'x'|center(5000) }}{% endfor %}",
     "a macro that calls itself twice": (
         "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"
     ),

@@ -270,6 +270,15 @@ def test_a_model_without_template_asks_for_raw_prompts() -> None:
         _TRAINED.encode_chat("hello")
 
 
+def test_half_of_a_character_is_refused_wherever_it_comes_from() -> None:
+    sentence = r"^character 3 of the text is the surrogate U\+DC80, which is half of a character"
+    with pytest.raises(BadRequest, match=sentence):
+        _TRAINED.encode("ab\udc80")
+    template = ChatTemplate("{{ 'ab\\udc80' }}")
+    with pytest.raises(BadRequest, match=sentence):
+        Tokenizer(backend=_TRAINED.backend, bos_token_id=None, chat_template=template).encode_chat("ab")
+
+
 def test_a_token_before_the_text_is_for_plain_texts_only() -> None:
     template = ChatTemplate("{{ messages[0].content }}")
     tokenizer = Tokenizer(backend=_TRAINED.backend, bos_token_id=9, chat_template=template)

@@ -156,7 +156,7 @@ def test_a_suffix_that_begins_a_page_late_is_found(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_table_update_that_is_lost_once_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = Fuse(monkeypatch, 20)
+    lost = Fuse(monkeypatch, 25)
 
     def table_update(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if not lost():

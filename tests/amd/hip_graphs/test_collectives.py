@@ -60,13 +60,13 @@ def send_and_receive(x: Tensor) -> Tensor:
 
 
 def functional_all_reduce(x: Tensor) -> Tensor:
-    y = functional.all_reduce(x * 2, "sum", _all())  # type: ignore[no-untyped-call]
+    y = functional.all_reduce(x * 2, "sum", _all())
     result: Tensor = y + 1
     return result
 
 
 def functional_all_reduce_that_is_returned(x: Tensor) -> Tensor:
-    result: Tensor = functional.all_reduce(x * 2, "sum", _all())  # type: ignore[no-untyped-call]
+    result: Tensor = functional.all_reduce(x * 2, "sum", _all())
     return result
 
 

@@ -325,6 +325,17 @@ def test_a_buffer_that_moved_under_a_graph_shows_in_the_outputs_too(monkeypatch:
     assert any(sign in failed.finding.what for sign in signs), failed
 
 
+def test_a_fault_of_the_last_step_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def close(original: Callable[..., None], soak: Soak, number: int) -> None:
+        counts = soak._runtime._publisher._lines[0].counts
+        assert counts is not None
+        counts[3] = 1
+        original(soak, number)
+
+    wrap(monkeypatch, Soak, "_close", close)
+    assert "a new token had no page of its own" in str(found(steps=5))
+
+
 def test_pages_that_are_never_given_back_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     forgotten = Fuse(monkeypatch, 8)
 

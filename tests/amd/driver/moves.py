@@ -36,7 +36,7 @@ def admit(world: World) -> None:
     """A request comes, mostly with a prompt."""
     full = len(world.requests) == world.setting.options["max_num_seqs"]
     refusal = world.refusal(world.admit)
-    if bool(refusal) != full:
+    if bool(refusal) != full and not (refusal and world.was_interrupted):
         raise Finding(f"admit() with {len(world.requests)} requests: {refusal or 'a row came'}")
     world.say(f"admit: {refusal or list(world.requests)[-1]}")
 
@@ -337,8 +337,7 @@ def _from_outside(world: World) -> Iterator[None]:
     except DeviceFault as fault:
         world.heard(fault)
     except FROM_OUTSIDE as cause:
-        world.say(f"failed: {type(cause).__name__}")
-        world.is_disturbed = True
+        world.failed(cause)
 
 
 def _must_raise_wrong_state(call: Callable[[], object]) -> None:

@@ -92,8 +92,7 @@ def _unchanged(world: World, before: Held, error: Exception) -> None:
 
 def _failed(world: World, draft: Draft, cause: BaseException) -> None:
     """What the step was to store may have been stored, or not."""
-    world.say(f"failed: {type(cause).__name__}")
-    world.is_disturbed = True
+    world.failed(cause)
     for seq in draft.seqs:
         if seq.row not in world.requests:
             continue

@@ -112,6 +112,7 @@ class World:
         self.requests: dict[int, Request] = {}
         self.faults: list[ExpectedFault] = []
         self.is_disturbed = False  # whether memory ran out or the user interrupted
+        self.was_interrupted = False  # pages and rows that were changing hands may be lost
         self.told: dict[str, int] = {}
         self.kept_prefixes: SharedPrefixes | None = None  # given again while the groups are the same
         self.bits: dict[tuple[int, tuple[int, ...], int], bytes] = {}
@@ -129,6 +130,12 @@ class World:
     def say(self, what: str) -> None:
         """Add a line to the log."""
         self.log.append(what)
+
+    def failed(self, cause: BaseException) -> None:
+        """Memory ran out, or the user interrupted."""
+        self.say(f"failed: {type(cause).__name__}")
+        self.is_disturbed = True
+        self.was_interrupted |= isinstance(cause, KeyboardInterrupt)
 
     def set_weights(self) -> None:
         """Give every layer that has sinks or slopes new ones, at random; others none."""
@@ -160,16 +167,20 @@ class World:
     def check_counts(self) -> None:
         """No row and no page is lost, and none is both held and free."""
         table, held = self.runtime.table, self.pages()
-        if table.num_free_rows != self.setting.options["max_num_seqs"] - len(self.requests):
+        rows = table.num_free_rows + len(self.requests)
+        if not self._is_all(rows, self.setting.options["max_num_seqs"]):
             raise Finding(f"{table.num_free_rows} rows are free beside {len(self.requests)} requests")
         for space in self.spaces():
             pages = {page for (_, at), pages in held.items() if at is space for page in pages} - {0}
             of_space = table.space(space)
-            if of_space.num_free_pages + len(pages) != of_space.num_usable_pages:
+            if not self._is_all(of_space.num_free_pages + len(pages), of_space.num_usable_pages):
                 raise Finding(
                     f"{space.name}: {len(pages)} pages held and {of_space.num_free_pages} free of "
                     f"{of_space.num_usable_pages}"
                 )
+
+    def _is_all(self, count: int, all_of_them: int) -> bool:
+        return count <= all_of_them if self.was_interrupted else count == all_of_them
 
     def poison(self) -> None:
         """NaN in every page that no row holds; only right after a step, when no page waits to be copied."""

@@ -88,6 +88,7 @@ class Model:
         rows = np.array([self.runtime.table.admit() for _ in range(num_seqs)], np.int32)
         lengths = np.full(num_seqs, kv_len, np.int32)
         self.runtime.table.reserve_all(rows, lengths)
+        self.runtime.table.mark_stored(rows, lengths)  # random since the pages were made
         ids = 1 + np.arange(num_seqs, dtype=np.int32) % (VOCABULARY - 1)
         return StepBatch(rows, lengths, np.ones(num_seqs, np.int32), ids)
 

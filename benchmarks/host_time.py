@@ -51,6 +51,8 @@ def measure(num_seqs: int, device: torch.device) -> dict[str, float | int]:
     runner.capture_all()  # before rows and pages are taken, for its probe requests need some
     rows = np.array([runtime.table.admit() for _ in range(num_seqs)], np.int32)
     kv_len = np.full(num_seqs, 64, np.int32)
+    runtime.table.reserve_all(rows, kv_len)
+    runtime.table.mark_stored(rows, kv_len)  # whatever the pages hold will do
     ones, ids = np.ones(num_seqs, np.int32), np.arange(num_seqs, dtype=np.int32)
     host_us, batch_us, table_us = [], [], []
     for round_ in range(ROUNDS + 50):

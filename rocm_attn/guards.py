@@ -17,10 +17,11 @@ from torch import Tensor
 
 from rocm_attn import unguarded
 from rocm_attn.errors import BadSetting
+from rocm_attn.head_weights import refuse_new_weights
 from rocm_attn.hip_graphs.pinned import PinnedTensors
 from rocm_attn.host_ring import Fence, wait_for
 from rocm_attn.layers import by_space_of_layer
-from rocm_attn.page_table import WITHIN_THE_ROW, IsShared, RowWidth, held_by_several
+from rocm_attn.page_table import WITHIN_THE_ROW, IsShared, IsSource, RowWidth, held_by_several, still_to_be_copied
 from rocm_attn.plan import GraphKey
 from rocm_attn.providers.contract import StepOps
 from rocm_attn.providers.select import Selection
@@ -38,8 +39,10 @@ from rocm_attn.step_buffers import (
 )
 from rocm_attn.step_echo import EchoCheck
 from rocm_attn.step_memory import DeviceStep, SpaceStep
+from rocm_attn.stored_tokens import SharedFloor, behind_what_is_shared
 
 OpsChange = Callable[[StepOps], StepOps]
+CheckBatch = Callable[[StepBatch], None]
 
 
 def unchanged_ops(ops: StepOps) -> StepOps:
@@ -60,6 +63,11 @@ def by_padded_batch(max_num_seqs: int) -> Capacity:
 def checked_batch(table: RequestTable) -> Callable[[StepBatch], None]:
     """Batches that the table has no rows or no room for are refused."""
     return table.check_batch
+
+
+def stored_before_it_is_read(table: RequestTable) -> tuple[CheckBatch, CheckBatch]:
+    """What refuses a step that begins behind what is stored, and one that stores nothing and needs more than that."""
+    return table.check_stored, table.require_stored
 
 
 def before_the_steps_windows(table: RequestTable) -> Callable[[StepBatch], None]:
@@ -105,8 +113,12 @@ class Guards:
     capacity: Callable[[int], Capacity] = by_padded_batch
     child_ranges: FirstOfChild = behind_each_other
     sealed_growth: SealedGrowth = refuse_growth
+    head_weights: Callable[[int], None] = refuse_new_weights
     row_width: RowWidth = WITHIN_THE_ROW
     copy_on_write: IsShared = held_by_several
+    shared_floor: SharedFloor = behind_what_is_shared
+    stored_tokens: Callable[[RequestTable], tuple[CheckBatch, CheckBatch]] = stored_before_it_is_read
+    copy_sources: IsSource = still_to_be_copied
     batch_check: Callable[[RequestTable], Callable[[StepBatch], None]] = checked_batch
     layer_space: Callable[[DeviceStep, int], SpaceStep] = by_space_of_layer
     window_reach: Callable[[RequestTable], Callable[[StepBatch], None]] = before_the_steps_windows
@@ -233,6 +245,13 @@ GUARDS: tuple[Guard, ...] = (
         "test_capacity.py::test_sealed_buffers_do_not_move_under_a_graph",
     ),
     _guard(
+        "head_weights",
+        "a graph goes on with sinks or ALiBi slopes that were replaced, and eager steps use the new ones",
+        "G2",
+        unguarded.let_weights_move,
+        "test_capacity.py::test_head_weights_are_not_replaced_under_a_graph",
+    ),
+    _guard(
         "row_width",
         "pages that a row has no room for land in the row of another request",
         "seed 002, H4, G1",
@@ -252,6 +271,27 @@ GUARDS: tuple[Guard, ...] = (
         "prefix sharing, G4",
         unguarded.never_shared,
         "test_rows.py::test_requests_that_share_a_page_do_not_write_to_it",
+    ),
+    _guard(
+        "shared_floor",
+        "a row that goes back and stores again overwrites tokens that another row shares with it",
+        "prefix sharing, G4",
+        unguarded.no_floor,
+        "test_shared_rows.py::test_a_row_that_goes_back_leaves_its_forks_alone",
+    ),
+    _guard(
+        "stored_tokens",
+        "a step attends to tokens that were never stored, and what an earlier request left there is taken for theirs",
+        "G1",
+        unguarded.whatever_was_stored,
+        "test_shared_rows.py::test_tokens_that_were_never_stored_are_not_read",
+    ),
+    _guard(
+        "copy_sources",
+        "a copy whose launch failed half way is launched again from a page that another copy has overwritten",
+        "G9",
+        unguarded.free_at_once,
+        "test_publication.py::test_copies_that_failed_half_way_are_made_again_from_the_same_pages",
     ),
     _guard(
         "batch_check",

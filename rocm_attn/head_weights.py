@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,19 +40,34 @@ class HeadWeights:
 NO_HEAD_WEIGHTS = HeadWeights()
 
 
-class LayerHeadWeights:
-    """The head weights of every layer. Graphs read them: they are set before the first step and stay where they are."""
+def refuse_new_weights(layer: int) -> None:
+    """Graphs would go on with the old ones. Raises WrongState."""
+    raise WrongState(
+        f"graphs may read the head weights of layer {layer}, so no others can be set; write the new values into the "
+        "tensors that were set, or set others after unseal() and before a StepRunner is made"
+    )
 
-    def __init__(self, problems: Sequence[Problem], device: torch.device) -> None:
+
+class LayerHeadWeights:
+    """The head weights of every layer. Graphs read them: from seal() to unseal() they stay where they are.
+
+    refuse: called with the layer that is given others while they are sealed
+    """
+
+    def __init__(
+        self, problems: Sequence[Problem], device: torch.device, refuse: Callable[[int], None] = refuse_new_weights
+    ) -> None:
         self._problems = tuple(problems)
         self._device = device
+        self._refuse = refuse
+        self._sealed = False
         self._weights = [NO_HEAD_WEIGHTS for _ in problems]
         self._wanting = {layer for layer, problem in enumerate(problems) if _names(problem)}
 
     def set(self, layer: int, weights: HeadWeights) -> None:
         """Give a layer what its problem says that it has, all at once; contiguous, on the runtime's device.
 
-        Raises BadTensor; nothing has changed then.
+        Raises BadTensor, and WrongState where a graph may read what the layer has; nothing has changed then.
         """
         if not 0 <= layer < len(self._problems):
             raise BadTensor(f"layer {layer} does not exist; the runtime has layers 0 to {len(self._problems) - 1}")
@@ -66,8 +81,19 @@ class LayerHeadWeights:
             if name not in _names(problem):
                 raise BadTensor(f"{name} were given to layer {layer}, whose problem has none; leave them out")
             self._check(name, tensor, problem)
+        # What was never given was never read.
+        if self._sealed and _names(problem) and layer not in self._wanting:
+            self._refuse(layer)
         self._weights[layer] = weights
         self._wanting.discard(layer)
+
+    def seal(self) -> None:
+        """Graphs may read the weights from now on."""
+        self._sealed = True
+
+    def unseal(self) -> None:
+        """No graph reads the weights any more."""
+        self._sealed = False
 
     def of(self, layer: int) -> HeadWeights:
         """What a layer was given. Raises WrongState while it wants something."""

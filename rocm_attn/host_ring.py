@@ -85,8 +85,9 @@ class HostRing:
         self._wait(self._done[at])
         if len(self._arrays[at]) < words:
             # A power of two: batches that grow slowly would otherwise pin memory again each time.
-            slot = torch.zeros(1 << (words - 1).bit_length(), dtype=torch.int32, pin_memory=self._pinned)
-            slot[: len(self._arrays[at])] = self._slots[at]
+            with torch.inference_mode(False):  # what is made in that mode cannot be written outside of it
+                slot = torch.zeros(1 << (words - 1).bit_length(), dtype=torch.int32, pin_memory=self._pinned)
+                slot[: len(self._arrays[at])] = self._slots[at]
             self._slots[at], self._arrays[at] = slot, slot.numpy()
         return self._slots[at], self._arrays[at]
 

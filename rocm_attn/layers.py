@@ -16,6 +16,7 @@ from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.contract import AttendArgs, StepOps
 from rocm_attn.providers.select import Selection
 from rocm_attn.step_memory import DeviceStep, SpaceStep
+from rocm_attn.stored_tokens import StepStores
 
 
 def by_space_of_layer(step: DeviceStep, kind: int) -> SpaceStep:
@@ -123,11 +124,23 @@ class HalfLayers:
     """The layer calls of one half of a split step, for as long as that step runs.
 
     require_running: raises WrongState when the half's step does not run
+    stores:          what the halves have stored
+    half:            which one it is, 0 or 1
     """
 
-    __slots__ = ("_layers", "_plan", "_require_running", "_step")
+    __slots__ = ("_half", "_layers", "_plan", "_require_running", "_step", "_stores")
 
-    def __init__(self, layers: Layers, step: DeviceStep, plan: StepPlan, require_running: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        layers: Layers,
+        step: DeviceStep,
+        plan: StepPlan,
+        require_running: Callable[[], None],
+        stores: StepStores,
+        half: int,
+    ) -> None:
+        self._stores = stores
+        self._half = half
         self._layers = layers
         self._step = step
         self._plan = plan
@@ -136,11 +149,14 @@ class HalfLayers:
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """As AttentionRuntime.store, for the tokens of this half."""
         self._require_running()
+        self._stores.before_store()
         self._layers.store(self._step, self._plan, layer, k, v)
+        self._stores.after_store(self._half, layer)
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """As AttentionRuntime.attend, for the tokens of this half."""
         self._require_running()
+        self._stores.before_attend(self._half, layer)
         self._layers.attend(self._step, self._plan, layer, q, out, lse)
 
     def store_and_attend(

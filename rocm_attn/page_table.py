@@ -6,7 +6,7 @@ window, and the entries before it are page 0, which no kernel reads for a step t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -60,6 +60,15 @@ IsShared = Callable[[Int32Array], npt.NDArray[np.bool_]]
 def held_by_several(holders: Int32Array) -> npt.NDArray[np.bool_]:
     """Whether more than one row holds a page."""
     return holders > 1
+
+
+# a page that no row holds, copies that are still to be made -> whether one of them reads it
+IsSource = Callable[[int, Mapping[int, int]], bool]
+
+
+def still_to_be_copied(page: int, copies: Mapping[int, int]) -> bool:
+    """Whether a page is the source of a copy that no launch has made yet."""
+    return page in copies.values()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +127,7 @@ class PageTable:
         device: torch.device,
         row_width: RowWidth,
         is_shared: IsShared,
+        is_source: IsSource,
     ) -> None:
         self.pages = pages
         self.entries_host = np.zeros((num_rows, width), np.int32)
@@ -127,9 +137,12 @@ class PageTable:
         self._page_size = page_size
         self._row_width = row_width
         self._is_shared = is_shared
+        self._is_source = is_source
         self._holders = np.zeros(pages.num_pages, np.int32)  # rows that hold a page
         self._holders[RESERVED_PAGE] = 1
         self._free = list(range(pages.num_pages - 1, pages.first_page - 1, -1))
+        # No row holds these, but a copy has still to be made of each.
+        self._sources: list[int] = []
         # Of each row: the first page_no that it holds or will hold, the earliest start of a step whose windows are all
         # there, and the start at which the next page is out of reach of every later step. int64: sums of two bounds.
         self._first = np.zeros(num_rows, np.int64)
@@ -164,6 +177,10 @@ class PageTable:
     def shares(self, rows: Int32Array, page_no: Int32Array) -> npt.NDArray[np.bool_]:
         """Whether rows must not write to these pages of theirs."""
         return self._is_shared(self._holders[self.entries_host[rows, page_no]])
+
+    def held_elsewhere(self, rows: Int32Array, end: int) -> npt.NDArray[np.bool_]:
+        """Of the pages [0, end) of rows, [len(rows), end]: whether another row holds them too."""
+        return self._holders[self.entries_host[rows, :end]] > 1
 
     def own(self, row: int, page_no: int) -> None:
         """Put a copy in the place of a page that row shares."""
@@ -206,6 +223,10 @@ class PageTable:
                 self._give_back(row, int(self._first[row]), min(first, stop))
                 self._set_first(row, first)
 
+    def cut(self, row: int, first: int, end: int) -> None:
+        """Give back the pages [first, end) of row, the last ones that it holds."""
+        self._give_back(row, max(first, int(self._first[row])), end)
+
     def release(self, row: int, end: int) -> None:
         """Give all pages of a row back."""
         self._give_back(row, int(self._first[row]), end)
@@ -236,6 +257,12 @@ class PageTable:
         updates[:, 2] = self.entries_host[updates[:, 0], updates[:, 1]]
         return updates
 
+    def copies_made(self) -> None:
+        """Every pending copy was launched: its source may be handed out again, if no row holds it any more."""
+        self.pending.copies.clear()
+        self._free += self._sources
+        self._sources.clear()
+
     def _set_first(self, row: int | slice, first: int) -> None:
         """The first page_no of row, and what follows from it."""
         tokens = first * self._page_size
@@ -258,5 +285,9 @@ class PageTable:
     def _drop(self, page: int) -> None:
         self._holders[page] -= 1
         if self._holders[page] == 0:
-            self.pending.copies.pop(page, None)
-            self._free.append(page)
+            source = self.pending.copies.pop(page, page)
+            # A page handed out too early would be written to before it was read by a copy that is launched once more.
+            (self._sources if self._is_source(page, self.pending.copies) else self._free).append(page)
+            if source in self._sources and not self._is_source(source, self.pending.copies):
+                self._sources.remove(source)
+                self._free.append(source)

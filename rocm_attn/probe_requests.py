@@ -93,6 +93,7 @@ class ProbeRequests:
                 rows[seq] = self._keep(table.fork(rows[base], (kv_len[seq] - q_len[seq]) // page_size * page_size))
                 table.reserve(rows[seq], kv_len[seq])
         self._fill(rows)
+        table.mark_stored(np.array(rows, np.int32), np.array(kv_len, np.int32))
         token_ids = self._random.integers(1, self._vocabulary, sum(q_len))
         arrays = [np.array(values, np.int32) for values in (rows, kv_len, q_len, token_ids)]
         return StepBatch(*arrays, inputs=self._inputs.for_lengths(arrays[2]))

@@ -18,6 +18,7 @@ from rocm_attn.host_ring import Fence, HostRing, wait_for
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD
 from rocm_attn.kernels.metadata.slot_layout import ECHO, HEADER_WORDS, NO_ECHO, STEP, STEP_BEFORE, slot_words
 from rocm_attn.kv_pool import HybridKVPool
+from rocm_attn.page_table import PageTable
 from rocm_attn.providers.contract import StepOps
 from rocm_attn.request_table import RequestTable
 from rocm_attn.split_batch import HALVES
@@ -94,7 +95,8 @@ class Publisher:
         self._deliver = deliver
         # One for each child, so that the host may be as many split steps ahead as others.
         self._lines = tuple(_Line(HostRing(pool.device, wait=ring_wait), new_echo_check()) for _ in range(HALVES))
-        self._updates = HostRing(pool.device, wait=ring_wait)
+        # A step takes up to two slots a space: of copies and of cells.
+        self._updates = HostRing(pool.device, depth=2 * 2 * len(table.spaces), wait=ring_wait)
         self.step_number = 0
 
     def apply_table_changes(self) -> None:
@@ -102,11 +104,7 @@ class Publisher:
         for table in self._table.spaces:
             pending = table.pending
             if pending.copies:
-                # Blocking copies of a few ids: sharing a partly filled page is rare.
-                target = torch.tensor(list(pending.copies.keys()), device=self._pool.device)
-                source = torch.tensor(list(pending.copies.values()), device=self._pool.device)
-                copy_pages = self._pool.in_space(table.space).copy_pages
-                self._deliver(partial(copy_pages, source, target), pending.copies.clear)
+                self._copy_pages(table)
             if pending.cells:
                 updates = table.pending_updates()
                 slot, words = self._updates.acquire(updates.size)
@@ -114,6 +112,19 @@ class Publisher:
                 launch = partial(self._ops.table_update, slot, table.entries, num_updates=len(updates))
                 self._deliver(launch, pending.cells.clear)
                 self._updates.release()
+
+    def _copy_pages(self, table: PageTable) -> None:
+        """Launch a space's pending copies. No target is a source, so a launch that failed half way may run again."""
+        copies = table.pending.copies
+        slot, words = self._updates.acquire(2 * len(copies))
+        words[: len(copies)], words[len(copies) : 2 * len(copies)] = list(copies), list(copies.values())
+        try:
+            ids = slot[: 2 * len(copies)].to(self._pool.device, torch.int64, non_blocking=True)
+            target, source = ids[: len(copies)], ids[len(copies) :]
+            copy_pages = self._pool.in_space(table.space).copy_pages
+            self._deliver(partial(copy_pages, source, target), table.copies_made)
+        finally:
+            self._updates.release()
 
     def publish(self, batch: StepBatch, step: DeviceStep, child: int) -> None:
         """Write the inputs of a child of a step, pads included, to their fixed addresses.
@@ -124,8 +135,8 @@ class Publisher:
         num_seqs, num_ids = batch.num_seqs, len(batch.token_ids)
         line = self._lines[child]
         end = slot_words(num_seqs, num_ids)
-        # With room for prefixes, whether there are any or not.
-        slot, words = line.ring.acquire(end + 2 * num_seqs)
+        # With room for prefixes and floors, whether there are any or not.
+        slot, words = line.ring.acquire(end + 3 * num_seqs)
         if words[ECHO]:
             line.check_echo(words)
         number = (self.step_number + 1) & INT32_MAX
@@ -137,6 +148,9 @@ class Publisher:
         if isinstance(batch.prefixes, SharedPrefixes):
             words[end : end + num_seqs] = batch.prefixes.prefix_len
             words[end + num_seqs : end + 2 * num_seqs] = batch.prefixes.group_end
+        if isinstance(batch.inputs, DeviceInputs):
+            on_host = batch.inputs.lengths_on_host
+            words[end + 2 * num_seqs : end + 3 * num_seqs] = 0 if on_host else self._table.floors(batch.rows)
         try:
             counts = step.inputs.counts
             self._ops.publish(slot, counts if line.counts is None else line.counts, step.inputs)
@@ -159,7 +173,8 @@ class Publisher:
         """Hold no memory of steps: it is given up. What the last step has left there is kept for its echo."""
         for line in self._lines:
             if line.counts is not None:
-                line.counts = line.counts.clone()
+                with torch.inference_mode(False):  # check_device() writes to it outside of that mode too
+                    line.counts = line.counts.clone()
 
     def check_device(self) -> None:
         """Raise DeviceFault for a step that went wrong and was not told of yet. The device has nothing left to do."""
@@ -175,6 +190,7 @@ class Publisher:
             slot[kv_at:q_at] if inputs.kv_len is ON_HOST else inputs.kv_len,
             slot[q_at:ids_at] if inputs.q_len is ON_HOST else inputs.q_len,
             slot[ids_at:end] if inputs.token_ids is ON_HOST else inputs.token_ids,
+            slot[end + 2 * num_seqs : end + 3 * num_seqs],
             step.inputs.counts,
             step.inputs.kv_len,
             step.inputs.q_len,

@@ -18,14 +18,18 @@ from rocm_attn.page_table import (
     KEEP_ALL,
     WITHIN_THE_ROW,
     IsShared,
+    IsSource,
     PageTable,
     PendingChanges,
     RowWidth,
     SpacePages,
     held_by_several,
+    still_to_be_copied,
 )
-from rocm_attn.step_batch import Int32Array, StepBatch
+from rocm_attn.step_batch import INT32_MAX, Int32Array, StepBatch
+from rocm_attn.step_inputs import ON_HOST, DeviceInputs
 from rocm_attn.step_prefixes import SharedPrefixes
+from rocm_attn.stored_tokens import SharedFloor, StoredTokens, behind_what_is_shared
 
 
 class RequestTable:
@@ -37,6 +41,8 @@ class RequestTable:
     windows:      other spaces, whose pages are given back when they have left the window
     row_width:    keeps a row's pages inside the row
     is_shared:    which partly filled pages are copied before a row writes to them
+    shared_floor: which tokens neither a fork nor its parent stores again
+    is_source:    which free pages are not handed out yet, because a copy has still to be made of them
     """
 
     def __init__(
@@ -50,6 +56,8 @@ class RequestTable:
         windows: Sequence[SpacePages] = (),
         row_width: RowWidth = WITHIN_THE_ROW,
         is_shared: IsShared = held_by_several,
+        is_source: IsSource = still_to_be_copied,
+        shared_floor: SharedFloor = behind_what_is_shared,
     ) -> None:
         if max_num_seqs < 1 or max_kv_len < 1:
             raise CapacityExceeded(
@@ -59,6 +67,10 @@ class RequestTable:
         self.page_size = page_size
         self.max_kv_len = max_kv_len
         self.width = (max_kv_len + page_size - 1) // page_size
+        if self.width * page_size > INT32_MAX:
+            raise CapacityExceeded(
+                f"max_kv_len is {max_kv_len}; lengths are int32, so use at most {INT32_MAX // page_size * page_size}"
+            )
         self.spaces = tuple(
             PageTable(
                 pages,
@@ -68,6 +80,7 @@ class RequestTable:
                 device=device,
                 row_width=row_width,
                 is_shared=is_shared,
+                is_source=is_source,
             )
             for pages in (SpacePages(Space.FULL, num_pages), *windows)
         )
@@ -76,6 +89,7 @@ class RequestTable:
         # Tokens the row's owner asked room for, and tokens the row's pages hold; -1 in both: not admitted.
         self._reserved_len = np.full(max_num_seqs + 1, -1, np.int32)
         self._capacity = np.full(max_num_seqs + 1, -1, np.int32)
+        self.tokens = StoredTokens(max_num_seqs + 1, shared_floor)
         self._free_rows = list(range(max_num_seqs, RESERVED_ROW, -1))
         self._seen = np.zeros(max_num_seqs + 1, np.int32)
         self._rows_checked = b""
@@ -230,7 +244,48 @@ class RequestTable:
             raise
         self._capacity[child] = end * self.page_size
         self._reserved_len[child] = kv_len
+        self.tokens.share(row, child, kv_len)
         return child
+
+    def truncate(self, row: int, kv_len: int) -> None:
+        """Row goes back: it keeps its first kv_len tokens, and gives back the pages behind them.
+
+        Where row shares pages this is how it goes back at all: the next reserve() copies the page that kv_len lies in,
+        if another row holds it too, and takes others for those behind it. A row that shares none may as well begin a
+        step earlier. Raises WrongState, and BadBatch for more tokens than row has room for.
+        """
+        self._must_be_admitted(row)
+        if not 0 <= kv_len <= self._reserved_len[row]:
+            raise BadBatch(f"row {row} has room for {self._reserved_len[row]} tokens; it cannot go back to {kv_len}")
+        end, new_end = self._end(row), num_pages(kv_len, self.page_size)
+        for table in self.spaces:
+            table.cut(row, new_end, end)
+        self._capacity[row] = new_end * self.page_size
+        self._reserved_len[row] = kv_len
+        self.tokens.cut(row, kv_len)
+        self._num_forgotten += 1
+
+    def mark_stored(self, rows: Int32Array, kv_len: Int32Array) -> None:
+        """Say that the K and V of the first kv_len[i] tokens of rows[i] are in their pages, in every layer.
+
+        For a caller who filled the pages by other means than steps that store in every layer: KV that was computed
+        elsewhere, or read back from where it was kept.
+
+        rows, kv_len: integers [num_seqs]; rows are distinct and have room for kv_len
+        Raises WrongState, BadBatch.
+        """
+        rows, kv_len = np.asarray(rows, np.int32), np.asarray(kv_len, np.int32)
+        if len(rows) == 0:
+            return
+        self._must_all_be_admitted(rows)
+        short = (kv_len > self._reserved_len[rows]) | (kv_len < 0)
+        if short.any():
+            seq = int(short.argmax())
+            raise BadBatch(
+                f"row {rows[seq]} has room for {self._reserved_len[rows[seq]]} tokens; {kv_len[seq]} of them cannot be "
+                "stored"
+            )
+        self.tokens.stored_len[rows] = kv_len
 
     def free(self, row: int) -> None:
         """Give a row and its pages back. Raises WrongState for a row that is not admitted, a second free included."""
@@ -269,6 +324,71 @@ class RequestTable:
             if shared != self._prefixes_checked:
                 self._check_prefixes(rows, batch.prefixes)
                 self._prefixes_checked = shared
+
+    def check_stored(self, batch: StepBatch) -> None:
+        """Raise BadBatch where a step begins behind the tokens that are stored: it would attend to what is not there.
+
+        A length that only the device knows may be shorter than its bound: such a step is not looked at.
+        """
+        if batch.num_seqs and batch.inputs.kv_len_on_host:
+            late = batch.kv_len - batch.q_len > self.tokens.stored_len.take(batch.rows)
+            if late[late.argmax()]:
+                self._refuse_gaps(batch, batch.kv_len - batch.q_len)
+
+    def require_stored(self, batch: StepBatch) -> None:
+        """As check_stored, for a step that stores nothing itself: all of its tokens must be there."""
+        if batch.num_seqs and batch.inputs.kv_len_on_host:
+            self._refuse_gaps(batch, batch.kv_len)
+
+    def _refuse_gaps(self, batch: StepBatch, needed: Int32Array) -> None:
+        stored = self.tokens.stored_len[batch.rows]
+        gaps = (needed > stored) & (batch.q_len > 0)
+        if gaps.any():
+            seq = int(gaps.argmax())
+            row = batch.rows[seq]
+            raise BadBatch(
+                f"sequence {seq} attends to the first {needed[seq]} tokens of row {row}, of which {stored[seq]} are "
+                f"stored in every layer; store the others first, or call mark_stored([{row}], [{needed[seq]}]) if "
+                "their K and V came into the pages by other means"
+            )
+
+    def why_no_store(self, batch: StepBatch) -> str:
+        """Why a step must not store its new tokens, or nothing: another row holds a page that one of them lies in."""
+        # How many of a row's tokens are new, and with it where they begin, may be known on the device alone.
+        if not self.tokens.has_floors or batch.num_seqs == 0 or not _q_len_on_host(batch):
+            return ""
+        start = batch.kv_len - batch.q_len
+        below = (start < self.tokens.floor.take(batch.rows)) & (batch.q_len > 0)
+        if not below[below.argmax()]:
+            return ""
+        below &= start < self._lowered_floors(batch.rows)
+        if not below.any():
+            return ""
+        seq = int(below.argmax())
+        row, token = batch.rows[seq], start[seq]
+        return (
+            f"sequence {seq} would store token {token} of row {row} in a page that another row holds too; call "
+            f"truncate({row}, {token}) and reserve({row}, {batch.kv_len[seq]}) first, or share fewer tokens in fork()"
+        )
+
+    def floors(self, rows: Int32Array) -> Int32Array:
+        """int32 [num_seqs]: the first token that a step may store in each row."""
+        return self._lowered_floors(rows) if self.tokens.has_floors else self.tokens.floor[rows]
+
+    def _lowered_floors(self, rows: Int32Array) -> Int32Array:
+        """The floors of rows, once more by the pages that other rows hold now."""
+        floor = self.tokens.floor[rows]
+        ends = num_pages(floor, self.page_size)
+        end = int(ends.max(initial=0))
+        held = np.zeros((len(rows), end), np.bool_)
+        for table in self.spaces:
+            held |= table.held_elsewhere(rows, end)
+        page_no = np.arange(end)
+        held &= page_no < ends[:, None]
+        shared_end = np.max(held * (page_no + 1), axis=1, initial=0) * self.page_size
+        lowered = np.minimum(floor, shared_end).astype(np.int32)
+        self.tokens.lower(rows, lowered)
+        return lowered
 
     def _check_prefixes(self, rows: Int32Array, prefixes: SharedPrefixes) -> None:
         torn = prefixes.prefix_len % self.page_size != 0
@@ -363,5 +483,10 @@ class RequestTable:
         self._num_forgotten += 1
         for table in self._windowed:
             table.start_over(row)
+        self.tokens.start_over(row)
         self._capacity[row] = self._reserved_len[row] = -1
         self._free_rows.append(row)
+
+
+def _q_len_on_host(batch: StepBatch) -> bool:
+    return not isinstance(batch.inputs, DeviceInputs) or batch.inputs.q_len is ON_HOST

@@ -38,11 +38,13 @@ from rocm_attn.providers.contract import PoolSize
 from rocm_attn.providers.select import Selection, ops_for
 from rocm_attn.publisher import Publisher
 from rocm_attn.request_table import RequestTable
+from rocm_attn.settings import whole_number
 from rocm_attn.split_batch import HALVES, split_batch
-from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_batch import INT32_MAX, StepBatch
 from rocm_attn.step_buffers import name_in
 from rocm_attn.step_memory import DeviceStep, StepMemory
 from rocm_attn.steps import LayerCalls
+from rocm_attn.stored_tokens import StepStores
 from rocm_attn.target import Target, detect_target
 
 
@@ -137,9 +139,11 @@ class AttentionRuntime:
     agree:         how ranks that share a model's layers agree on kernels and graphs: agreement.among(group); all of
                    them then build their runtimes and make their graphs at the same time
 
-    Raises Unsupported when no kernel serves a layer, BadProblem and CapacityExceeded for a pool that cannot be.
+    Raises Unsupported when no kernel serves a layer, BadProblem and CapacityExceeded for a pool that cannot be, and
+    BadSetting for a number that is none.
     """
 
+    @torch.inference_mode(False)  # memory that is made in that mode cannot be written outside of it
     def __init__(
         self,
         problems: Sequence[Problem],
@@ -162,6 +166,9 @@ class AttentionRuntime:
         selections: Sequence[Selection] | None = None,
         agree: Agree = alone,
     ) -> None:
+        num_pages, swa_pages = whole_number("num_pages", num_pages), whole_number("swa_pages", swa_pages)
+        swa_kept, first_swa_page = whole_number("swa_kept", swa_kept), whole_number("first_swa_page", first_swa_page)
+        max_num_seqs, max_kv_len = whole_number("max_num_seqs", max_num_seqs), whole_number("max_kv_len", max_kv_len)
         self.guards = guards = guards if guards is not None else guards_from_settings()
         if guards.off:
             logging.getLogger(__name__).warning("safeguards are switched off: %s", ", ".join(guards.off))
@@ -188,7 +195,7 @@ class AttentionRuntime:
             num_pages={Space.FULL: num_pages, **{pages.space: pages.num_pages for pages in windows}},
             device=self.device,
         )
-        self.head_weights = LayerHeadWeights(problems, self.device)
+        self.head_weights = LayerHeadWeights(problems, self.device, guards.head_weights)
         self._ops = guards.change_ops(ops_for(self.selections, on_cpu=self.device.type == "cpu"))
         kind_of_layer = [kinds.index(problem) for problem in problems]
         self._layers = Layers(
@@ -209,8 +216,12 @@ class AttentionRuntime:
             windows=windows,
             row_width=guards.row_width,
             is_shared=guards.copy_on_write,
+            is_source=guards.copy_sources,
+            shared_floor=guards.shared_floor,
         )
         self._check_batch = guards.batch_check(self.table)
+        self._check_stored, require_stored = guards.stored_tokens(self.table)
+        self._stores = StepStores(len(problems), self.table.tokens, require_stored)
         self._evict = guards.window_reach(self.table) if windows else _keep_everything
         seqs = default_ladder(max_num_seqs).sizes if capture_sizes is None else capture_sizes
         self._max_children = HALVES if split_steps else 1
@@ -312,6 +323,7 @@ class AttentionRuntime:
         """The part of begin_step that runs before a graph: check, plan, update the table, publish the inputs."""
         self._require_idle("a step cannot begin")
         self._check_batch(batch)
+        refusal = "" if self.table.tokens.goes_on(batch) else self._check_tokens(batch)
         plan = self._planner.plan(batch, pad_to, 1)
         self._evict(batch)
         with on_device(self.device):
@@ -320,6 +332,7 @@ class AttentionRuntime:
             self._publisher.apply_table_changes()
             self._publisher.publish(batch, children[0], 0)
         self._plan, self._children, self._state = plan, children, _State.STAGED
+        self._stores.begin(batch, 1, refusal)
         # Steps of equal sizes are equal, and a server decodes many in a row.
         step = self._last_step
         if step is None or not step.is_for(batch, children[0], plan):
@@ -330,6 +343,7 @@ class AttentionRuntime:
         """The part of begin_split_step that runs before a graph."""
         self._require_idle("a step cannot begin")
         self._check_batch(batch)
+        refusal = "" if self.table.tokens.goes_on(batch) else self._check_tokens(batch)
         plan = self._planner.plan(batch, pad_to, HALVES)
         batches = split_batch(batch, plan.shape.child.num_seqs)
         self._evict(batch)
@@ -340,10 +354,11 @@ class AttentionRuntime:
             for half, child in enumerate(children):
                 self._publisher.publish(batches[half], child, half)
         self._plan, self._children, self._state = plan, children, _State.STAGED
+        self._stores.begin(batch, HALVES, refusal)
         self._num_splits += 1
         require = partial(self._require_split, self._num_splits)
         first, second = (
-            _step(batches[half], child, plan, HalfLayers(self._layers, child, plan, require), half)
+            _step(batches[half], child, plan, HalfLayers(self._layers, child, plan, require, self._stores, half), half)
             for half, child in enumerate(children)
         )
         return SplitStep((first, second), children[0].metadata.counts[0], plan)
@@ -366,10 +381,12 @@ class AttentionRuntime:
 
         k, v: [T, kv_heads, head_dim | v_head_dim]; any strides but the last. Of a latent layer, v is the first part of
               k: k[..., :v_head_dim]
-        Raises BadTensor, WrongState.
+        Raises BadTensor, WrongState, and BadBatch for a step that begins within tokens that a row shares.
         """
         step, plan = self._running()
+        self._stores.before_store()
         self._layers.store(step, plan, layer, k, v)
+        self._stores.after_store(0, layer)
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """Attention of the step's new tokens over everything that is stored for their sequences.
@@ -379,9 +396,10 @@ class AttentionRuntime:
         q, out: [T, q_heads, head_dim | v_head_dim]; any strides but the last; padded tokens of out receive zeros
         lse:    float32 [T, q_heads]; when given, receives the natural log of the softmax denominator (the sink in it),
                 -inf for pads
-        Raises BadTensor, WrongState.
+        Raises BadTensor, WrongState, and BadBatch where the step has not stored and needs tokens that nobody stored.
         """
         step, plan = self._running()
+        self._stores.before_attend(0, layer)
         self._layers.attend(step, plan, layer, q, out, lse)
 
     def store_and_attend(
@@ -392,7 +410,11 @@ class AttentionRuntime:
         self.attend(layer, q, out, lse)
 
     def end_step(self) -> None:
-        """Close the step, so that the next one may begin. Also the way back after an exception inside a step."""
+        """Close the step, so that the next one may begin. Also the way back after an exception inside a step.
+
+        The step's tokens count as stored if it has stored in every layer.
+        """
+        self._stores.end()
         self._state = _State.IDLE
         self._plan, self._children = None, ()
 
@@ -401,6 +423,7 @@ class AttentionRuntime:
         self._require_idle("addresses cannot be sealed")
         with on_device(self.device):
             self._memory.seal(self.padding.largest_shapes())
+        self.head_weights.seal()
 
     def unseal(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int] = (1,)) -> None:
         """Give up the sealed addresses and take other capture sizes. Every graph of the runtime is void afterwards.
@@ -415,6 +438,26 @@ class AttentionRuntime:
         self._last_step = None
         self._publisher.let_go()
         self._memory.unseal()
+        self.head_weights.unseal()
+
+    @property
+    def stored_layers(self) -> int:
+        """Bit i: the step that runs has stored in layer i, both halves if it is split."""
+        return self._stores.layers
+
+    @property
+    def may_store(self) -> bool:
+        """Whether the step that was staged begins behind all tokens that its rows share."""
+        return not self._stores.refusal
+
+    def begin_replay(self, stored_layers: int) -> None:
+        """The staged step is run by a graph that stores in these layers. Raises what store and attend raise."""
+        self._stores.replay(stored_layers)
+
+    def _check_tokens(self, batch: StepBatch) -> str:
+        """Why a step may not store, or nothing. Raises BadBatch where it begins behind what is stored."""
+        self._check_stored(batch)
+        return self.table.why_no_store(batch)
 
     def _require_idle(self, what_fails: str) -> None:
         if self._state is not _State.IDLE:
@@ -470,6 +513,8 @@ def _windows(problems: Sequence[Problem], swa_pages: int, swa_kept: int, first_s
     """The SWA space, if there is to be one. Raises BadSetting, CapacityExceeded."""
     if swa_kept < 0:
         raise BadSetting(f"swa_kept is {swa_kept}; it is a number of tokens, 0 or more")
+    if first_swa_page <= RESERVED_PAGE:
+        raise BadSetting(f"first_swa_page is {first_swa_page}; page {RESERVED_PAGE} is reserved, so it is at least 1")
     if not swa_pages:
         return ()
     window_left = max(problem.window_left for problem in problems)
@@ -482,6 +527,9 @@ def _keep_everything(batch: StepBatch) -> None:
 
 def _ladder(name: str, sizes: Sequence[int]) -> SizeLadder:
     try:
-        return SizeLadder(tuple(sizes))
+        ladder = SizeLadder(tuple(sizes))
     except BadLadder as bad:
         raise BadSetting(f"{name}: {bad}") from bad
+    if ladder.largest > INT32_MAX:
+        raise BadSetting(f"{name} goes up to {ladder.largest}; counts are int32, so it ends at {INT32_MAX} or before")
+    return ladder

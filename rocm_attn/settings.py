@@ -6,6 +6,7 @@ ROCM_ATTN_DISABLE_GUARDS  ids of safeguards, separated by commas: they are switc
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,6 +37,16 @@ class Settings:
                 f"{DISABLE_GUARDS}={','.join(self.disable_guards)} switches safeguards against silent corruption off, "
                 f"which is for debugging only; set {DEBUG}=1 too, or unset {DISABLE_GUARDS}"
             )
+
+
+def whole_number(name: str, value: object) -> int:
+    """A setting that counts something, as an int. Raises BadSetting for what is no integer, a bool among them."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)  # type: ignore[arg-type]  # that is what it raises TypeError for
+    except TypeError:
+        raise BadSetting(f"{name} is {value!r}; it must be a whole number") from None
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:

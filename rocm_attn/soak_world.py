@@ -170,7 +170,7 @@ class Request:
 
     token_ids:  known so far; a request that was preempted knows more than it has stored
     num_stored: tokens in its KV
-    num_shared: tokens that other rows may share and that are therefore never taken back
+    num_shared: tokens that other rows may share: where it goes back before their end, it is truncated first
     reached:    where the new tokens of a step began at most; no more than verify_len before it are taken back
     limit:      tokens at which it ends
     """
@@ -184,7 +184,7 @@ class Request:
 
     def can_take_back(self, most: int) -> int:
         """Tokens that may be taken back, at most so many before the last step's."""
-        return self.num_stored - max(self.num_shared, self.reached - most)
+        return self.num_stored - max(0, self.reached - most)
 
     def take_back(self, taken: int) -> None:
         """Forget the last tokens, at least one, and what was known behind them; their K and V stay where they are."""
@@ -382,6 +382,9 @@ class World:
         while True:
             rows = np.array([request.row for request, _ in new], np.int32)
             kv_lens = np.array([request.num_stored + q_len for request, q_len in new], np.int32)
+            for request, _ in new:
+                if request.num_stored < request.num_shared:
+                    self._truncate(request)
             try:
                 self._table.reserve_all(rows, kv_lens)
             except OutOfPages:
@@ -455,6 +458,13 @@ class World:
             taken = self._between(1, min(most, request.can_take_back(most)))
             request.take_back(taken)
             self._happened(Action.REJECT, f"{taken} tokens of row {request.row}")
+            if self._chance(0.3):
+                self._truncate(request)
+
+    def _truncate(self, request: Request) -> None:
+        """The pages behind what is stored go, and with them what other rows hold too."""
+        self._table.truncate(request.row, request.num_stored)
+        request.num_shared = min(request.num_shared, request.num_stored)
 
     def _abort(self) -> None:
         for request in self._any_request():

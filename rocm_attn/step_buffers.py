@@ -190,6 +190,7 @@ class StepBuffers:
         assert len(set(names)) == len(names), f"a buffer is declared twice: {names}"
         self._specs: Mapping[str, BufferSpec] = {spec.name: spec for spec in specs}
         self._tensors = {spec.name: torch.empty(0, dtype=spec.dtype, device=device) for spec in specs}
+        self._nothing = torch.empty(0, dtype=torch.int32, device=device)
         self._device = device
         self._capacity = capacity
         self._first_of_child = first_of_child
@@ -228,6 +229,10 @@ class StepBuffers:
                 f"({spec.unit.value}) and captured graphs hold {self._tensors[spec.name].numel()}; "
                 "raise the largest of capture_sizes before the first capture"
             )
+        self._grow(short)
+
+    @torch.inference_mode(False)  # what is made in that mode cannot be written outside of it
+    def _grow(self, short: Sequence[tuple[BufferSpec, int]]) -> None:
         for spec, needed in short:
             elements = self._capacity.allocated(needed)
             self._tensors[spec.name] = torch.full((elements,), spec.pad, dtype=spec.dtype, device=self._device)
@@ -241,7 +246,7 @@ class StepBuffers:
         """What a child of a step of this shape uses of a buffer; empty for a buffer that no kernel needs."""
         spec = self._specs.get(name)
         if spec is None:
-            return torch.empty(0, dtype=torch.int32, device=self._device)
+            return self._nothing
         elements = spec.elements(shape.child)
         return self.view(name, elements, self._first_of_child(child, elements))
 

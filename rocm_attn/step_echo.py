@@ -6,7 +6,12 @@ A slot is written again only when the kernels that read it are done, so the echo
 from __future__ import annotations
 
 from rocm_attn.errors import DeviceFault
-from rocm_attn.kernels.metadata.error_word import LENGTH_BEYOND_BOUND, TOKEN_WITHOUT_PAGE, WINDOW_WITHOUT_PAGE
+from rocm_attn.kernels.metadata.error_word import (
+    LENGTH_BEYOND_BOUND,
+    SHARED_TOKEN,
+    TOKEN_WITHOUT_PAGE,
+    WINDOW_WITHOUT_PAGE,
+)
 from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, NO_ECHO, STEP, STEP_BEFORE, WRONG_STEP
 from rocm_attn.step_batch import Int32Array
 
@@ -17,6 +22,8 @@ _WHAT = {
     "was read as zero; evict by lengths that are no more than the device's, or look for what changed the table there",
     LENGTH_BEYOND_BOUND: "a length on the device lay outside of 0 <= q_len <= kv_len <= its bound and was cut; "
     "give the batch larger bounds, or look for what wrote the lengths",
+    SHARED_TOKEN: "by lengths on the device a step began within the tokens that its row shares with another; it was moved "
+    "to the first one after them; call truncate() and reserve() before a row goes back",
 }
 
 

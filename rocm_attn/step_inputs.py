@@ -6,6 +6,7 @@ scheduling which tokens were sampled. The host then gives upper bounds, and the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -32,6 +33,9 @@ class HostInputs:
     device: ClassVar[None] = None
     kv_len_on_host: ClassVar[bool] = True
     lengths_on_host: ClassVar[bool] = True
+
+    def __reduce__(self) -> str:
+        return "HOST_INPUTS"  # there is one; whoever copies or unpickles it gets that one
 
     def min_q_len(self, num_seqs: int, num_tokens: int, fewest: int) -> int:
         """The fewest new tokens that a sequence can have; `fewest` is the smallest q_len of the batch."""
@@ -126,8 +130,15 @@ class DeviceInputs:
             DeviceInputs(**{name: tensor[at:] for name, tensor, at in given}),
         )
 
+    def __reduce__(self) -> tuple[Callable[[dict[str, Tensor]], DeviceInputs], tuple[dict[str, Tensor]]]:
+        return _device_inputs, (self._given(),)  # ON_HOST is known by its identity
+
     def _given(self) -> dict[str, Tensor]:
         return {field.name: tensor for field in fields(self) if (tensor := getattr(self, field.name)) is not ON_HOST}
+
+
+def _device_inputs(given: dict[str, Tensor]) -> DeviceInputs:
+    return DeviceInputs(**given)
 
 
 Inputs = HostInputs | DeviceInputs

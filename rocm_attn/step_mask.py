@@ -28,6 +28,9 @@ class NoMask:
     __slots__ = ()
     device: ClassVar[None] = None
 
+    def __reduce__(self) -> str:
+        return "NO_MASK"  # there is one; whoever copies or unpickles it gets that one
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepMask:

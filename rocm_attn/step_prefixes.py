@@ -30,6 +30,9 @@ class NoPrefixes:
         """As SharedPrefixes.alone."""
         return self
 
+    def __reduce__(self) -> str:
+        return "NO_PREFIXES"  # there is one; whoever copies or unpickles it gets that one
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroup:

@@ -90,6 +90,7 @@ class StepRunner:
         self._pinned = runtime.guards.graph_epoch()
         self._graphs = GraphCache(self._pinned)
         self._entry_of_plan: dict[StepPlan, Entry[Tensor]] = {}
+        self._stored_layers: dict[StepPlan, int] = {}  # that a plan's graph stores in
         self._buckets: list[CapturedBucket] = []
         self._steps = self._real_seqs = self._padded_seqs = 0
         self._capture_seconds = 0.0
@@ -136,7 +137,7 @@ class StepRunner:
         try:
             entry = self._entry_of_plan.get(plan)
             self._flight.note(batch, plan, entry is not None, self._pinned.epoch)
-            rows = self._first_run(step, stage, batch, pad_to) if entry is None else self._graphs.replay_entry(entry)
+            rows = self._first_run(step, stage, batch, pad_to) if entry is None else self._replay(plan, entry)
         except BaseException as error:
             self._flight.failed(error)
             raise
@@ -209,6 +210,7 @@ class StepRunner:
 
     def _drop_graphs(self) -> None:
         self._entry_of_plan.clear()
+        self._stored_layers.clear()
         self._buckets.clear()
         self._graphs.drop_all()
         self._pinned.release()
@@ -225,7 +227,8 @@ class StepRunner:
         """A staged step that has no graph: run eagerly, or as a graph that is made now."""
         plan = step.plan
         # A step without sequences makes no graph: there may be no input to compare it on. capture_all() does.
-        if self._recorder is None or not plan.replayable or batch.num_seqs == 0:
+        # Nor does one that may not store: what compares graphs writes to the pages of new tokens.
+        if self._recorder is None or not plan.replayable or batch.num_seqs == 0 or not self._runtime.may_store:
             return self._body(step)
         # The graph is made of other steps; this one is staged again when it has passed.
         self._runtime.end_step()
@@ -233,7 +236,11 @@ class StepRunner:
         self._capture(plan, q_len, batch)
         step = stage(batch, pad_to)
         entry = self._entry_of_plan.get(step.plan)
-        return self._body(step) if entry is None else self._graphs.replay_entry(entry)
+        return self._body(step) if entry is None else self._replay(step.plan, entry)
+
+    def _replay(self, plan: StepPlan, entry: Entry[Tensor]) -> Tensor:
+        self._runtime.begin_replay(self._stored_layers[plan])
+        return self._graphs.replay_entry(entry)
 
     def _capture_shape(self, shape: PaddedShape) -> str:
         """Make the graph of a shape, unless there is one; why none could be made, or nothing."""
@@ -282,7 +289,8 @@ class StepRunner:
 
         def record(step: Step | SplitStep) -> Callable[[], Tensor]:
             assert self._recorder is not None
-            fresh.append(_FreshGraph.of(self._recorder, partial(self._watched_body, name, split_forward, step)))
+            body = partial(self._watched_body, name, split_forward, step)
+            fresh.append(_FreshGraph.of(self._recorder, body, self._runtime))
             return fresh[0].replay
 
         try:
@@ -304,6 +312,7 @@ class StepRunner:
 
     def _keep(self, plan: StepPlan, graph: _FreshGraph, verdict: Verdict, note: str) -> None:
         self._entry_of_plan[plan] = self._graphs.put(plan.key, graph.recording, graph.outputs, graph.seconds)
+        self._stored_layers[plan] = graph.stored_layers
         check = verdict.summary + note
         self._buckets.append(CapturedBucket(plan.key, graph.seconds, verdict.seconds, graph.recording.bytes, check))
 
@@ -324,17 +333,22 @@ class StepRunner:
 
 @dataclass(frozen=True, slots=True)
 class _FreshGraph:
-    """A graph that nobody has vouched for yet; seconds: of warm-up and recording."""
+    """A graph that nobody has vouched for yet.
+
+    seconds:       of warm-up and recording
+    stored_layers: as AttentionRuntime.stored_layers, of each step that it replays
+    """
 
     recording: Recording
     outputs: Tensor
     seconds: float
+    stored_layers: int
 
     @classmethod
-    def of(cls, recorder: Recorder, fn: Callable[[], Tensor]) -> _FreshGraph:
+    def of(cls, recorder: Recorder, fn: Callable[[], Tensor], runtime: AttentionRuntime) -> _FreshGraph:
         started = time.perf_counter()
         recording, outputs = recorder.record(fn)
-        return cls(recording, outputs, time.perf_counter() - started)
+        return cls(recording, outputs, time.perf_counter() - started, runtime.stored_layers)
 
     def replay(self) -> Tensor:
         self.recording.replay()

@@ -94,12 +94,13 @@ def lengths_as_they_come(ops: StepOps) -> StepOps:
         device_kv_len: Tensor,
         device_q_len: Tensor,
         device_token_ids: Tensor,
+        floor: Tensor,
         counts: Tensor,
         kv_len: Tensor,
         q_len: Tensor,
         token_ids: Tensor,
     ) -> None:
-        ops.device_inputs(slot, device_kv_len, device_q_len, device_token_ids, counts, kv_len, q_len, token_ids)
+        ops.device_inputs(slot, device_kv_len, device_q_len, device_token_ids, floor, counts, kv_len, q_len, token_ids)
         seqs = int(slot[0])
         kv_len[:seqs].copy_(device_kv_len[:seqs])
         q_len[:seqs].copy_(device_q_len[:seqs])
@@ -243,6 +244,10 @@ def let_sealed_memory_move(reason: str) -> None:
     """Growth goes on, although graphs read the memory that is given up."""
 
 
+def let_weights_move(layer: int) -> None:
+    """A layer's weights are replaced, although graphs read the old ones."""
+
+
 @dataclass(frozen=True, slots=True)
 class _PastTheRow(RowWidth):
     """Pages are put where they would lie if the row had no end: in the rows behind it."""
@@ -265,6 +270,21 @@ PAST_THE_ROW = _PastTheRow()
 def never_shared(holders: Int32Array) -> npt.NDArray[np.bool_]:
     """Every row writes to the pages that it holds, whoever else holds them."""
     return np.zeros(len(holders), np.bool_)
+
+
+def no_floor(kv_len: int) -> int:
+    """A row and its forks store wherever their steps begin."""
+    return 0
+
+
+def whatever_was_stored(table: RequestTable) -> tuple[Callable[[StepBatch], None], Callable[[StepBatch], None]]:
+    """Steps begin anywhere in a row's room."""
+    return any_batch(table), any_batch(table)
+
+
+def free_at_once(page: int, copies: Mapping[int, int]) -> bool:
+    """A page is handed out as soon as no row holds it, whatever has still to be copied from it."""
+    return False
 
 
 def any_batch(table: RequestTable) -> Callable[[StepBatch], None]:

@@ -39,7 +39,8 @@ class Workspace:
                 f"a step needs {words * 4} bytes of workspace and captured graphs hold {self.capacity * 4}; "
                 "raise the largest of capture_sizes before the first capture"
             )
-        self._words = torch.empty(words, dtype=torch.float32, device=self._words.device)
+        with torch.inference_mode(False):  # what is made in that mode cannot be written outside of it
+            self._words = torch.empty(words, dtype=torch.float32, device=self._words.device)
         return True
 
     def view(self, words: int, first: int = 0) -> Tensor:

@@ -2,10 +2,14 @@
 
     q_len[i]  = min(max(device_q_len[i], 0), q bound[i])
     kv_len[i] = min(max(device_kv_len[i], q_len[i]), kv bound[i])
+    where q_len[i] > 0 and kv_len[i] - q_len[i] < floor[i]:
+        kv_len[i] = min(floor[i] + q_len[i], kv bound[i])
+        q_len[i]  = min(q_len[i], max(kv_len[i] - floor[i], 0))
     token t   = device_token_ids[t] for t < q_len[0] + q_len[1] + ..., 0 behind them
 
 Runs after publish; the bounds are the lengths in the ring slot that publish has read. So a length that is wrong on the
-device stays within the pages that the host has reserved; it sets a bit of the step's error word.
+device stays within the pages that the host has reserved, and writes to no token before floor, which other rows may
+share; it sets a bit of the step's error word.
 
 Each program sums q_len itself, from what the caller and the host have written: none reads what another writes.
 """
@@ -25,6 +29,7 @@ _TOKENS = 256
 _SEQS_AT_ONCE = 512
 _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 _BEYOND_BOUND = tl.constexpr(error_word.LENGTH_BEYOND_BOUND)
+_SHARED_TOKEN = tl.constexpr(error_word.SHARED_TOKEN)
 
 
 @triton.jit(
@@ -34,6 +39,7 @@ _BEYOND_BOUND = tl.constexpr(error_word.LENGTH_BEYOND_BOUND)
         "device_kv_len",
         "device_q_len",
         "device_token_ids",
+        "floor",
         "counts",
         "kv_len",
         "q_len",
@@ -45,6 +51,7 @@ def _device_inputs_kernel(
     device_kv_len,
     device_q_len,
     device_token_ids,
+    floor,
     counts,
     kv_len,
     q_len,
@@ -59,6 +66,7 @@ def _device_inputs_kernel(
     lane = tl.arange(0, SEQS)
     total = 0
     num_beyond = 0
+    num_below = 0
     for first in range(0, num_seqs, SEQS):
         seq = first + lane
         live = seq < num_seqs
@@ -68,14 +76,20 @@ def _device_inputs_kernel(
         given_q = tl.load(device_q_len + seq, mask=live, other=0)
         new = tl.minimum(tl.maximum(given_q, 0), q_bound)
         length = tl.minimum(tl.maximum(given_kv, new), kv_bound)
-        total += tl.sum(new, 0)
         num_beyond += tl.sum(((new != given_q) | (length != given_kv)).to(tl.int32), 0)
+        begin = tl.load(floor + seq, mask=live, other=0)
+        below = (new > 0) & (length - new < begin)
+        length = tl.where(below, tl.minimum(begin + new, kv_bound), length)
+        new = tl.where(below, tl.minimum(new, tl.maximum(length - begin, 0)), new)
+        num_below += tl.sum(below.to(tl.int32), 0)
+        total += tl.sum(new, 0)
         if tl.program_id(0) == 0:
             tl.store(kv_len + seq, length, mask=live)
             tl.store(q_len + seq, new, mask=live)
     if tl.program_id(0) == 0:
         tl.store(counts + 1, total)
-        tl.store(counts + _ERROR_WORD, tl.where(num_beyond > 0, _BEYOND_BOUND, 0))
+        cut = tl.where(num_beyond > 0, _BEYOND_BOUND, 0)
+        tl.store(counts + _ERROR_WORD, cut | tl.where(num_below > 0, _SHARED_TOKEN, 0))
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     ids = tl.load(device_token_ids + t, mask=t < tl.minimum(total, num_token_ids), other=0)
     tl.store(token_ids + t, ids, mask=t < num_tokens_padded)
@@ -89,6 +103,7 @@ def launch_device_inputs(
     device_kv_len: Tensor,
     device_q_len: Tensor,
     device_token_ids: Tensor,
+    floor: Tensor,
     counts: Tensor,
     kv_len: Tensor,
     q_len: Tensor,
@@ -100,7 +115,9 @@ def launch_device_inputs(
     device_kv_len, device_q_len: int32 [num_seqs], read only; on the device, or in the slot where the host knows them
     device_token_ids:            int32 [n], read only, sequence after sequence by q_len; n is 0 without ids, otherwise
                                  the sum of the bounds of q_len
-    counts:                      int32 [4]; [1] receives the sum of q_len, [3] an error bit where a length was cut
+    floor:                       int32 [num_seqs], in the slot; the first token that a step may store, no more than the
+                                 bound of kv_len
+    counts:                      int32 [4]; [1] receives the sum of q_len, [3] error bits where one was cut or moved
     kv_len, q_len:               int32 [S]
     token_ids:                   int32 [T]; behind the step's tokens, and everywhere without ids, receives 0
     """
@@ -112,6 +129,7 @@ def launch_device_inputs(
         device_kv_len,
         device_q_len,
         device_token_ids,
+        floor,
         counts,
         kv_len,
         q_len,

@@ -5,6 +5,7 @@ n = num_seqs:
     [4] number of the step before  [5] echo of the step before  [6] its number as the device has it  [7] not used
     [8, 8+n) rows   [8+n, 8+2n) kv_len   [8+2n, 8+3n) q_len   [8+3n, 8+3n+num_tokens) token ids
     behind these, where the step shares prefixes: n words of prefix_len, n of group_end
+    behind these, where the device knows lengths: n words, the first token that the step may store in each row
 
 The kernel that reads a slot writes the echo, words 5 and 6, back into it: what is known by then of the step before.
 Word 5 is that step's error word, or one of the two words below; 0 says that all was well.

@@ -8,6 +8,7 @@ from torch import Tensor
 from rocm_attn.kernels.metadata.error_word import (
     ERROR_WORD,
     LENGTH_BEYOND_BOUND,
+    SHARED_TOKEN,
     TOKEN_WITHOUT_PAGE,
     WINDOW_WITHOUT_PAGE,
 )
@@ -63,6 +64,7 @@ def device_inputs(
     device_kv_len: Tensor,
     device_q_len: Tensor,
     device_token_ids: Tensor,
+    floor: Tensor,
     counts: Tensor,
     kv_len: Tensor,
     q_len: Tensor,
@@ -77,10 +79,15 @@ def device_inputs(
     )
     new = given_q.clamp(min=0).minimum(q_bound)
     length = given_kv.maximum(new).minimum(kv_bound)
+    cut = ((new != given_q) | (length != given_kv)).any()
+    begin = floor[:num_seqs].to(counts.device)
+    below = (new > 0) & (length - new < begin)
+    length = torch.where(below, (begin + new).minimum(kv_bound), length)
+    new = torch.where(below, new.minimum((length - begin).clamp(min=0)), new)
     kv_len[:num_seqs].copy_(length)
     q_len[:num_seqs].copy_(new)
     counts[1] = new.sum()
-    counts[ERROR_WORD] = torch.where(((new != given_q) | (length != given_kv)).any(), LENGTH_BEYOND_BOUND, 0)
+    counts[ERROR_WORD] = torch.where(cut, LENGTH_BEYOND_BOUND, 0) | torch.where(below.any(), SHARED_TOKEN, 0)
     live = torch.arange(num_ids, device=counts.device) < counts[1]
     token_ids[:num_ids].copy_(torch.where(live, ids, 0))
     token_ids[num_ids:].zero_()

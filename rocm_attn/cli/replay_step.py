@@ -26,6 +26,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.reference import attend_paged
 from rocm_attn.runtime import AttentionRuntime, Step
 from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_prefixes import SharedPrefixes
 from rocm_attn.step_runner import StepRunner
 
 # Pages that are filled with random values at a time.
@@ -154,8 +155,10 @@ class _Replay:
         # Every result is compared here, with more than the check would tell.
         runner = StepRunner(self.runtime, self._forward, recorder_for(self.runtime.device), check=NO_CHECK)
         # So that the graph is of other lengths than the step's, unless its kernels bake them.
-        prefixes = self.batch.prefixes.alone()
-        runner.run_as(self.shape, StepBatch(self.batch.rows, self.batch.q_len, self.batch.q_len, prefixes=prefixes))
+        batch, prefixes = self.batch, self.batch.prefixes
+        shortest = batch.q_len + (prefixes.prefix_len if isinstance(prefixes, SharedPrefixes) else 0)
+        runner.run_as(self.shape, StepBatch(batch.rows, shortest, batch.q_len, prefixes=prefixes.alone()))
+        self.runtime.table.mark_stored(batch.rows, batch.kv_len)  # with what the pages were filled with
         runner.run_eagerly_as(self.shape, self.batch)
         eager = [out.clone() for out in self.outs]
         for out in self.outs:
@@ -247,7 +250,9 @@ def _reserve(runtime: AttentionRuntime, noted: NotedStep) -> None:
             forked = table.fork(noted.rows[first], prefix_len)
             assert forked == row, "the row that was freed last is handed out first"
         first += count
-    table.reserve_all(np.array(noted.rows, np.int32), np.array(noted.kv_len, np.int32))
+    rows, kv_len = np.array(noted.rows, np.int32), np.array(noted.kv_len, np.int32)
+    table.reserve_all(rows, kv_len)
+    table.mark_stored(rows, kv_len)
 
 
 def _fill(runtime: AttentionRuntime, layer: int, generator: torch.Generator) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rocm_attn.errors import BadTensor, CapacityExceeded
+from rocm_attn.errors import BadTensor, CapacityExceeded, WrongState
 from rocm_attn.guards import Guards
+from rocm_attn.head_weights import HeadWeights
 from rocm_attn.hip_graphs.size_ladder import default_ladder
 from rocm_attn.padding import PaddedShape, StepKind
 from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving
+from tests.amd.runtime.stepping import Request, small_problem
 
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
@@ -90,3 +92,35 @@ def test_sealed_buffers_do_not_move_under_a_graph(provider: str, device: torch.d
     assert not serving.is_right(requests, [1, 1])
     page = serving.runtime.table.pages_of(requests[0].row)[1]
     assert torch.equal(serving.runtime.pool.layer(0).k[page, 0], requests[0].k[0][5])
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_head_weights_are_not_replaced_under_a_graph(provider: str, device: torch.device) -> None:
+    def served(guards: Guards) -> tuple[Serving, list[Request]]:
+        """A request that decodes through a graph, of a layer with sinks."""
+        serving = Serving(device, guards, graphs=True, provider=provider, problem=small_problem(has_sinks=True))
+        serving.runtime.head_weights.set(0, HeadWeights(torch.zeros(6, device=serving.runtime.device)))
+        requests = serving.admit(1)
+        serving.step(requests, [1])
+        serving.step(requests, [1])
+        assert serving.runner.counters.replays == 2
+        return serving, requests
+
+    serving, requests = served(ALL_ON)
+    weights = serving.runtime.head_weights
+    others = HeadWeights(torch.full_like(serving.lse[0], 5.0))
+    with pytest.raises(WrongState, match="graphs may read the head weights of layer 0"):
+        weights.set(0, others)
+    serving.step(requests, [1])
+    given = weights.of(0).sinks
+    assert given is not None
+    given.copy_(torch.full_like(given, 5.0))
+    serving.step(requests, [1])
+    assert serving.runner.counters.replays == 4
+    serving.runtime.unseal((8,))
+    weights.set(0, others)
+
+    serving, requests = served(Guards().without("head_weights"))
+    serving.runtime.head_weights.set(0, others)
+    serving.run(requests, [1])
+    assert not serving.is_right(requests, [1])

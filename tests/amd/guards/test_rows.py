@@ -135,7 +135,7 @@ def test_a_length_beyond_its_bound_touches_no_other_request(provider: str, graph
     assert not serving.is_right(requests, [2, 2])
 
 
-@pytest.mark.parametrize("guards", [ALL_ON, Guards().without("batch_check")], ids=["on", "off"])
+@pytest.mark.parametrize("guards", [ALL_ON, Guards().without("batch_check", "stored_tokens")], ids=["on", "off"])
 def test_a_freed_row_is_not_read(guards: Guards, device: torch.device) -> None:
     serving = Serving(device, guards, graphs=False)
     first, second = neighbours(serving)

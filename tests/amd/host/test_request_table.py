@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from rocm_attn.errors import BadBatch, CapacityExceeded, OutOfPages, WrongState
+from rocm_attn.index_spaces import Space
 from rocm_attn.request_table import RequestTable
 from rocm_attn.step_batch import StepBatch
 
@@ -129,6 +130,36 @@ def test_a_copy_that_nobody_waits_for_any_more_is_dropped() -> None:
     table.reserve(child, 7)
     table.free(child)
     assert table.pending.copies == {}
+
+
+def test_a_page_that_is_still_to_be_copied_is_not_handed_out() -> None:
+    table = make_table()
+    parent = table.admit()
+    table.reserve(parent, 6)
+    child = table.fork(parent, 6)
+    whole, shared = table.pages_of(parent).tolist()
+    table.reserve(child, 7)
+    table.free(parent)
+    free = table.num_free_pages
+    other = table.admit()
+    table.reserve(other, 4 * free)
+    assert shared not in table.pages_of(other)
+    with pytest.raises(OutOfPages):
+        table.reserve(table.admit(), 1)
+    table.space(Space.FULL).copies_made()
+    assert table.num_free_pages == 1
+    assert whole in table.pages_of(child)
+
+
+def test_a_page_whose_copy_is_dropped_is_handed_out_again() -> None:
+    table = make_table()
+    parent = table.admit()
+    table.reserve(parent, 6)
+    child = table.fork(parent, 6)
+    table.reserve(child, 7)
+    table.free(parent)
+    table.free(child)
+    assert table.num_free_pages == table.num_usable_pages
 
 
 def test_sharing_more_than_is_held_is_refused() -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -16,6 +21,9 @@ from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.contract import Need
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_buffers import STEP_BUFFERS, BufferSpec, StepBuffers, Unit, needed_buffers
+from rocm_attn.step_inputs import HOST_INPUTS, ON_HOST, DeviceInputs
+from rocm_attn.step_mask import NO_MASK
+from rocm_attn.step_prefixes import NO_PREFIXES
 from rocm_attn.target import detect_target, known_target
 from rocm_attn.workspace import Workspace
 
@@ -73,6 +81,20 @@ def test_a_batch_that_contradicts_itself_is_refused(fields: tuple[object, object
     rows, kv_len, q_len = map(np.array, fields)
     with pytest.raises(BadBatch, match=message):
         StepBatch(rows, kv_len, q_len)
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda batch: pickle.loads(pickle.dumps(batch))])
+def test_a_copied_or_unpickled_batch_is_the_same_step(again: Callable[[StepBatch], StepBatch]) -> None:
+    plain = again(batch([1, 1]))
+    assert plain.inputs is HOST_INPUTS
+    assert plain.mask is NO_MASK
+    assert plain.prefixes is NO_PREFIXES
+    assert plain.kv_len.tolist() == [1, 1]
+    inputs = again(replace(batch([1, 1]), inputs=DeviceInputs(q_len=torch.ones(2, dtype=torch.int32)))).inputs
+    assert isinstance(inputs, DeviceInputs)
+    assert inputs.kv_len_on_host
+    assert inputs.token_ids is ON_HOST
+    assert inputs.q_len.tolist() == [1, 1]
 
 
 def test_token_ids_come_for_all_tokens_or_for_none() -> None:

@@ -339,10 +339,10 @@ def _to_inputs(publish: Callable[..., None]) -> Callable[..., None]:
 
 
 def device_inputs(memory: Memory) -> None:
-    """Two sequences of up to five tokens, within their bounds and not, at five and seven."""
+    """Two sequences of up to five tokens, within their bounds and not, before what is shared too, at five and seven."""
     slot = ints([2, 5, 9, 0, 8, 0, 8, 0, 4, 5, 30, 40, 3, 2])
-    for kv_len, q_len in (([29, 40], [1, 2]), ([31, 1], [4, 2])):
-        inputs = [slot, ints(kv_len), ints(q_len), ints([11, 12, 13, 14, 15])]
+    for kv_len, q_len, floor in (([29, 40], [1, 2], [28, 0]), ([31, 1], [4, 2], [0, 0]), ([29, 1], [3, 1], [28, 9])):
+        inputs = [slot, ints(kv_len), ints(q_len), ints([11, 12, 13, 14, 15]), ints(floor)]
         outputs = [ints([2, 5, 9, 0]), *(garbage(size) for size in (5, 5, 7))]
         assert_same(memory, launch_device_inputs, twins.device_inputs, inputs, outputs)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -158,3 +161,33 @@ def test_auto_on_a_gpu_says_why_aiter_was_not_taken() -> None:
 def test_an_unknown_provider_is_named() -> None:
     with pytest.raises(BadSetting, match="cudnn"):
         select(small_problem(), known_target("cpu"), "cudnn")
+
+
+@pytest.mark.parametrize("value", [8.5, 8.0, "8", None, True, float("nan")])
+@pytest.mark.parametrize("name", ["num_pages", "max_num_seqs", "max_kv_len", "swa_pages", "swa_kept", "first_swa_page"])
+def test_a_number_that_is_none_is_named(name: str, value: object, device: torch.device) -> None:
+    numbers: dict[str, Any] = {"num_pages": 8, "max_num_seqs": 2, "max_kv_len": 16, name: value}
+    with pytest.raises(BadSetting, match=rf"^{name} is {re.escape(repr(value))}; it must be a whole number$"):
+        AttentionRuntime([small_problem()], device=device, provider=PROVIDER, **numbers)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"max_kv_len": 2**31}, "max_kv_len is 2147483648; lengths are int32, so use at most 2147483644"),
+        ({"num_pages": 2**31}, "overflow an int32 slot id"),
+        ({"first_swa_page": 0}, "first_swa_page is 0; page 0 is reserved"),
+        ({"capture_sizes": (2**31,)}, "capture_sizes goes up to 2147483648; counts are int32"),
+    ],
+)
+def test_a_number_that_int32_cannot_hold_is_refused(
+    numbers: dict[str, Any], message: str, device: torch.device
+) -> None:
+    numbers = {"num_pages": 8, "max_num_seqs": 2, "max_kv_len": 16, **numbers}
+    with pytest.raises((BadSetting, CapacityExceeded), match=message):
+        AttentionRuntime([small_problem()], device=device, provider=PROVIDER, **numbers)
+
+
+def test_integers_of_numpy_are_numbers(device: torch.device) -> None:
+    numbers: dict[str, Any] = {"num_pages": np.int64(8), "max_num_seqs": np.int32(2), "max_kv_len": np.uint8(16)}
+    assert AttentionRuntime([small_problem()], device=device, provider=PROVIDER, **numbers).max_kv_len == 16

@@ -68,9 +68,9 @@ def hybrid(
 
 
 def assert_accounts(world: World) -> None:
-    """Every page is held or free, and the device's tables are the host's."""
+    """Every page is held, still to be copied, or free, and the device's tables are the host's."""
     for table in world.runtime.table.spaces:
-        held = set(np.unique(table.entries_host).tolist()) - {0}
+        held = set(np.unique(table.entries_host).tolist()) - {0} | set(table.pending.copies.values())
         assert len(held) + table.num_free_pages == table.num_usable_pages
         if not table.pending:
             assert np.array_equal(table.entries.cpu().numpy(), table.entries_host)
@@ -299,7 +299,7 @@ def test_a_window_in_one_pool_with_the_others_gives_nothing_back(device: torch.d
     runtime = build(device, [small_problem(window_left=2)])
     row = runtime.table.admit()
     runtime.table.reserve(row, 16)
-    runtime.begin_step(StepBatch(np.array([row]), np.array([16]), np.array([1])))
+    runtime.begin_step(StepBatch(np.array([row]), np.array([16]), np.array([16])))
     runtime.end_step()
     assert runtime.swa_pages == 0
     assert (runtime.table.pages_of(row) > 0).all()

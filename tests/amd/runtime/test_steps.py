@@ -186,6 +186,7 @@ def test_token_ids_arrive_and_pads_are_zero(provider: str, device: torch.device)
     step = world.runtime.begin_step(batch)
     assert step.token_ids.tolist() == [11, 12, 13, 14, 15, 16]
     world.runtime.end_step()
+    world.runtime.table.mark_stored(plain.rows, plain.kv_len)
     step = world.runtime.begin_step(type(plain)(plain.rows, plain.kv_len, np.ones(3, np.int32), np.array([7, 8, 9])), 5)
     assert step.token_ids.tolist() == [7, 8, 9, 0, 0]
     world.runtime.end_step()

@@ -1,0 +1,77 @@
+"""Servers run under torch.inference_mode, or not, or in turn: memory that is made in one mode serves in the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+
+from rocm_attn.errors import DeviceFault
+from tests.amd.guards.serving import Serving
+from tests.amd.runtime.stepping import providers
+
+MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "inference": torch.inference_mode,
+    "plain": nullcontext,
+}
+each_order = pytest.mark.parametrize("order", [("inference", "plain"), ("plain", "inference")], ids="-".join)
+
+
+@each_order
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+@pytest.mark.parametrize("provider", providers())
+def test_what_grows_in_one_mode_serves_in_the_other(
+    provider: str, graphs: bool, order: tuple[str, str], device: torch.device
+) -> None:
+    first, second = (MODES[mode] for mode in order)
+    with torch.inference_mode(False):
+        serving = Serving(device, graphs=graphs, provider=provider, max_num_seqs=8, capture_sizes=(2, 4))
+    with first():
+        requests = serving.admit(4)
+        serving.step(requests, [3, 9, 1, 2])
+        serving.step(requests, [1] * 4)
+        # A copy of a page, and buffers above the largest graph.
+        requests.append(serving.world.fork(requests[0], 4))
+        serving.step(requests, [1] * 5)
+    with second():
+        serving.step(requests, [2] * 5)
+        serving.step(requests[:4], [1] * 4)
+        serving.step(requests, [1] * 5)
+        serving.runner.check_addresses()
+        if graphs:
+            serving.runner.reopen((4,))
+        serving.step(requests[:4], [1] * 4)
+    with first():
+        serving.step(requests[:4], [1] * 4)
+    with second():
+        serving.runtime.check_device()
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+@pytest.mark.parametrize("provider", providers())
+def test_a_runtime_that_was_built_in_inference_mode_serves_outside_of_it(
+    provider: str, graphs: bool, device: torch.device
+) -> None:
+    with torch.inference_mode():
+        serving = Serving(device, graphs=graphs, provider=provider)
+    # The tensors of the test's own model are another matter.
+    for name in ("q", "k", "v", "out", "lse"):
+        setattr(serving, name, getattr(serving, name).clone())
+    requests = serving.admit(2)
+    serving.step(requests, [3, 1])
+    serving.step(requests, [1, 1])
+    assert not any(tensor.is_inference() for tensor in serving.runtime.sealed_tensors().values())
+    serving.runtime.check_device()
+
+
+def test_a_fault_is_told_outside_of_the_mode_that_the_step_ran_in(device: torch.device) -> None:
+    with torch.inference_mode():
+        serving = Serving(device, graphs=True)
+        requests = serving.admit(2)
+        serving.step(requests, [3, 1])
+        serving.runtime.table.entries.zero_()
+        serving.run(requests, [1, 1])
+    with pytest.raises(DeviceFault, match="a new token had no page"):
+        serving.runtime.check_device()

@@ -17,10 +17,10 @@ from tests.amd.driver.world import World
 def plain(world: World) -> Draft | None:
     """Requests go on where they are: decode, extend, both in one step, and some that wait."""
     rng = world.rng
-    longest = rng.choice((1, 1, 1, 3, 6, 12))
+    longest = rng.choice((1, 1, 1, 3, 6, 12, 60 if world.runtime.max_kv_len > 60 else 1))
     seqs = []
     for row in _some(world):
-        begin = world.oracle.stored(row)
+        begin = world.end(row)
         fewest = 1 if longest == 1 or rng.random() < 0.9 else 0
         count = min(rng.choice((1, longest, rng.randint(fewest, longest))), world.runtime.max_kv_len - begin)
         if longest == 1 and count < 1:
@@ -28,16 +28,18 @@ def plain(world: World) -> Draft | None:
         seqs.append(Member.of(row, begin, _ids(world, row, begin, count)))
     if not _reserve(world, seqs):
         return None
-    draft = Draft(seqs, is_plain=True)
+    draft = Draft(seqs, is_plain=not any(world.requests[seq.row].went_back for seq in seqs))
     return _padded(world, draft)
 
 
 def back(world: World) -> Draft | None:
-    """Some requests take tokens back and store others there."""
+    """Some requests take tokens back and store others there; some of them say so first."""
     seqs = []
     for row in _some(world):
-        stored = world.oracle.stored(row)
+        stored = world.end(row)
         begin = max(0, stored - world.rng.choice((0, 1, 2, 5, 30)))
+        if world.rng.random() < 0.3:
+            world.truncate(row, begin)
         count = min(world.rng.randint(1, 6), world.runtime.max_kv_len - begin)
         if count:
             seqs.append(Member.of(row, begin, _ids(world, row, begin, count, anew=0.6)))
@@ -49,7 +51,7 @@ def back(world: World) -> Draft | None:
 def gap(world: World) -> Draft | None:
     """A request skips tokens that it never stored. To be refused, unless no layer sees them."""
     row = world.rng.choice(list(world.requests))
-    begin = max(world.oracle.stored(row), world.requests[row].doubtful) + world.rng.randint(1, 9)
+    begin = max(world.end(row), world.requests[row].doubtful) + world.rng.randint(1, 9)
     if begin >= world.runtime.max_kv_len:
         return None
     seqs = [Member.of(row, begin, _ids(world, row, begin, 1))]
@@ -63,7 +65,7 @@ def masked(world: World) -> Draft | None:
         return plain(world)
     seqs = []
     for row in _some(world):
-        begin = world.oracle.stored(row)
+        begin = world.end(row)
         count = min(rng.randint(0, 6), world.runtime.max_kv_len - begin)
         seq = Member.of(row, begin, _ids(world, row, begin, count))
         shows = np.random.default_rng(rng.randrange(2**32)).random((count, seq.kv_len)) < rng.choice((0.3, 0.7, 1.0))
@@ -84,24 +86,22 @@ def shared(world: World) -> Draft | None:
     """A decode step that says which neighbours hold the same pages."""
     page_size = world.runtime.table.page_size
     table, order = world.runtime.table, sorted(_some(world), key=lambda row: world.requests[row].ancestor)
-    rows = [row for row in order if 0 < world.oracle.stored(row) < world.runtime.max_kv_len]
+    rows = [row for row in order if 0 < world.end(row) < world.runtime.max_kv_len]
     groups: list[PrefixGroup] = []
     while sum(group.num_seqs for group in groups) < len(rows):
         at = sum(group.num_seqs for group in groups)
         pages = table.pages_of(rows[at]).tolist()
-        common = world.oracle.stored(rows[at]) // page_size
+        common = world.end(rows[at]) // page_size
         count = 1
         for row in rows[at + 1 :]:
             others = table.pages_of(row).tolist()
             same = [a == b for a, b in zip(pages, others, strict=False)] + [False]
-            fewer = min(common, same.index(False), world.oracle.stored(row) // page_size)
+            fewer = min(common, same.index(False), world.end(row) // page_size)
             if fewer == 0:
                 break
             common, count = fewer, count + 1
         groups.append(PrefixGroup(count, common * page_size if count > 1 else 0))
-    seqs = [
-        Member.of(row, at, _ids(world, row, at, 1)) for row, at in ((row, world.oracle.stored(row)) for row in rows)
-    ]
+    seqs = [Member.of(row, at, _ids(world, row, at, 1)) for row, at in ((row, world.end(row)) for row in rows)]
     if not _reserve(world, seqs):
         return None
     kept = world.kept_prefixes
@@ -119,7 +119,7 @@ def on_device(world: World) -> Draft | None:
     names = rng.choice((("kv_len",), ("token_ids",), ("kv_len", "q_len"), ("kv_len", "q_len", "token_ids"), ("q_len",)))
     seqs = []
     for row in _some(world):
-        stored = world.oracle.stored(row)
+        stored = world.end(row)
         back = rng.choice((0, 0, 1, 2, 4)) if "kv_len" in names else 0
         begin = max(0, stored - back)
         bound = min(1 if decodes else rng.randint(1, 5), world.runtime.max_kv_len - begin)
@@ -182,7 +182,7 @@ def bad(world: World) -> Draft | None:
     rng = world.rng
     seqs = [
         Member.of(row, begin, _ids(world, row, begin, 1))
-        for row, begin in ((row, world.oracle.stored(row)) for row in _some(world))
+        for row, begin in ((row, world.end(row)) for row in _some(world))
         if begin < world.runtime.max_kv_len
     ]
     if not seqs or not _reserve(world, seqs):
@@ -255,7 +255,7 @@ def _reserve(world: World, seqs: list[Member]) -> bool:
     """Make room for what the host says of the sequences; requests outside of the step are given up where that helps."""
     rows, lengths = [seq.row for seq in seqs], [seq.kv_bound for seq in seqs]
     if world.rng.random() < 0.1:
-        stored = [world.oracle.stored(row) for row in rows]
+        stored = [world.end(row) for row in rows]
         world.runtime.table.evict(np.array(rows, np.int32), np.array(stored, np.int32))
     for _ in range(len(world.requests) + 1):
         refusal = world.refusal(lambda: world.reserve(rows, lengths))

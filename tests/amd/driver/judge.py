@@ -69,7 +69,7 @@ def _places(world: World, draft: Draft, num_seqs: int, num_padded: int, num_chil
         ends = np.cumsum([len(seq.ids) for seq in draft.seqs], dtype=np.int64).tolist()
         real = zip(draft.seqs, ends, last, strict=False)
         # A padded sequence's is a padded token, or 0 where it has none.
-        of_pads = all(token == 0 or pads[int(token)] for token in last[len(ends) :])
+        of_pads = all(token == 0 or (0 < token < num_padded and pads[int(token)]) for token in last[len(ends) :])
         if not of_pads or any(seq.ids and token != end - 1 for seq, end, token in real):
             return f"last tokens {last} of sequences that end at {ends}"
     return at

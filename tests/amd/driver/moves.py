@@ -44,7 +44,7 @@ def admit(world: World) -> None:
 def fork(world: World) -> None:
     """A request that shares the first tokens of another, however many."""
     rng, row = world.rng, world.rng.choice(list(world.requests))
-    stored, page_size = world.oracle.stored(row), world.runtime.table.page_size
+    stored, page_size = world.end(row), world.runtime.table.page_size
     lengths = (stored, rng.randint(0, stored), stored // page_size * page_size, world.requests[row].reserved)
     kv_len = rng.choice((*lengths, world.requests[row].reserved + 1) if rng.random() < 0.2 else lengths[:3])
     refusal = world.refusal(lambda: world.fork(row, kv_len))
@@ -87,10 +87,21 @@ def reserve_many(world: World) -> None:
         raise Finding(f"room for {lengths} tokens, more than max_kv_len = {world.runtime.max_kv_len}")
 
 
+def truncate(world: World) -> None:
+    """A request goes back, to any length."""
+    row = world.rng.choice(list(world.requests))
+    kv_len = world.rng.randint(0, world.requests[row].reserved + (world.rng.random() < 0.1))
+    room = world.requests[row].reserved
+    refusal = world.refusal(lambda: world.truncate(row, kv_len))
+    world.say(f"truncate row {row} to {kv_len}: {refusal}")
+    if bool(refusal) != (kv_len > room):
+        raise Finding(f"row {row} with room for {room} tokens was cut to {kv_len}: {refusal or 'taken'}")
+
+
 def evict(world: World) -> None:
     """Give back what the window has left."""
     rows = [row for row in world.requests if world.rng.random() < 0.7]
-    lengths = [world.rng.randint(0, world.oracle.stored(row)) for row in rows]
+    lengths = [world.rng.randint(0, world.end(row)) for row in rows]
     world.say(f"evict before {lengths} in rows {rows}")
     world.runtime.table.evict(np.array(rows, np.int32), np.array(lengths, np.int32))
 
@@ -99,16 +110,15 @@ def twin(world: World) -> None:
     """A request is given up and computed again from its tokens, in other chunks."""
     row = world.rng.choice(list(world.requests))
     world.say(f"row {row} is computed again")
-    script, length = world.requests[row].script, world.oracle.stored(row)
+    script, length = world.requests[row].script, world.end(row)
     world.free(row)
     again = world.admit()
     world.requests[again].script = script
-    while world.oracle.stored(again) < length:
-        before, draft = world.oracle.stored(again), plain(world)
-        if draft is None or again not in world.requests:
-            return
-        run(world, draft, world.rng.choice(WAYS))
-        if world.oracle.stored(again) <= before and world.rng.random() < 0.5:
+    for _ in range(6):
+        draft = plain(world)
+        if draft is not None:
+            run(world, draft, world.rng.choice(WAYS))
+        if again not in world.requests or world.end(again) >= length:
             return
 
 
@@ -173,11 +183,11 @@ def steps_overlap(world: World) -> None:
 
 def wiped_table(world: World) -> None:
     """Something writes to the table on the device: the step that meets it says so."""
-    rows = [row for row in world.requests if 0 < world.oracle.stored(row) < world.runtime.max_kv_len]
+    rows = [row for row in world.requests if 0 < world.end(row) < world.runtime.max_kv_len]
     if not rows:
         return
     row = world.rng.choice(rows)
-    begin = world.oracle.stored(row)
+    begin = world.end(row)
     if world.refusal(lambda: world.reserve([row], [begin + 1])):
         return
     draft = plain(world)
@@ -185,7 +195,7 @@ def wiped_table(world: World) -> None:
         return
     world.listen()
     run(world, draft, "run eagerly")  # afterwards the device knows the row
-    if row not in world.requests or not begin < world.oracle.stored(row) < world.runtime.max_kv_len:
+    if row not in world.requests or not begin < world.end(row) < world.runtime.max_kv_len:
         return
     world.say(f"the table's row {row} is wiped on the device")
     world.runtime.table.entries[row].zero_()
@@ -204,7 +214,7 @@ def wiped_table(world: World) -> None:
 
 def stray_write(world: World) -> None:
     """Something writes a length on the device while a step runs: no other request's pages are touched."""
-    rows = [row for row in world.requests if world.oracle.stored(row) < world.runtime.max_kv_len]
+    rows = [row for row in world.requests if world.end(row) < world.runtime.max_kv_len]
     if not rows:
         return
     draft = plain(world)
@@ -265,13 +275,16 @@ def copied(world: World) -> None:
         return
     if draft is None or not draft.seqs:
         return
+    kept = {row: list(kv) for row, kv in world.oracle.kv.items()}
+    ends = {row: request.end for row, request in world.requests.items()}
     original, world.runtime = world.runtime, other
     try:
-        kept = {row: list(kv) for row, kv in world.oracle.kv.items()}
         run(world, draft, "call by call")
     finally:
         world.runtime = original
-    world.oracle.kv.update(kept)
+    world.oracle.kv = {row: kept[row] for row in world.requests}
+    for row, request in world.requests.items():
+        request.end = ends[row]
 
 
 MOVES: dict[Callable[[World], None], int] = {
@@ -282,6 +295,7 @@ MOVES: dict[Callable[[World], None], int] = {
     reserve: 5,
     reserve_many: 4,
     evict: 4,
+    truncate: 4,
     twin: 3,
     ask: 2,
     capture_all: 1,
@@ -293,7 +307,7 @@ MOVES: dict[Callable[[World], None], int] = {
     merge: 2,
     copied: 1,
 }
-NEED_REQUESTS = {fork, free, reserve, reserve_many, twin, stray_write, wiped_table, steps_overlap, copied}
+NEED_REQUESTS = {fork, free, reserve, reserve_many, truncate, twin, stray_write, wiped_table, steps_overlap, copied}
 
 
 def move(world: World) -> None:

@@ -106,10 +106,9 @@ class Oracle:
         kv.extend([UNKNOWN] * (begin + len(looked_up) - len(kv)))
         kv[begin : begin + len(looked_up)] = looked_up
 
-    def stored(self, request: int) -> int:
-        """Tokens from the first on that are all known."""
-        kv = self.kv[request]
-        return kv.index(UNKNOWN) if UNKNOWN in kv else len(kv)
+    def truncate(self, request: int, num_tokens: int) -> None:
+        """The request keeps its first tokens alone."""
+        del self.kv[request][num_tokens:]
 
     def attend(self, layer: Layer, request: int, tokens: Tokens) -> Answer:
         """What the layer gives for the new tokens, which are stored already."""
@@ -165,12 +164,14 @@ def _attention(
         lse = np.where(shown.any(2), np.log(total) + base, -math.inf)
     out = weights @ v / np.where(total, total, 1.0)[:, :, None]
     largest = np.where(shown[..., None], np.abs(v)[:, None], 0.0).max(2, initial=0.0)
-    out_bound, lse_bound = bounds(layer, q.shape[2], sizes.max(2, initial=0.0), np.abs(base), largest, np.abs(out))
+    out_bound, lse_bound = bounds(
+        layer, q.shape[2], k.shape[2], sizes.max(2, initial=0.0), np.abs(base), largest, np.abs(out)
+    )
     return out.transpose(1, 0, 2), lse.T, out_bound.transpose(1, 0, 2), lse_bound.T
 
 
 def bounds(
-    layer: Layer, head_dim: int, sizes: Floats, top: Floats, values: Floats, out: Floats
+    layer: Layer, head_dim: int, num_keys: int, sizes: Floats, top: Floats, values: Floats, out: Floats
 ) -> tuple[Floats, Floats]:
     """How far a kernel that computes in float32, in any order, may be off.
 
@@ -179,12 +180,12 @@ def bounds(
 
     A score is a sum of head_dim products: its error is at most head_dim + 8 roundings of the sum of their sizes, the 8
     for scale, cap, bias and the base of the exponential. It moves the score's weight by as much, relatively. Numerator
-    and denominator both move, and their sums add a rounding a key, at most 64 here, which splits do not add to. exp and
+    and denominator both move, and their sums add a rounding a key. exp and
     log are good to 4 roundings of their result, and log's base to one of the score. A kernel may round its weights to
     the layer's dtype before it multiplies them by V, and rounds its result to it.
     """
     of_score = (head_dim + 8) * FLOAT32_ROUNDING * np.maximum(sizes, top)
-    of_sums = 80 * FLOAT32_ROUNDING
+    of_sums = (num_keys + 16) * FLOAT32_ROUNDING
     half = layer.rounding if layer.rounding > FLOAT32_ROUNDING else 0.0
     of_weights = (2 * of_score + of_sums + half)[:, :, None]
     return of_weights * values + 2 * layer.rounding * out + 1e-7 * half, of_score + of_sums + 2 * FLOAT32_ROUNDING * top

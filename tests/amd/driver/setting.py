@@ -41,7 +41,9 @@ class Setting:
             for _ in range(rng.choice((1, 1, 2)))
         ]
         problems = [rng.choice(kinds) for _ in range(rng.choice((1, 1, 2, 3)))]
-        max_num_seqs, max_kv_len = rng.randint(2, 6), rng.randint(8, 56)
+        # Graphs of kernels that bake a length are made anew from 64 and 128 tokens on.
+        is_long = page_size >= 4 and rng.random() < 0.2
+        max_num_seqs, max_kv_len = rng.randint(2, 6), rng.randint(90, 180) if is_long else rng.randint(8, 56)
         width = -(-max_kv_len // page_size)
         has_window = any(problem.window_left >= 0 for problem in problems)
         swa_pages = 1 + rng.randint(width, width * max_num_seqs) if has_window and rng.random() < 0.7 else 0

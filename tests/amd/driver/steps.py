@@ -101,6 +101,7 @@ def _failed(world: World, draft: Draft, cause: BaseException) -> None:
         world.oracle.store(seq.row, begin, [-1] * (max(seq.kv_len, min(seq.kv_bound, seq.kv_on_device)) - begin))
         request = world.requests[seq.row]
         request.doubtful = max(request.doubtful, seq.kv_bound)
+        request.end = min(request.end, begin)
 
 
 def _passed(world: World, draft: Draft, rows: Tensor, fault: ExpectedFault, shape: PaddedShape) -> bool:
@@ -113,17 +114,22 @@ def _passed(world: World, draft: Draft, rows: Tensor, fault: ExpectedFault, shap
         return True
     for seq in draft.seqs:
         world.oracle.store(seq.row, seq.begin, seq.looked_up)
+        request = world.requests[seq.row]
+        request.end = seq.kv_len
+        if "kv_len" in draft.on_device:
+            request.doubtful = max(request.doubtful, seq.kv_bound)
     wrong = judge(world, draft, rows, (shape.num_seqs, shape.num_tokens), shape.num_children)
     if wrong:
         # A result that is wrong and reported is not a silent one. What it touched is given up.
         if fault not in world.faults:
             world.faults.append(fault)
         world.listen()
-        if not fault.told:
-            raise Finding(wrong)
+        if not fault.told or (draft.is_plain and not world.is_disturbed):
+            raise Finding(f"{wrong}{', and it was told' if fault.told else ''}")
+        world.say(f"wrong, and told: {wrong}")
         world.told["wrong and told"] = world.told.get("wrong and told", 0) + 1
-        for row in list(world.requests):
-            world.free(row)
+        for seq in draft.seqs:
+            world.free(seq.row)
     if world.rng.random() < 0.4:
         world.poison()
     world.step_passed()

@@ -36,15 +36,19 @@ class Request:
     """What the driver knows of a row, besides what the oracle does.
 
     script:    ids that it mostly takes, by place; several requests have the same one
+    end:       tokens that it has stored; what lies after them is over
     reserved:  tokens that it has room for
     doubtful:  places up to here were begun by a step that failed
-    ancestor:  the row and time of admission that its first pages came from
+    ancestor:  the admission that its first pages came from
+    went_back: whether it was cut, perhaps to before what its windows need
     """
 
     script: list[int]
+    end: int
     reserved: int
     doubtful: int
     ancestor: int
+    went_back: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -242,7 +246,7 @@ class World:
         """A new request. Raises what the table does."""
         row = self.runtime.table.admit()
         self.num_admitted += 1
-        self.requests[row] = Request(self.rng.choice(self.scripts), 0, 0, self.num_admitted)
+        self.requests[row] = Request(self.rng.choice(self.scripts), 0, 0, 0, self.num_admitted)
         self.oracle.admit(row)
         return row
 
@@ -251,7 +255,9 @@ class World:
         child = self.runtime.table.fork(row, kv_len)
         parent = self.requests[row]
         script = parent.script if self.rng.random() < 0.5 else self.rng.choice(self.scripts)
-        self.requests[child] = Request(script, kv_len, min(parent.doubtful, kv_len), parent.ancestor)
+        self.requests[child] = Request(
+            script, min(parent.end, kv_len), kv_len, min(parent.doubtful, kv_len), parent.ancestor, parent.went_back
+        )
         self.oracle.fork(row, child, kv_len)
         return child
 
@@ -260,6 +266,19 @@ class World:
         self.runtime.table.free(row)
         del self.requests[row]
         self.oracle.free(row)
+
+    def truncate(self, row: int, kv_len: int) -> None:
+        """The request goes back. Raises what the table does."""
+        self.runtime.table.truncate(row, kv_len)
+        request = self.requests[row]
+        request.went_back |= kv_len < request.end
+        request.end, request.reserved = min(request.end, kv_len), kv_len
+        request.doubtful = min(request.doubtful, kv_len)
+        self.oracle.truncate(row, kv_len)
+
+    def end(self, row: int) -> int:
+        """Where the request's next new token goes."""
+        return self.requests[row].end
 
     def reserve(self, rows: Sequence[int], kv_len: Sequence[int]) -> None:
         """Room in several rows. Raises what the table does."""

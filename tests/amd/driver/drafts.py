@@ -28,7 +28,7 @@ def plain(world: World) -> Draft | None:
         seqs.append(Member.of(row, begin, _ids(world, row, begin, count)))
     if not _reserve(world, seqs):
         return None
-    draft = Draft(seqs, is_plain=not any(world.requests[seq.row].went_back for seq in seqs))
+    draft = Draft(seqs, is_plain=not any(world.requests[seq.row].may_be_refused for seq in seqs))
     return _padded(world, draft)
 
 

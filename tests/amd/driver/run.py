@@ -45,8 +45,7 @@ def run_seed(seed: int, device: torch.device, guards: Guards | None = None) -> O
     try:
         for _ in range(num_moves):
             move(world)
-            if not world.is_disturbed:
-                world.check_counts()
+            world.check_counts(nothing_waits=False)
         finish(world)
     except Finding as found:
         finding = str(found)

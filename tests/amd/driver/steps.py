@@ -130,6 +130,7 @@ def _passed(world: World, draft: Draft, rows: Tensor, fault: ExpectedFault, shap
         world.told["wrong and told"] = world.told.get("wrong and told", 0) + 1
         for seq in draft.seqs:
             world.free(seq.row)
+    world.check_counts(nothing_waits=True)
     if world.rng.random() < 0.4:
         world.poison()
     world.step_passed()

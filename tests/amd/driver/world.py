@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -40,7 +41,7 @@ class Request:
     reserved:  tokens that it has room for
     doubtful:  places up to here were begun by a step that failed
     ancestor:  the admission that its first pages came from
-    went_back: whether it was cut, perhaps to before what its windows need
+    may_be_refused: whether it was cut, perhaps to before what its windows need, or shares room without tokens
     """
 
     script: list[int]
@@ -48,7 +49,7 @@ class Request:
     reserved: int
     doubtful: int
     ancestor: int
-    went_back: bool = False
+    may_be_refused: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -168,8 +169,11 @@ class World:
         free = {space: table.space(space).num_free_pages for space in self.spaces()}
         return Held(table.num_free_rows, free, self.pages())
 
-    def check_counts(self) -> None:
-        """No row and no page is lost, and none is both held and free."""
+    def check_counts(self, *, nothing_waits: bool) -> None:
+        """No row and no page is lost, and none is both held and free.
+
+        nothing_waits: whether no page is kept back because it has still to be copied
+        """
         table, held = self.runtime.table, self.pages()
         rows = table.num_free_rows + len(self.requests)
         if not self._is_all(rows, self.setting.options["max_num_seqs"]):
@@ -177,7 +181,10 @@ class World:
         for space in self.spaces():
             pages = {page for (_, at), pages in held.items() if at is space for page in pages} - {0}
             of_space = table.space(space)
-            if not self._is_all(of_space.num_free_pages + len(pages), of_space.num_usable_pages):
+            count = of_space.num_free_pages + len(pages)
+            if count > of_space.num_usable_pages or (
+                nothing_waits and not self._is_all(count, of_space.num_usable_pages)
+            ):
                 raise Finding(
                     f"{space.name}: {len(pages)} pages held and {of_space.num_free_pages} free of "
                     f"{of_space.num_usable_pages}"
@@ -215,7 +222,9 @@ class World:
         """The runtime reported a fault."""
         self.say(f"told: {fault}")
         self.told["told"] = self.told.get("told", 0) + 1
-        of = [expected for expected in self.faults if fault.step is not None and fault.step in expected.steps]
+        # One error may report several steps, each in a line of its own.
+        steps = {fault.step, *(int(step) for step in re.findall(r"^step (\d+):", str(fault), re.MULTILINE))}
+        of = [expected for expected in self.faults if steps.intersection(expected.steps)]
         for expected in of:
             if expected.told and len(expected.steps) == 1 and not self.is_disturbed:
                 raise Finding(f"the fault of one step was told twice: {fault}")
@@ -255,8 +264,15 @@ class World:
         child = self.runtime.table.fork(row, kv_len)
         parent = self.requests[row]
         script = parent.script if self.rng.random() < 0.5 else self.rng.choice(self.scripts)
+        # Room that is shared before anything is stored there must be cut before it is.
+        parent.may_be_refused |= kv_len > parent.end
         self.requests[child] = Request(
-            script, min(parent.end, kv_len), kv_len, min(parent.doubtful, kv_len), parent.ancestor, parent.went_back
+            script,
+            min(parent.end, kv_len),
+            kv_len,
+            min(parent.doubtful, kv_len),
+            parent.ancestor,
+            parent.may_be_refused,
         )
         self.oracle.fork(row, child, kv_len)
         return child
@@ -271,7 +287,7 @@ class World:
         """The request goes back. Raises what the table does."""
         self.runtime.table.truncate(row, kv_len)
         request = self.requests[row]
-        request.went_back |= kv_len < request.end
+        request.may_be_refused |= kv_len < request.end
         request.end, request.reserved = min(request.end, kv_len), kv_len
         request.doubtful = min(request.doubtful, kv_len)
         self.oracle.truncate(row, kv_len)

@@ -101,6 +101,7 @@ class Guards:
     # Of the launches around attention; applied in this order.
     pads: OpsChange = unchanged_ops
     store_drops: OpsChange = unchanged_ops
+    finite_kv: OpsChange = unchanged_ops
     row_zero: OpsChange = unchanged_ops
     table_first: OpsChange = unchanged_ops
     table_tails: OpsChange = unchanged_ops
@@ -147,6 +148,7 @@ class Guards:
         changes = (
             self.pads,
             self.store_drops,
+            self.finite_kv,
             self.row_zero,
             self.table_first,
             self.table_tails,
@@ -194,6 +196,13 @@ GUARDS: tuple[Guard, ...] = (
         "H23, H24, G4",
         unguarded.store_everything,
         "test_pads.py::test_padded_tokens_are_never_stored",
+    ),
+    _guard(
+        "finite_kv",
+        "an infinite V reaches tokens that do not see it, in their chunk or beside them in a tree: 0 * inf is NaN",
+        "G4, G14",
+        unguarded.store_as_it_comes,
+        "test_pads.py::test_a_v_that_is_no_number_stays_with_the_tokens_that_see_it",
     ),
     _guard(
         "row_zero",

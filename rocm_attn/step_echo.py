@@ -8,6 +8,7 @@ from __future__ import annotations
 from rocm_attn.errors import DeviceFault
 from rocm_attn.kernels.metadata.error_word import (
     LENGTH_BEYOND_BOUND,
+    NOT_FINITE,
     SHARED_TOKEN,
     TOKEN_WITHOUT_PAGE,
     WINDOW_WITHOUT_PAGE,
@@ -22,8 +23,10 @@ _WHAT = {
     "was read as zero; evict by lengths that are no more than the device's, or look for what changed the table there",
     LENGTH_BEYOND_BOUND: "a length on the device lay outside of 0 <= q_len <= kv_len <= its bound and was cut; "
     "give the batch larger bounds, or look for what wrote the lengths",
-    SHARED_TOKEN: "by lengths on the device a step began within the tokens that its row shares with another; it was moved "
-    "to the first one after them; call truncate() and reserve() before a row goes back",
+    NOT_FINITE: "K or V of a new token was infinite or no number and was stored as zero, as it would have spread to "
+    "tokens that do not see it; look for an overflow in the model, or compute in a dtype of a wider range",
+    SHARED_TOKEN: "lengths on the device let a step begin within the tokens that its row shares with another; it was "
+    "moved to the first one after them; call truncate() and reserve() before a row goes back",
 }
 
 

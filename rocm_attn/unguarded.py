@@ -57,6 +57,20 @@ def store_everything(ops: StepOps) -> StepOps:
     return replace(ops, store_kv=store_kv)
 
 
+def store_as_it_comes(ops: StepOps) -> StepOps:
+    """What is infinite or no number is stored like any other K and V."""
+
+    def store_kv(k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
+        keys, values = key_rows(k_pages), value_rows(v_pages)
+        live = torch.arange(len(k), device=k.device) < counts[1]
+        slot = torch.where(live & (slot_of_token >= keys.page_size), slot_of_token, 0)
+        page, offset = slot // keys.page_size, slot % keys.page_size
+        keys.write_tokens(page, offset, torch.where((slot > 0)[:, None, None], k, 0))
+        values.write_tokens(page, offset, torch.where((slot > 0)[:, None, None], v, 0))
+
+    return replace(ops, store_kv=store_kv)
+
+
 def fill_once(ops: StepOps) -> StepOps:
     """Derived tensors are filled the first time that a step uses them, and kept."""
     filled: set[tuple[int, int]] = set()

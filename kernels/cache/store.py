@@ -5,7 +5,8 @@
 Pages are linear or vectorised (page_rows.py): two compilations of one kernel.
 
 Tokens at or past num_tokens and every slot of page 0 are dropped: a pad's hidden state may be NaN, and page 0 stays
-zero.
+zero. What is infinite or no number in a token that is stored is stored as 0 and sets a bit of the step's error word:
+attention multiplies the V of keys that a token does not see by a probability of 0, and 0 * inf is NaN.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from torch import Tensor
 from rocm_attn.kernels.cache.cells import element_cell, token_cell
 from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
 from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.metadata import error_word
+
+_ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
+_NOT_FINITE = tl.constexpr(error_word.NOT_FINITE)
 
 
 @triton.jit
@@ -63,23 +68,31 @@ def _store_kernel(
         d = tl.arange(0, K_BLOCK)[None, :]
         inside = (head < HEADS) & (d < K_DIM)
         row = tl.load(k + t * k_token + head64 * k_head + d, mask=inside, other=0.0)
+        finite = tl.abs(row.to(tl.float32)) < float("inf")
+        strange = tl.max((~finite).to(tl.int32), 1)
         heads = k_pages + page * kp_page + token_cell(offset, kp_group, K_TOKENS) + head64 * kp_head
-        tl.store(heads + element_cell(d, kp_vector, K_ELEMENTS, K_TOKENS, K_DIM), row, mask=inside)
+        cell = element_cell(d, kp_vector, K_ELEMENTS, K_TOKENS, K_DIM)
+        tl.store(heads + cell, tl.where(finite, row, 0.0), mask=inside)
         d = tl.arange(0, V_BLOCK)[None, :]
         inside = (head < HEADS) & (d < V_DIM)
         row = tl.load(v + t * v_token + head64 * v_head + d, mask=inside, other=0.0)
+        finite = tl.abs(row.to(tl.float32)) < float("inf")
+        strange |= tl.max((~finite).to(tl.int32), 1)
         heads = v_pages + page * vp_page + token_cell(offset, vp_group, V_TOKENS) + head64 * vp_head
-        tl.store(heads + element_cell(d, vp_vector, V_ELEMENTS, V_TOKENS, V_DIM), row, mask=inside)
+        cell = element_cell(d, vp_vector, V_ELEMENTS, V_TOKENS, V_DIM)
+        tl.store(heads + cell, tl.where(finite, row, 0.0), mask=inside)
+        if tl.max(strange, 0) > 0:
+            tl.atomic_or(counts + _ERROR_WORD, _NOT_FINITE, sem="relaxed")
 
 
 def launch_store_kv(
     k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, k_pages: Tensor, v_pages: Tensor
 ) -> None:
-    """Write k and v to the slots of their tokens.
+    """Write k and v to the slots of their tokens, 0 in the place of what is infinite or no number.
 
     k, v:             [T, kv_heads, head_dim | v_head_dim], any strides but the last
     slot_of_token:    int32 [T]
-    counts:           int32 [4]; [1] is num_tokens
+    counts:           int32 [4]; [1] is num_tokens, [3] receives an error bit where a token was not finite
     k_pages, v_pages: linear, with any strides but the last, or vectorised; written in place
     """
     keys, values = key_rows(k_pages), value_rows(v_pages)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
+from rocm_attn.kernels.metadata.error_word import ERROR_WORD, NOT_FINITE
 
 
 def store_kv(k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
@@ -17,8 +18,11 @@ def store_kv(k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, k_page
     slot = torch.where(live, slot_of_token, 0)
     page, offset = slot // page_size, slot % page_size
     keep = live[:, None, None]
-    keys.write_tokens(page, offset, torch.where(keep, k, 0))
-    values.write_tokens(page, offset, torch.where(keep, v, 0))
+    finite_k, finite_v = k.isfinite(), v.isfinite()
+    keys.write_tokens(page, offset, torch.where(keep & finite_k, k, 0))
+    values.write_tokens(page, offset, torch.where(keep & finite_v, v, 0))
+    strange = live & ~(finite_k.flatten(1).all(1) & finite_v.flatten(1).all(1))
+    counts[ERROR_WORD].bitwise_or_(strange.any().to(torch.int32) * NOT_FINITE)
 
 
 def zero_tails(

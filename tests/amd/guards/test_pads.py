@@ -8,9 +8,11 @@ from subprocess import CompletedProcess
 import pytest
 import torch
 
+from rocm_attn.errors import DeviceFault
 from rocm_attn.guards import Guards
+from rocm_attn.reference import attend_sequence
 from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving, run_elsewhere
-from tests.amd.runtime.stepping import Request, small_problem
+from tests.amd.runtime.stepping import Request, deterministic_providers, providers, small_problem
 
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
@@ -177,3 +179,37 @@ def test_what_lies_behind_a_sequence_in_its_page_is_not_read(
     assert serving.out[0].isnan().all()
     # The second sequence fills its page: nothing lies behind it.
     assert torch.isfinite(serving.out[1]).all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of the interpreter, at 0 * inf
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("provider", providers())
+def test_a_v_that_is_no_number_stays_with_the_tokens_that_see_it(
+    provider: str, deterministic: bool, value: float, device: torch.device
+) -> None:
+    if deterministic and provider not in deterministic_providers():
+        return
+
+    def attended(guards: Guards) -> tuple[Serving, list[bool]]:
+        """Eight tokens, one by one, of one chunk in which the seventh has such a V: whether each result is right."""
+        serving = Serving(device, guards, graphs=False, provider=provider, deterministic=deterministic)
+        runtime, requests = serving.runtime, serving.admit(1)
+        step = runtime.begin_step(serving.world.batch(requests, [8]))
+        q, k, v = serving.world.qkv(serving.problem, step)
+        stored = v.clone()
+        v[6, 1, 3], stored[6, 1, 3] = value, 0.0
+        out = torch.empty_like(q)
+        runtime.store_and_attend(0, q, k, v, out)
+        runtime.end_step()
+        want, _ = attend_sequence(q[:8], k[:8], stored[:8], serving.problem)
+        close = torch.isclose(out[:8].double(), want, atol=1e-5, rtol=1e-5)
+        return serving, close.flatten(1).all(1).tolist()
+
+    serving, right = attended(ALL_ON)
+    assert all(right)
+    with pytest.raises(DeviceFault, match="K or V of a new token was infinite or no number and was stored as zero"):
+        serving.runtime.check_device()
+    serving, right = attended(Guards().without("finite_kv"))
+    assert not any(right[:6])
+    serving.runtime.check_device()

@@ -13,7 +13,12 @@ from torch import Tensor
 
 from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
-from rocm_attn.kernels.metadata.error_word import LENGTH_BEYOND_BOUND, SHARED_TOKEN
+from rocm_attn.kernels.metadata.error_word import (
+    LENGTH_BEYOND_BOUND,
+    NOT_FINITE,
+    SHARED_TOKEN,
+    TOKEN_WITHOUT_PAGE,
+)
 from rocm_attn.kernels.metadata.input_tensors import InputTensors
 from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, NO_ECHO, WRONG_STEP
@@ -201,6 +206,29 @@ def test_the_store_writes_live_tokens_and_drops_all_others(
     store(k, v, device_ints(slots, kernel_device), counts, k_pages, v_pages)
     assert torch.equal(k_pages, want_k)
     assert torch.equal(v_pages, want_v)
+
+
+@pytest.mark.parametrize("store", [launch_store_kv, cache_refs.store_kv])
+@pytest.mark.parametrize("side", ["k", "v"])
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("token", [0, 2, 3])
+def test_what_is_no_number_is_stored_as_zero_and_reported(
+    store: Launch, side: str, value: float, dtype: torch.dtype, token: int, kernel_device: torch.device
+) -> None:
+    """Token 2 aims at page 0 and token 3 is a pad: what they hold is dropped, and no fault."""
+    rows = {name: torch.full((4, 3, 24), 2.0, dtype=dtype, device=kernel_device) for name in ("k", "v")}
+    rows["k"][1, 0, 0] = torch.finfo(dtype).max
+    pages = [torch.zeros(3, 4, 3, 24, dtype=dtype, device=kernel_device) for _ in range(2)]
+    want = [rows[name].clone() for name in ("k", "v")]
+    rows[side][token, 2, 23], want[side == "v"][token, 2, 23] = value, 0.0
+    counts = device_ints([1, 3, 1, TOKEN_WITHOUT_PAGE], kernel_device)
+    store(rows["k"], rows["v"], device_ints([4, 9, 3, 10], kernel_device), counts, *pages)
+    for stored, wanted in zip(pages, want, strict=True):
+        assert torch.equal(stored[1, 0], wanted[0])
+        assert torch.equal(stored[2, 1], wanted[1])
+        assert int(stored.count_nonzero()) == int(wanted[:2].count_nonzero())
+    assert counts.tolist() == [1, 3, 1, TOKEN_WITHOUT_PAGE | (NOT_FINITE if token == 0 else 0)]
 
 
 @pytest.mark.parametrize("store", [launch_store_kv, cache_refs.store_kv])

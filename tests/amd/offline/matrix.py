@@ -184,6 +184,7 @@ def _runtime(row: Row, problems: list[Problem], *, deterministic: bool = False) 
     rows = [runtime.table.admit() for _ in range(16)]
     for table_row in rows:
         runtime.table.reserve(table_row, KV_LEN)
+    runtime.table.mark_stored(np.array(rows), np.full(len(rows), KV_LEN))
     return runtime, rows
 
 

@@ -83,6 +83,7 @@ def serve(problem: Problem, sizes: ServedSizes) -> list[CompileEvent]:
             kv_len = q_len + random.integers(0, 12, num_seqs).astype(np.int32)
             for row, length in zip(rows.tolist(), kv_len.tolist(), strict=False):
                 runtime.table.reserve(row, max(length, 1))
+            runtime.table.mark_stored(rows[:num_seqs], kv_len - q_len)
             shares = sizes.shared_prefixes and number % 4 == 1
             prefixes = SharedPrefixes([PrefixGroup(1, 0)] * num_seqs) if shares else NO_PREFIXES
             step = runtime.begin_step(StepBatch(rows[:num_seqs], kv_len, q_len, prefixes=prefixes))

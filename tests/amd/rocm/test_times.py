@@ -56,6 +56,7 @@ def test_one_layer(model: str, shape: Shape, device: torch.device, measured: Mea
     rows = [runtime.table.admit() for _ in range(shape.num_seqs)]
     for row in rows:
         runtime.table.reserve(row, shape.kv_len)
+    runtime.table.mark_stored(np.array(rows), np.full(shape.num_seqs, shape.kv_len))
     lengths = [np.full(shape.num_seqs, tokens, np.int32) for tokens in (shape.kv_len, shape.q_len)]
     step = runtime.begin_step(StepBatch(np.array(rows, np.int32), *lengths), shape.num_seqs)
     q = torch.randn(step.token_ids.shape[0], num_q_heads, head_dim, device=device, dtype=problem.dtype)

@@ -86,6 +86,13 @@ class Request:
         return self.k[0].shape[0]
 
 
+def take_back(request: Request, tokens: int) -> None:
+    """The last tokens of a request are rejected."""
+    keep = request.kv_len - tokens
+    request.k = [k[:keep] for k in request.k]
+    request.v = [v[:keep] for v in request.v]
+
+
 @dataclass
 class World:
     """A runtime, its requests and the numbers that they stored.

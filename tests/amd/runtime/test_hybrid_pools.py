@@ -29,6 +29,7 @@ from tests.amd.runtime.stepping import (
     poison_free_pages,
     providers,
     small_problem,
+    take_back,
 )
 
 pytestmark = pytest.mark.long
@@ -85,13 +86,6 @@ def draw_step(world: World, random: np.random.Generator) -> tuple[list[Request],
     q_len = [[1, 3, int(random.integers(1, 12)), int(random.choice([0, 1, 9]))][kind] for _ in some]
     fits = [(r, new) for r, new in zip(some, q_len, strict=True) if r.kv_len + new <= world.runtime.max_kv_len]
     return [request for request, _ in fits], [new for _, new in fits]
-
-
-def take_back(request: Request, tokens: int) -> None:
-    """The last tokens of a request are rejected."""
-    keep = request.kv_len - tokens
-    request.k = [k[:keep] for k in request.k]
-    request.v = [v[:keep] for v in request.v]
 
 
 def change(world: World, random: np.random.Generator) -> None:

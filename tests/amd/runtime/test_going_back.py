@@ -1,0 +1,357 @@
+"""Rows that go back or share pages, and steps that stop half way: which tokens may be stored, and which are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadBatch, DeviceFault, WrongState
+from rocm_attn.graphs import recorder_for
+from rocm_attn.problem import Problem
+from rocm_attn.runtime import AttentionRuntime, Step
+from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_inputs import DeviceInputs
+from rocm_attn.step_runner import StepRunner
+from tests.amd.guards.serving import Serving
+from tests.amd.runtime.stepping import Request, World, providers, small_problem, take_back
+
+each_provider = pytest.mark.parametrize("provider", providers())
+both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+
+
+def family(world: World, kv_len: int, shared: int) -> tuple[Request, Request]:
+    """A request of kv_len tokens and a fork of the first ones."""
+    parent = world.admit()
+    world.step([parent], [kv_len])
+    return parent, world.fork(parent, shared)
+
+
+def assert_refused(world: World, request: Request, q_len: int) -> None:
+    """A step is refused when it stores, and says what to call."""
+    start = request.kv_len
+    step = world.runtime.begin_step(world.batch([request], [q_len]))
+    _, k, v = world.qkv(world.problems[0], step)
+    with pytest.raises(BadBatch, match=rf"call truncate\({request.row}, {start}\) and reserve"):
+        step.layers.store(0, k, v)
+    world.runtime.end_step()
+
+
+@each_provider
+@pytest.mark.parametrize(("kv_len", "back"), [(8, 1), (10, 1), (10, 3), (9, 9)])
+@pytest.mark.parametrize("who", ["parent", "child"])
+def test_either_side_recomputes_tokens_that_both_have(
+    provider: str, who: str, kv_len: int, back: int, device: torch.device
+) -> None:
+    """As when a whole prompt is found in a cache, and its last token is computed again for its logits."""
+    world = World.build([small_problem()] * 2, device, provider)
+    parent, child = family(world, kv_len, kv_len)
+    goes_back, stays = (parent, child) if who == "parent" else (child, parent)
+    take_back(goes_back, back)
+    assert_refused(world, goes_back, back)
+    world.runtime.table.truncate(goes_back.row, kv_len - back)
+    world.step([goes_back, stays], [back, 1])
+    world.step([goes_back, stays], [1, 1])
+
+
+@each_provider
+@pytest.mark.parametrize("freed", ["parent", "child"])
+def test_who_holds_its_pages_alone_again_goes_back_freely(provider: str, freed: str, device: torch.device) -> None:
+    world = World.build([small_problem()], device, provider)
+    parent, child = family(world, 10, 10)
+    gone, left = (parent, child) if freed == "parent" else (child, parent)
+    world.free(gone)
+    take_back(left, 6)
+    world.step([left], [6])
+    assert not world.runtime.table.tokens.has_floors
+
+
+@each_provider
+def test_tokens_behind_what_is_shared_are_taken_back_freely(provider: str, device: torch.device) -> None:
+    """Drafts of both sides, in a page that both began in."""
+    world = World.build([small_problem()], device, provider)
+    parent, child = family(world, 6, 6)
+    for _ in range(3):
+        world.step([parent, child], [4, 3])
+        take_back(parent, 4)
+        take_back(child, 2)
+    world.step([parent, child], [1, 1])
+
+
+@each_provider
+def test_a_parent_goes_on_in_a_page_whose_first_tokens_it_shares(provider: str, device: torch.device) -> None:
+    """Room was reserved before the fork, so that no page is copied: the child's tokens lie before the parent's."""
+    world = World.build([small_problem()], device, provider)
+    parent = world.admit()
+    world.runtime.table.reserve(parent.row, 16)
+    world.step([parent], [7])
+    child = world.fork(parent, 5)
+    world.step([parent], [1])
+    world.step([parent, child], [1, 1])
+    take_back(parent, 4)
+    world.step([parent, child], [1, 1])
+
+
+@each_provider
+def test_both_spaces_keep_what_is_shared(provider: str, device: torch.device) -> None:
+    problems = [small_problem(window_left=3), small_problem()]
+    world = World.build(problems, device, provider, swa_pages=24, swa_kept=4)
+    parent, child = family(world, 14, 14)
+    take_back(parent, 3)
+    assert_refused(world, parent, 1)
+    world.runtime.table.truncate(parent.row, 11)
+    for _ in range(6):
+        world.step([parent, child], [2, 3])
+    world.free(parent)
+    world.free(child)
+    assert all(table.num_free_pages == table.num_usable_pages for table in world.runtime.table.spaces)
+
+
+@each_provider
+def test_a_split_step_that_would_write_to_a_shared_page_is_refused_in_both_halves(
+    provider: str, device: torch.device
+) -> None:
+    world = World.build([small_problem()], device, provider)
+    parent, _ = family(world, 6, 6)
+    other = world.admit()
+    world.step([other], [2])
+    take_back(parent, 1)
+    split = world.runtime.begin_split_step(world.batch([other, parent], [1, 1]))
+    for half in split.halves:
+        k = torch.zeros(half.token_ids.shape[0], 2, 16, device=world.runtime.device)
+        with pytest.raises(BadBatch, match="sequence 1 would store token 5"):
+            half.layers.store(0, k, k)
+    world.runtime.end_step()
+    world.runtime.table.truncate(parent.row, 5)
+    world.step([other, parent], [1, 1])
+
+
+@each_provider
+@both_ways
+def test_steps_that_only_attend_read_what_rows_share(provider: str, graphs: bool, device: torch.device) -> None:
+    """As decoders do over an encoder's KV, each beam in a fork of its row; the longest chunk first."""
+    problem = replace(small_problem(), causal=False)
+    world = World.build([problem], device, provider, capture_sizes=(4,))
+    runtime = world.runtime
+    encoder, beam = family(world, 10, 10)
+    q = torch.zeros(16, 6, 16, device=runtime.device)
+    out = torch.zeros_like(q)
+
+    def attend(step: Step) -> Tensor:
+        used = slice(0, step.token_ids.shape[0])
+        step.layers.attend(0, q[used], out[used])
+        return out[used].index_select(0, step.last_token_of_seq)
+
+    runner = StepRunner(runtime, attend, recorder_for(runtime.device) if graphs else None)
+    pages = runtime.pool.layer(0).k.clone()
+    for new in (7, 1, 1):
+        q[: 2 * new] = world.random(2 * new, 6, 16)
+        runner.run(StepBatch(np.array([encoder.row, beam.row]), np.array([10, 10]), np.array([new, new])))
+        padded = torch.zeros(out.shape[0] - 2 * new, 6, 16, device=runtime.device)
+        world.check(0, [encoder, beam], [new, new], q, torch.cat([out[: 2 * new], padded]), None)
+    assert torch.equal(pages.nan_to_num(7.0), runtime.pool.layer(0).k.nan_to_num(7.0))
+    runtime.table.reserve(beam.row, 11)
+    with pytest.raises(BadBatch, match="attends to the first 11 tokens of row 2, of which 10 are stored"):
+        runner.run(StepBatch(np.array([beam.row]), np.array([11]), np.array([1])))
+
+
+@each_provider
+@both_ways
+def test_a_length_on_the_device_does_not_lead_into_what_is_shared(
+    provider: str, graphs: bool, device: torch.device
+) -> None:
+    serving = Serving(device, graphs=graphs, provider=provider, capture_tokens=(8,))
+    parent, other = serving.admit(2)
+    serving.step([parent, other], [9, 3])
+    child = serving.world.fork(parent, 8)
+    batch = serving.world.batch([child, other], [2, 2])
+    kv_len = torch.tensor([8, 5], dtype=torch.int32, device=serving.runtime.device)
+    lengths = DeviceInputs(kv_len=kv_len, q_len=torch.full_like(kv_len, 2))
+    serving.run_batch([child, other], [2, 2], replace(batch, inputs=lengths))
+    serving.check([child, other], [2, 2])
+    faults = []
+    for _ in range(3):  # where a graph was made first, the batch was published twice
+        try:
+            serving.runtime.check_device()
+        except DeviceFault as fault:
+            faults.append(str(fault))
+    assert faults
+    assert all("let a step begin within the tokens that its row shares with another" in fault for fault in faults)
+    serving.step([parent], [1])
+
+
+@each_provider
+@both_ways
+def test_lengths_on_the_device_go_back_where_the_other_row_is_gone(
+    provider: str, graphs: bool, device: torch.device
+) -> None:
+    serving = Serving(device, graphs=graphs, provider=provider, capture_tokens=(8,))
+    (parent,) = serving.admit(1)
+    serving.step([parent], [9])
+    child = serving.world.fork(parent, 9)
+    serving.free(parent)
+    take_back(child, 2)
+    serving.run_within_bounds(
+        [child],
+        [2],
+        kv_room=[2],
+        q_room=[0],
+        inputs=lambda kv_len: DeviceInputs(
+            kv_len=torch.tensor(kv_len, dtype=torch.int32, device=serving.runtime.device)
+        ),
+    )
+    serving.check([child], [2])
+    serving.runtime.check_device()
+
+
+class Fails(Exception):
+    """What a forward raises."""
+
+
+def model(layers: int, device: torch.device) -> tuple[AttentionRuntime, Callable[[Step], Tensor], dict[str, int]]:
+    """A runtime, a forward that raises before the layer `fails_at`, and that number."""
+    problem = Problem(2, 1, 8, 8, torch.float32, 4, 8**-0.5)
+    runtime = AttentionRuntime(
+        [problem] * layers, device=device, num_pages=32, max_num_seqs=4, max_kv_len=32, provider="torch",
+        capture_sizes=(1, 2),
+    )  # fmt: skip
+    embedding = torch.randn(50, 3, 8, generator=torch.Generator().manual_seed(1)).to(runtime.device)
+    plan = {"fails_at": -1}
+
+    def forward(step: Step) -> Tensor:
+        x = embedding.index_select(0, step.token_ids)
+        q, k, v = x[:, :2].contiguous(), x[:, 1:2].contiguous(), x[:, 2:3].contiguous()
+        out = torch.empty_like(q)
+        for layer in range(layers):
+            if layer == plan["fails_at"]:
+                raise Fails
+            step.layers.store_and_attend(layer, q, k, v, out)
+        return out.index_select(0, step.last_token_of_seq)
+
+    return runtime, forward, plan
+
+
+def tokens(row: int, kv_len: int, q_len: int) -> StepBatch:
+    ids = np.arange(kv_len - q_len, kv_len) % 49 + 1
+    return StepBatch(np.array([row]), np.array([kv_len]), np.array([q_len]), ids)
+
+
+@both_ways
+@pytest.mark.parametrize("fails_at", [0, 1, 2])
+def test_a_step_that_raised_half_way_is_run_again_before_the_next(
+    fails_at: int, graphs: bool, device: torch.device
+) -> None:
+    runtime, forward, plan = model(3, device)
+    runner = StepRunner(runtime, forward, recorder_for(runtime.device) if graphs else None)
+    row = runtime.table.admit()
+    runtime.table.reserve(row, 12)
+    runner.run(tokens(row, 5, 5))
+    plan["fails_at"] = fails_at
+    with pytest.raises(Fails):
+        runner.run_eagerly(tokens(row, 6, 1))
+    plan["fails_at"] = -1
+    with pytest.raises(BadBatch, match="the first 6 tokens of row 1, of which 5 are stored in every layer"):
+        runner.run(tokens(row, 7, 1))
+    once = runner.run(tokens(row, 6, 1)).clone()
+    assert torch.equal(runner.run(tokens(row, 6, 1)), once)
+    runner.run(tokens(row, 7, 1))
+    runner.run(tokens(row, 8, 1))
+    # What was overwritten in some layers is not there any more, nor what came after it.
+    plan["fails_at"] = fails_at
+    with pytest.raises(Fails):
+        runner.run_eagerly(tokens(row, 5, 2))
+    plan["fails_at"] = -1
+    if fails_at:
+        with pytest.raises(BadBatch, match="the first 8 tokens of row 1, of which 3 are stored"):
+            runner.run(tokens(row, 9, 1))
+    else:
+        runner.run(tokens(row, 9, 1))
+
+
+def test_attending_before_storing_is_refused(device: torch.device) -> None:
+    runtime, _, _ = model(2, device)
+    row = runtime.table.admit()
+    runtime.table.reserve(row, 4)
+    step = runtime.begin_step(tokens(row, 4, 4))
+    q = torch.zeros(step.token_ids.shape[0], 2, 8, device=runtime.device)
+    k = q[:, :1]
+    runtime.store(0, k, k)
+    runtime.attend(0, q, torch.empty_like(q))
+    with pytest.raises(BadBatch, match="the first 4 tokens of row 1, of which 0 are stored"):
+        runtime.attend(1, q, torch.empty_like(q))
+    runtime.store(1, k, k)
+    runtime.attend(1, q, torch.empty_like(q))
+    runtime.end_step()
+
+
+def test_a_row_that_is_freed_in_a_running_step_is_empty_for_the_next_request(device: torch.device) -> None:
+    runtime, forward, _ = model(1, device)
+    rows = [runtime.table.admit() for _ in range(2)]
+    for row in rows:
+        runtime.table.reserve(row, 4)
+    step = runtime.begin_step(StepBatch(np.array(rows), np.array([4, 4]), np.array([4, 4]), np.arange(8)))
+    forward(step)
+    runtime.table.free(rows[0])
+    assert runtime.table.admit() == rows[0]
+    runtime.table.reserve(rows[0], 8)
+    runtime.end_step()
+    with pytest.raises(BadBatch, match=r"the first 4 tokens of row \d, of which 0 are stored"):
+        runtime.begin_step(tokens(rows[0], 5, 1))
+    runtime.table.reserve(rows[1], 5)
+    runtime.begin_step(tokens(rows[1], 5, 1))
+    runtime.end_step()
+
+
+def test_a_caller_who_changes_its_arrays_changes_no_lengths(device: torch.device) -> None:
+    """Servers keep an array of lengths and add one to it in place."""
+    runtime, forward, _ = model(1, device)
+    row = runtime.table.admit()
+    runtime.table.reserve(row, 20)
+    rows, kv_len = np.array([row], np.int32), np.array([4], np.int32)
+    forward(runtime.begin_step(StepBatch(rows, kv_len, kv_len.copy(), np.arange(4, dtype=np.int32))))
+    runtime.end_step()
+    kv_len += 9
+    with pytest.raises(BadBatch, match="the first 12 tokens of row 1, of which 4 are stored"):
+        runtime.begin_step(StepBatch(rows, kv_len, np.ones(1, np.int32)))
+
+
+def test_kv_that_came_by_other_means_is_marked(device: torch.device) -> None:
+    runtime, forward, _ = model(1, device)
+    table = runtime.table
+    row = table.admit()
+    table.reserve(row, 9)
+    with pytest.raises(BadBatch, match="row 1 has room for 9 tokens; 10 of them cannot be stored"):
+        table.mark_stored(np.array([row]), np.array([10]))
+    with pytest.raises(WrongState, match="row 2 is not admitted"):
+        table.mark_stored(np.array([2]), np.array([1]))
+    table.mark_stored(np.array([row]), np.array([8]))
+    child = table.fork(row, 6)
+    table.reserve(child, 8)
+    forward(runtime.begin_step(tokens(row, 9, 1)))
+    runtime.end_step()
+    with pytest.raises(BadBatch, match="the first 7 tokens of row 2, of which 6 are stored"):
+        runtime.begin_step(tokens(child, 8, 1))
+    forward(runtime.begin_step(tokens(child, 8, 2)))
+    runtime.end_step()
+
+
+def test_a_row_goes_back_no_further_than_its_room(device: torch.device) -> None:
+    runtime, _, _ = model(1, device)
+    table = runtime.table
+    row = table.admit()
+    table.reserve(row, 9)
+    with pytest.raises(BadBatch, match="row 1 has room for 9 tokens; it cannot go back to 10"):
+        table.truncate(row, 10)
+    table.truncate(row, 5)
+    assert len(table.pages_of(row)) == 2
+    assert table.num_free_pages == table.num_usable_pages - 2
+    table.truncate(row, 0)
+    assert table.num_free_pages == table.num_usable_pages
+    table.reserve(row, 3)
+    table.free(row)
+    with pytest.raises(WrongState, match="row 1 is not admitted"):
+        table.truncate(row, 0)

@@ -12,7 +12,7 @@ from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_inputs import HOST_INPUTS, ON_HOST, DeviceInputs, Inputs
 from rocm_attn.step_mask import NO_MASK, StepMask
 from rocm_attn.step_prefixes import NO_PREFIXES, Prefixes
-from tests.amd.driver.model import looked_up
+from tests.amd.driver.model import NOT_FINITE_ID, looked_up
 from tests.amd.driver.oracle import Bools, Tokens
 
 
@@ -86,6 +86,11 @@ class Draft:
     def num_tokens(self) -> int:
         """New tokens."""
         return sum(len(seq.ids) for seq in self.seqs)
+
+    @property
+    def must_be_told(self) -> bool:
+        """Whether the device must report the step."""
+        return self.is_beyond or any(NOT_FINITE_ID in seq.ids for seq in self.seqs)
 
     def batch(self, device: torch.device) -> StepBatch:
         """For the runtime. Raises BadBatch, BadTensor."""

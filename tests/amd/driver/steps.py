@@ -34,8 +34,8 @@ def run(world: World, draft: Draft, way: str) -> bool:
     except RocmAttnError as refusal:
         return _refused(world, draft, str(refusal))
     first = world.runtime.step_number + 1
-    fault_of_its_own = ExpectedFault(range(first, first + MOST_STEPS_IN_A_MOVE), must=draft.is_beyond)
-    if draft.is_beyond or draft.may_be_told:
+    fault_of_its_own = ExpectedFault(range(first, first + MOST_STEPS_IN_A_MOVE), must=draft.must_be_told)
+    if draft.must_be_told or draft.may_be_told:
         world.faults.append(fault_of_its_own)
     for _ in range(6):
         before, first = world.state(), world.runtime.step_number + 1

@@ -87,7 +87,7 @@ class Held:
     pages: Pages
 
     def is_but_evictions(self, before: Held) -> bool:
-        """Whether it is what it was before, but for pages that have left a window."""
+        """Whether it is what it was before, but for pages that have left a window, or that were kept to be copied."""
         if self.free_rows != before.free_rows or self.pages.keys() != before.pages.keys():
             return False
         for (_, space), pages in self.pages.items():
@@ -96,7 +96,7 @@ class Held:
                 return False
             if any(a != b and not (a == 0 and space is Space.SWA) for a, b in zip(pages, then, strict=True)):
                 return False
-        return self.free_pages[Space.FULL] == before.free_pages[Space.FULL]
+        return all(self.free_pages[space] >= free for space, free in before.free_pages.items())
 
 
 class World:

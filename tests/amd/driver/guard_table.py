@@ -59,9 +59,10 @@ class Row:
 
 
 def found_by_driver(guard: str, seeds: int, device: torch.device) -> int | None:
-    """The first seed that has a finding without the safeguard."""
+    """The first seed that has a finding without the safeguard, and none with it."""
     guards = Guards().without(guard)
-    return next((seed for seed in range(seeds) if run_seed(seed, device, guards).finding), None)
+    found = (seed for seed in range(seeds) if run_seed(seed, device, guards).finding)
+    return next((seed for seed in found if not run_seed(seed, device, Guards()).finding), None)
 
 
 def found_by_soak(guard: str, steps: int, device: str) -> int | None:

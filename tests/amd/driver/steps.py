@@ -40,8 +40,8 @@ def run(world: World, draft: Draft, way: str) -> bool:
     for _ in range(6):
         before, first = world.state(), world.runtime.step_number + 1
         try:
+            world.model.forget()
             with _outside(world, draft):
-                world.model.forget()
                 rows = _WAYS[way](world, batch, draft.pad_to)
         except DeviceFault as fault:
             _unchanged(world, before, fault)
@@ -115,7 +115,8 @@ def _passed(world: World, draft: Draft, rows: Tensor, fault: ExpectedFault, shap
     for seq in draft.seqs:
         world.oracle.store(seq.row, seq.begin, seq.looked_up)
         request = world.requests[seq.row]
-        request.end = seq.kv_len
+        if seq.ids or seq.kv_len > request.end:
+            request.end = seq.kv_len
         if "kv_len" in draft.on_device:
             request.doubtful = max(request.doubtful, seq.kv_bound)
     wrong = judge(world, draft, rows, (shape.num_seqs, shape.num_tokens), shape.num_children)
@@ -138,15 +139,23 @@ def _passed(world: World, draft: Draft, rows: Tensor, fault: ExpectedFault, shap
 
 
 def _outside(world: World, draft: Draft) -> AbstractContextManager[object]:
-    """A fault from outside, at a place that is as likely early as late; mostly none."""
-    chance, place = world.rng.random(), int(10 ** world.rng.uniform(0, 3.3))
-    if draft.is_beyond or chance >= 0.06 or world.setting.calm:
+    """A fault from outside, at a place that is as likely early as late; mostly none.
+
+    More often, and earlier, while pages wait to be copied: their launches come first.
+    """
+    rng, copies = world.rng, any(world.runtime.table.space(space).pending.copies for space in world.spaces())
+    chance, operation, line = (
+        rng.random(),
+        int(10 ** rng.uniform(0, 1 if copies else 2.2)),
+        int(10 ** rng.uniform(0, 3.3)),
+    )
+    if draft.is_beyond or world.setting.calm or chance >= (0.3 if copies else 0.06):
         return nullcontext()
-    if chance < 0.035:
-        world.say(f"memory runs out at operation {1 + place // 8}")
-        return OutOfMemory(1 + place // 8)
-    world.say(f"an interrupt at line {place}")
-    return interrupt(place)
+    if chance < 0.025:
+        world.say(f"an interrupt at line {line}")
+        return interrupt(line)
+    world.say(f"memory runs out at operation {operation}")
+    return OutOfMemory(operation)
 
 
 def _run(world: World, batch: StepBatch, pad_to: int | None) -> Tensor:

@@ -119,7 +119,8 @@ class Publisher:
         slot, words = self._updates.acquire(2 * len(copies))
         words[: len(copies)], words[len(copies) : 2 * len(copies)] = list(copies), list(copies.values())
         try:
-            ids = slot[: 2 * len(copies)].to(self._pool.device, torch.int64, non_blocking=True)
+            # int64 on the device: a copy that converts would do so on the host, and wait.
+            ids = slot[: 2 * len(copies)].to(self._pool.device, non_blocking=True).to(torch.int64)
             target, source = ids[: len(copies)], ids[len(copies) :]
             copy_pages = self._pool.in_space(table.space).copy_pages
             self._deliver(partial(copy_pages, source, target), table.copies_made)

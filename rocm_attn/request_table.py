@@ -1,8 +1,8 @@
 """RequestTable: the rows that requests hold, how long each may be, and in each space the pages that its KV lies in.
 
 Row 0 and page 0 are reserved: padded sequences point there. Pages are counted, so that requests can share a prefix;
-a partly filled page that several rows hold is copied before one of them writes to it. With an SWA space, a row has
-pages in both spaces, by one length.
+a partly filled page that several rows hold is copied before one of them goes on in it. With an SWA space, a row has
+pages in both spaces, by one length. What is known of a row's tokens, and may be done with them: stored_tokens.py.
 """
 
 from __future__ import annotations
@@ -228,8 +228,9 @@ class RequestTable:
             table.evict(rows, kv_len, self._capacity[rows] // self.page_size)
 
     def fork(self, row: int, kv_len: int) -> int:
-        """A new row that shares the first kv_len tokens of row, page by page.
+        """A new row that shares the first kv_len tokens of row, page by page. Neither row stores these again.
 
+        To compute some of them again, share fewer, or truncate() the row that goes back.
         Raises CapacityExceeded, and BadBatch for tokens that row has no room for, or has no window of any more.
         """
         self._must_be_admitted(row)
@@ -386,7 +387,7 @@ class RequestTable:
         page_no = np.arange(end)
         held &= page_no < ends[:, None]
         shared_end = np.max(held * (page_no + 1), axis=1, initial=0) * self.page_size
-        lowered = np.minimum(floor, shared_end).astype(np.int32)
+        lowered: Int32Array = np.minimum(floor, shared_end).astype(np.int32)
         self.tokens.lower(rows, lowered)
         return lowered
 

@@ -451,8 +451,12 @@ class AttentionRuntime:
         return not self._stores.refusal
 
     def begin_replay(self, stored_layers: int) -> None:
-        """The staged step is run by a graph that stores in these layers. Raises what store and attend raise."""
-        self._stores.replay(stored_layers)
+        """The staged step is about to be run by a graph that stores in these layers. Raises as store and attend do."""
+        self._stores.before_replay(stored_layers)
+
+    def end_replay(self, stored_layers: int) -> None:
+        """The graph was launched, and has stored in these layers."""
+        self._stores.after_replay(stored_layers)
 
     def _check_tokens(self, batch: StepBatch) -> str:
         """Why a step may not store, or nothing. Raises BadBatch where it begins behind what is stored."""

@@ -239,8 +239,11 @@ class StepRunner:
         return self._body(step) if entry is None else self._replay(step.plan, entry)
 
     def _replay(self, plan: StepPlan, entry: Entry[Tensor]) -> Tensor:
-        self._runtime.begin_replay(self._stored_layers[plan])
-        return self._graphs.replay_entry(entry)
+        stored_layers = self._stored_layers[plan]
+        self._runtime.begin_replay(stored_layers)
+        rows = self._graphs.replay_entry(entry)
+        self._runtime.end_replay(stored_layers)
+        return rows
 
     def _capture_shape(self, shape: PaddedShape) -> str:
         """Make the graph of a shape, unless there is one; why none could be made, or nothing."""

@@ -111,18 +111,21 @@ class StepStores:
         self._require_stored = require_stored
         self._batch: StepBatch | None = None
         self._done = [0]
+        self._wrote = False
         self.refusal = ""
 
     def begin(self, batch: StepBatch, num_children: int, refusal: str) -> None:
         """A step is staged. refusal: why it may not store, or nothing."""
         self._batch, self.refusal = batch, refusal
         self._done = [0] * num_children
+        self._wrote = False
         self._tokens.changed.clear()
 
     def before_store(self) -> None:
         """Raise BadBatch for a step that would write to a page that several rows hold."""
         if self.refusal:
             raise BadBatch(self.refusal)
+        self._wrote = True
 
     def after_store(self, child: int, layer: int) -> None:
         """A child of the step has stored in a layer."""
@@ -141,16 +144,19 @@ class StepStores:
             layers &= done
         return layers
 
-    def replay(self, layers: int) -> None:
-        """The step is run by a graph that stores in these layers. Raises as before_store and before_attend."""
+    def before_replay(self, layers: int) -> None:
+        """The step is about to be run by a graph that stores in these layers. Raises as what is before the calls."""
         if layers:
             self.before_store()
         if layers != self._all and self._batch is not None:
             self._require_stored(self._batch)
+
+    def after_replay(self, layers: int) -> None:
+        """The graph was launched."""
         self._done = [layers]
 
     def end(self) -> None:
         """The step is over, whether it went well or not."""
         batch, self._batch = self._batch, None
-        if batch is not None and any(self._done):
+        if batch is not None and self._wrote:
             self._tokens.end_step(batch, complete=self.layers == self._all)

@@ -250,9 +250,9 @@ def _reserve(runtime: AttentionRuntime, noted: NotedStep) -> None:
             forked = table.fork(noted.rows[first], prefix_len)
             assert forked == row, "the row that was freed last is handed out first"
         first += count
-    rows, kv_len = np.array(noted.rows, np.int32), np.array(noted.kv_len, np.int32)
-    table.reserve_all(rows, kv_len)
-    table.mark_stored(rows, kv_len)
+    in_step, kv_len = np.array(noted.rows, np.int32), np.array(noted.kv_len, np.int32)
+    table.reserve_all(in_step, kv_len)
+    table.mark_stored(in_step, kv_len)
 
 
 def _fill(runtime: AttentionRuntime, layer: int, generator: torch.Generator) -> None:

@@ -236,7 +236,7 @@ def model(layers: int, device: torch.device) -> tuple[AttentionRuntime, Callable
 
 
 def tokens(row: int, kv_len: int, q_len: int) -> StepBatch:
-    ids = np.arange(kv_len - q_len, kv_len) % 49 + 1
+    ids = np.arange(kv_len - q_len, kv_len, dtype=np.int32) % np.int32(49) + np.int32(1)
     return StepBatch(np.array([row]), np.array([kv_len]), np.array([q_len]), ids)
 
 
@@ -272,6 +272,32 @@ def test_a_step_that_raised_half_way_is_run_again_before_the_next(
         runner.run(tokens(row, 9, 1))
 
 
+def test_a_replay_that_raised_is_run_again_before_the_next_step(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, forward, _ = model(2, device)
+    runner = StepRunner(runtime, forward, recorder_for(runtime.device))
+    row = runtime.table.admit()
+    runtime.table.reserve(row, 12)
+    runner.run(tokens(row, 5, 5))
+    for kv_len in (6, 7):
+        runner.run(tokens(row, kv_len, 1))
+    assert runner.counters.replays == 2
+
+    def fails(entry: object) -> Tensor:
+        raise Fails
+
+    for kv_len in (8, 6):
+        with monkeypatch.context() as patch:
+            patch.setattr(runner._graphs, "replay_entry", fails)
+            with pytest.raises(Fails):
+                runner.run(tokens(row, kv_len, 1))
+        with pytest.raises(BadBatch, match=f"of which {kv_len - 1} are stored"):
+            runner.run(tokens(row, kv_len + 1, 1))
+    runner.run(tokens(row, 6, 1))
+    runner.run(tokens(row, 7, 1))
+
+
 def test_attending_before_storing_is_refused(device: torch.device) -> None:
     runtime, _, _ = model(2, device)
     row = runtime.table.admit()
@@ -293,7 +319,9 @@ def test_a_row_that_is_freed_in_a_running_step_is_empty_for_the_next_request(dev
     rows = [runtime.table.admit() for _ in range(2)]
     for row in rows:
         runtime.table.reserve(row, 4)
-    step = runtime.begin_step(StepBatch(np.array(rows), np.array([4, 4]), np.array([4, 4]), np.arange(8)))
+    step = runtime.begin_step(
+        StepBatch(np.array(rows), np.array([4, 4]), np.array([4, 4]), np.arange(8, dtype=np.int32))
+    )
     forward(step)
     runtime.table.free(rows[0])
     assert runtime.table.admit() == rows[0]

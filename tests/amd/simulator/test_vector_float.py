@@ -58,6 +58,30 @@ def test_every_comparison(kind: str) -> None:
                 assert core.read_pair(0) == (ALL_LANES if holds else 0), (name, a, b)
 
 
+# In the order of the class mask's bits: a value of each class, as bits of a half and of a float.
+CLASSES = {
+    "signaling NaN": (0x7C01, 0x7F800001),
+    "quiet NaN": (0x7E00, 0xFFC00000),
+    "-inf": (0xFC00, 0xFF800000),
+    "-normal": (0xFBFF, 0xFF7FFFFF),
+    "-subnormal": (0x83FF, 0x807FFFFF),
+    "-0": (0x8000, 0x80000000),
+    "+0": (0, 0),
+    "+subnormal": (1, 1),
+    "+normal": (0x0400, 0x00800000),
+    "+inf": (0x7C00, 0x7F800000),
+}
+
+
+@pytest.mark.parametrize(("kind", "at"), [("f16", 0), ("f32", 1)])
+def test_a_value_is_of_one_class(kind: str, at: int) -> None:
+    for name, words in CLASSES.items():
+        for bit, other in enumerate(CLASSES):
+            for mask, expected in ((1 << bit, name == other), (0x3FF ^ 1 << bit, name != other)):
+                core = execute(f"v_cmp_class_{kind}_e64 s[0:1], v0, v1", vector={0: words[at], 1: mask})
+                assert core.read_pair(0) == (ALL_LANES if expected else 0), (name, other)
+
+
 def test_fma_with_a_literal() -> None:
     core = execute(
         "v_fmamk_f32 v2, v0, 0x41200000, v1",

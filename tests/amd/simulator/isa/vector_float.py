@@ -122,10 +122,28 @@ _FLOAT_CONDITIONS: dict[str, Callable[[Array, Array], Array]] = {
     "o": lambda a, b: ~_unordered(a, b),
     "u": _unordered,
 }
+
+
+def _is_of_class(a: Array, classes: Array) -> Array:
+    """Whether a value is of one of ten classes, a bit each, from signaling NaN to positive infinity."""
+    bits = a.view(f"u{a.itemsize}")
+    quiet_bit = 1 << (9 if a.itemsize == 2 else 22)
+    is_nan, is_quiet = np.isnan(a), bits & quiet_bit != 0
+    is_infinite, is_zero = np.isinf(a), a == 0
+    is_subnormal = ~is_zero & (np.abs(a) < np.finfo(a.dtype).tiny)
+    is_normal = ~(is_nan | is_infinite | is_zero | is_subnormal)
+    by_size = is_infinite, is_normal, is_subnormal, is_zero
+    negative, positive = ([which & (np.signbit(a) == sign) for which in by_size] for sign in (True, False))
+    members = [is_nan & ~is_quiet, is_nan & is_quiet, *negative, *reversed(positive)]
+    return np.logical_or.reduce([which & (classes >> bit & 1 != 0) for bit, which in enumerate(members)])
+
+
 _COMPARED_TYPES = {"i16": I16, "u16": U16, "f16": F16, "i32": I32, "u32": U32, "f32": F32, "i64": I64, "u64": U64}
 
 OPS: dict[str, VectorOp] = {
     **_ARITHMETIC,
+    "v_cmp_class_f16": VectorOp(MASK, (F16, U32), _is_of_class),
+    "v_cmp_class_f32": VectorOp(MASK, (F32, U32), _is_of_class),
     **{
         f"v_cmp_{condition}_{type_name}": VectorOp(MASK, (dtype, dtype), compute)
         for type_name, dtype in _COMPARED_TYPES.items()

@@ -163,10 +163,10 @@ def new_weights(world: World) -> None:
 
 def steps_overlap(world: World) -> None:
     """A step cannot begin while another runs, nor anything be stored when none does."""
-    world.say("calls out of order")
     draft = plain(world)
-    if draft is None:
+    if draft is None or not draft.is_plain:
         return
+    world.say("calls out of order")
     batch = draft.batch(world.runtime.device)
     try:
         world.runtime.begin_step(batch)
@@ -219,7 +219,7 @@ def stray_write(world: World) -> None:
     if not rows:
         return
     draft = plain(world)
-    if draft is None or not any(seq.ids for seq in draft.seqs):
+    if draft is None or not draft.is_plain or not any(seq.ids for seq in draft.seqs):
         return
     world.listen()
     runtime = world.runtime

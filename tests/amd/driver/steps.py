@@ -117,6 +117,9 @@ def _passed(world: World, draft: Draft, rows: Tensor, fault: ExpectedFault, shap
         request = world.requests[seq.row]
         if seq.ids or seq.kv_len > request.end:
             request.end = seq.kv_len
+        elif seq.q_bound and seq.kv_bound < request.end:
+            # For all that the host knows, it went back.
+            request.end, request.may_be_refused = seq.kv_bound, True
         if "kv_len" in draft.on_device:
             request.doubtful = max(request.doubtful, seq.kv_bound)
     wrong = judge(world, draft, rows, (shape.num_seqs, shape.num_tokens), shape.num_children)

@@ -32,9 +32,8 @@ UNSEEN = {
     "row_zero": "no call of the API changes row 0, and the pads of an update have no cell",
     "table_tails": "read by AITER's kernels alone: those of torch and Triton read no entry after the last page",
     "sealed_growth": "refuses what the planner does not ask for: a step above the captured sizes uses other memory",
-    "graph_epoch": "behind `sealed_growth` and `sealed_capture`: alone, nothing moves under a graph",
+    "graph_epoch": "nothing moves under a graph while the other safeguards of sealed memory are on",
     "ring_wait": "on a CPU the device is never late",
-    "last_steps": "of the driver: it asks for faults by check_device() and by later steps alike",
 }
 
 

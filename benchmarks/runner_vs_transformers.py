@@ -41,7 +41,9 @@ Tokens = list[list[int]]
 
 def runner(loaded: LoadedModel, prompts: Tokens, *, graphs: bool) -> Callable[[], Tokens]:
     """The runner, all prompts in one batch."""
-    options = EngineOptions(provider="torch", max_batch_size=len(prompts), graphs=graphs, max_kv_len=256)
+    options = EngineOptions(
+        provider="torch", max_batch_size=len(prompts), graphs=graphs, max_kv_len=256, capture_after=0
+    )
     engine = Engine(loaded, options)
     requests = [Request(tuple(prompt), NEW_TOKENS, ignore_eos=True) for prompt in prompts]
     return lambda: [list(completion.token_ids) for completion in engine.generate(requests)]

@@ -1,14 +1,17 @@
 """What an image's Python must keep, and what its tests need besides.
 
 python3 pins.py constraints             the installed torch and Triton, as pip constraints
+python3 pins.py built WHEEL             these, and what a wheel requires in the releases that it was just built with
 python3 pins.py requirements EXTRA      an extra of ./pyproject.toml, without them and without this project itself
 """
 
 from __future__ import annotations
 
+import email.parser
 import importlib.metadata
 import re
 import sys
+import zipfile
 from collections.abc import Iterator
 
 # The base image brings these; every one of them is built for its ROCm or CUDA release.
@@ -30,6 +33,19 @@ def constraints() -> Iterator[str]:
             yield f"{found.metadata['Name']}=={found.version}"
 
 
+def built(wheel: str) -> Iterator[str]:
+    """constraints(), and a line for each requirement of a wheel that is installed here, where it was built."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = email.parser.Parser().parsestr(archive.read(name).decode())
+    yield from constraints()
+    for requirement in metadata.get_all("Requires-Dist", []):
+        found = re.match(r"[\w.-]+", requirement)
+        assert found, requirement
+        if "extra ==" not in requirement:
+            yield f"{found.group()}=={importlib.metadata.version(found.group())}"
+
+
 def requirements(extra: str, project: dict[str, object]) -> Iterator[str]:
     """The requirements of an extra; project: the table [project] of a pyproject.toml."""
     extras = project["optional-dependencies"]
@@ -48,6 +64,8 @@ def _normal(name: str) -> str:
 def _main(arguments: list[str]) -> None:
     if arguments[0] == "constraints":
         lines = constraints()
+    elif arguments[0] == "built":
+        lines = built(arguments[1])
     else:
         import tomllib  # from Python 3.11 on; the images have 3.12
 

@@ -3,21 +3,25 @@
 #   bash docker/run_tests.sh host      what needs no GPU
 #   bash docker/run_tests.sh device    kernels, graphs and the runtime on this machine's GPU, AMD or NVIDIA
 #   bash docker/run_tests.sh rocm      the same and more, with a report to send: reports/*.json
+#   bash docker/run_tests.sh build     only builds it
 #
 #   PLATFORM       rocm or cuda (rocm where there is /dev/kfd, else cuda if there is a GPU, else rocm)
 #   IMAGE          an image to use instead of building one
+#   AITER_IMAGE    a name, such as rocm-attn-aiter: AITER is built into an image of it once, tagged by all that decides
+#                  what is compiled, and taken from there ever after
 #   DOCKER         the command (docker)
-#   BUILD_OPTIONS  more options for the build, such as --build-arg INSTALL_AITER=0
+#   BUILD_OPTIONS  more options for the builds, such as --build-arg INSTALL_AITER=0
 #   RUN_OPTIONS    more options for the run, such as --network host
+#   CONTAINER      the container's name (rocm-attn-tests-PID); it is removed when this script ends, however that is
 #   REPORT_HOST    the name of the host in the report (its own)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 stage=${1:-}
 case $stage in
-host | device | rocm) ;;
+host | device | rocm | build) ;;
 *)
-    sed -n '2,13s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,18s/^# \{0,1\}//p' "$0" >&2
     exit 2
     ;;
 esac
@@ -31,12 +35,41 @@ if [ -z "${PLATFORM:-}" ]; then
     fi
 fi
 
+# build TARGET TAG OPTION...
+build() {
+    local target=$1 tag=$2
+    shift 2
+    # shellcheck disable=SC2086 # options are words
+    "$docker" buildx build --load --file docker/Dockerfile --target "$target" --build-arg "PLATFORM=$PLATFORM" \
+        --build-arg "REVISION=$(git describe --always --abbrev=12 --dirty=+ 2>/dev/null || echo unknown)" \
+        ${BUILD_OPTIONS:-} --tag "$tag" "$@" .
+}
+
+# aiter_key: of what decides what AITER's wheel holds.
+aiter_key() {
+    {
+        echo "$PLATFORM ${BUILD_OPTIONS:-}"
+        grep --extended-regexp '^ARG (BASE_IMAGE|AITER_\w+|GPU_ARCHS)=' docker/Dockerfile
+        cat docker/build_aiter.sh docker/build_aiter_variants.py
+    } | sha256sum | cut --characters=-16
+}
+
 image=${IMAGE:-rocm-attn:$PLATFORM-ci}
 if [ -z "${IMAGE:-}" ]; then
-    # The tests run below, on the stage that was asked for.
-    # shellcheck disable=SC2086 # options are words
-    DOCKER_BUILDKIT=1 "$docker" build --file docker/Dockerfile --target ci --build-arg "PLATFORM=$PLATFORM" \
-        --build-arg RUN_TESTS=0 ${BUILD_OPTIONS:-} --tag "$image" .
+    "$docker" buildx version >/dev/null 2>&1 || {
+        echo "'$docker buildx' is missing: install it (docker-buildx-plugin, or Debian's docker-buildx)" >&2
+        exit 1
+    }
+    options=()
+    if [ -n "${AITER_IMAGE:-}" ]; then
+        aiter=$AITER_IMAGE:$(aiter_key)
+        "$docker" image inspect "$aiter" >/dev/null 2>&1 || build aiter "$aiter"
+        options=(--build-context "aiter=docker-image://$aiter")
+    fi
+    build ci "$image" "${options[@]}"
+fi
+if [ "$stage" = build ]; then
+    exit
 fi
 
 # group_options: the groups of the device files, by number; the image's names may have other numbers.
@@ -44,13 +77,14 @@ group_options() {
     stat --format=%g /dev/kfd /dev/dri/renderD* | sort --unique | sed 's/^/--group-add /'
 }
 
-options=(--rm --ipc=host)
+container=${CONTAINER:-rocm-attn-tests-$$}
+options=(--rm --init --ipc=host --name "$container" --label rocm-attn.tests)
 if [ "$stage" != host ]; then
     options+=(--ulimit memlock=-1)
     if [ "$PLATFORM" = cuda ]; then
         options+=(--gpus all)
     elif [ -e /dev/kfd ]; then
-        options+=(--device=/dev/kfd --device=/dev/dri --security-opt seccomp=unconfined --cap-add=SYS_PTRACE)
+        options+=(--device=/dev/kfd --device=/dev/dri --security-opt seccomp=unconfined)
         # shellcheck disable=SC2207 # options are words
         options+=($(group_options))
     else
@@ -58,10 +92,20 @@ if [ "$stage" != host ]; then
         exit 1
     fi
 fi
+
+started=$(mktemp)
+# shellcheck disable=SC2329 # called by the trap
+end() {
+    # A client that was killed leaves its container running, on the GPU.
+    "$docker" rm --force --volumes "$container" >/dev/null 2>&1 || true
+    rm -f "$started"
+}
+trap end EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
 if [ "$stage" = rocm ]; then
     mkdir -p reports
-    started=$(mktemp)
-    trap 'rm -f "$started"' EXIT
     # The image's user writes there.
     chmod a+rwx reports
     options+=(--volume "$PWD/reports:/src/reports" --env "REPORT_HOST=${REPORT_HOST:-$(uname -n)}")
@@ -70,8 +114,10 @@ if [ "$stage" = rocm ]; then
 fi
 
 status=0
+# Beside this script, which a signal then reaches at once.
 # shellcheck disable=SC2086 # options are words
-"$docker" run "${options[@]}" ${RUN_OPTIONS:-} "$image" "$stage" || status=$?
+"$docker" run "${options[@]}" ${RUN_OPTIONS:-} "$image" "$stage" &
+wait $! || status=$?
 if [ "$stage" = rocm ]; then
     # Of a run that failed too: that is when it is wanted most.
     report=$(find reports -name '*.json' -newer "$started")

@@ -14,10 +14,12 @@ from typing import TypeVar
 
 import torch
 
+from rocm_attn.hip_graphs.collectives import waited_for
 from rocm_attn.hip_graphs.frozen_ops import Replayed
 from rocm_attn.hip_graphs.host_pool import HostPool
 from rocm_attn.hip_graphs.record_guard import RecordGuard
 from rocm_attn.hip_graphs.tape import Tape, Thunk, require_unmoved
+from rocm_attn.hip_graphs.tensor_trees import map_tensors
 
 T = TypeVar("T")
 
@@ -75,9 +77,9 @@ class FakeRecorder:
         bytes_before = self._pool.bytes
         with torch.no_grad():
             # Lazily made tables and the like must exist before, as for a device, whose first launches load modules.
-            fn()
+            map_tensors(waited_for, fn())
             with tape, guard, self._observe_launches(observe):
-                outputs = fn()
+                outputs = map_tensors(waited_for, fn())
         self._pool.poison_taken()
         recording = FakeRecording(tape.operations, tape.storages, self._pool.bytes - bytes_before, kept=(fn, outputs))
         self._live.add(recording)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from rocm_attn.hip_graphs.collectives import is_collective, run_and_wait
 from rocm_attn.hip_graphs.tensor_trees import tensors_in
 
 aten = torch.ops.aten
@@ -45,8 +46,10 @@ _QUICK_CALL: Mapping[OpOverload, Callable[..., object]] = {
 
 @cache
 def writes_into_arguments(func: OpOverload) -> bool:
-    """Whether func writes into a tensor that it is given (in-place and out= operations)."""
-    return any(argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments)
+    """Whether func writes into a tensor that it is given (in-place and out= operations, collectives)."""
+    return is_collective(func) or any(
+        argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments
+    )
 
 
 def leaves_values(func: OpOverload) -> bool:
@@ -65,6 +68,8 @@ def frozen_op(
     for a result that shares memory with an argument, which is in place already.
     """
     written = [home for home in homes if home is not None]
+    if is_collective(func):
+        return partial(_communicate, func, args, kwargs, tuple(homes))
     if func is aten.copy_.default:
         return partial(args[0].copy_, args[1])
     if not written:
@@ -83,10 +88,19 @@ def frozen_op(
     return partial(_run_and_copy, func, args, kwargs, tuple(homes))
 
 
+def _communicate(
+    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], homes: Sequence[Tensor | None]
+) -> None:
+    _copy_home(run_and_wait(func, args, kwargs), homes)
+
+
 def _run_and_copy(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], homes: Sequence[Tensor | None]
 ) -> None:
-    results = func(*args, **kwargs)
+    _copy_home(func(*args, **kwargs), homes)
+
+
+def _copy_home(results: Any, homes: Sequence[Tensor | None]) -> None:
     for home, result in zip(homes, tensors_in(results), strict=True):
         if home is not None:
             home.copy_(result)

@@ -21,6 +21,7 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rocm_attn.hip_graphs.collectives import unwraps_itself
 from rocm_attn.hip_graphs.errors import RecordingRefused
 from rocm_attn.hip_graphs.forbidden_ops import KEEP_ON_DEVICE, READS_ON_HOST, is_composite, refusal
 from rocm_attn.hip_graphs.tensor_trees import tensors_in
@@ -137,6 +138,8 @@ class _OperationGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if unwraps_itself(types):
+            return NotImplemented
         guard = self._guard
         if guard.is_lifted:
             return func(*args, **kwargs)

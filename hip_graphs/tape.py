@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rocm_attn.hip_graphs.collectives import gives_promises, is_wait, run_and_wait, unwraps_itself
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
 from rocm_attn.hip_graphs.frozen_ops import (
     Replayed,
@@ -65,10 +66,15 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if unwraps_itself(types):
+            return NotImplemented
         if self._paused:
             return func(*args, **kwargs)
         frozen_args, frozen_kwargs = self._freeze((args, kwargs))
-        result = func(*args, **kwargs)
+        if is_wait(func):
+            return args[0]  # every collective was waited for when it was noted
+        # A promise is kept before its result moves; a Work is waited for by whoever gets it, and some only once.
+        result = run_and_wait(func, args, kwargs) if gives_promises(func) else func(*args, **kwargs)
         if torch.Tag.inplace_view in func.tags:
             return result
         given = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs))}

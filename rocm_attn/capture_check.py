@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +22,13 @@ from torch import Tensor
 from rocm_attn.graphs import shape_name
 from rocm_attn.numerics import BOUNDS
 from rocm_attn.plan import StepPlan
-from rocm_attn.probe_requests import ProbeLimits, ProbeRequests, forget_new_tokens, probe_limits
+from rocm_attn.probe_requests import (
+    ProbeLimits,
+    ProbeRequests,
+    forget_new_tokens,
+    kept_new_tokens,
+    probe_limits,
+)
 from rocm_attn.runtime import AttentionRuntime, SplitStep, Step
 from rocm_attn.step_batch import Int32Array, StepBatch
 from rocm_attn.step_inputs import HOST_INPUTS
@@ -101,17 +107,11 @@ class CaptureCheck:
         limits = self._limits if self._limits is not None else probe_limits(runtime.target)
         inputs = HOST_INPUTS if live is None else live.inputs
         with ProbeRequests(runtime, vocabulary=self._vocabulary, seed=self._seed, inputs=inputs) as probes:
-            for batches, of in ((probes.draws(plan, q_len, limits), ""), (_own_draws(live), " of the step itself")):
-                trial.of = of
-                for batch in batches:
-                    if trial.failure:
-                        break
-                    if trial.replay is None:
-                        recording_seconds += trial.record(batch, record)
-                    else:
-                        trial.compare(batch)
-                if trial.num_compared:
-                    break
+            recording_seconds += trial.of_draws(probes.draws(plan, q_len, limits), record)
+            if not trial.num_compared and live is not None and _can_be_drawn(live):
+                trial.of = " of the step itself"
+                with kept_new_tokens(runtime, live):
+                    recording_seconds += trial.of_draws(_own_draws(live), record)
         return trial.verdict(time.perf_counter() - started - recording_seconds)
 
 
@@ -152,6 +152,18 @@ class _Trial:
         self._eager = eager
         self._most_seqs = self._longest = 0
         self._bitwise = True
+
+    def of_draws(self, batches: Iterable[StepBatch], record: Record) -> float:
+        """Record the first step that has the plan, and compare the others; the seconds that recording took."""
+        seconds = 0.0
+        for batch in batches:
+            if self.failure:
+                break
+            if self.replay is None:
+                seconds += self.record(batch, record)
+            else:
+                self.compare(batch)
+        return seconds
 
     def record(self, batch: StepBatch, record: Record) -> float:
         """Record a step, if it has the plan; the seconds that took."""
@@ -239,14 +251,17 @@ def rows_beyond_bounds(one: Tensor, other: Tensor) -> list[int]:
     return wrong
 
 
-def _own_draws(live: StepBatch | None) -> Iterator[StepBatch]:
+def _can_be_drawn(live: StepBatch) -> bool:
+    """Of a step that gives bounds in place of lengths, the host does not know which tokens are new; a mask is packed
+    for its own step alone."""
+    return live.num_seqs > 0 and live.inputs.lengths_on_host and live.mask is NO_MASK
+
+
+def _own_draws(live: StepBatch) -> Iterator[StepBatch]:
     """The live step, half of it, the whole in another order, and itself again.
 
-    All write K and V of its own new tokens only, which it writes itself afterwards. Of a step that gives bounds in
-    place of lengths nobody knows on the host which tokens these are; a mask is packed for its own step alone.
+    All write K and V of its own new tokens only.
     """
-    if live is None or live.num_seqs == 0 or not live.inputs.lengths_on_host or live.mask is not NO_MASK:
-        return
     order = np.arange(live.num_seqs)
     yield live
     if live.num_seqs > 1:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 
 
-def with_index(device: torch.device) -> torch.device:
+def with_index(device: torch.device | str) -> torch.device:
     """cuda -> cuda:N, so that the device compares equal to those of tensors."""
+    device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -25,21 +27,87 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device)
 
 
-class StreamOrder:
-    """The order of steps that use the same buffers and pages and may come on different streams."""
+class Streams(Protocol):
+    """What a device has of streams."""
+
+    def current_handle(self) -> int:
+        """A number that tells the current stream from others."""
+        ...
+
+    def current(self) -> Any:
+        """The current stream; wait_stream(other) lets it go on when all that was launched on the other is done."""
+        ...
+
+    def is_capturing(self) -> bool:
+        """Whether what is launched on the current stream is captured."""
+        ...
+
+
+class _NoStreams:
+    """A CPU's: kernels run before their launch returns."""
+
+    def current_handle(self) -> int:
+        return -1
+
+    def current(self) -> Any:
+        raise AssertionError("a CPU has one order of work")
+
+    def is_capturing(self) -> bool:
+        return False
+
+
+class _DeviceStreams:
+    """A GPU's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._last: torch.cuda.Stream | None = None
+
+    def current_handle(self) -> int:
+        # torch._C: the public functions cost more than a step has to spend.
+        return torch._C._cuda_getCurrentRawStream(self._device.index)
+
+    def current(self) -> Any:
+        return torch.cuda.current_stream(self._device)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+
+class StreamOrder:
+    """The order of steps that use the same buffers and pages and may come on different streams.
+
+    streams: the device's; a test gives its own
+    """
+
+    def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
+        if streams is None:
+            streams = _NoStreams() if device.type == "cpu" else _DeviceStreams(device)
+        self._streams = streams
+        self._last: Any = None
         self._last_handle = -1
+        self._others: dict[int, Any] = {}
 
     def follow(self) -> None:
-        """What is launched on the current stream from now on starts after the step that followed before."""
-        if self._device.type == "cpu":
-            return
-        handle = torch._C._cuda_getCurrentRawStream(self._device.index)
-        if handle != self._last_handle:
-            stream = torch.cuda.current_stream(self._device)
-            if self._last is not None:
-                stream.wait_stream(self._last)
-            self._last, self._last_handle = stream, handle
+        """A step begins: what is launched on the current stream from now on starts after the one before.
+
+        Whatever streams that one's launches came on.
+        """
+        handle = self._streams.current_handle()
+        if handle != self._last_handle or self._others:
+            stream = self._streams.current()
+            for other in (self._last, *self._others.values()):
+                if other is not None:
+                    stream.wait_stream(other)
+            self._last, self._last_handle, self._others = stream, handle, {}
+
+    def join(self) -> None:
+        """Something of the step is launched on the current stream: it starts after what began the step.
+
+        A stream waits once a step. Two streams of one step are ordered by who forks and joins them; a capture's own
+        stream is ordered by the recorder.
+        """
+        handle = self._streams.current_handle()
+        if handle != self._last_handle and handle not in self._others and not self._streams.is_capturing():
+            stream = self._streams.current()
+            stream.wait_stream(self._last)
+            self._others[handle] = stream

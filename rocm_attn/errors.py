@@ -51,12 +51,33 @@ class WrongState(RocmAttnError):
 class DeviceFault(RocmAttnError, RuntimeError):
     """Something went wrong on the device in a step that was run before; the runtime goes on with the next one.
 
-    step: its number; AttentionRuntime.step_number counts them. None where no step can be named.
+    Reported once. The step that reports it was not begun: it changed no KV, and is served by calling again.
+
+    Of the faulty step, no sequence can be trusted: K and V of its new tokens may be missing, its rows may be wrong, and
+    so may be all that was computed from them since. The owner frees these sequences' rows, and serves them again from
+    the tokens that were known before that step, or gives them up. Other sequences are right. A fault that names no step
+    is one of the memory that padded sequences read: build the runtime anew.
+
+    step:  the number of the faulty step; AttentionRuntime.step_number counts them. None where no step can be named.
+    rows:  request rows of its sequences, as they were then: a row may have been freed and admitted again since
     """
 
-    def __init__(self, what: str, step: int | None = None) -> None:
+    def __init__(self, what: str, step: int | None = None, rows: Sequence[int] = ()) -> None:
         self.step = step
+        self.rows = tuple(rows)
         super().__init__(what)
+
+    @classmethod
+    def of_all(cls, faults: Sequence[DeviceFault]) -> DeviceFault:
+        """Several faults as one, in the order given: the first one's step, and every one's rows and words."""
+        if len(faults) == 1:
+            return faults[0]
+        rows = dict.fromkeys(row for fault in faults for row in fault.rows)
+        return cls("\n".join(map(str, faults)), faults[0].step, tuple(rows))
+
+
+class NotCopied(RocmAttnError, TypeError):
+    """An object that owns a device's memory was to be copied or pickled."""
 
 
 class BadModel(RocmAttnError, ValueError):
@@ -65,6 +86,10 @@ class BadModel(RocmAttnError, ValueError):
 
 class BadRequest(RocmAttnError, ValueError):
     """A generation request that cannot be served, such as an empty prompt."""
+
+
+class BadLogits(RocmAttnError, ArithmeticError):
+    """A model's output that no token can be picked from: it holds NaN or infinity, or rules every token out."""
 
 
 class BadSetting(RocmAttnError, ValueError):

@@ -15,6 +15,12 @@ from rocm_attn.plan import GraphKey
 # (buckets done, buckets in all, the bucket that comes next; empty at the end)
 Progress = Callable[[int, int, str], None]
 
+# What making and checking a graph on a CPU costs, in runs of forward: recording takes two, and each of three draws of
+# probe requests is run eagerly and as a graph.
+CPU_CAPTURE_RUNS = 8
+# A graph is made when what was run without it is worth so many captures, so that captures stay below a tenth.
+_RUNS_PER_CAPTURE_RUN = 10
+
 
 def recorder_for(device: torch.device) -> Recorder:
     """HIP or CUDA graphs on a GPU; on a CPU a recorder that replays torch operations and kernel launches itself."""
@@ -25,6 +31,15 @@ def recorder_for(device: torch.device) -> Recorder:
     from rocm_attn.hip_graphs.fake_recorder import FakeRecorder
 
     return FakeRecorder(observe_launches)
+
+
+def eager_steps_before_capture(device: torch.device) -> int:
+    """Steps of a plan that run without a graph before one is made of it, unless it is made ahead by capture_all().
+
+    On a GPU none: a replay saves most of a step's host time. On a CPU it saves little, so a graph may only cost what a
+    long run does not notice. A count of steps, not of seconds: all ranks of a model make their graphs at the same step.
+    """
+    return 0 if device.type == "cuda" else _RUNS_PER_CAPTURE_RUN * CPU_CAPTURE_RUNS
 
 
 def capture_shapes(padding: PaddingPolicy) -> tuple[PaddedShape, ...]:

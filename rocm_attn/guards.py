@@ -25,7 +25,7 @@ from rocm_attn.page_table import WITHIN_THE_ROW, IsShared, IsSource, RowWidth, h
 from rocm_attn.plan import GraphKey
 from rocm_attn.providers.contract import StepOps
 from rocm_attn.providers.select import Selection
-from rocm_attn.publisher import Deliver, launch_then_forget
+from rocm_attn.publisher import Deliver, OfLastStep, launch_then_forget
 from rocm_attn.request_table import RequestTable
 from rocm_attn.settings import Settings, settings
 from rocm_attn.step_batch import Int32Array, StepBatch
@@ -37,7 +37,7 @@ from rocm_attn.step_buffers import (
     behind_each_other,
     refuse_growth,
 )
-from rocm_attn.step_echo import EchoCheck
+from rocm_attn.step_echo import EchoCheck, fault_of_counts
 from rocm_attn.step_memory import DeviceStep, SpaceStep
 from rocm_attn.stored_tokens import SharedFloor, behind_what_is_shared
 
@@ -94,6 +94,11 @@ def whole_key(key: GraphKey) -> GraphKey:
     return key
 
 
+def where_sealed(seal_number: int) -> bool:
+    """Graphs are made of memory that cannot move; 0 is no seal's number."""
+    return seal_number > 0
+
+
 @dataclass(frozen=True, slots=True)
 class Guards:
     """The safeguards of a runtime. A default is on; GUARDS says what each prevents."""
@@ -126,9 +131,11 @@ class Guards:
     planner_inputs: Callable[[Callable[[], Mapping[str, Tensor]]], Callable[[StepBatch], int]] = lengths_on_the_host
     graph_key: Callable[[GraphKey], GraphKey] = whole_key
     graph_epoch: Callable[[], PinnedTensors] = PinnedTensors
+    sealed_capture: Callable[[int], bool] = where_sealed
     ring_wait: Callable[[Fence], None] = wait_for
     pending_changes: Deliver = launch_then_forget
     echo_check: Callable[[], Callable[[Int32Array], None]] = EchoCheck
+    last_steps: OfLastStep = fault_of_counts
 
     @property
     def off(self) -> tuple[str, ...]:
@@ -352,6 +359,13 @@ GUARDS: tuple[Guard, ...] = (
         "test_plans.py::test_a_graph_of_memory_that_moved_is_refused",
     ),
     _guard(
+        "sealed_capture",
+        "after a reopen that was broken off, graphs are made of memory that may move, and replay old steps",
+        "H25, G2",
+        unguarded.sealed_or_not,
+        "test_reopening.py::test_no_graph_is_made_of_memory_that_may_move",
+    ),
+    _guard(
         "table_first",
         "a step runs before the device knows the pages that its tokens go to",
         "hip#3902, G9",
@@ -378,6 +392,13 @@ GUARDS: tuple[Guard, ...] = (
         "H17, G9",
         unguarded.EchoIgnored,
         "test_publication.py::test_a_fault_on_the_device_is_told_once_and_later_steps_are_right",
+    ),
+    _guard(
+        "last_steps",
+        "a fault in the last steps before serving ends is never reported: no later step echoes them",
+        "H17, G9",
+        unguarded.last_step_unseen,
+        "test_last_steps.py::test_a_fault_of_the_last_step_is_reported_when_serving_ends",
     ),
     _guard(
         "length_bounds",

@@ -68,6 +68,7 @@ class HostRing:
         if new_fence is None:
             new_fence = partial(torch.Event, device) if self._pinned else NoFence
         self._wait = wait
+        self._new_fence = new_fence
         self._depth = depth
         self._slots = [torch.empty(0, dtype=torch.int32)] * depth
         self._arrays: list[Int32Array] = [slot.numpy() for slot in self._slots]
@@ -92,9 +93,17 @@ class HostRing:
         return self._slots[at], self._arrays[at]
 
     def written(self) -> list[Int32Array]:
-        """The slots that were used, oldest first, for a host that has waited for the device."""
+        """The slots that were used, oldest first, when their readers are done."""
         order = (*range(self._next, self._depth), *range(self._next))
+        for at in order:
+            self._wait(self._done[at])
         return [self._arrays[at] for at in order if len(self._arrays[at])]
+
+    def drain(self) -> None:
+        """Wait for everything that was launched on the current stream so far, whether or not a slot was released."""
+        fence = self._new_fence()
+        fence.record()
+        fence.synchronize()
 
     def release(self) -> None:
         """Say that everything that reads the acquired slot was launched on the current stream."""

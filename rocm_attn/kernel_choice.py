@@ -9,7 +9,8 @@ from functools import cache
 import torch
 
 from rocm_attn.agreement import Agree, alone
-from rocm_attn.kernel_probe import MakeRuntime, wrong_kernels
+from rocm_attn.kernel_probe import wrong_kernels
+from rocm_attn.probe_runs import MakeRuntime
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.contract import PoolSize

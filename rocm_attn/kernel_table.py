@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rocm_attn.padding import StepKind
-from rocm_attn.providers.contract import Baked, KernelRow, Need, ReadAhead
+from rocm_attn.providers.contract import Baked, Fault, KernelRow, Need, ReadAhead
 from rocm_attn.providers.select import ROWS
 
 _INTRODUCTION = """\
@@ -31,8 +31,10 @@ _MEANING = """\
 - **masks V**: where it says no, V behind a sequence's end is multiplied by a probability of 0, and 0 * NaN is NaN; the
   store zeroes the rest of the last page for it.
 - **clears pads**: where it says no, a launch after the kernel zeroes the padded tokens of its output.
+- **LSE**: "without ALiBi" gives it to layers without ALiBi slopes; with them it would be of other logits.
 - AITER's kernels serve some scores only alone: soft caps and ALiBi slopes, or sinks and either, are refused together
   where they would be wrong; `explain` says so.
+- **releases**: a release that is not known is taken for one of them.
 - **freezes**: host values that are part of a graph's key.
 - **pool limit**: bytes of one layer's K pages, and of its V pages.
 - **any batch**: whether a sequence's result is bitwise the same in any batch; deterministic mode takes no others.
@@ -51,6 +53,17 @@ def markdown() -> str:
         parts.append(_table(_SERVES, bound))
         parts.append(_table(_SCORES, bound))
         parts.append(_table(_DEMANDS, bound))
+        faulty = _faults(bound)
+        if faulty:
+            parts.append("Refused in some releases; `explain` takes `--aiter-release` and `--rocm-release`:\n")
+            parts.append(faulty)
+        odd: dict[str, list[str]] = {}
+        for row, kinds in bound:
+            for note in row.notes:
+                odd.setdefault(note, []).append(f"`{row.name}` ({kinds})")
+        if odd:
+            parts.append("Odd, and serving all the same:\n")
+            parts.append("".join(f"- {', '.join(named)}: {note}\n" for note, named in odd.items()))
         unbound = _merged([row for row in rows if row.not_bound])
         if unbound:
             parts.append("Known and not bound:\n")
@@ -69,6 +82,20 @@ def _merged(rows: Sequence[KernelRow]) -> list[_Line]:
         kinds.setdefault(replace(row, kind=StepKind.DECODE, bakes=frozenset()), []).append(row.kind.value)
     bakes = {row: frozenset(b for other in rows if other.name == row.name for b in other.bakes) for row in kinds}
     return [(replace(row, bakes=bakes[row]), ", ".join(values)) for row, values in kinds.items()]
+
+
+def _faults(lines: Sequence[_Line]) -> str:
+    """What the kernels get wrong in some releases; empty where nothing is known."""
+    named: dict[Fault, dict[str, None]] = {}
+    for row, kinds in lines:
+        for fault in row.faults:
+            named.setdefault(fault, {})[f"`{row.name}` ({kinds})"] = None
+    head = ["| kernels | archs | releases | refused, because |", "| --- | --- | --- | --- |"]
+    cells = [
+        f"| {', '.join(names)} | {', '.join(fault.archs)} | {fault.releases()} | {fault.what} |"
+        for fault, names in named.items()
+    ]
+    return "".join(f"{line}\n" for line in head + cells) if cells else ""
 
 
 def _table(columns: dict[str, Callable[[_Line], str]], lines: Sequence[_Line]) -> str:
@@ -127,6 +154,11 @@ def _freezes(line: _Line) -> str:
     return ", ".join(name for baked, name in names.items() if baked in line[0].bakes) or "nothing"
 
 
+def _lse(line: _Line) -> str:
+    limits = line[0].limits
+    return "yes" if limits.lse and limits.lse_of_slopes else "without ALiBi" if limits.lse else "no"
+
+
 def _yes(value: object) -> str:
     return "yes" if value else "no"
 
@@ -147,7 +179,7 @@ _SERVES: dict[str, Callable[[_Line], str]] = {
     "page sizes": _pages,
     "query heads": _heads,
     "pools": _pools,
-    "LSE": lambda line: _yes(line[0].limits.lse),
+    "LSE": _lse,
     "pool limit": _pool_limit,
 }
 

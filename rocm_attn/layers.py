@@ -83,7 +83,7 @@ class Layers:
         kernel = plan.kernels[kind]
         if lse is not None:
             self._check("lse", lse, (num_tokens, problem.num_q_heads), torch.float32)
-            if not kernel.row.limits.lse:
+            if not kernel.row.limits.gives_lse(problem):
                 raise BadTensor(f"{kernel.row.name} gives no lse; build the runtime of problems with wants_lse=True")
         pages, weights = self._pool.layer(layer), self._head_weights.of(layer)
         args = AttendArgs(

@@ -53,9 +53,8 @@ class Planner:
 
     def start_over(self, padding: PaddingPolicy) -> None:
         """Forget every plan and pad by another policy."""
-        self.padding = padding
-        self._plan_of_key.clear()
-        self._plan_of_sizes.clear()
+        # One statement: no interrupt leaves plans of one policy under another.
+        self.padding, self._plan_of_key, self._plan_of_sizes = padding, {}, {}
 
     def plan(self, batch: StepBatch, pad_to: int | None, num_children: int) -> StepPlan:
         """The plan of a batch that runs whole, or as two halves. pad_to: as in PaddingPolicy.

@@ -104,6 +104,8 @@ def prewarm(
         for done, (shape, batch) in enumerate(steps):
             progress(done, len(steps), shape_name(shape))
             _run(runtime, batch, shape)
+    if runtime.target.is_gpu == (runtime.device.type == "cuda"):  # else nothing has run
+        runtime.check_device()
     progress(len(steps), len(steps), "")
     return PrewarmReport(
         compiled=dict(compiled),

@@ -7,10 +7,12 @@ of their new tokens, so that long ones cost little.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rocm_attn.index_spaces import RESERVED_PAGE, Space, num_pages
 from rocm_attn.padding import PaddedShape, StepKind
@@ -292,6 +294,36 @@ def with_nothing_shared(batch: StepBatch) -> StepBatch:
 
 def forget_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> None:
     """Put K and V that show in place of those of a step's new tokens, which whoever runs the step has to store."""
+    for space, page, offset in _places_of_new_tokens(runtime, batch):
+        for layer in runtime.pool.in_space(space).layers:
+            # A K of 0 has a usual score whatever q is, so that a V of 10,000 is seen among 100,000 others.
+            for rows, value in ((layer.keys, 0.0), (layer.values, 1e4)):
+                new = rows.cells.new_full((len(page), rows.num_heads, rows.dim), value)
+                rows.write_tokens(page, offset, new)
+
+
+@contextmanager
+def kept_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterator[None]:
+    """K and V at the places of a step's new tokens are in the end what they were, whatever was tried out there.
+
+    The step has been staged: pages that its rows shared are its own by now.
+    """
+    kept = []
+    for space, page, offset in _places_of_new_tokens(runtime, batch):
+        for layer in runtime.pool.in_space(space).layers:
+            for rows in (layer.keys, layer.values):
+                before = rows.cells.new_empty((len(page), rows.num_heads, rows.dim))
+                rows.read_tokens(page, offset, before)
+                kept.append((rows, page, offset, before))
+    try:
+        yield
+    finally:
+        for rows, page, offset, before in kept:
+            rows.write_tokens(page, offset, before)
+
+
+def _places_of_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterator[tuple[Space, Tensor, Tensor]]:
+    """In each space, page and place there of each new token, int64 [num_tokens]."""
     seq = np.repeat(np.arange(batch.num_seqs), batch.q_len)
     ends = np.cumsum(batch.q_len)
     kv_index = batch.kv_len[seq] - ends[seq] + np.arange(batch.num_tokens)
@@ -299,8 +331,4 @@ def forget_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> None:
     for table in runtime.table.spaces:
         pages = table.entries_host[batch.rows[seq], kv_index // page_size]
         page, offset = (torch.from_numpy(x.astype(np.int64)).to(runtime.device) for x in (pages, kv_index % page_size))
-        for layer in runtime.pool.in_space(table.space).layers:
-            # A K of 0 has a usual score whatever q is, so that a V of 10,000 is seen among 100,000 others.
-            for rows, value in ((layer.keys, 0.0), (layer.values, 1e4)):
-                new = rows.cells.new_full((len(page), rows.num_heads, rows.dim), value)
-                rows.write_tokens(page, offset, new)
+        yield table.space, page, offset

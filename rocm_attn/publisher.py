@@ -6,8 +6,8 @@ was enqueued. How a step went comes back in the ring slot of the next one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -16,14 +16,23 @@ from torch import Tensor
 from rocm_attn.errors import DeviceFault
 from rocm_attn.host_ring import Fence, HostRing, wait_for
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD
-from rocm_attn.kernels.metadata.slot_layout import ECHO, HEADER_WORDS, NO_ECHO, STEP, STEP_BEFORE, slot_words
+from rocm_attn.kernels.metadata.input_tensors import InputTensors
+from rocm_attn.kernels.metadata.slot_layout import (
+    COUNT_WORDS,
+    ECHO,
+    HEADER_WORDS,
+    NO_ECHO,
+    STEP,
+    STEP_BEFORE,
+    slot_words,
+)
 from rocm_attn.kv_pool import HybridKVPool
 from rocm_attn.page_table import PageTable
 from rocm_attn.providers.contract import StepOps
 from rocm_attn.request_table import RequestTable
 from rocm_attn.split_batch import HALVES
 from rocm_attn.step_batch import INT32_MAX, Int32Array, StepBatch
-from rocm_attn.step_echo import EchoCheck, fault_of
+from rocm_attn.step_echo import EchoCheck, fault_of_counts
 from rocm_attn.step_inputs import ON_HOST, DeviceInputs
 from rocm_attn.step_mask import StepMask, mask_bytes
 from rocm_attn.step_memory import DeviceStep
@@ -39,36 +48,72 @@ def launch_then_forget(launch: Callable[[], None], forget: Callable[[], None]) -
     forget()
 
 
-@dataclass(slots=True)
+# Of the counts of the step that was published last, and its number: how it went.
+OfLastStep = Callable[[Sequence[int], int], DeviceFault | None]
+
+# Steps of a line whose sequences are remembered: as many as may be reported late, and two to spare.
+_REMEMBERED_STEPS = 5
+# Whole steps from the publication that asks how the second half of a split step went to the one that has the answer.
+_STEPS_TO_ANSWER = 3
+
+
 class _Line:
     """A line of steps, each of which is published from a ring slot and echoes the step before it there.
 
     counts: of the step that was published last
     number: its number
+    rest:   inputs of a step without sequences; its counts take the place of those whose memory is given up
+    recent: numbers and request rows of the last steps, oldest first
     """
 
-    ring: HostRing
-    check_echo: Callable[[Int32Array], None]
-    counts: Tensor | None = None
-    number: int = 0
+    def __init__(self, ring: HostRing, check_echo: Callable[[Int32Array], None], device: torch.device) -> None:
+        self.ring = ring
+        self.check_echo = check_echo
+        self.counts: Tensor | None = None
+        self.number = 0
+        self.rest = _no_sequences(device)
+        self.recent: deque[tuple[int, Int32Array]] = deque(maxlen=_REMEMBERED_STEPS)
 
-    def check(self) -> None:
-        """As Publisher.check_device."""
+    def named(self, fault: DeviceFault) -> DeviceFault:
+        """The fault with the request rows of its step."""
+        # From the last one on: a number whose launch failed was given again.
+        fault.rows = next((tuple(rows.tolist()) for number, rows in reversed(self.recent) if number == fault.step), ())
+        return fault
+
+    def look(self, words: Int32Array) -> None:
+        """Raise DeviceFault if the echo in a slot, which is not 0, is one of a fault. Then it is cleared."""
+        try:
+            self.check_echo(words)
+        except DeviceFault as fault:
+            self.named(fault)
+            # After the fault is made: an interrupt that comes between the two leaves it to be reported.
+            words[ECHO] = 0
+            raise
+        words[ECHO] = 0
+
+    def echoed_faults(self) -> Iterator[DeviceFault]:
+        """Of the slots whose readers are done."""
         for words in self.ring.written():
             if words[ECHO]:
-                self.check_echo(words)
+                try:
+                    self.look(words)
+                except DeviceFault as fault:
+                    yield fault
+
+    def fault_of_last(self, of_last_step: OfLastStep) -> DeviceFault | None:
+        """Of the step that was published last, which no later one echoes. The device has nothing left to do."""
         if self.counts is None:
-            return
-        _, _, number, error_word = self.counts.tolist()
-        self.counts[STEP], self.counts[ERROR_WORD] = self.number, 0
-        if number != self.number:
-            raise DeviceFault(
-                f"the device has the counts of step {number} where step {self.number} was published last; "
-                "look for what wrote to the step's counts, or for a kernel launch that was lost",
-                self.number,
-            )
-        if error_word:
-            raise fault_of(number, error_word)
+            return None
+        fault = of_last_step(self.counts.tolist(), self.number)
+        if fault is not None:
+            self.named(fault)
+            self.counts[STEP], self.counts[ERROR_WORD] = self.number, 0
+        return fault
+
+
+# A publication whose launches were begun: its line, the words of its ring slot, counts and number. If it ends early, it
+# is not known whether the first launch was made.
+_Launching = tuple[_Line, Int32Array, Tensor, int]
 
 
 class Publisher:
@@ -77,6 +122,7 @@ class Publisher:
     ring_wait: waits for the fence behind a ring slot's readers
     deliver:   launches a pending change of the table or of its pages
     new_echo_check: makes what looks at the echo of a step when its ring slot comes back
+    of_last_step: what the counts of a step say that no later one echoes
     """
 
     def __init__(
@@ -88,15 +134,21 @@ class Publisher:
         ring_wait: Callable[[Fence], None] = wait_for,
         deliver: Deliver = launch_then_forget,
         new_echo_check: Callable[[], Callable[[Int32Array], None]] = EchoCheck,
+        of_last_step: OfLastStep = fault_of_counts,
     ) -> None:
         self._ops = ops
         self._table = table
         self._pool = pool
         self._deliver = deliver
         # One for each child, so that the host may be as many split steps ahead as others.
-        self._lines = tuple(_Line(HostRing(pool.device, wait=ring_wait), new_echo_check()) for _ in range(HALVES))
+        self._lines = tuple(
+            _Line(HostRing(pool.device, wait=ring_wait), new_echo_check(), pool.device) for _ in range(HALVES)
+        )
         # A step takes up to two slots a space: of copies and of cells.
         self._updates = HostRing(pool.device, depth=2 * 2 * len(table.spaces), wait=ring_wait)
+        self._of_last_step = of_last_step
+        self._launching: _Launching | None = None
+        self._steps_to_answer = 0
         self.step_number = 0
 
     def apply_table_changes(self) -> None:
@@ -127,22 +179,30 @@ class Publisher:
         finally:
             self._updates.release()
 
+    def publish_whole(self, batch: StepBatch, step: DeviceStep) -> None:
+        """publish() of a step that is not split."""
+        if self._steps_to_answer:
+            self._hear_of_the_second_half()
+        self.publish(batch, step, 0)
+
     def publish(self, batch: StepBatch, step: DeviceStep, child: int) -> None:
         """Write the inputs of a child of a step, pads included, to their fixed addresses.
 
         batch: the sequences of this child; a step that is not split is child 0 of itself
         Raises DeviceFault for an earlier step.
         """
+        if self._launching is not None:
+            self._settle()
         num_seqs, num_ids = batch.num_seqs, len(batch.token_ids)
         line = self._lines[child]
         end = slot_words(num_seqs, num_ids)
         # With room for prefixes and floors, whether there are any or not.
         slot, words = line.ring.acquire(end + 3 * num_seqs)
         if words[ECHO]:
-            line.check_echo(words)
+            line.look(words)
         number = (self.step_number + 1) & INT32_MAX
         words[0], words[1], words[STEP], words[3] = num_seqs, batch.num_tokens, number, num_ids > 0
-        words[STEP_BEFORE], words[ECHO] = line.number, NO_ECHO
+        words[STEP_BEFORE] = line.number
         kv_at, q_at, ids_at = HEADER_WORDS + num_seqs, HEADER_WORDS + 2 * num_seqs, HEADER_WORDS + 3 * num_seqs
         words[HEADER_WORDS:kv_at], words[kv_at:q_at], words[q_at:ids_at] = batch.rows, batch.kv_len, batch.q_len
         words[ids_at:end] = batch.token_ids
@@ -152,11 +212,11 @@ class Publisher:
         if isinstance(batch.inputs, DeviceInputs):
             on_host = batch.inputs.lengths_on_host
             words[end + 2 * num_seqs : end + 3 * num_seqs] = 0 if on_host else self._table.floors(batch.rows)
+        counts = step.inputs.counts
+        # One statement: an interrupt comes before all of it or after.
+        words[ECHO], self._launching = NO_ECHO, (line, words, counts, number)
         try:
-            counts = step.inputs.counts
             self._ops.publish(slot, counts if line.counts is None else line.counts, step.inputs)
-            # Only what was launched is expected to be echoed.
-            line.counts, line.number, self.step_number = counts, number, number
             if isinstance(batch.inputs, DeviceInputs):
                 self._place(batch.inputs, slot, num_seqs, num_ids, step)
             if isinstance(batch.mask, StepMask):
@@ -164,23 +224,78 @@ class Publisher:
                 self._ops.place_mask(
                     bits, batch.mask.positions, step.inputs.counts, step.metadata.mask_words, step.positions
                 )
-        except BaseException:
-            words[ECHO] = 0
-            raise
         finally:
             line.ring.release()
+        line.recent.append((number, batch.rows))
+        line.counts, line.number, self.step_number, self._launching = counts, number, number, None
+        if child:
+            self._steps_to_answer = _STEPS_TO_ANSWER
+
+    def disregard(self, num_children: int) -> None:
+        """What the device has found wrong with the inputs published last is not reported: their step is not run."""
+        for line in self._lines[:num_children]:
+            if line.counts is not None:
+                line.counts[ERROR_WORD].zero_()
 
     def let_go(self) -> None:
         """Hold no memory of steps: it is given up. What the last step has left there is kept for its echo."""
+        if self._launching is not None:
+            self._settle()
         for line in self._lines:
-            if line.counts is not None:
-                with torch.inference_mode(False):  # check_device() writes to it outside of that mode too
-                    line.counts = line.counts.clone()
+            if line.counts is not None and line.counts is not line.rest.counts:
+                line.rest.counts.copy_(line.counts)
+                line.counts = line.rest.counts
 
-    def check_device(self) -> None:
-        """Raise DeviceFault for a step that went wrong and was not told of yet. The device has nothing left to do."""
-        for line in self._lines:
-            line.check()
+    def faults(self) -> list[DeviceFault]:
+        """What went wrong in steps and was not reported yet. The device has nothing left to do."""
+        if self._launching is not None:
+            self._settle()
+        found = [fault for line in self._lines for fault in line.echoed_faults()]
+        of_last = (line.fault_of_last(self._of_last_step) for line in self._lines)
+        return [*found, *(fault for fault in of_last if fault is not None)]
+
+    def _settle(self) -> None:
+        """Find out, for a publication that an exception has ended, whether the kernel that reads its slot runs.
+
+        Until then the host must not write to the slot, where that kernel puts the echo of the step before.
+        """
+        assert self._launching is not None
+        line, words, counts, number = self._launching
+        line.ring.drain()
+        if words[ECHO] == NO_ECHO:
+            # Never launched, so there is nothing to hear.
+            words[ECHO], self._launching = 0, None
+        else:
+            # Its step is not run, so nothing was wrong with it. A CPU's launch may have ended before all was written.
+            counts[STEP], counts[ERROR_WORD] = number, 0
+            line.counts, line.number, self.step_number, self._launching = counts, number, number, None
+
+    def _hear_of_the_second_half(self) -> None:
+        """A whole step comes after a split one: no second half comes to echo that one's.
+
+        A step without sequences does, and its echo is there when the ring slots of the first line have gone round.
+        Raises DeviceFault.
+        """
+        if self._launching is not None:
+            self._settle()
+        line = self._lines[1]
+        if self._steps_to_answer == _STEPS_TO_ANSWER:
+            slot, words = line.ring.acquire(HEADER_WORDS)
+            if words[ECHO]:
+                line.look(words)
+            words[:HEADER_WORDS] = 0
+            words[STEP], words[STEP_BEFORE] = self.step_number, line.number
+            words[ECHO], self._launching = NO_ECHO, (line, words, line.rest.counts, self.step_number)
+            try:
+                self._ops.publish(slot, line.rest.counts if line.counts is None else line.counts, line.rest)
+            finally:
+                line.ring.release()
+            line.counts, line.number, self._launching = line.rest.counts, self.step_number, None
+        elif self._steps_to_answer == 1:
+            for words in line.ring.written():
+                if words[ECHO]:
+                    line.look(words)
+        self._steps_to_answer -= 1
 
     def _place(self, inputs: DeviceInputs, slot: Tensor, num_seqs: int, num_ids: int, step: DeviceStep) -> None:
         """Put the caller's tensors in the place of what the host has published; it stays where there is no tensor."""
@@ -197,3 +312,12 @@ class Publisher:
             step.inputs.q_len,
             step.inputs.token_ids,
         )
+
+
+def _no_sequences(device: torch.device) -> InputTensors:
+    """Inputs of a step that has one padded sequence and one padded token."""
+    nothing = torch.empty(0, dtype=torch.int32, device=device)
+    counts, row, kv_len, q_len, token_ids = (
+        torch.zeros(size, dtype=torch.int32, device=device) for size in (COUNT_WORDS, 1, 1, 1, 1)
+    )
+    return InputTensors(counts, row, kv_len, q_len, nothing, nothing, token_ids, pad_kv_len=0, pad_q_len=0)

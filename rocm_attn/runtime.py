@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -20,7 +23,7 @@ from torch import Tensor
 from rocm_attn.agreement import Agree, alone
 from rocm_attn.canary import what_was_written
 from rocm_attn.devices import StreamOrder, on_device, with_index
-from rocm_attn.errors import BadSetting, DeviceFault, WrongState
+from rocm_attn.errors import BadSetting, CapacityExceeded, DeviceFault, NotCopied, WrongState
 from rocm_attn.guards import Guards, guards_from_settings
 from rocm_attn.head_weights import LayerHeadWeights
 from rocm_attn.hip_graphs.errors import BadLadder
@@ -42,7 +45,8 @@ from rocm_attn.settings import whole_number
 from rocm_attn.split_batch import HALVES, split_batch
 from rocm_attn.step_batch import INT32_MAX, StepBatch
 from rocm_attn.step_buffers import name_in
-from rocm_attn.step_memory import DeviceStep, StepMemory
+from rocm_attn.step_holder import StepHolder
+from rocm_attn.step_memory import DeviceStep, StepMemory, StepPart
 from rocm_attn.steps import LayerCalls
 from rocm_attn.stored_tokens import StepStores
 from rocm_attn.target import Target, detect_target
@@ -112,6 +116,9 @@ class SplitStep:
 class AttentionRuntime:
     """Paged attention for all layers of a model.
 
+    One thread at a time: a step is begun and ended by one thread, and a call of another one in between raises
+    WrongState. Layers may be called from other threads while the step runs. A runtime cannot be copied or pickled.
+
     problems:      one for each layer; layers with equal problems share a plan
     num_pages:     pages of the KV pool, the reserved page 0 included
     swa_pages:     pages of a pool of its own for layers with a window, the reserved page 0 included. There a request
@@ -148,7 +155,7 @@ class AttentionRuntime:
         self,
         problems: Sequence[Problem],
         *,
-        device: torch.device,
+        device: torch.device | str,
         num_pages: int,
         swa_pages: int = 0,
         swa_kept: int = 0,
@@ -241,6 +248,7 @@ class AttentionRuntime:
             ring_wait=guards.ring_wait,
             deliver=guards.pending_changes,
             new_echo_check=guards.echo_check,
+            of_last_step=guards.last_steps,
         )
         self._planner = Planner(
             self.selections,
@@ -250,6 +258,12 @@ class AttentionRuntime:
             longest=guards.planner_inputs(self._memory.sealed_tensors),
             graph_key=guards.graph_key,
         )
+        # Those that make graphs of this runtime's steps.
+        self.graph_users: weakref.WeakSet[object] = weakref.WeakSet()
+        self._holder = StepHolder()
+        # The number of the seal on the addresses that graphs read; 0 while there is none. Every seal has another one:
+        # what was captured under one is void under the next.
+        self._num_seals = self.seal_number = 0
         self._state = _State.IDLE
         self._plan: StepPlan | None = None
         self._children: tuple[DeviceStep, ...] = ()
@@ -278,17 +292,24 @@ class AttentionRuntime:
         return self._publisher.step_number
 
     def check_device(self) -> None:
-        """Wait for the device, and raise DeviceFault if a step went wrong that no later stage() has told of.
+        """Wait for the device, and raise DeviceFault if steps went wrong that no later stage() has reported.
 
-        Also if something was written to row 0 of the table or to page 0 of a layer. For tests, debugging and the end of
-        serving; while steps run, stage() tells of a fault some steps later by itself.
+        Also if something was written to row 0 of the table or to page 0 of a layer. For tests, debugging, and whenever
+        serving goes idle: while steps run, stage() reports a fault some steps later by itself, but no step comes to
+        report the last ones. One DeviceFault names all faults.
         """
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self._publisher.check_device()
-        written = what_was_written(self.table, self.pool, range(len(self._layers)))
+        with self._alone("the device cannot be asked"):
+            faults = self._faults()
+            written = what_was_written(self.table, self.pool, range(len(self._layers)))
         if written:
-            raise DeviceFault(f"{written}; padded sequences read it, so every later step may be wrong")
+            faults.append(DeviceFault(f"{written}; padded sequences read it, so every later step may be wrong"))
+        if faults:
+            raise DeviceFault.of_all(faults)
+
+    def take_faults(self) -> list[DeviceFault]:
+        """Wait for the device; what went wrong in steps and was not reported yet, which counts as reported now."""
+        with self._alone("the device cannot be asked"):
+            return self._faults()
 
     def sealed_tensors(self) -> Mapping[str, Tensor]:
         """Everything that a graph reads and the runtime owns, by name: buffers, workspace, table and pages."""
@@ -306,62 +327,86 @@ class AttentionRuntime:
         pad_to: sequences to pad to, where ranks must agree; not given: the ladder decides
         Raises BadBatch, CapacityExceeded, WrongState, and DeviceFault for an earlier step, once; no step is begun then.
         """
-        step = self.stage(batch, pad_to)
-        self._fill_or_end()
-        return step
+        self.require_idle()
+        try:
+            step = self.stage(batch, pad_to)
+            self.fill()
+            return step
+        except BaseException:
+            self.end_step()
+            raise
 
     def begin_split_step(self, batch: StepBatch, pad_to: int | None = None) -> SplitStep:
         """As begin_step, in two halves; store and attend with their `layers`, in any order of the two.
 
         pad_to: sequences of both halves together; even
         """
-        step = self.stage_split(batch, pad_to)
-        self._fill_or_end()
-        return step
+        self.require_idle()
+        try:
+            step = self.stage_split(batch, pad_to)
+            self.fill()
+            return step
+        except BaseException:
+            self.end_step()
+            raise
 
     def stage(self, batch: StepBatch, pad_to: int | None = None) -> Step:
         """The part of begin_step that runs before a graph: check, plan, update the table, publish the inputs."""
-        self._require_idle("a step cannot begin")
-        self._check_batch(batch)
-        refusal = "" if self.table.tokens.goes_on(batch) else self._check_tokens(batch)
-        plan = self._planner.plan(batch, pad_to, 1)
-        self._evict(batch)
-        with on_device(self.device):
-            self._streams.follow()
-            children = self._memory.device_steps(plan)
-            self._publisher.apply_table_changes()
-            self._publisher.publish(batch, children[0], 0)
-        self._plan, self._children, self._state = plan, children, _State.STAGED
-        self._stores.begin(batch, 1, refusal)
-        # Steps of equal sizes are equal, and a server decodes many in a row.
-        step = self._last_step
-        if step is None or not step.is_for(batch, children[0], plan):
-            step = self._last_step = _step(batch, children[0], plan, self, 0)
-        return step
+        self._begin("a step cannot begin")
+        try:
+            self._check_batch(batch)
+            refusal = "" if self.table.tokens.goes_on(batch) else self._check_tokens(batch)
+            plan = self._planner.plan(batch, pad_to, 1)
+            self._evict(batch)
+            with on_device(self.device):
+                self._streams.follow()
+                children = self._memory.device_steps(plan)
+                self._publisher.apply_table_changes()
+                self._publisher.publish_whole(batch, children[0])
+            self._plan, self._children, self._state = plan, children, _State.STAGED
+            self._stores.begin(batch, 1, refusal)
+            # Steps of equal sizes are equal, and a server decodes many in a row.
+            step = self._last_step
+            if step is None or not step.is_for(batch, children[0], plan):
+                step = self._last_step = _step(batch, children[0], plan, self, 0)
+            return step
+        except BaseException:
+            self.end_step()
+            raise
 
     def stage_split(self, batch: StepBatch, pad_to: int | None = None) -> SplitStep:
         """The part of begin_split_step that runs before a graph."""
-        self._require_idle("a step cannot begin")
-        self._check_batch(batch)
-        refusal = "" if self.table.tokens.goes_on(batch) else self._check_tokens(batch)
-        plan = self._planner.plan(batch, pad_to, HALVES)
-        batches = split_batch(batch, plan.shape.child.num_seqs)
-        self._evict(batch)
-        with on_device(self.device):
-            self._streams.follow()
-            children = self._memory.device_steps(plan)
-            self._publisher.apply_table_changes()
-            for half, child in enumerate(children):
-                self._publisher.publish(batches[half], child, half)
-        self._plan, self._children, self._state = plan, children, _State.STAGED
-        self._stores.begin(batch, HALVES, refusal)
-        self._num_splits += 1
-        require = partial(self._require_split, self._num_splits)
-        first, second = (
-            _step(batches[half], child, plan, HalfLayers(self._layers, child, plan, require, self._stores, half), half)
-            for half, child in enumerate(children)
-        )
-        return SplitStep((first, second), children[0].metadata.counts[0], plan)
+        self._begin("a step cannot begin")
+        try:
+            self._check_batch(batch)
+            refusal = "" if self.table.tokens.goes_on(batch) else self._check_tokens(batch)
+            plan = self._planner.plan(batch, pad_to, HALVES)
+            batches = split_batch(batch, plan.shape.child.num_seqs)
+            self._evict(batch)
+            with on_device(self.device):
+                self._streams.follow()
+                children = self._memory.device_steps(plan)
+                self._publisher.apply_table_changes()
+                for half, child in enumerate(children):
+                    self._publisher.publish(batches[half], child, half)
+            self._plan, self._children, self._state = plan, children, _State.STAGED
+            self._stores.begin(batch, HALVES, refusal)
+            self._num_splits += 1
+            require = partial(self._require_split, self._num_splits)
+            first, second = (
+                _step(
+                    batches[half],
+                    child,
+                    plan,
+                    HalfLayers(self._layers, child, plan, require, self._stores, half),
+                    half,
+                )
+                for half, child in enumerate(children)
+            )
+            return SplitStep((first, second), children[0].metadata.counts[0], plan)
+        except BaseException:
+            self.end_step()
+            raise
 
     def stage_as(self, shape: PaddedShape, batch: StepBatch) -> Step | SplitStep:
         """Stage a batch whole or split, and padded to as many sequences, as steps of a shape are."""
@@ -372,6 +417,7 @@ class AttentionRuntime:
         if self._plan is None:
             raise WrongState("there is no step to fill; call begin_step() first")
         with on_device(self.device):
+            self._streams.join()
             for step in self._children:
                 self._fill_child(step, self._plan)
         self._state = _State.RUNNING
@@ -412,32 +458,97 @@ class AttentionRuntime:
     def end_step(self) -> None:
         """Close the step, so that the next one may begin. Also the way back after an exception inside a step.
 
-        The step's tokens count as stored if it has stored in every layer.
+        The step's tokens count as stored if it has stored in every layer. Does nothing in a thread that has begun no
+        step: that of another thread goes on.
         """
-        self._stores.end()
-        self._state = _State.IDLE
-        self._plan, self._children = None, ()
+        if self._holder.is_mine:
+            self._stores.end()
+            self._state = _State.IDLE
+            self._plan, self._children = None, ()
+            self._holder.give_back()
+
+    def abandon_step(self) -> None:
+        """Close a step that was staged and is not run. A fault in its inputs is reported when they come again."""
+        if self._holder.is_mine and self._state is _State.STAGED:
+            with on_device(self.device):
+                self._publisher.disregard(len(self._children))
+        self.end_step()
+
+    def require_idle(self) -> None:
+        """Raise WrongState if a step is begun, here or in another thread."""
+        if self._holder.is_taken:
+            self._begin("a step cannot begin")
+            self._holder.give_back()
 
     def seal(self) -> None:
         """Fix the addresses that graphs read, at the size of the largest capture. Growing them raises afterwards."""
-        self._require_idle("addresses cannot be sealed")
-        with on_device(self.device):
-            self._memory.seal(self.padding.largest_shapes())
-        self.head_weights.seal()
+        with self._idle("addresses cannot be sealed"), on_device(self.device):
+            if self.seal_number == 0:
+                self._seal()
 
     def unseal(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int] = (1,)) -> None:
         """Give up the sealed addresses and take other capture sizes. Every graph of the runtime is void afterwards.
 
-        Raises BadSetting, WrongState; nothing has changed then.
+        Raises BadSetting, WrongState, and DeviceFault as check_device(); nothing has changed then.
         """
-        self._require_idle("addresses cannot be given up")
-        padding = self._padding_for(capture_sizes, capture_tokens)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        with self._idle("addresses cannot be given up"), on_device(self.device):
+            padding = self._padding_for(capture_sizes, capture_tokens)
+            self.check_device()
+            self._change(padding, self._memory.new_part())
+
+    def give_up_seal(self) -> None:
+        """As unseal, for the same capture sizes, and without asking the device: later steps report its faults."""
+        with self._idle("addresses cannot be given up"), on_device(self.device):
+            self._change(self.padding, self._memory.new_part())
+
+    def reseal(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int] = (1,)) -> None:
+        """unseal, then seal; or neither.
+
+        The new memory is taken before the old one is given up: where it does not fit, and where one of several ranks
+        (agree) has no room, nothing has changed. An interrupt may leave the addresses unsealed.
+        Raises BadSetting, WrongState, DeviceFault as check_device(), CapacityExceeded for another rank, and what the
+        device raises when its memory is short.
+        """
+        with self._idle("addresses cannot be sealed again"), on_device(self.device):
+            padding = self._padding_for(capture_sizes, capture_tokens)
+            try:
+                self.check_device()
+                part = self._memory.part_for(padding.largest_shapes())
+            except BaseException as error:
+                self.agree({"reopen": f"{type(error).__name__}: {error}"})
+                raise
+            found = self.agree({})
+            if found:
+                raise CapacityExceeded(
+                    f"capture sizes were not changed, because a rank could not: {found['reopen']}; "
+                    "go on with those that there are, or choose smaller ones on all ranks"
+                )
+            self._change(padding, part)
+            self._seal()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise NotCopied(
+            "a runtime cannot be copied or pickled: it owns a device's memory, which graphs and requests refer to by "
+            "address; build another one with the same arguments"
+        )
+
+    def _seal(self) -> None:
+        self._memory.seal(self.padding.largest_shapes())
+        self.head_weights.seal()
+        # One statement, and the last one: what is sealed halfway has no number.
+        self._num_seals, self.seal_number = self._num_seals + 1, self._num_seals + 1
+
+    def _change(self, padding: PaddingPolicy, part: StepPart) -> None:
+        """Void every graph, and use another memory and policy from now on. Nothing here takes memory of the device.
+
+        In this order an interrupt leaves no graph, and steps that are right: the memory grows until it is sealed.
+        """
+        self._wait()
+        self._publisher.let_go()
+        self.seal_number = 0
+        self._memory.take(part)
         self._planner.start_over(padding)
         self._last_step = None
-        self._publisher.let_go()
-        self._memory.unseal()
         self.head_weights.unseal()
 
     @property
@@ -447,7 +558,7 @@ class AttentionRuntime:
 
     @property
     def may_store(self) -> bool:
-        """Whether the step that was staged begins behind all tokens that its rows share."""
+        """Whether the step that was staged begins after all tokens that its rows share."""
         return not self._stores.refusal
 
     def begin_replay(self, stored_layers: int) -> None:
@@ -459,20 +570,48 @@ class AttentionRuntime:
         self._stores.after_replay(stored_layers)
 
     def _check_tokens(self, batch: StepBatch) -> str:
-        """Why a step may not store, or nothing. Raises BadBatch where it begins behind what is stored."""
+        """Why a step may not store, or nothing. Raises BadBatch where it begins after what is stored."""
         self._check_stored(batch)
         return self.table.why_no_store(batch)
 
-    def _require_idle(self, what_fails: str) -> None:
+    def _faults(self) -> list[DeviceFault]:
+        self._wait()
+        return self._publisher.faults()
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _begin(self, what_fails: str) -> None:
+        """Take the runtime for the current thread. Raises WrongState."""
+        if not self._holder.take():
+            raise WrongState(
+                f"{what_fails}, because another thread has begun a step and not ended it; "
+                "a runtime is used by one thread at a time"
+            )
         if self._state is not _State.IDLE:
             raise WrongState(f"{what_fails}, because {self._state.value}; call end_step() first")
 
-    def _fill_or_end(self) -> None:
+    @contextmanager
+    def _idle(self, what_fails: str) -> Iterator[None]:
+        """The current thread has the runtime, and no step is begun. Raises WrongState."""
+        self._begin(what_fails)
         try:
-            self.fill()
-        except BaseException:
-            self.end_step()
-            raise
+            yield
+        finally:
+            self._holder.give_back()
+
+    @contextmanager
+    def _alone(self, what_fails: str) -> Iterator[None]:
+        """The current thread has the runtime, whether or not it has begun a step. Raises WrongState."""
+        had_it = self._holder.is_mine
+        if not had_it:
+            self._begin(what_fails)
+        try:
+            yield
+        finally:
+            if not had_it:
+                self._holder.give_back()
 
     def _fill_child(self, step: DeviceStep, plan: StepPlan) -> None:
         for space in step.spaces:
@@ -490,6 +629,7 @@ class AttentionRuntime:
             raise WrongState(f"store and attend need a running step, but {self._state.value}; call begin_step() first")
         if len(self._children) > 1:
             raise WrongState("the step that runs is split; call store and attend of the `layers` of each of its halves")
+        self._streams.join()
         return self._children[0], self._plan
 
     def _require_split(self, number: int) -> None:
@@ -498,6 +638,7 @@ class AttentionRuntime:
             raise WrongState(f"store and attend of a half need a running step, but {self._state.value}")
         if number != self._num_splits or len(self._children) == 1:
             raise WrongState("the step that this half belongs to is over; call the `layers` of the step that runs")
+        self._streams.join()
 
 
 def _step(batch: StepBatch, views: DeviceStep, plan: StepPlan, layers: LayerCalls, half: int) -> Step:

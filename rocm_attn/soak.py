@@ -313,6 +313,7 @@ class Soak:
 
     def _close(self, number: int) -> None:
         """Everybody goes, and everything is as in the beginning."""
+        self._runner.check_device()
         self._world.free_all()
         self._audit(number)
         self._reopen(number)

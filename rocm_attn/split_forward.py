@@ -42,6 +42,15 @@ def side_by_side(forward: Forward, side: ForkedStream) -> SplitForward:
     return run
 
 
+def require_rows(rows: object) -> None:
+    """Raise BadTensor unless this, which a forward has returned, is a tensor of rows."""
+    if not isinstance(rows, Tensor) or rows.dim() == 0:
+        what = "a tensor without dimensions" if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
+        raise BadTensor(
+            f"forward returned {what}; it returns one tensor [S, ...] with a row for each padded sequence of its step"
+        )
+
+
 def in_batch_order(step: SplitStep, rows: tuple[Tensor, Tensor]) -> Tensor:
     """The rows of both halves in one tensor [S, ...], those of real sequences first and in the order of the batch.
 
@@ -49,6 +58,8 @@ def in_batch_order(step: SplitStep, rows: tuple[Tensor, Tensor]) -> Tensor:
     the real ones are any of the others. Raises BadTensor.
     """
     first, second = rows
+    for half in rows:
+        require_rows(half)
     num_rows = step.plan.shape.child.num_seqs
     if first.shape[0] != num_rows or second.shape[0] != num_rows:
         raise BadTensor(

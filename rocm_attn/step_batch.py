@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,8 @@ from rocm_attn.step_mask import NO_MASK, Mask, StepMask, mask_bytes
 from rocm_attn.step_prefixes import NO_PREFIXES, Prefixes, SharedPrefixes
 
 Int32Array = npt.NDArray[np.int32]
+# What a batch takes: arrays of any integers, and plain sequences.
+Integers = npt.NDArray[np.integer[Any]] | Sequence[int]
 
 _INT32 = np.dtype(np.int32)
 _STRIDES = (4,)
@@ -55,10 +58,10 @@ class StepBatch:
     # By hand: setting the fields of a frozen class one by one would cost a tenth of a step's host time.
     def __init__(
         self,
-        rows: Int32Array,
-        kv_len: Int32Array,
-        q_len: Int32Array,
-        token_ids: Int32Array = NO_TOKEN_IDS,
+        rows: Integers,
+        kv_len: Integers,
+        q_len: Integers,
+        token_ids: Integers = NO_TOKEN_IDS,
         *,
         inputs: Inputs = HOST_INPUTS,
         mask: Mask = NO_MASK,
@@ -151,7 +154,7 @@ def _ones(count: int) -> bytes:
     return np.ones(count, np.int32).tobytes()
 
 
-def _is_int32(values: object) -> bool:
+def _is_int32(values: object) -> TypeGuard[Int32Array]:
     """Whether values are what a batch keeps: a contiguous int32 vector."""
     return type(values) is np.ndarray and values.dtype is _INT32 and values.strides == _STRIDES
 

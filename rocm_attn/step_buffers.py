@@ -229,14 +229,16 @@ class StepBuffers:
                 f"({spec.unit.value}) and captured graphs hold {self._tensors[spec.name].numel()}; "
                 "raise the largest of capture_sizes before the first capture"
             )
-        self._grow(short)
-
-    @torch.inference_mode(False)  # what is made in that mode cannot be written outside of it
-    def _grow(self, short: Sequence[tuple[BufferSpec, int]]) -> None:
-        for spec, needed in short:
-            elements = self._capacity.allocated(needed)
-            self._tensors[spec.name] = torch.full((elements,), spec.pad, dtype=spec.dtype, device=self._device)
+        with torch.inference_mode(False):  # what is made in that mode cannot be written outside of it
+            grown = {
+                spec.name: torch.full(
+                    (self._capacity.allocated(needed),), spec.pad, dtype=spec.dtype, device=self._device
+                )
+                for spec, needed in short
+            }
+        # All or none, and views of the old ones are void before they are: an allocation may fail, and so may we.
         self.epoch += 1
+        self._tensors = {**self._tensors, **grown}
 
     def view(self, name: str, elements: int, first: int = 0) -> Tensor:
         """The elements of a buffer from the first one on. Raises CapacityExceeded past its end."""

@@ -5,8 +5,11 @@ A slot is written again only when the kernels that read it are done, so the echo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rocm_attn.errors import DeviceFault
 from rocm_attn.kernels.metadata.error_word import (
+    ERROR_WORD,
     LENGTH_BEYOND_BOUND,
     NOT_FINITE,
     SHARED_TOKEN,
@@ -30,6 +33,21 @@ _WHAT = {
 }
 
 
+def fault_of_counts(counts: Sequence[int], number: int) -> DeviceFault | None:
+    """What the counts of the step that was published last say of it, when it is done; None: all was well.
+
+    counts: num_seqs, num_tokens, step number and error word, as the device has them
+    number: of that step, as the host has it
+    """
+    if counts[STEP] != number:
+        return DeviceFault(
+            f"the device has the counts of step {counts[STEP]} where step {number} was published last; "
+            "look for what wrote to the step's counts, or for a kernel launch that was lost",
+            number,
+        )
+    return fault_of(number, counts[ERROR_WORD]) if counts[ERROR_WORD] else None
+
+
 def fault_of(step: int, error_word: int) -> DeviceFault:
     """What went wrong in a step, in words; error_word is not 0."""
     known = [what for bit, what in _WHAT.items() if error_word & bit]
@@ -43,9 +61,8 @@ class EchoCheck:
         self._lost_step = -1
 
     def __call__(self, words: Int32Array) -> None:
-        """Raise DeviceFault for the step that went wrong, once: the echo in the slot, which is not 0, is cleared."""
+        """Raise DeviceFault for the step that went wrong. The caller clears the echo, which is not 0, afterwards."""
         echo, before, echoed = int(words[ECHO]), int(words[STEP_BEFORE]), int(words[ECHOED_STEP])
-        words[ECHO] = 0
         if echo == NO_ECHO:
             self._lost_step = int(words[STEP])
             raise DeviceFault(

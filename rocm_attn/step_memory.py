@@ -6,7 +6,7 @@ A step that is not split has one child, itself; the children of a split one have
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -82,9 +82,20 @@ class DeviceStep:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class StepPart:
+    """Memory of its own for steps.
+
+    views: of the buffers at an epoch of theirs, by the plan of the steps that use them
+    """
+
     buffers: StepBuffers
     workspace: Workspace
+    views: dict[StepPlan, tuple[int, tuple[DeviceStep, ...]]] = field(default_factory=dict)
+
+    def seal(self) -> None:
+        """From now on graphs read the addresses: growing raises."""
+        self.buffers.seal()
+        self.workspace.seal()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +157,7 @@ class StepMemory:
         self._space_of_kind = tuple(space_of(selection.problem, has_swa=has_swa) for selection in selections)
         self._form_sizes = FormSizes.of(selections, table)
         self._device = device
-        self._sealed, self._open = self._new_part(), self._new_part()
-        self._kept: dict[StepPlan, tuple[int, tuple[DeviceStep, ...]]] = {}
+        self._sealed, self._open = self.new_part(), self.new_part()
 
     def sealed_tensors(self) -> Mapping[str, Tensor]:
         """Name -> tensor for everything that graphs read."""
@@ -161,27 +171,25 @@ class StepMemory:
 
     def seal(self, shapes: Sequence[PaddedShape]) -> None:
         """Make room for steps of all these shapes and smaller ones, then fix every address that such steps read."""
-        if self._sealed.buffers.sealed:
-            return
-        for shape in shapes:
-            self._sealed.buffers.ensure(shape)
-            kernels = (selection.kernel(shape.kind).bound for selection in self._selections)
-            words = max(kernel.workspace_words(shape.child) for kernel in kernels)
-            self._sealed.workspace.ensure(words_of_children(words, shape.num_children))
-        self._sealed.buffers.seal()
-        self._sealed.workspace.seal()
+        self._make_room(self._sealed, shapes)
+        self._sealed.seal()
 
-    def unseal(self) -> None:
-        """Forget the sealed memory; no graph that reads it may be replayed again. The next seal() takes new memory."""
-        self._sealed = self._new_part()
-        self._kept.clear()
+    def part_for(self, shapes: Sequence[PaddedShape]) -> StepPart:
+        """Room for steps of all these shapes and smaller ones, which nothing uses before it is taken."""
+        part = self.new_part()
+        self._make_room(part, shapes)
+        return part
+
+    def take(self, part: StepPart) -> None:
+        """Use another part for steps that graphs replay; no graph that reads the old one may be replayed again."""
+        self._sealed = part
 
     def device_steps(self, plan: StepPlan) -> tuple[DeviceStep, ...]:
         """The views of each child of a step, after growing what is too small.
 
         Raises CapacityExceeded when that is sealed.
         """
-        kept = self._kept.get(plan)
+        kept = self._sealed.views.get(plan)
         if kept is not None and kept[0] == self._sealed.buffers.epoch:
             return kept[1]
         part = self._sealed if plan.replayable else self._open
@@ -189,10 +197,11 @@ class StepMemory:
         part.workspace.ensure(words_of_children(plan.workspace_words, plan.shape.num_children))
         views = tuple(self._views(plan, part, child) for child in range(plan.shape.num_children))
         if plan.replayable:  # ragged shapes are too many to keep
-            self._kept[plan] = (part.buffers.epoch, views)
+            part.views[plan] = (part.buffers.epoch, views)
         return views
 
-    def _new_part(self) -> _Part:
+    def new_part(self) -> StepPart:
+        """Memory that grows as steps need it."""
         buffers = StepBuffers(
             self._specs(),
             self._device,
@@ -200,9 +209,16 @@ class StepMemory:
             first_of_child=self._first_of_child,
             sealed_growth=self._sealed_growth,
         )
-        return _Part(buffers, Workspace(self._device, sealed_growth=self._sealed_growth))
+        return StepPart(buffers, Workspace(self._device, sealed_growth=self._sealed_growth))
 
-    def _views(self, plan: StepPlan, part: _Part, child: int) -> DeviceStep:
+    def _make_room(self, part: StepPart, shapes: Sequence[PaddedShape]) -> None:
+        for shape in shapes:
+            part.buffers.ensure(shape)
+            kernels = (selection.kernel(shape.kind).bound for selection in self._selections)
+            words = max(kernel.workspace_words(shape.child) for kernel in kernels)
+            part.workspace.ensure(words_of_children(words, shape.num_children))
+
+    def _views(self, plan: StepPlan, part: StepPart, child: int) -> DeviceStep:
         def view(name: str) -> Tensor:
             return part.buffers.step_view(name, plan.shape, child)
 

@@ -6,16 +6,19 @@ What is captured is fill and forward, as one function; an eager step calls the s
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rocm_attn.agreement import alone
 from rocm_attn.capture_check import CaptureCheck, Check, Verdict
-from rocm_attn.errors import BadTensor
+from rocm_attn.errors import BadTensor, DeviceFault, NotCopied
 from rocm_attn.flight_recorder import NO_FLIGHT_RECORDER, Flight
 from rocm_attn.graphs import CapturedBucket, CaptureReport, Progress, SkippedBucket, capture_shapes, shape_name
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
@@ -25,7 +28,7 @@ from rocm_attn.padding import PaddedShape
 from rocm_attn.plan import StepPlan
 from rocm_attn.probe_requests import plan_of, typical_q_len
 from rocm_attn.runtime import AttentionRuntime, SplitStep, Step
-from rocm_attn.split_forward import Forward, SplitForward, in_batch_order, one_after_the_other
+from rocm_attn.split_forward import Forward, SplitForward, in_batch_order, one_after_the_other, require_rows
 from rocm_attn.step_batch import Int32Array, StepBatch
 from rocm_attn.watchdog import CAPTURE_SECONDS, Watch, Watchdog
 
@@ -57,6 +60,9 @@ class StepCounters:
 class StepRunner:
     """Runs steps of one forward function.
 
+    Several runners may share a runtime, each with its forward and its graphs. As the runtime, a runner is used by one
+    thread at a time and cannot be copied or pickled.
+
     forward:  Step -> tensor [S, ...], one row for each sequence. It must not synchronise, must not branch on lengths,
               and must do the same work each time it is called with the same metadata. Where it calls the layers of its
               step, and not the runtime, it also serves split steps, half by half.
@@ -66,6 +72,8 @@ class StepRunner:
     check:    compares each fresh graph with the eager run; graphs are switched off where they differ
     watchdog: looks on while a graph is made; not given: names a capture that takes CAPTURE_SECONDS
     flight:   remembers the last steps
+    capture_after: steps of a plan that run eagerly before a graph is made of it; capture_all() makes them at once.
+              See graphs.eager_steps_before_capture
     """
 
     def __init__(
@@ -78,6 +86,7 @@ class StepRunner:
         check: Check | None = None,
         watchdog: Watch | None = None,
         flight: Flight = NO_FLIGHT_RECORDER,
+        capture_after: int = 0,
     ) -> None:
         self._runtime = runtime
         self._forward = forward
@@ -87,6 +96,8 @@ class StepRunner:
         self._check = check if check is not None else CaptureCheck()
         self._watchdog = watchdog if watchdog is not None else Watchdog(CAPTURE_SECONDS)
         self._flight = flight
+        self._capture_after = capture_after
+        self._eager_steps: Counter[StepPlan] = Counter()
         self._pinned = runtime.guards.graph_epoch()
         self._graphs = GraphCache(self._pinned)
         self._entry_of_plan: dict[StepPlan, Entry[Tensor]] = {}
@@ -95,8 +106,12 @@ class StepRunner:
         self._steps = self._real_seqs = self._padded_seqs = 0
         self._capture_seconds = 0.0
         self._graphs_off = ""
+        self._may_capture = runtime.guards.sealed_capture
+        self._seal_number = 0
         if recorder is not None:
-            self._seal()
+            runtime.seal()
+            runtime.graph_users.add(self)
+            self._pin()
 
     @property
     def counters(self) -> StepCounters:
@@ -109,7 +124,7 @@ class StepRunner:
             capture_seconds=self._capture_seconds,
             real_seqs=self._real_seqs,
             padded_seqs=self._padded_seqs,
-            graphs_off=self._graphs_off,
+            graphs_off=self._why_no_graphs(),
         )
 
     def run(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
@@ -128,6 +143,28 @@ class StepRunner:
         return (self.run if shape.num_children == 1 else self.run_split)(batch, shape.num_seqs)
 
     def _run(self, stage: Stage, batch: StepBatch, pad_to: int | None) -> Tensor:
+        self._runtime.require_idle()  # from here on it is this call that has to end the step
+        try:
+            try:
+                rows, plan = self._staged_and_run(stage, batch, pad_to)
+            finally:
+                self._runtime.end_step()
+        except BaseException:
+            # An interrupt may have come in place of the end.
+            self._runtime.end_step()
+            raise
+        num_padded = plan.shape.num_seqs
+        if rows.shape[0] != num_padded:
+            raise BadTensor(f"forward returned {rows.shape[0]} rows for {num_padded} padded sequences")
+        self._steps += 1
+        self._real_seqs += batch.num_seqs
+        self._padded_seqs += num_padded - batch.num_seqs
+        return rows if num_padded == batch.num_seqs else rows[: batch.num_seqs]
+
+    def _staged_and_run(self, stage: Stage, batch: StepBatch, pad_to: int | None) -> tuple[Tensor, StepPlan]:
+        """The rows of a step and its plan; the step is not ended."""
+        if self._seal_number != self._runtime.seal_number and self._recorder is not None:
+            self._start_over(self._recorder)
         try:
             step = stage(batch, pad_to)
         except RuntimeError as fault:  # the device's: of this step, or of one before it
@@ -137,19 +174,12 @@ class StepRunner:
         try:
             entry = self._entry_of_plan.get(plan)
             self._flight.note(batch, plan, entry is not None, self._pinned.epoch)
-            rows = self._first_run(step, stage, batch, pad_to) if entry is None else self._replay(plan, entry)
+            if entry is not None:
+                return self._replay(plan, entry), plan
+            return self._first_run(step, stage, batch, pad_to), plan
         except BaseException as error:
             self._flight.failed(error)
             raise
-        finally:
-            self._runtime.end_step()
-        num_padded = plan.shape.num_seqs
-        if rows.shape[0] != num_padded:
-            raise BadTensor(f"forward returned {rows.shape[0]} rows for {num_padded} padded sequences")
-        self._steps += 1
-        self._real_seqs += batch.num_seqs
-        self._padded_seqs += num_padded - batch.num_seqs
-        return rows if num_padded == batch.num_seqs else rows[: batch.num_seqs]
 
     def run_eagerly(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
         """run() without a graph and without a trace in the counters: a step again, to compare."""
@@ -181,36 +211,70 @@ class StepRunner:
             if reason:
                 skipped.append(SkippedBucket(shape, reason))
         progress(len(shapes), len(shapes), "")
-        return CaptureReport(tuple(self._buckets), tuple(skipped), self._graphs_off)
+        return CaptureReport(tuple(self._buckets), tuple(skipped), self._why_no_graphs())
 
     def capture_report(self) -> CaptureReport:
         """The graphs that exist, those included that were made when a step needed them."""
-        return CaptureReport(tuple(self._buckets), (), self._graphs_off)
+        return CaptureReport(tuple(self._buckets), (), self._why_no_graphs())
+
+    def check_device(self) -> None:
+        """As AttentionRuntime.check_device, for whenever serving goes idle; the flight recorder gets to know."""
+        try:
+            self._runtime.check_device()
+        except DeviceFault as fault:
+            self._flight.failed(fault)
+            raise
 
     def reopen(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int] = (1,)) -> None:
         """Drain the device, drop every graph and its memory, and seal again for other capture sizes.
 
-        Graphs are made anew as steps need them, or by capture_all(). Requests, pages and their content stay.
-        Under tensor parallelism all ranks must call it between the same two steps. Raises BadSetting, WrongState.
+        Graphs are made anew as steps need them, or by capture_all(); also those of other runners of the runtime.
+        Requests, pages and their content stay. Under tensor parallelism all ranks must call it between the same two
+        steps. Raises what AttentionRuntime.reseal raises: nothing has changed then, and graphs go on serving. After an
+        interrupt, steps may be eager until it is called again; counters.graphs_off says so.
         """
-        self._runtime.unseal(capture_sizes, capture_tokens)
-        self._drop_graphs()
-        if self._recorder is not None:
-            self._recorder.release_memory()
-            self._seal()
+        if self._recorder is None:
+            self._runtime.unseal(capture_sizes, capture_tokens)
+        else:
+            self._runtime.reseal(capture_sizes, capture_tokens)
+            self._start_over(self._recorder)
 
     def check_addresses(self) -> None:
         """Compare the address, shape, stride and dtype of everything that graphs read. Raises StaleRecording."""
         self._pinned.check()
 
-    def _seal(self) -> None:
-        self._runtime.seal()
-        for name, tensor in self._runtime.sealed_tensors().items():
-            self._pinned.pin(name, tensor, partial(_sealed_tensor, self._runtime, name))
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise NotCopied(
+            "a StepRunner cannot be copied or pickled: its graphs refer to a device's memory by address; "
+            "build another one over a runtime of its own"
+        )
+
+    def _start_over(self, recorder: Recorder) -> None:
+        """Drop the graphs of an earlier seal, and pin what those of this one will read."""
+        self._drop_graphs()
+        recorder.release_memory()
+        self._pin()
+
+    def _pin(self) -> None:
+        number = self._runtime.seal_number
+        if number:
+            for name, tensor in self._runtime.sealed_tensors().items():
+                self._pinned.pin(name, tensor, partial(_sealed_tensor, self._runtime, name))
+        # Last: what an interrupt breaks off is done again by the next step.
+        self._seal_number = number
+
+    def _why_no_graphs(self) -> str:
+        if self._graphs_off or self._recorder is None or self._runtime.seal_number:
+            return self._graphs_off
+        return (
+            "the addresses that graphs read are not sealed: unseal() gave them up, or a reopen() was interrupted; "
+            "reopen() makes graphs possible again"
+        )
 
     def _drop_graphs(self) -> None:
         self._entry_of_plan.clear()
         self._stored_layers.clear()
+        self._eager_steps.clear()
         self._buckets.clear()
         self._graphs.drop_all()
         self._pinned.release()
@@ -221,17 +285,26 @@ class StepRunner:
     @torch.no_grad()
     def _body_with(self, split_forward: SplitForward, step: Step | SplitStep) -> Tensor:
         self._runtime.fill()
-        return self._forward(step) if isinstance(step, Step) else in_batch_order(step, split_forward(step))
+        if isinstance(step, SplitStep):
+            return in_batch_order(step, split_forward(step))
+        rows = self._forward(step)
+        require_rows(rows)
+        return rows
 
     def _first_run(self, step: Step | SplitStep, stage: Stage, batch: StepBatch, pad_to: int | None) -> Tensor:
         """A staged step that has no graph: run eagerly, or as a graph that is made now."""
         plan = step.plan
         # A step without sequences makes no graph: there may be no input to compare it on. capture_all() does.
         # Nor does one that may not store: what compares graphs writes to the pages of new tokens.
-        if self._recorder is None or not plan.replayable or batch.num_seqs == 0 or not self._runtime.may_store:
+        can_be_made = plan.replayable and batch.num_seqs > 0 and self._can_capture and self._runtime.may_store
+        if self._recorder is None or not can_be_made or not self._is_due(plan):
             return self._body(step)
         # The graph is made of other steps; this one is staged again when it has passed.
-        self._runtime.end_step()
+        self._runtime.abandon_step()
+        # What went wrong before is reported before anything is tried out: then this call has changed nothing.
+        faults = self._runtime.take_faults()
+        if faults:
+            raise DeviceFault.of_all(faults)
         q_len = np.ones(plan.shape.num_seqs, np.int32) if plan.shape.kind.decodes else batch.q_len
         self._capture(plan, q_len, batch)
         step = stage(batch, pad_to)
@@ -245,6 +318,14 @@ class StepRunner:
         self._runtime.end_replay(stored_layers)
         return rows
 
+    def _is_due(self, plan: StepPlan) -> bool:
+        """Whether a graph is to be made of the plan now; if not, its step is counted. Each attempt is paid anew."""
+        if self._eager_steps[plan] < self._capture_after:
+            self._eager_steps[plan] += 1
+            return False
+        del self._eager_steps[plan]
+        return True
+
     def _capture_shape(self, shape: PaddedShape) -> str:
         """Make the graph of a shape, unless there is one; why none could be made, or nothing."""
         table = self._runtime.table
@@ -254,10 +335,17 @@ class StepRunner:
         plan = plan_of(self._runtime, shape, q_len)
         if plan is not None and not plan.replayable:
             return f"{', '.join(kernel.row.name for kernel in plan.kernels)}: not every kernel can be captured"
+        if not self._can_capture:
+            return self._why_no_graphs()
         if plan is not None and plan not in self._entry_of_plan:
             self._capture(plan, q_len, None)
-        made = self._graphs_off or plan in self._entry_of_plan
+        made = self._why_no_graphs() or plan in self._entry_of_plan
         return "" if made else "too few pages are free to check it on"
+
+    @property
+    def _can_capture(self) -> bool:
+        """Whether graphs may be made of the memory that steps have now."""
+        return self._recorder is not None and self._may_capture(self._runtime.seal_number)
 
     def _capture(self, plan: StepPlan, q_len: Int32Array, live: StepBatch | None) -> None:
         """Make a graph of the plan, unless there is no room to check it; switch graphs off if it is refused.
@@ -277,7 +365,7 @@ class StepRunner:
         note = ""
         trial = self._try(self._split_forward, plan, q_len, live)
         has_another_way = plan.shape.num_children > 1 and self._split_forward is not self._half_by_half
-        if has_another_way and not trial.is_bitwise:
+        if has_another_way and not trial.is_bitwise and not trial.is_final:
             reason = trial.refusal or "the given split_forward is not bitwise the same"
             note = f"; one half after the other, because {reason}"
             trial = self._try(self._half_by_half, plan, q_len, live)
@@ -293,25 +381,45 @@ class StepRunner:
         def record(step: Step | SplitStep) -> Callable[[], Tensor]:
             assert self._recorder is not None
             body = partial(self._watched_body, name, split_forward, step)
-            fresh.append(_FreshGraph.of(self._recorder, body, self._runtime))
+            try:
+                fresh.append(_FreshGraph.of(self._recorder, body, self._runtime))
+            except (RecordingRefused, StaleRecording):
+                raise
+            except Exception as error:  # the eager step may do without what recording lacks
+                raise RecordingRefused(f"{type(error).__name__}: {error}") from error
             return fresh[0].replay
 
         try:
             with self._watchdog.watch(f"{name} and its check"):
                 verdict = self._check.record(self._runtime, plan, q_len, live, record, self._body)
             self._pinned.check()
+            faults = self._runtime.take_faults()
+            if faults:
+                raise DeviceFault.of_all(faults)
         except (RecordingRefused, StaleRecording) as refusal:
-            return self._agreed(_Trial(None, Verdict(str(refusal), "", 0.0, bitwise=False)))
+            return self._agreed(_Trial.refused(str(refusal)))
+        except (torch.OutOfMemoryError, DeviceFault) as refusal:  # of the steps that the graph was tried on
+            return self._agreed(_Trial.refused(f"{type(refusal).__name__}: {refusal}"))
+        except BaseException as error:
+            self._end_on_all_ranks(f"the check was broken off by {type(error).__name__}: {error}")
+            raise
         return self._agreed(_Trial(fresh[0] if fresh else None, verdict))
+
+    def _end_on_all_ranks(self, reason: str) -> None:
+        """An exception leaves a capture here: other ranks, which wait for word of it, make no more graphs either."""
+        if self._runtime.agree is not alone:
+            self._agreed(_Trial.refused(reason, is_final=True))
+            self._switch_off(reason)
 
     def _agreed(self, trial: _Trial) -> _Trial:
         """The trial, with what other ranks found out about theirs: a graph serves on all of them or on none."""
         found = {"failure": trial.refusal}
         found["not bitwise"] = "" if trial.verdict.bitwise else "it differs"
         found["not made"] = "" if trial.graph is not None else "there was no room to compare it"
+        found["final"] = "it is over" if trial.is_final else ""
         agreed = self._runtime.agree({name: what for name, what in found.items() if what})
         verdict = replace(trial.verdict, failure=agreed.get("failure", ""), bitwise="not bitwise" not in agreed)
-        return _Trial(None if "not made" in agreed else trial.graph, verdict)
+        return _Trial(None if "not made" in agreed else trial.graph, verdict, "final" in agreed)
 
     def _keep(self, plan: StepPlan, graph: _FreshGraph, verdict: Verdict, note: str) -> None:
         self._entry_of_plan[plan] = self._graphs.put(plan.key, graph.recording, graph.outputs, graph.seconds)
@@ -324,14 +432,14 @@ class StepRunner:
             return self._body_with(split_forward, step)
 
     def _switch_off(self, reason: str) -> None:
-        """Give up all graphs, and the sealed addresses with them."""
+        """Give up all graphs, and the sealed addresses with them unless graphs of another runner read them."""
         assert self._recorder is not None
-        recorder, self._recorder = self._recorder, None
-        self._graphs_off = reason
-        padding = self._runtime.padding
-        self._runtime.unseal(padding.seqs.sizes, padding.tokens.sizes)
+        recorder, self._recorder, self._graphs_off = self._recorder, None, reason
         self._drop_graphs()
         recorder.release_memory()
+        self._runtime.graph_users.discard(self)
+        if not self._runtime.graph_users:
+            self._runtime.give_up_seal()
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,10 +468,19 @@ class _FreshGraph:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """A graph, or none where there was no room to compare it, and what came of it."""
+    """A graph, or none where there was no room to compare it, and what came of it.
+
+    is_final: whether no other way to make the graph is tried
+    """
 
     graph: _FreshGraph | None
     verdict: Verdict
+    is_final: bool = False
+
+    @classmethod
+    def refused(cls, reason: str, *, is_final: bool = False) -> _Trial:
+        """No graph, for this reason."""
+        return cls(None, Verdict(reason, "", 0.0, bitwise=False), is_final)
 
     @property
     def refusal(self) -> str:

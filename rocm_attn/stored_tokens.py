@@ -156,7 +156,7 @@ class StepStores:
         self._done = [layers]
 
     def end(self) -> None:
-        """The step is over, whether it went well or not."""
-        batch, self._batch = self._batch, None
-        if batch is not None and self._wrote:
-            self._tokens.end_step(batch, complete=self.layers == self._all)
+        """The step is over, whether it went well or not. Doing it again is harmless: an interrupt may break it off."""
+        if self._batch is not None and self._wrote:
+            self._tokens.end_step(self._batch, complete=self.layers == self._all)
+        self._batch = None

@@ -1,4 +1,4 @@
-"""Target: what the kernels need to know of the hardware; detected once, or written down by a test."""
+"""Target: what the kernels need to know of a machine; detected once, or written down by a test."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from rocm_attn.errors import BadSetting
+from rocm_attn.releases import NOT_KNOWN, Release, Releases, installed_releases
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class Target:
     wave_size:      lanes of a wave or warp; 1 on a CPU
     lds_bytes:      LDS (AMD) or shared memory (NVIDIA) that one program may use
     fp8_dtype:      the FP8 encoding that the matrix units read, None where they read none
+    releases:       of ROCm and AITER; nothing is known of them where they have no part
     """
 
     arch: str
@@ -27,6 +29,7 @@ class Target:
     wave_size: int
     lds_bytes: int
     fp8_dtype: torch.dtype | None
+    releases: Releases = NOT_KNOWN
 
     @property
     def is_amd(self) -> bool:
@@ -37,11 +40,14 @@ class Target:
         return self.arch not in ("cpu", "interpreter")
 
 
+# What the image brings (docker/Dockerfile); a choice that is asked for without a machine is made for these.
+IMAGE_RELEASES = Releases(rocm=Release.of("7.2.4"), aiter=Release.of("0.1.21.dev46"))
+
 # Compute units and LDS from the vendors' data sheets: MI300X 304 CUs and 64 KiB, MI355X 256 CUs and 160 KiB,
 # H100 / H200 132 SMs and 227 KiB a block, A100 108 SMs and 163 KiB.
 KNOWN_TARGETS: dict[str, Target] = {
-    "gfx942": Target("gfx942", 304, 64, 64 << 10, torch.float8_e4m3fnuz),
-    "gfx950": Target("gfx950", 256, 64, 160 << 10, torch.float8_e4m3fn),
+    "gfx942": Target("gfx942", 304, 64, 64 << 10, torch.float8_e4m3fnuz, IMAGE_RELEASES),
+    "gfx950": Target("gfx950", 256, 64, 160 << 10, torch.float8_e4m3fn, IMAGE_RELEASES),
     "sm_90": Target("sm_90", 132, 32, 227 << 10, torch.float8_e4m3fn),
     "sm_80": Target("sm_80", 108, 32, 163 << 10, None),
     "cpu": Target("cpu", 1, 1, 0, None),
@@ -78,4 +84,5 @@ def detect_target(device: torch.device) -> Target:
         wave_size=wave_size,
         lds_bytes=known.lds_bytes if known else lds_bytes,
         fp8_dtype=known.fp8_dtype if known else None,
+        releases=installed_releases(),
     )

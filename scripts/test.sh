@@ -17,6 +17,8 @@
 #   tuning           no AMD tuning row costs much more than a candidate; needs llvm-mca (not part of the default)
 #   offline@VERSION  all AMD compiles with another Triton, for instance offline@3.7.1 (not part of the default)
 #   simulator@VERSION  the simulator's full grid with another Triton; writes docs/simulator.md (not part of the default)
+#   aiter-source     AITER's own Triton and Gluon kernels in the simulator and the interpreter, from the checkout that
+#                    AITER_SOURCE names; fails where it names none (not part of the default)
 #   device           kernels, graphs and the runtime on this machine's GPU (part of the default where there is one)
 #   rocm             the same and more on an MI300 or MI350, with a report to send in reports/ (not part of the default)
 #   images           hadolint and shellcheck over the images and scripts
@@ -55,6 +57,16 @@ report_from_gpu() {
     run_pytest -p tests.amd.rocm.report --gpu-report "$report" "${options[@]}" "$@"
 }
 
+# run_aiters_kernels: those of the checkout of ROCm/aiter that AITER_SOURCE names.
+run_aiters_kernels() {
+    if [ -z "${AITER_SOURCE:-}" ]; then
+        echo "AITER_SOURCE is not set; set it to the folder of a checkout of github.com/ROCm/aiter" >&2
+        return 1
+    fi
+    run_pytest -n auto tests/amd/aiter_source
+    TRITON_INTERPRET=1 run_pytest -n auto tests/amd/aiter_source/test_interpreted.py
+}
+
 # with_triton VERSION COMMAND...: runs COMMAND with that Triton in place of the installed one.
 with_triton() {
     local version=$1 folder=$VENV/triton-$1
@@ -72,7 +84,7 @@ run_stage() {
     case $1 in
     lint) ruff format --check && ruff check ;;
     types) mypy -p rocm_attn -p tests -p benchmarks ;;
-    host) run_pytest -n auto tests/amd/{host,hip_graphs,runtime,guards,graphs,system,runner,doctor,aiter,house} ;;
+    host) AITER_SOURCE="" run_pytest -n auto tests/amd/{host,hip_graphs,runtime,guards,graphs,system,runner,doctor,aiter,aiter_source,house} ;;
     interpreter) TRITON_INTERPRET=1 run_pytest -n auto -m "not long" tests/amd/{kernels,runtime} ;;
     interpreter-long) TRITON_INTERPRET=1 run_pytest -n auto -m long tests/amd/runtime ;;
     mutation) run_pytest -n auto -m "not long" tests/amd/mutation ;;
@@ -87,9 +99,10 @@ run_stage() {
     offline@*) with_triton "${1#offline@}" run_pytest tests/amd/offline -m "not llvm_mca" -k "gfx and not budget" ;;
     simulator) run_pytest -n auto tests/amd/simulator ;;
     simulator@*) with_triton "${1#simulator@}" python -m tests.amd.simulator.record docs/simulator.md ;;
+    aiter-source) run_aiters_kernels ;;
     device) run_pytest tests/amd/{kernels,hip_graphs,runtime,guards,graphs,system,text,doctor} ;;
     rocm) report_from_gpu tests/amd/{rocm,kernels,hip_graphs,runtime,guards,graphs,system,text,doctor} ;;
-    images) hadolint docker/Dockerfile && shellcheck -x docker/*.sh scripts/*.sh benchmarks/*.sh .ci/* ;;
+    images) hadolint docker/{,stand_in/}Dockerfile && shellcheck -x docker/*.sh docker/stand_in/rocm/bin/* scripts/*.sh benchmarks/*.sh .ci/* ;;
     *)
         echo "no stage is called $1; the stages are listed at the top of scripts/test.sh" >&2
         return 2

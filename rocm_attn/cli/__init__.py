@@ -6,11 +6,11 @@ Exit codes: 0 done, 1 the job failed, 2 wrong usage or bad input, 130 interrupte
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
-from rocm_attn.cli.parser import build_parser
+from rocm_attn.cli.interrupts import Interrupts
+from rocm_attn.cli.streams import Stdout, StdoutFailed, open_what_is_closed, say
 from rocm_attn.errors import BadModel, BadProblem, BadRequest, BadSetting, RocmAttnError
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED, READER_GONE = 0, 1, 2, 130, 141
@@ -22,25 +22,51 @@ _CLI_LIBRARIES = {"gguf", "jinja2", "safetensors", "tokenizers"}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code. Wrong usage ends in argparse's SystemExit(2)."""
-    options = build_parser().parse_args(arguments)
-    try:
-        # Only now: torch takes a second to import, and --help should not wait for it.
-        command = importlib.import_module(f"rocm_attn.cli.{options.command.replace('-', '_')}")
-        command.run(options)
-        sys.stdout.flush()
-    except RocmAttnError as error:
-        print(f"rocm-attn: {error}", file=sys.stderr)
-        return BAD_INPUT if isinstance(error, _BAD_INPUT_ERRORS) else FAILED
-    except ModuleNotFoundError as missing:
-        if missing.name not in _CLI_LIBRARIES:
-            raise
-        print(f"rocm-attn: {missing.name} is not installed; run: pip install 'rocm-attn[cli]'", file=sys.stderr)
+    open_what_is_closed()
+    if sys.stdout is None:
+        say("rocm-attn: stdout is closed, and results go there; redirect it to a file or to /dev/null")
         return FAILED
-    except KeyboardInterrupt:
-        print("rocm-attn: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        # Python flushes stdout once more at exit; give it a place where that works.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return READER_GONE
+    with Stdout(sys.stdout) as stdout, Interrupts() as interrupts:
+        try:
+            _run(arguments, interrupts)
+        except BaseException as error:
+            if not interrupts.came and not isinstance(error, KeyboardInterrupt):
+                return _answer(error)
+            say("rocm-attn: interrupted")
+            return INTERRUPTED
+        if stdout.escaped:
+            say(
+                f"rocm-attn: stdout is {sys.stdout.encoding}, and what that cannot write came out as escapes such as "
+                "\\xe9; set PYTHONIOENCODING=utf-8"
+            )
     return DONE
+
+
+def _run(arguments: Sequence[str] | None, interrupts: Interrupts) -> None:
+    # What is imported here can be interrupted in a sentence, and --help does not wait for torch, which takes a second.
+    parser = importlib.import_module("rocm_attn.cli.parser").build_parser()
+    try:
+        options = parser.parse_args(arguments)
+    finally:
+        sys.stdout.flush()  # --help prints there, and exits
+    command = importlib.import_module(f"rocm_attn.cli.{options.command.replace('-', '_')}")
+    if interrupts.came:
+        raise KeyboardInterrupt
+    command.run(options)
+    sys.stdout.flush()
+
+
+def _answer(error: BaseException) -> int:
+    """Say what is wrong in a sentence; the exit code. What is a mistake of this package's is raised again."""
+    if isinstance(error, StdoutFailed):
+        if error.reader_is_gone:
+            return READER_GONE
+        say(f"rocm-attn: stdout cannot be written ({error})")
+        return FAILED
+    if isinstance(error, RocmAttnError):
+        say(f"rocm-attn: {error}")
+        return BAD_INPUT if isinstance(error, _BAD_INPUT_ERRORS) else FAILED
+    if isinstance(error, ModuleNotFoundError) and error.name in _CLI_LIBRARIES:
+        say(f"rocm-attn: {error.name} is not installed; run: pip install 'rocm-attn[cli]'")
+        return FAILED
+    raise error

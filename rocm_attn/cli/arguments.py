@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,7 @@ from rocm_attn.page_choice import PageChoice, choose_pages, open_page_sizes, ope
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import Selection
 from rocm_attn.runner.fields import read_json
+from rocm_attn.runner.geometry import AttentionGeometry, attention_geometry
 
 _POOLS: Mapping[str, PoolKind | Literal["auto"]] = {
     "linear": PoolKind.SPLIT,
@@ -51,17 +53,41 @@ def pages_as_json(pages: PageChoice) -> dict[str, object]:
     return {"page_size": pages.page_size, "pool": pool}
 
 
-def model_config(place: str) -> Mapping[str, object]:
-    """The config.json at `place`, a file or the directory that holds it. Raises BadModel."""
+@dataclass(frozen=True, slots=True)
+class DescribedModel:
+    """A model's attention as its files describe it, without its weights.
+
+    max_kv_len: takes what --max-kv-len says, None where it is not given; tokens of a sequence. Raises BadSetting
+    """
+
+    geometry: AttentionGeometry
+    max_kv_len: Callable[[int | None], int]
+
+
+def described_model(place: str) -> DescribedModel:
+    """The model at `place`: a config.json, the directory that holds it, or a .gguf file.
+
+    Raises BadModel for what is missing or damaged, Unsupported for attention of another kind.
+    """
     path = Path(place)
+    if path.suffix == ".gguf" and path.is_file():
+        # Here, because the gguf package belongs to an extra.
+        from rocm_attn.runner.gguf_config import config_from_gguf
+        from rocm_attn.runner.gguf_file import GGUFFile
+
+        of_file = config_from_gguf(GGUFFile(path))
+        return DescribedModel(of_file.attention, lambda given: of_file.context_len if given is None else given)
     if path.is_dir():
         path /= "config.json"
     if not path.is_file():
-        raise BadModel(f"there is no file {path}; give a model's config.json, or the directory that holds it")
-    return read_json(path)
+        raise BadModel(
+            f"there is no file {path}; give a model's config.json, the directory that holds it, or a .gguf file"
+        )
+    config = read_json(path)
+    return DescribedModel(attention_geometry(config), lambda given: _context_len(config) if given is None else given)
 
 
-def context_len(config: Mapping[str, object]) -> int:
+def _context_len(config: Mapping[str, object]) -> int:
     """Tokens of a model's context, by its config.json. Raises BadSetting."""
     text = config.get("text_config")
     length = (text if isinstance(text, Mapping) else config).get("max_position_embeddings")

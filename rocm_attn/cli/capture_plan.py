@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from rocm_attn.capture_plan import CapturePlan, plan_capture
-from rocm_attn.cli.arguments import context_len, model_config, page_choice, pages_as_json
+from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json
 from rocm_attn.graphs import shape_name
 from rocm_attn.providers.select import select
-from rocm_attn.runner.geometry import attention_geometry
 from rocm_attn.target import known_target
 
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -21,10 +20,10 @@ _NOT_PREDICTED = "graphs also take memory for activations, which depends on the 
 
 def run(options: argparse.Namespace) -> None:
     """Print the plan for options.config. Raises RocmAttnError."""
-    config = model_config(options.config)
+    model = described_model(options.config)
     target = known_target(options.arch)
-    max_kv_len = options.max_kv_len if options.max_kv_len is not None else context_len(config)
-    geometry = attention_geometry(config).without_idle_windows(max_kv_len)
+    max_kv_len = model.max_kv_len(options.max_kv_len)
+    geometry = model.geometry.without_idle_windows(max_kv_len)
     over = geometry.problems(dtype=getattr(torch, options.dtype), page_size=1)
     pages = page_choice(
         options, over, lambda problem: select(problem, target, options.provider, deterministic=options.deterministic)

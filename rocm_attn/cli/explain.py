@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from rocm_attn.cli.arguments import model_config, page_choice, pages_as_json
-from rocm_attn.errors import Unsupported
+from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json
+from rocm_attn.errors import BadSetting, Unsupported
+from rocm_attn.page_choice import AUTO
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from rocm_attn.providers.select import Selection, select
-from rocm_attn.runner.geometry import attention_geometry
+from rocm_attn.releases import UNKNOWN, Release
 from rocm_attn.target import Target, known_target
 
 
@@ -36,9 +37,9 @@ class LayerKind:
 
 def run(options: argparse.Namespace) -> None:
     """Print the choice for options.config on options.arch. Raises Unsupported where a kind of layer has no kernel."""
-    target = known_target(options.arch)
+    target = _target(options)
     pool = SMALLEST_POOL if options.num_pages is None else replace(SMALLEST_POOL, num_pages=options.num_pages)
-    geometry = attention_geometry(model_config(options.config)).on_one_of(options.tp)
+    geometry = described_model(options.config).geometry.on_one_of(options.tp)
 
     def choose(problem: Problem) -> Selection:
         return select(problem, target, options.provider, pool=pool, deterministic=options.deterministic)
@@ -49,19 +50,36 @@ def run(options: argparse.Namespace) -> None:
     problems = pages.problems(over)
     kinds = layer_kinds(problems, geometry.reads, target, options.provider, pool, deterministic=options.deterministic)
     if options.json:
-        described = {"arch": target.arch, **pages_as_json(pages), "page_sizes": list(pages.lines)}
+        releases = {"aiter": str(target.releases.aiter), "rocm": str(target.releases.rocm)} if target.is_amd else {}
+        described = {"arch": target.arch, **releases, **pages_as_json(pages), "page_sizes": list(pages.lines)}
         print(json.dumps({**described, "layer_kinds": [_as_json(kind) for kind in kinds]}, indent=2))
     else:
         print(f"{options.config} on {target.arch}, provider {options.provider}")
         if pages.lines:
             print("\n  ".join([f"{pages.describe()} were chosen:", *pages.lines]))
         if target.is_amd and options.provider in ("auto", "aiter"):
-            print("AITER is taken as installed; a runtime leaves out what the installed release lacks, and says so")
+            of = target.releases
+            print(f"for AITER {of.aiter} and ROCm {of.rocm}; a runtime asks which are there, leaves out what they lack")
+            print("or get wrong, tries the others and says so")
         for kind in kinds:
             print("\n".join(["", *_lines(kind)]))
     not_served = [kind.outcome for kind in kinds if isinstance(kind.outcome, Unsupported)]
     if not_served:
-        raise Unsupported(f"{len(not_served)} of {len(kinds)} kinds of layer have no kernel on {target.arch}")
+        remedy = "" if options.page_size == AUTO else "; --page-size auto looks for pages of another size"
+        raise Unsupported(f"{len(not_served)} of {len(kinds)} kinds of layer have no kernel on {target.arch}{remedy}")
+
+
+def _target(options: argparse.Namespace) -> Target:
+    """The target of --arch, with the releases that are asked for. Raises BadSetting."""
+    target = known_target(options.arch)
+    asked = {"aiter": options.aiter_release, "rocm": options.rocm_release}
+    given = {name: Release.of(text) for name, text in asked.items() if text is not None}
+    for name, release in given.items():
+        if release == UNKNOWN:
+            raise BadSetting(f"--{name}-release is {asked[name]!r}; give its numbers, for instance 0.1.14 or 7.2")
+        if not target.is_amd:
+            raise BadSetting(f"--{name}-release goes with an arch of AMD's, and --arch is {target.arch}")
+    return replace(target, releases=replace(target.releases, **given))
 
 
 def layer_kinds(

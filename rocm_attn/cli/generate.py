@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -14,12 +16,13 @@ import torch
 from rocm_attn.cli.arguments import device_named, pool_named
 from rocm_attn.cli.ordered_text import OrderedText
 from rocm_attn.cli.progress_bar import ProgressBar
+from rocm_attn.cli.streams import say
 from rocm_attn.errors import BadModel, BadRequest, BadSetting, CapacityExceeded
 from rocm_attn.flight_recorder import FlightRecorder, dump_on_signal
 from rocm_attn.runner.engine import Engine, EngineOptions
-from rocm_attn.runner.loading import LoadedModel, load_model
+from rocm_attn.runner.loading import LoadedModel, default_dtype, load_model, model_kind
 from rocm_attn.runner.report import Report
-from rocm_attn.runner.request import Completion, Request, TokenEvent
+from rocm_attn.runner.request import Completion, Event, FailureEvent, Request, RequestsFailed
 from rocm_attn.runner.sampling import Sampling
 
 _HEADER_COLUMNS = 76
@@ -30,49 +33,104 @@ def run(options: argparse.Namespace) -> None:
     prompts = read_prompts(options, sys.stdin)
     try:
         _generate(options, prompts)
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        # On a CPU torch has no class for it.
+        full = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        if not full:
+            raise
+        what = (str(error).splitlines() or [type(error).__name__])[0]
         raise CapacityExceeded(
-            f"the GPU's memory is full ({str(error).splitlines()[0]}); "
-            "lower --max-batch-size, --num-pages or --swa-pages, or take a smaller model"
+            f"the memory is full ({what}); lower --max-batch-size, --num-pages or --swa-pages, or take a smaller model"
         ) from error
 
 
-def read_prompts(options: argparse.Namespace, stdin: TextIO) -> list[str]:
-    """The prompts, from the arguments, the file or stdin. Raises BadRequest, BadSetting."""
+def read_prompts(options: argparse.Namespace, stdin: TextIO | None) -> list[str]:
+    """The prompts, from the arguments, the file or stdin, which is None where it is closed.
+
+    Raises BadRequest, BadSetting.
+    """
     if options.prompts and options.prompts_file is not None:
         raise BadSetting("prompts are given as arguments and with --prompts-file; give them in one way")
     if options.prompts:
-        return list(options.prompts)
-    if options.prompts_file is None and stdin.isatty():
+        return [_in_unicode(number, prompt) for number, prompt in enumerate(options.prompts, 1)]
+    read: Callable[[], bytes]
+    if options.prompts_file is not None:
+        place, read = str(options.prompts_file), Path(options.prompts_file).read_bytes
+    elif stdin is None or stdin.isatty():
         raise BadRequest("there is no prompt; give one as an argument, with --prompts-file, or on stdin")
+    else:
+        place, read = "stdin", stdin.buffer.read
     try:
-        lines = (stdin.read() if options.prompts_file is None else Path(options.prompts_file).read_text()).splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadSetting(f"the prompts in {options.prompts_file or 'stdin'} cannot be read ({error})") from error
-    prompts = [line for line in lines if line.strip()]
+        data = read()
+    except (OSError, ValueError) as error:
+        raise BadSetting(f"the prompts in {place} cannot be read ({error})") from error
+    prompts = [line for line in lines_of(data, place) if line.strip()]
     if not prompts:
-        raise BadRequest(f"{options.prompts_file or 'stdin'} holds no prompt; it must have one on a line")
+        raise BadRequest(f"{place} holds no prompt; it must have one on a line")
     return prompts
+
+
+def lines_of(data: bytes, place: str) -> list[str]:
+    """The lines of a text in UTF-8, which end in \\n or \\r\\n and in nothing else, whatever the locale is.
+
+    place: what a message calls the text
+    Raises BadSetting that names the line.
+    """
+    lines = []
+    for number, line in enumerate(re.split(rb"\r?\n", data.removeprefix(codecs.BOM_UTF8)), 1):
+        try:
+            lines.append(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise BadSetting(
+                f"line {number} of {place} is not UTF-8: byte {error.start + 1} of it is {line[error.start]:#04x}; "
+                "save the file as UTF-8"
+            ) from error
+    return lines
+
+
+def _in_unicode(number: int, prompt: str) -> str:
+    """The prompt. Python leaves bytes of an argument that are no text in it as lone surrogates."""
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadRequest(
+            f"prompt {number} is not {sys.getfilesystemencoding().upper()}: its character {error.start + 1} cannot be "
+            "read; give it with --prompts-file, or in the encoding of the locale"
+        ) from error
+    return prompt
 
 
 def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     device = device_named(options.device)
-    dtype_name = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
-    _say(f"loading {options.model} on {device} in {dtype_name}")
-    loaded = load_model(options.model, dtype=getattr(torch, dtype_name), device=device)
+    dtype = dtype_of(options.dtype, options.model, device)
+    say(f"loading {options.model} on {device} in {str(dtype).removeprefix('torch.')}")
+    loaded = load_model(options.model, dtype=dtype, device=device)
     requests = [_request(options, loaded, prompt) for prompt in prompts]
     engine = _engine(options, loaded, requests)
     if isinstance(engine.flight, FlightRecorder):
         dump_on_signal(engine.flight)
-    if device.type == "cuda":  # a CPU makes graphs when a step needs one: there they save nothing
+    if device.type == "cuda":  # a CPU makes a graph when enough steps have paid for it: there it saves little
         engine.capture_all(ProgressBar(sys.stderr))
+    show = _progress(len(prompts)) if options.json else _texts(prompts)
+    try:
+        completions: Sequence[Completion] = engine.generate(requests, show)
+        failure = None
+    except RequestsFailed as failed:
+        completions, failure = failed.completions, failed
     if options.json:
-        completions = _serve_quietly(engine, requests)
         results = [_as_json(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         print(json.dumps({"results": results, "report": engine.report().as_dict()}))
-    else:
-        _serve_aloud(engine, requests, prompts)
-    _say(*_lines(engine.report()))
+    say(*_lines(engine.report()))
+    if failure is not None:
+        raise failure
+
+
+def dtype_of(name: str | None, model: str, device: torch.device) -> torch.dtype:
+    """What --dtype names; not given: default_dtype. Raises BadModel where there is no model."""
+    if name is not None:
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    return default_dtype(model_kind(model), device.type)
 
 
 def _request(options: argparse.Namespace, loaded: LoadedModel, prompt: str) -> Request:
@@ -110,29 +168,34 @@ def _engine(options: argparse.Namespace, loaded: LoadedModel, requests: Sequence
     )
 
 
-def _serve_quietly(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
-    """Serve with progress on stderr."""
+def _progress(num_prompts: int) -> Callable[[Event], None]:
+    """Shows on stderr how many prompts are done."""
     num_done = 0
 
-    def show(event: TokenEvent) -> None:
+    def show(event: Event) -> None:
         nonlocal num_done
-        if event.finish_reason is not None:
+        if isinstance(event, FailureEvent):
+            say(f"prompt {event.request + 1} failed: {event.error}")
+        elif event.finish_reason is not None:
             num_done += 1
-            _say(f"{num_done} of {len(requests)} prompts done")
+            say(f"{num_done} of {num_prompts} prompts done")
 
-    return engine.generate(requests, show)
+    return show
 
 
-def _serve_aloud(engine: Engine, requests: Sequence[Request], prompts: Sequence[str]) -> None:
-    """Serve with the text on stdout as it comes; several texts one after the other, under their prompts."""
+def _texts(prompts: Sequence[str]) -> Callable[[Event], None]:
+    """Shows the text on stdout as it comes; several texts one after the other, under their prompts."""
     texts = OrderedText(sys.stdout, [_header(prompt) for prompt in prompts] if len(prompts) > 1 else [], len(prompts))
 
-    def show(event: TokenEvent) -> None:
+    def show(event: Event) -> None:
         texts.add(event.request, event.text)
-        if event.finish_reason is not None:
+        if isinstance(event, FailureEvent):
+            say(f"prompt {event.request + 1} failed: {event.error}")
+            texts.finish(event.request)
+        elif event.finish_reason is not None:
             texts.finish(event.request)
 
-    engine.generate(requests, show)
+    return show
 
 
 def _header(prompt: str) -> str:
@@ -147,6 +210,7 @@ def _as_json(prompt: str, completion: Completion) -> dict[str, object]:
         "token_ids": list(completion.token_ids),
         "text": completion.text,
         "finish_reason": completion.finish_reason,
+        "error": completion.error,
     }
 
 
@@ -164,7 +228,3 @@ def _lines(report: Report) -> list[str]:
         f"{report.padded_share:.0%} of the sequences were padding",
         f"{report.new_tokens} tokens in {report.seconds:.1f} s, {report.tokens_per_s:.1f} tokens/s",
     ]
-
-
-def _say(*lines: str) -> None:
-    print(*lines, sep="\n", file=sys.stderr, flush=True)

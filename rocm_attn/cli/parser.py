@@ -11,6 +11,8 @@ from pathlib import Path
 PROVIDERS = ("auto", "torch", "triton", "aiter")
 DTYPES = ("bfloat16", "float16", "float32")
 POOLS = ("linear", "vectorized", "auto")
+# Sizes are int32 on the device.
+_LARGEST = 2**31 - 1
 
 _EPILOG = """\
 exit codes: 0 done, 1 the job failed, 2 wrong usage or bad input, 130 interrupted
@@ -30,6 +32,7 @@ examples:
   rocm-attn explain ./Llama-3.1-8B-Instruct/config.json --arch gfx950 --page-size 64 --json
   rocm-attn explain ./DeepSeek-V3/config.json --arch gfx950 --tp 8 --page-size auto
   rocm-attn explain config.json --arch gfx942 --page-size auto --pool auto
+  rocm-attn explain config.json --arch gfx950 --aiter-release 0.1.14 --rocm-release 7.0
   rocm-attn explain ./Llama-3.1-70B-Instruct/config.json --arch gfx942 --tp 8
 """
 
@@ -98,7 +101,12 @@ def _add_generate(commands: Commands[argparse.ArgumentParser]) -> None:
     add("--model", default="smollm2", help="a directory with config.json and safetensors, a .gguf file, or smollm2")
     add("--provider", choices=PROVIDERS, default="auto", help="whose attention kernels to use (auto: the fastest)")
     add("--device", help="cpu, cuda or cuda:1; HIP devices are cuda (a GPU if there is one, else cpu)")
-    add("--dtype", choices=DTYPES, help="of weights, KV cache and arithmetic (bfloat16 on a GPU, float32 on a CPU)")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        help="of weights, KV cache and arithmetic (on a GPU bfloat16, but float16 for a .gguf file and smollm2, whose "
+        "quantised weights bfloat16 blurs; on a CPU float32)",
+    )
 
     serving = parser.add_argument_group("serving")
     add = serving.add_argument
@@ -124,7 +132,7 @@ def _add_generate(commands: Commands[argparse.ArgumentParser]) -> None:
         "--graphs",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="record decode steps and replay them at padded sizes (on)",
+        help="record decode steps and replay them at padded sizes (on); a CPU does so in long runs, where it pays",
     )
     add(
         "--deterministic",
@@ -155,7 +163,7 @@ def _add_explain(commands: Commands[argparse.ArgumentParser]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("config", metavar="CONFIG.json", help="a model's config.json")
+    add("config", metavar="CONFIG.json", help="a model's config.json, the directory that holds it, or a .gguf file")
     add("--arch", required=True, help="gfx942 (MI300X), gfx950 (MI355X), sm_90, sm_80 or cpu")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of q, k, v and the KV cache (bfloat16)")
     _add_pages(add)
@@ -163,6 +171,8 @@ def _add_explain(commands: Commands[argparse.ArgumentParser]) -> None:
     add("--tp", type=_positive, default=1, metavar="RANKS", help="tensor-parallel ranks that share the heads (1)")
     add("--num-pages", type=_positive, metavar="PAGES", help="pages of the KV cache, for kernels with a limit on them")
     add("--deterministic", action="store_true", help="only kernels whose results do not depend on the batch")
+    add("--aiter-release", metavar="RELEASE", help="of AITER, for instance 0.1.14 (what the image brings)")
+    add("--rocm-release", metavar="RELEASE", help="of ROCm, for instance 7.0 (what the image brings)")
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -181,7 +191,7 @@ def _add_capture_plan(commands: Commands[argparse.ArgumentParser]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("config", metavar="CONFIG.json", help="a model's config.json")
+    add("config", metavar="CONFIG.json", help="a model's config.json, the directory that holds it, or a .gguf file")
     add("--arch", required=True, help="gfx942 (MI300X), gfx950 (MI355X), sm_90, sm_80 or cpu")
     add("--max-batch-size", type=_positive, required=True, metavar="SEQS", help="sequences that run at a time")
     add("--max-kv-len", type=_positive, metavar="TOKENS", help="tokens of the longest sequence (the model's context)")
@@ -214,7 +224,7 @@ def _add_prewarm(commands: Commands[argparse.ArgumentParser]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("config", metavar="CONFIG.json", help="a model's config.json")
+    add("config", metavar="CONFIG.json", help="a model's config.json, the directory that holds it, or a .gguf file")
     add("--arch", help="gfx942 (MI300X), gfx950 (MI355X), sm_90 or sm_80 (this machine's GPU)")
     add("--provider", choices=PROVIDERS, default="auto", help="whose attention kernels to compile (auto)")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of q, k, v and the KV cache (bfloat16)")
@@ -241,7 +251,7 @@ def _add_replay_step(commands: Commands[argparse.ArgumentParser]) -> None:
     add = parser.add_argument
     add("dump", metavar="DUMP", help="the file that a flight recorder wrote")
     add("--step", type=int, metavar="N", help="number of the step (the last one)")
-    add("--seed", type=int, default=0, help="of the random K and V (0)")
+    add("--seed", type=_natural, default=0, help="of the random K and V (0)")
     add("--device", help="cpu, cuda or cuda:1; HIP devices are cuda (a GPU if there is one, else cpu)")
     add("--provider", choices=PROVIDERS, help="whose attention kernels to use (the dump's)")
     add("--json", action="store_true", help="print one JSON object")
@@ -285,10 +295,7 @@ def _add_doctor(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
+    return _at_least(1, text)
 
 
 def _page_size(text: str) -> int | str:
@@ -300,9 +307,15 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _natural(text: str) -> int:
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
     number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 0")
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{text} is not at least {least}")
+    if number > _LARGEST:
+        raise argparse.ArgumentTypeError(f"{text} is above {_LARGEST}")
     return number
 
 

@@ -9,23 +9,22 @@ from dataclasses import asdict
 
 import torch
 
-from rocm_attn.cli.arguments import context_len, model_config, page_choice, pages_as_json
+from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json
 from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.errors import BadSetting
 from rocm_attn.index_spaces import num_pages
 from rocm_attn.kernel_choice import missing_kernels
 from rocm_attn.prewarm import ServedSizes, prewarm
 from rocm_attn.providers.select import select
-from rocm_attn.runner.geometry import attention_geometry
 from rocm_attn.target import Target, detect_target, known_target
 
 
 def run(options: argparse.Namespace) -> None:
     """Compile for options.config and print what came of it. Raises RocmAttnError."""
-    config = model_config(options.config)
+    model = described_model(options.config)
     target, device = target_and_device(options.arch)
-    max_kv_len = options.max_kv_len if options.max_kv_len is not None else context_len(config)
-    geometry = attention_geometry(config).without_idle_windows(max_kv_len)
+    max_kv_len = model.max_kv_len(options.max_kv_len)
+    geometry = model.geometry.without_idle_windows(max_kv_len)
     # A GPU that is not here is taken to have what AITER brings.
     missing = missing_kernels(target, options.provider) if device.type == "cuda" else {}
     over = geometry.problems(dtype=getattr(torch, options.dtype), page_size=1)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 
 import torch
 
 from rocm_attn.cli.arguments import device_named
+from rocm_attn.cli.streams import say
 from rocm_attn.soak import Finding, Soak, SoakFailed
 from rocm_attn.soak_world import LONG_KV_LEN, SHORT_KV_LEN, Scenario
 
@@ -27,12 +27,12 @@ def run(options: argparse.Namespace) -> None:
         deterministic=options.deterministic,
     )
     try:
-        report = soak.run(options.steps, on_reopen=lambda steps: print(f"{steps} steps", file=sys.stderr))
+        report = soak.run(options.steps, on_reopen=lambda steps: say(f"{steps} steps"))
     except SoakFailed as failure:
         again = _command(options, failure.finding, device, dtype_name)
         if options.json:
             print(json.dumps({"finding": asdict(failure.finding), "again": again}))
-        print(f"run it again with: {again}", file=sys.stderr)
+        say(f"run it again with: {again}")
         raise
     print(json.dumps({"report": report.as_dict()}) if options.json else report)
 

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,9 +54,12 @@ def read_copy(folder: Path) -> AiterCopy:
     )
 
 
-def modules_in(folder: Path) -> tuple[AiterModule, ...]:
-    """The compiled modules of a folder, each loaded once by a process of its own to see whether it can be."""
-    paths = sorted(folder.glob("*.so"))
+def modules_in(folder: Path, but: Collection[str] = ()) -> tuple[AiterModule, ...]:
+    """The compiled modules of a folder, each loaded once by a process of its own to see whether it can be.
+
+    but: names of files to leave out
+    """
+    paths = [path for path in sorted(folder.glob("*.so")) if path.name not in but]
     if not paths:
         return ()
     modules = [AiterModule(str(path), offload_archs(path), built=path.stat().st_mtime) for path in paths]
@@ -83,6 +86,16 @@ def jit_folder(environment: Mapping[str, str], home: Path, copies: tuple[AiterCo
         if os.access(Path(copy.path) / "jit", os.W_OK):
             return Path(copy.path) / "jit"
     return home / ".aiter" / "jit"
+
+
+def linked_modules(jit: Path, copies: tuple[AiterCopy, ...]) -> tuple[str, ...]:
+    """Names of the modules of the imported package that are links in the folder that AITER loads from."""
+    return tuple(
+        path.name
+        for copy in copies[:1]
+        for path in sorted(jit.glob("*.so"))
+        if path.is_symlink() and path.resolve().is_relative_to(Path(copy.path).resolve())
+    )
 
 
 def leftover_locks(jit: Path) -> tuple[str, ...]:

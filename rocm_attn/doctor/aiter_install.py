@@ -175,15 +175,23 @@ def _prebuilt(machine: Machine) -> Verdict:
 
 def _jit_dir(machine: Machine) -> Verdict:
     copy, chosen = _amds(machine), machine.environment.get("AITER_JIT_DIR", "")
-    if copy is None or not chosen:
-        return skipped("AITER_JIT_DIR is not set" if copy is not None else _NO_AITER)
-    there = {Path(module.path).name for module in machine.aiter_jit}
+    if copy is None:
+        return skipped(_NO_AITER)
+    if not chosen and Path(machine.aiter_jit_dir).is_relative_to(copy.path):
+        return ok("AITER compiles into its package")
+    if not chosen:
+        return problem(
+            f"user {machine.user.uid} cannot write to {copy.path}/jit, and what AITER compiles into "
+            f"{machine.aiter_jit_dir} instead it cannot import",
+            f"link {copy.path}/jit/*.so into a folder of this user's and set AITER_JIT_DIR to it",
+        )
+    there = {*machine.aiter_linked, *(Path(module.path).name for module in machine.aiter_jit)}
     hidden = [name for module in copy.modules if (name := Path(module.path).name) not in there]
     if hidden:
         return warning(
             f"AITER_JIT_DIR={chosen} hides {len(hidden)} modules that AITER brings compiled, such as {hidden[0]}: it "
             "looks nowhere else and compiles them again",
-            f"unset AITER_JIT_DIR, or copy {copy.path}/jit to {chosen}",
+            f"link {copy.path}/jit/*.so into {chosen}",
         )
     return ok(f"AITER's modules are in {chosen}")
 
@@ -242,9 +250,7 @@ CHECKS = (
     Check("aiter-archs", "the GPUs that AITER is built for", "aiter#1436, aiter#4525", False, _archs),
     Check("aiter-stale", "modules from before AITER was upgraded", "aiter#4437", True, _stale),
     Check("aiter-prebuilt", "whether AITER's modules are compiled", "sglang#34586, aiter#3706", False, _prebuilt),
-    Check(
-        "aiter-jit-dir", "whether a variable hides what AITER brings compiled", "AITER's jit/core.py", True, _jit_dir
-    ),
+    Check("aiter-jit-dir", "whether AITER can load what it compiles and what it brings", "aiter#887", True, _jit_dir),
     Check("aiter-compiler", "whether AITER can compile", "aiter#5264", True, _compiler),
     Check("aiter-locks", "locks of builds that were killed", "aiter#3635, aiter#5264, flashinfer#993", True, _locks),
 )

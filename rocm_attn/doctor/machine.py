@@ -146,6 +146,8 @@ class Machine:
     nvidia_gpus:     names, likewise
     nodes:           /dev/kfd and the render nodes
     aiter_jit:       modules that AITER compiled on this machine
+    aiter_jit_dir:   the folder that it compiles into and loads from
+    aiter_linked:    names of the modules of its package that are linked into that folder
     leftover_locks:  lock files of AITER builds that nobody holds
     folders:         caches
     c_compiler:      path of a C compiler, empty where there is none
@@ -167,6 +169,8 @@ class Machine:
     nodes: tuple[DeviceNode, ...]
     aiter: tuple[AiterCopy, ...]
     aiter_jit: tuple[AiterModule, ...]
+    aiter_jit_dir: str
+    aiter_linked: tuple[str, ...]
     leftover_locks: tuple[str, ...]
     folders: tuple[Folder, ...]
     c_compiler: str

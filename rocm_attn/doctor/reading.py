@@ -13,7 +13,7 @@ import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from rocm_attn.doctor.aiter_files import aiter_copies, jit_folder, leftover_locks, modules_in
+from rocm_attn.doctor.aiter_files import aiter_copies, jit_folder, leftover_locks, linked_modules, modules_in
 from rocm_attn.doctor.machine import (
     AiterModule,
     DeviceNode,
@@ -39,6 +39,7 @@ def read_machine(environment: Mapping[str, str], root: Path = Path("/")) -> Mach
     distributions = tuple(read_distributions())
     torch, copies = _torch(), aiter_copies()
     jit = jit_folder(environment, home, copies)
+    linked = linked_modules(jit, copies)
     return Machine(
         python=platform.python_version(),
         user=User(os.getuid(), frozenset({os.getgid(), *os.getgroups()})),
@@ -51,7 +52,9 @@ def read_machine(environment: Mapping[str, str], root: Path = Path("/")) -> Mach
         nvidia_gpus=read_nvidia_gpus(root) or _counted_by(torch),
         nodes=read_nodes(root),
         aiter=copies,
-        aiter_jit=_modules_of_cache(jit, [Path(copy.path) for copy in copies]),
+        aiter_jit=_modules_of_cache(jit, [Path(copy.path) for copy in copies], linked),
+        aiter_jit_dir=str(jit),
+        aiter_linked=linked,
         leftover_locks=leftover_locks(jit),
         folders=tuple(read_folder(purpose, path, root) for purpose, path in _caches(environment, home, jit, copies)),
         c_compiler=_first_program([environment.get("CC", ""), "gcc", "clang", "cc"]),
@@ -150,9 +153,11 @@ def _caches(
         yield "AITER's other cache", Path(environment.get("AITER_ROOT_DIR") or home / ".aiter")
 
 
-def _modules_of_cache(jit: Path, packages: list[Path]) -> tuple[AiterModule, ...]:
-    """The modules of the cache, unless AITER compiles into its own package."""
-    return () if any(jit.is_relative_to(package) for package in packages) else modules_in(jit)
+def _modules_of_cache(jit: Path, packages: list[Path], linked: tuple[str, ...]) -> tuple[AiterModule, ...]:
+    """The modules of the cache but those that are the package's, unless AITER compiles into its own package."""
+    if any(jit.is_relative_to(package) for package in packages):
+        return ()
+    return modules_in(jit, but=linked)
 
 
 def _torch() -> TorchBuild | ImportFailure | NotInstalled:

@@ -13,6 +13,7 @@ from torch import Tensor
 from rocm_attn.kernels.metadata.input_tensors import InputTensors
 from rocm_attn.padding import PaddedShape, StepKind, round_up
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
+from rocm_attn.releases import EVERY_RELEASE, Span
 from rocm_attn.table_view import TableView
 from rocm_attn.target import Target
 
@@ -185,6 +186,13 @@ class PoolSize:
 # Where no pool is known; no limit on a pool's size refuses it.
 SMALLEST_POOL = PoolSize(num_pages=2, max_kv_len=1, max_num_seqs=1)
 
+
+def side_bytes(problem: Problem, pool: PoolSize) -> int:
+    """Bytes of one layer's K pages or of its V pages, whichever are more."""
+    tokens = pool.num_pages * problem.page_size
+    return tokens * problem.num_kv_heads * max(problem.head_dim, problem.v_head_dim) * problem.dtype.itemsize
+
+
 # Chooses tiles for a problem on a target; raises LookupError with a sentence when the tuning table has no row.
 Bind = Callable[[Problem, Target, PoolSize], BoundKernel]
 
@@ -199,6 +207,7 @@ class Limits:
     num_q_heads:   the only counts of query heads
     pools:         the kinds of pool it reads
     lse:           whether it gives the log-sum-exp
+    lse_of_slopes: whether it gives that of layers with ALiBi slopes, too
     max_side_bytes: of one layer's K pages, and of its V pages; 0: no limit
     """
 
@@ -216,6 +225,7 @@ class Limits:
     num_q_heads: tuple[int, ...] = ()
     pools: tuple[PoolKind, ...] = (PoolKind.SPLIT,)
     lse: bool = True
+    lse_of_slopes: bool = True
     max_side_bytes: int = 0
     alibi: bool = False
     non_causal: bool = False
@@ -249,13 +259,16 @@ class Limits:
             reasons.append("it has no ALiBi slopes")
         if not problem.causal and not self.non_causal:
             reasons.append("it is causal, and this layer is not")
-        if problem.wants_lse and not self.lse:
-            reasons.append("it gives no log-sum-exp")
-        side_bytes = pool.num_pages * problem.page_size * problem.num_kv_heads * problem.dtype.itemsize
-        side_bytes *= max(problem.head_dim, problem.v_head_dim)
-        if self.max_side_bytes and side_bytes > self.max_side_bytes:
-            reasons.append(f"K or V of a layer takes {side_bytes} bytes, its offsets reach {self.max_side_bytes}")
+        if problem.wants_lse and not self.gives_lse(problem):
+            reasons.append("it gives no log-sum-exp" + " of logits with ALiBi slopes" * self.lse)
+        num_bytes = side_bytes(problem, pool)
+        if self.max_side_bytes and num_bytes > self.max_side_bytes:
+            reasons.append(f"K or V of a layer takes {num_bytes} bytes, its offsets reach {self.max_side_bytes}")
         return tuple(reasons)
+
+    def gives_lse(self, problem: Problem) -> bool:
+        """Whether it gives the log-sum-exp of a layer that it serves."""
+        return self.lse and (self.lse_of_slopes or not problem.has_alibi_slopes)
 
     def _ranges(self) -> Iterator[str]:
         """The fields whose range counts, because no exact values are named."""
@@ -275,6 +288,39 @@ class Limits:
         if self.num_q_heads and problem.num_q_heads not in self.num_q_heads:
             reasons.append(f"{problem.num_q_heads} query heads are not {_either(self.num_q_heads)}")
         return reasons
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What a kernel gets wrong in some releases, within its limits.
+
+    what:        the clause that refuses, without the releases
+    hits:        whether a problem over such a pool meets it
+    archs:       exact names
+    aiter, rocm: the releases that have it; a release that is not known may be any of them
+    """
+
+    what: str
+    hits: Callable[[Problem, PoolSize], bool]
+    archs: tuple[str, ...]
+    aiter: Span = EVERY_RELEASE
+    rocm: Span = EVERY_RELEASE
+
+    def refusal(self, problem: Problem, target: Target, pool: PoolSize) -> str:
+        """The clause that refuses a problem on a target, with the releases; empty when it is not met."""
+        here = target.releases
+        if target.arch not in self.archs or here.aiter not in self.aiter or here.rocm not in self.rocm:
+            return ""
+        return f"{self.what} ({self._where(f'; here {here.aiter}', f'; here {here.rocm}')})" * self.hits(problem, pool)
+
+    def releases(self) -> str:
+        """The releases that have it, in words."""
+        return self._where()
+
+    def _where(self, aiter_here: str = "", rocm_here: str = "") -> str:
+        spans = (("AITER", self.aiter, aiter_here), ("ROCm", self.rocm, rocm_here))
+        named = [f"{name} {span}{here}" for name, span, here in spans if span != EVERY_RELEASE]
+        return ", ".join(named) or "every release"
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +352,8 @@ class KernelRow:
                         after it writes them
     reads_ahead:        see ReadAhead
     not_bound:          what it would be, of a kernel that is known and not bound; it is always refused
+    faults:             what it gets wrong in some releases
+    notes:              what is odd about it, and why it serves all the same, a sentence each
     """
 
     provider: str
@@ -323,10 +371,15 @@ class KernelRow:
     clears_pads: bool = True
     reads_ahead: ReadAhead = ReadAhead()
     not_bound: str = ""
+    faults: tuple[Fault, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def refusals(self, problem: Problem, target: Target, pool: PoolSize = SMALLEST_POOL) -> tuple[str, ...]:
         """Why it does not serve a problem, one clause each; empty when it does."""
-        return (f"not bound: {self.not_bound}",) if self.not_bound else self.limits.refusals(problem, target, pool)
+        if self.not_bound:
+            return (f"not bound: {self.not_bound}",)
+        met = (fault.refusal(problem, target, pool) for fault in self.faults)
+        return self.limits.refusals(problem, target, pool) or tuple(filter(None, met))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rocm_attn.errors import BadModel, BadRequest
+from rocm_attn.runner.bounded_jinja import BoundedEnvironment
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,13 @@ class ChatTemplate:
         """The conversation as text, up to where the model is to go on.
 
         messages: each with "role" ("system", "user", "assistant") and "content"
-        Raises BadRequest for messages that the template refuses, BadModel for a template that is damaged.
+        Raises BadRequest for messages that the template refuses, BadModel for a template that is damaged, or that does
+        more work than a conversation of this length needs.
         """
+        said = sum(len(text) for message in messages for text in message.values())
         try:
             return (
-                _environment()
+                _environment(_WORK + _WORK_PER_CHARACTER * said)
                 .from_string(self.source)
                 .render(
                     messages=list(messages),
@@ -45,28 +47,39 @@ class ChatTemplate:
         except _Refused as error:
             raise BadRequest(f"the model's chat template refuses the messages: {error}") from error
         except _TEMPLATE_ERRORS as error:
-            raise BadModel(
-                f"the model's chat template fails ({error}); pass the prompt as it stands instead"
-            ) from error
+            what = str(error)[:_LONGEST_REASON] or type(error).__name__
+            raise BadModel(f"the model's chat template fails ({what}); pass the prompt as it stands instead") from error
 
+
+# Units of BoundedEnvironment: some thousand times what a chat template takes for a short prompt, done in seconds.
+_WORK, _WORK_PER_CHARACTER = 5_000_000, 100
+_LONGEST_REASON = 300
 
 # what a template may raise on the way: it is a program of somebody else's
-_TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
 
 
 class _Refused(Exception):
     """What raise_exception() inside a template raises."""
 
 
-def _refuse(reason: str) -> NoReturn:
-    raise _Refused(reason)
+def _refuse(reason: object) -> NoReturn:
+    raise _Refused(reason[:_LONGEST_REASON] if isinstance(reason, str) else "it does not say why")
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    """What templates written for Hugging Face expect to find."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
+def _environment(work: int) -> BoundedEnvironment:
+    """What templates written for Hugging Face expect to find. work: units that one may take"""
+    environment = BoundedEnvironment(work, trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment

@@ -5,16 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from rocm_attn.capture_check import CaptureCheck
-from rocm_attn.errors import BadRequest, BadSetting
+from rocm_attn.errors import BadLogits, BadRequest, BadSetting, DeviceFault
 from rocm_attn.flight_recorder import NO_FLIGHT_RECORDER, FlightRecorder
-from rocm_attn.graphs import CaptureReport, Progress, recorder_for
+from rocm_attn.graphs import CaptureReport, Progress, eager_steps_before_capture, recorder_for
 from rocm_attn.kernel_choice import missing_kernels
 from rocm_attn.kv_pool import page_bytes
 from rocm_attn.page_choice import AUTO, POOLS, PageChoice, choose_pages, open_page_sizes, open_pools
@@ -24,10 +25,21 @@ from rocm_attn.runner.linears import AllRows, BlocksOfRows
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.model import Model
 from rocm_attn.runner.pool_size import PoolPages, default_kv_bytes, pool_pages
+from rocm_attn.runner.recent_steps import RecentSteps
 from rocm_attn.runner.report import Report
-from rocm_attn.runner.request import Completion, FinishReason, Request, Sequence, TokenEvent
+from rocm_attn.runner.request import (
+    Completion,
+    Event,
+    FailureEvent,
+    FinishReason,
+    Request,
+    RequestsFailed,
+    RequestsFaulted,
+    Sequence,
+    TokenEvent,
+)
 from rocm_attn.runner.sampling import Sampler, pick_tokens
-from rocm_attn.runner.scheduler import Scheduler
+from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
 from rocm_attn.runner.tokenizer import TextStream
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step_runner import StepRunner
@@ -45,6 +57,8 @@ class EngineOptions:
     max_batch_size: sequences that run at a time
     chunk:          tokens of a step that prompts may fill up
     graphs:         whether decode steps are captured and replayed
+    capture_after:  steps of one shape that run eagerly before a graph is made of it; None: 0 on a GPU, and on a CPU so
+                    many that captures take less than a tenth of a run. Engine.capture_all makes graphs at once
     max_kv_len:     tokens of the longest sequence; None: the model's context
     kv_bytes:       most memory for K and V; None: 1 GiB on a CPU, most of the free memory on a GPU
     num_pages:      pages of the KV pool, the reserved page 0 included; None: what the other numbers ask for
@@ -62,6 +76,7 @@ class EngineOptions:
     max_batch_size: int = 64
     chunk: int = 512
     graphs: bool = True
+    capture_after: int | None = None
     max_kv_len: int | None = None
     kv_bytes: int | None = None
     num_pages: int | None = None
@@ -70,7 +85,8 @@ class EngineOptions:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        least_of = {"page_size": 1, "max_batch_size": 1, "chunk": 1, "max_kv_len": 1, "num_pages": 2, "swa_pages": 0}
+        least_of = {"page_size": 1, "max_batch_size": 1, "chunk": 1, "max_kv_len": 1, "num_pages": 2}
+        least_of |= {"swa_pages": 0, "capture_after": 0}
         for name, least in least_of.items():
             value = getattr(self, name)
             if value not in (None, AUTO) and value < least:
@@ -86,15 +102,25 @@ class EngineOptions:
 class _Output:
     """What a request has come to so far."""
 
-    request: Request
+    sequence: Sequence
     stream: TextStream | None
     text: str = ""
+
+    def completion(self, reason: FinishReason, error: str = "") -> Completion:
+        """What it has come to in the end."""
+        sequence = self.sequence
+        return Completion(sequence.request.prompt_token_ids, sequence.new_token_ids, self.text, reason, error)
 
 
 class Engine:
     """Serves requests with one model, many at a time.
 
     submit() queues a request, step() runs all of them one step further; generate() does both until all are done.
+
+    What goes wrong with one request ends that request alone: its Completion says why, and the others go on. A fault of
+    the device ends the requests that were in its step, and all that have run where that step is not known; what it
+    leaves in the queue is served by the steps after it.
+
     Raises Unsupported when no kernel serves the model's layers, CapacityExceeded for a pool that cannot be.
     """
 
@@ -105,7 +131,7 @@ class Engine:
         self.max_kv_len = self.runtime.max_kv_len
         linears = BlocksOfRows() if options.deterministic else AllRows()
         model = Model(loaded.config, loaded.weights, self.runtime, max_kv_len=self.max_kv_len, linears=linears)
-        path = options.flight_path
+        path, after = options.flight_path, options.capture_after
         self.flight = FlightRecorder(self.runtime, path) if path is not None else NO_FLIGHT_RECORDER
         self._runner = StepRunner(
             self.runtime,
@@ -113,6 +139,7 @@ class Engine:
             recorder_for(self.runtime.device) if options.graphs else None,
             check=CaptureCheck(vocabulary=loaded.config.vocab_size),
             flight=self.flight,
+            capture_after=eager_steps_before_capture(self.runtime.device) if after is None else after,
         )
         self._scheduler = Scheduler(
             self.runtime.table,
@@ -122,13 +149,15 @@ class Engine:
         )
         self._outputs: dict[int, _Output] = {}
         self._done: dict[int, Completion] = {}
+        self._events: list[Event] = []  # that no step() has returned yet
+        self._recent = RecentSteps()
         self._num_submitted = self._prompt_tokens = self._new_tokens = 0
         self._seconds = 0.0
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is not finished."""
-        return self._scheduler.has_work
+        """Whether any request is not finished, or an event was not returned yet: then step() may be called."""
+        return self._scheduler.has_work or bool(self._events)
 
     def capture_all(self, progress: Progress) -> CaptureReport:
         """Make every graph before the first request arrives, so that no request waits for one.
@@ -149,11 +178,20 @@ class Engine:
         self._prompt_tokens += len(request.prompt_token_ids)
         stops = request.stop_token_ids + (() if request.ignore_eos else self._loaded.config.eos_token_ids)
         tokenizer = self._loaded.tokenizer
-        self._outputs[number] = _Output(request, tokenizer.stream() if tokenizer is not None else None)
-        self._scheduler.add(
-            Sequence(number, request, frozenset(stops), Sampler(request.sampling), list(request.prompt_token_ids))
+        sequence = Sequence(
+            number, request, frozenset(stops), Sampler(request.sampling), list(request.prompt_token_ids)
         )
+        self._outputs[number] = _Output(sequence, tokenizer.stream() if tokenizer is not None else None)
+        self._scheduler.add(sequence)
         return number
+
+    def cancel(self, number: int) -> None:
+        """Forget a request, finished or not; its pages are free again, and nothing more comes of it."""
+        output = self._outputs.pop(number, None)
+        if output is not None:
+            self._scheduler.drop(output.sequence)
+        self._done.pop(number, None)
+        self._events = [event for event in self._events if event.request != number]
 
     def check(self, request: Request) -> None:
         """Raise BadRequest for a request that this engine can never serve."""
@@ -171,41 +209,49 @@ class Engine:
             if not 0 <= token < config.vocab_size:
                 raise BadRequest(f"token {token} is not in the model's vocabulary, 0 to {config.vocab_size - 1}")
 
-    def step(self) -> list[TokenEvent]:
-        """Run one step; the tokens that came out of it. There must be work."""
-        started = time.perf_counter()
-        step = self._scheduler.next_step()
-        logits = self._runner.run(step.batch)
-        samplers = [sequence.sampler for sequence in step.picking]
-        tokens = pick_tokens(logits[: step.num_picks], samplers) if samplers else []
-        reasons = self._scheduler.finish_step(step, tokens)
-        self._seconds += time.perf_counter() - started
-        self._new_tokens += len(tokens)
-        return [
-            self._publish(sequence, token, reason)
-            for sequence, token, reason in zip(step.picking, tokens, reasons, strict=True)
-        ]
+    def step(self) -> list[Event]:
+        """Run one step; what came of it. There must be work.
+
+        When the last request is done it waits for the device, so that a fault of the last steps is reported too.
+        Raises DeviceFault. The requests concerned have failed then, those included that had ended and were not handed
+        over yet; the next step() returns their events, and goes on with the others.
+        """
+        if not self._events:
+            try:
+                self._advance()
+            except DeviceFault as fault:
+                self._fail_all_in(fault)
+                raise
+        events, self._events = self._events, []
+        return events
 
     def completion(self, number: int) -> Completion:
         """Hand over what a finished request came to; the engine forgets it."""
         return self._done.pop(number)
 
-    def generate(
-        self, requests: Many[Request], on_token: Callable[[TokenEvent], None] | None = None
-    ) -> list[Completion]:
+    def generate(self, requests: Many[Request], on_event: Callable[[Event], None] | None = None) -> list[Completion]:
         """Serve requests to their end, in the order given.
 
-        on_token: called with every new token as it comes
-        Raises BadRequest before anything runs when one of them cannot be served.
+        on_event: called with every new token as it comes, and with every failure
+        Raises BadRequest before anything runs when one of them cannot be served. Raises RequestsFailed, which holds all
+        completions, when one of them has failed, and RequestsFaulted (a DeviceFault) when the device had a fault; the
+        others were served to their end. After any other exception the engine has forgotten these requests.
         """
         for request in requests:
             self.check(request)
         numbers = [self.submit(request) for request in requests]
-        while self.has_work:
-            for event in self.step():
-                if on_token is not None:
-                    on_token(event)
-        return [self.completion(number) for number in numbers]
+        try:
+            faults = self._serve(on_event)
+        except BaseException:
+            for number in numbers:
+                self.cancel(number)
+            raise
+        completions = [self.completion(number) for number in numbers]
+        if faults:
+            raise RequestsFaulted(completions, faults) from faults[0]
+        if any(completion.error for completion in completions):
+            raise RequestsFailed(completions)
+        return completions
 
     def report(self) -> Report:
         """What this engine runs on, and how it went so far."""
@@ -241,20 +287,101 @@ class Engine:
             tokens_per_s=self._new_tokens / stepping if stepping > 0 else 0.0,
         )
 
-    def _publish(self, sequence: Sequence, token: int, reason: FinishReason | None) -> TokenEvent:
-        output = self._outputs[sequence.number]
+    def _serve(self, on_event: Callable[[Event], None] | None) -> list[DeviceFault]:
+        """Step until there is no work; the faults of the device on the way."""
+        faults = []
+        while self.has_work:
+            try:
+                events = self.step()
+            except DeviceFault as fault:
+                faults.append(fault)
+                continue
+            for event in events:
+                if on_event is not None:
+                    on_event(event)
+        return faults
+
+    def _advance(self) -> None:
+        """Run one step and note the events that came out of it. Raises DeviceFault."""
+        started = time.perf_counter()
+        step = self._scheduler.next_step()
+        logits = self._run(step)
+        samplers = [sequence.sampler for sequence in step.picking]
+        picks = pick_tokens(logits[: step.num_picks], samplers) if samplers else []
+        reasons = self._scheduler.finish_step(step, picks)
+        self._seconds += time.perf_counter() - started
+        for sequence, pick, reason in zip(step.picking, picks, reasons, strict=True):
+            if isinstance(pick, BadLogits):
+                self._fail(sequence.number, str(pick))
+            else:
+                self._publish(sequence.number, pick, reason)
+        if not self._scheduler.has_work:
+            self.runtime.check_device()
+
+    def _run(self, step: ScheduledStep) -> Tensor:
+        before = self.runtime.step_number
+        try:
+            return self._runner.run(step.batch)
+        finally:
+            requests = (sequence.number for sequence in step.sequences)
+            self._recent.note(before, self.runtime.step_number, requests)
+
+    def _publish(self, number: int, token: int, reason: FinishReason | None) -> None:
+        output = self._outputs[number]
         piece = ""
         if output.stream is not None:
             # a stop token need not be a special one; it is never part of the text
             piece = "" if reason == "stop" else output.stream.push(token)
             piece += output.stream.finish() if reason is not None else ""
         output.text += piece
+        self._new_tokens += 1
         if reason is not None:
-            del self._outputs[sequence.number]
-            self._done[sequence.number] = Completion(
-                output.request.prompt_token_ids, sequence.new_token_ids, output.text, reason
-            )
-        return TokenEvent(sequence.number, token, piece, reason)
+            del self._outputs[number]
+            self._done[number] = output.completion(reason)
+        self._events.append(TokenEvent(number, token, piece, reason))
+
+    def _fail(self, number: int, error: str) -> None:
+        """Note that a request has failed, whose sequence has left the scheduler; or one that had ended."""
+        output, piece = self._outputs.pop(number, None), ""
+        if output is None:
+            self._done[number] = replace(self._done[number], finish_reason="error", error=error)
+        else:
+            piece = output.stream.finish() if output.stream is not None else ""
+            output.text += piece
+            self._done[number] = output.completion("error", error)
+        self._events.append(FailureEvent(number, piece, error))
+
+    def _fail_all_in(self, fault: DeviceFault) -> None:
+        """Fail every request that was in the step of a fault and was not handed over."""
+        faults = [fault, *self._more_faults()]
+        for found in faults:
+            concerned = self._recent.requests_in(found.step)
+            for number in self._have_run() if concerned is None else sorted(concerned):
+                output, done = self._outputs.get(number), self._done.get(number)
+                if output is not None:
+                    self._scheduler.drop(output.sequence)
+                if output is not None or (done is not None and not done.error):
+                    self._fail(number, str(found))
+
+    def _more_faults(self) -> list[DeviceFault]:
+        """What else the device has to report, so that nothing of it is left for requests that come later."""
+        faults: dict[int | None, DeviceFault] = {}
+        while True:
+            try:
+                self.runtime.check_device()
+            except DeviceFault as fault:
+                if fault.step in faults:  # there to stay, such as what lies in page 0
+                    break
+                faults[fault.step] = fault
+            else:
+                break
+        return list(faults.values())
+
+    def _have_run(self) -> list[int]:
+        """Requests that have been in a step and were not handed over."""
+        sequences = [output.sequence for output in self._outputs.values()]
+        begun = [sequence.number for sequence in sequences if sequence.num_stored or sequence.new_token_ids]
+        return sorted([*begun, *self._done])
 
 
 def _runtime_for(loaded: LoadedModel, options: EngineOptions) -> AttentionRuntime:

@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 import json
+import reprlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from rocm_attn.errors import BadModel
+
+# Every size and id of a model is an int32 on the device.
+_LARGEST = 2**31 - 1
+# Eighty times as many as the deepest model that was published; each costs a few kilobytes before a file is compared.
+MAX_LAYERS = 10_000
+# An index of a trillion parameters has a few megabytes; a config is read whole.
+_MAX_TEXT_BYTES = 64 << 20
+
+_LONGEST = 160
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 100
+
+
+def shown(value: object) -> str:
+    """A value out of a file for a message: as Python writes it, and shortened where it is long or deep."""
+    text = _SHORT.repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,54 +46,61 @@ class Fields:
         """Whether the file says anything under this name."""
         return self.values.get(name) is not None
 
-    def count(self, name: str, default: int | None = None) -> int:
-        """A whole number of at least 1."""
+    def count(self, name: str, default: int | None = None, most: int = _LARGEST) -> int:
+        """A whole number of 1 to most."""
         value = self.whole(name, default)
         if value < 1:
             raise BadModel(f"{self.source}: {name} is {value}; it must be at least 1")
+        if value > most:
+            raise BadModel(f"{self.source}: {name} is {value}; it must be at most {most}")
         return value
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """A whole number."""
+        """A whole number that an int32 holds."""
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise BadModel(f"{self.source}: {name} is {value!r}; it must be a whole number")
+            raise BadModel(f"{self.source}: {name} is {shown(value)}; it must be a whole number")
+        if not -_LARGEST <= value <= _LARGEST:
+            raise BadModel(f"{self.source}: {name} is {shown(value)}; it must be at most {_LARGEST}")
         return value
 
     def positive(self, name: str, default: float | None = None) -> float:
         """A finite number above 0."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise BadModel(f"{self.source}: {name} is {value!r}; it must be a positive number")
+        # A float above all others, or a whole number that no float holds, is as good as infinite.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+            raise BadModel(f"{self.source}: {name} is {shown(value)}; it must be a positive number")
         return float(value)
 
     def flag(self, name: str, default: bool | None = None) -> bool:
         """True or false."""
         value = self._get(name, default)
         if not isinstance(value, bool):
-            raise BadModel(f"{self.source}: {name} is {value!r}; it must be true or false")
+            raise BadModel(f"{self.source}: {name} is {shown(value)}; it must be true or false")
         return value
 
     def text(self, name: str, default: str | None = None) -> str:
         """A string."""
         value = self._get(name, default)
         if not isinstance(value, str):
-            raise BadModel(f"{self.source}: {name} is {value!r}; it must be a string")
+            raise BadModel(f"{self.source}: {name} is {shown(value)}; it must be a string")
         return value
 
     def list(self, name: str) -> list[object]:
         """A list of whatever the file holds."""
         value = self._get(name, None)
         if not isinstance(value, list):
-            raise BadModel(f"{self.source}: {name} is {value!r}; it must be a list")
+            raise BadModel(f"{self.source}: {name} is {shown(value)}; it must be a list")
         return value
 
     def ids(self, name: str) -> tuple[int, ...]:
         """One id (of a token, a layer), a list of them, or none at all."""
         value = self.values.get(name)
         items = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
-            raise BadModel(f"{self.source}: {name} is {value!r}; it must be an id or a list of them")
+        if not all(isinstance(item, int) and not isinstance(item, bool) and 0 <= item <= _LARGEST for item in items):
+            raise BadModel(
+                f"{self.source}: {name} is {shown(value)}; it must be an id or a list of them, each 0 to {_LARGEST}"
+            )
         return tuple(items)
 
     def inner(self, name: str) -> Fields:
@@ -83,7 +109,7 @@ class Fields:
         if value is None:
             value = {}
         if not isinstance(value, Mapping):
-            raise BadModel(f"{self.source}: {name} is {value!r}; it must be an object")
+            raise BadModel(f"{self.source}: {name} is {shown(value)}; it must be an object")
         return Fields(value, f"{self.source}: {name}")
 
     def _get(self, name: str, default: object) -> object:
@@ -100,6 +126,8 @@ def read_json(path: Path) -> Mapping[str, object]:
     text = read_text(path)
     try:
         value = json.loads(text)
+    except RecursionError as error:
+        raise BadModel(f"{path} is not JSON of a model (it is nested too deeply)") from error
     except ValueError as error:
         raise BadModel(f"{path} is not JSON ({error})") from error
     if not isinstance(value, dict):
@@ -110,6 +138,8 @@ def read_json(path: Path) -> Mapping[str, object]:
 def read_text(path: Path) -> str:
     """A file's text, UTF-8. Raises BadModel."""
     try:
+        if path.stat().st_size > _MAX_TEXT_BYTES:
+            raise BadModel(f"{path} has {path.stat().st_size} bytes; the text of a model has up to {_MAX_TEXT_BYTES}")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BadModel(f"{path} cannot be read ({error})") from error

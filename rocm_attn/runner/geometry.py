@@ -14,7 +14,7 @@ import torch
 
 from rocm_attn.errors import BadModel, BadSetting, Unsupported
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
-from rocm_attn.runner.fields import Fields
+from rocm_attn.runner.fields import MAX_LAYERS, Fields, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
     Raises Unsupported for attention of another kind, BadModel for a config that is not complete.
     """
     architecture = architecture_of(config)
-    if architecture == _LATENT_FAMILY:
+    if architecture in _LATENT_FAMILIES:
         return _latent_geometry(Fields(config, "config.json"))
     refuse_latent_attention(config)
     fields = text_fields(config)
@@ -125,7 +125,7 @@ def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
         logits_soft_cap=fields.positive("attn_logit_softcapping") if fields.has("attn_logit_softcapping") else 0.0,
         has_sinks=family.has_sinks,
     )
-    windows = family.windows(fields, fields.count("num_hidden_layers"))
+    windows = family.windows(fields, fields.count("num_hidden_layers", most=MAX_LAYERS))
     return AttentionGeometry(tuple(replace(layer, window_left=left) for left in windows), family.reads(fields, windows))
 
 
@@ -138,7 +138,7 @@ def text_fields(config: Mapping[str, object]) -> Fields:
     if architecture not in _FAMILIES:
         raise Unsupported(
             f"the attention of {architecture} is not known; config.json must name one of "
-            f"{', '.join((*_FAMILIES, _LATENT_FAMILY))}"
+            f"{', '.join((*_FAMILIES, *_LATENT_FAMILIES))}"
         )
     text = config.get("text_config")
     given = text if isinstance(text, Mapping) else config
@@ -148,8 +148,8 @@ def text_fields(config: Mapping[str, object]) -> Fields:
 def architecture_of(config: Mapping[str, object]) -> str:
     """The class name that a config.json carries. Raises BadModel."""
     names = config.get("architectures")
-    if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise BadModel(f"config.json: architectures is {names!r}; it must name the model's class in a list")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str) or len(names[0]) > _LONGEST_NAME:
+        raise BadModel(f"config.json: architectures is {shown(names)}; it must name the model's class in a list")
     return names[0]
 
 
@@ -159,27 +159,31 @@ def refuse_latent_attention(config: Mapping[str, object]) -> None:
     for fields in (config, text if isinstance(text, Mapping) else {}):
         if fields.get("kv_lora_rank") is not None:
             raise Unsupported(
-                f"{architecture_of(config)} uses multi-head latent attention (kv_lora_rank {fields['kv_lora_rank']}), "
-                "which is not served; use a model with K and V heads"
+                f"{architecture_of(config)} uses multi-head latent attention (kv_lora_rank "
+                f"{shown(fields['kv_lora_rank'])}), which is not served; use a model with K and V heads"
             )
 
 
 def _latent_geometry(fields: Fields) -> AttentionGeometry:
     """DeepSeek's attention with the projections of K and V absorbed into those of q and of the output."""
     latent_dim, rope_dim = fields.count("kv_lora_rank"), fields.count("qk_rope_head_dim")
-    scaling = fields.inner("rope_scaling")
+    # transformers 5 writes the second name
+    scaling = fields.inner("rope_scaling" if fields.has("rope_scaling") else "rope_parameters")
     # YaRN sharpens the softmax of a context that was stretched by factor.
     sharper = 1.0
-    if scaling.has("mscale_all_dim"):
-        sharper = 0.1 * scaling.positive("mscale_all_dim") * math.log(scaling.positive("factor")) + 1
+    if scaling.has("mscale_all_dim") and scaling.values["mscale_all_dim"] != 0:
+        sharper = 0.1 * scaling.positive("mscale_all_dim") * math.log(max(1.0, scaling.positive("factor"))) + 1
+    scale = (fields.count("qk_nope_head_dim") + rope_dim) ** -0.5 * sharper * sharper
+    if not math.isfinite(scale):
+        raise BadModel(f"{scaling.source}: mscale_all_dim {scaling.positive('mscale_all_dim')} is too large")
     layer = AttentionLayer(
         num_q_heads=fields.count("num_attention_heads"),
         num_kv_heads=1,
         head_dim=latent_dim + rope_dim,
-        scale=(fields.count("qk_nope_head_dim") + rope_dim) ** -0.5 * sharper**2,
+        scale=scale,
         latent_dim=latent_dim,
     )
-    return AttentionGeometry.of((layer,) * fields.count("num_hidden_layers"))
+    return AttentionGeometry.of((layer,) * fields.count("num_hidden_layers", most=MAX_LAYERS))
 
 
 def window_left(sliding_window: int) -> int:
@@ -237,7 +241,7 @@ def _window_where(fields: Fields, num_layers: int, slides: Callable[[int], bool]
     for layer_type in types:
         if layer_type not in meaning:
             raise Unsupported(
-                f"a layer of type {layer_type!r} is not served; layer_types may hold {', '.join(meaning)}"
+                f"a layer of type {shown(layer_type)} is not served; layer_types may hold {', '.join(meaning)}"
             )
     return tuple(meaning[str(layer_type)] for layer_type in types)
 
@@ -305,7 +309,9 @@ class _Family:
     has_scale: bool = True
 
 
-_LATENT_FAMILY = "DeepseekV3ForCausalLM"
+# Of an architecture; messages quote it.
+_LONGEST_NAME = 100
+_LATENT_FAMILIES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 
 _WINDOW_4096: dict[str, object] = {"sliding_window": 4096}
 _MISTRAL: dict[str, object] = {"num_key_value_heads": 8, "sliding_window": 4096}

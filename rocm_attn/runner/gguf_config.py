@@ -5,7 +5,7 @@ from __future__ import annotations
 from rocm_attn.errors import BadModel
 from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.runner.config import DenseMlp, LayerConfig, ModelConfig
-from rocm_attn.runner.fields import Fields
+from rocm_attn.runner.fields import MAX_LAYERS, Fields, shown
 from rocm_attn.runner.gates import SwiGLU
 from rocm_attn.runner.geometry import AttentionLayer, window_left
 from rocm_attn.runner.gguf_file import GGUFFile
@@ -30,7 +30,8 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     kind = general.text("general.architecture")
     if kind not in _ARCHITECTURES:
         raise BadModel(
-            f"{file.name}: the runner does not know the architecture {kind!r}; it knows {', '.join(_ARCHITECTURES)}"
+            f"{file.name}: the runner does not know the architecture {shown(kind)}; "
+            f"it knows {', '.join(_ARCHITECTURES)}"
         )
     prefix = f"{kind}."
     fields = Fields(
@@ -47,7 +48,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     )
     return ModelConfig(
         architecture=_ARCHITECTURES[kind],
-        layers=(layer,) * fields.count("block_count"),
+        layers=(layer,) * fields.count("block_count", most=MAX_LAYERS),
         hidden_size=fields.count("embedding_length"),
         vocab_size=len(general.list("tokenizer.ggml.tokens")),
         context_len=fields.count("context_length"),
@@ -114,7 +115,9 @@ def _scaling(fields: Fields) -> Scaling:
             original_context_len=fields.count("rope.scaling.original_context_length", fields.count("context_length")),
             attention_factor=yarn_attention_factor(factor) * fields.positive("rope.scaling.attn_factor", 1.0),
         )
-    raise BadModel(f"{fields.source}: rope.scaling.type {kind!r} is not known; the runner knows none, linear, yarn")
+    raise BadModel(
+        f"{fields.source}: rope.scaling.type {shown(kind)} is not known; the runner knows none, linear, yarn"
+    )
 
 
 def _end_tokens(fields: Fields) -> tuple[int, ...]:

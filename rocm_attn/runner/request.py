@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rocm_attn.errors import BadRequest
+from rocm_attn.errors import BadRequest, DeviceFault, RocmAttnError
 from rocm_attn.runner.sampling import Sampler, Sampling
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +43,16 @@ class Completion:
 
     token_ids:     the new tokens, the stop token included
     text:          of the new tokens, without the stop token and other special ones; empty without a tokenizer
-    finish_reason: "stop" after a stop token, "length" at max_new_tokens or where the KV may not grow any more
+    finish_reason: "stop" after a stop token, "length" at max_new_tokens or where the KV may not grow any more, "error"
+                   where the request failed
+    error:         why it failed; empty where it did not. After a fault of the device the tokens may be wrong
     """
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,40 @@ class TokenEvent:
     token_id: int
     text: str
     finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class FailureEvent:
+    """A request has failed, and no more tokens come. After a fault of the device that may be one that had ended.
+
+    request: as in TokenEvent
+    text:    what was held back of a character that will not be completed
+    error:   why, in a sentence
+    """
+
+    request: int
+    text: str
+    error: str
+
+
+Event = TokenEvent | FailureEvent
+
+
+class RequestsFailed(RocmAttnError, RuntimeError):
+    """Some requests of Engine.generate() failed; the others were served to their end.
+
+    completions: of all of them, in the order in which they were given; a failed one says why
+    """
+
+    def __init__(self, completions: Iterable[Completion], faults: Iterable[DeviceFault] = ()) -> None:
+        self.completions = tuple(completions)
+        failed = [(number, done.error) for number, done in enumerate(self.completions) if done.error]
+        first = f"request {failed[0][0]}: {failed[0][1]}" if failed else "; ".join(map(str, faults))
+        super().__init__(f"{len(failed)} of {len(self.completions)} requests failed; {first}")
+
+
+class RequestsFaulted(RequestsFailed, DeviceFault):
+    """RequestsFailed, because something went wrong on the device."""
 
 
 @dataclass(slots=True, eq=False)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePath
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rocm_attn.errors import BadModel
+from rocm_attn.runner.fields import read_json, shown
 from rocm_attn.runner.tensors import Shape
 
 _SINGLE = "model.safetensors"
@@ -19,18 +20,25 @@ _INDEX = "model.safetensors.index.json"
 class SafetensorsFiles:
     """A TensorSource over `model.safetensors`, or over the files that `model.safetensors.index.json` names.
 
-    Opening reads the headers of all files. Raises BadModel for a file that is missing, damaged or cut short.
+    The index says which file a tensor is read from; what else lies in the files is no part of the model.
+    Opening reads the headers of all files. Raises BadModel for a file that is missing, damaged or cut short, and for
+    one that lacks a tensor of the index.
     """
 
     def __init__(self, directory: Path) -> None:
         self.name = str(directory)
         self._shapes: dict[str, Shape] = {}
         self._file_of: dict[str, Path] = {}
-        for path in _files(directory):
+        if (directory / _SINGLE).is_file():
+            with _opened(directory / _SINGLE) as file:
+                self._take(file, directory / _SINGLE, file.keys())
+            return
+        for path, names in _indexed(directory).items():
             with _opened(path) as file:
-                for name in file.keys():  # noqa: SIM118 (not a mapping)
-                    self._shapes[name] = tuple(file.get_slice(name).get_shape())
-                    self._file_of[name] = path
+                missing = set(names).difference(file.keys())
+                if missing:
+                    raise BadModel(f"{path} lacks {shown(min(missing))}, which {_INDEX} says is there")
+                self._take(file, path, names)
 
     def shapes(self) -> Mapping[str, Shape]:
         """name -> shape of every tensor in the files."""
@@ -46,6 +54,12 @@ class SafetensorsFiles:
             )
         return tensor
 
+    def _take(self, file: Any, path: Path, names: Iterable[str]) -> None:
+        """Remember the tensors of an opened file, whose package has no types."""
+        for name in names:
+            self._shapes[name] = tuple(file.get_slice(name).get_shape())
+            self._file_of[name] = path
+
 
 def _opened(path: Path) -> safe_open:
     try:
@@ -54,17 +68,37 @@ def _opened(path: Path) -> safe_open:
         raise BadModel(f"{path} is not a whole safetensors file ({error}); download it again") from error
 
 
-def _files(directory: Path) -> list[Path]:
-    if (directory / _SINGLE).is_file():
-        return [directory / _SINGLE]
+def _indexed(directory: Path) -> dict[Path, list[str]]:
+    """file -> the tensors that the index says are in it. Raises BadModel."""
     index = directory / _INDEX
     if not index.is_file():
         raise BadModel(f"{directory} has neither {_SINGLE} nor {_INDEX}")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BadModel(f"{index} is not a safetensors index (weight_map is {shown(weight_map)})")
+    names_in: dict[Path, list[str]] = {}
+    for name, file in weight_map.items():
+        names_in.setdefault(directory / _within(index, file), []).append(name)
+    for path in names_in:
+        if not _is_file(path):
+            raise BadModel(f"{index} names {shown(path.name)}, which is not in {directory}")
+    return names_in
+
+
+def _within(index: Path, file: object) -> str:
+    """A file's name in the index, which must not lead out of its folder. A link in the folder may: caches are made so.
+
+    Raises BadModel.
+    """
+    if not isinstance(file, str):
+        raise BadModel(f"{index} is not a safetensors index (weight_map holds {shown(file)})")
+    if PurePath(file).is_absolute() or ".." in PurePath(file).parts:
+        raise BadModel(f"{index} names {shown(file)}, which is outside of its folder; only files in it are read")
+    return file
+
+
+def _is_file(path: Path) -> bool:
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise BadModel(f"{index} is not a safetensors index ({error!r})") from error
-    for name in names:
-        if not (directory / str(name)).is_file():
-            raise BadModel(f"{index} names {name}, which is not in {directory}")
-    return [directory / str(name) for name in names]
+        return path.is_file()
+    except (OSError, ValueError):  # no file can have that name
+        return False

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadRequest
+from rocm_attn.errors import BadLogits, BadRequest
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -53,9 +53,18 @@ class Sampler:
         self._random = np.random.default_rng(sampling.seed)
 
     def draw(self, logits: Float32Array) -> int:
-        """A token id. logits: [vocab]"""
-        scaled = logits.astype(np.float64) / self.sampling.temperature
-        weights = np.exp(scaled - scaled.max())
+        """A token id.
+
+        logits: [vocab]; -inf rules a token out
+        Raises BadLogits where they hold NaN or infinity, or rule every token out.
+        """
+        best = float(logits.max())
+        if not math.isfinite(best):
+            raise _bad_logits(best)
+        # The best one is 0 whatever it is divided by; where the temperature is tiny, all others are -inf.
+        with np.errstate(over="ignore"):
+            scaled = (logits.astype(np.float64) - best) / self.sampling.temperature
+        weights = np.exp(scaled)
         order = np.argsort(-weights, kind="stable")
         mass = np.cumsum(weights[order])
         # the token that reaches the sum is still in
@@ -65,16 +74,36 @@ class Sampler:
         return int(order[min(chosen, len(mass) - 1)])
 
 
-def pick_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
-    """One token id for each row.
+def pick_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | BadLogits]:
+    """One token id for each row; for a row that none can be picked from, why. The other rows do not depend on it.
 
     logits: [rows, vocab]; the likeliest tokens are found on the device, only rows that draw come to the host
     """
-    tokens = [int(token) for token in logits.argmax(-1).tolist()]
-    drawing = [row for row, sampler in enumerate(samplers) if not sampler.sampling.is_greedy]
+    # A row that holds NaN has NaN as its largest; one copy brings ids and values, and float64 holds both exactly.
+    ids = logits.argmax(-1, keepdim=True)
+    found = torch.cat((ids.double(), logits.gather(-1, ids).double()), 1).tolist()
+    picks: list[int | BadLogits] = [int(token) if math.isfinite(best) else _bad_logits(best) for token, best in found]
+    for row, (_, best) in enumerate(found):
+        # A norm whose squares overflow gives 0, and so does everything after it.
+        if best == 0 and not logits[row].any():
+            picks[row] = _bad_logits(best)
+    drawing = [
+        row
+        for row, (pick, sampler) in enumerate(zip(picks, samplers, strict=True))
+        if not (sampler.sampling.is_greedy or isinstance(pick, BadLogits))
+    ]
     if drawing:
         index = torch.tensor(drawing, device=logits.device)
         rows = logits.index_select(0, index).float().cpu().numpy()
         for row, values in zip(drawing, rows, strict=True):
-            tokens[row] = samplers[row].draw(values)
-    return tokens
+            picks[row] = samplers[row].draw(values)
+    return picks
+
+
+def _bad_logits(best: float) -> BadLogits:
+    """best: the largest logit of a row; 0 where all of them are"""
+    what = f"the largest logit of the next token is {best}" if best else "every logit of the next token is 0"
+    return BadLogits(
+        f"{what}, so no token can be picked; look for weights that are too large for the dtype, or run in a wider one "
+        "(float32)"
+    )

@@ -10,11 +10,12 @@ had.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 import numpy as np
 
-from rocm_attn.errors import CapacityExceeded, OutOfPages
+from rocm_attn.errors import BadLogits, CapacityExceeded, OutOfPages
 from rocm_attn.index_spaces import RESERVED_ROW
 from rocm_attn.page_table import PageTable
 from rocm_attn.request_table import RequestTable
@@ -84,13 +85,23 @@ class Scheduler:
         assert scheduled, "a running sequence always gets a token, and a lone waiting one is always admitted"
         return _step_of(scheduled)
 
-    def finish_step(self, step: ScheduledStep, tokens: list[int]) -> list[FinishReason | None]:
+    def finish_step(self, step: ScheduledStep, picks: Many[int | BadLogits]) -> list[FinishReason | None]:
         """Take in a token for each of step.picking: why that sequence ends, or None. Ended ones leave their pages."""
         for sequence, q_len in zip(step.sequences, step.batch.q_len.tolist(), strict=True):
             sequence.num_stored += q_len
-        return [self._take(sequence, token) for sequence, token in zip(step.picking, tokens, strict=True)]
+        return [self._take(sequence, pick) for sequence, pick in zip(step.picking, picks, strict=True)]
 
-    def _take(self, sequence: Sequence, token: int) -> FinishReason | None:
+    def drop(self, sequence: Sequence) -> None:
+        """Give up a sequence that waits or runs; it leaves its pages."""
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        else:
+            self._end(sequence)
+
+    def _take(self, sequence: Sequence, token: int | BadLogits) -> FinishReason | None:
+        if isinstance(token, BadLogits):
+            self._end(sequence)
+            return "error"
         sequence.token_ids.append(token)
         reason: FinishReason | None = None
         if token in sequence.stops:
@@ -98,10 +109,13 @@ class Scheduler:
         elif len(sequence.new_token_ids) >= sequence.request.max_new_tokens or sequence.num_stored >= self._max_kv_len:
             reason = "length"
         if reason is not None:
-            self._running.remove(sequence)
-            self._table.free(sequence.row)
-            sequence.row = RESERVED_ROW
+            self._end(sequence)
         return reason
+
+    def _end(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._table.free(sequence.row)
+        sequence.row = RESERVED_ROW
 
     def _continue(self) -> tuple[list[tuple[Sequence, int]], int]:
         """What those that run do next, with room for it, and how many more tokens the step takes.

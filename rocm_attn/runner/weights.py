@@ -17,6 +17,9 @@ from rocm_attn.runner.config import LayerConfig, ModelConfig
 from rocm_attn.runner.mlp_weights import MlpWeights, mlp_shapes, read_mlp, with_bias
 from rocm_attn.runner.tensors import Shape, TensorReader, TensorSource
 
+# Six times those of 61 layers with 256 experts; their names alone take a hundred megabytes.
+_MOST_TENSORS = 300_000
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
@@ -68,7 +71,7 @@ class ModelWeights:
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Hugging Face's name -> shape of every tensor that the model needs."""
+    """Hugging Face's name -> shape of every tensor that the model needs. Raises BadModel for more than could be."""
     shapes: dict[str, Shape] = {
         "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
         "model.norm.weight": (config.hidden_size,),
@@ -76,7 +79,12 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
     if not config.tied_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     for number, layer in enumerate(config.layers):
-        shapes.update((f"model.layers.{number}.{name}", shape) for name, shape in _layer_shapes(config, layer))
+        for name, shape in _layer_shapes(config, layer):
+            shapes[f"model.layers.{number}.{name}"] = shape
+            if len(shapes) > _MOST_TENSORS:
+                raise BadModel(
+                    f"the model's config asks for more than {_MOST_TENSORS} tensors; look at its layers and experts"
+                )
     return shapes
 
 

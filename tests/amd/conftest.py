@@ -1,4 +1,4 @@
-"""What every test shares: a device, and memory that is NaN until somebody writes it."""
+"""What every test shares: a device, no deadline, and memory that is NaN until somebody writes it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import os
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 # torch.empty() then gives NaN (or the largest integer), so that a test notices when something reads what nobody wrote.
 torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 # On a GPU some operations have no deterministic form (cumsum); pyproject.toml names that warning as an exception.
 torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
+
+# How long an example takes says how busy the machine is, not whether the example is right.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")

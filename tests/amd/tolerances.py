@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rocm_attn.numerics import BOUNDS
+from rocm_attn.numerics import BOUNDS, FLOAT32_ROUNDING, sum_error
+
+# exp is off by a unit in the last place at most, and there is a division and an output to round.
+_ROUNDINGS_OF_A_SHARE = 4
+# Of what a few layers give that are sums of a few hundred products, in float32, as a part of the root mean square of
+# all. Two libraries come within a tenth of it.
+_LAYERS = 2e-4
 
 
 def assert_attention_close(out: Tensor, reference: Tensor, dtype: torch.dtype) -> None:
@@ -18,3 +24,65 @@ def assert_lse_close(lse: Tensor, reference: Tensor, dtype: torch.dtype) -> None
     """Likewise for log-sum-exp; -inf only where the reference has it."""
     bound = BOUNDS[dtype]
     torch.testing.assert_close(lse.double(), reference, atol=bound.lse_atol, rtol=bound.lse_rtol)
+
+
+def assert_same_but_for_rounding(one: Tensor, other: Tensor) -> None:
+    """Attention in float32 done in two ways: each may lie from the exact result as far as the table demands."""
+    bound = BOUNDS[torch.float32]
+    torch.testing.assert_close(one, other, atol=2 * bound.atol * _size(other), rtol=2 * bound.rtol)
+
+
+def assert_layers_close(result: Tensor, expected: Tensor) -> None:
+    """What layers of a small model give in float32, logits for instance, by two ways that add in different orders."""
+    torch.testing.assert_close(result, expected, atol=_LAYERS * _size(expected), rtol=_LAYERS)
+
+
+def assert_products_close(product: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> None:
+    """x @ weight.T + bias in float32 is as close to float64 as sums of so many products are."""
+    exact = x.double() @ weight.double().T + bias.double()
+    size = x.double().abs() @ weight.double().abs().T + bias.double().abs()
+    assert bool(((product.double() - exact).abs() <= sum_error(x.shape[-1], size)).all())
+
+
+def _size(values: Tensor) -> float:
+    """The root mean square of what is finite, or 1 if that is more."""
+    return max(1.0, float(values[values.isfinite()].double().square().mean().sqrt()))
+
+
+def assert_as_close_as_float32(out: Tensor, exact: Tensor, rounding: Tensor) -> None:
+    """out lies no further from the exact output than what attention_rounding allows for each of its elements."""
+    part = (out.double() - exact).abs() / rounding
+    worst = int(part.nan_to_num(float("inf")).argmax())
+    assert bool((part <= 1).all()), (
+        f"element {worst} is {float(out.flatten()[worst])!r}, exactly it is {float(exact.flatten()[worst])!r}: "
+        f"{float(part.flatten()[worst]):.3g} times what rounding explains"
+    )
+
+
+def attention_rounding(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention in float64, and how far attention in float32 may lie from it, element by element.
+
+    q: [heads, tokens, head_dim]; k: [heads, keys, head_dim]; v: [heads, keys, v_head_dim]; one sequence
+    hidden: bool [tokens, keys], the keys that a token does not see; each token sees one
+    Returns out and its rounding, float64 [heads, tokens, v_head_dim].
+
+    For scores s, shares p and u half a unit in float32's last place, a share is off by the relative error
+
+        e[j] = sum_error(head_dim, |scale| * sum_d |q[d] * k[j, d]|) + (max(s) - s[j]) * u + 4 * u
+
+    of its score, of the difference that exp is given, and of exp itself. They are normalised, so that to first order
+
+        |out - exact| <= sum_j p[j] * e[j] * (|v[j]| + |exact|) + 2 * sum_error(keys, sum_j p[j] * |v[j]|)
+
+    where the last term is of the two sums over the keys, shares and weighted values.
+    """
+    q, k, v = q.double(), k.double(), v.double()
+    scores = (q @ k.mT * scale).masked_fill(hidden, float("-inf"))
+    shares = scores.softmax(-1)
+    exact = shares @ v
+    below = (scores.amax(-1, keepdim=True) - scores).masked_fill(hidden, 0.0)
+    error = sum_error(q.shape[-1], abs(scale) * (q.abs() @ k.mT.abs()))
+    error += (below + _ROUNDINGS_OF_A_SHARE) * FLOAT32_ROUNDING
+    wrong = shares * error
+    rounding = wrong @ v.abs() + wrong.sum(-1, keepdim=True) * exact.abs()
+    return exact, rounding + 2 * sum_error(k.shape[1], shares @ v.abs())

@@ -63,8 +63,7 @@ class GluonDecode(Unscheduled):
             temporary_output=temporary_output,
             alibi_slopes=None,
             sinks=args.sinks,
-            # The query's own key counts; 0 is no window.
-            sliding_window=problem.window_left + 1,
+            sliding_window=_sliding_window(problem.window_left),
             # Parts of each sequence's own length. Without, a part is 256 keys, and how many there are is frozen.
             ps=True,
         )
@@ -88,6 +87,11 @@ class GluonDecode(Unscheduled):
             Part(rows, torch.float32),
             Part((*rows, problem.v_head_dim), problem.dtype),
         )
+
+
+def _sliding_window(window_left: int) -> int:
+    """A window in its words: it sees one key less than it is told, its own among them; 0 is no window."""
+    return 0 if window_left == UNLIMITED_WINDOW else window_left + 2
 
 
 def bind_gluon(problem: Problem, target: Target, pool: PoolSize) -> GluonDecode:

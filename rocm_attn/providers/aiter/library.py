@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 Function = Callable[..., Any]
@@ -191,14 +190,6 @@ def unavailable() -> Mapping[str, str]:
     """Row name -> why the installed AITER cannot serve it; a row that it can serve is not in here."""
     complaints = {name: [entry.complaint() for entry in entries] for name, entries in ENTRY_POINTS.items()}
     return {name: "; ".join(filter(None, each)) for name, each in complaints.items() if any(each)}
-
-
-def version() -> str:
-    """The installed AITER's version; empty where its distribution does not say."""
-    try:
-        return metadata.version("amd-aiter")
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _as_function(function: Any) -> Function:

@@ -13,6 +13,7 @@ import torch
 
 from rocm_attn.padding import StepKind
 from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.providers.aiter import faults, oddities
 from rocm_attn.providers.aiter.asm import bind_asm
 from rocm_attn.providers.aiter.gluon import bind_gluon
 from rocm_attn.providers.aiter.mla import bind_latent_decode, bind_latent_extend
@@ -20,7 +21,17 @@ from rocm_attn.providers.aiter.mla_persistent import bind_scheduled_latent_decod
 from rocm_attn.providers.aiter.prefill import bind_batch_prefill, bind_varlen_prefill
 from rocm_attn.providers.aiter.ragged import bind_ragged
 from rocm_attn.providers.aiter.unified import bind_unified
-from rocm_attn.providers.contract import Baked, Bind, BoundKernel, KernelRow, Limits, Need, PoolSize, ReadAhead
+from rocm_attn.providers.contract import (
+    Baked,
+    Bind,
+    BoundKernel,
+    Fault,
+    KernelRow,
+    Limits,
+    Need,
+    PoolSize,
+    ReadAhead,
+)
 from rocm_attn.target import Target
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -64,7 +75,16 @@ _UNIFIED = replace(
 )
 
 # What goes together and what does not: scores.py.
-_COMPOSABLE = replace(_LIMITS, window=True, soft_cap=True, sinks=True, alibi=True, non_causal=True)
+_COMPOSABLE = replace(
+    _LIMITS,
+    window=True,
+    soft_cap=True,
+    sinks=True,
+    alibi=True,
+    non_causal=True,
+    # The causal bias is slope * key, without the query's part, which all keys share: out is right, and the sum is not.
+    lse_of_slopes=False,
+)
 
 _BATCH_PREFILL = replace(
     _COMPOSABLE,
@@ -92,6 +112,8 @@ _LATENT = replace(
     dtypes=(torch.bfloat16,),
     pools=(PoolKind.LATENT,),
     lse=False,
+    # Its offsets have 32 bits, in every release. It multiplies the low 24 bits of a page id, which is farther.
+    max_side_bytes=2**32 - 1,
 )
 
 _VECTORISED = (PoolKind.VECTORIZED,)
@@ -115,7 +137,7 @@ _ASSEMBLED = replace(
     page_sizes=(16,),
     non_causal=True,
     lse=False,
-    # Releases differ in whether what they make of a page id has more than 32 bits.
+    # Its offsets have 32 bits.
     max_side_bytes=2**32 - 1,
     pools=_VECTORISED,
 )
@@ -154,6 +176,8 @@ def _row(
     graph_safe: bool = True,
     needs_host_lengths: bool = False,
     not_bound: str = "",
+    known_faults: tuple[Fault, ...] = (),
+    notes: tuple[str, ...] = (),
 ) -> KernelRow:
     # No kernel of a library that may change is taken for batch-invariant, and none of them knows of padded tokens.
     return KernelRow(
@@ -172,6 +196,8 @@ def _row(
         clears_pads=False,
         reads_ahead=reads_ahead,
         not_bound=not_bound,
+        faults=known_faults,
+        notes=notes,
     )
 
 
@@ -193,6 +219,7 @@ def _batch_prefill(kind: StepKind) -> tuple[KernelRow, KernelRow]:
         needs=_LISTED,
         bakes=_BOTH_LENGTHS,
         reads_ahead=_LIST_BLOCKS,
+        known_faults=faults.BATCH_PREFILL,
     )
     return linear, replace(linear, name=f"{linear.name}[vectorised]", limits=_BATCH_PREFILL_VECTORISED)
 
@@ -201,7 +228,17 @@ def _unified(kind: StepKind, bakes: frozenset[Baked]) -> tuple[KernelRow, Kernel
     """Over linear pools and over vectorised ones."""
     in_decode = kind is StepKind.DECODE
     limits, vectorised = (replace(each, non_causal=in_decode) for each in (_UNIFIED, _UNIFIED_VECTORISED))
-    linear = _row("unified_attention", kind, limits, bind_unified, needs=_TABLED, bakes=bakes, reads_ahead=_TABLE_TILES)
+    linear = _row(
+        "unified_attention",
+        kind,
+        limits,
+        bind_unified,
+        needs=_TABLED,
+        bakes=bakes,
+        reads_ahead=_TABLE_TILES,
+        known_faults=faults.UNIFIED_DECODE if in_decode else faults.UNIFIED_EXTEND,
+        notes=(oddities.CAP_OVERFLOWS,) if in_decode else (oddities.CAP_OVERFLOWS, oddities.LOW_LOGITS),
+    )
     return linear, replace(linear, name=f"{linear.name}[vectorised]", limits=vectorised, reads_ahead=_NOTHING_AHEAD)
 
 
@@ -215,6 +252,7 @@ def _latent_extends(kind: StepKind) -> tuple[KernelRow, ...]:
             needs=_LISTED,
             bakes=frozenset({Baked.MAX_Q_LEN}),
             reads_ahead=_LIST_BLOCKS,
+            notes=(oddities.EMPTY_SEQUENCES,),
         ),
         _unbound("mla_prefill_ps_asm_fwd", kind, replace(_LATENT, archs=("gfx950",)), "it takes FP8 only"),
     )
@@ -229,12 +267,30 @@ ROWS: tuple[KernelRow, ...] = (
         needs=_LISTED,
         bakes=_MAX_KV_LEN,
         reads_ahead=_LIST_BLOCKS,
+        known_faults=faults.RAGGED,
     ),
     # Over vectorised pools: parts of a sequence before whole ones, because one long sequence alone fills a device.
-    _row("pa_decode_gluon", StepKind.DECODE, _GLUON, bind_gluon, needs=_TABLE),
-    _row("pa_fwd_asm", StepKind.DECODE, _ASSEMBLED, bind_asm, needs=_TABLE, reads_ahead=_TABLE_TURNS),
+    _row(
+        "pa_decode_gluon",
+        StepKind.DECODE,
+        _GLUON,
+        bind_gluon,
+        needs=_TABLE,
+        known_faults=faults.GLUON,
+        notes=(oddities.REDUCTION,),
+    ),
+    _row(
+        "pa_fwd_asm",
+        StepKind.DECODE,
+        _ASSEMBLED,
+        bind_asm,
+        needs=_TABLE,
+        reads_ahead=_TABLE_TURNS,
+        known_faults=faults.ASSEMBLED,
+        notes=(oddities.TABLE_OVER_READ,),
+    ),
     *_unified(StepKind.DECODE, _MAX_KV_LEN),
-    # Equal shares of all keys before equal splits of each sequence: one long sequence alone fills a device.
+    # Equal shares of all keys before equal splits of each sequence, for steps of few: one long sequence fills a device.
     _row(
         "mla_decode_fwd+get_mla_metadata_v1",
         StepKind.DECODE,
@@ -242,8 +298,17 @@ ROWS: tuple[KernelRow, ...] = (
         bind_scheduled_latent_decode,
         needs=_LISTED,
         reads_ahead=_LIST_BLOCKS,
+        notes=(oddities.FEW_SEQUENCES,),
     ),
-    _row("mla_decode_fwd", StepKind.DECODE, _LATENT, bind_latent_decode, needs=_LISTED, reads_ahead=_LIST_BLOCKS),
+    _row(
+        "mla_decode_fwd",
+        StepKind.DECODE,
+        _LATENT,
+        bind_latent_decode,
+        needs=_LISTED,
+        reads_ahead=_LIST_BLOCKS,
+        notes=(oddities.MANY_HEADS,),
+    ),
     _unbound(
         "pa_persistent_fwd",
         StepKind.DECODE,
@@ -268,5 +333,6 @@ ROWS: tuple[KernelRow, ...] = (
         # A graph serves steps with prefixes too.
         graph_safe=False,
         needs_host_lengths=True,
+        known_faults=faults.COMPOSABLE,
     ),
 )

@@ -1,18 +1,38 @@
-"""aiter.ops.triton.attention.unified_attention: one Triton kernel for decode, extend and mixed steps."""
+"""aiter.ops.triton.attention.unified_attention: one Triton kernel for decode, extend and mixed steps.
+
+A tile that shows a query nothing puts its running maximum at 0 where it was at -inf. Where that tile is the first one,
+and all logits that follow are below about -87, they vanish beside it: NaN, or a wrong result from splits. Only queries
+beside others meet such tiles, in two ways, and neither is left open:
+
+- before a window that begins in a later tile. A sink of FAR_BELOW starts the maximum there, and adds exp(-1e30) = 0.
+- at the head of a split that lies behind the query. Steps of more than one new token are not split.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
-from rocm_attn.problem import PoolKind, Problem
+import torch
+from torch import Tensor
+
+from rocm_attn.padding import PaddedShape
+from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.scores import refuse_unified, window_size
-from rocm_attn.providers.contract import AttendArgs, PoolSize, Unscheduled
+from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata
 from rocm_attn.target import Target
+
+# Below every logit, and in float32 far from overflowing when it is multiplied by log2(e).
+FAR_BELOW = -1e30
+_FAR_BELOW_AS_INT32 = torch.tensor(FAR_BELOW).view(torch.int32).item()
+
+# Sequences of up to so many keys are not split; it does not ask how long they are otherwise.
+LONGEST_UNSPLIT = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Unified(Unscheduled):
+class Unified:
     """Attention through the dense block table.
 
     It allocates its own split buffers; while a graph is captured they come from the graph's memory pool.
@@ -23,22 +43,36 @@ class Unified(Unscheduled):
     def describe(self) -> str:
         return f"aiter.unified_attention({self.problem})"
 
+    def schedule_words(self, shape: PaddedShape) -> int:
+        """The sinks of layers that have a window and none of their own; a query alone meets no such tile."""
+        return self.problem.num_q_heads if self._lacks_sinks and not shape.kind.decodes else 0
+
+    def schedule_key(self) -> Hashable:
+        return ("far below", self.problem.num_q_heads) if self._lacks_sinks else ()
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        """None that it is given."""
+        return 0
+
+    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
+        if self.schedule_words(step.shape):
+            schedule.fill_(_FAR_BELOW_AS_INT32)
+
     def attend(self, args: AttendArgs) -> None:
-        step = args.step
+        step, decodes = args.step, args.step.shape.kind.decodes
         # Releases that read linear pools alone do not know the word.
         layout = {"shuffled_kv_cache": True} if self.problem.pool is PoolKind.VECTORIZED else {}
-        # With 1 it takes token i for the only one of sequence i, which holds in steps that decode alone.
-        max_seqlen_q = 1 if step.shape.kind.decodes else max(2, step.max_q_len)
         library.unified_attention()(
             q=args.q,
             k=args.k_pages,
             v=args.v_pages,
             out=args.out,
             cu_seqlens_q=step.q_indptr,
-            max_seqlen_q=max_seqlen_q,
+            # With 1 it takes token i for the only one of sequence i, which holds in steps that decode alone.
+            max_seqlen_q=1 if decodes else max(2, step.max_q_len),
             # int64: its address arithmetic takes the dtype of the lengths, and wraps above 2 GiB with int32.
             seqused_k=step.kv_len_int64,
-            max_seqlen_k=step.max_kv_len,
+            max_seqlen_k=step.max_kv_len if decodes else min(step.max_kv_len, LONGEST_UNSPLIT),
             softmax_scale=self.problem.scale,
             # It knows no other; the only new token of a sequence sees all keys either way.
             causal=True,
@@ -49,9 +83,13 @@ class Unified(Unscheduled):
             k_descale=None,
             v_descale=None,
             alibi_slopes=args.alibi_slopes,
-            sinks=args.sinks,
+            sinks=args.schedule.view(torch.float32) if self.schedule_words(step.shape) else args.sinks,
             **layout,
         )
+
+    @property
+    def _lacks_sinks(self) -> bool:
+        return self.problem.window_left != UNLIMITED_WINDOW and not self.problem.has_sinks
 
 
 def bind_unified(problem: Problem, target: Target, pool: PoolSize) -> Unified:

@@ -20,8 +20,8 @@ from tests.amd.vectorised import linear_keys, linear_values
 HALF = (torch.bfloat16, torch.float16)
 
 
-class ContractBroken(AssertionError):
-    """A call that the real function would refuse, misread or answer wrongly."""
+class ContractBroken(BaseException):
+    """A call that the real function would refuse, misread or answer wrongly; the probe lets it through."""
 
 
 def require(holds: object, what: str) -> None:
@@ -68,6 +68,8 @@ class Scores:
     soft_cap: 0 for none; applied to scaled products
     bias:     [q_heads, q_len, kv_len], added after the cap, or None
     sinks:    [q_heads], one more logit of each softmax, or None
+    caps_bias: whether the cap is applied to the sum of product and bias instead
+    floored:  bool [q_len], queries whose running maximum is at least 0, or None
     """
 
     scale: float
@@ -75,6 +77,8 @@ class Scores:
     soft_cap: float = 0.0
     bias: Tensor | None = None
     sinks: Tensor | None = None
+    caps_bias: bool = False
+    floored: Tensor | None = None
 
 
 def distances(q_len: int, kv_len: int) -> Tensor:
@@ -88,20 +92,45 @@ def require_heads(name: str, tensor: object, num_heads: int) -> None:
         require_tensor(name, tensor, torch.float32, (num_heads,))
 
 
+# Queries at a time: all pairs of a prompt of 4,096 tokens would take 2 GB.
+_QUERIES = 512
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
     """Attention of one sequence: out and lse, float64; NaN where q is, as in every real kernel."""
+    parts = [_attend_some(q, k, v, scores, slice(at, at + _QUERIES)) for at in range(0, len(q), _QUERIES)]
+    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+
+def _attend_some(q: Tensor, k: Tensor, v: Tensor, scores: Scores, some: slice) -> tuple[Tensor, Tensor]:
+    q, visible = q[some], scores.visible[some]
+    bias = None if scores.bias is None else scores.bias.expand(-1, len(scores.visible), -1)[:, some]
     k, v = (rows.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1) for rows in (k, v))
     logits = torch.einsum("qhd,khd->hqk", q.double(), k) * scores.scale
+    if bias is not None and scores.caps_bias:
+        logits = logits + bias
     if scores.soft_cap:
         logits = scores.soft_cap * torch.tanh(logits / scores.soft_cap)
-    if scores.bias is not None:
-        logits = logits + scores.bias
-    logits = logits.masked_fill(~scores.visible, float("-inf"))
+    if bias is not None and not scores.caps_bias:
+        logits = logits + bias
+    logits = logits.masked_fill(~visible, float("-inf"))
     terms = logits
     if scores.sinks is not None:
         terms = torch.cat([logits, scores.sinks.double()[:, None, None].expand(-1, len(q), 1)], dim=-1)
     lse = terms.logsumexp(-1)
-    return torch.einsum("hqk,khd->qhd", (logits - lse[..., None]).exp(), v), lse.t()
+    shares = (logits - lse[..., None]).exp()
+    if scores.floored is not None:
+        shares = torch.where(scores.floored[some, None], _beside_zero(logits, terms), shares)
+    return torch.einsum("hqk,khd->qhd", shares, v), lse.t()
+
+
+def _beside_zero(logits: Tensor, terms: Tensor) -> Tensor:
+    """Shares in float32 where the maximum is at least 0: of logits below -87 they vanish, and 0 / 0 is NaN."""
+    top = terms.amax(-1, keepdim=True).clamp(min=0.0)
+    smallest = torch.finfo(torch.float32).tiny
+    weights, all_weights = ((each - top).float().exp() for each in (logits, terms))
+    weights, all_weights = (each.where(each >= smallest, 0.0) for each in (weights, all_weights))
+    return (weights / all_weights.sum(-1, keepdim=True)).double()
 
 
 def spans(indptr: Tensor, limit: int, name: str) -> list[tuple[int, int]]:

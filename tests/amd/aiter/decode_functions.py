@@ -101,7 +101,8 @@ def _run_ragged(
         k = rows_of(k_cache, page_list[first:end], "kv_page_indices")
         v = rows_of(v_cache, page_list[first:end], "kv_page_indices")
         before = distances(1, kv_len)
+        # The bias comes before the cap.
         bias = None if alibi_slopes is None else -alibi_slopes.double()[:, None, None] * before
-        scores = Scores(scale, before >= 0, soft_cap, bias)
+        scores = Scores(scale, before >= 0, soft_cap, bias, caps_bias=True)
         result, _ = attend(q[row : row + 1], k[:kv_len], v[:kv_len], scores)
         out[row] = (result[0] + times_zero(v[kv_len:])).to(out.dtype)

@@ -1,4 +1,4 @@
-"""What `rocm-attn explain` says of seven models on two archs. `python -m tests.amd.aiter.explained` writes it anew."""
+"""What `rocm-attn explain` says of eight models on two archs. `python -m tests.amd.aiter.explained` writes it anew."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ MODELS: Mapping[str, tuple[str, ...]] = {
     "gpt-oss-120b": (),
     "gemma-3-27b": (),
     "gemma-3n-e4b": (),
+    "deepseek-v2-lite": (),
     "deepseek-v3": ("--tp", "8"),
 }
 

@@ -23,20 +23,21 @@ from tests.amd.aiter.checks import (
     spans,
     times_zero,
 )
+from tests.amd.aiter.signatures import Release
 
 # Of queries and keys, and of values, where the assembly kernels take bfloat16.
 ASSEMBLED = ((128, 128), (192, 128))
 
 
-def mha_batch_prefill_func(call: Mapping[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
+def mha_batch_prefill_func(release: Release, call: Mapping[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
     q, k, out = call["q"], call["k"], call["out"]
     dtype, dim, num_seqs = q.dtype, q.shape[2], len(call["cu_seqlens_q"]) - 1
     page_size = 1 if k.dim() == 3 else k.shape[-2] if k.dim() == 5 else k.shape[1]
-    require(dtype in HALF and dim in (128, 256), f"no matching kernel found for {dtype} and head dim {dim}")
-    require(
-        page_size in ((16, 1024) if k.dim() == 5 else (1, 16, 1024)),
-        f"no matching kernel found for pages of {page_size}",
-    )
+    # What the tests of the releases run; pages of one token are linear ones alone.
+    dims = (128,) if release.is_before(0, 1, 12) else (128, 256)
+    pages = {128, 256, 1024} if release.version == "0.1.10" else {16, 1024}
+    require(dtype in HALF and dim in dims, f"no matching kernel found for {dtype} and head dim {dim}")
+    require(page_size in (pages if k.dim() == 5 else {1, *pages}), f"no matching kernel found for pages of {page_size}")
     require_tensor("q", q, dtype, (None, None, dim), contiguous=False)
     require(out is not None, "out would be allocated")
     require_tensor("out", out, dtype, q.shape, contiguous=False)
@@ -71,6 +72,7 @@ def mha_batch_prefill_func(call: Mapping[str, Any]) -> Tensor | tuple[Tensor, Te
         window=_window(call),
         max_q_len=call["max_seqlen_q"],
         max_kv_len=call["max_seqlen_k"],
+        is_causal=call["causal"],
     )
     return out if lse is None else (out, lse)
 
@@ -133,6 +135,7 @@ def _run_batch_prefill(
     window: tuple[int, int],
     max_q_len: int,
     max_kv_len: int,
+    is_causal: bool,
 ) -> None:
     k_cache, v_cache = linear(k_cache, v_cache)
     page_size = k_cache.shape[1]
@@ -165,7 +168,13 @@ def _run_batch_prefill(
         result, result_lse = attend(q[first:end], k[:kv_len], v[:kv_len], scores)
         out[first:end] = (result + times_zero(v[kv_len:])).to(out.dtype)
         if lse is not None:
-            lse[:, first:end] = result_lse.t()
+            lse[:, first:end] = result_lse.t() + _left_out_of_the_lse(alibi_slopes, kv_len, q_len, is_causal)
+
+
+def _left_out_of_the_lse(alibi_slopes: Tensor | None, kv_len: int, q_len: int, is_causal: bool) -> Tensor:
+    """The causal bias is slope * key; what it lacks, slope * query, is the same for all keys, but not for the sum."""
+    position = torch.arange(kv_len - q_len, kv_len)
+    return alibi_slopes[:, None] * position if is_causal and alibi_slopes is not None else torch.zeros(1, q_len)
 
 
 def flash_attn_varlen_func(call: Mapping[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
@@ -203,6 +212,7 @@ def flash_attn_varlen_func(call: Mapping[str, Any]) -> Tensor | tuple[Tensor, Te
         window=window,
         max_q_len=call["max_seqlen_q"],
         max_kv_len=call["max_seqlen_k"],
+        is_causal=call["causal"],
     )
     return out if lse is None else (out, lse)
 
@@ -223,6 +233,7 @@ def _run_varlen(
     window: tuple[int, int],
     max_q_len: int,
     max_kv_len: int,
+    is_causal: bool,
 ) -> None:
     keys = spans(cu_seqlens_k, len(k), "cu_seqlens_k")
     for seq, (first, end) in enumerate(spans(cu_seqlens_q, len(q), "cu_seqlens_q")):
@@ -241,4 +252,5 @@ def _run_varlen(
             result, result_lse = attend(q[first:end], k[first_key:end_key], v[first_key:end_key], scores)
             out[first:end] = result.to(out.dtype)
             if lse is not None:
-                lse[:, first:end] = result_lse.t()
+                left_out = _left_out_of_the_lse(alibi_slopes, end_key - first_key, q_len, is_causal)
+                lse[:, first:end] = result_lse.t() + left_out

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
+from rocm_attn import releases
 from rocm_attn.padding import StepKind
 from rocm_attn.plan import LayerKernel
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.aiter.rows import ROWS as AITER_ROWS
 from rocm_attn.providers.contract import SMALLEST_POOL, KernelRow
 from rocm_attn.providers.select import Selection, select
-from rocm_attn.target import known_target
+from rocm_attn.releases import Release, Releases
+from rocm_attn.target import Target, known_target
 from tests.amd.runtime.stepping import World
 
 CPU = torch.device("cpu")
@@ -79,6 +82,12 @@ def world(
         num_pages=2 + 4 * -(-max_kv_len // problem.page_size),
         max_kv_len=max_kv_len,
         capture_tokens=capture_tokens,
-        target=GFX942,
+        target=with_installed_aiter(GFX942),
         selections=selections,
     )
+
+
+def with_installed_aiter(target: Target) -> Target:
+    """The target, with the release of the stand-in where one is installed."""
+    version = releases.aiter_version()
+    return replace(target, releases=Releases(target.releases.rocm, Release.of(version))) if version else target

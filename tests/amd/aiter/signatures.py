@@ -17,6 +17,10 @@ class Release:
     unified_module: str
     parameters: Mapping[str, str]
 
+    def is_before(self, *numbers: int) -> bool:
+        """Whether it was made before the release of these three numbers."""
+        return tuple(int(part) for part in self.version.split(".")[:3]) < numbers
+
     def signature(self, name: str) -> inspect.Signature:
         """The function's signature."""
         return inspect.Signature([_parameter(text) for text in self.parameters[name].split()])

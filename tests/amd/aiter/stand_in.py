@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from rocm_attn.providers.aiter import library
+from rocm_attn import releases
 from tests.amd.aiter.checks import require
 from tests.amd.aiter.decode_functions import paged_attention_ragged
 from tests.amd.aiter.latent_functions import mla_decode_fwd, mla_prefill_fwd
@@ -22,17 +23,20 @@ from tests.amd.aiter.vectorised_functions import pa_decode_gluon, pa_fwd_asm
 
 Body = Callable[[Mapping[str, Any]], Any]
 
-BODIES: Mapping[str, Body] = {
-    "paged_attention_ragged": paged_attention_ragged,
-    "unified_attention": unified_attention,
-    "mha_batch_prefill_func": mha_batch_prefill_func,
-    "flash_attn_varlen_func": flash_attn_varlen_func,
-    "pa_decode_gluon": pa_decode_gluon,
-    "pa_fwd_asm": pa_fwd_asm,
-    "mla_decode_fwd": mla_decode_fwd,
-    "mla_prefill_fwd": mla_prefill_fwd,
-    "get_mla_metadata_v1": get_mla_metadata_v1,
-}
+
+def bodies_of(release: Release) -> dict[str, Body]:
+    """What the functions of a release do; most do the same in all."""
+    return {
+        "paged_attention_ragged": paged_attention_ragged,
+        "unified_attention": partial(unified_attention, release),
+        "mha_batch_prefill_func": partial(mha_batch_prefill_func, release),
+        "flash_attn_varlen_func": flash_attn_varlen_func,
+        "pa_decode_gluon": partial(pa_decode_gluon, release),
+        "pa_fwd_asm": partial(pa_fwd_asm, release),
+        "mla_decode_fwd": mla_decode_fwd,
+        "mla_prefill_fwd": mla_prefill_fwd,
+        "get_mla_metadata_v1": get_mla_metadata_v1,
+    }
 
 
 @dataclass
@@ -45,7 +49,7 @@ class StandIn:
 
     release: Release
     calls: list[str] = field(default_factory=list)
-    bodies: dict[str, Body] = field(default_factory=lambda: dict(BODIES))
+    bodies: dict[str, Body] = field(default_factory=dict)
 
     def function(self, name: str) -> Callable[..., Any]:
         """The function of this name, which takes keywords only."""
@@ -65,7 +69,7 @@ class StandIn:
 
 def install(release: Release, monkeypatch: pytest.MonkeyPatch) -> StandIn:
     """Put the module tree of a release into sys.modules until the test ends."""
-    stand_in = StandIn(release)
+    stand_in = StandIn(release, bodies=bodies_of(release))
     places = {
         "aiter": (
             "paged_attention_ragged",
@@ -83,7 +87,7 @@ def install(release: Release, monkeypatch: pytest.MonkeyPatch) -> StandIn:
         for name in names:
             if name in release.parameters:
                 setattr(module, name, stand_in.function(name))
-    monkeypatch.setattr(library, "version", lambda: release.version)
+    monkeypatch.setattr(releases, "aiter_version", lambda: release.version)
     return stand_in
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 
+from rocm_attn.cli import BAD_INPUT, FAILED, main
 from rocm_attn.kernel_table import markdown
 from tests.amd.aiter.explained import ARCHS, GOLDEN, MODELS, explained, place
 from tests.amd.house.source_tree import ROOT
@@ -26,7 +31,9 @@ def test_aiter_serves_decode_and_extend_of_the_plain_models(arch: str) -> None:
     for model in ("llama-3-8b", "llama-3-70b", "qwen3-30b-a3b"):
         text = explained(model, arch)
         assert "  decode: aiter.paged_attention_ragged\n" in text
-        assert "  extend: aiter.mha_batch_prefill_func\n" in text
+        # Of gfx950, ROCm 7.2 makes a wrong one.
+        extend = "mha_batch_prefill_func" if arch == "gfx942" else "unified_attention"
+        assert f"  extend: aiter.{extend}\n" in text
         assert "  mixed: aiter.unified_attention\n" in text
         assert "  prefill: aiter.flash_attn_varlen_func\n" in text
 
@@ -40,14 +47,83 @@ def test_layers_that_keep_no_k_and_v_say_whose_they_read(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_aiter_serves_every_step_of_the_models_with_windows_sinks_and_latent_rows(arch: str) -> None:
-    for model in ("gpt-oss-120b", "gemma-3-27b", "deepseek-v3"):
+    for model in ("gpt-oss-120b", "gemma-3-27b", "deepseek-v2-lite", "deepseek-v3"):
         lines = explained(model, arch).splitlines()
         chosen = [line for line in lines if line.startswith("  ") and " not " not in line and "pages of" not in line]
         shared = [line for line in chosen if line.startswith("  shared: ")]
         # Of the layers without windows: AITER has no kernel that shares prefixes.
-        assert shared == (["  shared: triton.shared_prefix"] if model != "deepseek-v3" else [])
+        assert shared == (["  shared: triton.shared_prefix"] if not model.startswith("deepseek") else [])
         assert len(chosen) - len(shared) in (3, 8)
         assert all(": aiter." in line for line in chosen if line not in shared)
+
+
+HERE = Path(__file__).parent / "configs"
+
+
+def run(capsys: pytest.CaptureFixture[str], model: str, *options: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `rocm-attn explain` on a published config."""
+    code = main(["explain", str(HERE / f"{model}.json"), *options])
+    return code, *capsys.readouterr()
+
+
+def test_releases_may_be_named_and_decide(capsys: pytest.CaptureFixture[str]) -> None:
+    on_7_0 = ("llama-3-8b", "--arch", "gfx950", "--rocm-release", "7.0")
+    _, printed, _ = run(capsys, *on_7_0)
+    assert "for AITER 0.1.21 in development and ROCm 7.0; " in printed
+    assert "  extend: aiter.mha_batch_prefill_func\n" in printed
+    code, printed, _ = run(capsys, *on_7_0, "--aiter-release", "0.1.10", "--json")
+    assert code == 0
+    explained = json.loads(printed)
+    assert (explained["aiter"], explained["rocm"]) == ("0.1.10", "7.0")
+    assert explained["layer_kinds"][0]["kernels"]["extend"] == "aiter.unified_attention"
+    refusal = "it has no kernel for pages of 16 tokens (AITER before 0.1.10.post1; here 0.1.10)"
+    assert f"extend: aiter.mha_batch_prefill_func: {refusal}" in explained["layer_kinds"][0]["refusals"]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--arch", "gfx942", "--aiter-release", "latest"), "--aiter-release is 'latest'; give its numbers"),
+        (("--arch", "gfx942", "--rocm-release", "7"), "--rocm-release is '7'; give its numbers"),
+        (("--arch", "sm_90", "--aiter-release", "0.1.14"), "--aiter-release goes with an arch of AMD's"),
+    ],
+)
+def test_a_release_that_says_nothing_is_refused(
+    options: Sequence[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, complaint = run(capsys, "llama-3-8b", *options)
+    assert code == BAD_INPUT
+    assert sentence in complaint
+
+
+@pytest.mark.parametrize(("model", "ranks", "heads"), [("deepseek-v2-lite", 1, 16), ("deepseek-v3", 8, 16)])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_latent_layers_are_asked_for_with_their_heads_on_a_rank(
+    model: str, ranks: int, heads: int, arch: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    latent = (model, "--arch", arch, "--tp", str(ranks), "--page-size", "1")
+    code, printed, _ = run(capsys, *latent)
+    assert code == 0
+    assert (
+        f": {heads} query heads over 1 KV heads, head_dim 576, v_head_dim 512, bfloat16, pages of 1, latent" in printed
+    )
+    assert "  decode: aiter.mla_decode_fwd+get_mla_metadata_v1\n" in printed
+    # 4 GiB of a layer's rows: what an MI300X has room for, and the kernels do not reach.
+    code, printed, _ = run(capsys, *latent, "--num-pages", "3728271")
+    assert code == FAILED
+    assert (
+        "decode: aiter.mla_decode_fwd: K or V of a layer takes 4294968192 bytes, its offsets reach 4294967295"
+        in printed
+    )
+
+
+def test_latent_layers_on_pages_that_no_kernel_reads_have_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    code, printed, complaint = run(capsys, "deepseek-v2-lite", "--arch", "gfx942")
+    assert code == FAILED
+    assert "decode: aiter.mla_decode_fwd: page_size 16 is not 1" in printed
+    assert (
+        "1 of 1 kinds of layer have no kernel on gfx942; --page-size auto looks for pages of another size" in complaint
+    )
 
 
 def test_the_page_of_kernels_is_current() -> None:

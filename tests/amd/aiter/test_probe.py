@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from rocm_attn import releases
 from rocm_attn.errors import Unsupported
 from rocm_attn.padding import StepKind
-from rocm_attn.providers.aiter import library
 from rocm_attn.providers.select import Selection
 from tests.amd.aiter.serving import plain_problem, vectorised_problem, world
 from tests.amd.aiter.stand_in import Body, StandIn
 
+WHOLE_PROBE = True
 PROBLEM = plain_problem(16, dims=(128, 128))
 
 
@@ -198,7 +199,7 @@ def test_a_right_kernel_is_probed_once_for_its_version(aiter: StandIn, own_cache
 def test_another_version_is_probed_again(aiter: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     world(PROBLEM)
     aiter.calls.clear()
-    monkeypatch.setattr(library, "version", lambda: "later")
+    monkeypatch.setattr(releases, "aiter_version", lambda: "later")
     world(PROBLEM)
     assert aiter.calls
 
@@ -206,7 +207,7 @@ def test_another_version_is_probed_again(aiter: StandIn, monkeypatch: pytest.Mon
 def test_a_build_without_a_version_is_probed_by_every_process(
     aiter: StandIn, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library, "version", lambda: "")
+    monkeypatch.setattr(releases, "aiter_version", lambda: "")
     world(PROBLEM)
     assert not own_cache.exists()
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed
 from torch import Tensor
 
-from rocm_attn.agreement import alone, among, found_by_any
+from rocm_attn.agreement import alone, found_by_any
 from rocm_attn.graphs import recorder_for
 from rocm_attn.padding import StepKind
 from rocm_attn.runtime import AttentionRuntime
@@ -22,9 +18,7 @@ from tests.amd.aiter.serving import CPU, GFX942, plain_problem
 from tests.amd.aiter.signatures import E4048607
 from tests.amd.aiter.stand_in import install
 from tests.amd.graphs.tiny import Lazy, Tiny, serve
-
-NUM_RANKS = 2
-SECONDS = 120
+from tests.amd.ranks import among_all, on_every_rank
 
 
 def test_findings_of_one_rank_hold_for_all_and_name_it() -> None:
@@ -59,7 +53,7 @@ def kernels_of(rank: int, agree_with_others: bool) -> list[str]:
             max_kv_len=64,
             provider="aiter",
             target=GFX942,
-            agree=_among_all() if agree_with_others else alone,
+            agree=among_all() if agree_with_others else alone,
         )
         return runtime.selections[0].lines()
 
@@ -68,7 +62,7 @@ def graphs_of(rank: int, agree_with_others: bool) -> list[str]:
     """Why graphs are off on a rank; on the second one, a graph is dead."""
     tiny = Tiny.build(CPU, "torch", [4])
     if agree_with_others:
-        tiny.runtime.agree = _among_all()
+        tiny.runtime.agree = among_all()
     recorder = recorder_for(CPU)
     runner = StepRunner(tiny.runtime, tiny.forward, Lazy(recorder) if rank == 1 else recorder)
     outs: list[Tensor] = serve(runner, tiny.runtime)
@@ -76,59 +70,21 @@ def graphs_of(rank: int, agree_with_others: bool) -> list[str]:
     return [runner.counters.graphs_off, str(runner.counters.replays)]
 
 
-def _among_all() -> Callable[[Mapping[str, str]], Mapping[str, str]]:
-    group = torch.distributed.group.WORLD
-    assert group is not None
-    return among(group)
-
-
-Body = Callable[[int, bool], list[str]]
-
-
-def on_every_rank(body: Body, folder: Path, *, agree_with_others: bool) -> list[list[str]]:
-    """What body gives on each rank; a rank that fails fails the test."""
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    arguments = [(body, rank, folder, agree_with_others, answers) for rank in range(NUM_RANKS)]
-    ranks = [context.Process(target=_run, args=each) for each in arguments]
-    for process in ranks:
-        process.start()
-    try:
-        said = dict(answers.get(timeout=SECONDS) for _ in ranks)
-    finally:
-        for process in ranks:
-            process.join(10)
-            process.kill()
-    return [said[rank] for rank in range(NUM_RANKS)]
-
-
-def _run(body: Body, rank: int, folder: Path, agree_with_others: bool, answers: Any) -> None:
-    os.environ["XDG_CACHE_HOME"] = str(folder / f"rank{rank}")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=NUM_RANKS
-    )
-    answers.put((rank, body(rank, agree_with_others)))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
 def test_a_kernel_that_is_wrong_on_one_rank_is_used_on_none(tmp_path: Path) -> None:
-    first, second = on_every_rank(kernels_of, tmp_path, agree_with_others=True)
+    first, second = on_every_rank(kernels_of, tmp_path, True)
     assert first == second
     assert f"{StepKind.DECODE.value}: aiter.unified_attention" in first
     assert any("paged_attention_ragged: on rank 1: switched off by its probe" in line for line in first)
 
 
 def test_ranks_that_do_not_ask_each_other_take_different_kernels(tmp_path: Path) -> None:
-    first, second = on_every_rank(kernels_of, tmp_path, agree_with_others=False)
+    first, second = on_every_rank(kernels_of, tmp_path, False)
     assert "decode: aiter.paged_attention_ragged" in first
     assert "decode: aiter.unified_attention" in second
 
 
 def test_a_graph_that_is_wrong_on_one_rank_serves_on_none(tmp_path: Path) -> None:
-    first, second = on_every_rank(graphs_of, tmp_path, agree_with_others=True)
+    first, second = on_every_rank(graphs_of, tmp_path, True)
     assert first == second
     assert first[0].startswith("on rank 1: the graph of decode of 4 sequences differs from the eager run")
     assert first[1] == "0"

@@ -21,7 +21,9 @@ from tests.amd.aiter.stand_in import StandIn
 from tests.amd.runner.test_engine import some_requests, tokens_of
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 
-TORCH = EngineOptions(provider="torch", page_size=16, max_batch_size=4, chunk=16, graphs=False, max_kv_len=64)
+TORCH = EngineOptions(
+    provider="torch", page_size=16, max_batch_size=4, chunk=16, graphs=False, max_kv_len=64, capture_after=0
+)
 
 
 def model(head_dim: int, dtype: torch.dtype) -> LoadedModel:

@@ -23,12 +23,16 @@ from tests.amd.aiter.checks import (
     spans,
     times_zero,
 )
+from tests.amd.aiter.signatures import Release
+
+# The fewest that a split sequence is cut into.
+FEWEST_SEGMENTS = 8
 
 # Of gfx942; with them it decides whether a sequence is split.
 COMPUTE_UNITS = 304
 
 
-def unified_attention(call: Mapping[str, Any]) -> None:
+def unified_attention(release: Release, call: Mapping[str, Any]) -> None:
     q, k, out = call["q"], call["k"], call["out"]
     dtype, dim = q.dtype, q.shape[2]
     num_seqs = len(call["seqused_k"])
@@ -57,6 +61,10 @@ def unified_attention(call: Mapping[str, Any]) -> None:
     require(all(call[name] is None for name in ("q_descale", "k_descale", "v_descale")), "nothing is quantised")
     blocks = num_seqs if call["max_seqlen_q"] == 1 else len(q) // max(1, 16 * num_kv_heads // q.shape[1]) + num_seqs
     splits = window == 0 and call["max_seqlen_k"] > 512 and blocks * num_kv_heads <= 4 * COMPUTE_UNITS
+    tile = _tile(release, call, page_size, dim)
+    _require_lds(release, call, tile, dim, splits=splits)
+    if splits and not release.is_before(0, 1, 16) and release.is_before(0, 1, 17):
+        require(dtype == torch.bfloat16, "an assertion on the dtype of a cache that is split")
     run(
         _run_unified,
         q,
@@ -72,9 +80,41 @@ def unified_attention(call: Mapping[str, Any]) -> None:
         window=window,
         soft_cap=call["softcap"],
         max_q_len=call["max_seqlen_q"],
-        max_kv_len=call["max_seqlen_k"],
+        tile=tile,
         splits=splits,
     )
+
+
+def _tile(release: Release, call: Mapping[str, Any], page_size: int, dim: int) -> int:
+    """Keys of a tile on gfx942."""
+    if call.get("shuffled_kv_cache", False):
+        return page_size
+    if call["max_seqlen_q"] == 1:
+        return page_size if release.is_before(0, 1, 12) else min(64, page_size)
+    return 64 if dim < 256 or release.is_before(0, 1, 20) else 32 if dim < 512 else 16
+
+
+def _require_lds(release: Release, call: Mapping[str, Any], tile: int, dim: int, *, splits: bool) -> None:
+    """A tile of K takes 64 KiB where nothing is staged, and where the next one is fetched beside it."""
+    decodes = call["max_seqlen_q"] == 1
+    fits = tile * dim * 2 < 64 << 10 or (splits and dim < 512) or (not decodes and call["max_seqlen_q"] < 256)
+    require(fits or not release.is_before(0, 1, 20), f"out of resource: shared memory, for tiles of {tile} x {dim}")
+
+
+def _floored(first_query: int, q_len: int, kv_len: int, *, block: int, tile: int, window: int, splits: bool) -> Tensor:
+    """bool [q_len]: queries of which some program sees a tile first that shows it nothing.
+
+    Its running maximum is 0 then. Programs are of `block` queries each, and of one segment where a sequence is split.
+    """
+    query = torch.arange(q_len)
+    place, block_place = first_query + query, first_query + query // block * block
+    if window:
+        return (place - window + 1).clamp(min=0) // tile > (block_place - window + 1).clamp(min=0) // tile
+    if not splits:
+        return torch.zeros(q_len, dtype=torch.bool)
+    tiles_of_segment = -(-kv_len // (FEWEST_SEGMENTS * tile))
+    starts = torch.arange(0, kv_len, tiles_of_segment * tile)
+    return ((starts[None] > place[:, None]) & (starts[None] < block_place[:, None] + block)).any(1)
 
 
 def _run_unified(
@@ -92,10 +132,10 @@ def _run_unified(
     window: int,
     soft_cap: float,
     max_q_len: int,
-    max_kv_len: int,
+    tile: int,
     splits: bool,
 ) -> None:
-    tile = k_cache.shape[3] if k_cache.dim() == 5 else max(64, k_cache.shape[1])
+    ahead = k_cache.shape[3] if k_cache.dim() == 5 else max(64, k_cache.shape[1])
     k_cache, v_cache = linear(k_cache, v_cache)
     page_size = k_cache.shape[1]
     tokens = spans(cu_seqlens_q, len(q), "cu_seqlens_q")
@@ -107,10 +147,9 @@ def _run_unified(
         require(max_q_len > 1 or q_len == 1, f"with max_seqlen_q 1, sequence {seq} has {q_len} new tokens")
         if q_len == 0:
             continue
-        require(
-            q_len <= kv_len <= max_kv_len, f"sequence {seq} has {kv_len} keys, {q_len} new, of at most {max_kv_len}"
-        )
-        pages_read = -(-kv_len // tile) * tile // page_size
+        # How long a sequence is said to be decides whether it is split, and bounds nothing.
+        require(q_len <= kv_len, f"sequence {seq} has {kv_len} keys, {q_len} new")
+        pages_read = -(-kv_len // ahead) * ahead // page_size
         require(pages_read <= block_table.shape[1], f"{pages_read} entries are read of a row of {block_table.shape[1]}")
         k = rows_of(k_cache, block_table[seq, :pages_read], "block_table")
         v = rows_of(v_cache, block_table[seq, :pages_read], "block_table")
@@ -119,5 +158,18 @@ def _run_unified(
         bias = None
         if alibi_slopes is not None:  # not counted from the query's own key, but from the first new one
             bias = alibi_slopes.double()[:, None, None] * (torch.arange(kv_len) - (kv_len - q_len))
-        result, _ = attend(q[first:end], k[:kv_len], v[:kv_len], Scores(scale, visible, soft_cap, bias, sinks))
+        floored = _floored(
+            kv_len - q_len, q_len, kv_len, block=_block(q, k, max_q_len), tile=tile, window=window, splits=splits
+        )
+        # A sink starts the maximum; of a sequence that is split, that of the first segment alone.
+        if sinks is not None and not splits:
+            floored = torch.zeros_like(floored)
+        scores = Scores(scale, visible, soft_cap, bias, sinks, floored=floored)
+        result, _ = attend(q[first:end], k[:kv_len], v[:kv_len], scores)
         out[first:end] = (result + times_zero(v[kv_len:])).to(out.dtype)
+
+
+def _block(q: Tensor, k: Tensor, max_q_len: int) -> int:
+    """Queries of one program."""
+    heads = q.shape[1] // k.shape[1]
+    return max(1, (128 if max_q_len >= 256 else 16) // heads)

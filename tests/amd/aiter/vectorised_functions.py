@@ -22,11 +22,12 @@ from tests.amd.aiter.checks import (
     run,
     times_zero,
 )
+from tests.amd.aiter.signatures import Release
 
 PARTITION_KEYS = 256
 
 
-def pa_decode_gluon(call: Mapping[str, Any]) -> None:
+def pa_decode_gluon(release: Release, call: Mapping[str, Any]) -> None:
     q, out = call["query"], call["output"]
     num_seqs, num_heads, dim = q.shape
     dtype = q.dtype
@@ -69,6 +70,8 @@ def pa_decode_gluon(call: Mapping[str, Any]) -> None:
         *scratch,
         scale=call["softmax_scale"],
         window=window,
+        # Pages that are larger than a partition were cut into partitions whatever ps says, and parts are all there are.
+        most_keys=parts * PARTITION_KEYS if block > PARTITION_KEYS and release.is_before(0, 1, 14) else 1 << 31,
     )
 
 
@@ -83,6 +86,7 @@ def _run_gluon(
     *scratch: Tensor,
     scale: float,
     window: int,
+    most_keys: int,
 ) -> None:
     for words in scratch:
         words.fill_(float("nan"))
@@ -94,16 +98,20 @@ def _run_gluon(
         require(blocks <= block_tables.shape[1], f"{blocks} entries are read of a row of {block_tables.shape[1]}")
         k = rows_of(keys, block_tables[seq, :blocks], "block_tables")
         v = rows_of(values, block_tables[seq, :blocks], "block_tables")
-        before = distances(1, kv_len)
-        visible = (before >= 0) & (before < window) if window else before >= 0
+        key = torch.arange(kv_len)[None]
+        visible = (key >= kv_len - window + 1) if window else key < most_keys
         # Partitions are loaded whole, but for blocks behind the last one.
         first = (kv_len - window) // PARTITION_KEYS if 0 < window < kv_len else 0
         loaded = v[first * PARTITION_KEYS : -(-kv_len // PARTITION_KEYS) * PARTITION_KEYS]
+        # A key that is masked has a logit of -3.4e38, so that where all of them are, all count the same.
+        if not visible.any():
+            out[seq] = loaded.mean(0).repeat_interleave(len(out[seq]) // loaded.shape[1], 0).to(out.dtype)
+            continue
         result, _ = attend(q[seq : seq + 1], k[:kv_len], v[:kv_len].nan_to_num(), Scores(scale, visible, sinks=sinks))
         out[seq] = (result[0] + times_zero(loaded)).to(out.dtype)
 
 
-def pa_fwd_asm(call: Mapping[str, Any]) -> Tensor:
+def pa_fwd_asm(release: Release, call: Mapping[str, Any]) -> Tensor:
     q, out = call["Q"], call["out_"]
     num_seqs, num_heads, dim = q.shape
     dtype = q.dtype
@@ -115,7 +123,9 @@ def pa_fwd_asm(call: Mapping[str, Any]) -> Tensor:
     k_cache, v_cache = require_vectorised(call["K"], call["V"], dtype)
     require(k_cache.shape[3] == 16, f"no kernel for blocks of {k_cache.shape[3]}")
     require(k_cache.nbytes == v_cache.nbytes, "V is read with the strides of K")
-    require(k_cache.nbytes < 2**32, "ids of blocks are cut in some releases")
+    # The size that its code objects give the hardware for K and for V; what lies behind is read as 0.
+    reach = 2**31 if release.is_before(0, 1, 17) else 2**32
+    require(k_cache.nbytes < reach, f"byte offsets reach {reach}, and a cache takes {k_cache.nbytes}")
     require(num_heads // k_cache.shape[1] in (8, 16), f"no kernel for {num_heads // k_cache.shape[1]} heads on one")
     require_tensor("context_lens", call["context_lens"], torch.int32, (num_seqs,))
     tables = require_tensor("block_tables", call["block_tables"], torch.int32, (num_seqs, None), contiguous=False)

@@ -6,14 +6,21 @@ import fcntl
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy.random._bounded_integers
 import pytest
 import torch
 
-from rocm_attn.doctor.aiter_files import ENTRY_POINTS, jit_folder, leftover_locks, modules_in, offload_archs, read_copy
+from rocm_attn.doctor.aiter_files import (
+    ENTRY_POINTS,
+    jit_folder,
+    leftover_locks,
+    linked_modules,
+    modules_in,
+    offload_archs,
+    read_copy,
+)
 from rocm_attn.doctor.machine import Distribution, ImportFailure
 from rocm_attn.doctor.probe import probe
 from rocm_attn.doctor.reading import (
@@ -137,7 +144,7 @@ def test_modules_that_cannot_be_loaded_say_why(tmp_path: Path) -> None:
     assert bad.archs == ()
     assert good.error == ""
     assert good.archs == ("gfx942",)
-    assert good.built == pytest.approx(time.time(), abs=60)
+    assert good.built == (tmp_path / "good.so").stat().st_mtime
     assert offload_archs(write(tmp_path / "empty.so")) == ()
 
 
@@ -146,6 +153,22 @@ def test_the_folder_that_aiter_compiles_into_follows_its_rules(tmp_path: Path) -
     assert jit_folder({"AITER_JIT_DIR": "/cache"}, tmp_path, (copy,)) == Path("/cache")
     assert jit_folder({}, tmp_path, (copy,)) == tmp_path / "aiter" / "jit"
     assert jit_folder({}, tmp_path, ()) == tmp_path / ".aiter" / "jit"
+
+
+def test_modules_of_the_package_that_the_cache_links_to_are_not_counted_as_compiled_here(tmp_path: Path) -> None:
+    copy = read_copy(aiter_like(tmp_path / "aiter"))
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    packaged = write(tmp_path / "aiter" / "jit" / "packaged.so", "no module")
+    (cache / "packaged.so").symlink_to(packaged)
+    (cache / "elsewhere.so").symlink_to(write(tmp_path / "elsewhere.so", "no module"))
+    write(cache / "compiled.so", "no module")
+    assert linked_modules(cache, (copy,)) == ("packaged.so",)
+    assert linked_modules(cache, ()) == ()
+    assert [Path(module.path).name for module in modules_in(cache, but=("packaged.so",))] == [
+        "compiled.so",
+        "elsewhere.so",
+    ]
 
 
 def test_a_lock_is_left_over_when_nobody_holds_it(tmp_path: Path) -> None:

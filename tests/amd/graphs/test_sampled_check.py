@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,13 +12,14 @@ from torch import Tensor
 from rocm_attn.capture_check import NO_CHECK
 from rocm_attn.errors import DeviceFault
 from rocm_attn.graphs import recorder_for
-from rocm_attn.runtime import Step
+from rocm_attn.runtime import AttentionRuntime, Step
 from rocm_attn.sampled_check import LayerTap, SampledCheck, SampledCounters
+from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_inputs import DeviceInputs
 from rocm_attn.step_runner import StepRunner
 from rocm_attn.steps import LayerCalls
 from tests.amd.graphs.tiny import SERVED, Requests, Tiny, counts_on_the_host, same, serve
-from tests.amd.runtime.stepping import providers
+from tests.amd.runtime.stepping import providers, small_problem
 
 pytestmark = pytest.mark.parametrize("provider", providers())
 
@@ -88,6 +90,35 @@ def test_a_layer_that_went_wrong_is_counted(wrong_layer: int, provider: str, dev
     assert 0 < counters.attention_differs < len(SERVED)
     assert counters.rows_differ == 0
     assert f"layer {wrong_layer} of sequences" in counters.last
+
+
+@pytest.mark.parametrize(("factor", "differs"), [(1.0, False), (1.1, True)])
+def test_rounding_of_large_scores_is_no_fault(
+    factor: float, differs: bool, provider: str, device: torch.device
+) -> None:
+    """With a scale of 1, as Gemma has it, scores are large; a scale that is off is still seen."""
+    problem = replace(small_problem(head_dim=256, v_head_dim=64), scale=1.0)
+    runtime = AttentionRuntime(
+        [problem], device=device, num_pages=64, max_num_seqs=2, max_kv_len=200, provider=provider
+    )
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(200, *dims, generator=generator).to(device) for dims in ((6, 256), (2, 256), (2, 64)))
+    tap = LayerTap(runtime)
+
+    def forward(step: Step) -> Tensor:
+        at = step.positions
+        out = torch.empty(len(at), 6, 64, device=device)
+        tap.store_and_attend(0, 4 * q[at], k[at], v[at], out)
+        return out[step.last_token_of_seq]
+
+    runner = StepRunner(runtime, forward, None)
+    check = SampledCheck(runner, runtime, [replace(problem, scale=factor)], tap, every=1)
+    row = runtime.table.admit()
+    runtime.table.reserve(row, 200)
+    for length in range(150, 200, 10):
+        tokens = 150 if length == 150 else 10
+        check.run(StepBatch(np.array([row]), np.array([length]), np.array([tokens])))
+    assert (check.counters.attention_differs > 0) == differs, check.counters.last
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -15,21 +15,60 @@ from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_runner import StepRunner
 from rocm_attn.steps import Steps
-from rocm_attn.watchdog import NO_WATCHDOG, Watch, Watchdog, WatchedSteps
+from rocm_attn.watchdog import NO_WATCHDOG, Watchdog, WatchedSteps
 from tests.amd.graphs.tiny import Tiny, same, serve
 from tests.amd.runtime.stepping import providers
 
 SECONDS = 0.05
+# Longer than any test; what is watched ends, or has been reported, before.
+NEVER = 3600.0
+
+
+class Reports:
+    """What a watchdog says, in the file and to whoever waits for it. Nothing here hangs on how long something takes."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self.sentences: list[str] = []
+        self._changed = threading.Condition()
+
+    def on_hang(self, sentence: str) -> None:
+        """Called when the stacks have been written."""
+        with self._changed:
+            self.sentences.append(sentence)
+            self._changed.notify_all()
+
+    def wait_for(self, words: str) -> None:
+        """Hang until the watchdog has said so."""
+        with self._changed:
+            said = self._changed.wait_for(lambda: any(words in sentence for sentence in self.sentences), NEVER)
+        assert said, f"the watchdog never said that {words}"
+
+    def watchdog(self, seconds: float = SECONDS) -> Watchdog:
+        return Watchdog(seconds, stream=self._stream, on_hang=self.on_hang)
+
+    def text(self) -> str:
+        self._stream.seek(0)
+        return self._stream.read()
+
+
+@pytest.fixture
+def reports(tmp_path: Path) -> Iterator[Reports]:
+    with open(tmp_path / "said", "w+") as stream:
+        yield Reports(stream)
 
 
 class Slow:
-    """A recorder that seems to hang."""
+    """A recorder that hangs until it has been reported; of what nobody watches, it does not wait for a report."""
 
-    def __init__(self, inner: Recorder) -> None:
+    def __init__(self, inner: Recorder, reports: Reports, *, is_watched: bool) -> None:
         self._inner = inner
+        self._reports = reports
+        self._is_watched = is_watched
 
     def record(self, fn: Callable[[], Any]) -> tuple[Recording, Any]:
-        time.sleep(4 * SECONDS)
+        if self._is_watched:
+            self._reports.wait_for("and its check has not ended")
         return self._inner.record(fn)
 
     def release_memory(self) -> None:
@@ -37,91 +76,78 @@ class Slow:
 
 
 class SlowSteps:
-    """Steps that seem to hang."""
+    """Steps that hang until they have been reported."""
 
-    def __init__(self, inner: Steps) -> None:
+    def __init__(self, inner: Steps, reports: Reports) -> None:
         self._inner = inner
+        self._reports = reports
+        self._num_steps = 0
 
     def run(self, batch: StepBatch, pad_to: int | None = None) -> torch.Tensor:
-        time.sleep(2 * SECONDS)
+        self._num_steps += 1
+        self._reports.wait_for(f"step {self._num_steps} (")
         return self._inner.run(batch, pad_to)
 
 
-def said(tmp_path: Path, hangs: Callable[[Watch], object]) -> str:
-    """What a watchdog says about it."""
-    with open(tmp_path / "said", "w+") as stream:
-        hangs(Watchdog(SECONDS, stream=stream))
-        stream.seek(0)
-        return stream.read()
+def test_what_hangs_is_named_once_with_its_stack(reports: Reports) -> None:
+    def a_place_that_hangs() -> None:
+        with reports.watchdog().watch("the capture of decode"):
+            reports.wait_for("the capture of decode has not ended")
+
+    a_place_that_hangs()
+    assert reports.text().startswith("rocm-attn: the capture of decode has not ended after 0.05 s\n")
+    assert "in a_place_that_hangs" in reports.text()
+    assert reports.sentences == ["rocm-attn: the capture of decode has not ended after 0.05 s"]
 
 
-def test_what_hangs_is_named_with_its_stack(tmp_path: Path) -> None:
-    def a_place_that_hangs(watchdog: Watch) -> None:
-        with watchdog.watch("the capture of decode"):
-            time.sleep(4 * SECONDS)
-
-    text = said(tmp_path, a_place_that_hangs)
-    assert text.startswith("rocm-attn: the capture of decode has not ended after 0.05 s\n")
-    assert "in a_place_that_hangs" in text
-    assert text.count("has not ended") == 1
-
-
-def test_what_ends_in_time_is_not_mentioned(tmp_path: Path) -> None:
-    def ends(watchdog: Watch) -> None:
-        with watchdog.watch("the capture of decode"):
-            pass
-        with pytest.raises(ZeroDivisionError), watchdog.watch("the capture of decode"):
-            raise ZeroDivisionError
-        time.sleep(4 * SECONDS)
-
-    assert said(tmp_path, ends) == ""
+def test_what_ends_is_watched_no_more(reports: Reports) -> None:
+    watchdog = reports.watchdog(NEVER)
+    with watchdog.watch("the capture of decode"):
+        assert len(timers()) == 1
+    with pytest.raises(ZeroDivisionError), watchdog.watch("the capture of decode"):
+        raise ZeroDivisionError
+    assert not timers()
+    assert reports.text() == ""
 
 
-def test_whoever_asked_is_told(tmp_path: Path) -> None:
-    told: list[str] = []
-    with open(tmp_path / "said", "w") as stream, Watchdog(SECONDS, stream=stream, on_hang=told.append).watch("it"):
-        time.sleep(4 * SECONDS)
-    assert told == ["rocm-attn: it has not ended after 0.05 s"]
+def timers() -> list[threading.Timer]:
+    """Those that will still do something."""
+    running = (thread for thread in threading.enumerate() if isinstance(thread, threading.Timer))
+    return [timer for timer in running if not timer.finished.is_set()]
 
 
 @pytest.mark.parametrize("provider", providers())
 @pytest.mark.parametrize("on", [True, False])
-def test_a_capture_that_hangs_is_named(on: bool, provider: str, device: torch.device, tmp_path: Path) -> None:
-    def capture(watchdog: Watch) -> None:
-        tiny = Tiny.build(device, provider, [4])
-        recorder = Slow(recorder_for(tiny.runtime.device))
-        StepRunner(tiny.runtime, tiny.forward, recorder, watchdog=watchdog if on else NO_WATCHDOG).capture_all()
-
-    text = said(tmp_path, capture)
-    assert ("the capture of decode of 4 sequences and its check has not ended" in text) == on
-    assert ("in record" in text) == on
+def test_a_capture_that_hangs_is_named(on: bool, provider: str, device: torch.device, reports: Reports) -> None:
+    tiny = Tiny.build(device, provider, [4])
+    recorder = Slow(recorder_for(tiny.runtime.device), reports, is_watched=on)
+    watchdog = reports.watchdog() if on else NO_WATCHDOG
+    StepRunner(tiny.runtime, tiny.forward, recorder, watchdog=watchdog).capture_all()
+    assert ("the capture of decode of 4 sequences and its check has not ended" in reports.text()) == on
+    assert ("in record" in reports.text()) == on
 
 
 @pytest.mark.parametrize("provider", providers())
-def test_a_forward_that_hangs_in_a_capture_is_named(provider: str, device: torch.device, tmp_path: Path) -> None:
-    def capture(watchdog: Watch) -> None:
-        tiny = Tiny.build(device, provider, [4])
+def test_a_forward_that_hangs_in_a_capture_is_named(provider: str, device: torch.device, reports: Reports) -> None:
+    tiny = Tiny.build(device, provider, [4])
+    sentence = "forward, run for the capture of decode of 4 sequences, has not ended"
 
-        def forward(step: Any) -> torch.Tensor:
-            time.sleep(4 * SECONDS)
-            return tiny.forward(step)
+    def forward(step: Any) -> torch.Tensor:
+        reports.wait_for(sentence)
+        return tiny.forward(step)
 
-        StepRunner(tiny.runtime, forward, recorder_for(tiny.runtime.device), watchdog=watchdog).capture_all()
-
-    assert "forward, run for the capture of decode of 4 sequences, has not ended" in said(tmp_path, capture)
+    StepRunner(tiny.runtime, forward, recorder_for(tiny.runtime.device), watchdog=reports.watchdog()).capture_all()
+    assert sentence in reports.text()
 
 
 @pytest.mark.parametrize("provider", providers())
-def test_a_step_that_hangs_is_named_and_comes_out_the_same(provider: str, device: torch.device, tmp_path: Path) -> None:
-    outs = []
-
-    def steps(watchdog: Watch) -> None:
-        tiny = Tiny.build(device, provider, [4])
-        runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device))
-        runner.capture_all()
-        outs.append(serve(runner, tiny.runtime))
-        outs.append(serve(WatchedSteps(SlowSteps(runner), watchdog), tiny.runtime))
-
-    text = said(tmp_path, steps)
-    assert "step 2 (3 sequences, 3 tokens) has not ended" in text
-    assert same(*outs)
+def test_a_step_that_hangs_is_named_and_comes_out_the_same(
+    provider: str, device: torch.device, reports: Reports
+) -> None:
+    tiny = Tiny.build(device, provider, [4])
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device))
+    runner.capture_all()
+    outs = serve(runner, tiny.runtime)
+    slow = WatchedSteps(SlowSteps(runner, reports), reports.watchdog())
+    assert same(outs, serve(slow, tiny.runtime))
+    assert "step 2 (3 sequences, 3 tokens) has not ended" in reports.text()

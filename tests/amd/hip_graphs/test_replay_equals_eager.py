@@ -148,7 +148,7 @@ class Machine:
         return values
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(programs)
 def test_any_sequence_of_operations_replays_as_it_runs(program: Program) -> None:
     recorded, eager = Machine(program), Machine(program)

@@ -285,4 +285,4 @@ class Requests(RuleBasedStateMachine):
 
 
 TestRequests = Requests.TestCase
-TestRequests.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestRequests.settings = settings(max_examples=60, stateful_step_count=30)

@@ -208,3 +208,11 @@ def test_targets_are_known_by_name_or_detected() -> None:
         known_target("gfx900")
     with pytest.raises(BadSetting, match="meta"):
         detect_target(torch.device("meta"))
+
+
+def test_a_batch_takes_plain_sequences() -> None:
+    """As the README's does; the types say so too."""
+    batch = StepBatch(rows=[1, 2], kv_len=(10, 3), q_len=range(1, 3), token_ids=[5, 6, 7])
+    assert batch.num_tokens == 3
+    assert [values.tolist() for values in (batch.rows, batch.kv_len, batch.q_len)] == [[1, 2], [10, 3], [1, 2]]
+    assert batch.rows.dtype == np.int32

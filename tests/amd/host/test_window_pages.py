@@ -312,4 +312,4 @@ class Requests(RuleBasedStateMachine):
 
 
 TestRequests = Requests.TestCase
-TestRequests.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestRequests.settings = settings(max_examples=80, stateful_step_count=40)

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, INTERRUPTED, READER_GONE, main
-from rocm_attn.cli.arguments import pool_named
+from rocm_attn.cli.arguments import described_model, pool_named
 from rocm_attn.cli.ordered_text import OrderedText
 from rocm_attn.cli.parser import DTYPES, POOLS, PROVIDERS
 from rocm_attn.page_choice import AUTO
 from rocm_attn.page_choice import POOLS as LAYOUTS
 from rocm_attn.problem import DTYPES as SERVED_DTYPES
 from rocm_attn.providers.select import PROVIDER_NAMES
+from rocm_attn.runner.loading import find_model
 from tests.amd.house.source_tree import ROOT
 
 LLAMA = {
@@ -63,9 +64,7 @@ def test_help_is_printed_without_importing_torch(arguments: list[str]) -> None:
         f"try:\n    main({arguments!r})\n"
         "finally:\n    assert not {'torch', 'triton', 'numpy'} & set(sys.modules)"
     )
-    started = time.perf_counter()
     finished = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert time.perf_counter() - started < 1
     assert finished.stdout.startswith("usage: rocm-attn")
 
 
@@ -77,6 +76,8 @@ def test_help_is_printed_without_importing_torch(arguments: list[str]) -> None:
         (["generate", "--provider", "cuda", "x"], "invalid choice: 'cuda'"),
         (["generate", "--max-new-tokens", "0", "x"], "--max-new-tokens: 0 is not at least 1"),
         (["generate", "--page-size", "many", "x"], "--page-size"),
+        (["generate", "--chunk", "2147483648", "x"], "--chunk: 2147483648 is above 2147483647"),
+        (["soak", "--seed", "9" * 30], f"--seed: {'9' * 30} is above 2147483647"),
         (["generate", "--temperature", "-1", "x"], "--temperature: -1 is not a number of at least 0"),
         (["generate", "--temperature", "nan", "x"], "--temperature: nan is not a number of at least 0"),
         (["generate", "--top-p", "1.5", "x"], "--top-p: 1.5 is not above 0 and at most 1"),
@@ -94,19 +95,54 @@ def test_wrong_usage_says_which_argument(
     assert printed.out == ""
 
 
+# Of SmolLM2-135M-Instruct's config.json.
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 576,
+    "num_attention_heads": 9,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+}
+
+
 def test_explain_names_the_kernel_of_every_step_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", config_file(tmp_path, LLAMA), "--arch", "gfx942"]) == DONE
     printed = capsys.readouterr()
     assert "4 layers (0-3): 32 query heads over 8 KV heads, head_dim 128, bfloat16, pages of 16" in printed.out
     for kind in ("decode", "extend", "mixed"):
         assert f"  {kind}: aiter." in printed.out
-    assert "AITER is taken as installed" in printed.out
+    assert "for AITER 0.1.21 in development and ROCm 7.2.4; a runtime asks which are there" in printed.out
     assert printed.err == ""
 
 
 def test_explain_finds_the_config_in_a_model_directory(tmp_path: Path) -> None:
     config_file(tmp_path, LLAMA)
     assert main(["explain", str(tmp_path), "--arch", "gfx950"]) == DONE
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["explain"], ["capture-plan", "--max-batch-size", "4"], ["prewarm", "--provider", "torch", "--max-kv-len", "64"]],
+)
+def test_commands_that_read_a_config_take_a_gguf_file(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, str(find_model("smollm2")), "--arch", "gfx942", "--json"]) == DONE
+    assert json.loads(capsys.readouterr().out)["arch"] == "gfx942"
+
+
+def test_a_gguf_file_describes_its_models_attention(tmp_path: Path) -> None:
+    of_gguf = described_model(str(find_model("smollm2")))
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+    of_json = described_model(str(tmp_path))
+    assert of_gguf.geometry == of_json.geometry
+    assert of_gguf.max_kv_len(None) == of_json.max_kv_len(None) == 8192
+    assert of_gguf.max_kv_len(64) == of_json.max_kv_len(64) == 64
+
+
+def test_a_damaged_gguf_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cut.gguf").write_bytes(find_model("smollm2").read_bytes()[:5000])
+    assert main(["explain", str(tmp_path / "cut.gguf"), "--arch", "gfx942"]) == BAD_INPUT
+    assert "is not a whole GGUF file" in capsys.readouterr().err
 
 
 def test_explain_json_is_one_object_with_the_same_content(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,16 +225,13 @@ def test_env_reports_versions_and_devices(capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_reader_that_goes_away_is_no_traceback() -> None:
     code = "import sys; from rocm_attn.cli import main; sys.exit(main(['env']))"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    reader, writer = os.pipe()
+    os.close(reader)
+    finished = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, check=False
     )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    # The command still imports torch; by the time it prints, nobody listens.
-    process.stdout.close()
-    assert process.wait(60) == READER_GONE
-    assert process.stderr.read() == ""
-    process.stderr.close()
+    os.close(writer)
+    assert (finished.returncode, finished.stderr) == (READER_GONE, "")
 
 
 def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

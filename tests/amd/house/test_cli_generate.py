@@ -14,14 +14,18 @@ import tokenizers
 import torch
 
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
+from rocm_attn.cli.generate import dtype_of
 from rocm_attn.flight_recorder import read_dump
 from rocm_attn.runner.chat_template import ChatTemplate
-from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.loading import LoadedModel, ModelKind
 from rocm_attn.runner.tokenizer import Tokenizer
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
 
 WORDS = [f"w{number}" for number in range(CONFIG.vocab_size)]
-RESULT_KEYS = ["prompt", "prompt_token_ids", "token_ids", "text", "finish_reason"]
+RESULT_KEYS = ["prompt", "prompt_token_ids", "token_ids", "text", "finish_reason", "error"]
+
+
+NAN_TOKEN = 7
 
 
 class Terminal(io.StringIO):
@@ -33,7 +37,8 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever model is asked for, a tiny one is served; "windowed" has a window. Token i is the word wi; a chat starts
+    """Whatever model is asked for, a tiny one is served; "windowed" has a window, and who says
+    w7 to "poisoned" gets NaN. Token i is the word wi; a chat starts
     with w63."""
     backend = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="w0")
@@ -44,9 +49,13 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def load_tiny(path: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
         base = with_windows(CONFIG, 9, -1) if path == "windowed" else CONFIG
-        return tiny_model(base=base, dtype=dtype, device=device, tokenizer=tokenizer)
+        loaded = tiny_model(base=base, dtype=dtype, device=device, tokenizer=tokenizer)
+        if path == "poisoned":
+            loaded.weights.embedding[NAN_TOKEN] = float("nan")
+        return loaded
 
     monkeypatch.setattr("rocm_attn.cli.generate.load_model", load_tiny)
+    monkeypatch.setattr("rocm_attn.cli.generate.model_kind", lambda path: ModelKind.SAFETENSORS)
     monkeypatch.setattr(sys, "stdin", Terminal())
 
 
@@ -75,7 +84,15 @@ def test_json_holds_the_results_in_the_order_of_the_prompts_and_a_report(capsys:
     assert report["provider"] == "torch"
     assert report["new_tokens"] == 18
     assert report["max_batch_size"] == 2
-    assert report["steps"] >= report["replays"] > 0
+    assert report["steps"] > report["replays"] == report["captures"] == 0, "on a CPU a short run makes no graph"
+
+
+def test_a_long_run_makes_a_graph_of_its_decode_step_and_changes_no_token(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--raw", "--max-new-tokens", "60", "--max-batch-size", "1", "w5", "w6"]
+    graphed, eager = (generate(capsys, *arguments, *more) for more in ([], ["--no-graphs"]))
+    assert graphed["results"] == eager["results"]
+    assert (graphed["report"]["captures"], eager["report"]["captures"]) == (1, 0)
+    assert graphed["report"]["replays"] > 0
 
 
 def test_the_chat_template_is_applied_unless_the_prompt_is_raw(capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,9 +178,59 @@ def test_prompts_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_prompts_come_from_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("w5\nw6 w7\n"))
+    # Its encoding is the locale's, and has no say.
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("w5\r\nw6 w7 é\n".encode()), "ascii"))
     printed = generate(capsys, "--max-new-tokens", "1")
-    assert [result["prompt"] for result in printed["results"]] == ["w5", "w6 w7"]
+    assert [result["prompt"] for result in printed["results"]] == ["w5", "w6 w7 é"]
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\r"])
+def test_only_line_feeds_end_a_prompt(separator: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(f"\ufeffw5{separator}w6\r\nw7\n".encode())
+    printed = generate(capsys, "--max-new-tokens", "1", "--prompts-file", str(path))
+    assert [result["prompt"] for result in printed["results"]] == [f"w5{separator}w6", "w7"]
+
+
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        (b"w5\r\n\nw6 \xff\n", "line 3 of {} is not UTF-8: byte 4 of it is 0xff; save the file as UTF-8"),
+        ("w5\n".encode("utf-16"), "line 1 of {} is not UTF-8: byte 1 of it is 0xff"),
+        ("w5\nw6\ud800".encode("utf-8", "surrogatepass"), "line 2 of {} is not UTF-8: byte 3 of it is 0xed"),
+    ],
+)
+def test_a_prompt_that_is_no_utf_8_is_refused_by_its_line(
+    data: bytes, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(data)
+    assert main(["generate", "--prompts-file", str(path)]) == BAD_INPUT
+    assert complaint.format(path) in capsys.readouterr().err
+
+
+def test_a_closed_stdin_holds_no_prompt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["generate"]) == BAD_INPUT
+    assert "there is no prompt" in capsys.readouterr().err
+
+
+def test_a_prompt_that_fails_is_named_and_the_others_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", "poisoned", "--device", "cpu", "--provider", "torch", "--raw", "--max-new-tokens", "4"]
+    good = [generate(capsys, *arguments, prompt)["results"][0] for prompt in ("w5 w6", "w1")]
+    prompts = ["w5 w6", "w3 w7", "w1"]
+    assert main(["generate", "--json", *arguments, *prompts]) == FAILED
+    printed = capsys.readouterr()
+    first, failed, last = json.loads(printed.out)["results"]
+    assert [first, last] == good
+    assert (failed["finish_reason"], failed["token_ids"], failed["text"]) == ("error", [], "")
+    assert failed["error"].startswith("the largest logit of the next token is nan, so no token can be picked")
+    assert f"prompt 2 failed: {failed['error']}\n" in printed.err
+    assert printed.err.splitlines()[-1] == f"rocm-attn: 1 of 3 requests failed; request 1: {failed['error']}"
+    assert main(["generate", *arguments, *prompts]) == FAILED
+    printed = capsys.readouterr()
+    assert printed.out == f">>> w5 w6\n{first['text']}\n\n>>> w3 w7\n\n\n>>> w1\n{last['text']}\n"
+    assert f"prompt 2 failed: {failed['error']}\n" in printed.err
 
 
 @pytest.mark.parametrize(
@@ -171,6 +238,11 @@ def test_prompts_come_from_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     [
         ([], BAD_INPUT, "there is no prompt; give one as an argument, with --prompts-file, or on stdin"),
         (["  "], BAD_INPUT, "a prompt is empty"),
+        (
+            ["w5", "w6 \udcff"],
+            BAD_INPUT,
+            "prompt 2 is not UTF-8: its character 4 cannot be read; give it with --prompts",
+        ),
         (["--prompts-file", "gone.txt"], BAD_INPUT, "the prompts in gone.txt cannot be read"),
         (["--prompts-file", "gone.txt", "w5"], BAD_INPUT, "give them in one way"),
         (["--device", "abacus", "w5"], BAD_INPUT, "device 'abacus' is not known"),
@@ -213,3 +285,41 @@ def test_an_empty_file_of_prompts_is_bad_input(tmp_path: Path, capsys: pytest.Ca
     path.write_text("\n \n")
     assert main(["generate", "--prompts-file", str(path)]) == BAD_INPUT
     assert "holds no prompt; it must have one on a line" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype"),
+    [
+        (None, "cpu", torch.float32),
+        (None, "cuda", torch.float16),
+        ("bfloat16", "cuda", torch.bfloat16),
+        ("float16", "cpu", torch.float16),
+    ],
+)
+def test_what_dtype_says_goes_before_the_default(
+    name: str | None, device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rocm_attn.cli.generate.model_kind", lambda path: ModelKind.GGUF)
+    assert dtype_of(name, "m.gguf", torch.device(device)) is dtype
+
+
+def test_a_memory_that_is_full_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load_too_much(path: str, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(1 << 50, dtype=torch.uint8)
+
+    monkeypatch.setattr("rocm_attn.cli.generate.load_model", load_too_much)
+    assert main(["generate", "--device", "cpu", "w5"]) == FAILED
+    sentence = capsys.readouterr().err.splitlines()[-1]
+    assert sentence.startswith("rocm-attn: the memory is full (")
+    assert sentence.endswith("; lower --max-batch-size, --num-pages or --swa-pages, or take a smaller model")
+
+
+def test_another_error_of_torch_is_not_called_a_full_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: str, *, dtype: torch.dtype, device: torch.device) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr("rocm_attn.cli.generate.load_model", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        main(["generate", "--device", "cpu", "w5"])

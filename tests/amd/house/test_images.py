@@ -1,12 +1,21 @@
-"""The images: pinned, scoped, not root, and what they are built of exists. Building them takes a Docker daemon."""
+"""The images: pinned, scoped, not root, and what they are built of exists.
+
+Building them takes a Docker daemon: docker/check_images.sh.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
+import zipfile
+from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +28,18 @@ else:
     import tomli as tomllib
 
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
+COMPOSE = (ROOT / "docker" / "compose.yaml").read_text()
+CI = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
 # A stage: its name, what it is made from, and its text.
 STAGES = {
     name: (base, text)
     for base, name, text in re.findall(r"^FROM (\S+) AS (\S+)\n(.*?)(?=^FROM |\Z)", DOCKERFILE, re.M | re.S)
 }
+
+
+def script(name: str) -> dict[str, Any]:
+    """The functions of a Python script of the images, by name."""
+    return runpy.run_path(str(ROOT / "docker" / name))
 
 
 def test_base_images_are_pinned_by_digest() -> None:
@@ -35,7 +51,7 @@ def test_base_images_are_pinned_by_digest() -> None:
 def test_every_base_is_an_argument_or_a_stage_before() -> None:
     seen: set[str] = set()
     for name, (base, _) in STAGES.items():
-        assert base in {"${BASE_IMAGE}", "${CUDA_BASE_IMAGE}", "base-${PLATFORM}", *seen}
+        assert base in {"${BASE_IMAGE}", "${CUDA_BASE_IMAGE}", "base-${PLATFORM}", "scratch", *seen}
         seen.add(name)
     assert list(STAGES)[-1] == "serve", "the last stage is what is built by default"
 
@@ -54,24 +70,27 @@ def test_what_old_builders_do_not_know_is_not_used() -> None:
     assert "# syntax=" not in DOCKERFILE
 
 
-def test_the_image_that_serves_is_not_root_and_has_its_tests_behind_it() -> None:
+def test_the_image_that_serves_is_not_root_needs_no_tests_and_ends_when_it_is_told_to() -> None:
     base, serve = STAGES["serve"]
     assert base == "runtime"
-    assert "COPY --from=ci " in serve
-    assert "HEALTHCHECK" in serve
+    assert "COPY" not in serve, "serve is runtime with an entry point"
+    assert "HEALTHCHECK" not in DOCKERFILE
+    assert re.findall(r"^STOPSIGNAL (\S+)$", serve, re.M) == ["SIGINT"]
     (user,) = re.findall(r"^USER (\S+)$", STAGES["runtime"][1], re.M)
     assert user == "${SERVE_UID}"
     assert re.findall(r"^USER (\S+)$", serve, re.M) == []
+    assert "test.sh" not in "".join(text for name, (_, text) in STAGES.items() if name != "ci")
 
 
 def test_everything_that_is_copied_by_name_exists() -> None:
-    sources = re.findall(r"^COPY (?!--from)(?:--\S+ )*(\S+) ", DOCKERFILE, re.M)
-    assert sources
+    lines = re.findall(r"^COPY (?!--from)(?:--\S+ )*(.+) \S+$", DOCKERFILE, re.M)
+    sources = [source for line in lines for source in line.split()]
+    assert len(sources) > 5
     assert all((ROOT / source).exists() for source in sources)
 
 
 def test_the_images_install_what_tests_need_and_nothing_that_the_base_brings() -> None:
-    pins = runpy.run_path(str(ROOT / "docker" / "pins.py"))
+    pins = script("pins.py")
     with open(ROOT / "pyproject.toml", "rb") as file:
         lines = list(pins["requirements"]("dev", tomllib.load(file)["project"]))
     assert any(line.startswith("pytest") for line in lines)
@@ -81,16 +100,166 @@ def test_the_images_install_what_tests_need_and_nothing_that_the_base_brings() -
     assert all(re.fullmatch(r"[\w-]+==\S+", line) for line in kept)
 
 
-def test_the_cache_of_a_version_does_not_outlive_it() -> None:
+def test_what_a_wheel_was_built_with_is_what_it_runs_with(tmp_path: Path) -> None:
+    requirements = "Requires-Dist: numpy>=1.0\nRequires-Dist: absent; extra == 'all'\nRequires-Dist: pytest"
+    with zipfile.ZipFile(tmp_path / "one.whl", "w") as archive:
+        archive.writestr("one-1.dist-info/METADATA", f"Metadata-Version: 2.1\nName: one\n{requirements}\n")
+    lines = list(script("pins.py")["built"](str(tmp_path / "one.whl")))
+    assert f"numpy=={metadata.version('numpy')}" in lines
+    assert f"pytest=={metadata.version('pytest')}" in lines
+    assert f"torch=={torch.__version__}" in lines
+    assert not [line for line in lines if line.startswith("absent")]
+
+
+def test_a_base_whose_torch_is_of_another_kind_or_is_not_pinned_is_refused() -> None:
+    verify = script("verify.py")
+    assert [verify["built_for"](hip, cuda) for hip, cuda in (("7.2", None), (None, "13.0"), (None, None))] == [
+        "rocm",
+        "cuda",
+        "cpu",
+    ]
+    faults = verify["faults_of_base"]
+    pinned = "torch==2.10.0+rocm7.2.4\ntriton==3.6.0\n"
+    assert list(faults("rocm", "rocm", "2.10.0+rocm7.2.4", pinned)) == []
+    assert list(faults("cpu", "cpu", "2.13.0+cpu", "torch==2.13.0+cpu\n")) == []
+    (wrong,) = faults("rocm", "cpu", "2.13.0+cpu", "torch==2.13.0+cpu\n")
+    assert "torch 2.13.0+cpu is built for cpu and the image is to be for rocm" in wrong
+    for constraints in ("", "\n", "triton==3.6.0", "torch==2.10.0"):
+        (unpinned,) = faults("rocm", "rocm", "2.10.0+rocm7.2.4", constraints)
+        assert "is not among the constraints" in unpinned
+    (unknown,) = faults("hip", "rocm", "2.10.0+rocm7.2.4", pinned)
+    assert "it may be rocm, cuda, cpu" in unknown
+
+
+WHOLE: Mapping[str, Any] = {
+    "torch_for": "rocm",
+    "torch_now": "rocm",
+    "constraints": ("torch==2.10.0+rocm7.2.4", "pybind11==3.0.4", "pytorch_triton_rocm==3.6.0", "absent==1"),
+    "distributions": {
+        "torch": "2.10.0+rocm7.2.4",
+        "pytorch-triton-rocm": "3.6.0",
+        "pybind11": "3.0.4",
+        "amd-aiter": "0.1.20",
+    },
+    "wants_aiter": True,
+    "complaints": (),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"torch_now": "cuda"}, "the base's torch was built for rocm, the image's is built for cuda"),
+        ({"with": {"pybind11": "3.1.0"}}, "pybind11 is 3.1.0 and was to stay 3.0.4"),
+        ({"with": {"pytorch-triton-rocm": "3.7.0"}}, "pytorch_triton_rocm is 3.7.0 and was to stay 3.6.0"),
+        ({"without": "amd-aiter"}, "AITER was asked for and is not installed"),
+        ({"wants_aiter": False}, "amd-aiter 0.1.20 is installed and was not asked for"),
+        (
+            {"with": {"nvidia-cublas-cu12": "12"}},
+            "libraries of CUDA have come with another package: nvidia-cublas-cu12",
+        ),
+        ({"complaints": ("pandas 3.0 requires tzdata",)}, "pandas 3.0 requires tzdata"),
+    ],
+)
+def test_an_image_in_which_something_was_displaced_is_refused(change: dict[str, Any], said: str) -> None:
+    faults = script("verify.py")["faults_of_image"]
+    assert list(faults(**WHOLE)) == []
+    installed = {**WHOLE["distributions"], **change.get("with", {})}
+    installed.pop(change.get("without", ""), None)
+    rest = {name: value for name, value in change.items() if name not in ("with", "without")}
+    (fault,) = faults(**{**WHOLE, "distributions": installed, **rest})
+    assert said in fault
+
+
+def test_another_aiter_torch_pybind11_or_python_compiles_into_another_folder() -> None:
+    contents = script("contents.py")
+    folder = contents["cache_folder"]
+    installed = {"amd-aiter": "0.1.21.dev3+ge4048607", "torch": "2.10.0+rocm7.2.4", "pybind11": "3.0.4", "numpy": "2.0"}
+    one = folder(installed, "3.12.3")
+    others = {folder({**installed, name: "9"}, "3.12.3") for name in ("amd-aiter", "torch", "pybind11")}
+    assert len({one, *others, folder(installed, "3.12.4")}) == 5
+    assert folder({**installed, "numpy": "9"}, "3.12.3") == one
+    assert re.fullmatch(r"[\w.+-]+", folder({**installed, "torch": "1 2/3:4"}, "3.12.3"))
+    assert folder({"torch": "2.10.0"}, "3.12.3") == ""
+    assert list(contents["versions"](installed, {"rocm": "7.2.4", "torch-cuda": ""})) == [
+        "amd-aiter 0.1.21.dev3+ge4048607",
+        "pybind11 3.0.4",
+        "torch 2.10.0+rocm7.2.4",
+        "numpy 2.0",
+        "rocm 7.2.4",
+    ]
+
+
+def test_the_variants_that_are_compiled_ahead_are_named_by_aiters_own_function() -> None:
+    """A function such as AITER's, in a file that could not be imported here."""
+    source = """
+import a_library_that_asks_for_a_gpu
+def cmdGenFunc_mha_batch_prefill(q: Tensor, is_causal: bool, logits_soft_cap: float, gen: Generator | None = None):
+    name = "_bf16" if q.dtype == dtypes.bf16 else "_fp16" if q.dtype == torch.float16 else "?"
+    name += "_mask" if is_causal else "_nmask"
+    return {"md_name": name + str(logits_soft_cap > 0), "blob_gen_cmd": [f"{CK_DIR}/generate.py"]}
+"""
+    ahead = script("build_aiter_variants.py")
+    assert ahead["variants"](ahead["naming_function"](source, "/ck")) == [
+        {"md_name": f"{dtype}_maskFalse", "blob_gen_cmd": ["/ck/generate.py"]} for dtype in ("_bf16", "_fp16")
+    ]
+
+
+def argument(name: str) -> str:
+    """The default of an argument of the Dockerfile."""
+    (value,) = set(re.findall(rf"^ARG {name}=(\S+)$", DOCKERFILE, re.M))
+    return str(value)
+
+
+def test_a_volume_is_named_by_what_compiles_into_it() -> None:
     version = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)[0]
-    volumes = re.findall(r"^    name: (\S+)$", (ROOT / "docker" / "compose.yaml").read_text(), re.M)
-    assert len(volumes) == 2
-    assert all(volume.endswith(f"-{version}") for volume in volumes)
+    rocm, of_torch = re.findall(r":(rocm[\d.]+)_.*_release_([\d.]+)@", argument("BASE_IMAGE"))[0]
+    commit = f"${{AITER_COMMIT:-{argument('AITER_COMMIT')}}}"
+    cuda_torch = argument("TORCH_REQUIREMENT").replace("==", "")
+    assert re.findall(r"^    name: (\S+)$", COMPOSE, re.M) == [
+        f"rocm-attn-{version}-{rocm}-torch{of_torch}-aiter-{commit}",
+        f"rocm-attn-{version}-cuda-{cuda_torch}",
+    ]
+    assert f"AITER_COMMIT: {commit}\n" in COMPOSE, "what is built, and what its cache is called"
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "docker").glob("*.sh")), ids=lambda path: path.name)
-def test_scripts_stop_at_the_first_failure(script: Path) -> None:
-    assert "\nset -euo pipefail\n" in script.read_text()
+def test_every_command_of_compose_works_without_a_variable_set() -> None:
+    assert set(re.findall(r"\$\{\w+(:?.)", COMPOSE)) == {":-"}, "a variable without a default stops every command"
+    (groups,) = re.findall(r"group_add:\n((?: +- .+\n)+)", COMPOSE)
+    assert len(groups.splitlines()) == 1, "two groups may be the same one, which compose refuses"
+    assert COMPOSE.count("${MODELS:-../models}:/models:ro") == 2, "relative to the file, so the checkout's models"
+    assert "models" in (ROOT / "docker" / "Dockerfile.dockerignore").read_text().split()
+
+
+def test_the_readme_and_compose_run_a_container_with_the_same_options() -> None:
+    readme = (ROOT / "docker" / "README.md").read_text()
+    (command,) = re.findall(r"^docker run (.+?)\n```", readme, re.M | re.S)
+    options = command.replace("\\\n", " ")
+    for flag, line in (
+        ("--init", "init: true"),
+        ("--read-only", "read_only: true"),
+        ("--tmpfs /tmp", "tmpfs: [/tmp]"),
+        ("--cap-drop ALL", "cap_drop: [ALL]"),
+        ("--ipc=host", "ipc: host"),
+        ("--ulimit memlock=-1", "memlock: -1"),
+        ("--device=/dev/kfd", "- /dev/kfd"),
+        ("--device=/dev/dri", "- /dev/dri"),
+        ("--security-opt no-new-privileges:true", '"no-new-privileges:true"'),
+        ("--security-opt seccomp:unconfined", '"seccomp:unconfined"'),
+        ("--group-add", "group_add:"),
+        (":/models:ro", ":/models:ro"),
+        (":/cache", ":/cache"),
+    ):
+        assert flag in options, flag
+        assert line in COMPOSE, line
+        options = options.replace(flag, "", 1)
+    assert not re.findall(r" --(?!max|model)[\w-]+", options.split("$(stat")[0]), "an option that compose lacks"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docker").glob("*.sh")), ids=lambda path: path.name)
+def test_scripts_stop_at_the_first_failure(path: Path) -> None:
+    text = path.read_text()
+    assert ("\nset -euo pipefail\n" if text.startswith("#!/usr/bin/env bash\n") else "\nset -eu\n") in text
 
 
 def test_a_stage_that_does_not_exist_is_refused_with_the_list() -> None:
@@ -100,3 +269,91 @@ def test_a_stage_that_does_not_exist_is_refused_with_the_list() -> None:
     assert done.returncode == 2
     for stage in ("host", "device", "rocm"):
         assert f"run_tests.sh {stage}" in done.stderr
+
+
+def fake_docker(folder: Path, body: str) -> Path:
+    """A command in Docker's place that writes down how it is called, a line each, into folder/calls."""
+    path = folder / "docker"
+    path.write_text(f'#!/bin/sh\necho "$*" >> "{folder}/calls"\n{body}\n')
+    path.chmod(0o755)
+    return path
+
+
+def calls(folder: Path) -> list[str]:
+    """What was called."""
+    return (folder / "calls").read_text().splitlines()
+
+
+def test_a_run_of_tests_that_is_ended_takes_its_container_with_it(tmp_path: Path) -> None:
+    """GitHub ends a cancelled job with signals; a container goes on without its client."""
+    docker = fake_docker(tmp_path, f'[ "$1" != run ] || {{ echo up > "{tmp_path}/up"; exec sleep 600; }}')
+    os.mkfifo(tmp_path / "up")
+    tests = subprocess.Popen(
+        ["bash", "docker/run_tests.sh", "host"],
+        cwd=ROOT,
+        env={**os.environ, "DOCKER": str(docker), "IMAGE": "an-image", "CONTAINER": "a-name", "PLATFORM": "rocm"},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        assert (tmp_path / "up").read_text() == "up\n"  # waits until the container runs
+        tests.send_signal(signal.SIGTERM)
+        assert tests.wait() == 143
+    finally:
+        os.killpg(tests.pid, signal.SIGKILL)  # what the container's client has left
+    run, removed = calls(tmp_path)
+    assert "--init" in run.split()
+    assert "--name a-name" in run
+    assert removed == "rm --force --volumes a-name"
+
+
+def test_aiter_is_compiled_once_and_taken_from_its_image_ever_after(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    docker = fake_docker(tmp_path, f'case "$*" in "image inspect"*) [ -e "{there}" ] ;; esac')
+    keys = []
+    for options in ("", "", "--build-arg GPU_ARCHS=gfx942"):
+        (tmp_path / "calls").write_text("")
+        environment = {"DOCKER": str(docker), "AITER_IMAGE": "kept", "PLATFORM": "rocm", "BUILD_OPTIONS": options}
+        subprocess.run(
+            ["bash", "docker/run_tests.sh", "build"], cwd=ROOT, env={**os.environ, **environment}, check=True
+        )
+        builds = [call for call in calls(tmp_path) if call.startswith("buildx build")]
+        targets = [re.findall(r"--target (\S+)", call)[0] for call in builds]
+        assert targets == (["ci"] if there.exists() else ["aiter", "ci"])
+        (key,) = re.findall(r"--build-context aiter=docker-image://kept:(\w+)", builds[-1])
+        if "aiter" in targets:
+            assert f"--tag kept:{key} " in builds[0]
+        keys.append(key)
+        there.touch()
+    assert keys[0] == keys[1] != keys[2], "other archs are another AITER"
+
+
+@pytest.mark.parametrize(("mib", "code"), [(300, 0), (40_000, 1), (None, 1)])
+def test_a_gpu_whose_memory_is_held_is_not_tested_on(tmp_path: Path, mib: int | None, code: int) -> None:
+    for card, used in ((0, 10), (1, mib)):
+        if mib is not None and used is not None:
+            device = tmp_path / "class" / "drm" / f"card{card}" / "device"
+            device.mkdir(parents=True)
+            (device / "mem_info_vram_used").write_text(f"{used << 20}\n")
+            (device / "mem_info_vram_total").write_text(f"{196_592 << 20}\n")
+    (tmp_path / "class" / "kfd" / "kfd" / "proc" / "4711").mkdir(parents=True)
+    done = subprocess.run(
+        ["bash", "docker/gpu_is_free.sh", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code
+    if mib is None:
+        assert "no AMD GPU is listed" in done.stderr
+    else:
+        assert f"card1: {mib} of 196592 MiB in use" in done.stdout
+    assert ("4711" in done.stderr) == (mib == 40_000)
+
+
+def test_the_time_of_a_job_holds_that_of_its_steps() -> None:
+    for job in re.split(r"\n(?=  \w+:\n)", CI.partition("\njobs:\n")[2]):
+        (limit,) = map(int, re.findall(r"^    timeout-minutes: (\d+)$", job, re.M))
+        steps = list(map(int, re.findall(r"^        timeout-minutes: (\d+)$", job, re.M)))
+        assert sum(steps) <= limit, job.splitlines()[0]
+    rocm = CI.partition("\n  rocm:\n")[2]
+    for command in ("gpu_is_free.sh", "docker rm --force", "run_tests.sh build", "run_tests.sh rocm", "builder prune"):
+        assert command in rocm
+    assert "bash docker/check_images.sh" in CI

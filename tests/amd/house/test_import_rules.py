@@ -23,6 +23,7 @@ VALUES = tuple(
         "errors",
         "index_spaces",
         "problem",
+        "releases",
         "step_batch",
         "step_inputs",
         "step_mask",

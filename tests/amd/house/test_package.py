@@ -20,7 +20,6 @@ else:
 
 # Hugging Face's package of the name that a folder of this repository has; SGLang needs it.
 HF_KERNELS = "kernels==0.17.2"
-MAX_IMPORT_SECONDS = 0.3
 
 
 def run_python(code: str, *, path: Path, folder: Path) -> str:
@@ -118,16 +117,14 @@ def test_hugging_face_kernels_and_ours_import_side_by_side(
         assert Path(ours) != Path(theirs).parent / "launch.py"
 
 
-def test_importing_is_quick_and_touches_nothing() -> None:
+def test_importing_takes_torch_and_nothing_else_and_touches_no_gpu() -> None:
+    """What is not imported takes no time, on any machine."""
     code = (
-        "import sys, time, torch\n"
-        "before = set(sys.modules); start = time.perf_counter()\n"
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
         "import rocm_attn\n"
-        "print(time.perf_counter() - start)\n"
         "print(torch.cuda.is_initialized())\n"
-        "print([name for name in ('triton', 'aiter') if name in set(sys.modules) - before])\n"
+        "loaded = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "print(sorted(loaded - set(sys.stdlib_module_names)))\n"
     )
-    runs = [run_python(code, path=ROOT, folder=ROOT / "docs").splitlines() for _ in range(3)]
-    # The best of three: another process may hold the disk in one of them.
-    assert min(float(run[0]) for run in runs) < MAX_IMPORT_SECONDS
-    assert {tuple(run[1:]) for run in runs} == {("False", "[]")}
+    assert run_python(code, path=ROOT, folder=ROOT / "docs").splitlines() == ["False", "['rocm_attn']"]

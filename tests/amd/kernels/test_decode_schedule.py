@@ -88,7 +88,7 @@ def walk(batch: Batch, program: int) -> list[tuple[Row, int, int]]:
     return visits
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(batches())
 def test_every_tile_of_every_row_is_visited_once_and_in_order(batch: Batch) -> None:
     visited: dict[Row, list[range]] = defaultdict(list)
@@ -101,7 +101,7 @@ def test_every_tile_of_every_row_is_visited_once_and_in_order(batch: Batch) -> N
         assert len(parts) == 1 or batch.tiles_of(seq) > 0, "the zeros of an empty sequence are written once"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(batches())
 def test_a_program_leaves_at_most_one_row_begun_before_it_and_one_that_goes_on(batch: Batch) -> None:
     for program in range(batch.num_programs):
@@ -111,7 +111,7 @@ def test_a_program_leaves_at_most_one_row_begun_before_it_and_one_that_goes_on(b
         assert unfinished[False] <= 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(batches())
 def test_the_merge_finds_the_programs_of_every_row_that_is_shared(batch: Batch) -> None:
     """By row, and from the boundaries between programs: the two rules of merge.py."""
@@ -141,7 +141,7 @@ def test_the_merge_finds_the_programs_of_every_row_that_is_shared(batch: Batch) 
     assert found == {row: programs for row, programs in programs_of.items() if len(programs) > 1}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batches())
 def test_no_program_has_more_work_than_another_but_for_the_last_ones(batch: Batch) -> None:
     work = batch.words()[3 : 8 * batch.num_programs : 8]

@@ -54,14 +54,14 @@ def one_sequence(length: int, new: int, *, width: int, page_size: int = 4) -> Ca
 
 
 @both
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(case=cases())
 def test_fill_derives_what_plain_python_derives(fill: Fill, kernel_device: torch.device, case: Case) -> None:
     check(fill, case, kernel_device)
 
 
 @both
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(case=cases())
 def test_a_second_fill_changes_nothing(fill: Fill, kernel_device: torch.device, case: Case) -> None:
     step = fill_once(fill, case, kernel_device)
@@ -72,7 +72,7 @@ def test_a_second_fill_changes_nothing(fill: Fill, kernel_device: torch.device, 
 
 @both
 @pytest.mark.parametrize("wanted", [(), PAGE_LIST, ("block_table",), ("kv_len_int64",), ("mask_indptr",), GROUPS])
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(case=cases())
 def test_only_what_has_elements_is_written(
     fill: Fill, wanted: tuple[str, ...], kernel_device: torch.device, case: Case
@@ -81,7 +81,7 @@ def test_only_what_has_elements_is_written(
 
 
 @both
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(case=cases(), seed=st.integers(0, 99))
 def test_a_sequences_share_does_not_depend_on_its_place(
     fill: Fill, kernel_device: torch.device, case: Case, seed: int

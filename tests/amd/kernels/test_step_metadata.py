@@ -103,7 +103,7 @@ def given_lengths(draw: st.DrawFn) -> Given:
 
 
 @pytest.mark.parametrize("place", [launch_device_inputs, refs.device_inputs])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(case=given_lengths())
 def test_device_inputs_are_placed_within_their_bounds(place: Launch, kernel_device: torch.device, case: Given) -> None:
     kv_len, kv_bound, q_len, q_bound, floor = (list(column) for column in zip(*case.seqs, strict=True))

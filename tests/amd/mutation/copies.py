@@ -5,6 +5,7 @@ Torch and Triton are imported once, by a server that forks for each check.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -15,12 +16,17 @@ from importlib import import_module
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from tests.amd.mutation.memory import Fenced, Memory, Poisoned
 from tests.amd.mutation.mutants import KERNELS
 
-_SECONDS = 60
+# Operations on two operands in Triton's interpreter. A check does up to 130,000 on the kernels as they are; what does
+# eight times as many never ends.
+MOST_OPERATIONS = 1_000_000
+# Only for what hangs outside of the interpreter: no machine is so busy that a check takes it.
+_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +62,24 @@ def start_server() -> None:
         forkserver.ensure_running()
 
 
-def verdict(folder: Path, check: str, trial: Trial) -> str:
+def verdict(folder: Path, check: str, trial: Trial, *, most_operations: int = MOST_OPERATIONS) -> str:
     """What comes of a check on the copy of the kernels in folder.
 
-    check: a name in checks.py
-    Returns "right"; what the check found wrong; or "SIGSEGV". Raises RuntimeError if the check could not be done.
+    check:           a name in checks.py
+    most_operations: of the interpreter; a kernel that does more is taken for one that never ends
+    Returns "right"; what the check found wrong; "endless"; or "SIGSEGV". Raises RuntimeError if the check could not be
+    done.
     """
     context = multiprocessing.get_context("forkserver")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_report, args=(folder, check, trial, sender))
+    process = context.Process(target=_report, args=(folder, check, trial, most_operations, sender))
     process.start()
     sender.close()
     has_ended = receiver.poll(_SECONDS)  # with an answer, or without
     if not has_ended:
         process.kill()
+        process.join()
+        raise RuntimeError(f"{check} on a copy of the kernels hung for {_SECONDS:g} s and was ended")
     try:
         answer: str = receiver.recv()
     except EOFError:
@@ -83,7 +93,7 @@ def verdict(folder: Path, check: str, trial: Trial) -> str:
     return answer
 
 
-def _report(folder: Path, check: str, trial: Trial, sender: Connection) -> None:
+def _report(folder: Path, check: str, trial: Trial, most_operations: int, sender: Connection) -> None:
     """In the forked process: rocm_attn.kernels is the copy in folder."""
     import rocm_attn
 
@@ -93,12 +103,33 @@ def _report(folder: Path, check: str, trial: Trial, sender: Connection) -> None:
     assert Path(copied).is_relative_to(folder), f"{copied} is not the copy in {folder}"
     if trial.is_backwards:
         _run_programs_backwards()
+    _count_operations(most_operations)
     try:
         checks.CHECKS[check](trial.memory())
     except AssertionError as wrong:
         sender.send(f"wrong: {str(wrong).partition(chr(10))[0][:120]}")
+    except _Endless:
+        sender.send("endless")
     else:
         sender.send("right")
+
+
+class _Endless(BaseException):
+    """A kernel does more than it should ever need. No Exception: the interpreter would wrap it in one of its own."""
+
+
+def _count_operations(most: int) -> None:
+    """Raise _Endless in the operation after so many. Every loop of a kernel computes an offset or compares a bound."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    operate, left = interpreter_builder.binary_op, itertools.count(most, -1)
+
+    def counted(*operands: Any) -> Any:
+        if next(left) == 0:
+            raise _Endless
+        return operate(*operands)
+
+    interpreter_builder.binary_op = counted
 
 
 def _run_programs_backwards() -> None:

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.amd.mutation.checks import CHECKS
 from tests.amd.mutation.copies import TRIALS, Trial, copy_of_kernels, start_server, verdict
-from tests.amd.mutation.mutants import Mutant, mutants
+from tests.amd.mutation.mutants import KERNELS, Mutant, mutants
 
 MUTANTS = mutants()
-FILES = sorted({mutant.path for mutant in MUTANTS})
+# The first file of each check: on the kernels as they are, a check does the same for all of its files.
+FILES = {CHECKS[path]: path for path in sorted(CHECKS, reverse=True)}.values()
 
 
 # Masks that change neither a value nor what is touched, and why they stay.
@@ -34,6 +36,19 @@ def server() -> None:
 @pytest.mark.parametrize("path", FILES)
 def test_the_kernels_pass_their_checks(path: str, trial: Trial, tmp_path: Path) -> None:
     assert verdict(copy_of_kernels(tmp_path), path, trial) == "right"
+
+
+@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.memory.__name__)
+def test_a_kernel_that_never_ends_is_noticed_by_what_it_has_done(trial: Trial, tmp_path: Path) -> None:
+    path, loop = "metadata/place_mask.py", "in range(first, num_bytes, PROGRAMS * BLOCK)"
+    source = (KERNELS / path).read_text()
+    assert loop in source
+    folder = copy_of_kernels(tmp_path, path, source.replace(loop, "in range(first, 1 << 62, PROGRAMS * BLOCK)"))
+    assert verdict(folder, path, trial, most_operations=10_000) == "endless"
+
+
+def test_every_kernel_with_a_mask_has_a_check() -> None:
+    assert {mutant.path for mutant in MUTANTS} == CHECKS.keys()
 
 
 def test_masks_that_are_called_harmless_exist() -> None:

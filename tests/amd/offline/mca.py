@@ -14,7 +14,9 @@ import functools
 import json
 import os
 import re
+import resource
 import shutil
+import signal
 import subprocess
 from dataclasses import dataclass
 
@@ -24,8 +26,8 @@ OLDEST_LLVM = 22
 # The models count in steps in which a SIMD of 16 lanes issues one instruction for the 64 of a wave.
 CLOCKS_PER_CYCLE = 4
 _ITERATIONS = 40
-# It needs a twentieth of a second, or never ends.
-_MAX_SECONDS = 10
+# Of a processor, which a busy machine does not change. It needs a twentieth of one, or never ends.
+_MAX_CPU_SECONDS = 10
 # llvm-mca 22 may stall for ever at an instruction of two micro-operations. Each of these becomes two instructions that
 # read the same registers and write one of its two each.
 _SWAP = re.compile(r"v_permlane\d+_swap_b32(?:_e\d+)? (v\d+), (v\d+)")
@@ -56,10 +58,7 @@ class LoopCycles:
 def loop_cycles(loop: HotLoop, arch: str, load_latency: int) -> LoopCycles:
     """The cycles of a loop whose loads take load_latency cycles. Raises NoLlvmMca and Unfinished."""
     tool, _ = find_llvm_mca()
-    try:
-        report = _run(tool, arch, _annotated(loop, load_latency))
-    except subprocess.TimeoutExpired as late:
-        raise Unfinished(f"llvm-mca was stopped after {_MAX_SECONDS} s in a loop for {arch}") from late
+    report = _run(tool, arch, _annotated(loop, load_latency))
     (region,) = json.loads(report)["CodeRegions"]
     # The line behind the last instruction has the sums of an iteration.
     pressure = region["ResourcePressureView"]["ResourcePressureInfo"]
@@ -90,10 +89,16 @@ def find_llvm_mca() -> tuple[str, int]:
 
 def _run(tool: str, arch: str, assembly: str) -> str:
     command = [tool, "-mtriple=amdgcn-amd-amdhsa", f"-mcpu={arch}", f"-iterations={_ITERATIONS}", "--json"]
-    ran = subprocess.run(command, input=assembly, capture_output=True, text=True, timeout=_MAX_SECONDS)
+    ran = subprocess.run(command, input=assembly, capture_output=True, text=True, preexec_fn=_limit_cpu_time)
+    if ran.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        raise Unfinished(f"llvm-mca was stopped after {_MAX_CPU_SECONDS} s of a processor in a loop for {arch}")
     if ran.returncode:
         raise ValueError(f"llvm-mca does not understand the loop: {ran.stderr[:2000]}")
     return ran.stdout
+
+
+def _limit_cpu_time() -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (_MAX_CPU_SECONDS, _MAX_CPU_SECONDS))
 
 
 def _annotated(loop: HotLoop, load_latency: int) -> str:

@@ -163,6 +163,8 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: gguf.G
 def _value_type(value: object) -> gguf.GGUFValueType:
     if isinstance(value, list):
         return gguf.GGUFValueType.ARRAY
+    if type(value) is int and value >= 2**32:
+        return gguf.GGUFValueType.UINT64
     kinds = {
         bool: gguf.GGUFValueType.BOOL,
         int: gguf.GGUFValueType.UINT32,

@@ -10,11 +10,12 @@ import pytest
 
 from rocm_attn.errors import BadModel, Unsupported
 from rocm_attn.runner.config import DenseMlp, LayerConfig
-from rocm_attn.runner.fields import Fields
+from rocm_attn.runner.fields import Fields, read_json
 from rocm_attn.runner.gates import SwiGLU
-from rocm_attn.runner.geometry import AttentionLayer
+from rocm_attn.runner.geometry import AttentionLayer, attention_geometry
 from rocm_attn.runner.hf_config import ARCHITECTURES, config_from_json
 from rocm_attn.runner.rope import LinearScaling, Llama3Scaling, NoScaling, Rope, YarnScaling
+from rocm_attn.runner.weights import expected_shapes
 from tests.amd.runner.hf_models import small_hf_config
 
 # the layout before transformers 5, as Llama 3.1 8B was published
@@ -44,6 +45,15 @@ LLAMA31: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "vocab_size": 128256,
+}
+
+DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 4,
 }
 
 
@@ -149,12 +159,87 @@ def test_latent_attention_is_refused() -> None:
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' is not known"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling does not say factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised with gptq"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised with .gptq."),
     ],
 )
 def test_a_config_that_cannot_be_run_is_refused_in_one_sentence(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(BadModel, match=sentence):
         config_from_json({**LLAMA31, **changes})
+
+
+HUGE = (2**31, 2**63, 2**64, 10**400)
+
+
+@pytest.mark.parametrize("value", HUGE)
+@pytest.mark.parametrize(
+    "name",
+    ["num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "max_position_embeddings", "head_dim"],
+)
+def test_a_number_beyond_an_int32_is_refused_and_not_repeated_at_length(name: str, value: int) -> None:
+    with pytest.raises(BadModel, match=rf"{name} is .*; it must be at most 2147483647") as refusal:
+        config_from_json({**LLAMA31, name: value})
+    assert len(str(refusal.value)) < 250
+
+
+@pytest.mark.parametrize("value", [10_001, 2**31 - 1])
+def test_more_layers_than_a_model_has_are_refused(value: int) -> None:
+    with pytest.raises(BadModel, match=f"num_hidden_layers is {value}; it must be at most 10000"):
+        config_from_json({**LLAMA31, "num_hidden_layers": value})
+    with pytest.raises(BadModel, match=f"num_hidden_layers is {value}; it must be at most 10000"):
+        attention_geometry({**DEEPSEEK, "num_hidden_layers": value})
+
+
+@pytest.mark.parametrize("value", HUGE)
+def test_huge_numbers_elsewhere_are_refused_too(value: int) -> None:
+    with pytest.raises(BadModel, match=r"eos_token_id is .*; it must be an id or a list of them"):
+        config_from_json({**LLAMA31, "eos_token_id": [2, value]})
+    too_large = {**LLAMA31, "rope_theta": value if value > 2**64 else float("inf")}
+    with pytest.raises(BadModel, match=r"rope_theta is .*; it must be a positive number"):
+        config_from_json(too_large)
+
+
+def test_a_scale_that_overflows_is_refused() -> None:
+    with pytest.raises(BadModel, match=r"mscale_all_dim 1e\+308 is too large"):
+        attention_geometry({**DEEPSEEK, "rope_scaling": {"factor": 40, "mscale_all_dim": 1e308}})
+
+
+@pytest.mark.parametrize("value", ["x" * 5000, [["x" * 5000] * 5000], {"a": [{}] * 5000}])
+def test_a_message_shows_the_beginning_of_a_long_value(value: object) -> None:
+    for name in ("hidden_size", "architectures", "hidden_act", "eos_token_id"):
+        with pytest.raises(BadModel) as refusal:
+            config_from_json({**LLAMA31, name: value})
+        assert len(str(refusal.value)) < 400
+
+
+def test_more_experts_than_a_model_has_are_refused_before_their_names_are_made() -> None:
+    config = config_from_json(
+        {
+            **LLAMA31,
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "num_experts": 2**31 - 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+        }
+    )
+    with pytest.raises(BadModel, match="asks for more than 300000 tensors; look at its layers and experts"):
+        expected_shapes(config)
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, '{"a": ' + "9" * 5000 + "}"])
+def test_json_that_python_cannot_take_in_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(BadModel, match=r"config\.json is not JSON") as refusal:
+        read_json(path)
+    assert len(str(refusal.value)) < 400
+
+
+def test_a_file_too_large_for_a_config_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(BadModel, match="has 1099511627776 bytes; the text of a model has up to 67108864"):
+        read_json(path)
 
 
 def test_every_message_names_its_file() -> None:

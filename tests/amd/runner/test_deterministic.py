@@ -11,15 +11,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.errors import BadLogits
 from rocm_attn.runner import engine as engine_module
 from rocm_attn.runner.engine import Engine, EngineOptions
 from rocm_attn.runner.linears import ROWS, AllRows, BlocksOfRows
 from rocm_attn.runner.request import Request
 from rocm_attn.runner.sampling import Sampler, Sampling, pick_tokens
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
+from tests.amd.tolerances import assert_products_close
 
 BASE = EngineOptions(
-    provider="torch", page_size=4, max_batch_size=8, chunk=16, graphs=False, max_kv_len=64, deterministic=True
+    provider="torch",
+    page_size=4,
+    max_batch_size=8,
+    chunk=16,
+    graphs=False,
+    max_kv_len=64,
+    deterministic=True,
+    capture_after=0,
 )
 
 
@@ -37,7 +46,7 @@ def logits_of(
     """Seed -> the logits that each of the request's tokens was picked from."""
     seen: dict[int, list[Tensor]] = defaultdict(list)
 
-    def watched(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
+    def watched(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | BadLogits]:
         for row, sampler in zip(logits, samplers, strict=True):
             seen[sampler.sampling.seed].append(row.clone())
         return pick_tokens(logits, samplers)
@@ -74,7 +83,8 @@ def test_a_row_of_a_linear_layer_is_the_same_in_any_batch() -> None:
     for first, end in ((0, 1), (3, 4), (5, 22), (39, 40), (1, 40)):
         assert torch.equal(linears.linear(x[first:end], weight, bias), whole[first:end])
         assert torch.equal(linears.add_linear(residual[first:end], x[first:end], weight, None), summed[first:end])
-    assert torch.allclose(whole, AllRows().linear(x, weight, bias), atol=1e-4)
+    for product in (whole, AllRows().linear(x, weight, bias)):
+        assert_products_close(product, x, weight, bias)
     assert linears.linear(x[:0], weight).shape == (0, 576)
 
 

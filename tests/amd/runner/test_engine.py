@@ -16,16 +16,21 @@ from tokenizers import decoders, models
 
 from rocm_attn.errors import BadRequest, BadSetting, CapacityExceeded, Unsupported
 from rocm_attn.flight_recorder import read_dump
+from rocm_attn.hip_graphs.fake_recorder import FakeRecording
 from rocm_attn.runner.engine import Engine, EngineOptions
 from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.request import Completion, Request, TokenEvent
+from rocm_attn.runner.model import Model
+from rocm_attn.runner.request import Completion, Event, Request, TokenEvent
 from rocm_attn.runner.sampling import Sampling
 from rocm_attn.runner.tokenizer import Tokenizer
+from rocm_attn.step_runner import StepRunner
 from tests.amd.runner.dense_attention import dense_logits
 from tests.amd.runner.test_tokenizer import from_gguf, sentencepiece_fields
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
 
-BASE = EngineOptions(provider="torch", page_size=4, max_batch_size=8, chunk=16, graphs=False, max_kv_len=64)
+BASE = EngineOptions(
+    provider="torch", page_size=4, max_batch_size=8, chunk=16, graphs=False, max_kv_len=64, capture_after=0
+)
 
 
 @pytest.fixture(scope="module")
@@ -144,10 +149,11 @@ def test_a_stop_token_is_no_part_of_the_text() -> None:
 
 def test_events_put_together_are_the_completions() -> None:
     loaded = tiny_model(tokenizer=from_gguf(sentencepiece_fields()))
-    events: list[TokenEvent] = []
+    events: list[Event] = []
     completions = engine(loaded).generate(some_requests(), events.append)
+    assert len(events) == sum(len(completion.token_ids) for completion in completions)
     for number, completion in enumerate(completions):
-        mine = [event for event in events if event.request == number]
+        mine = [event for event in events if isinstance(event, TokenEvent) and event.request == number]
         assert tuple(event.token_id for event in mine) == completion.token_ids
         assert "".join(event.text for event in mine) == completion.text
         assert [event.finish_reason for event in mine] == [None] * 11 + [completion.finish_reason]
@@ -194,6 +200,39 @@ def test_decode_steps_replay_and_the_report_says_so(loaded: LoadedModel) -> None
     assert report.tokens_per_s > 0
     assert any(line.startswith("decode: torch.decode") for line in report.kernels)
     assert engine(loaded).report().graphs == "off"
+
+
+@pytest.mark.parametrize(("num_requests", "max_new_tokens"), [(6, 12), (24, 36)], ids=["short", "long"])
+def test_on_a_cpu_captures_never_take_more_than_a_tenth_of_the_work(
+    num_requests: int, max_new_tokens: int, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts in chunks of 7. Work is counted in runs of the model, eager ones and replays alike."""
+    work = {"serving": 0, "capturing": 0}
+    doing = ["serving"]
+
+    def counted(run: Callable[..., Any]) -> Callable[..., Any]:
+        def runs(*arguments: Any) -> Any:
+            work[doing[-1]] += 1
+            return run(*arguments)
+
+        return runs
+
+    def capturing(*arguments: Any) -> None:
+        doing.append("capturing")
+        capture(*arguments)
+        doing.pop()
+
+    capture = StepRunner._capture
+    monkeypatch.setattr(StepRunner, "_capture", capturing)
+    monkeypatch.setattr(FakeRecording, "replay", counted(FakeRecording.replay))
+    monkeypatch.setattr(Model, "forward", counted(Model.forward))
+    served = engine(loaded, graphs=True, chunk=7, max_batch_size=3, max_kv_len=96, capture_after=None)
+    for request in some_requests(num_requests):
+        served.submit(replace(request, max_new_tokens=max_new_tokens))
+    while served.has_work:
+        served.step()
+        assert work["capturing"] <= sum(work.values()) / 10
+    assert (served.report().captures > 0) == (num_requests > 6)
 
 
 def test_graphs_made_ahead_serve_every_step_that_can_be_replayed(loaded: LoadedModel) -> None:

@@ -17,17 +17,16 @@ from rocm_attn.runner.rope import LinearScaling, YarnScaling
 from tests.amd.runner.dense_attention import dense_logits
 from tests.amd.runner.hf_models import hf_logits, random_tokens, small_hf_model, write_gguf
 from tests.amd.runner.test_model import LLAMA3
+from tests.amd.tolerances import assert_layers_close
 
 
 def load(path: Path) -> LoadedModel:
     return load_model(path, dtype=torch.float32, device=torch.device("cpu"))
 
 
-def assert_same_logits(loaded: LoadedModel, reference: Any, tolerance: float = 1e-4) -> None:
+def assert_same_logits(loaded: LoadedModel, reference: Any) -> None:
     token_ids = random_tokens(50)
-    torch.testing.assert_close(
-        dense_logits(loaded, token_ids), hf_logits(reference, token_ids), atol=tolerance, rtol=tolerance
-    )
+    assert_layers_close(dense_logits(loaded, token_ids), hf_logits(reference, token_ids))
 
 
 @pytest.mark.parametrize(
@@ -161,6 +160,10 @@ def _reader(data: bytes, path: Path) -> gguf.GGUFReader:
     [
         ({"general.architecture": "gemma3"}, "does not know the architecture 'gemma3'; it knows llama, qwen2, qwen3"),
         ({"llama.block_count": 4}, "lacks model.layers.3"),
+        ({"llama.block_count": 2**31}, "block_count is 2147483648; it must be at most 2147483647"),
+        ({"llama.block_count": 2**31 - 1}, "block_count is 2147483647; it must be at most 10000"),
+        ({"llama.context_length": 2**63}, "context_length is 9223372036854775808; it must be at most 2147483647"),
+        ({"llama.rope.freq_base": float("inf")}, "rope.freq_base is inf; it must be a positive number"),
         ({"llama.block_count": 2}, "has model.layers.2.* which LlamaForCausalLM does not use"),
         ({"llama.attention.head_count": 5}, "do not divide one another"),
         ({"llama.attention.head_count_kv": 4}, "k_proj.weight has shape"),
@@ -174,6 +177,20 @@ def _reader(data: bytes, path: Path) -> gguf.GGUFReader:
         ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre 'tekken' is not known"),
         ({"tokenizer.ggml.merges": ["t1"]}, "'t1' in tokenizer.ggml.merges is not two tokens"),
         ({"tokenizer.ggml.merges": ["t 999"]}, "has no place in the vocabulary"),
+        (
+            {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 2**40},
+            "bos_token_id is 1099511627776; it must be at most",
+        ),
+        (
+            {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 101},
+            "bos_token_id is 101; the vocabulary has tokens 0 to 100",
+        ),
+        (
+            {"tokenizer.chat_template": "{{ bos_token }}", "tokenizer.ggml.bos_token_id": 2**40},
+            "bos_token_id is 1099511627776; it must be at most",
+        ),
+        ({"tokenizer.ggml.eos_token_id": 2**40}, "eos_token_id is 1099511627776; it must be an id or a list of them"),
+        ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": ["best"] * 101}, "scores must hold numbers"),
         ({"tokenizer.ggml.token_type": [1, 1]}, "2 tokenizer.ggml.token_type for 101 tokens"),
         ({"tokenizer.ggml.tokens": ["a"] * 101, "tokenizer.ggml.merges": ["a a"]}, "holds 100 tokens twice"),
     ],
@@ -196,6 +213,19 @@ def test_a_tensor_of_a_name_nobody_knows_is_refused(tmp_path: Path) -> None:
 def test_divisors_of_another_length_are_refused(tmp_path: Path) -> None:
     path = write_gguf(small_hf_model("Llama"), tmp_path / "m.gguf", tensors={"rope_freqs.weight": torch.ones(5)})
     with pytest.raises(BadModel, match=r"rope_freqs\.weight must be 8 positive numbers"):
+        load(path)
+
+
+def test_divisors_that_are_no_row_are_refused(tmp_path: Path) -> None:
+    path = write_gguf(small_hf_model("Llama"), tmp_path / "m.gguf", tensors={"rope_freqs.weight": torch.ones(4, 2)})
+    with pytest.raises(BadModel, match=r"rope_freqs\.weight must be one row in float32"):
+        load(path)
+
+
+def test_a_weight_under_two_names_is_refused(tmp_path: Path) -> None:
+    extra = {"model.norm.weight": torch.ones(48)}
+    path = write_gguf(small_hf_model("Llama"), tmp_path / "m.gguf", tensors=extra)
+    with pytest.raises(BadModel, match=r"one weight twice, as 'output_norm\.weight' and as 'model\.norm\.weight'"):
         load(path)
 
 

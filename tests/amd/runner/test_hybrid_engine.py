@@ -23,7 +23,9 @@ from rocm_attn.runtime import AttentionRuntime
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
 
 WINDOW = 9
-BASE = EngineOptions(provider="torch", page_size=4, max_batch_size=8, chunk=16, graphs=False, max_kv_len=64)
+BASE = EngineOptions(
+    provider="torch", page_size=4, max_batch_size=8, chunk=16, graphs=False, max_kv_len=64, capture_after=0
+)
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ def loaded() -> LoadedModel:
 @pytest.mark.parametrize(("page_size", "graphs"), list(product((1, 16), (False, True))))
 def test_layers_that_differ_are_each_served_as_they_are(page_size: int, graphs: bool, loaded: LoadedModel) -> None:
     options = EngineOptions(
-        provider="torch", page_size=page_size, max_batch_size=5, chunk=7, graphs=graphs, max_kv_len=64
+        provider="torch", page_size=page_size, max_batch_size=5, chunk=7, graphs=graphs, max_kv_len=64, capture_after=0
     )
     engine, requests = Engine(loaded, options), some_requests()
     for request, completion in zip(requests, engine.generate(requests), strict=True):

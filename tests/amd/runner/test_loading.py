@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rocm_attn.errors import BadModel, BadSetting
-from rocm_attn.runner.loading import find_model, load_model
+from rocm_attn.runner.loading import ModelKind, default_dtype, find_model, load_model, model_kind
 from tests.amd.runner.hf_models import save, small_hf_model
 
 CPU = torch.device("cpu")
@@ -64,3 +64,24 @@ def test_a_dtype_without_kernels_is_refused(dtype: torch.dtype, tmp_path: Path) 
 def test_a_device_that_is_not_there_is_refused(device: str, tmp_path: Path) -> None:
     with pytest.raises(BadSetting, match=f"device '{device}' is not"):
         load_model(save(small_hf_model("Llama"), tmp_path), dtype=torch.float32, device=torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("kind", "device_type", "dtype"),
+    [
+        (ModelKind.GGUF, "cuda", torch.float16),
+        (ModelKind.SAFETENSORS, "cuda", torch.bfloat16),
+        (ModelKind.GGUF, "cpu", torch.float32),
+        (ModelKind.SAFETENSORS, "cpu", torch.float32),
+    ],
+)
+def test_a_quantised_model_runs_in_float16_on_a_gpu(kind: ModelKind, device_type: str, dtype: torch.dtype) -> None:
+    assert default_dtype(kind, device_type) is dtype
+
+
+def test_the_kind_of_a_model_is_where_its_weights_lie(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").touch()
+    assert model_kind(tmp_path) is ModelKind.SAFETENSORS
+    assert model_kind(tmp_path / "m.gguf") is model_kind("smollm2") is ModelKind.GGUF
+    with pytest.raises(BadModel, match="there is no model at"):
+        model_kind(tmp_path / "nowhere")

@@ -19,7 +19,9 @@ from tests.amd.runner.hf_models import SMALL, save
 NUM_REQUESTS, CONCURRENCY = 200, 128
 WINDOW = 7
 
-AT_ONCE = EngineOptions(provider="torch", page_size=4, max_batch_size=CONCURRENCY, chunk=1024, max_kv_len=80)
+AT_ONCE = EngineOptions(
+    provider="torch", page_size=4, max_batch_size=CONCURRENCY, chunk=1024, max_kv_len=80, capture_after=0
+)
 ALONE = replace(AT_ONCE, max_batch_size=1, graphs=False)
 
 

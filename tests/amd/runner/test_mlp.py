@@ -14,6 +14,7 @@ from rocm_attn.runner.gates import ClampedSwiGLU, Gate, GeGLU, SwiGLU
 from rocm_attn.runner.linears import AllRows
 from rocm_attn.runner.mlp import expert_shares, inner_and_bias
 from rocm_attn.runner.mlp_weights import MlpWeights
+from tests.amd.tolerances import assert_layers_close
 
 EXPERTS, INNER, HIDDEN = 5, 6, 8
 MLP = ExpertMlp(EXPERTS, 2, INNER, SwiGLU(), has_bias=True, normalised=True, tensors=ExpertTensors.STACKED)
@@ -62,7 +63,7 @@ def test_a_token_gets_its_chosen_experts_in_their_shares(num_chosen: int, normal
         parts = logits.exp()
         whole = parts[chosen].sum() if normalised else parts.sum()
         expected.append(sum(parts[e] / whole * one_expert(token, e, gate, weights) for e in chosen))
-    torch.testing.assert_close(output(x, mlp, weights).double(), torch.stack(expected), atol=1e-4, rtol=1e-4)
+    assert_layers_close(output(x, mlp, weights), torch.stack(expected).float())
 
 
 def test_shares_of_normalised_experts_sum_to_one_and_the_others_are_zero() -> None:

@@ -11,6 +11,7 @@ import torch
 from rocm_attn.runner.loading import load_model
 from tests.amd.runner.dense_attention import dense_logits
 from tests.amd.runner.hf_models import hf_logits, random_tokens, save, small_hf_model
+from tests.amd.tolerances import assert_layers_close
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -51,7 +52,7 @@ def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
     reference = small_hf_model(family, **changes)
     loaded = load_model(save(reference, tmp_path), dtype=torch.float32, device=torch.device("cpu"))
     token_ids = random_tokens(60)
-    torch.testing.assert_close(dense_logits(loaded, token_ids), hf_logits(reference, token_ids), atol=1e-4, rtol=1e-4)
+    assert_layers_close(dense_logits(loaded, token_ids), hf_logits(reference, token_ids))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

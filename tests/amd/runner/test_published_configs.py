@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rocm_attn.errors import BadModel
+from rocm_attn.errors import BadModel, Unsupported
 from rocm_attn.runner.config import DenseMlp, ExpertMlp, ExpertTensors, LayerConfig
 from rocm_attn.runner.gates import ClampedSwiGLU, GeGLU, SwiGLU
 from rocm_attn.runner.geometry import AttentionLayer, attention_geometry
@@ -185,6 +185,75 @@ GEMMA3N_E2B: dict[str, Any] = {
 }
 
 
+# of what is not about attention only some
+DEEPSEEK_V2_LITE: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "first_k_dense_replace": 1,
+    "hidden_size": 2048,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v2",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "v_head_dim": 128,
+}
+
+DEEPSEEK_V3: dict[str, Any] = {
+    **DEEPSEEK_V2_LITE,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "model_type": "deepseek_v3",
+    "num_attention_heads": 128,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "rope_scaling": {**DEEPSEEK_V2_LITE["rope_scaling"], "mscale": 1.0, "mscale_all_dim": 1.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("published", "num_layers", "num_heads", "sharper"),
+    # 0.1 * mscale_all_dim * ln(40) + 1
+    [(DEEPSEEK_V2_LITE, 27, 16, 1.2608037774), (DEEPSEEK_V3, 61, 128, 1.3688879454)],
+    ids=["V2-Lite", "V3"],
+)
+def test_deepseek_keeps_one_latent_row_a_token(
+    published: dict[str, Any], num_layers: int, num_heads: int, sharper: float
+) -> None:
+    (layer,) = set(attention_geometry(published).layers)
+    assert len(attention_geometry(published).layers) == num_layers
+    assert (layer.num_q_heads, layer.num_kv_heads, layer.head_dim, layer.latent_dim) == (num_heads, 1, 576, 512)
+    assert layer.scale == pytest.approx(192**-0.5 * sharper**2)
+    assert layer.on_one_of(8).num_q_heads == num_heads // 8
+    newer = {key: value for key, value in published.items() if key != "rope_scaling"}
+    newer["rope_parameters"] = {**published["rope_scaling"], "rope_theta": 10000}
+    assert attention_geometry(newer) == attention_geometry(published)
+    flat = {**published, "rope_scaling": {**published["rope_scaling"], "mscale_all_dim": 0}}
+    assert attention_geometry(flat).layers[0].scale == 192**-0.5
+
+
+@pytest.mark.parametrize("published", [DEEPSEEK_V2_LITE, DEEPSEEK_V3], ids=["V2-Lite", "V3"])
+def test_the_runner_runs_no_latent_attention(published: dict[str, Any]) -> None:
+    with pytest.raises(Unsupported, match="uses multi-head latent attention"):
+        config_from_json(published)
+
+
 def test_gemma_3_with_images_is_its_text_model() -> None:
     config, mlp = config_from_json(GEMMA3_4B), DenseMlp(10240, GeGLU())
     windowed = LayerConfig(AttentionLayer(8, 4, 256, scale=1 / 16, window_left=1023), Rope(1e4, 256), mlp)
@@ -267,7 +336,11 @@ def test_gemma_3n_needs_more_than_the_runner_has() -> None:
         (GPT_OSS, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; the runner knows 'silu'"),
         (GPT_OSS, {"num_local_experts": 3}, "4 experts a token of 3 experts"),
         (GPT_OSS, {"swiglu_limit": 0}, "swiglu_limit is 0; it must be a positive number"),
-        (GPT_OSS, {"quantization_config": {"quant_method": "mxfp4"}}, "quantised with mxfp4 are not read; .*bfloat16"),
+        (
+            GPT_OSS,
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "quantised with .mxfp4. are not read; .*bfloat16",
+        ),
         (QWEN3_30B_A3B, {"num_experts": None}, "does not say num_local_experts"),
         (QWEN3_30B_A3B, {"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
         (QWEN3_30B_A3B, {"mlp_only_layers": "all"}, "mlp_only_layers is 'all'"),

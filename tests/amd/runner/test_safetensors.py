@@ -15,6 +15,7 @@ from rocm_attn.errors import BadModel
 from rocm_attn.runner.loading import LoadedModel, load_model
 from tests.amd.runner.dense_attention import dense_logits
 from tests.amd.runner.hf_models import hf_logits, random_tokens, save, small_hf_model
+from tests.amd.tolerances import assert_layers_close
 
 Tensors = dict[str, Tensor]
 
@@ -40,9 +41,7 @@ def test_shards_give_what_a_single_file_gives(tmp_path: Path) -> None:
     reference, token_ids = small_hf_model("Qwen3"), random_tokens(9)
     save(reference, tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
-    torch.testing.assert_close(
-        dense_logits(load(tmp_path), token_ids), hf_logits(reference, token_ids), atol=1e-4, rtol=1e-4
-    )
+    assert_layers_close(dense_logits(load(tmp_path), token_ids), hf_logits(reference, token_ids))
 
 
 def test_bfloat16_files_are_read_in_the_dtype_asked_for(model_dir: Path) -> None:
@@ -114,12 +113,77 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-@pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": 3}', "{}"])
-def test_a_damaged_index_is_refused(index: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("index", "sentence"),
+    [
+        ("{", "index.json is not JSON"),
+        ("[" * 100_000, "index.json is not JSON .*nested too deeply"),
+        ("[]", "index.json must hold a JSON object"),
+        ('{"weight_map": 3}', "is not a safetensors index .weight_map is 3"),
+        ('{"weight_map": {"a": 3}}', "is not a safetensors index .weight_map holds 3"),
+        ('{"weight_map": {}}', "is not a safetensors index .weight_map is {}"),
+        ("{}", "is not a safetensors index .weight_map is None"),
+        (json.dumps({"weight_map": {"a": "x" * 5000}}), r"index.json names 'x+\.\.\.x+', which is not in "),
+        ('{"weight_map": {"a": "\\ud800"}}', "which is not in "),
+        ('{"weight_map": {"a": "a\\u0000b"}}', "which is not in "),
+        ('{"weight_map": {"a": ""}}', "which is not in "),
+        ('{"weight_map": {"a": "../m/model.safetensors"}}', "names '../m/model.safetensors', which is outside of"),
+        ('{"weight_map": {"a": "b/../../model.safetensors"}}', "which is outside of its folder; only files in it are"),
+        ('{"weight_map": {"a": "/model.safetensors"}}', "names '/model.safetensors', which is outside of"),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_a_damaged_index_is_refused(index: str, sentence: str, tmp_path: Path) -> None:
     save(small_hf_model("Llama"), tmp_path, max_shard_size="40KB")
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(BadModel, match="is not a safetensors index"):
+    with pytest.raises(BadModel, match=sentence) as refusal:
         load(tmp_path)
+    assert len(str(refusal.value)) < 600
+
+
+def sharded(directory: Path) -> tuple[dict[str, str], str]:
+    """A model in two files, its weight_map, and the name of a tensor that lies in both: ones in b, its values in a."""
+    tensors = load_file(save(small_hf_model("Llama"), directory) / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    names = sorted(tensors)
+    twice = names[0]
+    save_file({name: tensors[name] for name in names[:5]}, directory / "a.safetensors")
+    rest = {name: tensors[name] for name in names[5:]}
+    save_file({**rest, twice: torch.ones_like(tensors[twice])}, directory / "b.safetensors")
+    weight_map = {name: "a.safetensors" if name in names[:5] else "b.safetensors" for name in names}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return weight_map, twice
+
+
+@pytest.mark.parametrize("file", ["a.safetensors", "b.safetensors"])
+def test_a_tensor_in_two_shards_is_read_from_the_one_that_the_index_names(file: str, tmp_path: Path) -> None:
+    weight_map, twice = sharded(tmp_path)
+    index = {"weight_map": {**weight_map, twice: file}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert twice == "lm_head.weight"
+    assert bool((load(tmp_path).weights.head == 1).all()) == (file == "b.safetensors")
+
+
+def test_a_shard_that_lacks_a_tensor_of_the_index_is_named(tmp_path: Path) -> None:
+    weight_map, _ = sharded(tmp_path)
+    index = {"weight_map": {**weight_map, "model.norm.weight": "a.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(
+        BadModel, match=r"a\.safetensors lacks 'model\.norm\.weight', which .*index\.json says is there"
+    ):
+        load(tmp_path)
+
+
+def test_files_of_a_cache_may_be_links_to_another_folder(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    blobs = tmp_path / "blobs"
+    snapshot = tmp_path / "snapshot"
+    blobs.mkdir()
+    snapshot.mkdir()
+    for number, path in enumerate(sorted(tmp_path.glob("*.*"))):
+        path.rename(blobs / str(number))
+        (snapshot / path.name).symlink_to(Path("..") / "blobs" / str(number))
+    assert load(snapshot).config.num_layers == load(snapshot).config.attention.num_storing
 
 
 def test_a_directory_without_weights_is_refused(model_dir: Path) -> None:

@@ -112,7 +112,7 @@ requests = st.builds(
     chunk=st.integers(1, 40),
     spare_pages=st.integers(0, 12),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_request_comes_to_what_it_would_alone(
     arrivals: list[tuple[int, Request]], page_size: int, max_batch_size: int, chunk: int, spare_pages: int
 ) -> None:

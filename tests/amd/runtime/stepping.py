@@ -213,8 +213,9 @@ class World:
 
     def lse_rows(self, layer: int, step: Step, q: Tensor) -> Tensor | None:
         """Rows for the log-sum-exp, where the step's kernel gives it."""
-        kernel = step.plan.kernels[list(dict.fromkeys(self.problems)).index(self.problems[layer])]
-        return torch.full(q.shape[:2], float("nan"), device=q.device) if kernel.row.limits.lse else None
+        problem = self.problems[layer]
+        limits = step.plan.kernels[list(dict.fromkeys(self.problems)).index(problem)].row.limits
+        return torch.full(q.shape[:2], float("nan"), device=q.device) if limits.gives_lse(problem) else None
 
     def qkv(self, problem: Problem, step: Step) -> tuple[Tensor, Tensor, Tensor]:
         """Random rows for the real tokens of a step and NaN for the padded ones."""

@@ -91,7 +91,7 @@ def test_a_fault_of_a_step_in_other_buffers_is_told_too(provider: str, device: t
 def test_a_fault_is_told_although_its_memory_was_given_up(provider: str, device: torch.device) -> None:
     serving, requests = decoding(provider, device, graphs=True)
     number = set_error_word(serving, TOKEN_WITHOUT_PAGE)
-    serving.runner.reopen([2])
+    serving.runtime.give_up_seal()
     assert [message.partition(":")[0] for _, message in steps_until_told(serving, requests)] == [f"step {number}"]
 
 

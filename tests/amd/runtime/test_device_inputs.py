@@ -121,7 +121,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(each(0, 11), q_len, q_room, kv_room)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(case=cases())
 def test_lengths_of_the_device_give_bitwise_what_the_hosts_give(
     provider: str, device: torch.device, case: Case
@@ -152,7 +152,7 @@ def test_lengths_of_the_device_give_bitwise_what_the_hosts_give(
 INT32 = st.integers(-(2**31), 2**31 - 1)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     kv_len=st.lists(INT32 | st.integers(-2, 20), min_size=2, max_size=2), q_len=st.lists(INT32, min_size=2, max_size=2)
 )

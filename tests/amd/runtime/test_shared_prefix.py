@@ -119,7 +119,7 @@ def test_pads_are_inert_beside_kernels_whose_pads_have_a_key(provider: str, devi
     decode(world, family(world, 8, [1, 2]), [PrefixGroup(2, 8)], pad_to=5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 @pytest.mark.parametrize("provider", ["torch"])
 def test_any_groups_of_forks_of_forks_give_what_the_oracle_gives(

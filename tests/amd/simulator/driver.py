@@ -1,4 +1,7 @@
-"""A Triton driver whose launches run in the simulator: `kernel[grid](cpu_tensors)` compiles for an AMD GPU and runs."""
+"""A Triton driver whose launches run in the simulator: `kernel[grid](cpu_tensors)` compiles for an AMD GPU and runs.
+
+All launches count: of this project, of Gluon kernels, and of libraries that know nothing of the simulator.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,15 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
-from triton.compiler import CompiledKernel
 
 from rocm_attn.kernels.compile_only import AbsentDriver, activated
-from rocm_attn.kernels.launch import Thunk, observe_launches
+from rocm_attn.kernels.launch import observe_launches
 from rocm_attn.target import known_target
 from tests.amd.offline.offline_driver import absent_gpu
 from tests.amd.simulator.assembly import Argument, parse_assembly
@@ -49,65 +53,83 @@ class Simulation:
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
-    """grid: programs along x, y, z. arguments: (name, Triton's type) -> value, in order, constants included."""
+class _Active:
+    """What launches run as while `simulated` is active."""
 
-    grid: tuple[int, int, int]
-    arguments: Mapping[tuple[str, str], Any]
+    arch: str
+    poison: int
+    done: Simulation
 
 
 @contextmanager
 def simulated(arch: str, *, poison: int = POISON) -> Iterator[Simulation]:
-    """While active, kernels launched through rocm_attn.kernels.launch run as machine code of arch on CPU tensors.
+    """While active, every Triton kernel that is launched in this process runs as machine code of arch on CPU tensors.
 
     Raises SimulationFault, UnknownInstruction and Triton's OutOfResources, at the launch.
     """
-    done = Simulation()
     assert os.environ.get("TRITON_INTERPRET", "0") == "0", "the interpreter replaces the compiler; use another process"
     gpu = absent_gpu(known_target(arch))
     driver = AbsentDriver(gpu, device_id=_FIRST_DEVICE_ID + ARCHS.index(arch), launcher=_launcher)
+    done = Simulation()
+    _active.append(_Active(arch, poison, done))
+    try:
+        # Observed, rocm_attn's launches take the ordinary way: its shorter ones ask for a stream of a real device.
+        with activated(driver), _kept_assembly(), observe_launches(lambda thunk: thunk()):
+            yield done
+    finally:
+        _active.pop()
 
-    def run(thunk: Thunk) -> None:
-        kernel: Any = thunk()
-        done.instructions += _run(arch, poison, kernel, _requests.pop())
-        done.kernels.append(kernel.name)
-        done.mnemonics[kernel.name] = _simulated[arch, kernel.hash].assembly.mnemonics
 
-    with activated(driver), observe_launches(run):
-        yield done
+_active: list[_Active] = []
+# By Triton's hash of a kernel, which holds the target.
+_assembly: dict[str, str] = {}
+_simulated: dict[str, SimulatedKernel] = {}
 
 
-# Triton keeps a launcher for as long as its kernel: what it was called with waits here until the kernel is known.
-_requests: list[_Request] = []
-_simulated: dict[tuple[str, str], SimulatedKernel] = {}
+@contextmanager
+def _kept_assembly() -> Iterator[None]:
+    """While active, the assembly of every kernel that Triton compiles or finds in its cache is kept by its hash."""
+
+    def listen(*, metadata: dict[str, Any], metadata_group: Mapping[str, str], **rest: object) -> None:
+        (path,) = (path for name, path in metadata_group.items() if name.endswith(".amdgcn"))
+        _assembly[metadata["hash"]] = Path(path).read_text()
+
+    before = triton.knobs.compilation.listener
+    triton.knobs.compilation.listener = listen
+    try:
+        yield
+    finally:
+        triton.knobs.compilation.listener = before
 
 
 def _launcher(source: Any, metadata: Any) -> Callable[..., None]:
-    """Notes what a launch asks for; source.signature has the types of the arguments, constants among them."""
+    """Runs launches of one kernel; source.signature has the types of the arguments, constants among them."""
 
-    def note(x: int, y: int, z: int, *rest: Any) -> None:
+    def run(x: int, y: int, z: int, *rest: Any) -> None:
         # stream, function, packed metadata, launch metadata and two hooks come before the arguments.
-        _requests.append(_Request((x, y, z), dict(zip(source.signature.items(), rest[6:], strict=True))))
+        _run(metadata, (x, y, z), dict(zip(source.signature.items(), rest[6:], strict=True)))
 
-    return note
+    return run
 
 
-def _run(arch: str, poison: int, kernel: CompiledKernel, request: _Request) -> int:
-    """Execute a launch of a compiled kernel; returns the instructions executed."""
-    key = arch, kernel.hash
-    if key not in _simulated:
-        _simulated[key] = SimulatedKernel(parse_assembly(kernel.asm["amdgcn"]), arch)
-    num_waves = kernel.metadata.num_warps
-    passed = {name: (kind, value) for (name, kind), value in request.arguments.items() if kind != "constexpr"}
+def _run(metadata: Any, grid: tuple[int, int, int], arguments: Mapping[tuple[str, str], Any]) -> None:
+    """Execute a launch. arguments: (name, Triton's type) -> value, in order, constants included."""
+    active = _active[-1]
+    if metadata.hash not in _simulated:
+        _simulated[metadata.hash] = SimulatedKernel(parse_assembly(_assembly[metadata.hash]), active.arch)
+    kernel = _simulated[metadata.hash]
+    passed = {name: (kind, value) for (name, kind), value in arguments.items() if kind != "constexpr"}
     launch = Launch(
-        grid=request.grid,
-        num_waves=num_waves,
-        lds_bytes=kernel.metadata.shared,
-        arguments=_pack(_simulated[key].assembly.arguments, passed, _hidden(request.grid, num_waves)),
+        grid=grid,
+        num_waves=metadata.num_warps,
+        lds_bytes=metadata.shared,
+        arguments=_pack(kernel.assembly.arguments, passed, _hidden(grid, metadata.num_warps)),
         allocations=[_storage(name, value) for name, (_, value) in passed.items() if isinstance(value, Tensor)],
-        poison=poison,
+        poison=active.poison,
     )
-    return _simulated[key].run(launch)
+    active.done.instructions += kernel.run(launch)
+    active.done.kernels.append(metadata.name)
+    active.done.mnemonics[metadata.name] = kernel.assembly.mnemonics
 
 
 def _pack(places: tuple[Argument, ...], passed: dict[str, tuple[str, Any]], hidden: Mapping[str, int]) -> bytes:

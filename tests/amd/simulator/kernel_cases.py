@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.attention.merge_states import launch_merge_states
 from rocm_attn.kernels.cache.store import launch_store_kv
+from rocm_attn.kernels.metadata.error_word import NOT_FINITE
 from rocm_attn.kernels.refs import cache as cache_twins
 from rocm_attn.kernels.refs.merge_states import merge_states
 from rocm_attn.kernels.tuning.tiles import DECODE_ROWS, DecodeTiles, ExtendTiles, decode_tiles, extend_tiles
@@ -136,21 +137,22 @@ def vectorised_pools(
 
 
 def run_store(arch: str, dtype: torch.dtype, pools_of: Callable[..., list[Tensor]], *, is_large: bool) -> Simulation:
-    """New keys and values to pages in random order; pads, and slots of page 0, are dropped."""
+    """New keys and values to pages in random order; pads, slots of page 0, and what is no number are dropped."""
     page_size, heads, dims, num_tokens = 8, 2, (80, 48), 11
     page_bytes = page_size * heads * min(dims) * 2
     num_pages = LARGE_POOL_BYTES // page_bytes if is_large else 64
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.randn(num_tokens, heads, dim, generator=generator).to(dtype) for dim in dims)
-    k[-2:], v[-2:] = float("nan"), float("nan")
+    k[-1], v[-1], v[1, 1, 7] = float("nan"), float("nan"), float("-inf")
     page = num_pages - 1 - torch.randperm(16, generator=generator)[:num_tokens]
     page[3] = 0
     slots = (page * page_size + torch.arange(num_tokens) % page_size).int()
-    counts = torch.tensor([1, num_tokens - 2, 0, 0], dtype=torch.int32)
+    counts = [torch.tensor([1, num_tokens - 2, 0, 0], dtype=torch.int32) for _ in range(2)]
     pools = [pools_of(num_pages, page_size, heads, dims, dtype) for _ in range(2)]
     with simulated(arch) as simulation:
-        launch_store_kv(k, v, slots, counts, *pools[0])
-    cache_twins.store_kv(k, v, slots, counts, *pools[1])
+        launch_store_kv(k, v, slots, counts[0], *pools[0])
+    cache_twins.store_kv(k, v, slots, counts[1], *pools[1])
+    assert counts[0].tolist() == counts[1].tolist() == [1, num_tokens - 2, 0, NOT_FINITE]
     for stored, expected in zip(*pools, strict=True):
         # The pages that were aimed at and the first ones, not gigabytes of zeros.
         for pages in (slice(0, 16), slice(num_pages - 16, num_pages)):

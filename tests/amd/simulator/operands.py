@@ -81,6 +81,8 @@ def vector_source(core: Core, token: str, dtype: np.dtype[Any], *, high: bool = 
     name, absolute, negated = token, False, False
     if name.startswith("-") and name not in _FLOATS and not name[1:].isdigit():
         name, negated = name[1:], True
+    if name.startswith("neg("):  # of a constant, where a sign would be part of it
+        name, negated = name[4:-1], True
     if name.startswith("|"):
         name, absolute = name.strip("|"), True
     read = _plain_source(core, name, dtype, high=high)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.amd.offline.offline_driver import compiled_by
-from tests.amd.offline.small_kernels import launch_copy, launch_gather_product
+from tests.amd.offline.small_kernels import _copy_kernel, launch_copy, launch_gather_product
 from tests.amd.simulator import kernel
 from tests.amd.simulator.assembly import Argument, Assembly, Instruction, parse_assembly, parse_instruction
 from tests.amd.simulator.core import POISON
@@ -149,6 +149,16 @@ def test_a_copy_copies(arch: str) -> None:
         launch_copy(source, out[:1000])
     assert torch.equal(out[:1000], source)
     assert (out[1000:] == 5.0).all()
+    assert simulation.kernels == ["_copy_kernel"]
+
+
+@every_arch
+def test_a_kernel_is_executed_whoever_launches_it(arch: str) -> None:
+    """Other libraries launch theirs without rocm_attn."""
+    source, out = torch.randn(100), torch.empty(100)
+    with simulated(arch) as simulation:
+        _copy_kernel[(1,)](source, out, 100, BLOCK=128)
+    assert torch.equal(out, source)
     assert simulation.kernels == ["_copy_kernel"]
 
 

@@ -31,7 +31,8 @@ def test_scalars_and_constants_are_the_same_in_every_lane(operand: str, value: i
 
 
 @pytest.mark.parametrize(
-    ("operand", "value"), [("-v0", -2.5), ("|v1|", 1.5), ("-|v1|", -1.5), ("-s0", -8.0), ("-1.0", -1.0)]
+    ("operand", "value"),
+    [("-v0", -2.5), ("|v1|", 1.5), ("-|v1|", -1.5), ("-s0", -8.0), ("-1.0", -1.0), ("neg(2.0)", -2.0)],
 )
 def test_float_sources_are_negated_and_made_absolute(operand: str, value: float) -> None:
     core = execute(f"v_add_f32_e64 v2, {operand}, 0", vector={0: bits(2.5), 1: bits(-1.5)}, scalar={0: bits(8.0)})

@@ -31,5 +31,6 @@ def test_generate_json_prints_one_object_with_coherent_text() -> None:
     assert "Paris" in france["text"]
     assert france["finish_reason"] == "stop"
     assert "river" in haiku["text"].lower()
-    assert printed["report"]["replays"] > 0
+    assert printed["report"]["steps"] > 0
+    assert printed["report"]["captures"] == 0, "so short a run does not pay for a graph on a CPU"
     assert "tokens/s" in finished.stderr

@@ -41,7 +41,15 @@ PLAIN_FACTS = (
 
 # page size, chunk, graphs: every pair of values meets; all triples, over a small model, are in test_engine.py
 WAYS = [
-    EngineOptions(provider="torch", page_size=page_size, chunk=chunk, graphs=graphs, max_batch_size=8, max_kv_len=128)
+    EngineOptions(
+        provider="torch",
+        page_size=page_size,
+        chunk=chunk,
+        graphs=graphs,
+        max_batch_size=8,
+        max_kv_len=128,
+        capture_after=0,
+    )
     for page_size, chunk, graphs in ((16, 64, False), (16, 7, True), (1, 64, True), (1, 7, False))
 ]
 
@@ -101,7 +109,9 @@ def test_the_way_of_serving_changes_no_token(
 def test_neither_order_nor_batch_size_changes_a_token(
     loaded: LoadedModel, requests: list[Request], completions: list[Completion]
 ) -> None:
-    options = EngineOptions(provider="torch", page_size=16, chunk=64, graphs=True, max_batch_size=3, max_kv_len=128)
+    options = EngineOptions(
+        provider="torch", page_size=16, chunk=64, graphs=True, max_batch_size=3, max_kv_len=128, capture_after=0
+    )
     assert serve(loaded, requests[::-1], options) == completions[::-1]
 
 

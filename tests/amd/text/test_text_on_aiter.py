@@ -17,7 +17,9 @@ from tests.amd.aiter.signatures import E4048607
 from tests.amd.aiter.stand_in import install
 
 PROMPTS = ("The capital of France is", "def fibonacci(n):\n    ", "Once upon a time, in a village by the sea,")
-TORCH = EngineOptions(provider="torch", page_size=16, max_batch_size=4, chunk=8, graphs=False, max_kv_len=128)
+TORCH = EngineOptions(
+    provider="torch", page_size=16, max_batch_size=4, chunk=8, graphs=False, max_kv_len=128, capture_after=0
+)
 
 
 @pytest.mark.parametrize("graphs", [False, True])

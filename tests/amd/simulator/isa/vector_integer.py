@@ -43,6 +43,13 @@ def _reverse_bits(a: Array) -> Array:
     return np.packbits(bits[:, ::-1], axis=1, bitorder="little").view(U32)[:, 0]
 
 
+def _first_bit_unlike_the_sign(a: Array) -> Array:
+    """Counted from the top; all ones where every bit is like the sign."""
+    unlike = a ^ (a.view(I32) >> 31).view(U32)
+    bit_length = np.frexp(unlike.astype(np.float64))[1]
+    return np.where(unlike == 0, -1, 32 - bit_length).astype(I32).view(U32)
+
+
 def _field(a: Array, offset: Array, width: Array) -> Array:
     return a >> (offset & _5_BITS) & ((np.uint32(1) << (width & _5_BITS)) - np.uint32(1))
 
@@ -138,6 +145,7 @@ OPS: dict[str, VectorOp] = {
     "v_cndmask_b32": _op(lambda a, b, mask: np.where(mask, b, a), U32, U32, MASK),
     "v_not_b32": _unsigned(operator.invert, 1),
     "v_bfrev_b32": _unsigned(_reverse_bits, 1),
+    "v_ffbh_i32": _unsigned(_first_bit_unlike_the_sign, 1),
     "v_add_u32": _unsigned(operator.add),
     "v_sub_u32": _unsigned(operator.sub, clamped=lambda a, b: np.where(a > b, a - b, np.uint32(0))),
     "v_subrev_u32": _unsigned(_reversed(operator.sub)),

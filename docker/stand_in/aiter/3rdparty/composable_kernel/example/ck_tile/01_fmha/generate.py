@@ -1,0 +1,1 @@
+"""Stands where Composable Kernel writes its sources."""

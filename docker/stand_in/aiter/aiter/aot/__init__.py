@@ -1,0 +1,1 @@
+"""Stands where AITER compiles kernels of FlyDSL ahead."""

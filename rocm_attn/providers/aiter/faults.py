@@ -1,0 +1,117 @@
+"""What AITER's kernels get wrong in some releases: of AITER, or of the ROCm that compiles them.
+
+Each says how it is known. A fault ends with the first release that AITER's own sources, tests or code objects show to
+be right; where no release is known that ended it, it has no end here.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rocm_attn.problem import UNLIMITED_WINDOW
+from rocm_attn.providers.contract import Fault, side_bytes
+from rocm_attn.releases import Release, Span
+
+_MI300, _MI355 = "gfx942", "gfx950"
+_BOTH = (_MI300, _MI355)
+
+
+def _before(release: str) -> Span:
+    return Span(before=Release.of(release))
+
+
+def _between(since: str, before: str) -> Span:
+    return Span(Release.of(since), Release.of(before))
+
+
+# Its tiles in decode are a page, or 64 keys of one that is larger, which is 64 KiB at head_dim 512.
+WIDE_DECODE = Fault(
+    "head_dim 512 on pages of 64 tokens or more takes more than the 64 KiB of LDS that gfx942 has",
+    lambda problem, pool: problem.head_dim == 512 and problem.page_size >= 64,
+    (_MI300,),
+    aiter=_before("0.1.19.post1"),
+)
+
+# In extend and mixed steps they are 64 keys on pages of any size.
+WIDE_EXTEND = Fault(
+    "head_dim 512 takes more than the 64 KiB of LDS that gfx942 has",
+    lambda problem, pool: problem.head_dim == 512,
+    (_MI300,),
+    aiter=_before("0.1.19.post1"),
+)
+
+# Two stages of a tile of 128 keys, where a sequence is not split.
+LARGE_PAGE_DECODE = Fault(
+    "head_dim 256 on pages of 128 tokens takes more than the 64 KiB of LDS that gfx942 has",
+    lambda problem, pool: problem.head_dim == 256 and problem.page_size == 128,
+    (_MI300,),
+    aiter=_before("0.1.12"),
+)
+
+# An assertion on the way to the kernel that splits sequences; those of layers with a window are not split.
+FLOAT16_SPLITS = Fault(
+    "float16 is refused where sequences are split",
+    lambda problem, pool: problem.dtype == torch.float16 and problem.window_left == UNLIMITED_WINDOW,
+    _BOTH,
+    aiter=_between("0.1.16", "0.1.17"),
+)
+
+# Pages of more than 256 tokens were cut into parts of 256 keys, of which there are eight at most; the rest was dropped.
+LARGE_PAGES_LOSE_KEYS = Fault(
+    "on pages of 1024 tokens it leaves out keys behind the first 2048",
+    lambda problem, pool: problem.page_size == 1024,
+    _BOTH,
+    aiter=_before("0.1.14"),
+)
+
+# Byte offsets of 31 bits: what its code objects declare as the size of K and of V, 0x80000000 in v0.1.16.
+POOL_OF_2_GIB = Fault(
+    "K or V of a layer takes more than 2 GiB, which its offsets reach",
+    lambda problem, pool: side_bytes(problem, pool) > 2**31 - 1,
+    _BOTH,
+    aiter=_before("0.1.17"),
+)
+
+# Its instances, by what AITER's tests of each release run.
+NO_PAGES_OF_16 = Fault(
+    "it has no kernel for pages of 16 tokens",
+    lambda problem, pool: problem.page_size == 16,
+    _BOTH,
+    aiter=_before("0.1.10.post1"),
+)
+NO_HEAD_DIM_256 = Fault(
+    "it has no kernel for head_dim 256",
+    lambda problem, pool: problem.head_dim == 256,
+    _BOTH,
+    aiter=_before("0.1.12"),
+)
+
+# AITER's tests leave it out: off by 0.05 to 1.78 in bfloat16 with two new tokens or more, and right on gfx942.
+SPILLED_SCALARS = Fault(
+    "causal attention without a soft cap is compiled wrong for gfx950",
+    lambda problem, pool: problem.causal and not problem.logits_soft_cap,
+    (_MI355,),
+    rocm=_between("7.2", "7.3"),
+)
+
+# It adds the bias to what it then caps.
+CAPPED_SLOPES = Fault(
+    "it caps logits and their ALiBi slopes together, where the slopes come after the soft cap",
+    lambda problem, pool: problem.has_alibi_slopes and problem.logits_soft_cap > 0,
+    _BOTH,
+)
+
+# It keeps positions for the bias in 16 bits.
+FAR_SLOPES = Fault(
+    "its ALiBi slopes are for sequences of up to 65536 tokens",
+    lambda problem, pool: problem.has_alibi_slopes and pool.max_kv_len > 1 << 16,
+    _BOTH,
+)
+
+COMPOSABLE = (FAR_SLOPES,)
+BATCH_PREFILL = (NO_PAGES_OF_16, NO_HEAD_DIM_256, SPILLED_SCALARS, *COMPOSABLE)
+UNIFIED_DECODE = (WIDE_DECODE, LARGE_PAGE_DECODE, FLOAT16_SPLITS)
+UNIFIED_EXTEND = (WIDE_EXTEND,)
+RAGGED = (CAPPED_SLOPES,)
+GLUON = (LARGE_PAGES_LOSE_KEYS,)
+ASSEMBLED = (POOL_OF_2_GIB,)

@@ -1,0 +1,32 @@
+"""What is odd about AITER's kernels by their sources, and why they serve all the same; docs/kernels.md lists it."""
+
+from __future__ import annotations
+
+CAP_OVERFLOWS = (
+    "A logit of more than 88 times the soft cap overflows to NaN. It shows, and with caps of 30 and 50, as models have "
+    "them, it would take logits of 2,640."
+)
+LOW_LOGITS = (
+    "Logits below -87 could vanish beside tiles that show a query nothing. It is given sinks of -1e30 where there is a "
+    "window, and sequences in one piece where there is none, so it meets no such tile first."
+)
+REDUCTION = (
+    "Without its reduction in C++, v0.1.20 calls another one with an argument that it does not take. Which of the two "
+    "there is, the probe finds out: it cuts sequences into parts, as serving does."
+)
+TABLE_OVER_READ = (
+    "How far it reads a table is not known. The buffers have room for a turn of its four waves, 256 tokens, behind a "
+    "sequence's last page, and hold page 0 there."
+)
+EMPTY_SEQUENCES = (
+    "No caller of AITER's own gives it sequences without new tokens, as padded ones are. The probe does, at the end of "
+    "a batch and within."
+)
+FEW_SEQUENCES = (
+    "Steps of so many sequences that 16 splits of each fill the device go by equal splits: no one has measured the "
+    "schedule for bfloat16, and SGLang takes it for FP8 alone."
+)
+MANY_HEADS = (
+    "17 to 127 heads are made up to 128. Releases from v0.1.14 on have kernels for 32 and 64, but put their splits "
+    "together in steps that are right for one arch alone, and their tests run them on demand only."
+)

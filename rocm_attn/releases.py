@@ -1,0 +1,94 @@
+"""Releases of ROCm and of AITER, as values that a choice of kernels can be a pure function of."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib import metadata
+
+import torch
+
+_NUMBERS = re.compile(r"v?(\d+(?:\.\d+)+)(.*)")
+_POST = re.compile(r"\.?post(\d+)")
+_BEFORE = re.compile(r"[.-]?(?:dev|rc)\d")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Release:
+    """A release by its numbers, in the order in which releases are made.
+
+    numbers: of the release, and one more: 0.1.20 is (0, 1, 20, 0), 0.1.19.post1 is (0, 1, 19, 1), and what comes before
+             0.1.21, a build of its development or a candidate, is (0, 1, 21, -1). Empty: the release is not known.
+    """
+
+    numbers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, text: str) -> Release:
+        """The release that a version names: "0.1.20", "v0.1.10.post3", "0.1.21.dev0+g1234567", "7.2.53211-abc".
+
+        Not known where the text is no version, or has fewer than two numbers.
+        """
+        match = _NUMBERS.match(text)
+        if match is None:
+            return UNKNOWN
+        numbers, rest = tuple(map(int, match[1].split("."))), match[2]
+        if post := _POST.match(rest):
+            return cls((*numbers, int(post[1])))
+        return cls((*numbers, -1 if _BEFORE.match(rest) else 0))
+
+    def __str__(self) -> str:
+        if not self.numbers:
+            return "of unknown release"
+        *numbers, last = self.numbers
+        behind = {-1: " in development", 0: ""}.get(last, f".post{last}")
+        return ".".join(map(str, numbers)) + behind
+
+
+UNKNOWN = Release(())
+# Before the first release, and behind the last one.
+_FIRST, _ENDLESS = Release((0,)), Release((1 << 30,))
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The releases from `since` on, up to `before`, which is not one of them. By itself: all of them."""
+
+    since: Release = _FIRST
+    before: Release = _ENDLESS
+
+    def __contains__(self, release: Release) -> bool:
+        """Whether a release is, or may be, one of them: one that is not known may be any."""
+        return release == UNKNOWN or self.since <= release < self.before
+
+    def __str__(self) -> str:
+        since = f"from {self.since}" if self.since != _FIRST else ""
+        before = f"before {self.before}" if self.before != _ENDLESS else ""
+        return " and ".join(filter(None, (since, before))) or "every release"
+
+
+EVERY_RELEASE = Span()
+
+
+@dataclass(frozen=True, slots=True)
+class Releases:
+    """What runs on a device, or would: the ROCm that compiles for it, and the AITER that is installed."""
+
+    rocm: Release = UNKNOWN
+    aiter: Release = UNKNOWN
+
+
+NOT_KNOWN = Releases()
+
+
+def installed_releases() -> Releases:
+    """Those of this machine. torch names the HIP that it was built with, whose first two numbers are ROCm's."""
+    return Releases(Release.of(torch.version.hip or ""), Release.of(aiter_version()))
+
+
+def aiter_version() -> str:
+    """The installed AITER's version; empty where its distribution does not say, or where there is none."""
+    try:
+        return metadata.version("amd-aiter")
+    except metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,42 @@
+"""RecentSteps: which requests were in the steps that the device may still report a fault of."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rocm_attn.step_batch import INT32_MAX
+
+# A fault is reported when the ring slot of its step comes round again, two steps later; four times that are kept.
+_KEPT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One run of the step runner: steps before + 1 to last of the runtime, more than one where a graph was made."""
+
+    before: int
+    last: int
+    requests: frozenset[int]
+
+
+class RecentSteps:
+    """Numbers of steps, as AttentionRuntime.step_number counts them -> numbers of the requests that were in them."""
+
+    def __init__(self) -> None:
+        self._runs: deque[_Run] = deque(maxlen=_KEPT)
+
+    def note(self, before: int, last: int, requests: Iterable[int]) -> None:
+        """Remember a run; before, last: the runtime's step number before and after it."""
+        self._runs.append(_Run(before, last, frozenset(requests)))
+
+    def requests_in(self, step: int | None) -> frozenset[int] | None:
+        """The requests that were in a step; None where it is not known which step it was, or who was in it."""
+        if step is None:
+            return None
+        for run in self._runs:
+            # the numbers wrap
+            if 0 < (step - run.before) & INT32_MAX <= (run.last - run.before) & INT32_MAX:
+                return run.requests
+        return None

@@ -1,0 +1,50 @@
+"""StepHolder: which thread has a runtime's step. One at a time has it; another one that asks for it is refused."""
+
+from __future__ import annotations
+
+import threading
+from threading import get_ident
+
+_STEP = "step"
+
+
+class StepHolder:
+    """The thread that has begun a step, or none."""
+
+    __slots__ = ("_taking_over", "_thread_of")
+
+    def __init__(self) -> None:
+        self._thread_of: dict[str, int] = {}
+        self._taking_over = threading.Lock()
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether a thread has the step."""
+        return bool(self._thread_of)
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the current thread has the step."""
+        return self._thread_of.get(_STEP) == get_ident()
+
+    def take(self) -> bool:
+        """Take the step for the current thread, if no other one has it; whether the current thread has it now.
+
+        Taking it again is harmless, so that an interrupt right after it was taken leaves nothing to clean up. A thread
+        that has ended has no step.
+        """
+        me = get_ident()
+        # setdefault looks and writes at once, whatever other threads do meanwhile.
+        return self._thread_of.setdefault(_STEP, me) == me or self._take_over(me)
+
+    def give_back(self) -> None:
+        """The current thread, which has the step, has it no longer."""
+        self._thread_of.clear()
+
+    def _take_over(self, me: int) -> bool:
+        with self._taking_over:
+            holder = self._thread_of.get(_STEP)
+            if holder is not None and any(thread.ident == holder for thread in threading.enumerate()):
+                return False
+            self._thread_of.pop(_STEP, None)
+            return self._thread_of.setdefault(_STEP, me) == me

@@ -1,0 +1,87 @@
+"""Logits below -87, of which a running maximum of 0 leaves nothing: unified_attention is not given what makes it 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.problem import Problem
+from tests.amd.aiter.serving import plain_problem, vectorised_problem, world
+from tests.amd.aiter.stand_in import StandIn
+from tests.amd.runtime.stepping import World
+
+# Of AITER's functions, unified_attention alone has head_dim 64 over these pages.
+PLAIN = plain_problem(16, dims=(64, 64), heads=(2, 1))
+PROBLEMS: Mapping[str, Problem] = {
+    "no window": PLAIN,
+    "a window": replace(PLAIN, window_left=20),
+    "a window and slopes": replace(PLAIN, window_left=20, has_alibi_slopes=True),
+    "a window and sinks": replace(PLAIN, window_left=20, has_sinks=True),
+    "a window, vectorised": replace(vectorised_problem(heads=(2, 1), dims=(64, 64)), window_left=20),
+}
+
+
+class LowWorld(World):
+    """Every product of q and k is about -150 before anything is added."""
+
+    def qkv(self, problem: Problem, step: Any) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().qkv(problem, step)
+        away = (150 / (problem.scale * problem.head_dim)) ** 0.5
+        return (0.1 * q + away).to(q.dtype), (0.1 * k - away).to(k.dtype), v
+
+
+def serve(problem: Problem) -> None:
+    built = world(problem, max_kv_len=900)
+    serving = LowWorld(**{name: getattr(built, name) for name in built.__dataclass_fields__})
+    requests = [serving.admit() for _ in range(3)]
+    for q_len in ([70, 31, 600], [9, 40, 130], [1, 25, 3], [1, 1, 1]):
+        serving.step(requests, q_len)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+def test_low_logits_are_those_of_the_oracle(problem: Problem, aiter: StandIn) -> None:
+    serve(problem)
+    assert "unified_attention" in aiter.calls
+
+
+# What the binding gives the function against it, taken away.
+WITHOUT = {
+    "sinks far below": (PROBLEMS["a window"], {"sinks": None}),
+    "one piece": (PROBLEMS["no window"], {"max_seqlen_k": 900}),
+}
+
+
+@pytest.mark.parametrize(("problem", "change"), WITHOUT.values(), ids=WITHOUT)
+def test_without_what_the_binding_does_low_logits_vanish(
+    problem: Problem, change: Mapping[str, Any], aiter: StandIn
+) -> None:
+    world(problem, max_kv_len=900)  # past its probe, whose logits are above
+    right = aiter.bodies["unified_attention"]
+    aiter.bodies["unified_attention"] = lambda call: right({**call, **change})
+    with pytest.raises(AssertionError, match="not close"):
+        serve(problem)
+
+
+def test_layers_that_have_sinks_keep_their_own(aiter: StandIn) -> None:
+    seen: list[Tensor] = []
+    right = aiter.bodies["unified_attention"]
+
+    def noted(call: Mapping[str, Any]) -> Any:
+        seen.append(call["sinks"])
+        return right(call)
+
+    aiter.bodies["unified_attention"] = noted
+    built = world(PROBLEMS["a window and sinks"], max_kv_len=900)
+    seen.clear()
+    requests = [built.admit(), built.admit()]
+    for q_len in ([40, 50], [2, 3], [1, 1]):
+        built.step(requests, q_len)
+    own = built.runtime.head_weights.of(0).sinks
+    assert own is not None
+    assert seen
+    assert all(torch.equal(sinks, own) for sinks in seen)

@@ -1,0 +1,208 @@
+"""The probe's rows of edges: who sees one key too few or too many is refused at every window, and no one else is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.padding import StepKind
+from rocm_attn.probe_runs import Wrong, edge_run, random_run
+from rocm_attn.problem import Problem
+from rocm_attn.providers.select import Selection, select
+from rocm_attn.runtime import AttentionRuntime
+from tests.amd.aiter import (
+    checks,
+    decode_functions,
+    latent_functions,
+    latent_schedule,
+    prefill_functions,
+    unified_function,
+    vectorised_functions,
+)
+from tests.amd.aiter.checks import Scores
+from tests.amd.aiter.serving import CPU, GFX942, latent_problem, plain_problem, vectorised_problem
+from tests.amd.aiter.signatures import V0_1_10
+from tests.amd.aiter.stand_in import StandIn
+
+MODULES = (
+    decode_functions,
+    latent_functions,
+    latent_schedule,
+    prefill_functions,
+    unified_function,
+    vectorised_functions,
+)
+
+# What a kernel does wrong to the keys that a query sees: bool [q_len, keys] -> the same with one more or one less.
+Damage = Callable[[Tensor], Tensor]
+
+
+def ends(visible: Tensor, *, first: bool, steps: int) -> Tensor:
+    """visible with the cell at an end of each row, or the one `steps` before it, turned over where it exists."""
+    places = torch.arange(visible.shape[1])
+    at = torch.where(visible, places, visible.shape[1]).amin(1) if first else torch.where(visible, places, -1).amax(1)
+    cell = places[None] == (at + steps)[:, None]
+    return visible ^ cell
+
+
+DAMAGES: Mapping[str, Damage] = {
+    "leaves out the first key": lambda visible: ends(visible, first=True, steps=0),
+    "sees the key before the first": lambda visible: ends(visible, first=True, steps=-1),
+    "leaves out the last key": lambda visible: ends(visible, first=False, steps=0),
+    "sees the key behind the last": lambda visible: ends(visible, first=False, steps=1),
+}
+# Without a window, nothing lies before the first key.
+OF_UNLIMITED = [name for name in DAMAGES if name != "sees the key before the first"]
+
+
+@contextmanager
+def damaged(damage: Damage) -> Iterator[None]:
+    """The stand-in's functions see other keys. Behind the last key of a sequence lies a row of zeros, as in a page."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        k, v = (torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])]) for rows in (k, v))
+        visible = damage(torch.cat([scores.visible, scores.visible.new_zeros(len(scores.visible), 1)], dim=1))
+        bias = None if scores.bias is None else torch.cat([scores.bias, scores.bias[..., -1:]], dim=-1)
+        return checks.attend(q, k, v, replace(scores, visible=visible, bias=bias))
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in MODULES:
+            patch.setattr(module, "attend", attend)
+        yield
+
+
+def make_wrong(aiter: StandIn, function: str, damage: Damage) -> None:
+    right = aiter.bodies[function]
+
+    def wrong(call: Mapping[str, Any]) -> Any:
+        with damaged(damage):
+            return right(call)
+
+    aiter.bodies[function] = wrong
+
+
+# Function -> a layer that it serves, as few heads as it takes.
+LINEAR = plain_problem(16, heads=(1, 1), dims=(128, 128))
+PROBLEMS: Mapping[str, Problem] = {
+    "flash_attn_varlen_func": LINEAR,
+    "mha_batch_prefill_func": LINEAR,
+    "unified_attention": LINEAR,
+    "pa_decode_gluon": vectorised_problem(heads=(4, 1)),
+}
+UNLIMITED: Mapping[str, Problem] = {
+    **PROBLEMS,
+    "paged_attention_ragged": LINEAR,
+    "pa_decode_gluon": vectorised_problem(1024, heads=(4, 1)),
+    "pa_fwd_asm": vectorised_problem(heads=(8, 1)),
+    "mla_decode_fwd": latent_problem(16),
+    "mla_prefill_fwd": latent_problem(16),
+}
+WINDOWS = (0, 1, 15, 127, 1023, 4095)
+
+
+def selected(problem: Problem, function: str) -> Selection:
+    """AITER's kernels; those of decode that come before the function are left out."""
+    earlier = {"pa_fwd_asm": ("aiter.pa_decode_gluon",)}.get(function, ())
+    return select(problem, GFX942, "aiter", unavailable=dict.fromkeys(earlier, "left out"))
+
+
+def edges_of(problem: Problem, function: str) -> Wrong | None:
+    return edge_run(selected(problem, function), CPU, AttentionRuntime)
+
+
+@pytest.mark.parametrize("window_left", WINDOWS)
+@pytest.mark.parametrize("function", PROBLEMS)
+def test_one_key_too_few_or_too_many_at_a_window_is_refused(function: str, window_left: int, aiter: StandIn) -> None:
+    problem = replace(PROBLEMS[function], window_left=window_left)
+    right = aiter.bodies[function]
+    for name, damage in DAMAGES.items():
+        make_wrong(aiter, function, damage)
+        wrong = edges_of(problem, function)
+        assert wrong is not None, f"{function} {name}"
+        assert wrong.kernel.startswith(f"aiter.{function}")
+        assert wrong.what.startswith("by a key at an edge: sequence ")
+        aiter.bodies[function] = right
+
+
+@pytest.mark.parametrize("function", UNLIMITED)
+def test_one_key_too_few_or_too_many_without_a_window_is_refused(function: str, aiter: StandIn) -> None:
+    right = aiter.bodies[function]
+    for name in OF_UNLIMITED:
+        make_wrong(aiter, function, DAMAGES[name])
+        wrong = edges_of(UNLIMITED[function], function)
+        assert wrong is not None, f"{function} {name}"
+        assert wrong.kernel.startswith(f"aiter.{function}")
+        aiter.bodies[function] = right
+
+
+@pytest.mark.parametrize("window_left", [-1, *WINDOWS])
+@pytest.mark.parametrize("base", [LINEAR, vectorised_problem(heads=(4, 1))], ids=["linear", "vectorised"])
+def test_right_kernels_pass_at_every_window(base: Problem, window_left: int, aiter: StandIn) -> None:
+    assert edges_of(replace(base, window_left=window_left), "") is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": torch.bfloat16},
+        {"logits_soft_cap": 2.0},
+        {"logits_soft_cap": 50.0},
+        {"has_sinks": True},
+        {"has_alibi_slopes": True},
+        {"causal": False},
+        {"page_size": 1},
+        {"scale": 1.5},
+    ],
+    ids=str,
+)
+def test_right_kernels_of_any_scores_pass_and_one_key_too_few_is_seen(
+    change: Mapping[str, Any], aiter: StandIn
+) -> None:
+    problem = replace(LINEAR, **change)
+    assert edges_of(problem, "") is None
+    for function in ("flash_attn_varlen_func", "mha_batch_prefill_func", "paged_attention_ragged", "unified_attention"):
+        make_wrong(aiter, function, DAMAGES["leaves out the last key"])
+    assert edges_of(problem, "") is not None
+
+
+def test_random_rows_do_not_show_one_key_among_many(aiter: StandIn) -> None:
+    """Why there are rows of edges: a bound that covers rounding covers a key among hundreds."""
+    problem = replace(LINEAR, dtype=torch.bfloat16, window_left=1023)
+    make_wrong(aiter, "unified_attention", DAMAGES["leaves out the first key"])
+    selection = selected(problem, "")
+    assert selection.kernels[StepKind.DECODE].row.name == "aiter.unified_attention"
+    assert random_run(selection, CPU, AttentionRuntime) is None
+    assert edge_run(selection, CPU, AttentionRuntime) is not None
+
+
+def test_keys_that_a_large_page_loses_behind_the_first_2048_are_missed(aiter: StandIn) -> None:
+    """As releases before v0.1.14 do on pages of 1024, should one of them not say what it is."""
+    function = vectorised_functions.pa_decode_gluon
+    aiter.bodies["pa_decode_gluon"] = lambda call: function(V0_1_10, call)
+    problem = vectorised_problem(1024, heads=(4, 1))
+    assert random_run(selected(problem, ""), CPU, AttentionRuntime) is None
+    wrong = edges_of(problem, "")
+    assert wrong is not None
+    assert wrong.kernel == "aiter.pa_decode_gluon"
+
+
+def test_a_kernel_that_is_wrong_in_large_batches_alone_is_refused(aiter: StandIn) -> None:
+    """There pa_decode_gluon takes one program a sequence, which writes its result without the reduction."""
+    right = aiter.bodies["pa_decode_gluon"]
+
+    def wrong(call: Mapping[str, Any]) -> None:
+        right(call)
+        if call["max_context_partition_num"] == 1:
+            call["output"].mul_(0.5)
+
+    aiter.bodies["pa_decode_gluon"] = wrong
+    # So many KV heads that 512 sequences fill the device.
+    found = edges_of(vectorised_problem(heads=(8, 2)), "")
+    assert found is not None
+    assert (found.kernel, "decode" in found.what) == ("aiter.pa_decode_gluon", True)

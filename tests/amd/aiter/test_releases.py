@@ -1,0 +1,273 @@
+"""What a kernel gets wrong in some releases is refused in those, with the release, and served in the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rocm_attn.padding import StepKind
+from rocm_attn.problem import Problem
+from rocm_attn.providers.aiter.rows import ROWS
+from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
+from rocm_attn.releases import UNKNOWN, Release, Releases, Span
+from rocm_attn.target import IMAGE_RELEASES, KNOWN_TARGETS, Target, known_target
+from tests.amd.aiter import vectorised_functions
+from tests.amd.aiter.checks import ContractBroken
+from tests.amd.aiter.latent_functions import mla_decode_fwd
+from tests.amd.aiter.serving import latent_problem, plain_problem, vectorised_problem
+from tests.amd.aiter.signatures import E4048607, V0_1_14
+from tests.amd.house.source_tree import ROOT
+
+WIDE = plain_problem(16, dims=(128, 128))
+
+
+def test_releases_are_in_the_order_in_which_they_were_made() -> None:
+    in_order = ["0.1.10rc1", "0.1.10", "v0.1.10.post1", "0.1.10.post3", "0.1.11", "0.1.19", "0.1.19.post1", "0.1.20"]
+    in_order += ["0.1.21.dev46+ge4048607a", "0.1.21"]
+    releases = [Release.of(text) for text in in_order]
+    assert releases == sorted(set(releases))
+
+
+@pytest.mark.parametrize("text", ["", "later", "0", "unknown+g123"])
+def test_what_is_no_release_is_not_known_and_may_be_any(text: str) -> None:
+    assert Release.of(text) == UNKNOWN
+    assert UNKNOWN in Span(Release.of("0.1.10"), Release.of("0.1.14"))
+
+
+def test_torchs_hip_names_the_rocm_release() -> None:
+    in_7_2 = Span(Release.of("7.2"), Release.of("7.3"))
+    assert Release.of("7.2.53211-e1a6bc5663") in in_7_2
+    assert Release.of("7.2.4") in in_7_2
+    for other in ("6.4.43484-123eb5128", "7.1.25424", "7.3.0"):
+        assert Release.of(other) not in in_7_2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("0.1.19.post1", "0.1.19.post1"),
+        ("7.2.53211-abc", "7.2.53211"),
+        ("0.1.21.dev46+ge404", "0.1.21 in development"),
+        ("?", "of unknown release"),
+    ],
+)
+def test_a_release_says_its_name(text: str, said: str) -> None:
+    assert str(Release.of(text)) == said
+
+
+def test_the_releases_of_the_image_are_those_that_it_is_built_from() -> None:
+    dockerfile = (ROOT / "docker" / "Dockerfile").read_text()
+    assert f"rocm/pytorch:rocm{IMAGE_RELEASES.rocm}_" in dockerfile
+    # 46 commits behind the tag v0.1.20, as git describes it.
+    assert "AITER_COMMIT=e4048607" in dockerfile
+    assert IMAGE_RELEASES.aiter == Release.of(E4048607.version)
+    assert all(target.releases == IMAGE_RELEASES for target in KNOWN_TARGETS.values() if target.is_amd)
+
+
+def on(arch: str, *, aiter: str = "0.1.21.dev46", rocm: str = "7.0.2") -> Target:
+    return replace(known_target(arch), releases=Releases(Release.of(rocm), Release.of(aiter)))
+
+
+def refusals(name: str, kind: StepKind, problem: Problem, target: Target, pool: PoolSize) -> tuple[str, ...]:
+    (row,) = (row for row in ROWS if row.name == f"aiter.{name}" and row.kind is kind)
+    return row.refusals(problem, target, pool)
+
+
+D512, D256 = plain_problem(128, dims=(512, 512)), plain_problem(128, dims=(256, 256))
+# As many pages of 16 tokens, 2 heads and 128 elements of 2 bytes as take 2 GiB.
+TWO_GIB = PoolSize(2**31 // (16 * 2 * 128 * 2), 1024, 8)
+
+# What is refused, where: kernel, kind of step, problem, pool, the last release that has the fault, the first without.
+BY_AITER: Mapping[str, tuple[str, StepKind, Problem, PoolSize, str, str]] = {
+    "large pages lose keys": (
+        "pa_decode_gluon",
+        StepKind.DECODE,
+        vectorised_problem(1024),
+        SMALLEST_POOL,
+        "0.1.13.post1",
+        "0.1.14",
+    ),
+    "a pool of 2 GiB": ("pa_fwd_asm", StepKind.DECODE, vectorised_problem(), TWO_GIB, "0.1.16.post6", "0.1.17"),
+    "D 512 in decode": ("unified_attention", StepKind.DECODE, D512, SMALLEST_POOL, "0.1.19", "0.1.19.post1"),
+    "D 512 in decode on pages of 64": (
+        "unified_attention",
+        StepKind.DECODE,
+        replace(D512, page_size=64),
+        SMALLEST_POOL,
+        "0.1.10",
+        "0.1.20",
+    ),
+    "D 512 in extend": (
+        "unified_attention",
+        StepKind.EXTEND,
+        replace(D512, page_size=16),
+        SMALLEST_POOL,
+        "0.1.19",
+        "0.1.19.post1",
+    ),
+    "D 512 in mixed steps": ("unified_attention", StepKind.MIXED, D512, SMALLEST_POOL, "0.1.12", "0.1.19.post2"),
+    "D 256 in decode": ("unified_attention", StepKind.DECODE, D256, SMALLEST_POOL, "0.1.11.post1", "0.1.12"),
+    "float16 in splits": ("unified_attention", StepKind.DECODE, WIDE, SMALLEST_POOL, "0.1.16.post6", "0.1.17"),
+    "no pages of 16": ("mha_batch_prefill_func", StepKind.EXTEND, WIDE, SMALLEST_POOL, "0.1.10", "0.1.10.post1"),
+    "no head_dim of 256": (
+        "mha_batch_prefill_func",
+        StepKind.MIXED,
+        replace(D256, page_size=1024),
+        SMALLEST_POOL,
+        "0.1.11",
+        "0.1.12",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "kind", "problem", "pool", "last", "first"), BY_AITER.values(), ids=BY_AITER)
+def test_a_fault_is_refused_up_to_the_release_that_ended_it(
+    name: str, kind: StepKind, problem: Problem, pool: PoolSize, last: str, first: str
+) -> None:
+    (own,) = refusals(name, kind, problem, on("gfx942", aiter=last), pool)
+    assert own.endswith(f"; here {last})")
+    assert refusals(name, kind, problem, on("gfx942", aiter=first), pool) == ()
+    reasons = refusals(name, kind, problem, on("gfx942", aiter="a build of our own"), pool)
+    assert any(reason == own.replace(f"here {last}", "here of unknown release") for reason in reasons)
+
+
+# Beside a fault: what is a little other, and right.
+BESIDE: Mapping[str, tuple[str, StepKind, Problem, PoolSize, Target]] = {
+    "smaller pages": (
+        "pa_decode_gluon",
+        StepKind.DECODE,
+        vectorised_problem(64),
+        SMALLEST_POOL,
+        on("gfx942", aiter="0.1.13"),
+    ),
+    "a smaller pool": (
+        "pa_fwd_asm",
+        StepKind.DECODE,
+        vectorised_problem(),
+        replace(TWO_GIB, num_pages=TWO_GIB.num_pages - 1),
+        on("gfx942", aiter="0.1.16"),
+    ),
+    "the LDS of gfx950": ("unified_attention", StepKind.DECODE, D512, SMALLEST_POOL, on("gfx950", aiter="0.1.10")),
+    "small pages in decode": (
+        "unified_attention",
+        StepKind.DECODE,
+        replace(D512, page_size=32),
+        SMALLEST_POOL,
+        on("gfx942", aiter="0.1.10"),
+    ),
+    "before the assertion": (
+        "unified_attention",
+        StepKind.DECODE,
+        WIDE,
+        SMALLEST_POOL,
+        on("gfx942", aiter="0.1.15.post3"),
+    ),
+    "bfloat16 in splits": (
+        "unified_attention",
+        StepKind.DECODE,
+        replace(WIDE, dtype=torch.bfloat16),
+        SMALLEST_POOL,
+        on("gfx942", aiter="0.1.16"),
+    ),
+    "float16 that is not split": (
+        "unified_attention",
+        StepKind.DECODE,
+        replace(WIDE, window_left=9),
+        SMALLEST_POOL,
+        on("gfx942", aiter="0.1.16"),
+    ),
+    "pages of one": (
+        "mha_batch_prefill_func",
+        StepKind.EXTEND,
+        replace(WIDE, page_size=1),
+        SMALLEST_POOL,
+        on("gfx942", aiter="0.1.10"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "kind", "problem", "pool", "target"), BESIDE.values(), ids=BESIDE)
+def test_what_lies_beside_a_fault_is_served(
+    name: str, kind: StepKind, problem: Problem, pool: PoolSize, target: Target
+) -> None:
+    assert refusals(name, kind, problem, target, pool) == ()
+
+
+BATCH_PREFILLS = ["mha_batch_prefill_func", "mha_batch_prefill_func[vectorised]"]
+
+
+@pytest.mark.parametrize("name", BATCH_PREFILLS)
+@pytest.mark.parametrize("kind", [StepKind.EXTEND, StepKind.MIXED])
+def test_causal_batch_prefill_is_refused_on_gfx950_with_rocm_7_2(name: str, kind: StepKind) -> None:
+    problem = vectorised_problem() if name.endswith("]") else WIDE
+    (reason,) = refusals(name, kind, problem, on("gfx950", rocm="7.2.53211-abc"), SMALLEST_POOL)
+    assert reason.startswith("causal attention without a soft cap is compiled wrong for gfx950 (ROCm from 7.2 and ")
+    assert reason.endswith("before 7.3; here 7.2.53211)")
+    for target in (on("gfx950", rocm="7.1.1"), on("gfx950", rocm="7.3.0"), on("gfx942", rocm="7.2.4")):
+        assert refusals(name, kind, problem, target, SMALLEST_POOL) == ()
+    capped, both_ways = replace(problem, logits_soft_cap=30.0), replace(problem, causal=False)
+    for each in (capped, both_ways):
+        assert refusals(name, kind, each, on("gfx950", rocm="7.2.4"), SMALLEST_POOL) == ()
+
+
+def test_ragged_decode_is_refused_slopes_that_it_would_cap() -> None:
+    slopes = replace(WIDE, has_alibi_slopes=True)
+    ragged = ("paged_attention_ragged", StepKind.DECODE)
+    (reason,) = refusals(*ragged, replace(slopes, logits_soft_cap=30.0), on("gfx942"), SMALLEST_POOL)
+    assert reason.startswith("it caps logits and their ALiBi slopes together")
+    for each in (slopes, replace(WIDE, logits_soft_cap=30.0)):
+        assert refusals(*ragged, each, on("gfx942"), SMALLEST_POOL) == ()
+
+
+COMPOSABLE = [("flash_attn_varlen_func", StepKind.PREFILL), (BATCH_PREFILLS[0], StepKind.EXTEND)]
+
+
+@pytest.mark.parametrize(("name", "kind"), COMPOSABLE)
+def test_slopes_are_for_sequences_whose_positions_have_16_bits(name: str, kind: StepKind) -> None:
+    slopes = replace(WIDE, has_alibi_slopes=True)
+    assert refusals(name, kind, slopes, on("gfx942"), PoolSize(8, 1 << 16, 1)) == ()
+    (reason,) = refusals(name, kind, slopes, on("gfx942"), PoolSize(8, (1 << 16) + 1, 1))
+    assert reason == "its ALiBi slopes are for sequences of up to 65536 tokens (every release)"
+    (reason,) = refusals(name, kind, replace(slopes, wants_lse=True), on("gfx942"), SMALLEST_POOL)
+    assert reason == "it gives no log-sum-exp of logits with ALiBi slopes"
+
+
+LATENT_ROWS = [row for row in ROWS if "mla_" in row.name and not row.not_bound]
+
+
+@pytest.mark.parametrize("row", LATENT_ROWS, ids=lambda row: f"{row.name}-{row.kind.value}")
+def test_a_latent_pool_ends_at_4_gib_a_layer(row: Any) -> None:
+    latent, most = latent_problem(16), (2**32 - 1) // (576 * 2)
+    assert most < 2**24, "where page ids are multiplied by their low 24 bits"
+    assert row.refusals(latent, on("gfx942"), PoolSize(most, 1024, 8)) == ()
+    (reason,) = row.refusals(latent, on("gfx942"), PoolSize(most + 1, 1024, 8))
+    assert reason == f"K or V of a layer takes {(most + 1) * 576 * 2} bytes, its offsets reach {2**32 - 1}"
+
+
+def test_the_stand_ins_read_no_farther_than_the_real_ones() -> None:
+    """On the meta device, where a pool of gigabytes costs nothing; a call that is in reach is refused for nothing."""
+
+    def pages(num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes // (2 * 16 * 128 * 2), 2, 16, 16, 8, dtype=torch.float16, device="meta")
+
+    q = torch.empty(4, 16, 128, dtype=torch.float16, device="meta")
+    for release, reach in ((V0_1_14, 2**31), (E4048607, 2**32)):
+        k = pages(reach)
+        call = {"Q": q, "out_": q, "K": k, "V": k.view(len(k), 2, 2, 128, 8)}
+        with pytest.raises(ContractBroken, match=f"byte offsets reach {reach}"):
+            vectorised_functions.pa_fwd_asm(release, call)
+    indptr = torch.empty(5, dtype=torch.int32, device="meta")
+    latent = torch.empty(2**32 // 1152 + 1, 1, 1, 576, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(ContractBroken, match="byte offsets wrap at 4 GiB"):
+        mla_decode_fwd(
+            {
+                "q": torch.empty(4, 16, 576, dtype=torch.bfloat16, device="meta"),
+                "kv_buffer": latent,
+                "qo_indptr": indptr,
+                "num_kv_splits": 1,
+            }
+        )

@@ -1,0 +1,268 @@
+"""Runs of AITER's own kernels under the provider, each at one problem: prompts, decodes, chunks, padded steps.
+
+The kernel named serves the kinds of step that its rows say, torch the others. Pages start as NaN, q, k and v of padded
+tokens are NaN, and every output is compared with the formula.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from rocm_attn.padding import StepKind
+from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
+from rocm_attn.providers.aiter import library
+from rocm_attn.providers.aiter.rows import ROWS
+from rocm_attn.providers.contract import KernelRow, PoolSize
+from rocm_attn.target import Target
+from tests.amd.aiter_source.serving import SourceWorld, selection_of
+
+UNIFIED, UNIFIED_VECTORISED = "aiter.unified_attention", "aiter.unified_attention[vectorised]"
+GLUON = "aiter.pa_decode_gluon"
+MLA_DECODE, MLA_PREFILL = "aiter.mla_decode_fwd", "aiter.mla_prefill_fwd"
+
+BF16, FP16 = torch.bfloat16, torch.float16
+_CPU = torch.device("cpu")
+_MAX_NUM_SEQS = 8
+_MAX_KV_LEN = 1024
+
+# Windows below, at and above pages of 16 and parts of 256 keys, and none.
+WINDOWS = (0, 1, 2, 15, 16, 127, 128, 255, 256, 511, UNLIMITED_WINDOW)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCase:
+    """A kernel at one problem.
+
+    kernel:     name of its rows
+    steps:      new tokens of each sequence, step by step
+    planted:    places of each sequence whose keys dominate; None: random keys
+    kinds:      of the steps that its rows serve, those in which it is used
+    floor:      about where the logits of keys that are not planted are
+    """
+
+    name: str
+    kernel: str
+    problem: Problem
+    steps: tuple[tuple[int, ...], ...]
+    planted: tuple[frozenset[int], ...] | None = None
+    kinds: tuple[StepKind, ...] = tuple(StepKind)
+    floor: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.kernel.removeprefix('aiter.')}-{self.name}"
+
+    def outcome(self, target: Target) -> Outcome:
+        """Run it. The target's AITER is imported from its checkout, and a driver for its arch is active."""
+        complaint = library.unavailable().get(self.kernel)
+        if complaint:
+            return Outcome(Verdict.REFUSED, complaint)
+        rows = [row for row in ROWS if row.name == self.kernel and row.kind in self.kinds]
+        limits = [refusal for row in rows for refusal in row.limits.refusals(self.problem, target, self._pool())]
+        if limits or not rows:
+            return Outcome(Verdict.REFUSED, "; ".join(limits) or f"no row is called {self.kernel}")
+        faults = [refusal for row in rows for refusal in row.refusals(self.problem, target, self._pool())]
+        try:
+            error = self._largest_error(rows, target)
+        except Exception as caught:  # whatever a kernel does is its result; the other cases still run
+            what = f"{type(caught).__name__}: {caught}"
+            return Outcome(Verdict.RIGHTLY_REFUSED, f"{faults[0]}: {what}") if faults else Outcome(Verdict.WRONG, what)
+        if faults:
+            return Outcome(Verdict.WRONG, f"it is right, and refused: {faults[0]}")
+        return Outcome(Verdict.RIGHT, "", error)
+
+    def _pool(self) -> PoolSize:
+        num_pages = 2 + _MAX_NUM_SEQS * -(-_MAX_KV_LEN // self.problem.page_size)
+        return PoolSize(num_pages, _MAX_KV_LEN, _MAX_NUM_SEQS)
+
+    def _largest_error(self, rows: Sequence[KernelRow], target: Target) -> float:
+        world = SourceWorld.build(
+            [self.problem],
+            _CPU,
+            "auto",
+            num_pages=self._pool().num_pages,
+            max_num_seqs=_MAX_NUM_SEQS,
+            max_kv_len=_MAX_KV_LEN,
+            target=target,
+            selections=[selection_of(rows, self.problem, target, self._pool())],
+        )
+        world.planted, world.floor = self.planted, self.floor
+        requests = [world.admit() for _ in self.steps[0]]
+        for q_len in self.steps:
+            world.step(requests, q_len, pad_to=len(requests) + 1)
+        assert world.attended, "no step was AITER's"
+        assert world.page_zero_is_zero()
+        return world.largest_error
+
+
+class Verdict(enum.Enum):
+    """How a case ended. In all but the last, the kernel and the provider do what they should."""
+
+    RIGHT = "right"
+    REFUSED = "refused: the checkout has no such function, or it lacks a parameter"
+    RIGHTLY_REFUSED = "refused as a fault of the release, and wrong when it is run"
+    WRONG = "wrong"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a case ended. error: the largest, of a case that is right."""
+
+    verdict: Verdict
+    what: str
+    error: float = 0.0
+
+
+def _problem(
+    page_size: int = 16,
+    *,
+    heads: tuple[int, int] = (8, 2),
+    dim: int = 64,
+    dtype: torch.dtype = BF16,
+    pool: PoolKind = PoolKind.SPLIT,
+) -> Problem:
+    return Problem(*heads, dim, dim, dtype, page_size, scale=dim**-0.5, pool=pool)
+
+
+# An extend, a decode, a mixed and another decode step, across pages and tiles of 64 keys.
+_ALL_KINDS = ((5, 70, 17), (1, 1, 1), (1, 9, 0), (3, 2, 4), (1, 1, 1))
+# Sequences above 512 keys, which are split into up to 16 segments; torch attends in the prompts.
+_LONG = ((260, 2, 600), (1, 1, 1), (1, 20, 1))
+_SPLIT = (StepKind.DECODE, StepKind.MIXED)
+_NONE: tuple[frozenset[int], ...] = (frozenset(),) * 3
+
+
+def _unified_cases() -> list[SourceCase]:
+    base = _problem()
+    slopes = replace(base, has_alibi_slopes=True)
+    window = replace(base, window_left=20)
+    problems = {
+        "plain": base,
+        "dim128-page32": _problem(32, dim=128),
+        "dim128-page128": _problem(128, dim=128),
+        "dim256-page64": _problem(64, dim=256),
+        "dim256-page128": _problem(128, dim=256),
+        "dim512-page128": _problem(128, dim=512),
+        "fp16": _problem(dtype=FP16),
+        "heads64x1": _problem(heads=(64, 1)),
+        "heads6x2": _problem(heads=(6, 2)),
+        "sinks": replace(base, has_sinks=True),
+        "soft_cap": replace(base, logits_soft_cap=2.0),
+        "slopes": slopes,
+        "soft_cap-slopes": replace(slopes, logits_soft_cap=2.0),
+        "window-sinks-soft_cap": replace(window, has_sinks=True, logits_soft_cap=3.0),
+        "window-slopes": replace(window, has_alibi_slopes=True),
+    }
+    vectorised = {
+        "plain": base,
+        "dim128-page64": _problem(64, dim=128),
+        "dim256-page16": _problem(dim=256),
+        "window-sinks": replace(window, has_sinks=True),
+        "soft_cap-slopes": replace(slopes, logits_soft_cap=2.0),
+    }
+    long = {
+        "long": base,
+        "long-sinks-soft_cap": replace(base, has_sinks=True, logits_soft_cap=2.0),
+        "long-slopes": slopes,
+        "long-dim128-page64": _problem(64, dim=128),
+        "long-window": replace(base, window_left=100),
+    }
+    return [
+        *(SourceCase(name, UNIFIED, problem, _ALL_KINDS) for name, problem in problems.items()),
+        *(SourceCase(name, UNIFIED, problem, _LONG, kinds=_SPLIT) for name, problem in long.items()),
+        *(_unified_window(left) for left in WINDOWS if left != UNLIMITED_WINDOW),
+        *(
+            # A tile that shows a query nothing must not hide keys whose logits are all far below zero.
+            SourceCase(
+                f"{name}-far_below", UNIFIED, problem, ((5, 70, 17), (30, 9, 40), (1, 40, 1)), _NONE, floor=-150.0
+            )
+            for name, problem in (("window", window), ("plain", base))
+        ),
+        SourceCase("long-far_below", UNIFIED, base, _LONG, _NONE, kinds=_SPLIT, floor=-150.0),
+        # Tiles of 128 rows, where a sequence has 256 new tokens or more.
+        SourceCase("chunk", UNIFIED, base, ((300,),)),
+        *(SourceCase(name, UNIFIED_VECTORISED, _vectorised(each), _ALL_KINDS) for name, each in vectorised.items()),
+        SourceCase("long", UNIFIED_VECTORISED, _vectorised(base), _LONG, kinds=_SPLIT),
+    ]
+
+
+def _vectorised(problem: Problem) -> Problem:
+    return replace(problem, pool=PoolKind.VECTORIZED)
+
+
+def _unified_window(window: int) -> SourceCase:
+    """A planted key that the first tokens of a chunk still see and later ones do not, and that decodes see last."""
+    prompts = (window + 2, window + 9, window + 9)
+    # Of the chunk's 5 tokens the first 3 see the key of the first two sequences; the third's is the last that its own
+    # decode sees.
+    planted = tuple(frozenset({place}) for place in (4, 11, 14))
+    steps = (prompts, (5, 5, 5), (1, 1, 1), (1, 1, 1))
+    kinds = (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
+    return SourceCase(f"window{window}", UNIFIED, replace(_problem(), window_left=window), steps, planted, kinds)
+
+
+def _gluon_cases() -> list[SourceCase]:
+    base = _problem(heads=(16, 2), dim=128, pool=PoolKind.VECTORIZED)
+    steps = ((255, 511, 63), (1, 1, 1), (1, 1, 1), (1, 1, 1))
+    problems = {
+        "plain": base,
+        "fp16": replace(base, dtype=FP16),
+        "page64": replace(base, page_size=64),
+        "page1024": replace(base, page_size=1024),
+        "heads8x1": replace(base, num_q_heads=8, num_kv_heads=1),
+        "heads32x1": replace(base, num_q_heads=32, num_kv_heads=1),
+        "heads6x2": replace(base, num_q_heads=6),
+        "scale": replace(base, scale=0.11),
+        "sinks": replace(base, has_sinks=True),
+        "window_sinks": replace(base, window_left=100, has_sinks=True),
+        "window_sinks-heads8x1": replace(base, num_q_heads=8, num_kv_heads=1, window_left=300, has_sinks=True),
+    }
+    cases = [SourceCase(name, GLUON, problem, steps) for name, problem in problems.items()]
+    cases += [_gluon_window(window, base, "") for window in WINDOWS]
+    # Layers with one KV head have a kernel of their own.
+    one = replace(base, num_q_heads=8, num_kv_heads=1, page_size=64)
+    cases += [_gluon_window(window, one, "-heads8x1-page64") for window in (0, 15, 127, 256, UNLIMITED_WINDOW)]
+    return cases
+
+
+def _gluon_window(window: int, problem: Problem, name: str) -> SourceCase:
+    """Decodes at several lengths, each twice: once the last key of the window dominates, once the first key past it."""
+    lengths = (20, 270, 600)
+    planted = []
+    for length in lengths:
+        last = 0 if window == UNLIMITED_WINDOW else max(0, length - 1 - window)
+        planted += [frozenset({last}), frozenset({last - 1} & set(range(length)))]
+    prompts = tuple(length - 1 for length in lengths for _ in range(2))
+    # One more sequence begins here: its first token is its only key.
+    return SourceCase(
+        f"window{window if window != UNLIMITED_WINDOW else '_unlimited'}{name}",
+        GLUON,
+        replace(problem, window_left=window),
+        ((*prompts, 0), (1,) * 7),
+        (*planted, frozenset()),
+    )
+
+
+def _latent(num_heads: int) -> Problem:
+    return Problem(num_heads, 1, 576, 512, BF16, 1, scale=0.05, pool=PoolKind.LATENT)
+
+
+_LATENT_DECODES = [
+    SourceCase(f"heads{heads}", MLA_DECODE, _latent(heads), ((5, 70, 200), (1, 1, 1), (1, 1, 1)))
+    for heads in (8, 16, 24, 128)
+]
+
+CASES = (*_unified_cases(), *_gluon_cases(), *_LATENT_DECODES)
+
+# Of mla_prefill_fwd only the wrapper is Python: nothing of it runs on a device here.
+WRAPPERS = tuple(SourceCase(f"heads{heads}", MLA_PREFILL, _latent(heads), _ALL_KINDS) for heads in (16, 24))
+
+# Triton's interpreter knows neither Gluon nor, rightly, bfloat16.
+INTERPRETED = tuple(
+    replace(case, problem=replace(case.problem, dtype=FP16))
+    for case in CASES
+    if case.kernel in (UNIFIED, UNIFIED_VECTORISED) and case.problem.dtype == BF16
+)

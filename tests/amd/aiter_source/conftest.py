@@ -1,0 +1,19 @@
+"""Without AITER_SOURCE only what needs no checkout is collected, and with it what this process can run."""
+
+from __future__ import annotations
+
+import os
+
+from tests.amd.aiter_source.checkout import VARIABLE
+from tests.amd.aiter_source.engines import IS_INTERPRETED
+
+_OF_A_CHECKOUT = {"test_simulated.py", "test_interpreted.py", "test_parameters.py"}
+_HERE = {"test_interpreted.py"} if IS_INTERPRETED else {"test_simulated.py", "test_parameters.py"}
+
+collect_ignore = sorted(_OF_A_CHECKOUT - _HERE if os.environ.get(VARIABLE) else _OF_A_CHECKOUT)
+
+
+def pytest_report_header() -> str:
+    if os.environ.get(VARIABLE):
+        return f"AITER: {os.environ[VARIABLE]}"
+    return f"AITER: {VARIABLE} names no checkout, so {', '.join(collect_ignore)} are not collected"

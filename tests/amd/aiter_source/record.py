@@ -1,0 +1,166 @@
+"""Run every case against the checkout that AITER_SOURCE names, and write what came of it into a document.
+
+    AITER_SOURCE=... python -m tests.amd.aiter_source.record docs/aiter_source.md [--on gfx950] [--kernel mla]
+
+The document has a table between two marks, with a line for each kernel on each of gfx942, gfx950 and the interpreter.
+The lines that were run are written anew, whatever they say, once they are complete. Exits with 1 when a kernel or the
+provider is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+import triton
+
+from tests.amd.aiter_source.cases import CASES, GLUON, INTERPRETED, Outcome, SourceCase, Verdict
+from tests.amd.aiter_source.checkout import Checkout
+from tests.amd.aiter_source.engines import IS_INTERPRETED, interpret, simulate
+from tests.amd.simulator.driver import ARCHS
+
+INTERPRETER = "interpreter"
+PLACES = (*ARCHS, INTERPRETER)
+
+BEGIN, END = "<!-- runs -->\n", "<!-- end of runs -->\n"
+_HEAD = """\
+| AITER | of | Triton | on | kernel | cases | largest error | verdict | date |
+|---|---|---|---|---|---|---|---|---|
+"""
+_LONGEST_REASON = 160
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A case that was run. where: an arch, or the interpreter."""
+
+    where: str
+    case: SourceCase
+    outcome: Outcome
+
+    @property
+    def group(self) -> tuple[str, str]:
+        """The line of the table that it belongs to: where, and the kernel."""
+        windows = " (windows)" if self.case.kernel == GLUON and self.case.name.startswith("window") else ""
+        return self.where, self.case.kernel.removeprefix("aiter.") + windows
+
+
+def main(document: Path, places: Sequence[str], kernel: str) -> int:
+    """Run, print a line for each case, write; the exit status. kernel: what its name begins with"""
+    Checkout.named()
+    is_wrong = False
+    for where in places:
+        lines = list(_interpreted(kernel) if where == INTERPRETER else _simulated(where, kernel))
+        document.write_text(with_runs(document.read_text(), lines))
+        is_wrong |= any(line.outcome.verdict is Verdict.WRONG for line in lines)
+    return int(is_wrong)
+
+
+def _simulated(arch: str, kernel: str) -> Iterator[Line]:
+    # Spawned: a forked process would inherit whatever threads torch has started here.
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        cases = [case for case in CASES if str(case).startswith(kernel)]
+        started = [(case, pool.submit(_outcome, case, arch)) for case in cases]
+        for case, future in started:
+            yield _printed(Line(arch, case, _result(future)))
+
+
+def _outcome(case: SourceCase, arch: str) -> Outcome:
+    return simulate(case, arch).outcome
+
+
+def _result(future: Future[Outcome]) -> Outcome:
+    error = future.exception()
+    return Outcome(Verdict.WRONG, f"{type(error).__name__}: {error}") if error else future.result()
+
+
+def _interpreted(kernel: str) -> Iterator[Line]:
+    """In a process of its own, which prints a line for each case."""
+    command = [sys.executable, "-m", "tests.amd.aiter_source.record", "--print", "--kernel", kernel]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    text = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    by_name = {str(case): case for case in INTERPRETED}
+    for printed in text.splitlines():
+        name, verdict, error, what = printed.split("\t")
+        yield _printed(Line(INTERPRETER, by_name[name], Outcome(Verdict[verdict], what, float(error))))
+
+
+def print_interpreted(kernel: str) -> None:
+    """What _interpreted() reads."""
+    assert IS_INTERPRETED
+    for case in INTERPRETED:
+        if str(case).startswith(kernel):
+            outcome = interpret(case)
+            print(case, outcome.verdict.name, outcome.error, " ".join(outcome.what.split()), sep="\t", flush=True)
+
+
+def _printed(line: Line) -> Line:
+    outcome = line.outcome
+    print(
+        f"{outcome.verdict.name} {line.where} {line.case} {outcome.error:.5f} {' '.join(outcome.what.split())}",
+        flush=True,
+    )
+    return line
+
+
+def with_runs(text: str, lines: Sequence[Line]) -> str:
+    """The document with these lines in place of those of the same AITER, Triton, place and kernel."""
+    before, _, rest = text.partition(BEGIN)
+    table, found, after = rest.partition(END)
+    if not found:
+        raise ValueError(f"the document has no table between {BEGIN.strip()} and {END.strip()}")
+    checkout = Checkout.named()
+    key = f"| {checkout.commit()} | {checkout.date()} | {triton.__version__} |"
+    groups: dict[str, list[Line]] = {}
+    for line in lines:
+        where, kernel = line.group
+        groups.setdefault(f"{key} {where} | {kernel} |", []).append(line)
+    kept = [row for row in table.splitlines()[2:] if row and not row.startswith(tuple(groups))]
+    today = datetime.now(timezone.utc).date().isoformat()
+    new = [
+        f"{start} {len(group)} | {_largest_error(group)} | {_verdict(group)} | {today} |"
+        for start, group in groups.items()
+    ]
+    return before + BEGIN + _HEAD + "".join(f"{row}\n" for row in sorted([*kept, *new])) + END + after
+
+
+def _largest_error(group: Sequence[Line]) -> str:
+    errors = [line.outcome.error for line in group if line.outcome.verdict is Verdict.RIGHT]
+    return f"{max(errors):.4f}" if errors else ""
+
+
+def _verdict(group: Sequence[Line]) -> str:
+    """How many are right, and of the others each one with its reason."""
+    right = sum(line.outcome.verdict is Verdict.RIGHT for line in group)
+    others: dict[str, list[str]] = {}
+    for line in group:
+        if line.outcome.verdict is not Verdict.RIGHT:
+            reason = " ".join(line.outcome.what.split()).replace("|", "/")[:_LONGEST_REASON]
+            others.setdefault(f"{line.outcome.verdict.value}: {reason}", []).append(line.case.name)
+    parts = [f"{right} right"] if right else []
+    return "; ".join(parts + [f"{', '.join(names)}: {why}" for why, names in others.items()])
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("document", type=Path, nargs="?")
+    parser.add_argument("--on", choices=PLACES, nargs="+", default=PLACES)
+    parser.add_argument("--kernel", default="", help="what its name begins with; all of them by default")
+    parser.add_argument("--print", action="store_true", help="run what the interpreter runs, and write nothing")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    arguments = _arguments()
+    if arguments.print:
+        print_interpreted(arguments.kernel)
+    else:
+        sys.exit(main(arguments.document, arguments.on, arguments.kernel))

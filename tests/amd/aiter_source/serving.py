@@ -1,0 +1,93 @@
+"""A runtime whose attention is a kernel of AITER's own, checked against the formula."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rocm_attn.plan import LayerKernel
+from rocm_attn.problem import Problem
+from rocm_attn.providers.contract import KernelRow, PoolSize
+from rocm_attn.providers.select import Selection, select
+from rocm_attn.runtime import Step
+from rocm_attn.step_batch import StepBatch
+from rocm_attn.target import Target, known_target
+from tests.amd.aiter_source.dense import dense_attention
+from tests.amd.runtime.stepping import Request, World
+from tests.amd.tolerances import assert_attention_close
+
+# How far planted keys are above the others, whose logits differ by a hundredth of that at most.
+_PLANTED_LOGIT = 12.0
+
+
+def selection_of(rows: Collection[KernelRow], problem: Problem, target: Target, pool: PoolSize) -> Selection:
+    """The kernel of these rows in the steps that they serve, and torch's in all others."""
+    kernels = dict(select(problem, known_target("cpu"), "torch").kernels)
+    kernels.update({row.kind: LayerKernel(row, row.bind(problem, target, pool)) for row in rows})
+    return Selection(problem, target, kernels, ())
+
+
+@dataclass
+class SourceWorld(World):
+    """A World that compares with the formula instead of the project's oracle.
+
+    planted:  for each request, places whose keys dominate every softmax that sees them; None: all keys are random.
+              Among many random keys one too few or too many changes an output by less than the rounding does.
+    floor:    about where the logits of all other keys are, where some are planted
+    attended: steps in which AITER's kernel attended, whose largest error is kept
+    """
+
+    planted: Sequence[frozenset[int]] | None = None
+    floor: float = 0.0
+    attended: int = 0
+    _is_aiters: bool = False
+    _is_planted: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
+
+    def batch(self, requests: Sequence[Request], q_len: Sequence[int]) -> StepBatch:
+        if self.planted is not None:
+            planted = [self.planted[self.requests.index(request)] for request in requests]
+            self._is_planted = torch.tensor(
+                [
+                    place in places
+                    for request, new, places in zip(requests, q_len, planted, strict=True)
+                    for place in range(request.kv_len, request.kv_len + new)
+                ]
+            )
+        return super().batch(requests, q_len)
+
+    def qkv(self, problem: Problem, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        self._is_aiters = step.plan.kernels[0].row.provider == "aiter"
+        self.attended += self._is_aiters
+        q, k, v = super().qkv(problem, step)
+        if self.planted is not None:
+            num_tokens = len(self._is_planted)
+            # One query for all tokens and heads, and keys along it.
+            q[:num_tokens] = 1.0
+            logits = self.floor + _PLANTED_LOGIT * (self._is_planted + k[:num_tokens, 0, 0].clamp(-1, 1).float() / 100)
+            k[:num_tokens] = (logits / problem.head_dim / problem.scale).to(k.dtype)[:, None, None]
+        return q, k, v
+
+    def check(
+        self,
+        layer: int,
+        requests: Sequence[Request],
+        q_len: Sequence[int],
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        visible: Sequence[Tensor] | None = None,
+        positions: Tensor | None = None,
+    ) -> None:
+        problem, weights = self.problems[layer], self.runtime.head_weights.of(layer)
+        first = 0
+        for request, new in zip(requests, q_len, strict=True):
+            rows = slice(first, first + new)
+            want = dense_attention(q[rows], request.k[layer], request.v[layer], problem, weights)
+            if new and self._is_aiters:
+                self.largest_error = max(self.largest_error, float((out[rows].double() - want).abs().max()))
+            assert_attention_close(out[rows], want, problem.dtype)
+            first += new
+        assert torch.equal(out[first:], torch.zeros_like(out[first:])), "a padded token got something else than zero"

@@ -1,0 +1,16 @@
+"""AITER's own Triton kernels, from a checkout, under Triton's interpreter and the provider."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.amd.aiter_source.cases import INTERPRETED, SourceCase, Verdict
+from tests.amd.aiter_source.engines import interpret
+
+
+@pytest.mark.parametrize("case", INTERPRETED, ids=str)
+def test_a_kernel_of_aiters_gives_the_right_answer(case: SourceCase) -> None:
+    outcome = interpret(case)
+    assert outcome.verdict is not Verdict.WRONG, outcome.what
+    if outcome.verdict is Verdict.REFUSED:
+        pytest.skip(outcome.what)

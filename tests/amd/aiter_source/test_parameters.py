@@ -1,0 +1,43 @@
+"""What the provider passes is what the checkout's functions take, those that do not run here too."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+
+import pytest
+
+from rocm_attn.providers.aiter.library import ENTRY_POINTS, EntryPoint
+from rocm_attn.releases import Release
+from tests.amd.aiter.signatures import RELEASES
+from tests.amd.aiter_source.checkout import Checkout, release_of
+from tests.amd.aiter_source.parameters import NAMES, declared
+
+# The first release whose unified_attention does.
+READS_VECTORISED = Release.of("0.1.16")
+
+ENTRIES = {
+    f"{row}-{entry.load.__name__}-{i}": entry for row, each in ENTRY_POINTS.items() for i, entry in enumerate(each)
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
+def test_a_function_takes_what_the_provider_passes(entry: EntryPoint) -> None:
+    checkout = Checkout.named()
+    complaint = replace(entry, load=lambda: declared(checkout, entry.load.__name__)).complaint()
+    if release_of(checkout.commit()) < READS_VECTORISED and "takes no shuffled_kv_cache" in complaint:
+        pytest.skip(complaint)
+    assert not complaint
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_stand_ins_signatures_are_those_of_the_release(name: str) -> None:
+    checkout = Checkout.named()
+    here = release_of(checkout.commit())
+    recorded = [release for release in RELEASES if Release.of(release.version) == here and name in release.parameters]
+    if not recorded:
+        pytest.skip(f"no signatures are recorded for {here}")
+    for release in recorded:
+        want = [(each.name, each.default is each.empty) for each in release.signature(name).parameters.values()]
+        found = inspect.signature(declared(checkout, name)).parameters.values()
+        assert [(each.name, each.default is each.empty) for each in found] == want

@@ -1,0 +1,80 @@
+"""AITER's own Triton and Gluon kernels, from a checkout, as gfx942 and gfx950 machine code under the provider."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rocm_attn.problem import UNLIMITED_WINDOW
+from rocm_attn.providers.aiter import library
+from tests.amd.aiter_source.cases import CASES, GLUON, UNIFIED, WRAPPERS, SourceCase, Verdict
+from tests.amd.aiter_source.checkout import Checkout, imported
+from tests.amd.aiter_source.engines import simulate
+from tests.amd.simulator.driver import ARCHS, simulated
+
+every_arch = pytest.mark.parametrize("arch", ARCHS)
+
+
+def windows_of(kernel: str) -> dict[int, SourceCase]:
+    """The cases of a kernel that are about a window alone, by window_left."""
+    cases = [case for case in CASES if case.kernel == kernel and case.name.startswith("window")]
+    return {case.problem.window_left: case for case in cases if case.name == f"window{case.problem.window_left}"}
+
+
+@every_arch
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_kernel_of_aiters_gives_the_right_answer(case: SourceCase, arch: str) -> None:
+    outcome = simulate(case, arch).outcome
+    assert outcome.verdict is not Verdict.WRONG, outcome.what
+    if outcome.verdict is Verdict.REFUSED:
+        pytest.skip(outcome.what)
+
+
+@pytest.mark.parametrize("case", WRAPPERS, ids=str)
+def test_a_wrapper_around_assembly_takes_what_the_provider_passes(case: SourceCase) -> None:
+    """simulate() calls a run without a kernel wrong, so this one is imported by hand."""
+    checkout = Checkout.named()
+    with simulated("gfx942"), imported(checkout, "gfx942"):
+        outcome = case.outcome(checkout.target("gfx942"))
+    assert outcome.verdict is Verdict.RIGHT, outcome.what
+
+
+def test_pa_decode_gluon_has_ten_windows_and_none() -> None:
+    cases = [case for case in CASES if case.kernel == GLUON and case.name.startswith("window")]
+    assert len({case.problem.window_left for case in cases} - {UNLIMITED_WINDOW, 100, 300}) == 10
+    assert UNLIMITED_WINDOW in {case.problem.window_left for case in cases}
+
+
+@pytest.mark.parametrize("window", [0, 15, 256])
+@pytest.mark.parametrize("keys", [-1, 1])
+def test_a_window_of_pa_decode_gluon_that_is_off_by_one_key_is_noticed(
+    window: int, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = library.pa_decode_gluon
+
+    def load_shifted() -> Any:
+        function = load()
+        return lambda **call: function(**{**call, "sliding_window": call["sliding_window"] + keys})
+
+    monkeypatch.setattr(library, "pa_decode_gluon", load_shifted)
+    outcome = simulate(windows_of(GLUON)[window], "gfx950").outcome
+    assert outcome.verdict is Verdict.WRONG
+    assert "not close" in outcome.what
+
+
+@pytest.mark.parametrize("window", [1, 15, 256])
+@pytest.mark.parametrize("keys", [-1, 1])
+def test_a_window_of_unified_attention_that_is_off_by_one_key_is_noticed(
+    window: int, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = library.unified_attention
+
+    def load_shifted() -> Any:
+        function = load()
+        return lambda **call: function(**{**call, "window_size": (call["window_size"][0] + keys, 0)})
+
+    monkeypatch.setattr(library, "unified_attention", load_shifted)
+    outcome = simulate(windows_of(UNIFIED)[window], "gfx950").outcome
+    assert outcome.verdict is Verdict.WRONG
+    assert "not close" in outcome.what

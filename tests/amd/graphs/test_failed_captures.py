@@ -1,0 +1,252 @@
+"""Exceptions while a graph is made: serving goes on, other ranks are told, and nothing is reported twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.agreement import found_by_any
+from rocm_attn.errors import BadTensor, DeviceFault
+from rocm_attn.graphs import recorder_for
+from rocm_attn.hip_graphs.recorder import Recorder, Recording
+from rocm_attn.runtime import Step
+from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_inputs import DeviceInputs
+from rocm_attn.step_runner import StepRunner
+from tests.amd.graphs.tiny import SERVED, Requests, Tiny, same, serve
+from tests.amd.ranks import among_all, on_every_rank
+
+CPU = torch.device("cpu")
+
+
+class Fails:
+    """A recorder that raises in place of its first recordings, after a first run of what it records."""
+
+    def __init__(self, error: BaseException, times: int = 1_000_000) -> None:
+        self._inner: Recorder = recorder_for(CPU)
+        self._error = error
+        self._left = times
+
+    def record(self, fn: Callable[[], Any]) -> tuple[Recording, Any]:
+        if self._left:
+            self._left -= 1
+            fn()
+            raise self._error
+        return self._inner.record(fn)
+
+    def release_memory(self) -> None:
+        self._inner.release_memory()
+
+
+def eager() -> list[Tensor]:
+    tiny = Tiny.build(CPU, "torch", [4])
+    return serve(StepRunner(tiny.runtime, tiny.forward, None), tiny.runtime)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("the pool is full"), RuntimeError("not while capturing"), KeyError("a library")]
+)
+def test_an_error_of_recording_switches_graphs_off_and_serving_goes_on(error: Exception) -> None:
+    tiny = Tiny.build(CPU, "torch", [4])
+    runner = StepRunner(tiny.runtime, tiny.forward, Fails(error))
+    assert same(serve(runner, tiny.runtime), eager())
+    assert runner.counters.graphs_off == f"{type(error).__name__}: {error}"
+    assert runner.counters.replays == 0
+
+
+def test_a_check_that_runs_out_of_memory_switches_graphs_off_and_serving_goes_on() -> None:
+    tiny, runs = Tiny.build(CPU, "torch", [4]), 0
+
+    def forward(step: Step) -> Tensor:
+        nonlocal runs
+        runs += 1
+        if runs == 6:  # the prompts, two runs of the recorder, then the check's
+            raise torch.OutOfMemoryError("no memory is left")
+        return tiny.forward(step)
+
+    runner = StepRunner(tiny.runtime, forward, recorder_for(CPU))
+    assert same(serve(runner, tiny.runtime), eager())
+    assert runner.counters.graphs_off == "OutOfMemoryError: no memory is left"
+
+
+def test_an_interrupt_while_recording_reaches_the_caller_and_the_step_can_be_run_again() -> None:
+    tiny = Tiny.build(CPU, "torch", [4])
+    runner = StepRunner(tiny.runtime, tiny.forward, Fails(KeyboardInterrupt(), times=1))
+    requests = Requests(tiny.runtime)
+    requests.admit(3)
+    outs = [requests.run(runner, SERVED[0])]
+    batch = requests.batch(SERVED[1])
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(batch)
+    outs.append(runner.run(batch).clone())
+    outs += [requests.run(runner, q_len) for q_len in SERVED[2:]]
+    assert same(outs, eager())
+    assert (runner.counters.graphs_off, runner.counters.replays) == ("", len(SERVED) - 1)
+
+
+@pytest.mark.parametrize("result", [None, 3, torch.zeros(()), "rows and more"])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_forward_that_returns_no_tensor_of_rows_is_refused(graphs: bool, result: object) -> None:
+    tiny = Tiny.build(CPU, "torch", [4])
+
+    def forward(step: Step) -> Any:
+        rows = tiny.forward(step)
+        return (rows, rows) if isinstance(result, str) else result
+
+    runner = StepRunner(tiny.runtime, forward, recorder_for(CPU) if graphs else None)
+    requests = Requests(tiny.runtime)
+    requests.admit(1)
+    what = {"NoneType": "a NoneType", "int": "a int", "Tensor": "a tensor without dimensions", "str": "a tuple"}
+    for q_len in ([3], [1], [1]):
+        with pytest.raises(BadTensor, match=f"forward returned {what[type(result).__name__]}; it returns one tensor"):
+            requests.run(runner, q_len)
+
+
+class OfTwo:
+    """How this rank agrees with another one that finds nothing wrong; what it told is kept."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, str]] = []
+
+    def __call__(self, findings: Mapping[str, str]) -> Mapping[str, str]:
+        self.told.append(dict(findings))
+        return found_by_any([findings, {}])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ZeroDivisionError("of the check")])
+def test_an_exception_that_leaves_a_capture_is_told_to_the_other_ranks_first(error: BaseException) -> None:
+    tiny, runs = Tiny.build(CPU, "torch", [4]), 0
+
+    def forward(step: Step) -> Tensor:
+        nonlocal runs
+        runs += 1
+        if runs == 5:
+            raise error
+        return tiny.forward(step)
+
+    agree = OfTwo()
+    tiny.runtime.agree = agree
+    runner = StepRunner(tiny.runtime, forward, recorder_for(CPU))
+    with pytest.raises(type(error)):
+        runner.capture_all()
+    (told,) = agree.told
+    assert told["failure"] == f"the check was broken off by {type(error).__name__}: {error}"
+    assert told["failure"] in runner.counters.graphs_off
+    assert same(serve(runner, tiny.runtime), eager())
+
+
+def broken_off_on(rank: int, broken: int, how: str) -> list[str]:
+    """Serve, with a capture that goes wrong on one rank; why graphs are off, replays, and whether rows are right."""
+    tiny, runs = Tiny.build(CPU, "torch", [4]), 0
+    tiny.runtime.agree = among_all()
+
+    def forward(step: Step) -> Tensor:
+        nonlocal runs
+        runs += 1
+        if rank == broken and how == "check" and runs == 5:
+            raise ZeroDivisionError
+        return tiny.forward(step)
+
+    records = rank == broken and how == "recording"
+    recorder = Fails(RuntimeError("not while capturing")) if records else recorder_for(CPU)
+    runner = StepRunner(tiny.runtime, forward, recorder)
+    raised = ""
+    try:
+        runner.capture_all()
+    except ZeroDivisionError as error:
+        raised = type(error).__name__
+    outs = serve(runner, tiny.runtime)
+    return [raised, runner.counters.graphs_off, str(runner.counters.replays), str(same(outs, eager()))]
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [("recording", "RuntimeError: not while capturing"), ("check", "the check was broken off by ZeroDivisionError: ")],
+)
+def test_no_rank_waits_for_one_whose_capture_fails(how: str, reason: str, tmp_path: Path) -> None:
+    first, second = on_every_rank(broken_off_on, tmp_path, 1, how)
+    assert first == ["", f"on rank 1: {reason}", "0", "True"]
+    assert second[0] == ("ZeroDivisionError" if how == "check" else "")
+    assert reason in second[1]
+    assert second[2:] == first[2:]
+
+
+# What is reported, and when, while a step's graph is made on the way.
+
+
+def one_row(tiny: Tiny, wrong: bool) -> StepBatch:
+    """A decode step of row 1 at length 4; wrong: the device has another length, beyond its bound."""
+    lengths = torch.tensor([99 if wrong else 4], dtype=torch.int32)
+    arrays = [np.array([value], np.int32) for value in (1, 4, 1, 7)]
+    return StepBatch(*arrays, inputs=DeviceInputs(kv_len=lengths))
+
+
+def admitted() -> tuple[Tiny, StepRunner]:
+    tiny = Tiny.build(CPU, "torch", [1, 2])
+    assert tiny.runtime.table.admit() == 1
+    tiny.runtime.table.reserve(1, 8)
+    eagerly = StepRunner(tiny.runtime, tiny.forward, None)
+    eagerly.run(StepBatch(*(np.array(values, np.int32) for values in ([1], [4], [4], [7, 7, 7, 7]))))
+    return tiny, StepRunner(tiny.runtime, tiny.forward, recorder_for(CPU))
+
+
+def test_a_bad_first_batch_of_its_shape_is_reported_once() -> None:
+    """It is published before its graph is made and after."""
+    tiny, runner = admitted()
+    told = []
+    for at in range(8):
+        try:
+            runner.run(one_row(tiny, wrong=at == 0))
+        except DeviceFault as fault:
+            told.append((at, fault.rows))
+    assert told == [(3, (1,))]
+    tiny.runtime.check_device()
+    assert runner.counters.graphs_off == ""
+
+
+@pytest.mark.parametrize("rows", [1, 8], ids=["no free row", "free rows"])
+def test_a_fault_of_an_earlier_step_is_reported_before_a_capture_touches_anything(rows: int) -> None:
+    tiny = Tiny.build(CPU, "torch", [1, 2], max_num_seqs=rows)
+    requests, runner = Requests(tiny.runtime), StepRunner(tiny.runtime, tiny.forward, recorder_for(CPU))
+    requests.admit(1)
+    requests.run(runner, [5])
+    requests.run(StepRunner(tiny.runtime, tiny.forward, None), [1])
+    number, counts = tiny.runtime.step_number, tiny.runtime._publisher._lines[0].counts
+    assert counts is not None
+    counts[3] = 1
+    stored = requests.stored()
+    # The last token once more: its K and V are there already.
+    again = StepBatch(*(np.array([value], np.int32) for value in (requests.rows[0], requests.kv_len[0], 1, 9)))
+    with pytest.raises(DeviceFault, match=f"step {number}: "):
+        runner.run(again)
+    assert same(requests.stored(), stored)
+    right = StepRunner(tiny.runtime, tiny.forward, None).run(again).clone()
+    assert same([runner.run(again)], [right])
+    assert runner.counters.replays == 1
+
+
+def test_a_check_on_the_live_step_that_is_broken_off_leaves_its_kv_as_it_was() -> None:
+    tiny, runs = Tiny.build(CPU, "torch", [1], max_num_seqs=1), 0
+    requests = Requests(tiny.runtime)
+    requests.admit(1)
+    for q_len in ([5], [1]):
+        requests.run(StepRunner(tiny.runtime, tiny.forward, None), q_len)
+
+    def forward(step: Step) -> Tensor:
+        nonlocal runs
+        runs += 1
+        if runs == 3:
+            raise ZeroDivisionError
+        return tiny.forward(step)
+
+    stored = requests.stored()
+    again = StepBatch(*(np.array([value], np.int32) for value in (requests.rows[0], requests.kv_len[0], 1, 9)))
+    with pytest.raises(ZeroDivisionError):
+        StepRunner(tiny.runtime, forward, recorder_for(CPU)).run(again)
+    assert same(requests.stored(), stored)

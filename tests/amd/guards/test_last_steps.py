@@ -1,0 +1,195 @@
+"""Faults that no ordinary next step reports: of the last steps, of second halves, of steps before a failed launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rocm_attn.errors import DeviceFault
+from rocm_attn.guards import Guards
+from rocm_attn.host_ring import HostRing
+from rocm_attn.kernels.metadata.error_word import TOKEN_WITHOUT_PAGE
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_inputs import DeviceInputs
+from tests.amd.guards.late_device import LateDevice
+from tests.amd.guards.serving import ALL_ON, Serving
+from tests.amd.runtime.stepping import small_problem
+
+CPU = torch.device("cpu")
+
+
+def runtime(guards: Guards = ALL_ON) -> AttentionRuntime:
+    """Two admitted rows, 1 and 2, with room for 16 tokens."""
+    made = AttentionRuntime(
+        [small_problem()], device="cpu", num_pages=32, max_num_seqs=2, max_kv_len=16, provider="torch", guards=guards
+    )
+    for _ in range(2):
+        made.table.reserve(made.table.admit(), 16)
+    return made
+
+
+def batch(*on_device: int) -> StepBatch:
+    """A decode step of both rows at length 10; on_device: the lengths that the device has."""
+    arrays = [np.array(values, np.int32) for values in ([1, 2], [10, 10], [1, 1])]
+    if not on_device:
+        return StepBatch(*arrays)
+    return StepBatch(*arrays, inputs=DeviceInputs(kv_len=torch.tensor(on_device, dtype=torch.int32)))
+
+
+def step(of: AttentionRuntime, what: StepBatch) -> None:
+    of.begin_step(what)
+    of.end_step()
+
+
+def split_step(of: AttentionRuntime, what: StepBatch) -> None:
+    of.begin_split_step(what)
+    of.end_step()
+
+
+def faults(call: Callable[[], None], times: int) -> list[tuple[int | None, tuple[int, ...]]]:
+    """Step and rows of each fault that so many calls raise."""
+    told = []
+    for _ in range(times):
+        try:
+            call()
+        except DeviceFault as fault:
+            told.append((fault.step, fault.rows))
+    return told
+
+
+def test_a_fault_of_the_last_step_is_reported_when_serving_ends() -> None:
+    def served(guards: Guards) -> AttentionRuntime:
+        made = runtime(guards)
+        step(made, batch())
+        step(made, batch(10, 99))
+        return made
+
+    with pytest.raises(DeviceFault, match="step 2: a length on the device lay outside"):
+        served(ALL_ON).check_device()
+    served(Guards().without("last_steps")).check_device()
+
+
+def test_all_faults_are_reported_together() -> None:
+    """Of an earlier step, whose echo waits in a slot, and of both halves of the last one."""
+    made = runtime()
+    step(made, batch(10, 99))
+    split_step(made, batch(99, 99))
+    with pytest.raises(DeviceFault) as raised:
+        made.check_device()
+    assert [line.partition(":")[0] for line in str(raised.value).splitlines()] == ["step 1", "step 2", "step 3"]
+    assert raised.value.step == 1
+    assert raised.value.rows == (1, 2)
+    made.check_device()
+    assert faults(lambda: step(made, batch()), 6) == []
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 3], ids=lambda count: f"{count} split steps before")
+@pytest.mark.parametrize("half", [0, 1], ids=["first half", "second half"])
+def test_a_fault_of_either_half_is_reported_by_whole_steps(half: int, before: int) -> None:
+    made = runtime()
+    step(made, batch())
+    for _ in range(before):
+        split_step(made, batch())
+    split_step(made, batch(10 + 89 * (half == 0), 10 + 89 * (half == 1)))
+    wrong = made.step_number - 1 + half
+    assert faults(lambda: step(made, batch()), 6) == [(wrong, (1 + half,))]
+    made.check_device()
+
+
+def test_second_halves_of_two_split_steps_are_both_reported_by_whole_steps() -> None:
+    made = runtime()
+    split_step(made, batch(10, 99))
+    split_step(made, batch(10, 99))
+    assert faults(lambda: step(made, batch()), 8) == [(2, (2,)), (4, (2,))]
+    assert faults(lambda: split_step(made, batch()), 6) == []
+    assert faults(lambda: step(made, batch()), 6) == []
+    made.check_device()
+
+
+def test_a_second_half_that_was_right_is_not_reported() -> None:
+    made = runtime()
+    for _ in range(3):
+        assert faults(lambda: split_step(made, batch(10, 9)), 3) == []
+        assert faults(lambda: step(made, batch(9, 10)), 7) == []
+    made.check_device()
+
+
+@pytest.mark.parametrize("launch", ["publish", "device_inputs"])
+def test_a_fault_is_kept_when_a_launch_of_the_next_step_fails(launch: str) -> None:
+    made = runtime()
+    step(made, batch(10, 99))
+    ops = made._publisher._ops
+
+    def fails(*arguments: Any) -> None:
+        raise RuntimeError("the launch failed")
+
+    made._publisher._ops = replace(ops, **{launch: fails})
+    # Once where the first launch is made: the next try has the echo.
+    for _ in range(3 if launch == "publish" else 1):
+        with pytest.raises(RuntimeError, match="the launch failed"):
+            made.begin_step(batch(10, 10))
+    made._publisher._ops = ops
+    assert faults(lambda: step(made, batch(10, 10)), 6) == [(1, (1, 2))]
+    made.check_device()
+
+
+def test_the_host_leaves_a_slot_alone_that_a_late_device_has_yet_to_echo_into() -> None:
+    """A later launch of the step fails while the device has not begun; the echo of the step before comes after that."""
+    serving, late = Serving(CPU, graphs=False), LateDevice()
+    publisher = serving.runtime._publisher
+
+    def later(launch: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args, **kwargs: late.launch(partial(launch, *args, **kwargs))
+
+    def fails(*arguments: Any) -> None:
+        raise RuntimeError("the launch failed")
+
+    ops = replace(publisher._ops, publish=later(publisher._ops.publish))
+    publisher._ops = ops
+    publisher._lines[0].ring = HostRing(CPU, depth=2, new_fence=late.fence)
+    (request,) = serving.admit(1)
+    serving.runtime.table.reserve(request.row, 1)
+    one = np.array([1], np.int32)
+    plain = StepBatch(np.array([request.row]), one, one)
+    given = replace_inputs(plain)
+    serving.runtime.stage(plain)
+    counts = serving.runtime._children[0].metadata.counts
+    late.launch(lambda: counts[3].fill_(TOKEN_WITHOUT_PAGE))
+    serving.runtime.end_step()
+    publisher._ops = replace(ops, device_inputs=fails)
+    with pytest.raises(RuntimeError, match="the launch failed"):
+        serving.runtime.stage(given)
+    publisher._ops = ops
+
+    def stage() -> None:
+        serving.runtime.stage(plain)
+        serving.runtime.end_step()
+
+    assert [number for number, _ in faults(stage, 6)] == [1]
+    late.drain()
+    serving.runtime.check_device()
+
+
+def replace_inputs(plain: StepBatch) -> StepBatch:
+    """The same step, of which the device knows the lengths."""
+    inputs = DeviceInputs(kv_len=torch.ones(1, dtype=torch.int32))
+    return StepBatch(plain.rows, plain.kv_len, plain.q_len, inputs=inputs)
+
+
+def test_a_runner_asks_the_device_too() -> None:
+    serving = Serving(CPU, graphs=True)
+    requests = serving.admit(2)
+    serving.step(requests, [3, 5])
+    counts = serving.runtime._publisher._lines[0].counts
+    assert counts is not None
+    counts[3] = TOKEN_WITHOUT_PAGE
+    with pytest.raises(DeviceFault, match="a new token had no page of its own"):
+        serving.runner.check_device()
+    serving.runner.check_device()

@@ -1,0 +1,229 @@
+"""reopen() that fails, is broken off, or is called by another runner: no graph of an earlier seal serves again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from rocm_attn.capture_check import NO_CHECK
+from rocm_attn.errors import CapacityExceeded, DeviceFault
+from rocm_attn.graphs import recorder_for
+from rocm_attn.guards import Guards
+from rocm_attn.kernels.metadata.error_word import TOKEN_WITHOUT_PAGE
+from rocm_attn.runtime import Step
+from rocm_attn.step_runner import StepRunner
+from tests.amd.guards.serving import ALL_ON, Serving
+from tests.amd.runtime.interrupts import interrupted_at
+from tests.amd.runtime.stepping import Request
+
+CPU = torch.device("cpu")
+
+
+def decoding(guards: Guards = ALL_ON) -> tuple[Serving, list[Request]]:
+    """Requests whose decode steps of two sequences are replayed."""
+    serving = Serving(CPU, guards, graphs=True, capture_sizes=(1, 2))
+    requests = serving.admit(5)
+    serving.step(requests, [4, 3, 2, 2, 2])
+    for _ in range(2):
+        serving.step(requests[:2], [1, 1])
+    return serving, requests
+
+
+def steps_of_all_sizes(serving: Serving, requests: list[Request]) -> bool:
+    """Whether decode steps of sizes that come, grow and come again are right."""
+    right = True
+    for count in (1, 2, 1, 4, 2, 1, 5, 2, 4):
+        serving.run(requests[:count], [1] * count)
+        right &= serving.is_right(requests[:count], [1] * count)
+    return right
+
+
+def test_no_graph_is_made_of_memory_that_may_move() -> None:
+    """Half of a reopen: what was sealed is given up, and nothing is sealed instead."""
+    serving, requests = decoding(ALL_ON)
+    serving.runtime.unseal((1, 2, 4))
+    replays = serving.runner.counters.replays
+    assert steps_of_all_sizes(serving, requests)
+    assert serving.runner.counters.replays == replays
+    assert "the addresses that graphs read are not sealed" in serving.runner.counters.graphs_off
+    assert serving.runner.capture_report().graphs_off == serving.runner.counters.graphs_off
+    serving.runner.reopen((1, 2, 4))
+    assert steps_of_all_sizes(serving, requests)
+    assert serving.runner.counters.graphs_off == ""
+    assert serving.runner.counters.replays > replays
+
+    serving, requests = decoding(Guards().without("sealed_capture"))
+    serving.runtime.unseal((1, 2, 4))
+    assert not steps_of_all_sizes(serving, requests)
+
+
+def run_out_of_memory(patch: pytest.MonkeyPatch, *, after: int) -> None:
+    """From now on, so many tensors are allocated, and no more."""
+    left = after
+
+    def limited(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def allocated(*args: object, **kwargs: object) -> torch.Tensor:
+            nonlocal left
+            if left == 0:
+                raise torch.OutOfMemoryError("no memory is left")
+            left -= 1
+            return allocate(*args, **kwargs)
+
+        return allocated
+
+    for name in ("full", "empty", "zeros"):
+        patch.setattr(torch, name, limited(getattr(torch, name)))
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 4), (1,)], ids=["larger", "smaller"])
+def test_a_reopen_that_runs_out_of_memory_changes_nothing(
+    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving, requests = decoding()
+    addresses = {name: tensor.data_ptr() for name, tensor in serving.runtime.sealed_tensors().items()}
+    failures = 0
+    while True:
+        with monkeypatch.context() as patch:
+            run_out_of_memory(patch, after=failures)
+            try:
+                serving.runner.reopen(sizes)
+            except torch.OutOfMemoryError:
+                failures += 1
+            else:
+                break
+        before = serving.runner.counters.replays
+        assert addresses == {name: tensor.data_ptr() for name, tensor in serving.runtime.sealed_tensors().items()}
+        serving.step(requests[:2], [1, 1])
+        assert serving.runner.counters.replays == before + 1
+        serving.runner.check_addresses()
+    assert failures > 5
+    assert serving.runtime.padding.seqs.sizes == sizes
+    assert steps_of_all_sizes(serving, requests)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 4), (1,)], ids=["larger", "smaller"])
+def test_a_reopen_that_is_interrupted_at_any_line_serves_right(sizes: tuple[int, ...]) -> None:
+    serving, requests = decoding()
+    line = 1
+    while interrupted_at(line, lambda: serving.runner.reopen(sizes)):
+        serving.step(requests[:2], [1, 1])
+        serving.step(requests[:4], [1] * 4)
+        serving.step(requests[:2], [1, 1])
+        if serving.runner.counters.graphs_off == "":
+            serving.runner.check_addresses()
+        if line % 5 == 1:
+            serving.runner.reopen((1, 2))
+            serving.free(*requests)
+            requests = serving.admit(5)
+            serving.step(requests, [4, 3, 2, 2, 2])
+        line += 23
+    assert line > 200
+    assert steps_of_all_sizes(serving, requests)
+
+
+def test_reopening_reports_the_last_steps_first_and_changes_nothing_then() -> None:
+    serving, requests = decoding()
+    counts = serving.runtime._publisher._lines[0].counts
+    assert counts is not None
+    counts[3] = TOKEN_WITHOUT_PAGE
+    with pytest.raises(DeviceFault, match=f"step {serving.runtime.step_number}: "):
+        serving.runner.reopen((1, 2, 4))
+    before = serving.runner.counters.replays
+    serving.step(requests[:2], [1, 1])
+    assert serving.runner.counters.replays == before + 1
+    serving.runner.reopen((1, 2, 4))
+    assert steps_of_all_sizes(serving, requests)
+
+
+def test_a_rank_that_cannot_reopen_leaves_all_ranks_as_they_are() -> None:
+    serving, requests = decoding()
+    told = []
+
+    def as_on_another_rank(findings: object) -> dict[str, str]:
+        told.append(findings)
+        return {"reopen": "on rank 1: OutOfMemoryError: no memory is left"}
+
+    serving.runtime.agree = as_on_another_rank
+    with pytest.raises(CapacityExceeded, match="because a rank could not: on rank 1: OutOfMemoryError: no memory"):
+        serving.runner.reopen((1, 2, 4))
+    assert told == [{}]
+    before = serving.runner.counters.replays
+    serving.step(requests[:2], [1, 1])
+    assert serving.runner.counters.replays == before + 1
+
+
+def test_a_rank_that_cannot_reopen_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    serving, _ = decoding()
+    told: list[object] = []
+    serving.runtime.agree = lambda findings: told.append(findings) or {}  # type: ignore[func-returns-value]
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serving.runtime._memory, "part_for", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        serving.runner.reopen((1, 2, 4))
+    assert told == [{"reopen": "KeyboardInterrupt: "}]
+
+
+# Two runners over one runtime: what the second one does, and whether the first one's graphs still serve then.
+
+
+def refused(serving: Serving) -> None:
+    """Its graph is refused: forward reads a value on the host."""
+
+    def forward(step: Step) -> torch.Tensor:
+        int(step.token_ids.sum())
+        return serving._forward(step)
+
+    serving.runner = StepRunner(serving.runtime, forward, recorder_for(CPU), check=NO_CHECK)
+
+
+def reopened(serving: Serving) -> None:
+    serving.runner = StepRunner(serving.runtime, serving._forward, recorder_for(CPU), check=NO_CHECK)
+    serving.runner.reopen((1, 2, 4))
+
+
+def unsealed(serving: Serving) -> None:
+    serving.runtime.unseal((1, 2))
+
+
+@pytest.mark.parametrize(("second", "keeps_graphs"), [(refused, True), (reopened, True), (unsealed, False)])
+def test_what_another_runner_of_the_runtime_does_makes_no_result_wrong(
+    second: Callable[[Serving], None], keeps_graphs: bool
+) -> None:
+    serving, requests = decoding()
+    first = serving.runner
+    second(serving)
+    other = serving.runner
+    for _ in range(2):
+        for runner in (first, other):
+            serving.runner = runner
+            assert steps_of_all_sizes(serving, requests[:5])
+        serving.free(*requests)
+        requests = serving.admit(5)
+        serving.runner = first
+        serving.step(requests, [4, 3, 2, 2, 2])
+    before = first.counters.replays
+    serving.step(requests[:2], [1, 1])
+    assert (first.counters.replays > before) == keeps_graphs
+    if second is refused:
+        assert "test_reopening.py" in other.counters.graphs_off
+    if not keeps_graphs:
+        assert "unseal() gave them up, or a reopen() was interrupted; reopen() makes" in first.counters.graphs_off
+        first.reopen((1, 2))
+        serving.step(requests[:2], [1, 1])
+        assert first.counters.graphs_off == ""
+        assert first.counters.replays == before + 1
+
+
+def test_the_last_runner_that_is_refused_gives_up_the_sealed_addresses() -> None:
+    serving, requests = decoding()
+    first = serving.runner
+    refused(serving)
+    serving.step(requests[:2], [1, 1])
+    assert serving.runtime.seal_number
+    first._switch_off("as if it were refused")
+    assert not serving.runtime.seal_number

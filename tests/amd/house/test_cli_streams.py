@@ -1,0 +1,157 @@
+"""The command line with streams as a shell may leave them, and interrupted at bad moments: a sentence, an exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rocm_attn.cli import BAD_INPUT, DONE, FAILED, INTERRUPTED, READER_GONE
+from rocm_attn.cli.streams import open_what_is_closed
+from tests.amd.house.source_tree import ROOT
+from tests.amd.house.test_cli_families import PROMPT, with_tokenizer
+from tests.amd.runner.families import family_model
+from tests.amd.runner.hf_models import save
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that `rocm-attn generate --model` serves."""
+    return with_tokenizer(save(family_model("qwen3", eos_token_id=None), tmp_path_factory.mktemp("model")))
+
+
+def in_a_shell(redirected: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """rocm-attn with its streams redirected as a shell does it. What it prints is read as UTF-8."""
+    command = f'"$0" -m rocm_attn.cli "$@" {redirected}'
+    return subprocess.run(
+        ["bash", "-c", command, sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+
+
+def generate(model: Path, *more: str) -> list[str]:
+    return [
+        *("generate", "--model", str(model), "--raw", "--device", "cpu", "--provider", "torch"),
+        *("--max-new-tokens", "2", "--no-graphs", *more),
+    ]
+
+
+@pytest.mark.parametrize("redirected", ["2>&-", "2>/dev/full", "2>&- <&-"])
+def test_without_a_stderr_progress_goes_nowhere_and_the_json_is_whole(redirected: str, model: Path) -> None:
+    done = in_a_shell(redirected, *generate(model, "--json", PROMPT))
+    assert done.returncode == DONE
+    assert json.loads(done.stdout)["results"][0]["prompt"] == PROMPT
+    assert done.stderr == ""
+
+
+def test_a_stderr_that_is_closed_is_not_the_next_file_that_is_opened() -> None:
+    code = (
+        "import os, sys\nfrom rocm_attn.cli.streams import open_what_is_closed\n"
+        "open_what_is_closed()\nassert os.open(os.devnull, os.O_RDONLY) > 2\nprint('said', file=sys.stderr)"
+    )
+    done = subprocess.run(
+        ["bash", "-c", '"$0" -c "$1" <&- 2>&-', sys.executable, code], cwd=ROOT, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, b"")
+
+
+def test_streams_that_are_open_stay_as_they_are() -> None:
+    before = [os.fstat(number) for number in range(3)]
+    open_what_is_closed()
+    assert [os.fstat(number) for number in range(3)] == before
+
+
+@pytest.mark.parametrize("json_too", [(), ("--json",)])
+def test_a_full_stdout_is_a_sentence(json_too: tuple[str, ...], model: Path) -> None:
+    done = in_a_shell(">/dev/full", *generate(model, *json_too, PROMPT))
+    assert done.returncode == FAILED
+    assert done.stderr.splitlines()[-1] == "rocm-attn: stdout cannot be written (No space left on device)"
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_help_for_a_full_stdout_is_a_sentence() -> None:
+    done = in_a_shell(">/dev/full", "--help")
+    assert (done.returncode, done.stderr) == (
+        FAILED,
+        "rocm-attn: stdout cannot be written (No space left on device)\n",
+    )
+
+
+@pytest.mark.parametrize("redirected", [">&-", ">&- <&-"])
+def test_a_closed_stdout_is_refused_before_anything_is_done(redirected: str) -> None:
+    done = in_a_shell(redirected, "generate", "--model", "nowhere", PROMPT)
+    assert (done.returncode, done.stderr) == (
+        FAILED,
+        "rocm-attn: stdout is closed, and results go there; redirect it to a file or to /dev/null\n",
+    )
+
+
+def test_with_everything_closed_the_exit_code_says_it() -> None:
+    assert in_a_shell(">&- 2>&- <&-", "guards").returncode == FAILED
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    done = in_a_shell("| head -c 0; exit ${PIPESTATUS[0]}", "kernels")
+    assert (done.returncode, done.stderr) == (READER_GONE, "")
+
+
+def test_what_an_ascii_stdout_cannot_write_comes_out_as_escapes_and_is_reported(model: Path) -> None:
+    prompts = generate(model, "w5 é東", "w7")
+    escaped = in_a_shell("", *prompts, PYTHONIOENCODING="ascii")
+    assert (escaped.returncode, escaped.stdout.splitlines()[0]) == (DONE, ">>> w5 \\xe9\\u6771")
+    assert escaped.stderr.splitlines()[-1].startswith("rocm-attn: stdout is ascii, and what that cannot write came out")
+    plain = in_a_shell("", *prompts, PYTHONIOENCODING="utf-8")
+    assert plain.stdout == escaped.stdout.replace("\\xe9\\u6771", "é東")
+    assert "stdout is" not in plain.stderr
+
+
+def test_a_prompt_that_is_no_text_is_a_sentence() -> None:
+    done = in_a_shell("$'he\\xffllo'", "generate")
+    assert done.returncode == BAD_INPUT
+    assert done.stderr.startswith("rocm-attn: prompt 1 is not UTF-8: its character 3 cannot be read")
+    assert len(done.stderr.splitlines()) == 1
+
+
+AT_IMPORT = """
+import importlib.abc, signal, sys
+class Interrupted(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt as interrupt:
+                {what_follows}
+        return None
+sys.meta_path.insert(0, Interrupted())
+from rocm_attn.cli import main
+sys.exit(main(["env"]))
+"""
+
+
+@pytest.mark.parametrize(
+    "what_follows", ["raise", "raise ImportError('initialization failed') from interrupt", "pass", "raise SystemError"]
+)
+def test_an_interrupt_is_one_whatever_an_import_makes_of_it(what_follows: str) -> None:
+    code = AT_IMPORT.format(what_follows=what_follows)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED, "", "rocm-attn: interrupted\n")
+
+
+def test_a_job_in_the_background_goes_on_ignoring_interrupts() -> None:
+    code = (
+        "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "from rocm_attn.cli import main\nassert main(['guards']) == 0\n"
+        "assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN\nsignal.raise_signal(signal.SIGINT)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
+    assert done.returncode == DONE

@@ -1,0 +1,54 @@
+"""No verdict of a test hangs on the clock: none sleeps, none measures, none gives up on what a busy machine delays."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from tests.amd.house.source_tree import ROOT, python_files
+
+_CLOCKS = {"time.sleep", "time.time", "time.perf_counter", "time.monotonic", "time.process_time", "timeit.Timer"}
+_LIMITS = {"timeout", "deadline"}
+# Methods whose only positional number is a limit in seconds.
+_WAITS = {"wait", "join", "poll", "communicate"}
+
+# What reads a clock or sets a limit all the same, and why no verdict follows from it.
+HARMLESS = {
+    "conftest.py: deadline=None": "no deadline",
+    "simulator/record.py: time.monotonic()": "a time that is written down",
+}
+
+
+def uses_of_clocks(tree: ast.AST) -> Iterator[str]:
+    """Every call that reads a clock or sleeps, and every limit in seconds that a call is given, as source."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            reads = ast.unparse(node.func) in _CLOCKS
+            if reads or (isinstance(node.func, ast.Attribute) and node.func.attr in _WAITS and _is_number(node.args)):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.keyword) and node.arg in _LIMITS:
+            yield ast.unparse(node)
+
+
+def _is_number(arguments: list[ast.expr]) -> bool:
+    return [type(argument.value) for argument in arguments if isinstance(argument, ast.Constant)] in ([int], [float])
+
+
+def test_no_test_looks_at_a_clock() -> None:
+    folder = ROOT / "tests" / "amd"
+    found = {
+        f"{path.relative_to(folder).as_posix()}: {use}"
+        for path in python_files(folder)
+        for use in uses_of_clocks(ast.parse(path.read_text()))
+    }
+    assert found == HARMLESS.keys()
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["time.sleep(1)", "assert time.perf_counter() < 1", "run(timeout=9)", "settings(deadline=200)", "process.wait(60)"],
+)
+def test_a_clock_is_found(source: str) -> None:
+    assert list(uses_of_clocks(ast.parse(source)))

@@ -1,0 +1,259 @@
+"""What goes wrong with one request, or on the device: it is reported, and no other request loses its work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import DeviceFault
+from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.recent_steps import RecentSteps
+from rocm_attn.runner.request import (
+    Completion,
+    Event,
+    FailureEvent,
+    Request,
+    RequestsFailed,
+    RequestsFaulted,
+    TokenEvent,
+)
+from rocm_attn.runner.sampling import Sampling
+from rocm_attn.step_batch import INT32_MAX, StepBatch
+from tests.amd.runner.test_tokenizer import from_gguf, sentencepiece_fields
+from tests.amd.runner.tiny_model import tiny_model
+
+BASE = EngineOptions(provider="torch", page_size=4, max_batch_size=4, chunk=16, graphs=False, max_kv_len=64)
+NAN_TOKEN = 7
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def poisoned() -> LoadedModel:
+    """A model in which whoever says token 7 gets logits that are NaN."""
+    model = tiny_model()
+    model.weights.embedding[NAN_TOKEN] = float("nan")
+    return model
+
+
+def requests(num: int = 3, new_tokens: int = 6, **options: Any) -> list[Request]:
+    """Prompts of different lengths, without token 7."""
+    return [Request(tuple(range(10 + number, 14 + 3 * number)), new_tokens, **options) for number in range(num)]
+
+
+def alone(loaded: LoadedModel, request: Request) -> Completion:
+    return Engine(loaded, BASE).generate([request])[0]
+
+
+def until_a_fault(engine: Engine) -> DeviceFault:
+    """The fault that the engine reports in one of its next steps."""
+    while engine.has_work:
+        try:
+            engine.step()
+        except DeviceFault as fault:
+            return fault
+    raise AssertionError("no fault was reported")
+
+
+def all_pages_are_free(engine: Engine) -> bool:
+    table = engine.runtime.table
+    everything = (table.num_usable_pages, engine.options.max_batch_size)
+    return (table.num_free_pages, table.num_free_rows) == everything and not engine.has_work
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=3)], ids=["greedy", "drawn"])
+def test_a_request_whose_logits_are_nan_fails_alone(sampling: Sampling, graphs: bool, poisoned: LoadedModel) -> None:
+    good = requests(sampling=sampling)
+    bad = Request((3, NAN_TOKEN, 4), 6, sampling)
+    engine, events = Engine(poisoned, replace(BASE, graphs=graphs)), list[Event]()
+    with pytest.raises(RequestsFailed, match=r"^1 of 4 requests failed; request 1: the largest logit .* is nan") as why:
+        engine.generate([good[0], bad, *good[1:]], events.append)
+    first, failed, *others = why.value.completions
+    assert (failed.token_ids, failed.text, failed.finish_reason) == ((), "", "error")
+    assert "run in a wider one" in failed.error
+    assert [first, *others] == [alone(poisoned, request) for request in good]
+    assert [event.request for event in events if isinstance(event, FailureEvent)] == [1]
+    assert not isinstance(why.value, DeviceFault)
+    assert all_pages_are_free(engine)
+
+
+def test_a_request_that_fails_on_the_way_keeps_the_tokens_that_it_had(poisoned: LoadedModel) -> None:
+    tokenizer = from_gguf(sentencepiece_fields())
+    model = replace(poisoned, tokenizer=tokenizer)
+    engine, request = Engine(model, BASE), Request((3, 4), 6)
+    number = engine.submit(request)
+    engine.step()
+    engine.step()
+    engine.runtime.pool.layer(1).k[1:] = float("nan")
+    (event,) = engine.step()
+    assert isinstance(event, FailureEvent)
+    completion = engine.completion(number)
+    assert completion.token_ids == alone(model, request).token_ids[:2]
+    assert completion.text == tokenizer.decode(completion.token_ids)
+    assert completion.error == event.error != ""
+    assert not engine.has_work
+
+
+class _Wiped:
+    """Runs the steps of an engine; the device's table is wiped before those that are named, counted from 1."""
+
+    def __init__(self, engine: Engine, *steps: int) -> None:
+        self._engine, self._steps, self._numbers = engine, steps, count(1)
+        self._run = engine._runner.run
+
+    def __call__(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
+        if next(self._numbers) in self._steps:
+            self._engine.runtime._publisher.apply_table_changes()
+            self._engine.runtime.table.entries.zero_()
+        return self._run(batch, pad_to)
+
+
+def wiped(monkeypatch: pytest.MonkeyPatch, engine: Engine, *steps: int) -> Engine:
+    monkeypatch.setattr(engine._runner, "run", _Wiped(engine, *steps))
+    return engine
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 5])
+def test_a_fault_of_any_step_is_reported_however_short_the_run_is(
+    num_steps: int, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request((3, 4, 5), num_steps)
+    for faulty in range(1, num_steps + 1):
+        engine = wiped(monkeypatch, Engine(loaded, BASE), faulty)
+        with pytest.raises(DeviceFault, match=f"step {faulty}: a new token had no page of its own") as why:
+            engine.generate([request])
+        assert isinstance(why.value, RequestsFaulted)
+        (completion,) = why.value.completions
+        assert completion.finish_reason == "error"
+        assert completion.error.startswith(f"step {faulty}: ")
+        assert all_pages_are_free(engine)
+        assert engine.generate([request])[0] == alone(loaded, request), "and the next one is served"
+
+
+@pytest.mark.parametrize("faulty", [1, 2, 3])
+def test_requests_that_were_not_in_a_faulty_step_come_out_as_they_are_alone(
+    faulty: int, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two run, two wait: those that wait are served afterwards."""
+    engine = wiped(monkeypatch, Engine(loaded, replace(BASE, max_batch_size=2)), faulty)
+    events: list[Event] = []
+    with pytest.raises(RequestsFaulted, match=r"^2 of 4 requests failed; request 0: step") as why:
+        engine.generate(requests(4), events.append)
+    assert [completion.finish_reason for completion in why.value.completions] == ["error"] * 2 + ["length"] * 2
+    assert list(why.value.completions[2:]) == [alone(loaded, request) for request in requests(4)[2:]]
+    assert sorted(event.request for event in events if isinstance(event, FailureEvent)) == [0, 1]
+    for number in (2, 3):
+        of_one = [event for event in events if isinstance(event, TokenEvent) and event.request == number]
+        assert tuple(event.token_id for event in of_one) == why.value.completions[number].token_ids
+    assert all_pages_are_free(engine)
+
+
+def test_a_fault_ends_a_request_that_was_done_but_not_handed_over(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = wiped(monkeypatch, Engine(loaded, replace(BASE, max_batch_size=2)), 1)
+    short, handed_over, late = (engine.submit(Request((3, 4 + n), 1 + 4 * (n == 2))) for n in range(3))
+    engine.step()
+    right = engine.completion(handed_over)
+    assert until_a_fault(engine).step == 1
+    assert right.finish_reason == "length", "what was handed over is the caller's; the exception names its step"
+    while engine.has_work:
+        engine.step()
+    assert engine.completion(short).finish_reason == "error"
+    assert engine.completion(late) == alone(loaded, Request((3, 6), 5))
+
+
+def test_a_step_loop_is_told_of_the_last_steps_fault(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = wiped(monkeypatch, Engine(loaded, BASE), 2)
+    number = engine.submit(Request((3, 4), 2))
+    (first,) = engine.step()
+    assert isinstance(first, TokenEvent)
+    with pytest.raises(DeviceFault, match="step 2"):
+        engine.step()
+    last, failure = engine.step()
+    assert isinstance(last, TokenEvent)
+    assert (last.finish_reason, failure.request) == ("length", number)
+    assert isinstance(failure, FailureEvent)
+    assert not engine.has_work
+    assert engine.completion(number).error == failure.error
+
+
+def test_a_fault_of_no_step_ends_all_that_have_run_and_none_that_wait(loaded: LoadedModel) -> None:
+    engine = Engine(loaded, replace(BASE, max_batch_size=1))
+    done, waits = engine.submit(Request((3, 4), 1)), engine.submit(Request((5, 6), 1))
+    engine.step()
+    engine.runtime.pool.layer(0).k[0] = 1.0
+    engine._fail_all_in(DeviceFault("something wrote to page 0"))
+    engine.runtime.pool.layer(0).k[0] = 0.0
+    while engine.has_work:
+        engine.step()
+    assert engine.completion(done).error == "something wrote to page 0"
+    assert engine.completion(waits) == alone(loaded, Request((5, 6), 1))
+
+
+def test_what_lies_in_page_0_is_reported_when_the_last_request_is_done(loaded: LoadedModel) -> None:
+    engine = Engine(loaded, BASE)
+    engine.runtime.pool.layer(0).k[0] = 1.0
+    with pytest.raises(RequestsFaulted, match=r"^3 of 3 requests failed; request 0: .*page 0"):
+        engine.generate(requests())
+    assert all_pages_are_free(engine)
+
+
+def test_after_an_exception_of_the_callback_nothing_of_its_requests_is_left(loaded: LoadedModel) -> None:
+    def give_up(event: Event) -> None:
+        raise KeyboardInterrupt
+
+    engine = Engine(loaded, BASE)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(requests(6), give_up)
+    assert all_pages_are_free(engine)
+    assert engine.generate(requests())[1] == alone(loaded, requests()[1])
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 4])
+def test_a_cancelled_request_leaves_its_pages_and_no_trace(steps: int, loaded: LoadedModel) -> None:
+    """One that waits, one that runs, and one that is done."""
+    engine = Engine(loaded, replace(BASE, max_batch_size=1))
+    gone = engine.submit(Request((3, 4), 3))
+    kept = engine.submit(Request((5, 6), 3))
+    also_gone = engine.submit(Request((8, 9), 3))
+    for _ in range(steps):
+        engine.step()
+    engine.cancel(gone)
+    engine.cancel(also_gone)
+    events: list[Event] = []
+    while engine.has_work:
+        events += engine.step()
+    assert {event.request for event in events} == {kept}
+    assert engine.completion(kept) == alone(loaded, Request((5, 6), 3))
+    for number in (gone, also_gone):
+        with pytest.raises(KeyError):
+            engine.completion(number)
+    assert all_pages_are_free(engine)
+
+
+def test_a_step_is_found_across_the_wrap_of_its_number() -> None:
+    recent = RecentSteps()
+    recent.note(INT32_MAX - 2, INT32_MAX - 1, [4])
+    recent.note(INT32_MAX - 1, 1, [5, 6])
+    assert recent.requests_in(INT32_MAX - 1) == frozenset({4})
+    for step in (INT32_MAX, 0, 1):
+        assert recent.requests_in(step) == frozenset({5, 6})
+    assert recent.requests_in(2) is recent.requests_in(INT32_MAX - 2) is recent.requests_in(None) is None
+
+
+def test_the_logits_of_one_row_may_be_minus_infinity_but_not_all(loaded: LoadedModel) -> None:
+    head = loaded.weights.head
+    engine = Engine(replace(loaded, weights=replace(loaded.weights, head=torch.full_like(head, float("-inf")))), BASE)
+    with pytest.raises(RequestsFailed, match="the largest logit of the next token is"):
+        engine.generate(requests(1))

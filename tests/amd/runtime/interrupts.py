@@ -1,0 +1,47 @@
+"""KeyboardInterrupt at any line of this project, one at a time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from tests.amd.house.source_tree import ROOT
+
+_OURS = tuple(f"{ROOT / folder}/" for folder in ("rocm_attn", "kernels", "hip_graphs"))
+
+
+def interrupted_at(number: int, call: Callable[[], object]) -> bool:
+    """Call, with KeyboardInterrupt before the line of this number that runs, counted from 1; whether it ran so many."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal lines
+        if not frame.f_code.co_filename.startswith(_OURS):
+            return None
+        if event == "line":
+            lines += 1
+            if lines == number:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        assert lines == number
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def every_line(call: Callable[[], object], step: int = 1) -> Iterator[int]:
+    """Interrupts a call at each of its lines in turn, or at each `step`-th; yields the line's number after each."""
+    number = 1
+    while interrupted_at(number, call):
+        yield number
+        number += step

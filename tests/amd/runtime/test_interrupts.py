@@ -1,0 +1,132 @@
+"""A KeyboardInterrupt anywhere inside a step leaves a runtime that serves the next one, and serves it right."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rocm_attn.capture_check import NO_CHECK
+from rocm_attn.errors import WrongState
+from rocm_attn.graphs import recorder_for
+from rocm_attn.runtime import AttentionRuntime, Step
+from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_inputs import DeviceInputs
+from rocm_attn.step_runner import StepRunner
+from tests.amd.runtime.interrupts import every_line, interrupted_at
+from tests.amd.runtime.stepping import small_problem
+
+CPU = torch.device("cpu")
+KINDS = ["whole", "split", "lengths on the device", "after a split step"]
+
+
+class Counted:
+    """A runner over one request whose step number n has V of n; attention over one token is that token's V."""
+
+    def __init__(self, *, graphs: bool) -> None:
+        self.problem = small_problem()
+        self.runtime = AttentionRuntime(
+            [self.problem],
+            device=CPU,
+            num_pages=16,
+            max_num_seqs=2,
+            max_kv_len=16,
+            provider="torch",
+            capture_sizes=(2,),
+            split_steps=True,
+        )
+        self.runner = StepRunner(self.runtime, self._forward, recorder_for(CPU) if graphs else None, check=NO_CHECK)
+        self.row = self.runtime.table.admit()
+        self.runtime.table.reserve(self.row, 1)
+
+    def batch(self, number: int, *, on_device: bool = False) -> StepBatch:
+        one = np.array([1], np.int32)
+        rows, ids = np.array([self.row], np.int32), np.array([number], np.int32)
+        if on_device:
+            return StepBatch(rows, one, one, ids, inputs=DeviceInputs(kv_len=torch.ones(1, dtype=torch.int32)))
+        return StepBatch(rows, one, one, ids)
+
+    def run(self, kind: str, number: int) -> None:
+        """A step, whose result is right."""
+        split = kind == "split"
+        batch = self.batch(number, on_device=kind == "lengths on the device")
+        (rows,) = (self.runner.run_split if split else self.runner.run)(batch)
+        assert bool((rows == number).all())
+
+    def _forward(self, step: Step) -> torch.Tensor:
+        problem, tokens = self.problem, step.token_ids.shape[0]
+        v = step.token_ids.float()[:, None, None].repeat(1, problem.num_kv_heads, problem.v_head_dim)
+        q = torch.zeros(tokens, problem.num_q_heads, problem.head_dim)
+        k = torch.zeros(tokens, problem.num_kv_heads, problem.head_dim)
+        out = torch.empty(tokens, problem.num_q_heads, problem.v_head_dim)
+        step.layers.store_and_attend(0, q, k, v, out)
+        return out.flatten(1).index_select(0, step.last_token_of_seq)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+def test_an_interrupt_at_any_line_of_a_step_leaves_the_next_one_right(graphs: bool, kind: str) -> None:
+    """And no fault is reported that there was not."""
+    served = Counted(graphs=graphs)
+    for _ in range(2):
+        served.run(kind, 1)
+    interrupts = 0
+
+    def step() -> None:
+        if kind == "after a split step":
+            served.run("split", 2)
+        served.run(kind, 3)
+
+    # Whole eager steps at every line; the others differ from them in a few.
+    for line in every_line(step, 1 if kind == "whole" and not graphs else 11):
+        interrupts += 1
+        for number in range(4):
+            served.run("split" if number == 2 else kind, 10 + line + number)
+        served.runtime.check_device()
+    assert interrupts > 20
+    assert (served.runner.counters.replays > 0) == graphs
+
+
+def test_an_interrupt_while_a_graph_is_made_leaves_the_next_step_right() -> None:
+    """And no row or page is lost."""
+    line = 1
+    while True:
+        served = Counted(graphs=True)
+        free = served.runtime.table.num_free_rows, served.runtime.table.num_free_pages
+        if not interrupted_at(line, lambda served=served: served.run("whole", 1)):  # type: ignore[misc]
+            break
+        for number in range(3):
+            served.run("whole", 2 + number)
+        served.runtime.check_device()
+        assert served.runner.counters.graphs_off == ""
+        assert served.runner.counters.replays == 3
+        assert (served.runtime.table.num_free_rows, served.runtime.table.num_free_pages) == free
+        line += 131
+    assert line > 1000
+
+
+def test_an_interrupt_at_any_line_of_begin_step_leaves_no_step_begun() -> None:
+    served = Counted(graphs=False)
+    for number in every_line(lambda: served.runtime.begin_step(served.batch(1))):
+        served.run("whole", 1 + number)
+    served.runtime.end_step()
+    served.runtime.check_device()
+
+
+def test_a_step_within_a_step_is_refused_and_the_outer_one_goes_on() -> None:
+    served = Counted(graphs=False)
+    step = served.runtime.begin_step(served.batch(1))
+    for begin in (served.runner.run, served.runner.run_split, served.runtime.begin_step, served.runtime.stage):
+        with pytest.raises(WrongState, match="a step cannot begin, because a step is running; call end_step"):
+            begin(served.batch(2))
+    problem = served.problem
+    one = torch.ones(step.token_ids.shape[0], problem.num_q_heads, problem.head_dim)
+    served.runtime.store_and_attend(0, one, one[:, : problem.num_kv_heads], one[:, : problem.num_kv_heads], one.clone())
+    served.runtime.end_step()
+    served.run("whole", 4)
+
+
+def test_the_interrupter_counts_lines() -> None:
+    served = Counted(graphs=False)
+    assert interrupted_at(1, lambda: served.run("whole", 1))
+    assert not interrupted_at(1_000_000, lambda: served.run("whole", 1))

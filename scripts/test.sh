@@ -8,6 +8,7 @@
 #   interpreter      the kernels, and the runtime on top of them, under Triton's interpreter
 #   mutation         every fourth mask of the kernels removed in a copy: a check under Triton's interpreter must notice
 #   soak             2,000 random steps of a tiny model, every output checked against the oracle
+#   driver           300 seeds of a random driver whose oracle shares no code with the project
 #   text             greedy text against transformers, and the command line on real weights
 #   offline          every kernel compiled for gfx942, gfx950 and sm_90 with the installed Triton, pools below 2 GiB
 #   simulator        every kernel executed as gfx942 and gfx950 machine code, with every address checked
@@ -89,6 +90,7 @@ run_stage() {
     mutation) run_pytest -n auto -m "not long" tests/amd/mutation ;;
     mutation-long) run_pytest -n auto -m long tests/amd/mutation ;;
     offline-long) run_pytest tests/amd/offline -m long ;;
+    driver) run_pytest -n auto tests/amd/driver ;;
     text) run_pytest -n auto tests/amd/text ;;
     soak) rocm-attn soak --steps 2000 --seed 0 ;;
     offline) run_pytest tests/amd/offline -m "not llvm_mca and not long" ;;
@@ -113,7 +115,7 @@ log=$VENV/log verdicts=$VENV/verdicts
 : >"$verdicts"
 
 if [ $# -eq 0 ]; then
-    set -- lint types images host interpreter mutation soak text offline oldest simulator
+    set -- lint types images host interpreter mutation soak driver text offline oldest simulator
     if python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
         set -- "$@" device
     fi

@@ -1,0 +1,142 @@
+"""Draft: a step that the driver wants to run, as the host sees it and as the device does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from rocm_attn.step_batch import StepBatch
+from rocm_attn.step_inputs import HOST_INPUTS, ON_HOST, DeviceInputs, Inputs
+from rocm_attn.step_mask import NO_MASK, StepMask
+from rocm_attn.step_prefixes import NO_PREFIXES, Prefixes
+from tests.amd.driver.model import NOT_FINITE_ID, looked_up
+from tests.amd.driver.oracle import Bools, Tokens
+
+
+@dataclass(slots=True)
+class Member:
+    """One sequence of a step.
+
+    begin:      the place of its first new token
+    ids:        of the new tokens
+    positions:  of the new tokens; their places, unless the step has a mask
+    kv_bound, q_bound: what the host says of its lengths
+    kv_on_device, q_on_device: what the device says, where it says anything; beyond the bounds in a step that must fail
+    shows:      bool [new tokens, kv_len] of a step with a mask
+    """
+
+    row: int
+    begin: int
+    ids: list[int]
+    positions: list[int]
+    kv_bound: int
+    q_bound: int
+    kv_on_device: int
+    q_on_device: int
+    shows: Bools | None = None
+
+    @classmethod
+    def of(cls, row: int, begin: int, ids: list[int]) -> Member:
+        """A sequence whose lengths the host knows."""
+        end = begin + len(ids)
+        return cls(row, begin, ids, list(range(begin, end)), end, len(ids), end, len(ids))
+
+    @property
+    def kv_len(self) -> int:
+        """Tokens after the step."""
+        return self.begin + len(self.ids)
+
+    @property
+    def looked_up(self) -> list[int]:
+        """What the new tokens look up."""
+        return [looked_up(token_id, position) for token_id, position in zip(self.ids, self.positions, strict=True)]
+
+    def tokens(self) -> Tokens:
+        """The new tokens, for the oracle."""
+        return Tokens(self.looked_up, self.kv_len, self.positions, self.shows)
+
+
+@dataclass(slots=True)
+class Draft:
+    """A step.
+
+    on_device:   which of kv_len, q_len and token_ids the device alone knows
+    is_plain:    whether nothing may refuse it
+    may_be_told: whether the device may report it, although what the step gives must be right
+    is_beyond:   whether lengths on the device are out of bounds: what the step gives is not looked at, it must be told
+    is_bad:      whether every runtime must refuse it
+    """
+
+    seqs: list[Member]
+    on_device: frozenset[str] = frozenset()
+    has_mask: bool = False
+    prefixes: Prefixes = NO_PREFIXES
+    pad_to: int | None = None
+    is_plain: bool = False
+    may_be_told: bool = False
+    is_beyond: bool = False
+    is_bad: bool = False
+    extra_mask_bytes: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens."""
+        return sum(len(seq.ids) for seq in self.seqs)
+
+    @property
+    def must_be_told(self) -> bool:
+        """Whether the device must report the step."""
+        return self.is_beyond or any(NOT_FINITE_ID in seq.ids for seq in self.seqs)
+
+    def batch(self, device: torch.device) -> StepBatch:
+        """For the runtime. Raises BadBatch, BadTensor."""
+        ids = [token_id for seq in self.seqs for token_id in seq.ids]
+        room = sum(seq.q_bound for seq in self.seqs)
+        inputs: Inputs = HOST_INPUTS
+        if self.on_device:
+            given = {
+                "kv_len": [seq.kv_on_device for seq in self.seqs],
+                "q_len": [seq.q_on_device for seq in self.seqs],
+                "token_ids": ids + [1] * (room - len(ids)),
+            }
+            tensors = {name: _int32(given[name], device) for name in sorted(self.on_device)}
+            inputs = DeviceInputs(**{name: tensors.get(name, ON_HOST) for name in given})
+        token_ids = [] if "token_ids" in self.on_device else ids + [1] * (room - len(ids))
+        return StepBatch(
+            np.array([seq.row for seq in self.seqs], np.int32),
+            np.array([seq.kv_bound for seq in self.seqs], np.int32),
+            np.array([seq.q_bound for seq in self.seqs], np.int32),
+            np.array(token_ids, np.int32),
+            inputs=inputs,
+            mask=self._mask(device, room) if self.has_mask else NO_MASK,
+            prefixes=self.prefixes,
+        )
+
+    def _mask(self, device: torch.device, room: int) -> StepMask:
+        cells: list[Bools] = [seq.shows.ravel() for seq in self.seqs if seq.shows is not None]
+        packed = np.packbits(np.concatenate([*cells, np.zeros(0, np.bool_)]), bitorder="little")
+        most = -(-sum(seq.q_bound * seq.kv_bound for seq in self.seqs) // 8)
+        bits = np.full(max(most, len(packed)) + self.extra_mask_bytes, 255, np.uint8)
+        bits[: len(packed)] = packed
+        # Bits after the last cell are no one's.
+        positions = [position for seq in self.seqs for position in seq.positions]
+        return StepMask(torch.from_numpy(bits).to(device), _int32(positions + [0] * (room - len(positions)), device))
+
+    def words(self) -> str:
+        """For the log."""
+        seqs = ", ".join(
+            f"row {seq.row} [{seq.begin}, {seq.kv_len})"
+            + (f" of {seq.kv_bound}/{seq.q_bound}" if (seq.kv_bound, seq.q_bound) != (seq.kv_len, len(seq.ids)) else "")
+            for seq in self.seqs
+        )
+        notes = [*self.notes, *sorted(self.on_device), *(["mask"] if self.has_mask else [])]
+        notes += [] if self.pad_to is None else [f"padded to {self.pad_to}"]
+        return f"{seqs or 'no sequence'}{' (' + ', '.join(notes) + ')' if notes else ''}"
+
+
+def _int32(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.int32, device=device)

@@ -1,0 +1,134 @@
+"""python -m tests.amd.driver.guard_table [--seeds N] [--steps N] [--device cuda] [--write]
+
+Which safeguards the random driver and the soak need: each is switched off alone, and both run until they find what goes
+wrong. With --write the table goes to docs/guards.md, between its markers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import logging
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rocm_attn.guards import GUARDS, Guards
+from rocm_attn.settings import DEBUG, DISABLE_GUARDS
+from tests.amd.driver.__main__ import prepare
+from tests.amd.driver.run import run_seed
+
+PAGE = Path(__file__).parents[3] / "docs" / "guards.md"
+BEGIN, END = "<!-- guard table: begin -->", "<!-- guard table: end -->"
+SHORTEST_SOAK = 25
+
+# Why neither run can need a safeguard on this machine: what would meet it is not there.
+UNSEEN = {
+    "row_zero": "no call of the API changes row 0, and the pads of an update have no cell",
+    "table_tails": "read by AITER's kernels alone: those of torch and Triton read no entry after the last page",
+    "sealed_growth": "refuses what the planner does not ask for: a step above the captured sizes uses other memory",
+    "graph_epoch": "nothing moves under a graph while the other safeguards of sealed memory are on",
+    "ring_wait": "on a CPU the device is never late",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What was found with a safeguard off.
+
+    by_driver: the seed at which the driver found it; None: by none of them
+    by_soak:   the steps of a soak in which it was found; None: in none
+    """
+
+    guard: str
+    by_driver: int | None
+    by_soak: int | None
+
+    def line(self) -> str:
+        """A row of the table."""
+        driver = "-" if self.by_driver is None else f"seed {self.by_driver}"
+        soak = "-" if self.by_soak is None else f"within {self.by_soak:,} steps"
+        why = UNSEEN.get(self.guard, "") if self.by_driver is None and self.by_soak is None else ""
+        return f"| `{self.guard}` | {driver} | {soak} | {why} |"
+
+
+def found_by_driver(guard: str, seeds: int, device: torch.device) -> int | None:
+    """The first seed that has a finding without the safeguard, and none with it."""
+    guards = Guards().without(guard)
+    found = (seed for seed in range(seeds) if run_seed(seed, device, guards).finding)
+    return next((seed for seed in found if not run_seed(seed, device, Guards()).finding), None)
+
+
+def found_by_soak(guard: str, steps: int, device: str) -> int | None:
+    """Steps, rounded up to a soak's length, until the soak finds something without the safeguard.
+
+    Raises RuntimeError for a soak that ends as none should.
+    """
+    environment = {**os.environ, DEBUG: "1", DISABLE_GUARDS: guard}
+    length, deterministic = SHORTEST_SOAK, ["--deterministic"] if guard == "cut_points" else []
+    while True:
+        length = min(length, steps)
+        soak = [sys.executable, "-m", "rocm_attn.cli", "soak", "--steps", str(length), "--device", device]
+        done = subprocess.run([*soak, *deterministic], env=environment, capture_output=True, text=True, check=False)
+        if done.returncode == 1:
+            return length
+        if done.returncode:
+            raise RuntimeError(f"the soak without {guard} ended with {done.returncode}: {done.stderr[-2000:]}")
+        if length == steps:
+            return None
+        length *= 4
+
+
+def page_with(text: str, rows: list[Row], where: str) -> str:
+    """The page with the table between its markers."""
+    table = [
+        where,
+        "",
+        "| without | found by the random driver | found by the soak | why by neither |",
+        "|---|---|---|---|",
+        *(row.line() for row in rows),
+    ]
+    between = f"{BEGIN}\n" + "\n".join(table) + f"\n{END}"
+    page, count = re.subn(f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: between, text, flags=re.DOTALL)
+    if count != 1:
+        raise ValueError(f"{PAGE.name} must have the markers {BEGIN} and {END} once")
+    return page
+
+
+def main() -> int:
+    """Run both with each safeguard off."""
+    parser = argparse.ArgumentParser(prog="python -m tests.amd.driver.guard_table")
+    parser.add_argument("--seeds", type=int, default=300, help="of the driver, at most")
+    parser.add_argument("--steps", type=int, default=1600, help="of the soak, at most")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--only", nargs="*", default=[guard.id for guard in GUARDS], metavar="ID")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/guards.md")
+    options = parser.parse_args()
+    logging.getLogger("rocm_attn").setLevel(logging.ERROR)
+    device = torch.device(options.device)
+    prepare(device)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    today = datetime.datetime.now(datetime.timezone.utc).date()
+    machine = "a CPU" if device.type == "cpu" else f"an {torch.cuda.get_device_name(device)}"
+    where = (
+        f"At commit {commit.stdout.strip()}, {today:%d %B %Y}, on {machine}: up to {options.seeds} seeds of the driver "
+        f"(`python -m tests.amd.driver`) and up to {options.steps:,} steps of `rocm-attn soak`, each until it found "
+        "something. With all of them on, neither finds anything."
+    )
+    rows = []
+    for guard in options.only:
+        soak = found_by_soak(guard, options.steps, options.device)
+        rows.append(Row(guard, found_by_driver(guard, options.seeds, device), soak))
+        print(rows[-1].line(), flush=True)
+    if options.write:
+        PAGE.write_text(page_with(PAGE.read_text(), rows, where))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,11 +12,12 @@ class RocmAttnError(Exception):
 class Unsupported(RocmAttnError):
     """No kernel serves the problem.
 
+    summary: the message without the reasons
     reasons: one sentence for each kernel that was considered and why it was refused.
     """
 
     def __init__(self, summary: str, reasons: Sequence[str] = ()) -> None:
-        self.reasons = tuple(reasons)
+        self.summary, self.reasons = summary, tuple(reasons)
         super().__init__("\n  - ".join((summary, *self.reasons)))
 
 
@@ -51,7 +52,8 @@ class WrongState(RocmAttnError):
 class DeviceFault(RocmAttnError, RuntimeError):
     """Something went wrong on the device in a step that was run before; the runtime goes on with the next one.
 
-    Reported once. The step that reports it was not begun: it changed no KV, and is served by calling again.
+    Reported once; an interrupt that comes while it is on its way to the caller has it as its __context__. The step that
+    reports it was not begun: it changed no KV, and is served by calling again.
 
     Of the faulty step, no sequence can be trusted: K and V of its new tokens may be missing, its rows may be wrong, and
     so may be all that was computed from them since. The owner frees these sequences' rows, and serves them again from

@@ -7,7 +7,7 @@ was enqueued. How a step went comes back in the ring slot of the next one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -57,6 +57,17 @@ _REMEMBERED_STEPS = 5
 _STEPS_TO_ANSWER = 3
 
 
+# What went wrong on the device and was not reported yet. A fault is put here before its trace on the device is wiped,
+# and leaves when it is raised: memory that runs out, or an interrupt, at any place in between loses none.
+Found = list[DeviceFault]
+
+
+def _add(found: Found, fault: DeviceFault) -> None:
+    """Once: it is found again where what was to wipe its trace was broken off."""
+    if str(fault) not in map(str, found):
+        found.append(fault)
+
+
 class _Line:
     """A line of steps, each of which is published from a ring slot and echoes the step before it there.
 
@@ -80,35 +91,27 @@ class _Line:
         fault.rows = next((tuple(rows.tolist()) for number, rows in reversed(self.recent) if number == fault.step), ())
         return fault
 
-    def look(self, words: Int32Array) -> None:
-        """Raise DeviceFault if the echo in a slot, which is not 0, is one of a fault. Then it is cleared."""
+    def look(self, words: Int32Array, found: Found) -> None:
+        """Find the fault that a slot's echo, which is not 0, may be one of. Then the echo is cleared."""
         try:
             self.check_echo(words)
         except DeviceFault as fault:
-            self.named(fault)
-            # After the fault is made: an interrupt that comes between the two leaves it to be reported.
-            words[ECHO] = 0
-            raise
+            _add(found, self.named(fault))
         words[ECHO] = 0
 
-    def echoed_faults(self) -> Iterator[DeviceFault]:
-        """Of the slots whose readers are done."""
+    def find_all(self, found: Found, of_last_step: OfLastStep) -> None:
+        """Find what the slots echo, and the fault of the step published last, which no later one echoes.
+
+        The device has nothing left to do.
+        """
         for words in self.ring.written():
             if words[ECHO]:
-                try:
-                    self.look(words)
-                except DeviceFault as fault:
-                    yield fault
-
-    def fault_of_last(self, of_last_step: OfLastStep) -> DeviceFault | None:
-        """Of the step that was published last, which no later one echoes. The device has nothing left to do."""
-        if self.counts is None:
-            return None
-        fault = of_last_step(self.counts.tolist(), self.number)
-        if fault is not None:
-            self.named(fault)
-            self.counts[STEP], self.counts[ERROR_WORD] = self.number, 0
-        return fault
+                self.look(words, found)
+        if self.counts is not None:
+            fault = of_last_step(self.counts.tolist(), self.number)
+            if fault is not None:
+                _add(found, self.named(fault))
+                self.counts[STEP], self.counts[ERROR_WORD] = self.number, 0
 
 
 # A publication whose launches were begun: its line, the words of its ring slot, counts and number. If it ends early, it
@@ -148,6 +151,7 @@ class Publisher:
         self._updates = HostRing(pool.device, depth=2 * 2 * len(table.spaces), wait=ring_wait)
         self._of_last_step = of_last_step
         self._launching: _Launching | None = None
+        self._found: Found = []
         self._steps_to_answer = 0
         self.step_number = 0
 
@@ -199,7 +203,9 @@ class Publisher:
         # With room for prefixes and floors, whether there are any or not.
         slot, words = line.ring.acquire(end + 3 * num_seqs)
         if words[ECHO]:
-            line.look(words)
+            line.look(words, self._found)
+        if self._found:
+            self.report()
         number = (self.step_number + 1) & INT32_MAX
         words[0], words[1], words[STEP], words[3] = num_seqs, batch.num_tokens, number, num_ids > 0
         words[STEP_BEFORE] = line.number
@@ -246,13 +252,26 @@ class Publisher:
                 line.rest.counts.copy_(line.counts)
                 line.counts = line.rest.counts
 
-    def faults(self) -> list[DeviceFault]:
-        """What went wrong in steps and was not reported yet. The device has nothing left to do."""
+    def find_faults(self) -> None:
+        """Find everything that went wrong in steps and was not reported yet. The device has nothing left to do."""
         if self._launching is not None:
             self._settle()
-        found = [fault for line in self._lines for fault in line.echoed_faults()]
-        of_last = (line.fault_of_last(self._of_last_step) for line in self._lines)
-        return [*found, *(fault for fault in of_last if fault is not None)]
+        for line in self._lines:
+            line.find_all(self._found, self._of_last_step)
+
+    def report(self, *others: DeviceFault) -> None:
+        """Raise one DeviceFault of what was found and of others, if there is any."""
+        faults = [*self._found, *others]
+        if faults:
+            try:
+                raise DeviceFault.of_all(faults)
+            except DeviceFault:  # not an interrupt that comes first
+                self._found.clear()
+                raise
+
+    def forget_faults(self) -> None:
+        """What was found is not reported."""
+        self._found.clear()
 
     def _settle(self) -> None:
         """Find out, for a publication that an exception has ended, whether the kernel that reads its slot runs.
@@ -282,7 +301,8 @@ class Publisher:
         if self._steps_to_answer == _STEPS_TO_ANSWER:
             slot, words = line.ring.acquire(HEADER_WORDS)
             if words[ECHO]:
-                line.look(words)
+                line.look(words, self._found)
+            self.report()
             words[:HEADER_WORDS] = 0
             words[STEP], words[STEP_BEFORE] = self.step_number, line.number
             words[ECHO], self._launching = NO_ECHO, (line, words, line.rest.counts, self.step_number)
@@ -294,7 +314,8 @@ class Publisher:
         elif self._steps_to_answer == 1:
             for words in line.ring.written():
                 if words[ECHO]:
-                    line.look(words)
+                    line.look(words, self._found)
+            self.report()
         self._steps_to_answer -= 1
 
     def _place(self, inputs: DeviceInputs, slot: Tensor, num_seqs: int, num_ids: int, step: DeviceStep) -> None:

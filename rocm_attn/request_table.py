@@ -187,6 +187,7 @@ class RequestTable:
         if len(rows) == 0:
             return
         self._must_all_be_admitted(rows)
+        self._row_width.require(int(kv_len.max()), self.max_kv_len)
         reserved = self._reserved_len[rows]
         grows = kv_len > reserved
         last_page_no = np.minimum(reserved // self.page_size, self.width - 1)
@@ -200,7 +201,6 @@ class RequestTable:
         self._reserved_len[rows] = np.maximum(reserved, kv_len)
 
     def _reserve_slowly(self, rows: list[int], kv_len: list[int]) -> None:
-        self._row_width.require(max(kv_len), self.max_kv_len)
         for table in self.spaces:
             # An upper bound: of two rows that share a page only one needs a copy.
             short = sum(self._short(table, row, length) for row, length in zip(rows, kv_len, strict=True))

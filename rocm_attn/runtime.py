@@ -68,7 +68,8 @@ class Step:
                           batch's lengths are
     token_ids:            int32 [T], pads 0
     positions:            int32 [T], rope positions, pads 0; places in the KV, or what came with the step's mask
-    last_token_of_seq:    int32 [S], the token whose hidden state predicts the next one; 0 for pads
+    last_token_of_seq:    int32 [S], the token whose hidden state predicts the next one; 0 where there is no new token.
+                          A pad of a decode step has a token, a padded one
     layers:               store and attend for the tokens above, while the step runs
     plan:                 how the step runs; a half's is that of the split step, whose shape has both
     half:                 which half it is: 0 or 1; 0 for a step that is not split
@@ -299,17 +300,28 @@ class AttentionRuntime:
         report the last ones. One DeviceFault names all faults.
         """
         with self._alone("the device cannot be asked"):
-            faults = self._faults()
+            self._find_faults()
             written = what_was_written(self.table, self.pool, range(len(self._layers)))
         if written:
-            faults.append(DeviceFault(f"{written}; padded sequences read it, so every later step may be wrong"))
-        if faults:
-            raise DeviceFault.of_all(faults)
+            self._publisher.report(
+                DeviceFault(f"{written}; padded sequences read it, so every later step may be wrong")
+            )
+        self._publisher.report()
 
-    def take_faults(self) -> list[DeviceFault]:
-        """Wait for the device; what went wrong in steps and was not reported yet, which counts as reported now."""
+    def report_faults(self) -> None:
+        """As check_device, of steps alone: what padded sequences read is not looked at."""
         with self._alone("the device cannot be asked"):
-            return self._faults()
+            self._find_faults()
+        self._publisher.report()
+
+    def forget_faults(self) -> None:
+        """Wait for the device; what went wrong in steps and was not reported yet never is.
+
+        For after steps that were tried out.
+        """
+        with self._alone("the device cannot be asked"):
+            self._find_faults()
+            self._publisher.forget_faults()
 
     def sealed_tensors(self) -> Mapping[str, Tensor]:
         """Everything that a graph reads and the runtime owns, by name: buffers, workspace, table and pages."""
@@ -441,7 +453,7 @@ class AttentionRuntime:
 
         q, out: [T, q_heads, head_dim | v_head_dim]; any strides but the last; padded tokens of out receive zeros
         lse:    float32 [T, q_heads]; when given, receives the natural log of the softmax denominator (the sink in it),
-                -inf for pads
+                -inf for pads and for a token that sees no key, whether or not there is a sink
         Raises BadTensor, WrongState, and BadBatch where the step has not stored and needs tokens that nobody stored.
         """
         step, plan = self._running()
@@ -574,9 +586,9 @@ class AttentionRuntime:
         self._check_stored(batch)
         return self.table.why_no_store(batch)
 
-    def _faults(self) -> list[DeviceFault]:
+    def _find_faults(self) -> None:
         self._wait()
-        return self._publisher.faults()
+        self._publisher.find_faults()
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

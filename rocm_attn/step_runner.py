@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rocm_attn.agreement import alone
 from rocm_attn.capture_check import CaptureCheck, Check, Verdict
-from rocm_attn.errors import BadTensor, DeviceFault, NotCopied
+from rocm_attn.errors import BadTensor, DeviceFault, NotCopied, Unsupported
 from rocm_attn.flight_recorder import NO_FLIGHT_RECORDER, Flight
 from rocm_attn.graphs import CapturedBucket, CaptureReport, Progress, SkippedBucket, capture_shapes, shape_name
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
@@ -200,6 +200,7 @@ class StepRunner:
 
         Kernels that bake a length are captured at their smallest length bucket; others need no second graph.
         progress: called before each bucket and at the end
+        Raises DeviceFault of steps that were run before.
         """
         shapes = capture_shapes(self._runtime.padding)
         skipped = []
@@ -301,10 +302,6 @@ class StepRunner:
             return self._body(step)
         # The graph is made of other steps; this one is staged again when it has passed.
         self._runtime.abandon_step()
-        # What went wrong before is reported before anything is tried out: then this call has changed nothing.
-        faults = self._runtime.take_faults()
-        if faults:
-            raise DeviceFault.of_all(faults)
         q_len = np.ones(plan.shape.num_seqs, np.int32) if plan.shape.kind.decodes else batch.q_len
         self._capture(plan, q_len, batch)
         step = stage(batch, pad_to)
@@ -332,7 +329,10 @@ class StepRunner:
         q_len = typical_q_len(shape, max_seqs=table.num_free_rows, max_kv_len=table.max_kv_len)
         if q_len is None:
             return "no request row is free" if not table.num_free_rows else "no free rows hold a step of this shape"
-        plan = plan_of(self._runtime, shape, q_len)
+        try:
+            plan = plan_of(self._runtime, shape, q_len)
+        except Unsupported as refusal:
+            return "; ".join((refusal.summary, *refusal.reasons))
         if plan is not None and not plan.replayable:
             return f"{', '.join(kernel.row.name for kernel in plan.kernels)}: not every kernel can be captured"
         if not self._can_capture:
@@ -351,7 +351,9 @@ class StepRunner:
         """Make a graph of the plan, unless there is no room to check it; switch graphs off if it is refused.
 
         q_len, live: see Check.record; the runtime is idle
+        Raises DeviceFault of the steps before: it is reported before anything is tried out, and nothing has changed.
         """
+        self._runtime.report_faults()
         started = time.perf_counter()
         try:
             refusal = self._make_and_check(plan, q_len, live)
@@ -393,17 +395,20 @@ class StepRunner:
             with self._watchdog.watch(f"{name} and its check"):
                 verdict = self._check.record(self._runtime, plan, q_len, live, record, self._body)
             self._pinned.check()
-            faults = self._runtime.take_faults()
-            if faults:
-                raise DeviceFault.of_all(faults)
+            self._runtime.report_faults()
         except (RecordingRefused, StaleRecording) as refusal:
-            return self._agreed(_Trial.refused(str(refusal)))
+            return self._agreed(self._refused(str(refusal)))
         except (torch.OutOfMemoryError, DeviceFault) as refusal:  # of the steps that the graph was tried on
-            return self._agreed(_Trial.refused(f"{type(refusal).__name__}: {refusal}"))
+            return self._agreed(self._refused(f"{type(refusal).__name__}: {refusal}"))
         except BaseException as error:
             self._end_on_all_ranks(f"the check was broken off by {type(error).__name__}: {error}")
             raise
         return self._agreed(_Trial(fresh[0] if fresh else None, verdict))
+
+    def _refused(self, reason: str) -> _Trial:
+        """No graph, for this reason. Faults of the steps that it was tried on are no caller's."""
+        self._runtime.forget_faults()
+        return _Trial.refused(reason)
 
     def _end_on_all_ranks(self, reason: str) -> None:
         """An exception leaves a capture here: other ranks, which wait for word of it, make no more graphs either."""

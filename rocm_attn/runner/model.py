@@ -26,7 +26,7 @@ class StepInputs(Protocol):
 
     token_ids:         int32 [T], pads 0
     positions:         int32 [T], pads 0
-    last_token_of_seq: int32 [S], pads 0
+    last_token_of_seq: int32 [S], 0 where there is no new token
     """
 
     @property

@@ -101,6 +101,7 @@ def _failed(world: World, draft: Draft, cause: BaseException) -> None:
         world.oracle.store(seq.row, begin, [-1] * (max(seq.kv_len, min(seq.kv_bound, seq.kv_on_device)) - begin))
         request = world.requests[seq.row]
         request.doubtful = max(request.doubtful, seq.kv_bound)
+        request.may_be_refused |= begin < request.end
         request.end = min(request.end, begin)
 
 

@@ -137,8 +137,10 @@ class World:
         self.log.append(what)
 
     def failed(self, cause: BaseException) -> None:
-        """Memory ran out, or the user interrupted."""
+        """Memory ran out, or the user interrupted, perhaps while a fault was on its way."""
         self.say(f"failed: {type(cause).__name__}")
+        if isinstance(cause.__context__, DeviceFault):
+            self.heard(cause.__context__)
         self.is_disturbed = True
         self.was_interrupted |= isinstance(cause, KeyboardInterrupt)
 

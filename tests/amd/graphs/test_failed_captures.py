@@ -231,6 +231,36 @@ def test_a_fault_of_an_earlier_step_is_reported_before_a_capture_touches_anythin
     assert runner.counters.replays == 1
 
 
+def test_a_fault_of_an_earlier_step_is_reported_by_capture_all_and_graphs_stay_on() -> None:
+    tiny, runner = admitted()
+    number = tiny.runtime.step_number
+    counts = tiny.runtime._publisher._lines[0].counts
+    assert counts is not None
+    counts[3] = 1
+    with pytest.raises(DeviceFault, match=f"step {number}: "):
+        runner.capture_all()
+    assert runner.capture_all().graphs_off == ""
+    assert runner.counters.captures > 0
+    tiny.runtime.check_device()
+
+
+def test_faults_of_steps_that_a_graph_was_tried_on_are_reported_as_its_refusal_alone() -> None:
+    """Their rows are given back by then, and may belong to someone who has nothing to do with them."""
+    tiny = Tiny.build(CPU, "torch", [4])
+
+    def forward(step: Step) -> Tensor:
+        counts = tiny.runtime._publisher._lines[0].counts
+        assert counts is not None
+        counts[3:4].fill_(1)  # as if a kernel had found something
+        return tiny.forward(step)
+
+    runner = StepRunner(tiny.runtime, forward, recorder_for(CPU))
+    assert "DeviceFault: step" in runner.capture_all().graphs_off
+    tiny.runtime.check_device()
+    serving = StepRunner(tiny.runtime, tiny.forward, None)
+    assert same(serve(serving, tiny.runtime), eager())
+
+
 def test_a_check_on_the_live_step_that_is_broken_off_leaves_its_kv_as_it_was() -> None:
     tiny, runs = Tiny.build(CPU, "torch", [1], max_num_seqs=1), 0
     requests = Requests(tiny.runtime)

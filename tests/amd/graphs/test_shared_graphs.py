@@ -186,3 +186,17 @@ def test_what_graphs_of_shared_steps_hold_is_sealed_at_their_largest_size(provid
     held = tiny.runtime.sealed_tensors()
     assert held["schedule_0"].numel() >= kernel.schedule_words(largest)
     assert held["workspace"].numel() >= kernel.workspace_words(largest) > 4 * 6 * 16
+
+
+def test_captures_leave_out_shared_steps_that_no_layer_can_share(device: torch.device) -> None:
+    """A deterministic runtime: its other graphs are made, and the report says why these are not."""
+    tiny = Tiny.build(
+        device, "torch" if device.type == "cpu" else "triton", (2,), shared_prefixes=True, deterministic=True
+    )
+    report = StepRunner(tiny.runtime, tiny.forward, recorder_for(device)).capture_all()
+    assert [bucket.key.shape.kind for bucket in report.buckets].count(StepKind.DECODE) == 1
+    (skipped,) = report.skipped
+    assert skipped.shape == PaddedShape(StepKind.SHARED, 2, 2)
+    assert skipped.reason.startswith("no layer can share prefixes; leave them out of the step; ")
+    assert "\n" not in skipped.reason
+    assert report.graphs_off == ""

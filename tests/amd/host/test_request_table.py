@@ -48,6 +48,19 @@ def test_growth_is_page_by_page() -> None:
         assert len(table.pages_of(row)) == -(-kv_len // 4)
 
 
+def test_no_row_has_room_for_more_tokens_than_the_longest_although_its_last_page_has() -> None:
+    table = make_table(page_size=8, max_kv_len=20)
+    rows = np.array([table.admit(), table.admit()], np.int32)
+    table.reserve_all(rows, np.array([20, 1], np.int32))
+    with pytest.raises(CapacityExceeded, match="21 tokens exceed the 20 that a row can hold; raise max_kv_len"):
+        table.reserve_all(rows, np.array([21, 9], np.int32))
+    with pytest.raises(CapacityExceeded, match="21 tokens exceed the 20"):
+        table.reserve(int(rows[0]), 21)
+    assert [len(table.pages_of(int(row))) for row in rows] == [3, 1]
+    with pytest.raises(BadBatch, match="has room for 20 tokens"):
+        table.check_batch(batch_of(rows[:1].tolist(), [21]))
+
+
 def test_exhaustion_changes_nothing() -> None:
     table = make_table(num_pages=4)
     row, other = table.admit(), table.admit()

@@ -89,6 +89,7 @@ class SourceCase:
             target=target,
             selections=[selection_of(rows, self.problem, target, self._pool())],
         )
+        assert isinstance(world, SourceWorld)
         world.planted, world.floor = self.planted, self.floor
         requests = [world.admit() for _ in self.steps[0]]
         for q_len in self.steps:

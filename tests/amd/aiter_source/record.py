@@ -55,11 +55,12 @@ class Line:
 
 def main(document: Path, places: Sequence[str], kernel: str) -> int:
     """Run, print a line for each case, write; the exit status. kernel: what its name begins with"""
-    Checkout.named()
+    checkout = Checkout.named()
+    start = f"| {checkout.commit()} | {checkout.date()} | {triton.__version__} |"
     is_wrong = False
     for where in places:
         lines = list(_interpreted(kernel) if where == INTERPRETER else _simulated(where, kernel))
-        document.write_text(with_runs(document.read_text(), lines))
+        document.write_text(with_runs(document.read_text(), lines, start))
         is_wrong |= any(line.outcome.verdict is Verdict.WRONG for line in lines)
     return int(is_wrong)
 
@@ -111,23 +112,20 @@ def _printed(line: Line) -> Line:
     return line
 
 
-def with_runs(text: str, lines: Sequence[Line]) -> str:
-    """The document with these lines in place of those of the same AITER, Triton, place and kernel."""
+def with_runs(text: str, lines: Sequence[Line], start: str) -> str:
+    """The document with these lines in place of those of the same AITER and Triton (start), place and kernel."""
     before, _, rest = text.partition(BEGIN)
     table, found, after = rest.partition(END)
     if not found:
         raise ValueError(f"the document has no table between {BEGIN.strip()} and {END.strip()}")
-    checkout = Checkout.named()
-    key = f"| {checkout.commit()} | {checkout.date()} | {triton.__version__} |"
     groups: dict[str, list[Line]] = {}
     for line in lines:
         where, kernel = line.group
-        groups.setdefault(f"{key} {where} | {kernel} |", []).append(line)
+        groups.setdefault(f"{start} {where} | {kernel} |", []).append(line)
     kept = [row for row in table.splitlines()[2:] if row and not row.startswith(tuple(groups))]
     today = datetime.now(timezone.utc).date().isoformat()
     new = [
-        f"{start} {len(group)} | {_largest_error(group)} | {_verdict(group)} | {today} |"
-        for start, group in groups.items()
+        f"{key} {len(group)} | {_largest_error(group)} | {_verdict(group)} | {today} |" for key, group in groups.items()
     ]
     return before + BEGIN + _HEAD + "".join(f"{row}\n" for row in sorted([*kept, *new])) + END + after
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.providers.aiter import library
 from tests.amd.aiter_source.cases import CASES, GLUON, UNIFIED, WRAPPERS, SourceCase, Verdict
 from tests.amd.aiter_source.checkout import Checkout, imported
@@ -38,12 +37,6 @@ def test_a_wrapper_around_assembly_takes_what_the_provider_passes(case: SourceCa
     with simulated("gfx942"), imported(checkout, "gfx942"):
         outcome = case.outcome(checkout.target("gfx942"))
     assert outcome.verdict is Verdict.RIGHT, outcome.what
-
-
-def test_pa_decode_gluon_has_ten_windows_and_none() -> None:
-    cases = [case for case in CASES if case.kernel == GLUON and case.name.startswith("window")]
-    assert len({case.problem.window_left for case in cases} - {UNLIMITED_WINDOW, 100, 300}) == 10
-    assert UNLIMITED_WINDOW in {case.problem.window_left for case in cases}
 
 
 @pytest.mark.parametrize("window", [0, 15, 256])

@@ -26,12 +26,13 @@ CPU = torch.device("cpu")
 
 
 def runtime(guards: Guards = ALL_ON) -> AttentionRuntime:
-    """Two admitted rows, 1 and 2, with room for 16 tokens."""
+    """Two admitted rows, 1 and 2, with 16 tokens, all zeros."""
     made = AttentionRuntime(
         [small_problem()], device="cpu", num_pages=32, max_num_seqs=2, max_kv_len=16, provider="torch", guards=guards
     )
     for _ in range(2):
         made.table.reserve(made.table.admit(), 16)
+    made.table.mark_stored(np.array([1, 2], np.int32), np.array([16, 16], np.int32))
     return made
 
 

@@ -28,7 +28,9 @@ from rocm_attn.step_batch import INT32_MAX, StepBatch
 from tests.amd.runner.test_tokenizer import from_gguf, sentencepiece_fields
 from tests.amd.runner.tiny_model import tiny_model
 
-BASE = EngineOptions(provider="torch", page_size=4, max_batch_size=4, chunk=16, graphs=False, max_kv_len=64)
+BASE = EngineOptions(
+    provider="torch", page_size=4, max_batch_size=4, chunk=16, graphs=False, max_kv_len=64, capture_after=0
+)
 NAN_TOKEN = 7
 
 

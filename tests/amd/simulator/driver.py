@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from rocm_attn.kernels.compile_only import AbsentDriver, activated
-from rocm_attn.kernels.launch import observe_launches
+from rocm_attn.kernels.launch import Thunk, observe_launches
 from rocm_attn.target import known_target
 from tests.amd.offline.offline_driver import absent_gpu
 from tests.amd.simulator.assembly import Argument, parse_assembly
@@ -72,9 +72,13 @@ def simulated(arch: str, *, poison: int = POISON) -> Iterator[Simulation]:
     driver = AbsentDriver(gpu, device_id=_FIRST_DEVICE_ID + ARCHS.index(arch), launcher=_launcher)
     done = Simulation()
     _active.append(_Active(arch, poison, done))
+
+    def launch(thunk: Thunk) -> None:
+        thunk()
+
     try:
         # Observed, rocm_attn's launches take the ordinary way: its shorter ones ask for a stream of a real device.
-        with activated(driver), _kept_assembly(), observe_launches(lambda thunk: thunk()):
+        with activated(driver), _kept_assembly(), observe_launches(launch):
             yield done
     finally:
         _active.pop()

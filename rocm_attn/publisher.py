@@ -315,7 +315,7 @@ class Publisher:
             for words in line.ring.written():
                 if words[ECHO]:
                     line.look(words, self._found)
-            self.report()
+                    self.report()
         self._steps_to_answer -= 1
 
     def _place(self, inputs: DeviceInputs, slot: Tensor, num_seqs: int, num_ids: int, step: DeviceStep) -> None:

@@ -61,13 +61,20 @@ class DeviceFault(RocmAttnError, RuntimeError):
     is one of the memory that padded sequences read: build the runtime anew.
 
     step:  the number of the faulty step; AttentionRuntime.step_number counts them. None where no step can be named.
+           Where one error reports several faults, the first one's; `each` has them all
     rows:  request rows of its sequences, as they were then: a row may have been freed and admitted again since
     """
 
     def __init__(self, what: str, step: int | None = None, rows: Sequence[int] = ()) -> None:
         self.step = step
         self.rows = tuple(rows)
+        self._together: tuple[DeviceFault, ...] = ()
         super().__init__(what)
+
+    @property
+    def each(self) -> tuple[DeviceFault, ...]:
+        """The faults that this error reports, one for each step."""
+        return self._together or (self,)
 
     @classmethod
     def of_all(cls, faults: Sequence[DeviceFault]) -> DeviceFault:
@@ -75,7 +82,9 @@ class DeviceFault(RocmAttnError, RuntimeError):
         if len(faults) == 1:
             return faults[0]
         rows = dict.fromkeys(row for fault in faults for row in fault.rows)
-        return cls("\n".join(map(str, faults)), faults[0].step, tuple(rows))
+        together = cls("\n".join(map(str, faults)), faults[0].step, tuple(rows))
+        together._together = tuple(faults)
+        return together
 
 
 class NotCopied(RocmAttnError, TypeError):

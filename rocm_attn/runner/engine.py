@@ -354,7 +354,7 @@ class Engine:
     def _fail_all_in(self, fault: DeviceFault) -> None:
         """Fail every request that was in the step of a fault and was not handed over."""
         faults = [fault, *self._more_faults()]
-        for found in faults:
+        for found in (one for fault in faults for one in fault.each):
             concerned = self._recent.requests_in(found.step)
             for number in self._have_run() if concerned is None else sorted(concerned):
                 output, done = self._outputs.get(number), self._done.get(number)

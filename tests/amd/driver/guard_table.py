@@ -13,7 +13,10 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -84,6 +87,13 @@ def found_by_soak(guard: str, steps: int, device: str) -> int | None:
         length *= 4
 
 
+def found_without(guard: str, *, seeds: int, steps: int, device: torch.device) -> Row:
+    """Both runs without a safeguard."""
+    logging.getLogger("rocm_attn").setLevel(logging.ERROR)
+    prepare(device)
+    return Row(guard, found_by_driver(guard, seeds, device), found_by_soak(guard, steps, str(device)))
+
+
 def page_with(text: str, rows: list[Row], where: str) -> str:
     """The page with the table between its markers."""
     table = [
@@ -108,10 +118,9 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", nargs="*", default=[guard.id for guard in GUARDS], metavar="ID")
     parser.add_argument("--write", action="store_true", help="put the table into docs/guards.md")
+    parser.add_argument("--processes", type=int, default=1, help="safeguards at a time")
     options = parser.parse_args()
-    logging.getLogger("rocm_attn").setLevel(logging.ERROR)
     device = torch.device(options.device)
-    prepare(device)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     today = datetime.datetime.now(datetime.timezone.utc).date()
     machine = "a CPU" if device.type == "cpu" else f"an {torch.cuda.get_device_name(device)}"
@@ -120,11 +129,12 @@ def main() -> int:
         f"(`python -m tests.amd.driver`) and up to {options.steps:,} steps of `rocm-attn soak`, each until it found "
         "something. With all of them on, neither finds anything."
     )
+    find = partial(found_without, seeds=options.seeds, steps=options.steps, device=device)
     rows = []
-    for guard in options.only:
-        soak = found_by_soak(guard, options.steps, options.device)
-        rows.append(Row(guard, found_by_driver(guard, options.seeds, device), soak))
-        print(rows[-1].line(), flush=True)
+    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
+        for row in pool.map(find, options.only):
+            rows.append(row)
+            print(row.line(), flush=True)
     if options.write:
         PAGE.write_text(page_with(PAGE.read_text(), rows, where))
     return 0

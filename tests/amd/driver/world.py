@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -224,8 +223,7 @@ class World:
         """The runtime reported a fault."""
         self.say(f"told: {fault}")
         self.told["told"] = self.told.get("told", 0) + 1
-        # One error may report several steps, each in a line of its own.
-        steps = {fault.step, *(int(step) for step in re.findall(r"^step (\d+):", str(fault), re.MULTILINE))}
+        steps = {one.step for one in fault.each}
         of = [expected for expected in self.faults if steps.intersection(expected.steps)]
         for expected in of:
             if expected.told and len(expected.steps) == 1 and not self.is_disturbed:

@@ -175,6 +175,17 @@ def test_a_fault_ends_a_request_that_was_done_but_not_handed_over(
     assert engine.completion(late) == alone(loaded, Request((3, 6), 5))
 
 
+def test_faults_that_are_reported_together_fail_the_requests_of_each(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps 1 and 2 are the last ones, one request was in each, and serving ends."""
+    engine = wiped(monkeypatch, Engine(loaded, replace(BASE, max_batch_size=1)), 1, 2)
+    with pytest.raises(RequestsFaulted) as why:
+        engine.generate([Request((3, 4), 1), Request((5, 6), 1)])
+    assert [completion.error.partition(":")[0] for completion in why.value.completions] == ["step 1", "step 2"]
+    assert all_pages_are_free(engine)
+
+
 def test_a_step_loop_is_told_of_the_last_steps_fault(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = wiped(monkeypatch, Engine(loaded, BASE), 2)
     number = engine.submit(Request((3, 4), 2))

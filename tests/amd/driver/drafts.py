@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -30,6 +30,11 @@ def plain(world: World) -> Draft | None:
         return None
     draft = Draft(seqs, is_plain=not any(world.requests[seq.row].may_be_refused for seq in seqs))
     return _padded(world, draft)
+
+
+def going_on(world: World, rows: Sequence[int]) -> Draft:
+    """These rows take a token each, for which they have room."""
+    return Draft([Member.of(row, world.end(row), _ids(world, row, world.end(row), 1)) for row in rows])
 
 
 def back(world: World) -> Draft | None:

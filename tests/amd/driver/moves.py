@@ -12,7 +12,7 @@ import torch
 from rocm_attn.errors import DeviceFault, RocmAttnError, WrongState
 from rocm_attn.merging import merge_states
 from tests.amd.driver.draft import Draft
-from tests.amd.driver.drafts import DRAFTS, plain
+from tests.amd.driver.drafts import DRAFTS, beyond, going_on, not_finite, plain
 from tests.amd.driver.faults import OutOfMemory, interrupt
 from tests.amd.driver.finding import Finding
 from tests.amd.driver.oracle import UNKNOWN, merged
@@ -148,6 +148,40 @@ def reopen(world: World) -> None:
         refusal = world.refusal(lambda: world.runner.reopen(sizes, tokens))
         if bool(refusal) != (sizes in ((), (0,), (3, 2), (2, 2))):
             raise Finding(f"reopen for {sizes}: {refusal or 'taken'}")
+
+
+def unseal(world: World) -> None:
+    """The sealed addresses are given up: graphs are void, and none is made until reopen()."""
+    sizes = random_ladder(world.rng, world.setting.options["max_num_seqs"] + 4)
+    world.say(f"unseal for {sizes}")
+    with _from_outside(world):
+        world.runtime.unseal(sizes)
+
+
+def chained_copies(world: World) -> None:
+    """Two forks go on in pages that are to be copied; the first one's origin has gone, so its page may be the second's.
+
+    Memory may run out while the pages are copied.
+    """
+    page_size, most = world.runtime.table.page_size, world.runtime.max_kv_len
+    torn = [row for row in world.requests if world.end(row) % page_size and world.end(row) < most]
+    if len(torn) < 2:
+        return
+    forks = []
+    for row in world.rng.sample(torn, 2):
+        end = world.end(row)
+        world.say(f"row {row} with {end} tokens goes on as a fork")
+        if world.refusal(lambda: world.fork(row, end)):  # noqa: B023
+            return
+        forks.append(list(world.requests)[-1])
+        if world.refusal(lambda: world.reserve(forks[-1:], [end + 1])):  # noqa: B023
+            return
+        if len(forks) == 1:
+            world.free(row)
+    draft = going_on(world, forks)
+    for _ in range(3):
+        if run(world, draft, world.rng.choice(("run", "run eagerly"))) or world.setting.calm:
+            return
 
 
 def new_weights(world: World) -> None:
@@ -298,6 +332,8 @@ MOVES: dict[Callable[[World], None], int] = {
     ask: 2,
     capture_all: 1,
     reopen: 3,
+    unseal: 1,
+    chained_copies: 3,
     new_weights: 2,
     steps_overlap: 1,
     wiped_table: 2,
@@ -319,8 +355,8 @@ def move(world: World) -> None:
 def finish(world: World) -> None:
     """Everyone takes a last step, every fault is told, and nothing is held when all are gone."""
     for _ in range(8):
-        draft = plain(world)
-        if draft is not None and run(world, draft, "run"):
+        draft = world.rng.choice((plain, plain, plain, not_finite, beyond))(world) if world.requests else plain(world)
+        if draft is not None and run(world, draft, world.rng.choice(("run", "run", "split"))):
             break
     world.listen()
     untold = [fault.steps[-1] for fault in world.faults if fault.must and not fault.told]

@@ -170,6 +170,7 @@ def chained_copies(world: World) -> None:
     forks = []
     for row in world.rng.sample(torn, 2):
         end = world.end(row)
+        world.truncate(row, end)
         world.say(f"row {row} with {end} tokens goes on as a fork")
         if world.refusal(lambda: world.fork(row, end)):  # noqa: B023
             return
@@ -333,7 +334,7 @@ MOVES: dict[Callable[[World], None], int] = {
     capture_all: 1,
     reopen: 3,
     unseal: 1,
-    chained_copies: 3,
+    chained_copies: 5,
     new_weights: 2,
     steps_overlap: 1,
     wiped_table: 2,

@@ -147,13 +147,14 @@ def _outside(world: World, draft: Draft) -> AbstractContextManager[object]:
 
     More often, and earlier, while pages wait to be copied: their launches come first.
     """
-    rng, copies = world.rng, any(world.runtime.table.space(space).pending.copies for space in world.spaces())
+    rng, table = world.rng, world.runtime.table
+    copies = max(len(table.space(space).pending.copies) for space in world.spaces())
     chance, operation, line = (
         rng.random(),
         int(10 ** rng.uniform(0, 1 if copies else 2.2)),
         int(10 ** rng.uniform(0, 3.3)),
     )
-    if draft.is_beyond or world.setting.calm or chance >= (0.3 if copies else 0.06):
+    if draft.is_beyond or world.setting.calm or chance >= (0.06, 0.3, 0.7)[min(copies, 2)]:
         return nullcontext()
     if chance < 0.025:
         world.say(f"an interrupt at line {line}")

@@ -63,11 +63,16 @@ class DeviceFault(RocmAttnError, RuntimeError):
     step:  the number of the faulty step; AttentionRuntime.step_number counts them. None where no step can be named.
            Where one error reports several faults, the first one's; `each` has them all
     rows:  request rows of its sequences, as they were then: a row may have been freed and admitted again since
+    is_contained: whether no sequence of the step can have harmed another. Which of them are wrong is not known, and
+           shows when each is served again alone
     """
 
-    def __init__(self, what: str, step: int | None = None, rows: Sequence[int] = ()) -> None:
+    def __init__(
+        self, what: str, step: int | None = None, rows: Sequence[int] = (), *, is_contained: bool = False
+    ) -> None:
         self.step = step
         self.rows = tuple(rows)
+        self.is_contained = is_contained
         self._together: tuple[DeviceFault, ...] = ()
         super().__init__(what)
 
@@ -82,7 +87,8 @@ class DeviceFault(RocmAttnError, RuntimeError):
         if len(faults) == 1:
             return faults[0]
         rows = dict.fromkeys(row for fault in faults for row in fault.rows)
-        together = cls("\n".join(map(str, faults)), faults[0].step, tuple(rows))
+        contained = all(fault.is_contained for fault in faults)
+        together = cls("\n".join(map(str, faults)), faults[0].step, tuple(rows), is_contained=contained)
         together._together = tuple(faults)
         return together
 

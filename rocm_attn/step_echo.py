@@ -51,7 +51,9 @@ def fault_of_counts(counts: Sequence[int], number: int) -> DeviceFault | None:
 def fault_of(step: int, error_word: int) -> DeviceFault:
     """What went wrong in a step, in words; error_word is not 0."""
     known = [what for bit, what in _WHAT.items() if error_word & bit]
-    return DeviceFault(f"step {step}: {'; '.join(known) or f'the error word is {error_word:#x}'}", step)
+    what = f"step {step}: {'; '.join(known) or f'the error word is {error_word:#x}'}"
+    # K and V that are no numbers were to go to pages of their own sequence, and went there as zeros.
+    return DeviceFault(what, step, is_contained=error_word == NOT_FINITE)
 
 
 class EchoCheck:

@@ -119,7 +119,9 @@ class Engine:
 
     What goes wrong with one request ends that request alone: its Completion says why, and the others go on. A fault of
     the device ends the requests that were in its step, and all that have run where that step is not known; what it
-    leaves in the queue is served by the steps after it.
+    leaves in the queue is served by the steps after it. Where only some of the step's requests can be wrong, and the
+    others were not harmed (K or V that was infinite or no number), each is computed again alone, and those that show
+    the fault again end.
 
     Raises Unsupported when no kernel serves the model's layers, CapacityExceeded for a pool that cannot be.
     """
@@ -213,15 +215,16 @@ class Engine:
         """Run one step; what came of it. There must be work.
 
         When the last request is done it waits for the device, so that a fault of the last steps is reported too.
-        Raises DeviceFault. The requests concerned have failed then, those included that had ended and were not handed
-        over yet; the next step() returns their events, and goes on with the others.
+        Raises DeviceFault, unless it is contained. The requests concerned have failed then, those included that had
+        ended and were not handed over yet; the next step() returns their events, and goes on with the others.
         """
         if not self._events:
             try:
                 self._advance()
             except DeviceFault as fault:
-                self._fail_all_in(fault)
-                raise
+                self._take_in(fault)
+                if not fault.is_contained:
+                    raise
         events, self._events = self._events, []
         return events
 
@@ -306,6 +309,8 @@ class Engine:
         started = time.perf_counter()
         step = self._scheduler.next_step()
         logits = self._run(step)
+        if step.is_of_a_suspect:
+            self.runtime.check_device()  # before it gets a token, and before others run again
         samplers = [sequence.sampler for sequence in step.picking]
         picks = pick_tokens(logits[: step.num_picks], samplers) if samplers else []
         reasons = self._scheduler.finish_step(step, picks)
@@ -351,13 +356,16 @@ class Engine:
             self._done[number] = output.completion("error", error)
         self._events.append(FailureEvent(number, piece, error))
 
-    def _fail_all_in(self, fault: DeviceFault) -> None:
-        """Fail every request that was in the step of a fault and was not handed over."""
+    def _take_in(self, fault: DeviceFault) -> None:
+        """Fail every request that was in the step of a fault and was not handed over; or see which are concerned."""
         faults = [fault, *self._more_faults()]
         for found in (one for fault in faults for one in fault.each):
             concerned = self._recent.requests_in(found.step)
             for number in self._have_run() if concerned is None else sorted(concerned):
                 output, done = self._outputs.get(number), self._done.get(number)
+                if output is not None and found.is_contained and not output.sequence.is_suspect:
+                    self._scheduler.suspect(output.sequence)
+                    continue
                 if output is not None:
                     self._scheduler.drop(output.sequence)
                 if output is not None or (done is not None and not done.error):

@@ -113,6 +113,7 @@ class Sequence:
     token_ids:  the prompt and what was generated
     num_stored: tokens whose K and V are in the pool
     row:        of the request table; 0 while it waits
+    is_suspect: whether a step in which it was had a fault that may be its own; then it is computed again alone
     """
 
     number: int
@@ -122,6 +123,7 @@ class Sequence:
     token_ids: list[int]
     num_stored: int = 0
     row: int = 0
+    is_suspect: bool = False
 
     @property
     def num_left(self) -> int:

@@ -4,7 +4,7 @@ Every step holds all sequences that decode, one token each, and fills up to `chu
 A sequence is admitted when the pages for all of its tokens are free, and in the SWA space those for its window and a
 chunk; it takes them chunk by chunk. When pages run out the youngest sequence gives its own back and waits. It is
 computed again later from its prompt and the tokens it has generated, so it goes on with the token that it would have
-had.
+had. So is a suspect one, which a fault of the device may be due to: alone, in steps of its own, up to its next token.
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ class ScheduledStep:
     def picking(self) -> tuple[Sequence, ...]:
         """The sequences that pick a token."""
         return self.sequences[: self.num_picks]
+
+    @property
+    def is_of_a_suspect(self) -> bool:
+        """Whether its one sequence is served alone, because a fault may be due to it."""
+        return self.sequences[0].is_suspect
 
 
 class Scheduler:
@@ -79,7 +84,11 @@ class Scheduler:
 
     def next_step(self) -> ScheduledStep:
         """The next step. There must be work."""
-        scheduled, budget = self._continue()
+        suspect = next((sequence for sequence in (*self._waiting, *self._running) if sequence.is_suspect), None)
+        if suspect is not None:
+            self._admit_alone(suspect)
+            return _step_of(self._continue([suspect])[0])
+        scheduled, budget = self._continue(self._running)
         while budget > 0 and self._can_admit():
             budget -= self._add_prompt(scheduled, self._admit(budget), budget)
         assert scheduled, "a running sequence always gets a token, and a lone waiting one is always admitted"
@@ -89,7 +98,15 @@ class Scheduler:
         """Take in a token for each of step.picking: why that sequence ends, or None. Ended ones leave their pages."""
         for sequence, q_len in zip(step.sequences, step.batch.q_len.tolist(), strict=True):
             sequence.num_stored += q_len
+        for sequence in step.picking:
+            sequence.is_suspect = False
         return [self._take(sequence, pick) for sequence, pick in zip(step.picking, picks, strict=True)]
+
+    def suspect(self, sequence: Sequence) -> None:
+        """Compute a sequence again, alone, from the tokens that are known. What it has stored is given up."""
+        sequence.is_suspect = True
+        if sequence in self._running:
+            self._preempt(sequence)
 
     def drop(self, sequence: Sequence) -> None:
         """Give up a sequence that waits or runs; it leaves its pages."""
@@ -117,15 +134,16 @@ class Scheduler:
         self._table.free(sequence.row)
         sequence.row = RESERVED_ROW
 
-    def _continue(self) -> tuple[list[tuple[Sequence, int]], int]:
-        """What those that run do next, with room for it, and how many more tokens the step takes.
+    def _continue(self, running: list[Sequence]) -> tuple[list[tuple[Sequence, int]], int]:
+        """What some that run do next, with room for it, and how many more tokens the step takes.
 
-        Room is made at the cost of the youngest. A lone sequence has the pools for itself.
+        Room is made at the cost of the youngest that is no suspect. A lone sequence has the pools for itself.
+        running: all that run, or one of them
         """
         while True:
-            scheduled = [(sequence, 1) for sequence in self._running if sequence.num_left == 1]
+            scheduled = [(sequence, 1) for sequence in running if sequence.num_left == 1]
             budget = max(self._chunk - len(scheduled), 1)
-            for sequence in self._running:
+            for sequence in running:
                 if sequence.num_left > 1 and budget > 0:
                     budget -= self._add_prompt(scheduled, sequence, budget)
             rows = np.array([sequence.row for sequence, _ in scheduled], np.int32)
@@ -135,9 +153,22 @@ class Scheduler:
             try:
                 self._table.reserve_all(rows, stored + new)
             except OutOfPages:
-                self._preempt(self._running[-1])
+                self._preempt(next(other for other in reversed(self._running) if not other.is_suspect))
             else:
                 return scheduled, budget
+
+    def _admit_alone(self, suspect: Sequence) -> None:
+        """Let a suspect run, whatever others have to wait for it."""
+        if suspect in self._running:
+            return
+        self._waiting.remove(suspect)
+        self._waiting.appendleft(suspect)
+        while not self._can_admit():
+            youngest = self._running[-1]
+            self._preempt(youngest)
+            self._waiting.remove(suspect)
+            self._waiting.appendleft(suspect)
+        self._admit(self._chunk)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)

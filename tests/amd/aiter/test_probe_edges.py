@@ -173,8 +173,8 @@ def test_right_kernels_of_any_scores_pass_and_one_key_too_few_is_seen(
 
 def test_random_rows_do_not_show_one_key_among_many(aiter: StandIn) -> None:
     """Why there are rows of edges: a bound that covers rounding covers a key among hundreds."""
-    problem = replace(LINEAR, dtype=torch.bfloat16, window_left=1023)
-    make_wrong(aiter, "unified_attention", DAMAGES["leaves out the first key"])
+    problem = replace(LINEAR, dtype=torch.bfloat16, window_left=255)
+    make_wrong(aiter, "unified_attention", DAMAGES["sees the key before the first"])
     selection = selected(problem, "")
     assert selection.kernels[StepKind.DECODE].row.name == "aiter.unified_attention"
     assert random_run(selection, CPU, AttentionRuntime) is None

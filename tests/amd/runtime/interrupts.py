@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -28,6 +29,7 @@ def interrupted_at(number: int, call: Callable[[], object]) -> bool:
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # what an earlier test has left would be finalized in here, where no interrupt gets out
     sys.settrace(trace)
     try:
         call()
@@ -36,6 +38,7 @@ def interrupted_at(number: int, call: Callable[[], object]) -> bool:
         return True
     finally:
         sys.settrace(before)
+        gc.enable()
     return False
 
 

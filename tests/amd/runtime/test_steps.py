@@ -179,6 +179,18 @@ def test_positions_and_last_tokens_are_those_of_the_sequences(provider: str, dev
     world.runtime.end_step()
 
 
+def test_the_last_token_of_a_pad_is_its_own_padded_token_and_0_where_it_has_none(
+    provider: str, device: torch.device
+) -> None:
+    world = World.build([small_problem()], device, provider)
+    requests = [world.admit() for _ in range(2)]
+    for q_len, last in (([3, 2], [2, 4, 0, 0]), ([1, 1], [0, 1, 2, 3])):
+        batch = world.batch(requests, q_len)
+        assert world.runtime.begin_step(batch, 4).last_token_of_seq.tolist() == last
+        world.runtime.end_step()
+        world.runtime.table.mark_stored(batch.rows, batch.kv_len)
+
+
 def test_token_ids_arrive_and_pads_are_zero(provider: str, device: torch.device) -> None:
     world = World.build([small_problem()], device, provider)
     requests = [world.admit() for _ in range(3)]

@@ -115,6 +115,9 @@ class PageTable:
     """Rows of pages of one space, int32 [num_rows, width], with reference counts.
 
     The caller knows how long rows are: `end` is one past a row's last page_no.
+
+    Changes are made in such an order that an interrupt between two statements may lose a page, which is held by no row
+    and not free then, but never leaves one free that a row holds, or shared and not counted so.
     """
 
     def __init__(
@@ -188,9 +191,9 @@ class PageTable:
         own = self._take()
         # A page that is itself still waiting to be copied holds nothing yet: copy from where its content is.
         self.pending.copies[own] = self.pending.copies.get(shared, shared)
-        self._holders[shared] -= 1
-        self.entries_host[row, page_no] = own
         self.pending.cells.append((row, page_no, page_no + 1))
+        self.entries_host[row, page_no] = own
+        self._holders[shared] -= 1
 
     def share(self, row: int, child: int, kv_len: int, end: int) -> None:
         """Let child hold the pages [., end) of row that steps from kv_len on may need.
@@ -260,8 +263,8 @@ class PageTable:
     def copies_made(self) -> None:
         """Every pending copy was launched: its source may be handed out again, if no row holds it any more."""
         self.pending.copies.clear()
-        self._free += self._sources
-        self._sources.clear()
+        sources, self._sources = self._sources, []
+        self._free += sources
 
     def _set_first(self, row: int | slice, first: int) -> None:
         """The first page_no of row, and what follows from it."""
@@ -272,10 +275,12 @@ class PageTable:
 
     def _give_back(self, row: int, first: int, end: int) -> None:
         if first < end:
-            for page in self.entries_host[row, first:end].tolist():
-                self._drop(page)
-            self.entries_host[row, first:end] = RESERVED_PAGE
+            pages = self.entries_host[row, first:end].tolist()
             self.pending.cells.append((row, first, end))
+            self.entries_host[row, first:end] = RESERVED_PAGE
+            for page in pages:
+                if page != RESERVED_PAGE:  # it is where an interrupted call comes again
+                    self._drop(page)
 
     def _take(self) -> int:
         page = self._free.pop()

@@ -1,0 +1,134 @@
+"""A table of requests that is interrupted at any line: a page may be lost, but none is held by two unknowing."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from rocm_attn.errors import RocmAttnError
+from rocm_attn.index_spaces import RESERVED_PAGE, Space
+from rocm_attn.page_table import PageTable, SpacePages
+from rocm_attn.request_table import RequestTable
+from tests.amd.runtime.interrupts import interrupted_at
+
+
+def make_table() -> RequestTable:
+    """Rows of 8 pages of 4 tokens, and as many again in a space with a window of 5."""
+    return RequestTable(
+        max_num_seqs=4,
+        max_kv_len=32,
+        num_pages=40,
+        page_size=4,
+        device=torch.device("cpu"),
+        windows=(SpacePages(Space.SWA, 80, "swa_pages", window_left=5, first_page=40),),
+    )
+
+
+def pages_are_safe(table: RequestTable, rows: list[int]) -> None:
+    """No page is free and held, free twice, or held by more rows than it is counted for; copies read what is kept."""
+    for pages in table.spaces:
+        held = Counter(page for row in rows for page in table.pages_of(row, pages.space).tolist())
+        del held[RESERVED_PAGE]
+        free, sources = Counter(pages._free), Counter(pages._sources)
+        assert max((free + sources).values(), default=1) == 1, "a page is free twice"
+        assert RESERVED_PAGE not in free + sources
+        assert not (held & (free + sources)), "a page is free and held"
+        assert all(count <= pages._holders[page] for page, count in held.items()), "a page is shared uncounted"
+        targets, read = Counter(pages.pending.copies.keys()), Counter(set(pages.pending.copies.values()))
+        assert not (targets & free), "a page that is to be written is free"
+        assert not (read & free), "a page that is to be read is free"
+        told = {(row, page_no) for row, first, end in pages.pending.cells for page_no in range(first, end)}
+        assert_device_will_know(pages, rows, table, told)
+
+
+def assert_device_will_know(pages: PageTable, rows: list[int], table: RequestTable, told: set[tuple[int, int]]) -> None:
+    """Every entry that the device has otherwise is among the changes that are on their way."""
+    for row in rows:
+        end = len(table.pages_of(row, pages.space))
+        differ = np.flatnonzero(pages.entries_host[row, :end] != pages.entries[row, :end].numpy())
+        assert {(row, int(page_no)) for page_no in differ} <= told, "the device is not told of a page"
+
+
+def deliver(table: RequestTable) -> None:
+    """Bring the device up to date, as a step does."""
+    for pages in table.spaces:
+        row, column, entry = torch.from_numpy(pages.pending_updates()).long().unbind(1)
+        pages.entries[row, column] = entry.int()
+        pages.pending.cells.clear()
+        pages.copies_made()
+
+
+def call_of(table: RequestTable, rows: list[int], rng: random.Random) -> Callable[[], object]:
+    """Something that the owner of the rows may do next."""
+    row = rng.choice(rows)
+    room = int(table._reserved_len[row])
+    some = np.array(rng.sample(rows, rng.randint(1, len(rows))), np.int32)
+    longer = np.array([min(32, int(table._reserved_len[at]) + rng.randint(0, 9)) for at in some], np.int32)
+    return rng.choice(
+        (
+            partial(table.reserve, row, min(32, room + rng.randint(0, 12))),
+            partial(table.reserve_all, some, longer),
+            partial(table.truncate, row, rng.randint(0, room)),
+            partial(table.evict, some, np.array([rng.randint(0, int(table._reserved_len[at])) for at in some])),
+            partial(deliver, table),
+        )
+    )
+
+
+def lives(seed: int, table: RequestTable, interrupt: Callable[[Callable[[], object]], bool]) -> int:
+    """A random life of the table, each call of which may be interrupted, and then comes again; how many were."""
+    rng, rows, interrupted = random.Random(seed), [table.admit()], 0
+    for _ in range(24):
+        chance = rng.random()
+        if chance < 0.2 and table.num_free_rows:
+            parent = rng.choice(rows)
+            make = partial(table.fork, parent, rng.randint(0, int(table._reserved_len[parent])))
+            made: list[int] = []
+            interrupted += interrupt(partial(attempt, lambda: made.append(make())))  # noqa: B023
+            rows += made
+        elif chance < 0.3 and len(rows) > 1:
+            row = rng.choice(rows)
+            if interrupt(partial(attempt, partial(table.free, row))):
+                interrupted += 1
+                pages_are_safe(table, [at for at in rows if table._capacity[at] >= 0])
+                attempt(partial(table.free, row))
+            rows.remove(row)
+        else:
+            call = partial(attempt, call_of(table, rows, rng))
+            if interrupt(call):
+                interrupted += 1
+                pages_are_safe(table, rows)
+                call()
+        pages_are_safe(table, rows)
+    return interrupted
+
+
+def attempt(call: Callable[[], object]) -> None:
+    """A call that may be refused: pages and rows may be short, the more so if some were lost."""
+    with suppress(RocmAttnError):
+        call()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_page_is_held_by_two_unknowing_whatever_was_interrupted(seed: int) -> None:
+    lines = random.Random(-seed)
+    assert lives(seed, make_table(), lambda call: interrupted_at(lines.randint(1, 60), call)) > 0
+
+
+def test_without_interrupts_no_page_is_lost() -> None:
+    for seed in range(20):
+        table = make_table()
+        lives(seed, table, lambda call: bool(call()))
+        rows = [row for row in range(1, 5) if table._capacity[row] >= 0]
+        deliver(table)
+        for row in rows:
+            table.free(row)
+        deliver(table)
+        assert [pages.num_free_pages for pages in table.spaces] == [39, 40]

@@ -259,12 +259,15 @@ class RequestTable:
         if not 0 <= kv_len <= self._reserved_len[row]:
             raise BadBatch(f"row {row} has room for {self._reserved_len[row]} tokens; it cannot go back to {kv_len}")
         end, new_end = self._end(row), num_pages(kv_len, self.page_size)
+        self._num_forgotten += 1
+        # In this order an interrupt leaves no token that counts as stored without its page, and none that may be stored
+        # in a page that another row holds.
+        self.tokens.forget(row, kv_len)
+        self._reserved_len[row] = kv_len
+        self._capacity[row] = new_end * self.page_size
         for table in self.spaces:
             table.cut(row, new_end, end)
-        self._capacity[row] = new_end * self.page_size
-        self._reserved_len[row] = kv_len
-        self.tokens.cut(row, kv_len)
-        self._num_forgotten += 1
+        self.tokens.lower_from(row, kv_len)
 
     def mark_stored(self, rows: Int32Array, kv_len: Int32Array) -> None:
         """Say that the K and V of the first kv_len[i] tokens of rows[i] are in their pages, in every layer.

@@ -58,7 +58,8 @@ class StoredTokens:
 
     def start_over(self, row: int) -> None:
         """A row that holds nothing begins anew."""
-        self.cut(row, 0)
+        self.forget(row, 0)
+        self.lower_from(row, 0)
 
     def share(self, row: int, child: int, kv_len: int) -> None:
         """child gets the first kv_len tokens of row."""
@@ -69,11 +70,14 @@ class StoredTokens:
         self.floor[row] = max(floor, int(self.floor[row]))
         self.has_floors = self.has_floors or floor > 0
 
-    def cut(self, row: int, kv_len: int) -> None:
-        """Nothing is known of the tokens of row from kv_len on."""
+    def forget(self, row: int, kv_len: int) -> None:
+        """Tokens of row from kv_len on do not count as stored."""
         self.changed.append(row)
         stored_len = self.stored_len
         stored_len[row] = min(kv_len, int(stored_len[row]))
+
+    def lower_from(self, row: int, kv_len: int) -> None:
+        """Row has given back the pages behind kv_len: it shares nothing there."""
         if self.floor[row] > kv_len:
             self.lower(np.array([row]), np.array([kv_len], np.int32))
 

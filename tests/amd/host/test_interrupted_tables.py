@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -48,6 +49,22 @@ def pages_are_safe(table: RequestTable, rows: list[int]) -> None:
         assert_device_will_know(pages, rows, table, told)
 
 
+def tokens_are_safe(table: RequestTable, rows: list[int]) -> None:
+    """What counts as stored has a page, and what a row may store does not lie in a page where another row has it too.
+
+    Not by the counts of holders: a fork that an interrupt lost holds pages as well, and no one reads there.
+    """
+    for row in rows:
+        room, floor = int(table._reserved_len[row]), int(table.tokens.floor[row])
+        assert table.tokens.stored_len[row] <= room, "tokens without pages count as stored"
+        for pages, other in product(table.spaces, set(rows) - {row}):
+            of_both = min(room, int(table._reserved_len[other]))
+            both = zip(*(table.pages_of(one, pages.space).tolist() for one in (row, other)), strict=False)
+            for page_no, (page, others) in enumerate(both):
+                if page == others != RESERVED_PAGE:
+                    assert min(of_both, (page_no + 1) * 4) <= floor, "a row may store where another one reads"
+
+
 def assert_device_will_know(pages: PageTable, rows: list[int], table: RequestTable, told: set[tuple[int, int]]) -> None:
     """Every entry that the device has otherwise is among the changes that are on their way."""
     for row in rows:
@@ -77,13 +94,14 @@ def call_of(table: RequestTable, rows: list[int], rng: random.Random) -> Callabl
             partial(table.reserve_all, some, longer),
             partial(table.truncate, row, rng.randint(0, room)),
             partial(table.evict, some, np.array([rng.randint(0, int(table._reserved_len[at])) for at in some])),
+            partial(table.mark_stored, np.array([row]), np.array([rng.randint(0, room)])),
             partial(deliver, table),
         )
     )
 
 
 def lives(seed: int, table: RequestTable, interrupt: Callable[[Callable[[], object]], bool]) -> int:
-    """A random life of the table, each call of which may be interrupted, and then comes again; how many were."""
+    """A random life of the table, each call of which may be interrupted, and may come again then; how many were."""
     rng, rows, interrupted = random.Random(seed), [table.admit()], 0
     for _ in range(24):
         chance = rng.random()
@@ -105,8 +123,11 @@ def lives(seed: int, table: RequestTable, interrupt: Callable[[Callable[[], obje
             if interrupt(call):
                 interrupted += 1
                 pages_are_safe(table, rows)
-                call()
+                tokens_are_safe(table, rows)
+                if rng.random() < 0.5:
+                    call()
         pages_are_safe(table, rows)
+        tokens_are_safe(table, rows)
     return interrupted
 
 

@@ -1,7 +1,7 @@
 """python -m tests.amd.driver.guard_table [--seeds N] [--steps N] [--device cuda] [--write]
 
 Which safeguards the random driver and the soak need: each is switched off alone, and both run until they find what goes
-wrong. With --write the table goes to docs/guards.md, between its markers.
+wrong. With --write the table goes to docs/guards.md, between the markers of the kind of device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.amd.driver.__main__ import prepare
 from tests.amd.driver.run import run_seed
 
 PAGE = Path(__file__).parents[3] / "docs" / "guards.md"
-BEGIN, END = "<!-- guard table: begin -->", "<!-- guard table: end -->"
+BEGIN, END = "<!-- guard table on {}: begin -->", "<!-- guard table on {}: end -->"
 SHORTEST_SOAK = 25
 
 # Why neither run can need a safeguard on this machine: what would meet it is not there.
@@ -94,8 +94,9 @@ def found_without(guard: str, *, seeds: int, steps: int, device: torch.device) -
     return Row(guard, found_by_driver(guard, seeds, device), found_by_soak(guard, steps, str(device)))
 
 
-def page_with(text: str, rows: list[Row], where: str) -> str:
-    """The page with the table between its markers."""
+def page_with(text: str, rows: list[Row], where: str, device_type: str) -> str:
+    """The page with the table between the markers of a kind of device."""
+    begin, end = BEGIN.format(device_type), END.format(device_type)
     table = [
         where,
         "",
@@ -103,10 +104,10 @@ def page_with(text: str, rows: list[Row], where: str) -> str:
         "|---|---|---|---|",
         *(row.line() for row in rows),
     ]
-    between = f"{BEGIN}\n" + "\n".join(table) + f"\n{END}"
-    page, count = re.subn(f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: between, text, flags=re.DOTALL)
+    between = f"{begin}\n" + "\n".join(table) + f"\n{end}"
+    page, count = re.subn(f"{re.escape(begin)}.*{re.escape(end)}", lambda _: between, text, flags=re.DOTALL)
     if count != 1:
-        raise ValueError(f"{PAGE.name} must have the markers {BEGIN} and {END} once")
+        raise ValueError(f"{PAGE.name} must have the markers {begin} and {end} once")
     return page
 
 
@@ -136,7 +137,7 @@ def main() -> int:
             rows.append(row)
             print(row.line(), flush=True)
     if options.write:
-        PAGE.write_text(page_with(PAGE.read_text(), rows, where))
+        PAGE.write_text(page_with(PAGE.read_text(), rows, where, device.type))
     return 0
 
 

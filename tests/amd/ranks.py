@@ -27,7 +27,7 @@ def among_all() -> Agree:
 def on_every_rank(body: Callable[..., list[str]], folder: Path, *arguments: Any) -> list[list[str]]:
     """What body(rank, *arguments) gives on each rank; raises EOFError where a rank ends without an answer."""
     context = multiprocessing.get_context("spawn")
-    ranks, pipes, said = [], {}, {}
+    ranks, pipes, said = [], dict[Connection, int](), dict[Connection, list[str]]()
     for rank in range(NUM_RANKS):
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_run, args=(body, rank, folder, arguments, sender))
@@ -37,9 +37,9 @@ def on_every_rank(body: Callable[..., list[str]], folder: Path, *arguments: Any)
         pipes[receiver] = rank
     try:
         while len(said) < NUM_RANKS:
-            for receiver in wait(pipes.keys() - said.keys()):
-                assert isinstance(receiver, Connection)
-                said[receiver] = receiver.recv()
+            for ready in wait(pipes.keys() - said.keys()):
+                assert isinstance(ready, Connection)
+                said[ready] = ready.recv()
     finally:  # the answers are in, or a rank has failed and the others wait for it
         for process in ranks:
             process.kill()

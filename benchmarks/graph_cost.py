@@ -27,7 +27,8 @@ from rocm_attn.graphs import recorder_for
 from rocm_attn.hip_graphs.size_ladder import default_ladder
 from rocm_attn.kv_pool import page_bytes
 from rocm_attn.problem import Problem
-from rocm_attn.runtime import AttentionRuntime, Step
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step import Step
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_runner import StepRunner
 

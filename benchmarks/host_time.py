@@ -17,7 +17,8 @@ from torch import Tensor
 from benchmarks.machine import describe_machine
 from rocm_attn.graphs import recorder_for
 from rocm_attn.problem import Problem
-from rocm_attn.runtime import AttentionRuntime, Step
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step import Step
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_runner import StepRunner
 

@@ -29,7 +29,8 @@ from rocm_attn.probe_requests import (
     kept_new_tokens,
     probe_limits,
 )
-from rocm_attn.runtime import AttentionRuntime, SplitStep, Step
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step import SplitStep, Step
 from rocm_attn.step_batch import Int32Array, StepBatch
 from rocm_attn.step_inputs import HOST_INPUTS
 from rocm_attn.step_mask import NO_MASK

@@ -13,7 +13,6 @@ import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
@@ -43,11 +42,11 @@ from rocm_attn.publisher import Publisher
 from rocm_attn.request_table import RequestTable
 from rocm_attn.settings import whole_number
 from rocm_attn.split_batch import HALVES, split_batch
+from rocm_attn.step import SplitStep, Step
 from rocm_attn.step_batch import INT32_MAX, StepBatch
 from rocm_attn.step_buffers import name_in
 from rocm_attn.step_holder import StepHolder
 from rocm_attn.step_memory import DeviceStep, StepMemory, StepPart
-from rocm_attn.steps import LayerCalls
 from rocm_attn.stored_tokens import StepStores
 from rocm_attn.target import Target, detect_target
 
@@ -56,62 +55,6 @@ class _State(enum.Enum):
     IDLE = "no step was begun"
     STAGED = "a step was staged and its metadata is not filled yet"
     RUNNING = "a step is running"
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What a model's forward gets: a step, or one half of a split one.
-
-    Device tensors have padded sizes, S sequences and T tokens.
-
-    num_seqs, num_tokens: real ones, on the host; a forward that is captured must not use them. Upper bounds where the
-                          batch's lengths are
-    token_ids:            int32 [T], pads 0
-    positions:            int32 [T], rope positions, pads 0; places in the KV, or what came with the step's mask
-    last_token_of_seq:    int32 [S], the token whose hidden state predicts the next one; 0 where there is no new token.
-                          A pad of a decode step has a token, a padded one
-    layers:               store and attend for the tokens above, while the step runs
-    plan:                 how the step runs; a half's is that of the split step, whose shape has both
-    half:                 which half it is: 0 or 1; 0 for a step that is not split
-    """
-
-    num_seqs: int
-    num_tokens: int
-    token_ids: Tensor
-    positions: Tensor
-    last_token_of_seq: Tensor
-    layers: LayerCalls
-    plan: StepPlan
-    half: int
-
-    @property
-    def tokens(self) -> slice:
-        """Of tensors with a place for every padded token of both halves: the places of this one."""
-        num_tokens = self.token_ids.shape[0]
-        return slice(self.half * num_tokens, (self.half + 1) * num_tokens)
-
-    def is_for(self, batch: StepBatch, views: DeviceStep, plan: StepPlan) -> bool:
-        """Whether this is the step of a batch of these sizes, run by this plan in these views."""
-        return (
-            self.plan is plan
-            and self.token_ids is views.inputs.token_ids
-            and self.num_seqs == batch.num_seqs
-            and self.num_tokens == batch.num_tokens
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class SplitStep:
-    """A step that runs as two halves, which share nothing but the table and the pages.
-
-    halves:    the first sequences of the batch and the others; either may be empty, both have one padded shape
-    num_first: int32 [], sequences of the first half, on the device: for forwards that are captured
-    plan:      how the step runs
-    """
-
-    halves: tuple[Step, Step]
-    num_first: Tensor
-    plan: StepPlan
 
 
 class AttentionRuntime:
@@ -380,7 +323,7 @@ class AttentionRuntime:
             # Steps of equal sizes are equal, and a server decodes many in a row.
             step = self._last_step
             if step is None or not step.is_for(batch, children[0], plan):
-                step = self._last_step = _step(batch, children[0], plan, self, 0)
+                step = self._last_step = Step.of(batch, children[0], plan, self, 0)
             return step
         except BaseException:
             self.end_step()
@@ -406,7 +349,7 @@ class AttentionRuntime:
             self._num_splits += 1
             require = partial(self._require_split, self._num_splits)
             first, second = (
-                _step(
+                Step.of(
                     batches[half],
                     child,
                     plan,
@@ -651,19 +594,6 @@ class AttentionRuntime:
         if number != self._num_splits or len(self._children) == 1:
             raise WrongState("the step that this half belongs to is over; call the `layers` of the step that runs")
         self._streams.join()
-
-
-def _step(batch: StepBatch, views: DeviceStep, plan: StepPlan, layers: LayerCalls, half: int) -> Step:
-    return Step(
-        num_seqs=batch.num_seqs,
-        num_tokens=batch.num_tokens,
-        token_ids=views.inputs.token_ids,
-        positions=views.positions,
-        last_token_of_seq=views.full.indices.last_token_of_seq,
-        layers=layers,
-        plan=plan,
-        half=half,
-    )
 
 
 def _windows(problems: Sequence[Problem], swa_pages: int, swa_kept: int, first_swa_page: int) -> tuple[SpacePages, ...]:

@@ -22,7 +22,7 @@ from rocm_attn.numerics import BOUNDS
 from rocm_attn.padding import PaddedShape
 from rocm_attn.problem import Problem
 from rocm_attn.reference import attend_sequence
-from rocm_attn.runtime import Step
+from rocm_attn.step import Step
 from rocm_attn.step_batch import Int32Array
 from rocm_attn.tree_mask import NO_PARENT
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rocm_attn.errors import BadTensor
 from rocm_attn.hip_graphs.forked import ForkedStream
-from rocm_attn.runtime import SplitStep, Step
+from rocm_attn.step import SplitStep, Step
 
 Forward = Callable[[Step], Tensor]
 # The rows of each half, [S / 2, ...], as Forward gives them.

@@ -27,8 +27,9 @@ from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.padding import PaddedShape
 from rocm_attn.plan import StepPlan
 from rocm_attn.probe_requests import plan_of, typical_q_len
-from rocm_attn.runtime import AttentionRuntime, SplitStep, Step
+from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.split_forward import Forward, SplitForward, in_batch_order, one_after_the_other, require_rows
+from rocm_attn.step import SplitStep, Step
 from rocm_attn.step_batch import Int32Array, StepBatch
 from rocm_attn.watchdog import CAPTURE_SECONDS, Watch, Watchdog
 

@@ -24,7 +24,8 @@ from rocm_attn.numerics import BOUNDS
 from rocm_attn.padding import PaddedShape, token_places
 from rocm_attn.problem import Problem
 from rocm_attn.reference import attend_paged
-from rocm_attn.runtime import AttentionRuntime, Step
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step import Step
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_prefixes import SharedPrefixes
 from rocm_attn.step_runner import StepRunner

@@ -11,7 +11,8 @@ from torch import Tensor
 from rocm_attn.head_weights import HeadWeights
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import Selection
-from rocm_attn.runtime import AttentionRuntime, Step
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step import Step
 from rocm_attn.target import Target
 from tests.amd.aiter.serving import CPU, GFX942
 from tests.amd.graphs.tiny import VOCABULARY

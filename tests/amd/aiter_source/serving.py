@@ -12,7 +12,7 @@ from rocm_attn.plan import LayerKernel
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import KernelRow, PoolSize
 from rocm_attn.providers.select import Selection, select
-from rocm_attn.runtime import Step
+from rocm_attn.step import Step
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.target import Target, known_target
 from tests.amd.aiter_source.dense import dense_attention

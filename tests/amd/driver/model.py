@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rocm_attn.head_weights import HeadWeights
 from rocm_attn.problem import PoolKind, Problem
-from rocm_attn.runtime import Step
+from rocm_attn.step import Step
 from tests.amd.driver.oracle import Layer
 
 PAD_ID = 0  # its hidden state is NaN: a pad's may be

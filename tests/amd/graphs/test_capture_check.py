@@ -13,7 +13,7 @@ from rocm_attn.graphs import recorder_for
 from rocm_attn.hip_graphs.recorder import Recorder
 from rocm_attn.index_spaces import RESERVED_PAGE
 from rocm_attn.probe_requests import ProbeLimits
-from rocm_attn.runtime import Step
+from rocm_attn.step import Step
 from rocm_attn.step_runner import StepRunner
 from tests.amd.graphs.tiny import (
     SERVED,

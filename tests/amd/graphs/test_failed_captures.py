@@ -15,7 +15,7 @@ from rocm_attn.agreement import found_by_any
 from rocm_attn.errors import BadTensor, DeviceFault
 from rocm_attn.graphs import recorder_for
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
-from rocm_attn.runtime import Step
+from rocm_attn.step import Step
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_inputs import DeviceInputs
 from rocm_attn.step_runner import StepRunner

@@ -16,7 +16,7 @@ from torch import Tensor
 from rocm_attn.errors import BadBatch, BadSetting
 from rocm_attn.flight_recorder import FlightRecorder, dump_on_signal, read_dump
 from rocm_attn.graphs import recorder_for
-from rocm_attn.runtime import Step
+from rocm_attn.step import Step
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_runner import StepRunner
 from tests.amd.graphs.tiny import SERVED, Requests, Tiny, same, serve

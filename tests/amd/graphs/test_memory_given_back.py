@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from rocm_attn.graphs import recorder_for
-from rocm_attn.runtime import AttentionRuntime, Step
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step import Step
 from rocm_attn.step_runner import StepRunner
 from tests.amd.graphs.tiny import Tiny, serve
 from tests.amd.runtime.stepping import providers

@@ -12,8 +12,9 @@ from torch import Tensor
 from rocm_attn.capture_check import NO_CHECK
 from rocm_attn.errors import DeviceFault
 from rocm_attn.graphs import recorder_for
-from rocm_attn.runtime import AttentionRuntime, Step
+from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.sampled_check import LayerTap, SampledCheck, SampledCounters
+from rocm_attn.step import Step
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_inputs import DeviceInputs
 from rocm_attn.step_runner import StepRunner

@@ -18,8 +18,8 @@ from rocm_attn.graphs import capture_shapes, recorder_for, shape_name
 from rocm_attn.hip_graphs.forked import ForkedStream
 from rocm_attn.hip_graphs.recorder import Recorder
 from rocm_attn.hip_graphs.size_ladder import default_ladder
-from rocm_attn.runtime import SplitStep, Step
 from rocm_attn.split_forward import SplitForward, one_after_the_other, side_by_side
+from rocm_attn.step import SplitStep, Step
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_runner import StepRunner
 from tests.amd.graphs.tiny import Forgetful, Requests, Tiny, same

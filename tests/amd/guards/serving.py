@@ -20,7 +20,8 @@ from rocm_attn.graphs import recorder_for
 from rocm_attn.guards import Guards
 from rocm_attn.padding import token_places
 from rocm_attn.problem import Problem
-from rocm_attn.runtime import AttentionRuntime, Step
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step import Step
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_inputs import Inputs
 from rocm_attn.step_prefixes import PrefixGroup, SharedPrefixes

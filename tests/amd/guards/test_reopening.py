@@ -12,7 +12,7 @@ from rocm_attn.errors import CapacityExceeded, DeviceFault
 from rocm_attn.graphs import recorder_for
 from rocm_attn.guards import Guards
 from rocm_attn.kernels.metadata.error_word import TOKEN_WITHOUT_PAGE
-from rocm_attn.runtime import Step
+from rocm_attn.step import Step
 from rocm_attn.step_runner import StepRunner
 from tests.amd.guards.serving import ALL_ON, Serving
 from tests.amd.runtime.interrupts import interrupted_at

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from rocm_attn.graphs import recorder_for
-from rocm_attn.runtime import AttentionRuntime, Step
+from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.soak import Soak
 from rocm_attn.soak_world import Scenario
+from rocm_attn.step import Step
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_runner import StepRunner
 from tests.amd.house.source_tree import ROOT

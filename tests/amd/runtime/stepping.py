@@ -15,7 +15,8 @@ from rocm_attn.index_spaces import Space
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.select import Selection
 from rocm_attn.reference import attend_sequence
-from rocm_attn.runtime import AttentionRuntime, Step
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step import Step
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_mask import StepMask, kv_positions
 from rocm_attn.step_prefixes import NO_PREFIXES, Prefixes

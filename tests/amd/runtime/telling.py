@@ -19,7 +19,8 @@ from rocm_attn.head_weights import HeadWeights
 from rocm_attn.padding import token_places
 from rocm_attn.problem import Problem
 from rocm_attn.reference import attend_sequence
-from rocm_attn.runtime import AttentionRuntime, Step
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step import Step
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_runner import StepRunner
 from rocm_attn.target import Target

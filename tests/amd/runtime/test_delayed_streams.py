@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rocm_attn.errors import DeviceFault
 from rocm_attn.graphs import recorder_for
-from rocm_attn.runtime import Step
+from rocm_attn.step import Step
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_inputs import DeviceInputs
 from rocm_attn.step_runner import StepRunner

@@ -13,7 +13,8 @@ from torch import Tensor
 from rocm_attn.errors import BadBatch, DeviceFault, WrongState
 from rocm_attn.graphs import recorder_for
 from rocm_attn.problem import Problem
-from rocm_attn.runtime import AttentionRuntime, Step
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step import Step
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_inputs import DeviceInputs
 from rocm_attn.step_runner import StepRunner

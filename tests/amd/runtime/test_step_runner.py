@@ -15,7 +15,8 @@ from rocm_attn.graphs import recorder_for
 from rocm_attn.hip_graphs.errors import StaleRecording
 from rocm_attn.index_spaces import Space
 from rocm_attn.problem import Problem
-from rocm_attn.runtime import AttentionRuntime, Step
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step import Step
 from rocm_attn.step_batch import StepBatch
 from rocm_attn.step_runner import StepRunner
 from tests.amd.runtime.stepping import providers, small_problem

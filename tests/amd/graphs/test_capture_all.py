@@ -163,3 +163,17 @@ def test_the_progress_bar_draws_on_terminals_only() -> None:
     assert "[############------------] 1/2 decode of 4 sequences" in terminal.getvalue()
     assert terminal.getvalue().endswith("\r\x1b[K")
     assert file.getvalue() == ""
+
+
+def test_captures_after_another_runners_reopen_are_of_the_memory_that_there_is() -> None:
+    device = torch.device("cpu")
+    tiny = Tiny.build(device, "torch", [2, 4])
+    first, other = (StepRunner(tiny.runtime, tiny.forward, recorder_for(device)) for _ in range(2))
+    first.capture_all()
+    other.reopen((3,))
+    report = first.capture_all()
+    assert ([bucket.key.shape.num_seqs for bucket in report.buckets], report.graphs_off) == ([3], "")
+    first.check_addresses()
+    tiny.runtime.unseal((2,))
+    first.check_addresses()
+    assert "reopen() makes graphs possible again" in first.capture_all().graphs_off

@@ -164,8 +164,7 @@ class StepRunner:
 
     def _staged_and_run(self, stage: Stage, batch: StepBatch, pad_to: int | None) -> tuple[Tensor, StepPlan]:
         """The rows of a step and its plan; the step is not ended."""
-        if self._seal_number != self._runtime.seal_number and self._recorder is not None:
-            self._start_over(self._recorder)
+        self._follow_seal()
         try:
             step = stage(batch, pad_to)
         except RuntimeError as fault:  # the device's: of this step, or of one before it
@@ -203,6 +202,7 @@ class StepRunner:
         progress: called before each bucket and at the end
         Raises DeviceFault of steps that were run before.
         """
+        self._follow_seal()
         shapes = capture_shapes(self._runtime.padding)
         skipped = []
         for done, shape in enumerate(shapes):
@@ -243,6 +243,7 @@ class StepRunner:
 
     def check_addresses(self) -> None:
         """Compare the address, shape, stride and dtype of everything that graphs read. Raises StaleRecording."""
+        self._follow_seal()
         self._pinned.check()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -250,6 +251,11 @@ class StepRunner:
             "a StepRunner cannot be copied or pickled: its graphs refer to a device's memory by address; "
             "build another one over a runtime of its own"
         )
+
+    def _follow_seal(self) -> None:
+        """Drop the graphs if the addresses were sealed anew, or given up, since they were made."""
+        if self._seal_number != self._runtime.seal_number and self._recorder is not None:
+            self._start_over(self._recorder)
 
     def _start_over(self, recorder: Recorder) -> None:
         """Drop the graphs of an earlier seal, and pin what those of this one will read."""

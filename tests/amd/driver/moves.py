@@ -247,25 +247,27 @@ def wiped_table(world: World) -> None:
 
 def stray_write(world: World) -> None:
     """Something writes a length on the device while a step runs: no other request's pages are touched."""
-    rows = [row for row in world.requests if world.end(row) < world.runtime.max_kv_len]
+    most, requests = world.runtime.max_kv_len, world.requests
+    # The pages that such a length would lead to are those of the next row.
+    rows = [row for row in requests if row + 1 in requests and world.end(row) < most]
+    rows = [row for row in rows if not requests[row].may_be_refused]
     if not rows:
         return
-    draft = plain(world)
-    if draft is None or not draft.is_plain or not any(seq.ids for seq in draft.seqs):
+    row = world.rng.choice(rows)
+    if world.refusal(lambda: world.reserve([row], [world.end(row) + 1])):
         return
+    draft = going_on(world, [row])
     world.listen()
     runtime = world.runtime
     first = runtime.step_number + 1
-    place = world.rng.randrange(len(draft.seqs))
-    room = runtime.table.width * runtime.table.page_size
-    length = room + world.rng.choice((1, 2, 9))
-    world.say(f"stray kv_len {length} in row {draft.seqs[place].row}: {draft.words()}")
+    length = runtime.table.width * runtime.table.page_size + world.rng.choice((1, 2, 9))
+    world.say(f"stray kv_len {length}: {draft.words()}")
     batch = draft.batch(runtime.device)
     try:
         step = runtime.stage(batch)
         for name, tensor in runtime.sealed_tensors().items():
-            if name == "kv_len" and place < len(tensor):
-                tensor[place] = length  # of a step that has other memory it changes nothing
+            if name == "kv_len":
+                tensor[0] = length  # of a step that has other memory it changes nothing
         runtime.fill()
         for number, layer in enumerate(world.model.layers):
             _, k, v = layer.of(world.model.entries(step))

@@ -97,7 +97,7 @@ def _failed(world: World, draft: Draft, cause: BaseException) -> None:
         if seq.row not in world.requests:
             continue
         # On the device a step may begin anywhere below its bound.
-        begin = seq.begin
+        begin = min(seq.begin, max(0, seq.kv_bound - seq.q_bound))
         world.oracle.store(seq.row, begin, [-1] * (max(seq.kv_len, min(seq.kv_bound, seq.kv_on_device)) - begin))
         request = world.requests[seq.row]
         request.doubtful = max(request.doubtful, seq.kv_bound)

@@ -219,6 +219,25 @@ def test_what_another_runner_of_the_runtime_does_makes_no_result_wrong(
         assert first.counters.replays == before + 1
 
 
+def test_captures_after_another_runners_reopen_are_of_the_memory_that_there_is() -> None:
+    serving, requests = decoding()
+    first = serving.runner
+    reopened(serving)
+    serving.free(*requests)
+    report = first.capture_all()
+    assert report.graphs_off == ""
+    assert {bucket.key.shape.num_seqs for bucket in report.buckets} == {1, 2, 4}
+    first.check_addresses()
+    serving.runner, requests = first, serving.admit(4)
+    serving.step(requests, [4, 3, 2, 2])
+    before = first.counters.replays
+    serving.step(requests, [1] * 4)
+    assert first.counters.replays == before + 1
+    unsealed(serving)
+    first.check_addresses()
+    assert "reopen() makes graphs possible again" in first.capture_all().graphs_off
+
+
 def test_the_last_runner_that_is_refused_gives_up_the_sealed_addresses() -> None:
     serving, requests = decoding()
     first = serving.runner

@@ -13,7 +13,8 @@
 #   offline          every kernel compiled for gfx942, gfx950 and sm_90 with the installed Triton, pools below 2 GiB
 #   simulator        every kernel executed as gfx942 and gfx950 machine code, with every address checked
 #   oldest           one compile a kernel with the oldest supported Triton
-#   interpreter-long, mutation-long, offline-long  what these leave out to stay short (not part of the default)
+#   interpreter-long, mutation-long, offline-long, driver-long  what these leave out to stay short (not part of the
+#                    default)
 #   tuning           no AMD tuning row costs much more than a candidate; needs llvm-mca (not part of the default)
 #   offline@VERSION  all AMD compiles with another Triton, for instance offline@3.7.1 (not part of the default)
 #   simulator@VERSION  the simulator's full grid with another Triton; writes docs/simulator.md (not part of the default)
@@ -84,13 +85,17 @@ run_stage() {
     case $1 in
     lint) ruff format --check && ruff check ;;
     types) mypy -p rocm_attn -p tests -p benchmarks ;;
-    host) AITER_SOURCE="" run_pytest -n auto tests/amd/{host,hip_graphs,runtime,guards,graphs,system,runner,doctor,aiter,aiter_source,house} ;;
+    host)
+        AITER_SOURCE="" run_pytest -n auto \
+            tests/amd/{host,hip_graphs,runtime,guards,graphs,system,runner,doctor,aiter,aiter_source,house}
+        ;;
     interpreter) TRITON_INTERPRET=1 run_pytest -n auto -m "not long" tests/amd/{kernels,runtime} ;;
     interpreter-long) TRITON_INTERPRET=1 run_pytest -n auto -m long tests/amd/runtime ;;
     mutation) run_pytest -n auto -m "not long" tests/amd/mutation ;;
     mutation-long) run_pytest -n auto -m long tests/amd/mutation ;;
     offline-long) run_pytest tests/amd/offline -m long ;;
     driver) run_pytest -n auto tests/amd/driver ;;
+    driver-long) python -m tests.amd.driver --seeds 300:2000 | tee -a "$verdicts" ;;
     text) run_pytest -n auto tests/amd/text ;;
     soak) rocm-attn soak --steps 2000 --seed 0 ;;
     offline) run_pytest tests/amd/offline -m "not llvm_mca and not long" ;;
@@ -102,7 +107,10 @@ run_stage() {
     aiter-source) run_aiters_kernels ;;
     device) run_pytest tests/amd/{kernels,hip_graphs,runtime,guards,graphs,system,text,doctor} ;;
     rocm) report_from_gpu tests/amd/{rocm,kernels,hip_graphs,runtime,guards,graphs,system,text,doctor} ;;
-    images) hadolint docker/{,stand_in/}Dockerfile && shellcheck -x docker/*.sh docker/stand_in/rocm/bin/* scripts/*.sh benchmarks/*.sh .ci/* ;;
+    images)
+        hadolint docker/{,stand_in/}Dockerfile
+        shellcheck -x docker/*.sh docker/stand_in/rocm/bin/* scripts/*.sh benchmarks/*.sh .ci/*
+        ;;
     *)
         echo "no stage is called $1; the stages are listed at the top of scripts/test.sh" >&2
         return 2

@@ -111,6 +111,10 @@ class GraphCache:
         self.counters.replays += 1
         return entry.outputs
 
+    def drop(self, key: Hashable) -> None:
+        """Forgets a key's recording, if there is one. No replay may be in flight."""
+        self._entries.pop(key, None)
+
     def drop_all(self) -> int:
         """Forgets every recording and returns how many there were. No replay may be in flight.
 

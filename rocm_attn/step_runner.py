@@ -434,8 +434,11 @@ class StepRunner:
         return _Trial(None if "not made" in agreed else trial.graph, verdict, "final" in agreed)
 
     def _keep(self, plan: StepPlan, graph: _FreshGraph, verdict: Verdict, note: str) -> None:
-        self._entry_of_plan[plan] = self._graphs.put(plan.key, graph.recording, graph.outputs, graph.seconds)
+        if all(kept.key != plan.key for kept in self._entry_of_plan):
+            # An interrupt may have come after a graph was put there, and before its plan led to it.
+            self._graphs.drop(plan.key)
         self._stored_layers[plan] = graph.stored_layers
+        self._entry_of_plan[plan] = self._graphs.put(plan.key, graph.recording, graph.outputs, graph.seconds)
         check = verdict.summary + note
         self._buckets.append(CapturedBucket(plan.key, graph.seconds, verdict.seconds, graph.recording.bytes, check))
 

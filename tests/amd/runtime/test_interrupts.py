@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from rocm_attn.capture_check import NO_CHECK
 from rocm_attn.errors import WrongState
 from rocm_attn.graphs import recorder_for
+from rocm_attn.hip_graphs.graph_cache import GraphCache
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step import Step
 from rocm_attn.step_batch import StepBatch
@@ -104,6 +107,26 @@ def test_an_interrupt_while_a_graph_is_made_leaves_the_next_step_right() -> None
         assert (served.runtime.table.num_free_rows, served.runtime.table.num_free_pages) == free
         line += 131
     assert line > 1000
+
+
+def test_an_interrupt_right_after_a_graph_was_put_away_leaves_the_next_step_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = Counted(graphs=True)
+    put = GraphCache.put
+
+    def put_and_interrupt(*arguments: Any) -> None:
+        put(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GraphCache, "put", put_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            served.run("whole", 1)
+    for number in range(3):
+        served.run("whole", 2 + number)
+    assert served.runner.counters.replays == 3
+    assert served.runner.counters.graphs_off == ""
 
 
 def test_an_interrupt_at_any_line_of_begin_step_leaves_no_step_begun() -> None:

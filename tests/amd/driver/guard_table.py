@@ -42,7 +42,6 @@ UNSEEN_ON = {
     "cpu": {"ring_wait": "on a CPU the device is never late"},
     "cuda": {
         "graph_key": "Triton's kernels freeze no length; those of torch do, on a CPU",
-        "head_weights": "few of these seeds replay a graph after weights were set again; on a CPU some do",
         "planner_inputs": "Triton's kernels freeze no length, so no plan depends on one; those of torch do, on a CPU",
         "ring_wait": "every result is compared before the next step, so the device is never that late",
         "sealed_capture": "none of these seeds captures after a reopen that failed; on a CPU some do",

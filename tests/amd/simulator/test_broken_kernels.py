@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ class Mistake:
 
     right, wrong:  text of the file, and what stands in its place
     launcher:      name of the file's launcher; used_by is the module that the run takes it from
-    says:          part of the message
+    says:          part of the message, as a regular expression
     """
 
     module: ModuleType
@@ -108,7 +109,8 @@ MISTAKES = {
         attention_cases,
         small_step(is_large=False),
         SimulationFault,
-        STRAYS,
+        # What lies there is any page number: its place may be no one's, or beyond what an offset reaches.
+        f"{STRAYS}|out of range: it wrapped around",
     ),
     "a_table_update_reads_without_a_mask": Mistake(
         table_update,
@@ -158,7 +160,7 @@ def test_a_mistake_is_noticed(mistake: Mistake, arch: str, tmp_path: Path, monke
             monkeypatch.setattr(mistake.used_by, name, getattr(broken, mistake.launcher))
     with pytest.raises(mistake.notices) as caught:
         mistake.run(arch)
-    assert mistake.says in str(caught.value)
+    assert re.search(mistake.says, str(caught.value))
 
 
 @pytest.mark.parametrize("arch", ARCHS)

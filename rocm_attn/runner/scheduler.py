@@ -161,14 +161,16 @@ class Scheduler:
         """Let a suspect run, whatever others have to wait for it."""
         if suspect in self._running:
             return
-        self._waiting.remove(suspect)
-        self._waiting.appendleft(suspect)
+        self._put_first(suspect)
         while not self._can_admit():
-            youngest = self._running[-1]
-            self._preempt(youngest)
-            self._waiting.remove(suspect)
-            self._waiting.appendleft(suspect)
+            self._preempt(self._running[-1])
+            self._put_first(suspect)
         self._admit(self._chunk)
+
+    def _put_first(self, sequence: Sequence) -> None:
+        """Of those that wait."""
+        self._waiting.remove(sequence)
+        self._waiting.appendleft(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rocm_attn.padding import PaddedShape, StepKind
+from rocm_attn.batch.padding import PaddedShape, StepKind
+from rocm_attn.machine.target import detect_target
+from rocm_attn.paging.table_view import TableView
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.contract import AttendArgs, BoundKernel, StepMetadata
 from rocm_attn.providers.select import select
-from rocm_attn.table_view import TableView
-from rocm_attn.target import detect_target
 
 _SCHEDULE_IN_LAYER = os.environ.get("ROCM_ATTN_BENCH_SCHEDULE") == "layer"
 

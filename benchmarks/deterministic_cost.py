@@ -23,13 +23,13 @@ from triton.runtime.errors import OutOfResources
 from benchmarks.attention_module import step_kind
 from benchmarks.machine import describe_machine
 from benchmarks.one_layer import Batch, LayerGraph, medians_in_turn
+from rocm_attn.batch.padding import StepKind
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
-from rocm_attn.padding import StepKind
+from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import BoundKernel, PoolSize
 from rocm_attn.providers.select import select
-from rocm_attn.target import detect_target
 
 PROBLEM = Problem(32, 8, 128, 128, torch.bfloat16, 16, 128**-0.5)
 

@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import describe_machine
+from rocm_attn.batch.padding import StepKind
 from rocm_attn.kernels.attention.decode_schedule import decode_schedule_words, launch_decode_schedule
 from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
 from rocm_attn.kernels.refs import metadata as refs
-from rocm_attn.padding import StepKind
+from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import Need
 from rocm_attn.providers.select import select
 from rocm_attn.providers.triton import TritonDecode
-from rocm_attn.target import detect_target
 
 KV_LEN = 32_768
 NUM_SEQS = (1, 8, 64, 256)

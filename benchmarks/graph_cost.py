@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import describe_machine
-from rocm_attn.graphs import recorder_for
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.hip_graphs.size_ladder import default_ladder
-from rocm_attn.kv_pool import page_bytes
+from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step import Step
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_runner import StepRunner
+from rocm_attn.step.step import Step
 
 LAYER = Problem(32, 8, 128, 128, torch.bfloat16, 16, 128**-0.5)
 NUM_LAYERS = 32

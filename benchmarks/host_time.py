@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import describe_machine
-from rocm_attn.graphs import recorder_for
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step import Step
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_runner import StepRunner
+from rocm_attn.step.step import Step
 
 NUM_LAYERS = 32
 ROUNDS = 1000

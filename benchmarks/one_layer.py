@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention_module import ints, step_kind
-from rocm_attn.head_weights import HeadWeights
-from rocm_attn.padding import PaddedShape
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.paging.table_view import TableView
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import AttendArgs, BoundKernel, StepMetadata
-from rocm_attn.table_view import TableView
+from rocm_attn.step.head_weights import HeadWeights
 
 SETS = 3  # of pages; together they exceed the L2
 ROUNDS = 15

@@ -18,10 +18,10 @@ import torch
 from benchmarks.attention_module import step_kind
 from benchmarks.machine import describe_machine
 from benchmarks.one_layer import Batch, LayerGraph, medians_in_turn
+from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import PoolSize
 from rocm_attn.providers.select import select
-from rocm_attn.target import detect_target
 
 TIMES_ALLOWED = 1.03
 

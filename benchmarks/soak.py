@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.machine import describe_machine
-from rocm_attn.soak import Soak
-from rocm_attn.soak_world import Scenario
+from rocm_attn.soak.soak import Soak
+from rocm_attn.soak.world import Scenario
 
 
 def main() -> None:

@@ -19,36 +19,36 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from rocm_attn.agreement import Agree, alone
-from rocm_attn.canary import what_was_written
-from rocm_attn.devices import StreamOrder, on_device, with_index
+from rocm_attn.batch.halves import HALVES, split_batch
+from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
+from rocm_attn.batch.step_batch import INT32_MAX, StepBatch
 from rocm_attn.errors import BadSetting, CapacityExceeded, DeviceFault, NotCopied, WrongState
-from rocm_attn.guards import Guards, guards_from_settings
-from rocm_attn.head_weights import LayerHeadWeights
+from rocm_attn.guards.registry import Guards, guards_from_settings
 from rocm_attn.hip_graphs.errors import BadLadder
 from rocm_attn.hip_graphs.size_ladder import SizeLadder, default_ladder
-from rocm_attn.index_spaces import RESERVED_PAGE, Space
-from rocm_attn.kernel_choice import choose_kernels
-from rocm_attn.kv_pool import HybridKVPool
-from rocm_attn.layers import HalfLayers, Layers
-from rocm_attn.padding import PaddedShape, PaddingPolicy
-from rocm_attn.page_table import SpacePages
-from rocm_attn.plan import StepPlan
-from rocm_attn.planner import Planner
+from rocm_attn.machine.agreement import Agree, alone
+from rocm_attn.machine.devices import StreamOrder, on_device, with_index
+from rocm_attn.machine.settings import whole_number
+from rocm_attn.machine.target import Target, detect_target
+from rocm_attn.paging.canary import what_was_written
+from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space
+from rocm_attn.paging.kv_pool import HybridKVPool
+from rocm_attn.paging.page_table import SpacePages
+from rocm_attn.paging.request_table import RequestTable
+from rocm_attn.paging.stored_tokens import StepStores
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import PoolSize
 from rocm_attn.providers.select import Selection, ops_for
-from rocm_attn.publisher import Publisher
-from rocm_attn.request_table import RequestTable
-from rocm_attn.settings import whole_number
-from rocm_attn.split_batch import HALVES, split_batch
-from rocm_attn.step import SplitStep, Step
-from rocm_attn.step_batch import INT32_MAX, StepBatch
-from rocm_attn.step_buffers import name_in
-from rocm_attn.step_holder import StepHolder
-from rocm_attn.step_memory import DeviceStep, StepMemory, StepPart
-from rocm_attn.stored_tokens import StepStores
-from rocm_attn.target import Target, detect_target
+from rocm_attn.selection.kernels import choose_kernels
+from rocm_attn.step.buffers import name_in
+from rocm_attn.step.head_weights import LayerHeadWeights
+from rocm_attn.step.holder import StepHolder
+from rocm_attn.step.layers import HalfLayers, Layers
+from rocm_attn.step.memory import DeviceStep, StepMemory, StepPart
+from rocm_attn.step.plan import StepPlan
+from rocm_attn.step.planner import Planner
+from rocm_attn.step.publisher import Publisher
+from rocm_attn.step.step import SplitStep, Step
 
 
 class _State(enum.Enum):

@@ -11,11 +11,11 @@ from typing import Literal
 import torch
 
 from rocm_attn.errors import BadModel, BadSetting
-from rocm_attn.page_choice import PageChoice, choose_pages, open_page_sizes, open_pools
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import Selection
 from rocm_attn.runner.fields import read_json
 from rocm_attn.runner.geometry import AttentionGeometry, attention_geometry
+from rocm_attn.selection.pages import PageChoice, choose_pages, open_page_sizes, open_pools
 
 _POOLS: Mapping[str, PoolKind | Literal["auto"]] = {
     "linear": PoolKind.SPLIT,

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from rocm_attn.capture_plan import CapturePlan, plan_capture
+from rocm_attn.capture.forecast import CapturePlan, plan_capture
+from rocm_attn.capture.graphs import shape_name
 from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json
-from rocm_attn.graphs import shape_name
+from rocm_attn.machine.target import known_target
 from rocm_attn.providers.select import select
-from rocm_attn.target import known_target
 
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _NOT_PREDICTED = "graphs also take memory for activations, which depends on the model; it is measured as they are made"

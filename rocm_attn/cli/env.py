@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rocm_attn.target import detect_target
+from rocm_attn.machine.target import detect_target
 
 _DISTRIBUTIONS = ("rocm-attn", "torch", "triton", "numpy", "safetensors", "tokenizers", "gguf")
 

@@ -18,12 +18,12 @@ from rocm_attn.cli.ordered_text import OrderedText
 from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.cli.streams import say
 from rocm_attn.errors import BadModel, BadRequest, BadSetting, CapacityExceeded, RocmAttnError
-from rocm_attn.flight_recorder import FlightRecorder, dump_on_signal
 from rocm_attn.runner.engine import Engine, EngineOptions
 from rocm_attn.runner.loading import LoadedModel, default_dtype, load_model, model_kind
 from rocm_attn.runner.report import Report
 from rocm_attn.runner.request import Completion, Event, FailureEvent, Request, RequestsFailed
 from rocm_attn.runner.sampling import Sampling
+from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal
 
 _HEADER_COLUMNS = 76
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from rocm_attn.guards import GUARDS, guards_from_settings
-from rocm_attn.settings import DEBUG, DISABLE_GUARDS
+from rocm_attn.guards.registry import GUARDS, guards_from_settings
+from rocm_attn.machine.settings import DEBUG, DISABLE_GUARDS
 
 
 def run(options: argparse.Namespace) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rocm_attn.kernel_table import markdown
+from rocm_attn.selection.table import markdown
 
 
 def run(options: argparse.Namespace) -> None:

@@ -9,14 +9,14 @@ from dataclasses import asdict
 
 import torch
 
+from rocm_attn.capture.prewarm import ServedSizes, prewarm
 from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json
 from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.errors import BadSetting
-from rocm_attn.index_spaces import num_pages
-from rocm_attn.kernel_choice import missing_kernels
-from rocm_attn.prewarm import ServedSizes, prewarm
+from rocm_attn.machine.target import Target, detect_target, known_target
+from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.providers.select import select
-from rocm_attn.target import Target, detect_target, known_target
+from rocm_attn.selection.kernels import missing_kernels
 
 
 def run(options: argparse.Namespace) -> None:

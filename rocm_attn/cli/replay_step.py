@@ -12,23 +12,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_attn.capture_check import NO_CHECK, bitwise_equal
+from rocm_attn.batch.padding import PaddedShape, token_places
+from rocm_attn.batch.prefixes import SharedPrefixes
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.check import NO_CHECK, bitwise_equal
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli.arguments import device_named
 from rocm_attn.errors import BadSetting, CapacityExceeded, RocmAttnError
-from rocm_attn.flight_recorder import FlightDump, NotedStep, RuntimeFacts, read_dump
-from rocm_attn.graphs import recorder_for
-from rocm_attn.head_weights import HeadWeights
-from rocm_attn.index_spaces import RESERVED_PAGE, num_pages
-from rocm_attn.kv_pool import page_bytes
-from rocm_attn.numerics import BOUNDS
-from rocm_attn.padding import PaddedShape, token_places
+from rocm_attn.oracle.numerics import BOUNDS
+from rocm_attn.oracle.reference import attend_paged
+from rocm_attn.paging.index_spaces import RESERVED_PAGE, num_pages
+from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import Problem
-from rocm_attn.reference import attend_paged
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step import Step
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_prefixes import SharedPrefixes
-from rocm_attn.step_runner import StepRunner
+from rocm_attn.step.head_weights import HeadWeights
+from rocm_attn.step.step import Step
+from rocm_attn.watch.flight_recorder import FlightDump, NotedStep, RuntimeFacts, read_dump
 
 # Pages that are filled with random values at a time.
 _FILL_PAGES = 1024

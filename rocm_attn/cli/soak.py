@@ -10,8 +10,8 @@ import torch
 
 from rocm_attn.cli.arguments import device_named
 from rocm_attn.cli.streams import say
-from rocm_attn.soak import Finding, Soak, SoakFailed
-from rocm_attn.soak_world import LONG_KV_LEN, SHORT_KV_LEN, Scenario
+from rocm_attn.soak.soak import Finding, Soak, SoakFailed
+from rocm_attn.soak.world import LONG_KV_LEN, SHORT_KV_LEN, Scenario
 
 
 def run(options: argparse.Namespace) -> None:

@@ -10,12 +10,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.padding import PaddedShape, StepKind, round_up
 from rocm_attn.kernels.metadata.input_tensors import InputTensors
-from rocm_attn.padding import PaddedShape, StepKind, round_up
+from rocm_attn.machine.releases import EVERY_RELEASE, Span
+from rocm_attn.machine.target import Target
+from rocm_attn.paging.table_view import TableView
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
-from rocm_attn.releases import EVERY_RELEASE, Span
-from rocm_attn.table_view import TableView
-from rocm_attn.target import Target
 
 
 class Need(enum.Enum):
@@ -380,6 +380,14 @@ class KernelRow:
             return (f"not bound: {self.not_bound}",)
         met = (fault.refusal(problem, target, pool) for fault in self.faults)
         return self.limits.refusals(problem, target, pool) or tuple(filter(None, met))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKernel:
+    """The kernel of one kind of layer for one kind of step."""
+
+    row: KernelRow
+    bound: BoundKernel
 
 
 @dataclass(frozen=True, slots=True)

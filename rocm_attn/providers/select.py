@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rocm_attn.batch.padding import StepKind
 from rocm_attn.errors import BadSetting, Unsupported
-from rocm_attn.padding import StepKind
-from rocm_attn.plan import LayerKernel
+from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter.rows import ROWS as AITER_ROWS
-from rocm_attn.providers.contract import SMALLEST_POOL, KernelRow, PoolSize, StepOps
+from rocm_attn.providers.contract import SMALLEST_POOL, KernelRow, LayerKernel, PoolSize, StepOps
 from rocm_attn.providers.torch_ref import TORCH
 from rocm_attn.providers.triton import TRITON
-from rocm_attn.target import Target
 
 PROVIDER_NAMES = ("auto", "torch", "triton", "aiter")
 

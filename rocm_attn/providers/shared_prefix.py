@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rocm_attn.padding import PaddedShape
+from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.contract import AttendArgs, BoundKernel, Limits, StepMetadata, aligned_words
 from rocm_attn.providers.scratch import Part, cut, num_words

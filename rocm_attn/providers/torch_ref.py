@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.padding import StepKind
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.refs import attention, cache, merge_states, metadata, pads
-from rocm_attn.padding import StepKind
+from rocm_attn.machine.target import Target
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers import torch_segments
 from rocm_attn.providers.contract import (
@@ -27,7 +28,6 @@ from rocm_attn.providers.contract import (
 )
 from rocm_attn.providers.scores import packed_mask, scores_of
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
-from rocm_attn.target import Target
 
 # Plain torch has no limits of its own; these bound what makes sense.
 _LIMITS = Limits(

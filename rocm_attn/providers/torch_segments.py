@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.refs import segments
-from rocm_attn.padding import PaddedShape
+from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata
 from rocm_attn.providers.scores import scores_of
-from rocm_attn.target import Target
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from rocm_attn.batch.padding import PaddedShape, StepKind
 from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.packed_mask import PackedMask
-from rocm_attn.padding import PaddedShape, StepKind
+from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers import triton_segments
 from rocm_attn.providers.contract import (
@@ -28,7 +29,6 @@ from rocm_attn.providers.contract import (
 )
 from rocm_attn.providers.scores import packed_mask, scores_of
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
-from rocm_attn.target import Target
 
 if TYPE_CHECKING:
     from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles

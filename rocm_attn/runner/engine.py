@@ -12,13 +12,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rocm_attn.capture_check import CaptureCheck
+from rocm_attn.capture.check import CaptureCheck
+from rocm_attn.capture.graphs import CaptureReport, Progress, eager_steps_before_capture, recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits, BadRequest, BadSetting, DeviceFault
-from rocm_attn.flight_recorder import NO_FLIGHT_RECORDER, FlightRecorder
-from rocm_attn.graphs import CaptureReport, Progress, eager_steps_before_capture, recorder_for
-from rocm_attn.kernel_choice import missing_kernels
-from rocm_attn.kv_pool import page_bytes
-from rocm_attn.page_choice import AUTO, POOLS, PageChoice, choose_pages, open_page_sizes, open_pools
+from rocm_attn.machine.target import detect_target
+from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.runner.linears import AllRows, BlocksOfRows
@@ -42,8 +41,9 @@ from rocm_attn.runner.sampling import Sampler, pick_tokens
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
 from rocm_attn.runner.tokenizer import TextStream
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step_runner import StepRunner
-from rocm_attn.target import detect_target
+from rocm_attn.selection.kernels import missing_kernels
+from rocm_attn.selection.pages import AUTO, POOLS, PageChoice, choose_pages, open_page_sizes, open_pools
+from rocm_attn.watch.flight_recorder import NO_FLIGHT_RECORDER, FlightRecorder
 
 
 @dataclass(frozen=True, slots=True)

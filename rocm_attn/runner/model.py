@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rocm_attn.head_weights import HeadWeights, LayerHeadWeights
 from rocm_attn.runner.config import ModelConfig
 from rocm_attn.runner.linears import AllRows, Linears
 from rocm_attn.runner.mlp import inner_and_bias
 from rocm_attn.runner.rope import rotate
 from rocm_attn.runner.weights import LayerWeights, ModelWeights
+from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
 
 
 class StepInputs(Protocol):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from rocm_attn.errors import CapacityExceeded
-from rocm_attn.index_spaces import num_pages
-from rocm_attn.kv_pool import page_bytes
+from rocm_attn.paging.index_spaces import num_pages
+from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 
 _CPU_BYTES = 1 << 30

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rocm_attn.step_batch import INT32_MAX
+from rocm_attn.batch.step_batch import INT32_MAX
 
 # A fault is reported when the ring slot of its step comes round again, two steps later; four times that are kept.
 _KEPT = 8

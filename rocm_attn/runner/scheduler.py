@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadLogits, CapacityExceeded, OutOfPages
-from rocm_attn.index_spaces import RESERVED_ROW
-from rocm_attn.page_table import PageTable
-from rocm_attn.request_table import RequestTable
+from rocm_attn.paging.index_spaces import RESERVED_ROW
+from rocm_attn.paging.page_table import PageTable
+from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.runner.request import FinishReason, Sequence
-from rocm_attn.step_batch import StepBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from rocm_attn.agreement import Agree, among
+from rocm_attn.machine.agreement import Agree, among
 
 NUM_RANKS = 2
 

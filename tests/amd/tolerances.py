@@ -1,11 +1,11 @@
-"""Assertions that results are as close to a float64 reference as rocm_attn.numerics demands."""
+"""Assertions that results are as close to a float64 reference as rocm_attn.oracle.numerics demands."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from rocm_attn.numerics import BOUNDS, FLOAT32_ROUNDING, sum_error
+from rocm_attn.oracle.numerics import BOUNDS, FLOAT32_ROUNDING, sum_error
 
 # exp is off by a unit in the last place at most, and there is a division and an output to round.
 _ROUNDINGS_OF_A_SHARE = 4

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rocm_attn.padding import PaddedShape
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.contract import AttendArgs, PoolSize, Unscheduled
 from rocm_attn.providers.scratch import Part, cut, keep_rows, num_words, room_for, whole_rows
-from rocm_attn.target import Target
 
 # What its kernels for bfloat16 and float16 are built for.
 _HEADS_ON_ONE = (8, 16)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from rocm_attn.machine.releases import Release, Span
 from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.providers.contract import Fault, side_bytes
-from rocm_attn.releases import Release, Span
 
 _MI300, _MI355 = "gfx942", "gfx950"
 _BOTH = (_MI300, _MI355)

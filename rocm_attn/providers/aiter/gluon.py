@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from rocm_attn.padding import PaddedShape
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.contract import AttendArgs, PoolSize, Unscheduled
 from rocm_attn.providers.scratch import Part, cut, num_words
-from rocm_attn.target import Target
 
 # Keys that a program looks at in one turn.
 _PARTITION_KEYS = 256

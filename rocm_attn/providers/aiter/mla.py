@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rocm_attn.padding import PaddedShape
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata, Unscheduled
 from rocm_attn.providers.scratch import Part, cut, keep_rows, num_words, room_for, whole_rows
-from rocm_attn.target import Target
 
 # Query heads that the kernels are made for, in every release.
 FEW_HEADS, MANY_HEADS = 16, 128

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rocm_attn.padding import PaddedShape
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.mla import FEW_HEADS, MOST_SPLITS, LatentDecode, bind_latent_decode, padded_rows
 from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata
 from rocm_attn.providers.scratch import Part, cut, keep_rows, num_words, room_for, whole_rows
-from rocm_attn.target import Target
 
 # Keys that a share is a multiple of.
 _KV_GRANULARITY = 16

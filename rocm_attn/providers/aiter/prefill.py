@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
-from rocm_attn.padding import PaddedShape
+from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.scores import refuse_assembled, refuse_composable, window_size
 from rocm_attn.providers.contract import AttendArgs, PoolSize, Unscheduled
 from rocm_attn.providers.scratch import Part, cut, num_words
-from rocm_attn.target import Target
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rocm_attn.padding import PaddedShape, StepKind
+from rocm_attn.batch.padding import PaddedShape, StepKind
+from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata
 from rocm_attn.providers.scratch import Part, cut, keep_rows, num_words, room_for, whole_rows
-from rocm_attn.target import Target
 
 # Fixed in its source. Keys past max_num_partitions of these are ignored in silence.
 _PARTITION_KEYS = 256

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import torch
 
-from rocm_attn.padding import StepKind
+from rocm_attn.batch.padding import StepKind
+from rocm_attn.machine.target import Target
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.aiter import faults, oddities
 from rocm_attn.providers.aiter.asm import bind_asm
@@ -32,7 +33,6 @@ from rocm_attn.providers.contract import (
     PoolSize,
     ReadAhead,
 )
-from rocm_attn.target import Target
 
 _HALF = (torch.bfloat16, torch.float16)
 

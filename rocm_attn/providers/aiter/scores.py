@@ -1,7 +1,7 @@
 """The scores of a problem, as AITER's functions want them, and what they cannot make together.
 
 Every function takes sinks and ALiBi slopes as float32 [q_heads], a soft cap as a number that is 0 for none, and applies
-scale, cap, bias and sink in the order of rocm_attn.reference.
+scale, cap, bias and sink in the order of rocm_attn.oracle.reference.
 """
 
 from __future__ import annotations

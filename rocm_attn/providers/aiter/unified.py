@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rocm_attn.padding import PaddedShape
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.scores import refuse_unified, window_size
 from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata
-from rocm_attn.target import Target
 
 # Below every logit, and in float32 far from overflowing when it is multiplied by log2(e).
 FAR_BELOW = -1e30

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rocm_attn import kernel_probe
+from rocm_attn.selection import probe as kernel_probe
 from tests.amd.aiter.signatures import E4048607, RELEASES, Release
 from tests.amd.aiter.stand_in import StandIn, install
 

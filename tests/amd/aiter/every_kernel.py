@@ -11,16 +11,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from rocm_attn.batch.padding import StepKind
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import Unsupported
-from rocm_attn.graphs import recorder_for
-from rocm_attn.padding import StepKind
-from rocm_attn.plan import LayerKernel
+from rocm_attn.machine.target import Target
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.aiter.rows import ROWS
-from rocm_attn.providers.contract import KernelRow, Limits, PoolSize
+from rocm_attn.providers.contract import KernelRow, LayerKernel, Limits, PoolSize
 from rocm_attn.providers.select import Selection, select
-from rocm_attn.step_runner import StepRunner
-from rocm_attn.target import Target
 from tests.amd.aiter.one_layer import STEPS, OneLayer
 from tests.amd.graphs.tiny import same, serve
 from tests.amd.runtime.stepping import World

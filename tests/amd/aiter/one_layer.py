@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rocm_attn.head_weights import HeadWeights
+from rocm_attn.machine.target import Target
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import Selection
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step import Step
-from rocm_attn.target import Target
+from rocm_attn.step.head_weights import HeadWeights
+from rocm_attn.step.step import Step
 from tests.amd.aiter.serving import CPU, GFX942
 from tests.amd.graphs.tiny import VOCABULARY
 

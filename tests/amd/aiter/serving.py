@@ -7,15 +7,14 @@ from dataclasses import replace
 
 import torch
 
-from rocm_attn import releases
-from rocm_attn.padding import StepKind
-from rocm_attn.plan import LayerKernel
+from rocm_attn.batch.padding import StepKind
+from rocm_attn.machine import releases
+from rocm_attn.machine.releases import Release, Releases
+from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.aiter.rows import ROWS as AITER_ROWS
-from rocm_attn.providers.contract import SMALLEST_POOL, KernelRow
+from rocm_attn.providers.contract import SMALLEST_POOL, KernelRow, LayerKernel
 from rocm_attn.providers.select import Selection, select
-from rocm_attn.releases import Release, Releases
-from rocm_attn.target import Target, known_target
 from tests.amd.runtime.stepping import World
 
 CPU = torch.device("cpu")

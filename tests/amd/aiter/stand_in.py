@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rocm_attn import releases
+from rocm_attn.machine import releases
 from tests.amd.aiter.checks import require
 from tests.amd.aiter.decode_functions import paged_attention_ragged
 from tests.amd.aiter.latent_functions import mla_decode_fwd, mla_prefill_fwd

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from rocm_attn.batch.padding import StepKind
 from rocm_attn.errors import Unsupported
-from rocm_attn.padding import StepKind
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.rows import ROWS

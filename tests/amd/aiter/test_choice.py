@@ -8,17 +8,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rocm_attn import kernel_choice
+from rocm_attn.batch.padding import StepKind
 from rocm_attn.errors import Unsupported
-from rocm_attn.kernel_choice import choose_kernels
-from rocm_attn.kv_pool import KVPool
-from rocm_attn.padding import StepKind
+from rocm_attn.machine.target import Target, known_target
+from rocm_attn.paging.kv_pool import KVPool
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter.rows import ROWS
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.target import Target, known_target
+from rocm_attn.selection import kernels as kernel_choice
+from rocm_attn.selection.kernels import choose_kernels
 from tests.amd.aiter.serving import CPU, GFX942, plain_problem
 from tests.amd.aiter.stand_in import StandIn
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rocm_attn.cli import BAD_INPUT, FAILED, main
-from rocm_attn.kernel_table import markdown
+from rocm_attn.selection.table import markdown
 from tests.amd.aiter.explained import ARCHS, GOLDEN, MODELS, explained, place
 from tests.amd.house.source_tree import ROOT
 

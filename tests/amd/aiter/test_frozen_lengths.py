@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from rocm_attn.padding import StepKind
-from rocm_attn.plan import LayerKernel
+from rocm_attn.batch.padding import StepKind
+from rocm_attn.machine.target import known_target
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.aiter.rows import ROWS
-from rocm_attn.providers.contract import Baked, KernelRow, PoolSize
+from rocm_attn.providers.contract import Baked, KernelRow, LayerKernel, PoolSize
 from rocm_attn.providers.select import Selection, select
-from rocm_attn.target import known_target
 from tests.amd.aiter.serving import GFX942, functions_of, latent_problem, plain_problem, vectorised_problem, world
 from tests.amd.aiter.stand_in import StandIn
 

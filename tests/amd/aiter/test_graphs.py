@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from rocm_attn.graphs import recorder_for
-from rocm_attn.padding import StepKind
+from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.problem import Problem
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_runner import StepRunner
 from tests.amd.aiter.one_layer import STEPS, OneLayer
 from tests.amd.aiter.serving import CPU, latent_problem, plain_problem, vectorised_problem
 from tests.amd.aiter.stand_in import StandIn

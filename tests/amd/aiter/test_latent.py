@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from rocm_attn.batch.padding import PaddedShape, StepKind
 from rocm_attn.errors import BadProblem, BadTensor, Unsupported
-from rocm_attn.kv_pool import KVPool, page_bytes
-from rocm_attn.padding import PaddedShape, StepKind
+from rocm_attn.machine.target import known_target
+from rocm_attn.paging.kv_pool import KVPool, page_bytes
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.aiter.mla import bind_latent_decode
 from rocm_attn.providers.contract import SMALLEST_POOL
 from rocm_attn.providers.select import select
-from rocm_attn.target import known_target
 from tests.amd.aiter.checks import ContractBroken
 from tests.amd.aiter.serving import CPU, GFX942, latent_problem, world
 from tests.amd.aiter.signatures import V0_1_10

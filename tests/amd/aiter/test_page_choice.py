@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from rocm_attn import runtime
+from rocm_attn.batch.padding import StepKind
 from rocm_attn.errors import BadProblem, BadSetting, Unsupported
-from rocm_attn.padding import StepKind
-from rocm_attn.page_choice import AUTO, PAGE_SIZES, choose_pages
+from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.runner import engine
 from rocm_attn.runner.engine import Engine, EngineOptions
-from rocm_attn.target import Target, known_target
+from rocm_attn.selection.pages import AUTO, PAGE_SIZES, choose_pages
 from tests.amd.aiter.serving import GFX942, latent_problem, plain_problem
 from tests.amd.aiter.stand_in import StandIn
 from tests.amd.runner.test_engine import some_requests, tokens_of

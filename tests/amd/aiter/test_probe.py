@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from rocm_attn import releases
+from rocm_attn.batch.padding import StepKind
 from rocm_attn.errors import Unsupported
-from rocm_attn.padding import StepKind
+from rocm_attn.machine import releases
 from rocm_attn.providers.select import Selection
 from tests.amd.aiter.serving import plain_problem, vectorised_problem, world
 from tests.amd.aiter.stand_in import Body, StandIn

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.padding import StepKind
-from rocm_attn.probe_runs import Wrong, edge_run, random_run
+from rocm_attn.batch.padding import StepKind
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.probe_runs import Wrong, edge_run, random_run
 from tests.amd.aiter import (
     checks,
     decode_functions,

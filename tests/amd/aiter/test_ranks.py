@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from rocm_attn.agreement import alone, found_by_any
-from rocm_attn.graphs import recorder_for
-from rocm_attn.padding import StepKind
+from rocm_attn.batch.padding import StepKind
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.machine.agreement import alone, found_by_any
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step_runner import StepRunner
 from tests.amd.aiter.serving import CPU, GFX942, plain_problem
 from tests.amd.aiter.signatures import E4048607
 from tests.amd.aiter.stand_in import install

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from rocm_attn.padding import StepKind
+from rocm_attn.batch.padding import StepKind
+from rocm_attn.machine.releases import UNKNOWN, Release, Releases, Span
+from rocm_attn.machine.target import IMAGE_RELEASES, KNOWN_TARGETS, Target, known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter.rows import ROWS
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
-from rocm_attn.releases import UNKNOWN, Release, Releases, Span
-from rocm_attn.target import IMAGE_RELEASES, KNOWN_TARGETS, Target, known_target
 from tests.amd.aiter import vectorised_functions
 from tests.amd.aiter.checks import ContractBroken
 from tests.amd.aiter.latent_functions import mla_decode_fwd

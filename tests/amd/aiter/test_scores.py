@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from rocm_attn.batch.padding import StepKind
 from rocm_attn.errors import Unsupported
-from rocm_attn.padding import StepKind
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.aiter.rows import ROWS
 from rocm_attn.providers.contract import SMALLEST_POOL

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.errors import BadTensor, Unsupported
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import select
-from rocm_attn.step_prefixes import PrefixGroup, SharedPrefixes
 from tests.amd.aiter.serving import CPU, GFX942, partly_torch, plain_problem, vectorised_problem, world
 from tests.amd.aiter.signatures import V0_1_10
 from tests.amd.aiter.stand_in import StandIn

@@ -7,15 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rocm_attn import kernel_choice, runtime
-from rocm_attn.page_choice import AUTO
+from rocm_attn import runtime
+from rocm_attn.machine.target import Target
 from rocm_attn.problem import PoolKind
 from rocm_attn.runner import engine as engine_module
 from rocm_attn.runner.engine import Engine, EngineOptions
 from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.rope import Rope
-from rocm_attn.target import Target
+from rocm_attn.selection import kernels as kernel_choice
+from rocm_attn.selection.pages import AUTO
 from tests.amd.aiter.serving import GFX942
 from tests.amd.aiter.stand_in import StandIn
 from tests.amd.runner.test_engine import some_requests, tokens_of

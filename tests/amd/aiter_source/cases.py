@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rocm_attn.padding import StepKind
+from rocm_attn.batch.padding import StepKind
+from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.rows import ROWS
 from rocm_attn.providers.contract import KernelRow, PoolSize
-from rocm_attn.target import Target
 from tests.amd.aiter_source.serving import SourceWorld, selection_of
 
 UNIFIED, UNIFIED_VECTORISED = "aiter.unified_attention", "aiter.unified_attention[vectorised]"

@@ -30,8 +30,8 @@ from unittest import mock
 import torch
 import triton
 
-from rocm_attn.releases import Release
-from rocm_attn.target import Target, known_target
+from rocm_attn.machine.releases import Release
+from rocm_attn.machine.target import Target, known_target
 from tests.amd.aiter_source import latent_stages
 
 VARIABLE = "AITER_SOURCE"

@@ -14,8 +14,8 @@ import math
 import torch
 from torch import Tensor
 
-from rocm_attn.head_weights import HeadWeights
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
+from rocm_attn.step.head_weights import HeadWeights
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, weights: HeadWeights) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from rocm_attn.kernels.compile_only import compile_only
-from rocm_attn.target import known_target
+from rocm_attn.machine.target import known_target
 from tests.amd.aiter_source.cases import Outcome, SourceCase, Verdict
 from tests.amd.aiter_source.checkout import Checkout, imported
 from tests.amd.offline.offline_driver import absent_gpu

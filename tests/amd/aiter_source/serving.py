@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rocm_attn.plan import LayerKernel
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import KernelRow, PoolSize
+from rocm_attn.providers.contract import KernelRow, LayerKernel, PoolSize
 from rocm_attn.providers.select import Selection, select
-from rocm_attn.step import Step
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.target import Target, known_target
+from rocm_attn.step.step import Step
 from tests.amd.aiter_source.dense import dense_attention
 from tests.amd.runtime.stepping import Request, World
 from tests.amd.tolerances import assert_attention_close

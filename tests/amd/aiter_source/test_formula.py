@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rocm_attn.head_weights import HeadWeights
+from rocm_attn.machine.releases import Release
+from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.problem import Problem
-from rocm_attn.reference import attend_sequence
-from rocm_attn.releases import Release
+from rocm_attn.step.head_weights import HeadWeights
 from tests.amd.aiter_source.checkout import VARIABLE, Checkout, release_of
 from tests.amd.aiter_source.dense import dense_attention
 from tests.amd.runtime.stepping import small_problem

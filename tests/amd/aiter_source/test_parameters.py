@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from rocm_attn.machine.releases import Release
 from rocm_attn.providers.aiter.library import ENTRY_POINTS, EntryPoint
-from rocm_attn.releases import Release
 from tests.amd.aiter.signatures import RELEASES
 from tests.amd.aiter_source.checkout import Checkout, release_of
 from tests.amd.aiter_source.parameters import NAMES, declared

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from rocm_attn.doctor.finding import Severity
-from rocm_attn.doctor.machine import (
+from rocm_attn.cli.doctor.finding import Severity
+from rocm_attn.cli.doctor.machine import (
     AiterCopy,
     AiterModule,
     DeviceNode,

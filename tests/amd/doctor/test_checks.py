@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from rocm_attn.doctor.finding import Finding, Severity
-from rocm_attn.doctor.machine import ImportFailure, Machine, TorchBuild, release_of
-from rocm_attn.doctor.registry import CHECKS, diagnose
+from rocm_attn.cli.doctor.finding import Finding, Severity
+from rocm_attn.cli.doctor.machine import ImportFailure, Machine, TorchBuild, release_of
+from rocm_attn.cli.doctor.registry import CHECKS, diagnose
 from tests.amd.doctor.machines import BROKEN, CPU_ONLY, H200, HEALTHY, MI300, Broken
 from tests.amd.house.source_tree import ROOT
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rocm_attn.cli import DONE, FAILED, main
-from rocm_attn.doctor.machine import Machine
-from rocm_attn.doctor.registry import CHECKS
+from rocm_attn.cli.doctor.machine import Machine
+from rocm_attn.cli.doctor.registry import CHECKS
 from tests.amd.doctor.machines import BROKEN, CPU_ONLY, H200, MI300
 from tests.amd.house.source_tree import ROOT
 
@@ -22,7 +22,7 @@ from tests.amd.house.source_tree import ROOT
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Machine]:
     """Put a machine under "it" and the command looks at that one."""
     there: dict[str, Machine] = {}
-    monkeypatch.setattr("rocm_attn.cli.doctor.read_machine", lambda environment: there["it"])
+    monkeypatch.setattr("rocm_attn.cli.doctor.command.read_machine", lambda environment: there["it"])
     return there
 
 

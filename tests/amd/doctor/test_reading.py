@@ -12,7 +12,7 @@ import numpy.random._bounded_integers
 import pytest
 import torch
 
-from rocm_attn.doctor.aiter_files import (
+from rocm_attn.cli.doctor.aiter_files import (
     ENTRY_POINTS,
     jit_folder,
     leftover_locks,
@@ -21,9 +21,9 @@ from rocm_attn.doctor.aiter_files import (
     offload_archs,
     read_copy,
 )
-from rocm_attn.doctor.machine import Distribution, ImportFailure
-from rocm_attn.doctor.probe import probe
-from rocm_attn.doctor.reading import (
+from rocm_attn.cli.doctor.machine import Distribution, ImportFailure
+from rocm_attn.cli.doctor.probe import probe
+from rocm_attn.cli.doctor.reading import (
     read_amd_gpus,
     read_distributions,
     read_folder,
@@ -209,7 +209,7 @@ def test_a_library_that_prints_while_it_is_imported_is_understood(
 
 def test_this_machine_is_read_without_importing_torch_or_triton(tmp_path: Path) -> None:
     code = (
-        "import sys, os\nfrom rocm_attn.doctor.reading import read_machine\n"
+        "import sys, os\nfrom rocm_attn.cli.doctor.reading import read_machine\n"
         "machine = read_machine(os.environ)\n"
         "assert not {'torch', 'triton', 'aiter'} & set(sys.modules)\nprint(machine.torch.version)"
     )
@@ -232,7 +232,9 @@ def test_a_sandbox_that_hides_the_driver_has_the_gpus_that_torch_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch_for_cuda = {"version": "2.11.0+cu130", "hip": "", "cuda": "13.0", "num_gpus": 2}
-    monkeypatch.setattr("rocm_attn.doctor.reading.probe", lambda *what: torch_for_cuda if what == ("torch",) else GONE)
+    monkeypatch.setattr(
+        "rocm_attn.cli.doctor.reading.probe", lambda *what: torch_for_cuda if what == ("torch",) else GONE
+    )
     assert read_machine({"HOME": "/nowhere"}, tmp_path).nvidia_gpus == ("NVIDIA GPU", "NVIDIA GPU")
 
 

@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from rocm_attn.guards import Guards
+from rocm_attn.guards.registry import Guards
 from tests.amd.driver.run import Outcome, run_seed
 
 

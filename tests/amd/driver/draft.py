@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_inputs import HOST_INPUTS, ON_HOST, DeviceInputs, Inputs
-from rocm_attn.step_mask import NO_MASK, StepMask
-from rocm_attn.step_prefixes import NO_PREFIXES, Prefixes
+from rocm_attn.batch.inputs import HOST_INPUTS, ON_HOST, DeviceInputs, Inputs
+from rocm_attn.batch.mask import NO_MASK, StepMask
+from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes
+from rocm_attn.batch.step_batch import StepBatch
 from tests.amd.driver.model import NOT_FINITE_ID, looked_up
 from tests.amd.driver.oracle import Bools, Tokens
 

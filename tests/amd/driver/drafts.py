@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.errors import OutOfPages
-from rocm_attn.step_prefixes import PrefixGroup, SharedPrefixes
 from tests.amd.driver.draft import Draft, Member
 from tests.amd.driver.finding import Finding
 from tests.amd.driver.model import NOT_FINITE_ID, VOCABULARY

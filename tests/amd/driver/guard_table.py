@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.machine import commit
-from rocm_attn.guards import GUARDS, Guards
-from rocm_attn.settings import DEBUG, DISABLE_GUARDS
+from rocm_attn.guards.registry import GUARDS, Guards
+from rocm_attn.machine.settings import DEBUG, DISABLE_GUARDS
 from tests.amd.driver.__main__ import prepare
 from tests.amd.driver.run import run_seed
 

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_attn.head_weights import HeadWeights
 from rocm_attn.problem import PoolKind, Problem
-from rocm_attn.step import Step
+from rocm_attn.step.head_weights import HeadWeights
+from rocm_attn.step.step import Step
 from tests.amd.driver.oracle import Layer
 
 PAD_ID = 0  # its hidden state is NaN: a pad's may be

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rocm_attn.errors import DeviceFault, RocmAttnError, WrongState
-from rocm_attn.merging import merge_states
+from rocm_attn.step.merging import merge_states
 from tests.amd.driver.draft import Draft
 from tests.amd.driver.drafts import DRAFTS, beyond, going_on, not_finite, plain
 from tests.amd.driver.faults import OutOfMemory, interrupt

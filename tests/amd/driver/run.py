@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rocm_attn.guards import Guards
+from rocm_attn.guards.registry import Guards
 from tests.amd.driver.finding import Finding
 from tests.amd.driver.moves import finish, move
 from tests.amd.driver.world import World

@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.split_forward import in_batch_order
 from rocm_attn.errors import DeviceFault, RocmAttnError
-from rocm_attn.padding import PaddedShape
-from rocm_attn.split_forward import in_batch_order
-from rocm_attn.step_batch import StepBatch
 from tests.amd.driver.draft import Draft
 from tests.amd.driver.faults import OutOfMemory, interrupt
 from tests.amd.driver.finding import Finding

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rocm_attn.guards import Guards
+from rocm_attn.guards.registry import Guards
 from tests.amd.driver.run import run_seed
 
 SEEDS_A_TEST = 10

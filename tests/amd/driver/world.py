@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_attn.capture_check import NO_CHECK, CaptureCheck
+from rocm_attn.batch.prefixes import SharedPrefixes
+from rocm_attn.capture.check import NO_CHECK, CaptureCheck
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import DeviceFault, RocmAttnError, Unsupported
-from rocm_attn.graphs import recorder_for
-from rocm_attn.guards import Guards
-from rocm_attn.head_weights import HeadWeights
-from rocm_attn.index_spaces import Space
+from rocm_attn.guards.registry import Guards
+from rocm_attn.paging.index_spaces import Space
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step_prefixes import SharedPrefixes
-from rocm_attn.step_runner import StepRunner
+from rocm_attn.step.head_weights import HeadWeights
 from tests.amd.driver.finding import Finding
 from tests.amd.driver.model import VOCABULARY, Model
 from tests.amd.driver.oracle import Oracle

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rocm_attn.graphs import CPU_CAPTURE_RUNS, eager_steps_before_capture, recorder_for
+from rocm_attn.capture.graphs import CPU_CAPTURE_RUNS, eager_steps_before_capture, recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.hip_graphs.fake_recorder import FakeRecording
-from rocm_attn.step import Step
-from rocm_attn.step_runner import StepRunner
+from rocm_attn.step.step import Step
 from tests.amd.graphs.tiny import Requests, Tiny, same
 from tests.amd.runtime.stepping import providers
 

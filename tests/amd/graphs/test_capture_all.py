@@ -7,11 +7,11 @@ import io
 import pytest
 import torch
 
+from rocm_attn.batch.padding import PaddingPolicy, StepKind
+from rocm_attn.capture.graphs import capture_shapes, recorder_for, shape_name
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli.progress_bar import ProgressBar
-from rocm_attn.graphs import capture_shapes, recorder_for, shape_name
 from rocm_attn.hip_graphs.size_ladder import SizeLadder
-from rocm_attn.padding import PaddingPolicy, StepKind
-from rocm_attn.step_runner import StepRunner
 from tests.amd.graphs.tiny import Requests, Tiny, counts_on_the_host, same, serve
 from tests.amd.runtime.stepping import providers
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.capture_check import NO_CHECK, CaptureCheck, rows_beyond_bounds
-from rocm_attn.graphs import recorder_for
+from rocm_attn.capture.check import NO_CHECK, CaptureCheck, rows_beyond_bounds
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.probe_requests import ProbeLimits
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.hip_graphs.recorder import Recorder
-from rocm_attn.index_spaces import RESERVED_PAGE
-from rocm_attn.probe_requests import ProbeLimits
-from rocm_attn.step import Step
-from rocm_attn.step_runner import StepRunner
+from rocm_attn.paging.index_spaces import RESERVED_PAGE
+from rocm_attn.step.step import Step
 from tests.amd.graphs.tiny import (
     SERVED,
     Forgetful,

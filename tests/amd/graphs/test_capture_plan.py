@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rocm_attn.capture_plan import plan_capture
+from rocm_attn.capture.forecast import plan_capture
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
-from rocm_attn.graphs import recorder_for
-from rocm_attn.kv_pool import page_bytes
-from rocm_attn.step_runner import StepRunner
+from rocm_attn.paging.kv_pool import page_bytes
 from tests.amd.graphs.tiny import Tiny
 from tests.amd.runtime.stepping import deterministic_providers, providers
 

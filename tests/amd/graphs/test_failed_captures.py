@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.agreement import found_by_any
+from rocm_attn.batch.inputs import DeviceInputs
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadTensor, DeviceFault
-from rocm_attn.graphs import recorder_for
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
-from rocm_attn.step import Step
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_inputs import DeviceInputs
-from rocm_attn.step_runner import StepRunner
+from rocm_attn.machine.agreement import found_by_any
+from rocm_attn.step.step import Step
 from tests.amd.graphs.tiny import SERVED, Requests, Tiny, same, serve
 from tests.amd.ranks import among_all, on_every_rank
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadSetting
-from rocm_attn.flight_recorder import FlightRecorder, dump_on_signal, read_dump
-from rocm_attn.graphs import recorder_for
-from rocm_attn.step import Step
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_runner import StepRunner
+from rocm_attn.step.step import Step
+from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal, read_dump
 from tests.amd.graphs.tiny import SERVED, Requests, Tiny, same, serve
 from tests.amd.runtime.stepping import deterministic_providers, providers
 

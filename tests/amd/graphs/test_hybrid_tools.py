@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_attn.capture_plan import plan_capture
+from rocm_attn.capture.forecast import plan_capture
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli import DONE, main
 from rocm_attn.errors import DeviceFault
-from rocm_attn.flight_recorder import FlightRecorder, read_dump
-from rocm_attn.graphs import recorder_for
-from rocm_attn.index_spaces import RESERVED_ROW, Space
+from rocm_attn.paging.index_spaces import RESERVED_ROW, Space
 from rocm_attn.problem import Problem
-from rocm_attn.sampled_check import LayerTap, SampledCheck
-from rocm_attn.step_runner import StepRunner
+from rocm_attn.watch.flight_recorder import FlightRecorder, read_dump
+from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
 from tests.amd.graphs.tiny import Requests, Tiny
 from tests.amd.runtime.stepping import providers
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rocm_attn.graphs import recorder_for, shape_name
-from rocm_attn.padding import StepKind
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_mask import StepMask, random_mask
-from rocm_attn.step_runner import StepRunner
-from rocm_attn.tree_mask import NO_PARENT, tree_mask
+from rocm_attn.batch.mask import StepMask, random_mask
+from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.tree_mask import NO_PARENT, tree_mask
+from rocm_attn.capture.graphs import recorder_for, shape_name
+from rocm_attn.capture.step_runner import StepRunner
 from tests.amd.graphs.tiny import Requests, Tiny
 from tests.amd.runtime.stepping import providers
 

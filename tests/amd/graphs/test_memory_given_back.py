@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.graphs import recorder_for
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step import Step
-from rocm_attn.step_runner import StepRunner
+from rocm_attn.step.step import Step
 from tests.amd.graphs.tiny import Tiny, serve
 from tests.amd.runtime.stepping import providers
 

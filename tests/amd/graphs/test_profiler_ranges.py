@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadSetting, WrongState
-from rocm_attn.graphs import recorder_for
-from rocm_attn.profiler_ranges import RangedLayers, RangedSteps, device_ranges
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_runner import StepRunner
+from rocm_attn.watch.profiler_ranges import RangedLayers, RangedSteps, device_ranges
 from tests.amd.graphs.tiny import Tiny, same, serve
 from tests.amd.runtime.stepping import providers
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
-from rocm_attn.flight_recorder import FlightRecorder, read_dump
-from rocm_attn.graphs import recorder_for
 from rocm_attn.providers.contract import AttendArgs
 from rocm_attn.providers.torch_ref import TorchDecode
-from rocm_attn.step_prefixes import PrefixGroup, SharedPrefixes
-from rocm_attn.step_runner import StepRunner
+from rocm_attn.watch.flight_recorder import FlightRecorder, read_dump
 from tests.amd.graphs.tiny import SERVED, Lazy, Requests, Tiny
 from tests.amd.runtime.stepping import deterministic_providers, providers
 

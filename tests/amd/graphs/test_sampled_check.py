@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.capture_check import NO_CHECK
+from rocm_attn.batch.inputs import DeviceInputs
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.check import NO_CHECK
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import DeviceFault
-from rocm_attn.graphs import recorder_for
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.sampled_check import LayerTap, SampledCheck, SampledCounters
-from rocm_attn.step import Step
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_inputs import DeviceInputs
-from rocm_attn.step_runner import StepRunner
-from rocm_attn.steps import LayerCalls
+from rocm_attn.step.protocols import LayerCalls
+from rocm_attn.step.step import Step
+from rocm_attn.watch.sampled_check import LayerTap, SampledCheck, SampledCounters
 from tests.amd.graphs.tiny import SERVED, Requests, Tiny, counts_on_the_host, same, serve
 from tests.amd.runtime.stepping import providers, small_problem
 

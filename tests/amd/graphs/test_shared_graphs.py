@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.capture_check import rows_beyond_bounds
-from rocm_attn.graphs import recorder_for, shape_name
+from rocm_attn.batch.padding import PaddedShape, StepKind
+from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.check import rows_beyond_bounds
+from rocm_attn.capture.graphs import recorder_for, shape_name
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
 from rocm_attn.kernels.refs import metadata
-from rocm_attn.padding import PaddedShape, StepKind
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_prefixes import PrefixGroup, SharedPrefixes
-from rocm_attn.step_runner import StepRunner
 from tests.amd.graphs.tiny import Requests, Tiny
 from tests.amd.runtime.stepping import providers
 

@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.capture_check import rows_beyond_bounds
-from rocm_attn.capture_plan import plan_capture
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.check import rows_beyond_bounds
+from rocm_attn.capture.forecast import plan_capture
+from rocm_attn.capture.graphs import capture_shapes, recorder_for, shape_name
+from rocm_attn.capture.split_forward import SplitForward, one_after_the_other, side_by_side
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli import DONE, main
 from rocm_attn.errors import BadTensor
-from rocm_attn.flight_recorder import FlightRecorder
-from rocm_attn.graphs import capture_shapes, recorder_for, shape_name
 from rocm_attn.hip_graphs.forked import ForkedStream
 from rocm_attn.hip_graphs.recorder import Recorder
 from rocm_attn.hip_graphs.size_ladder import default_ladder
-from rocm_attn.split_forward import SplitForward, one_after_the_other, side_by_side
-from rocm_attn.step import SplitStep, Step
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_runner import StepRunner
+from rocm_attn.step.step import SplitStep, Step
+from rocm_attn.watch.flight_recorder import FlightRecorder
 from tests.amd.graphs.tiny import Forgetful, Requests, Tiny, same
 from tests.amd.runtime.stepping import providers
 

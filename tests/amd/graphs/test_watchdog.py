@@ -10,12 +10,12 @@ from typing import IO, Any
 import pytest
 import torch
 
-from rocm_attn.graphs import recorder_for
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_runner import StepRunner
-from rocm_attn.steps import Steps
-from rocm_attn.watchdog import NO_WATCHDOG, Watchdog, WatchedSteps
+from rocm_attn.step.protocols import Steps
+from rocm_attn.watch.watchdog import NO_WATCHDOG, Watchdog, WatchedSteps
 from tests.amd.graphs.tiny import Tiny, same, serve
 from tests.amd.runtime.stepping import providers
 

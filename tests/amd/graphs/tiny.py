@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step import Step
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.steps import LayerCalls, Steps
+from rocm_attn.step.protocols import LayerCalls, Steps
+from rocm_attn.step.step import Step
 from tests.amd.runtime.stepping import small_problem
 
 VOCABULARY = 50

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rocm_attn.settings import DEBUG, DISABLE_GUARDS, settings
+from rocm_attn.machine.settings import DEBUG, DISABLE_GUARDS, settings
 from tests.amd.guards.csr_kernels import put_in_stand_ins
 
 

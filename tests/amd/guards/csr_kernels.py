@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.padding import PaddedShape, StepKind
 from rocm_attn.kernels.refs.attention import paged_extend
-from rocm_attn.padding import PaddedShape, StepKind
+from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers import select
 from rocm_attn.providers.contract import AttendArgs, KernelRow, Need, PoolSize, Provider, StepMetadata
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.torch_ref import TORCH
-from rocm_attn.target import Target
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_attn.capture_check import NO_CHECK
-from rocm_attn.graphs import recorder_for
-from rocm_attn.guards import Guards
-from rocm_attn.padding import token_places
+from rocm_attn.batch.inputs import Inputs
+from rocm_attn.batch.padding import token_places
+from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.check import NO_CHECK
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.guards.registry import Guards
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step import Step
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_inputs import Inputs
-from rocm_attn.step_prefixes import PrefixGroup, SharedPrefixes
-from rocm_attn.step_runner import StepRunner
+from rocm_attn.step.step import Step
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runtime.stepping import Request, World, first_swa_page, providers, small_problem
 

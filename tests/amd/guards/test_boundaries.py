@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch
-from rocm_attn.step_batch import StepBatch
 from tests.amd.guards.serving import PROVIDERS, Serving
 from tests.amd.runtime.stepping import Request, small_problem
 

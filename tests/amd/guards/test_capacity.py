@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rocm_attn.batch.padding import PaddedShape, StepKind
 from rocm_attn.errors import BadTensor, CapacityExceeded, WrongState
-from rocm_attn.guards import Guards
-from rocm_attn.head_weights import HeadWeights
+from rocm_attn.guards.registry import Guards
 from rocm_attn.hip_graphs.size_ladder import default_ladder
-from rocm_attn.padding import PaddedShape, StepKind
+from rocm_attn.step.head_weights import HeadWeights
 from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving
 from tests.amd.runtime.stepping import Request, small_problem
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rocm_attn.guards import Guards
-from rocm_attn.target import detect_target
+from rocm_attn.guards.registry import Guards
+from rocm_attn.machine.target import detect_target
 from tests.amd.runtime.stepping import deterministic_providers, small_problem
 from tests.amd.runtime.telling import ALL_ON, Story, Teller, Told, same_bits
 

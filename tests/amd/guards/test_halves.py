@@ -7,11 +7,11 @@ import re
 import pytest
 import torch
 
+from rocm_attn.batch.padding import PaddedShape, StepKind
 from rocm_attn.errors import CapacityExceeded
-from rocm_attn.guards import Guards
+from rocm_attn.guards.registry import Guards
 from rocm_attn.hip_graphs.size_ladder import default_ladder
 from rocm_attn.kernels.metadata.slot_layout import HEADER_WORDS
-from rocm_attn.padding import PaddedShape, StepKind
 from tests.amd.guards.serving import ALL_ON, DEVICE_FAULT, PROVIDERS, Serving, run_elsewhere
 
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])

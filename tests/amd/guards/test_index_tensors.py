@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.guards import Guards
+from rocm_attn.batch.padding import PaddedShape, StepKind
+from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE
-from rocm_attn.padding import PaddedShape, StepKind
-from rocm_attn.plan import make_plan
+from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers import select
 from rocm_attn.providers.contract import Need, StepMetadata
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.target import known_target
+from rocm_attn.step.plan import make_plan
 from tests.amd.guards.csr_kernels import CsrKernel, csr_provider
 from tests.amd.guards.serving import PROVIDERS, Serving
 from tests.amd.runtime.stepping import World, small_problem

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from rocm_attn.batch.inputs import DeviceInputs
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import DeviceFault
-from rocm_attn.guards import Guards
-from rocm_attn.host_ring import HostRing
+from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.metadata.error_word import TOKEN_WITHOUT_PAGE
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_inputs import DeviceInputs
+from rocm_attn.step.host_ring import HostRing
 from tests.amd.guards.late_device import LateDevice
 from tests.amd.guards.serving import ALL_ON, Serving
 from tests.amd.runtime.stepping import small_problem

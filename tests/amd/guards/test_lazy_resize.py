@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rocm_attn.batch.padding import PaddedShape, StepKind
 from rocm_attn.hip_graphs.size_ladder import default_ladder
-from rocm_attn.padding import PaddedShape, StepKind
 from rocm_attn.providers.contract import Need
-from rocm_attn.step_buffers import STEP_BUFFERS, BufferSpec, StepBuffers, Unit, needed_buffers
+from rocm_attn.step.buffers import STEP_BUFFERS, BufferSpec, StepBuffers, Unit, needed_buffers
 from tests.amd.guards.serving import PROVIDERS, Serving
 
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rocm_attn.errors import DeviceFault
-from rocm_attn.guards import Guards
-from rocm_attn.reference import attend_sequence
+from rocm_attn.guards.registry import Guards
+from rocm_attn.oracle.reference import attend_sequence
 from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving, run_elsewhere
 from tests.amd.runtime.stepping import Request, deterministic_providers, providers, small_problem
 from tests.amd.tolerances import assert_same_but_for_rounding

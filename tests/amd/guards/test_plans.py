@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_attn.guards import Guards
+from rocm_attn.batch.padding import PaddedShape, StepKind
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.guards.registry import Guards
 from rocm_attn.hip_graphs.errors import StaleRecording
 from rocm_attn.hip_graphs.pinned import PinnedTensors
-from rocm_attn.padding import PaddedShape, StepKind
-from rocm_attn.step_batch import StepBatch
 from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving
 from tests.amd.runtime.stepping import Request, small_problem
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.errors import DeviceFault
-from rocm_attn.guards import Guards
-from rocm_attn.host_ring import HostRing
-from rocm_attn.index_spaces import Space
+from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.metadata.input_tensors import InputTensors
 from rocm_attn.kernels.metadata.slot_layout import slot_words
 from rocm_attn.kernels.refs.metadata import publish
-from rocm_attn.step_inputs import DeviceInputs
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.step.host_ring import HostRing
 from tests.amd.guards.late_device import LateDevice
 from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving
 from tests.amd.runtime.stepping import Request

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from rocm_attn.capture_check import NO_CHECK
+from rocm_attn.capture.check import NO_CHECK
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import CapacityExceeded, DeviceFault
-from rocm_attn.graphs import recorder_for
-from rocm_attn.guards import Guards
+from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.metadata.error_word import TOKEN_WITHOUT_PAGE
-from rocm_attn.step import Step
-from rocm_attn.step_runner import StepRunner
+from rocm_attn.step.step import Step
 from tests.amd.guards.serving import ALL_ON, Serving
 from tests.amd.runtime.interrupts import interrupted_at
 from tests.amd.runtime.stepping import Request

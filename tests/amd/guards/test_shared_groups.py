@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.prefixes import PrefixGroup
 from rocm_attn.errors import BadBatch
-from rocm_attn.guards import Guards
+from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
 from rocm_attn.providers.contract import StepOps
-from rocm_attn.step_prefixes import PrefixGroup
 from tests.amd.guards.serving import ALL_ON, Serving
 from tests.amd.guards.test_poisoned_memory import fill_with_nan
 from tests.amd.runtime.stepping import Request, providers

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch
-from rocm_attn.guards import Guards
-from rocm_attn.step_batch import StepBatch
+from rocm_attn.guards.registry import Guards
 from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving
 from tests.amd.runtime.stepping import Request, take_back
 

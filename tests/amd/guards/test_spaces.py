@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rocm_attn.guards import Guards
-from rocm_attn.index_spaces import Space
+from rocm_attn.guards.registry import Guards
+from rocm_attn.paging.index_spaces import Space
 from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving
 from tests.amd.runtime.stepping import Request, deterministic_providers, poison_free_pages, providers, small_problem
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from rocm_attn.errors import RocmAttnError
-from rocm_attn.index_spaces import RESERVED_PAGE, Space
-from rocm_attn.page_table import PageTable, SpacePages
-from rocm_attn.request_table import RequestTable
+from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space
+from rocm_attn.paging.page_table import PageTable, SpacePages
+from rocm_attn.paging.request_table import RequestTable
 from tests.amd.runtime.interrupts import interrupted_at
 
 

@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch, CapacityExceeded, OutOfPages, WrongState
-from rocm_attn.index_spaces import Space
-from rocm_attn.request_table import RequestTable
-from rocm_attn.step_batch import StepBatch
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.paging.request_table import RequestTable
 
 
 def make_table(num_pages: int = 9, page_size: int = 4, max_num_seqs: int = 3, max_kv_len: int = 20) -> RequestTable:

@@ -8,17 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rocm_attn.batch.halves import split_batch, split_point
+from rocm_attn.batch.inputs import ON_HOST, DeviceInputs
+from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, StepKind, token_places
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.graphs import capture_shapes, shape_name
 from rocm_attn.errors import BadBatch, CapacityExceeded
-from rocm_attn.graphs import capture_shapes, shape_name
 from rocm_attn.hip_graphs.size_ladder import SizeLadder, default_ladder
-from rocm_attn.padding import PaddedShape, PaddingPolicy, StepKind, token_places
 from rocm_attn.providers.contract import Need
-from rocm_attn.split_batch import split_batch, split_point
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_buffers import STEP_BUFFERS, StepBuffers, needed_buffers
-from rocm_attn.step_inputs import ON_HOST, DeviceInputs
-from rocm_attn.step_memory import words_of_children
-from rocm_attn.workspace import Workspace
+from rocm_attn.step.buffers import STEP_BUFFERS, StepBuffers, needed_buffers
+from rocm_attn.step.memory import words_of_children
+from rocm_attn.step.workspace import Workspace
 
 CPU = torch.device("cpu")
 NEW_TOKENS = st.lists(st.integers(0, 5), max_size=14)

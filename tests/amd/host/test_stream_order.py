@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rocm_attn.devices import StreamOrder, with_index
+from rocm_attn.machine.devices import StreamOrder, with_index
 
 
 @dataclass

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rocm_attn.batch.inputs import HOST_INPUTS, DeviceInputs, Inputs
+from rocm_attn.batch.mask import StepMask, kv_positions, mask_bytes
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.tree_mask import NO_PARENT, tree_mask
 from rocm_attn.errors import BadBatch, BadTensor
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_inputs import HOST_INPUTS, DeviceInputs, Inputs
-from rocm_attn.step_mask import StepMask, kv_positions, mask_bytes
-from rocm_attn.tree_mask import NO_PARENT, tree_mask
 
 
 def batch_of(kv_len: Sequence[int], q_len: Sequence[int], inputs: Inputs = HOST_INPUTS) -> StepBatch:

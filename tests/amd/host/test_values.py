@@ -13,19 +13,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rocm_attn.batch.inputs import HOST_INPUTS, ON_HOST, DeviceInputs
+from rocm_attn.batch.mask import NO_MASK
+from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, StepKind, step_kind
+from rocm_attn.batch.prefixes import NO_PREFIXES
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch, BadProblem, BadSetting, CapacityExceeded
 from rocm_attn.hip_graphs.size_ladder import SizeLadder
-from rocm_attn.index_spaces import last_page_len, num_pages, slot_of
-from rocm_attn.padding import PaddedShape, PaddingPolicy, StepKind, step_kind
+from rocm_attn.machine.target import detect_target, known_target
+from rocm_attn.paging.index_spaces import last_page_len, num_pages, slot_of
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.contract import Need
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_buffers import STEP_BUFFERS, BufferSpec, StepBuffers, Unit, needed_buffers
-from rocm_attn.step_inputs import HOST_INPUTS, ON_HOST, DeviceInputs
-from rocm_attn.step_mask import NO_MASK
-from rocm_attn.step_prefixes import NO_PREFIXES
-from rocm_attn.target import detect_target, known_target
-from rocm_attn.workspace import Workspace
+from rocm_attn.step.buffers import STEP_BUFFERS, BufferSpec, StepBuffers, Unit, needed_buffers
+from rocm_attn.step.workspace import Workspace
 
 CPU = torch.device("cpu")
 

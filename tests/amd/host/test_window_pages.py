@@ -9,11 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch, BadSetting, CapacityExceeded, OutOfPages, WrongState
-from rocm_attn.index_spaces import Space
-from rocm_attn.page_table import PageTable, SpacePages
-from rocm_attn.request_table import RequestTable
-from rocm_attn.step_batch import StepBatch
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.paging.page_table import PageTable, SpacePages
+from rocm_attn.paging.request_table import RequestTable
 
 WINDOW, KEPT, PAGE_SIZE = 5, 2, 3
 FULL_PAGES = 12

@@ -16,11 +16,11 @@ from rocm_attn.cli import BAD_INPUT, DONE, FAILED, INTERRUPTED, READER_GONE, mai
 from rocm_attn.cli.arguments import described_model, pool_named
 from rocm_attn.cli.ordered_text import OrderedText
 from rocm_attn.cli.parser import DTYPES, POOLS, PROVIDERS
-from rocm_attn.page_choice import AUTO
-from rocm_attn.page_choice import POOLS as LAYOUTS
 from rocm_attn.problem import DTYPES as SERVED_DTYPES
 from rocm_attn.providers.select import PROVIDER_NAMES
 from rocm_attn.runner.loading import find_model
+from rocm_attn.selection.pages import AUTO
+from rocm_attn.selection.pages import POOLS as LAYOUTS
 from tests.amd.house.source_tree import ROOT
 
 LLAMA = {

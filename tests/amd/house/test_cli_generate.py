@@ -15,10 +15,10 @@ import torch
 
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.cli.generate import dtype_of
-from rocm_attn.flight_recorder import read_dump
 from rocm_attn.runner.chat_template import ChatTemplate
 from rocm_attn.runner.loading import LoadedModel, ModelKind
 from rocm_attn.runner.tokenizer import Tokenizer
+from rocm_attn.watch.flight_recorder import read_dump
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
 
 WORDS = [f"w{number}" for number in range(CONFIG.vocab_size)]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rocm_attn.doctor.registry import CHECKS
+from rocm_attn.cli.doctor.registry import CHECKS
 from tests.amd.house.source_tree import ROOT
 
 TESTS = """

@@ -8,16 +8,16 @@ from dataclasses import replace
 import torch
 from triton.compiler import CompiledKernel
 
-from rocm_attn.head_weights import NO_HEAD_WEIGHTS, HeadWeights
 from rocm_attn.kernels.attention.decode import decode_partials_words, launch_paged_decode
 from rocm_attn.kernels.attention.decode_schedule import decode_schedule_words
 from rocm_attn.kernels.attention.extend import launch_paged_extend
 from rocm_attn.kernels.attention.extend_schedule import extend_schedule_words
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
+from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.scores import scores_of
-from rocm_attn.target import known_target
+from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
 from tests.amd.offline.matrix import LARGE_POOL_BYTES, SMALL_POOL_BYTES, Row
 from tests.amd.offline.offline_driver import compiled_by
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from triton import knobs
 from triton.compiler import CompiledKernel
 
-from rocm_attn.target import known_target
+from rocm_attn.machine.target import known_target
 
 _SIMDS_PER_CU = 4
 

@@ -12,19 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_attn.guards import Guards
-from rocm_attn.head_weights import HeadWeights
+from rocm_attn.batch.inputs import DeviceInputs
+from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.probe_requests import with_random_mask
+from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.attention.merge_states import launch_merge_states
 from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
-from rocm_attn.probe_requests import with_random_mask
+from rocm_attn.machine.target import known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.triton import TRITON
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_inputs import DeviceInputs
-from rocm_attn.step_prefixes import PrefixGroup, SharedPrefixes
-from rocm_attn.target import known_target
+from rocm_attn.step.head_weights import HeadWeights
 
 SMALL_POOL_BYTES = 64 << 20
 # Above this Triton can no longer assume that an offset fits 32 bits, and generates other code.

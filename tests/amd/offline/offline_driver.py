@@ -11,7 +11,7 @@ from triton.compiler import CompiledKernel
 
 from rocm_attn.kernels.compile_only import AbsentGpu, compile_only
 from rocm_attn.kernels.launch import Thunk, observe_launches
-from rocm_attn.target import Target, known_target
+from rocm_attn.machine.target import Target, known_target
 
 
 def absent_gpu(target: Target) -> AbsentGpu:

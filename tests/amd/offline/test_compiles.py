@@ -11,7 +11,7 @@ import torch
 
 from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, segment_tiles
 from rocm_attn.kernels.tuning.tiles import DECODE_ROWS, EXTEND_ROWS, decode_tiles, extend_tiles
-from rocm_attn.target import known_target
+from rocm_attn.machine.target import known_target
 from tests.amd.house.source_tree import sources
 from tests.amd.offline.code_object import AmdCode, NvidiaCode, read_amd_code, read_nvidia_code
 from tests.amd.offline.compiling import AMD_ARCHS, NVIDIA_ARCHS, compiled_kernels, rows_for

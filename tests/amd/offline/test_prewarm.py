@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import torch
 
+from rocm_attn.batch.prefixes import NO_PREFIXES, PrefixGroup, SharedPrefixes
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.prewarm import PrewarmReport, ServedSizes, prewarm
 from rocm_attn.cli import BAD_INPUT, DONE, main
 from rocm_attn.errors import BadSetting
-from rocm_attn.guards import Guards
+from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels import compile_only
 from rocm_attn.kernels.compile_only import CompileEvent, observe_compiles
 from rocm_attn.kernels.launch import Thunk, observe_launches
-from rocm_attn.prewarm import PrewarmReport, ServedSizes, prewarm
+from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_prefixes import NO_PREFIXES, PrefixGroup, SharedPrefixes
-from rocm_attn.target import known_target
 from tests.amd.offline.offline_driver import offline
 
 ARCH = "gfx942"

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from benchmarks.machine import commit
+from rocm_attn.cli.doctor.finding import Severity
+from rocm_attn.cli.doctor.reading import read_machine
+from rocm_attn.cli.doctor.registry import diagnose
 from rocm_attn.cli.env import environment
-from rocm_attn.doctor.finding import Severity
-from rocm_attn.doctor.reading import read_machine
-from rocm_attn.doctor.registry import diagnose
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

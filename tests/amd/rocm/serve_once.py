@@ -7,10 +7,10 @@ import json
 import numpy as np
 import torch
 
-from rocm_attn.graphs import recorder_for
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.kernels.compile_only import CompileEvent, observe_compiles
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_runner import StepRunner
 from tests.amd.rocm.test_serving import Layers
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rocm_attn import releases
+from rocm_attn.machine import releases
+from rocm_attn.machine.target import detect_target, known_target
 from rocm_attn.providers.aiter import library
-from rocm_attn.target import detect_target, known_target
 from tests.amd.aiter.every_kernel import Case, cases, graphs_equal_eager, largest_error, selection_of
 from tests.amd.rocm.models import Measured
 

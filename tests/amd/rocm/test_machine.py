@@ -8,10 +8,10 @@ import pytest
 import torch
 from triton.runtime import driver
 
-from rocm_attn.doctor.finding import Severity
-from rocm_attn.doctor.reading import read_machine
-from rocm_attn.doctor.registry import diagnose
-from rocm_attn.target import KNOWN_TARGETS, detect_target
+from rocm_attn.cli.doctor.finding import Severity
+from rocm_attn.cli.doctor.reading import read_machine
+from rocm_attn.cli.doctor.registry import diagnose
+from rocm_attn.machine.target import KNOWN_TARGETS, detect_target
 from tests.amd.rocm.models import Measured
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

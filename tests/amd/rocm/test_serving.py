@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.graphs import recorder_for
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.soak import Soak
-from rocm_attn.soak_world import Scenario
-from rocm_attn.step import Step
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_runner import StepRunner
+from rocm_attn.soak.soak import Soak
+from rocm_attn.soak.world import Scenario
+from rocm_attn.step.step import Step
 from tests.amd.house.source_tree import ROOT
 from tests.amd.rocm.models import Measured, layer
 

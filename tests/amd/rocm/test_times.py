@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_attn.graphs import recorder_for
-from rocm_attn.reference import attend_sequence
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step_batch import StepBatch
 from tests.amd.rocm.models import HEADS, Measured, layer
 from tests.amd.tolerances import assert_attention_close
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rocm_attn.head_weights import LayerHeadWeights
 from rocm_attn.problem import Problem
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.model import Model
+from rocm_attn.step.head_weights import LayerHeadWeights
 
 
 @dataclass(frozen=True)

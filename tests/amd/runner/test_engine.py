@@ -14,8 +14,8 @@ import tokenizers
 import torch
 from tokenizers import decoders, models
 
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadRequest, BadSetting, CapacityExceeded, Unsupported
-from rocm_attn.flight_recorder import read_dump
 from rocm_attn.hip_graphs.fake_recorder import FakeRecording
 from rocm_attn.runner.engine import Engine, EngineOptions
 from rocm_attn.runner.loading import LoadedModel
@@ -23,7 +23,7 @@ from rocm_attn.runner.model import Model
 from rocm_attn.runner.request import Completion, Event, Request, TokenEvent
 from rocm_attn.runner.sampling import Sampling
 from rocm_attn.runner.tokenizer import Tokenizer
-from rocm_attn.step_runner import StepRunner
+from rocm_attn.watch.flight_recorder import read_dump
 from tests.amd.runner.dense_attention import dense_logits
 from tests.amd.runner.test_tokenizer import from_gguf, sentencepiece_fields
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows

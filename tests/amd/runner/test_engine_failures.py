@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.step_batch import INT32_MAX, StepBatch
 from rocm_attn.errors import DeviceFault
 from rocm_attn.runner.engine import Engine, EngineOptions
 from rocm_attn.runner.loading import LoadedModel
@@ -24,7 +25,6 @@ from rocm_attn.runner.request import (
     TokenEvent,
 )
 from rocm_attn.runner.sampling import Sampling
-from rocm_attn.step_batch import INT32_MAX, StepBatch
 from tests.amd.runner.test_tokenizer import from_gguf, sentencepiece_fields
 from tests.amd.runner.tiny_model import tiny_model
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rocm_attn.errors import BadSetting, CapacityExceeded
-from rocm_attn.guards import Guards
-from rocm_attn.index_spaces import Space
-from rocm_attn.kv_pool import page_bytes
+from rocm_attn.guards.registry import Guards
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import Problem
 from rocm_attn.runner import engine as engine_module
 from rocm_attn.runner.engine import Engine, EngineOptions

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rocm_attn.request_table import RequestTable
+from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.runner.request import FinishReason, Request, Sequence
 from rocm_attn.runner.sampling import Sampler
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler

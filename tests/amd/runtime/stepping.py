@@ -10,17 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_attn.head_weights import HeadWeights
-from rocm_attn.index_spaces import Space
+from rocm_attn.batch.mask import StepMask, kv_positions
+from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.machine.target import Target
+from rocm_attn.oracle.reference import attend_sequence
+from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.select import Selection
-from rocm_attn.reference import attend_sequence
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step import Step
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_mask import StepMask, kv_positions
-from rocm_attn.step_prefixes import NO_PREFIXES, Prefixes
-from rocm_attn.target import Target
+from rocm_attn.step.head_weights import HeadWeights
+from rocm_attn.step.step import Step
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 

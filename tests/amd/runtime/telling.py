@@ -12,18 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_attn.capture_check import NO_CHECK
-from rocm_attn.graphs import recorder_for
-from rocm_attn.guards import Guards
-from rocm_attn.head_weights import HeadWeights
-from rocm_attn.padding import token_places
+from rocm_attn.batch.padding import token_places
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.check import NO_CHECK
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.guards.registry import Guards
+from rocm_attn.machine.target import Target
+from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.problem import Problem
-from rocm_attn.reference import attend_sequence
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step import Step
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_runner import StepRunner
-from rocm_attn.target import Target
+from rocm_attn.step.head_weights import HeadWeights
+from rocm_attn.step.step import Step
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 ALL_ON = Guards()

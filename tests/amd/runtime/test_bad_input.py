@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, CapacityExceeded, Unsupported, WrongState
+from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.target import known_target
 from tests.amd.runtime.stepping import World, small_problem
 
 PROVIDER = "torch"

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch
-from rocm_attn.reference import attend_sequence
-from rocm_attn.step_batch import StepBatch
+from rocm_attn.oracle.reference import attend_sequence
 from tests.amd.runtime.stepping import Request, World, providers, small_problem
 from tests.amd.tolerances import assert_attention_close
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import Unsupported
+from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.target import known_target
 from tests.amd.kernels.matrix_unit import use_matrix_unit
 from tests.amd.runtime.stepping import deterministic_providers, small_problem
 from tests.amd.runtime.telling import Story, Teller, Told, same_bits

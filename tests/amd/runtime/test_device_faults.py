@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import DeviceFault
-from rocm_attn.host_ring import HostRing
 from rocm_attn.kernels.metadata.error_word import LENGTH_BEYOND_BOUND, TOKEN_WITHOUT_PAGE, WINDOW_WITHOUT_PAGE
 from rocm_attn.providers.contract import StepMetadata
-from rocm_attn.step_batch import StepBatch
+from rocm_attn.step.host_ring import HostRing
 from tests.amd.guards.late_device import LateDevice
 from tests.amd.guards.serving import Serving
 from tests.amd.runtime.stepping import Request, providers

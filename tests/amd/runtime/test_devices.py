@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rocm_attn.graphs import recorder_for
-from rocm_attn.step_runner import StepRunner
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from tests.amd.runtime.stepping import World, small_problem
 from tests.amd.runtime.test_step_runner import Model, serve
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.inputs import DeviceInputs
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, DeviceFault, WrongState
-from rocm_attn.graphs import recorder_for
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step import Step
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_inputs import DeviceInputs
-from rocm_attn.step_runner import StepRunner
+from rocm_attn.step.step import Step
 from tests.amd.guards.serving import Serving
 from tests.amd.runtime.stepping import Request, World, providers, small_problem, take_back
 

@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from rocm_attn.host_ring import HostRing
+from rocm_attn.step.host_ring import HostRing
 
 
 def test_a_dropped_ring_waits_for_its_readers_before_its_memory_goes() -> None:

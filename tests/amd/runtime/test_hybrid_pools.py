@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from rocm_attn.batch.inputs import DeviceInputs
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadProblem, BadSetting, CapacityExceeded, DeviceFault, OutOfPages
-from rocm_attn.graphs import recorder_for
-from rocm_attn.index_spaces import Space
+from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_inputs import DeviceInputs
-from rocm_attn.step_runner import StepRunner
 from tests.amd.graphs.tiny import VOCABULARY
 from tests.amd.guards.serving import Serving
 from tests.amd.runtime.stepping import (

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_attn.capture_check import NO_CHECK
+from rocm_attn.batch.inputs import DeviceInputs
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.check import NO_CHECK
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import WrongState
-from rocm_attn.graphs import recorder_for
 from rocm_attn.hip_graphs.graph_cache import GraphCache
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step import Step
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_inputs import DeviceInputs
-from rocm_attn.step_runner import StepRunner
+from rocm_attn.step.step import Step
 from tests.amd.runtime.interrupts import every_line, interrupted_at
 from tests.amd.runtime.stepping import small_problem
 

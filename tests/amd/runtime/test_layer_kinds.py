@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from rocm_attn.errors import BadTensor, WrongState
-from rocm_attn.head_weights import HeadWeights
+from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.triton import TRITON
-from rocm_attn.target import known_target
+from rocm_attn.step.head_weights import HeadWeights
 from tests.amd.runtime.stepping import World, providers, small_problem
 
 GEMMA2 = [small_problem(window_left=6, logits_soft_cap=1.5), small_problem(logits_soft_cap=1.5)]

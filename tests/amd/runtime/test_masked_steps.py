@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from rocm_attn.batch.inputs import DeviceInputs
+from rocm_attn.batch.mask import NO_MASK, StepMask, kv_positions
+from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.tree_mask import NO_PARENT, tree_mask
 from rocm_attn.errors import BadBatch, BadTensor, Unsupported
-from rocm_attn.index_spaces import Space
-from rocm_attn.padding import StepKind
+from rocm_attn.machine.target import known_target
+from rocm_attn.paging.index_spaces import Space
 from rocm_attn.providers.select import select
-from rocm_attn.step_inputs import DeviceInputs
-from rocm_attn.step_mask import NO_MASK, StepMask, kv_positions
-from rocm_attn.target import known_target
-from rocm_attn.tree_mask import NO_PARENT, tree_mask
 from tests.amd.runtime.stepping import Request, World, packed, providers, small_problem
 from tests.amd.tolerances import assert_same_but_for_rounding
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor
-from rocm_attn.merging import merge_state, merge_states
+from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.problem import Problem
-from rocm_attn.reference import attend_sequence
+from rocm_attn.step.merging import merge_state, merge_states
 from tests.amd.runtime.stepping import small_problem
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rocm_attn.batch.inputs import DeviceInputs
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import DeviceFault
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_inputs import DeviceInputs
 from tests.amd.runtime.interrupts import interrupted_at
 from tests.amd.runtime.stepping import small_problem
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.graphs import recorder_for
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step import Step
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_runner import StepRunner
+from rocm_attn.step.step import Step
 from tests.amd.runtime.stepping import World, providers, small_problem
 
 # what the runtime knows: a layer with a window and one without, each storing K and V

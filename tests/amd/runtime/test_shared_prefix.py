@@ -11,14 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rocm_attn.batch.inputs import DeviceInputs
+from rocm_attn.batch.mask import random_mask
+from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.prefixes import NO_PREFIXES, PrefixGroup, SharedPrefixes
 from rocm_attn.errors import BadBatch, Unsupported
-from rocm_attn.padding import StepKind
+from rocm_attn.machine.target import known_target
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import select
-from rocm_attn.step_inputs import DeviceInputs
-from rocm_attn.step_mask import random_mask
-from rocm_attn.step_prefixes import NO_PREFIXES, PrefixGroup, SharedPrefixes
-from rocm_attn.target import known_target
 from tests.amd.runtime.stepping import Request, World, providers, small_problem
 
 each_provider = pytest.mark.parametrize("provider", providers())

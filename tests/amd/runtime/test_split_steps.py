@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor, CapacityExceeded, WrongState
-from rocm_attn.step import SplitStep, Step
+from rocm_attn.step.step import SplitStep, Step
 from tests.amd.runtime.stepping import Request, World, providers, small_problem
 from tests.amd.tolerances import assert_same_but_for_rounding
 

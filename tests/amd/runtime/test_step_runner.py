@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadSetting, BadTensor, CapacityExceeded
-from rocm_attn.graphs import recorder_for
 from rocm_attn.hip_graphs.errors import StaleRecording
-from rocm_attn.index_spaces import Space
+from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step import Step
-from rocm_attn.step_batch import StepBatch
-from rocm_attn.step_runner import StepRunner
+from rocm_attn.step.step import Step
 from tests.amd.runtime.stepping import providers, small_problem
 from tests.amd.tolerances import assert_same_but_for_rounding
 

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli import DONE, main
 from rocm_attn.errors import Unsupported
-from rocm_attn.flight_recorder import FlightRecorder
-from rocm_attn.graphs import recorder_for
-from rocm_attn.guards import Guards
-from rocm_attn.kv_pool import KVPool
+from rocm_attn.guards.registry import Guards
+from rocm_attn.machine.target import known_target
+from rocm_attn.paging.kv_pool import KVPool
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import select
-from rocm_attn.sampled_check import LayerTap, SampledCheck
-from rocm_attn.step_runner import StepRunner
-from rocm_attn.target import known_target
+from rocm_attn.watch.flight_recorder import FlightRecorder
+from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
 from tests.amd.graphs.tiny import SERVED, Requests, Tiny, same, serve
 from tests.amd.guards.serving import Serving
 from tests.amd.runtime.stepping import World, small_problem

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.compile_only import AbsentDriver, activated
 from rocm_attn.kernels.launch import Thunk, observe_launches
-from rocm_attn.target import known_target
+from rocm_attn.machine.target import known_target
 from tests.amd.offline.offline_driver import absent_gpu
 from tests.amd.simulator.assembly import Argument, parse_assembly
 from tests.amd.simulator.core import LANES, POISON

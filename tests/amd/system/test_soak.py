@@ -13,21 +13,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadSetting
-from rocm_attn.guards import Guards
-from rocm_attn.index_spaces import Space
+from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
 from rocm_attn.kernels.metadata.input_tensors import InputTensors
 from rocm_attn.kernels.refs import attention, cache, metadata
-from rocm_attn.kv_pool import KVPool
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.paging.kv_pool import KVPool
+from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.providers.torch_ref import TorchExtend, TorchMasked
-from rocm_attn.request_table import RequestTable
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.soak import Soak, SoakFailed, SoakReport
-from rocm_attn.soak_alone import NobodyAlone
-from rocm_attn.soak_world import LONG_KV_LEN, Action, Ladders, Scenario, World
-from rocm_attn.step_runner import StepRunner
+from rocm_attn.soak.alone import NobodyAlone
+from rocm_attn.soak.soak import Soak, SoakFailed, SoakReport
+from rocm_attn.soak.world import LONG_KV_LEN, Action, Ladders, Scenario, World
 
 # Few sizes: faults are found in few steps, so captures would take most of the time.
 SMALL = replace(Scenario(), ladders=(Ladders((4, 10), (16, 40)),), verify_len=3, chunk_lens=(9, 16))
@@ -114,7 +114,7 @@ def test_cuts_that_follow_from_the_batch_show_in_bits_alone(monkeypatch: pytest.
     changed = Soak(scenario, seed=3, device=CPU, provider="torch", dtype=torch.float32, deterministic=True)
     with pytest.raises(SoakFailed, match="is not bitwise what the same request gets alone; they differ by up to"):
         changed.run(60)
-    monkeypatch.setattr("rocm_attn.soak.ServedAlone", lambda *_, **__: NobodyAlone())
+    monkeypatch.setattr("rocm_attn.soak.soak.ServedAlone", lambda *_, **__: NobodyAlone())
     unseen = Soak(scenario, seed=3, device=CPU, provider="torch", dtype=torch.float32, deterministic=True)
     assert unseen.run(60).worst_error < 1, "the oracle's bounds allow it"
 
@@ -293,7 +293,7 @@ def test_a_shared_page_that_is_not_copied_is_found(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_length_bucket_that_is_too_short_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rocm_attn.planner.kv_len_bucket", lambda length, limit: 64)
+    monkeypatch.setattr("rocm_attn.step.planner.kv_len_bucket", lambda length, limit: 64)
     assert "differs from the reference" in str(found())
 
 

@@ -1,0 +1,49 @@
+"""split_batch: where a step is cut in two, and the two batches that come of it. Host values only."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rocm_attn.batch.mask import NO_MASK
+from rocm_attn.batch.prefixes import NO_PREFIXES
+from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.errors import BadBatch
+
+# Children of a split step.
+HALVES = 2
+
+
+def split_point(q_len: Int32Array, most: int) -> int:
+    """How many of the sequences go into the first half.
+
+    q_len: int32 [num_seqs], new tokens; the halves get as equal a share of them as a cut between sequences can give,
+           the first half the larger one of two that are equally good
+    most:  sequences that a half has room for; at least half of them
+    """
+    num_seqs = len(q_len)
+    ends = np.concatenate(([0], np.cumsum(q_len, dtype=np.int64)))
+    first = np.arange(max(0, num_seqs - most), min(num_seqs, most) + 1)[::-1]
+    larger = np.maximum(ends[first], ends[-1] - ends[first])
+    # Cuts that are equally good for the tokens: the one with the most equal counts of sequences.
+    best = np.lexsort((np.maximum(first, num_seqs - first), larger))
+    return int(first[best[0]])
+
+
+def split_batch(batch: StepBatch, most: int) -> tuple[StepBatch, StepBatch]:
+    """The sequences before and behind the cut, in order; either may be none.
+
+    most: as in split_point
+    Raises BadBatch for new tokens that only the device counts: where they are cut follows from their numbers; for a
+    mask, whose second part would begin within a byte; and for shared prefixes, which both halves would read.
+    """
+    if batch.mask is not NO_MASK:
+        raise BadBatch("a step with a mask cannot be split, because its mask is packed for the whole; run it whole")
+    if batch.prefixes is not NO_PREFIXES:
+        raise BadBatch("a step with shared prefixes cannot be split, because both halves would read them; run it whole")
+    first = (batch.num_seqs + 1) // 2 if batch.min_q_len == batch.max_q_len else split_point(batch.q_len, most)
+    tokens, ids = int(batch.q_len[:first].sum()), batch.token_ids
+    first_inputs, second_inputs = batch.inputs.cut(first, tokens)
+    return (
+        StepBatch(batch.rows[:first], batch.kv_len[:first], batch.q_len[:first], ids[:tokens], inputs=first_inputs),
+        StepBatch(batch.rows[first:], batch.kv_len[first:], batch.q_len[first:], ids[tokens:], inputs=second_inputs),
+    )

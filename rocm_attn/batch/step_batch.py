@@ -1,0 +1,175 @@
+"""StepBatch: one step as the runner sees it. Real sequences only; padding is nobody's business here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Final, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+
+from rocm_attn.batch.inputs import HOST_INPUTS, Inputs
+from rocm_attn.batch.mask import NO_MASK, Mask, StepMask, mask_bytes
+from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes, SharedPrefixes
+from rocm_attn.errors import BadBatch
+
+Int32Array = npt.NDArray[np.int32]
+# What a batch takes: arrays of any integers, and plain sequences.
+Integers = npt.NDArray[np.integer[Any]] | Sequence[int]
+
+_INT32 = np.dtype(np.int32)
+_STRIDES = (4,)
+NO_TOKEN_IDS: Int32Array = np.empty(0, np.int32)
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(init=False, slots=True, eq=False)
+class StepBatch:
+    """The sequences of one step, in order. Not to be changed.
+
+    rows:       int32 [num_seqs]    seq -> row of the request table
+    kv_len:     int32 [num_seqs]    tokens in the sequence's KV after this step, the new ones included
+    q_len:      int32 [num_seqs]    new tokens of this step, at the end of the KV
+    token_ids:  int32 [num_tokens]  ids of the new tokens, sequence after sequence; empty: the caller feeds the model
+    inputs:     what the device alone knows: kv_len and q_len are then upper bounds, and with them num_tokens,
+                max_q_len and max_kv_len; pages are reserved for the bounds
+    mask:       what the new tokens see in layers whose problem has custom_mask
+    prefixes:   which sequences of a decode step share pages, to be read once for all of them; without a mask, and with
+                lengths that the host knows
+
+    Zero sequences, zero lengths and zero new tokens are legal. Raises BadBatch.
+    """
+
+    rows: Final[Int32Array]
+    kv_len: Final[Int32Array]
+    q_len: Final[Int32Array]
+    token_ids: Final[Int32Array]
+    inputs: Final[Inputs]
+    mask: Final[Mask]
+    prefixes: Final[Prefixes]
+    num_seqs: int = field(init=False)
+    num_tokens: int = field(init=False)
+    max_q_len: int = field(init=False)
+    min_q_len: int = field(init=False)
+    max_kv_len: int = field(init=False)
+
+    # By hand: setting the fields of a frozen class one by one would cost a tenth of a step's host time.
+    def __init__(
+        self,
+        rows: Integers,
+        kv_len: Integers,
+        q_len: Integers,
+        token_ids: Integers = NO_TOKEN_IDS,
+        *,
+        inputs: Inputs = HOST_INPUTS,
+        mask: Mask = NO_MASK,
+        prefixes: Prefixes = NO_PREFIXES,
+    ) -> None:
+        if not (_is_int32(rows) and _is_int32(kv_len) and _is_int32(q_len) and _is_int32(token_ids)):
+            rows, kv_len = _as_int32("rows", rows), _as_int32("kv_len", kv_len)
+            q_len, token_ids = _as_int32("q_len", q_len), _as_int32("token_ids", token_ids)
+        num_seqs = len(rows)
+        if not (num_seqs == len(kv_len) == len(q_len)):
+            raise BadBatch(
+                f"{num_seqs} rows, {len(kv_len)} kv_len and {len(q_len)} q_len: each sequence has one of each"
+            )
+        fewest, most = _extremes_of_q_len(q_len)
+        shortest, longest = _extremes(kv_len)
+        # The extremes settle it for almost every batch.
+        if fewest < 0 or (shortest < most and (kv_len < q_len).any()):
+            _refuse_lengths(kv_len, q_len)
+        if num_seqs * longest > INT32_MAX and _total(kv_len) > INT32_MAX:
+            raise BadBatch(f"{_total(kv_len)} KV tokens in one step overflow an int32 indptr; split the batch")
+        num_tokens = num_seqs * most if fewest == most else _total(q_len)
+        if len(token_ids) not in (0, num_tokens):
+            raise BadBatch(f"{len(token_ids)} token ids for {num_tokens} new tokens; pass one each, or none")
+        if inputs is not HOST_INPUTS:  # on most steps there is nothing to ask
+            fewest = inputs.min_q_len(num_seqs, num_tokens, fewest)
+        if isinstance(mask, StepMask):
+            mask.check(mask_bytes(kv_len, q_len), num_tokens)
+        if isinstance(prefixes, SharedPrefixes):
+            _check_beside_prefixes(inputs, mask)
+            prefixes.check(kv_len, decodes=num_seqs == 0 or fewest == most == 1)
+        self.rows = rows
+        self.kv_len = kv_len
+        self.q_len = q_len
+        self.token_ids = token_ids
+        self.inputs = inputs
+        self.mask = mask
+        self.prefixes = prefixes
+        self.num_seqs = num_seqs
+        self.num_tokens = num_tokens
+        self.max_q_len = most
+        self.min_q_len = fewest
+        self.max_kv_len = longest
+
+    @property
+    def total_kv_len(self) -> int:
+        """KV tokens of all sequences."""
+        return _total(self.kv_len)
+
+
+def _check_beside_prefixes(inputs: Inputs, mask: Mask) -> None:
+    """Refuse what shared prefixes do not go with. Raises BadBatch."""
+    if not inputs.lengths_on_host:
+        raise BadBatch("prefixes are shared where the host knows the lengths; give kv_len and q_len on the host")
+    if mask is not NO_MASK:
+        raise BadBatch("a step has a mask or shared prefixes, not both; leave one of them out")
+
+
+def _total(lengths: Int32Array) -> int:
+    return int(lengths.sum(dtype=np.int64))
+
+
+def _refuse_lengths(kv_len: Int32Array, q_len: Int32Array) -> None:
+    seq = int(np.argmax((kv_len < q_len) | (q_len < 0)))
+    raise BadBatch(
+        f"sequence {seq} has q_len {q_len[seq]} and kv_len {kv_len[seq]}: "
+        "new tokens are counted in kv_len, so 0 <= q_len <= kv_len"
+    )
+
+
+# Every step of a server makes a batch, so what follows counts fractions of a microsecond: argmax takes a quarter of the
+# time of a reduction, and comparing bytes a tenth.
+
+
+def _extremes(values: Int32Array) -> tuple[int, int]:
+    """The smallest and the largest value; 0 and 0 of none."""
+    if not len(values):
+        return 0, 0
+    return values.item(values.argmin()), values.item(values.argmax())
+
+
+def _extremes_of_q_len(q_len: Int32Array) -> tuple[int, int]:
+    """As _extremes; of a decode step, which most steps are, all are 1."""
+    if len(q_len) and q_len.tobytes() == _ones(len(q_len)):
+        return 1, 1
+    return _extremes(q_len)
+
+
+@lru_cache(maxsize=1024)
+def _ones(count: int) -> bytes:
+    return np.ones(count, np.int32).tobytes()
+
+
+def _is_int32(values: object) -> TypeGuard[Int32Array]:
+    """Whether values are what a batch keeps: a contiguous int32 vector."""
+    return type(values) is np.ndarray and values.dtype is _INT32 and values.strides == _STRIDES
+
+
+def _as_int32(name: str, values: object) -> Int32Array:
+    """values as a contiguous int32 vector, without wrapping a value that does not fit."""
+    array = np.asarray(values)
+    if array.dtype == np.int32 and array.ndim == 1 and array.flags.c_contiguous:
+        return array
+    if array.ndim != 1:
+        raise BadBatch(f"{name} has shape {array.shape}; it must be a vector")
+    if array.size == 0:
+        return NO_TOKEN_IDS
+    if array.dtype.kind not in "iu":
+        raise BadBatch(f"{name} holds {array.dtype}; it must hold integers")
+    if int(array.min()) < -INT32_MAX or int(array.max()) > INT32_MAX:
+        raise BadBatch(f"{name} holds values beyond int32")
+    return np.ascontiguousarray(array, dtype=np.int32)

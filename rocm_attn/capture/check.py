@@ -1,0 +1,281 @@
+"""CaptureCheck: a fresh graph serves nobody before it has given what the eager run gives.
+
+A graph is recorded and compared on probe requests: rows and pages that are free at the moment, filled with random K
+and V, given back at the end. Nothing that a wrong graph has frozen then belongs to a request: what it bakes, and what
+it finds left over in its buffers, aims at probe pages. Each replay is of another draw of lengths than the step before
+it, and comes before the eager run of its own draw.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.inputs import HOST_INPUTS
+from rocm_attn.batch.mask import NO_MASK
+from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.capture.graphs import shape_name
+from rocm_attn.capture.probe_requests import (
+    ProbeLimits,
+    ProbeRequests,
+    forget_new_tokens,
+    kept_new_tokens,
+    probe_limits,
+)
+from rocm_attn.oracle.numerics import BOUNDS
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.plan import StepPlan
+from rocm_attn.step.step import SplitStep, Step
+
+Record = Callable[[Step | SplitStep], Callable[[], Tensor]]
+Eager = Callable[[Step | SplitStep], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of recording and checking one graph.
+
+    failure: how it differs from the eager run; empty when it does not
+    summary: what it was compared on
+    seconds: spent on the comparison, recording not counted
+    bitwise: whether it gave bitwise what the eager run gave; a graph that is not refused may lie within bounds of it
+    """
+
+    failure: str
+    summary: str
+    seconds: float
+    bitwise: bool
+
+
+class Check(Protocol):
+    """Records a graph, and says whether it may serve."""
+
+    def record(
+        self,
+        runtime: AttentionRuntime,
+        plan: StepPlan,
+        q_len: Int32Array,
+        live: StepBatch | None,
+        record: Record,
+        eager: Eager,
+    ) -> Verdict:
+        """Stage steps of the plan, record the first one and judge the graph by the others.
+
+        runtime: idle, and idle again afterwards; its table holds the same requests and as many free pages
+        q_len:   int32 [num_seqs], new tokens of the sequences of some step with this plan
+        live:    a step that waits to be run, whose requests may be used when there is no room for others
+        record:  records a staged step, once; returns what replays it. Not called when there is no step to record
+        eager:   runs a staged step
+        """
+        ...
+
+
+class CaptureCheck:
+    """Compares a fresh graph with the eager run of what was recorded.
+
+    vocabulary: probe tokens have ids from 1 up to, but not including, this one; 0 is what pads have
+    limits:     not given: by the target
+    """
+
+    def __init__(self, *, vocabulary: int = 3, limits: ProbeLimits | None = None, seed: int = 0) -> None:
+        self._vocabulary = vocabulary
+        self._limits = limits
+        self._seed = seed
+
+    def record(
+        self,
+        runtime: AttentionRuntime,
+        plan: StepPlan,
+        q_len: Int32Array,
+        live: StepBatch | None,
+        record: Record,
+        eager: Eager,
+    ) -> Verdict:
+        """As Check.record: on probe requests, or on permutations of the live step where none can be admitted.
+
+        The largest lengths are recorded, two ragged draws are compared, then the largest lengths.
+        """
+        started, recording_seconds = time.perf_counter(), 0.0
+        trial = _Trial(runtime, plan, eager)
+        limits = self._limits if self._limits is not None else probe_limits(runtime.target)
+        inputs = HOST_INPUTS if live is None else live.inputs
+        with ProbeRequests(runtime, vocabulary=self._vocabulary, seed=self._seed, inputs=inputs) as probes:
+            recording_seconds += trial.of_draws(probes.draws(plan, q_len, limits), record)
+            if not trial.num_compared and live is not None and _can_be_drawn(live):
+                trial.of = " of the step itself"
+                with kept_new_tokens(runtime, live):
+                    recording_seconds += trial.of_draws(_own_draws(live), record)
+        return trial.verdict(time.perf_counter() - started - recording_seconds)
+
+
+class NoCheck:
+    """Trusts every graph. For tests of what a wrong graph does, and where each step is compared anyway."""
+
+    def record(
+        self,
+        runtime: AttentionRuntime,
+        plan: StepPlan,
+        q_len: Int32Array,
+        live: StepBatch | None,
+        record: Record,
+        eager: Eager,
+    ) -> Verdict:
+        """As Check.record, without any comparison."""
+        trial = _Trial(runtime, plan, eager)
+        inputs = HOST_INPUTS if live is None else live.inputs
+        with ProbeRequests(runtime, vocabulary=2, seed=0, inputs=inputs) as probes:
+            batch = live if live is not None else next(probes.draws(plan, q_len, ProbeLimits(1, 1)), None)
+            if batch is not None:
+                trial.record(batch, record)
+        return Verdict("", "not checked", 0.0, bitwise=True)
+
+
+NO_CHECK = NoCheck()
+
+
+class _Trial:
+    """One graph under test. of: whose requests it is tried on, in words; empty for probe requests."""
+
+    def __init__(self, runtime: AttentionRuntime, plan: StepPlan, eager: Eager) -> None:
+        self.replay: Callable[[], Tensor] | None = None
+        self.failure = self.of = ""
+        self.num_compared = 0
+        self._runtime = runtime
+        self._plan = plan
+        self._eager = eager
+        self._most_seqs = self._longest = 0
+        self._bitwise = True
+
+    def of_draws(self, batches: Iterable[StepBatch], record: Record) -> float:
+        """Record the first step that has the plan, and compare the others; the seconds that recording took."""
+        seconds = 0.0
+        for batch in batches:
+            if self.failure:
+                break
+            if self.replay is None:
+                seconds += self.record(batch, record)
+            else:
+                self.compare(batch)
+        return seconds
+
+    def record(self, batch: StepBatch, record: Record) -> float:
+        """Record a step, if it has the plan; the seconds that took."""
+        step = self._runtime.stage_as(self._plan.shape, batch)
+        started = time.perf_counter()
+        try:
+            if step.plan is self._plan:
+                self.replay = record(step)
+        finally:
+            self._runtime.end_step()
+        return time.perf_counter() - started
+
+    def compare(self, batch: StepBatch) -> None:
+        """Replay a step and run it eagerly, if it has the plan."""
+        assert self.replay is not None
+        step = self._runtime.stage_as(self._plan.shape, batch)
+        try:
+            if step.plan is not self._plan:
+                return
+            # First the graph: the buffers still hold the step before, so what the graph forgets to fill shows.
+            forget_new_tokens(self._runtime, batch)
+            replayed = self.replay()[: batch.num_seqs].clone()
+            wanted = self._eager(step)[: batch.num_seqs]
+        finally:
+            self._runtime.end_step()
+        if not bool(wanted.isfinite().any()) and not bool(replayed.isfinite().any()):
+            return  # what is no number agrees with anything that is none: that proves as little as pads would
+        self.num_compared += 1
+        self._most_seqs = max(self._most_seqs, batch.num_seqs)
+        self._longest = max(self._longest, batch.max_kv_len)
+        if not bitwise_equal(replayed, wanted):
+            self._bitwise = False
+            self.failure = self._difference(batch, replayed, wanted)
+
+    def verdict(self, seconds: float) -> Verdict:
+        """What came of it."""
+        failure = self.failure
+        if self.replay is not None and not self.num_compared:
+            failure = (
+                f"the graph of {shape_name(self._plan.shape)} could not be compared with the eager run: "
+                "forward gives no finite number"
+            )
+        how = "bitwise" if self._bitwise else "within bounds"
+        summary = (
+            f"equal to eager {how} in {self.num_compared} draws of up to {self._most_seqs} sequences "
+            f"and {self._longest} tokens{self.of}"
+        )
+        return Verdict(failure, summary, seconds, self._bitwise)
+
+    def _difference(self, batch: StepBatch, replayed: Tensor, wanted: Tensor) -> str:
+        wrong = rows_beyond_bounds(replayed, wanted)
+        if not wrong:
+            return ""
+        lengths = f"{int(batch.kv_len.min())} to {batch.max_kv_len}"
+        return (
+            f"the graph of {shape_name(self._plan.shape)} differs from the eager run in rows "
+            f"{', '.join(map(str, wrong[:8]))}{' ...' if len(wrong) > 8 else ''} of {batch.num_seqs} "
+            f"(KV lengths {lengths}); look for a host value, an address or a missing refill that the graph has frozen"
+        )
+
+
+def bitwise_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same values, NaN in the same places."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def rows_beyond_bounds(one: Tensor, other: Tensor) -> list[int]:
+    """Rows in which two tensors [rows, ...] lie further apart than two computations of the same result may.
+
+    Values that are no numbers must agree exactly; the bounds are scaled by the root mean square of the others.
+    """
+    if one.shape != other.shape or one.dtype not in BOUNDS or one.dtype != other.dtype:
+        return list(range(len(other))) if not bitwise_equal(one, other) else []
+    flat = len(one), math.prod(one.shape[1:])
+    bound, a, b = BOUNDS[one.dtype], one.double().reshape(flat), other.double().reshape(flat)
+    finite = b.isfinite()
+    scale = b[finite].square().mean().sqrt() if bool(finite.any()) else 0.0
+    close = (a - b).abs() <= bound.atol * scale + bound.rtol * b.abs()
+    same = (a == b) | (a.isnan() & b.isnan())
+    wrong: list[int] = (~torch.where(finite, close, same)).any(1).nonzero().flatten().tolist()
+    return wrong
+
+
+def _can_be_drawn(live: StepBatch) -> bool:
+    """Of a step that gives bounds in place of lengths, the host does not know which tokens are new; a mask is packed
+    for its own step alone."""
+    return live.num_seqs > 0 and live.inputs.lengths_on_host and live.mask is NO_MASK
+
+
+def _own_draws(live: StepBatch) -> Iterator[StepBatch]:
+    """The live step, half of it, the whole in another order, and itself again.
+
+    All write K and V of its own new tokens only.
+    """
+    order = np.arange(live.num_seqs)
+    yield live
+    if live.num_seqs > 1:
+        yield _select(live, order[: (live.num_seqs + 1) // 2][::-1])
+        yield _select(live, np.roll(order[::-1], 1))
+    yield live
+
+
+def _select(batch: StepBatch, order: npt.NDArray[np.int_]) -> StepBatch:
+    """The sequences of a batch at these places, in this order."""
+    token_ids = batch.token_ids
+    if len(token_ids):
+        parts = np.split(token_ids, np.cumsum(batch.q_len)[:-1])
+        token_ids = np.concatenate([parts[seq] for seq in order])
+    prefixes = batch.prefixes.select(order)
+    return StepBatch(batch.rows[order], batch.kv_len[order], batch.q_len[order], token_ids, prefixes=prefixes)

@@ -1,0 +1,202 @@
+"""What would be captured, and how much memory a runtime would take, without a GPU and without capturing anything.
+
+The runtime is built on torch's meta device, whose tensors have sizes and no memory: what is predicted is what the same
+code allocates on a GPU. What graphs themselves take, the activations of forward, depends on the model and is measured
+when they are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.capture.graphs import capture_shapes
+from rocm_attn.machine.target import Target
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.paging.index_spaces import num_pages as pages_of
+from rocm_attn.paging.kv_pool import page_bytes
+from rocm_attn.paging.page_table import PageTable
+from rocm_attn.problem import Problem
+from rocm_attn.providers.contract import Need
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.buffers import PADDED_BATCH, STEP_BUFFERS, BufferSpec, Unit, needed_buffers, space_buffers
+from rocm_attn.step.memory import FormSizes, StepMemory, words_of_children
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One allocation.
+
+    knob: the settings that its size follows from, with their values
+    """
+
+    name: str
+    num_bytes: int
+    knob: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One graph that would be made.
+
+    step_bytes:      of the index buffers and schedules, what a step of this shape uses
+    workspace_bytes: of the workspace, likewise
+    """
+
+    shape: PaddedShape
+    step_bytes: int
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CapturePlan:
+    """What a runtime of these settings allocates and captures.
+
+    buckets: graphs, in the order in which they are made; none where a kernel cannot be captured
+    lengths: whether more graphs follow, one for each length bucket, because a kernel bakes a length
+    parts:   every allocation that is made before the first step
+    """
+
+    buckets: tuple[Bucket, ...]
+    lengths: bool
+    parts: tuple[Part, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.num_bytes for part in self.parts)
+
+
+def plan_capture(
+    problems: Sequence[Problem],
+    target: Target,
+    *,
+    max_num_seqs: int,
+    max_kv_len: int,
+    num_pages: int | None = None,
+    swa_pages: int = 0,
+    provider: str = "auto",
+    capture_sizes: Sequence[int] | None = None,
+    capture_tokens: Sequence[int] = (1,),
+    split_steps: bool = False,
+    shared_prefixes: bool = False,
+    deterministic: bool = False,
+) -> CapturePlan:
+    """What AttentionRuntime(problems, ...) allocates on the target, and what StepRunner.capture_all() captures.
+
+    num_pages: not given: enough for max_num_seqs sequences of max_kv_len tokens
+    swa_pages: see AttentionRuntime
+    Raises what AttentionRuntime raises.
+    """
+    if num_pages is None:
+        num_pages = 1 + max_num_seqs * pages_of(max_kv_len, problems[0].page_size)
+    runtime = AttentionRuntime(
+        problems,
+        device=torch.device("meta"),
+        target=target,
+        num_pages=num_pages,
+        swa_pages=swa_pages,
+        max_num_seqs=max_num_seqs,
+        max_kv_len=max_kv_len,
+        provider=provider,
+        capture_sizes=capture_sizes,
+        capture_tokens=capture_tokens,
+        split_steps=split_steps,
+        shared_prefixes=shared_prefixes,
+        deterministic=deterministic,
+    )
+    shapes = [shape for shape in capture_shapes(runtime.padding) if _is_captured(runtime, shape)]
+    rows = [kernel.row for selection in runtime.selections for kernel in selection.kernels.values()]
+    return CapturePlan(
+        buckets=tuple(_bucket(runtime, shape) for shape in shapes),
+        lengths=bool(shapes) and any(row.bakes for row in rows),
+        parts=(*_step_parts(runtime), *_request_parts(runtime, problems)),
+    )
+
+
+def _is_captured(runtime: AttentionRuntime, shape: PaddedShape) -> bool:
+    return all(selection.kernel(shape.kind).row.graph_safe for selection in runtime.selections)
+
+
+def _bucket(runtime: AttentionRuntime, shape: PaddedShape) -> Bucket:
+    kernels = [selection.kernel(shape.kind).bound for selection in runtime.selections]
+    step_bytes = sum(PADDED_BATCH.elements(spec, shape) * spec.dtype.itemsize for spec in _specs(runtime).values())
+    schedule_words = sum(
+        words_of_children(kernel.schedule_words(shape.child), shape.num_children) for kernel in kernels
+    )
+    workspace_words = words_of_children(
+        max(kernel.workspace_words(shape.child) for kernel in kernels), shape.num_children
+    )
+    return Bucket(shape, step_bytes + schedule_words * torch.int32.itemsize, workspace_words * torch.float32.itemsize)
+
+
+def _specs(runtime: AttentionRuntime) -> dict[str, BufferSpec]:
+    """The buffers that the runtime has, by name, but for the schedules."""
+    sizes = FormSizes.of(runtime.selections, runtime.table)
+    spaces = [table.space for table in runtime.table.spaces]
+    declared = (
+        *STEP_BUFFERS,
+        *(spec for space in spaces for spec in space_buffers(space)),
+        *(spec for space in spaces for need in Need for spec in sizes.buffers(need, space)),
+    )
+    held = runtime.sealed_tensors()
+    return {spec.name: spec for spec in declared if spec.name in held}
+
+
+def _step_parts(runtime: AttentionRuntime) -> list[Part]:
+    """What steps that are captured use, at the size of the largest."""
+    memory = StepMemory(runtime.selections, runtime.table, runtime.device)
+    memory.seal(runtime.padding.largest_shapes())
+    knobs = _knobs(runtime)
+    return [
+        Part(name, tensor.nbytes, knobs.get(name, knobs["schedules"]))
+        for name, tensor in memory.sealed_tensors().items()
+    ]
+
+
+def _knobs(runtime: AttentionRuntime) -> dict[str, str]:
+    """What decides the size of each buffer, by name."""
+    seqs = f"capture_sizes up to {runtime.padding.seqs.largest}"
+    tokens = f"capture_tokens up to {runtime.padding.tokens.largest}"
+    of_unit = {
+        Unit.SEQ: seqs,
+        Unit.SEQ_BOUNDARY: seqs,
+        Unit.TOKEN: f"{seqs} or {tokens}",
+        Unit.PAGE: f"{seqs} x {_row_width(runtime)}",
+    }
+    of_buffer = {name: of_unit[spec.unit] for name, spec in _specs(runtime).items() if spec.unit in of_unit}
+    kernels = f"{seqs}, {tokens}, {runtime.target.compute_units} compute units"
+    halves = "split_steps" if runtime.padding.max_children > 1 else "always the same"
+    masks = f"{tokens} x max_kv_len {runtime.max_kv_len}"
+    shared = f"shared_prefixes, {seqs}"
+    of_prefixes = dict.fromkeys((spec.name for spec in needed_buffers(Need.PREFIXES, table_width=0)), shared)
+    fixed = {"counts": halves, "schedules": kernels, "mask_words": masks, "given_position_of_token": tokens}
+    return {**of_buffer, **of_prefixes, **fixed}
+
+
+def _row_width(runtime: AttentionRuntime) -> str:
+    return f"max_kv_len {runtime.max_kv_len} / page_size {runtime.pool.page_size}"
+
+
+def _request_parts(runtime: AttentionRuntime, problems: Sequence[Problem]) -> list[Part]:
+    """What requests use."""
+    rows = f"max_num_seqs {len(runtime.table.entries_host) - 1} x {_row_width(runtime)}"
+    tables = [
+        Part(_part_in(table.space, "request table"), table.entries.nbytes, rows) for table in runtime.table.spaces
+    ]
+    return [*tables, *(_pool_part(runtime, problems, table) for table in runtime.table.spaces)]
+
+
+def _pool_part(runtime: AttentionRuntime, problems: Sequence[Problem], table: PageTable) -> Part:
+    pool, pages = runtime.pool.in_space(table.space), table.pages
+    of_space = [p for layer, p in enumerate(problems) if runtime.pool.space_of_layer(layer) is table.space]
+    assert pool.num_bytes == pool.num_pages * page_bytes(of_space), "the pool holds pages and nothing else"
+    knob = f"{pages.knob} {pages.num_pages} of {page_bytes(of_space)} bytes"
+    return Part(_part_in(table.space, "KV pool"), pool.num_bytes, knob)
+
+
+def _part_in(space: Space, name: str) -> str:
+    return name if space is Space.FULL else f"{space.name} {name}"

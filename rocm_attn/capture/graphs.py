@@ -1,0 +1,150 @@
+"""Attention's side of capture: which recorder, which shapes in which order, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, StepKind, round_up
+from rocm_attn.hip_graphs.recorder import Recorder
+from rocm_attn.kernels.launch import observe_launches
+from rocm_attn.step.plan import GraphKey
+
+# (buckets done, buckets in all, the bucket that comes next; empty at the end)
+Progress = Callable[[int, int, str], None]
+
+# What making and checking a graph on a CPU costs, in runs of forward: recording takes two, and each of three draws of
+# probe requests is run eagerly and as a graph.
+CPU_CAPTURE_RUNS = 8
+# A graph is made when what was run without it is worth so many captures, so that captures stay below a tenth.
+_RUNS_PER_CAPTURE_RUN = 10
+
+
+def recorder_for(device: torch.device) -> Recorder:
+    """HIP or CUDA graphs on a GPU; on a CPU a recorder that replays torch operations and kernel launches itself."""
+    if device.type == "cuda":
+        from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
+
+        return TorchRecorder(device)
+    from rocm_attn.hip_graphs.fake_recorder import FakeRecorder
+
+    return FakeRecorder(observe_launches)
+
+
+def eager_steps_before_capture(device: torch.device) -> int:
+    """Steps of a plan that run without a graph before one is made of it, unless it is made ahead by capture_all().
+
+    On a GPU none: a replay saves most of a step's host time. On a CPU it saves little, so a graph may only cost what a
+    long run does not notice. A count of steps, not of seconds: all ranks of a model make their graphs at the same step.
+    """
+    return 0 if device.type == "cuda" else _RUNS_PER_CAPTURE_RUN * CPU_CAPTURE_RUNS
+
+
+def capture_shapes(padding: PaddingPolicy) -> tuple[PaddedShape, ...]:
+    """The padded shapes that are captured ahead of the first request, largest first, so that they share memory well.
+
+    Every sequence count once for decode steps; every pair of a sequence count and a token count that a step can have in
+    which each sequence has a token. A token count of 1 is left to be captured when it is met: only idle sequences make
+    such a step. The same once more for split steps, where they may be captured. Masked steps, where there are any, like
+    those that extend; steps that share prefixes, where they may be captured, like those that decode.
+    """
+    shapes = [shape for children in range(1, padding.max_children + 1) for shape in _shapes(padding, children)]
+    return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_seqs), reverse=True))
+
+
+def _shapes(padding: PaddingPolicy, children: int) -> list[PaddedShape]:
+    seqs, tokens = (
+        tuple(dict.fromkeys(round_up(size, children) for size in ladder)) for ladder in (padding.seqs, padding.tokens)
+    )
+    shapes = [PaddedShape(StepKind.DECODE, size, size, children) for size in seqs]
+    if padding.has_prefixes and children == 1:
+        shapes += [PaddedShape(StepKind.SHARED, size, size) for size in seqs]
+    for num_seqs, fewest_seqs in _with_fewest(seqs):
+        for num_tokens in tokens:
+            if num_tokens >= 2 * max(fewest_seqs, children):
+                shapes.append(PaddedShape(StepKind.EXTEND, num_seqs, num_tokens, children))
+                if padding.has_masks and children == 1:
+                    shapes.append(PaddedShape(StepKind.MASKED, num_seqs, num_tokens))
+            if num_seqs > children and num_tokens >= max(fewest_seqs, 2 * children) + children:
+                shapes.append(PaddedShape(StepKind.MIXED, num_seqs, num_tokens, children))
+    return shapes
+
+
+def _with_fewest(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Each size of a ladder with the smallest count that is padded to it."""
+    return [(size, below + 1) for size, below in zip(sizes, (0, *sizes), strict=False)]
+
+
+def shape_name(shape: PaddedShape) -> str:
+    """A padded shape in words."""
+    seqs = "1 sequence" if shape.num_seqs == 1 else f"{shape.num_seqs} sequences"
+    tokens = "" if shape.kind.decodes else f" with {shape.num_tokens} tokens"
+    halves = "" if shape.num_children == 1 else " in two halves"
+    return f"{shape.kind.value} of {seqs}{tokens}{halves}"
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedBucket:
+    """One graph that was made.
+
+    seconds:       wall time of warm-up and recording
+    check_seconds: wall time of the comparison with the eager run
+    num_bytes:     by how much the graphs' memory pool grew for it
+    check:         what it was compared on, in words
+    """
+
+    key: GraphKey
+    seconds: float
+    check_seconds: float
+    num_bytes: int
+    check: str
+
+    @property
+    def name(self) -> str:
+        """The bucket in words; the length bucket tells graphs of one shape apart."""
+        return f"{shape_name(self.key.shape)}, lengths to {self.key.max_kv_len}"
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedBucket:
+    """A shape that no graph was made of, and why. It is captured when a step of it comes."""
+
+    shape: PaddedShape
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureReport:
+    """What a runner has captured.
+
+    buckets:    the graphs that exist, in the order in which they were made
+    skipped:    by capture_all()
+    graphs_off: why graphs were switched off; empty while they are on or were never asked for
+    """
+
+    buckets: tuple[CapturedBucket, ...]
+    skipped: tuple[SkippedBucket, ...]
+    graphs_off: str
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of all captures and their checks."""
+        return sum(bucket.seconds + bucket.check_seconds for bucket in self.buckets)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the graphs have taken together."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+    def lines(self) -> list[str]:
+        """A line for each bucket, and one for all."""
+        lines = [
+            f"{bucket.name}: {bucket.seconds:.2f} s + {bucket.check_seconds:.2f} s check, "
+            f"{bucket.num_bytes / 2**20:.1f} MiB, {bucket.check}"
+            for bucket in self.buckets
+        ]
+        lines += [f"{shape_name(skipped.shape)}: not captured: {skipped.reason}" for skipped in self.skipped]
+        lines.append(f"{len(self.buckets)} graphs, {self.seconds:.2f} s, {self.num_bytes / 2**20:.1f} MiB")
+        return [*lines, f"graphs are off: {self.graphs_off}"] if self.graphs_off else lines

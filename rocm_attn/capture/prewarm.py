@@ -1,0 +1,244 @@
+"""Compiles what a model will need, before it is served: by running its steps once, over memory that nobody cares for.
+
+On a GPU the steps really run, and AITER compiles what they need of it. For a GPU that is not there Triton's kernels are
+compiled, into the cache entries that a process on that GPU will find. Either way the runtime's own launchers decide
+what is compiled, at the sizes that will be served.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.padding import PaddedShape, StepKind
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.graphs import Progress, capture_shapes, shape_name
+from rocm_attn.capture.probe_requests import typical_q_len, with_nothing_shared, with_random_mask
+from rocm_attn.errors import BadSetting
+from rocm_attn.guards.registry import guards_from_settings
+from rocm_attn.machine.target import Target
+from rocm_attn.paging.index_spaces import num_pages as pages_of
+from rocm_attn.problem import Problem
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.head_weights import HeadWeights
+
+# Above this a storage takes code with 64-bit addresses; a pool that is larger than this needs no more of itself here.
+_BUFFER_LOAD_BYTES = 2 << 30
+
+# Sizes of steps that run without a graph: sequences, new tokens of each.
+_EAGER_STEPS = ((1, 2), (1, 16), (3, 7))
+
+
+@dataclass(frozen=True, slots=True)
+class ServedSizes:
+    """What will be served, and how; see AttentionRuntime. num_pages: of the pool that will be there."""
+
+    max_num_seqs: int
+    max_kv_len: int
+    num_pages: int
+    capture_sizes: tuple[int, ...] | None = None
+    capture_tokens: tuple[int, ...] = (1,)
+    deterministic: bool = False
+    shared_prefixes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PrewarmReport:
+    """What came of it.
+
+    compiled: kernels by name and how many variants of each were compiled
+    cached:   likewise, those that were there already
+    cache:    Triton's cache; empty where no kernel was needed
+    """
+
+    compiled: dict[str, int]
+    cached: dict[str, int]
+    cache: str
+    seconds: float
+
+    def lines(self) -> list[str]:
+        """The report in sentences."""
+        if not (self.compiled or self.cached):
+            return ["nothing to compile: the chosen kernels are torch operations"]
+        lines = [f"compiled {name}, {_variants(count)}" for name, count in sorted(self.compiled.items())]
+        compiled, cached = sum(self.compiled.values()), sum(self.cached.values())
+        where = f"; cache {self.cache}" if self.cache else ""
+        return [*lines, f"{compiled} compiled, {cached} there already, {self.seconds:.1f} s{where}"]
+
+
+def prewarm(
+    problems: Sequence[Problem],
+    target: Target,
+    sizes: ServedSizes,
+    *,
+    device: torch.device,
+    provider: str = "auto",
+    progress: Progress = lambda done, total, name: None,
+) -> PrewarmReport:
+    """Compile what the layers need on the target.
+
+    device:   the GPU that is the target; the CPU where the target is not there
+    progress: called before each step and at the end
+    Raises what AttentionRuntime raises; BadSetting under Triton's interpreter.
+    """
+    if target.is_gpu and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        raise BadSetting("TRITON_INTERPRET is set, so nothing would be compiled; unset it")
+    started = time.perf_counter()
+    runtime = _runtime(problems, target, sizes, device, provider)
+    steps = list(_steps(runtime))
+    compiled: Counter[str] = Counter()
+    cached: Counter[str] = Counter()
+
+    def count(name: str, was_cached: bool) -> None:
+        (cached if was_cached else compiled)[name] += 1
+
+    with _compiling(target, device, count):
+        for done, (shape, batch) in enumerate(steps):
+            progress(done, len(steps), shape_name(shape))
+            _run(runtime, batch, shape)
+    if runtime.target.is_gpu == (runtime.device.type == "cuda"):  # else nothing has run
+        runtime.check_device()
+    progress(len(steps), len(steps), "")
+    return PrewarmReport(
+        compiled=dict(compiled),
+        cached=dict(cached),
+        cache=_cache_folder() if compiled or cached else "",
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _runtime(
+    problems: Sequence[Problem], target: Target, sizes: ServedSizes, device: torch.device, provider: str
+) -> AttentionRuntime:
+    """A runtime of one layer of each kind, over a pool that is as large as it needs to be to compile the same."""
+    kinds = list(dict.fromkeys(problems))
+    row = min(
+        problem.page_size * problem.num_kv_heads * min(problem.head_dim, problem.v_head_dim) * problem.dtype.itemsize
+        for problem in kinds
+    )
+    largest_step = max(*sizes.capture_tokens, *(seqs * tokens for seqs, tokens in _EAGER_STEPS))
+    least = 2 + sizes.max_num_seqs + pages_of(largest_step, kinds[0].page_size)
+    guards = guards_from_settings()
+    if target.is_gpu and device.type == "cpu":
+        if provider == "aiter":
+            raise BadSetting(f"AITER compiles its kernels on the GPU that runs them; prewarm it on a {target.arch}")
+        provider = "triton"
+        guards = guards.without("echo_check")  # kernels that are only compiled answer nothing
+    runtime = AttentionRuntime(
+        kinds,
+        device=device,
+        target=target,
+        num_pages=max(least, min(sizes.num_pages, _BUFFER_LOAD_BYTES // row + 1)),
+        max_num_seqs=sizes.max_num_seqs,
+        max_kv_len=sizes.max_kv_len,
+        provider=provider,
+        capture_sizes=sizes.capture_sizes,
+        capture_tokens=sizes.capture_tokens,
+        deterministic=sizes.deterministic,
+        shared_prefixes=sizes.shared_prefixes,
+        guards=guards,
+    )
+    for layer, problem in enumerate(kinds):
+        weights = HeadWeights.random(problem, torch.Generator(runtime.device))
+        runtime.head_weights.set(layer, weights)
+    return runtime
+
+
+def _steps(runtime: AttentionRuntime) -> Iterator[tuple[PaddedShape, list[int]]]:
+    """A step of every shape that is captured, and of some that are not: the shape, and its sequences' new tokens."""
+    table = runtime.table
+    for shape in capture_shapes(runtime.padding):
+        q_len = typical_q_len(shape, max_seqs=table.num_free_rows, max_kv_len=table.max_kv_len)
+        if q_len is not None:
+            yield shape, q_len.tolist()
+    for num_seqs, longest in _EAGER_STEPS:
+        if num_seqs <= table.num_free_rows:
+            each = min(longest, table.max_kv_len)
+            kind = StepKind.EXTEND if each > 1 else StepKind.DECODE
+            yield PaddedShape(kind, num_seqs, num_seqs * each), [each] * num_seqs
+            if num_seqs > 1 and each > 1:
+                yield PaddedShape(StepKind.MIXED, num_seqs, 1 + (num_seqs - 1) * each), [1] + [each] * (num_seqs - 1)
+            if runtime.padding.has_prefixes:
+                yield PaddedShape(StepKind.SHARED, num_seqs, num_seqs), [1] * num_seqs
+            if runtime.padding.has_masks:
+                yield PaddedShape(StepKind.MASKED, num_seqs, num_seqs * each), [each] * num_seqs
+
+
+def _run(runtime: AttentionRuntime, q_len: list[int], shape: PaddedShape) -> None:
+    """One step of new requests with so many tokens each, through every kind of layer."""
+    rows = [runtime.table.admit() for _ in q_len]
+    try:
+        for row, length in zip(rows, q_len, strict=True):
+            runtime.table.reserve(row, length)
+        tokens = np.array(q_len, np.int32)
+        batch = StepBatch(np.array(rows, np.int32), tokens, tokens)
+        if shape.kind is StepKind.MASKED:
+            batch = with_random_mask(batch, torch.Generator(runtime.device))
+        elif shape.kind is StepKind.SHARED:
+            batch = with_nothing_shared(batch)
+        step = runtime.begin_step(batch, max(shape.num_seqs, len(q_len)))
+        try:
+            for layer, selection in enumerate(runtime.selections):
+                _attend(runtime, layer, selection.problem, step.token_ids.shape[0])
+        finally:
+            runtime.end_step()
+    finally:
+        for row in rows:
+            runtime.table.free(row)
+
+
+def _attend(runtime: AttentionRuntime, layer: int, problem: Problem, num_tokens: int) -> None:
+    def zeros(num_heads: int, dim: int) -> Tensor:
+        return torch.zeros(num_tokens, num_heads, dim, dtype=problem.dtype, device=runtime.device)
+
+    runtime.store_and_attend(
+        layer,
+        zeros(problem.num_q_heads, problem.head_dim),
+        zeros(problem.num_kv_heads, problem.head_dim),
+        zeros(problem.num_kv_heads, problem.v_head_dim),
+        zeros(problem.num_q_heads, problem.v_head_dim),
+    )
+
+
+@contextmanager
+def _compiling(target: Target, device: torch.device, count: Callable[[str, bool], None]) -> Iterator[None]:
+    """Tells what Triton compiles and what it finds in its cache; where the target is not there, nothing runs.
+
+    count: takes a kernel's name and whether it was there already
+    """
+    if not target.is_gpu:
+        yield
+        return
+    from rocm_attn.kernels.compile_only import AbsentGpu, compile_only, observe_compiles
+    from rocm_attn.kernels.launch import observe_launches
+
+    with ExitStack() as stack:
+        stack.enter_context(observe_compiles(lambda event: count(event.name, event.was_cached)))
+        if device.type == "cpu":
+            gpu = AbsentGpu(target.arch, target.compute_units, target.wave_size, target.lds_bytes)
+            stack.enter_context(compile_only(gpu))
+            # Each launch by Triton's ordinary path: the quick one keeps what only a device can run.
+            stack.enter_context(observe_launches(_launch))
+        yield
+
+
+def _launch(launch: Callable[[], object]) -> None:
+    launch()
+
+
+def _cache_folder() -> str:
+    from rocm_attn.kernels.compile_only import cache_folder
+
+    return cache_folder()
+
+
+def _variants(count: int) -> str:
+    return "1 variant" if count == 1 else f"{count} variants"

@@ -1,0 +1,334 @@
+"""ProbeRequests: requests with random content, to try a graph on, and the steps that they can make.
+
+They take rows and pages that are free at the moment and give them back. Requests of one draw share all pages but those
+of their new tokens, so that long ones cost little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.halves import HALVES, split_point
+from rocm_attn.batch.inputs import HOST_INPUTS, Inputs
+from rocm_attn.batch.mask import random_mask
+from rocm_attn.batch.padding import PaddedShape, StepKind
+from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
+from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.machine.target import Target
+from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
+from rocm_attn.providers.contract import Baked
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.plan import SMALLEST_KV_BUCKET, StepPlan
+
+# Pages that are filled with random values at a time.
+_FILL_PAGES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeLimits:
+    """What a check may cost.
+
+    longest: tokens of the longest probe request; a length bucket above it is still met at its shortest length
+    total:   about how many KV tokens the probe requests of one draw have together
+    """
+
+    longest: int
+    total: int
+
+
+def probe_limits(target: Target) -> ProbeLimits:
+    """What a check may cost on a target."""
+    if target.is_gpu:
+        # 128k KV tokens of an 8B model are 17 GB over all layers: some 5 ms of reading a run on an MI300X or H200.
+        return ProbeLimits(1 << 17, 1 << 17)
+    # Triton's interpreter spends 10 ms on what a CPU does in 10 us.
+    return ProbeLimits(32, 64) if target.arch == "interpreter" else ProbeLimits(256, 512)
+
+
+class ProbeRequests:
+    """Requests with random content on rows and pages that nobody holds; given back when the context ends.
+
+    inputs: of a step whose kind those of the probes must have; their lengths are on the device where its are
+    """
+
+    def __init__(self, runtime: AttentionRuntime, *, vocabulary: int, seed: int, inputs: Inputs = HOST_INPUTS) -> None:
+        self._runtime = runtime
+        self._vocabulary = vocabulary
+        self._inputs = inputs
+        self._random = np.random.default_rng(seed)
+        self._generator = torch.Generator(runtime.device).manual_seed(seed)
+        self._rows: list[int] = []
+        self._filled: dict[Space, set[int]] = {table.space: set() for table in runtime.table.spaces}
+
+    def __enter__(self) -> ProbeRequests:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.free()
+
+    def free(self) -> None:
+        """Give the rows and pages back."""
+        while self._rows:
+            self._runtime.table.free(self._rows.pop())
+
+    def admit(self, kv_len: Sequence[int], q_len: Sequence[int]) -> StepBatch:
+        """A step of new requests in place of the earlier ones. Raises CapacityExceeded, OutOfPages.
+
+        All share the pages of the one with the fewest new tokens among the longest, up to their own new tokens: a
+        prefix is as long as it may be and costs its pages once.
+        """
+        self.free()
+        table, page_size = self._runtime.table, self._runtime.table.page_size
+        base = max(range(len(kv_len)), key=lambda seq: (kv_len[seq] - q_len[seq], -q_len[seq]))
+        rows = [0] * len(kv_len)
+        rows[base] = self._keep(table.admit())
+        table.reserve(rows[base], kv_len[base])
+        for seq in range(len(kv_len)):
+            if seq != base:
+                # Whole pages only, and none that a new token goes to: two sequences would write to it.
+                rows[seq] = self._keep(table.fork(rows[base], (kv_len[seq] - q_len[seq]) // page_size * page_size))
+                table.reserve(rows[seq], kv_len[seq])
+        self._fill(rows)
+        table.mark_stored(np.array(rows, np.int32), np.array(kv_len, np.int32))
+        token_ids = self._random.integers(1, self._vocabulary, sum(q_len))
+        arrays = [np.array(values, np.int32) for values in (rows, kv_len, q_len, token_ids)]
+        return StepBatch(*arrays, inputs=self._inputs.for_lengths(arrays[2]))
+
+    def draws(self, plan: StepPlan, q_len: Int32Array, limits: ProbeLimits) -> Iterator[StepBatch]:
+        """Steps that have the plan: the largest lengths, two ragged draws, the largest lengths again.
+
+        q_len: new tokens of the sequences of such a step; a decode step may have fewer sequences
+        Nothing comes when too few rows or pages are free. Each step is gone when the next one is asked for.
+        """
+        room = _room(self._runtime, plan, q_len, limits)
+        if room is None:
+            return
+        new = [int(tokens) for tokens in q_len[: room.num_seqs]]
+        for batch in self._plain(plan, room, new, q_len):
+            if plan.shape.kind is StepKind.MASKED:
+                yield with_random_mask(batch, self._generator)
+            elif plan.shape.kind is StepKind.SHARED:
+                yield self._with_random_groups(batch)
+            else:
+                yield batch
+
+    def _plain(self, plan: StepPlan, room: _Room, new: list[int], q_len: Int32Array) -> Iterator[StepBatch]:
+        fewer = new[: (len(new) + 1) // 2] if plan.shape.kind.decodes else new
+        yield self.admit(room.largest(new), new)
+        cut = split_point(q_len, plan.shape.child.num_seqs) if plan.shape.num_children > 1 else 0
+        yield self.admit(*self._ragged(room, new, cut))
+        yield self.admit(*self._ragged(room, fewer, cut))
+        yield self.admit(room.largest(new), new)
+
+    def _ragged(self, room: _Room, q_len: Sequence[int], cut: int) -> tuple[list[int], list[int]]:
+        """Lengths of every order of magnitude, one of them in the bucket's upper part.
+
+        cut: new tokens are shuffled before and behind it, so that the halves of a split step keep theirs
+        """
+        new = [int(tokens) for part in (q_len[:cut], q_len[cut:]) for tokens in self._random.permutation(part)]
+        most = room.usual(len(new), 2)
+        drawn = np.exp(self._random.uniform(0, np.log(most + 1), len(new))).astype(int)
+        kv_len = [max(tokens, min(int(length), most)) for tokens, length in zip(new, drawn, strict=True)]
+        at = _fewest(new)
+        upper = max(room.shortest_longest, room.longest // 2, new[at])
+        kv_len[at] = int(self._random.integers(upper, room.longest + 1))
+        return kv_len, new
+
+    def _with_random_groups(self, batch: StepBatch) -> StepBatch:
+        """The step with groups of a few neighbours, which share what they can; one in four shares nothing."""
+        page_size = self._runtime.table.page_size
+        # Requests of a draw share all pages but those of their new tokens.
+        own = (batch.kv_len - 1) // page_size * page_size
+        groups, first = [], 0
+        while first < batch.num_seqs:
+            count = min(int(self._random.geometric(0.3)), batch.num_seqs - first)
+            shares = self._random.random() < 0.75
+            groups.append(PrefixGroup(count, int(own[first : first + count].min()) if shares else 0))
+            first += count
+        return replace(batch, prefixes=SharedPrefixes(groups))
+
+    def _keep(self, row: int) -> int:
+        self._rows.append(row)
+        return row
+
+    def _fill(self, rows: Sequence[int]) -> None:
+        """Random K and V, of standard deviation 1, in those of the rows' pages that have none yet."""
+        for space, filled in self._filled.items():
+            pages = {int(page) for row in rows for page in self._runtime.table.pages_of(row, space)}
+            ids = torch.tensor(sorted(pages - filled - {RESERVED_PAGE}), dtype=torch.long, device=self._runtime.device)
+            filled |= pages
+            for pool in (side for layer in self._runtime.pool.in_space(space).layers for side in (layer.k, layer.v)):
+                for first in range(0, len(ids), _FILL_PAGES):
+                    some = ids[first : first + _FILL_PAGES]
+                    shape = (len(some), *pool.shape[1:])
+                    values = torch.randn(shape, generator=self._generator, device=pool.device, dtype=pool.dtype)
+                    pool.index_copy_(0, some, values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """What probe requests may be.
+
+    num_seqs:         sequences of a draw
+    longest:          tokens of the longest
+    shortest_longest: tokens that the longest must have, or the plan is another
+    total:            KV tokens of a draw
+    """
+
+    num_seqs: int
+    longest: int
+    shortest_longest: int
+    total: int
+
+    def usual(self, num_seqs: int, times: int) -> int:
+        """A length that num_seqs sequences may have on average, times over."""
+        return max(1, min(self.longest, times * self.total // num_seqs))
+
+    def largest(self, q_len: Sequence[int]) -> list[int]:
+        """The largest lengths for sequences with these new tokens."""
+        kv_len = [max(tokens, self.usual(len(q_len), 1)) for tokens in q_len]
+        kv_len[_fewest(q_len)] = self.longest
+        return kv_len
+
+
+def _fewest(q_len: Sequence[int]) -> int:
+    """The sequence with the fewest new tokens."""
+    return min(range(len(q_len)), key=q_len.__getitem__)
+
+
+def _room(runtime: AttentionRuntime, plan: StepPlan, q_len: Int32Array, limits: ProbeLimits) -> _Room | None:
+    """What fits into the free rows and pages, or None when no step of the plan does."""
+    table, page_size = runtime.table, runtime.table.page_size
+    bakes = {b for s in runtime.selections for kernel in s.kernels.values() for b in kernel.row.bakes}
+    low = _shortest_of_bucket(plan.key.max_kv_len) if Baked.MAX_KV_LEN in bakes else 0
+    needed = max(low, int(q_len.max(initial=0)), 1)
+    bound = min(plan.key.max_kv_len, table.max_kv_len, max(limits.longest, needed))
+    num_seqs = min(len(q_len), table.num_free_rows)
+    if not plan.shape.kind.decodes and num_seqs < len(q_len):
+        return None
+    while num_seqs > 0:
+        own_pages = num_pages(q_len[:num_seqs], page_size) + 1
+        # The longest one's pages are those that the others share.
+        left = table.fewest_free_pages - int(own_pages.sum() - own_pages.min())
+        longest = min(bound, left * page_size)
+        if longest >= needed:
+            return _Room(num_seqs, longest, low, limits.total)
+        num_seqs = num_seqs // 2 if plan.shape.kind.decodes else 0
+    return None
+
+
+def _shortest_of_bucket(max_kv_len: int) -> int:
+    """The shortest length that falls into a length bucket."""
+    return 0 if max_kv_len <= SMALLEST_KV_BUCKET else (1 << (max_kv_len - 1).bit_length() - 1) + 1
+
+
+def typical_q_len(shape: PaddedShape, *, max_seqs: int, max_kv_len: int) -> Int32Array | None:
+    """New tokens of the sequences of a step that is padded to shape, or None where there is no such step.
+
+    max_seqs: sequences that the step may have; they are fewer than the padded ones where requests are few
+    """
+    num_seqs, num_tokens = min(shape.num_seqs, max_seqs), shape.num_tokens
+    if num_seqs == 0:
+        return None
+    if shape.kind.decodes:
+        return np.ones(num_seqs, np.int32)
+    if shape.num_children > 1:
+        # Halves that are alike: the cut lies between them.
+        half = typical_q_len(shape.child, max_seqs=max_seqs // HALVES, max_kv_len=max_kv_len)
+        return None if half is None else np.tile(half, HALVES)
+    if shape.kind in (StepKind.EXTEND, StepKind.MASKED):
+        q_len = _even(num_tokens, min(num_seqs, num_tokens // 2))
+    else:
+        # As in serving: every sequence decodes, but for the one that brings a prompt.
+        num_seqs = min(num_seqs, num_tokens - 1)
+        q_len = [1] * (num_seqs - 1) + [num_tokens - num_seqs + 1]
+    if not q_len or max(q_len) > max_kv_len or (shape.kind is StepKind.MIXED and len(q_len) < 2):
+        return None
+    return np.array(q_len, np.int32)
+
+
+def _even(num_tokens: int, num_seqs: int) -> list[int]:
+    if num_seqs == 0:
+        return []
+    share, rest = divmod(num_tokens, num_seqs)
+    return [share + 1] * rest + [share] * (num_seqs - rest)
+
+
+def plan_of(runtime: AttentionRuntime, shape: PaddedShape, q_len: Int32Array) -> StepPlan | None:
+    """The plan of a step with these new tokens and nothing before them, or None when rows or pages are short."""
+    wanted = int(num_pages(q_len, runtime.table.page_size).sum())
+    if len(q_len) > runtime.table.num_free_rows or wanted > runtime.table.fewest_free_pages:
+        return None
+    rows = [runtime.table.admit() for _ in q_len]
+    try:
+        for row, tokens in zip(rows, q_len.tolist(), strict=True):
+            runtime.table.reserve(row, tokens)
+        batch = StepBatch(np.array(rows, np.int32), q_len, q_len)
+        if shape.kind is StepKind.MASKED:
+            batch = with_random_mask(batch, torch.Generator(runtime.device))
+        elif shape.kind is StepKind.SHARED:
+            batch = with_nothing_shared(batch)
+        step = runtime.stage_as(shape, batch)
+        runtime.end_step()
+        return step.plan
+    finally:
+        for row in reversed(rows):
+            runtime.table.free(row)
+
+
+def with_random_mask(batch: StepBatch, generator: torch.Generator) -> StepBatch:
+    """The step with a mask that hides every second cell or so."""
+    return replace(batch, mask=random_mask(batch.kv_len, batch.q_len, generator))
+
+
+def with_nothing_shared(batch: StepBatch) -> StepBatch:
+    """The decode step as one that shares prefixes, with every sequence in a group of its own."""
+    return replace(batch, prefixes=SharedPrefixes([PrefixGroup(1, 0)] * batch.num_seqs))
+
+
+def forget_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> None:
+    """Put K and V that show in place of those of a step's new tokens, which whoever runs the step has to store."""
+    for space, page, offset in _places_of_new_tokens(runtime, batch):
+        for layer in runtime.pool.in_space(space).layers:
+            # A K of 0 has a usual score whatever q is, so that a V of 10,000 is seen among 100,000 others.
+            for rows, value in ((layer.keys, 0.0), (layer.values, 1e4)):
+                new = rows.cells.new_full((len(page), rows.num_heads, rows.dim), value)
+                rows.write_tokens(page, offset, new)
+
+
+@contextmanager
+def kept_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterator[None]:
+    """K and V at the places of a step's new tokens are in the end what they were, whatever was tried out there.
+
+    The step has been staged: pages that its rows shared are its own by now.
+    """
+    kept = []
+    for space, page, offset in _places_of_new_tokens(runtime, batch):
+        for layer in runtime.pool.in_space(space).layers:
+            for rows in (layer.keys, layer.values):
+                before = rows.cells.new_empty((len(page), rows.num_heads, rows.dim))
+                rows.read_tokens(page, offset, before)
+                kept.append((rows, page, offset, before))
+    try:
+        yield
+    finally:
+        for rows, page, offset, before in kept:
+            rows.write_tokens(page, offset, before)
+
+
+def _places_of_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterator[tuple[Space, Tensor, Tensor]]:
+    """In each space, page and place there of each new token, int64 [num_tokens]."""
+    seq = np.repeat(np.arange(batch.num_seqs), batch.q_len)
+    ends = np.cumsum(batch.q_len)
+    kv_index = batch.kv_len[seq] - ends[seq] + np.arange(batch.num_tokens)
+    page_size = runtime.table.page_size
+    for table in runtime.table.spaces:
+        pages = table.entries_host[batch.rows[seq], kv_index // page_size]
+        page, offset = (torch.from_numpy(x.astype(np.int64)).to(runtime.device) for x in (pages, kv_index % page_size))
+        yield table.space, page, offset

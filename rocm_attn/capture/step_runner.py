@@ -1,0 +1,512 @@
+"""StepRunner: runs a model's forward over the runtime, eagerly or as a graph, on one path.
+
+What is captured is fill and forward, as one function; an eager step calls the same function.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.capture.check import CaptureCheck, Check, Verdict
+from rocm_attn.capture.graphs import CapturedBucket, CaptureReport, Progress, SkippedBucket, capture_shapes, shape_name
+from rocm_attn.capture.probe_requests import plan_of, typical_q_len
+from rocm_attn.capture.split_forward import Forward, SplitForward, in_batch_order, one_after_the_other, require_rows
+from rocm_attn.errors import BadTensor, DeviceFault, NotCopied, Unsupported
+from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
+from rocm_attn.hip_graphs.graph_cache import Entry, GraphCache
+from rocm_attn.hip_graphs.recorder import Recorder, Recording
+from rocm_attn.machine.agreement import alone
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.plan import StepPlan
+from rocm_attn.step.step import SplitStep, Step
+from rocm_attn.watch.flight_recorder import NO_FLIGHT_RECORDER, Flight
+from rocm_attn.watch.watchdog import CAPTURE_SECONDS, Watch, Watchdog
+
+Stage = Callable[[StepBatch, int | None], Step | SplitStep]
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounters:
+    """What a runner has done so far.
+
+    steps:            all of them
+    replays:          of them, run as a graph
+    captures:         graphs made
+    capture_seconds:  spent making and checking them
+    real_seqs:        sequences over all steps
+    padded_seqs:      padded sequences that came on top of them
+    graphs_off:       why graphs were switched off; empty while they are on or were never asked for
+    """
+
+    steps: int
+    replays: int
+    captures: int
+    capture_seconds: float
+    real_seqs: int
+    padded_seqs: int
+    graphs_off: str
+
+
+class StepRunner:
+    """Runs steps of one forward function.
+
+    Several runners may share a runtime, each with its forward and its graphs. As the runtime, a runner is used by one
+    thread at a time and cannot be copied or pickled.
+
+    forward:  Step -> tensor [S, ...], one row for each sequence. It must not synchronise, must not branch on lengths,
+              and must do the same work each time it is called with the same metadata. Where it calls the layers of its
+              step, and not the runtime, it also serves split steps, half by half.
+    split_forward: what graphs of split steps are made of; not given: forward, one half after the other. Such a graph
+              serves if it gives bitwise what forward gives, one half after the other; else that is captured
+    recorder: makes graphs of steps at the runtime's capture sizes; None runs every step eagerly
+    check:    compares each fresh graph with the eager run; graphs are switched off where they differ
+    watchdog: looks on while a graph is made; not given: names a capture that takes CAPTURE_SECONDS
+    flight:   remembers the last steps
+    capture_after: steps of a plan that run eagerly before a graph is made of it; capture_all() makes them at once.
+              See graphs.eager_steps_before_capture
+    """
+
+    def __init__(
+        self,
+        runtime: AttentionRuntime,
+        forward: Forward,
+        recorder: Recorder | None,
+        *,
+        split_forward: SplitForward | None = None,
+        check: Check | None = None,
+        watchdog: Watch | None = None,
+        flight: Flight = NO_FLIGHT_RECORDER,
+        capture_after: int = 0,
+    ) -> None:
+        self._runtime = runtime
+        self._forward = forward
+        self._half_by_half = one_after_the_other(forward)
+        self._split_forward = split_forward if split_forward is not None else self._half_by_half
+        self._recorder = recorder
+        self._check = check if check is not None else CaptureCheck()
+        self._watchdog = watchdog if watchdog is not None else Watchdog(CAPTURE_SECONDS)
+        self._flight = flight
+        self._capture_after = capture_after
+        self._eager_steps: Counter[StepPlan] = Counter()
+        self._pinned = runtime.guards.graph_epoch()
+        self._graphs = GraphCache(self._pinned)
+        self._entry_of_plan: dict[StepPlan, Entry[Tensor]] = {}
+        self._stored_layers: dict[StepPlan, int] = {}  # that a plan's graph stores in
+        self._buckets: list[CapturedBucket] = []
+        self._steps = self._real_seqs = self._padded_seqs = 0
+        self._capture_seconds = 0.0
+        self._graphs_off = ""
+        self._may_capture = runtime.guards.sealed_capture
+        self._seal_number = 0
+        if recorder is not None:
+            runtime.seal()
+            runtime.graph_users.add(self)
+            self._pin()
+
+    @property
+    def counters(self) -> StepCounters:
+        """A snapshot of what was done so far."""
+        counted = self._graphs.counters
+        return StepCounters(
+            steps=self._steps,
+            replays=counted.replays,
+            captures=counted.captures,
+            capture_seconds=self._capture_seconds,
+            real_seqs=self._real_seqs,
+            padded_seqs=self._padded_seqs,
+            graphs_off=self._why_no_graphs(),
+        )
+
+    def run(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
+        """One step. Returns forward's rows for the real sequences, [num_seqs, ...]; valid until the next step.
+
+        Raises what begin_step and forward raise; the runtime is ready for another step then.
+        """
+        return self._run(self._runtime.stage, batch, pad_to)
+
+    def run_split(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
+        """As run, in two halves. pad_to: sequences of both together; even."""
+        return self._run(self._runtime.stage_split, batch, pad_to)
+
+    def run_as(self, shape: PaddedShape, batch: StepBatch) -> Tensor:
+        """run or run_split, padded to as many sequences as steps of a shape are."""
+        return (self.run if shape.num_children == 1 else self.run_split)(batch, shape.num_seqs)
+
+    def _run(self, stage: Stage, batch: StepBatch, pad_to: int | None) -> Tensor:
+        self._runtime.require_idle()  # from here on it is this call that has to end the step
+        try:
+            try:
+                rows, plan = self._staged_and_run(stage, batch, pad_to)
+            finally:
+                self._runtime.end_step()
+        except BaseException:
+            # An interrupt may have come in place of the end.
+            self._runtime.end_step()
+            raise
+        num_padded = plan.shape.num_seqs
+        if rows.shape[0] != num_padded:
+            raise BadTensor(f"forward returned {rows.shape[0]} rows for {num_padded} padded sequences")
+        self._steps += 1
+        self._real_seqs += batch.num_seqs
+        self._padded_seqs += num_padded - batch.num_seqs
+        return rows if num_padded == batch.num_seqs else rows[: batch.num_seqs]
+
+    def _staged_and_run(self, stage: Stage, batch: StepBatch, pad_to: int | None) -> tuple[Tensor, StepPlan]:
+        """The rows of a step and its plan; the step is not ended."""
+        self._follow_seal()
+        try:
+            step = stage(batch, pad_to)
+        except RuntimeError as fault:  # the device's: of this step, or of one before it
+            self._flight.failed(fault)
+            raise
+        plan = step.plan
+        try:
+            entry = self._entry_of_plan.get(plan)
+            self._flight.note(batch, plan, entry is not None, self._pinned.epoch)
+            if entry is not None:
+                return self._replay(plan, entry), plan
+            return self._first_run(step, stage, batch, pad_to), plan
+        except BaseException as error:
+            self._flight.failed(error)
+            raise
+
+    def run_eagerly(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
+        """run() without a graph and without a trace in the counters: a step again, to compare."""
+        return self._eagerly(self._runtime.stage(batch, pad_to), batch)
+
+    def run_eagerly_as(self, shape: PaddedShape, batch: StepBatch) -> Tensor:
+        """As run_eagerly, for run_as."""
+        return self._eagerly(self._runtime.stage_as(shape, batch), batch)
+
+    def _eagerly(self, step: Step | SplitStep, batch: StepBatch) -> Tensor:
+        try:
+            return self._body(step)[: batch.num_seqs]
+        finally:
+            self._runtime.end_step()
+
+    def capture_all(self, progress: Progress = lambda done, total, name: None) -> CaptureReport:
+        """Make a graph of every capture size, largest first, best before the first request arrives.
+
+        Kernels that bake a length are captured at their smallest length bucket; others need no second graph.
+        progress: called before each bucket and at the end
+        Raises DeviceFault of steps that were run before.
+        """
+        self._follow_seal()
+        shapes = capture_shapes(self._runtime.padding)
+        skipped = []
+        for done, shape in enumerate(shapes):
+            if self._recorder is None:
+                break
+            progress(done, len(shapes), shape_name(shape))
+            reason = self._capture_shape(shape)
+            if reason:
+                skipped.append(SkippedBucket(shape, reason))
+        progress(len(shapes), len(shapes), "")
+        return CaptureReport(tuple(self._buckets), tuple(skipped), self._why_no_graphs())
+
+    def capture_report(self) -> CaptureReport:
+        """The graphs that exist, those included that were made when a step needed them."""
+        return CaptureReport(tuple(self._buckets), (), self._why_no_graphs())
+
+    def check_device(self) -> None:
+        """As AttentionRuntime.check_device, for whenever serving goes idle; the flight recorder gets to know."""
+        try:
+            self._runtime.check_device()
+        except DeviceFault as fault:
+            self._flight.failed(fault)
+            raise
+
+    def reopen(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int] = (1,)) -> None:
+        """Drain the device, drop every graph and its memory, and seal again for other capture sizes.
+
+        Graphs are made anew as steps need them, or by capture_all(); also those of other runners of the runtime.
+        Requests, pages and their content stay. Under tensor parallelism all ranks must call it between the same two
+        steps. Raises what AttentionRuntime.reseal raises: nothing has changed then, and graphs go on serving. After an
+        interrupt, steps may be eager until it is called again; counters.graphs_off says so.
+        """
+        if self._recorder is None:
+            self._runtime.unseal(capture_sizes, capture_tokens)
+        else:
+            self._runtime.reseal(capture_sizes, capture_tokens)
+            self._start_over(self._recorder)
+
+    def check_addresses(self) -> None:
+        """Compare the address, shape, stride and dtype of everything that graphs read. Raises StaleRecording."""
+        self._follow_seal()
+        self._pinned.check()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise NotCopied(
+            "a StepRunner cannot be copied or pickled: its graphs refer to a device's memory by address; "
+            "build another one over a runtime of its own"
+        )
+
+    def _follow_seal(self) -> None:
+        """Drop the graphs if the addresses were sealed anew, or given up, since they were made."""
+        if self._seal_number != self._runtime.seal_number and self._recorder is not None:
+            self._start_over(self._recorder)
+
+    def _start_over(self, recorder: Recorder) -> None:
+        """Drop the graphs of an earlier seal, and pin what those of this one will read."""
+        self._drop_graphs()
+        recorder.release_memory()
+        self._pin()
+
+    def _pin(self) -> None:
+        number = self._runtime.seal_number
+        if number:
+            for name, tensor in self._runtime.sealed_tensors().items():
+                self._pinned.pin(name, tensor, partial(_sealed_tensor, self._runtime, name))
+        # Last: what an interrupt breaks off is done again by the next step.
+        self._seal_number = number
+
+    def _why_no_graphs(self) -> str:
+        if self._graphs_off or self._recorder is None or self._runtime.seal_number:
+            return self._graphs_off
+        return (
+            "the addresses that graphs read are not sealed: unseal() gave them up, or a reopen() was interrupted; "
+            "reopen() makes graphs possible again"
+        )
+
+    def _drop_graphs(self) -> None:
+        self._entry_of_plan.clear()
+        self._stored_layers.clear()
+        self._eager_steps.clear()
+        self._buckets.clear()
+        self._graphs.drop_all()
+        self._pinned.release()
+
+    def _body(self, step: Step | SplitStep) -> Tensor:
+        return self._body_with(self._half_by_half, step)
+
+    @torch.no_grad()
+    def _body_with(self, split_forward: SplitForward, step: Step | SplitStep) -> Tensor:
+        self._runtime.fill()
+        if isinstance(step, SplitStep):
+            return in_batch_order(step, split_forward(step))
+        rows = self._forward(step)
+        require_rows(rows)
+        return rows
+
+    def _first_run(self, step: Step | SplitStep, stage: Stage, batch: StepBatch, pad_to: int | None) -> Tensor:
+        """A staged step that has no graph: run eagerly, or as a graph that is made now."""
+        plan = step.plan
+        # A step without sequences makes no graph: there may be no input to compare it on. capture_all() does.
+        # Nor does one that may not store: what compares graphs writes to the pages of new tokens.
+        can_be_made = plan.replayable and batch.num_seqs > 0 and self._can_capture and self._runtime.may_store
+        if self._recorder is None or not can_be_made or not self._is_due(plan):
+            return self._body(step)
+        # The graph is made of other steps; this one is staged again when it has passed.
+        self._runtime.abandon_step()
+        q_len = np.ones(plan.shape.num_seqs, np.int32) if plan.shape.kind.decodes else batch.q_len
+        self._capture(plan, q_len, batch)
+        step = stage(batch, pad_to)
+        entry = self._entry_of_plan.get(step.plan)
+        return self._body(step) if entry is None else self._replay(step.plan, entry)
+
+    def _replay(self, plan: StepPlan, entry: Entry[Tensor]) -> Tensor:
+        stored_layers = self._stored_layers[plan]
+        self._runtime.begin_replay(stored_layers)
+        rows = self._graphs.replay_entry(entry)
+        self._runtime.end_replay(stored_layers)
+        return rows
+
+    def _is_due(self, plan: StepPlan) -> bool:
+        """Whether a graph is to be made of the plan now; if not, its step is counted. Each attempt is paid anew."""
+        if self._eager_steps[plan] < self._capture_after:
+            self._eager_steps[plan] += 1
+            return False
+        del self._eager_steps[plan]
+        return True
+
+    def _capture_shape(self, shape: PaddedShape) -> str:
+        """Make the graph of a shape, unless there is one; why none could be made, or nothing."""
+        table = self._runtime.table
+        q_len = typical_q_len(shape, max_seqs=table.num_free_rows, max_kv_len=table.max_kv_len)
+        if q_len is None:
+            return "no request row is free" if not table.num_free_rows else "no free rows hold a step of this shape"
+        try:
+            plan = plan_of(self._runtime, shape, q_len)
+        except Unsupported as refusal:
+            return "; ".join((refusal.summary, *refusal.reasons))
+        if plan is not None and not plan.replayable:
+            return f"{', '.join(kernel.row.name for kernel in plan.kernels)}: not every kernel can be captured"
+        if not self._can_capture:
+            return self._why_no_graphs()
+        if plan is not None and plan not in self._entry_of_plan:
+            self._capture(plan, q_len, None)
+        made = self._why_no_graphs() or plan in self._entry_of_plan
+        return "" if made else "too few pages are free to check it on"
+
+    @property
+    def _can_capture(self) -> bool:
+        """Whether graphs may be made of the memory that steps have now."""
+        return self._recorder is not None and self._may_capture(self._runtime.seal_number)
+
+    def _capture(self, plan: StepPlan, q_len: Int32Array, live: StepBatch | None) -> None:
+        """Make a graph of the plan, unless there is no room to check it; switch graphs off if it is refused.
+
+        q_len, live: see Check.record; the runtime is idle
+        Raises DeviceFault of the steps before: it is reported before anything is tried out, and nothing has changed.
+        """
+        self._runtime.report_faults()
+        started = time.perf_counter()
+        try:
+            refusal = self._make_and_check(plan, q_len, live)
+        finally:
+            self._capture_seconds += time.perf_counter() - started
+        if refusal:
+            self._switch_off(refusal)
+
+    def _make_and_check(self, plan: StepPlan, q_len: Int32Array, live: StepBatch | None) -> str:
+        """Why the graph is refused, or nothing; only a graph that has passed is kept."""
+        note = ""
+        trial = self._try(self._split_forward, plan, q_len, live)
+        has_another_way = plan.shape.num_children > 1 and self._split_forward is not self._half_by_half
+        if has_another_way and not trial.is_bitwise and not trial.is_final:
+            reason = trial.refusal or "the given split_forward is not bitwise the same"
+            note = f"; one half after the other, because {reason}"
+            trial = self._try(self._half_by_half, plan, q_len, live)
+        if trial.graph is not None and not trial.refusal:
+            self._keep(plan, trial.graph, trial.verdict, note)
+        return trial.refusal
+
+    def _try(self, split_forward: SplitForward, plan: StepPlan, q_len: Int32Array, live: StepBatch | None) -> _Trial:
+        """Make a graph and compare it with the eager run; no graph where there is no room to compare it."""
+        name = f"the capture of {shape_name(plan.shape)}"
+        fresh: list[_FreshGraph] = []
+
+        def record(step: Step | SplitStep) -> Callable[[], Tensor]:
+            assert self._recorder is not None
+            body = partial(self._watched_body, name, split_forward, step)
+            try:
+                fresh.append(_FreshGraph.of(self._recorder, body, self._runtime))
+            except (RecordingRefused, StaleRecording):
+                raise
+            except Exception as error:  # the eager step may do without what recording lacks
+                raise RecordingRefused(f"{type(error).__name__}: {error}") from error
+            return fresh[0].replay
+
+        try:
+            with self._watchdog.watch(f"{name} and its check"):
+                verdict = self._check.record(self._runtime, plan, q_len, live, record, self._body)
+            self._pinned.check()
+            self._runtime.report_faults()
+        except (RecordingRefused, StaleRecording) as refusal:
+            return self._agreed(self._refused(str(refusal)))
+        except (torch.OutOfMemoryError, DeviceFault) as refusal:  # of the steps that the graph was tried on
+            return self._agreed(self._refused(f"{type(refusal).__name__}: {refusal}"))
+        except BaseException as error:
+            self._end_on_all_ranks(f"the check was broken off by {type(error).__name__}: {error}")
+            raise
+        return self._agreed(_Trial(fresh[0] if fresh else None, verdict))
+
+    def _refused(self, reason: str) -> _Trial:
+        """No graph, for this reason. Faults of the steps that it was tried on are no caller's."""
+        self._runtime.forget_faults()
+        return _Trial.refused(reason)
+
+    def _end_on_all_ranks(self, reason: str) -> None:
+        """An exception leaves a capture here: other ranks, which wait for word of it, make no more graphs either."""
+        if self._runtime.agree is not alone:
+            self._agreed(_Trial.refused(reason, is_final=True))
+            self._switch_off(reason)
+
+    def _agreed(self, trial: _Trial) -> _Trial:
+        """The trial, with what other ranks found out about theirs: a graph serves on all of them or on none."""
+        found = {"failure": trial.refusal}
+        found["not bitwise"] = "" if trial.verdict.bitwise else "it differs"
+        found["not made"] = "" if trial.graph is not None else "there was no room to compare it"
+        found["final"] = "it is over" if trial.is_final else ""
+        agreed = self._runtime.agree({name: what for name, what in found.items() if what})
+        verdict = replace(trial.verdict, failure=agreed.get("failure", ""), bitwise="not bitwise" not in agreed)
+        return _Trial(None if "not made" in agreed else trial.graph, verdict, "final" in agreed)
+
+    def _keep(self, plan: StepPlan, graph: _FreshGraph, verdict: Verdict, note: str) -> None:
+        if all(kept.key != plan.key for kept in self._entry_of_plan):
+            # An interrupt may have come after a graph was put there, and before its plan led to it.
+            self._graphs.drop(plan.key)
+        self._stored_layers[plan] = graph.stored_layers
+        self._entry_of_plan[plan] = self._graphs.put(plan.key, graph.recording, graph.outputs, graph.seconds)
+        check = verdict.summary + note
+        self._buckets.append(CapturedBucket(plan.key, graph.seconds, verdict.seconds, graph.recording.bytes, check))
+
+    def _watched_body(self, name: str, split_forward: SplitForward, step: Step | SplitStep) -> Tensor:
+        with self._watchdog.watch(f"forward, run for {name},"):
+            return self._body_with(split_forward, step)
+
+    def _switch_off(self, reason: str) -> None:
+        """Give up all graphs, and the sealed addresses with them unless graphs of another runner read them."""
+        assert self._recorder is not None
+        recorder, self._recorder, self._graphs_off = self._recorder, None, reason
+        self._drop_graphs()
+        recorder.release_memory()
+        self._runtime.graph_users.discard(self)
+        if not self._runtime.graph_users:
+            self._runtime.give_up_seal()
+
+
+@dataclass(frozen=True, slots=True)
+class _FreshGraph:
+    """A graph that nobody has vouched for yet.
+
+    seconds:       of warm-up and recording
+    stored_layers: as AttentionRuntime.stored_layers, of each step that it replays
+    """
+
+    recording: Recording
+    outputs: Tensor
+    seconds: float
+    stored_layers: int
+
+    @classmethod
+    def of(cls, recorder: Recorder, fn: Callable[[], Tensor], runtime: AttentionRuntime) -> _FreshGraph:
+        started = time.perf_counter()
+        recording, outputs = recorder.record(fn)
+        return cls(recording, outputs, time.perf_counter() - started, runtime.stored_layers)
+
+    def replay(self) -> Tensor:
+        self.recording.replay()
+        return self.outputs
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A graph, or none where there was no room to compare it, and what came of it.
+
+    is_final: whether no other way to make the graph is tried
+    """
+
+    graph: _FreshGraph | None
+    verdict: Verdict
+    is_final: bool = False
+
+    @classmethod
+    def refused(cls, reason: str, *, is_final: bool = False) -> _Trial:
+        """No graph, for this reason."""
+        return cls(None, Verdict(reason, "", 0.0, bitwise=False), is_final)
+
+    @property
+    def refusal(self) -> str:
+        """Why the graph may not serve, or nothing."""
+        return self.verdict.failure
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether the graph gave bitwise what the eager run gave."""
+        return not self.refusal and self.verdict.bitwise
+
+
+def _sealed_tensor(runtime: AttentionRuntime, name: str) -> Tensor:
+    return runtime.sealed_tensors()[name]

@@ -1,0 +1,256 @@
+"""Checks of AITER. Nothing here imports it: importing AITER compiles code and asks the GPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from rocm_attn.cli.doctor.finding import Check, Verdict, ok, problem, skipped, warning
+from rocm_attn.cli.doctor.machine import AiterCopy, AiterModule, Machine, Release, TorchBuild, release_name, release_of
+
+DISTRIBUTION = "amd-aiter"
+# A project of 2019 that has the name of AITER's module on PyPI.
+STRANGER = "aiter"
+
+# v0.1.12 was moved to another commit within hours; what was installed from it answered nonsense (vllm#39485).
+_MOVED_RELEASE = (0, 1, 12)
+
+_INSTALL = (
+    "install amd-aiter from AMD's index for your ROCm release with pip's --extra-index-url "
+    "(--index-url would hide PyPI, and its dependencies with it), or build it from source"
+)
+_REBUILD = "remove these files and build AITER again against this torch"
+_AMD_ONLY = "no AMD GPU and no torch for ROCm"
+_NO_AITER = "AITER is not installed; Triton's kernels serve"
+
+
+def _package(machine: Machine) -> Verdict:
+    copy = machine.imported_aiter
+    stranger = machine.versions_of(STRANGER)
+    if (copy is not None and not copy.is_amds) or (stranger and copy is None):
+        version = f" {stranger[0]}" if stranger else ""
+        return problem(
+            f"the installed aiter{version} is another project of that name, not AMD's",
+            f"pip uninstall aiter; {_INSTALL}",
+        )
+    if stranger and machine.versions_of(DISTRIBUTION):
+        return problem(
+            f"PyPI's unrelated aiter {stranger[0]} is installed beside amd-aiter, in the same folder",
+            f"pip uninstall aiter amd-aiter; {_INSTALL}",
+        )
+    if copy is None:
+        return skipped(_NO_AITER)
+    # Before v0.1.8 AMD's distribution had the stranger's name.
+    versions = machine.versions_of(DISTRIBUTION) or stranger
+    return ok(f"amd-aiter {versions[0]}" if versions else f"AITER from source in {copy.path}")
+
+
+def _copies(machine: Machine) -> Verdict:
+    ours = [copy.path for copy in machine.aiter if copy.is_amds]
+    if len(ours) < 2:
+        return ok("one AITER") if ours else skipped(_NO_AITER)
+    return problem(
+        f"AITER is on Python's path {len(ours)} times: {', '.join(ours)}; modules of one are loaded into the other",
+        "keep one: pip uninstall amd-aiter, or take the source folder from PYTHONPATH",
+    )
+
+
+def _release(machine: Machine) -> Verdict:
+    versions = machine.versions_of(DISTRIBUTION)
+    if not versions:
+        return skipped("amd-aiter is not installed as a distribution")
+    if release_of(versions[0])[:3] == _MOVED_RELEASE:
+        return warning(
+            f"amd-aiter {versions[0]}: the tag v0.1.12 was moved after its release, and installations from it gave "
+            "wrong answers without an error",
+            "install another release",
+        )
+    built = re.search(r"rocm(\d+(?:\.\d+)*)", versions[0])
+    if not built or not machine.torch_rocm:
+        return ok(f"amd-aiter {versions[0]}; its version names no ROCm release to compare")
+    release = _dotted(built.group(1))
+    if release[:2] == machine.torch_rocm[:2]:
+        return ok(f"amd-aiter {versions[0]} and torch are both of ROCm {release_name(release[:2])}")
+    return problem(
+        f"amd-aiter {versions[0]} is built for ROCm {release_name(release)} and torch for "
+        f"{release_name(machine.torch_rocm)}; AITER has no stable binary interface",
+        f"pip uninstall amd-aiter; {_INSTALL}",
+    )
+
+
+def _dotted(name: str) -> Release:
+    """The release that a version's tag names, which may leave the dots out: 7.2, 72 and 720 are (7, 2, ...)."""
+    if "." in name or len(name) < 2:
+        return release_of(name)
+    length = 2 if name.startswith("10") else 1
+    return (int(name[:length]), *(int(digit) for digit in name[length:]))
+
+
+def _requirements(machine: Machine) -> Verdict:
+    (*_, aiter) = [None, *(found for found in machine.distributions if found.name == DISTRIBUTION)]
+    if aiter is None:
+        return skipped("amd-aiter is not installed as a distribution")
+    installed = {found.name for found in machine.distributions}
+    missing = [name for name in aiter.requires if name not in installed]
+    if missing:
+        return problem(
+            f"amd-aiter needs {', '.join(missing)}, which are not installed; an index without PyPI leaves them out",
+            f"pip install {' '.join(missing)}",
+        )
+    return ok("what amd-aiter needs is installed")
+
+
+def _modules_load(machine: Machine) -> Verdict:
+    modules = _all_modules(machine)
+    broken = [module for module in modules if module.error]
+    if not modules:
+        return skipped("AITER has compiled modules neither in its package nor in its cache")
+    if broken:
+        torch = machine.torch.version if isinstance(machine.torch, TorchBuild) else "this torch"
+        more = f", and {len(broken) - 1} more" if len(broken) > 1 else ""
+        return problem(
+            f"{broken[0].path} cannot be loaded{more}: {broken[0].error}; it was built against another torch, ROCm or "
+            f"C++ library than torch {torch} here",
+            _REBUILD,
+        )
+    return ok(f"all {len(modules)} compiled modules of AITER can be loaded")
+
+
+def _entry_points(machine: Machine) -> Verdict:
+    copy = _amds(machine)
+    if copy is None:
+        return skipped(_NO_AITER)
+    if copy.missing:
+        return problem(
+            f"AITER in {copy.path} does not define {', '.join(copy.missing)}; importing it says nothing of that",
+            "install a newer amd-aiter, or serve with --provider triton",
+        )
+    return ok("every attention function that may be called is defined")
+
+
+def _archs(machine: Machine) -> Verdict:
+    if _amds(machine) is None or not machine.amd_gpus:
+        return skipped(_NO_AITER if machine.amd_gpus else _AMD_ONLY)
+    asked = machine.environment.get("GPU_ARCHS", "native").replace(" ", "").split(";")
+    lacking = [arch for arch in dict.fromkeys(machine.amd_gpus) if "native" not in asked and arch not in asked]
+    if lacking:
+        return problem(
+            f"GPU_ARCHS is {';'.join(asked)!r} and the GPU is {', '.join(lacking)}: AITER compiles for another GPU",
+            "unset GPU_ARCHS, or name the GPU in it",
+        )
+    others = [m for m in _all_modules(machine) if m.archs and not set(machine.amd_gpus) <= set(m.archs)]
+    if others:
+        return warning(
+            f"{len(others)} modules of AITER hold no code for {machine.amd_gpus[0]}, such as {others[0].path} "
+            f"({', '.join(others[0].archs)}): each is compiled again at its first use",
+            f"build AITER with GPU_ARCHS={machine.amd_gpus[0]}, or run: rocm-attn prewarm CONFIG.json",
+        )
+    return ok("AITER compiles for the GPU that is here")
+
+
+def _stale(machine: Machine) -> Verdict:
+    copy = _amds(machine)
+    if copy is None or not machine.aiter_jit:
+        return skipped("AITER has compiled nothing on this machine")
+    old = [module.path for module in machine.aiter_jit if module.built < copy.installed]
+    if old:
+        return warning(
+            f"{len(old)} modules in AITER's cache are older than the AITER that would load them, such as {old[0]}",
+            _REBUILD,
+        )
+    return ok(f"the {len(machine.aiter_jit)} modules in AITER's cache are newer than AITER")
+
+
+def _prebuilt(machine: Machine) -> Verdict:
+    if _amds(machine) is None or not machine.is_amd:
+        return skipped(_NO_AITER if machine.is_amd else _AMD_ONLY)
+    modules = _all_modules(machine)
+    if not modules:
+        return warning(
+            "no module of AITER is compiled yet: the first request of each kind waits minutes for a compiler",
+            "compile as the serving user, before serving: rocm-attn prewarm CONFIG.json",
+        )
+    return ok(f"{len(modules)} modules of AITER are compiled")
+
+
+def _jit_dir(machine: Machine) -> Verdict:
+    copy, chosen = _amds(machine), machine.environment.get("AITER_JIT_DIR", "")
+    if copy is None:
+        return skipped(_NO_AITER)
+    if not chosen and Path(machine.aiter_jit_dir).is_relative_to(copy.path):
+        return ok("AITER compiles into its package")
+    if not chosen:
+        return problem(
+            f"user {machine.user.uid} cannot write to {copy.path}/jit, and what AITER compiles into "
+            f"{machine.aiter_jit_dir} instead it cannot import",
+            f"link {copy.path}/jit/*.so into a folder of this user's and set AITER_JIT_DIR to it",
+        )
+    there = {*machine.aiter_linked, *(Path(module.path).name for module in machine.aiter_jit)}
+    hidden = [name for module in copy.modules if (name := Path(module.path).name) not in there]
+    if hidden:
+        return warning(
+            f"AITER_JIT_DIR={chosen} hides {len(hidden)} modules that AITER brings compiled, such as {hidden[0]}: it "
+            "looks nowhere else and compiles them again",
+            f"link {copy.path}/jit/*.so into {chosen}",
+        )
+    return ok(f"AITER's modules are in {chosen}")
+
+
+def _compiler(machine: Machine) -> Verdict:
+    if _amds(machine) is None or not machine.is_amd:
+        return skipped(_NO_AITER if machine.is_amd else _AMD_ONLY)
+    if machine.hipcc:
+        return ok(f"hipcc is {machine.hipcc}")
+    return warning(
+        "there is no hipcc: AITER cannot compile a module that is missing, and says so in the middle of a request",
+        "use an image with ROCm's compiler, or build AITER with PREBUILD_KERNELS=1",
+    )
+
+
+def _locks(machine: Machine) -> Verdict:
+    if not machine.leftover_locks:
+        return ok("no build lock was left behind")
+    return problem(
+        f"builds of AITER were killed and left locks that the next one waits for: {', '.join(machine.leftover_locks)}",
+        "remove these files while nothing is building",
+    )
+
+
+def _amds(machine: Machine) -> AiterCopy | None:
+    copy = machine.imported_aiter
+    return copy if copy is not None and copy.is_amds else None
+
+
+def _all_modules(machine: Machine) -> tuple[AiterModule, ...]:
+    copy = _amds(machine)
+    return () if copy is None else (*copy.modules, *machine.aiter_jit)
+
+
+CHECKS = (
+    Check("aiter-package", "whether aiter is AMD's", "Hyperloom#1508", True, _package),
+    Check("aiter-copies", "whether there is one AITER", "aiter#4437", True, _copies),
+    Check(
+        "aiter-release",
+        "AITER's release, and the ROCm release that it is built for",
+        "vllm#39485, flashinfer-amd#277",
+        True,
+        _release,
+    ),
+    Check("aiter-requirements", "what AITER needs", "ATOM#13, flashinfer-amd#277", True, _requirements),
+    Check(
+        "aiter-modules",
+        "whether AITER's compiled modules can be loaded",
+        "aiter#2864, aiter#2870, aiter#5312",
+        True,
+        _modules_load,
+    ),
+    Check(
+        "aiter-entry-points", "whether AITER's attention functions exist", "aiter#3049, aiter#3219", True, _entry_points
+    ),
+    Check("aiter-archs", "the GPUs that AITER is built for", "aiter#1436, aiter#4525", False, _archs),
+    Check("aiter-stale", "modules from before AITER was upgraded", "aiter#4437", True, _stale),
+    Check("aiter-prebuilt", "whether AITER's modules are compiled", "sglang#34586, aiter#3706", False, _prebuilt),
+    Check("aiter-jit-dir", "whether AITER can load what it compiles and what it brings", "aiter#887", True, _jit_dir),
+    Check("aiter-compiler", "whether AITER can compile", "aiter#5264", True, _compiler),
+    Check("aiter-locks", "locks of builds that were killed", "aiter#3635, aiter#5264, flashinfer#993", True, _locks),
+)

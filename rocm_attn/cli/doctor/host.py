@@ -1,0 +1,154 @@
+"""Checks of the host: caches, memory and variables that a serving process inherits."""
+
+from __future__ import annotations
+
+from rocm_attn.cli.doctor.finding import Check, Verdict, ok, problem, skipped, warning
+from rocm_attn.cli.doctor.machine import Folder, Machine
+from rocm_attn.errors import BadSetting
+from rocm_attn.machine.settings import DISABLE_GUARDS, read_settings
+
+_NO_AMD = "no AMD GPU and no torch for ROCm"
+# Docker gives 64 MiB; RCCL and the worker processes of a serving engine take gigabytes.
+_MIN_SHM_BYTES = 8 << 30
+# A model's kernels take tens of megabytes, AITER's modules up to gigabytes.
+_MIN_FREE_BYTES = 4 << 30
+_NETWORK_FILESYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "fuse.s3", "9p")
+
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_DEBUG = {
+    "HIP_LAUNCH_BLOCKING": "0",
+    "CUDA_LAUNCH_BLOCKING": "0",
+    "AMD_SERIALIZE_KERNEL": "0",
+    "AMD_SERIALIZE_COPY": "0",
+    "AMD_LOG_LEVEL": "0",
+    "TRITON_ALWAYS_COMPILE": "0",
+    "TORCH_USE_HIP_DSA": "0",
+    "AITER_REBUILD": "0",
+}
+_ENGINE_SWITCHES = {"vllm": "VLLM_ROCM_USE_AITER", "sglang": "SGLANG_USE_AITER"}
+
+
+def _caches(machine: Machine) -> Verdict:
+    closed = [folder for folder in machine.folders if not folder.writable]
+    if closed:
+        folder = closed[0]
+        return problem(
+            f"user {machine.user.uid} cannot write to {folder.purpose}, {folder.path} (owner {folder.owner}, mode "
+            f"{folder.mode:04o})" + (f", nor to {len(closed) - 1} more" if len(closed) > 1 else ""),
+            "compile as the serving user, or give that user the folder: chown -R USER; "
+            "TRITON_CACHE_DIR and AITER_JIT_DIR choose other ones",
+        )
+    return ok(f"{_named(machine.folders)} can be written to")
+
+
+def _cache_filesystem(machine: Machine) -> Verdict:
+    remote = [folder for folder in machine.folders if folder.filesystem.startswith(_NETWORK_FILESYSTEMS)]
+    if remote:
+        return warning(
+            f"{remote[0].purpose}, {remote[0].path}, is on {remote[0].filesystem}: file locks and renames over a "
+            "network have hung compilers",
+            "point TRITON_CACHE_DIR and AITER_JIT_DIR to a local disk",
+        )
+    return ok("caches are on local disks")
+
+
+def _cache_space(machine: Machine) -> Verdict:
+    full = [folder for folder in machine.folders if folder.free_bytes < _MIN_FREE_BYTES]
+    if full:
+        return warning(
+            f"{full[0].free_bytes >> 20} MiB are free for {full[0].purpose}, {full[0].path}",
+            f"make {_MIN_FREE_BYTES >> 30} GiB free, or choose another disk with TRITON_CACHE_DIR and AITER_JIT_DIR",
+        )
+    return ok(f"at least {_MIN_FREE_BYTES >> 30} GiB are free for the caches")
+
+
+def _allocator(machine: Machine) -> Verdict:
+    if not machine.is_amd:
+        return skipped(_NO_AMD)
+    for name in _ALLOCATOR:
+        options = machine.environment.get(name, "").lower().replace(" ", "")
+        if "expandable_segments:true" in options:
+            return problem(
+                f"{name} has expandable_segments:True: graphs have failed to capture, and replayed into memory that "
+                "had been given back",
+                f"take expandable_segments out of {name}",
+            )
+    return ok("the allocator uses no expandable segments")
+
+
+def _numa_balancing(machine: Machine) -> Verdict:
+    if not machine.is_amd:
+        return skipped(_NO_AMD)
+    if machine.numa_balancing in ("", "0"):
+        return ok("NUMA balancing is off" if machine.numa_balancing else "the kernel has no NUMA balancing")
+    return warning(
+        f"NUMA balancing is on ({machine.numa_balancing}): the kernel moves pages that GPUs read, which costs time and "
+        "has caused errors",
+        "on the host: sudo sysctl kernel.numa_balancing=0",
+    )
+
+
+def _shared_memory(machine: Machine) -> Verdict:
+    if not machine.is_amd:
+        return skipped(_NO_AMD)
+    if machine.shm_bytes >= _MIN_SHM_BYTES:
+        return ok(f"/dev/shm has {machine.shm_bytes >> 30} GiB")
+    return warning(
+        f"/dev/shm has {machine.shm_bytes >> 20} MiB: RCCL and engines with several processes run out of it",
+        "docker run --ipc=host, or --shm-size=16g",
+    )
+
+
+def _debug_switches(machine: Machine) -> Verdict:
+    environment = machine.environment
+    on = [f"{name}={environment[name]}" for name, off in _DEBUG.items() if environment.get(name, off) not in ("", off)]
+    if on:
+        names = " ".join(switch.partition("=")[0] for switch in on)
+        return warning(f"switches for debugging are on: {', '.join(on)}", f"unset {names} before serving")
+    return ok("no switch for debugging is on")
+
+
+def _settings(machine: Machine) -> Verdict:
+    try:
+        settings = read_settings(machine.environment)
+    except BadSetting as error:
+        return problem(str(error), "set the variable to what is allowed, or unset it")
+    if settings.disable_guards:
+        return warning(
+            f"{DISABLE_GUARDS} switches safeguards off: {', '.join(settings.disable_guards)}", f"unset {DISABLE_GUARDS}"
+        )
+    return ok("all safeguards are on")
+
+
+def _engine_switches(machine: Machine) -> Verdict:
+    copy = machine.imported_aiter
+    if copy is None or not copy.is_amds or not machine.is_amd:
+        return skipped("AITER is not installed, or there is no AMD GPU")
+    off = [
+        (engine, switch)
+        for engine, switch in _ENGINE_SWITCHES.items()
+        if machine.versions_of(engine) and machine.environment.get(switch, "0").lower() not in ("1", "true")
+    ]
+    if off:
+        return warning(
+            f"{', '.join(engine for engine, _ in off)} leaves AITER unused unless told otherwise",
+            f"export {' '.join(f'{switch}=1' for _, switch in off)}",
+        )
+    return ok("no engine leaves AITER unused")
+
+
+def _named(folders: tuple[Folder, ...]) -> str:
+    return ", ".join(f"{folder.purpose} ({folder.path})" for folder in folders) or "no folder"
+
+
+CHECKS = (
+    Check("caches", "whether compiled code can be kept", "aiter#4800", True, _caches),
+    Check("cache-filesystem", "whether caches are on a network", "flashinfer#993", False, _cache_filesystem),
+    Check("cache-space", "room for compiled code", "aiter#2843", False, _cache_space),
+    Check("allocator", "torch's allocator", "pytorch#179930, aiter#4621", True, _allocator),
+    Check("numa-balancing", "the kernel's NUMA balancing", "vllm#32902", False, _numa_balancing),
+    Check("shared-memory", "the size of /dev/shm", "ROCm's run flags", False, _shared_memory),
+    Check("debug-switches", "variables that slow everything down", "aiter#5264", True, _debug_switches),
+    Check("safeguards", "this project's own variables", "docs/guards.md", True, _settings),
+    Check("engine-switches", "whether engines use AITER", "vllm#56945, vllm#46596", True, _engine_switches),
+)

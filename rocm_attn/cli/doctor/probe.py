@@ -1,0 +1,83 @@
+"""What can only be found out by importing or loading, in a process of its own: it may fail, crash or take long.
+
+    python -m rocm_attn.cli.doctor.probe torch | triton | modules PATH...
+
+prints one JSON object: a library's facts, or {path: what the dynamic linker says} of modules. No GPU memory is touched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rocm_attn.cli.doctor.machine import ImportFailure
+
+_TIMEOUT_S = 120
+_ROOT = Path(__file__).parents[2]
+
+
+def probe(*arguments: str) -> dict[str, Any] | ImportFailure:
+    """What the probe prints, or why it could not."""
+    path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "rocm_attn.cli.doctor.probe", *arguments],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return ImportFailure(f"it had not come back after {_TIMEOUT_S} s")
+    if done.returncode < 0:
+        return ImportFailure(f"the process was ended by signal {-done.returncode}")
+    if done.returncode:
+        return ImportFailure((done.stderr.strip().splitlines() or ["it failed without a word"])[-1])
+    # The library may have printed something of its own before.
+    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return facts
+
+
+def _torch() -> dict[str, object]:
+    torch = importlib.import_module("torch")
+    return {
+        "version": torch.__version__,
+        "hip": torch.version.hip or "",
+        "cuda": torch.version.cuda or "",
+        "num_gpus": torch.cuda.device_count(),
+    }
+
+
+def _triton() -> dict[str, object]:
+    triton = importlib.import_module("triton")
+    return {"version": triton.__version__, "backends": sorted(importlib.import_module("triton.backends").backends)}
+
+
+def _modules(paths: Sequence[str]) -> dict[str, object]:
+    importlib.import_module("torch")  # which brings the libraries that modules expect to be loaded already
+    errors = {}
+    for path in paths:
+        try:
+            ctypes.CDLL(path, os.RTLD_NOW | os.RTLD_LOCAL)
+            errors[path] = ""
+        except OSError as error:
+            errors[path] = str(error)
+    return dict(errors)
+
+
+def _main(arguments: Sequence[str]) -> None:
+    what, *paths = arguments
+    facts = {"torch": _torch, "triton": _triton}[what]() if what != "modules" else _modules(paths)
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

@@ -1,0 +1,20 @@
+"""Every check, in the order in which a reader can act on them, and what they say of a machine."""
+
+from __future__ import annotations
+
+from rocm_attn.cli.doctor import aiter_install, gpus, host, rocm_release, triton_install
+from rocm_attn.cli.doctor.finding import Check, Finding
+from rocm_attn.cli.doctor.machine import Machine
+
+CHECKS: tuple[Check, ...] = (
+    *gpus.CHECKS,
+    *rocm_release.CHECKS,
+    *triton_install.CHECKS,
+    *aiter_install.CHECKS,
+    *host.CHECKS,
+)
+
+
+def diagnose(machine: Machine, *, at_build: bool = False) -> tuple[Finding, ...]:
+    """What every check says of a machine; at_build: only those that mean something while an image is built."""
+    return tuple(Finding(check, check.examine(machine)) for check in CHECKS if check.at_build or not at_build)

@@ -1,0 +1,87 @@
+"""Checks of Triton and of what it needs to compile."""
+
+from __future__ import annotations
+
+from rocm_attn.cli.doctor.finding import Check, Verdict, ok, problem, skipped, warning
+from rocm_attn.cli.doctor.machine import ImportFailure, Machine, NotInstalled, TritonBuild, release_of
+
+# Distributions that all install a package called triton.
+TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm", "triton-nightly")
+
+_OLDEST = (3, 6)
+_COMES_WITH_TORCH = "install the Triton that your torch asks for; torch for ROCm brings its own"
+
+
+def _imports(machine: Machine) -> Verdict:
+    match machine.triton:
+        case TritonBuild(version, backends):
+            needed = {"amd"} if machine.amd_gpus else {"nvidia"} if machine.nvidia_gpus else set()
+            if not needed <= set(backends):
+                return problem(
+                    f"triton {version} has no compiler for {', '.join(needed)}; it has {', '.join(backends) or 'none'}",
+                    _COMES_WITH_TORCH,
+                )
+            if release_of(version)[:2] < _OLDEST:
+                return warning(
+                    f"triton {version} is older than 3.6, the oldest that is tested", "use a torch with a newer Triton"
+                )
+            return ok(f"triton {version} compiles for {', '.join(backends)}")
+        case ImportFailure(error):
+            return problem(f"triton cannot be imported: {error}", _COMES_WITH_TORCH)
+        case NotInstalled():
+            if machine.has_gpu or machine.torch_rocm:
+                return problem("triton is not installed; no kernel can be compiled", _COMES_WITH_TORCH)
+            return skipped("triton is not installed; CPUs are served without it")
+
+
+def _copies(machine: Machine) -> Verdict:
+    found = [d for d in machine.distributions if d.name in TRITON_DISTRIBUTIONS]
+    names = ", ".join(f"{d.name} {d.version}" for d in found)
+    if len(found) < 2:
+        return ok(f"one Triton: {names}") if found else skipped("no Triton is installed")
+    return problem(
+        f"several distributions install the package triton, and the last one overwrote the others: {names}",
+        f"pip uninstall {' '.join(dict.fromkeys(d.name for d in found))}; then {_COMES_WITH_TORCH}",
+    )
+
+
+def _interpreter(machine: Machine) -> Verdict:
+    value = machine.environment.get("TRITON_INTERPRET", "0")
+    if value in ("", "0"):
+        return ok("Triton compiles its kernels")
+    if not machine.has_gpu:
+        return skipped(f"TRITON_INTERPRET={value}: kernels are interpreted, as tests on a CPU want it")
+    return problem(
+        f"TRITON_INTERPRET={value}: kernels run on the CPU, thousands of times slower, and bf16 arithmetic is wrong",
+        "unset TRITON_INTERPRET",
+    )
+
+
+def _c_compiler(machine: Machine) -> Verdict:
+    if not (machine.has_gpu or machine.torch_rocm):
+        return skipped("no GPU: Triton compiles no launcher")
+    missing = [
+        name
+        for name, is_there in (("a C compiler", machine.c_compiler), ("Python.h", machine.python_headers))
+        if not is_there
+    ]
+    if missing:
+        return problem(
+            f"{' and '.join(missing)} cannot be found: Triton compiles a small C launcher when its driver starts",
+            "install gcc and this Python's headers (on Debian and Ubuntu: gcc python3-dev), or set CC",
+        )
+    return ok(f"Triton's launchers are compiled by {machine.c_compiler}")
+
+
+CHECKS = (
+    Check(
+        "triton-import",
+        "whether Triton is there and compiles for the GPU",
+        "sglang#34741, triton#10654",
+        True,
+        _imports,
+    ),
+    Check("triton-copies", "whether there is one Triton", "mamba#595, ROCm/triton#626", True, _copies),
+    Check("triton-interpreter", "whether kernels are compiled", "this project's tests", True, _interpreter),
+    Check("c-compiler", "what Triton needs to start", "sglang#9603", True, _c_compiler),
+)

@@ -1,0 +1,374 @@
+"""What takes a safeguard's place when it is switched off: the ways to go wrong that the safeguards exist for.
+
+Debugging asks for them by the safeguard's id (guards.py), one at a time, to see whether a fault changes. Each is what
+a plain implementation would do. None is meant to be fast: some of them ask the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.hip_graphs.pinned import PinnedTensors
+from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
+from rocm_attn.kernels.metadata.index_tensors import IndexTensors
+from rocm_attn.kernels.metadata.input_tensors import InputTensors
+from rocm_attn.kernels.metadata.slot_layout import UPDATE_WORDS
+from rocm_attn.paging.page_table import RowWidth
+from rocm_attn.paging.request_table import RequestTable
+from rocm_attn.problem import Problem
+from rocm_attn.providers.contract import AttendArgs, BoundKernel, LayerKernel, StepMetadata, StepOps
+from rocm_attn.providers.select import Selection, select
+from rocm_attn.providers.torch_segments import TorchSegments
+from rocm_attn.step.buffers import PADDED_BATCH, BufferSpec, Capacity
+from rocm_attn.step.host_ring import Fence
+from rocm_attn.step.memory import DeviceStep, SpaceStep
+from rocm_attn.step.plan import GraphKey
+
+
+def leave_pads(ops: StepOps) -> StepOps:
+    """Publishing writes the real sequences and tokens; what lies behind them keeps what the last step left."""
+
+    def publish(slot: Tensor, counts_before: Tensor, to: InputTensors) -> None:
+        seqs, tokens = slot[:2].tolist()
+        real = {name: getattr(to, name)[:seqs] for name in ("row_of_seq", "kv_len", "q_len", "prefix_len", "group_end")}
+        ops.publish(slot, counts_before, replace(to, **real, token_ids=to.token_ids[:tokens]))
+
+    return replace(ops, publish=publish)
+
+
+def store_everything(ops: StepOps) -> StepOps:
+    """Every token is stored to its slot, padded ones, whose slot is 0, included."""
+
+    def store_kv(k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
+        keys, values = key_rows(k_pages), value_rows(v_pages)
+        page, offset = slot_of_token // keys.page_size, slot_of_token % keys.page_size
+        keys.write_tokens(page, offset, k)
+        values.write_tokens(page, offset, v)
+
+    return replace(ops, store_kv=store_kv)
+
+
+def store_as_it_comes(ops: StepOps) -> StepOps:
+    """What is infinite or no number is stored like any other K and V."""
+
+    def store_kv(k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
+        keys, values = key_rows(k_pages), value_rows(v_pages)
+        live = torch.arange(len(k), device=k.device) < counts[1]
+        slot = torch.where(live & (slot_of_token >= keys.page_size), slot_of_token, 0)
+        page, offset = slot // keys.page_size, slot % keys.page_size
+        keys.write_tokens(page, offset, torch.where((slot > 0)[:, None, None], k, 0))
+        values.write_tokens(page, offset, torch.where((slot > 0)[:, None, None], v, 0))
+
+    return replace(ops, store_kv=store_kv)
+
+
+def fill_once(ops: StepOps) -> StepOps:
+    """Derived tensors are filled the first time that a step uses them, and kept."""
+    filled: set[tuple[int, int]] = set()
+
+    def fill(step: IndexTensors, *, page_size: int, window_left: int) -> None:
+        key = step.slot_of_token.data_ptr(), step.slot_of_token.numel()
+        if key not in filled:
+            filled.add(key)
+            ops.fill(step, page_size=page_size, window_left=window_left)
+
+    return replace(ops, fill=fill)
+
+
+def slots_past_the_row(ops: StepOps) -> StepOps:
+    """The slot of a token beyond its row's last page is looked up where the row would go on: in the next row."""
+
+    def fill(step: IndexTensors, *, page_size: int, window_left: int) -> None:
+        ops.fill(step, page_size=page_size, window_left=window_left)
+        position = step.position_of_token
+        token = torch.arange(len(position), device=position.device)
+        seq = torch.searchsorted(step.q_indptr[1:], token, right=True).clamp(max=len(step.row_of_seq) - 1)
+        cell = step.row_of_seq[seq].long() * step.table.shape[1] + position // page_size
+        page = step.table.reshape(-1)[cell.clamp(max=step.table.numel() - 1)]
+        slot = page * page_size + position % page_size
+        step.slot_of_token.copy_(torch.where(token < step.counts[1], slot, 0))
+
+    return replace(ops, fill=fill)
+
+
+def lengths_as_they_come(ops: StepOps) -> StepOps:
+    """Lengths on the device are taken without a look at what the host has reserved."""
+
+    def device_inputs(
+        slot: Tensor,
+        device_kv_len: Tensor,
+        device_q_len: Tensor,
+        device_token_ids: Tensor,
+        floor: Tensor,
+        counts: Tensor,
+        kv_len: Tensor,
+        q_len: Tensor,
+        token_ids: Tensor,
+    ) -> None:
+        ops.device_inputs(slot, device_kv_len, device_q_len, device_token_ids, floor, counts, kv_len, q_len, token_ids)
+        seqs = int(slot[0])
+        kv_len[:seqs].copy_(device_kv_len[:seqs])
+        q_len[:seqs].copy_(device_q_len[:seqs])
+        counts[1], counts[3] = q_len[:seqs].sum(), 0
+
+    return replace(ops, device_inputs=device_inputs)
+
+
+def write_row_zero(ops: StepOps) -> StepOps:
+    """An update of the reserved row is written like any other."""
+
+    def table_update(updates: Tensor, table: Tensor, *, num_updates: int) -> None:
+        words = updates[: UPDATE_WORDS * num_updates].to(table.device).view(-1, UPDATE_WORDS)
+        row, column, entry = words.unbind(1)
+        table[row.long(), column.long()] = entry
+
+    return replace(ops, table_update=table_update)
+
+
+def table_one_update_late(ops: StepOps) -> StepOps:
+    """Changes of the table reach the device with the next changes, as by a copy that nothing orders before the step."""
+    late: list[Callable[[], None]] = []
+
+    def table_update(updates: Tensor, table: Tensor, *, num_updates: int) -> None:
+        kept = updates.to(table.device, copy=True)  # the ring slot is written anew before it is read
+        late.append(partial(ops.table_update, kept, table, num_updates=num_updates))
+        for update in late[:-1]:
+            update()
+        del late[:-1]
+
+    return replace(ops, table_update=table_update)
+
+
+def leave_tails(ops: StepOps) -> StepOps:
+    """Page lists and dense tables keep, behind a sequence's last page, what an earlier step left."""
+
+    def fill(step: IndexTensors, *, page_size: int, window_left: int) -> None:
+        list_before, rows_before = step.page_list.clone(), step.block_table.clone()
+        ops.fill(step, page_size=page_size, window_left=window_left)
+        pages = (step.kv_len + page_size - 1) // page_size
+        entry = torch.arange(len(step.page_list), device=pages.device)
+        step.page_list.copy_(torch.where(entry < pages.sum(), step.page_list, list_before))
+        if step.block_table.numel():
+            page_no = torch.arange(step.block_table.shape[1], device=pages.device)
+            step.block_table.copy_(torch.where(page_no < pages[:, None], step.block_table, rows_before))
+
+    return replace(ops, fill=fill)
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadsDeadV:
+    """A kernel that multiplies the V rows behind a sequence's end, in its last page, by a probability of 0."""
+
+    inner: BoundKernel
+    problem: Problem
+
+    def describe(self) -> str:
+        return f"{self.inner.describe()} without V mask"
+
+    def schedule_words(self, shape: PaddedShape) -> int:
+        return self.inner.schedule_words(shape)
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return self.inner.workspace_words(shape)
+
+    def schedule_key(self) -> Hashable:
+        return self.inner.schedule_key()
+
+    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
+        self.inner.build_schedule(step, schedule)
+
+    def attend(self, args: AttendArgs) -> None:
+        self.inner.attend(args)
+        step, page_size = args.step, self.problem.page_size
+        page_no = (step.kv_len - 1).clamp(min=0) // page_size
+        page = step.table.entries[step.table.row_of_seq.long(), page_no.long()]
+        live = torch.arange(page_size, device=page.device) < (step.kv_len - page_no * page_size)[:, None]
+        dead = value_rows(args.v_pages).read(page).masked_fill(live[:, :, None, None], 0)
+        product = (0 * dead).sum(1).repeat_interleave(self.problem.gqa_ratio, 1)
+        token = torch.arange(args.out.shape[0], device=page.device)
+        seq = torch.searchsorted(step.q_indptr[1:], token, right=True).clamp(max=len(page) - 1)
+        args.out.add_(torch.where((token < step.counts[1])[:, None, None], product[seq], 0))
+
+
+def unmasked_v(selection: Selection) -> Selection:
+    """The same kernels without a mask on the V rows of a sequence's last page."""
+    kernels = {
+        kind: LayerKernel(kernel.row, _ReadsDeadV(kernel.bound, selection.problem))
+        for kind, kernel in selection.kernels.items()
+    }
+    return replace(selection, kernels=kernels)
+
+
+def cut_by_work(selection: Selection) -> Selection:
+    """In place of deterministic kernels some whose cuts follow from how the work of the batch is shared out."""
+    if not selection.deterministic:
+        return selection
+    if selection.provider == "torch":
+        kernels = {
+            kind: LayerKernel(kernel.row, _SharesOfTheStep(selection.problem))
+            for kind, kernel in selection.kernels.items()
+        }
+        return replace(selection, kernels=kernels)
+    return select(selection.problem, selection.target, selection.provider)
+
+
+class _SharesOfTheStep(TorchSegments):
+    """Torch's kernel, for which three workers share the KV of the step's longest sequence."""
+
+    def attend(self, args: AttendArgs) -> None:
+        TorchSegments(self.problem, -(-args.step.max_kv_len // 3)).attend(args)
+
+
+@dataclass(frozen=True, slots=True)
+class _RequestRows(Capacity):
+    """Whatever counts sequences has the size of the request pool, and a view past its end is cut short."""
+
+    max_num_seqs: int
+
+    def elements(self, spec: BufferSpec, shape: PaddedShape) -> int:
+        return PADDED_BATCH.elements(spec, replace(shape, num_seqs=min(shape.num_seqs, self.max_num_seqs)))
+
+    def allocated(self, elements: int) -> int:
+        return elements
+
+    def view(self, name: str, tensor: Tensor, first: int, elements: int) -> Tensor:
+        return tensor[first : first + elements]
+
+
+def by_request_rows(max_num_seqs: int) -> Capacity:
+    """Buffers as large as the request pool, whatever a batch is padded to."""
+    return _RequestRows(max_num_seqs)
+
+
+def all_in_one_place(child: int, elements: int) -> int:
+    """The children of a split step use the same words, as backends that keep their state in one place do."""
+    return 0
+
+
+def let_sealed_memory_move(reason: str) -> None:
+    """Growth goes on, although graphs read the memory that is given up."""
+
+
+def let_weights_move(layer: int) -> None:
+    """A layer's weights are replaced, although graphs read the old ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PastTheRow(RowWidth):
+    """Pages are put where they would lie if the row had no end: in the rows behind it."""
+
+    def require(self, kv_len: int, max_kv_len: int) -> None:
+        pass
+
+    def put(self, entries: Int32Array, row: int, first: int, pages: Sequence[int]) -> list[tuple[int, int, int]]:
+        flat, width = entries.reshape(-1), entries.shape[1]
+        start = row * width + first
+        stop = min(start + len(pages), len(flat))
+        flat[start:stop] = pages[: stop - start]
+        rows = range(start // width, -(-stop // width))
+        return [(at, max(start - at * width, 0), min(stop - at * width, width)) for at in rows]
+
+
+PAST_THE_ROW = _PastTheRow()
+
+
+def never_shared(holders: Int32Array) -> npt.NDArray[np.bool_]:
+    """Every row writes to the pages that it holds, whoever else holds them."""
+    return np.zeros(len(holders), np.bool_)
+
+
+def no_floor(kv_len: int) -> int:
+    """A row and its forks store wherever their steps begin."""
+    return 0
+
+
+def whatever_was_stored(table: RequestTable) -> tuple[Callable[[StepBatch], None], Callable[[StepBatch], None]]:
+    """Steps begin anywhere in a row's room."""
+    return any_batch(table), any_batch(table)
+
+
+def free_at_once(page: int, copies: Mapping[int, int]) -> bool:
+    """A page is handed out as soon as no row holds it, whatever has still to be copied from it."""
+    return False
+
+
+def any_batch(table: RequestTable) -> Callable[[StepBatch], None]:
+    """Batches are taken as they come."""
+
+    def take(batch: StepBatch) -> None:
+        pass
+
+    return take
+
+
+def full_space(step: DeviceStep, kind: int) -> SpaceStep:
+    """Layers of all spaces read by the full space's ids."""
+    return step.full
+
+
+def before_the_last_window(table: RequestTable) -> Callable[[StepBatch], None]:
+    """A step gives back what its sequences' last new tokens do not see any more."""
+
+    def evict(batch: StepBatch) -> None:
+        table.evict(batch.rows, batch.kv_len)
+
+    return evict
+
+
+def lengths_on_the_device(sealed_tensors: Callable[[], Mapping[str, Tensor]]) -> Callable[[StepBatch], int]:
+    """A step is planned for the longest sequence that the last step's captured fill left on the device."""
+
+    def longest(batch: StepBatch) -> int:
+        positions = sealed_tensors()["position_of_token"]
+        return int(positions.max()) + 1 if positions.numel() else batch.max_kv_len
+
+    return longest
+
+
+def key_without_length(key: GraphKey) -> GraphKey:
+    """Steps of all lengths share the graph of the first of them."""
+    return replace(key, max_kv_len=0)
+
+
+class EpochlessPins(PinnedTensors):
+    """Pinned tensors whose epoch says nothing when they move."""
+
+    __slots__ = ()
+
+    def bump(self) -> int:
+        return self.epoch
+
+
+def sealed_or_not(seal_number: int) -> bool:
+    """Graphs are made whatever becomes of the memory that they read."""
+    return True
+
+
+def last_step_unseen(counts: Sequence[int], number: int) -> None:
+    """Nobody looks at the step that was published last."""
+
+
+def wait_for_nothing(fence: Fence) -> None:
+    """A ring slot is written anew while the device may still have to read it."""
+
+
+class EchoIgnored:
+    """Takes a ring slot back without a look at what the device has written to it."""
+
+    def __call__(self, words: Int32Array) -> None:
+        """Do nothing."""
+
+
+def forget_then_launch(launch: Callable[[], None], forget: Callable[[], None]) -> None:
+    """A change whose launch raises is lost."""
+    forget()
+    launch()

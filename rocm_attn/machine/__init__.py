@@ -1,0 +1,1 @@
+"""What the process runs on: the target, devices, releases, ranks, and settings of the environment."""

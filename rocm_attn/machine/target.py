@@ -1,0 +1,88 @@
+"""Target: what the kernels need to know of a machine; detected once, or written down by a test."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+import torch
+
+from rocm_attn.errors import BadSetting
+from rocm_attn.machine.releases import NOT_KNOWN, Release, Releases, installed_releases
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One kind of device.
+
+    arch:           "gfx942", "gfx950", "sm_90", ...; "cpu" without a GPU, "interpreter" under TRITON_INTERPRET=1
+    compute_units:  CUs (AMD) or SMs (NVIDIA) that run programs at the same time; 1 on a CPU
+    wave_size:      lanes of a wave or warp; 1 on a CPU
+    lds_bytes:      LDS (AMD) or shared memory (NVIDIA) that one program may use
+    fp8_dtype:      the FP8 encoding that the matrix units read, None where they read none
+    releases:       of ROCm and AITER; nothing is known of them where they have no part
+    """
+
+    arch: str
+    compute_units: int
+    wave_size: int
+    lds_bytes: int
+    fp8_dtype: torch.dtype | None
+    releases: Releases = NOT_KNOWN
+
+    @property
+    def is_amd(self) -> bool:
+        return self.arch.startswith("gfx")
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.arch not in ("cpu", "interpreter")
+
+
+# What the image brings (docker/Dockerfile); a choice that is asked for without a machine is made for these.
+IMAGE_RELEASES = Releases(rocm=Release.of("7.2.4"), aiter=Release.of("0.1.21.dev46"))
+
+# Compute units and LDS from the vendors' data sheets: MI300X 304 CUs and 64 KiB, MI355X 256 CUs and 160 KiB,
+# H100 / H200 132 SMs and 227 KiB a block, A100 108 SMs and 163 KiB.
+KNOWN_TARGETS: dict[str, Target] = {
+    "gfx942": Target("gfx942", 304, 64, 64 << 10, torch.float8_e4m3fnuz, IMAGE_RELEASES),
+    "gfx950": Target("gfx950", 256, 64, 160 << 10, torch.float8_e4m3fn, IMAGE_RELEASES),
+    "sm_90": Target("sm_90", 132, 32, 227 << 10, torch.float8_e4m3fn),
+    "sm_80": Target("sm_80", 108, 32, 163 << 10, None),
+    "cpu": Target("cpu", 1, 1, 0, None),
+    # Triton's interpreter on a CPU: a few programs, so that schedules split work and run one after the other.
+    "interpreter": Target("interpreter", 3, 1, 1 << 20, None),
+}
+
+
+def known_target(arch: str) -> Target:
+    """The target written down for an arch; BadSetting lists the known ones."""
+    if arch not in KNOWN_TARGETS:
+        raise BadSetting(f"arch {arch!r} is not known; choose one of {', '.join(KNOWN_TARGETS)}")
+    return KNOWN_TARGETS[arch]
+
+
+def detect_target(device: torch.device) -> Target:
+    """The target of a torch device. Asks the driver, so it is called once when a runtime is built."""
+    if device.type == "cpu":
+        # Triton reads the same variable when its kernels are imported.
+        return KNOWN_TARGETS["interpreter" if os.environ.get("TRITON_INTERPRET") == "1" else "cpu"]
+    if device.type != "cuda":
+        raise BadSetting(f"device {str(device)!r} is not served; use 'cpu' or 'cuda' (HIP devices are 'cuda' in torch)")
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        arch = re.split(r"[:\s]", properties.gcnArchName)[0]
+        wave_size, lds_bytes = 64 if arch.startswith("gfx9") else 32, 64 << 10
+    else:
+        arch = f"sm_{properties.major}{properties.minor}"
+        wave_size, lds_bytes = 32, properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    known = KNOWN_TARGETS.get(arch)
+    return Target(
+        arch=arch,
+        compute_units=properties.multi_processor_count,
+        wave_size=wave_size,
+        lds_bytes=known.lds_bytes if known else lds_bytes,
+        fp8_dtype=known.fp8_dtype if known else None,
+        releases=installed_releases(),
+    )

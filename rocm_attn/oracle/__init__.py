@@ -1,0 +1,1 @@
+"""What attention should give, and how close to that is close enough."""

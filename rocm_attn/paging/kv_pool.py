@@ -1,0 +1,190 @@
+"""KVPool: K and V storage of layers, cut into pages. Page 0 is reserved and zero for ever.
+
+HybridKVPool: one pool for each space that layers live in. Layers with a window may live in the SWA space, whose pages
+are fewer: those that have left every window are used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.step_batch import INT32_MAX
+from rocm_attn.errors import BadProblem, CapacityExceeded
+from rocm_attn.kernels.cache.page_rows import PageRows, empty_vectorised_pages, key_rows, value_rows
+from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space
+from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPages:
+    """One layer's storage.
+
+    k: [pages, page_size, kv_heads, head_dim]
+    v: [pages, page_size, kv_heads, v_head_dim]; of a latent layer the first v_head_dim elements of each row of k
+    Both have another shape in a vectorised pool (kernels/cache/page_rows.py); pages come first in any.
+    """
+
+    k: Tensor
+    v: Tensor
+
+    @property
+    def keys(self) -> PageRows:
+        """k, token by token."""
+        return key_rows(self.k)
+
+    @property
+    def values(self) -> PageRows:
+        """v, token by token."""
+        return value_rows(self.v)
+
+
+class KVPool:
+    """K and V pages for the layers of one space, in order.
+
+    A page id means the same page in every layer, so a sequence needs one row of one table. Each layer has allocations
+    of its own: Triton uses AMD's buffer loads only on storages of up to 2 GiB, which all layers together exceed.
+    """
+
+    def __init__(self, problems: Sequence[Problem], *, num_pages: int, page_size: int, device: torch.device) -> None:
+        self.page_size = page_size
+        if num_pages < 2:
+            raise CapacityExceeded(f"num_pages is {num_pages}; at least 2 are needed, because page 0 is reserved")
+        if num_pages * self.page_size > INT32_MAX:
+            raise CapacityExceeded(
+                f"{num_pages} pages of {self.page_size} tokens overflow an int32 slot id; use at most "
+                f"{INT32_MAX // self.page_size} pages"
+            )
+        self.num_pages = num_pages
+        self.device = device
+        self._pools = tuple(problem.pool for problem in problems)
+        self._layers = tuple(self._allocate(problem) for problem in problems)
+
+    def layer(self, layer: int) -> LayerPages:
+        """The pages of one layer."""
+        return self._layers[layer]
+
+    @property
+    def layers(self) -> tuple[LayerPages, ...]:
+        """The pages of every layer of the space."""
+        return self._layers
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all layers."""
+        return sum(tensor.nbytes for tensor in self._storages())
+
+    def copy_pages(self, source: Tensor, target: Tensor) -> None:
+        """Copy whole pages in every layer: target[i] becomes what source[i] was before the call.
+
+        source, target: int64 [n] page ids on the pool's device; targets are distinct and never page 0
+        """
+        for pages in self._storages():
+            pages.index_copy_(0, target, pages.index_select(0, source))
+
+    def _storages(self) -> Iterator[Tensor]:
+        """The tensors that own memory: a latent layer's v is part of its k."""
+        for layer, pool in zip(self._layers, self._pools, strict=True):
+            yield layer.k
+            if pool is not PoolKind.LATENT:
+                yield layer.v
+
+    def _allocate(self, problem: Problem) -> LayerPages:
+        # Not torch.zeros: nothing may depend on the content of a page that no token was stored to.
+        pages = self._empty(problem)
+        pages.k[RESERVED_PAGE].zero_()
+        pages.v[RESERVED_PAGE].zero_()
+        return pages
+
+    def _empty(self, problem: Problem) -> LayerPages:
+        if problem.pool is PoolKind.VECTORIZED:
+            dims = problem.head_dim, problem.v_head_dim
+            return LayerPages(
+                *empty_vectorised_pages(
+                    self.num_pages,
+                    self.page_size,
+                    problem.num_kv_heads,
+                    dims,
+                    problem.vector_elements,
+                    dtype=problem.dtype,
+                    device=self.device,
+                )
+            )
+        shape = (self.num_pages, self.page_size, problem.num_kv_heads)
+        k = torch.empty(*shape, problem.head_dim, dtype=problem.dtype, device=self.device)
+        if problem.pool is PoolKind.LATENT:
+            return LayerPages(k=k, v=k[..., : problem.v_head_dim])
+        return LayerPages(k=k, v=torch.empty(*shape, problem.v_head_dim, dtype=problem.dtype, device=self.device))
+
+
+class HybridKVPool:
+    """The pools of a model's layers: one in the full space, and one in the SWA space where layers live there.
+
+    problems:  one for each layer
+    num_pages: space -> pages, the reserved page 0 included; layers with a window live in the SWA space if it is named
+
+    Raises BadProblem, CapacityExceeded.
+    """
+
+    def __init__(self, problems: Sequence[Problem], *, num_pages: Mapping[Space, int], device: torch.device) -> None:
+        if not problems:
+            raise BadProblem("no layers: pass one Problem for each attention layer of the model")
+        sizes = sorted({problem.page_size for problem in problems})
+        if len(sizes) != 1:
+            raise BadProblem(f"layers disagree on the page size ({sizes}); one pool has one page size")
+        self.page_size = sizes[0]
+        self.device = device
+        self._space_of_layer = spaces = [space_of(problem, has_swa=Space.SWA in num_pages) for problem in problems]
+        if Space.SWA in num_pages and Space.SWA not in spaces:
+            raise BadProblem("no layer has a window, so nothing would lie in the SWA space; leave swa_pages out")
+        self._pools = {
+            space: KVPool(
+                [problem for problem, its in zip(problems, spaces, strict=True) if its is space],
+                num_pages=pages,
+                page_size=self.page_size,
+                device=device,
+            )
+            for space, pages in num_pages.items()
+        }
+        places = [spaces[:layer].count(space) for layer, space in enumerate(spaces)]
+        self._layers = [self._pools[space].layer(at) for space, at in zip(spaces, places, strict=True)]
+
+    def layer(self, layer: int) -> LayerPages:
+        """The pages of one layer of the model, in the space of its problem."""
+        return self._layers[layer]
+
+    def space_of_layer(self, layer: int) -> Space:
+        """The space that a layer lives in."""
+        return self._space_of_layer[layer]
+
+    def in_space(self, space: Space) -> KVPool:
+        """The pages of the layers of a space."""
+        return self._pools[space]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the full space."""
+        return self._pools[Space.FULL].num_pages
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all layers."""
+        return sum(pool.num_bytes for pool in self._pools.values())
+
+
+def space_of(problem: Problem, *, has_swa: bool) -> Space:
+    """Where the layers of a problem live. has_swa: whether rows have pages in the SWA space."""
+    return Space.SWA if has_swa and problem.window_left != UNLIMITED_WINDOW else Space.FULL
+
+
+def page_bytes(problems: Sequence[Problem]) -> int:
+    """Bytes that one page takes over all layers."""
+    return sum(p.page_size * p.num_kv_heads * _row_elements(p) * p.dtype.itemsize for p in problems)
+
+
+def _row_elements(problem: Problem) -> int:
+    """Elements that a token takes in one KV head of a layer."""
+    return problem.head_dim + (0 if problem.pool is PoolKind.LATENT else problem.v_head_dim)

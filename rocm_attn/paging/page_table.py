@@ -1,0 +1,298 @@
+"""PageTable: which pages of one space each row holds. The host decides; the device copy follows by pending changes.
+
+A row holds the pages [first, end) of its sequence. In the full space first is 0; in the SWA space it moves on with the
+window, and the entries before it are page 0, which no kernel reads for a step that may run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rocm_attn.batch.step_batch import Int32Array
+from rocm_attn.errors import BadBatch, CapacityExceeded
+from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
+
+KEEP_ALL = 2**31 - 1  # more keys than any sequence has
+
+
+@dataclass(slots=True)
+class PendingChanges:
+    """What the device does not know yet.
+
+    cells:  (row, first page_no, one past the last) of changed entries
+    copies: target page -> source page, to be copied before anything else is stored
+    """
+
+    cells: list[tuple[int, int, int]] = field(default_factory=list)
+    copies: dict[int, int] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.cells or self.copies)
+
+
+@dataclass(frozen=True, slots=True)
+class RowWidth:
+    """What a row may hold, and how pages are put into it: never past its end."""
+
+    def require(self, kv_len: int, max_kv_len: int) -> None:
+        """Raise CapacityExceeded unless a row can hold kv_len tokens."""
+        if kv_len > max_kv_len:
+            raise CapacityExceeded(f"{kv_len} tokens exceed the {max_kv_len} that a row can hold; raise max_kv_len")
+
+    def put(self, entries: Int32Array, row: int, first: int, pages: Sequence[int]) -> list[tuple[int, int, int]]:
+        """entries[row, first + i] = pages[i]; the changed cells, as PendingChanges lists them."""
+        end = first + len(pages)
+        entries[row, first:end] = pages
+        return [(row, first, end)]
+
+
+WITHIN_THE_ROW = RowWidth()
+
+# holders of pages, int32 [n] -> whether a row must not write to them
+IsShared = Callable[[Int32Array], npt.NDArray[np.bool_]]
+
+
+def held_by_several(holders: Int32Array) -> npt.NDArray[np.bool_]:
+    """Whether more than one row holds a page."""
+    return holders > 1
+
+
+# a page that no row holds, copies that are still to be made -> whether one of them reads it
+IsSource = Callable[[int, Mapping[int, int]], bool]
+
+
+def still_to_be_copied(page: int, copies: Mapping[int, int]) -> bool:
+    """Whether a page is the source of a copy that no launch has made yet."""
+    return page in copies.values()
+
+
+@dataclass(frozen=True, slots=True)
+class SpacePages:
+    """The pages of a space, before there is a table of them.
+
+    num_pages:   of its pool, the reserved page 0 included
+    knob:        the setting that num_pages came from
+    window_left: previous keys that the furthest-looking layer sees; KEEP_ALL: all of them
+    kept:        tokens before such a window that stay: as many as a sequence may go back, by drafts that are rejected
+    first_page:  the first id that is handed out. Ids of two spaces that share none cannot be mixed up unseen
+    """
+
+    space: Space
+    num_pages: int
+    knob: str = "num_pages"
+    window_left: int = KEEP_ALL
+    kept: int = 0
+    first_page: int = RESERVED_PAGE + 1
+
+    def __post_init__(self) -> None:
+        if not RESERVED_PAGE < self.first_page < self.num_pages:
+            raise CapacityExceeded(
+                f"{self.knob} is {self.num_pages} and the first page handed out is {self.first_page}; at least one "
+                f"page must be handed out, and page {RESERVED_PAGE} is reserved"
+            )
+
+    @property
+    def of(self) -> str:
+        """Behind "pages", in a sentence."""
+        return "" if self.space is Space.FULL else f" of the {self.space.name} space"
+
+    def first_needed(self, start: int, page_size: int) -> int:
+        """The first page_no that steps whose new tokens begin at start or later may need."""
+        return max(0, start - self.window_left - self.kept) // page_size
+
+    def most_held(self, kv_len: int, q_len: int, page_size: int) -> int:
+        """The most pages that a row holds while it grows to kv_len tokens, by up to q_len at a time."""
+        # A stretch of tokens may begin and end within pages.
+        return min(num_pages(kv_len, page_size), num_pages(self.window_left + self.kept + q_len, page_size) + 1)
+
+
+class PageTable:
+    """Rows of pages of one space, int32 [num_rows, width], with reference counts.
+
+    The caller knows how long rows are: `end` is one past a row's last page_no.
+
+    Changes are made in such an order that an interrupt between two statements may lose a page, which is held by no row
+    and not free then, but never leaves one free that a row holds, or shared and not counted so.
+    """
+
+    def __init__(
+        self,
+        pages: SpacePages,
+        *,
+        num_rows: int,
+        width: int,
+        page_size: int,
+        device: torch.device,
+        row_width: RowWidth,
+        is_shared: IsShared,
+        is_source: IsSource,
+    ) -> None:
+        self.pages = pages
+        self.entries_host = np.zeros((num_rows, width), np.int32)
+        self.entries = torch.zeros((num_rows, width), dtype=torch.int32, device=device)
+        self.pending = PendingChanges()
+        self.num_usable_pages = pages.num_pages - pages.first_page
+        self._page_size = page_size
+        self._row_width = row_width
+        self._is_shared = is_shared
+        self._is_source = is_source
+        self._holders = np.zeros(pages.num_pages, np.int32)  # rows that hold a page
+        self._holders[RESERVED_PAGE] = 1
+        self._free = list(range(pages.num_pages - 1, pages.first_page - 1, -1))
+        # No row holds these, but a copy has still to be made of each.
+        self._sources: list[int] = []
+        # Of each row: the first page_no that it holds or will hold, the earliest start of a step whose windows are all
+        # there, and the start at which the next page is out of reach of every later step. int64: sums of two bounds.
+        self._first = np.zeros(num_rows, np.int64)
+        self._earliest_start = np.zeros(num_rows, np.int64)
+        self._next_eviction = np.zeros(num_rows, np.int64)
+        self._set_first(slice(None), 0)
+
+    @property
+    def space(self) -> Space:
+        """What the ids mean."""
+        return self.pages.space
+
+    @property
+    def num_free_pages(self) -> int:
+        return len(self._free)
+
+    def start_over(self, row: int) -> None:
+        """A row that holds nothing begins anew."""
+        self._set_first(row, 0)
+
+    def num_held(self, row: int, end: int) -> int:
+        """Pages that row holds."""
+        return max(0, end - int(self._first[row]))
+
+    def append(self, row: int, end: int, new_end: int) -> None:
+        """Take the pages [end, new_end) of row; those before its window are not taken."""
+        first = max(end, int(self._first[row]))
+        taken = [self._take() for _ in range(first, new_end)]
+        if taken:
+            self.pending.cells += self._row_width.put(self.entries_host, row, first, taken)
+
+    def shares(self, rows: Int32Array, page_no: Int32Array) -> npt.NDArray[np.bool_]:
+        """Whether rows must not write to these pages of theirs."""
+        return self._is_shared(self._holders[self.entries_host[rows, page_no]])
+
+    def held_elsewhere(self, rows: Int32Array, end: int) -> npt.NDArray[np.bool_]:
+        """Of the pages [0, end) of rows, [len(rows), end]: whether another row holds them too."""
+        return self._holders[self.entries_host[rows, :end]] > 1
+
+    def own(self, row: int, page_no: int) -> None:
+        """Put a copy in the place of a page that row shares."""
+        shared = int(self.entries_host[row, page_no])
+        own = self._take()
+        # A page that is itself still waiting to be copied holds nothing yet: copy from where its content is.
+        self.pending.copies[own] = self.pending.copies.get(shared, shared)
+        self.pending.cells.append((row, page_no, page_no + 1))
+        self.entries_host[row, page_no] = own
+        self._holders[shared] -= 1
+
+    def share(self, row: int, child: int, kv_len: int, end: int) -> None:
+        """Let child hold the pages [., end) of row that steps from kv_len on may need.
+
+        Raises BadBatch where some of these have left the window of row; nothing is changed then.
+        """
+        if 0 < kv_len < self._earliest_start[row]:
+            raise BadBatch(
+                f"the pages that {kv_len} shared tokens would be attended with have left the window of row {row}; "
+                f"share at least {self._earliest_start[row]} tokens, or compute them again"
+            )
+        first = max(int(self._first[row]), self.pages.first_needed(kv_len, self._page_size))
+        self._set_first(child, first if kv_len else 0)
+        if first < end:
+            pages = self.entries_host[row, first:end]
+            self._holders[pages] += 1
+            self.entries_host[child, first:end] = pages
+            self.pending.cells.append((child, first, end))
+
+    def evict(self, rows: Int32Array, start: Int32Array, end: Int32Array) -> None:
+        """Give back the pages that no step needs whose new tokens begin at start[i] or later in rows[i].
+
+        They may be handed out again at once: the table is changed, and pages are written, by launches behind those
+        that may still read them, on the same stream. Only rows that leave a page cost a Python iteration.
+        """
+        due = start >= self._next_eviction[rows]
+        if due.any():
+            for row, begin, stop in zip(rows[due].tolist(), start[due].tolist(), end[due].tolist(), strict=True):
+                first = self.pages.first_needed(begin, self._page_size)
+                self._give_back(row, int(self._first[row]), min(first, stop))
+                self._set_first(row, first)
+
+    def cut(self, row: int, first: int, end: int) -> None:
+        """Give back the pages [first, end) of row, the last ones that it holds."""
+        self._give_back(row, max(first, int(self._first[row])), end)
+
+    def release(self, row: int, end: int) -> None:
+        """Give all pages of a row back."""
+        self._give_back(row, int(self._first[row]), end)
+
+    def check_windows(self, rows: Int32Array, start: Int32Array) -> None:
+        """Raise BadBatch where a step that begins at start[i] in rows[i] would look at pages that were given back."""
+        early = start < self._earliest_start[rows]
+        if early.any():
+            seq = int(np.argmax(early))
+            raise BadBatch(
+                f"sequence {seq} has its first new token at {start[seq]}, but row {rows[seq]} holds the keys of "
+                f"windows from {self._earliest_start[rows[seq]]} on; raise swa_kept to the tokens it goes back"
+            )
+
+    def pending_updates(self) -> Int32Array:
+        """Changed cells as (row, column, entry), int32 [n, 3].
+
+        Entries are read now, from the host's copy: a cell that changed twice occurs twice, with the same entry.
+        """
+        if not self.pending.cells:
+            return np.empty((0, 3), np.int32)
+        ranges = np.array(self.pending.cells, np.int32)
+        counts = ranges[:, 2] - ranges[:, 1]
+        starts = np.cumsum(counts) - counts
+        updates = np.empty((int(counts.sum()), 3), np.int32)
+        updates[:, 0] = np.repeat(ranges[:, 0], counts)
+        updates[:, 1] = np.arange(len(updates)) + np.repeat(ranges[:, 1] - starts, counts)
+        updates[:, 2] = self.entries_host[updates[:, 0], updates[:, 1]]
+        return updates
+
+    def copies_made(self) -> None:
+        """Every pending copy was launched: its source may be handed out again, if no row holds it any more."""
+        self.pending.copies.clear()
+        sources, self._sources = self._sources, []
+        self._free += sources
+
+    def _set_first(self, row: int | slice, first: int) -> None:
+        """The first page_no of row, and what follows from it."""
+        tokens = first * self._page_size
+        self._first[row] = first
+        self._earliest_start[row] = tokens + self.pages.window_left if first else 0
+        self._next_eviction[row] = tokens + self._page_size + self.pages.window_left + self.pages.kept
+
+    def _give_back(self, row: int, first: int, end: int) -> None:
+        if first < end:
+            pages = self.entries_host[row, first:end].tolist()
+            self.pending.cells.append((row, first, end))
+            self.entries_host[row, first:end] = RESERVED_PAGE
+            for page in pages:
+                if page != RESERVED_PAGE:  # it is where an interrupted call comes again
+                    self._drop(page)
+
+    def _take(self) -> int:
+        page = self._free.pop()
+        self._holders[page] = 1
+        return page
+
+    def _drop(self, page: int) -> None:
+        self._holders[page] -= 1
+        if self._holders[page] == 0:
+            source = self.pending.copies.pop(page, page)
+            # A page handed out too early would be written to before it was read by a copy that is launched once more.
+            (self._sources if self._is_source(page, self.pending.copies) else self._free).append(page)
+            if source in self._sources and not self._is_source(source, self.pending.copies):
+                self._sources.remove(source)
+                self._free.append(source)

@@ -1,0 +1,166 @@
+"""What is known of the tokens of rows: up to which one their K and V are stored, and which of them other rows share.
+
+StoredTokens knows it from step to step. StepStores knows which layers the step that runs has stored in: a step that
+raised half way through the layers has stored nothing, and one that only attends writes to no page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.errors import BadBatch
+
+# tokens that a fork shares with its parent -> the first token that either may store
+SharedFloor = Callable[[int], int]
+
+
+def behind_what_is_shared(kv_len: int) -> int:
+    """Neither row stores what both may read."""
+    return kv_len
+
+
+class StoredTokens:
+    """Of each row of the request table, int32 [num_rows].
+
+    stored_len: tokens whose K and V are stored in every layer
+    changed:    rows that were cut since the step that runs was staged: they may be others now
+    floor:      the first token that a step may store; those before it may lie in pages that other rows hold too
+    """
+
+    def __init__(self, num_rows: int, shared_floor: SharedFloor) -> None:
+        self._stored_len = np.zeros(num_rows, np.int32)
+        # rows and kv_len of the last step, which is not in stored_len yet: mostly the next one goes on from there.
+        self._last = (b"", b"")
+        self.floor = np.zeros(num_rows, np.int32)
+        self.has_floors = False
+        self._shared_floor = shared_floor
+        self.changed: list[int] = []
+
+    @property
+    def stored_len(self) -> Int32Array:
+        """See the class; to be written to as well."""
+        rows, kv_len = self._last
+        if rows:
+            self._stored_len[np.frombuffer(rows, np.int32)] = np.frombuffer(kv_len, np.int32)
+            self._last = (b"", b"")
+        return self._stored_len
+
+    def goes_on(self, batch: StepBatch) -> bool:
+        """Whether a step has the rows of the last one, and its new tokens come next in all of them.
+
+        Most steps do; nothing else has to be asked of them.
+        """
+        return self._last == (batch.rows.tobytes(), (batch.kv_len - batch.q_len).tobytes())
+
+    def start_over(self, row: int) -> None:
+        """A row that holds nothing begins anew."""
+        self.forget(row, 0)
+        self.lower_from(row, 0)
+
+    def share(self, row: int, child: int, kv_len: int) -> None:
+        """child gets the first kv_len tokens of row."""
+        stored_len = self.stored_len
+        stored_len[child] = min(kv_len, int(stored_len[row]))
+        floor = self._shared_floor(kv_len)
+        self.floor[child] = floor
+        self.floor[row] = max(floor, int(self.floor[row]))
+        self.has_floors = self.has_floors or floor > 0
+
+    def forget(self, row: int, kv_len: int) -> None:
+        """Tokens of row from kv_len on do not count as stored."""
+        self.changed.append(row)
+        stored_len = self.stored_len
+        stored_len[row] = min(kv_len, int(stored_len[row]))
+
+    def lower_from(self, row: int, kv_len: int) -> None:
+        """Row has given back the pages behind kv_len: it shares nothing there."""
+        if self.floor[row] > kv_len:
+            self.lower(np.array([row]), np.array([kv_len], np.int32))
+
+    def lower(self, rows: npt.NDArray[np.integer], floor: Int32Array) -> None:
+        """Tokens from floor[i] on of rows[i] lie in pages that no other row holds."""
+        self.floor[rows] = floor
+        self.has_floors = bool(self.floor.any())
+
+    def end_step(self, batch: StepBatch, *, complete: bool) -> None:
+        """A step has written to pages; complete: in every layer. Otherwise its tokens have still to be stored."""
+        rows, kv_len, q_len = batch.rows, batch.kv_len, batch.q_len
+        if complete and batch.min_q_len > 0 and not self.changed:
+            named = rows.tobytes()
+            if named != self._last[0]:
+                _ = self.stored_len
+            self._last = named, kv_len.tobytes()  # copies: the caller may go on with the same arrays
+            return
+        stored_len = self.stored_len
+        reached = kv_len if complete else np.minimum(kv_len - q_len, stored_len[rows])
+        wrote = (q_len > 0) & ~np.isin(rows, self.changed)
+        stored_len[rows[wrote]] = reached[wrote]
+
+
+class StepStores:
+    """The layers that the step that runs has stored in.
+
+    num_layers:     of the runtime
+    tokens:         learns what was stored
+    require_stored: raises BadBatch unless all tokens of a step's rows are stored
+    """
+
+    def __init__(self, num_layers: int, tokens: StoredTokens, require_stored: Callable[[StepBatch], None]) -> None:
+        self._tokens = tokens
+        self._all = (1 << num_layers) - 1
+        self._require_stored = require_stored
+        self._batch: StepBatch | None = None
+        self._done = [0]
+        self._wrote = False
+        self.refusal = ""
+
+    def begin(self, batch: StepBatch, num_children: int, refusal: str) -> None:
+        """A step is staged. refusal: why it may not store, or nothing."""
+        self._batch, self.refusal = batch, refusal
+        self._done = [0] * num_children
+        self._wrote = False
+        self._tokens.changed.clear()
+
+    def before_store(self) -> None:
+        """Raise BadBatch for a step that would write to a page that several rows hold."""
+        if self.refusal:
+            raise BadBatch(self.refusal)
+        self._wrote = True
+
+    def after_store(self, child: int, layer: int) -> None:
+        """A child of the step has stored in a layer."""
+        self._done[child] |= 1 << layer
+
+    def before_attend(self, child: int, layer: int) -> None:
+        """Raise BadBatch for a child that attends to tokens that were stored neither before nor by this step."""
+        if not self._done[child] >> layer & 1 and self._batch is not None:
+            self._require_stored(self._batch)
+
+    @property
+    def layers(self) -> int:
+        """Bit i: every child has stored in layer i."""
+        layers = self._all
+        for done in self._done:
+            layers &= done
+        return layers
+
+    def before_replay(self, layers: int) -> None:
+        """The step is about to be run by a graph that stores in these layers. Raises as what is before the calls."""
+        if layers:
+            self.before_store()
+        if layers != self._all and self._batch is not None:
+            self._require_stored(self._batch)
+
+    def after_replay(self, layers: int) -> None:
+        """The graph was launched."""
+        self._done = [layers]
+
+    def end(self) -> None:
+        """The step is over, whether it went well or not. Doing it again is harmless: an interrupt may break it off."""
+        if self._batch is not None and self._wrote:
+            self._tokens.end_step(self._batch, complete=self.layers == self._all)
+        self._batch = None

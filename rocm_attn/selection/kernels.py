@@ -1,0 +1,77 @@
+"""The kernels of a runtime: chosen by select(), among those that this machine has and that pass a probe."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from rocm_attn.machine.agreement import Agree, alone
+from rocm_attn.machine.target import Target
+from rocm_attn.problem import Problem
+from rocm_attn.providers.aiter import library
+from rocm_attn.providers.contract import PoolSize
+from rocm_attn.providers.select import Selection, Unavailable, select
+from rocm_attn.selection.probe import wrong_kernels
+from rocm_attn.selection.probe_runs import MakeRuntime
+
+
+def choose_kernels(
+    problems: Sequence[Problem],
+    target: Target,
+    provider: str,
+    pool: PoolSize,
+    *,
+    deterministic: bool = False,
+    device: torch.device,
+    make_runtime: MakeRuntime,
+    agree: Agree = alone,
+) -> tuple[Selection, ...]:
+    """A selection for each problem, in order.
+
+    Kernels of other libraries run the problem's own shape against the reference first, once for each arch and version;
+    one that is wrong is switched off, and the next is taken. On the meta device, where nothing runs, all of them count
+    as installed and right.
+
+    make_runtime: makes the small runtimes of the probe
+    agree:        a kernel that is missing or wrong on one rank is left out on all
+    Raises Unsupported, BadSetting.
+    """
+    runs = device.type != "meta"
+    unavailable = dict(agree(missing_kernels(target, provider) if runs else {}))
+    while True:
+        selections = tuple(
+            select(problem, target, provider, pool=pool, unavailable=unavailable, deterministic=deterministic)
+            for problem in problems
+        )
+        wrong = agree(wrong_kernels(selections, device, make_runtime) if runs else {})
+        if not wrong:
+            break
+        unavailable.update(wrong)
+    for selection in selections:
+        if provider == "auto" and target.is_amd and runs and not deterministic:
+            _say_what_fell_back(selection)
+    return selections
+
+
+def missing_kernels(target: Target, provider: str) -> Unavailable:
+    """Kernels of AITER's that a provider would take on a target, and what the installed AITER lacks for them."""
+    return library.unavailable() if provider in ("auto", "aiter") and target.is_amd else {}
+
+
+def _say_what_fell_back(selection: Selection) -> None:
+    """Name the kinds of step that AITER does not serve, and why."""
+    for kind, kernel in selection.kernels.items():
+        reasons = [
+            f"{r.kernel}: {r.reason}" for r in selection.refusals if r.kind is kind and "not bound" not in r.reason
+        ]
+        # Kinds that AITER has no kernels for have nothing to fall back from.
+        if kernel.row.provider != "aiter" and reasons:
+            _warn_once(f"{kind.value} steps are served by {kernel.row.name}, not by AITER ({'; '.join(reasons)})")
+
+
+@cache
+def _warn_once(sentence: str) -> None:
+    logging.getLogger(__name__).warning("%s", sentence)

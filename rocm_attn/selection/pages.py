@@ -1,0 +1,143 @@
+"""Page size and layout of a pool, chosen before it is allocated: those with the best kernels over all layers and steps.
+
+Kernels differ in the pages that they read, and a pool has one page size and one layout for all of its layers. So the
+choice is joint: what suits the decode kernel may leave extend steps to a kernel that nobody would have taken.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from rocm_attn.batch.padding import StepKind
+from rocm_attn.errors import BadProblem, Unsupported
+from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.providers.select import ROWS, Selection
+
+# What stands for a page size, or a pool, that is to be chosen.
+AUTO: Literal["auto"] = "auto"
+
+# Tokens in a page, in order of preference where kernels are equally good: small pages waste less at a sequence's end
+# and are shared more often, but every page is an entry of the table.
+PAGE_SIZES = (16, 32, 64, 128, 1, 1024)
+
+# Layouts, in order of preference: every kernel of this project reads linear pages, and so does what shares prefixes,
+# takes masks or is deterministic. Latent layers have a pool of their own kind in any case.
+POOLS = (PoolKind.SPLIT, PoolKind.VECTORIZED)
+
+# Masked steps come with the layers that ask for masks, and choose no pages for the others; nor do steps that share
+# prefixes, which not every server has.
+_KINDS = tuple(kind for kind in StepKind if kind not in (StepKind.MASKED, StepKind.SHARED))
+
+
+@dataclass(frozen=True, slots=True)
+class PageChoice:
+    """A page size and a layout, and what each pair that was considered came to.
+
+    pool:  of the layers that are not latent
+    lines: a sentence each, in order of preference; none where nothing was left open
+    """
+
+    page_size: int
+    pool: PoolKind
+    lines: tuple[str, ...]
+
+    def describe(self) -> str:
+        """The pages in words."""
+        return f"{_layout(self.pool)}pages of {self.page_size} tokens"
+
+    def problems(self, problems: Sequence[Problem]) -> tuple[Problem, ...]:
+        """The same layers over these pages. Raises BadProblem where they cannot be."""
+        return tuple(_over(problem, self.page_size, self.pool) for problem in problems)
+
+
+def open_page_sizes(page_size: int | Literal["auto"]) -> tuple[int, ...]:
+    """The page sizes to choose from, where one is asked for or left open."""
+    return PAGE_SIZES if page_size == AUTO else (page_size,)
+
+
+def open_pools(pool: PoolKind | Literal["auto"]) -> tuple[PoolKind, ...]:
+    """The layouts to choose from, where one is asked for or left open."""
+    return POOLS if pool == AUTO else (pool,)
+
+
+def choose_pages(
+    problems: Sequence[Problem],
+    choose: Callable[[Problem], Selection],
+    page_sizes: Sequence[int] = PAGE_SIZES,
+    pools: Sequence[PoolKind] = POOLS,
+) -> PageChoice:
+    """The pages over which the most layers and kinds of step are served by the first provider that serves any.
+
+    Among equals the first of pools: rows over different layouts have no order. Then the pages whose kernels come first
+    in their provider's rows; then the first of page_sizes. Nothing is asked where there is only one choice.
+
+    problems:   one for each layer; their own page sizes and layouts are not looked at, but for latent ones
+    choose:     the kernels of a problem, as select(); raises Unsupported
+    Raises Unsupported where no pages serve every layer, with the reasons of each.
+    """
+    if len(page_sizes) == len(pools) == 1:
+        return PageChoice(page_sizes[0], pools[0], ())
+    costs: dict[tuple[PoolKind, int], tuple[int, int, int]] = {}
+    lines, reasons = [], []
+    # Latent layers alone have one layout.
+    for pool in pools if any(problem.pool is not PoolKind.LATENT for problem in problems) else pools[:1]:
+        for page_size in page_sizes:
+            pages = f"{_layout(pool)}pages of {page_size}"
+            try:
+                counted = Counter(_over(problem, page_size, pool) for problem in problems)
+                layers = [(choose(problem), count) for problem, count in counted.items()]
+            except BadProblem as impossible:
+                lines.append(f"{pages}: some layers cannot have them")
+                reasons.append(f"{pages}: {impossible}")
+                continue
+            except Unsupported as unsupported:
+                lines.append(f"{pages}: some layers have no kernel")
+                reasons += [f"{pages}: {reason}" for reason in unsupported.reasons]
+                continue
+            by_provider, by_row = _cost(layers)
+            costs[pool, page_size] = by_provider, pools.index(pool), by_row
+            lines.append(f"{pages}: {_shares(layers)}")
+    if not costs:
+        sizes, layouts = ", ".join(map(str, page_sizes)), " or ".join(pool.value for pool in pools)
+        raise Unsupported(f"no page size of {sizes} has kernels for every layer over {layouts}", reasons)
+    pool, page_size = min(costs, key=costs.__getitem__)
+    return PageChoice(page_size, pool, tuple(lines))
+
+
+def _layout(pool: PoolKind) -> str:
+    return "vectorised " if pool is PoolKind.VECTORIZED else ""
+
+
+def _over(problem: Problem, page_size: int, pool: PoolKind) -> Problem:
+    """The layer over such pages."""
+    return replace(problem, page_size=page_size, pool=problem.pool if problem.pool is PoolKind.LATENT else pool)
+
+
+def _cost(layers: Sequence[tuple[Selection, int]]) -> tuple[int, int]:
+    """How far down the providers, and how far down their rows, the kernels of all layers and steps are."""
+    providers = list(ROWS)
+    by_provider = by_row = 0
+    for selection, count in layers:
+        for kind in _KINDS:
+            row = selection.kernel(kind).row
+            rows = ROWS[row.provider]
+            by_provider += count * providers.index(row.provider)
+            # A prefill that has no kernel of its own is served by a row that comes later than any of its own.
+            by_row += count * (rows.index(row) if row.kind is kind else len(rows))
+    return by_provider, by_row
+
+
+def _shares(layers: Sequence[tuple[Selection, int]]) -> str:
+    """Which provider serves how many of all pairs of a layer and a kind of step."""
+    shares = Counter(
+        {
+            provider: sum(c for s, c in layers for kind in _KINDS if s.kernel(kind).row.provider == provider)
+            for provider in ROWS
+        }
+    )
+    total = sum(shares.values())
+    named = [f"{provider} serves {share} of {total}" for provider, share in shares.items() if share]
+    return f"{', '.join(named)} kinds of step over {sum(count for _, count in layers)} layers"

@@ -1,0 +1,84 @@
+"""A probe of kernels of other libraries: each runs the model's own shape against the reference before it serves.
+
+A library may be built without a variant, or with a wrong one, and says so only by its results. The probe takes whole
+steps of small runtimes (probe_runs.py). Verdicts are kept on disk by arch and versions, so that a process after the
+first one does not run it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from rocm_attn.machine import releases
+from rocm_attn.providers.select import Selection
+from rocm_attn.selection.probe_runs import ALL_OF_IT, MakeRuntime, edge_run, random_run
+
+
+def wrong_kernels(
+    selections: Sequence[Selection], device: torch.device, make_runtime: MakeRuntime
+) -> Mapping[str, str]:
+    """Name of a kernel of another library -> why it is not to be used, for those among the selections that are wrong.
+
+    Every kernel runs on the device, unless a verdict for it is on disk. Whatever a kernel raises is what is wrong with
+    it, but for KeyboardInterrupt.
+    """
+    wrong: dict[str, str] = {}
+    for selection in selections:
+        foreign = {kernel.row.name for kernel in selection.kernels.values() if kernel.row.provider == "aiter"}
+        if foreign:
+            wrong.update(_verdict(selection, device, make_runtime))
+    return wrong
+
+
+def _verdict(selection: Selection, device: torch.device, make_runtime: MakeRuntime) -> Mapping[str, str]:
+    place = _place(selection, device)
+    if place is not None and place.is_file():
+        return _read(place)
+    wrong = random_run(selection, device, make_runtime) or edge_run(selection, device, make_runtime)
+    verdict = {} if wrong is None else {wrong.kernel: f"switched off by its probe: {wrong.what}"}
+    # Memory that is short today may be there tomorrow.
+    if place is not None and not (wrong is not None and wrong.lacks_memory):
+        _write(place, verdict)
+    return verdict
+
+
+def _place(selection: Selection, device: torch.device) -> Path | None:
+    """The file of a selection's verdict; none where AITER's version is not known, and may change unseen."""
+    version = releases.aiter_version()
+    if not version:
+        return None
+    facts = {
+        "arch": selection.target.arch,
+        "compute_units": selection.target.compute_units,
+        "device": device.type,
+        "aiter": version,
+        "rocm": str(selection.target.releases.rocm),
+        "torch": torch.__version__,
+        "kernels": sorted(kernel.bound.describe() for kernel in selection.kernels.values()),
+        "probe": ALL_OF_IT,
+    }
+    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "rocm_attn" / "probes" / f"{name}.json"
+
+
+def _read(place: Path) -> Mapping[str, str]:
+    verdict: dict[str, str] = json.loads(place.read_text())
+    return verdict
+
+
+def _write(place: Path, wrong: Mapping[str, str]) -> None:
+    """Keep a verdict, whole or not at all; where the disk cannot be written, the next process probes again."""
+    part = place.with_name(f"{place.name}.{os.getpid()}.part")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(dict(wrong)))
+        os.replace(part, place)
+    except OSError:
+        return

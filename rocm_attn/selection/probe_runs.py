@@ -1,0 +1,345 @@
+"""What the probe runs: steps of a small runtime over one kind of layer, each compared with the reference.
+
+random_run: random rows, as a model has them. Several sequences, prompts, chunks over a prefix, mixed and padded steps,
+            NaN wherever nothing was stored. What is wrong by a whole tile, head or sequence shows.
+edge_run:   rows in which the keys at the edges of what a query sees decide its result (probe_edges.py), at lengths
+            where kernels change their ways. What is wrong by one key shows, among 4,096 others too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.errors import RocmAttnError
+from rocm_attn.oracle.numerics import BOUNDS
+from rocm_attn.oracle.reference import attend_sequence
+from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.providers.aiter import library
+from rocm_attn.providers.contract import LayerKernel, PoolSize
+from rocm_attn.providers.select import Selection
+from rocm_attn.selection.probe_edges import (
+    EDGE_STEPS,
+    LENGTHS,
+    NUM_EDGE_ROWS,
+    EdgeRows,
+    cached_lengths,
+    gentle_weights,
+    prompt_lengths,
+)
+from rocm_attn.step.head_weights import HeadWeights
+
+# Makes an AttentionRuntime, by the keywords of its constructor; untyped, because a runtime asks for kernels itself.
+MakeRuntime = Callable[..., Any]
+
+# New tokens of three sequences, step by step. Together they cross pages, tiles and partitions of 256 keys, and every
+# kind of step is met twice: on short and on long sequences.
+_STEPS: tuple[tuple[int, ...], ...] = (
+    (5, 2, 17),
+    (1, 1, 1),
+    (3, 2, 9),
+    (1, 0, 4),
+    (70, 2, 251),
+    (1, 1, 1),
+    (1, 33, 1),
+)
+_PAD_TO = 4
+# A large batch: kernels cut its sequences into fewer parts, or into none, which is another way through them.
+_MANY = 512
+# The longest sequence gets 284 tokens in these steps.
+_MAX_KV_LEN = 512
+
+# Of new tokens, the last ones that are compared: the reference takes float64 for each of them and each key.
+_MOST_COMPARED = 96
+
+# Tokens that are stored at once where nothing attends.
+_CHUNK = 4096
+
+# What a verdict depends on, beside the machine and the kernels.
+ALL_OF_IT = [_STEPS, _MAX_KV_LEN, EDGE_STEPS, LENGTHS, _MANY]
+
+
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """The first kernel of another library that is wrong, and what about it.
+
+    lacks_memory: whether it failed for want of memory
+    """
+
+    kernel: str
+    what: str
+    lacks_memory: bool = False
+
+
+class _Failed(Exception):
+    """A kernel of another library raised something."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What a step brings: q, k and v of its padded tokens, each [tokens, heads, dim]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+@dataclass
+class _Run:
+    """A small runtime, and all that its sequences have stored, in order: [tokens, kv_heads, dim]."""
+
+    runtime: Any
+    problem: Problem
+    weights: HeadWeights
+    rows: list[int]
+    k: list[Tensor] = field(default_factory=list)
+    v: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        selection: Selection,
+        device: torch.device,
+        make_runtime: MakeRuntime,
+        *,
+        max_kv_len: int,
+        num_seqs: int,
+        weights: HeadWeights,
+    ) -> _Run:
+        problem = selection.problem
+        num_pages = 1 + num_seqs * -(-max_kv_len // problem.page_size)
+        runtime = make_runtime(
+            [problem],
+            device=device,
+            num_pages=num_pages,
+            max_num_seqs=num_seqs,
+            max_kv_len=max_kv_len,
+            target=selection.target,
+            capture_sizes=(_PAD_TO,),
+            selections=(_for_a_pool_of(selection, PoolSize(num_pages, max_kv_len, _PAD_TO)),),
+        )
+        stored = runtime.pool.layer(0)
+        stored.k[1:] = float("nan")
+        stored.v[1:] = float("nan")
+        runtime.head_weights.set(0, weights.to(runtime.device))
+        run = cls(runtime, problem, weights.to(runtime.device), [])
+        run.admit(num_seqs)
+        return run
+
+    def admit(self, num_seqs: int) -> None:
+        """Begin so many sequences, in place of those that there were."""
+        for row in self.rows:
+            self.runtime.table.free(row)
+        problem = self.problem
+        self.rows = [self.runtime.table.admit() for _ in range(num_seqs)]
+        empty = torch.empty(0, problem.num_kv_heads, problem.head_dim, dtype=problem.dtype, device=self.runtime.device)
+        self.k = [empty for _ in self.rows]
+        self.v = [empty[..., : problem.v_head_dim] for _ in self.rows]
+
+    @property
+    def kv_len(self) -> list[int]:
+        """Of each sequence."""
+        return [len(k) for k in self.k]
+
+    def store(self, q_len: Sequence[int], k: Sequence[Tensor], v: Sequence[Tensor]) -> None:
+        """Append rows of each sequence that nothing attends to yet, a chunk at a time."""
+        for first in range(0, max(q_len), _CHUNK):
+            new = [max(0, min(length - first, _CHUNK)) for length in q_len]
+            with self._step(new) as step:
+                chunks = (
+                    self._packed([rows[first : first + n] for rows, n in zip(each, new, strict=True)], step)
+                    for each in (k, v)
+                )
+                brought = self._rows(torch.empty(0), *chunks)
+                self.runtime.store(0, brought.k, brought.v)
+            self._remember(brought.k, brought.v, new)
+
+    def wrong(self, q_len: Sequence[int], rows_of: Callable[[Any], _Rows], pad_to: int = _PAD_TO) -> Wrong | None:
+        """What is wrong with a step of so many new tokens; None where nothing is, or where the kernel is our own.
+
+        rows_of: what the running step brings
+        """
+        with self._step(q_len, pad_to) as step:
+            kernel = step.plan.kernels[0].row.name
+            rows = rows_of(step)
+            self.runtime.store(0, rows.k, rows.v)
+            self._remember(rows.k, rows.v, q_len)
+            if kernel not in library.ENTRY_POINTS:
+                return None
+            try:
+                what, lacks_memory = self._difference(step, q_len, rows.q), False
+            except _Failed as failed:
+                error = failed.__cause__
+                text = str(error).strip()
+                what = f"it raised {text.splitlines()[0]!r}" if text else f"it raised {type(error).__name__}"
+                lacks_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+            where = f"in {_named(step.plan.shape.kind)} of lengths {', '.join(map(str, self.kv_len))}"
+            return Wrong(kernel, f"{what} {where}", lacks_memory) if what else None
+
+    @contextmanager
+    def _step(self, q_len: Sequence[int], pad_to: int = _PAD_TO) -> Iterator[Any]:
+        kv_len = [had + new for had, new in zip(self.kv_len, q_len, strict=True)]
+        for row, length in zip(self.rows, kv_len, strict=True):
+            self.runtime.table.reserve(row, length)
+        as_int32 = (np.array(each, np.int32) for each in (self.rows, kv_len, q_len))
+        step = self.runtime.begin_step(StepBatch(*as_int32), pad_to)
+        try:
+            yield step
+        finally:
+            self.runtime.end_step()
+
+    def _rows(self, q: Tensor, k: Tensor, v: Tensor) -> _Rows:
+        """What a step brings; over a latent pool, V is a part of K."""
+        return _Rows(q, k, k[..., : self.problem.v_head_dim] if self.problem.pool is PoolKind.LATENT else v)
+
+    def _packed(self, rows: Sequence[Tensor], step: Any) -> Tensor:
+        """Rows of each sequence as those of a step: one behind the other, NaN in padded tokens."""
+        packed = torch.cat(list(rows))
+        padded = packed.new_full((step.token_ids.shape[0], *packed.shape[1:]), float("nan"))
+        padded[: len(packed)] = packed
+        return padded
+
+    def _remember(self, k: Tensor, v: Tensor, q_len: Sequence[int]) -> None:
+        first = 0
+        for seq, new in enumerate(q_len):
+            token = slice(first, first + new)
+            self.k[seq], self.v[seq] = torch.cat([self.k[seq], k[token]]), torch.cat([self.v[seq], v[token]])
+            first += new
+
+    def wrong_at_edges(
+        self, cached: Sequence[int], steps: Sequence[Sequence[int]], last_pad_to: int = _PAD_TO
+    ) -> Wrong | None:
+        """What is wrong with these steps of new sequences, over so many tokens in the cache, at the edges.
+
+        last_pad_to: what the last step is padded to
+        """
+        self.admit(len(cached))
+        of_seq = list(zip(*steps, strict=True))
+        edges = [
+            EdgeRows.of(self.problem, length, q_len, seed).to(self.runtime.device)
+            for seed, (length, q_len) in enumerate(zip(cached, of_seq, strict=True))
+        ]
+        self.store(cached, [rows.k for rows in edges], [rows.v for rows in edges])
+        for number, q_len in enumerate(steps, 1):
+            new = [slice(had, had + n) for had, n in zip(self.kv_len, q_len, strict=True)]
+
+            def rows_of(step: Any, new: Sequence[slice] = new) -> _Rows:
+                q, k, v = (
+                    self._packed([getattr(rows, name)[span] for rows, span in zip(edges, new, strict=True)], step)
+                    for name in ("q", "k", "v")
+                )
+                return self._rows(q, k, v)
+
+            wrong = self.wrong(q_len, rows_of, last_pad_to if number == len(steps) else _PAD_TO)
+            if wrong is not None:
+                return wrong
+        return None
+
+    def _difference(self, step: Any, q_len: Sequence[int], q: Tensor) -> str:
+        """What is wrong with a running step's output; empty when nothing is. Raises _Failed."""
+        problem = self.problem
+        out = torch.full_like(q[..., : problem.v_head_dim], float("nan"))
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if problem.wants_lse else None
+        with _foreign_failures():
+            self.runtime.attend(0, q, out, lse)
+            out, lse = out.clone(), None if lse is None else lse.clone()
+            if out.is_cuda:
+                torch.cuda.synchronize(out.device)  # a kernel fails when it runs, not when it is launched
+        first = 0
+        for seq, new in enumerate(q_len):
+            token = slice(max(first, first + new - _MOST_COMPARED), first + new)
+            want, want_lse = attend_sequence(q[token], self.k[seq], self.v[seq], problem, self.weights)
+            if not self._close(out[token], want) or not (lse is None or self._close(lse[token], want_lse)):
+                return f"sequence {seq} of {len(q_len)} is wrong"
+            first += new
+        return "" if bool((out[first:] == 0).all()) else "a padded token is not zero"
+
+    def _close(self, result: Tensor, reference: Tensor) -> bool:
+        bound = BOUNDS[self.problem.dtype]
+        return bool(torch.isclose(result.double(), reference, atol=bound.atol, rtol=bound.rtol).all())
+
+
+def random_run(selection: Selection, device: torch.device, make_runtime: MakeRuntime) -> Wrong | None:
+    """The first kernel that is wrong on random rows; the rest is not looked at before it is replaced."""
+    problem, generator = selection.problem, torch.Generator().manual_seed(0)
+    run = _Run.of(
+        selection,
+        device,
+        make_runtime,
+        max_kv_len=_MAX_KV_LEN,
+        num_seqs=len(_STEPS[0]),
+        weights=HeadWeights.random(problem, generator),
+    )
+
+    def rows_of(step: Any) -> _Rows:
+        def random(num_heads: int, dim: int) -> Tensor:
+            rows = torch.randn(step.token_ids.shape[0], num_heads, dim, generator=generator)
+            rows[step.num_tokens :] = float("nan")
+            return rows.to(run.runtime.device, problem.dtype)
+
+        heads = (problem.num_q_heads, problem.head_dim), (problem.num_kv_heads, problem.head_dim)
+        return run._rows(*(random(*each) for each in (*heads, (problem.num_kv_heads, problem.v_head_dim))))
+
+    found = (run.wrong(q_len, rows_of) for q_len in _STEPS)
+    return next((wrong for wrong in found if wrong is not None), None)
+
+
+def edge_run(selection: Selection, device: torch.device, make_runtime: MakeRuntime) -> Wrong | None:
+    """The first kernel that sees a key too few or too many; the rest is not looked at before it is replaced.
+
+    A step with nothing in the cache, then one of each kind over what was stored without attention.
+    """
+    problem = selection.problem
+    prompt, cached = prompt_lengths(problem), cached_lengths(problem)
+    max_kv_len = max(*prompt, *cached) + NUM_EDGE_ROWS
+    run = _Run.of(
+        selection,
+        device,
+        make_runtime,
+        max_kv_len=max_kv_len,
+        num_seqs=len(cached),
+        weights=gentle_weights(problem, max_kv_len),
+    )
+    wrong = run.wrong_at_edges((0,) * len(prompt), (prompt,)) or run.wrong_at_edges(
+        cached, EDGE_STEPS, last_pad_to=_MANY
+    )
+    return wrong and replace(wrong, what=f"by a key at an edge: {wrong.what}")
+
+
+@contextmanager
+def _foreign_failures() -> Iterator[None]:
+    """Whatever a kernel of another library raises becomes _Failed, with it as its cause.
+
+    Compilers that fail, tiles that do not fit, memory that is short, modules that are not there, assertions: none of
+    them is a reason to stop a model that another kernel can serve. Releases up to v0.1.10 leave by SystemExit where
+    they cannot compile. What this project raises stays what it is, and so does KeyboardInterrupt.
+    """
+    try:
+        yield
+    except RocmAttnError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise _Failed from error
+
+
+def _for_a_pool_of(selection: Selection, pool: PoolSize) -> Selection:
+    """The same kernels, bound for a pool of another size."""
+    kernels = {
+        kind: LayerKernel(kernel.row, kernel.row.bind(selection.problem, selection.target, pool))
+        for kind, kernel in selection.kernels.items()
+    }
+    return replace(selection, kernels=kernels)
+
+
+def _named(kind: StepKind) -> str:
+    if kind is StepKind.PREFILL:
+        return "a prefill step"
+    return "an extend step" if kind is StepKind.EXTEND else f"a {kind.value} step"

@@ -1,0 +1,206 @@
+"""The capability table for readers: every row of every provider with its limits, as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from rocm_attn.batch.padding import StepKind
+from rocm_attn.providers.contract import Baked, Fault, KernelRow, Need, ReadAhead
+from rocm_attn.providers.select import ROWS
+
+_INTRODUCTION = """\
+# Kernels
+
+Every kernel that is known, and its limits. `rocm-attn kernels` prints this page; a test holds that it is current.
+`rocm-attn explain CONFIG.json --arch gfx942` says which of them would serve a model and why the others would not.
+
+Within a kind of step the first one that serves is taken, AITER's before Triton's with the provider `auto`. A prefill
+step is an extend step in which no sequence has a token in the cache; without a kernel of its own it is served as an
+extend step. A masked step brings a mask of its own; layers whose problem has no `custom_mask` serve it as a mixed one.
+A shared step decodes sequences that share prefixes; layers that cannot share them serve it as a decode step.
+Sliding windows, soft caps, sinks, ALiBi slopes and attention that is not causal have a table of their own.
+
+Vectorised pages hold the same as K and V pages in another order, which some of AITER's kernels read, and torch as the
+reference; a function that reads both has two rows. Layout and page size are chosen before a pool is made, by
+`--pool auto --page-size auto`.
+"""
+
+_MEANING = """\
+- **reads ahead**: what a kernel reads behind a sequence's last page; buffers are so much longer and hold page 0 there.
+- **masks V**: where it says no, V behind a sequence's end is multiplied by a probability of 0, and 0 * NaN is NaN; the
+  store zeroes the rest of the last page for it.
+- **clears pads**: where it says no, a launch after the kernel zeroes the padded tokens of its output.
+- **LSE**: "without ALiBi" gives it to layers without ALiBi slopes; with them it would be of other logits.
+- AITER's kernels serve some scores only alone: soft caps and ALiBi slopes, or sinks and either, are refused together
+  where they would be wrong; `explain` says so.
+- **releases**: a release that is not known is taken for one of them.
+- **freezes**: host values that are part of a graph's key.
+- **pool limit**: bytes of one layer's K pages, and of its V pages.
+- **any batch**: whether a sequence's result is bitwise the same in any batch; deterministic mode takes no others.
+- A padded sequence has the least KV length.
+"""
+
+_TITLES = {"aiter": "AITER", "triton": "Triton", "torch": "PyTorch"}
+
+
+def markdown() -> str:
+    """The whole page, with a newline at its end."""
+    parts = [_INTRODUCTION]
+    for provider, rows in ROWS.items():
+        bound = _merged([row for row in rows if not row.not_bound])
+        parts.append(f"## {_TITLES[provider]}\n")
+        parts.append(_table(_SERVES, bound))
+        parts.append(_table(_SCORES, bound))
+        parts.append(_table(_DEMANDS, bound))
+        faulty = _faults(bound)
+        if faulty:
+            parts.append("Refused in some releases; `explain` takes `--aiter-release` and `--rocm-release`:\n")
+            parts.append(faulty)
+        odd: dict[str, list[str]] = {}
+        for row, kinds in bound:
+            for note in row.notes:
+                odd.setdefault(note, []).append(f"`{row.name}` ({kinds})")
+        if odd:
+            parts.append("Odd, and serving all the same:\n")
+            parts.append("".join(f"- {', '.join(named)}: {note}\n" for note, named in odd.items()))
+        unbound = _merged([row for row in rows if row.not_bound])
+        if unbound:
+            parts.append("Known and not bound:\n")
+            parts.append("".join(f"- `{row.name}` ({kinds}): {row.not_bound}\n" for row, kinds in unbound))
+    return "\n".join([*parts, _MEANING])
+
+
+# A row, and the kinds of step that it serves.
+_Line = tuple[KernelRow, str]
+
+
+def _merged(rows: Sequence[KernelRow]) -> list[_Line]:
+    """Rows that differ only in the kind of step, together."""
+    kinds: dict[KernelRow, list[str]] = {}
+    for row in rows:
+        kinds.setdefault(replace(row, kind=StepKind.DECODE, bakes=frozenset()), []).append(row.kind.value)
+    bakes = {row: frozenset(b for other in rows if other.name == row.name for b in other.bakes) for row in kinds}
+    return [(replace(row, bakes=bakes[row]), ", ".join(values)) for row, values in kinds.items()]
+
+
+def _faults(lines: Sequence[_Line]) -> str:
+    """What the kernels get wrong in some releases; empty where nothing is known."""
+    named: dict[Fault, dict[str, None]] = {}
+    for row, kinds in lines:
+        for fault in row.faults:
+            named.setdefault(fault, {})[f"`{row.name}` ({kinds})"] = None
+    head = ["| kernels | archs | releases | refused, because |", "| --- | --- | --- | --- |"]
+    cells = [
+        f"| {', '.join(names)} | {', '.join(fault.archs)} | {fault.releases()} | {fault.what} |"
+        for fault, names in named.items()
+    ]
+    return "".join(f"{line}\n" for line in head + cells) if cells else ""
+
+
+def _table(columns: dict[str, Callable[[_Line], str]], lines: Sequence[_Line]) -> str:
+    rows = [list(columns), ["---"] * len(columns), *([cell(line) for cell in columns.values()] for line in lines)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _range(span: tuple[int, int]) -> str:
+    return str(span[0]) if span[0] == span[1] else f"{span[0]} to {span[1]}"
+
+
+def _dims(line: _Line) -> str:
+    limits = line[0].limits
+    if limits.exact_dims:
+        return ", ".join(str(qk) if qk == v else f"{qk}/{v}" for qk, v in limits.exact_dims)
+    same = limits.head_dim == limits.v_head_dim
+    return _range(limits.head_dim) if same else f"{_range(limits.head_dim)}/{_range(limits.v_head_dim)}"
+
+
+def _pages(line: _Line) -> str:
+    limits = line[0].limits
+    return ", ".join(map(str, limits.page_sizes)) if limits.page_sizes else _range(limits.page_size)
+
+
+def _heads(line: _Line) -> str:
+    limits = line[0].limits
+    counts = f"{' or '.join(map(str, limits.num_q_heads))} heads, " if limits.num_q_heads else ""
+    return f"{counts}{limits.max_gqa_ratio} on a KV head"
+
+
+def _pools(line: _Line) -> str:
+    return ", ".join(pool.value for pool in line[0].limits.pools)
+
+
+def _reads_ahead(line: _Line) -> str:
+    ahead = line[0].reads_ahead
+    if ahead == ReadAhead():
+        return "no"
+    return f"{ahead.list_entries} entries" if ahead.list_entries else f"tiles of {ahead.table_tokens} tokens"
+
+
+def _needs(line: _Line) -> str:
+    names = {
+        Need.PAGE_LIST: "page list",
+        Need.BLOCK_TABLE: "block table",
+        Need.KV_LEN_INT64: "int64 lengths",
+        Need.MASK_WORDS: "packed masks",
+        Need.PREFIXES: "groups of sequences",
+    }
+    needs = [name for need, name in names.items() if need in line[0].needs]
+    return ", ".join(needs + ["lengths on the host"] * line[0].needs_host_lengths) or "nothing"
+
+
+def _freezes(line: _Line) -> str:
+    names = {Baked.MAX_KV_LEN: "longest KV", Baked.MAX_Q_LEN: "most new tokens"}
+    return ", ".join(name for baked, name in names.items() if baked in line[0].bakes) or "nothing"
+
+
+def _lse(line: _Line) -> str:
+    limits = line[0].limits
+    return "yes" if limits.lse and limits.lse_of_slopes else "without ALiBi" if limits.lse else "no"
+
+
+def _yes(value: object) -> str:
+    return "yes" if value else "no"
+
+
+def _pool_limit(line: _Line) -> str:
+    limit = line[0].limits.max_side_bytes
+    return f"{(limit + 1) >> 30} GiB" if limit else "none"
+
+
+_NAME: dict[str, Callable[[_Line], str]] = {"kernel": lambda line: f"`{line[0].name}`"}
+
+_SERVES: dict[str, Callable[[_Line], str]] = {
+    **_NAME,
+    "steps": lambda line: line[1],
+    "archs": lambda line: ", ".join(line[0].limits.archs).replace("*", "\\*"),
+    "dtypes": lambda line: ", ".join(str(dtype).removeprefix("torch.") for dtype in line[0].limits.dtypes),
+    "head_dim": _dims,
+    "page sizes": _pages,
+    "query heads": _heads,
+    "pools": _pools,
+    "LSE": _lse,
+    "pool limit": _pool_limit,
+}
+
+_SCORES: dict[str, Callable[[_Line], str]] = {
+    **_NAME,
+    "steps": lambda line: line[1],
+    "window": lambda line: _yes(line[0].limits.window),
+    "soft cap": lambda line: _yes(line[0].limits.soft_cap),
+    "sinks": lambda line: _yes(line[0].limits.sinks),
+    "ALiBi": lambda line: _yes(line[0].limits.alibi),
+    "not causal": lambda line: _yes(line[0].limits.non_causal),
+}
+
+_DEMANDS: dict[str, Callable[[_Line], str]] = {
+    **_NAME,
+    "needs": _needs,
+    "freezes": _freezes,
+    "reads ahead": _reads_ahead,
+    "least KV length": lambda line: str(line[0].min_kv_len),
+    "masks V": lambda line: _yes(line[0].masks_v),
+    "clears pads": lambda line: _yes(line[0].clears_pads),
+    "in graphs": lambda line: _yes(line[0].graph_safe),
+    "any batch": lambda line: _yes(line[0].batch_invariant),
+}

@@ -1,0 +1,1 @@
+"""Random steps of a tiny model, every output checked: `rocm-attn soak`."""

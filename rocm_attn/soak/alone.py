@@ -1,0 +1,112 @@
+"""ServedAlone: what deterministic mode promises of a soak's steps, beyond the oracle's bounds.
+
+Some sequences are served again, each alone, unpadded and eagerly, with all tokens of their KV in one step and one pool
+for all layers. Their new tokens must get the same bits as in the step, whatever was beside them and came before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.check import bitwise_equal
+from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.paging.index_spaces import num_pages
+from rocm_attn.problem import Problem
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.soak.model import LayerTables, Mismatch, Outputs, PlayedStep, SequenceTruth, SoakModel
+from rocm_attn.step.head_weights import HeadWeights
+
+
+class Alone(Protocol):
+    """Looks at steps that the oracle has found right. num_seqs: sequences that were looked at."""
+
+    num_seqs: int
+
+    def check(self, step: PlayedStep) -> Mismatch | None:
+        """The first mismatch of a step, or None."""
+        ...
+
+
+class NobodyAlone:
+    """Nothing is promised but what the oracle checks."""
+
+    num_seqs = 0
+
+    def check(self, step: PlayedStep) -> Mismatch | None:
+        """As Alone.check: none."""
+        return None
+
+
+class ServedAlone:
+    """Serves one sequence of one step in `every` alone, in turn the first, the second and so on.
+
+    tables:  per layer, on the device that steps run on
+    weights: per layer
+    """
+
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        tables: Sequence[LayerTables],
+        weights: Sequence[HeadWeights],
+        *,
+        device: torch.device,
+        provider: str,
+        max_kv_len: int,
+        every: int,
+    ) -> None:
+        self.num_seqs = 0
+        self._every = every
+        self._runtime = AttentionRuntime(
+            problems,
+            device=device,
+            num_pages=1 + int(num_pages(max_kv_len, problems[0].page_size)),
+            max_num_seqs=1,
+            max_kv_len=max_kv_len,
+            provider=provider,
+            deterministic=True,
+        )
+        for layer, given in enumerate(weights):
+            self._runtime.head_weights.set(layer, given.to(self._runtime.device))
+        self._model = SoakModel(tables, max_kv_len=max_kv_len, max_tokens=max_kv_len)
+        self._runner = StepRunner(self._runtime, self._model.forward, None)
+
+    def check(self, step: PlayedStep) -> Mismatch | None:
+        """As Alone.check."""
+        turn, rest = divmod(step.number, self._every)
+        if rest or not step.sequences:
+            return None
+        seq = turn % len(step.sequences)
+        sequence = step.sequences[seq]
+        if not sequence.q_len:
+            return None
+        self.num_seqs += 1
+        first = sum(earlier.q_len for earlier in step.sequences[:seq])
+        alone, new = self._serve(sequence), slice(len(sequence.token_ids) - sequence.q_len, None)
+        for layer in range(len(alone.out)):
+            for name, got, want in (
+                ("out", step.outputs.out[layer][first : first + sequence.q_len], alone.out[layer][new]),
+                ("lse", step.outputs.lse[layer][first : first + sequence.q_len], alone.lse[layer][new]),
+            ):
+                if not bitwise_equal(got, want):
+                    error = float((got.double() - want.double()).abs().max())
+                    what = f"{name} is not bitwise what the same request gets alone; they differ by up to {error:g}"
+                    return Mismatch(what, layer, seq, error)
+        return None
+
+    def _serve(self, sequence: SequenceTruth) -> Outputs:
+        """What all tokens of a sequence get in one step."""
+        table, kv_len = self._runtime.table, len(sequence.token_ids)
+        row = table.admit()
+        try:
+            table.reserve(row, kv_len)
+            lengths = np.array([kv_len], np.int32)
+            rows = self._runner.run(StepBatch(np.array([row], np.int32), lengths, lengths, sequence.token_ids))
+            return self._model.outputs(np.arange(kv_len), rows)
+        finally:
+            table.free(row)

@@ -1,0 +1,315 @@
+"""What a soak runs and what it is compared with.
+
+SoakModel is two layers of attention whose q, k and v are rows of fixed tables, looked up by token id and position: a
+pure function of the step's token ids, so that it can be captured, and so that the truth about a request is nothing
+but the ids of its tokens. Token id 0, which pads have, looks up NaN.
+Checker computes the same with rocm_attn.oracle.reference, from dense K and V.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_batch import Int32Array
+from rocm_attn.batch.tree_mask import NO_PARENT
+from rocm_attn.oracle.numerics import BOUNDS
+from rocm_attn.oracle.reference import attend_sequence
+from rocm_attn.problem import Problem
+from rocm_attn.step.head_weights import HeadWeights
+from rocm_attn.step.step import Step
+
+
+def soak_problems(dtype: torch.dtype, page_size: int, *, custom_mask: bool) -> tuple[Problem, Problem]:
+    """Two layers that share nothing but the page size, so that a step has two kernels and two schedules.
+
+    The second has a window that sequences outgrow, and so a pool of its own, a soft cap and sinks.
+    custom_mask: of both, which then see trees as trees
+    """
+    return (
+        Problem(
+            num_q_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            v_head_dim=16,
+            dtype=dtype,
+            page_size=page_size,
+            scale=0.25,
+            custom_mask=custom_mask,
+        ),
+        Problem(
+            num_q_heads=3,
+            num_kv_heads=1,
+            head_dim=24,
+            v_head_dim=8,
+            dtype=dtype,
+            page_size=page_size,
+            scale=0.2,
+            window_left=13,
+            logits_soft_cap=2.0,
+            has_sinks=True,
+            custom_mask=custom_mask,
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTables:
+    """A layer's q, k and v for every token id and position, [vocabulary * max_kv_len, heads, dim]; id 0 is NaN."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    @classmethod
+    def random(cls, problem: Problem, vocabulary: int, max_kv_len: int, generator: torch.Generator) -> LayerTables:
+        """Normally distributed rows, on the CPU."""
+
+        def rows(heads: int, dim: int) -> Tensor:
+            values = torch.randn(vocabulary, max_kv_len, heads, dim, generator=generator).to(problem.dtype)
+            values[0] = float("nan")
+            return values.flatten(0, 1)
+
+        return cls(
+            rows(problem.num_q_heads, problem.head_dim),
+            rows(problem.num_kv_heads, problem.head_dim),
+            rows(problem.num_kv_heads, problem.v_head_dim),
+        )
+
+    def to(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> LayerTables:
+        """The same rows elsewhere or wider."""
+        return LayerTables(*(rows.to(device=device, dtype=dtype) for rows in (self.q, self.k, self.v)))
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What a step left behind, on any device; T padded tokens.
+
+    out:  per layer, [T, q_heads, v_head_dim]
+    lse:  per layer, float32 [T, q_heads]
+    rows: [num_seqs, sum of q_heads * v_head_dim], the layers' outputs at each sequence's last new token
+    """
+
+    out: tuple[Tensor, ...]
+    lse: tuple[Tensor, ...]
+    rows: Tensor
+
+    def on_cpu(self) -> Outputs:
+        """A copy that the host may look at."""
+        return Outputs(tuple(o.cpu() for o in self.out), tuple(x.cpu() for x in self.lse), self.rows.cpu())
+
+
+class SoakModel:
+    """The forward function of a soak; outputs of all tokens are left in buffers of its own.
+
+    tables:     per layer, on the device that steps run on
+    max_kv_len: positions of the tables
+    max_tokens: most padded tokens of a step
+    """
+
+    def __init__(self, tables: Sequence[LayerTables], *, max_kv_len: int, max_tokens: int) -> None:
+        self._tables = tables
+        self._max_kv_len = max_kv_len
+        self._out = [rows.q.new_empty(max_tokens, rows.q.shape[1], rows.v.shape[2]) for rows in tables]
+        self._lse = [rows.q.new_empty(max_tokens, rows.q.shape[1], dtype=torch.float32) for rows in tables]
+
+    def forward(self, step: Step) -> Tensor:
+        """Attention of every layer; returns Outputs.rows of the padded sequences."""
+        entry = step.token_ids * self._max_kv_len + step.positions
+        rows = []
+        for layer, tables in enumerate(self._tables):
+            out, lse = self._out[layer][step.tokens], self._lse[layer][step.tokens]
+            step.layers.store_and_attend(layer, tables.q[entry], tables.k[entry], tables.v[entry], out, lse)
+            rows.append(out[step.last_token_of_seq].flatten(1))
+        return torch.cat(rows, 1)
+
+    def poison(self) -> None:
+        """Overwrite all outputs, so that one that is not written shows."""
+        for tensor in (*self._out, *self._lse):
+            tensor.fill_(float("nan"))
+
+    def outputs(self, places: npt.NDArray[np.int64], rows: Tensor) -> Outputs:
+        """A copy of what the last step left, on the device.
+
+        places: of the step's tokens among the padded ones, real tokens first
+        rows:   what forward returned, real sequences only
+        """
+        order = torch.from_numpy(places).to(rows.device)
+        return Outputs(tuple(out[order] for out in self._out), tuple(lse[order] for lse in self._lse), rows.clone())
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceTruth:
+    """A sequence of a step.
+
+    token_ids: of all tokens of its KV
+    q_len:     of them, those that are new
+    parents:   int32 [q_len]  new token -> its parent's place among them, as tree_mask takes it; chain() where they are
+               no tree
+    """
+
+    row: int
+    token_ids: Int32Array
+    q_len: int
+    parents: Int32Array
+
+    def visible(self) -> Tensor:
+        """bool [q_len, kv_len]: what a new token sees where trees are seen as trees."""
+        prefix = len(self.token_ids) - self.q_len
+        visible = torch.zeros(self.q_len, prefix + self.q_len, dtype=torch.bool)
+        visible[:, :prefix] = True
+        for token, parent in enumerate(self.parents.tolist()):
+            if parent != NO_PARENT:
+                visible[token] = visible[parent]
+            visible[token, prefix + token] = True
+        return visible
+
+    def positions(self) -> Tensor:
+        """int64 [kv_len]: of all tokens; of a new one, how many it sees besides itself."""
+        prefix = len(self.token_ids) - self.q_len
+        return torch.cat((torch.arange(prefix), self.visible().sum(1) - 1))
+
+    def __str__(self) -> str:
+        return f"row {self.row}, kv_len {len(self.token_ids)}, q_len {self.q_len}"
+
+
+def chain(q_len: int) -> Int32Array:
+    """The parents of new tokens that follow each other."""
+    return np.arange(-1, q_len - 1, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedStep:
+    """A step that was run.
+
+    number:  counted from 1
+    action:  what it was drawn as
+    way:     how it ran: "eager", "captured" or "replayed"
+    history: what happened up to it
+    """
+
+    number: int
+    action: str
+    shape: PaddedShape
+    way: str
+    sequences: tuple[SequenceTruth, ...]
+    outputs: Outputs
+    history: tuple[str, ...]
+
+    def __str__(self) -> str:
+        shape, sequences = self.shape, self.sequences
+        return (
+            f"step {self.number} ({self.action}: {shape.kind.value}, {len(sequences)} sequences padded to "
+            f"{shape.num_seqs}, {sum(s.q_len for s in sequences)} tokens padded to {shape.num_tokens}, "
+            f"{'whole' if shape.num_children == 1 else 'in two halves'}, longest q_len "
+            f"{max((s.q_len for s in sequences), default=0)} and kv_len "
+            f"{max((len(s.token_ids) for s in sequences), default=0)}, {self.way})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """The first difference of a step.
+
+    what:          what differs, in words
+    layer, seq:    where; None where it does not apply
+    largest_error: the largest of the tensor; inf where a value is NaN
+    """
+
+    what: str
+    layer: int | None
+    seq: int | None
+    largest_error: float
+
+
+class Checker:
+    """Compares steps with the float64 reference.
+
+    tables:     per layer, float64 on the CPU
+    weights:    per layer, on the CPU
+    worst:      the largest error so far, as a part of what is allowed
+    num_tokens: tokens that were compared
+    """
+
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        tables: Sequence[LayerTables],
+        weights: Sequence[HeadWeights],
+        max_kv_len: int,
+    ) -> None:
+        self.worst = 0.0
+        self.num_tokens = 0
+        self._problems = problems
+        self._tables = tables
+        self._weights = weights
+        self._max_kv_len = max_kv_len
+
+    def check(self, step: PlayedStep) -> Mismatch | None:
+        """The first mismatch of a step, or None."""
+        outputs = step.outputs.on_cpu()
+        self.num_tokens += sum(sequence.q_len for sequence in step.sequences)
+        for layer in range(len(self._problems)):
+            mismatch = self._check_layer(layer, step, outputs)
+            if mismatch is not None:
+                return mismatch
+        return _check_rows(step, outputs)
+
+    def _check_layer(self, layer: int, step: PlayedStep, outputs: Outputs) -> Mismatch | None:
+        bound = BOUNDS[self._problems[layer].dtype]
+        first = 0
+        for seq, sequence in enumerate(step.sequences):
+            last = first + sequence.q_len
+            if sequence.q_len:
+                want, want_lse = self._attend(layer, sequence)
+                for name, got, reference, atol, rtol in (
+                    ("out", outputs.out[layer][first:last], want, bound.atol, bound.rtol),
+                    ("lse", outputs.lse[layer][first:last], want_lse, bound.lse_atol, bound.lse_rtol),
+                ):
+                    error, part = _largest_error(got, reference, atol, rtol)
+                    if not part <= 1:
+                        what = f"{name} differs from the reference by up to {error:g}, {part:g} times what is allowed"
+                        return Mismatch(what, layer, seq, error)
+                    self.worst = max(self.worst, part)
+            first = last
+        for name, pads, value in (
+            ("out", outputs.out[layer][first:], 0.0),
+            ("lse", outputs.lse[layer][first:], -math.inf),
+        ):
+            if not bool((pads == value).all()):
+                return Mismatch(f"{name} of a padded token is not {value:g}", layer, None, math.inf)
+        return None
+
+    def _attend(self, layer: int, sequence: SequenceTruth) -> tuple[Tensor, Tensor]:
+        problem, tables = self._problems[layer], self._tables[layer]
+        positions = sequence.positions()
+        entry = torch.from_numpy(sequence.token_ids) * self._max_kv_len + positions
+        new = slice(len(entry) - sequence.q_len, None)
+        seen = (sequence.visible(), positions[new]) if problem.custom_mask else ()
+        q, k, v = tables.q[entry[new]], tables.k[entry], tables.v[entry]
+        return attend_sequence(q, k, v, problem, self._weights[layer], *seen)
+
+
+def _check_rows(step: PlayedStep, outputs: Outputs) -> Mismatch | None:
+    """forward's rows are, bitwise, the outputs of the sequences' last new tokens, which were compared already."""
+    last = -1
+    for seq, sequence in enumerate(step.sequences):
+        last += sequence.q_len
+        if sequence.q_len and not torch.equal(
+            outputs.rows[seq], torch.cat([out[last].flatten() for out in outputs.out])
+        ):
+            return Mismatch("the row that the runner returned is not that of the last new token", None, seq, math.inf)
+    return None
+
+
+def _largest_error(got: Tensor, reference: Tensor, atol: float, rtol: float) -> tuple[float, float]:
+    """The largest |got - reference|, and the largest as a part of what is allowed; inf where a value is NaN."""
+    error = torch.where(got == reference, 0.0, (got.double() - reference).abs()).nan_to_num(math.inf, math.inf)
+    return float(error.max()), float((error / (atol + rtol * reference.abs())).max())

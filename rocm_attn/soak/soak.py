@@ -1,0 +1,371 @@
+"""A soak: random steps of a tiny model, every output of every step compared with the float64 reference.
+
+soak_world draws what happens, soak_model runs it and knows the truth; here both are driven, tables and pages are
+audited, graphs are dropped and made again, and memory is watched. In deterministic mode soak_alone compares bits too.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rocm_attn.batch.halves import HALVES
+from rocm_attn.batch.mask import NO_MASK
+from rocm_attn.batch.padding import PaddedShape, round_up, token_places
+from rocm_attn.batch.prefixes import NO_PREFIXES
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepCounters, StepRunner
+from rocm_attn.errors import RocmAttnError
+from rocm_attn.paging.index_spaces import RESERVED_PAGE
+from rocm_attn.paging.page_table import PageTable
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.soak.alone import Alone, NobodyAlone, ServedAlone
+from rocm_attn.soak.model import Checker, LayerTables, PlayedStep, SoakModel, soak_problems
+from rocm_attn.soak.world import Action, Scenario, World
+from rocm_attn.step.head_weights import HeadWeights
+
+# Growth between two moments with no graph and no result held. A host's allocator keeps what it likes, a device's is
+# exact; buffers that grow to a power of two with the largest eager step need less than this.
+MAX_HOST_GROWTH_BYTES = 32 << 20
+MAX_DEVICE_GROWTH_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a soak stopped at.
+
+    step:    the step that shows it, counted from 1; a soak of that many steps shows it again
+    where:   the step and the place in it, in words
+    what:    what is wrong
+    history: the last actions before it, in words
+    """
+
+    step: int
+    where: str
+    what: str
+    history: tuple[str, ...]
+
+
+class SoakFailed(RocmAttnError):
+    """A soak found something; see finding."""
+
+    def __init__(self, finding: Finding) -> None:
+        self.finding = finding
+        super().__init__("\n    ".join((f"{finding.where}: {finding.what}", "before that:", *finding.history)))
+
+
+@dataclass(frozen=True, slots=True)
+class SoakReport:
+    """A soak that found nothing.
+
+    replays, captures:   steps that ran as a graph, graphs made
+    split_steps:         steps that ran as two halves
+    ways:                how often steps of each kind ran in each way, for instance "masked replayed"
+    actions:             how often each action was drawn and done
+    page_copies:         pages that were copied before a row wrote to them
+    checked_tokens:      tokens whose outputs were compared, in each layer
+    worst_error:         the largest error, as a part of what is allowed
+    deterministic:       whether the runtime was
+    served_alone:        sequences of steps that were bitwise what they are alone; 0 in normal mode
+    host_growth_bytes:   resident memory, from the end of the warm-up to the end
+    device_growth_bytes: allocated memory, likewise; 0 on a CPU
+    guards_off:          safeguards that were switched off
+    """
+
+    seed: int
+    steps: int
+    replays: int
+    captures: int
+    split_steps: int
+    ways: dict[str, int]
+    reopens: int
+    actions: dict[str, int]
+    page_copies: int
+    checked_tokens: int
+    worst_error: float
+    deterministic: bool
+    served_alone: int
+    host_growth_bytes: int
+    device_growth_bytes: int
+    seconds: float
+    guards_off: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON, with steps a second."""
+        return {**asdict(self), "steps_per_second": self.steps / self.seconds}
+
+    def __str__(self) -> str:
+        return (
+            f"{self.steps} steps of seed {self.seed} without a mismatch: {self.replays} replays, "
+            f"{self.captures} captures, {self.split_steps} split steps, {self.actions['tree']} steps of trees, "
+            f"{self.actions['share']} shared steps, {self.reopens} reopens, {self.actions['preempt']} preemptions, "
+            f"{self.actions['fork']} forks, {self.page_copies} page copies, {self.checked_tokens} tokens, worst error "
+            f"{self.worst_error:.2f} of the allowed, memory {self.host_growth_bytes / 2**20:+.1f} MiB on the host and "
+            f"{self.device_growth_bytes / 2**20:+.1f} MiB on the device, {self.seconds:.1f} s, "
+            f"{self.steps / self.seconds:.0f} steps/s"
+            + (f"; deterministic: {self.served_alone} sequences bitwise as alone" if self.deterministic else "")
+            + (f"; SAFEGUARDS OFF: {', '.join(self.guards_off)}" if self.guards_off else "")
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _MemoryUse:
+    host_bytes: int
+    device_bytes: int
+
+    @classmethod
+    def now(cls, device: torch.device) -> _MemoryUse:
+        gc.collect()
+        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+        device_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        return cls(resident_pages * os.sysconf("SC_PAGE_SIZE"), device_bytes)
+
+
+def _way(before: StepCounters, after: StepCounters) -> str:
+    """How the step between the two ran."""
+    if after.captures > before.captures:
+        return "captured"
+    return "replayed" if after.replays > before.replays else "eager"
+
+
+class Soak:
+    """One runtime under a scenario.
+
+    seed:     of everything that is random
+    provider: "auto", "torch" or "triton"
+    deterministic: whether the runtime is, and some sequences are compared bitwise with what they are alone
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        seed: int,
+        device: torch.device,
+        provider: str,
+        dtype: torch.dtype,
+        deterministic: bool = False,
+    ) -> None:
+        if deterministic:  # a mode that has no kernels for masks
+            scenario = scenario.without(Action.TREE).without(Action.SHARE)
+        self._scenario = scenario
+        self._seed = seed
+        problems = soak_problems(dtype, scenario.page_size, custom_mask=not deterministic)
+        first = scenario.ladders[0]
+        self._runtime = AttentionRuntime(
+            problems,
+            device=device,
+            num_pages=scenario.num_pages,
+            # No id is handed out in both spaces: a mix-up meets a page that nobody was given.
+            swa_pages=scenario.num_pages + scenario.swa_pages,
+            first_swa_page=scenario.num_pages,
+            swa_kept=scenario.verify_len,
+            max_num_seqs=scenario.max_num_seqs,
+            max_kv_len=scenario.max_kv_len,
+            provider=provider,
+            capture_sizes=first.seqs,
+            capture_tokens=first.tokens,
+            split_steps=True,
+            deterministic=deterministic,
+            shared_prefixes=not deterministic,
+        )
+        self._layers = [self._runtime.pool.layer(layer) for layer in range(len(problems))]
+        self._world = World(scenario, self._runtime.table, seed)
+        self._poison_free_pages()
+        generator = torch.Generator().manual_seed(seed)
+        tables = [LayerTables.random(p, scenario.vocabulary, scenario.max_kv_len, generator) for p in problems]
+        on_device = [rows.to(device=self._runtime.device) for rows in tables]
+        self._model = SoakModel(on_device, max_kv_len=scenario.max_kv_len, max_tokens=scenario.max_tokens)
+        weights = [HeadWeights.random(problem, generator) for problem in problems]
+        for layer, drawn in enumerate(weights):
+            self._runtime.head_weights.set(layer, drawn.to(self._runtime.device))
+        exact = [rows.to(dtype=torch.float64) for rows in tables]
+        self._checker = Checker(problems, exact, weights, scenario.max_kv_len)
+        self._alone: Alone = NobodyAlone()
+        if deterministic:
+            self._alone = ServedAlone(
+                problems,
+                on_device,
+                weights,
+                device=device,
+                provider=provider,
+                max_kv_len=scenario.max_kv_len,
+                every=scenario.alone_every,
+            )
+        self._runner = StepRunner(self._runtime, self._model.forward, recorder_for(self._runtime.device))
+        self._unchecked: list[PlayedStep] = []
+        self._reopens = self._page_copies = self._split_steps = 0
+        self._ways: Counter[str] = Counter()
+        self._memory: list[_MemoryUse] = []
+
+    def run(self, steps: int, on_reopen: Callable[[int], None] | None = None) -> SoakReport:
+        """Play so many steps, once. on_reopen: is told how many were played. Raises SoakFailed at the first finding."""
+        started = time.perf_counter()
+        number = 0
+        try:
+            for number in range(1, steps + 1):
+                self._play(number)
+                if number % self._scenario.audit_every == 0:
+                    self._audit(number)
+                if number % self._scenario.reopen_every == 0 and number < steps:
+                    self._reopen(number)
+                    if on_reopen is not None:
+                        on_reopen(number)
+            self._close(steps)
+        except SoakFailed:
+            raise
+        except Exception as error:  # whatever a step raises is a finding, and needs the step's number to be repeated
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+            raise self._failure(number, f"step {number}", what) from error
+        return self._report(steps, time.perf_counter() - started)
+
+    def _play(self, number: int) -> None:
+        drawn = self._world.draw_step(self._runtime.padding.seqs.sizes)
+        batch = drawn.batch_on(self._runtime.device)
+        shape = self._shape(number, batch, drawn.pad_to)
+        self._page_copies += sum(len(table.pending.copies) for table in self._runtime.table.spaces)
+        self._model.poison()
+        before = self._runner.counters
+        rows = self._runner.run_as(shape, batch)
+        after = self._runner.counters
+        way = _way(before, after)
+        self._ways[f"{shape.kind.value} {way}"] += 1
+        self._split_steps += shape.num_children > 1
+        if after.graphs_off:
+            raise self._failure(number, f"step {number}", f"graphs were switched off: {after.graphs_off}")
+        self._unchecked.append(
+            PlayedStep(
+                number=number,
+                action=drawn.action.value,
+                shape=shape,
+                way=way,
+                sequences=drawn.truths(),
+                outputs=self._model.outputs(token_places(batch, shape), rows),
+                history=tuple(self._world.history),
+            )
+        )
+        self._world.finish(drawn)
+        if len(self._unchecked) >= self._scenario.max_behind:
+            self._check()
+
+    def _shape(self, number: int, batch: StepBatch, pad_to: int | None) -> PaddedShape:
+        """What a step is padded to, whole or as two halves."""
+        padding = self._runtime.padding
+        # Neither is a mask cut, nor prefixes, which both halves would read.
+        whole = batch.mask is not NO_MASK or batch.prefixes is not NO_PREFIXES
+        if number % self._scenario.split_every or whole:
+            return padding.shape(batch, pad_to)
+        return padding.split_shape(batch, pad_to if pad_to is None else round_up(pad_to, HALVES))
+
+    def _check(self) -> None:
+        """Compare the steps that were played since the last time: until here the host ran ahead of the device."""
+        for step in self._unchecked:
+            mismatch = self._checker.check(step) or self._alone.check(step)
+            if mismatch is not None:
+                where = str(step)
+                if mismatch.layer is not None:
+                    where += f", layer {mismatch.layer}"
+                if mismatch.seq is not None:
+                    where += f", sequence {mismatch.seq} ({step.sequences[mismatch.seq]})"
+                raise SoakFailed(Finding(step.number, where, mismatch.what, step.history))
+        self._unchecked.clear()
+
+    def _audit(self, number: int) -> None:
+        """Look at what no output shows yet. The last step has published all changes of the table."""
+        self._check()
+        self._runner.check_addresses()
+        for layer, pages in enumerate(self._layers):
+            if bool(pages.k[RESERVED_PAGE].any()) or bool(pages.v[RESERVED_PAGE].any()):
+                raise self._failure(number, f"after step {number}", f"page 0 of layer {layer} is not zero any more")
+        for table in self._runtime.table.spaces:
+            if not table.pending and not np.array_equal(table.entries.cpu().numpy(), table.entries_host):
+                what = f"the device's table of the {table.space.name} space is not the host's"
+                raise self._failure(number, f"after step {number}", what)
+            free = len(self._free_pages(table))
+            if free != table.num_free_pages:
+                what = (
+                    f"{free} pages{table.pages.of} are held by no row, but {table.num_free_pages} are said to be free"
+                )
+                raise self._failure(number, f"after step {number}", what)
+        self._poison_free_pages()
+
+    def _reopen(self, number: int) -> None:
+        self._check()
+        self._reopens += 1
+        ladders = self._scenario.ladders[self._reopens % len(self._scenario.ladders)]
+        self._runner.reopen(ladders.seqs, ladders.tokens)
+        self._memory.append(_MemoryUse.now(self._runtime.device))
+        growth = self._growth()
+        if growth.host_bytes > MAX_HOST_GROWTH_BYTES or growth.device_bytes > MAX_DEVICE_GROWTH_BYTES:
+            what = f"memory grew by {growth.host_bytes} bytes on the host and {growth.device_bytes} on the device"
+            raise self._failure(number, f"after step {number}", what)
+
+    def _close(self, number: int) -> None:
+        """Everybody goes, and everything is as in the beginning."""
+        self._runner.check_device()
+        self._world.free_all()
+        self._audit(number)
+        self._reopen(number)
+        table = self._runtime.table
+        missing = sum(pages.num_usable_pages - pages.num_free_pages for pages in table.spaces)
+        if missing or table.num_free_rows != self._scenario.max_num_seqs:
+            what = f"{missing} pages are held and {table.num_free_rows} rows are free when no request is left"
+            raise self._failure(number, f"after step {number}", what)
+
+    def _free_pages(self, table: PageTable) -> list[int]:
+        """The pages of a space that no row holds."""
+        held = (self._runtime.table.pages_of(request.row, table.space).tolist() for request in self._world.requests)
+        return sorted(set(range(table.pages.first_page, table.pages.num_pages)).difference(*held))
+
+    def _poison_free_pages(self) -> None:
+        """Whatever reads what was not stored, or has left its window, meets NaN."""
+        for table in self._runtime.table.spaces:
+            never = range(RESERVED_PAGE + 1, table.pages.first_page)
+            ids = [*never, *self._free_pages(table)]
+            free = torch.tensor(ids, dtype=torch.int64, device=self._runtime.device)
+            for pages in self._runtime.pool.in_space(table.space).layers:
+                pages.k[free] = float("nan")
+                pages.v[free] = float("nan")
+
+    def _growth(self) -> _MemoryUse:
+        """Since the end of the warm-up: every ladder was open once, or half of the run is over."""
+        if len(self._memory) < 2:
+            return _MemoryUse(0, 0)
+        first, last = self._memory[min(len(self._scenario.ladders), len(self._memory) - 1) - 1], self._memory[-1]
+        return _MemoryUse(last.host_bytes - first.host_bytes, last.device_bytes - first.device_bytes)
+
+    def _failure(self, number: int, where: str, what: str) -> SoakFailed:
+        return SoakFailed(Finding(number, where, what, tuple(self._world.history)))
+
+    def _report(self, steps: int, seconds: float) -> SoakReport:
+        counters, growth = self._runner.counters, self._growth()
+        return SoakReport(
+            seed=self._seed,
+            steps=steps,
+            replays=counters.replays,
+            captures=counters.captures,
+            split_steps=self._split_steps,
+            ways=dict(sorted(self._ways.items())),
+            reopens=self._reopens,
+            actions={action.value: self._world.counts[action] for action in Action},
+            page_copies=self._page_copies,
+            checked_tokens=self._checker.num_tokens,
+            worst_error=self._checker.worst,
+            deterministic=self._runtime.deterministic,
+            served_alone=self._alone.num_seqs,
+            host_growth_bytes=growth.host_bytes,
+            device_growth_bytes=growth.device_bytes,
+            seconds=seconds,
+            guards_off=self._runtime.guards.off,
+        )

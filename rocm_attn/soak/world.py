@@ -1,0 +1,507 @@
+"""The requests of a soak: what is drawn to happen to them, and what is known to be true of them.
+
+All that is drawn comes from one random generator and from how many rows and pages are free, so that a seed gives the
+same actions on every device and with every provider; only the numbers of rows and pages may be others.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes, PrefixGroup, SharedPrefixes
+from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.batch.tree_mask import NO_PARENT, tree_mask
+from rocm_attn.errors import BadBatch, BadSetting, OutOfPages
+from rocm_attn.paging.request_table import RequestTable
+from rocm_attn.soak.model import SequenceTruth, chain
+
+
+class Action(enum.Enum):
+    """What can be drawn. The first ones change the table; the others are steps."""
+
+    ADMIT = "admit"  # a request with a new prompt
+    RESUME = "resume"  # a preempted request, to be computed again
+    FORK = "fork"  # requests that share the first tokens of another
+    RESERVE = "reserve"  # pages that no step needs yet
+    REJECT = "reject"  # the last tokens of a request are taken back, as after a verify step
+    ABORT = "abort"
+    PREEMPT = "preempt"
+    DECODE = "decode"  # one new token in each sequence
+    SHARE = "share"  # the same, and what sequences share is read once for them
+    VERIFY = "verify"  # the same few new tokens in each sequence
+    TREE = "tree"  # trees of drafts, each with a mask; the first tokens of the first branch stay, the others go
+    EXTEND = "extend"  # chunks of a few sequences
+    MIXED = "mixed"  # up to two chunks among decodes and idle sequences
+    IDLE = "idle"  # no new token in any sequence
+    EMPTY = "empty"  # no sequence
+
+
+_STEPS = (
+    Action.DECODE,
+    Action.SHARE,
+    Action.VERIFY,
+    Action.TREE,
+    Action.EXTEND,
+    Action.MIXED,
+    Action.IDLE,
+    Action.EMPTY,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ladders:
+    """Sizes that graphs are captured at: sequences, and tokens of steps with more than one new token a sequence."""
+
+    seqs: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+# Tokens of the longest request: few, so that much happens in few steps; or more than torch has in a segment, so that
+# deterministic sums have places to be cut at.
+SHORT_KV_LEN, LONG_KV_LEN = 80, 200
+
+_WEIGHTS: Mapping[Action, float] = {
+    Action.ADMIT: 5,
+    Action.RESUME: 2,
+    Action.FORK: 1.5,
+    Action.RESERVE: 1,
+    Action.REJECT: 1,
+    Action.ABORT: 1,
+    Action.PREEMPT: 0.5,
+    Action.DECODE: 8,
+    Action.SHARE: 4,
+    Action.VERIFY: 2,
+    Action.TREE: 2,
+    Action.EXTEND: 3,
+    Action.MIXED: 4,
+    Action.IDLE: 0.4,
+    Action.EMPTY: 0.3,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What a soak is drawn from.
+
+    page_size, num_pages: of the pool, the reserved page included; few, so that they run out
+    swa_pages:            pages that are handed out to the layer with a window
+    max_num_seqs:         requests at a time
+    max_kv_len:           tokens of a request
+    vocabulary:           token ids, the reserved id 0 included
+    ladders:              capture sizes; each reopen goes on to the next
+    reopen_every:         steps between two reopens
+    audit_every:          steps between two looks at tables and pages
+    max_behind:           steps that the device may be behind before results are compared
+    verify_len:           new tokens of a sequence in verify steps, and the most that are taken back later
+    tree_len:             most new tokens of a sequence in steps of trees, which take rejected ones back themselves
+    chunk_lens:           smallest and largest chunk
+    pad_chance:           of a step whose padding is forced
+    split_every:          one step in so many runs as two halves, unless it has trees or shares prefixes
+    alone_every:          in deterministic mode, of one step in so many a sequence is served alone too
+    weights:              how often each action is drawn
+    """
+
+    page_size: int = 4
+    num_pages: int = 65
+    swa_pages: int = 32
+    max_num_seqs: int = 10
+    max_kv_len: int = SHORT_KV_LEN
+    vocabulary: int = 40
+    ladders: tuple[Ladders, ...] = (
+        Ladders((2, 4, 8), (4, 24)),
+        Ladders((1, 3, 6), (16,)),
+        Ladders((4, 8, 12), (8, 32)),
+    )
+    reopen_every: int = 1000
+    audit_every: int = 50
+    max_behind: int = 8
+    verify_len: int = 3
+    tree_len: int = 6
+    chunk_lens: tuple[int, int] = (2, 20)
+    pad_chance: float = 0.15
+    split_every: int = 4
+    alone_every: int = 3
+    weights: Mapping[Action, float] = field(default_factory=lambda: dict(_WEIGHTS))
+
+    def __post_init__(self) -> None:
+        for pages, knob in ((self.num_pages - 1, "num_pages"), (self.swa_pages, "swa_pages")):
+            if pages * self.page_size < self.max_kv_len:
+                raise BadSetting(
+                    f"{pages} pages of {self.page_size} tokens do not hold one request of {self.max_kv_len}; "
+                    f"raise {knob}"
+                )
+        if not any(self.weights.get(step, 0) > 0 for step in _STEPS):
+            raise BadSetting("no step has a weight; give at least one of them a positive one")
+
+    @classmethod
+    def of_seed(cls, seed: int, max_kv_len: int = SHORT_KV_LEN) -> Scenario:
+        """The page size depends on the seed; the pools hold some three and one and a half of the longest requests."""
+        page_size = (4, 8, 16, 5)[seed % 4]
+        full, swa = 16 * max_kv_len // 5, 8 * max_kv_len // 5
+        return cls(
+            page_size=page_size,
+            num_pages=1 - (-full // page_size),
+            swa_pages=-(-swa // page_size),
+            max_kv_len=max_kv_len,
+        )
+
+    def without(self, action: Action) -> Scenario:
+        """The same in which an action is never drawn."""
+        return replace(self, weights={**self.weights, action: 0.0})
+
+    @property
+    def max_tokens(self) -> int:
+        """More tokens than a padded step has."""
+        # One more than there are sequences: both halves of a split step are padded to the larger one.
+        most = max(*self.chunk_lens, self.verify_len, self.tree_len) * (self.max_num_seqs + 1)
+        return max(most, 2 * max(max(*ladders.seqs, *ladders.tokens) for ladders in self.ladders))
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request that holds a row.
+
+    token_ids:  known so far; a request that was preempted knows more than it has stored
+    num_stored: tokens in its KV
+    num_shared: tokens that other rows may share: where it goes back before their end, it is truncated first
+    reached:    where the new tokens of a step began at most; no more than verify_len before it are taken back
+    limit:      tokens at which it ends
+    """
+
+    row: int
+    token_ids: list[int]
+    num_stored: int
+    num_shared: int
+    limit: int
+    reached: int = 0
+
+    def can_take_back(self, most: int) -> int:
+        """Tokens that may be taken back, at most so many before the last step's."""
+        return self.num_stored - max(0, self.reached - most)
+
+    def take_back(self, taken: int) -> None:
+        """Forget the last tokens, at least one, and what was known behind them; their K and V stay where they are."""
+        self.num_stored -= taken
+        del self.token_ids[self.num_stored :]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A request's part in a step.
+
+    parents:  as in SequenceTruth
+    num_kept: of the new tokens, the first ones, which are still stored after the step; the others are taken back
+    """
+
+    request: Request
+    q_len: int
+    parents: Int32Array
+    num_kept: int
+
+    @classmethod
+    def of_chain(cls, request: Request, q_len: int) -> Turn:
+        """New tokens that follow each other, and stay."""
+        return cls(request, q_len, chain(q_len), q_len)
+
+    def truth(self) -> SequenceTruth:
+        """What the request holds after the step, before anything is taken back."""
+        token_ids = self.request.token_ids[: self.request.num_stored + self.q_len]
+        return SequenceTruth(self.request.row, np.array(token_ids, np.int32), self.q_len, self.parents)
+
+    def __str__(self) -> str:
+        rejected = f"-{self.q_len - self.num_kept}" if self.num_kept < self.q_len else ""
+        return f"{self.request.row}:{self.request.num_stored}+{self.q_len}{rejected}"
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnStep:
+    """A step to be run: pages are reserved.
+
+    turns: in the order of the batch
+    """
+
+    action: Action
+    batch: StepBatch
+    pad_to: int | None
+    turns: tuple[Turn, ...]
+
+    def batch_on(self, device: torch.device) -> StepBatch:
+        """The batch, with the mask of its trees if it has any."""
+        if self.action is not Action.TREE:
+            return self.batch
+        parents = np.concatenate([chain(0), *(turn.parents for turn in self.turns)])
+        return replace(self.batch, mask=tree_mask(self.batch, torch.from_numpy(parents).to(device)))
+
+    def truths(self) -> tuple[SequenceTruth, ...]:
+        """What the sequences hold after the step."""
+        return tuple(turn.truth() for turn in self.turns)
+
+
+class World:
+    """Requests that come, grow, share, run out of pages and go.
+
+    counts:  how often each action happened; one that found nothing to act on is not counted
+    history: the last actions, in words
+    """
+
+    def __init__(self, scenario: Scenario, table: RequestTable, seed: int) -> None:
+        self.scenario = scenario
+        self.requests: list[Request] = []
+        self.counts: Counter[Action] = Counter()
+        self.history: deque[str] = deque(maxlen=12)
+        self._table = table
+        self._random = np.random.default_rng(seed)
+        self._preempted: deque[list[int]] = deque(maxlen=scenario.max_num_seqs)
+        self._changes: Mapping[Action, Callable[[], None]] = {
+            Action.ADMIT: self._admit,
+            Action.RESUME: self._resume,
+            Action.FORK: self._fork_family,
+            Action.RESERVE: self._reserve_any,
+            Action.REJECT: self._reject,
+            Action.ABORT: self._abort,
+            Action.PREEMPT: self._preempt_any,
+        }
+        weights = np.array([scenario.weights.get(action, 0) for action in Action])
+        self._chances = weights / weights.sum()
+
+    def draw_step(self, bucket_sizes: tuple[int, ...]) -> DrawnStep:
+        """Let requests come and go until a step is drawn. bucket_sizes: that padding may be forced to."""
+        actions = tuple(Action)
+        while True:
+            action = actions[self._random.choice(len(actions), p=self._chances)]
+            change = self._changes.get(action)
+            if change is None:
+                return self._draw(action, bucket_sizes)
+            change()
+
+    def finish(self, step: DrawnStep) -> None:
+        """The step was run: its tokens are stored, but for those that are taken back; complete requests go."""
+        for turn in step.turns:
+            request = turn.request
+            request.reached = max(request.reached, request.num_stored)
+            request.num_stored += turn.q_len
+            if turn.num_kept < turn.q_len:
+                request.take_back(turn.q_len - turn.num_kept)
+            if request.num_stored >= request.limit:
+                self._free(request)
+
+    def free_all(self) -> None:
+        """Every request goes."""
+        while self.requests:
+            self._free(self.requests[-1])
+
+    def _draw(self, action: Action, bucket_sizes: tuple[int, ...]) -> DrawnStep:
+        new = self._reserve(self._draw_sequences(action))
+        prefixes: Prefixes = NO_PREFIXES
+        if action is Action.SHARE:
+            families = self._families(new)
+            new = [member for family in families for member in family]
+            prefixes = SharedPrefixes([self._group(family) for family in families])
+        ids: list[int] = []
+        for request, q_len in new:
+            kv_len = request.num_stored + q_len
+            request.token_ids += self._draw_ids(kv_len - len(request.token_ids))
+            ids += request.token_ids[request.num_stored : kv_len]
+        batch = StepBatch(
+            np.array([request.row for request, _ in new], np.int32),
+            np.array([request.num_stored + q_len for request, q_len in new], np.int32),
+            np.array([q_len for _, q_len in new], np.int32),
+            np.array(ids, np.int32),
+            prefixes=prefixes,
+        )
+        pad_to = self._draw_padding(batch.num_seqs, bucket_sizes)
+        turn = self._tree if action is Action.TREE else Turn.of_chain
+        turns = tuple(turn(request, q_len) for request, q_len in new)
+        self._happened(action, f"row:stored+new-rejected [{' '.join(map(str, turns))}], pad_to {pad_to}")
+        return DrawnStep(action, batch, pad_to, turns)
+
+    def _tree(self, request: Request, q_len: int) -> Turn:
+        """Drafts, of which the first ones are a chain and the others hang anywhere; some of the chain stay."""
+        first_branch = self._between(min(1, q_len), q_len)
+        parents = chain(q_len)
+        for token in range(first_branch, q_len):
+            parents[token] = self._between(NO_PARENT, token - 1)
+        return Turn(request, q_len, parents, self._between(min(1, q_len), first_branch))
+
+    def _draw_sequences(self, action: Action) -> list[tuple[Request, int]]:
+        """Some requests in random order, each with a number of new tokens that it has room for."""
+        if action is Action.EMPTY or not self.requests:
+            return []
+        num_requests = len(self.requests)
+        wanted = num_requests if self._chance(0.5) else 1 + self._below(num_requests)
+        if action is Action.EXTEND:
+            wanted = min(wanted, 3)
+        chosen = [self.requests[i] for i in self._random.permutation(num_requests)[:wanted]]
+        if action in (Action.DECODE, Action.SHARE):
+            return [(request, 1) for request in chosen]
+        if action is Action.IDLE:
+            return [(request, 0) for request in chosen]
+        if action is Action.VERIFY:
+            return self._with_room(chosen, [self.scenario.verify_len] * wanted)
+        if action is Action.TREE:
+            return self._with_room(chosen, [self._between(0, self.scenario.tree_len) for _ in chosen])
+        chunks = [self._between(*self.scenario.chunk_lens) for _ in chosen]
+        if action is Action.MIXED:
+            others = [min(1, self._below(4)) for _ in chosen[2:]]  # a quarter of them idle
+            chunks = chunks[: self._below(3)]
+            chunks += others[: wanted - len(chunks)] + [1] * (wanted - len(chunks) - len(others))
+        return self._with_room(chosen, chunks)
+
+    def _families(self, new: list[tuple[Request, int]]) -> list[list[tuple[Request, int]]]:
+        """The sequences of a step by their first page, in the order in which these come."""
+        families: dict[int, list[tuple[Request, int]]] = {}
+        for request, q_len in new:
+            families.setdefault(int(self._table.entries_host[request.row, 0]), []).append((request, q_len))
+        return list(families.values())
+
+    def _group(self, family: list[tuple[Request, int]]) -> PrefixGroup:
+        """Sequences that share all whole pages that are the same for all of them, or some of these."""
+        rows = [request.row for request, _ in family]
+        most = min(request.num_stored for request, _ in family) // self.scenario.page_size
+        entries = self._table.entries_host[rows, :most]
+        common = int((entries == entries[0]).all(0).cumprod().sum())
+        pages = common if self._chance(0.7) else self._below(common + 1)
+        return PrefixGroup(len(family), pages * self.scenario.page_size)
+
+    def _with_room(self, chosen: list[Request], q_lens: list[int]) -> list[tuple[Request, int]]:
+        """Those that have room for so many new tokens; the others as they would otherwise go on: with one."""
+        return [
+            (request, q_len if request.num_stored + q_len <= request.limit else 1)
+            for request, q_len in zip(chosen, q_lens, strict=True)
+        ]
+
+    def _reserve(self, new: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
+        """Make room for the step, at the cost of the youngest requests; those of them that are in the step drop out."""
+        while True:
+            rows = np.array([request.row for request, _ in new], np.int32)
+            kv_lens = np.array([request.num_stored + q_len for request, q_len in new], np.int32)
+            for request, _ in new:
+                if request.num_stored < request.num_shared:
+                    self._truncate(request)
+            try:
+                self._table.reserve_all(rows, kv_lens)
+            except OutOfPages:
+                victim = self.requests[-1]
+                self._preempt(victim)
+                new = [(request, q_len) for request, q_len in new if request is not victim]
+            else:
+                return new
+
+    def _draw_padding(self, num_seqs: int, bucket_sizes: tuple[int, ...]) -> int | None:
+        if not self._chance(self.scenario.pad_chance):
+            return None
+        above = max(num_seqs, *bucket_sizes) + 1 + self._below(3)
+        sizes = [size for size in bucket_sizes if size >= max(1, num_seqs)] + [above]
+        return sizes[self._below(len(sizes))]
+
+    def _admit(self) -> None:
+        self._start(Action.ADMIT, self._draw_ids(self._between(1, 24)))
+
+    def _resume(self) -> None:
+        if self._preempted and self._table.num_free_rows:
+            self._start(Action.RESUME, self._preempted.popleft())
+
+    def _start(self, action: Action, token_ids: list[int]) -> None:
+        if self._table.num_free_rows:
+            request = Request(self._table.admit(), token_ids, 0, 0, self._between(4, self.scenario.max_kv_len))
+            self.requests.append(request)
+            self._happened(action, f"row {request.row}, {len(token_ids)} tokens")
+
+    def _fork_family(self) -> None:
+        """One to three forks, of a request and of its forks, some of which get pages of their own in between."""
+        family = self._any_request()
+        for _ in range(self._between(1, 3)):
+            if family and self._table.num_free_rows:
+                family += self._fork(family[self._below(len(family))])
+                if self._chance(0.3):
+                    self._reserve_ahead(family[self._below(len(family))])
+
+    def _fork(self, parent: Request) -> list[Request]:
+        """The child; none of a parent that is as long as a request may be."""
+        shared = parent.num_stored if self._chance(0.5) else self._below(parent.num_stored + 1)
+        if shared == self.scenario.max_kv_len:
+            return []
+        try:
+            row = self._table.fork(parent.row, shared)
+        except BadBatch:  # the window before the shared tokens is gone; a refusal must leave everything as it is
+            return []
+        parent.num_shared = max(parent.num_shared, shared)
+        limit = self._between(shared + 1, self.scenario.max_kv_len)
+        child = Request(row, parent.token_ids[:shared], shared, shared, limit, reached=shared)
+        self.requests.append(child)
+        self._happened(Action.FORK, f"row {row} shares {shared} tokens of row {parent.row}")
+        return [child]
+
+    def _reserve_any(self) -> None:
+        for request in self._any_request():
+            self._reserve_ahead(request)
+
+    def _reserve_ahead(self, request: Request) -> None:
+        kv_len = min(request.num_stored + self._between(1, 2 * self.scenario.page_size), self.scenario.max_kv_len)
+        # A refusal must leave everything as it is.
+        with suppress(OutOfPages):
+            self._table.reserve(request.row, kv_len)
+            self._happened(Action.RESERVE, f"{kv_len} tokens for row {request.row}")
+
+    def _reject(self) -> None:
+        most = self.scenario.verify_len
+        able = [request for request in self.requests if request.can_take_back(most) > 0]
+        if able:
+            request = able[self._below(len(able))]
+            taken = self._between(1, min(most, request.can_take_back(most)))
+            request.take_back(taken)
+            self._happened(Action.REJECT, f"{taken} tokens of row {request.row}")
+            if self._chance(0.3):
+                self._truncate(request)
+
+    def _truncate(self, request: Request) -> None:
+        """The pages behind what is stored go, and with them what other rows hold too."""
+        self._table.truncate(request.row, request.num_stored)
+        request.num_shared = min(request.num_shared, request.num_stored)
+
+    def _abort(self) -> None:
+        for request in self._any_request():
+            self._free(request)
+            self._happened(Action.ABORT, f"row {request.row}")
+
+    def _preempt_any(self) -> None:
+        for request in self._any_request():
+            self._preempt(request)
+
+    def _preempt(self, request: Request) -> None:
+        self._preempted.append(request.token_ids)
+        self._free(request)
+        self._happened(Action.PREEMPT, f"row {request.row}")
+
+    def _free(self, request: Request) -> None:
+        self._table.free(request.row)
+        self.requests.remove(request)
+
+    def _happened(self, action: Action, what: str) -> None:
+        self.counts[action] += 1
+        self.history.append(f"{action.value} {what}")
+
+    def _any_request(self) -> list[Request]:
+        """One request, or none when there is none."""
+        return [self.requests[self._below(len(self.requests))]] if self.requests else []
+
+    def _draw_ids(self, count: int) -> list[int]:
+        drawn: list[int] = self._random.integers(1, self.scenario.vocabulary, max(0, count)).tolist()
+        return drawn
+
+    def _below(self, end: int) -> int:
+        return int(self._random.integers(end))
+
+    def _between(self, low: int, high: int) -> int:
+        """low .. high, both included."""
+        return int(self._random.integers(low, high + 1))
+
+    def _chance(self, probability: float) -> bool:
+        return bool(self._random.random() < probability)

@@ -1,0 +1,81 @@
+"""The echo of a step: what the device knew of it when the next one was published, read from that one's ring slot.
+
+A slot is written again only when the kernels that read it are done, so the echo is there without another wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rocm_attn.batch.step_batch import Int32Array
+from rocm_attn.errors import DeviceFault
+from rocm_attn.kernels.metadata.error_word import (
+    ERROR_WORD,
+    LENGTH_BEYOND_BOUND,
+    NOT_FINITE,
+    SHARED_TOKEN,
+    TOKEN_WITHOUT_PAGE,
+    WINDOW_WITHOUT_PAGE,
+)
+from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, NO_ECHO, STEP, STEP_BEFORE, WRONG_STEP
+
+_WHAT = {
+    TOKEN_WITHOUT_PAGE: "a new token had no page of its own, its row led to page 0, and its K and V were dropped; "
+    "look for what changed the request table on the device",
+    WINDOW_WITHOUT_PAGE: "the first key that a new token sees lay in a page that its row does not hold any more, and "
+    "was read as zero; evict by lengths that are no more than the device's, or look for what changed the table there",
+    LENGTH_BEYOND_BOUND: "a length on the device lay outside of 0 <= q_len <= kv_len <= its bound and was cut; "
+    "give the batch larger bounds, or look for what wrote the lengths",
+    NOT_FINITE: "K or V of a new token was infinite or no number and was stored as zero, as it would have spread to "
+    "tokens that do not see it; look for an overflow in the model, or compute in a dtype of a wider range",
+    SHARED_TOKEN: "lengths on the device let a step begin within the tokens that its row shares with another; it was "
+    "moved to the first one after them; call truncate() and reserve() before a row goes back",
+}
+
+
+def fault_of_counts(counts: Sequence[int], number: int) -> DeviceFault | None:
+    """What the counts of the step that was published last say of it, when it is done; None: all was well.
+
+    counts: num_seqs, num_tokens, step number and error word, as the device has them
+    number: of that step, as the host has it
+    """
+    if counts[STEP] != number:
+        return DeviceFault(
+            f"the device has the counts of step {counts[STEP]} where step {number} was published last; "
+            "look for what wrote to the step's counts, or for a kernel launch that was lost",
+            number,
+        )
+    return fault_of(number, counts[ERROR_WORD]) if counts[ERROR_WORD] else None
+
+
+def fault_of(step: int, error_word: int) -> DeviceFault:
+    """What went wrong in a step, in words; error_word is not 0."""
+    known = [what for bit, what in _WHAT.items() if error_word & bit]
+    what = f"step {step}: {'; '.join(known) or f'the error word is {error_word:#x}'}"
+    # K and V that are no numbers were to go to pages of their own sequence, and went there as zeros.
+    return DeviceFault(what, step, is_contained=error_word == NOT_FINITE)
+
+
+class EchoCheck:
+    """Told of every echo that is not 0, before its slot is written again."""
+
+    def __init__(self) -> None:
+        self._lost_step = -1
+
+    def __call__(self, words: Int32Array) -> None:
+        """Raise DeviceFault for the step that went wrong. The caller clears the echo, which is not 0, afterwards."""
+        echo, before, echoed = int(words[ECHO]), int(words[STEP_BEFORE]), int(words[ECHOED_STEP])
+        if echo == NO_ECHO:
+            self._lost_step = int(words[STEP])
+            raise DeviceFault(
+                f"the inputs of step {self._lost_step} never reached the device, which went on with those of an "
+                "earlier step; look for a kernel launch that was lost",
+                self._lost_step,
+            )
+        if echo == WRONG_STEP:
+            if before == self._lost_step:  # told already
+                return
+            raise DeviceFault(
+                f"the device took step {before} for step {echoed}; look for what wrote to the step's counts", before
+            )
+        raise fault_of(before, echo)

@@ -1,0 +1,111 @@
+"""HostRing: pinned host memory from which kernels read what the host decided for a step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.step_batch import Int32Array
+
+
+class Fence(Protocol):
+    """A place in a device's queue of work. One that was never recorded has been reached."""
+
+    def record(self) -> None:
+        """Put the fence behind everything that was launched on the current stream."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the device has reached the fence."""
+        ...
+
+
+class NoFence:
+    """The fence of a CPU, where kernels run before their launch returns."""
+
+    def record(self) -> None:
+        """Nothing is left to be done."""
+
+    def synchronize(self) -> None:
+        """Nothing is left to wait for."""
+
+
+def wait_for(fence: Fence) -> None:
+    """Wait until the device has reached the fence."""
+    fence.synchronize()
+
+
+def wait_for_all(fences: Sequence[Fence], slots: Sequence[Tensor]) -> None:
+    """Wait until nobody reads these slots any more, and hold them until then."""
+    for fence in fences:
+        fence.synchronize()
+
+
+class HostRing:
+    """A ring of int32 slots. A slot is handed out again only after the kernels that read it are done.
+
+    So is its memory: torch knows of no kernel that reads pinned memory, and would give a dropped ring's to the next who
+    asks while a step still waits to read it. A ring that is dropped therefore waits for its readers.
+
+    wait:      called with the fence behind a slot's readers before the slot is handed out again
+    new_fence: makes a fence of the device; not given: an event on a GPU, nothing on a CPU
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        depth: int = 2,
+        wait: Callable[[Fence], None] = wait_for,
+        new_fence: Callable[[], Fence] | None = None,
+    ) -> None:
+        self._pinned = device.type == "cuda"
+        if new_fence is None:
+            new_fence = partial(torch.Event, device) if self._pinned else NoFence
+        self._wait = wait
+        self._new_fence = new_fence
+        self._depth = depth
+        self._slots = [torch.empty(0, dtype=torch.int32)] * depth
+        self._arrays: list[Int32Array] = [slot.numpy() for slot in self._slots]
+        self._done = [new_fence() for _ in range(depth)]
+        self._next = 0
+        # Not at exit, where the device may be gone before the ring is.
+        weakref.finalize(self, wait_for_all, self._done, self._slots).atexit = False
+
+    def acquire(self, words: int) -> tuple[Tensor, Int32Array]:
+        """The next slot, as a tensor for kernels and an array for the host, both at least `words` int32 long.
+
+        Waits when the device is `depth` steps behind. It holds what it held before; a word that nobody wrote is 0.
+        """
+        at = self._next
+        self._wait(self._done[at])
+        if len(self._arrays[at]) < words:
+            # A power of two: batches that grow slowly would otherwise pin memory again each time.
+            with torch.inference_mode(False):  # what is made in that mode cannot be written outside of it
+                slot = torch.zeros(1 << (words - 1).bit_length(), dtype=torch.int32, pin_memory=self._pinned)
+                slot[: len(self._arrays[at])] = self._slots[at]
+            self._slots[at], self._arrays[at] = slot, slot.numpy()
+        return self._slots[at], self._arrays[at]
+
+    def written(self) -> list[Int32Array]:
+        """The slots that were used, oldest first, when their readers are done."""
+        order = (*range(self._next, self._depth), *range(self._next))
+        for at in order:
+            self._wait(self._done[at])
+        return [self._arrays[at] for at in order if len(self._arrays[at])]
+
+    def drain(self) -> None:
+        """Wait for everything that was launched on the current stream so far, whether or not a slot was released."""
+        fence = self._new_fence()
+        fence.record()
+        fence.synchronize()
+
+    def release(self) -> None:
+        """Say that everything that reads the acquired slot was launched on the current stream."""
+        self._done[self._next].record()
+        self._next = (self._next + 1) % self._depth

@@ -1,0 +1,167 @@
+"""Layers: what a forward asks for in each layer, checked and launched for a step or for one half of a split one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadTensor
+from rocm_attn.machine.devices import on_device
+from rocm_attn.paging.kv_pool import HybridKVPool
+from rocm_attn.paging.stored_tokens import StepStores
+from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.providers.contract import AttendArgs, StepOps
+from rocm_attn.providers.select import Selection
+from rocm_attn.step.head_weights import LayerHeadWeights
+from rocm_attn.step.memory import DeviceStep, SpaceStep
+from rocm_attn.step.plan import StepPlan
+
+
+def by_space_of_layer(step: DeviceStep, kind: int) -> SpaceStep:
+    """A layer reads where it writes."""
+    return step.of_kind[kind]
+
+
+class Layers:
+    """The layers of a model over their pools of pages.
+
+    selections:    per kind of layer
+    kind_of_layer: layer -> its place in selections
+    read_by:       step, kind of layer -> the step in the space that the layer reads in, which is the one it writes in
+    """
+
+    def __init__(
+        self,
+        selections: Sequence[Selection],
+        kind_of_layer: Sequence[int],
+        pool: HybridKVPool,
+        head_weights: LayerHeadWeights,
+        ops: StepOps,
+        device: torch.device,
+        *,
+        read_by: Callable[[DeviceStep, int], SpaceStep] = by_space_of_layer,
+    ) -> None:
+        self._read_by = read_by
+        self._selections = tuple(selections)
+        self._kind_of_layer = tuple(kind_of_layer)
+        self._pool = pool
+        self._head_weights = head_weights
+        self._ops = ops
+        self._device = device
+
+    def __len__(self) -> int:
+        return len(self._kind_of_layer)
+
+    def store(self, step: DeviceStep, plan: StepPlan, layer: int, k: Tensor, v: Tensor) -> None:
+        """As AttentionRuntime.store, for the tokens of step, which has the plan. Raises BadTensor."""
+        problem = self.problem(layer)
+        kind = self._kind_of_layer[layer]
+        metadata = step.of_kind[kind].metadata
+        num_tokens = metadata.slot_of_token.shape[0]
+        self._check("k", k, (num_tokens, problem.num_kv_heads, problem.head_dim), problem.dtype)
+        self._check("v", v, (num_tokens, problem.num_kv_heads, problem.v_head_dim), problem.dtype)
+        if problem.pool is PoolKind.LATENT and (v.data_ptr(), v.stride()) != (k.data_ptr(), k.stride()):
+            raise BadTensor(
+                f"layer {layer} is latent and keeps one row a token: pass k[..., :{problem.v_head_dim}] as v"
+            )
+        pages, table = self._pool.layer(layer), metadata.table
+        with on_device(self._device):
+            self._ops.store_kv(k, v, metadata.slot_of_token, metadata.counts, pages.k, pages.v)
+            if not plan.kernels[kind].row.masks_v:
+                self._ops.zero_tails(table.entries, table.row_of_seq, metadata.kv_len, metadata.q_len, pages.k, pages.v)
+
+    def attend(self, step: DeviceStep, plan: StepPlan, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
+        """As AttentionRuntime.attend, for the tokens of step, which has the plan. Raises BadTensor, WrongState."""
+        problem = self.problem(layer)
+        kind = self._kind_of_layer[layer]
+        metadata = self._read_by(step, kind).metadata
+        num_tokens = metadata.slot_of_token.shape[0]
+        self._check("q", q, (num_tokens, problem.num_q_heads, problem.head_dim), problem.dtype)
+        self._check("out", out, (num_tokens, problem.num_q_heads, problem.v_head_dim), problem.dtype)
+        kernel = plan.kernels[kind]
+        if lse is not None:
+            self._check("lse", lse, (num_tokens, problem.num_q_heads), torch.float32)
+            if not kernel.row.limits.gives_lse(problem):
+                raise BadTensor(f"{kernel.row.name} gives no lse; build the runtime of problems with wants_lse=True")
+        pages, weights = self._pool.layer(layer), self._head_weights.of(layer)
+        args = AttendArgs(
+            step=metadata,
+            schedule=step.schedules[kind],
+            workspace=step.workspace,
+            q=q,
+            k_pages=pages.k,
+            v_pages=pages.v,
+            out=out,
+            lse=lse,
+            sinks=weights.sinks,
+            alibi_slopes=weights.alibi_slopes,
+        )
+        with on_device(self._device):
+            kernel.bound.attend(args)
+            if not kernel.row.clears_pads:
+                self._ops.clear_pads(metadata.counts, out, lse)
+
+    def problem(self, layer: int) -> Problem:
+        """A layer's problem. Raises BadTensor for a layer that does not exist."""
+        if not 0 <= layer < len(self._kind_of_layer):
+            raise BadTensor(f"layer {layer} does not exist; the runtime has layers 0 to {len(self._kind_of_layer) - 1}")
+        return self._selections[self._kind_of_layer[layer]].problem
+
+    def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        if tuple(tensor.shape) != shape:
+            raise BadTensor(f"{name} has shape {list(tensor.shape)}; this step and layer need {list(shape)}")
+        if tensor.dtype != dtype:
+            raise BadTensor(f"{name} is {tensor.dtype}; the layer works in {dtype}")
+        if tensor.device != self._device:
+            raise BadTensor(f"{name} is on {tensor.device}; the runtime is on {self._device}")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise BadTensor(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be contiguous there")
+
+
+class HalfLayers:
+    """The layer calls of one half of a split step, for as long as that step runs.
+
+    require_running: raises WrongState when the half's step does not run
+    stores:          what the halves have stored
+    half:            which one it is, 0 or 1
+    """
+
+    __slots__ = ("_half", "_layers", "_plan", "_require_running", "_step", "_stores")
+
+    def __init__(
+        self,
+        layers: Layers,
+        step: DeviceStep,
+        plan: StepPlan,
+        require_running: Callable[[], None],
+        stores: StepStores,
+        half: int,
+    ) -> None:
+        self._stores = stores
+        self._half = half
+        self._layers = layers
+        self._step = step
+        self._plan = plan
+        self._require_running = require_running
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """As AttentionRuntime.store, for the tokens of this half."""
+        self._require_running()
+        self._stores.before_store()
+        self._layers.store(self._step, self._plan, layer, k, v)
+        self._stores.after_store(self._half, layer)
+
+    def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        """As AttentionRuntime.attend, for the tokens of this half."""
+        self._require_running()
+        self._stores.before_attend(self._half, layer)
+        self._layers.attend(self._step, self._plan, layer, q, out, lse)
+
+    def store_and_attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None
+    ) -> None:
+        """store, then attend."""
+        self.store(layer, k, v)
+        self.attend(layer, q, out, lse)

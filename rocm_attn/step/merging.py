@@ -1,0 +1,78 @@
+"""Merging attention over parts of the keys into attention over all of them.
+
+A side is what attend() gives over some of the keys: out [tokens, heads, dim], and lse float32 [tokens, heads], the
+natural log of the softmax denominator. Sides share no key; a sink belongs to one of them. A side that has seen no key
+has LSE -inf, and nothing of it is read; a token that no side has keys for gets 0 and -inf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadTensor
+from rocm_attn.machine.devices import on_device
+
+
+def merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse over the keys of both sides; out has the dtype of out_a. Raises BadTensor."""
+    return merge_states([(out_a, lse_a), (out_b, lse_b)])
+
+
+def merge_states(sides: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """out and lse over the keys of all sides, one or more; out has the dtype of the first. Raises BadTensor.
+
+    More than two are merged from the first to the last, in float32 until then.
+    """
+    _check(sides)
+    merged, merged_lse = sides[0]
+    dtype, last = merged.dtype, len(sides) - 1
+    if last == 0:
+        # As a merge with a side that has seen nothing: what nobody has keys for is 0, whatever the side holds there.
+        sides = [*sides, (merged, torch.full_like(merged_lse, float("-inf")))]
+        last = 1
+    for place, (out, lse) in enumerate(sides[1:], 1):
+        target = torch.empty(out.shape, dtype=dtype if place == last else torch.float32, device=out.device)
+        target_lse = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
+        merge_into(merged, merged_lse, out, lse, target, target_lse)
+        merged, merged_lse = target, target_lse
+    return merged, merged_lse
+
+
+def merge_into(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:
+    """merge_state without checks or new memory; out and lse may be those of one of the sides."""
+    if out.is_cuda:
+        from rocm_attn.kernels.attention.merge_states import launch_merge_states
+
+        with on_device(out.device):
+            launch_merge_states(out_a, lse_a, out_b, lse_b, out, lse)
+    else:
+        from rocm_attn.kernels.refs.merge_states import merge_states as twin
+
+        twin(out_a, lse_a, out_b, lse_b, out, lse)
+
+
+def _check(sides: Sequence[tuple[Tensor, Tensor]]) -> None:
+    if not sides:
+        raise BadTensor("there is no side to merge; give one at least")
+    shape, device = sides[0][0].shape, sides[0][0].device
+    for place, (out, lse) in enumerate(sides):
+        if out.dim() != 3 or out.shape != shape:
+            raise BadTensor(
+                f"out of side {place} has shape {list(out.shape)} and that of side 0 {list(shape)}; "
+                "all must be [tokens, heads, dim]"
+            )
+        if not out.is_floating_point() or (out.shape[2] > 1 and out.stride(2) != 1):
+            raise BadTensor(
+                f"out of side {place} is {out.dtype} with stride {out.stride(2)} in its last dimension; "
+                "it must be floating point and contiguous there"
+            )
+        if lse.shape != shape[:2] or lse.dtype != torch.float32:
+            raise BadTensor(
+                f"lse of side {place} is {lse.dtype} of shape {list(lse.shape)}; "
+                f"it must be torch.float32 {list(shape[:2])}"
+            )
+        if out.device != device or lse.device != device:
+            raise BadTensor(f"side {place} is on {out.device} and {lse.device}, side 0 on {device}; use one device")

@@ -1,0 +1,94 @@
+"""make_plan: values in, a frozen plan with its graph key out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.providers.contract import LayerKernel
+
+# Shortest length bucket: below it one graph serves all lengths, and a decode step costs the same anyway.
+SMALLEST_KV_BUCKET = 64
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """Everything that a capture freezes; two steps may share a graph only if their keys are equal.
+
+    shape:      step kind, padded sequences and tokens, and into how many children they are split
+    max_q_len:  bound on new tokens of a sequence
+    max_kv_len: length bucket; the table's width for kernels that bake no length
+    kernels:    per kind of layer, the kernel with its tiles
+    """
+
+    shape: PaddedShape
+    max_q_len: int
+    max_kv_len: int
+    kernels: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """How a step runs. Compared by identity; its key says whether two plans mean the same launches.
+
+    key:             identifies the launches
+    kernels:         per kind of layer
+    pad_kv_len:      KV length of padded sequences
+    replayable:      whether the step may run as a graph
+    workspace_words: float32 words that the kernels of one child share
+    schedule_of_kind: per kind of layer, the first kind whose kernel builds the same schedule
+    """
+
+    key: GraphKey
+    kernels: tuple[LayerKernel, ...]
+    pad_kv_len: int
+    replayable: bool
+    workspace_words: int
+    schedule_of_kind: tuple[int, ...]
+
+    @property
+    def shape(self) -> PaddedShape:
+        return self.key.shape
+
+
+def kv_len_bucket(max_kv_len: int, limit: int) -> int:
+    """The bucket of a longest length: a power of two from SMALLEST_KV_BUCKET up, at most limit."""
+    return min(limit, max(SMALLEST_KV_BUCKET, 1 << max(0, max_kv_len - 1).bit_length()))
+
+
+def q_len_bucket(max_q_len: int) -> int:
+    """The bucket of a largest number of new tokens: a power of two."""
+    return 1 << max(0, max_q_len - 1).bit_length()
+
+
+def make_plan(
+    shape: PaddedShape,
+    kernels: Sequence[LayerKernel],
+    *,
+    max_q_len: int,
+    max_kv_len: int,
+    may_capture: bool,
+) -> StepPlan:
+    """The plan of a step.
+
+    kernels:         per kind of layer, for the shape's kind of step
+    max_q_len:       bound on new tokens of a sequence, at least 1; a bucket where a kernel bakes it
+    max_kv_len:      length bucket where a kernel bakes it, else what a row of the table can hold
+    may_capture:     whether the shape lies within the captured sizes
+    """
+    key = GraphKey(
+        shape=shape,
+        max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
+        kernels=tuple(kernel.bound.describe() for kernel in kernels),
+    )
+    schedules = [kernel.bound.schedule_key() for kernel in kernels]
+    return StepPlan(
+        key=key,
+        kernels=tuple(kernels),
+        pad_kv_len=max(kernel.row.min_kv_len for kernel in kernels),
+        replayable=may_capture and all(kernel.row.graph_safe for kernel in kernels),
+        workspace_words=max(kernel.bound.workspace_words(shape.child) for kernel in kernels),
+        schedule_of_kind=tuple(schedules.index(schedule) for schedule in schedules),
+    )

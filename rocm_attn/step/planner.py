@@ -1,0 +1,132 @@
+"""Planner: which plan a batch has. Steps that are padded to the same shape share a plan, and so a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from rocm_attn.batch.mask import NO_MASK
+from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, StepKind, is_prefill
+from rocm_attn.batch.prefixes import NO_PREFIXES
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.errors import BadBatch, BadTensor, Unsupported
+from rocm_attn.providers.contract import Baked
+from rocm_attn.providers.select import Selection
+from rocm_attn.step.plan import GraphKey, StepPlan, kv_len_bucket, make_plan, q_len_bucket
+
+
+class Planner:
+    """Plans for one set of kernels and one padding policy.
+
+    selections: per kind of layer
+    device:     of the runtime
+    max_kv_len: tokens that a row of the table has room for
+    longest:    batch -> tokens of the longest sequence that a step is planned for
+    graph_key:  what of a plan's key tells graphs apart
+    """
+
+    def __init__(
+        self,
+        selections: Sequence[Selection],
+        padding: PaddingPolicy,
+        device: torch.device,
+        *,
+        max_kv_len: int,
+        longest: Callable[[StepBatch], int],
+        graph_key: Callable[[GraphKey], GraphKey],
+    ) -> None:
+        self.padding = padding
+        self._selections = tuple(selections)
+        self._device = device
+        self._max_kv_len = max_kv_len
+        self._longest = longest
+        self._graph_key = graph_key
+        rows = [kernel.row for s in selections for kernel in s.kernels.values()]
+        bakes = {b for row in rows for b in row.bakes}
+        self._bakes_kv_len = Baked.MAX_KV_LEN in bakes
+        self._bakes_q_len = Baked.MAX_Q_LEN in bakes
+        self._has_prefill = any(row.kind is StepKind.PREFILL for row in rows)
+        self._plan_of_key: dict[GraphKey, StepPlan] = {}
+        self._plan_of_sizes: dict[tuple[int | torch.device | None, ...], StepPlan] = {}
+
+    def start_over(self, padding: PaddingPolicy) -> None:
+        """Forget every plan and pad by another policy."""
+        # One statement: no interrupt leaves plans of one policy under another.
+        self.padding, self._plan_of_key, self._plan_of_sizes = padding, {}, {}
+
+    def plan(self, batch: StepBatch, pad_to: int | None, num_children: int) -> StepPlan:
+        """The plan of a batch that runs whole, or as two halves. pad_to: as in PaddingPolicy.
+
+        Raises CapacityExceeded; BadTensor, Unsupported for inputs on a device that cannot be taken; Unsupported for
+        prefixes that no layer can share.
+        """
+        max_kv_len = self._max_kv_len
+        if self._bakes_kv_len:
+            max_kv_len = kv_len_bucket(self._longest(batch), max_kv_len)
+        # All that a plan depends on, so that a step of known sizes costs one look-up.
+        sizes = (
+            batch.num_seqs,
+            batch.num_tokens,
+            batch.min_q_len,
+            batch.max_q_len,
+            max_kv_len,
+            pad_to,
+            num_children,
+            batch.inputs.device,
+            batch.mask is NO_MASK,
+            batch.prefixes is NO_PREFIXES,
+        )
+        plan = self._plan_of_sizes.get(sizes)
+        if plan is None:
+            shape_of = self.padding.shape if num_children == 1 else self.padding.split_shape
+            plan = self._make_plan(shape_of(batch, pad_to), batch, max_kv_len)
+            if plan.replayable and plan.shape.kind.decodes:  # ragged sizes are too many to keep
+                self._plan_of_sizes[sizes] = plan
+        return plan
+
+    def _make_plan(self, shape: PaddedShape, batch: StepBatch, max_kv_len: int) -> StepPlan:
+        may_capture = self.padding.captures(shape)
+        if self._has_prefill and not may_capture and shape.kind is StepKind.EXTEND and is_prefill(batch):
+            shape = replace(shape, kind=StepKind.PREFILL)
+        max_q_len = 1 if shape.kind.decodes else shape.child.num_tokens
+        if self._bakes_q_len:
+            max_q_len = q_len_bucket(batch.max_q_len) if may_capture else max(1, batch.max_q_len)
+        plan = make_plan(
+            shape,
+            [selection.kernel(shape.kind) for selection in self._selections],
+            max_q_len=max_q_len,
+            max_kv_len=max_kv_len,
+            may_capture=may_capture,
+        )
+        self._check_inputs(batch, plan)
+        # Sizes that are padded to the same shape share a plan, and so a graph and the views of its buffers.
+        return self._plan_of_key.setdefault(self._graph_key(plan.key), plan) if plan.replayable else plan
+
+    def _check_inputs(self, batch: StepBatch, plan: StepPlan) -> None:
+        """Refuse tensors of another device, masks for no layer, and lengths that the host must know and does not."""
+        if batch.mask is not NO_MASK and not self.padding.has_masks:
+            raise BadBatch(
+                "the step has a mask and no layer looks at it; build the runtime of problems with custom_mask"
+            )
+        if batch.mask.device not in (None, self._device):
+            raise BadTensor(f"the step's mask is on {batch.mask.device}; the runtime is on {self._device}")
+        if batch.prefixes is not NO_PREFIXES and all(kernel.row.kind is not StepKind.SHARED for kernel in plan.kernels):
+            reasons = {
+                f"{refusal.kernel}: {refusal.reason}": None
+                for selection in self._selections
+                for refusal in selection.refusals
+                if refusal.kind is StepKind.SHARED
+            }
+            raise Unsupported("no layer can share prefixes; leave them out of the step", list(reasons))
+        if batch.inputs.device not in (None, self._device):
+            raise BadTensor(
+                f"the step's lengths or token ids are on {batch.inputs.device}; the runtime is on {self._device}"
+            )
+        needy = [kernel.row.name for kernel in plan.kernels if kernel.row.needs_host_lengths]
+        if needy and not batch.inputs.lengths_on_host:
+            raise Unsupported(
+                f"{', '.join(needy)} must know the lengths of a step on the host, and they are on {self._device}; "
+                "read them back before the step, or choose another provider"
+            )

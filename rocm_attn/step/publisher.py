@@ -1,0 +1,344 @@
+"""Publisher: carries what the host decided to the device, before the step's graph or launches run.
+
+Order on the stream: page copies, table updates, the step's inputs. Changes stay pending until their launch
+was enqueued. How a step went comes back in the ring slot of the next one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.halves import HALVES
+from rocm_attn.batch.inputs import ON_HOST, DeviceInputs
+from rocm_attn.batch.mask import StepMask, mask_bytes
+from rocm_attn.batch.prefixes import SharedPrefixes
+from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch
+from rocm_attn.errors import DeviceFault
+from rocm_attn.kernels.metadata.error_word import ERROR_WORD
+from rocm_attn.kernels.metadata.input_tensors import InputTensors
+from rocm_attn.kernels.metadata.slot_layout import (
+    COUNT_WORDS,
+    ECHO,
+    HEADER_WORDS,
+    NO_ECHO,
+    STEP,
+    STEP_BEFORE,
+    slot_words,
+)
+from rocm_attn.paging.kv_pool import HybridKVPool
+from rocm_attn.paging.page_table import PageTable
+from rocm_attn.paging.request_table import RequestTable
+from rocm_attn.providers.contract import StepOps
+from rocm_attn.step.echo import EchoCheck, fault_of_counts
+from rocm_attn.step.host_ring import Fence, HostRing, wait_for
+from rocm_attn.step.memory import DeviceStep
+
+# (launch, forget): launches what carries a change to the device, and forgets that the change is pending.
+Deliver = Callable[[Callable[[], None], Callable[[], None]], None]
+
+
+def launch_then_forget(launch: Callable[[], None], forget: Callable[[], None]) -> None:
+    """A change whose launch raises stays pending."""
+    launch()
+    forget()
+
+
+# Of the counts of the step that was published last, and its number: how it went.
+OfLastStep = Callable[[Sequence[int], int], DeviceFault | None]
+
+# Steps of a line whose sequences are remembered: as many as may be reported late, and two to spare.
+_REMEMBERED_STEPS = 5
+# Whole steps from the publication that asks how the second half of a split step went to the one that has the answer.
+_STEPS_TO_ANSWER = 3
+
+
+# What went wrong on the device and was not reported yet. A fault is put here before its trace on the device is wiped,
+# and leaves when it is raised: memory that runs out, or an interrupt, at any place in between loses none.
+Found = list[DeviceFault]
+
+
+def _add(found: Found, fault: DeviceFault) -> None:
+    """Once: it is found again where what was to wipe its trace was broken off."""
+    if str(fault) not in map(str, found):
+        found.append(fault)
+
+
+class _Line:
+    """A line of steps, each of which is published from a ring slot and echoes the step before it there.
+
+    counts: of the step that was published last
+    number: its number
+    rest:   inputs of a step without sequences; its counts take the place of those whose memory is given up
+    recent: numbers and request rows of the last steps, oldest first
+    """
+
+    def __init__(self, ring: HostRing, check_echo: Callable[[Int32Array], None], device: torch.device) -> None:
+        self.ring = ring
+        self.check_echo = check_echo
+        self.counts: Tensor | None = None
+        self.number = 0
+        self.rest = _no_sequences(device)
+        self.recent: deque[tuple[int, Int32Array]] = deque(maxlen=_REMEMBERED_STEPS)
+
+    def named(self, fault: DeviceFault) -> DeviceFault:
+        """The fault with the request rows of its step."""
+        # From the last one on: a number whose launch failed was given again.
+        fault.rows = next((tuple(rows.tolist()) for number, rows in reversed(self.recent) if number == fault.step), ())
+        return fault
+
+    def look(self, words: Int32Array, found: Found) -> None:
+        """Find the fault that a slot's echo, which is not 0, may be one of. Then the echo is cleared."""
+        try:
+            self.check_echo(words)
+        except DeviceFault as fault:
+            _add(found, self.named(fault))
+        words[ECHO] = 0
+
+    def find_all(self, found: Found, of_last_step: OfLastStep) -> None:
+        """Find what the slots echo, and the fault of the step published last, which no later one echoes.
+
+        The device has nothing left to do.
+        """
+        for words in self.ring.written():
+            if words[ECHO]:
+                self.look(words, found)
+        if self.counts is not None:
+            fault = of_last_step(self.counts.tolist(), self.number)
+            if fault is not None:
+                _add(found, self.named(fault))
+                self.counts[STEP], self.counts[ERROR_WORD] = self.number, 0
+
+
+# A publication whose launches were begun: its line, the words of its ring slot, counts and number. If it ends early, it
+# is not known whether the first launch was made.
+_Launching = tuple[_Line, Int32Array, Tensor, int]
+
+
+class Publisher:
+    """Writes ring slots and launches the kernels that read them.
+
+    ring_wait: waits for the fence behind a ring slot's readers
+    deliver:   launches a pending change of the table or of its pages
+    new_echo_check: makes what looks at the echo of a step when its ring slot comes back
+    of_last_step: what the counts of a step say that no later one echoes
+    """
+
+    def __init__(
+        self,
+        ops: StepOps,
+        table: RequestTable,
+        pool: HybridKVPool,
+        *,
+        ring_wait: Callable[[Fence], None] = wait_for,
+        deliver: Deliver = launch_then_forget,
+        new_echo_check: Callable[[], Callable[[Int32Array], None]] = EchoCheck,
+        of_last_step: OfLastStep = fault_of_counts,
+    ) -> None:
+        self._ops = ops
+        self._table = table
+        self._pool = pool
+        self._deliver = deliver
+        # One for each child, so that the host may be as many split steps ahead as others.
+        self._lines = tuple(
+            _Line(HostRing(pool.device, wait=ring_wait), new_echo_check(), pool.device) for _ in range(HALVES)
+        )
+        # A step takes up to two slots a space: of copies and of cells.
+        self._updates = HostRing(pool.device, depth=2 * 2 * len(table.spaces), wait=ring_wait)
+        self._of_last_step = of_last_step
+        self._launching: _Launching | None = None
+        self._found: Found = []
+        self._steps_to_answer = 0
+        self.step_number = 0
+
+    def apply_table_changes(self) -> None:
+        """Bring the device's pages and table up to date with the host's."""
+        for table in self._table.spaces:
+            pending = table.pending
+            if pending.copies:
+                self._copy_pages(table)
+            if pending.cells:
+                updates = table.pending_updates()
+                slot, words = self._updates.acquire(updates.size)
+                words[: updates.size] = updates.reshape(-1)
+                launch = partial(self._ops.table_update, slot, table.entries, num_updates=len(updates))
+                self._deliver(launch, pending.cells.clear)
+                self._updates.release()
+
+    def _copy_pages(self, table: PageTable) -> None:
+        """Launch a space's pending copies. No target is a source, so a launch that failed half way may run again."""
+        copies = table.pending.copies
+        slot, words = self._updates.acquire(2 * len(copies))
+        words[: len(copies)], words[len(copies) : 2 * len(copies)] = list(copies), list(copies.values())
+        try:
+            # int64 on the device: a copy that converts would do so on the host, and wait.
+            ids = slot[: 2 * len(copies)].to(self._pool.device, non_blocking=True).to(torch.int64)
+            target, source = ids[: len(copies)], ids[len(copies) :]
+            copy_pages = self._pool.in_space(table.space).copy_pages
+            self._deliver(partial(copy_pages, source, target), table.copies_made)
+        finally:
+            self._updates.release()
+
+    def publish_whole(self, batch: StepBatch, step: DeviceStep) -> None:
+        """publish() of a step that is not split."""
+        if self._steps_to_answer:
+            self._hear_of_the_second_half()
+        self.publish(batch, step, 0)
+
+    def publish(self, batch: StepBatch, step: DeviceStep, child: int) -> None:
+        """Write the inputs of a child of a step, pads included, to their fixed addresses.
+
+        batch: the sequences of this child; a step that is not split is child 0 of itself
+        Raises DeviceFault for an earlier step.
+        """
+        if self._launching is not None:
+            self._settle()
+        num_seqs, num_ids = batch.num_seqs, len(batch.token_ids)
+        line = self._lines[child]
+        end = slot_words(num_seqs, num_ids)
+        # With room for prefixes and floors, whether there are any or not.
+        slot, words = line.ring.acquire(end + 3 * num_seqs)
+        if words[ECHO]:
+            line.look(words, self._found)
+        if self._found:
+            self.report()
+        number = (self.step_number + 1) & INT32_MAX
+        words[0], words[1], words[STEP], words[3] = num_seqs, batch.num_tokens, number, num_ids > 0
+        words[STEP_BEFORE] = line.number
+        kv_at, q_at, ids_at = HEADER_WORDS + num_seqs, HEADER_WORDS + 2 * num_seqs, HEADER_WORDS + 3 * num_seqs
+        words[HEADER_WORDS:kv_at], words[kv_at:q_at], words[q_at:ids_at] = batch.rows, batch.kv_len, batch.q_len
+        words[ids_at:end] = batch.token_ids
+        if isinstance(batch.prefixes, SharedPrefixes):
+            words[end : end + num_seqs] = batch.prefixes.prefix_len
+            words[end + num_seqs : end + 2 * num_seqs] = batch.prefixes.group_end
+        if isinstance(batch.inputs, DeviceInputs):
+            on_host = batch.inputs.lengths_on_host
+            words[end + 2 * num_seqs : end + 3 * num_seqs] = 0 if on_host else self._table.floors(batch.rows)
+        counts = step.inputs.counts
+        # One statement: an interrupt comes before all of it or after.
+        words[ECHO], self._launching = NO_ECHO, (line, words, counts, number)
+        try:
+            self._ops.publish(slot, counts if line.counts is None else line.counts, step.inputs)
+            if isinstance(batch.inputs, DeviceInputs):
+                self._place(batch.inputs, slot, num_seqs, num_ids, step)
+            if isinstance(batch.mask, StepMask):
+                bits = batch.mask.bits[: mask_bytes(batch.kv_len, batch.q_len)]
+                self._ops.place_mask(
+                    bits, batch.mask.positions, step.inputs.counts, step.metadata.mask_words, step.positions
+                )
+        finally:
+            line.ring.release()
+        line.recent.append((number, batch.rows))
+        line.counts, line.number, self.step_number, self._launching = counts, number, number, None
+        if child:
+            self._steps_to_answer = _STEPS_TO_ANSWER
+
+    def disregard(self, num_children: int) -> None:
+        """What the device has found wrong with the inputs published last is not reported: their step is not run."""
+        for line in self._lines[:num_children]:
+            if line.counts is not None:
+                line.counts[ERROR_WORD].zero_()
+
+    def let_go(self) -> None:
+        """Hold no memory of steps: it is given up. What the last step has left there is kept for its echo."""
+        if self._launching is not None:
+            self._settle()
+        for line in self._lines:
+            if line.counts is not None and line.counts is not line.rest.counts:
+                line.rest.counts.copy_(line.counts)
+                line.counts = line.rest.counts
+
+    def find_faults(self) -> None:
+        """Find everything that went wrong in steps and was not reported yet. The device has nothing left to do."""
+        if self._launching is not None:
+            self._settle()
+        for line in self._lines:
+            line.find_all(self._found, self._of_last_step)
+
+    def report(self, *others: DeviceFault) -> None:
+        """Raise one DeviceFault of what was found and of others, if there is any."""
+        faults = [*self._found, *others]
+        if faults:
+            try:
+                raise DeviceFault.of_all(faults)
+            except DeviceFault:  # not an interrupt that comes first
+                self._found.clear()
+                raise
+
+    def forget_faults(self) -> None:
+        """What was found is not reported."""
+        self._found.clear()
+
+    def _settle(self) -> None:
+        """Find out, for a publication that an exception has ended, whether the kernel that reads its slot runs.
+
+        Until then the host must not write to the slot, where that kernel puts the echo of the step before.
+        """
+        assert self._launching is not None
+        line, words, counts, number = self._launching
+        line.ring.drain()
+        if words[ECHO] == NO_ECHO:
+            # Never launched, so there is nothing to hear.
+            words[ECHO], self._launching = 0, None
+        else:
+            # Its step is not run, so nothing was wrong with it. A CPU's launch may have ended before all was written.
+            counts[STEP], counts[ERROR_WORD] = number, 0
+            line.counts, line.number, self.step_number, self._launching = counts, number, number, None
+
+    def _hear_of_the_second_half(self) -> None:
+        """A whole step comes after a split one: no second half comes to echo that one's.
+
+        A step without sequences does, and its echo is there when the ring slots of the first line have gone round.
+        Raises DeviceFault.
+        """
+        if self._launching is not None:
+            self._settle()
+        line = self._lines[1]
+        if self._steps_to_answer == _STEPS_TO_ANSWER:
+            slot, words = line.ring.acquire(HEADER_WORDS)
+            if words[ECHO]:
+                line.look(words, self._found)
+            self.report()
+            words[:HEADER_WORDS] = 0
+            words[STEP], words[STEP_BEFORE] = self.step_number, line.number
+            words[ECHO], self._launching = NO_ECHO, (line, words, line.rest.counts, self.step_number)
+            try:
+                self._ops.publish(slot, line.rest.counts if line.counts is None else line.counts, line.rest)
+            finally:
+                line.ring.release()
+            line.counts, line.number, self._launching = line.rest.counts, self.step_number, None
+        elif self._steps_to_answer == 1:
+            for words in line.ring.written():
+                if words[ECHO]:
+                    line.look(words, self._found)
+                    self.report()
+        self._steps_to_answer -= 1
+
+    def _place(self, inputs: DeviceInputs, slot: Tensor, num_seqs: int, num_ids: int, step: DeviceStep) -> None:
+        """Put the caller's tensors in the place of what the host has published; it stays where there is no tensor."""
+        kv_at, q_at = HEADER_WORDS + num_seqs, HEADER_WORDS + 2 * num_seqs
+        ids_at, end = HEADER_WORDS + 3 * num_seqs, slot_words(num_seqs, num_ids)
+        self._ops.device_inputs(
+            slot,
+            slot[kv_at:q_at] if inputs.kv_len is ON_HOST else inputs.kv_len,
+            slot[q_at:ids_at] if inputs.q_len is ON_HOST else inputs.q_len,
+            slot[ids_at:end] if inputs.token_ids is ON_HOST else inputs.token_ids,
+            slot[end + 2 * num_seqs : end + 3 * num_seqs],
+            step.inputs.counts,
+            step.inputs.kv_len,
+            step.inputs.q_len,
+            step.inputs.token_ids,
+        )
+
+
+def _no_sequences(device: torch.device) -> InputTensors:
+    """Inputs of a step that has one padded sequence and one padded token."""
+    nothing = torch.empty(0, dtype=torch.int32, device=device)
+    counts, row, kv_len, q_len, token_ids = (
+        torch.zeros(size, dtype=torch.int32, device=device) for size in (COUNT_WORDS, 1, 1, 1, 1)
+    )
+    return InputTensors(counts, row, kv_len, q_len, nothing, nothing, token_ids, pad_kv_len=0, pad_q_len=0)

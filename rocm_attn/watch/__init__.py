@@ -1,0 +1,1 @@
+"""What looks on while steps run: the flight recorder, the watchdog, profiler ranges, the sampled check."""

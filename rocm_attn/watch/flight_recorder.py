@@ -1,0 +1,325 @@
+"""FlightRecorder: what the last steps were, kept in memory and written to a file when something goes wrong.
+
+No token ids and no values are kept: a step is run again with its lengths, rows and sizes, and random K and V.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+
+from rocm_attn.batch.padding import PaddedShape, StepKind
+from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes, PrefixGroup, SharedPrefixes
+from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.errors import BadBatch, BadSetting
+from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.plan import StepPlan
+
+NUM_STEPS = 64
+_FORMAT = 4
+
+
+class Flight(Protocol):
+    """Is told about every step."""
+
+    def note(self, batch: StepBatch, plan: StepPlan, replayed: bool, epoch: int) -> None:
+        """A step is about to run.
+
+        replayed: whether a graph of it exists
+        epoch:    of the addresses that graphs read
+        """
+        ...
+
+    def failed(self, error: BaseException) -> None:
+        """The step that was noted last, or one that could not be staged, has raised."""
+        ...
+
+
+class NoFlightRecorder:
+    """Remembers nothing."""
+
+    def note(self, batch: StepBatch, plan: StepPlan, replayed: bool, epoch: int) -> None:
+        """As Flight.note."""
+
+    def failed(self, error: BaseException) -> None:
+        """As Flight.failed."""
+
+
+NO_FLIGHT_RECORDER = NoFlightRecorder()
+
+_Noted = tuple[int, StepPlan, bool, int, Int32Array, Int32Array, Int32Array, Prefixes]
+
+
+class FlightRecorder:
+    """A ring of the last steps of a runtime.
+
+    path: the file that a dump goes to; an earlier one is replaced
+
+    Raises BadSetting when the file's folder does not exist: a fault is a bad moment to find out.
+    """
+
+    def __init__(self, runtime: AttentionRuntime, path: Path | str, *, num_steps: int = NUM_STEPS) -> None:
+        self.path = Path(path)
+        if not self.path.parent.is_dir():
+            raise BadSetting(f"the flight record {path} cannot be written: {self.path.parent} is no folder; create it")
+        self._runtime = runtime
+        self._num_steps = num_steps
+        self._ring: list[_Noted | None] = [None] * num_steps
+        self._noted = 0
+
+    def note(self, batch: StepBatch, plan: StepPlan, replayed: bool, epoch: int) -> None:
+        """As Flight.note. The lengths are copied: a caller may change its arrays in place."""
+        at = self._noted
+        self._ring[at % self._num_steps] = (
+            at,
+            plan,
+            replayed,
+            epoch,
+            batch.rows.copy(),
+            batch.kv_len.copy(),
+            batch.q_len.copy(),
+            batch.prefixes,
+        )
+        self._noted = at + 1
+
+    def failed(self, error: BaseException) -> None:
+        """As Flight.failed: dump, and say so on the error. A dump that fails hides no error."""
+        try:
+            note = f"the last steps are in {self.dump(f'{type(error).__name__}: {error}')}; see rocm-attn replay-step"
+        except OSError as failure:
+            note = f"the last steps could not be written ({failure})"
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(note)
+
+    def dump(self, reason: str) -> Path:
+        """Write the remembered steps to the file. Raises OSError."""
+        content = {
+            "format": _FORMAT,
+            "reason": reason,
+            "torch": torch.__version__,
+            "runtime": dataclasses.asdict(RuntimeFacts.of(self._runtime)),
+            "problems": [problem_as_json(selection.problem) for selection in self._runtime.selections],
+            "steps": [dataclasses.asdict(step) for step in self.steps()],
+        }
+        part = self.path.with_name(self.path.name + ".part")
+        part.write_text(json.dumps(content))
+        os.replace(part, self.path)
+        return self.path
+
+    def steps(self) -> list[NotedStep]:
+        """The remembered steps, oldest first."""
+        noted = [step for step in self._ring if step is not None]
+        return [NotedStep.of(*step) for step in sorted(noted, key=lambda step: step[0])]
+
+
+def dump_on_signal(recorder: FlightRecorder, number: signal.Signals = signal.SIGUSR1) -> None:
+    """Dump whenever the process gets the signal. For the main thread of a program, not for a library."""
+
+    def dump(received: int, frame: FrameType | None) -> None:
+        recorder.dump(f"signal {signal.Signals(received).name}")
+
+    signal.signal(number, dump)
+
+
+@dataclass(frozen=True, slots=True)
+class NotedStep:
+    """A step that was run.
+
+    number:      of the step, from 0 for the first that was noted
+    kind:        of the step
+    real_*, padded_*: sequences and tokens
+    children:    halves that it ran in; 1 for a step that was not split
+    max_q_len, max_kv_len: the bounds in its graph key
+    kernels:     per kind of layer
+    replayed:    whether a graph of it existed when it began
+    epoch:       of the addresses that graphs read
+    rows, kv_len, q_len: as in StepBatch
+    group_seqs, group_prefix_len: sequences and shared tokens of each group, of a step that shares prefixes
+    """
+
+    number: int
+    kind: str
+    real_seqs: int
+    real_tokens: int
+    padded_seqs: int
+    padded_tokens: int
+    children: int
+    max_q_len: int
+    max_kv_len: int
+    kernels: tuple[str, ...]
+    replayed: bool
+    epoch: int
+    rows: tuple[int, ...]
+    kv_len: tuple[int, ...]
+    q_len: tuple[int, ...]
+    group_seqs: tuple[int, ...]
+    group_prefix_len: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        number: int,
+        plan: StepPlan,
+        replayed: bool,
+        epoch: int,
+        rows: Int32Array,
+        kv_len: Int32Array,
+        q_len: Int32Array,
+        prefixes: Prefixes,
+    ) -> NotedStep:
+        """A step as the ring holds it."""
+        key, shape = plan.key, plan.shape
+        groups = prefixes.groups if isinstance(prefixes, SharedPrefixes) else ()
+        return cls(
+            number=number,
+            kind=shape.kind.value,
+            real_seqs=len(rows),
+            real_tokens=int(q_len.sum()),
+            padded_seqs=shape.num_seqs,
+            padded_tokens=shape.num_tokens,
+            children=shape.num_children,
+            max_q_len=key.max_q_len,
+            max_kv_len=key.max_kv_len,
+            kernels=key.kernels,
+            replayed=replayed,
+            epoch=epoch,
+            rows=tuple(rows.tolist()),
+            kv_len=tuple(kv_len.tolist()),
+            q_len=tuple(q_len.tolist()),
+            group_seqs=tuple(group.num_seqs for group in groups),
+            group_prefix_len=tuple(group.prefix_len for group in groups),
+        )
+
+    @property
+    def shape(self) -> PaddedShape:
+        """What it was padded to."""
+        return PaddedShape(StepKind(self.kind), self.padded_seqs, self.padded_tokens, self.children)
+
+    def batch(self) -> StepBatch:
+        """The step's sequences, without token ids. Raises BadBatch."""
+        if self.kind == StepKind.MASKED.value:
+            raise BadBatch(f"step {self.number} had a mask, which a dump does not hold; replay a step without one")
+        arrays = (torch.tensor(values, dtype=torch.int32).numpy() for values in self._arrays())
+        return StepBatch(*arrays, prefixes=self.prefixes)
+
+    @property
+    def prefixes(self) -> Prefixes:
+        """What its sequences shared. Raises BadBatch."""
+        if self.kind != StepKind.SHARED.value:
+            return NO_PREFIXES
+        return SharedPrefixes(list(map(PrefixGroup, self.group_seqs, self.group_prefix_len)))
+
+    def _arrays(self) -> tuple[tuple[int, ...], ...]:
+        return self.rows, self.kv_len, self.q_len
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeFacts:
+    """What a runtime was built with, as far as a step depends on it; guards_off: safeguards that were switched off."""
+
+    device: str
+    arch: str
+    provider: str
+    num_pages: int
+    swa_pages: int
+    swa_kept: int
+    max_num_seqs: int
+    max_kv_len: int
+    capture_sizes: tuple[int, ...]
+    capture_tokens: tuple[int, ...]
+    guards_off: tuple[str, ...]
+    split_steps: bool
+    deterministic: bool
+    shared_prefixes: bool
+
+    @classmethod
+    def of(cls, runtime: AttentionRuntime) -> RuntimeFacts:
+        """The facts of a runtime."""
+        return cls(
+            device=str(runtime.device),
+            arch=runtime.target.arch,
+            provider=runtime.selections[0].provider,
+            num_pages=runtime.pool.num_pages,
+            swa_pages=runtime.swa_pages,
+            swa_kept=runtime.swa_kept,
+            max_num_seqs=len(runtime.table.entries_host) - 1,
+            max_kv_len=runtime.max_kv_len,
+            capture_sizes=runtime.padding.seqs.sizes,
+            capture_tokens=runtime.padding.tokens.sizes,
+            guards_off=runtime.guards.off,
+            split_steps=runtime.padding.max_children > 1,
+            deterministic=runtime.deterministic,
+            shared_prefixes=runtime.padding.has_prefixes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FlightDump:
+    """A dump that was read back.
+
+    reason:   why it was written
+    problems: one for each kind of layer
+    steps:    oldest first
+    """
+
+    reason: str
+    runtime: RuntimeFacts
+    problems: tuple[Problem, ...]
+    steps: tuple[NotedStep, ...]
+
+    def step(self, number: int | None) -> NotedStep:
+        """The step of a number; the last one without. Raises BadSetting."""
+        if not self.steps:
+            raise BadSetting("the dump holds no step; it was written before the first one ran")
+        if number is None:
+            return self.steps[-1]
+        for step in self.steps:
+            if step.number == number:
+                return step
+        raise BadSetting(
+            f"the dump holds no step {number}; it has steps {self.steps[0].number} to {self.steps[-1].number}"
+        )
+
+
+def read_dump(path: Path) -> FlightDump:
+    """A dump from its file. Raises BadSetting for what is none."""
+    try:
+        content = json.loads(path.read_text())
+        if content["format"] != _FORMAT:
+            raise BadSetting(f"{path} is a dump of format {content['format']}; this version reads format {_FORMAT}")
+        return FlightDump(
+            reason=content["reason"],
+            runtime=RuntimeFacts(**_with_tuples(content["runtime"])),
+            problems=tuple(problem_from_json(problem) for problem in content["problems"]),
+            steps=tuple(NotedStep(**_with_tuples(step)) for step in content["steps"]),
+        )
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise BadSetting(f"{path} is no dump of a flight recorder ({error})") from error
+
+
+def problem_as_json(problem: Problem) -> dict[str, Any]:
+    """A problem's fields."""
+    return {
+        **dataclasses.asdict(problem),
+        "dtype": str(problem.dtype).removeprefix("torch."),
+        "pool": problem.pool.name,
+    }
+
+
+def problem_from_json(fields: Mapping[str, Any]) -> Problem:
+    """The problem of these fields. Raises BadProblem, TypeError, AttributeError."""
+    return Problem(**{**fields, "dtype": getattr(torch, fields["dtype"]), "pool": getattr(PoolKind, fields["pool"])})
+
+
+def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}

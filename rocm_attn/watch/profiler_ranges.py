@@ -1,0 +1,92 @@
+"""Named ranges in a profiler's timeline: roctx on ROCm, NVTX on NVIDIA, both through torch.cuda.nvtx.
+
+A profiler sees a layer's range where Python runs the layer: in eager steps and while a graph is made. A replayed step
+is one range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.errors import BadSetting
+from rocm_attn.step.protocols import LayerCalls, Steps
+
+
+class Ranges(Protocol):
+    """Opens and closes ranges; they nest."""
+
+    def push(self, name: str) -> object:
+        """Open a range."""
+        ...
+
+    def pop(self) -> object:
+        """Close the range that was opened last."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Markers:
+    push: Callable[[str], object]
+    pop: Callable[[], object]
+
+
+def device_ranges() -> Ranges:
+    """The ranges of roctx or NVTX. Raises BadSetting where torch was built without them."""
+    try:
+        torch.cuda.nvtx.mark("rocm_attn")  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise BadSetting(f"this torch has no profiler ranges ({error}); use a build for ROCm or CUDA") from error
+    return _Markers(torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)
+
+
+class RangedSteps:
+    """Runs each step in a range that says how large it is."""
+
+    def __init__(self, steps: Steps, ranges: Ranges) -> None:
+        self._steps = steps
+        self._ranges = ranges
+
+    def run(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
+        """As StepRunner.run."""
+        self._ranges.push(f"step: {batch.num_seqs} sequences, {batch.num_tokens} tokens")
+        try:
+            return self._steps.run(batch, pad_to)
+        finally:
+            self._ranges.pop()
+
+
+class RangedLayers:
+    """A runtime's layer calls, each in a range. A model gets it in place of the runtime."""
+
+    def __init__(self, layers: LayerCalls, ranges: Ranges) -> None:
+        self._layers = layers
+        self._ranges = ranges
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """As AttentionRuntime.store."""
+        self._ranges.push(f"layer {layer}: store")
+        try:
+            self._layers.store(layer, k, v)
+        finally:
+            self._ranges.pop()
+
+    def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        """As AttentionRuntime.attend."""
+        self._ranges.push(f"layer {layer}: attend")
+        try:
+            self._layers.attend(layer, q, out, lse)
+        finally:
+            self._ranges.pop()
+
+    def store_and_attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None
+    ) -> None:
+        """As AttentionRuntime.store_and_attend."""
+        self.store(layer, k, v)
+        self.attend(layer, q, out, lse)

@@ -1,0 +1,194 @@
+"""SampledCheck: one step in many is run once more and compared, while it serves. Off unless somebody wraps a runner.
+
+The second run is eager: forward's rows must be those of the first, which may have been a graph, and in one layer the
+attention of a few sequences must be the oracle's over copies of their pages. It stores the same K and V again.
+What is reserved must be zero: row 0 of the table, and page 0 of that layer. A step whose lengths, ids or mask are on
+the device is looked at for that alone: they may have gone on since it ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.inputs import HOST_INPUTS
+from rocm_attn.batch.mask import NO_MASK
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.check import rows_beyond_bounds
+from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.oracle.numerics import BOUNDS, sum_error
+from rocm_attn.oracle.reference import attend_paged
+from rocm_attn.paging.canary import what_was_written
+from rocm_attn.problem import Problem
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.protocols import LayerCalls
+
+# The oracle works in float64: 4 sequences of 32k tokens and 32 heads take some 0.3 GB.
+_MOST_SEQS = 4
+_MOST_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SampledCounters:
+    """What was compared so far.
+
+    samples:           steps that were looked at
+    rows_differ:       of them, those whose rows differ from the eager run's
+    attention_differs: of them, those whose attention in the sampled layer differs from the oracle's
+    reserved_written:  of them, those after which row 0 of the table or page 0 of the sampled layer was not zero
+    last:              the last of these findings in words; empty while there was none
+    """
+
+    samples: int
+    rows_differ: int
+    attention_differs: int
+    reserved_written: int
+    last: str
+
+
+class LayerTap:
+    """A runtime's layer calls; copies what goes into and comes out of one layer's attention while that is asked for.
+
+    A model that is to be checked gets it in place of the runtime.
+    """
+
+    def __init__(self, layers: LayerCalls) -> None:
+        self._layers = layers
+        self._layer = -1
+        self._taken: tuple[Tensor, Tensor] | None = None
+
+    def expect(self, layer: int) -> None:
+        """From the next step on, until take(), copy q and out of this layer."""
+        self._layer, self._taken = layer, None
+
+    def take(self) -> tuple[Tensor, Tensor] | None:
+        """(q, out) of the layer, [T, q_heads, head_dim | v_head_dim]; None if it was not called."""
+        taken, self._layer, self._taken = self._taken, -1, None
+        return taken
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """As AttentionRuntime.store."""
+        self._layers.store(layer, k, v)
+
+    def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        """As AttentionRuntime.attend."""
+        self._layers.attend(layer, q, out, lse)
+        if layer == self._layer:
+            self._taken = q.clone(), out.clone()
+
+    def store_and_attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None
+    ) -> None:
+        """As AttentionRuntime.store_and_attend."""
+        self.store(layer, k, v)
+        self.attend(layer, q, out, lse)
+
+
+class SampledCheck:
+    """Runs steps, and compares one in `every`.
+
+    problems: the runtime's, one for each layer
+    tap:      what the model of the runner calls
+    seed:     of the layers and sequences that are looked at
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        runtime: AttentionRuntime,
+        problems: Sequence[Problem],
+        tap: LayerTap,
+        *,
+        every: int,
+        seed: int = 0,
+    ) -> None:
+        assert every >= 1
+        self._runner = runner
+        self._runtime = runtime
+        self._problems = tuple(problems)
+        self._tap = tap
+        self._every = every
+        self._random = np.random.default_rng(seed)
+        self._until_next = every
+        self._samples = self._rows_differ = self._attention_differs = self._reserved_written = 0
+        self._last = ""
+
+    @property
+    def counters(self) -> SampledCounters:
+        """A snapshot of what was compared."""
+        return SampledCounters(
+            self._samples, self._rows_differ, self._attention_differs, self._reserved_written, self._last
+        )
+
+    def run(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
+        """As StepRunner.run. Returns what the step gave, whatever the comparison says."""
+        rows = self._runner.run(batch, pad_to)
+        self._until_next -= 1
+        if self._until_next == 0:
+            self._until_next = self._every
+            layer = int(self._random.integers(len(self._problems)))
+            self._samples += 1
+            self._look_at_reserved(layer)
+            if batch.inputs is HOST_INPUTS and batch.mask is NO_MASK:
+                self._compare(batch, pad_to, rows, layer)
+        return rows
+
+    def _look_at_reserved(self, layer: int) -> None:
+        written = what_was_written(self._runtime.table, self._runtime.pool, [layer])
+        if written:
+            self._reserved_written += 1
+            self._last = written
+
+    def _compare(self, batch: StepBatch, pad_to: int | None, rows: Tensor, layer: int) -> None:
+        self._tap.expect(layer)
+        try:
+            again = self._runner.run_eagerly(batch, pad_to)
+        finally:
+            taken = self._tap.take()
+        wrong_rows = rows_beyond_bounds(rows, again)
+        if wrong_rows:
+            self._rows_differ += 1
+            self._last = f"rows {wrong_rows[:8]} of a step of {batch.num_seqs} sequences differ from the eager run's"
+        wrong_seqs = [] if taken is None else self._wrong_seqs(batch, layer, *taken)
+        if wrong_seqs:
+            self._attention_differs += 1
+            self._last = f"layer {layer} of sequences {wrong_seqs} of {batch.num_seqs} differs from the oracle"
+
+    def _wrong_seqs(self, batch: StepBatch, layer: int, q: Tensor, out: Tensor) -> list[int]:
+        """Sequences, among a few, whose last new tokens in a layer are not the oracle's."""
+        problem, pages = self._problems[layer], self._runtime.pool.layer(layer)
+        space = self._runtime.pool.space_of_layer(layer)
+        weights = self._runtime.head_weights.of(layer)
+        ends = np.cumsum(batch.q_len)
+        wrong = []
+        for seq in self._random.permutation(batch.num_seqs)[:_MOST_SEQS].tolist():
+            new, kv_len = min(int(batch.q_len[seq]), _MOST_TOKENS), int(batch.kv_len[seq])
+            if new == 0:
+                continue
+            tokens = slice(int(ends[seq]) - new, int(ends[seq]))
+            held = self._runtime.table.pages_of(int(batch.rows[seq]), space).tolist()
+            ids = torch.tensor(held, device=q.device)
+            k, v = (side.read(ids).flatten(0, 1)[:kv_len] for side in (pages.keys, pages.values))
+            want, _ = attend_paged(q[tokens], pages, [held], [kv_len], [new], problem, weights)
+            if not _within_bounds(out[tokens], want, q[tokens], k, v, problem):
+                wrong.append(seq)
+        return wrong
+
+
+def _within_bounds(out: Tensor, want: Tensor, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> bool:
+    """The bounds are for values and scores of standard deviation 1.
+
+    An output is no larger than the values that it averages. A score is no larger than the lengths of its query and its
+    key; what rounding may change of it, kernels that multiply in float32 change of the shares, on either side of the
+    fraction.
+    """
+    bound = BOUNDS[problem.dtype]
+    scale = max(1.0, float(v.abs().amax()))
+    longest_q, longest_k = (rows.double().norm(dim=-1).amax() for rows in (q, k))
+    score_error = float(sum_error(problem.head_dim, abs(problem.scale) * longest_q * longest_k))
+    allowed = (bound.atol + 2 * score_error) * scale + bound.rtol * want.abs()
+    return bool(((out.double() - want).abs() <= allowed).all())

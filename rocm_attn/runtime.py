@@ -572,7 +572,8 @@ class AttentionRuntime:
         for tensors, table in zip(step.spaces, self.table.spaces, strict=True):
             self._ops.fill(tensors, page_size=self.pool.page_size, window_left=table.pages.window_left)
         for kind in sorted(set(plan.schedule_of_kind)):
-            plan.kernels[kind].bound.build_schedule(step.of_kind[kind], plan.bounds, step.schedules[kind])
+            tensors, schedule = step.of_kind[kind], plan.kernels[kind].bound.schedule
+            schedule.build(plan.bounds.queries(tensors), tensors, plan.bounds, step.schedules[kind])
 
     def _padding_for(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int]) -> PaddingPolicy:
         seqs, tokens = _ladder("capture_sizes", capture_sizes), _ladder("capture_tokens", capture_tokens)

@@ -61,6 +61,7 @@ def _segment_merge_kernel(
     R: tl.constexpr = G.rows
     HEADS: tl.constexpr = G.HEADS
     COLUMNS: tl.constexpr = G.COLUMNS
+    PARTS: tl.constexpr = G.PARTS
     seq = tl.program_id(0) // R.ROWS
     row = tl.program_id(0) % R.ROWS
     seq_words = words_of_seq(schedule, num_programs, seq)
@@ -78,8 +79,8 @@ def _segment_merge_kernel(
         maximum = tl.full([HEADS], float("-inf"), tl.float32)
         total = tl.zeros([HEADS], tl.float32)
         acc = tl.zeros([HEADS, COLUMNS], tl.float32)
-        for first in range(0, num_parts, G.PARTS):
-            for part in tl.static_range(G.PARTS):
+        for first in range(0, num_parts, PARTS):
+            for part in tl.static_range(PARTS):
                 # part_maximum, part_total: [HEADS]; part_acc: [HEADS, COLUMNS]
                 is_part = q_row < tl.where(first + part < num_parts, num_q_rows, 0)
                 line = (first_part + first + part) * R.Q_ROWS + q_row

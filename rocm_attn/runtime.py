@@ -38,15 +38,15 @@ from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.paging.stored_tokens import StepStores
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import PoolSize
-from rocm_attn.providers.select import Selection, ops_for
+from rocm_attn.providers.select import Selection
 from rocm_attn.selection.kernels import choose_kernels
-from rocm_attn.step.buffers import name_in
+from rocm_attn.step.core import StepCore
 from rocm_attn.step.head_weights import LayerHeadWeights
 from rocm_attn.step.holder import StepHolder
-from rocm_attn.step.layers import HalfLayers, Layers
-from rocm_attn.step.memory import DeviceStep, StepMemory, StepPart
+from rocm_attn.step.layer_kinds import LayerKinds
+from rocm_attn.step.layers import HalfLayers
+from rocm_attn.step.memory import DeviceStep, StepPart
 from rocm_attn.step.plan import StepPlan
-from rocm_attn.step.planner import Planner
 from rocm_attn.step.publisher import Publisher
 from rocm_attn.step.step import SplitStep, Step
 
@@ -138,25 +138,12 @@ class AttentionRuntime:
                 agree=agree,
             )
         self.agree = agree
-        self.selections = tuple(guards.v_mask(guards.cut_points(selection)) for selection in selections)
         self.swa_pages, self.swa_kept = swa_pages, swa_kept
         windows = _windows(problems, swa_pages, swa_kept, first_swa_page)
         self.pool = HybridKVPool(
             problems,
             num_pages={Space.FULL: num_pages, **{pages.space: pages.num_pages for pages in windows}},
             device=self.device,
-        )
-        self.head_weights = LayerHeadWeights(problems, self.device, guards.head_weights)
-        self._ops = guards.change_ops(ops_for(self.selections, on_cpu=self.device.type == "cpu"))
-        kind_of_layer = [kinds.index(problem) for problem in problems]
-        self._layers = Layers(
-            self.selections,
-            kind_of_layer,
-            self.pool,
-            self.head_weights,
-            self._ops,
-            self.device,
-            read_by=guards.layer_space,
         )
         self.table = RequestTable(
             max_num_seqs=max_num_seqs,
@@ -170,6 +157,8 @@ class AttentionRuntime:
             is_source=guards.copy_sources,
             shared_floor=guards.shared_floor,
         )
+        spaces = [self.pool.space_of_layer(layer) for layer in range(len(problems))]
+        self.core = core = StepCore(LayerKinds.of(problems, spaces, selections), self.table, self.pool, guards.step)
         self._check_batch = guards.batch_check(self.table)
         self._check_stored, require_stored = guards.stored_tokens(self.table)
         self._stores = StepStores(len(problems), self.table.tokens, require_stored)
@@ -177,16 +166,8 @@ class AttentionRuntime:
         seqs = default_ladder(max_num_seqs).sizes if capture_sizes is None else capture_sizes
         self._max_children = HALVES if split_steps else 1
         self._captures_prefixes = shared_prefixes
-        self._memory = StepMemory(
-            self.selections,
-            self.table,
-            self.device,
-            capacity=guards.capacity(max_num_seqs),
-            first_of_child=guards.child_ranges,
-            sealed_growth=guards.sealed_growth,
-        )
         self._publisher = Publisher(
-            self._ops,
+            core.ops,
             self.table,
             self.pool,
             ring_wait=guards.ring_wait,
@@ -194,14 +175,7 @@ class AttentionRuntime:
             new_echo_check=guards.echo_check,
             of_last_step=guards.last_steps,
         )
-        self._planner = Planner(
-            self.selections,
-            self._padding_for(seqs, capture_tokens),
-            self.device,
-            max_kv_len=self.table.width * self.pool.page_size,
-            longest=guards.planner_inputs(self._memory.sealed_tensors),
-            graph_key=guards.graph_key,
-        )
+        self._planner = core.new_planner(self._padding_for(seqs, capture_tokens))
         # Those that make graphs of this runtime's steps.
         self.graph_users: weakref.WeakSet[object] = weakref.WeakSet()
         self._holder = StepHolder()
@@ -214,6 +188,21 @@ class AttentionRuntime:
         self._last_step: Step | None = None
         self._num_splits = 0
         self._streams = StreamOrder(self.device)
+
+    @property
+    def kinds(self) -> LayerKinds:
+        """Which layers are alike, with their kernels and spaces."""
+        return self.core.kinds
+
+    @property
+    def selections(self) -> tuple[Selection, ...]:
+        """The kernels, per kind of layer."""
+        return self.core.selections
+
+    @property
+    def head_weights(self) -> LayerHeadWeights:
+        """What a model has learned for each query head's softmax, layer by layer."""
+        return self.core.head_weights
 
     @property
     def padding(self) -> PaddingPolicy:
@@ -244,7 +233,7 @@ class AttentionRuntime:
         """
         with self._alone("the device cannot be asked"):
             self._find_faults()
-            written = what_was_written(self.table, self.pool, range(len(self._layers)))
+            written = what_was_written(self.table, self.pool, range(len(self.core.layers)))
         if written:
             self._publisher.report(
                 DeviceFault(f"{written}; padded sequences read it, so every later step may be wrong")
@@ -268,13 +257,7 @@ class AttentionRuntime:
 
     def sealed_tensors(self) -> Mapping[str, Tensor]:
         """Everything that a graph reads and the runtime owns, by name: buffers, workspace, table and pages."""
-        pages = {
-            f"{side}_pages_{layer}": getattr(self.pool.layer(layer), side)
-            for layer in range(len(self._layers))
-            for side in ("k", "v")
-        }
-        tables = {name_in(table.space, "table"): table.entries for table in self.table.spaces}
-        return {**self._memory.sealed_tensors(), **tables, **pages, **self.head_weights.tensors()}
+        return self.core.sealed_tensors()
 
     def begin_step(self, batch: StepBatch, pad_to: int | None = None) -> Step:
         """Stage a step and fill its metadata; then store and attend layer by layer.
@@ -315,7 +298,7 @@ class AttentionRuntime:
             self._evict(batch)
             with on_device(self.device):
                 self._streams.follow()
-                children = self._memory.device_steps(plan)
+                children = self.core.memory.device_steps(plan)
                 self._publisher.apply_table_changes()
                 self._publisher.publish_whole(batch, children[0])
             self._plan, self._children, self._state = plan, children, _State.STAGED
@@ -340,7 +323,7 @@ class AttentionRuntime:
             self._evict(batch)
             with on_device(self.device):
                 self._streams.follow()
-                children = self._memory.device_steps(plan)
+                children = self.core.memory.device_steps(plan)
                 self._publisher.apply_table_changes()
                 for half, child in enumerate(children):
                     self._publisher.publish(batches[half], child, half)
@@ -353,7 +336,7 @@ class AttentionRuntime:
                     batches[half],
                     child,
                     plan,
-                    HalfLayers(self._layers, child, plan, require, self._stores, half),
+                    HalfLayers(self.core.layers, child, plan, require, self._stores, half),
                     half,
                 )
                 for half, child in enumerate(children)
@@ -373,8 +356,7 @@ class AttentionRuntime:
             raise WrongState("there is no step to fill; call begin_step() first")
         with on_device(self.device):
             self._streams.join()
-            for step in self._children:
-                self._fill_child(step, self._plan)
+            self.core.fill(self._children, self._plan)
         self._state = _State.RUNNING
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -386,7 +368,7 @@ class AttentionRuntime:
         """
         step, plan = self._running()
         self._stores.before_store()
-        self._layers.store(step, plan, layer, k, v)
+        self.core.layers.store(step, plan, layer, k, v)
         self._stores.after_store(0, layer)
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
@@ -401,7 +383,7 @@ class AttentionRuntime:
         """
         step, plan = self._running()
         self._stores.before_attend(0, layer)
-        self._layers.attend(step, plan, layer, q, out, lse)
+        self.core.layers.attend(step, plan, layer, q, out, lse)
 
     def store_and_attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None
@@ -449,12 +431,12 @@ class AttentionRuntime:
         with self._idle("addresses cannot be given up"), on_device(self.device):
             padding = self._padding_for(capture_sizes, capture_tokens)
             self.check_device()
-            self._change(padding, self._memory.new_part())
+            self._change(padding, self.core.memory.new_part())
 
     def give_up_seal(self) -> None:
         """As unseal, for the same capture sizes, and without asking the device: later steps report its faults."""
         with self._idle("addresses cannot be given up"), on_device(self.device):
-            self._change(self.padding, self._memory.new_part())
+            self._change(self.padding, self.core.memory.new_part())
 
     def reseal(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int] = (1,)) -> None:
         """unseal, then seal; or neither.
@@ -468,7 +450,7 @@ class AttentionRuntime:
             padding = self._padding_for(capture_sizes, capture_tokens)
             try:
                 self.check_device()
-                part = self._memory.part_for(padding.largest_shapes())
+                part = self.core.memory.part_for(padding.largest_shapes())
             except BaseException as error:
                 self.agree({"reopen": f"{type(error).__name__}: {error}"})
                 raise
@@ -488,8 +470,7 @@ class AttentionRuntime:
         )
 
     def _seal(self) -> None:
-        self._memory.seal(self.padding.largest_shapes())
-        self.head_weights.seal()
+        self.core.seal(self.padding.largest_shapes())
         # One statement, and the last one: what is sealed halfway has no number.
         self._num_seals, self.seal_number = self._num_seals + 1, self._num_seals + 1
 
@@ -501,7 +482,7 @@ class AttentionRuntime:
         self._wait()
         self._publisher.let_go()
         self.seal_number = 0
-        self._memory.take(part)
+        self.core.memory.take(part)
         self._planner.start_over(padding)
         self._last_step = None
         self.head_weights.unseal()
@@ -567,12 +548,6 @@ class AttentionRuntime:
         finally:
             if not had_it:
                 self._holder.give_back()
-
-    def _fill_child(self, step: DeviceStep, plan: StepPlan) -> None:
-        for space in step.spaces:
-            self._ops.fill(space.indices, page_size=self.pool.page_size, window_left=space.window_left)
-        for kind in sorted(set(plan.schedule_of_kind)):
-            plan.kernels[kind].bound.build_schedule(step.of_kind[kind].metadata, step.schedules[kind])
 
     def _padding_for(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int]) -> PaddingPolicy:
         seqs, tokens = _ladder("capture_sizes", capture_sizes), _ladder("capture_tokens", capture_tokens)

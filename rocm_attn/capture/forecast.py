@@ -148,7 +148,7 @@ def _specs(runtime: AttentionRuntime) -> dict[str, BufferSpec]:
 
 def _step_parts(runtime: AttentionRuntime) -> list[Part]:
     """What steps that are captured use, at the size of the largest."""
-    memory = StepMemory(runtime.selections, runtime.table, runtime.device)
+    memory = StepMemory(runtime.kinds, runtime.table, runtime.device)
     memory.seal(runtime.padding.largest_shapes())
     knobs = _knobs(runtime)
     return [

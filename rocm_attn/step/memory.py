@@ -15,9 +15,7 @@ from rocm_attn.batch.padding import PaddedShape, StepKind
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
 from rocm_attn.kernels.metadata.input_tensors import InputTensors
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.paging.kv_pool import space_of
-from rocm_attn.paging.page_table import PageTable
-from rocm_attn.paging.request_table import RequestTable
+from rocm_attn.paging.storage import SpaceTable, Table
 from rocm_attn.paging.table_view import TableView
 from rocm_attn.providers.contract import Need, StepMetadata
 from rocm_attn.providers.select import Selection
@@ -36,6 +34,7 @@ from rocm_attn.step.buffers import (
     refuse_growth,
     space_buffers,
 )
+from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.workspace import Workspace
 
@@ -114,7 +113,7 @@ class FormSizes:
     row_tokens: int
 
     @classmethod
-    def of(cls, selections: Sequence[Selection], table: RequestTable) -> FormSizes:
+    def of(cls, selections: Sequence[Selection], table: Table) -> FormSizes:
         """The sizes that serve all kernels of a runtime."""
         ahead = [kernel.row.reads_ahead for s in selections for kernel in s.kernels.values()]
         page_size = selections[0].problem.page_size
@@ -132,30 +131,41 @@ class FormSizes:
         return needed_buffers(need, width, self.list_tail, self.row_tokens, space)
 
 
-class StepMemory:
-    """Buffers and workspace for every step of a runtime.
+def by_padded_batch(num_rows: int) -> Capacity:
+    """Buffers as large as the padded batch, which may exceed the rows of the table."""
+    return PADDED_BATCH
 
-    selections: per kind of layer, whose kernels say what they need
+
+@dataclass(frozen=True, slots=True)
+class MemoryGuards:
+    """The safeguards of the memory of steps.
+
+    capacity:       rows of the table that requests may have -> how large buffers are
+    first_of_child: where in a buffer a child of a step begins
+    sealed_growth:  called where memory that graphs read would have to move
+    """
+
+    capacity: Callable[[int], Capacity] = by_padded_batch
+    first_of_child: FirstOfChild = behind_each_other
+    sealed_growth: SealedGrowth = refuse_growth
+
+
+class StepMemory:
+    """Buffers and workspace for every step of a model.
+
+    kinds: the layers, whose kernels say what they need
     """
 
     def __init__(
-        self,
-        selections: Sequence[Selection],
-        table: RequestTable,
-        device: torch.device,
-        *,
-        capacity: Capacity = PADDED_BATCH,
-        first_of_child: FirstOfChild = behind_each_other,
-        sealed_growth: SealedGrowth = refuse_growth,
+        self, kinds: LayerKinds, table: Table, device: torch.device, guards: MemoryGuards = MemoryGuards()
     ) -> None:
-        self._selections = tuple(selections)
-        self._capacity = capacity
-        self._first_of_child = first_of_child
-        self._sealed_growth = sealed_growth
+        self._selections = kinds.selections
+        self._capacity = guards.capacity(table.spaces[0].entries.shape[0] - 1)
+        self._first_of_child = guards.first_of_child
+        self._sealed_growth = guards.sealed_growth
         self._table = table
-        has_swa = len(table.spaces) > 1
-        self._space_of_kind = tuple(space_of(selection.problem, has_swa=has_swa) for selection in selections)
-        self._form_sizes = FormSizes.of(selections, table)
+        self._space_of_kind = kinds.spaces
+        self._form_sizes = FormSizes.of(kinds.selections, table)
         self._device = device
         self._sealed, self._open = self.new_part(), self.new_part()
 
@@ -246,7 +256,7 @@ class StepMemory:
             positions=view("given_position_of_token") if is_masked else full.indices.position_of_token,
         )
 
-    def _space_views(self, plan: StepPlan, pages: PageTable, view: Callable[[str], Tensor]) -> SpaceStep:
+    def _space_views(self, plan: StepPlan, pages: SpaceTable, view: Callable[[str], Tensor]) -> SpaceStep:
         """A step in a space. view: name of a buffer -> what the child uses of it."""
 
         def ids(name: str) -> Tensor:
@@ -297,7 +307,7 @@ class StepMemory:
             suffix_kv_len=metadata.suffix_kv_len,
             suffix_page=metadata.suffix_page,
         )
-        return SpaceStep(metadata, indices, pages.pages.window_left)
+        return SpaceStep(metadata, indices, pages.window_left)
 
     def _specs(self) -> list[BufferSpec]:
         specs = list(STEP_BUFFERS)

@@ -188,15 +188,13 @@ class Forgetful:
         self._inner.release_memory()
 
     def _without_launch(self, fn: Callable[[], Any]) -> Any:
-        users = (self._runtime, self._runtime._layers)
-        ops = self._runtime._ops
-        for user in users:
-            user._ops = replace(ops, **{self._launch: lambda *args, **kwargs: None})
+        core = self._runtime.core
+        ops = core.ops
+        core.ops = core.layers._ops = replace(ops, **{self._launch: lambda *args, **kwargs: None})
         try:
             return fn()
         finally:
-            for user in users:
-                user._ops = ops
+            core.ops = core.layers._ops = ops
 
 
 class Lazy:

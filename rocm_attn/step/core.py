@@ -13,6 +13,7 @@ from torch import Tensor
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.machine.devices import on_device
+from rocm_attn.machine.target import Target
 from rocm_attn.paging.storage import Pool, Table
 from rocm_attn.providers.contract import StepOps
 from rocm_attn.providers.select import Selection, ops_for
@@ -72,6 +73,11 @@ class StepCore:
     def selections(self) -> tuple[Selection, ...]:
         """The kernels, per kind of layer."""
         return self.kinds.selections
+
+    @property
+    def target(self) -> Target:
+        """The hardware that the kernels were chosen for."""
+        return self.selections[0].target
 
     @property
     def max_kv_len(self) -> int:

@@ -44,6 +44,11 @@ class LayerKinds:
         """The problem of each layer."""
         return tuple(self.selections[kind].problem for kind in self.of_layer)
 
+    @property
+    def spaces_of_layers(self) -> tuple[Space, ...]:
+        """The space of each layer."""
+        return tuple(self.spaces[kind] for kind in self.of_layer)
+
     def of_kernels(self, change: Callable[[Selection], Selection]) -> LayerKinds:
         """The same layers with the kernels changed."""
         return replace(self, selections=tuple(change(selection) for selection in self.selections))

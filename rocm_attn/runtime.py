@@ -281,7 +281,7 @@ class AttentionRuntime:
                 )
                 for half, child in enumerate(children)
             )
-            return SplitStep((first, second), children[0].metadata.counts[0], plan)
+            return SplitStep((first, second), children[0].tensors.counts[0], plan)
         except BaseException:
             self.end_step()
             raise

@@ -36,7 +36,7 @@ from rocm_attn.step.buffers import (
     Capacity,
     FirstOfChild,
     SealedGrowth,
-    behind_each_other,
+    one_after_another,
     refuse_growth,
 )
 from rocm_attn.step.core import LongestOf, StepGuards
@@ -119,7 +119,7 @@ class Guards:
     v_mask: Callable[[Selection], Selection] = unchanged_selection
     cut_points: Callable[[Selection], Selection] = unchanged_selection
     capacity: Callable[[int], Capacity] = by_padded_batch
-    child_ranges: FirstOfChild = behind_each_other
+    child_ranges: FirstOfChild = one_after_another
     sealed_growth: SealedGrowth = refuse_growth
     head_weights: Callable[[int], None] = refuse_new_weights
     row_width: RowWidth = WITHIN_THE_ROW

@@ -127,7 +127,7 @@ _Launching = tuple[_Line, Int32Array, Tensor, int]
 class Publisher:
     """Writes ring slots and launches the kernels that read them.
 
-    ring_wait: waits for the fence behind a ring slot's readers
+    ring_wait: waits for the fence after a ring slot's readers
     deliver:   launches a pending change of the table or of its pages
     new_echo_check: makes what looks at the echo of a step when its ring slot comes back
     of_last_step: what the counts of a step say that no later one echoes
@@ -211,13 +211,8 @@ class Publisher:
         if self._found:
             self.report()
         number = (self.step_number + 1) & INT32_MAX
-        words[NUM_SEQS], words[NUM_TOKENS], words[STEP], words[HAS_IDS] = (
-            num_seqs,
-            batch.num_tokens,
-            number,
-            num_ids > 0,
-        )
-        words[STEP_BEFORE] = line.number
+        words[NUM_SEQS], words[NUM_TOKENS], words[HAS_IDS] = num_seqs, batch.num_tokens, num_ids > 0
+        words[STEP], words[STEP_BEFORE] = number, line.number
         words[parts.rows], words[parts.kv_len], words[parts.q_len] = batch.rows, batch.kv_len, batch.q_len
         words[parts.token_ids] = batch.token_ids
         if isinstance(batch.prefixes, SharedPrefixes):

@@ -236,7 +236,6 @@ def _lines(report: Report) -> list[str]:
         + (f", and {report.swa_pages} for layers with a window" if report.swa_pages else ""),
         *(["deterministic: a prompt's tokens do not depend on the prompts beside it"] if report.deterministic else []),
         *([f"SAFEGUARDS OFF: {', '.join(report.guards_off)}"] if report.guards_off else []),
-        f"graphs {report.graphs}: {report.replays} of {report.steps} steps replayed, {report.captures} captured, "
-        f"{report.padded_share:.0%} of the sequences were padding",
-        f"{report.new_tokens} tokens in {report.seconds:.1f} s, {report.tokens_per_s:.1f} tokens/s",
+        *([] if report.metrics.graphs_off else [f"graphs {report.graphs}"]),
+        str(report.metrics),
     ]

@@ -143,8 +143,10 @@ class Engine:
             flight=self.flight,
             capture_after=eager_steps_before_capture(self.runtime.device) if after is None else after,
         )
+        self.metrics = self._runner.metrics
         self._scheduler = Scheduler(
             self.runtime.table,
+            self.metrics,
             max_batch_size=options.max_batch_size,
             chunk=options.chunk,
             max_kv_len=self.max_kv_len,
@@ -153,8 +155,7 @@ class Engine:
         self._done: dict[int, Completion] = {}
         self._events: list[Event] = []  # that no step() has returned yet
         self._recent = RecentSteps()
-        self._num_submitted = self._prompt_tokens = self._new_tokens = 0
-        self._seconds = 0.0
+        self._num_submitted = 0
 
     @property
     def has_work(self) -> bool:
@@ -170,14 +171,14 @@ class Engine:
         try:
             return self._runner.capture_all(progress)
         finally:
-            self._seconds += time.perf_counter() - started
+            self.metrics.seconds += time.perf_counter() - started
 
     def submit(self, request: Request) -> int:
         """Queue a request; its number. Raises BadRequest, and nothing else is touched then."""
         self.check(request)
         number = self._num_submitted
         self._num_submitted += 1
-        self._prompt_tokens += len(request.prompt_token_ids)
+        self.metrics.prompt_tokens += len(request.prompt_token_ids)
         stops = request.stop_token_ids + (() if request.ignore_eos else self._loaded.config.eos_token_ids)
         tokenizer = self._loaded.tokenizer
         sequence = Sequence(
@@ -258,10 +259,8 @@ class Engine:
 
     def report(self) -> Report:
         """What this engine runs on, and how it went so far."""
-        counters, runtime = self._runner.counters, self.runtime
-        graphs_off = f"off: {counters.graphs_off}" if counters.graphs_off else "on" if self.options.graphs else "off"
-        seqs = counters.real_seqs + counters.padded_seqs
-        stepping = self._seconds - counters.capture_seconds
+        metrics, runtime = self._runner.counters, self.runtime
+        graphs = f"off: {metrics.graphs_off}" if metrics.graphs_off else "on" if self.options.graphs else "off"
         return Report(
             provider=runtime.selections[0].provider,
             kernels=tuple(dict.fromkeys(line for selection in runtime.selections for line in selection.lines())),
@@ -275,19 +274,10 @@ class Engine:
             max_kv_len=self.max_kv_len,
             max_batch_size=self.options.max_batch_size,
             chunk=self.options.chunk,
-            graphs=graphs_off,
+            graphs=graphs,
             deterministic=self.options.deterministic,
             guards_off=runtime.guards.off,
-            steps=counters.steps,
-            replays=counters.replays,
-            captures=counters.captures,
-            capture_seconds=counters.capture_seconds,
-            padded_share=counters.padded_seqs / seqs if seqs else 0.0,
-            preemptions=self._scheduler.num_preemptions,
-            prompt_tokens=self._prompt_tokens,
-            new_tokens=self._new_tokens,
-            seconds=self._seconds,
-            tokens_per_s=self._new_tokens / stepping if stepping > 0 else 0.0,
+            metrics=metrics,
         )
 
     def _serve(self, on_event: Callable[[Event], None] | None) -> list[DeviceFault]:
@@ -310,18 +300,18 @@ class Engine:
         step = self._scheduler.next_step()
         logits = self._run(step)
         if step.is_of_a_suspect:
-            self.runtime.check_device()  # before it gets a token, and before others run again
+            self._runner.check_device()  # before it gets a token, and before others run again
         samplers = [sequence.sampler for sequence in step.picking]
         picks = pick_tokens(logits[: step.num_picks], samplers) if samplers else []
         reasons = self._scheduler.finish_step(step, picks)
-        self._seconds += time.perf_counter() - started
+        self.metrics.seconds += time.perf_counter() - started
         for sequence, pick, reason in zip(step.picking, picks, reasons, strict=True):
             if isinstance(pick, BadLogits):
                 self._fail(sequence.number, str(pick))
             else:
                 self._publish(sequence.number, pick, reason)
         if not self._scheduler.has_work:
-            self.runtime.check_device()
+            self._runner.check_device()
 
     def _run(self, step: ScheduledStep) -> Tensor:
         before = self.runtime.step_number
@@ -339,7 +329,7 @@ class Engine:
             piece = "" if reason == "stop" else output.stream.push(token)
             piece += output.stream.finish() if reason is not None else ""
         output.text += piece
-        self._new_tokens += 1
+        self.metrics.new_tokens += 1
         if reason is not None:
             del self._outputs[number]
             self._done[number] = output.completion(reason)
@@ -381,6 +371,7 @@ class Engine:
                 if fault.step in faults:  # there to stay, such as what lies in page 0
                     break
                 faults[fault.step] = fault
+                self.metrics.faults += len(fault.each)
             else:
                 break
         return list(faults.values())

@@ -15,7 +15,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.step import Step
 from tests.amd.aiter.serving import CPU, GFX942
-from tests.amd.graphs.tiny import VOCABULARY
+from tests.amd.graphs.small_models import VOCABULARY
 
 # Prompts, decode steps, chunks over a prefix, mixed steps, and lengths of several buckets.
 STEPS = [[5, 2, 7], [1, 1, 1], [1, 1], [2, 9, 3], [1, 1, 1], [1, 4, 1], [70, 3, 2], [1, 1, 1], [1, 1]]

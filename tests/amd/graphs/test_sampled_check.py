@@ -19,7 +19,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.step import Step
 from rocm_attn.watch.sampled_check import LayerTap, SampledCheck, SampledCounters
-from tests.amd.graphs.tiny import SERVED, Requests, Tiny, counts_on_the_host, same, serve
+from tests.amd.graphs.small_models import SERVED, Requests, Tiny, counts_on_the_host, same, serve
 from tests.amd.runtime.stepping import providers, small_problem
 
 pytestmark = pytest.mark.parametrize("provider", providers())

@@ -16,7 +16,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.step.protocols import Steps
 from rocm_attn.watch.watchdog import NO_WATCHDOG, Watchdog, WatchedSteps
-from tests.amd.graphs.tiny import Tiny, same, serve
+from tests.amd.graphs.small_models import Tiny, same, serve
 from tests.amd.runtime.stepping import providers
 
 SECONDS = 0.05

@@ -164,4 +164,4 @@ def test_a_long_prompt_needs_only_a_window_and_a_chunk(loaded: LoadedModel) -> N
         swa = engine.runtime.table.space(Space.SWA)
         most = max(most, swa.num_usable_pages - swa.num_free_pages)
     assert 4 <= most <= 8
-    assert engine.report().preemptions == 0
+    assert engine.report().metrics.preemptions == 0

@@ -20,7 +20,7 @@ from rocm_attn.errors import BadBatch, BadProblem, BadSetting, CapacityExceeded,
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
-from tests.amd.graphs.tiny import VOCABULARY
+from tests.amd.graphs.small_models import VOCABULARY
 from tests.amd.guards.serving import Serving
 from tests.amd.runtime.stepping import (
     Request,

@@ -19,7 +19,7 @@ from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import select
 from rocm_attn.watch.flight_recorder import FlightRecorder
 from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
-from tests.amd.graphs.tiny import SERVED, Requests, Tiny, same, serve
+from tests.amd.graphs.small_models import SERVED, Requests, Tiny, same, serve
 from tests.amd.guards.serving import Serving
 from tests.amd.runtime.stepping import World, small_problem
 from tests.amd.vectorised import linear_keys, linear_values

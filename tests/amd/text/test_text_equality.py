@@ -103,7 +103,7 @@ def test_the_way_of_serving_changes_no_token(
     engine = Engine(loaded, options)
     assert engine.generate(requests) == completions
     report = engine.report()
-    assert (report.replays > NEW_TOKENS // 2) == options.graphs
+    assert (report.metrics.replays > NEW_TOKENS // 2) == options.graphs
 
 
 def test_neither_order_nor_batch_size_changes_a_token(

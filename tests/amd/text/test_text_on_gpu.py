@@ -55,4 +55,4 @@ def test_the_text_makes_sense(dtype: torch.dtype, device: torch.device) -> None:
         assert completion.text.startswith(word)
     report = engine.report()
     assert report.provider == "triton"
-    assert report.replays > 0
+    assert report.metrics.replays > 0

@@ -20,7 +20,7 @@ from rocm_attn.batch.mask import NO_MASK
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.check import rows_beyond_bounds
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.oracle.numerics import BOUNDS, sum_error
+from rocm_attn.oracle.numerics import BOUNDS, error_parts, sum_error
 from rocm_attn.oracle.reference import attend_paged
 from rocm_attn.paging.canary import what_was_written
 from rocm_attn.problem import Problem
@@ -186,9 +186,8 @@ def _within_bounds(out: Tensor, want: Tensor, q: Tensor, k: Tensor, v: Tensor, p
     key; what rounding may change of it, kernels that multiply in float32 change of the shares, on either side of the
     fraction.
     """
-    bound = BOUNDS[problem.dtype]
-    scale = max(1.0, float(v.abs().amax()))
+    size = max(1.0, float(v.abs().amax()))
     longest_q, longest_k = (rows.double().norm(dim=-1).amax() for rows in (q, k))
     score_error = float(sum_error(problem.head_dim, abs(problem.scale) * longest_q * longest_k))
-    allowed = (bound.atol + 2 * score_error) * scale + bound.rtol * want.abs()
-    return bool(((out.double() - want).abs() <= allowed).all())
+    bound = BOUNDS[problem.dtype].out.widened(2 * score_error)
+    return bool((error_parts(out, want, bound, size=size) <= 1).all())

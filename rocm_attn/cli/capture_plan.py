@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
         swa_pages=options.swa_pages,
         provider=options.provider,
         capture_sizes=options.capture_sizes,
-        capture_tokens=(1,) if options.capture_tokens is None else options.capture_tokens,
+        capture_tokens=options.capture_tokens,
         split_steps=options.split_steps,
         shared_prefixes=options.shared_prefixes,
         deterministic=options.deterministic,

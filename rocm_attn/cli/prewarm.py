@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> None:
             max_kv_len=max_kv_len,
             num_pages=options.num_pages if options.num_pages is not None else enough,
             capture_sizes=options.capture_sizes,
-            capture_tokens=(1,) if options.capture_tokens is None else options.capture_tokens,
+            capture_tokens=options.capture_tokens,
             deterministic=options.deterministic,
             shared_prefixes=options.shared_prefixes,
         ),

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,11 +16,12 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits, BadRequest, BadSetting, DeviceFault
 from rocm_attn.machine.target import detect_target
 from rocm_attn.paging.kv_pool import page_bytes
-from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.runner.linears import AllRows, BlocksOfRows
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.model import Model
+from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.pool_size import PoolPages, default_kv_bytes, pool_pages
 from rocm_attn.runner.recent_steps import RecentSteps
 from rocm_attn.runner.report import Report
@@ -42,60 +41,8 @@ from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
 from rocm_attn.runner.tokenizer import TextStream
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.kernels import missing_kernels
-from rocm_attn.selection.pages import AUTO, POOLS, PageChoice, choose_pages, open_page_sizes, open_pools
+from rocm_attn.selection.pages import PageChoice, choose_pages, open_page_sizes, open_pools
 from rocm_attn.watch.flight_recorder import NO_FLIGHT_RECORDER, FlightRecorder
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """How a model is served. Nothing here changes what is generated, but for how rounding falls out.
-
-    provider:       "auto", "torch", "triton" or "aiter"
-    page_size:      tokens in a page of the KV pool; "auto": the one with the best kernels for the model's layers
-    pool:           SPLIT or VECTORIZED pages, for layers that are not latent; "auto": those with the best kernels, and
-                    SPLIT where they are equally good
-    max_batch_size: sequences that run at a time
-    chunk:          tokens of a step that prompts may fill up
-    graphs:         whether decode steps are captured and replayed
-    capture_after:  steps of one shape that run eagerly before a graph is made of it; None: 0 on a GPU, and on a CPU so
-                    many that captures take less than a tenth of a run. Engine.capture_all makes graphs at once
-    max_kv_len:     tokens of the longest sequence; None: the model's context
-    kv_bytes:       most memory for K and V; None: 1 GiB on a CPU, most of the free memory on a GPU
-    num_pages:      pages of the KV pool, the reserved page 0 included; None: what the other numbers ask for
-    swa_pages:      likewise, of a pool for layers with a window; 0: they share the other layers' pool. None: what the
-                    windows and chunk ask for, at most num_pages
-    flight_path:    file that the last steps are written to when one fails; None: they are not kept
-    deterministic:  whether a request's tokens must be the same bit by bit whatever is served beside it
-
-    Raises BadSetting.
-    """
-
-    provider: str = "auto"
-    page_size: int | Literal["auto"] = 16
-    pool: PoolKind | Literal["auto"] = PoolKind.SPLIT
-    max_batch_size: int = 64
-    chunk: int = 512
-    graphs: bool = True
-    capture_after: int | None = None
-    max_kv_len: int | None = None
-    kv_bytes: int | None = None
-    num_pages: int | None = None
-    swa_pages: int | None = None
-    flight_path: Path | None = None
-    deterministic: bool = False
-
-    def __post_init__(self) -> None:
-        least_of = {"page_size": 1, "max_batch_size": 1, "chunk": 1, "max_kv_len": 1, "num_pages": 2}
-        least_of |= {"swa_pages": 0, "capture_after": 0}
-        for name, least in least_of.items():
-            value = getattr(self, name)
-            if value not in (None, AUTO) and value < least:
-                raise BadSetting(f"{name} is {value}; it must be at least {least}")
-        if self.pool not in (AUTO, *POOLS):
-            raise BadSetting(
-                f"pool is {self.pool!r}; take PoolKind.SPLIT, PoolKind.VECTORIZED or 'auto'. Latent layers have latent "
-                "pages in any of them"
-            )
 
 
 @dataclass(slots=True, eq=False)
@@ -133,7 +80,7 @@ class Engine:
         self.max_kv_len = self.runtime.max_kv_len
         linears = BlocksOfRows() if options.deterministic else AllRows()
         model = Model(loaded.config, loaded.weights, self.runtime, max_kv_len=self.max_kv_len, linears=linears)
-        path, after = options.flight_path, options.capture_after
+        path, after = options.flight_record, options.capture_after
         self.flight = FlightRecorder(self.runtime, path) if path is not None else NO_FLIGHT_RECORDER
         self._runner = StepRunner(
             self.runtime,

@@ -45,7 +45,7 @@ class Metrics:
 
     steps: int = _metric("{} steps")
     replays: int = _metric("{} replayed")
-    fallbacks: int = _metric("{} without the graph that they may have")
+    fallbacks: int = _metric("{} of a captured size without a graph")
     captures: int = _metric("{} graphs made")
     capture_seconds: float = _metric("{:.1f} s making graphs", 0.0)
     real_seqs: int = _metric("{} sequences in all steps")

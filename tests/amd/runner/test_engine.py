@@ -17,9 +17,10 @@ from tokenizers import decoders, models
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadRequest, BadSetting, CapacityExceeded, Unsupported
 from rocm_attn.hip_graphs.fake_recorder import FakeRecording
-from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.model import Model
+from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Completion, Event, Request, TokenEvent
 from rocm_attn.runner.sampling import Sampling
 from rocm_attn.runner.tokenizer import Tokenizer
@@ -257,7 +258,7 @@ def test_a_step_that_fails_leaves_a_flight_record(
         raise RuntimeError("an illegal memory access was encountered")
 
     path = tmp_path / "flight.json"
-    served = engine(loaded, flight_path=path)
+    served = engine(loaded, flight_record=path)
     served.generate(some_requests(1))
     assert not path.exists()
     served.submit(some_requests(1)[0])

@@ -14,8 +14,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from rocm_attn.errors import BadModel
-from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel, load_model
+from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Request
 from tests.amd.runner.dense_attention import dense_logits, dense_model
 from tests.amd.runner.families import FAMILIES, family_model

@@ -15,8 +15,9 @@ from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import Problem
 from rocm_attn.runner import engine as engine_module
-from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.pool_size import PoolPages, pool_pages, swa_pages_for
 from rocm_attn.runner.request import Request
 from rocm_attn.runtime import AttentionRuntime

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from rocm_attn.problem import UNLIMITED_WINDOW
-from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel, load_model
+from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Request
 from tests.amd.runner.families import family_model
 from tests.amd.runner.hf_models import SMALL, save

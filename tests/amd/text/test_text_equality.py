@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel, load_model
+from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Completion, Request
 from tests.amd.text.hf_reference import greedy_steps, hf_llama
 

@@ -12,8 +12,9 @@ import torch
 from rocm_attn.errors import BadModel, BadSetting
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import Selection
+from rocm_attn.runner.families import attention_geometry
 from rocm_attn.runner.fields import read_json
-from rocm_attn.runner.geometry import AttentionGeometry, attention_geometry
+from rocm_attn.runner.geometry import AttentionGeometry
 from rocm_attn.selection.pages import POOLS, PageChoice, choose_pages, open_page_sizes, open_pools
 
 

@@ -132,9 +132,7 @@ def published_lengths(guards: Guards, num_steps: int) -> list[int]:
     found: list[int] = []
     counts, row, kv_len, q_len, ids = (torch.zeros(n, dtype=torch.int32) for n in (4, 1, 1, 1, 1))
     nothing = torch.zeros(0, dtype=torch.int32)
-    to = StepTensors.of(
-        nothing, Pads(0, 1), counts=counts, row_of_seq=row, kv_len=kv_len, q_len=q_len, token_ids=ids
-    )
+    to = StepTensors.of(nothing, Pads(0, 1), counts=counts, row_of_seq=row, kv_len=kv_len, q_len=q_len, token_ids=ids)
     for step in range(num_steps):
         slot, words = ring.acquire(slot_words(1, 0))
         words[: slot_words(1, 0)] = [1, 1, step, 0, 0, 0, 0, 0, 1, 100 + step, 1]

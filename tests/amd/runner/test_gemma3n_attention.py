@@ -21,7 +21,8 @@ from transformers.models.gemma3n import modeling_gemma3n as hf
 
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.runner.geometry import AttentionGeometry, attention_geometry
+from rocm_attn.runner.families import attention_geometry
+from rocm_attn.runner.geometry import AttentionGeometry
 from rocm_attn.runtime import AttentionRuntime
 from tests.amd.runner.test_published_configs import GEMMA3N_E2B, GEMMA3N_E4B
 from tests.amd.tolerances import assert_as_close_as_float32, attention_rounding

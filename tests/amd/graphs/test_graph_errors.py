@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadSetting, GraphStale, RocmAttnError
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
 from tests.amd.graphs.small_models import Requests, Tiny
 from tests.amd.runtime.stepping import small_problem
 
@@ -55,27 +57,18 @@ def test_addresses_that_moved_are_a_stale_graph() -> None:
         runner.check_addresses()
 
 
+@pytest.mark.parametrize("name", ["capture_sizes", "capture_tokens"])
 @pytest.mark.parametrize("sizes", [(), (0,), (4, 2), (3, 3), (1.5,)])
-def test_capture_sizes_that_make_no_ladder_are_a_bad_setting(sizes: tuple[int, ...]) -> None:
-    for name in ("capture_sizes", "capture_tokens"):
-        with pytest.raises(BadSetting, match=name):
-            AttentionRuntime(
-                [small_problem()],
-                device=CPU,
-                num_pages=8,
-                max_num_seqs=2,
-                max_kv_len=16,
-                provider="torch",
-                **{"capture_sizes": (2,), name: sizes},  # type: ignore[arg-type]
-            )
+def test_capture_sizes_that_make_no_ladder_are_a_bad_setting(sizes: tuple[Any, ...], name: str) -> None:
+    with pytest.raises(BadSetting, match=name):
+        RuntimeOptions(num_pages=8, max_num_seqs=2, max_kv_len=16, **{name: sizes})
 
 
 @pytest.mark.parametrize("max_num_seqs", [0, -1])
 def test_a_runtime_without_sequences_is_refused_in_the_runtimes_own_words(max_num_seqs: int) -> None:
+    options = RuntimeOptions(num_pages=8, max_num_seqs=max_num_seqs, max_kv_len=16, provider="torch")
     with pytest.raises(RocmAttnError, match="max_num_seqs"):
-        AttentionRuntime(
-            [small_problem()], device=CPU, num_pages=8, max_num_seqs=max_num_seqs, max_kv_len=16, provider="torch"
-        )
+        build_runtime([small_problem()], options, device=CPU)
 
 
 @pytest.mark.parametrize("num_seqs", [1, 2, 3, 9])

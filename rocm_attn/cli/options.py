@@ -79,7 +79,8 @@ def sizes(text: str) -> tuple[int, ...]:
 def _parser_of(text: OptionText) -> Callable[[str], Any]:
     """What turns a command line's word into a value of the option."""
     if text.kind is int:
-        number = partial(at_least, 0 if text.least is None else text.least)
+        # Of what is above 1, the part that needs it says why: a pool of one page has no page to give out.
+        number = partial(at_least, min(text.least or 0, 1))
         return (lambda word: word if word == AUTO else number(word)) if text.or_auto else number
     return not_negative if text.kind is float else text.kind
 

@@ -60,8 +60,9 @@ def test_addresses_that_moved_are_a_stale_graph() -> None:
 @pytest.mark.parametrize("name", ["capture_sizes", "capture_tokens"])
 @pytest.mark.parametrize("sizes", [(), (0,), (4, 2), (3, 3), (1.5,)])
 def test_capture_sizes_that_make_no_ladder_are_a_bad_setting(sizes: tuple[Any, ...], name: str) -> None:
+    given: dict[str, Any] = {name: sizes}
     with pytest.raises(BadSetting, match=name):
-        RuntimeOptions(num_pages=8, max_num_seqs=2, max_kv_len=16, **{name: sizes})
+        RuntimeOptions(num_pages=8, max_num_seqs=2, max_kv_len=16, **given)
 
 
 @pytest.mark.parametrize("max_num_seqs", [0, -1])

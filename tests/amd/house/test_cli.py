@@ -106,7 +106,6 @@ def test_help_is_printed_without_importing_torch(arguments: list[str]) -> None:
         (["serve"], "invalid choice: 'serve'"),
         (["generate", "--provider", "cuda", "x"], "invalid choice: 'cuda'"),
         (["generate", "--max-new-tokens", "0", "x"], "--max-new-tokens: 0 is not at least 1"),
-        (["generate", "--num-pages", "1", "x"], "--num-pages: 1 is not at least 2"),
         (["generate", "--page-size", "many", "x"], "--page-size"),
         (["generate", "--chunk", "2147483648", "x"], "--chunk: 2147483648 is above 2147483647"),
         (["soak", "--seed", "9" * 30], f"--seed: {'9' * 30} is above 2147483647"),

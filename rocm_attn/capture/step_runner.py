@@ -165,15 +165,18 @@ class StepRunner:
 
     def run_eagerly(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
         """run() without a graph and without a trace in the counters: a step again, to compare."""
-        return self._eagerly(self._runtime.stage(batch, pad_to), batch)
+        return self._eagerly(partial(self._runtime.stage, batch, pad_to), batch)
 
     def run_eagerly_as(self, shape: PaddedShape, batch: StepBatch) -> Tensor:
         """As run_eagerly, for run_as."""
-        return self._eagerly(self._runtime.stage_as(shape, batch), batch)
+        return self._eagerly(partial(self._runtime.stage_as, shape, batch), batch)
 
-    def _eagerly(self, step: Step | SplitStep, batch: StepBatch) -> Tensor:
+    def _eagerly(self, stage: Callable[[], Step | SplitStep], batch: StepBatch) -> Tensor:
         try:
-            return self._body(step)[: batch.num_seqs]
+            return self._body(stage())[: batch.num_seqs]
+        except DeviceFault as fault:  # of a step before it
+            self._count_faults(fault)
+            raise
         finally:
             self._runtime.end_step()
 

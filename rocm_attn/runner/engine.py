@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rocm_attn.capture.check import CaptureCheck
 from rocm_attn.capture.graphs import CaptureReport, Progress, eager_steps_before_capture, recorder_for
+from rocm_attn.capture.split_forward import Forward
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits, BadRequest, BadSetting, DeviceFault
 from rocm_attn.machine.target import detect_target
@@ -39,6 +40,7 @@ from rocm_attn.runner.request import (
 from rocm_attn.runner.sampling import Sampler, pick_tokens
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
 from rocm_attn.runner.tokenizer import TextStream
+from rocm_attn.runner.watched import watched_steps
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.selection.kernels import missing_kernels
@@ -82,17 +84,10 @@ class Engine:
         self.runtime = _runtime_for(loaded, options)
         self.max_kv_len = self.runtime.max_kv_len
         linears = BlocksOfRows() if options.deterministic else AllRows()
-        model = Model(loaded.config, loaded.weights, self.runtime, max_kv_len=self.max_kv_len, linears=linears)
-        path, after = options.flight_record, options.capture_after
+        heads, path = self.runtime.head_weights, options.flight_record
+        model = Model(loaded.config, loaded.weights, heads, max_kv_len=self.max_kv_len, linears=linears)
         self.flight = FlightRecorder(self.runtime, path) if path is not None else NO_FLIGHT_RECORDER
-        self._runner = StepRunner(
-            self.runtime,
-            model.forward,
-            recorder_for(self.runtime.device) if options.graphs else None,
-            check=CaptureCheck(vocabulary=loaded.config.vocab_size),
-            flight=self.flight,
-            capture_after=eager_steps_before_capture(self.runtime.device) if after is None else after,
-        )
+        self._runner, self._steps = watched_steps(self.runtime, model.forward, options, self.flight, self._new_runner)
         self.metrics = self._runner.metrics
         self._scheduler = Scheduler(
             self.runtime.table,
@@ -106,6 +101,17 @@ class Engine:
         self._events: list[Event] = []  # that no step() has returned yet
         self._recent = RecentSteps()
         self._num_submitted = 0
+
+    def _new_runner(self, forward: Forward) -> StepRunner:
+        after = self.options.capture_after
+        return StepRunner(
+            self.runtime,
+            forward,
+            recorder_for(self.runtime.device) if self.options.graphs else None,
+            check=CaptureCheck(vocabulary=self._loaded.config.vocab_size),
+            flight=self.flight,
+            capture_after=eager_steps_before_capture(self.runtime.device) if after is None else after,
+        )
 
     @property
     def has_work(self) -> bool:
@@ -266,7 +272,7 @@ class Engine:
     def _run(self, step: ScheduledStep) -> Tensor:
         before = self.runtime.step_number
         try:
-            return self._runner.run(step.batch)
+            return self._steps.run(step.batch)
         finally:
             requests = (sequence.number for sequence in step.sequences)
             self._recent.note(before, self.runtime.step_number, requests)

@@ -113,7 +113,9 @@ def test_graphs_and_the_sampled_check_work_over_vectorised_pages() -> None:
         check = SampledCheck(runner, tiny.runtime, [tiny.problem] * 2, tap, every=1)
         results.append(serve(check, tiny.runtime, SERVED))
         counters = check.counters
-        assert (counters.rows_differ, counters.attention_differs, counters.reserved_written) == (0, 0, 0), counters.last
+        assert (counters.rows_differ, counters.attention_differs, counters.reserved_written) == (0, 0, 0), (
+            counters.finding
+        )
         assert counters.samples == len(SERVED)
         assert runner.counters.graphs_off == ""
         assert runner.counters.replays > 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rocm_attn.machine.choices import AUTO, DTYPES
+from rocm_attn.machine.choices import DTYPES
 from rocm_attn.runner.options import EngineOptions, OptionText, option_texts
 
 # Sizes are int32 on the device.
@@ -81,7 +81,7 @@ def _parser_of(text: OptionText) -> Callable[[str], Any]:
     if text.kind is int:
         # Of what is above 1, the part that needs it says why: a pool of one page has no page to give out.
         number = partial(at_least, min(text.least or 0, 1))
-        return (lambda word: word if word == AUTO else number(word)) if text.or_auto else number
+        return lambda word: word if word in text.choices else number(word)
     return not_negative if text.kind is float else text.kind
 
 
@@ -92,7 +92,7 @@ def _of_engine(name: str, default: Any, text: OptionText) -> Option:
         action: Any = argparse.BooleanOptionalAction if default else "store_true"
         return option(flag, action=action, default=default, help=f"{text.help} ({shown})" if default else text.help)
     arguments: dict[str, Any] = {"type": _parser_of(text), "default": default, "help": f"{text.help} ({shown})"}
-    arguments |= {"choices": text.choices} if text.choices else {"metavar": text.unit}
+    arguments |= {"metavar": text.unit} if text.unit else {"choices": text.choices}
     return option(flag, **arguments)
 
 

@@ -23,8 +23,7 @@ class OptionText:
     kind:         of its values, as they are written on a command line
     unit:         of a number
     least:        the smallest number that it may be
-    choices:      the names that it may be; any value of its kind where there are none
-    or_auto:      whether "auto" may stand in the place of a number
+    choices:      the names that it may be; those of a number may stand in its place
     default_is:   the default in words, where its value does not say it
     on_generate:  whether it is a flag of `rocm-attn generate`
     """
@@ -34,7 +33,6 @@ class OptionText:
     unit: str
     least: int | None
     choices: Sequence[str]
-    or_auto: bool
     default_is: str
     on_generate: bool
 
@@ -47,14 +45,11 @@ def option(
     unit: str = "",
     least: int | None = None,
     choices: Sequence[str] = (),
-    or_auto: bool = False,
     default_is: str = "",
     on_generate: bool = True,
 ) -> Any:
     """A field with an OptionText. kind: of its values; not given: that of the default"""
-    text = OptionText(
-        help, type(default) if kind is None else kind, unit, least, choices, or_auto, default_is, on_generate
-    )
+    text = OptionText(help, type(default) if kind is None else kind, unit, least, choices, default_is, on_generate)
     return field(default=default, metadata={"option": text})
 
 
@@ -76,7 +71,7 @@ class EngineOptions:
         "tokens in a page of the KV cache; auto takes the size with the best kernels for the model's layers",
         unit="TOKENS",
         least=1,
-        or_auto=True,
+        choices=(AUTO,),
     )
     pool: str = option(
         "linear",
@@ -165,9 +160,9 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name, (default, text) in option_texts(EngineOptions).items():
             value = getattr(self, name)
-            if value == default or (text.or_auto and value == AUTO):
+            if value == default or value in text.choices:
                 continue
-            if text.choices and value not in text.choices:
+            if text.kind is str:
                 raise BadSetting(f"{name} {value!r} is not known; choose one of {', '.join(text.choices)}")
             if text.least is not None and value < text.least:
                 raise BadSetting(f"{name} is {value}; it must be at least {text.least}")

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.errors import BadSetting, Unsupported
+from rocm_attn.machine.choices import PROVIDERS
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter.rows import ROWS as AITER_ROWS
 from rocm_attn.providers.contract import SMALLEST_POOL, KernelRow, LayerKernel, PoolSize, StepOps
 from rocm_attn.providers.torch_ref import TORCH
 from rocm_attn.providers.triton import TRITON
-
-PROVIDER_NAMES = ("auto", "torch", "triton", "aiter")
 
 # In order of preference within a provider and a kind of step.
 ROWS: Mapping[str, Sequence[KernelRow]] = {"aiter": AITER_ROWS, "triton": TRITON.rows, "torch": TORCH.rows}
@@ -83,7 +82,7 @@ def select(
 ) -> Selection:
     """Choose a kernel for every kind of step.
 
-    provider:    a name of PROVIDER_NAMES; "auto" takes, for each kind of step, the first provider that serves it
+    provider:    a name of PROVIDERS; "auto" takes, for each kind of step, the first provider that serves it
     pool:        refuses kernels whose offsets do not reach; not given: none
     unavailable: refuses kernels that the machine lacks, or that were switched off
     deterministic: refuses kernels whose results depend on the batch
@@ -129,8 +128,8 @@ def ops_for(selections: Sequence[Selection], *, on_cpu: bool) -> StepOps:
 
 
 def _candidates(provider: str, target: Target) -> tuple[str, ...]:
-    if provider not in PROVIDER_NAMES:
-        raise BadSetting(f"provider {provider!r} is not known; choose one of {', '.join(PROVIDER_NAMES)}")
+    if provider not in PROVIDERS:
+        raise BadSetting(f"provider {provider!r} is not known; choose one of {', '.join(PROVIDERS)}")
     if provider != "auto":
         return (provider,)
     return _AUTO_ON_GPU if target.is_gpu else _AUTO_ON_CPU

@@ -20,7 +20,7 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import RocmAttnError
 from rocm_attn.guards.registry import guards_from_settings
-from rocm_attn.oracle.numerics import BOUNDS
+from rocm_attn.oracle.numerics import BOUNDS, error_parts
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import PoolKind, Problem
@@ -261,8 +261,7 @@ class _Run:
         return "" if bool((out[first:] == 0).all()) else "a padded token is not zero"
 
     def _close(self, result: Tensor, reference: Tensor) -> bool:
-        bound = BOUNDS[self.problem.dtype]
-        return bool(torch.isclose(result.double(), reference, atol=bound.atol, rtol=bound.rtol).all())
+        return bool((error_parts(result, reference, BOUNDS[self.problem.dtype].out) <= 1).all())
 
 
 def random_run(selection: Selection, device: torch.device) -> Wrong | None:

@@ -20,7 +20,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.watch.flight_recorder import FlightRecorder, read_dump
 from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
-from tests.amd.graphs.tiny import Requests, Tiny
+from tests.amd.graphs.small_models import Requests, Tiny
 from tests.amd.runtime.stepping import providers
 
 each_provider = pytest.mark.parametrize("provider", providers())

@@ -20,7 +20,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.refs import metadata
-from tests.amd.graphs.tiny import Requests, Tiny
+from tests.amd.graphs.small_models import Requests, Tiny
 from tests.amd.runtime.stepping import providers
 
 each_provider = pytest.mark.parametrize("provider", providers())

@@ -23,7 +23,7 @@ from rocm_attn.hip_graphs.size_ladder import default_ladder
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import SplitStep, Step
 from rocm_attn.watch.flight_recorder import FlightRecorder
-from tests.amd.graphs.tiny import Forgetful, Requests, Tiny, same
+from tests.amd.graphs.small_models import Forgetful, Requests, Tiny, same
 from tests.amd.runtime.stepping import providers
 
 both = pytest.mark.parametrize("provider", providers())

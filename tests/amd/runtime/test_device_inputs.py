@@ -19,7 +19,7 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadTensor, DeviceFault, Unsupported
 from rocm_attn.providers.contract import LayerKernel
-from tests.amd.graphs.tiny import Requests, Tiny
+from tests.amd.graphs.small_models import Requests, Tiny
 from tests.amd.guards.serving import Serving
 from tests.amd.runtime.stepping import Request, providers
 

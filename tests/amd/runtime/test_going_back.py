@@ -293,7 +293,7 @@ def test_a_replay_that_raised_is_run_again_before_the_next_step(
 
     for kv_len in (8, 6):
         with monkeypatch.context() as patch:
-            patch.setattr(runner._graphs, "replay_entry", fails)
+            patch.setattr(runner._graphs, "replay", fails)
             with pytest.raises(Fails):
                 runner.run(tokens(row, kv_len, 1))
         with pytest.raises(BadBatch, match=f"of which {kv_len - 1} are stored"):

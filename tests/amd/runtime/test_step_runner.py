@@ -13,8 +13,7 @@ from torch import Tensor
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadSetting, BadTensor, CapacityExceeded
-from rocm_attn.hip_graphs.errors import StaleRecording
+from rocm_attn.errors import BadSetting, BadTensor, CapacityExceeded, GraphStale
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
@@ -294,7 +293,7 @@ def test_a_buffer_that_moved_behind_our_back_is_found(provider: str, device: tor
     runner.check_addresses()
     table = model.runtime.table.space(Space.FULL)
     table.entries = table.entries.clone()
-    with pytest.raises(StaleRecording, match="table"):
+    with pytest.raises(GraphStale, match="table"):
         runner.check_addresses()
 
 

@@ -303,7 +303,7 @@ def test_a_buffer_that_moved_under_a_graph_is_named(monkeypatch: pytest.MonkeyPa
         original(runner)
 
     wrap(monkeypatch, StepRunner, "check_addresses", check_addresses)
-    assert f"step {SMALL.audit_every}: StaleRecording: table was int32" in str(found())
+    assert f"step {SMALL.audit_every}: GraphStale: table was int32" in str(found())
 
 
 def test_a_buffer_that_moved_under_a_graph_shows_in_the_outputs_too(monkeypatch: pytest.MonkeyPatch) -> None:

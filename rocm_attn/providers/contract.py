@@ -10,13 +10,24 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape, StepKind
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
-from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.machine.releases import EVERY_RELEASE, Span
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
+from rocm_attn.providers.launches import (
+    ClearPads,
+    Fill,
+    MergeStates,
+    PlaceDeviceInputs,
+    PlaceMask,
+    Publish,
+    StoreKV,
+    UpdateTable,
+    ZeroTails,
+)
 
 
 class Baked(enum.Enum):
@@ -77,7 +88,10 @@ NO_SCHEDULE = NoSchedule()
 
 
 class BoundKernel(Protocol):
-    """A kernel for one problem on one target: its tiles are chosen, its limits were checked."""
+    """A kernel for one problem on one target: its tiles are chosen, its limits were checked.
+
+    A frozen value: equal kernels launch the same for equal steps, and graphs are kept by the kernels that they hold.
+    """
 
     @property
     def schedule(self) -> Schedule:
@@ -85,7 +99,7 @@ class BoundKernel(Protocol):
         ...
 
     def describe(self) -> str:
-        """Name and tiles; equal descriptions mean equal launches."""
+        """Name and tiles, to be printed."""
         ...
 
     def workspace_words(self, shape: PaddedShape) -> int:
@@ -322,45 +336,15 @@ class LayerKernel:
     bound: BoundKernel
 
 
-class StoreKV(Protocol):
-    """launch_store_kv, or its twin."""
-
-    def __call__(self, k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages) -> None: ...
-
-
-class ZeroTails(Protocol):
-    """launch_zero_tails, or its twin."""
-
-    def __call__(self, table: Tensor, row_of_seq: Tensor, kv_len: Tensor, q_len: Tensor, pages: LayerPages) -> None: ...
-
-
-class ClearPads(Protocol):
-    """launch_clear_pads, or its twin."""
-
-    def __call__(self, counts: Tensor, out: Tensor, lse: Tensor | None) -> None: ...
-
-
-class MergeStates(Protocol):
-    """launch_merge_states, or its twin."""
-
-    def __call__(
-        self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor
-    ) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class StepOps:
-    """The launches around attention, by the signatures of rocm_attn.kernels.
+    """The launches around attention: Triton's, or their twins in torch."""
 
-    publish: (slot, counts of the step before, where to)
-    fill: (StepTensors, page_size=...), everything that a step derives from its inputs, in one launch
-    """
-
-    publish: Callable[[Tensor, Tensor, StepTensors], None]
-    device_inputs: Callable[..., None]
-    place_mask: Callable[..., None]
-    table_update: Callable[..., None]
-    fill: Callable[..., None]
+    publish: Publish
+    device_inputs: PlaceDeviceInputs
+    place_mask: PlaceMask
+    table_update: UpdateTable
+    fill: Fill
     store_kv: StoreKV
     zero_tails: ZeroTails
     clear_pads: ClearPads

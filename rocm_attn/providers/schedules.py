@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape, round_up
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.attention.arguments import Queries
 from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
 from rocm_attn.kernels.metadata.step_tensors import StepTensors

@@ -78,7 +78,7 @@ class HostPool:
         return None
 
     def poison_taken(self) -> None:
-        """Overwrites all memory handed out since the last time, whoever holds it now."""
+        """Overwrites all memory handed out since the last time, whatever holds it now."""
         for chunk in self._chunks:
             for start, stop in chunk.taken:
                 chunk.whole[start:stop].fill_(POISON_BYTE)

@@ -1,4 +1,4 @@
-"""StepBatch: one step as the runner sees it. Real sequences only; padding is nobody's business here."""
+"""StepBatch: one step as the runner sees it. Real sequences only; padding comes later (padding.py)."""
 
 from __future__ import annotations
 

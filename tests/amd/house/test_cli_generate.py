@@ -265,7 +265,7 @@ def test_a_prompt_that_fails_is_named_and_the_others_are_printed(capsys: pytest.
             FAILED,
             "pages of the SWA space and there are 2; raise swa_pages",
         ),
-        (["--flight-record", "gone/flight.json", "w5"], BAD_INPUT, "gone is no folder; create it"),
+        (["--flight-record", "gone/flight.json", "w5"], BAD_INPUT, "gone is not a folder; create it"),
         (["--provider", "aiter", "w5"], FAILED, "decode: aiter.unified_attention: arch cpu is not one of gfx942"),
         (["--page-size", "100000", "w5"], FAILED, "page_size"),
     ],

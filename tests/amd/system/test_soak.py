@@ -24,7 +24,7 @@ from rocm_attn.paging.kv_pool import KVPool
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.providers.torch_ref import TorchExtend, TorchMasked
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.soak.alone import NobodyAlone
+from rocm_attn.soak.alone import NoAloneCheck
 from rocm_attn.soak.soak import Soak, SoakFailed, SoakReport
 from rocm_attn.soak.world import LONG_KV_LEN, Action, Ladders, Scenario, World
 
@@ -113,7 +113,7 @@ def test_cuts_that_follow_from_the_batch_show_in_bits_alone(monkeypatch: pytest.
     changed = Soak(scenario, seed=3, device=CPU, provider="torch", dtype=torch.float32, deterministic=True)
     with pytest.raises(SoakFailed, match="is not bitwise what the same request gets alone; they differ by up to"):
         changed.run(60)
-    monkeypatch.setattr("rocm_attn.soak.soak.ServedAlone", lambda *_, **__: NobodyAlone())
+    monkeypatch.setattr("rocm_attn.soak.soak.ServedAlone", lambda *_, **__: NoAloneCheck())
     unseen = Soak(scenario, seed=3, device=CPU, provider="torch", dtype=torch.float32, deterministic=True)
     assert unseen.run(60).worst_error < 1, "the oracle's bounds allow it"
 

@@ -141,7 +141,7 @@ class PaddingPolicy:
 
 
 def token_places(batch: StepBatch, shape: PaddedShape) -> npt.NDArray[np.int64]:
-    """int64 [T]; places of a step's tokens among its padded ones, one half after the other: those of real tokens, then pads."""
+    """int64 [T]; places of a step's tokens among its padded ones, one half after the other: real tokens, then pads."""
     places = np.arange(shape.num_tokens)
     if shape.num_children == 1:
         return places

@@ -103,8 +103,8 @@ class StreamOrder:
     def join(self) -> None:
         """Something of the step is launched on the current stream: it starts after what began the step.
 
-        A stream waits once a step. Two streams of one step are ordered by the code that forks and joins them; a capture's own
-        stream is ordered by the recorder.
+        A stream waits once a step. Two streams of one step are ordered by the code that forks and joins them; a
+        capture's own stream is ordered by the recorder.
         """
         handle = self._streams.current_handle()
         if handle != self._last_handle and handle not in self._others and not self._streams.is_capturing():

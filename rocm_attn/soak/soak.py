@@ -213,7 +213,7 @@ class Soak:
         self._memory: list[_MemoryUse] = []
 
     def run(self, steps: int, on_reopen: Callable[[int], None] | None = None) -> SoakReport:
-        """Play so many steps, once. on_reopen: called with the number played. Raises SoakFailed at the first finding."""
+        """Play so many steps, once. on_reopen: gets the number played. Raises SoakFailed at the first finding."""
         started = time.perf_counter()
         number = 0
         try:

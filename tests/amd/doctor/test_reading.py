@@ -185,6 +185,20 @@ def test_a_lock_is_left_over_when_nobody_holds_it(tmp_path: Path) -> None:
     assert leftover_locks(tmp_path / "no cache") == ()
 
 
+def test_a_probe_finds_this_package_from_any_folder_and_says_nothing_on_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it put the package's own folders where top-level packages are looked for."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    write(
+        tmp_path / "triton" / "__init__.py",
+        "import importlib.util, sys\nassert importlib.util.find_spec('runtime') is None\nsys.exit(4)",
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert probe("triton") == ImportFailure("it failed without a word")
+
+
 def test_a_library_that_fails_or_crashes_takes_only_the_probe_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

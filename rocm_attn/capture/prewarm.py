@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape, StepKind
+from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.capture.graphs import Progress, capture_shapes, shape_name
-from rocm_attn.capture.probe_requests import typical_q_len, with_nothing_shared, with_random_mask
+from rocm_attn.capture.probe_requests import typical_q_len, with_extra
 from rocm_attn.errors import BadSetting
 from rocm_attn.guards.registry import guards_from_settings
 from rocm_attn.machine.target import Target
@@ -144,10 +145,10 @@ def _steps(runtime: AttentionRuntime) -> Iterator[tuple[PaddedShape, list[int]]]
             yield PaddedShape(kind, num_seqs, num_seqs * each), [each] * num_seqs
             if num_seqs > 1 and each > 1:
                 yield PaddedShape(StepKind.MIXED, num_seqs, 1 + (num_seqs - 1) * each), [1] + [each] * (num_seqs - 1)
-            if runtime.padding.has_prefixes:
-                yield PaddedShape(StepKind.SHARED, num_seqs, num_seqs), [1] * num_seqs
-            if runtime.padding.has_masks:
-                yield PaddedShape(StepKind.MASKED, num_seqs, num_seqs * each), [each] * num_seqs
+            for kind in runtime.padding.kinds(1):
+                if kind.extra is not Extra.NOTHING:
+                    new = 1 if kind.decodes else each
+                    yield PaddedShape(kind, num_seqs, num_seqs * new), [new] * num_seqs
 
 
 def _run(runtime: AttentionRuntime, q_len: list[int], shape: PaddedShape) -> None:
@@ -158,10 +159,7 @@ def _run(runtime: AttentionRuntime, q_len: list[int], shape: PaddedShape) -> Non
             runtime.table.reserve(row, length)
         tokens = np.array(q_len, np.int32)
         batch = StepBatch(np.array(rows, np.int32), tokens, tokens)
-        if shape.kind is StepKind.MASKED:
-            batch = with_random_mask(batch, torch.Generator(runtime.device))
-        elif shape.kind is StepKind.SHARED:
-            batch = with_nothing_shared(batch)
+        batch = with_extra(batch, shape.kind, torch.Generator(runtime.device))
         step = runtime.begin_step(batch, max(shape.num_seqs, len(q_len)))
         try:
             for layer, selection in enumerate(runtime.selections):

@@ -148,7 +148,7 @@ class _Replay:
             real=torch.from_numpy(token_places(batch, plan.shape)[: batch.num_tokens]).to(runtime.device),
             qkv=tuple(qkv),
             outs=tuple(outs),
-            same_kernels=plan.key.kernels == noted.kernels,
+            same_kernels=plan.key.kernel_names == noted.kernels,
             replayable=plan.replayable,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.errors import BadSetting, Unsupported
 from rocm_attn.machine.choices import PROVIDERS
 from rocm_attn.machine.target import Target
@@ -22,15 +22,6 @@ ROWS: Mapping[str, Sequence[KernelRow]] = {"aiter": AITER_ROWS, "triton": TRITON
 # slowly, in silence.
 _AUTO_ON_GPU = ("aiter", "triton")
 _AUTO_ON_CPU = ("torch",)
-
-# A prefill step is an extend step too, so a kernel of its own is welcome and not needed. Layers without masks of their
-# own serve masked steps as mixed ones, and layers that cannot share prefixes decode them as ever.
-_NEEDED = (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
-_INSTEAD = {
-    StepKind.PREFILL: StepKind.EXTEND,
-    StepKind.MASKED: StepKind.MIXED,
-    StepKind.SHARED: StepKind.DECODE,
-}
 
 # Kernel name -> why it may not be used here, whatever its row says.
 Unavailable = Mapping[str, str]
@@ -50,8 +41,7 @@ class Refusal:
 class Selection:
     """The kernels of one kind of layer.
 
-    kernels:  a bound kernel for each kind of step; PREFILL and SHARED may be missing, and MASKED is for problems with
-              custom_mask
+    kernels:  a bound kernel for each kind of step; a kind that another one serves instead may be missing
     refusals: every kernel that was considered before it and why it was not taken
     """
 
@@ -73,7 +63,7 @@ class Selection:
 
     def kernel(self, kind: StepKind) -> LayerKernel:
         """The kernel of a kind of step."""
-        return self.kernels[kind if kind in self.kernels else _INSTEAD[kind]]
+        return self.kernels[kind if kind in self.kernels else kind.instead]
 
     def lines(self) -> list[str]:
         """The choice in sentences: a line for each kind of step, then a line for each refusal."""
@@ -101,14 +91,14 @@ def select(
     names = _candidates(provider, target)
     refusals: list[Refusal] = []
     kernels = {}
-    for kind in StepKind:
-        if kind is StepKind.MASKED and not problem.custom_mask:
-            continue
+    # A layer that looks at masks must have a kernel for them; others serve a step with a mask as any other.
+    kinds = [kind for kind in StepKind if kind.extra is not Extra.MASK or problem.custom_mask]
+    for kind in kinds:
         rows = [row for name in names for row in ROWS[name] if row.kind is kind]
         kernel = _first_that_serves(rows, problem, target, pool, unavailable, deterministic, refusals)
         if kernel is not None:
             kernels[kind] = kernel
-    needed = (*_NEEDED, StepKind.MASKED) if problem.custom_mask else _NEEDED
+    needed = [kind for kind in kinds if kind.instead is kind or kind.extra is Extra.MASK]
     missing = [kind.value for kind in needed if kind not in kernels]
     if not missing:
         return Selection(problem, target, kernels, tuple(refusals))
@@ -129,8 +119,8 @@ def ops_for(selections: Sequence[Selection], *, on_cpu: bool) -> StepOps:
         kernel.row.provider
         for selection in selections
         for kind, kernel in selection.kernels.items()
-        # Shared steps are nobody's who does not ask for them.
-        if kind is not StepKind.SHARED
+        # What shares prefixes is for those steps alone that ask for it.
+        if kind.extra is not Extra.PREFIXES
     }
     if "torch" in names or (on_cpu and "triton" not in names):
         return TORCH.ops()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.errors import BadProblem, Unsupported
 from rocm_attn.machine.choices import AUTO
 from rocm_attn.problem import PoolKind, Problem
@@ -27,7 +27,7 @@ POOLS: Mapping[str, PoolKind] = {"linear": PoolKind.SPLIT, "vectorized": PoolKin
 
 # Masked steps come with the layers that ask for masks, and choose no pages for the others; nor do steps that share
 # prefixes, which not every server has.
-_KINDS = tuple(kind for kind in StepKind if kind not in (StepKind.MASKED, StepKind.SHARED))
+_KINDS = tuple(kind for kind in StepKind if kind.extra is Extra.NOTHING)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import StepKind
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import RocmAttnError
 from rocm_attn.guards.registry import guards_from_settings
 from rocm_attn.oracle.numerics import BOUNDS, error_parts
@@ -335,6 +335,4 @@ def _for_a_pool_of(selection: Selection, pool: PoolSize) -> Selection:
 
 
 def _named(kind: StepKind) -> str:
-    if kind is StepKind.PREFILL:
-        return "a prefill step"
-    return "an extend step" if kind is StepKind.EXTEND else f"a {kind.value} step"
+    return f"{'an' if kind is StepKind.EXTEND else 'a'} {kind.value} step"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,11 +25,15 @@ from rocm_attn.kernels.metadata.error_word import ERROR_WORD
 from rocm_attn.kernels.metadata.slot_layout import (
     COUNT_WORDS,
     ECHO,
+    HAS_IDS,
     HEADER_WORDS,
     NO_ECHO,
+    NUM_SEQS,
+    NUM_TOKENS,
     STEP,
     STEP_BEFORE,
-    slot_words,
+    SlotParts,
+    slot_parts,
 )
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.paging.kv_pool import HybridKVPool
@@ -120,37 +125,44 @@ class _Line:
 _Launching = tuple[_Line, Int32Array, Tensor, int]
 
 
-class Publisher:
-    """Writes ring slots and launches the kernels that read them.
+@dataclass(frozen=True, slots=True)
+class PublishingGuards:
+    """The safeguards of publication.
 
-    ring_wait: waits for the fence behind a ring slot's readers
-    deliver:   launches a pending change of the table or of its pages
+    ring_wait:      waits for the fence after a ring slot's readers
+    deliver:        launches a pending change of the table or of its pages
     new_echo_check: makes what looks at the echo of a step when its ring slot comes back
-    of_last_step: what the counts of a step say that no later one echoes
+    of_last_step:   what the counts of a step say that no later one echoes
     """
+
+    ring_wait: Callable[[Fence], None] = wait_for
+    deliver: Deliver = launch_then_forget
+    new_echo_check: Callable[[], Callable[[Int32Array], None]] = EchoCheck
+    of_last_step: OfLastStep = fault_of_counts
+
+
+class Publisher:
+    """Writes ring slots and launches the kernels that read them."""
 
     def __init__(
         self,
         ops: StepOps,
         table: RequestTable,
         pool: HybridKVPool,
-        *,
-        ring_wait: Callable[[Fence], None] = wait_for,
-        deliver: Deliver = launch_then_forget,
-        new_echo_check: Callable[[], Callable[[Int32Array], None]] = EchoCheck,
-        of_last_step: OfLastStep = fault_of_counts,
+        guards: PublishingGuards,
     ) -> None:
         self._ops = ops
         self._table = table
         self._pool = pool
-        self._deliver = deliver
+        self._deliver = guards.deliver
         # One for each child, so that the host may be as many split steps ahead as others.
         self._lines = tuple(
-            _Line(HostRing(pool.device, wait=ring_wait), new_echo_check(), pool.device) for _ in range(HALVES)
+            _Line(HostRing(pool.device, wait=guards.ring_wait), guards.new_echo_check(), pool.device)
+            for _ in range(HALVES)
         )
         # A step takes up to two slots a space: of copies and of cells.
-        self._updates = HostRing(pool.device, depth=2 * 2 * len(table.spaces), wait=ring_wait)
-        self._of_last_step = of_last_step
+        self._updates = HostRing(pool.device, depth=2 * 2 * len(table.spaces), wait=guards.ring_wait)
+        self._of_last_step = guards.of_last_step
         self._launching: _Launching | None = None
         self._found: Found = []
         self._steps_to_answer = 0
@@ -200,25 +212,21 @@ class Publisher:
             self._settle()
         num_seqs, num_ids = batch.num_seqs, len(batch.token_ids)
         line = self._lines[child]
-        end = slot_words(num_seqs, num_ids)
-        # With room for prefixes and floors, whether there are any or not.
-        slot, words = line.ring.acquire(end + 3 * num_seqs)
+        parts = slot_parts(num_seqs, num_ids)
+        slot, words = line.ring.acquire(parts.floor.stop)
         if words[ECHO]:
             line.look(words, self._found)
         if self._found:
             self.report()
         number = (self.step_number + 1) & INT32_MAX
-        words[0], words[1], words[STEP], words[3] = num_seqs, batch.num_tokens, number, num_ids > 0
-        words[STEP_BEFORE] = line.number
-        kv_at, q_at, ids_at = HEADER_WORDS + num_seqs, HEADER_WORDS + 2 * num_seqs, HEADER_WORDS + 3 * num_seqs
-        words[HEADER_WORDS:kv_at], words[kv_at:q_at], words[q_at:ids_at] = batch.rows, batch.kv_len, batch.q_len
-        words[ids_at:end] = batch.token_ids
+        words[NUM_SEQS], words[NUM_TOKENS], words[HAS_IDS] = num_seqs, batch.num_tokens, num_ids > 0
+        words[STEP], words[STEP_BEFORE] = number, line.number
+        words[parts.rows], words[parts.kv_len], words[parts.q_len] = batch.rows, batch.kv_len, batch.q_len
+        words[parts.token_ids] = batch.token_ids
         if isinstance(batch.prefixes, SharedPrefixes):
-            words[end : end + num_seqs] = batch.prefixes.prefix_len
-            words[end + num_seqs : end + 2 * num_seqs] = batch.prefixes.group_end
+            words[parts.prefix_len], words[parts.group_end] = batch.prefixes.prefix_len, batch.prefixes.group_end
         if isinstance(batch.inputs, DeviceInputs):
-            on_host = batch.inputs.lengths_on_host
-            words[end + 2 * num_seqs : end + 3 * num_seqs] = 0 if on_host else self._table.floors(batch.rows)
+            words[parts.floor] = 0 if batch.inputs.lengths_on_host else self._table.floors(batch.rows)
         to = step.tensors
         counts = to.counts
         # One statement: an interrupt comes before all of it or after.
@@ -226,7 +234,7 @@ class Publisher:
         try:
             self._ops.publish(slot, counts if line.counts is None else line.counts, to)
             if isinstance(batch.inputs, DeviceInputs):
-                self._place(batch.inputs, slot, num_seqs, num_ids, to)
+                self._place(batch.inputs, slot, parts, to)
             if isinstance(batch.mask, StepMask):
                 bits = batch.mask.bits[: mask_bytes(batch.kv_len, batch.q_len)]
                 self._ops.place_mask(bits, batch.mask.positions, to)
@@ -318,15 +326,13 @@ class Publisher:
                     self.report()
         self._steps_to_answer -= 1
 
-    def _place(self, inputs: DeviceInputs, slot: Tensor, num_seqs: int, num_ids: int, to: StepTensors) -> None:
+    def _place(self, inputs: DeviceInputs, slot: Tensor, parts: SlotParts, to: StepTensors) -> None:
         """Put the caller's tensors in the place of what the host has published; it stays where there is no tensor."""
-        kv_at, q_at = HEADER_WORDS + num_seqs, HEADER_WORDS + 2 * num_seqs
-        ids_at, end = HEADER_WORDS + 3 * num_seqs, slot_words(num_seqs, num_ids)
         given = GivenInputs(
-            slot[kv_at:q_at] if inputs.kv_len is ON_HOST else inputs.kv_len,
-            slot[q_at:ids_at] if inputs.q_len is ON_HOST else inputs.q_len,
-            slot[ids_at:end] if inputs.token_ids is ON_HOST else inputs.token_ids,
-            slot[end + 2 * num_seqs : end + 3 * num_seqs],
+            slot[parts.kv_len] if inputs.kv_len is ON_HOST else inputs.kv_len,
+            slot[parts.q_len] if inputs.q_len is ON_HOST else inputs.q_len,
+            slot[parts.token_ids] if inputs.token_ids is ON_HOST else inputs.token_ids,
+            slot[parts.floor],
         )
         self._ops.device_inputs(slot, given, to)
 

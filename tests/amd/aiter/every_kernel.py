@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import Unsupported

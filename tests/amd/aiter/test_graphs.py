@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from rocm_attn.batch.padding import StepKind
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.problem import Problem

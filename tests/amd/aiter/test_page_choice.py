@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadProblem, BadSetting, Unsupported
 from rocm_attn.machine.choices import AUTO
 from rocm_attn.machine.target import Target, known_target

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.machine.agreement import alone, found_by_any

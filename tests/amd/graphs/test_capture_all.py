@@ -7,7 +7,8 @@ import io
 import pytest
 import torch
 
-from rocm_attn.batch.padding import PaddingPolicy, StepKind
+from rocm_attn.batch.padding import PaddingPolicy
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import capture_shapes, recorder_for, shape_name
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli.progress_bar import ProgressBar

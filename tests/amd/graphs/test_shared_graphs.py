@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape, StepKind
+from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.check import rows_beyond_bounds
 from rocm_attn.capture.graphs import recorder_for, shape_name
 from rocm_attn.capture.step_runner import StepRunner

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape, StepKind
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.kernels.refs.attention import paged_extend
 from rocm_attn.machine import choices

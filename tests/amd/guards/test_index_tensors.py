@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape, StepKind
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors

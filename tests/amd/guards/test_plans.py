@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_attn.batch.padding import PaddedShape, StepKind
+from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import GraphStale
 from rocm_attn.guards.registry import Guards
 from rocm_attn.hip_graphs.pinned import PinnedTensors

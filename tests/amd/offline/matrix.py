@@ -19,7 +19,7 @@ from rocm_attn.capture.probe_requests import with_random_mask
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.attention.merge_states import launch_merge_states
 from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages
-from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, StepTensors
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.triton import TRITON
@@ -276,4 +276,4 @@ def _launch_whole_fill(page_size: int) -> None:
         kv_len_int64=torch.empty(num_seqs, dtype=torch.int64),
         mask_indptr=torch.empty(num_seqs + 1, dtype=torch.int64),
     )
-    TRITON.ops().fill(step, page_size=page_size)
+    TRITON.ops().fill(step, page_size=page_size, window_left=ALL_KEYS)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rocm_attn.batch.inputs import DeviceInputs
-from rocm_attn.batch.padding import StepKind
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadTensor, DeviceFault, Unsupported

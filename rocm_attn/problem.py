@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from rocm_attn.errors import BadProblem
+from rocm_attn.kernels.attention import scores
 from rocm_attn.machine import choices
 
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in choices.DTYPES)
-UNLIMITED_WINDOW = -1
+UNLIMITED_WINDOW = scores.UNLIMITED_WINDOW
 # Of a vectorised pool: what a thread loads at once.
 VECTOR_BYTES = 16
 

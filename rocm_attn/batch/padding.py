@@ -23,9 +23,8 @@ from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.errors import CapacityExceeded
-from rocm_attn.hip_graphs.size_ladder import SizeLadder
+from rocm_attn.hip_graphs.size_ladder import SizeLadder, round_up
 
-PAD_ROW = 0
 _NO_EXTRAS = frozenset({Extra.NOTHING})
 
 
@@ -154,11 +153,6 @@ def _pad_even(count: int, ladder: SizeLadder) -> int:
     """To the ladder's sizes, each rounded up to an even one."""
     # An odd size holds one more than it says when it is rounded up.
     return round_up(_pad(round_up(count, HALVES) - 1, ladder), HALVES)
-
-
-def round_up(count: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least count."""
-    return -(-count // multiple) * multiple
 
 
 def is_prefill(batch: StepBatch) -> bool:

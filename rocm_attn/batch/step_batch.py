@@ -105,11 +105,6 @@ class StepBatch:
         self.min_q_len = fewest
         self.max_kv_len = longest
 
-    @property
-    def total_kv_len(self) -> int:
-        """KV tokens of all sequences."""
-        return _total(self.kv_len)
-
 
 def _check_beside_prefixes(inputs: Inputs, mask: Mask) -> None:
     """Refuse what shared prefixes do not go with. Raises BadBatch."""

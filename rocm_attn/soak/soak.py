@@ -20,12 +20,13 @@ import torch
 
 from rocm_attn.batch.halves import HALVES
 from rocm_attn.batch.mask import NO_MASK
-from rocm_attn.batch.padding import PaddedShape, round_up, token_places
+from rocm_attn.batch.padding import PaddedShape, token_places
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import RocmAttnError
+from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.paging.index_spaces import RESERVED_PAGE
 from rocm_attn.paging.page_table import PageTable
 from rocm_attn.selection.build import build_runtime

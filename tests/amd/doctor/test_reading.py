@@ -121,7 +121,7 @@ def test_distributions_have_normal_names_and_no_optional_requirements() -> None:
 
 def aiter_like(folder: Path, functions: tuple[str, ...] = ENTRY_POINTS) -> Path:
     """A folder that looks like AMD's AITER."""
-    write(folder / "__init__.py", "raise ImportError('nobody may import this')\n")
+    write(folder / "__init__.py", "raise ImportError('this may not be imported')\n")
     write(folder / "ops" / "attention.py", "".join(f"def {name}(q):\n    return q\n" for name in functions))
     (folder / "jit").mkdir()
     return folder
@@ -171,7 +171,7 @@ def test_modules_of_the_package_that_the_cache_links_to_are_not_counted_as_compi
     ]
 
 
-def test_a_lock_is_left_over_when_nobody_holds_it(tmp_path: Path) -> None:
+def test_a_lock_is_left_over_when_no_process_holds_it(tmp_path: Path) -> None:
     build = tmp_path / "build"
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     for name, owner in (("held", 1), ("left", gone.stdout.strip()), ("alive", os.getpid()), ("empty", ""), ("new", "")):

@@ -1,4 +1,4 @@
-"""`rocm-attn replay-step`: a dumped step again, and an exit code that says whether everybody agrees."""
+"""`rocm-attn replay-step`: a dumped step again, and an exit code that says whether all ways agree."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ def test_a_lazily_conjugated_tensor_is_refused(fake: FakeRecorder) -> None:
         fake.record(lambda: z.conj() * 2)
 
 
-def test_unwritten_memory_costs_nothing_on_replay_where_nobody_fills_it(
+def test_unwritten_memory_costs_nothing_on_replay_where_nothing_fills_it(
     fake: FakeRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)

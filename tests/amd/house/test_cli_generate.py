@@ -29,7 +29,7 @@ NAN_TOKEN = 7
 
 
 class Terminal(io.StringIO):
-    """A stdin that somebody could type into."""
+    """A stdin that a user could type into."""
 
     def isatty(self) -> bool:
         return True
@@ -37,8 +37,8 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever model is asked for, a tiny one is served; "windowed" has a window, and who says
-    w7 to "poisoned" gets NaN. Token i is the word wi; a chat starts
+    """Whatever model is asked for, a tiny one is served; "windowed" has a window, and token
+    w7 gives NaN to "poisoned". Token i is the word wi; a chat starts
     with w63."""
     backend = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="w0")

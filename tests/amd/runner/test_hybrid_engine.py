@@ -121,7 +121,7 @@ def test_a_pool_that_holds_no_window_and_chunk_is_refused(loaded: LoadedModel) -
 
 
 @pytest.mark.parametrize("max_kv_len", [10, 64])
-def test_pages_for_windows_that_nobody_outgrows_are_refused(max_kv_len: int, loaded: LoadedModel) -> None:
+def test_pages_for_windows_that_no_sequence_outgrows_are_refused(max_kv_len: int, loaded: LoadedModel) -> None:
     without = tiny_model() if max_kv_len == 64 else loaded
     with pytest.raises(BadSetting, match=f"no layer .* has a window that sequences of up to {max_kv_len} tokens out"):
         Engine(without, replace(BASE, swa_pages=9, max_kv_len=max_kv_len))

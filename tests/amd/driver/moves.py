@@ -1,4 +1,4 @@
-"""Moves: what a server, or whoever debugs one, does between steps."""
+"""Moves: what a server, or a person who debugs one, does between steps."""
 
 from __future__ import annotations
 
@@ -356,15 +356,15 @@ def move(world: World) -> None:
 
 
 def finish(world: World) -> None:
-    """Everyone takes a last step, every fault is told, and nothing is held when all are gone."""
+    """Every request takes a last step, every fault is reported, and nothing is held when all are gone."""
     for _ in range(8):
         draft = world.rng.choice((plain, plain, plain, not_finite, beyond))(world) if world.requests else plain(world)
         if draft is not None and run(world, draft, world.rng.choice(("run", "run", "split"))):
             break
     world.listen()
-    untold = [fault.steps[-1] for fault in world.faults if fault.must and not fault.told]
-    if untold:
-        raise Finding(f"the fault of step {untold[0]} was never told")
+    unreported = [fault.steps[-1] for fault in world.faults if fault.must and not fault.reported]
+    if unreported:
+        raise Finding(f"the fault of step {unreported[0]} was never reported")
     for row in list(world.requests):
         world.free(row)
     run(world, Draft([], is_plain=True), "run eagerly")

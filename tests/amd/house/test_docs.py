@@ -134,6 +134,12 @@ def test_every_id_that_a_safeguard_cites_is_on_the_page_of_hazards() -> None:
     assert {f"H{number}" for number in range(1, 38)} <= set(listed)
 
 
+def test_the_page_on_faults_explains_every_bit_of_the_error_word() -> None:
+    bits = names_in(ROOT / "kernels/metadata/error_word.py") - {"ERROR_WORD"}
+    explained = re.findall(r"^\| `([A-Z_]+)` \| \S", sections(DOCS / "faults.md")["the-error-word"], re.MULTILINE)
+    assert Counter(explained) == Counter(bits)
+
+
 QUESTIONS = re.findall(r"^\| ([^|]+\?) \| (.+) \| (.+) \|$", CONTRIBUTING.read_text(), re.MULTILINE)
 
 

@@ -30,7 +30,7 @@ from rocm_attn.capture.probe_requests import (
     kept_new_tokens,
     probe_limits,
 )
-from rocm_attn.oracle.numerics import BOUNDS
+from rocm_attn.oracle.numerics import BOUNDS, error_parts
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.step import SplitStep, Step
@@ -243,12 +243,11 @@ def rows_beyond_bounds(one: Tensor, other: Tensor) -> list[int]:
     if one.shape != other.shape or one.dtype not in BOUNDS or one.dtype != other.dtype:
         return list(range(len(other))) if not bitwise_equal(one, other) else []
     flat = len(one), math.prod(one.shape[1:])
-    bound, a, b = BOUNDS[one.dtype], one.double().reshape(flat), other.double().reshape(flat)
+    a, b = one.double().reshape(flat), other.double().reshape(flat)
     finite = b.isfinite()
-    scale = b[finite].square().mean().sqrt() if bool(finite.any()) else 0.0
-    close = (a - b).abs() <= bound.atol * scale + bound.rtol * b.abs()
-    same = (a == b) | (a.isnan() & b.isnan())
-    wrong: list[int] = (~torch.where(finite, close, same)).any(1).nonzero().flatten().tolist()
+    size = b[finite].square().mean().sqrt() if bool(finite.any()) else 0.0
+    far = (error_parts(a, b, BOUNDS[one.dtype].out, size=size) > 1) & ~(a.isnan() & b.isnan())
+    wrong: list[int] = far.any(1).nonzero().flatten().tolist()
     return wrong
 
 

@@ -6,22 +6,18 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from rocm_attn.errors import BadModel, BadSetting
-from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.paging.index_spaces import num_pages
+from rocm_attn.problem import Problem
 from rocm_attn.providers.select import Selection
+from rocm_attn.runner.families import attention_geometry
 from rocm_attn.runner.fields import read_json
-from rocm_attn.runner.geometry import AttentionGeometry, attention_geometry
-from rocm_attn.selection.pages import PageChoice, choose_pages, open_page_sizes, open_pools
-
-_POOLS: Mapping[str, PoolKind | Literal["auto"]] = {
-    "linear": PoolKind.SPLIT,
-    "vectorized": PoolKind.VECTORIZED,
-    "auto": "auto",
-}
+from rocm_attn.runner.geometry import AttentionGeometry
+from rocm_attn.selection.pages import POOLS, PageChoice, choose_pages, open_page_sizes, open_pools
+from rocm_attn.step.options import RuntimeOptions
 
 
 def device_named(name: str | None) -> torch.device:
@@ -35,21 +31,31 @@ def device_named(name: str | None) -> torch.device:
     return device
 
 
-def pool_named(name: str) -> PoolKind | Literal["auto"]:
-    """What --pool names."""
-    return _POOLS[name]
-
-
 def page_choice(
     options: argparse.Namespace, problems: Sequence[Problem], choose: Callable[[Problem], Selection]
 ) -> PageChoice:
     """The pages of --page-size and --pool; see choose_pages. Raises Unsupported."""
-    return choose_pages(problems, choose, open_page_sizes(options.page_size), open_pools(pool_named(options.pool)))
+    return choose_pages(problems, choose, open_page_sizes(options.page_size), open_pools(options.pool))
+
+
+def runtime_options(options: argparse.Namespace, *, max_kv_len: int, page_size: int) -> RuntimeOptions:
+    """What capture-plan and prewarm both ask for; pages for all sequences, where their number is not given."""
+    enough = 1 + options.max_batch_size * num_pages(max_kv_len, page_size)
+    return RuntimeOptions(
+        num_pages=enough if options.num_pages is None else options.num_pages,
+        max_num_seqs=options.max_batch_size,
+        max_kv_len=max_kv_len,
+        provider=options.provider,
+        capture_sizes=options.capture_sizes,
+        capture_tokens=options.capture_tokens,
+        shared_prefixes=options.shared_prefixes,
+        deterministic=options.deterministic,
+    )
 
 
 def pages_as_json(pages: PageChoice) -> dict[str, object]:
     """The page size and the name of the layout."""
-    (pool,) = (name for name, pool in _POOLS.items() if pool is pages.pool)
+    (pool,) = (name for name, pool in POOLS.items() if pool is pages.pool)
     return {"page_size": pages.page_size, "pool": pool}
 
 

@@ -10,11 +10,22 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape, StepKind, round_up
+from rocm_attn.batch.padding import PaddedShape, round_up
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.machine.releases import EVERY_RELEASE, Span
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
+from rocm_attn.providers.launches import (
+    ClearPads,
+    Fill,
+    PlaceDeviceInputs,
+    PlaceMask,
+    Publish,
+    StoreKV,
+    UpdateTable,
+    ZeroTails,
+)
 
 
 class Baked(enum.Enum):
@@ -66,10 +77,13 @@ class AttendArgs:
 
 
 class BoundKernel(Protocol):
-    """A kernel for one problem on one target: its tiles are chosen, its limits were checked."""
+    """A kernel for one problem on one target: its tiles are chosen, its limits were checked.
+
+    A frozen value: equal kernels launch the same for equal steps, and graphs are kept by the kernels that they hold.
+    """
 
     def describe(self) -> str:
-        """Name and tiles; equal descriptions mean equal launches."""
+        """Name and tiles, to be printed."""
         ...
 
     def schedule_words(self, shape: PaddedShape) -> int:
@@ -345,20 +359,16 @@ class LayerKernel:
 
 @dataclass(frozen=True, slots=True)
 class StepOps:
-    """The launches around attention, by the signatures of rocm_attn.kernels.metadata and .cache.
+    """The launches around attention: Triton's, or their twins in torch."""
 
-    publish: (slot, counts of the step before, where to)
-    fill: (StepTensors, page_size=...), everything that a step derives from its inputs, in one launch
-    """
-
-    publish: Callable[[Tensor, Tensor, StepTensors], None]
-    device_inputs: Callable[..., None]
-    place_mask: Callable[..., None]
-    table_update: Callable[..., None]
-    fill: Callable[..., None]
-    store_kv: Callable[..., None]
-    zero_tails: Callable[..., None]
-    clear_pads: Callable[..., None]
+    publish: Publish
+    device_inputs: PlaceDeviceInputs
+    place_mask: PlaceMask
+    table_update: UpdateTable
+    fill: Fill
+    store_kv: StoreKV
+    zero_tails: ZeroTails
+    clear_pads: ClearPads
 
 
 @dataclass(frozen=True, slots=True)

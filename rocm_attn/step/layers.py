@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,14 +11,17 @@ from torch import Tensor
 from rocm_attn.errors import BadTensor
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.devices import on_device
-from rocm_attn.paging.kv_pool import HybridKVPool
+from rocm_attn.paging.storage import Pool
 from rocm_attn.paging.stored_tokens import StepStores
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.contract import AttendArgs, StepOps
-from rocm_attn.providers.select import Selection
-from rocm_attn.step.head_weights import LayerHeadWeights
+from rocm_attn.step.head_weights import LayerHeadWeights, refuse_new_weights
+from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan
+
+# step, kind of layer -> the step in the space that the layer reads in
+ReadBy = Callable[[DeviceStep, int], StepTensors]
 
 
 def by_space_of_layer(step: DeviceStep, kind: int) -> StepTensors:
@@ -25,32 +29,36 @@ def by_space_of_layer(step: DeviceStep, kind: int) -> StepTensors:
     return step.of_kind[kind]
 
 
-class Layers:
-    """The layers of a model over their pools of pages.
+@dataclass(frozen=True, slots=True)
+class LayerGuards:
+    """The safeguards of layers.
 
-    selections:    per kind of layer
-    kind_of_layer: layer -> its place in selections
-    read_by:       step, kind of layer -> the step in the space that the layer reads in, which is the one it writes in
+    read_by:          the space that a layer reads in is the one that it writes in
+    new_head_weights: called with the layer that is given others while graphs may read its head weights
     """
+
+    read_by: ReadBy = by_space_of_layer
+    new_head_weights: Callable[[int], None] = refuse_new_weights
+
+
+class Layers:
+    """The layers of a model over their pools of pages."""
 
     def __init__(
         self,
-        selections: Sequence[Selection],
-        kind_of_layer: Sequence[int],
-        pool: HybridKVPool,
+        kinds: LayerKinds,
+        pool: Pool,
         head_weights: LayerHeadWeights,
         ops: StepOps,
-        device: torch.device,
-        *,
-        read_by: Callable[[DeviceStep, int], StepTensors] = by_space_of_layer,
+        guards: LayerGuards,
     ) -> None:
-        self._read_by = read_by
-        self._selections = tuple(selections)
-        self._kind_of_layer = tuple(kind_of_layer)
+        self._read_by = guards.read_by
+        self._selections = kinds.selections
+        self._kind_of_layer = kinds.of_layer
         self._pool = pool
         self._head_weights = head_weights
         self._ops = ops
-        self._device = device
+        self._device = pool.device
 
     def __len__(self) -> int:
         return len(self._kind_of_layer)

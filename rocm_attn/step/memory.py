@@ -6,7 +6,7 @@ A step that is not split has one child, itself; the children of a split one have
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -14,22 +14,18 @@ from torch import Tensor
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.metadata.step_tensors import FIELDS, Need, StepTensors, Unit
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.paging.kv_pool import space_of
-from rocm_attn.paging.page_table import PageTable
-from rocm_attn.paging.request_table import RequestTable
+from rocm_attn.paging.storage import SpaceTable, Table
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.buffers import (
-    PADDED_BATCH,
+    ALL_MEMORY_GUARDS,
     BufferSpec,
-    Capacity,
-    FirstOfChild,
-    SealedGrowth,
+    MemoryGuards,
     StepBuffers,
     TableSizes,
     name_in,
     one_after_another,
-    refuse_growth,
 )
+from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.workspace import Workspace
 
@@ -72,7 +68,7 @@ class StepPart:
         self.workspace.seal()
 
 
-def table_sizes(selections: Sequence[Selection], table: RequestTable) -> TableSizes:
+def table_sizes(selections: Sequence[Selection], table: Table) -> TableSizes:
     """The sizes that serve all kernels of a runtime."""
     ahead = [kernel.row.reads_ahead for s in selections for kernel in s.kernels.values()]
     page_size = selections[0].problem.page_size
@@ -86,29 +82,20 @@ def table_sizes(selections: Sequence[Selection], table: RequestTable) -> TableSi
 
 
 class StepMemory:
-    """Buffers and workspace for every step of a runtime.
+    """Buffers and workspace for every step of a model.
 
-    selections: per kind of layer, whose kernels say what they need
+    kinds: the layers, whose kernels say what they need
     """
 
     def __init__(
-        self,
-        selections: Sequence[Selection],
-        table: RequestTable,
-        device: torch.device,
-        *,
-        capacity: Capacity = PADDED_BATCH,
-        first_of_child: FirstOfChild = one_after_another,
-        sealed_growth: SealedGrowth = refuse_growth,
+        self, kinds: LayerKinds, table: Table, device: torch.device, guards: MemoryGuards = ALL_MEMORY_GUARDS
     ) -> None:
-        self._selections = tuple(selections)
-        self._capacity = capacity
-        self._first_of_child = first_of_child
-        self._sealed_growth = sealed_growth
+        self._selections = kinds.selections
+        num_rows = table.spaces[0].entries.shape[0] - 1
+        self._guards = replace(guards, capacity=guards.capacity.of_table(num_rows))
         self._table = table
-        has_swa = len(table.spaces) > 1
-        self._space_of_kind = tuple(space_of(selection.problem, has_swa=has_swa) for selection in selections)
-        self._sizes = table_sizes(selections, table)
+        self._space_of_kind = kinds.spaces
+        self._sizes = table_sizes(kinds.selections, table)
         self._device = device
         self._sealed, self._open = self.new_part(), self.new_part()
 
@@ -155,14 +142,7 @@ class StepMemory:
 
     def new_part(self) -> StepPart:
         """Memory that grows as steps need it."""
-        buffers = StepBuffers(
-            self._specs(),
-            self._device,
-            capacity=self._capacity,
-            first_of_child=self._first_of_child,
-            sealed_growth=self._sealed_growth,
-        )
-        return StepPart(buffers, Workspace(self._device, sealed_growth=self._sealed_growth))
+        return StepPart(StepBuffers(self._specs(), self._device, self._guards), Workspace(self._device, self._guards))
 
     def _make_room(self, part: StepPart, shapes: Sequence[PaddedShape]) -> None:
         for shape in shapes:
@@ -181,10 +161,10 @@ class StepMemory:
             spaces=tuple(spaces.values()),
             of_kind=tuple(spaces[space] for space in self._space_of_kind),
             schedules=tuple(view(_schedule_name(kind)) for kind in plan.schedule_of_kind),
-            workspace=part.workspace.view(words, self._first_of_child(child, words)),
+            workspace=part.workspace.view(words, self._guards.first_of_child(child, words)),
         )
 
-    def _space_views(self, plan: StepPlan, pages: PageTable, view: Callable[[str], Tensor]) -> StepTensors:
+    def _space_views(self, plan: StepPlan, pages: SpaceTable, view: Callable[[str], Tensor]) -> StepTensors:
         """A step in a space. view: name of a buffer -> what the child uses of it."""
         tensors = {name: view(name_in(pages.space, name) if field.of_space else name) for name, field in FIELDS.items()}
         tensors["block_table"] = tensors["block_table"].view(-1, self._sizes.table_width)

@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import torch
+from torch import Tensor
 
 from rocm_attn.batch.mask import NO_MASK
-from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, StepKind, is_prefill
+from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, is_prefill
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.errors import BadBatch, BadTensor, Unsupported
 from rocm_attn.providers.contract import Baked
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.plan import GraphKey, StepPlan, kv_len_bucket, make_plan, q_len_bucket
+
+# Name -> tensor, of what graphs read in the memory of steps
+SealedTensors = Callable[[], Mapping[str, Tensor]]
+
+
+def lengths_on_the_host(sealed_tensors: SealedTensors) -> Callable[[StepBatch], int]:
+    """A step is planned for the longest sequence of its batch."""
+    longest: Callable[[StepBatch], int] = attrgetter("max_kv_len")
+    return longest
+
+
+def whole_key(key: GraphKey) -> GraphKey:
+    """Steps share a graph when everything that it froze is equal."""
+    return key
+
+
+@dataclass(frozen=True, slots=True)
+class PlanningGuards:
+    """The safeguards of plans.
+
+    longest:   what graphs read -> batch -> tokens of the longest sequence that a step is planned for
+    graph_key: what of a plan's key tells graphs apart
+    """
+
+    longest: Callable[[SealedTensors], Callable[[StepBatch], int]] = lengths_on_the_host
+    graph_key: Callable[[GraphKey], GraphKey] = whole_key
 
 
 class Planner:
@@ -23,8 +52,7 @@ class Planner:
     selections: per kind of layer
     device:     of the runtime
     max_kv_len: tokens that a row of the table has room for
-    longest:    batch -> tokens of the longest sequence that a step is planned for
-    graph_key:  what of a plan's key tells graphs apart
+    sealed_tensors: what graphs read in the memory of steps; no plan follows from it
     """
 
     def __init__(
@@ -34,15 +62,15 @@ class Planner:
         device: torch.device,
         *,
         max_kv_len: int,
-        longest: Callable[[StepBatch], int],
-        graph_key: Callable[[GraphKey], GraphKey],
+        sealed_tensors: SealedTensors,
+        guards: PlanningGuards,
     ) -> None:
         self.padding = padding
         self._selections = tuple(selections)
         self._device = device
         self._max_kv_len = max_kv_len
-        self._longest = longest
-        self._graph_key = graph_key
+        self._longest = guards.longest(sealed_tensors)
+        self._graph_key = guards.graph_key
         rows = [kernel.row for s in selections for kernel in s.kernels.values()]
         bakes = {b for row in rows for b in row.bakes}
         self._bakes_kv_len = Baked.MAX_KV_LEN in bakes
@@ -106,18 +134,20 @@ class Planner:
 
     def _check_inputs(self, batch: StepBatch, plan: StepPlan) -> None:
         """Refuse tensors of another device, masks for no layer, and lengths that the host must know and does not."""
-        if batch.mask is not NO_MASK and not self.padding.has_masks:
+        if batch.mask is not NO_MASK and Extra.MASK not in self.padding.extras:
             raise BadBatch(
                 "the step has a mask and no layer looks at it; build the runtime of problems with custom_mask"
             )
         if batch.mask.device not in (None, self._device):
             raise BadTensor(f"the step's mask is on {batch.mask.device}; the runtime is on {self._device}")
-        if batch.prefixes is not NO_PREFIXES and all(kernel.row.kind is not StepKind.SHARED for kernel in plan.kernels):
+        if batch.prefixes is not NO_PREFIXES and not any(
+            kernel.row.kind.extra is Extra.PREFIXES for kernel in plan.kernels
+        ):
             reasons = {
                 f"{refusal.kernel}: {refusal.reason}": None
                 for selection in self._selections
                 for refusal in selection.refusals
-                if refusal.kind is StepKind.SHARED
+                if refusal.kind.extra is Extra.PREFIXES
             }
             raise Unsupported("no layer can share prefixes; leave them out of the step", list(reasons))
         if batch.inputs.device not in (None, self._device):

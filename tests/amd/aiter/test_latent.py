@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from rocm_attn.batch.padding import PaddedShape, StepKind
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadProblem, BadTensor, Unsupported
 from rocm_attn.machine.target import known_target
 from rocm_attn.paging.kv_pool import KVPool, page_bytes

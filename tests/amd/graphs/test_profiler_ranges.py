@@ -11,7 +11,7 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadSetting, WrongState
 from rocm_attn.watch.profiler_ranges import RangedLayers, RangedSteps, device_ranges
-from tests.amd.graphs.tiny import Tiny, same, serve
+from tests.amd.graphs.small_models import Tiny, same, serve
 from tests.amd.runtime.stepping import providers
 
 

@@ -15,11 +15,12 @@ from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import DeviceFault
-from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.step import Step
-from rocm_attn.watch.sampled_check import LayerTap, SampledCheck, SampledCounters
-from tests.amd.graphs.tiny import SERVED, Requests, Tiny, counts_on_the_host, same, serve
+from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
+from tests.amd.graphs.small_models import SERVED, Requests, Tiny, counts_on_the_host, same, serve
 from tests.amd.runtime.stepping import providers, small_problem
 
 pytestmark = pytest.mark.parametrize("provider", providers())
@@ -43,6 +44,12 @@ def checked(tiny: Tiny, runner: StepRunner, tap: LayerTap, every: int = 1) -> Sa
     return SampledCheck(runner, tiny.runtime, [tiny.problem, tiny.problem], tap, every=every)
 
 
+def compared(check: SampledCheck) -> tuple[int, int, int, int, str]:
+    """Steps that were looked at, what was wrong with them by kind, and the last of these findings."""
+    got = check.counters
+    return got.samples, got.rows_differ, got.attention_differs, got.reserved_written, got.finding
+
+
 @pytest.mark.parametrize("graphs", [False, True])
 def test_right_steps_pass_and_stay_what_they_are(graphs: bool, provider: str, device: torch.device) -> None:
     served = [*SERVED, [3, 9], [1, 4, 1], [0, 2], []]
@@ -53,7 +60,7 @@ def test_right_steps_pass_and_stay_what_they_are(graphs: bool, provider: str, de
         runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device) if graphs else None)
         check = checked(tiny, runner, tap)
         outs.append(serve(check if sampled else runner, tiny.runtime, served))
-        assert check.counters == SampledCounters(len(served) if sampled else 0, 0, 0, 0, "")
+        assert compared(check) == (len(served) if sampled else 0, 0, 0, 0, "")
         assert runner.counters.steps == len(served)
         assert (runner.counters.replays > 0) == graphs
     assert same(*outs)
@@ -77,7 +84,7 @@ def test_a_graph_that_went_wrong_is_counted(provider: str, device: torch.device)
     counters = check.counters
     # Recorded for three sequences: wrong for the two steps of two and the one of one.
     assert (counters.samples, counters.rows_differ, counters.attention_differs) == (len(SERVED), 3, 0)
-    assert "rows [0, 1] of a step of 2 sequences" in counters.last
+    assert "rows [0, 1] of a step of 2 sequences" in counters.finding
 
 
 @pytest.mark.parametrize("wrong_layer", [0, 1])
@@ -90,7 +97,7 @@ def test_a_layer_that_went_wrong_is_counted(wrong_layer: int, provider: str, dev
     # One of two layers is looked at in each step.
     assert 0 < counters.attention_differs < len(SERVED)
     assert counters.rows_differ == 0
-    assert f"layer {wrong_layer} of sequences" in counters.last
+    assert f"layer {wrong_layer} of sequences" in counters.finding
 
 
 @pytest.mark.parametrize(("factor", "differs"), [(1.0, False), (1.1, True)])
@@ -99,8 +106,8 @@ def test_rounding_of_large_scores_is_no_fault(
 ) -> None:
     """With a scale of 1, as Gemma has it, scores are large; a scale that is off is still seen."""
     problem = replace(small_problem(head_dim=256, v_head_dim=64), scale=1.0)
-    runtime = AttentionRuntime(
-        [problem], device=device, num_pages=64, max_num_seqs=2, max_kv_len=200, provider=provider
+    runtime = build_runtime(
+        [problem], RuntimeOptions(num_pages=64, max_num_seqs=2, max_kv_len=200, provider=provider), device=device
     )
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(200, *dims, generator=generator).to(device) for dims in ((6, 256), (2, 256), (2, 64)))
@@ -119,7 +126,7 @@ def test_rounding_of_large_scores_is_no_fault(
     for length in range(150, 200, 10):
         tokens = 150 if length == 150 else 10
         check.run(StepBatch(np.array([row]), np.array([length]), np.array([tokens])))
-    assert (check.counters.attention_differs > 0) == differs, check.counters.last
+    assert (check.counters.attention_differs > 0) == differs, check.counters.finding
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -155,7 +162,7 @@ def test_a_write_to_what_is_reserved_is_counted(
     assert counters.samples == 6
     assert counters.reserved_written == 4 if reserved.startswith("row") else 0 < counters.reserved_written <= 4
     if not counters.rows_differ and not counters.attention_differs:
-        assert counters.last == f"{reserved} must stay zero and was written"
+        assert counters.finding == f"{reserved} must stay zero and was written"
     with pytest.raises(DeviceFault, match=f"{reserved} must stay zero and was written; padded sequences read it"):
         tiny.runtime.check_device()
 
@@ -180,4 +187,4 @@ def test_a_step_with_inputs_on_the_device_is_looked_at_but_not_run_again(provide
         kv_len.fill_(4 + step)
         check.run(replace(batch, inputs=DeviceInputs(kv_len=kv_len)))
         assert kv_len.item() == 5 + step
-    assert check.counters == SampledCounters(4, 0, 0, 0, "")
+    assert compared(check) == (4, 0, 0, 0, "")

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape, StepKind
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
@@ -16,7 +17,8 @@ from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers import select
 from rocm_attn.providers.contract import StepBounds
-from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.plan import make_plan
 from tests.amd.guards.csr_kernels import CsrKernel, csr_provider
 from tests.amd.guards.serving import PROVIDERS, Serving
@@ -36,15 +38,12 @@ BUFFERS_OF_NEED = {
 def test_a_need_brings_its_own_buffers_and_no_others(need: Need, monkeypatch: pytest.MonkeyPatch) -> None:
     csr = csr_provider("needy", 0)
     needy = replace(csr, rows=tuple(replace(row, needs=frozenset({need})) for row in csr.rows))
-    monkeypatch.setattr(select, "PROVIDER_NAMES", ("needy",))
+    monkeypatch.setattr(select, "PROVIDERS", ("needy",))
     monkeypatch.setattr(select, "ROWS", {"needy": needy.rows})
-    runtime = AttentionRuntime(
+    runtime = build_runtime(
         [small_problem()],
+        RuntimeOptions(num_pages=8, max_num_seqs=2, max_kv_len=16, provider="needy"),
         device=torch.device("cpu"),
-        num_pages=8,
-        max_num_seqs=2,
-        max_kv_len=16,
-        provider="needy",
     )
     held = set(runtime.sealed_tensors())
     assert {name for names in BUFFERS_OF_NEED.values() for name in names} & held == BUFFERS_OF_NEED[need]

@@ -9,6 +9,7 @@ import logging
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from rocm_attn.cli import BAD_INPUT, DONE, main
 from rocm_attn.errors import BadSetting, RocmAttnError
 from rocm_attn.guards.registry import GUARDS, Guard, Guards, guards_from_settings
 from rocm_attn.machine.settings import DEBUG, DISABLE_GUARDS, Settings, read_settings, settings
-from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Request
-from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
 from tests.amd.guards.serving import Serving
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.tiny_model import tiny_model
@@ -31,7 +34,18 @@ each_guard = pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.id
 def test_every_safeguard_is_registered_once() -> None:
     ids = [guard.id for guard in GUARDS]
     assert len(set(ids)) == len(ids)
-    assert set(ids) == {field.name for field in dataclasses.fields(Guards)}
+    places = [guard.place for guard in GUARDS]
+    assert sorted(places) == sorted(places_in(Guards()))
+
+
+def places_in(part: Any) -> list[tuple[str, ...]]:
+    """The places of all safeguards of a part: its fields, or those of the parts that these are."""
+    places: list[tuple[str, ...]] = []
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        is_part = type(value).__name__.endswith("Guards")
+        places += [(field.name, *place) for place in places_in(value)] if is_part else [(field.name,)]
+    return places
 
 
 @each_guard
@@ -49,8 +63,8 @@ def test_a_safeguard_is_switched_off_alone(guard: Guard) -> None:
     assert Guards().off == ()
     guards = Guards().without(guard.id)
     assert guards.off == (guard.id,)
-    assert getattr(guards, guard.id) is guard.value_when_off
-    assert Guards().without(*[other.id for other in GUARDS]).off == tuple(f.name for f in dataclasses.fields(Guards))
+    assert guard.value_in(guards) is guard.value_when_off
+    assert Guards().without(*[other.id for other in GUARDS]).off == tuple(other.id for other in GUARDS)
 
 
 @each_guard
@@ -117,8 +131,10 @@ def test_a_runtime_takes_its_safeguards_from_the_environment(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def off() -> tuple[str, ...]:
-        runtime = AttentionRuntime(
-            [small_problem()], device=device, num_pages=4, max_num_seqs=2, max_kv_len=8, provider="torch"
+        runtime = build_runtime(
+            [small_problem()],
+            RuntimeOptions(num_pages=4, max_num_seqs=2, max_kv_len=8, provider="torch"),
+            device=device,
         )
         return runtime.guards.off
 

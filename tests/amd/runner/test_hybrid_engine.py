@@ -15,11 +15,14 @@ from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import Problem
 from rocm_attn.runner import engine as engine_module
-from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.pool_size import PoolPages, pool_pages, swa_pages_for
 from rocm_attn.runner.request import Request
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
 
 WINDOW = 9
@@ -80,21 +83,16 @@ def test_the_pool_of_the_windows_changes_no_token(
 def disjoint(monkeypatch: pytest.MonkeyPatch, guards: Guards) -> None:
     """Engines hand out no id in both spaces; what nobody was given holds large numbers."""
 
-    def runtime(problems: list[Problem], *, num_pages: int, swa_pages: int, **settings: Any) -> AttentionRuntime:
-        made = AttentionRuntime(
-            problems,
-            num_pages=num_pages,
-            swa_pages=num_pages + swa_pages,
-            first_swa_page=num_pages,
-            guards=guards,
-            **settings,
-        )
+    def build(problems: list[Problem], options: RuntimeOptions, *, device: torch.device) -> AttentionRuntime:
+        num_pages = options.num_pages
+        apart = replace(options, swa_pages=num_pages + options.swa_pages, first_swa_page=num_pages)
+        made = build_runtime(problems, apart, device=device, guards=guards)
         for layer in range(len(problems)):
             made.pool.layer(layer).k[1:] = 100.0
             made.pool.layer(layer).v[1:] = 100.0
         return made
 
-    monkeypatch.setattr(engine_module, "AttentionRuntime", runtime)
+    monkeypatch.setattr(engine_module, "build_runtime", build)
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["normal", "deterministic"])
@@ -164,4 +162,4 @@ def test_a_long_prompt_needs_only_a_window_and_a_chunk(loaded: LoadedModel) -> N
         swa = engine.runtime.table.space(Space.SWA)
         most = max(most, swa.num_usable_pages - swa.num_free_pages)
     assert 4 <= most <= 8
-    assert engine.report().preemptions == 0
+    assert engine.report().metrics.preemptions == 0

@@ -16,7 +16,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
 from tests.amd.kernels.matrix_unit import use_matrix_unit
 from tests.amd.runtime.stepping import deterministic_providers, small_problem
-from tests.amd.runtime.telling import Story, Teller, Told, same_bits
+from tests.amd.runtime.token_stories import Story, Teller, Told, same_bits
 
 # Under the interpreter a segment has 64 keys, on a GPU 512 or more, with torch 128.
 NUM_TOKENS = 150

@@ -11,7 +11,7 @@ import torch
 
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.mask import NO_MASK, StepMask, kv_positions
-from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.batch.tree_mask import NO_PARENT, tree_mask
 from rocm_attn.errors import BadBatch, BadTensor, Unsupported
 from rocm_attn.machine.target import known_target

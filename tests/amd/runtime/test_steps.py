@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.step_kinds import StepKind
 from tests.amd.runtime.stepping import World, providers, small_problem
 from tests.amd.tolerances import assert_same_but_for_rounding
 

@@ -108,7 +108,7 @@ def test_a_sound_deterministic_runtime_gives_the_bits_of_each_request_alone(seed
 
 
 def test_cuts_that_follow_from_the_batch_show_in_bits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rocm_attn.runtime.guards_from_settings", lambda: Guards().without("cut_points"))
+    monkeypatch.setattr("rocm_attn.selection.build.guards_from_settings", lambda: Guards().without("cut_points"))
     scenario = Scenario.of_seed(3, LONG_KV_LEN)
     changed = Soak(scenario, seed=3, device=CPU, provider="torch", dtype=torch.float32, deterministic=True)
     with pytest.raises(SoakFailed, match="is not bitwise what the same request gets alone; they differ by up to"):
@@ -303,7 +303,7 @@ def test_a_buffer_that_moved_under_a_graph_is_named(monkeypatch: pytest.MonkeyPa
         original(runner)
 
     wrap(monkeypatch, StepRunner, "check_addresses", check_addresses)
-    assert f"step {SMALL.audit_every}: StaleRecording: table was int32" in str(found())
+    assert f"step {SMALL.audit_every}: GraphStale: table was int32" in str(found())
 
 
 def test_a_buffer_that_moved_under_a_graph_shows_in_the_outputs_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,7 +409,7 @@ def test_the_command_soaks_deterministic_mode_and_says_how_to_find_it_again(
     report = json.loads(capsys.readouterr().out)["report"]
     assert report["deterministic"]
     assert report["served_alone"] > 0
-    monkeypatch.setattr("rocm_attn.runtime.guards_from_settings", lambda: Guards().without("cut_points"))
+    monkeypatch.setattr("rocm_attn.selection.build.guards_from_settings", lambda: Guards().without("cut_points"))
     assert main(arguments) == FAILED
     told = json.loads(capsys.readouterr().out)
     assert told["again"].endswith(

@@ -128,7 +128,7 @@ class PaddingPolicy:
 
 
 def token_places(batch: StepBatch, shape: PaddedShape) -> npt.NDArray[np.int64]:
-    """int64 [T]; places of a step's tokens among its padded ones, half behind half: those of real tokens, then pads."""
+    """int64 [T]; places of a step's tokens among its padded ones, half after half: those of real tokens, then pads."""
     places = np.arange(shape.num_tokens)
     if shape.num_children == 1:
         return places

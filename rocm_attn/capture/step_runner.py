@@ -459,7 +459,7 @@ class StepRunner:
 
 @dataclass(frozen=True, slots=True)
 class _FreshGraph:
-    """A graph that nobody has vouched for yet.
+    """A graph that was not checked yet.
 
     seconds:       of warm-up and recording
     stored_layers: as AttentionRuntime.stored_layers, of each step that it replays

@@ -19,6 +19,11 @@ DOCS = ROOT / "docs"
 README, CONTRIBUTING, ARCHITECTURE = ROOT / "README.md", ROOT / "CONTRIBUTING.md", DOCS / "architecture.md"
 PAGES = (README, CONTRIBUTING, *sorted(DOCS.glob("*.md")), ROOT / "docker/README.md", ROOT / "benchmarks/README.md")
 
+# By `rocm-attn kernels` and scripts of the tests, in the words of the code.
+WRITTEN_BY_SCRIPTS = ("kernels.md", "amd_tuning.md")
+# "After" says where and when; a sentence names its actor.
+NOT_PLAIN = r"\b(?:behind|nobody|whoever|whom|as ever)\b"
+
 MOST_WORDS, MOST_WORDS_A_SENTENCE = 1100, 18
 FILE = r"`((?:rocm_attn|kernels|hip_graphs|tests|benchmarks|scripts|docs|docker|\.ci)/[\w./-]+?\.?\w+)(?:::(\w+))?`"
 
@@ -138,6 +143,11 @@ def test_the_page_on_faults_explains_every_bit_of_the_error_word() -> None:
     bits = names_in(ROOT / "kernels/metadata/error_word.py") - {"ERROR_WORD"}
     explained = re.findall(r"^\| `([A-Z_]+)` \| \S", sections(DOCS / "faults.md")["the-error-word"], re.MULTILINE)
     assert Counter(explained) == Counter(bits)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in WRITTEN_BY_SCRIPTS], ids=name_of)
+def test_a_page_uses_plain_words(page: Path) -> None:
+    assert re.findall(NOT_PLAIN, prose(page), re.IGNORECASE) == []
 
 
 QUESTIONS = re.findall(r"^\| ([^|]+\?) \| (.+) \| (.+) \|$", CONTRIBUTING.read_text(), re.MULTILINE)

@@ -213,7 +213,7 @@ def _launch_step(
             return torch.empty(num_tokens, num_heads, dim, dtype=dtype)
 
         heads = problem.num_q_heads
-        runtime.store_and_attend(
+        step.layers.store_and_attend(
             layer,
             empty(heads, problem.head_dim),
             empty(problem.num_kv_heads, problem.head_dim),

@@ -26,7 +26,7 @@ class Scores:
     scale:       factor on q . k, positive
     window_left: previous keys that a token sees besides its own; -1: all of them
     soft_cap:    bound of the scores; 0: none
-    causal:      whether a token sees nothing behind itself
+    causal:      whether a token sees nothing after itself
     """
 
     scale: float

@@ -15,7 +15,7 @@ REDUCTION = (
     "there is, the probe finds out: it cuts sequences into parts, as serving does."
 )
 TABLE_OVER_READ = (
-    "How far it reads a table is not known. The buffers have room for a turn of its four waves, 256 tokens, behind a "
+    "How far it reads a table is not known. The buffers have room for a turn of its four waves, 256 tokens, after a "
     "sequence's last page, and hold page 0 there."
 )
 EMPTY_SEQUENCES = (

@@ -1,8 +1,8 @@
 """Tiles of deterministic attention: what a segment is, and how decode and extend walk it; a literal row for each arch.
 
 segment_len, key_block and matrix_dim decide a result's bits and are therefore common to decode and extend. Where no
-matrix unit computes the products, and on "sm_", a sum's order follows from the query block's shape: decode_rows is query_rows
-there, with the same warps. No row was measured on AMD.
+matrix unit computes the products, and on "sm_", a sum's order follows from the query block's shape: decode_rows is
+query_rows there, with the same warps. No row was measured on AMD.
 """
 
 from __future__ import annotations

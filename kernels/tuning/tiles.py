@@ -162,9 +162,9 @@ DECODE_ROWS = (
     DecodeRow("interpreter", 4, 256, 64, DecodeTiles(16, 1, 1, 3)),
 )
 EXTEND_ROWS = (
-    # gptoss 1 x 2048 new + 6144 cached: 634 us, 646 with sinks; 657 with 4 warps, 791 and 847 with blocks of 32 keys and
-    # 4 warps. With a window of 1024: 161; 184 with 4 warps, 174 with blocks of 32. Where V's rows fill a smaller power
-    # of two than K's, what Triton 3.6 makes of blocks of 64 keys reads beyond the pages.
+    # gptoss 1 x 2048 new + 6144 cached: 634 us, 646 with sinks; 657 with 4 warps, 791 and 847 with blocks of 32 keys
+    # and 4 warps. With a window of 1024: 161; 184 with 4 warps, 174 with blocks of 32. Where V's rows fill a smaller
+    # power of two than K's, what Triton 3.6 makes of blocks of 64 keys reads beyond the pages.
     ExtendRow("sm_90", 2, 64, ExtendTiles(128, 64, 8, 3), alike=True),
     # llama8b 1 x 2048 new + 6144 cached: 577 us, 1.84 x the matrix-unit bound; 608 to 798 with blocks of 64 keys.
     ExtendRow("sm_90", 2, 128, ExtendTiles(128, 32, 4, 3)),

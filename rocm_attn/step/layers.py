@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor
+from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.devices import on_device
 from rocm_attn.paging.storage import Pool
 from rocm_attn.paging.stored_tokens import StepStores
 from rocm_attn.problem import PoolKind, Problem
-from rocm_attn.providers.contract import AttendArgs, StepOps
+from rocm_attn.providers.contract import StepOps
 from rocm_attn.step.head_weights import LayerHeadWeights, refuse_new_weights
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.memory import DeviceStep
@@ -77,9 +78,9 @@ class Layers:
             )
         pages = self._pool.layer(layer)
         with on_device(self._device):
-            self._ops.store_kv(k, v, tensors.slot_of_token, tensors.counts, pages.k, pages.v)
+            self._ops.store_kv(k, v, tensors.slot_of_token, tensors.counts, pages)
             if not plan.kernels[kind].row.masks_v:
-                self._ops.zero_tails(tensors.table, tensors.row_of_seq, tensors.kv_len, tensors.q_len, pages.k, pages.v)
+                self._ops.zero_tails(tensors.table, tensors.row_of_seq, tensors.kv_len, tensors.q_len, pages)
 
     def attend(self, step: DeviceStep, plan: StepPlan, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
         """As LayerCalls.attend, for the tokens of step, which has the plan. Raises BadTensor, WrongState."""
@@ -94,22 +95,21 @@ class Layers:
             self._check("lse", lse, (num_tokens, problem.num_q_heads), torch.float32)
             if not kernel.row.limits.gives_lse(problem):
                 raise BadTensor(f"{kernel.row.name} gives no lse; build the runtime of problems with wants_lse=True")
-        pages, weights = self._pool.layer(layer), self._head_weights.of(layer)
+        weights = self._head_weights.of(layer)
         args = AttendArgs(
-            step=tensors,
-            bounds=plan.bounds,
-            schedule=step.schedules[kind],
-            workspace=step.workspace,
             q=q,
-            k_pages=pages.k,
-            v_pages=pages.v,
+            pages=self._pool.layer(layer),
+            table=tensors.table,
+            queries=plan.bounds.queries(tensors),
             out=out,
             lse=lse,
             sinks=weights.sinks,
-            alibi_slopes=weights.alibi_slopes,
+            slopes=weights.alibi_slopes,
+            schedule=step.schedules[kind],
+            workspace=step.workspace,
         )
         with on_device(self._device):
-            kernel.bound.attend(args)
+            kernel.bound.attend(args, tensors, plan.bounds)
             if not kernel.row.clears_pads:
                 self._ops.clear_pads(tensors.counts, out, lse)
 

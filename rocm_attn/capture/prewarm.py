@@ -1,4 +1,4 @@
-"""Compiles what a model will need, before it is served: by running its steps once, over memory that nobody cares for.
+"""Compiles what a model will need, before it is served: by running its steps once, over memory that holds nothing.
 
 On a GPU the steps really run, and AITER compiles what they need of it. For a GPU that is not there Triton's kernels are
 compiled, into the cache entries that a process on that GPU will find. Either way the runtime's own launchers decide

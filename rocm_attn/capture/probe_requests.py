@@ -53,7 +53,7 @@ def probe_limits(target: Target) -> ProbeLimits:
 
 
 class ProbeRequests:
-    """Requests with random content on rows and pages that nobody holds; given back when the context ends.
+    """Requests with random content on rows and pages that are free; given back when the context ends.
 
     inputs: of a step whose kind those of the probes must have; their lengths are on the device where its are
     """
@@ -128,7 +128,7 @@ class ProbeRequests:
     def _ragged(self, room: _Room, q_len: Sequence[int], cut: int) -> tuple[list[int], list[int]]:
         """Lengths of every order of magnitude, one of them in the bucket's upper part.
 
-        cut: new tokens are shuffled before and behind it, so that the halves of a split step keep theirs
+        cut: new tokens are shuffled before and after it, so that the halves of a split step keep theirs
         """
         new = [int(tokens) for part in (q_len[:cut], q_len[cut:]) for tokens in self._random.permutation(part)]
         most = room.usual(len(new), 2)
@@ -295,7 +295,7 @@ def with_nothing_shared(batch: StepBatch) -> StepBatch:
 
 
 def forget_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> None:
-    """Put K and V that show in place of those of a step's new tokens, which whoever runs the step has to store."""
+    """Put K and V that show in place of those of a step's new tokens, which the run of the step has to store."""
     for space, page, offset in _places_of_new_tokens(runtime, batch):
         for layer in runtime.pool.in_space(space).layers:
             # A K of 0 has a usual score whatever q is, so that a V of 10,000 is seen among 100,000 others.

@@ -199,7 +199,7 @@ class _Run:
         return _Rows(q, k, k[..., : self.problem.v_head_dim] if self.problem.pool is PoolKind.LATENT else v)
 
     def _packed(self, rows: Sequence[Tensor], step: Step) -> Tensor:
-        """Rows of each sequence as those of a step: one behind the other, NaN in padded tokens."""
+        """Rows of each sequence as those of a step: one after the other, NaN in padded tokens."""
         packed = torch.cat(list(rows))
         padded = packed.new_full((step.token_ids.shape[0], *packed.shape[1:]), float("nan"))
         padded[: len(packed)] = packed

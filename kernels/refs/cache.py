@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, NOT_FINITE
 
 
-def store_kv(k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
+def store_kv(k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages) -> None:
     """Twin of launch_store_kv. A dropped token writes a zero to slot 0, which is zero already: shapes stay fixed."""
-    keys, values = key_rows(k_pages), value_rows(v_pages)
+    keys, values = pages.keys, pages.values
     page_size = keys.page_size
     token = torch.arange(k.shape[0], device=k.device)
     live = (token < counts[1]) & (slot_of_token >= page_size)
@@ -25,11 +25,9 @@ def store_kv(k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, k_page
     counts[ERROR_WORD].bitwise_or_(strange.any().to(torch.int32) * NOT_FINITE)
 
 
-def zero_tails(
-    table: Tensor, row_of_seq: Tensor, kv_len: Tensor, q_len: Tensor, k_pages: Tensor, v_pages: Tensor
-) -> None:
+def zero_tails(table: Tensor, row_of_seq: Tensor, kv_len: Tensor, q_len: Tensor, pages: LayerPages) -> None:
     """Twin of launch_zero_tails. A sequence that is left alone zeroes page 0, which is zero already."""
-    keys, values = key_rows(k_pages), value_rows(v_pages)
+    keys, values = pages.keys, pages.values
     page_size = keys.page_size
     page_no = (kv_len - 1).clamp(min=0) // page_size
     live = (q_len > 0) & (page_no < table.shape[1])

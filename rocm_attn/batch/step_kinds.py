@@ -1,7 +1,7 @@
 """StepKind: what a step asks of the kernels, and one table of all that follows from it.
 
-A new kind is a row here, kernels of its own in the providers, and what truly differs: which batches are of the kind
-(padding.step_kind), what it brings (Extra), and a draw of it to check its graphs with (capture/probe_requests.py).
+A new kind is a row here, kernels of its own in the providers, and what truly differs: how a batch is found to be of the
+kind (padding.step_kind), what it brings (Extra), and a draw of it to check its graphs with (capture/probe_requests.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CaptureCheck: a fresh graph serves no request before it has given what the eager run gives.
+"""CaptureCheck: a fresh graph serves no step before it has given what the eager run gives.
 
 A graph is recorded and compared on probe requests: rows and pages that are free at the moment, filled with random K
 and V, given back at the end. Nothing that a wrong graph has frozen then belongs to a request: what it bakes, and what
@@ -191,7 +191,7 @@ class _Trial:
         finally:
             self._runtime.end_step()
         if not bool(wanted.isfinite().any()) and not bool(replayed.isfinite().any()):
-            return  # NaN agrees with any NaN: that proves as little as pads would
+            return  # NaN equals NaN here: as with pads, nothing is proved by it
         self.num_compared += 1
         self._most_seqs = max(self._most_seqs, batch.num_seqs)
         self._longest = max(self._longest, batch.max_kv_len)

@@ -1,4 +1,4 @@
-"""Compiles what a model will need, before it is served: by running its steps once, over memory that holds nothing.
+"""Compiles what a model will need, before it is served: by running its steps once, over memory that holds no request.
 
 On a GPU the steps really run, and AITER compiles what they need of it. For a GPU that is not there Triton's kernels are
 compiled, into the cache entries that a process on that GPU will find. Either way the runtime's own launchers decide
@@ -32,6 +32,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.step import Step
 
 # Above this a storage takes code with 64-bit addresses; a pool that is larger than this needs no more of itself here.
 _BUFFER_LOAD_BYTES = 2 << 30
@@ -163,7 +164,7 @@ def _run(runtime: AttentionRuntime, q_len: list[int], shape: PaddedShape) -> Non
         step = runtime.begin_step(batch, max(shape.num_seqs, len(q_len)))
         try:
             for layer, selection in enumerate(runtime.selections):
-                _attend(runtime, layer, selection.problem, step.token_ids.shape[0])
+                _attend(step, layer, selection.problem)
         finally:
             runtime.end_step()
     finally:
@@ -171,11 +172,12 @@ def _run(runtime: AttentionRuntime, q_len: list[int], shape: PaddedShape) -> Non
             runtime.table.free(row)
 
 
-def _attend(runtime: AttentionRuntime, layer: int, problem: Problem, num_tokens: int) -> None:
+def _attend(step: Step, layer: int, problem: Problem) -> None:
     def zeros(num_heads: int, dim: int) -> Tensor:
-        return torch.zeros(num_tokens, num_heads, dim, dtype=problem.dtype, device=runtime.device)
+        num_tokens = step.token_ids.shape[0]
+        return torch.zeros(num_tokens, num_heads, dim, dtype=problem.dtype, device=step.token_ids.device)
 
-    runtime.store_and_attend(
+    step.layers.store_and_attend(
         layer,
         zeros(problem.num_q_heads, problem.head_dim),
         zeros(problem.num_kv_heads, problem.head_dim),

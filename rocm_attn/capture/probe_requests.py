@@ -53,7 +53,7 @@ def probe_limits(target: Target) -> ProbeLimits:
 
 
 class ProbeRequests:
-    """Requests with random content on rows and pages that are free; given back when the context ends.
+    """Requests with random content on rows and pages that no request holds; given back when the context ends.
 
     inputs: of a step whose kind those of the probes must have; their lengths are on the device where its are
     """
@@ -295,7 +295,7 @@ def with_nothing_shared(batch: StepBatch) -> StepBatch:
 
 
 def forget_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> None:
-    """Put K and V that show in place of those of a step's new tokens, which the run of the step has to store."""
+    """Put K and V that show in place of those of a step's new tokens, which the step has to store."""
     for space, page, offset in _places_of_new_tokens(runtime, batch):
         for layer in runtime.pool.in_space(space).layers:
             # A K of 0 has a usual score whatever q is, so that a V of 10,000 is seen among 100,000 others.

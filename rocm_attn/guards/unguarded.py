@@ -6,7 +6,7 @@ a plain implementation would do. None is meant to be fast: some of them ask the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,14 +18,15 @@ from torch import Tensor
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.hip_graphs.pinned import PinnedTensors
-from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.device_inputs import GivenInputs
 from rocm_attn.kernels.metadata.slot_layout import UPDATE_WORDS
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.paging.page_table import RowWidth
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import AttendArgs, BoundKernel, LayerKernel, StepBounds, StepOps
+from rocm_attn.providers.contract import BoundKernel, LayerKernel, Schedule, StepBounds, StepOps
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.providers.torch_segments import TorchSegments
 from rocm_attn.step.buffers import PADDED_BATCH, BufferSpec, Capacity
@@ -35,7 +36,7 @@ from rocm_attn.step.plan import GraphKey
 
 
 def leave_pads(ops: StepOps) -> StepOps:
-    """Publishing writes the real sequences and tokens; what lies behind them keeps what the last step left."""
+    """Publishing writes the real sequences and tokens; what comes after them keeps what the last step left."""
 
     def publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None:
         seqs, tokens = slot[:2].tolist()
@@ -48,8 +49,8 @@ def leave_pads(ops: StepOps) -> StepOps:
 def store_everything(ops: StepOps) -> StepOps:
     """Every token is stored to its slot, padded ones, whose slot is 0, included."""
 
-    def store_kv(k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
-        keys, values = key_rows(k_pages), value_rows(v_pages)
+    def store_kv(k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages) -> None:
+        keys, values = pages.keys, pages.values
         page, offset = slot_of_token // keys.page_size, slot_of_token % keys.page_size
         keys.write_tokens(page, offset, k)
         values.write_tokens(page, offset, v)
@@ -60,8 +61,8 @@ def store_everything(ops: StepOps) -> StepOps:
 def store_as_it_comes(ops: StepOps) -> StepOps:
     """What is infinite or no number is stored like any other K and V."""
 
-    def store_kv(k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
-        keys, values = key_rows(k_pages), value_rows(v_pages)
+    def store_kv(k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages) -> None:
+        keys, values = pages.keys, pages.values
         live = torch.arange(len(k), device=k.device) < counts[1]
         slot = torch.where(live & (slot_of_token >= keys.page_size), slot_of_token, 0)
         page, offset = slot // keys.page_size, slot % keys.page_size
@@ -139,7 +140,7 @@ def table_one_update_late(ops: StepOps) -> StepOps:
 
 
 def leave_tails(ops: StepOps) -> StepOps:
-    """Page lists and dense tables keep, behind a sequence's last page, what an earlier step left."""
+    """Page lists and dense tables keep, after a sequence's last page, what an earlier step left."""
 
     def fill(step: StepTensors, *, page_size: int, window_left: int) -> None:
         list_before, rows_before = step.page_list.clone(), step.block_table.clone()
@@ -156,7 +157,7 @@ def leave_tails(ops: StepOps) -> StepOps:
 
 @dataclass(frozen=True, slots=True)
 class _ReadsDeadV:
-    """A kernel that multiplies the V rows behind a sequence's end, in its last page, by a probability of 0."""
+    """A kernel that multiplies the V rows after a sequence's end, in its last page, by a probability of 0."""
 
     inner: BoundKernel
     problem: Problem
@@ -164,25 +165,20 @@ class _ReadsDeadV:
     def describe(self) -> str:
         return f"{self.inner.describe()} without V mask"
 
-    def schedule_words(self, shape: PaddedShape) -> int:
-        return self.inner.schedule_words(shape)
+    @property
+    def schedule(self) -> Schedule:
+        return self.inner.schedule
 
     def workspace_words(self, shape: PaddedShape) -> int:
         return self.inner.workspace_words(shape)
 
-    def schedule_key(self) -> Hashable:
-        return self.inner.schedule_key()
-
-    def build_schedule(self, step: StepTensors, bounds: StepBounds, schedule: Tensor) -> None:
-        self.inner.build_schedule(step, bounds, schedule)
-
-    def attend(self, args: AttendArgs) -> None:
-        self.inner.attend(args)
-        step, page_size = args.step, self.problem.page_size
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        self.inner.attend(args, step, bounds)
+        page_size = self.problem.page_size
         page_no = (step.kv_len - 1).clamp(min=0) // page_size
         page = step.table[step.row_of_seq.long(), page_no.long()]
         live = torch.arange(page_size, device=page.device) < (step.kv_len - page_no * page_size)[:, None]
-        dead = value_rows(args.v_pages).read(page).masked_fill(live[:, :, None, None], 0)
+        dead = args.pages.values.read(page).masked_fill(live[:, :, None, None], 0)
         product = (0 * dead).sum(1).repeat_interleave(self.problem.gqa_ratio, 1)
         token = torch.arange(args.out.shape[0], device=page.device)
         seq = torch.searchsorted(step.q_indptr[1:], token, right=True).clamp(max=len(page) - 1)
@@ -214,8 +210,8 @@ def cut_by_work(selection: Selection) -> Selection:
 class _SharesOfTheStep(TorchSegments):
     """Torch's kernel, for which three workers share the KV of the step's longest sequence."""
 
-    def attend(self, args: AttendArgs) -> None:
-        TorchSegments(self.problem, -(-args.bounds.max_kv_len // 3)).attend(args)
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        TorchSegments(self.problem, -(-bounds.max_kv_len // 3)).attend(args, step, bounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +252,7 @@ def let_weights_move(layer: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _PastTheRow(RowWidth):
-    """Pages are put where they would lie if the row had no end: in the rows behind it."""
+    """Pages are put where they would lie if the row had no end: in the rows after it."""
 
     def require(self, kv_len: int, max_kv_len: int) -> None:
         pass
@@ -274,7 +270,7 @@ PAST_THE_ROW = _PastTheRow()
 
 
 def never_shared(holders: Int32Array) -> npt.NDArray[np.bool_]:
-    """Every row writes to the pages that it holds, whoever else holds them."""
+    """Every row writes to the pages that it holds, whichever other rows hold them too."""
     return np.zeros(len(holders), np.bool_)
 
 

@@ -1,4 +1,4 @@
-"""Pool and Table: what a step needs of pages and of the tables that lead to them, whoever owns both."""
+"""Pool and Table: what a step needs of pages and of the tables that lead to them, the runtime's own or an engine's."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.paging.kv_pool import LayerPages
 
 
 class SpaceTable(Protocol):

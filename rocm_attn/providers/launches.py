@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 
 if TYPE_CHECKING:  # it lies beside a kernel, and Triton is loaded where kernels run
@@ -45,20 +46,24 @@ class Fill(Protocol):
 class StoreKV(Protocol):
     """launch_store_kv, or its twin."""
 
-    def __call__(
-        self, k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, k_pages: Tensor, v_pages: Tensor
-    ) -> None: ...
+    def __call__(self, k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages) -> None: ...
 
 
 class ZeroTails(Protocol):
     """launch_zero_tails, or its twin."""
 
-    def __call__(
-        self, table: Tensor, row_of_seq: Tensor, kv_len: Tensor, q_len: Tensor, k_pages: Tensor, v_pages: Tensor
-    ) -> None: ...
+    def __call__(self, table: Tensor, row_of_seq: Tensor, kv_len: Tensor, q_len: Tensor, pages: LayerPages) -> None: ...
 
 
 class ClearPads(Protocol):
     """launch_clear_pads, or its twin."""
 
     def __call__(self, counts: Tensor, out: Tensor, lse: Tensor | None) -> None: ...
+
+
+class MergeStates(Protocol):
+    """launch_merge_states, or its twin."""
+
+    def __call__(
+        self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor
+    ) -> None: ...

@@ -31,7 +31,7 @@ def watched_steps(
     new_runner: makes the runner of a forward
     Raises BadSetting where profiler ranges are asked for and this torch has none.
     """
-    tap = LayerTap(runtime)
+    tap = LayerTap()
     if options.check_every:
         forward = around_layers(forward, tap.around)
     ranges = device_ranges() if options.profiler_ranges else None

@@ -1,7 +1,7 @@
 """Page size and layout of a pool, chosen before it is allocated: those with the best kernels over all layers and steps.
 
 Kernels differ in the pages that they read, and a pool has one page size and one layout for all of its layers. So the
-choice is joint: what suits the decode kernel may leave extend steps to a kernel that would not have been chosen.
+choice is joint: what suits the decode kernel may leave extend steps to a kernel that no model would be given otherwise.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ class _Run:
                     for each in (k, v)
                 )
                 brought = self._rows(torch.empty(0), *chunks)
-                self.runtime.store(0, brought.k, brought.v)
+                step.layers.store(0, brought.k, brought.v)
             self._remember(brought.k, brought.v, new)
 
     def wrong(self, q_len: Sequence[int], rows_of: Callable[[Step], _Rows], pad_to: int = _PAD_TO) -> Wrong | None:
@@ -168,7 +168,7 @@ class _Run:
         with self._step(q_len, pad_to) as step:
             kernel = step.plan.kernels[0].row.name
             rows = rows_of(step)
-            self.runtime.store(0, rows.k, rows.v)
+            step.layers.store(0, rows.k, rows.v)
             self._remember(rows.k, rows.v, q_len)
             if kernel not in library.ENTRY_POINTS:
                 return None
@@ -247,7 +247,7 @@ class _Run:
         out = torch.full_like(q[..., : problem.v_head_dim], float("nan"))
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if problem.wants_lse else None
         with _foreign_failures():
-            self.runtime.attend(0, q, out, lse)
+            step.layers.attend(0, q, out, lse)
             out, lse = out.clone(), None if lse is None else lse.clone()
             if out.is_cuda:
                 torch.cuda.synchronize(out.device)  # a kernel fails when it runs, not when it is launched

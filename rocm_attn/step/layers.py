@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor
+from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.devices import on_device
 from rocm_attn.paging.storage import Pool
 from rocm_attn.paging.stored_tokens import StepStores
 from rocm_attn.problem import PoolKind, Problem
-from rocm_attn.providers.contract import AttendArgs, StepOps
+from rocm_attn.providers.contract import StepOps
 from rocm_attn.step.head_weights import LayerHeadWeights, refuse_new_weights
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.memory import DeviceStep
@@ -64,7 +65,7 @@ class Layers:
         return len(self._kind_of_layer)
 
     def store(self, step: DeviceStep, plan: StepPlan, layer: int, k: Tensor, v: Tensor) -> None:
-        """As AttentionRuntime.store, for the tokens of step, which has the plan. Raises BadTensor."""
+        """As LayerCalls.store, for the tokens of step, which has the plan. Raises BadTensor."""
         problem = self.problem(layer)
         kind = self._kind_of_layer[layer]
         tensors = step.of_kind[kind]
@@ -77,12 +78,12 @@ class Layers:
             )
         pages = self._pool.layer(layer)
         with on_device(self._device):
-            self._ops.store_kv(k, v, tensors.slot_of_token, tensors.counts, pages.k, pages.v)
+            self._ops.store_kv(k, v, tensors.slot_of_token, tensors.counts, pages)
             if not plan.kernels[kind].row.masks_v:
-                self._ops.zero_tails(tensors.table, tensors.row_of_seq, tensors.kv_len, tensors.q_len, pages.k, pages.v)
+                self._ops.zero_tails(tensors.table, tensors.row_of_seq, tensors.kv_len, tensors.q_len, pages)
 
     def attend(self, step: DeviceStep, plan: StepPlan, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
-        """As AttentionRuntime.attend, for the tokens of step, which has the plan. Raises BadTensor, WrongState."""
+        """As LayerCalls.attend, for the tokens of step, which has the plan. Raises BadTensor, WrongState."""
         problem = self.problem(layer)
         kind = self._kind_of_layer[layer]
         tensors = self._read_by(step, kind)
@@ -94,22 +95,21 @@ class Layers:
             self._check("lse", lse, (num_tokens, problem.num_q_heads), torch.float32)
             if not kernel.row.limits.gives_lse(problem):
                 raise BadTensor(f"{kernel.row.name} gives no lse; build the runtime of problems with wants_lse=True")
-        pages, weights = self._pool.layer(layer), self._head_weights.of(layer)
+        weights = self._head_weights.of(layer)
         args = AttendArgs(
-            step=tensors,
-            bounds=plan.bounds,
-            schedule=step.schedules[kind],
-            workspace=step.workspace,
             q=q,
-            k_pages=pages.k,
-            v_pages=pages.v,
+            pages=self._pool.layer(layer),
+            table=tensors.table,
+            queries=plan.bounds.queries(tensors),
             out=out,
             lse=lse,
             sinks=weights.sinks,
-            alibi_slopes=weights.alibi_slopes,
+            slopes=weights.alibi_slopes,
+            schedule=step.schedules[kind],
+            workspace=step.workspace,
         )
         with on_device(self._device):
-            kernel.bound.attend(args)
+            kernel.bound.attend(args, tensors, plan.bounds)
             if not kernel.row.clears_pads:
                 self._ops.clear_pads(tensors.counts, out, lse)
 
@@ -130,12 +130,12 @@ class Layers:
             raise BadTensor(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be contiguous there")
 
 
-class HalfLayers:
-    """The layer calls of one half of a split step, for as long as that step runs.
+class StepLayers:
+    """The layer calls of a step, or of one half of a split one, for as long as that step runs.
 
-    require_running: raises WrongState when the half's step does not run
-    stores:          what the halves have stored
-    half:            which one it is, 0 or 1
+    require_running: raises WrongState when the step does not run
+    stores:          what the step has stored, both halves of a split one
+    half:            which half it is, 0 or 1; 0 for a step that is not split
     """
 
     __slots__ = ("_half", "_layers", "_plan", "_require_running", "_step", "_stores")
@@ -157,14 +157,14 @@ class HalfLayers:
         self._require_running = require_running
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """As AttentionRuntime.store, for the tokens of this half."""
+        """As LayerCalls.store."""
         self._require_running()
         self._stores.before_store()
         self._layers.store(self._step, self._plan, layer, k, v)
         self._stores.after_store(self._half, layer)
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """As AttentionRuntime.attend, for the tokens of this half."""
+        """As LayerCalls.attend."""
         self._require_running()
         self._stores.before_attend(self._half, layer)
         self._layers.attend(self._step, self._plan, layer, q, out, lse)

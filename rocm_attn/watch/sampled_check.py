@@ -34,13 +34,14 @@ _MOST_TOKENS = 16
 
 
 class LayerTap:
-    """Layer calls; copies what goes into and comes out of one layer's attention while that is asked for.
+    """Around the layers of a step; copies what goes into and comes out of one layer's attention when that is asked for.
 
-    layers: what it calls, until around() names others
+    around() is called before every step's first layer.
     """
 
-    def __init__(self, layers: LayerCalls) -> None:
-        self._layers = layers
+    _layers: LayerCalls
+
+    def __init__(self) -> None:
         self._layer = -1
         self._taken: tuple[Tensor, Tensor] | None = None
 
@@ -59,11 +60,11 @@ class LayerTap:
         return taken
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """As AttentionRuntime.store."""
+        """As LayerCalls.store."""
         self._layers.store(layer, k, v)
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """As AttentionRuntime.attend."""
+        """As LayerCalls.attend."""
         self._layers.attend(layer, q, out, lse)
         if layer == self._layer:
             self._taken = q.clone(), out.clone()
@@ -71,7 +72,7 @@ class LayerTap:
     def store_and_attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """As AttentionRuntime.store_and_attend."""
+        """As LayerCalls.store_and_attend."""
         self.store(layer, k, v)
         self.attend(layer, q, out, lse)
 

@@ -84,9 +84,9 @@ def test_a_schedule_is_made_for_as_many_sequences_as_equal_splits_do_not_fill_th
     bound = select(latent_problem(), target, "aiter").kernels[StepKind.DECODE].bound
     splits = bind_latent_decode(latent_problem(), target, SMALLEST_POOL)
     shape = PaddedShape(StepKind.DECODE, most, most)
-    assert bound.schedule_words(shape) > 8 * target.compute_units > splits.schedule_words(shape) - most
+    assert bound.schedule.words(shape) > 8 * target.compute_units > splits.schedule.words(shape) - most
     more = PaddedShape(StepKind.DECODE, most + 1, most + 1)
-    assert bound.schedule_words(more) == splits.schedule_words(more)
+    assert bound.schedule.words(more) == splits.schedule.words(more)
 
 
 @pytest.mark.parametrize(("function", "q_len"), [("mla_decode_fwd", [1, 1]), ("mla_prefill_fwd", [2, 3])])
@@ -135,7 +135,7 @@ def test_rows_with_gaps_over_a_latent_pool_are_served(aiter: StandIn) -> None:
         k = serving.random(num_tokens, 1, 576)
         serving.remember(0, requests, q_len, k[: step.num_tokens], k[: step.num_tokens, :, :512])
         out = serving.random(num_tokens, 17, 520)[:, 1:, :512]
-        serving.runtime.store_and_attend(0, q, k, k[..., :512], out)
+        step.layers.store_and_attend(0, q, k, k[..., :512], out)
         serving.check(0, requests, q_len, q, out, None)
         serving.runtime.end_step()
 
@@ -154,7 +154,7 @@ def test_v_of_a_latent_layer_must_be_part_of_k() -> None:
     step = serving.runtime.begin_step(serving.batch([request], [2]))
     k = serving.random(step.token_ids.shape[0], 1, 24)
     with pytest.raises(BadTensor, match=r"pass k\[\.\.\., :16\] as v"):
-        serving.runtime.store(0, k, k[..., :16].clone())
+        step.layers.store(0, k, k[..., :16].clone())
     serving.runtime.end_step()
 
 

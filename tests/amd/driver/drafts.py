@@ -199,7 +199,7 @@ def bad(world: World) -> Draft | None:
         "row 0": lambda: setattr(seq, "row", 0),
         "a negative row": lambda: setattr(seq, "row", -1),
         "a row that is not admitted": lambda: setattr(
-            seq, "row", min({*range(1, world.setting.options["max_num_seqs"] + 2)} - taken)
+            seq, "row", min({*range(1, world.setting.options.max_num_seqs + 2)} - taken)
         ),
         "more than reserved": lambda: setattr(seq, "kv_bound", world.requests[seq.row].reserved + 1),
         "more new tokens than KV": lambda: setattr(seq, "kv_bound", 0),

@@ -35,7 +35,7 @@ def step(world: World) -> None:
 
 def admit(world: World) -> None:
     """A request comes, mostly with a prompt."""
-    full = len(world.requests) == world.setting.options["max_num_seqs"]
+    full = len(world.requests) == world.setting.options.max_num_seqs
     refusal = world.refusal(world.admit)
     if bool(refusal) != full and not (refusal and world.was_interrupted):
         raise Finding(f"admit() with {len(world.requests)} requests: {refusal or 'a row came'}")
@@ -139,7 +139,7 @@ def capture_all(world: World) -> None:
 
 def reopen(world: World) -> None:
     """Other capture sizes; refused ones change nothing."""
-    sizes = random_ladder(world.rng, world.setting.options["max_num_seqs"] + 4)
+    sizes = random_ladder(world.rng, world.setting.options.max_num_seqs + 4)
     tokens = world.rng.choice(((1,), (6,), (4, 16)))
     if world.rng.random() < 0.1:
         sizes = world.rng.choice(((), (0,), (3, 2), (2, 2)))
@@ -152,7 +152,7 @@ def reopen(world: World) -> None:
 
 def unseal(world: World) -> None:
     """The sealed addresses are given up: graphs are void, and none is made until reopen()."""
-    sizes = random_ladder(world.rng, world.setting.options["max_num_seqs"] + 4)
+    sizes = random_ladder(world.rng, world.setting.options.max_num_seqs + 4)
     world.say(f"unseal for {sizes}")
     with _from_outside(world):
         world.runtime.unseal(sizes)
@@ -271,7 +271,7 @@ def stray_write(world: World) -> None:
         runtime.fill()
         for number, layer in enumerate(world.model.layers):
             _, k, v = layer.of(world.model.entries(step))
-            runtime.store(number, k, v)
+            step.layers.store(number, k, v)
     finally:
         runtime.end_step()
     world.faults.append(ExpectedFault(range(first, runtime.step_number + 1), must=False))

@@ -20,7 +20,6 @@ from rocm_attn.paging.index_spaces import Space
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
-from rocm_attn.step.options import RuntimeOptions
 from tests.amd.driver.finding import Finding
 from tests.amd.driver.model import VOCABULARY, Model
 from tests.amd.driver.oracle import Oracle
@@ -73,9 +72,7 @@ def served(rng: random.Random, device: torch.device, guards: Guards | None) -> t
     for _ in range(50):
         setting = Setting.random(rng, device)
         try:
-            return setting, build_runtime(
-                setting.problems, RuntimeOptions(**setting.options), device=device, guards=guards
-            )
+            return setting, build_runtime(setting.problems, setting.options, device=device, guards=guards)
         except Unsupported:
             continue
     raise Finding("no setting is served")
@@ -159,7 +156,7 @@ class World:
 
     def spaces(self) -> list[Space]:
         """The spaces that rows have pages in."""
-        return [Space.FULL, Space.SWA] if self.setting.options["swa_pages"] else [Space.FULL]
+        return [Space.FULL, Space.SWA] if self.setting.options.swa_pages else [Space.FULL]
 
     def pages(self) -> Pages:
         """What every row holds."""
@@ -181,7 +178,7 @@ class World:
         """
         table, held = self.runtime.table, self.pages()
         rows = table.num_free_rows + len(self.requests)
-        if not self._is_all(rows, self.setting.options["max_num_seqs"]):
+        if not self._is_all(rows, self.setting.options.max_num_seqs):
             raise Finding(f"{table.num_free_rows} rows are free beside {len(self.requests)} requests")
         for space in self.spaces():
             pages = {page for (_, at), pages in held.items() if at is space for page in pages} - {0}

@@ -17,7 +17,6 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import DeviceFault
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.step import Step
 from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
 from tests.amd.graphs.small_models import SERVED, Requests, Tiny, counts_on_the_host, same, serve
@@ -27,10 +26,10 @@ pytestmark = pytest.mark.parametrize("provider", providers())
 
 
 class OffByALittle(LayerTap):
-    """A runtime whose attention is wrong in one layer."""
+    """Layers whose attention is wrong in one of them."""
 
-    def __init__(self, layers: LayerCalls, wrong_layer: int) -> None:
-        super().__init__(layers)
+    def __init__(self, wrong_layer: int) -> None:
+        super().__init__()
         self._wrong_layer = wrong_layer
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
@@ -56,7 +55,8 @@ def test_right_steps_pass_and_stay_what_they_are(graphs: bool, provider: str, de
     outs = []
     for sampled in (False, True):
         tiny = Tiny.build(device, provider, [4], tokens=(8,))
-        tiny.layers = tap = LayerTap(tiny.runtime)
+        tap = LayerTap()
+        tiny.around = tap.around
         runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device) if graphs else None)
         check = checked(tiny, runner, tap)
         outs.append(serve(check if sampled else runner, tiny.runtime, served))
@@ -68,7 +68,8 @@ def test_right_steps_pass_and_stay_what_they_are(graphs: bool, provider: str, de
 
 def test_one_step_in_so_many_is_looked_at(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider)
-    tiny.layers = tap = LayerTap(tiny.runtime)
+    tap = LayerTap()
+    tiny.around = tap.around
     check = checked(tiny, StepRunner(tiny.runtime, tiny.forward, None), tap, every=3)
     serve(check, tiny.runtime)
     assert check.counters.samples == len(SERVED) // 3
@@ -76,7 +77,8 @@ def test_one_step_in_so_many_is_looked_at(provider: str, device: torch.device) -
 
 def test_a_graph_that_went_wrong_is_counted(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider, [4])
-    tiny.layers = tap = LayerTap(tiny.runtime)
+    tap = LayerTap()
+    tiny.around = tap.around
     forward = counts_on_the_host(tiny)
     runner = StepRunner(tiny.runtime, forward, recorder_for(tiny.runtime.device), check=NO_CHECK)
     check = checked(tiny, runner, tap)
@@ -90,7 +92,8 @@ def test_a_graph_that_went_wrong_is_counted(provider: str, device: torch.device)
 @pytest.mark.parametrize("wrong_layer", [0, 1])
 def test_a_layer_that_went_wrong_is_counted(wrong_layer: int, provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider)
-    tiny.layers = tap = LayerTap(OffByALittle(tiny.runtime, wrong_layer))
+    wrong, tap = OffByALittle(wrong_layer), LayerTap()
+    tiny.around = lambda layers: tap.around(wrong.around(layers))
     check = checked(tiny, StepRunner(tiny.runtime, tiny.forward, None), tap)
     serve(check, tiny.runtime)
     counters = check.counters
@@ -111,12 +114,12 @@ def test_rounding_of_large_scores_is_no_fault(
     )
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(200, *dims, generator=generator).to(device) for dims in ((6, 256), (2, 256), (2, 64)))
-    tap = LayerTap(runtime)
+    tap = LayerTap()
 
     def forward(step: Step) -> Tensor:
         at = step.positions
         out = torch.empty(len(at), 6, 64, device=device)
-        tap.store_and_attend(0, 4 * q[at], k[at], v[at], out)
+        tap.around(step.layers).store_and_attend(0, 4 * q[at], k[at], v[at], out)
         return out[step.last_token_of_seq]
 
     runner = StepRunner(runtime, forward, None)
@@ -136,7 +139,8 @@ def test_a_write_to_what_is_reserved_is_counted(
 ) -> None:
     """The first step sees the sound state; then forward writes where nothing may be."""
     tiny = Tiny.build(device, provider)
-    tiny.layers = tap = LayerTap(tiny.runtime)
+    tap = LayerTap()
+    tiny.around = tap.around
     table, pages = tiny.runtime.table.entries, tiny.runtime.pool.layer(1)
     requests, writes = Requests(tiny.runtime), torch.zeros((), dtype=torch.int32, device=tiny.runtime.device)
 
@@ -170,7 +174,8 @@ def test_a_write_to_what_is_reserved_is_counted(
 def test_a_step_with_inputs_on_the_device_is_looked_at_but_not_run_again(provider: str, device: torch.device) -> None:
     """Its forward moves the lengths on, as an overlapped scheduler does: a second run would be another step."""
     tiny = Tiny.build(device, provider)
-    tiny.layers = tap = LayerTap(tiny.runtime)
+    tap = LayerTap()
+    tiny.around = tap.around
     kv_len = torch.tensor([4], dtype=torch.int32, device=tiny.runtime.device)
 
     def forward(step: Step) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.device_inputs import GivenInputs
 from rocm_attn.kernels.metadata.step_tensors import NO_PADS, Pads, StepTensors
 
@@ -46,6 +47,11 @@ def fill_step(*tensors: Tensor) -> StepTensors:
 def of_fill(fill: Launch) -> Launch:
     """fill(*READ_BY_FILL, *WRITTEN_BY_FILL, page_size=, ...)."""
     return lambda *tensors, **options: fill(fill_step(*tensors), **options)
+
+
+def of_pages(launch: Launch) -> Launch:
+    """launch(*what it reads, K pages, V pages)."""
+    return lambda *tensors: launch(*tensors[:-2], LayerPages(*tensors[-2:]))
 
 
 def of_publish(publish: Launch, pads: Pads) -> Launch:

@@ -18,6 +18,7 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.probe_requests import with_random_mask
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.attention.merge_states import launch_merge_states
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, StepTensors
 from rocm_attn.machine.target import known_target
@@ -212,7 +213,7 @@ def _launch_step(
             return torch.empty(num_tokens, num_heads, dim, dtype=dtype)
 
         heads = problem.num_q_heads
-        runtime.store_and_attend(
+        step.layers.store_and_attend(
             layer,
             empty(heads, problem.head_dim),
             empty(problem.num_kv_heads, problem.head_dim),
@@ -228,7 +229,7 @@ def _launch_fix_ups(runtime: AttentionRuntime) -> None:
     ops, pages, problem = TRITON.ops(), runtime.pool.layer(0), runtime.selections[0].problem
     seqs, counts = (torch.empty(size, dtype=torch.int32) for size in (16, 4))
     out = torch.empty(16, problem.num_q_heads, problem.v_head_dim, dtype=problem.dtype)
-    ops.zero_tails(runtime.table.entries, seqs, seqs, seqs, pages.k, pages.v)
+    ops.zero_tails(runtime.table.entries, seqs, seqs, seqs, pages)
     ops.clear_pads(counts, out, None)
     ops.clear_pads(counts, out, torch.empty(16, problem.num_q_heads))
 
@@ -243,8 +244,8 @@ def _launch_vectorised(row: Row) -> None:
     )
     k, v = (torch.empty(tokens, heads, dim, dtype=row.dtype) for dim in row.dims)
     of_token, counts = (torch.empty(size, dtype=torch.int32) for size in (tokens, 4))
-    ops.store_kv(k, v, of_token, counts, *pages)
-    ops.zero_tails(torch.empty(tokens, 64, dtype=torch.int32), of_token, of_token, of_token, *pages)
+    ops.store_kv(k, v, of_token, counts, LayerPages(*pages))
+    ops.zero_tails(torch.empty(tokens, 64, dtype=torch.int32), of_token, of_token, of_token, LayerPages(*pages))
 
 
 def _launch_merge_states(problem: Problem) -> None:

@@ -24,6 +24,7 @@ from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Completion, Event, Request, TokenEvent
 from rocm_attn.runner.sampling import Sampling
 from rocm_attn.runner.tokenizer import Tokenizer
+from rocm_attn.step.layers import StepLayers
 from rocm_attn.watch.flight_recorder import read_dump
 from tests.amd.runner.dense_attention import dense_logits
 from tests.amd.runner.test_tokenizer import from_gguf, sentencepiece_fields
@@ -262,7 +263,7 @@ def test_a_step_that_fails_leaves_a_flight_record(
     served.generate(some_requests(1))
     assert not path.exists()
     served.submit(some_requests(1)[0])
-    monkeypatch.setattr(served.runtime, "store_and_attend", fault)
+    monkeypatch.setattr(StepLayers, "store_and_attend", fault)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         served.step()
     dump = read_dump(path)

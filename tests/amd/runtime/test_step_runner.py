@@ -63,7 +63,7 @@ class Model:
         for layer, weight in enumerate(self.projections):
             kv = (hidden @ weight).view(-1, 4, 16)
             out = torch.empty_like(hidden).view(-1, 6, 16)
-            self.runtime.store_and_attend(layer, hidden.view(-1, 6, 16), kv[:, :2], kv[:, 2:], out)
+            step.layers.store_and_attend(layer, hidden.view(-1, 6, 16), kv[:, :2], kv[:, 2:], out)
             hidden = hidden + out.flatten(1)
         return hidden[step.last_token_of_seq]
 

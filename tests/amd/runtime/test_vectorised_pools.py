@@ -108,7 +108,8 @@ def test_graphs_and_the_sampled_check_work_over_vectorised_pages() -> None:
     results = []
     for pool in (PoolKind.VECTORIZED, PoolKind.SPLIT):
         tiny = Tiny.build(CPU, "torch", [4], tokens=(8,), pool=pool)
-        tiny.layers = tap = LayerTap(tiny.runtime)
+        tap = LayerTap()
+        tiny.around = tap.around
         runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(CPU))
         check = SampledCheck(runner, tiny.runtime, [tiny.problem] * 2, tap, every=1)
         results.append(serve(check, tiny.runtime, SERVED))

@@ -68,7 +68,7 @@ class Schedule(Protocol):
         ...
 
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
-        """Fill the words. queries: who asks; step, bounds: the step that they belong to"""
+        """Fill the words. queries: the sequences that attend; step, bounds: the step that they belong to"""
         ...
 
 

@@ -19,7 +19,18 @@ from rocm_attn.capture.probe_requests import with_random_mask
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.attention.merge_states import launch_merge_states
 from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages
+from rocm_attn.kernels.metadata.gather_table import GatherSource, launch_gather_table
 from rocm_attn.kernels.metadata.index_tensors import IndexTensors
+from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
+from rocm_attn.kernels.metadata.publish_engine import (
+    Q_BOUNDARIES,
+    Q_EACH_ONE,
+    EngineLengths,
+    LengthBounds,
+    PublishedLengths,
+    launch_publish_engine,
+)
+from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.triton import TRITON
@@ -142,6 +153,7 @@ def launch_all(row: Row) -> None:
         lengths = torch.full((16,), KV_LEN, dtype=torch.int32)
         _launch_step(runtime, replace(_batch(rows, [1, 32] * 8), inputs=DeviceInputs(kv_len=lengths)), with_lse=True)
         _launch_whole_fill(row.page_size)
+        _launch_of_engines(row.page_size)
         _launch_merge_states(row.problems[0])
     runtime, rows = _runtime(row, row.problems, deterministic=True)
     _launch_step(runtime, _batch(rows, [1, 32] * 8), with_lse=True)
@@ -277,3 +289,24 @@ def _launch_whole_fill(page_size: int) -> None:
         suffix_page=nothing,
     )
     TRITON.ops().fill(step, page_size=page_size)
+
+
+def _launch_of_engines(page_size: int) -> None:
+    """What reads an engine's tensors: a table of slots of both types, and lists of pages."""
+    num_seqs, width = 16, 64
+    of_seq, counts, slot = (torch.empty(size, dtype=torch.int32) for size in (num_seqs, 4, 8))
+    to = PublishedLengths(counts, of_seq, of_seq, of_seq, of_seq, 0, 0, gathered=True)
+    bounds = LengthBounds(num_seqs, KV_LEN, num_seqs, page_size, causal=True)
+    table = torch.empty(num_seqs + 1, width, dtype=torch.int32)
+    for dtype in (torch.int32, torch.int64):
+        given = torch.empty(num_seqs * width, dtype=dtype)
+        launch_publish_engine(slot, counts, EngineLengths(given, None, None, Q_EACH_ONE), bounds, to)
+        launch_publish_engine(slot, counts, EngineLengths(given, given, given, Q_BOUNDARIES, given), bounds, to)
+        launch_gather_table(
+            GatherSource(given.view(-1, width), True, None, given), of_seq, of_seq, table, page_size=page_size
+        )
+        launch_gather_table(GatherSource(given, csr_indptr=given), of_seq, of_seq, table, page_size=page_size)
+        for slot_map in (None, given):
+            launch_take_slots(given, slot_map, counts, of_seq, page_size=page_size, null_page=True)
+        cells, indptr = torch.empty(num_seqs, dtype=torch.uint8), torch.empty(num_seqs + 1, dtype=torch.int64)
+        launch_pack_mask(cells, given, counts, indptr, of_seq, of_seq)

@@ -70,7 +70,7 @@ def launch_pack_mask(
     positions:         int32 or int64 [m], any stride, at least as many as the step has tokens; read only
     counts:            int32 [4]; [1] is the number of the step's tokens
     mask_indptr:       int64 [S+1], as fill has written it; the last one is the number of the step's cells
-    words:             int32, of at least as many bits as the step has cells; receives them, and 0 in the last one's rest
+    words:             int32, of at least as many bits as the step has cells; receives them, and zeros in the last
     position_of_token: int32 [T]; receives positions, and 0 after the step's tokens
     """
     num_cells = min(cells.shape[0], 32 * words.shape[0])

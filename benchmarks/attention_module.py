@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape, StepKind
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import detect_target
-from rocm_attn.paging.table_view import TableView
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
-from rocm_attn.providers.contract import AttendArgs, BoundKernel, StepMetadata
+from rocm_attn.providers.contract import AttendArgs, BoundKernel, StepBounds
 from rocm_attn.providers.select import select
 
 _SCHEDULE_IN_LAYER = os.environ.get("ROCM_ATTN_BENCH_SCHEDULE") == "layer"
@@ -44,41 +44,28 @@ def plan(d: Any) -> Prepared:
     kind = step_kind(case.ql)
     kernel = select(problem, detect_target(device), "triton").kernels[kind].bound
     shape = PaddedShape(kind, case.B, case.T)
-    metadata = StepMetadata(
-        shape=shape,
-        max_q_len=max(case.ql),
-        max_kv_len=max(case.kv),
+    metadata = StepTensors.of(
+        ints([], device),
         counts=ints([case.B, case.T, 1, 0], device),
         kv_len=d.seq_lens,
         q_len=ints(case.ql, device),
         q_indptr=d.cu_q,
-        table=TableView(d.block_table, torch.arange(case.B, dtype=torch.int32, device=device)),
-        page_indptr=ints([], device),
-        page_list=ints([], device),
-        last_page_len=ints([], device),
-        block_table=ints([], device),
-        kv_len_int64=ints([], device),
-        mask_indptr=ints([], device),
-        mask_words=ints([], device),
-        mask_positions=ints([], device),
-        prefix_len=ints([], device),
-        group_indptr=ints([], device),
-        suffix_kv_len=ints([], device),
-        suffix_page=ints([], device),
-        slot_of_token=ints([], device),
+        table=d.block_table,
+        row_of_seq=torch.arange(case.B, dtype=torch.int32, device=device),
     )
     schedule = torch.empty(kernel.schedule_words(shape), dtype=torch.int32, device=device)
     workspace = torch.empty(kernel.workspace_words(shape), dtype=torch.float32, device=device)
-    kernel.build_schedule(metadata, schedule)
+    bounds = StepBounds(shape, max(case.ql), max(case.kv))
+    kernel.build_schedule(metadata, bounds, schedule)
     return Prepared(
-        kernel, AttendArgs(metadata, schedule, workspace, d.q, d.k_cache, d.v_cache, d.out, None, None, None)
+        kernel, AttendArgs(metadata, bounds, schedule, workspace, d.q, d.k_cache, d.v_cache, d.out, None, None, None)
     )
 
 
 def run(d: Any, prepared: Prepared) -> None:
     """One layer."""
     if _SCHEDULE_IN_LAYER:
-        prepared.kernel.build_schedule(prepared.args.step, prepared.args.schedule)
+        prepared.kernel.build_schedule(prepared.args.step, prepared.args.bounds, prepared.args.schedule)
     prepared.kernel.attend(prepared.args)
 
 

@@ -13,7 +13,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,11 +22,10 @@ from benchmarks.machine import describe_machine
 from rocm_attn.batch.padding import StepKind
 from rocm_attn.kernels.attention.decode_schedule import decode_schedule_words, launch_decode_schedule
 from rocm_attn.kernels.metadata.fill import launch_fill
-from rocm_attn.kernels.metadata.index_tensors import IndexTensors
+from rocm_attn.kernels.metadata.step_tensors import FIELDS, Need, StepTensors
 from rocm_attn.kernels.refs import metadata as refs
 from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import Need
 from rocm_attn.providers.select import select
 from rocm_attn.providers.triton import TritonDecode
 
@@ -56,7 +55,7 @@ FORMS = (
 )
 
 
-def decode_step(form: Form, num_seqs: int, device: torch.device) -> IndexTensors:
+def decode_step(form: Form, num_seqs: int, device: torch.device) -> StepTensors:
     """A decode step of num_seqs sequences of KV_LEN tokens, whose pages lie anywhere."""
     width = KV_LEN // form.page_size
     pages = 1 + torch.randperm(num_seqs * width, device=device).to(torch.int32)
@@ -67,7 +66,8 @@ def decode_step(form: Form, num_seqs: int, device: torch.device) -> IndexTensors
     def ints(size: int, value: int = -1) -> Tensor:
         return torch.full((size,), value, dtype=torch.int32, device=device)
 
-    return IndexTensors(
+    return StepTensors.of(
+        ints(0),
         counts=torch.tensor([num_seqs, num_seqs, 1, 0], dtype=torch.int32, device=device),
         row_of_seq=1 + torch.randperm(num_seqs, device=device).to(torch.int32),
         kv_len=ints(num_seqs, KV_LEN),
@@ -91,7 +91,7 @@ def decode_step(form: Form, num_seqs: int, device: torch.device) -> IndexTensors
     )
 
 
-def schedule_launch(step: IndexTensors, device: torch.device) -> Callable[[], None]:
+def schedule_launch(step: StepTensors, device: torch.device) -> Callable[[], None]:
     """The schedule of a layer of Llama 3.1 8B."""
     problem = Problem(32, 8, 128, 128, torch.bfloat16, 16, 128**-0.5)
     kernel = select(problem, detect_target(device), "triton").kernels[StepKind.DECODE].bound
@@ -113,10 +113,10 @@ def schedule_launch(step: IndexTensors, device: torch.device) -> Callable[[], No
     return launch
 
 
-def require_equal_to_twin(step: IndexTensors, page_size: int) -> None:
+def require_equal_to_twin(step: StepTensors, page_size: int) -> None:
     """Raises when the kernel and its torch twin disagree."""
     launch_fill(step, page_size=page_size)
-    filled = {field.name: getattr(step, field.name).clone() for field in fields(step)}
+    filled = {name: getattr(step, name).clone() for name in FIELDS}
     refs.fill(step, page_size=page_size)
     wrong = [name for name, tensor in filled.items() if not torch.equal(tensor, getattr(step, name))]
     if wrong:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from benchmarks.attention_module import ints, step_kind
 from rocm_attn.batch.padding import PaddedShape
-from rocm_attn.paging.table_view import TableView
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import AttendArgs, BoundKernel, StepMetadata
+from rocm_attn.providers.contract import AttendArgs, BoundKernel, StepBounds
 from rocm_attn.step.head_weights import HeadWeights
 
 SETS = 3  # of pages; together they exceed the L2
@@ -76,33 +76,19 @@ def _args(problem: Problem, kernel: BoundKernel, batch: Batch, generator: torch.
     num_pages = sum(batch.kv_len) // page
     shape = PaddedShape(step_kind(batch.q_len), num_seqs, num_tokens)
     table = (torch.randperm(num_pages, device=device, generator=generator).int() + 1).view(num_seqs, -1)
-    empty = ints([], device)
-    step = StepMetadata(
-        shape=shape,
-        max_q_len=max(batch.q_len),
-        max_kv_len=max(batch.kv_len),
+    step = StepTensors.of(
+        ints([], device),
         counts=ints([num_seqs, num_tokens, 1, 0], device),
         kv_len=ints(batch.kv_len, device),
         q_len=ints(batch.q_len, device),
         q_indptr=torch.tensor([0, *batch.q_len]).cumsum(0).int().to(device),
-        table=TableView(table, torch.arange(num_seqs, dtype=torch.int32, device=device)),
-        page_indptr=empty,
-        page_list=empty,
-        last_page_len=empty,
-        block_table=empty,
-        kv_len_int64=empty,
-        mask_indptr=empty,
-        mask_words=empty,
-        mask_positions=empty,
-        prefix_len=empty,
-        group_indptr=empty,
-        suffix_kv_len=empty,
-        suffix_page=empty,
-        slot_of_token=empty,
+        table=table,
+        row_of_seq=torch.arange(num_seqs, dtype=torch.int32, device=device),
     )
     schedule = torch.empty(kernel.schedule_words(shape), dtype=torch.int32, device=device)
     workspace = torch.empty(kernel.workspace_words(shape), dtype=torch.float32, device=device)
-    kernel.build_schedule(step, schedule)
+    bounds = StepBounds(shape, max(batch.q_len), max(batch.kv_len))
+    kernel.build_schedule(step, bounds, schedule)
 
     def rows(*sizes: int) -> Tensor:
         return torch.randn(*sizes, device=device, generator=generator).to(problem.dtype)
@@ -112,4 +98,4 @@ def _args(problem: Problem, kernel: BoundKernel, batch: Batch, generator: torch.
     v = rows(num_pages + 1, page, problem.num_kv_heads, problem.v_head_dim)
     weights = HeadWeights.random(problem, torch.Generator().manual_seed(0)).to(device)
     out = torch.empty_like(q[..., : problem.v_head_dim])
-    return AttendArgs(step, schedule, workspace, q, k, v, out, None, weights.sinks, weights.alibi_slopes)
+    return AttendArgs(step, bounds, schedule, workspace, q, k, v, out, None, weights.sinks, weights.alibi_slopes)

@@ -358,7 +358,7 @@ class AttentionRuntime:
                 )
                 for half, child in enumerate(children)
             )
-            return SplitStep((first, second), children[0].metadata.counts[0], plan)
+            return SplitStep((first, second), children[0].tensors.counts[0], plan)
         except BaseException:
             self.end_step()
             raise
@@ -569,10 +569,10 @@ class AttentionRuntime:
                 self._holder.give_back()
 
     def _fill_child(self, step: DeviceStep, plan: StepPlan) -> None:
-        for space in step.spaces:
-            self._ops.fill(space.indices, page_size=self.pool.page_size, window_left=space.window_left)
+        for tensors, table in zip(step.spaces, self.table.spaces, strict=True):
+            self._ops.fill(tensors, page_size=self.pool.page_size, window_left=table.pages.window_left)
         for kind in sorted(set(plan.schedule_of_kind)):
-            plan.kernels[kind].bound.build_schedule(step.of_kind[kind].metadata, step.schedules[kind])
+            plan.kernels[kind].bound.build_schedule(step.of_kind[kind], plan.bounds, step.schedules[kind])
 
     def _padding_for(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int]) -> PaddingPolicy:
         seqs, tokens = _ladder("capture_sizes", capture_sizes), _ladder("capture_tokens", capture_tokens)

@@ -5,7 +5,7 @@
     where q_len[i] > 0 and kv_len[i] - q_len[i] < floor[i]:
         kv_len[i] = min(floor[i] + q_len[i], kv bound[i])
         q_len[i]  = min(q_len[i], max(kv_len[i] - floor[i], 0))
-    token t   = device_token_ids[t] for t < q_len[0] + q_len[1] + ..., 0 behind them
+    token t   = device_token_ids[t] for t < q_len[0] + q_len[1] + ..., 0 after them
 
 Runs after publish; the bounds are the lengths in the ring slot that publish has read. So a length that is wrong on the
 device stays within the pages that the host has reserved, and writes to no token before floor, which other rows may
@@ -16,6 +16,8 @@ Each program sums q_len itself, from what the caller and the host have written: 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,6 +25,7 @@ from torch import Tensor
 from rocm_attn.kernels.launch import RepeatedLaunch
 from rocm_attn.kernels.metadata import error_word
 from rocm_attn.kernels.metadata.slot_layout import HEADER_WORDS
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 
 _TOKENS = 256
 # Sequences that a program looks at in one step; a fixed number, so that no batch size needs another compilation.
@@ -98,43 +101,38 @@ def _device_inputs_kernel(
 _place = RepeatedLaunch(_device_inputs_kernel)
 
 
-def launch_device_inputs(
-    slot: Tensor,
-    device_kv_len: Tensor,
-    device_q_len: Tensor,
-    device_token_ids: Tensor,
-    floor: Tensor,
-    counts: Tensor,
-    kv_len: Tensor,
-    q_len: Tensor,
-    token_ids: Tensor,
-) -> None:
+class GivenInputs(NamedTuple):
+    """What takes the place of a published step's inputs; int32, read only.
+
+    kv_len, q_len: [num_seqs], on the device, or in the ring slot where the host knows them
+    token_ids:     [n], sequence after sequence by q_len; n is 0 without ids, otherwise the sum of the bounds of q_len
+    floor:         [num_seqs], in the slot; the first token that a step may store, no more than the bound of kv_len
+    """
+
+    kv_len: Tensor
+    q_len: Tensor
+    token_ids: Tensor
+    floor: Tensor
+
+
+def launch_device_inputs(slot: Tensor, given: GivenInputs, to: StepTensors) -> None:
     """Overwrite a published step's lengths, token ids and number of tokens; pads of sequences stay as they are.
 
-    slot:                        int32 words from which the step was published; its lengths are the bounds
-    device_kv_len, device_q_len: int32 [num_seqs], read only; on the device, or in the slot where the host knows them
-    device_token_ids:            int32 [n], read only, sequence after sequence by q_len; n is 0 without ids, otherwise
-                                 the sum of the bounds of q_len
-    floor:                       int32 [num_seqs], in the slot; the first token that a step may store, no more than the
-                                 bound of kv_len
-    counts:                      int32 [4]; [1] receives the sum of q_len, [3] error bits where one was cut or moved
-    kv_len, q_len:               int32 [S]
-    token_ids:                   int32 [T]; behind the step's tokens, and everywhere without ids, receives 0
+    slot: int32 words from which the step was published; its lengths are the bounds
+    to:   counts, kv_len, q_len and token_ids are written. counts[1] receives the sum of q_len, counts[3] error bits
+          where a length was cut or moved; token_ids after the step's tokens, and all of it without ids, receives 0
     """
-    num_tokens_padded = token_ids.shape[0]
+    num_tokens_padded = to.token_ids.shape[0]
     _place(
-        counts.device,
+        to.counts.device,
         (max(1, -(-num_tokens_padded // _TOKENS)), 1, 1),
         slot,
-        device_kv_len,
-        device_q_len,
-        device_token_ids,
-        floor,
-        counts,
-        kv_len,
-        q_len,
-        token_ids,
-        device_token_ids.shape[0],
+        *given,
+        to.counts,
+        to.kv_len,
+        to.q_len,
+        to.token_ids,
+        given.token_ids.shape[0],
         num_tokens_padded,
         HEADER_WORDS,
         _SEQS_AT_ONCE,

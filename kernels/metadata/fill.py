@@ -16,7 +16,7 @@
 
 The last three belong to decode steps, in which a token has the number of its sequence.
 
-Tokens at or past num_tokens receive position 0 and slot 0; entries behind the last page, in page_list and block_table
+Tokens at or past num_tokens receive position 0 and slot 0; entries after the last page, in page_list and block_table
 alike, page 0, a valid page for kernels that read ahead. A token or page beyond its sequence's row of the table, which
 lengths that only the device knows may bring, meets page 0 and never another row's page. A live token that meets page 0
 sets TOKEN_WITHOUT_PAGE in the error word, and one whose window begins there sets WINDOW_WITHOUT_PAGE.
@@ -29,20 +29,27 @@ Each program sums the lengths itself, so none reads what another writes and the 
 from __future__ import annotations
 
 import functools
+import inspect
+from operator import attrgetter
 
 import triton
 import triton.language as tl
 
 from rocm_attn.kernels.launch import RepeatedLaunch
-from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE, WINDOW_WITHOUT_PAGE
 from rocm_attn.kernels.metadata.fill_roles import (
+    Boundaries,
+    Groups,
+    Seqs,
+    Share,
+    Table,
+    Tokens,
     write_block_table,
     write_boundaries,
     write_groups,
     write_page_list,
     write_tokens,
 )
-from rocm_attn.kernels.metadata.index_tensors import ALL_KEYS, IndexTensors
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, StepTensors
 
 # Sequences that a program looks at in one step; a fixed number, so that no batch size needs another compilation.
 _SEQS_AT_ONCE = 256
@@ -68,28 +75,7 @@ _INT32_BYTES = 2**31
         "list_shares",
         "row_shares",
     ],
-    do_not_specialize_on_alignment=[
-        "counts",
-        "row_of_seq",
-        "kv_len",
-        "q_len",
-        "table",
-        "prefix_len",
-        "group_end",
-        "q_indptr",
-        "last_token_of_seq",
-        "position_of_token",
-        "slot_of_token",
-        "page_indptr",
-        "page_list",
-        "last_page_len",
-        "block_table",
-        "kv_len_int64",
-        "mask_indptr",
-        "group_indptr",
-        "suffix_kv_len",
-        "suffix_page",
-    ],
+    do_not_specialize_on_alignment=[*FIELDS, "table"],
 )
 def _fill_kernel(
     counts,
@@ -129,109 +115,42 @@ def _fill_kernel(
     WITH_INT64: tl.constexpr,
     WITH_MASK: tl.constexpr,
     WITH_PREFIXES: tl.constexpr,
-    ERROR: tl.constexpr,
-    NO_PAGE: tl.constexpr,
-    NO_WINDOW: tl.constexpr,
     SEQS: tl.constexpr,
     TOKENS: tl.constexpr,
     PAGES: tl.constexpr,
 ):
-    # Roles lie one behind the other on the axis of program ids; the id within each counts from 0.
+    # Roles lie one after the other on the axis of program ids; the id within each counts from 0.
     block = tl.program_id(0)
     token_share = block - tl.cdiv(num_seqs + 1, SEQS)
     list_share = token_share - num_seqs * token_shares
     row_share = list_share - num_seqs * list_shares
+    seqs = Seqs(counts, row_of_seq, kv_len, q_len, num_seqs)
+    request_table = Table(table, table_stride, table_width)
     if token_share < 0:
-        write_boundaries(
-            block,
-            kv_len,
-            q_len,
-            q_indptr,
-            last_token_of_seq,
-            page_indptr,
-            last_page_len,
-            kv_len_int64,
-            mask_indptr,
-            num_seqs,
-            PAGE_SIZE,
-            WITH_PAGE_LIST,
-            WITH_INT64,
-            WITH_MASK,
-            SEQS,
-        )
+        boundaries = Boundaries(q_indptr, last_token_of_seq, page_indptr, last_page_len, kv_len_int64, mask_indptr)
+        write_boundaries(block, seqs, boundaries, PAGE_SIZE, WITH_PAGE_LIST, WITH_INT64, WITH_MASK, SEQS)
         if WITH_PREFIXES:
-            write_groups(
-                block,
-                counts,
-                kv_len,
-                prefix_len,
-                group_end,
-                group_indptr,
-                suffix_kv_len,
-                suffix_page,
-                num_seqs,
-                PAGE_SIZE,
-                SEQS,
-            )
+            groups = Groups(prefix_len, group_end, group_indptr, suffix_kv_len, suffix_page)
+            write_groups(block, seqs, groups, PAGE_SIZE, SEQS)
     elif list_share < 0:
-        write_tokens(
-            token_share,
-            token_shares,
-            counts,
-            row_of_seq,
-            kv_len,
-            q_len,
-            table,
-            table_stride,
-            table_width,
-            position_of_token,
-            slot_of_token,
-            num_seqs,
-            num_tokens,
-            window_left,
-            PAGE_SIZE,
-            ERROR,
-            NO_PAGE,
-            NO_WINDOW,
-            SEQS,
-            TOKENS,
-        )
+        tokens = Tokens(position_of_token, slot_of_token, num_tokens)
+        share = Share(token_share, token_shares)
+        write_tokens(share, seqs, request_table, tokens, window_left, PAGE_SIZE, SEQS, TOKENS)
     elif row_share < 0:
         if WITH_PAGE_LIST:
-            write_page_list(
-                list_share,
-                list_shares,
-                row_of_seq,
-                kv_len,
-                table,
-                table_stride,
-                table_width,
-                page_list,
-                page_list_len,
-                num_seqs,
-                PAGE_SIZE,
-                SEQS,
-                PAGES,
-            )
+            share = Share(list_share, list_shares)
+            write_page_list(share, seqs, request_table, page_list, page_list_len, PAGE_SIZE, SEQS, PAGES)
     else:
         if WITH_BLOCK_TABLE:
-            write_block_table(
-                row_share,
-                row_shares,
-                row_of_seq,
-                kv_len,
-                table,
-                table_stride,
-                table_width,
-                block_table,
-                block_table_stride,
-                block_table_width,
-                PAGE_SIZE,
-                PAGES,
-            )
+            dense_table = Table(block_table, block_table_stride, block_table_width)
+            write_block_table(Share(row_share, row_shares), seqs, request_table, dense_table, PAGE_SIZE, PAGES)
 
 
-def launch_fill(step: IndexTensors, *, page_size: int, window_left: int = ALL_KEYS) -> None:
+# The kernel's tensors, in the order in which it takes them.
+_tensors = attrgetter(*(name for name in inspect.signature(_fill_kernel.fn).parameters if name in (*FIELDS, "table")))
+
+
+def launch_fill(step: StepTensors, *, page_size: int, window_left: int = ALL_KEYS) -> None:
     """Write every tensor of the step that is derived and has elements; S and T are at least 1.
 
     window_left: previous keys that a token sees at most, below 2**31
@@ -252,9 +171,6 @@ def launch_fill(step: IndexTensors, *, page_size: int, window_left: int = ALL_KE
         step.kv_len_int64.numel() > 0,
         step.mask_indptr.numel() > 0,
         step.group_indptr.numel() > 0,
-        ERROR_WORD,
-        TOKEN_WITHOUT_PAGE,
-        WINDOW_WITHOUT_PAGE,
         _SEQS_AT_ONCE,
         _TOKENS_AT_ONCE,
         _PAGES_AT_ONCE,
@@ -263,26 +179,7 @@ def launch_fill(step: IndexTensors, *, page_size: int, window_left: int = ALL_KE
     _variant(large, *fixed)(
         step.counts.device,
         (num_programs, 1, 1),
-        step.counts,
-        step.row_of_seq,
-        step.kv_len,
-        step.q_len,
-        step.table,
-        step.prefix_len,
-        step.group_end,
-        step.q_indptr,
-        step.last_token_of_seq,
-        step.position_of_token,
-        step.slot_of_token,
-        step.page_indptr,
-        step.page_list,
-        step.last_page_len,
-        step.block_table,
-        step.kv_len_int64,
-        step.mask_indptr,
-        step.group_indptr,
-        step.suffix_kv_len,
-        step.suffix_page,
+        *_tensors(step),
         step.table.stride(0),
         table_width,
         step.block_table.stride(0),

@@ -1,12 +1,75 @@
 """The roles of a program of the fill launch: each writes a share of some index tensors. What they hold: fill.py.
 
-`share` counts from 0 within the role; `shares` programs share a sequence. Each sums the lengths itself.
+A share is one of `Share.of` programs that work on the same sequence. Each sums the lengths itself, SEQS sequences at a
+time. What is known when a kernel is compiled stays out of the tuples: Triton 3.9 passes their members as values.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+from rocm_attn.kernels.metadata import error_word
+
+_ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
+_TOKEN_WITHOUT_PAGE = tl.constexpr(error_word.TOKEN_WITHOUT_PAGE)
+_WINDOW_WITHOUT_PAGE = tl.constexpr(error_word.WINDOW_WITHOUT_PAGE)
+
+
+class Seqs(NamedTuple):
+    """The `num` padded sequences of a step."""
+
+    counts: tl.tensor
+    row_of_seq: tl.tensor
+    kv_len: tl.tensor
+    q_len: tl.tensor
+    num: tl.tensor
+
+
+class Table(NamedTuple):
+    """A table of pages: row and page_no -> page, at entries + row * stride + page_no, below width."""
+
+    entries: tl.tensor
+    stride: tl.tensor
+    width: tl.tensor
+
+
+class Share(NamedTuple):
+    """Share number `id`, counted over all sequences; `of` shares make a sequence."""
+
+    id: tl.tensor
+    of: tl.tensor
+
+
+class Boundaries(NamedTuple):
+    """What there is one of for each sequence or boundary."""
+
+    q_indptr: tl.tensor
+    last_token_of_seq: tl.tensor
+    page_indptr: tl.tensor
+    last_page_len: tl.tensor
+    kv_len_int64: tl.tensor
+    mask_indptr: tl.tensor
+
+
+class Groups(NamedTuple):
+    """Shared prefixes: what was published of them, and what follows from it."""
+
+    prefix_len: tl.tensor
+    end: tl.tensor
+    indptr: tl.tensor
+    suffix_kv_len: tl.tensor
+    suffix_page: tl.tensor
+
+
+class Tokens(NamedTuple):
+    """What there is one of for each of `num` padded tokens."""
+
+    position: tl.tensor
+    slot: tl.tensor
+    num: tl.tensor
 
 
 @triton.jit
@@ -29,194 +92,132 @@ def _units_around(length_of_seq, seq, num_seqs, UNIT: tl.constexpr, SEQS: tl.con
 
 
 @triton.jit
-def _cells_before(q_len, kv_len, seq, SEQS: tl.constexpr):
+def _cells_before(seqs, seq, SEQS: tl.constexpr):
     """Mask cells of the sequences before seq, a multiple of SEQS."""
     cells = tl.zeros([SEQS], tl.int64)
     for first in range(0, seq, SEQS):
         other = first + tl.arange(0, SEQS)
-        cells += tl.load(q_len + other).to(tl.int64) * tl.load(kv_len + other)
+        cells += tl.load(seqs.q_len + other).to(tl.int64) * tl.load(seqs.kv_len + other)
     return tl.sum(cells, 0)
 
 
 @triton.jit
 def write_boundaries(
     block,
-    kv_len,
-    q_len,
-    q_indptr,
-    last_token_of_seq,
-    page_indptr,
-    last_page_len,
-    kv_len_int64,
-    mask_indptr,
-    num_seqs,
+    seqs,
+    to,
     PAGE_SIZE: tl.constexpr,
     WITH_PAGE_LIST: tl.constexpr,
     WITH_INT64: tl.constexpr,
     WITH_MASK: tl.constexpr,
     SEQS: tl.constexpr,
 ):
-    """What there is one of for each sequence or boundary, for SEQS boundaries; num_seqs is one of them."""
-    seq = block * SEQS + tl.arange(0, SEQS)
-    inside = seq < num_seqs
-    boundary = seq <= num_seqs
-    new = tl.load(q_len + seq, mask=inside, other=0)
-    length = tl.load(kv_len + seq, mask=inside, other=0)
+    """Boundaries, for SEQS of them; num is one of them."""
+    first_seq = block * SEQS
+    seq = first_seq + tl.arange(0, SEQS)
+    inside = seq < seqs.num
+    boundary = seq <= seqs.num
+    new = tl.load(seqs.q_len + seq, mask=inside, other=0)
+    length = tl.load(seqs.kv_len + seq, mask=inside, other=0)
 
-    tokens_before, _ = _units_around(q_len, block * SEQS, num_seqs, 1, SEQS)
+    tokens_before, _ = _units_around(seqs.q_len, first_seq, seqs.num, 1, SEQS)
     first_token = tokens_before + tl.cumsum(new, 0) - new
-    tl.store(q_indptr + seq, first_token, mask=boundary)
-    tl.store(last_token_of_seq + seq, tl.where(new > 0, first_token + new - 1, 0), mask=inside)
+    tl.store(to.q_indptr + seq, first_token, mask=boundary)
+    tl.store(to.last_token_of_seq + seq, tl.where(new > 0, first_token + new - 1, 0), mask=inside)
     if WITH_PAGE_LIST:
         pages = tl.cdiv(length, PAGE_SIZE)
-        pages_before, _ = _units_around(kv_len, block * SEQS, num_seqs, PAGE_SIZE, SEQS)
-        tl.store(page_indptr + seq, pages_before + tl.cumsum(pages, 0) - pages, mask=boundary)
-        tl.store(last_page_len + seq, tl.where(length > 0, (length - 1) % PAGE_SIZE + 1, 1), mask=inside)
+        pages_before, _ = _units_around(seqs.kv_len, first_seq, seqs.num, PAGE_SIZE, SEQS)
+        tl.store(to.page_indptr + seq, pages_before + tl.cumsum(pages, 0) - pages, mask=boundary)
+        tl.store(to.last_page_len + seq, tl.where(length > 0, (length - 1) % PAGE_SIZE + 1, 1), mask=inside)
     if WITH_INT64:
-        tl.store(kv_len_int64 + seq, length.to(tl.int64), mask=inside)
+        tl.store(to.kv_len_int64 + seq, length.to(tl.int64), mask=inside)
     if WITH_MASK:
         cells = new.to(tl.int64) * length
-        cells_before = _cells_before(q_len, kv_len, block * SEQS, SEQS)
-        tl.store(mask_indptr + seq, cells_before + tl.cumsum(cells, 0) - cells, mask=boundary)
+        cells_before = _cells_before(seqs, first_seq, SEQS)
+        tl.store(to.mask_indptr + seq, cells_before + tl.cumsum(cells, 0) - cells, mask=boundary)
 
 
 @triton.jit
-def write_groups(
-    block,
-    counts,
-    kv_len,
-    prefix_len,
-    group_end,
-    group_indptr,
-    suffix_kv_len,
-    suffix_page,
-    num_seqs_padded,
-    PAGE_SIZE: tl.constexpr,
-    SEQS: tl.constexpr,
-):
-    """Where groups begin and what lies behind their prefixes, for SEQS boundaries."""
+def write_groups(block, seqs, groups, PAGE_SIZE: tl.constexpr, SEQS: tl.constexpr):
+    """Where groups begin and what comes after their prefixes, for SEQS boundaries."""
     seq = block * SEQS + tl.arange(0, SEQS)
-    num_seqs = tl.load(counts)
+    num_seqs = tl.load(seqs.counts)
     live = seq < num_seqs
-    inside = seq < num_seqs_padded
+    inside = seq < seqs.num
     # The first sequence begins a group: 0 is where a group before it would end.
-    end_before = tl.load(group_end + seq - 1, mask=live & (seq > 0), other=0)
-    end = tl.load(group_end + seq, mask=live, other=0)
+    end_before = tl.load(groups.end + seq - 1, mask=live & (seq > 0), other=0)
+    end = tl.load(groups.end + seq, mask=live, other=0)
     first = tl.where(end_before == seq, seq, end)
-    tl.store(group_indptr + seq, tl.where(live, first, num_seqs), mask=seq <= num_seqs_padded)
-    shared = tl.load(prefix_len + seq, mask=live, other=0)
-    length = tl.load(kv_len + seq, mask=live, other=0)
-    tl.store(suffix_kv_len + seq, length - shared, mask=inside)
-    tl.store(suffix_page + seq, shared // PAGE_SIZE, mask=inside)
+    tl.store(groups.indptr + seq, tl.where(live, first, num_seqs), mask=seq <= seqs.num)
+    shared = tl.load(groups.prefix_len + seq, mask=live, other=0)
+    length = tl.load(seqs.kv_len + seq, mask=live, other=0)
+    tl.store(groups.suffix_kv_len + seq, length - shared, mask=inside)
+    tl.store(groups.suffix_page + seq, shared // PAGE_SIZE, mask=inside)
 
 
 @triton.jit
 def write_tokens(
-    share,
-    shares,
-    counts,
-    row_of_seq,
-    kv_len,
-    q_len,
-    table,
-    table_stride,
-    table_width,
-    position_of_token,
-    slot_of_token,
-    num_seqs,
-    num_tokens_padded,
-    window_left,
-    PAGE_SIZE: tl.constexpr,
-    ERROR: tl.constexpr,
-    NO_PAGE: tl.constexpr,
-    NO_WINDOW: tl.constexpr,
-    SEQS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    share, seqs, table, tokens, window_left, PAGE_SIZE: tl.constexpr, SEQS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Positions and slots: a share of one sequence's tokens, and one of the tokens behind all sequences."""
-    seq = share // shares
-    before, total = _units_around(q_len, seq, num_seqs, 1, SEQS)
-    new = tl.load(q_len + seq)
-    prefix = tl.load(kv_len + seq) - new
-    row = tl.load(row_of_seq + seq).to(tl.int64)
-    num_tokens = tl.load(counts + 1)
-    for first in range((share % shares) * BLOCK, new, shares * BLOCK):
+    """Positions and slots: a share of one sequence's tokens, and one of the tokens after all sequences."""
+    seq = share.id // share.of
+    before, total = _units_around(seqs.q_len, seq, seqs.num, 1, SEQS)
+    new = tl.load(seqs.q_len + seq)
+    prefix = tl.load(seqs.kv_len + seq) - new
+    row = tl.load(seqs.row_of_seq + seq).to(tl.int64)
+    num_tokens = tl.load(seqs.counts + 1)
+    for first in range((share.id % share.of) * BLOCK, new, share.of * BLOCK):
         offset = first + tl.arange(0, BLOCK)
         token = before + offset
-        inside = (offset < new) & (token < num_tokens_padded)
+        inside = (offset < new) & (token < tokens.num)
         live = inside & (token < num_tokens)
         kv_index = prefix + offset
         page_no = kv_index // PAGE_SIZE
-        in_row = live & (kv_index >= 0) & (page_no < table_width)
-        page = tl.load(table + row * table_stride + page_no, mask=in_row, other=0)
+        in_row = live & (kv_index >= 0) & (page_no < table.width)
+        page = tl.load(table.entries + row * table.stride + page_no, mask=in_row, other=0)
         position = tl.where(live, tl.maximum(kv_index, 0), 0)
-        tl.store(position_of_token + token, position, mask=inside)
-        tl.store(slot_of_token + token, page * PAGE_SIZE + position % PAGE_SIZE, mask=inside)
-        error = counts + ERROR + tl.zeros([BLOCK], tl.int32)
-        tl.atomic_or(error, NO_PAGE, mask=live & (page == 0), sem="relaxed")
+        tl.store(tokens.position + token, position, mask=inside)
+        tl.store(tokens.slot + token, page * PAGE_SIZE + position % PAGE_SIZE, mask=inside)
+        error = seqs.counts + _ERROR_WORD + tl.zeros([BLOCK], tl.int32)
+        tl.atomic_or(error, _TOKEN_WITHOUT_PAGE, mask=live & (page == 0), sem="relaxed")
         # Pages are given back from the front: if the first one that the token sees is there, all are.
         first_no = tl.maximum(position - window_left, 0) // PAGE_SIZE
-        first_page = tl.load(table + row * table_stride + first_no, mask=in_row, other=1)
-        tl.atomic_or(error, NO_WINDOW, mask=first_page == 0, sem="relaxed")
-    for first in range(total + share * BLOCK, num_tokens_padded, num_seqs * shares * BLOCK):
+        first_page = tl.load(table.entries + row * table.stride + first_no, mask=in_row, other=1)
+        tl.atomic_or(error, _WINDOW_WITHOUT_PAGE, mask=first_page == 0, sem="relaxed")
+    for first in range(total + share.id * BLOCK, tokens.num, seqs.num * share.of * BLOCK):
         token = first + tl.arange(0, BLOCK)
         zeros = tl.zeros([BLOCK], tl.int32)
-        tl.store(position_of_token + token, zeros, mask=token < num_tokens_padded)
-        tl.store(slot_of_token + token, zeros, mask=token < num_tokens_padded)
+        tl.store(tokens.position + token, zeros, mask=token < tokens.num)
+        tl.store(tokens.slot + token, zeros, mask=token < tokens.num)
 
 
 @triton.jit
 def write_page_list(
-    share,
-    shares,
-    row_of_seq,
-    kv_len,
-    table,
-    table_stride,
-    table_width,
-    page_list,
-    page_list_len,
-    num_seqs,
-    PAGE_SIZE: tl.constexpr,
-    SEQS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    share, seqs, table, page_list, page_list_len, PAGE_SIZE: tl.constexpr, SEQS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A share of one sequence's pages, and one of the entries behind all sequences."""
-    seq = share // shares
-    before, total = _units_around(kv_len, seq, num_seqs, PAGE_SIZE, SEQS)
-    pages = _units(kv_len, seq, num_seqs, PAGE_SIZE)
-    row = tl.load(row_of_seq + seq).to(tl.int64)
-    for first in range((share % shares) * BLOCK, pages, shares * BLOCK):
+    """A share of one sequence's pages, and one of the entries after all sequences."""
+    seq = share.id // share.of
+    before, total = _units_around(seqs.kv_len, seq, seqs.num, PAGE_SIZE, SEQS)
+    pages = _units(seqs.kv_len, seq, seqs.num, PAGE_SIZE)
+    row = tl.load(seqs.row_of_seq + seq).to(tl.int64)
+    for first in range((share.id % share.of) * BLOCK, pages, share.of * BLOCK):
         page_no = first + tl.arange(0, BLOCK)
         live = page_no < pages
-        page = tl.load(table + row * table_stride + page_no, mask=live & (page_no < table_width), other=0)
+        page = tl.load(table.entries + row * table.stride + page_no, mask=live & (page_no < table.width), other=0)
         tl.store(page_list + before + page_no, page, mask=live & (before + page_no < page_list_len))
-    for first in range(total + share * BLOCK, page_list_len, num_seqs * shares * BLOCK):
+    for first in range(total + share.id * BLOCK, page_list_len, seqs.num * share.of * BLOCK):
         entry = first + tl.arange(0, BLOCK)
         tl.store(page_list + entry, tl.zeros([BLOCK], tl.int32), mask=entry < page_list_len)
 
 
 @triton.jit
-def write_block_table(
-    share,
-    shares,
-    row_of_seq,
-    kv_len,
-    table,
-    table_stride,
-    table_width,
-    block_table,
-    block_table_stride,
-    block_table_width,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """A share of one sequence's row."""
-    seq = share // shares
-    pages = tl.minimum(tl.cdiv(tl.load(kv_len + seq), PAGE_SIZE), table_width)
-    row = tl.load(row_of_seq + seq).to(tl.int64)
-    for first in range((share % shares) * BLOCK, block_table_width, shares * BLOCK):
+def write_block_table(share, seqs, table, block_table, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """A share of one sequence's row of another table."""
+    seq = share.id // share.of
+    pages = tl.minimum(tl.cdiv(tl.load(seqs.kv_len + seq), PAGE_SIZE), table.width)
+    row = tl.load(seqs.row_of_seq + seq).to(tl.int64)
+    for first in range((share.id % share.of) * BLOCK, block_table.width, share.of * BLOCK):
         page_no = first + tl.arange(0, BLOCK)
-        page = tl.load(table + row * table_stride + page_no, mask=page_no < pages, other=0)
-        cell = block_table + seq.to(tl.int64) * block_table_stride + page_no
-        tl.store(cell, page, mask=page_no < block_table_width)
+        page = tl.load(table.entries + row * table.stride + page_no, mask=page_no < pages, other=0)
+        cell = block_table.entries + seq.to(tl.int64) * block_table.stride + page_no
+        tl.store(cell, page, mask=page_no < block_table.width)

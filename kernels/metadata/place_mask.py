@@ -1,7 +1,7 @@
 """Copy a step's packed mask and positions to the fixed addresses that its kernels read, before its graph or launches.
 
-    words      <- bits, byte by byte; what lies behind them stays, and no kernel looks at it
-    position t <- positions[t] for the step's tokens, 0 behind them
+    words      <- bits, byte by byte; what comes after them stays, and no kernel looks at it
+    position t <- positions[t] for the step's tokens, 0 after them
 
 A kernel does it, not a copy, for the reason that publish.py gives. Runs after publish and device_inputs, which say how
 many tokens the step has.
@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.launch import RepeatedLaunch
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 
 _BLOCK = 2048
 # One number for all sizes: the launch is kept by its grid.
@@ -51,29 +52,26 @@ def _place_mask_kernel(
 _place = RepeatedLaunch(_place_mask_kernel)
 
 
-def launch_place_mask(
-    bits: Tensor, positions: Tensor, counts: Tensor, words: Tensor, position_of_token: Tensor
-) -> None:
+def launch_place_mask(bits: Tensor, positions: Tensor, to: StepTensors) -> None:
     """Put a mask in its place.
 
-    bits:              uint8 [bytes], below 2 GiB; read only
-    positions:         int32 [n], at least as many as the step has tokens; read only
-    counts:            int32 [4]; [1] is the number of the step's tokens
-    words:             int32, of at least as many bytes as bits; receives them
-    position_of_token: int32 [T]; receives positions, and 0 behind the step's tokens
+    bits:      uint8 [bytes], below 2 GiB; read only
+    positions: int32 [n], at least as many as the step has tokens; read only
+    to:        counts[1] is the number of the step's tokens. mask_words, of at least as many bytes as bits, receives
+               them; mask_positions receives positions, and 0 after the step's tokens
     """
-    assert words.nbytes >= bits.nbytes
+    assert to.mask_words.nbytes >= bits.nbytes
     assert bits.nbytes + _PROGRAMS * _BLOCK < 2**31
     _place(
-        counts.device,
+        to.counts.device,
         (_PROGRAMS, 1, 1),
         bits,
         positions,
-        counts,
-        words.view(torch.uint8),
-        position_of_token,
+        to.counts,
+        to.mask_words.view(torch.uint8),
+        to.mask_positions,
         bits.shape[0],
-        position_of_token.shape[0],
+        to.mask_positions.shape[0],
         _PROGRAMS,
         _BLOCK,
         num_warps=4,

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from rocm_attn.kernels.launch import FixedLaunch
 from rocm_attn.kernels.metadata import error_word, slot_layout
-from rocm_attn.kernels.metadata.input_tensors import InputTensors
 from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS, HEADER_WORDS
+from rocm_attn.kernels.metadata.step_tensors import FIELDS, StepTensors
 
 _BLOCK = 256
 _STEP = tl.constexpr(slot_layout.STEP)
@@ -29,17 +29,7 @@ _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 
 @triton.jit(
     do_not_specialize=["num_seqs_padded", "num_tokens_padded", "pad_kv_len", "pad_q_len"],
-    do_not_specialize_on_alignment=[
-        "slot",
-        "counts_before",
-        "counts",
-        "row_of_seq",
-        "kv_len",
-        "q_len",
-        "prefix_len",
-        "group_end",
-        "token_ids",
-    ],
+    do_not_specialize_on_alignment=["slot", "counts_before", *FIELDS],
 )
 def _publish_kernel(
     slot,
@@ -93,7 +83,7 @@ def _publish_kernel(
         tl.store(counts + word, words)
 
 
-def launch_publish(slot: Tensor, counts_before: Tensor, to: InputTensors) -> None:
+def launch_publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None:
     """Copy a ring slot to the step's inputs, write the pads, and echo the step before into the slot.
 
     slot:          int32 words in pinned host memory (or device memory), laid out by slot_layout.py; its words ECHO and
@@ -106,7 +96,7 @@ def launch_publish(slot: Tensor, counts_before: Tensor, to: InputTensors) -> Non
     launch(slot, counts_before)
 
 
-def _launch_to(to: InputTensors) -> FixedLaunch:
+def _launch_to(to: StepTensors) -> FixedLaunch:
     num_seqs_padded, num_tokens_padded = to.row_of_seq.shape[0], to.token_ids.shape[0]
     blocks = max(1, -(-max(num_seqs_padded, num_tokens_padded) // _BLOCK))
     return FixedLaunch(
@@ -122,8 +112,8 @@ def _launch_to(to: InputTensors) -> FixedLaunch:
         to.token_ids,
         num_seqs_padded,
         num_tokens_padded,
-        to.pad_kv_len,
-        to.pad_q_len,
+        to.pads.kv_len,
+        to.pads.q_len,
         HEADER_WORDS,
         COUNT_WORDS,
         to.prefix_len.numel() > 0,

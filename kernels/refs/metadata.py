@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.metadata.device_inputs import GivenInputs
 from rocm_attn.kernels.metadata.error_word import (
     ERROR_WORD,
     LENGTH_BEYOND_BOUND,
@@ -12,8 +13,6 @@ from rocm_attn.kernels.metadata.error_word import (
     TOKEN_WITHOUT_PAGE,
     WINDOW_WITHOUT_PAGE,
 )
-from rocm_attn.kernels.metadata.index_tensors import ALL_KEYS, IndexTensors
-from rocm_attn.kernels.metadata.input_tensors import InputTensors
 from rocm_attn.kernels.metadata.slot_layout import (
     COUNT_WORDS,
     ECHO,
@@ -24,9 +23,10 @@ from rocm_attn.kernels.metadata.slot_layout import (
     UPDATE_WORDS,
     WRONG_STEP,
 )
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, StepTensors
 
 
-def publish(slot: Tensor, counts_before: Tensor, to: InputTensors) -> None:
+def publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None:
     """Twin of launch_publish. Reads the slot's header on the host: it runs outside of recordings, on a CPU slot."""
     num_seqs, num_tokens, _, has_ids = slot[:COUNT_WORDS].tolist()
     slot[ECHOED_STEP] = counts_before[STEP]
@@ -34,7 +34,7 @@ def publish(slot: Tensor, counts_before: Tensor, to: InputTensors) -> None:
     to.counts.copy_(slot[:COUNT_WORDS])
     to.counts[ERROR_WORD].zero_()
     at = HEADER_WORDS
-    for buffer, pad in ((to.row_of_seq, 0), (to.kv_len, to.pad_kv_len), (to.q_len, to.pad_q_len)):
+    for buffer, pad in ((to.row_of_seq, 0), (to.kv_len, to.pads.kv_len), (to.q_len, to.pads.q_len)):
         buffer[:num_seqs].copy_(slot[at : at + num_seqs])
         buffer[num_seqs:].fill_(pad)
         at += num_seqs
@@ -49,48 +49,37 @@ def publish(slot: Tensor, counts_before: Tensor, to: InputTensors) -> None:
             at += num_seqs
 
 
-def place_mask(bits: Tensor, positions: Tensor, counts: Tensor, words: Tensor, position_of_token: Tensor) -> None:
+def place_mask(bits: Tensor, positions: Tensor, to: StepTensors) -> None:
     """Twin of launch_place_mask; runs outside of recordings."""
-    words.view(torch.uint8)[: len(bits)].copy_(bits)
-    num_given = min(len(positions), len(position_of_token))
-    position_of_token.zero_()
-    position_of_token[:num_given].copy_(positions[:num_given])
-    token = torch.arange(len(position_of_token), device=counts.device)
-    position_of_token.masked_fill_(token >= counts[1], 0)
+    to.mask_words.view(torch.uint8)[: len(bits)].copy_(bits)
+    num_given = min(len(positions), len(to.mask_positions))
+    to.mask_positions.zero_()
+    to.mask_positions[:num_given].copy_(positions[:num_given])
+    token = torch.arange(len(to.mask_positions), device=to.counts.device)
+    to.mask_positions.masked_fill_(token >= to.counts[1], 0)
 
 
-def device_inputs(
-    slot: Tensor,
-    device_kv_len: Tensor,
-    device_q_len: Tensor,
-    device_token_ids: Tensor,
-    floor: Tensor,
-    counts: Tensor,
-    kv_len: Tensor,
-    q_len: Tensor,
-    token_ids: Tensor,
-) -> None:
+def device_inputs(slot: Tensor, given: GivenInputs, to: StepTensors) -> None:
     """Twin of launch_device_inputs; runs outside of recordings, on a CPU slot."""
-    num_seqs, num_ids = int(slot[0]), len(device_token_ids)
+    num_seqs, num_ids, counts = int(slot[0]), len(given.token_ids), to.counts
     bounds = slot[HEADER_WORDS + num_seqs : HEADER_WORDS + 3 * num_seqs]
     kv_bound, q_bound = bounds.to(counts.device).view(2, num_seqs)
-    given_kv, given_q, ids = (
-        given.to(counts.device) for given in (device_kv_len[:num_seqs], device_q_len[:num_seqs], device_token_ids)
+    given_kv, given_q, begin = (
+        words[:num_seqs].to(counts.device) for words in (given.kv_len, given.q_len, given.floor)
     )
     new = given_q.clamp(min=0).minimum(q_bound)
     length = given_kv.maximum(new).minimum(kv_bound)
     cut = ((new != given_q) | (length != given_kv)).any()
-    begin = floor[:num_seqs].to(counts.device)
     below = (new > 0) & (length - new < begin)
     length = torch.where(below, (begin + new).minimum(kv_bound), length)
     new = torch.where(below, new.minimum((length - begin).clamp(min=0)), new)
-    kv_len[:num_seqs].copy_(length)
-    q_len[:num_seqs].copy_(new)
+    to.kv_len[:num_seqs].copy_(length)
+    to.q_len[:num_seqs].copy_(new)
     counts[1] = new.sum()
     counts[ERROR_WORD] = torch.where(cut, LENGTH_BEYOND_BOUND, 0) | torch.where(below.any(), SHARED_TOKEN, 0)
     live = torch.arange(num_ids, device=counts.device) < counts[1]
-    token_ids[:num_ids].copy_(torch.where(live, ids, 0))
-    token_ids[num_ids:].zero_()
+    to.token_ids[:num_ids].copy_(torch.where(live, given.token_ids.to(counts.device), 0))
+    to.token_ids[num_ids:].zero_()
 
 
 def table_update(updates: Tensor, table: Tensor, *, num_updates: int) -> None:
@@ -100,7 +89,7 @@ def table_update(updates: Tensor, table: Tensor, *, num_updates: int) -> None:
     table[row[live].long(), column[live].long()] = entry[live]
 
 
-def fill(step: IndexTensors, *, page_size: int, window_left: int = ALL_KEYS) -> None:
+def fill(step: StepTensors, *, page_size: int, window_left: int = ALL_KEYS) -> None:
     """Twin of launch_fill."""
     first_token = _write_indptr(step.q_indptr, step.q_len)
     step.last_token_of_seq.copy_(torch.where(step.q_len > 0, step.q_indptr[1:] - 1, 0))
@@ -127,7 +116,7 @@ def _write_indptr(indptr: Tensor, counts: Tensor) -> Tensor:
     return ends - counts
 
 
-def _write_tokens(step: IndexTensors, first_token: Tensor, page_size: int, window_left: int) -> None:
+def _write_tokens(step: StepTensors, first_token: Tensor, page_size: int, window_left: int) -> None:
     """Positions, slots, and the error word of tokens that meet page 0 or see it."""
     num_seqs, num_tokens = step.kv_len.shape[0], step.slot_of_token.shape[0]
     token = torch.arange(num_tokens, device=step.counts.device)
@@ -146,7 +135,7 @@ def _write_tokens(step: IndexTensors, first_token: Tensor, page_size: int, windo
     step.counts[ERROR_WORD].bitwise_or_(is_blind.to(torch.int32) * WINDOW_WITHOUT_PAGE)
 
 
-def _write_page_list(step: IndexTensors, first_entry: Tensor, pages: Tensor) -> None:
+def _write_page_list(step: StepTensors, first_entry: Tensor, pages: Tensor) -> None:
     num_seqs = step.kv_len.shape[0]
     entry = torch.arange(step.page_list.shape[0], device=step.counts.device)
     seq = torch.searchsorted(first_entry + pages, entry, right=True)
@@ -156,14 +145,14 @@ def _write_page_list(step: IndexTensors, first_entry: Tensor, pages: Tensor) -> 
     step.page_list.copy_(torch.where(live, _pages_at(step, seq, page_no), 0))
 
 
-def _write_block_table(step: IndexTensors, pages: Tensor) -> None:
+def _write_block_table(step: StepTensors, pages: Tensor) -> None:
     width = min(step.block_table.shape[1], step.table.shape[1])
     live = torch.arange(width, device=step.counts.device) < pages[:, None]
     step.block_table[:, width:].zero_()
     step.block_table[:, :width].copy_(torch.where(live, step.table[step.row_of_seq.long(), :width], 0))
 
 
-def _write_groups(step: IndexTensors, page_size: int) -> None:
+def _write_groups(step: StepTensors, page_size: int) -> None:
     num_seqs = step.counts[0]
     seq = torch.arange(len(step.kv_len), device=step.counts.device)
     live = seq < num_seqs
@@ -176,7 +165,7 @@ def _write_groups(step: IndexTensors, page_size: int) -> None:
     step.suffix_page.copy_(shared // page_size)
 
 
-def _pages_at(step: IndexTensors, seq: Tensor, page_no: Tensor) -> Tensor:
+def _pages_at(step: StepTensors, seq: Tensor, page_no: Tensor) -> Tensor:
     """The page in each sequence's row, and page 0 past the row's end."""
     width = step.table.shape[1]
     page = step.table[step.row_of_seq[seq].long(), page_no.clamp(max=width - 1)]

@@ -14,16 +14,16 @@ import torch
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.capture.graphs import capture_shapes
+from rocm_attn.kernels.metadata.step_tensors import FIELDS, Need, Unit
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.index_spaces import num_pages as pages_of
 from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.paging.page_table import PageTable
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import Need
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step.buffers import PADDED_BATCH, STEP_BUFFERS, BufferSpec, Unit, needed_buffers, space_buffers
-from rocm_attn.step.memory import FormSizes, StepMemory, words_of_children
+from rocm_attn.step.buffers import PADDED_BATCH, BufferSpec
+from rocm_attn.step.memory import StepMemory, table_sizes, words_of_children
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +135,8 @@ def _bucket(runtime: AttentionRuntime, shape: PaddedShape) -> Bucket:
 
 def _specs(runtime: AttentionRuntime) -> dict[str, BufferSpec]:
     """The buffers that the runtime has, by name, but for the schedules."""
-    sizes = FormSizes.of(runtime.selections, runtime.table)
-    spaces = [table.space for table in runtime.table.spaces]
-    declared = (
-        *STEP_BUFFERS,
-        *(spec for space in spaces for spec in space_buffers(space)),
-        *(spec for space in spaces for need in Need for spec in sizes.buffers(need, space)),
-    )
+    every_need = {table.space: list(Need) for table in runtime.table.spaces}
+    declared = table_sizes(runtime.selections, runtime.table).buffers(every_need)
     held = runtime.sealed_tensors()
     return {spec.name: spec for spec in declared if spec.name in held}
 
@@ -162,19 +157,19 @@ def _knobs(runtime: AttentionRuntime) -> dict[str, str]:
     seqs = f"capture_sizes up to {runtime.padding.seqs.largest}"
     tokens = f"capture_tokens up to {runtime.padding.tokens.largest}"
     of_unit = {
+        Unit.COUNT: "split_steps" if runtime.padding.max_children > 1 else "always the same",
         Unit.SEQ: seqs,
         Unit.SEQ_BOUNDARY: seqs,
         Unit.TOKEN: f"{seqs} or {tokens}",
-        Unit.PAGE: f"{seqs} x {_row_width(runtime)}",
+        Unit.LIST_ENTRY: f"{seqs} x {_row_width(runtime)}",
+        Unit.TABLE_ENTRY: f"{seqs} x {_row_width(runtime)}",
+        Unit.MASK_WORD: f"{tokens} x max_kv_len {runtime.max_kv_len}",
     }
-    of_buffer = {name: of_unit[spec.unit] for name, spec in _specs(runtime).items() if spec.unit in of_unit}
+    of_buffer = {name: of_unit[spec.unit] for name, spec in _specs(runtime).items()}
+    of_need = {Need.PREFIXES: f"shared_prefixes, {seqs}"}
+    of_prefixes = {name: of_need[need] for name, field in FIELDS.items() for need in field.needs if need in of_need}
     kernels = f"{seqs}, {tokens}, {runtime.target.compute_units} compute units"
-    halves = "split_steps" if runtime.padding.max_children > 1 else "always the same"
-    masks = f"{tokens} x max_kv_len {runtime.max_kv_len}"
-    shared = f"shared_prefixes, {seqs}"
-    of_prefixes = dict.fromkeys((spec.name for spec in needed_buffers(Need.PREFIXES, table_width=0)), shared)
-    fixed = {"counts": halves, "schedules": kernels, "mask_words": masks, "given_position_of_token": tokens}
-    return {**of_buffer, **of_prefixes, **fixed}
+    return {**of_buffer, **of_prefixes, "mask_positions": tokens, "schedules": kernels}
 
 
 def _row_width(runtime: AttentionRuntime) -> str:

@@ -19,6 +19,7 @@ from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.errors import BadSetting
 from rocm_attn.guards import unguarded
 from rocm_attn.hip_graphs.pinned import PinnedTensors
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.settings import Settings, settings
 from rocm_attn.paging.page_table import (
     WITHIN_THE_ROW,
@@ -37,14 +38,14 @@ from rocm_attn.step.buffers import (
     Capacity,
     FirstOfChild,
     SealedGrowth,
-    behind_each_other,
+    one_after_another,
     refuse_growth,
 )
 from rocm_attn.step.echo import EchoCheck, fault_of_counts
 from rocm_attn.step.head_weights import refuse_new_weights
 from rocm_attn.step.host_ring import Fence, wait_for
 from rocm_attn.step.layers import by_space_of_layer
-from rocm_attn.step.memory import DeviceStep, SpaceStep
+from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import GraphKey
 from rocm_attn.step.publisher import Deliver, OfLastStep, launch_then_forget
 
@@ -124,7 +125,7 @@ class Guards:
     v_mask: Callable[[Selection], Selection] = unchanged_selection
     cut_points: Callable[[Selection], Selection] = unchanged_selection
     capacity: Callable[[int], Capacity] = by_padded_batch
-    child_ranges: FirstOfChild = behind_each_other
+    child_ranges: FirstOfChild = one_after_another
     sealed_growth: SealedGrowth = refuse_growth
     head_weights: Callable[[int], None] = refuse_new_weights
     row_width: RowWidth = WITHIN_THE_ROW
@@ -133,7 +134,7 @@ class Guards:
     stored_tokens: Callable[[RequestTable], tuple[CheckBatch, CheckBatch]] = stored_before_it_is_read
     copy_sources: IsSource = still_to_be_copied
     batch_check: Callable[[RequestTable], Callable[[StepBatch], None]] = checked_batch
-    layer_space: Callable[[DeviceStep, int], SpaceStep] = by_space_of_layer
+    layer_space: Callable[[DeviceStep, int], StepTensors] = by_space_of_layer
     window_reach: Callable[[RequestTable], Callable[[StepBatch], None]] = before_the_steps_windows
     planner_inputs: Callable[[Callable[[], Mapping[str, Tensor]]], Callable[[StepBatch], int]] = lengths_on_the_host
     graph_key: Callable[[GraphKey], GraphKey] = whole_key

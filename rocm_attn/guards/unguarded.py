@@ -19,25 +19,25 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.hip_graphs.pinned import PinnedTensors
 from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
-from rocm_attn.kernels.metadata.index_tensors import IndexTensors
-from rocm_attn.kernels.metadata.input_tensors import InputTensors
+from rocm_attn.kernels.metadata.device_inputs import GivenInputs
 from rocm_attn.kernels.metadata.slot_layout import UPDATE_WORDS
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.paging.page_table import RowWidth
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import AttendArgs, BoundKernel, LayerKernel, StepMetadata, StepOps
+from rocm_attn.providers.contract import AttendArgs, BoundKernel, LayerKernel, StepBounds, StepOps
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.providers.torch_segments import TorchSegments
 from rocm_attn.step.buffers import PADDED_BATCH, BufferSpec, Capacity
 from rocm_attn.step.host_ring import Fence
-from rocm_attn.step.memory import DeviceStep, SpaceStep
+from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import GraphKey
 
 
 def leave_pads(ops: StepOps) -> StepOps:
     """Publishing writes the real sequences and tokens; what lies behind them keeps what the last step left."""
 
-    def publish(slot: Tensor, counts_before: Tensor, to: InputTensors) -> None:
+    def publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None:
         seqs, tokens = slot[:2].tolist()
         real = {name: getattr(to, name)[:seqs] for name in ("row_of_seq", "kv_len", "q_len", "prefix_len", "group_end")}
         ops.publish(slot, counts_before, replace(to, **real, token_ids=to.token_ids[:tokens]))
@@ -75,7 +75,7 @@ def fill_once(ops: StepOps) -> StepOps:
     """Derived tensors are filled the first time that a step uses them, and kept."""
     filled: set[tuple[int, int]] = set()
 
-    def fill(step: IndexTensors, *, page_size: int, window_left: int) -> None:
+    def fill(step: StepTensors, *, page_size: int, window_left: int) -> None:
         key = step.slot_of_token.data_ptr(), step.slot_of_token.numel()
         if key not in filled:
             filled.add(key)
@@ -87,7 +87,7 @@ def fill_once(ops: StepOps) -> StepOps:
 def slots_past_the_row(ops: StepOps) -> StepOps:
     """The slot of a token beyond its row's last page is looked up where the row would go on: in the next row."""
 
-    def fill(step: IndexTensors, *, page_size: int, window_left: int) -> None:
+    def fill(step: StepTensors, *, page_size: int, window_left: int) -> None:
         ops.fill(step, page_size=page_size, window_left=window_left)
         position = step.position_of_token
         token = torch.arange(len(position), device=position.device)
@@ -103,22 +103,12 @@ def slots_past_the_row(ops: StepOps) -> StepOps:
 def lengths_as_they_come(ops: StepOps) -> StepOps:
     """Lengths on the device are taken without a look at what the host has reserved."""
 
-    def device_inputs(
-        slot: Tensor,
-        device_kv_len: Tensor,
-        device_q_len: Tensor,
-        device_token_ids: Tensor,
-        floor: Tensor,
-        counts: Tensor,
-        kv_len: Tensor,
-        q_len: Tensor,
-        token_ids: Tensor,
-    ) -> None:
-        ops.device_inputs(slot, device_kv_len, device_q_len, device_token_ids, floor, counts, kv_len, q_len, token_ids)
+    def device_inputs(slot: Tensor, given: GivenInputs, to: StepTensors) -> None:
+        ops.device_inputs(slot, given, to)
         seqs = int(slot[0])
-        kv_len[:seqs].copy_(device_kv_len[:seqs])
-        q_len[:seqs].copy_(device_q_len[:seqs])
-        counts[1], counts[3] = q_len[:seqs].sum(), 0
+        to.kv_len[:seqs].copy_(given.kv_len[:seqs])
+        to.q_len[:seqs].copy_(given.q_len[:seqs])
+        to.counts[1], to.counts[3] = to.q_len[:seqs].sum(), 0
 
     return replace(ops, device_inputs=device_inputs)
 
@@ -151,7 +141,7 @@ def table_one_update_late(ops: StepOps) -> StepOps:
 def leave_tails(ops: StepOps) -> StepOps:
     """Page lists and dense tables keep, behind a sequence's last page, what an earlier step left."""
 
-    def fill(step: IndexTensors, *, page_size: int, window_left: int) -> None:
+    def fill(step: StepTensors, *, page_size: int, window_left: int) -> None:
         list_before, rows_before = step.page_list.clone(), step.block_table.clone()
         ops.fill(step, page_size=page_size, window_left=window_left)
         pages = (step.kv_len + page_size - 1) // page_size
@@ -183,14 +173,14 @@ class _ReadsDeadV:
     def schedule_key(self) -> Hashable:
         return self.inner.schedule_key()
 
-    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
-        self.inner.build_schedule(step, schedule)
+    def build_schedule(self, step: StepTensors, bounds: StepBounds, schedule: Tensor) -> None:
+        self.inner.build_schedule(step, bounds, schedule)
 
     def attend(self, args: AttendArgs) -> None:
         self.inner.attend(args)
         step, page_size = args.step, self.problem.page_size
         page_no = (step.kv_len - 1).clamp(min=0) // page_size
-        page = step.table.entries[step.table.row_of_seq.long(), page_no.long()]
+        page = step.table[step.row_of_seq.long(), page_no.long()]
         live = torch.arange(page_size, device=page.device) < (step.kv_len - page_no * page_size)[:, None]
         dead = value_rows(args.v_pages).read(page).masked_fill(live[:, :, None, None], 0)
         product = (0 * dead).sum(1).repeat_interleave(self.problem.gqa_ratio, 1)
@@ -225,7 +215,7 @@ class _SharesOfTheStep(TorchSegments):
     """Torch's kernel, for which three workers share the KV of the step's longest sequence."""
 
     def attend(self, args: AttendArgs) -> None:
-        TorchSegments(self.problem, -(-args.step.max_kv_len // 3)).attend(args)
+        TorchSegments(self.problem, -(-args.bounds.max_kv_len // 3)).attend(args)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,9 +300,9 @@ def any_batch(table: RequestTable) -> Callable[[StepBatch], None]:
     return take
 
 
-def full_space(step: DeviceStep, kind: int) -> SpaceStep:
+def full_space(step: DeviceStep, kind: int) -> StepTensors:
     """Layers of all spaces read by the full space's ids."""
-    return step.full
+    return step.spaces[0]
 
 
 def before_the_last_window(table: RequestTable) -> Callable[[StepBatch], None]:

@@ -11,22 +11,10 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape, StepKind, round_up
-from rocm_attn.kernels.metadata.input_tensors import InputTensors
+from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.machine.releases import EVERY_RELEASE, Span
 from rocm_attn.machine.target import Target
-from rocm_attn.paging.table_view import TableView
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
-
-
-class Need(enum.Enum):
-    """Forms of the step's metadata that a kernel reads besides lengths, q_indptr and the table itself."""
-
-    PAGE_LIST = "CSR page list with page_indptr and last_page_len"
-    BLOCK_TABLE = "dense block table, one row for each sequence"
-    KV_LEN_INT64 = "int64 KV lengths"
-    MASK_INDPTR = "int64 first mask cell of each sequence, for masks of [q_len, kv_len] cells"
-    MASK_WORDS = "packed mask cells, and positions that come with them"
-    PREFIXES = "lengths of shared prefixes, where their groups begin, and what lies behind them"
 
 
 class Baked(enum.Enum):
@@ -37,60 +25,24 @@ class Baked(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class StepMetadata:
-    """A step on the device, at padded sizes; S padded sequences, T padded tokens. Tensors are int32 unless said.
+class StepBounds:
+    """What the host knows of a step, or of one half of a split one.
 
-    shape:        the padded shape
-    max_q_len:    bound on new tokens of a sequence
-    max_kv_len:   bound on kv_len; the table is at least this wide
-    counts:       [4]    num_seqs, num_tokens, step number, error word
-    kv_len:       [S]    tokens, new ones included; pads hold the plan's pad_kv_len
-    q_len:        [S]    new tokens
-    q_indptr:     [S+1]  sequence -> first token
-    table:        request rows -> pages
-    page_indptr:  [S+1]  sequence -> first entry of page_list     (these seven: empty unless a kernel needs them)
-    page_list:    [L]    pages, sequence after sequence, then page 0
-    last_page_len:[S]    tokens in the last page, 1 where kv_len is 0
-    block_table:  [S, W] pages of each sequence, then page 0
-    kv_len_int64: [S]    int64
-    mask_indptr:  [S+1]  int64, sequence -> first cell of its mask
-    mask_words:   [n]    cells of a masked step, packed; empty in others and unless a kernel needs them
-    mask_positions:[T]   positions that a masked step's mask gives; like mask_words
-    prefix_len:   [S]    tokens that the sequence shares with its group (these four: empty in steps that share none)
-    group_indptr: [S+1]  group -> first of its sequences; a group has its first sequence's number, others are empty
-    suffix_kv_len:[S]    tokens behind the prefix, 0 for pads
-    suffix_page:  [S]    page_no of the first page behind the prefix
-    slot_of_token:[T]    token -> slot of the pool, 0 for pads
+    shape:      the padded shape
+    max_q_len:  bound on new tokens of a sequence
+    max_kv_len: bound on kv_len; the table is at least this wide
     """
 
     shape: PaddedShape
     max_q_len: int
     max_kv_len: int
-    counts: Tensor
-    kv_len: Tensor
-    q_len: Tensor
-    q_indptr: Tensor
-    table: TableView
-    page_indptr: Tensor
-    page_list: Tensor
-    last_page_len: Tensor
-    block_table: Tensor
-    kv_len_int64: Tensor
-    mask_indptr: Tensor
-    mask_words: Tensor
-    mask_positions: Tensor
-    prefix_len: Tensor
-    group_indptr: Tensor
-    suffix_kv_len: Tensor
-    suffix_page: Tensor
-    slot_of_token: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class AttendArgs:
     """One layer's attention.
 
-    step:             the step's metadata
+    step, bounds:     the step in the layer's space, and what the host knows of it
     schedule:         int32 words that this kernel's build_schedule filled for this step
     workspace:        float32 words, at least workspace_words(shape); content is undefined
     q, out:           [T, q_heads, head_dim | v_head_dim]; padded tokens of out receive zeros
@@ -100,7 +52,8 @@ class AttendArgs:
     alibi_slopes:     float32 [q_heads] for a problem that has them, else None
     """
 
-    step: StepMetadata
+    step: StepTensors
+    bounds: StepBounds
     schedule: Tensor
     workspace: Tensor
     q: Tensor
@@ -131,7 +84,7 @@ class BoundKernel(Protocol):
         """float32 words of workspace of a step of this shape."""
         ...
 
-    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
+    def build_schedule(self, step: StepTensors, bounds: StepBounds, schedule: Tensor) -> None:
         """Fill the schedule on the device, once a step."""
         ...
 
@@ -165,7 +118,7 @@ class Unscheduled:
         """None."""
         return 0
 
-    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
+    def build_schedule(self, step: StepTensors, bounds: StepBounds, schedule: Tensor) -> None:
         """Nothing to fill."""
 
 
@@ -395,10 +348,10 @@ class StepOps:
     """The launches around attention, by the signatures of rocm_attn.kernels.metadata and .cache.
 
     publish: (slot, counts of the step before, where to)
-    fill: (IndexTensors, page_size=...), everything that a step derives from its inputs, in one launch
+    fill: (StepTensors, page_size=...), everything that a step derives from its inputs, in one launch
     """
 
-    publish: Callable[[Tensor, Tensor, InputTensors], None]
+    publish: Callable[[Tensor, Tensor, StepTensors], None]
     device_inputs: Callable[..., None]
     place_mask: Callable[..., None]
     table_update: Callable[..., None]

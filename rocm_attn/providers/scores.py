@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import StepMetadata
 
 
 def scores_of(problem: Problem) -> Scores:
@@ -18,6 +18,6 @@ def scores_of(problem: Problem) -> Scores:
     )
 
 
-def packed_mask(step: StepMetadata) -> PackedMask:
+def packed_mask(step: StepTensors) -> PackedMask:
     """What the tokens of a masked step see."""
     return PackedMask(step.mask_words, step.mask_indptr, step.mask_positions)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.problem import PoolKind, Problem
-from rocm_attn.providers.contract import AttendArgs, BoundKernel, Limits, StepMetadata, aligned_words
+from rocm_attn.providers.contract import AttendArgs, BoundKernel, Limits, StepBounds, aligned_words
 from rocm_attn.providers.scratch import Part, cut, num_words
 
 # (out_a, lse_a, out_b, lse_b, out, lse), as launch_merge_states
@@ -57,13 +58,13 @@ class SharedPrefixKernel:
         used_in_turn = max(self.prefix.workspace_words(shape), self.suffix.workspace_words(shape))
         return num_words(self._parts(shape)) + used_in_turn
 
-    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
-        words = aligned_words(self.prefix.schedule_words(step.shape))
-        self.prefix.build_schedule(_prefixes(step), schedule[:words])
-        self.suffix.build_schedule(_suffixes(step), schedule[words:])
+    def build_schedule(self, step: StepTensors, bounds: StepBounds, schedule: Tensor) -> None:
+        words = aligned_words(self.prefix.schedule_words(bounds.shape))
+        self.prefix.build_schedule(_prefixes(step), _of_prefixes(bounds), schedule[:words])
+        self.suffix.build_schedule(_suffixes(step), bounds, schedule[words:])
 
     def attend(self, args: AttendArgs) -> None:
-        words, parts = aligned_words(self.prefix.schedule_words(args.step.shape)), self._parts(args.step.shape)
+        words, parts = aligned_words(self.prefix.schedule_words(args.bounds.shape)), self._parts(args.bounds.shape)
         prefix_out, prefix_lse, own_lse = cut(args.workspace, parts)
         used_in_turn = args.workspace[num_words(parts) :]
         lse = own_lse if args.lse is None else args.lse
@@ -71,6 +72,7 @@ class SharedPrefixKernel:
             replace(
                 args,
                 step=_prefixes(args.step),
+                bounds=_of_prefixes(args.bounds),
                 schedule=args.schedule[:words],
                 workspace=used_in_turn,
                 out=prefix_out,
@@ -104,12 +106,17 @@ def problem_of_prefixes(problem: Problem) -> Problem:
     return replace(problem, causal=False, has_sinks=False)
 
 
-def _prefixes(step: StepMetadata) -> StepMetadata:
+def _prefixes(step: StepTensors) -> StepTensors:
     """The groups of a step as sequences over their prefixes; a group has the number, and so the row, of its first."""
-    # All queries may belong to one group. Nobody reads q_len here: it is that of sequences.
-    return replace(step, max_q_len=step.shape.num_tokens, kv_len=step.prefix_len, q_indptr=step.group_indptr)
+    # The kernel of the prefixes does not read q_len: it is that of sequences.
+    return replace(step, kv_len=step.prefix_len, q_indptr=step.group_indptr)
 
 
-def _suffixes(step: StepMetadata) -> StepMetadata:
+def _of_prefixes(bounds: StepBounds) -> StepBounds:
+    """All queries may belong to one group."""
+    return replace(bounds, max_q_len=bounds.shape.num_tokens)
+
+
+def _suffixes(step: StepTensors) -> StepTensors:
     """The sequences of a step without what they share."""
     return replace(step, kv_len=step.suffix_kv_len)

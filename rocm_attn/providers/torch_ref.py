@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rocm_attn.batch.padding import StepKind
 from rocm_attn.kernels.attention.packed_mask import PackedMask
+from rocm_attn.kernels.metadata.step_tensors import Need
 from rocm_attn.kernels.refs import attention, cache, merge_states, metadata, pads
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import PoolKind, Problem
@@ -19,10 +20,8 @@ from rocm_attn.providers.contract import (
     Bind,
     KernelRow,
     Limits,
-    Need,
     PoolSize,
     Provider,
-    StepMetadata,
     StepOps,
     Unscheduled,
 )
@@ -55,9 +54,9 @@ class _TorchKernel(Unscheduled):
     problem: Problem
 
 
-def _entries(problem: Problem, step: StepMetadata) -> Tensor:
+def _table(problem: Problem, args: AttendArgs) -> Tensor:
     """The table, cut to the pages that the step's longest sequence needs."""
-    return step.table.narrow(-(-step.max_kv_len // problem.page_size)).entries
+    return args.step.table[:, : -(-args.bounds.max_kv_len // problem.page_size)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +72,8 @@ class TorchDecode(_TorchKernel):
             args.q,
             args.k_pages,
             args.v_pages,
-            _entries(self.problem, step),
-            step.table.row_of_seq,
+            _table(self.problem, args),
+            step.row_of_seq,
             step.kv_len,
             step.q_indptr,
             None,
@@ -103,8 +102,8 @@ class TorchExtend(_TorchKernel):
             args.q,
             args.k_pages,
             args.v_pages,
-            _entries(self.problem, step),
-            step.table.row_of_seq,
+            _table(self.problem, args),
+            step.row_of_seq,
             step.kv_len,
             step.q_indptr,
             None,
@@ -113,7 +112,7 @@ class TorchExtend(_TorchKernel):
             args.sinks,
             args.alibi_slopes,
             scores=scores_of(self.problem),
-            max_q_len=step.max_q_len,
+            max_q_len=args.bounds.max_q_len,
             tiles=None,
             mask=mask,
         )

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.refs import segments
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata
+from rocm_attn.providers.contract import AttendArgs, PoolSize, StepBounds
 from rocm_attn.providers.scores import scores_of
 
 
@@ -34,7 +35,7 @@ class TorchSegments:
     def schedule_key(self) -> Hashable:
         return ()
 
-    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
+    def build_schedule(self, step: StepTensors, bounds: StepBounds, schedule: Tensor) -> None:
         pass
 
     def attend(self, args: AttendArgs) -> None:
@@ -43,8 +44,8 @@ class TorchSegments:
             args.q,
             args.k_pages,
             args.v_pages,
-            step.table.narrow(-(-step.max_kv_len // self.problem.page_size)).entries,
-            step.table.row_of_seq,
+            step.table[:, : -(-args.bounds.max_kv_len // self.problem.page_size)],
+            step.row_of_seq,
             step.kv_len,
             step.q_indptr,
             None,
@@ -53,7 +54,7 @@ class TorchSegments:
             args.sinks,
             args.alibi_slopes,
             scores=scores_of(self.problem),
-            max_q_len=step.max_q_len,
+            max_q_len=args.bounds.max_q_len,
             tiles=None,
             segment_len=self.segment_len,
         )

@@ -11,6 +11,7 @@ from torch import Tensor
 from rocm_attn.batch.padding import PaddedShape, StepKind
 from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.packed_mask import PackedMask
+from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers import triton_segments
@@ -20,10 +21,9 @@ from rocm_attn.providers.contract import (
     BoundKernel,
     KernelRow,
     Limits,
-    Need,
     PoolSize,
     Provider,
-    StepMetadata,
+    StepBounds,
     StepOps,
     aligned_words,
 )
@@ -81,7 +81,7 @@ class TritonDecode:
         rows = self.tiles.rows_per_seq(self.problem.num_kv_heads)
         return "decode", rows, self.tiles.block_n, self.tiles.row_cost, self.num_programs, self.problem.window_left
 
-    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
+    def build_schedule(self, step: StepTensors, bounds: StepBounds, schedule: Tensor) -> None:
         from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
 
         launch_decode_schedule(
@@ -102,8 +102,8 @@ class TritonDecode:
             args.q,
             args.k_pages,
             args.v_pages,
-            step.table.entries,
-            step.table.row_of_seq,
+            step.table,
+            step.row_of_seq,
             step.kv_len,
             step.q_indptr,
             args.schedule,
@@ -143,7 +143,7 @@ class TritonExtend:
     def schedule_key(self) -> Hashable:
         return "extend", self.tiles.tokens_per_tile(self.problem.gqa_ratio), self.min_q_len
 
-    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
+    def build_schedule(self, step: StepTensors, bounds: StepBounds, schedule: Tensor) -> None:
         from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
 
         launch_extend_schedule(
@@ -151,7 +151,7 @@ class TritonExtend:
             step.q_indptr,
             schedule,
             min_q_len=self.min_q_len,
-            num_tokens=step.shape.num_tokens,
+            num_tokens=bounds.shape.num_tokens,
             gqa_ratio=self.problem.gqa_ratio,
             tiles=self.tiles,
         )
@@ -164,8 +164,8 @@ class TritonExtend:
             args.q,
             args.k_pages,
             args.v_pages,
-            step.table.entries,
-            step.table.row_of_seq,
+            step.table,
+            step.row_of_seq,
             step.kv_len,
             step.q_indptr,
             args.schedule,
@@ -174,7 +174,7 @@ class TritonExtend:
             args.sinks,
             args.alibi_slopes,
             scores=scores_of(self.problem),
-            max_q_len=step.max_q_len,
+            max_q_len=args.bounds.max_q_len,
             tiles=self.tiles,
             mask=mask,
         )
@@ -198,8 +198,8 @@ class TritonMasked:
     def schedule_key(self) -> Hashable:
         return self.extend.schedule_key()
 
-    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
-        self.extend.build_schedule(step, schedule)
+    def build_schedule(self, step: StepTensors, bounds: StepBounds, schedule: Tensor) -> None:
+        self.extend.build_schedule(step, bounds, schedule)
 
     def attend(self, args: AttendArgs) -> None:
         self.extend.attend(args, packed_mask(args.step))
@@ -227,13 +227,13 @@ class TritonMixed:
     def schedule_key(self) -> Hashable:
         return self.extend.schedule_key(), self.decode.schedule_key()
 
-    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
-        words = self._extend_words(step.shape)
-        self.extend.build_schedule(step, schedule[:words])
-        self.decode.build_schedule(step, schedule[words:])
+    def build_schedule(self, step: StepTensors, bounds: StepBounds, schedule: Tensor) -> None:
+        words = self._extend_words(bounds.shape)
+        self.extend.build_schedule(step, bounds, schedule[:words])
+        self.decode.build_schedule(step, bounds, schedule[words:])
 
     def attend(self, args: AttendArgs) -> None:
-        words = self._extend_words(args.step.shape)
+        words = self._extend_words(args.bounds.shape)
         self.extend.attend(replace(args, schedule=args.schedule[:words]))
         self.decode.attend(replace(args, schedule=args.schedule[words:]))
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata
+from rocm_attn.providers.contract import AttendArgs, PoolSize, StepBounds
 from rocm_attn.providers.scores import scores_of
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class SegmentDecode:
         rows = tiles.rows_per_seq(self.problem.num_kv_heads)
         return "decode", rows, tiles.block_n, tiles.row_cost, self.num_programs, self.problem.window_left
 
-    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
+    def build_schedule(self, step: StepTensors, bounds: StepBounds, schedule: Tensor) -> None:
         from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
 
         launch_decode_schedule(
@@ -82,8 +83,8 @@ class SegmentDecode:
             args.q,
             args.k_pages,
             args.v_pages,
-            step.table.entries,
-            step.table.row_of_seq,
+            step.table,
+            step.row_of_seq,
             step.kv_len,
             step.q_indptr,
             args.schedule,
@@ -123,7 +124,7 @@ class SegmentExtend:
     def schedule_key(self) -> Hashable:
         return "extend", self.tiles.extend.tokens_per_tile(self.problem.gqa_ratio), self.min_q_len
 
-    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
+    def build_schedule(self, step: StepTensors, bounds: StepBounds, schedule: Tensor) -> None:
         from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
 
         launch_extend_schedule(
@@ -131,7 +132,7 @@ class SegmentExtend:
             step.q_indptr,
             schedule,
             min_q_len=self.min_q_len,
-            num_tokens=step.shape.num_tokens,
+            num_tokens=bounds.shape.num_tokens,
             gqa_ratio=self.problem.gqa_ratio,
             tiles=self.tiles.extend,
         )
@@ -144,8 +145,8 @@ class SegmentExtend:
             args.q,
             args.k_pages,
             args.v_pages,
-            step.table.entries,
-            step.table.row_of_seq,
+            step.table,
+            step.row_of_seq,
             step.kv_len,
             step.q_indptr,
             args.schedule,
@@ -154,7 +155,7 @@ class SegmentExtend:
             args.sinks,
             args.alibi_slopes,
             scores=scores_of(self.problem),
-            max_q_len=step.max_q_len,
+            max_q_len=args.bounds.max_q_len,
             tiles=self.tiles,
         )
 

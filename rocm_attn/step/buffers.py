@@ -2,32 +2,23 @@
 
 Each buffer declares its unit, dtype, size and pad value, and grows by itself when a padded step exceeds what it holds:
 the padded batch may be larger than the pool's rows. After seal() nothing moves any more. The children of a split step
-use sub-ranges of the same buffers, one behind the other.
+use sub-ranges of the same buffers, one after the other.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PAD_ROW, PaddedShape, StepKind, round_up
+from rocm_attn.batch.padding import PaddedShape, StepKind, round_up
 from rocm_attn.errors import CapacityExceeded
+from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS
+from rocm_attn.kernels.metadata.step_tensors import FIELDS, Field, Need, Unit
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.providers.contract import Need
-
-
-class Unit(enum.Enum):
-    """What one element of a buffer stands for."""
-
-    SEQ = "sequence"
-    SEQ_BOUNDARY = "sequence boundary (one more than sequences)"
-    TOKEN = "token"
-    PAGE = "page of a sequence"
-    WORD = "word of a schedule"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,98 +36,64 @@ class BufferSpec:
     pad: int
 
 
-def _num_seqs(shape: PaddedShape) -> int:
-    return shape.num_seqs
-
-
-def _num_boundaries(shape: PaddedShape) -> int:
-    return shape.num_seqs + 1
-
-
-def _num_tokens(shape: PaddedShape) -> int:
-    return shape.num_tokens
-
-
 def name_in(space: Space, name: str) -> str:
     """The name of a buffer whose entries are pages or slots of a space."""
     return name if space is Space.FULL else f"{space.value}_{name}"
 
 
-def space_buffers(space: Space) -> tuple[BufferSpec, ...]:
-    """The buffers that every step has for each space."""
-    return (BufferSpec(name_in(space, "slot_of_token"), Unit.TOKEN, torch.int32, _num_tokens, pad=0),)
+# Tensors that only steps of one kind use, by the need that they serve.
+_KIND_OF_NEED = {Need.MASK_WORDS: StepKind.MASKED, Need.PREFIXES: StepKind.SHARED}
 
 
-STEP_BUFFERS: tuple[BufferSpec, ...] = (
-    BufferSpec("counts", Unit.WORD, torch.int32, lambda shape: 4, pad=0),
-    BufferSpec("row_of_seq", Unit.SEQ, torch.int32, _num_seqs, pad=PAD_ROW),
-    BufferSpec("kv_len", Unit.SEQ, torch.int32, _num_seqs, pad=0),
-    BufferSpec("q_len", Unit.SEQ, torch.int32, _num_seqs, pad=0),
-    BufferSpec("token_ids", Unit.TOKEN, torch.int32, _num_tokens, pad=0),
-    BufferSpec("q_indptr", Unit.SEQ_BOUNDARY, torch.int32, _num_boundaries, pad=0),
-    BufferSpec("last_token_of_seq", Unit.SEQ, torch.int32, _num_seqs, pad=0),
-    BufferSpec("position_of_token", Unit.TOKEN, torch.int32, _num_tokens, pad=0),
-    *space_buffers(Space.FULL),
-)
+@dataclass(frozen=True, slots=True)
+class TableSizes:
+    """How large the forms of the table are that other libraries' kernels read past its pages.
 
-
-def needed_buffers(
-    need: Need, table_width: int, list_tail: int = 0, row_tokens: int = 0, space: Space = Space.FULL
-) -> tuple[BufferSpec, ...]:
-    """The buffers that a kernel's need adds, for a kernel of layers in a space.
-
-    Those that hold lengths alone are the same in all spaces.
-
-    table_width: pages in a row of the request table, or of the dense table where that is wider
-    list_tail:   entries of the page list behind those of the last sequence, for kernels that read ahead
+    row_width:   pages in a row of the request table
+    list_tail:   entries of page_list after the last sequence's, for kernels that read ahead
+    table_width: entries in a row of block_table, row_width or more
     row_tokens:  tokens that a row of the request table has room for
     """
 
-    def mask_words(shape: PaddedShape) -> int:
-        return -(-shape.num_tokens * row_tokens // 32) if shape.kind is StepKind.MASKED else 0
+    row_width: int
+    list_tail: int
+    table_width: int
+    row_tokens: int
 
-    def masked_tokens(shape: PaddedShape) -> int:
-        return shape.num_tokens if shape.kind is StepKind.MASKED else 0
+    def elements(self, field: Field, shape: PaddedShape) -> int:
+        """Elements of a tensor of a step, or of a child of one, of this shape."""
+        if any(_KIND_OF_NEED.get(need, shape.kind) is not shape.kind for need in field.needs):
+            return 0
+        return {
+            Unit.COUNT: COUNT_WORDS,
+            Unit.SEQ: shape.num_seqs,
+            Unit.SEQ_BOUNDARY: shape.num_seqs + 1,
+            Unit.TOKEN: shape.num_tokens,
+            # A padded sequence may hold pages too.
+            Unit.LIST_ENTRY: shape.num_seqs * self.row_width + self.list_tail,
+            Unit.TABLE_ENTRY: shape.num_seqs * self.table_width,
+            Unit.MASK_WORD: -(-shape.num_tokens * self.row_tokens // 32),
+        }[field.unit]
 
-    def shared_seqs(shape: PaddedShape) -> int:
-        return shape.num_seqs if shape.kind is StepKind.SHARED else 0
+    def buffers(self, needs_of_space: Mapping[Space, Collection[Need]]) -> tuple[BufferSpec, ...]:
+        """The buffers of steps whose kernels, in each space, have these needs.
 
-    def shared_boundaries(shape: PaddedShape) -> int:
-        return shape.num_seqs + 1 if shape.kind is StepKind.SHARED else 0
-
-    def num_pages(shape: PaddedShape) -> int:
-        return shape.num_seqs * table_width  # a padded sequence may hold pages too
-
-    return {
-        Need.PAGE_LIST: (
-            BufferSpec("page_indptr", Unit.SEQ_BOUNDARY, torch.int32, _num_boundaries, pad=0),
-            BufferSpec(
-                name_in(space, "page_list"), Unit.PAGE, torch.int32, lambda shape: num_pages(shape) + list_tail, pad=0
-            ),
-            BufferSpec("last_page_len", Unit.SEQ, torch.int32, _num_seqs, pad=1),
-        ),
-        Need.BLOCK_TABLE: (BufferSpec(name_in(space, "block_table"), Unit.PAGE, torch.int32, num_pages, pad=0),),
-        Need.KV_LEN_INT64: (BufferSpec("kv_len_int64", Unit.SEQ, torch.int64, _num_seqs, pad=0),),
-        Need.MASK_INDPTR: (BufferSpec("mask_indptr", Unit.SEQ_BOUNDARY, torch.int64, _num_boundaries, pad=0),),
-        Need.MASK_WORDS: (
-            BufferSpec("mask_words", Unit.WORD, torch.int32, mask_words, pad=0),
-            BufferSpec("given_position_of_token", Unit.TOKEN, torch.int32, masked_tokens, pad=0),
-        ),
-        Need.PREFIXES: (
-            BufferSpec("prefix_len", Unit.SEQ, torch.int32, shared_seqs, pad=0),
-            BufferSpec("group_end", Unit.SEQ, torch.int32, shared_seqs, pad=0),
-            BufferSpec("group_indptr", Unit.SEQ_BOUNDARY, torch.int32, shared_boundaries, pad=0),
-            BufferSpec("suffix_kv_len", Unit.SEQ, torch.int32, shared_seqs, pad=0),
-            BufferSpec("suffix_page", Unit.SEQ, torch.int32, shared_seqs, pad=0),
-        ),
-    }[need]
+        What holds lengths alone exists once, however many spaces need it.
+        """
+        specs = {
+            name: BufferSpec(name, field.unit, field.dtype, partial(self.elements, field), field.pad)
+            for space, needs in needs_of_space.items()
+            for name, field in ((name_in(space, name) if f.of_space else name, f) for name, f in FIELDS.items())
+            if field.needs <= set(needs)
+        }
+        return tuple(specs.values())
 
 
 # (child, elements of a child) -> the first element of the child's sub-range
 FirstOfChild = Callable[[int, int], int]
 
 
-def behind_each_other(child: int, elements: int) -> int:
+def one_after_another(child: int, elements: int) -> int:
     """Every child has a sub-range of its own."""
     # Whole 16-byte units of 4-byte elements: Triton compiles a kernel anew when a pointer's alignment changes.
     return child * round_up(elements, 4)
@@ -149,7 +106,7 @@ class Capacity:
     def elements(self, spec: BufferSpec, shape: PaddedShape) -> int:
         """Elements that a buffer must hold for a step of this shape, all of its children together."""
         used = spec.elements(shape.child)
-        return behind_each_other(shape.num_children - 1, used) + used
+        return one_after_another(shape.num_children - 1, used) + used
 
     def allocated(self, elements: int) -> int:
         """Elements to allocate where this many are needed."""
@@ -183,7 +140,7 @@ class StepBuffers:
         device: torch.device,
         *,
         capacity: Capacity = PADDED_BATCH,
-        first_of_child: FirstOfChild = behind_each_other,
+        first_of_child: FirstOfChild = one_after_another,
         sealed_growth: SealedGrowth = refuse_growth,
     ) -> None:
         names = [spec.name for spec in specs]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.devices import on_device
 from rocm_attn.paging.kv_pool import HybridKVPool
 from rocm_attn.paging.stored_tokens import StepStores
@@ -15,11 +16,11 @@ from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.contract import AttendArgs, StepOps
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.head_weights import LayerHeadWeights
-from rocm_attn.step.memory import DeviceStep, SpaceStep
+from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan
 
 
-def by_space_of_layer(step: DeviceStep, kind: int) -> SpaceStep:
+def by_space_of_layer(step: DeviceStep, kind: int) -> StepTensors:
     """A layer reads where it writes."""
     return step.of_kind[kind]
 
@@ -41,7 +42,7 @@ class Layers:
         ops: StepOps,
         device: torch.device,
         *,
-        read_by: Callable[[DeviceStep, int], SpaceStep] = by_space_of_layer,
+        read_by: Callable[[DeviceStep, int], StepTensors] = by_space_of_layer,
     ) -> None:
         self._read_by = read_by
         self._selections = tuple(selections)
@@ -58,26 +59,26 @@ class Layers:
         """As AttentionRuntime.store, for the tokens of step, which has the plan. Raises BadTensor."""
         problem = self.problem(layer)
         kind = self._kind_of_layer[layer]
-        metadata = step.of_kind[kind].metadata
-        num_tokens = metadata.slot_of_token.shape[0]
+        tensors = step.of_kind[kind]
+        num_tokens = tensors.slot_of_token.shape[0]
         self._check("k", k, (num_tokens, problem.num_kv_heads, problem.head_dim), problem.dtype)
         self._check("v", v, (num_tokens, problem.num_kv_heads, problem.v_head_dim), problem.dtype)
         if problem.pool is PoolKind.LATENT and (v.data_ptr(), v.stride()) != (k.data_ptr(), k.stride()):
             raise BadTensor(
                 f"layer {layer} is latent and keeps one row a token: pass k[..., :{problem.v_head_dim}] as v"
             )
-        pages, table = self._pool.layer(layer), metadata.table
+        pages = self._pool.layer(layer)
         with on_device(self._device):
-            self._ops.store_kv(k, v, metadata.slot_of_token, metadata.counts, pages.k, pages.v)
+            self._ops.store_kv(k, v, tensors.slot_of_token, tensors.counts, pages.k, pages.v)
             if not plan.kernels[kind].row.masks_v:
-                self._ops.zero_tails(table.entries, table.row_of_seq, metadata.kv_len, metadata.q_len, pages.k, pages.v)
+                self._ops.zero_tails(tensors.table, tensors.row_of_seq, tensors.kv_len, tensors.q_len, pages.k, pages.v)
 
     def attend(self, step: DeviceStep, plan: StepPlan, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
         """As AttentionRuntime.attend, for the tokens of step, which has the plan. Raises BadTensor, WrongState."""
         problem = self.problem(layer)
         kind = self._kind_of_layer[layer]
-        metadata = self._read_by(step, kind).metadata
-        num_tokens = metadata.slot_of_token.shape[0]
+        tensors = self._read_by(step, kind)
+        num_tokens = tensors.slot_of_token.shape[0]
         self._check("q", q, (num_tokens, problem.num_q_heads, problem.head_dim), problem.dtype)
         self._check("out", out, (num_tokens, problem.num_q_heads, problem.v_head_dim), problem.dtype)
         kernel = plan.kernels[kind]
@@ -87,7 +88,8 @@ class Layers:
                 raise BadTensor(f"{kernel.row.name} gives no lse; build the runtime of problems with wants_lse=True")
         pages, weights = self._pool.layer(layer), self._head_weights.of(layer)
         args = AttendArgs(
-            step=metadata,
+            step=tensors,
+            bounds=plan.bounds,
             schedule=step.schedules[kind],
             workspace=step.workspace,
             q=q,
@@ -101,7 +103,7 @@ class Layers:
         with on_device(self._device):
             kernel.bound.attend(args)
             if not kernel.row.clears_pads:
-                self._ops.clear_pads(metadata.counts, out, lse)
+                self._ops.clear_pads(tensors.counts, out, lse)
 
     def problem(self, layer: int) -> Problem:
         """A layer's problem. Raises BadTensor for a layer that does not exist."""

@@ -11,74 +11,48 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape, StepKind
-from rocm_attn.kernels.metadata.index_tensors import IndexTensors
-from rocm_attn.kernels.metadata.input_tensors import InputTensors
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.kernels.metadata.step_tensors import FIELDS, Need, StepTensors, Unit
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.kv_pool import space_of
 from rocm_attn.paging.page_table import PageTable
 from rocm_attn.paging.request_table import RequestTable
-from rocm_attn.paging.table_view import TableView
-from rocm_attn.providers.contract import Need, StepMetadata
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.buffers import (
     PADDED_BATCH,
-    STEP_BUFFERS,
     BufferSpec,
     Capacity,
     FirstOfChild,
     SealedGrowth,
     StepBuffers,
-    Unit,
-    behind_each_other,
+    TableSizes,
     name_in,
-    needed_buffers,
+    one_after_another,
     refuse_growth,
-    space_buffers,
 )
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.workspace import Workspace
 
 
 @dataclass(frozen=True, slots=True)
-class SpaceStep:
-    """A step as the layers of one space see it: they write by its slots and read by its table, and by no other's.
-
-    metadata: what kernels are given
-    indices:  what fill reads and writes; the lengths are the same tensors in all spaces
-    window_left: previous keys that the furthest-looking layer of the space sees
-    """
-
-    metadata: StepMetadata
-    indices: IndexTensors
-    window_left: int
-
-
-@dataclass(frozen=True, slots=True)
 class DeviceStep:
     """Views of the buffers of a step, or of a child of a split one, at its padded sizes.
 
-    full:              the step in the full space; its lengths are everybody's
-    spaces:            the step in each space, the full one included
-    of_kind:           per kind of layer, the step in its space
-    schedules:         int32, per kind of layer; kinds with equal schedules share one
-    workspace:         float32, shared by the layers, not by the children
-    inputs:            what is published: the lengths, shared prefixes, and the token ids, int32 [T]
-    positions:         int32 [T], derived, or in a masked step those that came with the mask
+    spaces:    the step in each space, in the table's order; what is not of a space is the same in all of them
+    of_kind:   per kind of layer, the step in its space: its layers write by its slots and read by its table
+    schedules: int32, per kind of layer; kinds with equal schedules share one
+    workspace: float32, shared by the layers, not by the children
     """
 
-    full: SpaceStep
-    spaces: tuple[SpaceStep, ...]
-    of_kind: tuple[SpaceStep, ...]
+    spaces: tuple[StepTensors, ...]
+    of_kind: tuple[StepTensors, ...]
     schedules: tuple[Tensor, ...]
     workspace: Tensor
-    inputs: InputTensors
-    positions: Tensor
 
     @property
-    def metadata(self) -> StepMetadata:
-        """The full space's."""
-        return self.full.metadata
+    def tensors(self) -> StepTensors:
+        """The step in its first space, for what is the same in all of them."""
+        return self.spaces[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,38 +72,17 @@ class StepPart:
         self.workspace.seal()
 
 
-@dataclass(frozen=True, slots=True)
-class FormSizes:
-    """How large the forms of the table are that other libraries' kernels read past its pages.
-
-    row_width:   pages in a row of the request table
-    list_tail:   entries of page_list behind the last sequence's
-    table_width: entries in a row of block_table, row_width or more
-    row_tokens:  tokens that a row of the request table has room for
-    """
-
-    row_width: int
-    list_tail: int
-    table_width: int
-    row_tokens: int
-
-    @classmethod
-    def of(cls, selections: Sequence[Selection], table: RequestTable) -> FormSizes:
-        """The sizes that serve all kernels of a runtime."""
-        ahead = [kernel.row.reads_ahead for s in selections for kernel in s.kernels.values()]
-        page_size = selections[0].problem.page_size
-        multiple = max(-(-each.table_tokens // page_size) for each in ahead)
-        return cls(
-            row_width=table.width,
-            list_tail=max(each.list_entries for each in ahead),
-            table_width=-(-table.width // multiple) * multiple,
-            row_tokens=table.width * page_size,
-        )
-
-    def buffers(self, need: Need, space: Space = Space.FULL) -> tuple[BufferSpec, ...]:
-        """The buffers that a need adds for kernels of a space, at these sizes."""
-        width = self.table_width if need is Need.BLOCK_TABLE else self.row_width
-        return needed_buffers(need, width, self.list_tail, self.row_tokens, space)
+def table_sizes(selections: Sequence[Selection], table: RequestTable) -> TableSizes:
+    """The sizes that serve all kernels of a runtime."""
+    ahead = [kernel.row.reads_ahead for s in selections for kernel in s.kernels.values()]
+    page_size = selections[0].problem.page_size
+    multiple = max(-(-each.table_tokens // page_size) for each in ahead)
+    return TableSizes(
+        row_width=table.width,
+        list_tail=max(each.list_entries for each in ahead),
+        table_width=-(-table.width // multiple) * multiple,
+        row_tokens=table.width * page_size,
+    )
 
 
 class StepMemory:
@@ -145,7 +98,7 @@ class StepMemory:
         device: torch.device,
         *,
         capacity: Capacity = PADDED_BATCH,
-        first_of_child: FirstOfChild = behind_each_other,
+        first_of_child: FirstOfChild = one_after_another,
         sealed_growth: SealedGrowth = refuse_growth,
     ) -> None:
         self._selections = tuple(selections)
@@ -155,7 +108,7 @@ class StepMemory:
         self._table = table
         has_swa = len(table.spaces) > 1
         self._space_of_kind = tuple(space_of(selection.problem, has_swa=has_swa) for selection in selections)
-        self._form_sizes = FormSizes.of(selections, table)
+        self._sizes = table_sizes(selections, table)
         self._device = device
         self._sealed, self._open = self.new_part(), self.new_part()
 
@@ -224,104 +177,33 @@ class StepMemory:
 
         words = plan.workspace_words
         spaces = {pages.space: self._space_views(plan, pages, view) for pages in self._table.spaces}
-        full = spaces[Space.FULL]
-        is_masked = plan.shape.kind is StepKind.MASKED
         return DeviceStep(
-            full=full,
             spaces=tuple(spaces.values()),
             of_kind=tuple(spaces[space] for space in self._space_of_kind),
             schedules=tuple(view(_schedule_name(kind)) for kind in plan.schedule_of_kind),
             workspace=part.workspace.view(words, self._first_of_child(child, words)),
-            inputs=InputTensors(
-                full.metadata.counts,
-                full.metadata.table.row_of_seq,
-                full.metadata.kv_len,
-                full.metadata.q_len,
-                full.indices.prefix_len,
-                full.indices.group_end,
-                view("token_ids"),
-                plan.pad_kv_len,
-                plan.shape.pad_q_len,
-            ),
-            positions=view("given_position_of_token") if is_masked else full.indices.position_of_token,
         )
 
-    def _space_views(self, plan: StepPlan, pages: PageTable, view: Callable[[str], Tensor]) -> SpaceStep:
+    def _space_views(self, plan: StepPlan, pages: PageTable, view: Callable[[str], Tensor]) -> StepTensors:
         """A step in a space. view: name of a buffer -> what the child uses of it."""
-
-        def ids(name: str) -> Tensor:
-            return view(name_in(pages.space, name))
-
-        metadata = StepMetadata(
-            shape=plan.shape.child,
-            max_q_len=plan.key.max_q_len,
-            max_kv_len=plan.key.max_kv_len,
-            counts=view("counts"),
-            kv_len=view("kv_len"),
-            q_len=view("q_len"),
-            q_indptr=view("q_indptr"),
-            table=TableView(pages.entries, view("row_of_seq"), space=pages.space),
-            page_indptr=view("page_indptr"),
-            page_list=ids("page_list"),
-            last_page_len=view("last_page_len"),
-            block_table=ids("block_table").view(-1, self._form_sizes.table_width),
-            kv_len_int64=view("kv_len_int64"),
-            mask_indptr=view("mask_indptr"),
-            mask_words=view("mask_words"),
-            mask_positions=view("given_position_of_token"),
-            prefix_len=view("prefix_len"),
-            group_indptr=view("group_indptr"),
-            suffix_kv_len=view("suffix_kv_len"),
-            suffix_page=view("suffix_page"),
-            slot_of_token=ids("slot_of_token"),
-        )
-        indices = IndexTensors(
-            counts=metadata.counts,
-            row_of_seq=metadata.table.row_of_seq,
-            kv_len=metadata.kv_len,
-            q_len=metadata.q_len,
-            table=metadata.table.entries,
-            prefix_len=metadata.prefix_len,
-            group_end=view("group_end"),
-            q_indptr=metadata.q_indptr,
-            last_token_of_seq=view("last_token_of_seq"),
-            position_of_token=view("position_of_token"),
-            slot_of_token=metadata.slot_of_token,
-            page_indptr=metadata.page_indptr,
-            page_list=metadata.page_list,
-            last_page_len=metadata.last_page_len,
-            block_table=metadata.block_table,
-            kv_len_int64=metadata.kv_len_int64,
-            mask_indptr=metadata.mask_indptr,
-            group_indptr=metadata.group_indptr,
-            suffix_kv_len=metadata.suffix_kv_len,
-            suffix_page=metadata.suffix_page,
-        )
-        return SpaceStep(metadata, indices, pages.pages.window_left)
+        tensors = {name: view(name_in(pages.space, name) if field.of_space else name) for name, field in FIELDS.items()}
+        tensors["block_table"] = tensors["block_table"].view(-1, self._sizes.table_width)
+        return StepTensors(**tensors, table=pages.entries, pads=plan.pads)
 
     def _specs(self) -> list[BufferSpec]:
-        specs = list(STEP_BUFFERS)
-        for pages in self._table.spaces:
-            specs += [] if pages.space is Space.FULL else space_buffers(pages.space)
-            # As wide as a row of the table: their size must not depend on the lengths of a step.
-            specs += [
-                spec for need in self._needs_in(pages.space) for spec in self._form_sizes.buffers(need, pages.space)
-            ]
-        # Those that hold lengths alone are declared by every space that needs them, and exist once.
-        specs = list({spec.name: spec for spec in specs}.values())
-        specs += [_schedule_spec(kind, selection) for kind, selection in enumerate(self._selections)]
-        return specs
+        needs = {pages.space: self._needs_in(pages.space) for pages in self._table.spaces}
+        schedules = (_schedule_spec(kind, selection) for kind, selection in enumerate(self._selections))
+        return [*self._sizes.buffers(needs), *schedules]
 
-    def _needs_in(self, space: Space) -> list[Need]:
+    def _needs_in(self, space: Space) -> set[Need]:
         """What the kernels of a space read besides lengths and the table."""
         selections = [s for s, its in zip(self._selections, self._space_of_kind, strict=True) if its is space]
-        needs = {need for s in selections for kernel in s.kernels.values() for need in kernel.row.needs}
-        return [need for need in Need if need in needs]
+        return {need for s in selections for kernel in s.kernels.values() for need in kernel.row.needs}
 
 
 def words_of_children(words: int, num_children: int) -> int:
     """Words of workspace for all children of a step, each of which needs this many."""
-    return behind_each_other(num_children - 1, words) + words
+    return one_after_another(num_children - 1, words) + words
 
 
 def _schedule_name(kind: int) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rocm_attn.batch.padding import PaddedShape
-from rocm_attn.providers.contract import LayerKernel
+from rocm_attn.kernels.metadata.step_tensors import Pads
+from rocm_attn.providers.contract import LayerKernel, StepBounds
 
 # Shortest length bucket: below it one graph serves all lengths, and a decode step costs the same anyway.
 SMALLEST_KV_BUCKET = 64
@@ -34,7 +35,8 @@ class StepPlan:
 
     key:             identifies the launches
     kernels:         per kind of layer
-    pad_kv_len:      KV length of padded sequences
+    bounds:          what the host knows of the step, or of each half of a split one
+    pads:            what padded sequences hold
     replayable:      whether the step may run as a graph
     workspace_words: float32 words that the kernels of one child share
     schedule_of_kind: per kind of layer, the first kind whose kernel builds the same schedule
@@ -42,7 +44,8 @@ class StepPlan:
 
     key: GraphKey
     kernels: tuple[LayerKernel, ...]
-    pad_kv_len: int
+    bounds: StepBounds
+    pads: Pads
     replayable: bool
     workspace_words: int
     schedule_of_kind: tuple[int, ...]
@@ -87,7 +90,8 @@ def make_plan(
     return StepPlan(
         key=key,
         kernels=tuple(kernels),
-        pad_kv_len=max(kernel.row.min_kv_len for kernel in kernels),
+        bounds=StepBounds(shape.child, max_q_len, max_kv_len),
+        pads=Pads(max(kernel.row.min_kv_len for kernel in kernels), shape.pad_q_len),
         replayable=may_capture and all(kernel.row.graph_safe for kernel in kernels),
         workspace_words=max(kernel.bound.workspace_words(shape.child) for kernel in kernels),
         schedule_of_kind=tuple(schedules.index(schedule) for schedule in schedules),

@@ -19,8 +19,8 @@ from rocm_attn.batch.mask import StepMask, mask_bytes
 from rocm_attn.batch.prefixes import SharedPrefixes
 from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch
 from rocm_attn.errors import DeviceFault
+from rocm_attn.kernels.metadata.device_inputs import GivenInputs
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD
-from rocm_attn.kernels.metadata.input_tensors import InputTensors
 from rocm_attn.kernels.metadata.slot_layout import (
     COUNT_WORDS,
     ECHO,
@@ -30,6 +30,7 @@ from rocm_attn.kernels.metadata.slot_layout import (
     STEP_BEFORE,
     slot_words,
 )
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.paging.kv_pool import HybridKVPool
 from rocm_attn.paging.page_table import PageTable
 from rocm_attn.paging.request_table import RequestTable
@@ -218,18 +219,17 @@ class Publisher:
         if isinstance(batch.inputs, DeviceInputs):
             on_host = batch.inputs.lengths_on_host
             words[end + 2 * num_seqs : end + 3 * num_seqs] = 0 if on_host else self._table.floors(batch.rows)
-        counts = step.inputs.counts
+        to = step.tensors
+        counts = to.counts
         # One statement: an interrupt comes before all of it or after.
         words[ECHO], self._launching = NO_ECHO, (line, words, counts, number)
         try:
-            self._ops.publish(slot, counts if line.counts is None else line.counts, step.inputs)
+            self._ops.publish(slot, counts if line.counts is None else line.counts, to)
             if isinstance(batch.inputs, DeviceInputs):
-                self._place(batch.inputs, slot, num_seqs, num_ids, step)
+                self._place(batch.inputs, slot, num_seqs, num_ids, to)
             if isinstance(batch.mask, StepMask):
                 bits = batch.mask.bits[: mask_bytes(batch.kv_len, batch.q_len)]
-                self._ops.place_mask(
-                    bits, batch.mask.positions, step.inputs.counts, step.metadata.mask_words, step.positions
-                )
+                self._ops.place_mask(bits, batch.mask.positions, to)
         finally:
             line.ring.release()
         line.recent.append((number, batch.rows))
@@ -318,27 +318,25 @@ class Publisher:
                     self.report()
         self._steps_to_answer -= 1
 
-    def _place(self, inputs: DeviceInputs, slot: Tensor, num_seqs: int, num_ids: int, step: DeviceStep) -> None:
+    def _place(self, inputs: DeviceInputs, slot: Tensor, num_seqs: int, num_ids: int, to: StepTensors) -> None:
         """Put the caller's tensors in the place of what the host has published; it stays where there is no tensor."""
         kv_at, q_at = HEADER_WORDS + num_seqs, HEADER_WORDS + 2 * num_seqs
         ids_at, end = HEADER_WORDS + 3 * num_seqs, slot_words(num_seqs, num_ids)
-        self._ops.device_inputs(
-            slot,
+        given = GivenInputs(
             slot[kv_at:q_at] if inputs.kv_len is ON_HOST else inputs.kv_len,
             slot[q_at:ids_at] if inputs.q_len is ON_HOST else inputs.q_len,
             slot[ids_at:end] if inputs.token_ids is ON_HOST else inputs.token_ids,
             slot[end + 2 * num_seqs : end + 3 * num_seqs],
-            step.inputs.counts,
-            step.inputs.kv_len,
-            step.inputs.q_len,
-            step.inputs.token_ids,
         )
+        self._ops.device_inputs(slot, given, to)
 
 
-def _no_sequences(device: torch.device) -> InputTensors:
-    """Inputs of a step that has one padded sequence and one padded token."""
-    nothing = torch.empty(0, dtype=torch.int32, device=device)
-    counts, row, kv_len, q_len, token_ids = (
+def _no_sequences(device: torch.device) -> StepTensors:
+    """A step that has one padded sequence and one padded token."""
+    counts, row_of_seq, kv_len, q_len, token_ids = (
         torch.zeros(size, dtype=torch.int32, device=device) for size in (COUNT_WORDS, 1, 1, 1, 1)
     )
-    return InputTensors(counts, row, kv_len, q_len, nothing, nothing, token_ids, pad_kv_len=0, pad_q_len=0)
+    nothing = torch.empty(0, dtype=torch.int32, device=device)
+    return StepTensors.of(
+        nothing, counts=counts, row_of_seq=row_of_seq, kv_len=kv_len, q_len=q_len, token_ids=token_ids
+    )

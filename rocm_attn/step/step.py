@@ -50,9 +50,9 @@ class Step:
         return cls(
             num_seqs=batch.num_seqs,
             num_tokens=batch.num_tokens,
-            token_ids=views.inputs.token_ids,
-            positions=views.positions,
-            last_token_of_seq=views.full.indices.last_token_of_seq,
+            token_ids=views.tensors.token_ids,
+            positions=views.tensors.positions,
+            last_token_of_seq=views.tensors.last_token_of_seq,
             layers=layers,
             plan=plan,
             half=half,
@@ -62,7 +62,7 @@ class Step:
         """Whether this is the step of a batch of these sizes, run by this plan in these views."""
         return (
             self.plan is plan
-            and self.token_ids is views.inputs.token_ids
+            and self.token_ids is views.tensors.token_ids
             and self.num_seqs == batch.num_seqs
             and self.num_tokens == batch.num_tokens
         )

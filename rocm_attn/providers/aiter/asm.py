@@ -32,7 +32,7 @@ class AssembledDecode(Unscheduled):
     def attend(self, args: AttendArgs) -> None:
         step = args.step
         # Of q only the stride between tokens is read, of out none.
-        q_rows, out_rows = cut(args.workspace, self._parts(step.shape))
+        q_rows, out_rows = cut(args.workspace, self._parts(args.bounds.shape))
         out = room_for(args.out, out_rows)
         library.pa_fwd_asm()(
             Q=whole_rows(args.q, q_rows),

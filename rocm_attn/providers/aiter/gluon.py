@@ -42,7 +42,7 @@ class GluonDecode(Unscheduled):
 
     def attend(self, args: AttendArgs) -> None:
         step, problem = args.step, self.problem
-        exp_sums, max_logits, temporary_output = cut(args.workspace, self._parts(step.shape))
+        exp_sums, max_logits, temporary_output = cut(args.workspace, self._parts(args.bounds.shape))
         library.pa_decode_gluon()(
             output=args.out,
             query=args.q,
@@ -52,7 +52,7 @@ class GluonDecode(Unscheduled):
             block_tables=step.block_table,
             softmax_scale=problem.scale,
             query_length=1,
-            max_context_partition_num=self.num_parts(step.shape),
+            max_context_partition_num=self.num_parts(args.bounds.shape),
             context_partition_size=_PARTITION_KEYS,
             compute_type=problem.dtype,
             query_scale=None,

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
-from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata, Unscheduled
+from rocm_attn.providers.contract import AttendArgs, PoolSize, StepBounds, Unscheduled
 from rocm_attn.providers.scratch import Part, cut, keep_rows, num_words, room_for, whole_rows
 
 # Query heads that the kernels are made for, in every release.
@@ -54,13 +55,13 @@ class LatentDecode:
     def workspace_words(self, shape: PaddedShape) -> int:
         return num_words(self._parts(shape))
 
-    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
-        num_seqs, splits = step.shape.num_seqs, self._splits(step.shape)
+    def build_schedule(self, step: StepTensors, bounds: StepBounds, schedule: Tensor) -> None:
+        num_seqs, splits = bounds.shape.num_seqs, self._splits(bounds.shape)
         torch.arange(0, (num_seqs + 1) * splits, splits, out=schedule)
 
     def attend(self, args: AttendArgs) -> None:
         step = args.step
-        q_rows, out_rows = cut(args.workspace, self._parts(step.shape))
+        q_rows, out_rows = cut(args.workspace, self._parts(args.bounds.shape))
         out = room_for(args.out, out_rows)
         library.mla_decode_fwd()(
             q=whole_rows(args.q, q_rows),
@@ -73,7 +74,7 @@ class LatentDecode:
             max_seqlen_q=1,
             sm_scale=self.problem.scale,
             logit_cap=0.0,
-            num_kv_splits=self._splits(step.shape),
+            num_kv_splits=self._splits(args.bounds.shape),
             num_kv_splits_indptr=args.schedule,
         )
         keep_rows(args.out, out)
@@ -105,7 +106,7 @@ class LatentExtend(Unscheduled):
         return num_words(self._parts(shape))
 
     def attend(self, args: AttendArgs) -> None:
-        q_rows, out_rows = cut(args.workspace, self._parts(args.step.shape))
+        q_rows, out_rows = cut(args.workspace, self._parts(args.bounds.shape))
         for first in range(0, self.problem.num_q_heads, self._heads_of_launch()):
             heads = slice(first, first + self._heads_of_launch())
             self._attend_heads(args, args.q[:, heads], args.out[:, heads], q_rows, out_rows)
@@ -120,7 +121,7 @@ class LatentExtend(Unscheduled):
             kv_indptr=step.page_indptr,
             kv_indices=step.page_list,
             kv_last_page_lens=step.last_page_len,
-            max_seqlen_q=step.max_q_len,
+            max_seqlen_q=args.bounds.max_q_len,
             sm_scale=self.problem.scale,
             logit_cap=0.0,
         )

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.mla import FEW_HEADS, MOST_SPLITS, LatentDecode, bind_latent_decode, padded_rows
-from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata
+from rocm_attn.providers.contract import AttendArgs, PoolSize, StepBounds
 from rocm_attn.providers.scratch import Part, cut, keep_rows, num_words, room_for, whole_rows
 
 # Keys that a share is a multiple of.
@@ -50,11 +51,11 @@ class ScheduledLatentDecode:
     def workspace_words(self, shape: PaddedShape) -> int:
         return self.splits.workspace_words(shape)
 
-    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
-        if not self._takes(step.shape):
-            self.splits.build_schedule(step, schedule)
+    def build_schedule(self, step: StepTensors, bounds: StepBounds, schedule: Tensor) -> None:
+        if not self._takes(bounds.shape):
+            self.splits.build_schedule(step, bounds, schedule)
             return
-        addresses, indptr, work, reduce_indptr, final_map, partial_map = cut(schedule, self._schedule(step.shape))
+        addresses, indptr, work, reduce_indptr, final_map, partial_map = cut(schedule, self._schedule(bounds.shape))
         library.get_mla_metadata_v1()(
             seqlens_qo_indptr=step.q_indptr,
             seqlens_kv_indptr=step.page_indptr,
@@ -80,11 +81,13 @@ class ScheduledLatentDecode:
 
     def attend(self, args: AttendArgs) -> None:
         step = args.step
-        if not self._takes(step.shape):
+        if not self._takes(args.bounds.shape):
             self.splits.attend(args)
             return
-        q_rows, out_rows = cut(args.workspace, padded_rows(self.problem, step.shape.num_tokens, FEW_HEADS))
-        addresses, indptr, work, reduce_indptr, final_map, partial_map = cut(args.schedule, self._schedule(step.shape))
+        q_rows, out_rows = cut(args.workspace, padded_rows(self.problem, args.bounds.shape.num_tokens, FEW_HEADS))
+        addresses, indptr, work, reduce_indptr, final_map, partial_map = cut(
+            args.schedule, self._schedule(args.bounds.shape)
+        )
         out = room_for(args.out, out_rows)
         library.mla_decode_fwd()(
             q=whole_rows(args.q, q_rows),

@@ -35,8 +35,8 @@ class BatchPrefill(Unscheduled):
             cu_seqlens_q=step.q_indptr,
             kv_indptr=step.page_indptr,
             kv_page_indices=step.page_list,
-            max_seqlen_q=step.max_q_len,
-            max_seqlen_k=step.max_kv_len,
+            max_seqlen_q=args.bounds.max_q_len,
+            max_seqlen_k=args.bounds.max_kv_len,
             dropout_p=0.0,
             softmax_scale=self.problem.scale,
             logits_soft_cap=self.problem.logits_soft_cap,
@@ -68,7 +68,7 @@ class VarlenPrefill(Unscheduled):
 
     def attend(self, args: AttendArgs) -> None:
         step = args.step
-        k, v = cut(args.workspace, self._parts(step.shape))
+        k, v = cut(args.workspace, self._parts(args.bounds.shape))
         page, offset = step.slot_of_token // self.problem.page_size, step.slot_of_token % self.problem.page_size
         for rows, pages in ((k, key_rows(args.k_pages)), (v, value_rows(args.v_pages))):
             pages.read_tokens(page, offset, rows)
@@ -78,8 +78,8 @@ class VarlenPrefill(Unscheduled):
             v=v,
             cu_seqlens_q=step.q_indptr,
             cu_seqlens_k=step.q_indptr,
-            max_seqlen_q=step.max_q_len,
-            max_seqlen_k=step.max_q_len,
+            max_seqlen_q=args.bounds.max_q_len,
+            max_seqlen_k=args.bounds.max_q_len,
             dropout_p=0.0,
             softmax_scale=self.problem.scale,
             logits_soft_cap=self.problem.logits_soft_cap,

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape, StepKind
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
-from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata
+from rocm_attn.providers.contract import AttendArgs, PoolSize, StepBounds
 from rocm_attn.providers.scratch import Part, cut, keep_rows, num_words, room_for, whole_rows
 
 # Fixed in its source. Keys past max_num_partitions of these are ignored in silence.
@@ -46,13 +47,13 @@ class RaggedDecode:
     def workspace_words(self, shape: PaddedShape) -> int:
         return num_words(self._parts(shape, self.max_kv_len))
 
-    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
+    def build_schedule(self, step: StepTensors, bounds: StepBounds, schedule: Tensor) -> None:
         # The scale of K and V, a float32 1: the function wants an address even where nothing is quantised.
         schedule.fill_(_ONE_AS_INT32)
 
     def attend(self, args: AttendArgs) -> None:
         step, problem = args.step, self.problem
-        parts = self._parts(step.shape, step.max_kv_len)
+        parts = self._parts(args.bounds.shape, args.bounds.max_kv_len)
         partials, q_rows, out_rows = cut(args.workspace, parts)
         out = room_for(args.out, out_rows)
         one = args.schedule[:1].view(torch.float32)
@@ -67,7 +68,7 @@ class RaggedDecode:
             kv_page_indices=step.page_list,
             kv_last_page_lens=step.last_page_len,
             block_size=problem.page_size,
-            max_num_partitions=_num_partitions(step.max_kv_len),
+            max_num_partitions=_num_partitions(args.bounds.max_kv_len),
             alibi_slopes=args.alibi_slopes,
             kv_cache_dtype="auto",
             kv_cache_layout="NHD",

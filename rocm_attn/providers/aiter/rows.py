@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from rocm_attn.batch.padding import StepKind
+from rocm_attn.kernels.metadata.step_tensors import Need
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.aiter import faults, oddities
@@ -29,7 +30,6 @@ from rocm_attn.providers.contract import (
     Fault,
     KernelRow,
     Limits,
-    Need,
     PoolSize,
     ReadAhead,
 )

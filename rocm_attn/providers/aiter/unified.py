@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.scores import refuse_unified, window_size
-from rocm_attn.providers.contract import AttendArgs, PoolSize, StepMetadata
+from rocm_attn.providers.contract import AttendArgs, PoolSize, StepBounds
 
 # Below every logit, and in float32 far from overflowing when it is multiplied by log2(e).
 FAR_BELOW = -1e30
@@ -54,12 +55,12 @@ class Unified:
         """None that it is given."""
         return 0
 
-    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
-        if self.schedule_words(step.shape):
+    def build_schedule(self, step: StepTensors, bounds: StepBounds, schedule: Tensor) -> None:
+        if self.schedule_words(bounds.shape):
             schedule.fill_(_FAR_BELOW_AS_INT32)
 
     def attend(self, args: AttendArgs) -> None:
-        step, decodes = args.step, args.step.shape.kind.decodes
+        step, decodes = args.step, args.bounds.shape.kind.decodes
         # Releases that read linear pools alone do not know the word.
         layout = {"shuffled_kv_cache": True} if self.problem.pool is PoolKind.VECTORIZED else {}
         library.unified_attention()(
@@ -69,10 +70,10 @@ class Unified:
             out=args.out,
             cu_seqlens_q=step.q_indptr,
             # With 1 it takes token i for the only one of sequence i, which holds in steps that decode alone.
-            max_seqlen_q=1 if decodes else max(2, step.max_q_len),
+            max_seqlen_q=1 if decodes else max(2, args.bounds.max_q_len),
             # int64: its address arithmetic takes the dtype of the lengths, and wraps above 2 GiB with int32.
             seqused_k=step.kv_len_int64,
-            max_seqlen_k=step.max_kv_len if decodes else min(step.max_kv_len, LONGEST_UNSPLIT),
+            max_seqlen_k=args.bounds.max_kv_len if decodes else min(args.bounds.max_kv_len, LONGEST_UNSPLIT),
             softmax_scale=self.problem.scale,
             # It knows no other; the only new token of a sequence sees all keys either way.
             causal=True,
@@ -83,7 +84,7 @@ class Unified:
             k_descale=None,
             v_descale=None,
             alibi_slopes=args.alibi_slopes,
-            sinks=args.schedule.view(torch.float32) if self.schedule_words(step.shape) else args.sinks,
+            sinks=args.schedule.view(torch.float32) if self.schedule_words(args.bounds.shape) else args.sinks,
             **layout,
         )
 

@@ -17,7 +17,7 @@ from rocm_attn.capture.check import rows_beyond_bounds
 from rocm_attn.capture.graphs import recorder_for, shape_name
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
-from rocm_attn.kernels.metadata.index_tensors import IndexTensors
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.refs import metadata
 from tests.amd.graphs.tiny import Requests, Tiny
 from tests.amd.runtime.stepping import providers
@@ -140,7 +140,7 @@ class _FreezesGroups:
     def record(self, fn: Callable[[], Any]) -> tuple[Recording, Any]:
         right = metadata._write_groups
 
-        def write_groups(step: IndexTensors, page_size: int) -> None:
+        def write_groups(step: StepTensors, page_size: int) -> None:
             before = step.group_indptr.clone()
             right(step, page_size)
             step.group_indptr.copy_(before)

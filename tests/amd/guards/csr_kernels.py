@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape, StepKind
+from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.kernels.refs.attention import paged_extend
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers import select
-from rocm_attn.providers.contract import AttendArgs, KernelRow, Need, PoolSize, Provider, StepMetadata
+from rocm_attn.providers.contract import AttendArgs, KernelRow, PoolSize, Provider, StepBounds
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.torch_ref import TORCH
 
@@ -42,15 +43,15 @@ class CsrKernel:
     def schedule_key(self) -> Hashable:
         return self.problem.page_size
 
-    def build_schedule(self, step: StepMetadata, schedule: Tensor) -> None:
-        num_seqs = step.shape.num_seqs
+    def build_schedule(self, step: StepTensors, bounds: StepBounds, schedule: Tensor) -> None:
+        num_seqs = bounds.shape.num_seqs
         page_size = self.problem.page_size
         schedule[:1].zero_()
         schedule[1 : num_seqs + 1] = torch.cumsum((step.kv_len_int64 + page_size - 1) // page_size, 0)
 
     def attend(self, args: AttendArgs) -> None:
         step, device = args.step, args.q.device
-        num_seqs, page_size = step.shape.num_seqs, self.problem.page_size
+        num_seqs, page_size = args.bounds.shape.num_seqs, self.problem.page_size
         page_no = torch.arange(step.block_table.shape[1], device=device)
         at = (args.schedule[:-1, None] + page_no).clamp(max=len(step.page_list) - 1)
         pages = step.page_indptr.diff()
@@ -71,7 +72,7 @@ class CsrKernel:
             args.sinks,
             args.alibi_slopes,
             scores=scores_of(self.problem),
-            max_q_len=step.max_q_len,
+            max_q_len=args.bounds.max_q_len,
             tiles=None,
         )
 

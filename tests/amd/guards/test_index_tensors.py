@@ -11,10 +11,11 @@ from torch import Tensor
 from rocm_attn.batch.padding import PaddedShape, StepKind
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE
+from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers import select
-from rocm_attn.providers.contract import Need, StepMetadata
+from rocm_attn.providers.contract import StepBounds
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.plan import make_plan
 from tests.amd.guards.csr_kernels import CsrKernel, csr_provider
@@ -26,7 +27,7 @@ BUFFERS_OF_NEED = {
     Need.BLOCK_TABLE: {"block_table"},
     Need.KV_LEN_INT64: {"kv_len_int64"},
     Need.MASK_INDPTR: {"mask_indptr"},
-    Need.MASK_WORDS: {"mask_words", "given_position_of_token"},
+    Need.MASK_WORDS: {"mask_words", "mask_positions"},
     Need.PREFIXES: {"prefix_len", "group_end", "group_indptr", "suffix_kv_len", "suffix_page"},
 }
 
@@ -66,9 +67,9 @@ def test_kinds_of_layer_with_equal_schedules_share_one_build(
     built: list[Problem] = []
     build = CsrKernel.build_schedule
 
-    def noted(self: CsrKernel, step: StepMetadata, schedule: Tensor) -> None:
+    def noted(self: CsrKernel, step: StepTensors, bounds: StepBounds, schedule: Tensor) -> None:
         built.append(self.problem)
-        build(self, step, schedule)
+        build(self, step, bounds, schedule)
 
     monkeypatch.setattr(CsrKernel, "build_schedule", noted)
     problem = small_problem()

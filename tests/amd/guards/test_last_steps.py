@@ -161,7 +161,7 @@ def test_the_host_leaves_a_slot_alone_that_a_late_device_has_yet_to_echo_into() 
     plain = StepBatch(np.array([request.row]), one, one)
     given = replace_inputs(plain)
     serving.runtime.stage(plain)
-    counts = serving.runtime._children[0].metadata.counts
+    counts = serving.runtime._children[0].tensors.counts
     late.launch(lambda: counts[3].fill_(TOKEN_WITHOUT_PAGE))
     serving.runtime.end_step()
     publisher._ops = replace(ops, device_inputs=fails)

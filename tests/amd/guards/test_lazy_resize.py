@@ -7,8 +7,9 @@ import torch
 
 from rocm_attn.batch.padding import PaddedShape, StepKind
 from rocm_attn.hip_graphs.size_ladder import default_ladder
-from rocm_attn.providers.contract import Need
-from rocm_attn.step.buffers import STEP_BUFFERS, BufferSpec, StepBuffers, Unit, needed_buffers
+from rocm_attn.kernels.metadata.step_tensors import Need, Unit
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.step.buffers import BufferSpec, StepBuffers, TableSizes
 from tests.amd.guards.serving import PROVIDERS, Serving
 
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
@@ -16,8 +17,7 @@ both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "grap
 WIDTH = 3
 # One more of each dtype, with a pad that no other has.
 SPECS = (
-    *STEP_BUFFERS,
-    *(spec for need in Need for spec in needed_buffers(need, WIDTH, row_tokens=8 * WIDTH)),
+    *TableSizes(WIDTH, 0, WIDTH, 8 * WIDTH).buffers({Space.FULL: list(Need)}),
     BufferSpec("wide_indptr", Unit.SEQ_BOUNDARY, torch.int64, lambda shape: 5 * shape.num_seqs + 1, pad=-9),
     BufferSpec("schedule", Unit.WORD, torch.int32, lambda shape: 7 + 2 * shape.num_seqs, pad=4),
 )

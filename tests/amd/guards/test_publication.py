@@ -13,8 +13,8 @@ import torch
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.errors import DeviceFault
 from rocm_attn.guards.registry import Guards
-from rocm_attn.kernels.metadata.input_tensors import InputTensors
 from rocm_attn.kernels.metadata.slot_layout import slot_words
+from rocm_attn.kernels.metadata.step_tensors import Pads, StepTensors
 from rocm_attn.kernels.refs.metadata import publish
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.step.host_ring import HostRing
@@ -132,7 +132,7 @@ def published_lengths(guards: Guards, num_steps: int) -> list[int]:
     found: list[int] = []
     counts, row, kv_len, q_len, ids = (torch.zeros(n, dtype=torch.int32) for n in (4, 1, 1, 1, 1))
     nothing = torch.zeros(0, dtype=torch.int32)
-    to = InputTensors(counts, row, kv_len, q_len, nothing, nothing, ids, pad_kv_len=0, pad_q_len=1)
+    to = StepTensors.of(nothing, Pads(0, 1), counts=counts, row_of_seq=row, kv_len=kv_len, q_len=q_len, token_ids=ids)
     for step in range(num_steps):
         slot, words = ring.acquire(slot_words(1, 0))
         words[: slot_words(1, 0)] = [1, 1, step, 0, 0, 0, 0, 0, 1, 100 + step, 1]

@@ -12,7 +12,7 @@ from torch import Tensor
 from rocm_attn.batch.prefixes import PrefixGroup
 from rocm_attn.errors import BadBatch
 from rocm_attn.guards.registry import Guards
-from rocm_attn.kernels.metadata.index_tensors import IndexTensors
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.providers.contract import StepOps
 from tests.amd.guards.serving import ALL_ON, Serving
 from tests.amd.guards.test_poisoned_memory import fill_with_nan
@@ -45,7 +45,7 @@ def groups_once(ops: StepOps) -> StepOps:
     """Where groups begin, and what lies behind their prefixes, is derived once for each size, and kept."""
     kept: dict[int, list[Tensor]] = {}
 
-    def fill(step: IndexTensors, *, page_size: int, window_left: int) -> None:
+    def fill(step: StepTensors, *, page_size: int, window_left: int) -> None:
         ops.fill(step, page_size=page_size, window_left=window_left)
         derived = [step.group_indptr, step.suffix_kv_len, step.suffix_page]
         if step.group_indptr.numel():

@@ -15,8 +15,9 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import capture_shapes, shape_name
 from rocm_attn.errors import BadBatch, CapacityExceeded
 from rocm_attn.hip_graphs.size_ladder import SizeLadder, default_ladder
-from rocm_attn.providers.contract import Need
-from rocm_attn.step.buffers import STEP_BUFFERS, StepBuffers, needed_buffers
+from rocm_attn.kernels.metadata.step_tensors import Need
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.step.buffers import StepBuffers, TableSizes
 from rocm_attn.step.memory import words_of_children
 from rocm_attn.step.workspace import Workspace
 
@@ -142,10 +143,11 @@ def test_real_tokens_lie_in_front_of_each_half(q_len: list[int]) -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 70), st.sampled_from([StepKind.DECODE, StepKind.MIXED]))
-def test_the_halves_of_every_buffer_lie_behind_each_other(half: int, tokens: int, kind: StepKind) -> None:
+def test_the_halves_of_every_buffer_lie_one_after_another(half: int, tokens: int, kind: StepKind) -> None:
     num_tokens = 2 * (half if kind is StepKind.DECODE else tokens)
     shape = PaddedShape(kind, 2 * half, num_tokens, 2)
-    specs = (*STEP_BUFFERS, *needed_buffers(Need.PAGE_LIST, 3))
+    sizes = TableSizes(row_width=3, list_tail=0, table_width=3, row_tokens=0)
+    specs = sizes.buffers({Space.FULL: [Need.PAGE_LIST]})
     buffers = StepBuffers(specs, CPU)
     buffers.ensure(shape)
     for spec in specs:
@@ -160,7 +162,8 @@ def test_the_halves_of_every_buffer_lie_behind_each_other(half: int, tokens: int
 
 
 def test_a_second_half_past_the_end_raises_where_a_slice_would_truncate() -> None:
-    buffers = StepBuffers(STEP_BUFFERS, CPU)
+    sizes = TableSizes(row_width=3, list_tail=0, table_width=3, row_tokens=0)
+    buffers = StepBuffers(sizes.buffers({Space.FULL: ()}), CPU)
     buffers.ensure(PaddedShape(StepKind.DECODE, 8, 8))
     with pytest.raises(CapacityExceeded, match="8 elements of counts were asked for, it holds 4"):
         buffers.step_view("counts", PaddedShape(StepKind.DECODE, 8, 8, 2), 1)

@@ -20,11 +20,11 @@ from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch, BadProblem, BadSetting, CapacityExceeded
 from rocm_attn.hip_graphs.size_ladder import SizeLadder
+from rocm_attn.kernels.metadata.step_tensors import Need, Unit
 from rocm_attn.machine.target import detect_target, known_target
-from rocm_attn.paging.index_spaces import last_page_len, num_pages, slot_of
+from rocm_attn.paging.index_spaces import Space, last_page_len, num_pages, slot_of
 from rocm_attn.problem import PoolKind, Problem
-from rocm_attn.providers.contract import Need
-from rocm_attn.step.buffers import STEP_BUFFERS, BufferSpec, StepBuffers, Unit, needed_buffers
+from rocm_attn.step.buffers import BufferSpec, StepBuffers, TableSizes
 from rocm_attn.step.workspace import Workspace
 
 CPU = torch.device("cpu")
@@ -145,6 +145,9 @@ def test_a_forced_bucket_that_is_too_small_is_refused() -> None:
         policy.shape(batch([1, 1]), pad_to=1)
 
 
+SIZES = TableSizes(row_width=3, list_tail=0, table_width=3, row_tokens=0)
+
+
 def decode(num_seqs: int) -> PaddedShape:
     return PaddedShape(StepKind.DECODE, num_seqs, num_seqs)
 
@@ -170,14 +173,14 @@ def test_each_buffer_grows_by_itself_and_keeps_dtype_and_pad() -> None:
 
 
 def test_a_view_past_a_buffer_raises_where_a_slice_would_truncate() -> None:
-    buffers = StepBuffers(STEP_BUFFERS, CPU)
+    buffers = StepBuffers(SIZES.buffers({Space.FULL: ()}), CPU)
     buffers.ensure(decode(4))
     with pytest.raises(CapacityExceeded, match="500 elements of kv_len"):
         buffers.view("kv_len", 500)
 
 
 def test_sealed_buffers_refuse_to_move_and_name_the_knob() -> None:
-    buffers = StepBuffers((*STEP_BUFFERS, *needed_buffers(Need.PAGE_LIST, 3)), CPU)
+    buffers = StepBuffers(SIZES.buffers({Space.FULL: [Need.PAGE_LIST]}), CPU)
     buffers.ensure(decode(8))
     buffers.seal()
     buffers.ensure(decode(5))

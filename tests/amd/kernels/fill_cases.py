@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rocm_attn.kernels.metadata.index_tensors import IndexTensors
+from rocm_attn.kernels.metadata.step_tensors import FIELDS, StepTensors
 
 GARBAGE = 0x7F7F7F7F
 MAX_PAGES = 5
@@ -113,7 +113,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-def tensors(case: Case, device: torch.device) -> IndexTensors:
+def tensors(case: Case, device: torch.device) -> StepTensors:
     """The step on the device: shuffled rows in a table with a free stride, garbage in and behind the outputs."""
     rows = random.Random(len(case.seqs)).sample(range(1, len(case.seqs) + 1), len(case.seqs))
     table = torch.full((len(rows) + 1, case.width + 3), GARBAGE, dtype=torch.int32)[:, : case.width]
@@ -148,7 +148,8 @@ def tensors(case: Case, device: torch.device) -> IndexTensors:
         memory = torch.full((math.prod(shape) + BEHIND,), GARBAGE, dtype=dtype, device=device)
         return memory[: math.prod(shape)].view(shape)
 
-    return IndexTensors(
+    return StepTensors.of(
+        ints([]),
         counts=ints([len(case.seqs), case.num_tokens, 41, 0]),
         row_of_seq=ints(rows + [0] * (num_seqs - len(rows))),
         kv_len=ints([length for length, _ in case.padded_seqs]),
@@ -165,10 +166,9 @@ def is_untouched_behind(output: Tensor) -> bool:
     return bool((output.as_strided((BEHIND,), (1,), output.numel()) == GARBAGE).all())
 
 
-def written(step: IndexTensors) -> dict[str, list[int]]:
+def written(step: StepTensors) -> dict[str, list[int]]:
     """Everything of a step but the table, as lists."""
-    names = (field.name for field in fields(step) if field.name != "table")
-    return {name: getattr(step, name).tolist() for name in names}
+    return {name: getattr(step, name).tolist() for name in FIELDS}
 
 
 def derived_by_hand(case: Case) -> dict[str, object]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE, WINDOW_WITHOUT_PAGE
 from rocm_attn.kernels.metadata.fill import launch_fill
-from rocm_attn.kernels.metadata.index_tensors import IndexTensors
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.refs import metadata as refs
 from tests.amd.kernels.fill_cases import (
     DERIVED,
@@ -33,7 +33,7 @@ Fill = Callable[..., None]
 both = pytest.mark.parametrize("fill", [launch_fill, refs.fill], ids=["kernel", "twin"])
 
 
-def fill_once(fill: Fill, case: Case, device: torch.device) -> IndexTensors:
+def fill_once(fill: Fill, case: Case, device: torch.device) -> StepTensors:
     """The step's tensors after one fill."""
     step = tensors(case, device)
     fill(step, page_size=case.page_size)

@@ -19,12 +19,13 @@ from rocm_attn.kernels.metadata.error_word import (
     SHARED_TOKEN,
     TOKEN_WITHOUT_PAGE,
 )
-from rocm_attn.kernels.metadata.input_tensors import InputTensors
 from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, NO_ECHO, WRONG_STEP
+from rocm_attn.kernels.metadata.step_tensors import Pads
 from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.refs import cache as cache_refs
 from rocm_attn.kernels.refs import metadata as refs
+from tests.amd.kernels.launches_of_tensors import of_device_inputs, of_publish
 from tests.amd.vectorised import vectorised_keys, vectorised_values
 
 GARBAGE = 0x7F7F7F7F
@@ -52,7 +53,7 @@ def test_publish_writes_every_entry_pads_included(
     slot = torch.tensor(words + [GARBAGE] * 9, dtype=torch.int32, pin_memory=kernel_device.type == "cuda")
     counts, token_ids = garbage(4, kernel_device), garbage(300, kernel_device)
     seqs = garbage(5, kernel_device), garbage(5, kernel_device), garbage(5, kernel_device)
-    publish(slot, counts, InputTensors(counts, *seqs, *prefixes, token_ids, 1, 0))
+    of_publish(publish, Pads(1, 0))(slot, counts, counts, *seqs, *prefixes, token_ids)
     assert counts.tolist() == [3, 6, 41, 0]
     assert [x.tolist() for x in seqs] == [[*rows, 0, 0], [*kv_len, 1, 1], [*q_len, 0, 0]]
     assert token_ids.tolist() == (ids if with_ids else [0] * 6) + [0] * 294
@@ -72,7 +73,7 @@ def test_publish_says_how_the_step_before_went(
     counts = before if same else garbage(4, kernel_device)
     seqs = garbage(700, kernel_device), garbage(700, kernel_device), garbage(700, kernel_device)
     nothing = garbage(0, kernel_device)
-    publish(slot, before, InputTensors(counts, *seqs, nothing, nothing, garbage(700, kernel_device), 0, 1))
+    of_publish(publish, Pads(0, 1))(slot, before, counts, *seqs, nothing, nothing, garbage(700, kernel_device))
     assert counts.tolist() == [1, 1, 41, 0]
     if not same:
         assert before.tolist() == [GARBAGE, GARBAGE, number, error_word]
@@ -115,7 +116,7 @@ def test_device_inputs_are_placed_within_their_bounds(place: Launch, kernel_devi
     counts = device_ints([n, most, 41, 0], kernel_device)
     lengths = [garbage(n + case.seq_pads, kernel_device) for _ in range(2)]
     token_ids = garbage(max(1, most + case.token_pads), kernel_device)
-    place(slot, *sources, counts, *lengths, token_ids)
+    of_device_inputs(place)(slot, *sources, counts, *lengths, token_ids)
 
     new = [min(max(q, 0), bound) for q, bound in zip(q_len, q_bound, strict=True)]
     kept = [min(max(kv, q), bound) for kv, q, bound in zip(kv_len, new, kv_bound, strict=True)]
@@ -148,7 +149,7 @@ def test_device_inputs_of_many_sequences_are_placed_whole(place: Launch, kernel_
     counts, token_ids = device_ints([n, 2 * n, 41, 0], kernel_device), garbage(2 * n + 9, kernel_device)
     lengths = [garbage(n, kernel_device) for _ in range(2)]
     sources = [x.to(kernel_device, torch.int32) for x in (kv_len, q_len)]
-    place(slot, *sources, ids, torch.zeros_like(sources[0]), counts, *lengths, token_ids)
+    of_device_inputs(place)(slot, *sources, ids, torch.zeros_like(sources[0]), counts, *lengths, token_ids)
     total = int(q_len.sum())
     assert counts.tolist() == [n, total, 41, 0]
     assert all(torch.equal(placed, source) for placed, source in zip(lengths, sources, strict=True))

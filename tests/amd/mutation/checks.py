@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,8 +23,6 @@ from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.gather_table import GatherSource, launch_gather_table
-from rocm_attn.kernels.metadata.index_tensors import ALL_KEYS, IndexTensors
-from rocm_attn.kernels.metadata.input_tensors import InputTensors
 from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
 from rocm_attn.kernels.metadata.place_mask import launch_place_mask
 from rocm_attn.kernels.metadata.publish import launch_publish
@@ -36,6 +34,7 @@ from rocm_attn.kernels.metadata.publish_engine import (
     PublishedLengths,
     launch_publish_engine,
 )
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, Pads
 from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.kernels.refs import cache as cache_twins
@@ -46,6 +45,7 @@ from rocm_attn.kernels.refs.pads import clear_pads
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from tests.amd.kernels.attention_cases import Case, Tensors, assert_served, build
+from tests.amd.kernels.launches_of_tensors import fill_step, of_device_inputs, of_place_mask, of_publish
 from tests.amd.mutation.memory import Memory
 from tests.amd.vectorised import vectorised_keys, vectorised_values
 
@@ -324,13 +324,13 @@ def fill(memory: Memory) -> None:
         dense, wide, mask_indptr = garbage(25).view(5, 5), garbage(5).long(), garbage(6).long()
         groups = [garbage(size) for size in (6, 5, 5)]
         tensors = (*inputs, *outputs, dense, wide, mask_indptr, *groups)
-        wanted = IndexTensors(*(tensor.clone() for tensor in tensors))
-        got = IndexTensors(*map(memory.put, tensors))
+        wanted = fill_step(*(tensor.clone() for tensor in tensors))
+        got = fill_step(*map(memory.put, tensors))
         launch_fill(got, page_size=PAGE_SIZE, window_left=window_left)
         twins.fill(wanted, page_size=PAGE_SIZE, window_left=window_left)
-        for field in fields(IndexTensors):
-            found, want = getattr(got, field.name), getattr(wanted, field.name)
-            assert torch.equal(found, want), f"{field.name}: {found.tolist()} instead of {want.tolist()}"
+        for name in FIELDS:
+            found, want = getattr(got, name), getattr(wanted, name)
+            assert torch.equal(found, want), f"{name}: {found.tolist()} instead of {want.tolist()}"
         memory.assert_surroundings_untouched()
 
 
@@ -339,14 +339,7 @@ def publish(memory: Memory) -> None:
     for has_ids in (1, 0):
         slot = ints([2, 3, 9, has_ids, 8, -1, -1, 0, 4, 5, 30, 40, 1, 2, *[11, 12, 13] * has_ids, 16, 32, 1, 2])
         outputs = [slot, ints([6, 6, 8, 2]), *(garbage(size) for size in (4, 5, 5, 5, 5, 5, 7))]
-        assert_same(memory, _to_inputs(launch_publish), _to_inputs(twins.publish), [], outputs)
-
-
-def _to_inputs(publish: Callable[..., None]) -> Callable[..., None]:
-    """publish as a function of the tensors, with pads of its own."""
-    return lambda slot, before, counts, rows, kv_len, q_len, prefix_len, group_end, ids: publish(
-        slot, before, InputTensors(counts, rows, kv_len, q_len, prefix_len, group_end, ids, 5, 0)
-    )
+        assert_same(memory, of_publish(launch_publish, Pads(5, 0)), of_publish(twins.publish, Pads(5, 0)), [], outputs)
 
 
 def device_inputs(memory: Memory) -> None:
@@ -355,13 +348,16 @@ def device_inputs(memory: Memory) -> None:
     for kv_len, q_len, floor in (([29, 40], [1, 2], [28, 0]), ([31, 1], [4, 2], [0, 0]), ([29, 1], [3, 1], [28, 9])):
         inputs = [slot, ints(kv_len), ints(q_len), ints([11, 12, 13, 14, 15]), ints(floor)]
         outputs = [ints([2, 5, 9, 0]), *(garbage(size) for size in (5, 5, 7))]
-        assert_same(memory, launch_device_inputs, twins.device_inputs, inputs, outputs)
+        assert_same(
+            memory, of_device_inputs(launch_device_inputs), of_device_inputs(twins.device_inputs), inputs, outputs
+        )
 
 
 def place_mask(memory: Memory) -> None:
     """Seven bytes for words that hold more, and positions of three tokens at five."""
     inputs = [torch.arange(1, 8, dtype=torch.uint8), ints([4, 5, 6, 7]), ints([2, 3, 1, 0])]
-    assert_same(memory, launch_place_mask, twins.place_mask, inputs, [garbage(2), garbage(5)])
+    launches = of_place_mask(launch_place_mask), of_place_mask(twins.place_mask)
+    assert_same(memory, *launches, inputs, [garbage(2), garbage(5)])
 
 
 def merge_sides(memory: Memory) -> None:

@@ -20,7 +20,6 @@ from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.attention.merge_states import launch_merge_states
 from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages
 from rocm_attn.kernels.metadata.gather_table import GatherSource, launch_gather_table
-from rocm_attn.kernels.metadata.index_tensors import IndexTensors
 from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
 from rocm_attn.kernels.metadata.publish_engine import (
     Q_BOUNDARIES,
@@ -30,6 +29,7 @@ from rocm_attn.kernels.metadata.publish_engine import (
     PublishedLengths,
     launch_publish_engine,
 )
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
@@ -266,14 +266,13 @@ def _launch_whole_fill(page_size: int) -> None:
     """A fill with all that kernels of other libraries read; no kernel of this project asks for it."""
     num_seqs, width = 16, 64
     nothing, of_seq, of_boundary = (torch.empty(size, dtype=torch.int32) for size in (0, num_seqs, num_seqs + 1))
-    step = IndexTensors(
+    step = StepTensors.of(
+        nothing,
         counts=torch.empty(4, dtype=torch.int32),
         row_of_seq=of_seq,
         kv_len=of_seq,
         q_len=of_seq,
         table=torch.empty(num_seqs + 1, width, dtype=torch.int32),
-        prefix_len=nothing,
-        group_end=nothing,
         q_indptr=of_boundary,
         last_token_of_seq=of_seq,
         position_of_token=of_seq,
@@ -284,9 +283,6 @@ def _launch_whole_fill(page_size: int) -> None:
         block_table=torch.empty(num_seqs, width, dtype=torch.int32),
         kv_len_int64=torch.empty(num_seqs, dtype=torch.int64),
         mask_indptr=torch.empty(num_seqs + 1, dtype=torch.int64),
-        group_indptr=nothing,
-        suffix_kv_len=nothing,
-        suffix_page=nothing,
     )
     TRITON.ops().fill(step, page_size=page_size)
 

@@ -15,7 +15,7 @@ import torch
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import DeviceFault
 from rocm_attn.kernels.metadata.error_word import LENGTH_BEYOND_BOUND, TOKEN_WITHOUT_PAGE, WINDOW_WITHOUT_PAGE
-from rocm_attn.providers.contract import StepMetadata
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.step.host_ring import HostRing
 from tests.amd.guards.late_device import LateDevice
 from tests.amd.guards.serving import Serving
@@ -219,7 +219,7 @@ def test_a_late_device_answers_although_the_host_runs_three_steps_ahead(device: 
     found: list[list[int]] = []
     told = []
 
-    def body(step: StepMetadata) -> None:
+    def body(step: StepTensors) -> None:
         found.append([int(step.counts[2]), int(step.kv_len[0])])
         step.counts[3] = TOKEN_WITHOUT_PAGE if found[-1][0] in (2, 3) else 0
 
@@ -232,7 +232,7 @@ def test_a_late_device_answers_although_the_host_runs_three_steps_ahead(device: 
             told.append((length, fault.step))
             runtime.stage(batch)
         assert runtime._children[0] is not None
-        late.launch(partial(body, runtime._children[0].metadata))
+        late.launch(partial(body, runtime._children[0].tensors))
         runtime.end_step()
         runtime.table.mark_stored(batch.rows, batch.kv_len)
         # Of the steps that the device has begun, it has not done the last one.

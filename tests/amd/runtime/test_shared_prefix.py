@@ -229,7 +229,7 @@ def test_token_ids_of_the_host_lie_before_the_prefixes(device: torch.device) -> 
     batch = replace(batch, token_ids=np.array([7, 9], np.int32), prefixes=SharedPrefixes([PrefixGroup(2, 8)]))
     step = world.runtime.begin_step(batch, pad_to=3)
     assert step.token_ids.tolist() == [7, 9, 0]
-    metadata = world.runtime._children[0].metadata
+    metadata = world.runtime._children[0].tensors
     assert metadata.prefix_len.tolist() == [8, 8, 0]
     assert metadata.group_indptr.tolist() == [0, 2, 2, 2]
     assert metadata.suffix_kv_len.tolist() == [2, 3, 0]

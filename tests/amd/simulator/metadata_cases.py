@@ -15,8 +15,6 @@ from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.gather_table import GatherSource, launch_gather_table
-from rocm_attn.kernels.metadata.index_tensors import IndexTensors
-from rocm_attn.kernels.metadata.input_tensors import InputTensors
 from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
 from rocm_attn.kernels.metadata.place_mask import launch_place_mask
 from rocm_attn.kernels.metadata.publish import launch_publish
@@ -30,12 +28,14 @@ from rocm_attn.kernels.metadata.publish_engine import (
     launch_publish_engine,
 )
 from rocm_attn.kernels.metadata.slot_layout import NO_ECHO
+from rocm_attn.kernels.metadata.step_tensors import Pads
 from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.kernels.refs import cache as cache_twins
 from rocm_attn.kernels.refs import engine_metadata
 from rocm_attn.kernels.refs import metadata as twins
 from rocm_attn.kernels.refs.pads import clear_pads
+from tests.amd.kernels.launches_of_tensors import of_device_inputs, of_fill, of_place_mask, of_publish
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.driver import Simulation, simulated
 from tests.amd.vectorised import vectorised_keys, vectorised_values
@@ -104,23 +104,26 @@ def _launches() -> dict[str, _Launch]:
     none = [_garbage(0)] * 3 + [_garbage(0, 0)] + [_garbage(0, dtype=torch.int64)] * 2 + [_garbage(0)] * 3
     return {
         "publish": _Launch(
-            _to_inputs(launch_publish),
-            _to_inputs(twins.publish),
+            of_publish(launch_publish, Pads(1, 0)),
+            of_publish(twins.publish, Pads(1, 0)),
             [_slot(), counts_before, counts_before, _garbage(seqs), _garbage(seqs), _garbage(seqs), *prefixes, ids],
             {},
         ),
         "publish_without_prefixes": _Launch(
-            _to_inputs(launch_publish),
-            _to_inputs(twins.publish),
+            of_publish(launch_publish, Pads(1, 0)),
+            of_publish(twins.publish, Pads(1, 0)),
             [_slot(), counts_before, counts_before, _garbage(seqs), _garbage(seqs), _garbage(seqs), *none[:2], ids],
             {},
         ),
         "device_inputs": _Launch(
-            launch_device_inputs, twins.device_inputs, [_slot(), *device_lengths, counts, *step], {}
+            of_device_inputs(launch_device_inputs),
+            of_device_inputs(twins.device_inputs),
+            [_slot(), *device_lengths, counts, *step],
+            {},
         ),
         "place_mask": _Launch(
-            launch_place_mask,
-            twins.place_mask,
+            of_place_mask(launch_place_mask),
+            of_place_mask(twins.place_mask),
             [
                 (torch.arange(5003) % 256).to(torch.uint8),
                 torch.arange(NUM_TOKENS, dtype=torch.int32),
@@ -134,13 +137,13 @@ def _launches() -> dict[str, _Launch]:
             launch_table_update, twins.table_update, [_updates(), _garbage(33, 40)], {"num_updates": 300}
         ),
         "fill": _Launch(
-            _of_tensors(launch_fill),
-            _of_tensors(twins.fill),
+            of_fill(launch_fill),
+            of_fill(twins.fill),
             [*read, *derived, *lists, *masks, *groups],
             {"page_size": PAGE_SIZE},
         ),
         "fill_without_lists": _Launch(
-            _of_tensors(launch_fill), _of_tensors(twins.fill), [*read, *derived, *none], {"page_size": PAGE_SIZE}
+            of_fill(launch_fill), of_fill(twins.fill), [*read, *derived, *none], {"page_size": PAGE_SIZE}
         ),
         **_of_engines(),
         **_fix_ups(),
@@ -258,18 +261,6 @@ def _fix_ups() -> dict[str, _Launch]:
         out = torch.ones(7, 5, 80, dtype=dtype), torch.ones(7, 5)
         cases[f"clear_pads-{name}"] = _Launch(launch_clear_pads, clear_pads, [_ints(3, 4, 1, 0), *out], {})
     return cases
-
-
-def _to_inputs(publish: Callable[..., None]) -> Callable[..., None]:
-    """publish as a function of the tensors, with pads of its own."""
-    return lambda slot, before, counts, rows, kv_len, q_len, prefix_len, group_end, ids: publish(
-        slot, before, InputTensors(counts, rows, kv_len, q_len, prefix_len, group_end, ids, 1, 0)
-    )
-
-
-def _of_tensors(function: Callable[..., None]) -> Callable[..., None]:
-    """A function of IndexTensors as a function of the tensors."""
-    return lambda *tensors, page_size: function(IndexTensors(*tensors), page_size=page_size)
 
 
 def run_launch(arch: str, name: str) -> Simulation:

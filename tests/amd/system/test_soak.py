@@ -17,8 +17,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadSetting
 from rocm_attn.guards.registry import Guards
-from rocm_attn.kernels.metadata.index_tensors import IndexTensors
-from rocm_attn.kernels.metadata.input_tensors import InputTensors
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.refs import attention, cache, metadata
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.kv_pool import KVPool
@@ -145,7 +144,7 @@ def test_a_seed_gives_the_same_actions_each_time_and_another_seed_others() -> No
 
 
 def test_a_suffix_that_begins_a_page_late_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def write_groups(original: Callable[..., None], step: IndexTensors, page_size: int) -> None:
+    def write_groups(original: Callable[..., None], step: StepTensors, page_size: int) -> None:
         original(step, page_size)
         step.suffix_page.add_((step.suffix_page > 0).int())
 
@@ -170,7 +169,7 @@ def test_a_table_update_that_is_lost_once_is_found(monkeypatch: pytest.MonkeyPat
 
 
 def test_pads_that_keep_what_the_last_step_left_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def publish(original: Callable[..., None], slot: Tensor, last: Tensor, to: InputTensors) -> None:
+    def publish(original: Callable[..., None], slot: Tensor, last: Tensor, to: StepTensors) -> None:
         buffers = (to.row_of_seq, to.kv_len, to.q_len, to.token_ids)
         before = [buffer.clone() for buffer in buffers]
         original(slot, last, to)
@@ -239,8 +238,8 @@ def test_a_mask_of_an_earlier_step_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_positions_that_do_not_come_with_the_mask_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def place_mask(original: Callable[..., None], bits: Tensor, positions: Tensor, *others: Tensor) -> None:
-        original(bits, torch.zeros_like(positions), *others)
+    def place_mask(original: Callable[..., None], bits: Tensor, positions: Tensor, to: StepTensors) -> None:
+        original(bits, torch.zeros_like(positions), to)
 
     wrap(monkeypatch, metadata, "place_mask", place_mask)
     assert "(tree: masked, " in found().finding.where
@@ -279,9 +278,9 @@ def test_an_output_that_is_not_written_once_is_found(monkeypatch: pytest.MonkeyP
 
 
 def test_a_wrong_last_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fill(original: Callable[..., None], indices: IndexTensors, **kwargs: Any) -> None:
-        original(indices, **kwargs)
-        indices.last_token_of_seq.sub_(1).clamp_(min=0)
+    def fill(original: Callable[..., None], step: StepTensors, **kwargs: Any) -> None:
+        original(step, **kwargs)
+        step.last_token_of_seq.sub_(1).clamp_(min=0)
 
     wrap(monkeypatch, metadata, "fill", fill)
     assert "is not that of the last new token" in str(found())
@@ -359,9 +358,9 @@ def test_memory_that_grows_with_every_step_is_found(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_forward_that_cannot_be_captured_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fill(original: Callable[..., None], indices: IndexTensors, **kwargs: Any) -> None:
-        assert indices.counts[0].item() >= 0
-        original(indices, **kwargs)
+    def fill(original: Callable[..., None], step: StepTensors, **kwargs: Any) -> None:
+        assert step.counts[0].item() >= 0
+        original(step, **kwargs)
 
     wrap(monkeypatch, metadata, "fill", fill)
     assert "graphs were switched off" in str(found())

@@ -1,0 +1,155 @@
+"""StepTensors: every tensor of a step, each declared once: what it holds, its unit, dtype and pad, and its need.
+
+The buffers that hold them, their sizes, the views of a step and the arguments of `fill` follow from this table.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+
+ALL_KEYS = 2**31 - 1  # a window that no sequence is longer than
+
+
+class Unit(enum.Enum):
+    """What one element of a tensor stands for."""
+
+    COUNT = "count of the step"
+    SEQ = "sequence"
+    SEQ_BOUNDARY = "sequence boundary (one more than sequences)"
+    TOKEN = "token"
+    LIST_ENTRY = "entry of the page list"
+    TABLE_ENTRY = "entry of the block table"
+    MASK_WORD = "word of the packed mask"
+    WORD = "word of a schedule"
+
+
+class Need(enum.Enum):
+    """Forms of a step that a kernel reads besides what every step has."""
+
+    PAGE_LIST = "CSR page list with page_indptr and last_page_len"
+    BLOCK_TABLE = "dense block table, one row for each sequence"
+    KV_LEN_INT64 = "int64 KV lengths"
+    MASK_INDPTR = "int64 first mask cell of each sequence, for masks of [q_len, kv_len] cells"
+    MASK_WORDS = "packed mask cells, and positions that come with them"
+    PREFIXES = "lengths of shared prefixes, where their groups begin, and what comes after them"
+
+
+EVERY_STEP: frozenset[Need] = frozenset()  # the needs of a tensor that every step has
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """How a tensor of the step is made.
+
+    pad:      what an element holds where no real sequence, token or page is, when its memory is new
+    needs:    the kernels' need that it serves; EVERY_STEP: none is asked for
+    of_space: whether its entries are pages or slots, so that each space has its own
+    """
+
+    unit: Unit
+    dtype: torch.dtype = torch.int32
+    pad: int = 0
+    needs: frozenset[Need] = EVERY_STEP
+    of_space: bool = False
+
+
+class Pads(NamedTuple):
+    """What publish writes for a padded sequence: its KV length and its new tokens."""
+
+    kv_len: int = 0
+    q_len: int = 0
+
+
+NO_PADS = Pads()
+
+_LIST = frozenset({Need.PAGE_LIST})
+_MASK = frozenset({Need.MASK_WORDS})
+_PREFIXES = frozenset({Need.PREFIXES})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepTensors:
+    """A step, or one half of a split one, in one space; S padded sequences, T padded tokens.
+
+    Tensors are contiguous, and int32 unless the declaration says otherwise. One that no kernel needs is empty. `table`
+    is no buffer of the step: it is the request table of the space, int32 [rows, width], row and page_no -> page, with a
+    free row stride.
+    """
+
+    # Published: from the host, or from the caller's tensors on the device.
+    # [4] num_seqs, num_tokens, step number, error word; fill sets bits of the last
+    counts: Annotated[Tensor, Field(Unit.COUNT)]
+    # [S] sequence -> row of the table
+    row_of_seq: Annotated[Tensor, Field(Unit.SEQ)]
+    # [S] tokens, new ones included
+    kv_len: Annotated[Tensor, Field(Unit.SEQ)]
+    # [S] new tokens
+    q_len: Annotated[Tensor, Field(Unit.SEQ)]
+    # [T] 0 for pads, and for every token where the step brings no ids
+    token_ids: Annotated[Tensor, Field(Unit.TOKEN)]
+    # [S] tokens that the sequence shares with its group, whole pages
+    prefix_len: Annotated[Tensor, Field(Unit.SEQ, needs=_PREFIXES)]
+    # [S] one past the last sequence of its group
+    group_end: Annotated[Tensor, Field(Unit.SEQ, needs=_PREFIXES)]
+    # [n] cells of a mask, packed: mask_bits.py; in masked steps only
+    mask_words: Annotated[Tensor, Field(Unit.MASK_WORD, needs=_MASK)]
+    # [T] positions that came with the mask; in masked steps only
+    mask_positions: Annotated[Tensor, Field(Unit.TOKEN, needs=_MASK)]
+
+    # Derived by every fill.
+    # [S + 1] sequence -> first token
+    q_indptr: Annotated[Tensor, Field(Unit.SEQ_BOUNDARY)]
+    # [S] sequence -> last token, 0 where it has no new one
+    last_token_of_seq: Annotated[Tensor, Field(Unit.SEQ)]
+    # [T] token -> place in its sequence's KV
+    position_of_token: Annotated[Tensor, Field(Unit.TOKEN)]
+    # [T] token -> slot of the pool, 0 for pads
+    slot_of_token: Annotated[Tensor, Field(Unit.TOKEN, of_space=True)]
+
+    # Derived by every fill where a kernel needs them.
+    # [S + 1] sequence -> first entry of page_list
+    page_indptr: Annotated[Tensor, Field(Unit.SEQ_BOUNDARY, needs=_LIST)]
+    # [L] pages, sequence after sequence, then page 0
+    page_list: Annotated[Tensor, Field(Unit.LIST_ENTRY, needs=_LIST, of_space=True)]
+    # [S] tokens in the last page, 1 where kv_len is 0
+    last_page_len: Annotated[Tensor, Field(Unit.SEQ, pad=1, needs=_LIST)]
+    # [S, W] pages of each sequence, then page 0; W may exceed the table's width
+    block_table: Annotated[Tensor, Field(Unit.TABLE_ENTRY, needs=frozenset({Need.BLOCK_TABLE}), of_space=True)]
+    # [S]
+    kv_len_int64: Annotated[Tensor, Field(Unit.SEQ, torch.int64, needs=frozenset({Need.KV_LEN_INT64}))]
+    # [S + 1] sequence -> first cell of its [q_len, kv_len] mask
+    mask_indptr: Annotated[Tensor, Field(Unit.SEQ_BOUNDARY, torch.int64, needs=frozenset({Need.MASK_INDPTR}))]
+    # [S + 1] group -> first of its sequences; a group has the number of its first sequence, other groups are empty
+    group_indptr: Annotated[Tensor, Field(Unit.SEQ_BOUNDARY, needs=_PREFIXES)]
+    # [S] tokens after the shared prefix, 0 for pads
+    suffix_kv_len: Annotated[Tensor, Field(Unit.SEQ, needs=_PREFIXES)]
+    # [S] page_no of the first page after the shared prefix
+    suffix_page: Annotated[Tensor, Field(Unit.SEQ, needs=_PREFIXES)]
+
+    table: Tensor
+    pads: Pads = NO_PADS
+    # What a launcher keeps for these addresses, under its own name.
+    launches: dict[str, Callable[[Tensor, Tensor], None]] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def of(cls, nothing: Tensor, pads: Pads = NO_PADS, /, **tensors: Tensor) -> StepTensors:
+        """A step of these tensors, by name; nothing, which is empty, stands for all others."""
+        return cls(**{**dict.fromkeys((*FIELDS, "table"), nothing), **tensors}, pads=pads)
+
+    @property
+    def positions(self) -> Tensor:
+        """int32 [T]; what the model's position embedding is given: derived, or as they came with a mask."""
+        return self.mask_positions if self.mask_positions.numel() else self.position_of_token
+
+
+FIELDS: Mapping[str, Field] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(StepTensors, include_extras=True).items()
+    if hasattr(hint, "__metadata__")
+}

@@ -1,0 +1,74 @@
+"""The launches over a step as functions of plain tensors, for suites that copy and compare what they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.metadata.device_inputs import GivenInputs
+from rocm_attn.kernels.metadata.step_tensors import NO_PADS, Pads, StepTensors
+
+Launch = Callable[..., None]
+
+# What fill reads and writes, in the order in which of_fill takes it.
+READ_BY_FILL = ("counts", "row_of_seq", "kv_len", "q_len", "table", "prefix_len", "group_end")
+WRITTEN_BY_FILL = (
+    "q_indptr",
+    "last_token_of_seq",
+    "position_of_token",
+    "slot_of_token",
+    "page_indptr",
+    "page_list",
+    "last_page_len",
+    "block_table",
+    "kv_len_int64",
+    "mask_indptr",
+    "group_indptr",
+    "suffix_kv_len",
+    "suffix_page",
+)
+_PUBLISHED = ("counts", "row_of_seq", "kv_len", "q_len", "prefix_len", "group_end", "token_ids")
+
+
+def step_of(tensors: Mapping[str, Tensor], pads: Pads = NO_PADS) -> StepTensors:
+    """A step of these tensors, by name; all others are empty."""
+    nothing = torch.empty(0, dtype=torch.int32, device=tensors["counts"].device)
+    return StepTensors.of(nothing, pads, **tensors)
+
+
+def fill_step(*tensors: Tensor) -> StepTensors:
+    """A step of READ_BY_FILL and WRITTEN_BY_FILL."""
+    return step_of(dict(zip((*READ_BY_FILL, *WRITTEN_BY_FILL), tensors, strict=True)))
+
+
+def of_fill(fill: Launch) -> Launch:
+    """fill(*READ_BY_FILL, *WRITTEN_BY_FILL, page_size=, ...)."""
+    return lambda *tensors, **options: fill(fill_step(*tensors), **options)
+
+
+def of_publish(publish: Launch, pads: Pads) -> Launch:
+    """publish(slot, counts before, counts, row_of_seq, kv_len, q_len, prefix_len, group_end, token_ids)."""
+    return lambda slot, before, *tensors: publish(
+        slot, before, step_of(dict(zip(_PUBLISHED, tensors, strict=True)), pads)
+    )
+
+
+def of_device_inputs(place: Launch) -> Launch:
+    """place(slot, kv_len, q_len, token_ids, floor, and what they are written to: counts, kv_len, q_len, token_ids)."""
+
+    def of_tensors(slot: Tensor, *tensors: Tensor) -> None:
+        names = ("counts", "kv_len", "q_len", "token_ids")
+        place(slot, GivenInputs(*tensors[:4]), step_of(dict(zip(names, tensors[4:], strict=True))))
+
+    return of_tensors
+
+
+def of_place_mask(place: Launch) -> Launch:
+    """place(bits, positions, counts, mask_words, mask_positions)."""
+
+    def of_tensors(bits: Tensor, positions: Tensor, counts: Tensor, words: Tensor, placed: Tensor) -> None:
+        place(bits, positions, step_of({"counts": counts, "mask_words": words, "mask_positions": placed}))
+
+    return of_tensors

@@ -4,9 +4,10 @@
 
 Pages are linear or vectorised (page_rows.py): two compilations of one kernel.
 
-Tokens at or past num_tokens and every slot of page 0 are dropped: a pad's hidden state may be NaN, and page 0 stays
-zero. What is infinite or no number in a token that is stored is stored as 0 and sets a bit of the step's error word:
-attention multiplies the V of keys that a token does not see by a probability of 0, and 0 * inf is NaN.
+Tokens at or past num_tokens, slots of page 0 where it belongs to no one, and negative slots are dropped: a pad's hidden
+state may be NaN, and page 0 stays zero. What is infinite or no number in a token that is stored is stored as 0 and sets
+a bit of the step's error word: attention multiplies the V of keys that a token does not see by a probability of 0, and
+0 * inf is NaN.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def _store_kernel(
     vp_head,
     vp_vector,
     PAGE_SIZE: tl.constexpr,
+    FIRST_SLOT: tl.constexpr,
     HEADS: tl.constexpr,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
@@ -58,7 +60,7 @@ def _store_kernel(
 ):
     token = tl.program_id(0)
     slot = tl.load(slot_of_token + token).to(tl.int64)
-    if (token < tl.load(counts + 1)) & (slot >= PAGE_SIZE):
+    if (token < tl.load(counts + 1)) & (slot >= FIRST_SLOT):
         t = token.to(tl.int64)
         page = slot // PAGE_SIZE
         offset = slot % PAGE_SIZE
@@ -86,7 +88,14 @@ def _store_kernel(
 
 
 def launch_store_kv(
-    k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, k_pages: Tensor, v_pages: Tensor
+    k: Tensor,
+    v: Tensor,
+    slot_of_token: Tensor,
+    counts: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    *,
+    null_page: bool = True,
 ) -> None:
     """Write k and v to the slots of their tokens, 0 in the place of what is infinite or no number.
 
@@ -94,6 +103,7 @@ def launch_store_kv(
     slot_of_token:    int32 [T]
     counts:           int32 [4]; [1] is num_tokens, [3] receives an error bit where a token was not finite
     k_pages, v_pages: linear, with any strides but the last, or vectorised; written in place
+    null_page:        whether page 0 belongs to no one
     """
     keys, values = key_rows(k_pages), value_rows(v_pages)
     num_tokens, heads, k_dim = k.shape
@@ -116,6 +126,7 @@ def launch_store_kv(
         *keys.cells.stride()[:4],
         *values.cells.stride()[:4],
         PAGE_SIZE=keys.page_size,
+        FIRST_SLOT=keys.page_size if null_page else 0,
         HEADS=heads,
         K_DIM=k_dim,
         V_DIM=v_dim,

@@ -38,6 +38,7 @@ def _zero_tails_kernel(
     vp_head,
     vp_vector,
     PAGE_SIZE: tl.constexpr,
+    FIRST_PAGE: tl.constexpr,
     HEADS: tl.constexpr,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
@@ -56,7 +57,7 @@ def _zero_tails_kernel(
     if (tl.load(q_len + seq) > 0) & (used > 0) & (page_no < table_width):
         row = tl.load(row_of_seq + seq).to(tl.int64)
         page = tl.load(table + row * table_stride + page_no).to(tl.int64)
-        if page > 0:
+        if page >= FIRST_PAGE:
             # 64-bit before multiplying: HND layouts have head strides beyond int32.
             head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)[:, None]
             head64 = head.to(tl.int64)
@@ -75,13 +76,21 @@ def _zero_tails_kernel(
 
 
 def launch_zero_tails(
-    table: Tensor, row_of_seq: Tensor, kv_len: Tensor, q_len: Tensor, k_pages: Tensor, v_pages: Tensor
+    table: Tensor,
+    row_of_seq: Tensor,
+    kv_len: Tensor,
+    q_len: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    *,
+    null_page: bool = True,
 ) -> None:
     """Zero the rows behind the last token of every sequence that has new tokens, in its last page.
 
     table:                     int32 [rows, width]
     row_of_seq, kv_len, q_len: int32 [S]
     k_pages, v_pages:          linear, with any strides but the last, or vectorised; written in place
+    null_page:                 whether page 0 belongs to no one, and stays as it is
     """
     keys, values = key_rows(k_pages), value_rows(v_pages)
     heads, k_dim, v_dim = keys.num_heads, keys.dim, values.dim
@@ -101,6 +110,7 @@ def launch_zero_tails(
         *keys.cells.stride()[:4],
         *values.cells.stride()[:4],
         PAGE_SIZE=keys.page_size,
+        FIRST_PAGE=1 if null_page else 0,
         HEADS=heads,
         K_DIM=k_dim,
         V_DIM=v_dim,

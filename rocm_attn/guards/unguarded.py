@@ -46,9 +46,18 @@ def leave_pads(ops: StepOps) -> StepOps:
 
 
 def store_everything(ops: StepOps) -> StepOps:
-    """Every token is stored to its slot, padded ones, whose slot is 0, included."""
+    """Every token is stored to its slot, padded ones, whose slot is 0 or -1, included."""
 
-    def store_kv(k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
+    def store_kv(
+        k: Tensor,
+        v: Tensor,
+        slot_of_token: Tensor,
+        counts: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        *,
+        null_page: bool,
+    ) -> None:
         keys, values = key_rows(k_pages), value_rows(v_pages)
         page, offset = slot_of_token // keys.page_size, slot_of_token % keys.page_size
         keys.write_tokens(page, offset, k)
@@ -60,13 +69,27 @@ def store_everything(ops: StepOps) -> StepOps:
 def store_as_it_comes(ops: StepOps) -> StepOps:
     """What is infinite or no number is stored like any other K and V."""
 
-    def store_kv(k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
+    def store_kv(
+        k: Tensor,
+        v: Tensor,
+        slot_of_token: Tensor,
+        counts: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        *,
+        null_page: bool,
+    ) -> None:
         keys, values = key_rows(k_pages), value_rows(v_pages)
-        live = torch.arange(len(k), device=k.device) < counts[1]
-        slot = torch.where(live & (slot_of_token >= keys.page_size), slot_of_token, 0)
+        token = torch.arange(len(k), device=k.device)
+        live = (token < counts[1]) & (slot_of_token >= (keys.page_size if null_page else 0))
+        # As in the twin: a dropped token writes what a live one writes, or what is there.
+        any_live, source = live.any(), torch.where(live, token, live.int().argmax())
+        slot = torch.where(any_live, slot_of_token[source], 0)
         page, offset = slot // keys.page_size, slot % keys.page_size
-        keys.write_tokens(page, offset, torch.where((slot > 0)[:, None, None], k, 0))
-        values.write_tokens(page, offset, torch.where((slot > 0)[:, None, None], v, 0))
+        for side, rows in ((keys, k), (values, v)):
+            held = torch.empty_like(rows)
+            side.read_tokens(page, offset, held)
+            side.write_tokens(page, offset, torch.where(any_live, rows[source], held))
 
     return replace(ops, store_kv=store_kv)
 

@@ -67,11 +67,12 @@ class Layers:
             raise BadTensor(
                 f"layer {layer} is latent and keeps one row a token: pass k[..., :{problem.v_head_dim}] as v"
             )
-        pages = self._pool.layer(layer)
+        pages, null_page = self._pool.layer(layer), tensors.terms.null_page
         with on_device(self._device):
-            self._ops.store_kv(k, v, tensors.slot_of_token, tensors.counts, pages.k, pages.v)
+            self._ops.store_kv(k, v, tensors.slot_of_token, tensors.counts, pages.k, pages.v, null_page=null_page)
             if not plan.kernels[kind].row.masks_v:
-                self._ops.zero_tails(tensors.table, tensors.row_of_seq, tensors.kv_len, tensors.q_len, pages.k, pages.v)
+                of_seqs = tensors.table, tensors.row_of_seq, tensors.kv_len, tensors.q_len
+                self._ops.zero_tails(*of_seqs, pages.k, pages.v, null_page=null_page)
 
     def attend(self, step: DeviceStep, plan: StepPlan, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
         """As AttentionRuntime.attend, for the tokens of step, which has the plan. Raises BadTensor, WrongState."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
-from rocm_attn.kernels.metadata.step_tensors import FIELDS, Need, StepTensors, Unit
+from rocm_attn.kernels.metadata.step_tensors import FIELDS, OWN_TABLE, Need, StepTensors, Unit
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.kv_pool import space_of
 from rocm_attn.paging.page_table import PageTable
@@ -188,7 +188,7 @@ class StepMemory:
         """A step in a space. view: name of a buffer -> what the child uses of it."""
         tensors = {name: view(name_in(pages.space, name) if field.of_space else name) for name, field in FIELDS.items()}
         tensors["block_table"] = tensors["block_table"].view(-1, self._sizes.table_width)
-        return StepTensors(**tensors, table=pages.entries, pads=plan.pads)
+        return StepTensors(**tensors, table=pages.entries, pads=plan.pads, terms=OWN_TABLE)
 
     def _specs(self) -> list[BufferSpec]:
         needs = {pages.space: self._needs_in(pages.space) for pages in self._table.spaces}

@@ -183,7 +183,7 @@ def test_pads_that_keep_what_the_last_step_left_are_found(monkeypatch: pytest.Mo
 
 def test_a_store_that_does_not_drop_pads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def store_kv(
-        _: object, k: Tensor, v: Tensor, slot: Tensor, counts: Tensor, k_pages: Tensor, v_pages: Tensor
+        _: object, k: Tensor, v: Tensor, slot: Tensor, counts: Tensor, k_pages: Tensor, v_pages: Tensor, **_terms: bool
     ) -> None:
         page, offset = slot // k_pages.shape[1], slot % k_pages.shape[1]
         k_pages[page, offset] = k

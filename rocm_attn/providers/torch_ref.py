@@ -42,6 +42,8 @@ _LIMITS = Limits(
     pools=(PoolKind.SPLIT, PoolKind.LATENT),
     alibi=True,
     non_causal=True,
+    page_strides=True,
+    short_kv=True,
 )
 # Vectorised pools are there for kernels of AITER's, none of which takes a mask.
 _ANY_POOL = replace(_LIMITS, pools=tuple(PoolKind))

@@ -30,6 +30,8 @@ from rocm_attn.hip_graphs.size_ladder import default_ladder
 from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Step
 
 LAYER = Problem(32, 8, 128, 128, torch.bfloat16, 16, 128**-0.5)
@@ -59,13 +61,15 @@ class Model:
         cls, device: torch.device, num_layers: int, *, num_seqs: int, kv_len: int, capture_sizes: Sequence[int]
     ) -> Model:
         """With pages for num_seqs requests of kv_len tokens, all of them random."""
-        runtime = AttentionRuntime(
+        runtime = build_runtime(
             [LAYER] * num_layers,
+            RuntimeOptions(
+                num_pages=1 + num_seqs * -(-kv_len // LAYER.page_size),
+                max_num_seqs=num_seqs,
+                max_kv_len=CONTEXT,
+                capture_sizes=capture_sizes,
+            ),
             device=device,
-            num_pages=1 + num_seqs * -(-kv_len // LAYER.page_size),
-            max_num_seqs=num_seqs,
-            max_kv_len=CONTEXT,
-            capture_sizes=capture_sizes,
         )
         for layer in range(num_layers):
             pages = runtime.pool.layer(layer)

@@ -19,7 +19,8 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.problem import Problem
-from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Step
 
 NUM_LAYERS = 32
@@ -30,14 +31,16 @@ MAX_KV_LEN = 1024
 def measure(num_seqs: int, device: torch.device) -> dict[str, float | int]:
     """Medians over ROUNDS steps of num_seqs sequences, lengths growing by one token a step as in serving."""
     problem = Problem(32, 8, 128, 128, torch.bfloat16, 16, 128**-0.5)
-    runtime = AttentionRuntime(
+    runtime = build_runtime(
         [problem] * NUM_LAYERS,
+        RuntimeOptions(
+            num_pages=num_seqs * (MAX_KV_LEN // 16) + 1,
+            max_num_seqs=num_seqs,
+            max_kv_len=MAX_KV_LEN,
+            provider="triton",
+            capture_sizes=[num_seqs],
+        ),
         device=device,
-        num_pages=num_seqs * (MAX_KV_LEN // 16) + 1,
-        max_num_seqs=num_seqs,
-        max_kv_len=MAX_KV_LEN,
-        provider="triton",
-        capture_sizes=[num_seqs],
     )
     q = torch.randn(num_seqs, 32, 128, dtype=torch.bfloat16, device=device)
     kv = torch.randn(num_seqs, 8, 128, dtype=torch.bfloat16, device=device)

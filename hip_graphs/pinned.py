@@ -43,12 +43,6 @@ class Fingerprint:
         return f"{dtype}{list(self.shape)} stride {list(self.stride)} at {self.data_ptr:#x} on {self.device}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Pin:
-    was: Fingerprint
-    current: Callable[[], Tensor]
-
-
 class PinnedTensors:
     """The tensors that recordings read, by name.
 
@@ -56,32 +50,40 @@ class PinnedTensors:
     tensors bumps it when anything moves; check() is the slow, sure comparison, for sealing and for debugging.
     """
 
-    __slots__ = ("_pins", "epoch")
+    __slots__ = ("_owners", "_pins", "epoch")
 
     def __init__(self) -> None:
         self.epoch = 0
-        self._pins: dict[str, _Pin] = {}
+        self._pins: dict[str, Fingerprint] = {}
+        # Each gives all tensors of an owner by name.
+        self._owners: list[Callable[[], Mapping[str, Tensor]]] = []
 
-    def pin(self, name: str, tensor: Tensor, current: Callable[[], Tensor] | None = None) -> None:
+    def pin(self, name: str, tensor: Tensor) -> None:
         """From now on the tensor of this name must stay where it is.
 
-        current: asks the owner for the tensor that goes by this name at a later time; without it the same tensor
-        object is looked at again, which shows set_() and resize_() but not that the owner has taken another one.
-        Pinning the same memory twice is harmless. Raises KeyTaken if the name is pinned elsewhere.
+        The same tensor object is looked at again, which shows set_() and resize_() but not that its owner has taken
+        another one. Pinning the same memory twice is harmless. Raises KeyTaken if the name is pinned elsewhere.
         """
-        now = Fingerprint.of(tensor)
-        held = self._pins.get(name)
-        if held is not None and held.was != now:
-            raise KeyTaken(f"{name} is pinned as {held.was} and cannot also be {now}; release() the old pins first")
-        self._pins[name] = _Pin(now, current if current is not None else lambda: tensor)
+        self.pin_all(lambda: {name: tensor})
+
+    def pin_all(self, current: Callable[[], Mapping[str, Tensor]]) -> None:
+        """pin() every tensor that an owner has. current: asks the owner for all of them, now and at a later time."""
+        pins = {name: Fingerprint.of(tensor) for name, tensor in current().items()}
+        for name, now in pins.items():
+            held = self._pins.get(name, now)
+            if held != now:
+                raise KeyTaken(f"{name} is pinned as {held} and cannot also be {now}; release() the old pins first")
+        self._pins.update(pins)
+        self._owners.append(current)
 
     def check(self) -> None:
-        """Compares every fingerprint. Raises StaleRecording naming the first tensor that moved."""
-        for name, pin in self._pins.items():
-            now = Fingerprint.of(pin.current())
-            if now != pin.was:
+        """Compares every fingerprint. Raises StaleRecording naming the first tensor that moved, or that is gone."""
+        current = {name: tensor for owner in self._owners for name, tensor in owner().items()}
+        for name, was in self._pins.items():
+            now = Fingerprint.of(current[name]) if name in current else "gone"
+            if now != was:
                 raise StaleRecording(
-                    f"{name} was {pin.was} when it was pinned and is {now} now; "
+                    f"{name} was {was} when it was pinned and is {now} now; "
                     "what was recorded reads the old memory: drop the recordings, release() the pins and record again"
                 )
 
@@ -93,17 +95,18 @@ class PinnedTensors:
     def release(self) -> None:
         """Forgets every pin, so that the tensors may move, and makes every recording stale."""
         self._pins.clear()
+        self._owners.clear()
         self.bump()
 
     def sharing_memory_with(self, tensor: Tensor) -> tuple[str, ...]:
         """Names of the pinned tensors whose address range overlaps the tensor's."""
         probe = Fingerprint.of(tensor)
-        return tuple(name for name, pin in self._pins.items() if _overlap(pin.was, probe))
+        return tuple(name for name, was in self._pins.items() if _overlap(was, probe))
 
     @property
     def fingerprints(self) -> Mapping[str, Fingerprint]:
         """Every pinned tensor as it was when it was pinned."""
-        return MappingProxyType({name: pin.was for name, pin in self._pins.items()})
+        return MappingProxyType(dict(self._pins))
 
     def __contains__(self, name: object) -> bool:
         return name in self._pins

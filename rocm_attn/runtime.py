@@ -13,6 +13,7 @@ import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
@@ -21,32 +22,26 @@ from torch import Tensor
 
 from rocm_attn.batch.halves import HALVES, split_batch
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
-from rocm_attn.batch.step_batch import INT32_MAX, StepBatch
-from rocm_attn.errors import BadSetting, CapacityExceeded, DeviceFault, NotCopied, WrongState
-from rocm_attn.guards.registry import Guards, guards_from_settings
-from rocm_attn.hip_graphs.errors import BadLadder
-from rocm_attn.hip_graphs.size_ladder import SizeLadder, default_ladder
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.errors import CapacityExceeded, DeviceFault, NotCopied, WrongState
+from rocm_attn.guards.registry import Guards
 from rocm_attn.machine.agreement import Agree, alone
 from rocm_attn.machine.devices import StreamOrder, on_device, with_index
-from rocm_attn.machine.settings import whole_number
-from rocm_attn.machine.target import Target, detect_target
+from rocm_attn.machine.target import Target
 from rocm_attn.paging.canary import what_was_written
-from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space
+from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.kv_pool import HybridKVPool
-from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.paging.stored_tokens import StepStores
-from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import PoolSize
-from rocm_attn.providers.select import Selection, ops_for
-from rocm_attn.selection.kernels import choose_kernels
-from rocm_attn.step.buffers import name_in
+from rocm_attn.providers.select import Selection
+from rocm_attn.step.core import StepCore
 from rocm_attn.step.head_weights import LayerHeadWeights
 from rocm_attn.step.holder import StepHolder
-from rocm_attn.step.layers import HalfLayers, Layers
-from rocm_attn.step.memory import DeviceStep, StepMemory, StepPart
+from rocm_attn.step.layer_kinds import LayerKinds
+from rocm_attn.step.layers import HalfLayers
+from rocm_attn.step.memory import DeviceStep, StepPart
+from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.plan import StepPlan
-from rocm_attn.step.planner import Planner
 from rocm_attn.step.publisher import Publisher
 from rocm_attn.step.step import SplitStep, Step
 
@@ -63,105 +58,36 @@ class AttentionRuntime:
     One thread at a time: a step is begun and ended by one thread, and a call of another one in between raises
     WrongState. Layers may be called from other threads while the step runs. A runtime cannot be copied or pickled.
 
-    problems:      one for each layer; layers with equal problems share a plan
-    num_pages:     pages of the KV pool, the reserved page 0 included
-    swa_pages:     pages of a pool of its own for layers with a window, the reserved page 0 included. There a request
-                   holds the pages of its window alone, and gives back those that have left it; 0: one pool for all
-    swa_kept:      tokens before a window that stay in that pool: at least as many as a sequence may go back, for
-                   instance by the drafts of a verify step that are rejected
-    first_swa_page: the first page of that pool that is handed out. Behind num_pages - 1, no id means something in both
-    max_num_seqs:  requests that can be admitted at a time; a padded step may be larger
-    max_kv_len:    tokens of the longest sequence
-    provider:      "auto", "torch", "triton" or "aiter"
-    target:        the hardware; detected when not given
-    capture_sizes: sequence counts that decode steps are padded to and may be captured at;
-                   not given: a ladder up to max_num_seqs
-    capture_tokens: token counts that steps with more than one new token a sequence are padded to and may be
-                   captured at; such steps run eagerly above the largest, and by default that is all of them
-    split_steps:   whether graphs may be made of steps that are split in two, so that captured memory has room for both
-                   halves; without, split steps run eagerly
-    shared_prefixes: whether graphs may be made of decode steps that share prefixes (step_prefixes.py), so that captured
-                   memory has room for them; without, such steps run eagerly
-    deterministic: whether a sequence's results must be bitwise the same in any batch, padded and chunked in any way
-                   (docs/deterministic.md)
-    guards:        the safeguards; not given: all, less those that the environment switches off (settings.py)
-    selections:    kernels that were chosen already, one selection for each distinct problem in the order in which they
-                   come; not given: chosen by provider
-    agree:         how ranks that share a model's layers agree on kernels and graphs: agreement.among(group); all of
-                   them then build their runtimes and make their graphs at the same time
+    kinds:   the layers, with the kernels that were chosen for them
+    options: its sizes, and which steps may be captured
+    guards:  the safeguards
+    agree:   how ranks that share a model's layers agree on graphs; see selection/build.py
 
-    Raises Unsupported when no kernel serves a layer, BadProblem and CapacityExceeded for a pool that cannot be, and
-    BadSetting for a number that is none.
+    Raises BadProblem and CapacityExceeded for a pool that cannot be.
     """
 
     @torch.inference_mode(False)  # memory that is made in that mode cannot be written outside of it
     def __init__(
         self,
-        problems: Sequence[Problem],
+        kinds: LayerKinds,
+        options: RuntimeOptions,
         *,
         device: torch.device | str,
-        num_pages: int,
-        swa_pages: int = 0,
-        swa_kept: int = 0,
-        first_swa_page: int = RESERVED_PAGE + 1,
-        max_num_seqs: int,
-        max_kv_len: int,
-        provider: str = "auto",
-        target: Target | None = None,
-        capture_sizes: Sequence[int] | None = None,
-        capture_tokens: Sequence[int] = (1,),
-        split_steps: bool = False,
-        shared_prefixes: bool = False,
-        deterministic: bool = False,
-        guards: Guards | None = None,
-        selections: Sequence[Selection] | None = None,
+        guards: Guards,
         agree: Agree = alone,
     ) -> None:
-        num_pages, swa_pages = whole_number("num_pages", num_pages), whole_number("swa_pages", swa_pages)
-        swa_kept, first_swa_page = whole_number("swa_kept", swa_kept), whole_number("first_swa_page", first_swa_page)
-        max_num_seqs, max_kv_len = whole_number("max_num_seqs", max_num_seqs), whole_number("max_kv_len", max_kv_len)
-        self.guards = guards = guards if guards is not None else guards_from_settings()
         if guards.off:
             logging.getLogger(__name__).warning("safeguards are switched off: %s", ", ".join(guards.off))
+        self.guards, self.options, self.agree = guards, options, agree
         self.device = with_index(device)
-        self.target = target if target is not None else detect_target(self.device)
-        kinds = list(dict.fromkeys(problems))
-        if selections is None:
-            selections = choose_kernels(
-                kinds,
-                self.target,
-                provider,
-                PoolSize(max(num_pages, swa_pages), max_kv_len, max_num_seqs),
-                deterministic=deterministic,
-                device=self.device,
-                make_runtime=AttentionRuntime,
-                agree=agree,
-            )
-        self.agree = agree
-        self.selections = tuple(guards.v_mask(guards.cut_points(selection)) for selection in selections)
-        self.swa_pages, self.swa_kept = swa_pages, swa_kept
-        windows = _windows(problems, swa_pages, swa_kept, first_swa_page)
-        self.pool = HybridKVPool(
-            problems,
-            num_pages={Space.FULL: num_pages, **{pages.space: pages.num_pages for pages in windows}},
-            device=self.device,
-        )
-        self.head_weights = LayerHeadWeights(problems, self.device, guards.head_weights)
-        self._ops = guards.change_ops(ops_for(self.selections, on_cpu=self.device.type == "cpu"))
-        kind_of_layer = [kinds.index(problem) for problem in problems]
-        self._layers = Layers(
-            self.selections,
-            kind_of_layer,
-            self.pool,
-            self.head_weights,
-            self._ops,
-            self.device,
-            read_by=guards.layer_space,
-        )
+        problems, spaces = kinds.problems, kinds.spaces_of_layers
+        windows = options.windows(problems)
+        num_pages = {Space.FULL: options.num_pages, **{pages.space: pages.num_pages for pages in windows}}
+        self.pool = HybridKVPool(problems, spaces, num_pages=num_pages, device=self.device)
         self.table = RequestTable(
-            max_num_seqs=max_num_seqs,
-            max_kv_len=max_kv_len,
-            num_pages=num_pages,
+            max_num_seqs=options.max_num_seqs,
+            max_kv_len=options.max_kv_len,
+            num_pages=options.num_pages,
             page_size=self.pool.page_size,
             device=self.device,
             windows=windows,
@@ -170,23 +96,13 @@ class AttentionRuntime:
             is_source=guards.copy_sources,
             shared_floor=guards.shared_floor,
         )
+        self.core = core = StepCore(kinds, self.table, self.pool, guards.step)
         self._check_batch = guards.batch_check(self.table)
         self._check_stored, require_stored = guards.stored_tokens(self.table)
         self._stores = StepStores(len(problems), self.table.tokens, require_stored)
         self._evict = guards.window_reach(self.table) if windows else _keep_everything
-        seqs = default_ladder(max_num_seqs).sizes if capture_sizes is None else capture_sizes
-        self._max_children = HALVES if split_steps else 1
-        self._captures_prefixes = shared_prefixes
-        self._memory = StepMemory(
-            self.selections,
-            self.table,
-            self.device,
-            capacity=guards.capacity(max_num_seqs),
-            first_of_child=guards.child_ranges,
-            sealed_growth=guards.sealed_growth,
-        )
         self._publisher = Publisher(
-            self._ops,
+            core.ops,
             self.table,
             self.pool,
             ring_wait=guards.ring_wait,
@@ -194,14 +110,7 @@ class AttentionRuntime:
             new_echo_check=guards.echo_check,
             of_last_step=guards.last_steps,
         )
-        self._planner = Planner(
-            self.selections,
-            self._padding_for(seqs, capture_tokens),
-            self.device,
-            max_kv_len=self.table.width * self.pool.page_size,
-            longest=guards.planner_inputs(self._memory.sealed_tensors),
-            graph_key=guards.graph_key,
-        )
+        self._planner = core.new_planner(options.padding(problems))
         # Those that make graphs of this runtime's steps.
         self.graph_users: weakref.WeakSet[object] = weakref.WeakSet()
         self._holder = StepHolder()
@@ -214,6 +123,26 @@ class AttentionRuntime:
         self._last_step: Step | None = None
         self._num_splits = 0
         self._streams = StreamOrder(self.device)
+
+    @property
+    def kinds(self) -> LayerKinds:
+        """Which layers are alike, with their kernels and spaces."""
+        return self.core.kinds
+
+    @property
+    def selections(self) -> tuple[Selection, ...]:
+        """The kernels, per kind of layer."""
+        return self.core.selections
+
+    @property
+    def target(self) -> Target:
+        """The hardware that the kernels were chosen for."""
+        return self.core.target
+
+    @property
+    def head_weights(self) -> LayerHeadWeights:
+        """What a model has learned for each query head's softmax, layer by layer."""
+        return self.core.head_weights
 
     @property
     def padding(self) -> PaddingPolicy:
@@ -244,7 +173,7 @@ class AttentionRuntime:
         """
         with self._alone("the device cannot be asked"):
             self._find_faults()
-            written = what_was_written(self.table, self.pool, range(len(self._layers)))
+            written = what_was_written(self.table, self.pool, range(len(self.core.layers)))
         if written:
             self._publisher.report(
                 DeviceFault(f"{written}; padded sequences read it, so every later step may be wrong")
@@ -268,13 +197,7 @@ class AttentionRuntime:
 
     def sealed_tensors(self) -> Mapping[str, Tensor]:
         """Everything that a graph reads and the runtime owns, by name: buffers, workspace, table and pages."""
-        pages = {
-            f"{side}_pages_{layer}": getattr(self.pool.layer(layer), side)
-            for layer in range(len(self._layers))
-            for side in ("k", "v")
-        }
-        tables = {name_in(table.space, "table"): table.entries for table in self.table.spaces}
-        return {**self._memory.sealed_tensors(), **tables, **pages, **self.head_weights.tensors()}
+        return self.core.sealed_tensors()
 
     def begin_step(self, batch: StepBatch, pad_to: int | None = None) -> Step:
         """Stage a step and fill its metadata; then store and attend layer by layer.
@@ -315,7 +238,7 @@ class AttentionRuntime:
             self._evict(batch)
             with on_device(self.device):
                 self._streams.follow()
-                children = self._memory.device_steps(plan)
+                children = self.core.memory.device_steps(plan)
                 self._publisher.apply_table_changes()
                 self._publisher.publish_whole(batch, children[0])
             self._plan, self._children, self._state = plan, children, _State.STAGED
@@ -340,7 +263,7 @@ class AttentionRuntime:
             self._evict(batch)
             with on_device(self.device):
                 self._streams.follow()
-                children = self._memory.device_steps(plan)
+                children = self.core.memory.device_steps(plan)
                 self._publisher.apply_table_changes()
                 for half, child in enumerate(children):
                     self._publisher.publish(batches[half], child, half)
@@ -353,7 +276,7 @@ class AttentionRuntime:
                     batches[half],
                     child,
                     plan,
-                    HalfLayers(self._layers, child, plan, require, self._stores, half),
+                    HalfLayers(self.core.layers, child, plan, require, self._stores, half),
                     half,
                 )
                 for half, child in enumerate(children)
@@ -373,8 +296,7 @@ class AttentionRuntime:
             raise WrongState("there is no step to fill; call begin_step() first")
         with on_device(self.device):
             self._streams.join()
-            for step in self._children:
-                self._fill_child(step, self._plan)
+            self.core.fill(self._children, self._plan)
         self._state = _State.RUNNING
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -386,7 +308,7 @@ class AttentionRuntime:
         """
         step, plan = self._running()
         self._stores.before_store()
-        self._layers.store(step, plan, layer, k, v)
+        self.core.layers.store(step, plan, layer, k, v)
         self._stores.after_store(0, layer)
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
@@ -401,7 +323,7 @@ class AttentionRuntime:
         """
         step, plan = self._running()
         self._stores.before_attend(0, layer)
-        self._layers.attend(step, plan, layer, q, out, lse)
+        self.core.layers.attend(step, plan, layer, q, out, lse)
 
     def store_and_attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None
@@ -449,12 +371,12 @@ class AttentionRuntime:
         with self._idle("addresses cannot be given up"), on_device(self.device):
             padding = self._padding_for(capture_sizes, capture_tokens)
             self.check_device()
-            self._change(padding, self._memory.new_part())
+            self._change(padding, self.core.memory.new_part())
 
     def give_up_seal(self) -> None:
         """As unseal, for the same capture sizes, and without asking the device: later steps report its faults."""
         with self._idle("addresses cannot be given up"), on_device(self.device):
-            self._change(self.padding, self._memory.new_part())
+            self._change(self.padding, self.core.memory.new_part())
 
     def reseal(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int] = (1,)) -> None:
         """unseal, then seal; or neither.
@@ -468,7 +390,7 @@ class AttentionRuntime:
             padding = self._padding_for(capture_sizes, capture_tokens)
             try:
                 self.check_device()
-                part = self._memory.part_for(padding.largest_shapes())
+                part = self.core.memory.part_for(padding.largest_shapes())
             except BaseException as error:
                 self.agree({"reopen": f"{type(error).__name__}: {error}"})
                 raise
@@ -488,8 +410,7 @@ class AttentionRuntime:
         )
 
     def _seal(self) -> None:
-        self._memory.seal(self.padding.largest_shapes())
-        self.head_weights.seal()
+        self.core.seal(self.padding.largest_shapes())
         # One statement, and the last one: what is sealed halfway has no number.
         self._num_seals, self.seal_number = self._num_seals + 1, self._num_seals + 1
 
@@ -501,7 +422,7 @@ class AttentionRuntime:
         self._wait()
         self._publisher.let_go()
         self.seal_number = 0
-        self._memory.take(part)
+        self.core.memory.take(part)
         self._planner.start_over(padding)
         self._last_step = None
         self.head_weights.unseal()
@@ -568,16 +489,9 @@ class AttentionRuntime:
             if not had_it:
                 self._holder.give_back()
 
-    def _fill_child(self, step: DeviceStep, plan: StepPlan) -> None:
-        for tensors, table in zip(step.spaces, self.table.spaces, strict=True):
-            self._ops.fill(tensors, page_size=self.pool.page_size, window_left=table.pages.window_left)
-        for kind in sorted(set(plan.schedule_of_kind)):
-            plan.kernels[kind].bound.build_schedule(step.of_kind[kind], plan.bounds, step.schedules[kind])
-
     def _padding_for(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int]) -> PaddingPolicy:
-        seqs, tokens = _ladder("capture_sizes", capture_sizes), _ladder("capture_tokens", capture_tokens)
-        has_masks = any(selection.problem.custom_mask for selection in self.selections)
-        return PaddingPolicy(seqs, tokens, self._max_children, has_masks, self._captures_prefixes)
+        options = replace(self.options, capture_sizes=capture_sizes, capture_tokens=capture_tokens)
+        return options.padding(self.kinds.problems)
 
     def _running(self) -> tuple[DeviceStep, StepPlan]:
         if self._plan is None or self._state is not _State.RUNNING:
@@ -596,27 +510,5 @@ class AttentionRuntime:
         self._streams.join()
 
 
-def _windows(problems: Sequence[Problem], swa_pages: int, swa_kept: int, first_swa_page: int) -> tuple[SpacePages, ...]:
-    """The SWA space, if there is to be one. Raises BadSetting, CapacityExceeded."""
-    if swa_kept < 0:
-        raise BadSetting(f"swa_kept is {swa_kept}; it is a number of tokens, 0 or more")
-    if first_swa_page <= RESERVED_PAGE:
-        raise BadSetting(f"first_swa_page is {first_swa_page}; page {RESERVED_PAGE} is reserved, so it is at least 1")
-    if not swa_pages:
-        return ()
-    window_left = max(problem.window_left for problem in problems)
-    return (SpacePages(Space.SWA, swa_pages, "swa_pages", max(window_left, 0), swa_kept, first_swa_page),)
-
-
 def _keep_everything(batch: StepBatch) -> None:
     """No page leaves a window."""
-
-
-def _ladder(name: str, sizes: Sequence[int]) -> SizeLadder:
-    try:
-        ladder = SizeLadder(tuple(sizes))
-    except BadLadder as bad:
-        raise BadSetting(f"{name}: {bad}") from bad
-    if ladder.largest > INT32_MAX:
-        raise BadSetting(f"{name} goes up to {ladder.largest}; counts are int32, so it ends at {INT32_MAX} or before")
-    return ladder

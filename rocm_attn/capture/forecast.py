@@ -17,13 +17,14 @@ from rocm_attn.capture.graphs import capture_shapes
 from rocm_attn.kernels.metadata.step_tensors import FIELDS, Need, Unit
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.paging.index_spaces import num_pages as pages_of
 from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.paging.page_table import PageTable
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.buffers import PADDED_BATCH, BufferSpec
 from rocm_attn.step.memory import StepMemory, table_sizes, words_of_children
+from rocm_attn.step.options import RuntimeOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,44 +71,12 @@ class CapturePlan:
         return sum(part.num_bytes for part in self.parts)
 
 
-def plan_capture(
-    problems: Sequence[Problem],
-    target: Target,
-    *,
-    max_num_seqs: int,
-    max_kv_len: int,
-    num_pages: int | None = None,
-    swa_pages: int = 0,
-    provider: str = "auto",
-    capture_sizes: Sequence[int] | None = None,
-    capture_tokens: Sequence[int] = (1,),
-    split_steps: bool = False,
-    shared_prefixes: bool = False,
-    deterministic: bool = False,
-) -> CapturePlan:
-    """What AttentionRuntime(problems, ...) allocates on the target, and what StepRunner.capture_all() captures.
+def plan_capture(problems: Sequence[Problem], target: Target, options: RuntimeOptions) -> CapturePlan:
+    """What a runtime of these layers and options allocates on the target, and what StepRunner.capture_all() captures.
 
-    num_pages: not given: enough for max_num_seqs sequences of max_kv_len tokens
-    swa_pages: see AttentionRuntime
-    Raises what AttentionRuntime raises.
+    Raises what build_runtime raises.
     """
-    if num_pages is None:
-        num_pages = 1 + max_num_seqs * pages_of(max_kv_len, problems[0].page_size)
-    runtime = AttentionRuntime(
-        problems,
-        device=torch.device("meta"),
-        target=target,
-        num_pages=num_pages,
-        swa_pages=swa_pages,
-        max_num_seqs=max_num_seqs,
-        max_kv_len=max_kv_len,
-        provider=provider,
-        capture_sizes=capture_sizes,
-        capture_tokens=capture_tokens,
-        split_steps=split_steps,
-        shared_prefixes=shared_prefixes,
-        deterministic=deterministic,
-    )
+    runtime = build_runtime(problems, options, device=torch.device("meta"), target=target)
     shapes = [shape for shape in capture_shapes(runtime.padding) if _is_captured(runtime, shape)]
     rows = [kernel.row for selection in runtime.selections for kernel in selection.kernels.values()]
     return CapturePlan(
@@ -143,7 +112,7 @@ def _specs(runtime: AttentionRuntime) -> dict[str, BufferSpec]:
 
 def _step_parts(runtime: AttentionRuntime) -> list[Part]:
     """What steps that are captured use, at the size of the largest."""
-    memory = StepMemory(runtime.selections, runtime.table, runtime.device)
+    memory = StepMemory(runtime.kinds, runtime.table, runtime.device)
     memory.seal(runtime.padding.largest_shapes())
     knobs = _knobs(runtime)
     return [

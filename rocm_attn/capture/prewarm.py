@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,26 +28,15 @@ from rocm_attn.machine.target import Target
 from rocm_attn.paging.index_spaces import num_pages as pages_of
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
+from rocm_attn.step.options import RuntimeOptions
 
 # Above this a storage takes code with 64-bit addresses; a pool that is larger than this needs no more of itself here.
 _BUFFER_LOAD_BYTES = 2 << 30
 
 # Sizes of steps that run without a graph: sequences, new tokens of each.
 _EAGER_STEPS = ((1, 2), (1, 16), (3, 7))
-
-
-@dataclass(frozen=True, slots=True)
-class ServedSizes:
-    """What will be served, and how; see AttentionRuntime. num_pages: of the pool that will be there."""
-
-    max_num_seqs: int
-    max_kv_len: int
-    num_pages: int
-    capture_sizes: tuple[int, ...] | None = None
-    capture_tokens: tuple[int, ...] = (1,)
-    deterministic: bool = False
-    shared_prefixes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +66,22 @@ class PrewarmReport:
 def prewarm(
     problems: Sequence[Problem],
     target: Target,
-    sizes: ServedSizes,
+    options: RuntimeOptions,
     *,
     device: torch.device,
-    provider: str = "auto",
     progress: Progress = lambda done, total, name: None,
 ) -> PrewarmReport:
     """Compile what the layers need on the target.
 
+    options:  what will be served; its pages are those of the pool that will be there
     device:   the GPU that is the target; the CPU where the target is not there
     progress: called before each step and at the end
-    Raises what AttentionRuntime raises; BadSetting under Triton's interpreter.
+    Raises what build_runtime raises; BadSetting under Triton's interpreter.
     """
     if target.is_gpu and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         raise BadSetting("TRITON_INTERPRET is set, so nothing would be compiled; unset it")
     started = time.perf_counter()
-    runtime = _runtime(problems, target, sizes, device, provider)
+    runtime = _runtime(problems, target, options, device)
     steps = list(_steps(runtime))
     compiled: Counter[str] = Counter()
     cached: Counter[str] = Counter()
@@ -116,7 +105,7 @@ def prewarm(
 
 
 def _runtime(
-    problems: Sequence[Problem], target: Target, sizes: ServedSizes, device: torch.device, provider: str
+    problems: Sequence[Problem], target: Target, options: RuntimeOptions, device: torch.device
 ) -> AttentionRuntime:
     """A runtime of one layer of each kind, over a pool that is as large as it needs to be to compile the same."""
     kinds = list(dict.fromkeys(problems))
@@ -124,28 +113,17 @@ def _runtime(
         problem.page_size * problem.num_kv_heads * min(problem.head_dim, problem.v_head_dim) * problem.dtype.itemsize
         for problem in kinds
     )
-    largest_step = max(*sizes.capture_tokens, *(seqs * tokens for seqs, tokens in _EAGER_STEPS))
-    least = 2 + sizes.max_num_seqs + pages_of(largest_step, kinds[0].page_size)
-    guards = guards_from_settings()
+    largest_step = max(*options.capture_tokens, *(seqs * tokens for seqs, tokens in _EAGER_STEPS))
+    least = 2 + options.max_num_seqs + pages_of(largest_step, kinds[0].page_size)
+    num_pages = max(least, min(options.num_pages, _BUFFER_LOAD_BYTES // row + 1))
+    provider, guards = options.provider, guards_from_settings()
     if target.is_gpu and device.type == "cpu":
         if provider == "aiter":
             raise BadSetting(f"AITER compiles its kernels on the GPU that runs them; prewarm it on a {target.arch}")
         provider = "triton"
         guards = guards.without("echo_check")  # kernels that are only compiled answer nothing
-    runtime = AttentionRuntime(
-        kinds,
-        device=device,
-        target=target,
-        num_pages=max(least, min(sizes.num_pages, _BUFFER_LOAD_BYTES // row + 1)),
-        max_num_seqs=sizes.max_num_seqs,
-        max_kv_len=sizes.max_kv_len,
-        provider=provider,
-        capture_sizes=sizes.capture_sizes,
-        capture_tokens=sizes.capture_tokens,
-        deterministic=sizes.deterministic,
-        shared_prefixes=sizes.shared_prefixes,
-        guards=guards,
-    )
+    small = replace(options, num_pages=num_pages, provider=provider)
+    runtime = build_runtime(kinds, small, device=device, target=target, guards=guards)
     for layer, problem in enumerate(kinds):
         weights = HeadWeights.random(problem, torch.Generator(runtime.device))
         runtime.head_weights.set(layer, weights)

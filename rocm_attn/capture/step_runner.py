@@ -27,11 +27,15 @@ from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
 from rocm_attn.hip_graphs.graph_cache import Entry, GraphCache
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.machine.agreement import alone
+from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.plan import StepPlan
+from rocm_attn.step.protocols import NO_FLIGHT_RECORDER, Flight, Watch
 from rocm_attn.step.step import SplitStep, Step
-from rocm_attn.watch.flight_recorder import NO_FLIGHT_RECORDER, Flight
-from rocm_attn.watch.watchdog import CAPTURE_SECONDS, Watch, Watchdog
+
+# A first capture may compile every kernel; one that takes longer than this has never been seen to end.
+CAPTURE_SECONDS = 300.0
+CAPTURE_WATCHDOG = Watchdog(CAPTURE_SECONDS)
 
 Stage = Callable[[StepBatch, int | None], Step | SplitStep]
 
@@ -71,7 +75,7 @@ class StepRunner:
               serves if it gives bitwise what forward gives, one half after the other; else that is captured
     recorder: makes graphs of steps at the runtime's capture sizes; None runs every step eagerly
     check:    compares each fresh graph with the eager run; graphs are switched off where they differ
-    watchdog: looks on while a graph is made; not given: names a capture that takes CAPTURE_SECONDS
+    watchdog: looks on while a graph is made; names a capture that takes CAPTURE_SECONDS, unless another is given
     flight:   remembers the last steps
     capture_after: steps of a plan that run eagerly before a graph is made of it; capture_all() makes them at once.
               See graphs.eager_steps_before_capture
@@ -85,7 +89,7 @@ class StepRunner:
         *,
         split_forward: SplitForward | None = None,
         check: Check | None = None,
-        watchdog: Watch | None = None,
+        watchdog: Watch = CAPTURE_WATCHDOG,
         flight: Flight = NO_FLIGHT_RECORDER,
         capture_after: int = 0,
     ) -> None:
@@ -95,7 +99,7 @@ class StepRunner:
         self._split_forward = split_forward if split_forward is not None else self._half_by_half
         self._recorder = recorder
         self._check = check if check is not None else CaptureCheck()
-        self._watchdog = watchdog if watchdog is not None else Watchdog(CAPTURE_SECONDS)
+        self._watchdog = watchdog
         self._flight = flight
         self._capture_after = capture_after
         self._eager_steps: Counter[StepPlan] = Counter()
@@ -266,8 +270,7 @@ class StepRunner:
     def _pin(self) -> None:
         number = self._runtime.seal_number
         if number:
-            for name, tensor in self._runtime.sealed_tensors().items():
-                self._pinned.pin(name, tensor, partial(_sealed_tensor, self._runtime, name))
+            self._pinned.pin_all(self._runtime.sealed_tensors)
         # Last: what an interrupt breaks off is done again by the next step.
         self._seal_number = number
 
@@ -506,7 +509,3 @@ class _Trial:
     def is_bitwise(self) -> bool:
         """Whether the graph gave bitwise what the eager run gave."""
         return not self.refusal and self.verdict.bitwise
-
-
-def _sealed_tensor(runtime: AttentionRuntime, name: str) -> Tensor:
-    return runtime.sealed_tensors()[name]

@@ -11,11 +11,13 @@ from typing import Literal
 import torch
 
 from rocm_attn.errors import BadModel, BadSetting
+from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import Selection
 from rocm_attn.runner.fields import read_json
 from rocm_attn.runner.geometry import AttentionGeometry, attention_geometry
 from rocm_attn.selection.pages import PageChoice, choose_pages, open_page_sizes, open_pools
+from rocm_attn.step.options import RuntimeOptions
 
 _POOLS: Mapping[str, PoolKind | Literal["auto"]] = {
     "linear": PoolKind.SPLIT,
@@ -45,6 +47,21 @@ def page_choice(
 ) -> PageChoice:
     """The pages of --page-size and --pool; see choose_pages. Raises Unsupported."""
     return choose_pages(problems, choose, open_page_sizes(options.page_size), open_pools(pool_named(options.pool)))
+
+
+def runtime_options(options: argparse.Namespace, *, max_kv_len: int, page_size: int) -> RuntimeOptions:
+    """What capture-plan and prewarm both ask for; pages for all sequences, where their number is not given."""
+    enough = 1 + options.max_batch_size * num_pages(max_kv_len, page_size)
+    return RuntimeOptions(
+        num_pages=enough if options.num_pages is None else options.num_pages,
+        max_num_seqs=options.max_batch_size,
+        max_kv_len=max_kv_len,
+        provider=options.provider,
+        capture_sizes=options.capture_sizes,
+        capture_tokens=options.capture_tokens,
+        shared_prefixes=options.shared_prefixes,
+        deterministic=options.deterministic,
+    )
 
 
 def pages_as_json(pages: PageChoice) -> dict[str, object]:

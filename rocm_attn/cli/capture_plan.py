@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from rocm_attn.capture.forecast import CapturePlan, plan_capture
 from rocm_attn.capture.graphs import shape_name
-from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json
+from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json, runtime_options
 from rocm_attn.machine.target import known_target
 from rocm_attn.providers.select import select
 
@@ -29,20 +30,9 @@ def run(options: argparse.Namespace) -> None:
         options, over, lambda problem: select(problem, target, options.provider, deterministic=options.deterministic)
     )
     problems = pages.problems(over)
-    plan = plan_capture(
-        problems,
-        target,
-        max_num_seqs=options.max_batch_size,
-        max_kv_len=max_kv_len,
-        num_pages=options.num_pages,
-        swa_pages=options.swa_pages,
-        provider=options.provider,
-        capture_sizes=options.capture_sizes,
-        capture_tokens=(1,) if options.capture_tokens is None else options.capture_tokens,
-        split_steps=options.split_steps,
-        shared_prefixes=options.shared_prefixes,
-        deterministic=options.deterministic,
-    )
+    common = runtime_options(options, max_kv_len=max_kv_len, page_size=pages.page_size)
+    settings = replace(common, swa_pages=options.swa_pages, split_steps=options.split_steps)
+    plan = plan_capture(problems, target, settings)
     if options.json:
         described = {"arch": target.arch, **pages_as_json(pages), "max_kv_len": max_kv_len}
         print(json.dumps({**described, **_as_json(plan)}, indent=2))

@@ -207,7 +207,13 @@ def _add_capture_plan(commands: Commands[argparse.ArgumentParser]) -> None:
     add("--dtype", choices=DTYPES, default="bfloat16", help="of q, k, v and the KV cache (bfloat16)")
     add("--provider", choices=PROVIDERS, default="auto", help="whose attention kernels to ask (auto)")
     add("--capture-sizes", type=_sizes, metavar="N,N,...", help="sequence counts (a ladder up to --max-batch-size)")
-    add("--capture-tokens", type=_sizes, metavar="N,N,...", help="token counts of extend and mixed steps (none)")
+    add(
+        "--capture-tokens",
+        type=_sizes,
+        default=(1,),
+        metavar="N,N,...",
+        help="token counts of extend and mixed steps (none)",
+    )
     add("--split-steps", action="store_true", help="graphs of steps that run as two halves, too")
     add("--shared-prefixes", action="store_true", help="graphs of decode steps that share prefixes, too")
     add("--deterministic", action="store_true", help="kernels whose results do not depend on the batch")
@@ -233,7 +239,13 @@ def _add_prewarm(commands: Commands[argparse.ArgumentParser]) -> None:
     add("--max-kv-len", type=_positive, metavar="TOKENS", help="tokens of the longest sequence (the model's context)")
     add("--num-pages", type=_positive, metavar="PAGES", help="pages of the KV cache (enough for all sequences)")
     add("--capture-sizes", type=_sizes, metavar="N,N,...", help="sequence counts (a ladder up to --max-batch-size)")
-    add("--capture-tokens", type=_sizes, metavar="N,N,...", help="token counts of extend and mixed steps (none)")
+    add(
+        "--capture-tokens",
+        type=_sizes,
+        default=(1,),
+        metavar="N,N,...",
+        help="token counts of extend and mixed steps (none)",
+    )
     add("--deterministic", action="store_true", help="the kernels of `generate --deterministic`")
     add("--shared-prefixes", action="store_true", help="decode steps that share prefixes, too")
     add("--json", action="store_true", help="print one JSON object")

@@ -9,12 +9,11 @@ from dataclasses import asdict
 
 import torch
 
-from rocm_attn.capture.prewarm import ServedSizes, prewarm
-from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json
+from rocm_attn.capture.prewarm import prewarm
+from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json, runtime_options
 from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.target import Target, detect_target, known_target
-from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.providers.select import select
 from rocm_attn.selection.kernels import missing_kernels
 
@@ -30,21 +29,11 @@ def run(options: argparse.Namespace) -> None:
     over = geometry.problems(dtype=getattr(torch, options.dtype), page_size=1)
     pages = page_choice(options, over, lambda problem: select(problem, target, options.provider, unavailable=missing))
     problems = pages.problems(over)
-    enough = 1 + options.max_batch_size * int(num_pages(max_kv_len, pages.page_size))
     report = prewarm(
         problems,
         target,
-        ServedSizes(
-            max_num_seqs=options.max_batch_size,
-            max_kv_len=max_kv_len,
-            num_pages=options.num_pages if options.num_pages is not None else enough,
-            capture_sizes=options.capture_sizes,
-            capture_tokens=(1,) if options.capture_tokens is None else options.capture_tokens,
-            deterministic=options.deterministic,
-            shared_prefixes=options.shared_prefixes,
-        ),
+        runtime_options(options, max_kv_len=max_kv_len, page_size=pages.page_size),
         device=device,
-        provider=options.provider,
         progress=ProgressBar(sys.stderr, "compiling"),
     )
     ran = device.type == "cuda"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ from rocm_attn.paging.index_spaces import RESERVED_PAGE, num_pages
 from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.step import Step
 from rocm_attn.watch.flight_recorder import FlightDump, NotedStep, RuntimeFacts, read_dump
@@ -86,7 +87,7 @@ def _lines(dump: FlightDump, noted: NotedStep, replay: _Replay, results: list[La
         f"again on {replay.runtime.device} ({replay.runtime.target.arch}), "
         f"{'the same kernels' if replay.same_kernels else 'other kernels'}",
     ]
-    if dump.runtime.deterministic:
+    if dump.runtime.options.deterministic:
         lines.append("in deterministic mode, then and now")
     if dump.runtime.guards_off:
         lines.append(f"dumped with SAFEGUARDS OFF: {', '.join(dump.runtime.guards_off)}")
@@ -212,21 +213,14 @@ def _runtime(
             f"the step's K and V take {wanted} bytes for each kind of layer and {available} are free on {device}; "
             "choose a smaller step or another device"
         )
-    return AttentionRuntime(
-        problems,
-        device=device,
+    options = replace(
+        facts.options,
         num_pages=pages,
-        swa_pages=pages if facts.swa_pages else 0,
-        swa_kept=facts.swa_kept,
-        max_num_seqs=facts.max_num_seqs,
-        max_kv_len=facts.max_kv_len,
-        provider=facts.provider if provider is None else provider,
-        capture_sizes=facts.capture_sizes,
-        capture_tokens=facts.capture_tokens,
-        split_steps=facts.split_steps,
-        deterministic=facts.deterministic,
-        shared_prefixes=facts.shared_prefixes,
+        swa_pages=pages if facts.options.swa_pages else 0,
+        first_swa_page=RESERVED_PAGE + 1,
+        provider=facts.options.provider if provider is None else provider,
     )
+    return build_runtime(problems, options, device=device)
 
 
 def _available_bytes(device: torch.device) -> int:

@@ -19,7 +19,6 @@ from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.errors import BadSetting
 from rocm_attn.guards import unguarded
 from rocm_attn.hip_graphs.pinned import PinnedTensors
-from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.settings import Settings, settings
 from rocm_attn.paging.page_table import (
     WITHIN_THE_ROW,
@@ -34,18 +33,18 @@ from rocm_attn.paging.stored_tokens import SharedFloor, behind_what_is_shared
 from rocm_attn.providers.contract import StepOps
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.buffers import (
-    PADDED_BATCH,
     Capacity,
     FirstOfChild,
     SealedGrowth,
     one_after_another,
     refuse_growth,
 )
+from rocm_attn.step.core import LongestOf, StepGuards
 from rocm_attn.step.echo import EchoCheck, fault_of_counts
 from rocm_attn.step.head_weights import refuse_new_weights
 from rocm_attn.step.host_ring import Fence, wait_for
-from rocm_attn.step.layers import by_space_of_layer
-from rocm_attn.step.memory import DeviceStep
+from rocm_attn.step.layers import ReadBy, by_space_of_layer
+from rocm_attn.step.memory import MemoryGuards, by_padded_batch
 from rocm_attn.step.plan import GraphKey
 from rocm_attn.step.publisher import Deliver, OfLastStep, launch_then_forget
 
@@ -61,11 +60,6 @@ def unchanged_ops(ops: StepOps) -> StepOps:
 def unchanged_selection(selection: Selection) -> Selection:
     """The provider's kernels guard by themselves."""
     return selection
-
-
-def by_padded_batch(max_num_seqs: int) -> Capacity:
-    """Buffers as large as the padded batch, which may exceed the request pool."""
-    return PADDED_BATCH
 
 
 def checked_batch(table: RequestTable) -> Callable[[StepBatch], None]:
@@ -134,9 +128,9 @@ class Guards:
     stored_tokens: Callable[[RequestTable], tuple[CheckBatch, CheckBatch]] = stored_before_it_is_read
     copy_sources: IsSource = still_to_be_copied
     batch_check: Callable[[RequestTable], Callable[[StepBatch], None]] = checked_batch
-    layer_space: Callable[[DeviceStep, int], StepTensors] = by_space_of_layer
+    layer_space: ReadBy = by_space_of_layer
     window_reach: Callable[[RequestTable], Callable[[StepBatch], None]] = before_the_steps_windows
-    planner_inputs: Callable[[Callable[[], Mapping[str, Tensor]]], Callable[[StepBatch], int]] = lengths_on_the_host
+    planner_inputs: LongestOf = lengths_on_the_host
     graph_key: Callable[[GraphKey], GraphKey] = whole_key
     graph_epoch: Callable[[], PinnedTensors] = PinnedTensors
     sealed_capture: Callable[[int], bool] = where_sealed
@@ -157,6 +151,19 @@ class Guards:
             if id_ not in known:
                 raise BadSetting(f"no safeguard has the id {id_!r}; the ids are {', '.join(known)}")
         return replace(self, **{id_: known[id_].value_when_off for id_ in ids})
+
+    @property
+    def step(self) -> StepGuards:
+        """Those of a step, whoever owns its pages and tables."""
+        return StepGuards(
+            selection=lambda selection: self.v_mask(self.cut_points(selection)),
+            ops=self.change_ops,
+            memory=MemoryGuards(self.capacity, self.child_ranges, self.sealed_growth),
+            read_by=self.layer_space,
+            new_head_weights=self.head_weights,
+            longest=self.planner_inputs,
+            graph_key=self.graph_key,
+        )
 
     def change_ops(self, ops: StepOps) -> StepOps:
         """A provider's launches, as the safeguards leave them."""

@@ -124,12 +124,20 @@ class HybridKVPool:
     """The pools of a model's layers: one in the full space, and one in the SWA space where layers live there.
 
     problems:  one for each layer
-    num_pages: space -> pages, the reserved page 0 included; layers with a window live in the SWA space if it is named
+    spaces:    where each lives
+    num_pages: space -> pages, the reserved page 0 included
 
     Raises BadProblem, CapacityExceeded.
     """
 
-    def __init__(self, problems: Sequence[Problem], *, num_pages: Mapping[Space, int], device: torch.device) -> None:
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        spaces: Sequence[Space],
+        *,
+        num_pages: Mapping[Space, int],
+        device: torch.device,
+    ) -> None:
         if not problems:
             raise BadProblem("no layers: pass one Problem for each attention layer of the model")
         sizes = sorted({problem.page_size for problem in problems})
@@ -137,7 +145,7 @@ class HybridKVPool:
             raise BadProblem(f"layers disagree on the page size ({sizes}); one pool has one page size")
         self.page_size = sizes[0]
         self.device = device
-        self._space_of_layer = spaces = [space_of(problem, has_swa=Space.SWA in num_pages) for problem in problems]
+        self._space_of_layer = tuple(spaces)
         if Space.SWA in num_pages and Space.SWA not in spaces:
             raise BadProblem("no layer has a window, so nothing would lie in the SWA space; leave swa_pages out")
         self._pools = {

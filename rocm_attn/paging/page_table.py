@@ -159,6 +159,11 @@ class PageTable:
         return self.pages.space
 
     @property
+    def window_left(self) -> int:
+        """Previous keys that the furthest-looking layer of the space sees; KEEP_ALL: all of them."""
+        return self.pages.window_left
+
+    @property
     def num_free_pages(self) -> int:
         return len(self._free)
 

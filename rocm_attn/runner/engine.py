@@ -41,9 +41,12 @@ from rocm_attn.runner.sampling import Sampler, pick_tokens
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
 from rocm_attn.runner.tokenizer import TextStream
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
 from rocm_attn.selection.kernels import missing_kernels
 from rocm_attn.selection.pages import AUTO, POOLS, PageChoice, choose_pages, open_page_sizes, open_pools
-from rocm_attn.watch.flight_recorder import NO_FLIGHT_RECORDER, FlightRecorder
+from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.protocols import NO_FLIGHT_RECORDER
+from rocm_attn.watch.flight_recorder import FlightRecorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +274,7 @@ class Engine:
             page_size=runtime.pool.page_size,
             pools=tuple(dict.fromkeys(selection.problem.pool.value for selection in runtime.selections)),
             num_pages=runtime.pool.num_pages,
-            swa_pages=runtime.swa_pages,
+            swa_pages=runtime.options.swa_pages,
             max_kv_len=self.max_kv_len,
             max_batch_size=self.options.max_batch_size,
             chunk=self.options.chunk,
@@ -405,16 +408,18 @@ def _runtime_for(loaded: LoadedModel, options: EngineOptions) -> AttentionRuntim
     chosen = _page_choice(over, weights.device, options)
     problems = chosen.problems(over)
     pages = _pages(problems, options, max_kv_len, weights.device)
-    return AttentionRuntime(
+    return build_runtime(
         problems,
+        RuntimeOptions(
+            num_pages=pages.full,
+            swa_pages=pages.swa,
+            max_num_seqs=options.max_batch_size,
+            # a sequence cannot outgrow the pool
+            max_kv_len=min(max_kv_len, (pages.full - 1) * chosen.page_size),
+            provider=options.provider,
+            deterministic=options.deterministic,
+        ),
         device=weights.device,
-        num_pages=pages.full,
-        swa_pages=pages.swa,
-        max_num_seqs=options.max_batch_size,
-        # a sequence cannot outgrow the pool
-        max_kv_len=min(max_kv_len, (pages.full - 1) * chosen.page_size),
-        provider=options.provider,
-        deterministic=options.deterministic,
     )
 
 

@@ -15,7 +15,6 @@ from rocm_attn.providers.aiter import library
 from rocm_attn.providers.contract import PoolSize
 from rocm_attn.providers.select import Selection, Unavailable, select
 from rocm_attn.selection.probe import wrong_kernels
-from rocm_attn.selection.probe_runs import MakeRuntime
 
 
 def choose_kernels(
@@ -26,7 +25,6 @@ def choose_kernels(
     *,
     deterministic: bool = False,
     device: torch.device,
-    make_runtime: MakeRuntime,
     agree: Agree = alone,
 ) -> tuple[Selection, ...]:
     """A selection for each problem, in order.
@@ -35,8 +33,7 @@ def choose_kernels(
     one that is wrong is switched off, and the next is taken. On the meta device, where nothing runs, all of them count
     as installed and right.
 
-    make_runtime: makes the small runtimes of the probe
-    agree:        a kernel that is missing or wrong on one rank is left out on all
+    agree: a kernel that is missing or wrong on one rank is left out on all
     Raises Unsupported, BadSetting.
     """
     runs = device.type != "meta"
@@ -46,7 +43,7 @@ def choose_kernels(
             select(problem, target, provider, pool=pool, unavailable=unavailable, deterministic=deterministic)
             for problem in problems
         )
-        wrong = agree(wrong_kernels(selections, device, make_runtime) if runs else {})
+        wrong = agree(wrong_kernels(selections, device) if runs else {})
         if not wrong:
             break
         unavailable.update(wrong)

@@ -17,12 +17,10 @@ import torch
 
 from rocm_attn.machine import releases
 from rocm_attn.providers.select import Selection
-from rocm_attn.selection.probe_runs import ALL_OF_IT, MakeRuntime, edge_run, random_run
+from rocm_attn.selection.probe_runs import ALL_OF_IT, edge_run, random_run
 
 
-def wrong_kernels(
-    selections: Sequence[Selection], device: torch.device, make_runtime: MakeRuntime
-) -> Mapping[str, str]:
+def wrong_kernels(selections: Sequence[Selection], device: torch.device) -> Mapping[str, str]:
     """Name of a kernel of another library -> why it is not to be used, for those among the selections that are wrong.
 
     Every kernel runs on the device, unless a verdict for it is on disk. Whatever a kernel raises is what is wrong with
@@ -32,15 +30,15 @@ def wrong_kernels(
     for selection in selections:
         foreign = {kernel.row.name for kernel in selection.kernels.values() if kernel.row.provider == "aiter"}
         if foreign:
-            wrong.update(_verdict(selection, device, make_runtime))
+            wrong.update(_verdict(selection, device))
     return wrong
 
 
-def _verdict(selection: Selection, device: torch.device, make_runtime: MakeRuntime) -> Mapping[str, str]:
+def _verdict(selection: Selection, device: torch.device) -> Mapping[str, str]:
     place = _place(selection, device)
     if place is not None and place.is_file():
         return _read(place)
-    wrong = random_run(selection, device, make_runtime) or edge_run(selection, device, make_runtime)
+    wrong = random_run(selection, device) or edge_run(selection, device)
     verdict = {} if wrong is None else {wrong.kernel: f"switched off by its probe: {wrong.what}"}
     # Memory that is short today may be there tomorrow.
     if place is not None and not (wrong is not None and wrong.lacks_memory):

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,12 +19,15 @@ from torch import Tensor
 from rocm_attn.batch.padding import StepKind
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import RocmAttnError
+from rocm_attn.guards.registry import guards_from_settings
 from rocm_attn.oracle.numerics import BOUNDS
 from rocm_attn.oracle.reference import attend_sequence
+from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.contract import LayerKernel, PoolSize
 from rocm_attn.providers.select import Selection
+from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.probe_edges import (
     EDGE_STEPS,
     LENGTHS,
@@ -36,9 +38,9 @@ from rocm_attn.selection.probe_edges import (
     prompt_lengths,
 )
 from rocm_attn.step.head_weights import HeadWeights
-
-# Makes an AttentionRuntime, by the keywords of its constructor; untyped, because a runtime asks for kernels itself.
-MakeRuntime = Callable[..., Any]
+from rocm_attn.step.layer_kinds import LayerKinds
+from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.step import Step
 
 # New tokens of three sequences, step by step. Together they cross pages, tiles and partitions of 256 keys, and every
 # kind of step is met twice: on short and on long sequences.
@@ -96,7 +98,7 @@ class _Rows:
 class _Run:
     """A small runtime, and all that its sequences have stored, in order: [tokens, kv_heads, dim]."""
 
-    runtime: Any
+    runtime: AttentionRuntime
     problem: Problem
     weights: HeadWeights
     rows: list[int]
@@ -108,7 +110,6 @@ class _Run:
         cls,
         selection: Selection,
         device: torch.device,
-        make_runtime: MakeRuntime,
         *,
         max_kv_len: int,
         num_seqs: int,
@@ -116,15 +117,12 @@ class _Run:
     ) -> _Run:
         problem = selection.problem
         num_pages = 1 + num_seqs * -(-max_kv_len // problem.page_size)
-        runtime = make_runtime(
-            [problem],
+        fitting = _for_a_pool_of(selection, PoolSize(num_pages, max_kv_len, _PAD_TO))
+        runtime = AttentionRuntime(
+            LayerKinds((fitting,), (Space.FULL,), (0,)),
+            RuntimeOptions(num_pages, num_seqs, max_kv_len, capture_sizes=(_PAD_TO,)),
             device=device,
-            num_pages=num_pages,
-            max_num_seqs=num_seqs,
-            max_kv_len=max_kv_len,
-            target=selection.target,
-            capture_sizes=(_PAD_TO,),
-            selections=(_for_a_pool_of(selection, PoolSize(num_pages, max_kv_len, _PAD_TO)),),
+            guards=guards_from_settings(),
         )
         stored = runtime.pool.layer(0)
         stored.k[1:] = float("nan")
@@ -162,7 +160,7 @@ class _Run:
                 self.runtime.store(0, brought.k, brought.v)
             self._remember(brought.k, brought.v, new)
 
-    def wrong(self, q_len: Sequence[int], rows_of: Callable[[Any], _Rows], pad_to: int = _PAD_TO) -> Wrong | None:
+    def wrong(self, q_len: Sequence[int], rows_of: Callable[[Step], _Rows], pad_to: int = _PAD_TO) -> Wrong | None:
         """What is wrong with a step of so many new tokens; None where nothing is, or where the kernel is our own.
 
         rows_of: what the running step brings
@@ -185,7 +183,7 @@ class _Run:
             return Wrong(kernel, f"{what} {where}", lacks_memory) if what else None
 
     @contextmanager
-    def _step(self, q_len: Sequence[int], pad_to: int = _PAD_TO) -> Iterator[Any]:
+    def _step(self, q_len: Sequence[int], pad_to: int = _PAD_TO) -> Iterator[Step]:
         kv_len = [had + new for had, new in zip(self.kv_len, q_len, strict=True)]
         for row, length in zip(self.rows, kv_len, strict=True):
             self.runtime.table.reserve(row, length)
@@ -200,7 +198,7 @@ class _Run:
         """What a step brings; over a latent pool, V is a part of K."""
         return _Rows(q, k, k[..., : self.problem.v_head_dim] if self.problem.pool is PoolKind.LATENT else v)
 
-    def _packed(self, rows: Sequence[Tensor], step: Any) -> Tensor:
+    def _packed(self, rows: Sequence[Tensor], step: Step) -> Tensor:
         """Rows of each sequence as those of a step: one behind the other, NaN in padded tokens."""
         packed = torch.cat(list(rows))
         padded = packed.new_full((step.token_ids.shape[0], *packed.shape[1:]), float("nan"))
@@ -231,7 +229,7 @@ class _Run:
         for number, q_len in enumerate(steps, 1):
             new = [slice(had, had + n) for had, n in zip(self.kv_len, q_len, strict=True)]
 
-            def rows_of(step: Any, new: Sequence[slice] = new) -> _Rows:
+            def rows_of(step: Step, new: Sequence[slice] = new) -> _Rows:
                 q, k, v = (
                     self._packed([getattr(rows, name)[span] for rows, span in zip(edges, new, strict=True)], step)
                     for name in ("q", "k", "v")
@@ -243,7 +241,7 @@ class _Run:
                 return wrong
         return None
 
-    def _difference(self, step: Any, q_len: Sequence[int], q: Tensor) -> str:
+    def _difference(self, step: Step, q_len: Sequence[int], q: Tensor) -> str:
         """What is wrong with a running step's output; empty when nothing is. Raises _Failed."""
         problem = self.problem
         out = torch.full_like(q[..., : problem.v_head_dim], float("nan"))
@@ -267,19 +265,18 @@ class _Run:
         return bool(torch.isclose(result.double(), reference, atol=bound.atol, rtol=bound.rtol).all())
 
 
-def random_run(selection: Selection, device: torch.device, make_runtime: MakeRuntime) -> Wrong | None:
+def random_run(selection: Selection, device: torch.device) -> Wrong | None:
     """The first kernel that is wrong on random rows; the rest is not looked at before it is replaced."""
     problem, generator = selection.problem, torch.Generator().manual_seed(0)
     run = _Run.of(
         selection,
         device,
-        make_runtime,
         max_kv_len=_MAX_KV_LEN,
         num_seqs=len(_STEPS[0]),
         weights=HeadWeights.random(problem, generator),
     )
 
-    def rows_of(step: Any) -> _Rows:
+    def rows_of(step: Step) -> _Rows:
         def random(num_heads: int, dim: int) -> Tensor:
             rows = torch.randn(step.token_ids.shape[0], num_heads, dim, generator=generator)
             rows[step.num_tokens :] = float("nan")
@@ -292,7 +289,7 @@ def random_run(selection: Selection, device: torch.device, make_runtime: MakeRun
     return next((wrong for wrong in found if wrong is not None), None)
 
 
-def edge_run(selection: Selection, device: torch.device, make_runtime: MakeRuntime) -> Wrong | None:
+def edge_run(selection: Selection, device: torch.device) -> Wrong | None:
     """The first kernel that sees a key too few or too many; the rest is not looked at before it is replaced.
 
     A step with nothing in the cache, then one of each kind over what was stored without attention.
@@ -303,7 +300,6 @@ def edge_run(selection: Selection, device: torch.device, make_runtime: MakeRunti
     run = _Run.of(
         selection,
         device,
-        make_runtime,
         max_kv_len=max_kv_len,
         num_seqs=len(cached),
         weights=gentle_weights(problem, max_kv_len),

@@ -17,9 +17,10 @@ from rocm_attn.capture.check import bitwise_equal
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.problem import Problem
-from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
 from rocm_attn.soak.model import LayerTables, Mismatch, Outputs, PlayedStep, SequenceTruth, SoakModel
 from rocm_attn.step.head_weights import HeadWeights
+from rocm_attn.step.options import RuntimeOptions
 
 
 class Alone(Protocol):
@@ -62,14 +63,16 @@ class ServedAlone:
     ) -> None:
         self.num_seqs = 0
         self._every = every
-        self._runtime = AttentionRuntime(
+        self._runtime = build_runtime(
             problems,
+            RuntimeOptions(
+                num_pages=1 + int(num_pages(max_kv_len, problems[0].page_size)),
+                max_num_seqs=1,
+                max_kv_len=max_kv_len,
+                provider=provider,
+                deterministic=True,
+            ),
             device=device,
-            num_pages=1 + int(num_pages(max_kv_len, problems[0].page_size)),
-            max_num_seqs=1,
-            max_kv_len=max_kv_len,
-            provider=provider,
-            deterministic=True,
         )
         for layer, given in enumerate(weights):
             self._runtime.head_weights.set(layer, given.to(self._runtime.device))

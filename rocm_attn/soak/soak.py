@@ -28,11 +28,12 @@ from rocm_attn.capture.step_runner import StepCounters, StepRunner
 from rocm_attn.errors import RocmAttnError
 from rocm_attn.paging.index_spaces import RESERVED_PAGE
 from rocm_attn.paging.page_table import PageTable
-from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
 from rocm_attn.soak.alone import Alone, NobodyAlone, ServedAlone
 from rocm_attn.soak.model import Checker, LayerTables, PlayedStep, SoakModel, soak_problems
 from rocm_attn.soak.world import Action, Scenario, World
 from rocm_attn.step.head_weights import HeadWeights
+from rocm_attn.step.options import RuntimeOptions
 
 # Growth between two moments with no graph and no result held. A host's allocator keeps what it likes, a device's is
 # exact; buffers that grow to a power of two with the largest eager step need less than this.
@@ -162,22 +163,24 @@ class Soak:
         self._seed = seed
         problems = soak_problems(dtype, scenario.page_size, custom_mask=not deterministic)
         first = scenario.ladders[0]
-        self._runtime = AttentionRuntime(
+        self._runtime = build_runtime(
             problems,
+            RuntimeOptions(
+                num_pages=scenario.num_pages,
+                # No id is handed out in both spaces: a mix-up meets a page that no request was given.
+                swa_pages=scenario.num_pages + scenario.swa_pages,
+                first_swa_page=scenario.num_pages,
+                swa_kept=scenario.verify_len,
+                max_num_seqs=scenario.max_num_seqs,
+                max_kv_len=scenario.max_kv_len,
+                provider=provider,
+                capture_sizes=first.seqs,
+                capture_tokens=first.tokens,
+                split_steps=True,
+                deterministic=deterministic,
+                shared_prefixes=not deterministic,
+            ),
             device=device,
-            num_pages=scenario.num_pages,
-            # No id is handed out in both spaces: a mix-up meets a page that nobody was given.
-            swa_pages=scenario.num_pages + scenario.swa_pages,
-            first_swa_page=scenario.num_pages,
-            swa_kept=scenario.verify_len,
-            max_num_seqs=scenario.max_num_seqs,
-            max_kv_len=scenario.max_kv_len,
-            provider=provider,
-            capture_sizes=first.seqs,
-            capture_tokens=first.tokens,
-            split_steps=True,
-            deterministic=deterministic,
-            shared_prefixes=not deterministic,
         )
         self._layers = [self._runtime.pool.layer(layer) for layer in range(len(problems))]
         self._world = World(scenario, self._runtime.table, seed)

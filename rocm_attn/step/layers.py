@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,14 +10,17 @@ from torch import Tensor
 from rocm_attn.errors import BadTensor
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.devices import on_device
-from rocm_attn.paging.kv_pool import HybridKVPool
+from rocm_attn.paging.storage import Pool
 from rocm_attn.paging.stored_tokens import StepStores
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.contract import AttendArgs, StepOps
-from rocm_attn.providers.select import Selection
 from rocm_attn.step.head_weights import LayerHeadWeights
+from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan
+
+# step, kind of layer -> the step in the space that the layer reads in
+ReadBy = Callable[[DeviceStep, int], StepTensors]
 
 
 def by_space_of_layer(step: DeviceStep, kind: int) -> StepTensors:
@@ -28,29 +31,25 @@ def by_space_of_layer(step: DeviceStep, kind: int) -> StepTensors:
 class Layers:
     """The layers of a model over their pools of pages.
 
-    selections:    per kind of layer
-    kind_of_layer: layer -> its place in selections
-    read_by:       step, kind of layer -> the step in the space that the layer reads in, which is the one it writes in
+    read_by: the space that a layer reads in is the one it writes in
     """
 
     def __init__(
         self,
-        selections: Sequence[Selection],
-        kind_of_layer: Sequence[int],
-        pool: HybridKVPool,
+        kinds: LayerKinds,
+        pool: Pool,
         head_weights: LayerHeadWeights,
         ops: StepOps,
-        device: torch.device,
         *,
-        read_by: Callable[[DeviceStep, int], StepTensors] = by_space_of_layer,
+        read_by: ReadBy = by_space_of_layer,
     ) -> None:
         self._read_by = read_by
-        self._selections = tuple(selections)
-        self._kind_of_layer = tuple(kind_of_layer)
+        self._selections = kinds.selections
+        self._kind_of_layer = kinds.of_layer
         self._pool = pool
         self._head_weights = head_weights
         self._ops = ops
-        self._device = device
+        self._device = pool.device
 
     def __len__(self) -> int:
         return len(self._kind_of_layer)

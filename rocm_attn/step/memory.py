@@ -14,9 +14,7 @@ from torch import Tensor
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.metadata.step_tensors import FIELDS, OWN_TABLE, Need, StepTensors, Unit
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.paging.kv_pool import space_of
-from rocm_attn.paging.page_table import PageTable
-from rocm_attn.paging.request_table import RequestTable
+from rocm_attn.paging.storage import SpaceTable, Table
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.buffers import (
     PADDED_BATCH,
@@ -30,6 +28,7 @@ from rocm_attn.step.buffers import (
     one_after_another,
     refuse_growth,
 )
+from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.workspace import Workspace
 
@@ -72,7 +71,7 @@ class StepPart:
         self.workspace.seal()
 
 
-def table_sizes(selections: Sequence[Selection], table: RequestTable) -> TableSizes:
+def table_sizes(selections: Sequence[Selection], table: Table) -> TableSizes:
     """The sizes that serve all kernels of a runtime."""
     ahead = [kernel.row.reads_ahead for s in selections for kernel in s.kernels.values()]
     page_size = selections[0].problem.page_size
@@ -85,30 +84,41 @@ def table_sizes(selections: Sequence[Selection], table: RequestTable) -> TableSi
     )
 
 
-class StepMemory:
-    """Buffers and workspace for every step of a runtime.
+def by_padded_batch(num_rows: int) -> Capacity:
+    """Buffers as large as the padded batch, which may exceed the rows of the table."""
+    return PADDED_BATCH
 
-    selections: per kind of layer, whose kernels say what they need
+
+@dataclass(frozen=True, slots=True)
+class MemoryGuards:
+    """The safeguards of the memory of steps.
+
+    capacity:       rows of the table that requests may have -> how large buffers are
+    first_of_child: where in a buffer a child of a step begins
+    sealed_growth:  called where memory that graphs read would have to move
+    """
+
+    capacity: Callable[[int], Capacity] = by_padded_batch
+    first_of_child: FirstOfChild = one_after_another
+    sealed_growth: SealedGrowth = refuse_growth
+
+
+class StepMemory:
+    """Buffers and workspace for every step of a model.
+
+    kinds: the layers, whose kernels say what they need
     """
 
     def __init__(
-        self,
-        selections: Sequence[Selection],
-        table: RequestTable,
-        device: torch.device,
-        *,
-        capacity: Capacity = PADDED_BATCH,
-        first_of_child: FirstOfChild = one_after_another,
-        sealed_growth: SealedGrowth = refuse_growth,
+        self, kinds: LayerKinds, table: Table, device: torch.device, guards: MemoryGuards = MemoryGuards()
     ) -> None:
-        self._selections = tuple(selections)
-        self._capacity = capacity
-        self._first_of_child = first_of_child
-        self._sealed_growth = sealed_growth
+        self._selections = kinds.selections
+        self._capacity = guards.capacity(table.spaces[0].entries.shape[0] - 1)
+        self._first_of_child = guards.first_of_child
+        self._sealed_growth = guards.sealed_growth
         self._table = table
-        has_swa = len(table.spaces) > 1
-        self._space_of_kind = tuple(space_of(selection.problem, has_swa=has_swa) for selection in selections)
-        self._sizes = table_sizes(selections, table)
+        self._space_of_kind = kinds.spaces
+        self._sizes = table_sizes(kinds.selections, table)
         self._device = device
         self._sealed, self._open = self.new_part(), self.new_part()
 
@@ -184,7 +194,7 @@ class StepMemory:
             workspace=part.workspace.view(words, self._first_of_child(child, words)),
         )
 
-    def _space_views(self, plan: StepPlan, pages: PageTable, view: Callable[[str], Tensor]) -> StepTensors:
+    def _space_views(self, plan: StepPlan, pages: SpaceTable, view: Callable[[str], Tensor]) -> StepTensors:
         """A step in a space. view: name of a buffer -> what the child uses of it."""
         tensors = {name: view(name_in(pages.space, name) if field.of_space else name) for name, field in FIELDS.items()}
         tensors["block_table"] = tensors["block_table"].view(-1, self._sizes.table_width)

@@ -10,10 +10,10 @@ import json
 import os
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,39 +23,12 @@ from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.errors import BadBatch, BadSetting
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.plan import StepPlan
 
 NUM_STEPS = 64
-_FORMAT = 4
+_FORMAT = 5
 
-
-class Flight(Protocol):
-    """Is told about every step."""
-
-    def note(self, batch: StepBatch, plan: StepPlan, replayed: bool, epoch: int) -> None:
-        """A step is about to run.
-
-        replayed: whether a graph of it exists
-        epoch:    of the addresses that graphs read
-        """
-        ...
-
-    def failed(self, error: BaseException) -> None:
-        """The step that was noted last, or one that could not be staged, has raised."""
-        ...
-
-
-class NoFlightRecorder:
-    """Remembers nothing."""
-
-    def note(self, batch: StepBatch, plan: StepPlan, replayed: bool, epoch: int) -> None:
-        """As Flight.note."""
-
-    def failed(self, error: BaseException) -> None:
-        """As Flight.failed."""
-
-
-NO_FLIGHT_RECORDER = NoFlightRecorder()
 
 _Noted = tuple[int, StepPlan, bool, int, Int32Array, Int32Array, Int32Array, Prefixes]
 
@@ -225,42 +198,34 @@ class NotedStep:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeFacts:
-    """What a runtime was built with, as far as a step depends on it; guards_off: safeguards that were switched off."""
+    """What a runtime was built with, as far as a step depends on it.
+
+    options:    with the provider that was chosen, and the sizes that graphs are captured at now
+    guards_off: safeguards that were switched off
+    """
 
     device: str
     arch: str
-    provider: str
-    num_pages: int
-    swa_pages: int
-    swa_kept: int
-    max_num_seqs: int
-    max_kv_len: int
-    capture_sizes: tuple[int, ...]
-    capture_tokens: tuple[int, ...]
+    options: RuntimeOptions
     guards_off: tuple[str, ...]
-    split_steps: bool
-    deterministic: bool
-    shared_prefixes: bool
 
     @classmethod
     def of(cls, runtime: AttentionRuntime) -> RuntimeFacts:
         """The facts of a runtime."""
-        return cls(
-            device=str(runtime.device),
-            arch=runtime.target.arch,
+        options = replace(
+            runtime.options,
             provider=runtime.selections[0].provider,
-            num_pages=runtime.pool.num_pages,
-            swa_pages=runtime.swa_pages,
-            swa_kept=runtime.swa_kept,
-            max_num_seqs=len(runtime.table.entries_host) - 1,
-            max_kv_len=runtime.max_kv_len,
             capture_sizes=runtime.padding.seqs.sizes,
             capture_tokens=runtime.padding.tokens.sizes,
-            guards_off=runtime.guards.off,
-            split_steps=runtime.padding.max_children > 1,
             deterministic=runtime.deterministic,
-            shared_prefixes=runtime.padding.has_prefixes,
         )
+        return cls(str(runtime.device), runtime.target.arch, options, runtime.guards.off)
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> RuntimeFacts:
+        """The facts that a dump holds. Raises TypeError, KeyError, BadSetting."""
+        options = RuntimeOptions(**_with_tuples(fields["options"]))
+        return cls(**{**_with_tuples(fields), "options": options})
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +264,7 @@ def read_dump(path: Path) -> FlightDump:
             raise BadSetting(f"{path} is a dump of format {content['format']}; this version reads format {_FORMAT}")
         return FlightDump(
             reason=content["reason"],
-            runtime=RuntimeFacts(**_with_tuples(content["runtime"])),
+            runtime=RuntimeFacts.read(content["runtime"]),
             problems=tuple(problem_from_json(problem) for problem in content["problems"]),
             steps=tuple(NotedStep(**_with_tuples(step)) for step in content["steps"]),
         )

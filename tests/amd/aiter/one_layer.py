@@ -13,9 +13,11 @@ from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import Selection
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.head_weights import HeadWeights
+from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Step
 from tests.amd.aiter.serving import CPU, GFX942
 from tests.amd.graphs.tiny import VOCABULARY
+from tests.amd.runtime.stepping import runtime_of
 
 # Prompts, decode steps, chunks over a prefix, mixed steps, and lengths of several buckets.
 STEPS = [[5, 2, 7], [1, 1, 1], [1, 1], [2, 9, 3], [1, 1, 1], [1, 4, 1], [70, 3, 2], [1, 1, 1], [1, 1]]
@@ -37,19 +39,16 @@ class OneLayer:
         target: Target = GFX942,
         selections: Sequence[Selection] | None = None,
     ) -> OneLayer:
-        runtime = AttentionRuntime(
-            [problem],
-            device=device,
+        options = RuntimeOptions(
             num_pages=600 if problem.page_size == 1 else 100,
             max_num_seqs=4,
             max_kv_len=256,
             provider="aiter",
-            target=target,
             capture_sizes=(1, 2, 4),
             capture_tokens=(8, 16, 96),
             split_steps=True,
-            selections=selections,
         )
+        runtime = runtime_of([problem], options, device, target, selections)
         for pages in (runtime.pool.layer(0).k, runtime.pool.layer(0).v):
             pages[1:] = float("nan")
         runtime.head_weights.set(0, HeadWeights.random(problem, torch.Generator().manual_seed(2)).to(runtime.device))

@@ -11,12 +11,10 @@ import torch
 from rocm_attn.batch.padding import StepKind
 from rocm_attn.errors import Unsupported
 from rocm_attn.machine.target import Target, known_target
-from rocm_attn.paging.kv_pool import KVPool
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter.rows import ROWS
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from rocm_attn.providers.select import Selection, select
-from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection import kernels as kernel_choice
 from rocm_attn.selection.kernels import choose_kernels
 from tests.amd.aiter.serving import CPU, GFX942, plain_problem
@@ -66,7 +64,7 @@ def test_what_fell_back_is_said_once_with_its_reason(aiter: StandIn, caplog: pyt
     problem = plain_problem(16, dims=(80, 80))
     with caplog.at_level(logging.WARNING, logger=kernel_choice.__name__):
         for _ in range(2):
-            choose_kernels([problem], GFX942, "auto", SMALLEST_POOL, device=CPU, make_runtime=AttentionRuntime)
+            choose_kernels([problem], GFX942, "auto", SMALLEST_POOL, device=CPU)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 3
     assert said[0].startswith("decode steps are served by triton.decode, not by AITER (aiter.paged_attention_ragged: ")
@@ -75,18 +73,14 @@ def test_what_fell_back_is_said_once_with_its_reason(aiter: StandIn, caplog: pyt
 
 def test_nothing_is_said_where_nothing_fell_back(aiter: StandIn, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger=kernel_choice.__name__):
-        choose_kernels([plain_problem()], GFX942, "auto", SMALLEST_POOL, device=CPU, make_runtime=AttentionRuntime)
-        choose_kernels(
-            [plain_problem()], known_target("sm_90"), "auto", SMALLEST_POOL, device=META, make_runtime=KVPool
-        )
+        choose_kernels([plain_problem()], GFX942, "auto", SMALLEST_POOL, device=CPU)
+        choose_kernels([plain_problem()], known_target("sm_90"), "auto", SMALLEST_POOL, device=META)
     assert caplog.records == []
 
 
 def test_without_aiter_auto_says_so_and_takes_triton(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger=kernel_choice.__name__):
-        (chosen,) = choose_kernels(
-            [plain_problem()], GFX942, "auto", SMALLEST_POOL, device=CPU, make_runtime=AttentionRuntime
-        )
+        (chosen,) = choose_kernels([plain_problem()], GFX942, "auto", SMALLEST_POOL, device=CPU)
     assert chosen.provider == "triton"
     assert "install the distribution amd-aiter" in caplog.records[0].getMessage()
 

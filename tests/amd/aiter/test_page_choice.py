@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from rocm_attn import runtime
 from rocm_attn.batch.padding import StepKind
 from rocm_attn.errors import BadProblem, BadSetting, Unsupported
 from rocm_attn.machine.target import Target, known_target
@@ -17,6 +16,7 @@ from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.runner import engine
 from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.selection import build
 from rocm_attn.selection.pages import AUTO, PAGE_SIZES, choose_pages
 from tests.amd.aiter.serving import GFX942, latent_problem, plain_problem
 from tests.amd.aiter.stand_in import StandIn
@@ -172,7 +172,7 @@ def test_an_engine_chooses_its_page_size(aiter: StandIn, monkeypatch: pytest.Mon
     def on_mi300(device: torch.device) -> Target:
         return GFX942
 
-    for module in (runtime, engine):
+    for module in (build, engine):
         monkeypatch.setattr(module, "detect_target", on_mi300)
     loaded = tiny_model(dtype=torch.float16)
     options = EngineOptions(page_size=AUTO, max_batch_size=4, max_kv_len=64, graphs=False, provider="torch")

@@ -14,7 +14,6 @@ from torch import Tensor
 from rocm_attn.batch.padding import StepKind
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import Selection, select
-from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.probe_runs import Wrong, edge_run, random_run
 from tests.amd.aiter import (
     checks,
@@ -113,7 +112,7 @@ def selected(problem: Problem, function: str) -> Selection:
 
 
 def edges_of(problem: Problem, function: str) -> Wrong | None:
-    return edge_run(selected(problem, function), CPU, AttentionRuntime)
+    return edge_run(selected(problem, function), CPU)
 
 
 @pytest.mark.parametrize("window_left", WINDOWS)
@@ -177,8 +176,8 @@ def test_random_rows_do_not_show_one_key_among_many(aiter: StandIn) -> None:
     make_wrong(aiter, "unified_attention", DAMAGES["sees the key before the first"])
     selection = selected(problem, "")
     assert selection.kernels[StepKind.DECODE].row.name == "aiter.unified_attention"
-    assert random_run(selection, CPU, AttentionRuntime) is None
-    assert edge_run(selection, CPU, AttentionRuntime) is not None
+    assert random_run(selection, CPU) is None
+    assert edge_run(selection, CPU) is not None
 
 
 def test_keys_that_a_large_page_loses_behind_the_first_2048_are_missed(aiter: StandIn) -> None:
@@ -186,7 +185,7 @@ def test_keys_that_a_large_page_loses_behind_the_first_2048_are_missed(aiter: St
     function = vectorised_functions.pa_decode_gluon
     aiter.bodies["pa_decode_gluon"] = lambda call: function(V0_1_10, call)
     problem = vectorised_problem(1024, heads=(4, 1))
-    assert random_run(selected(problem, ""), CPU, AttentionRuntime) is None
+    assert random_run(selected(problem, ""), CPU) is None
     wrong = edges_of(problem, "")
     assert wrong is not None
     assert wrong.kernel == "aiter.pa_decode_gluon"

@@ -13,7 +13,8 @@ from rocm_attn.batch.padding import StepKind
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.machine.agreement import alone, found_by_any
-from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
 from tests.amd.aiter.serving import CPU, GFX942, plain_problem
 from tests.amd.aiter.signatures import E4048607
 from tests.amd.aiter.stand_in import install
@@ -45,13 +46,10 @@ def kernels_of(rank: int, agree_with_others: bool) -> list[str]:
 
         if rank == 1:
             aiter.bodies["paged_attention_ragged"] = wrong
-        runtime = AttentionRuntime(
+        runtime = build_runtime(
             [plain_problem()],
+            RuntimeOptions(num_pages=8, max_num_seqs=2, max_kv_len=64, provider="aiter"),
             device=CPU,
-            num_pages=8,
-            max_num_seqs=2,
-            max_kv_len=64,
-            provider="aiter",
             target=GFX942,
             agree=among_all() if agree_with_others else alone,
         )

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rocm_attn import runtime
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import PoolKind
 from rocm_attn.runner import engine as engine_module
@@ -15,6 +14,7 @@ from rocm_attn.runner.engine import Engine, EngineOptions
 from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.rope import Rope
+from rocm_attn.selection import build
 from rocm_attn.selection import kernels as kernel_choice
 from rocm_attn.selection.pages import AUTO
 from tests.amd.aiter.serving import GFX942
@@ -41,7 +41,7 @@ def on_mi300(monkeypatch: pytest.MonkeyPatch) -> None:
     def detect(device: torch.device) -> Target:
         return GFX942
 
-    monkeypatch.setattr(runtime, "detect_target", detect)
+    monkeypatch.setattr(build, "detect_target", detect)
 
 
 @pytest.mark.usefixtures("on_mi300")

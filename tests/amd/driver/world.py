@@ -18,7 +18,9 @@ from rocm_attn.errors import DeviceFault, RocmAttnError, Unsupported
 from rocm_attn.guards.registry import Guards
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
+from rocm_attn.step.options import RuntimeOptions
 from tests.amd.driver.finding import Finding
 from tests.amd.driver.model import VOCABULARY, Model
 from tests.amd.driver.oracle import Oracle
@@ -71,7 +73,9 @@ def served(rng: random.Random, device: torch.device, guards: Guards | None) -> t
     for _ in range(50):
         setting = Setting.random(rng, device)
         try:
-            return setting, AttentionRuntime(setting.problems, device=device, guards=guards, **setting.options)
+            return setting, build_runtime(
+                setting.problems, RuntimeOptions(**setting.options), device=device, guards=guards
+            )
         except Unsupported:
             continue
     raise Finding("no setting is served")

@@ -13,6 +13,7 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.paging.kv_pool import page_bytes
+from rocm_attn.step.options import RuntimeOptions
 from tests.amd.graphs.tiny import Tiny
 from tests.amd.runtime.stepping import deterministic_providers, providers
 
@@ -40,13 +41,15 @@ def test_what_is_predicted_is_what_is_allocated_and_captured(
     plan = plan_capture(
         [tiny.problem, tiny.problem],
         runtime.target,
-        max_num_seqs=8,
-        max_kv_len=128,
-        num_pages=200,
-        provider=provider,
-        capture_sizes=[1, 4],
-        capture_tokens=[4, 8],
-        **mode,
+        RuntimeOptions(
+            max_num_seqs=8,
+            max_kv_len=128,
+            num_pages=200,
+            provider=provider,
+            capture_sizes=[1, 4],
+            capture_tokens=[4, 8],
+            **mode,
+        ),
     )
     assert [bucket.shape for bucket in plan.buckets] == [bucket.key.shape for bucket in report.buckets]
     assert plan.lengths == (provider == "torch")
@@ -63,7 +66,7 @@ def test_a_setting_changes_what_it_is_named_for(device: torch.device) -> None:
 
     def parts(**changes: int | list[int]) -> dict[str, tuple[int, str]]:
         settings = {"max_num_seqs": 8, "max_kv_len": 128, "num_pages": 200, "provider": "torch", **changes}
-        plan = plan_capture(problems, target, **settings)  # type: ignore[arg-type]
+        plan = plan_capture(problems, target, RuntimeOptions(**settings))  # type: ignore[arg-type]
         return {part.name: (part.num_bytes, part.knob) for part in plan.parts}
 
     plain = parts()

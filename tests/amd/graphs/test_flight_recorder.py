@@ -83,7 +83,7 @@ def test_a_dump_comes_back_as_it_was(deterministic: bool, device: torch.device, 
     assert dump.reason == "on request"
     assert dump.steps == tuple(flight.steps())
     assert dump.problems == (tiny.problem,)
-    facts = dump.runtime
+    facts = dump.runtime.options
     assert (facts.num_pages, facts.max_num_seqs, facts.max_kv_len) == (200, 8, 128)
     assert (facts.capture_sizes, facts.capture_tokens, facts.provider) == ((2, 4), (8, 16), provider)
     assert facts.deterministic == deterministic
@@ -179,7 +179,7 @@ def test_a_signal_writes_a_dump(device: torch.device, tmp_path: Path) -> None:
     [
         (lambda text: text[:-5], "is no dump of a flight recorder"),
         (lambda text: "[]", "is no dump of a flight recorder"),
-        (lambda text: json.dumps({**json.loads(text), "format": 9}), "format 9; this version reads format 4"),
+        (lambda text: json.dumps({**json.loads(text), "format": 9}), "format 9; this version reads format 5"),
         (lambda text: json.dumps({**json.loads(text), "steps": [{}]}), "is no dump of a flight recorder"),
         (lambda text: json.dumps({**json.loads(text), "problems": 3}), "is no dump of a flight recorder"),
     ],

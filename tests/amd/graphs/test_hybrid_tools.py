@@ -17,6 +17,7 @@ from rocm_attn.cli import DONE, main
 from rocm_attn.errors import DeviceFault
 from rocm_attn.paging.index_spaces import RESERVED_ROW, Space
 from rocm_attn.problem import Problem
+from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.watch.flight_recorder import FlightRecorder, read_dump
 from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
 from tests.amd.graphs.tiny import Requests, Tiny
@@ -41,13 +42,15 @@ def test_the_plan_counts_the_tables_buffers_and_pools_of_both_spaces(provider: s
     plan = plan_capture(
         problems,
         tiny.runtime.target,
-        max_num_seqs=8,
-        max_kv_len=128,
-        num_pages=200,
-        swa_pages=60,
-        provider=provider,
-        capture_sizes=[2, 4],
-        capture_tokens=[8, 16],
+        RuntimeOptions(
+            max_num_seqs=8,
+            max_kv_len=128,
+            num_pages=200,
+            swa_pages=60,
+            provider=provider,
+            capture_sizes=[2, 4],
+            capture_tokens=[8, 16],
+        ),
     )
     held = {name: tensor.nbytes for name, tensor in tiny.runtime.sealed_tensors().items() if "_pages_" not in name}
     held["request table"], held["SWA request table"] = held.pop("table"), held.pop("swa_table")
@@ -72,7 +75,7 @@ def test_a_step_whose_pages_have_left_the_window_can_be_run_again(
         requests.run(runner, q_len)
     assert not tiny.runtime.table.pages_of(requests.rows[0], Space.SWA)[:4].any()
     path = str(flight.dump("a test"))
-    facts = read_dump(Path(path)).runtime
+    facts = read_dump(Path(path)).runtime.options
     assert (facts.num_pages, facts.swa_pages, facts.swa_kept) == (200, 60, 0)
     for number in range(len(STEPS)):
         assert main(["replay-step", path, "--step", str(number), "--json", "--device", str(device)]) == DONE

@@ -15,7 +15,8 @@ from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import DeviceFault
-from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.step import Step
 from rocm_attn.watch.sampled_check import LayerTap, SampledCheck, SampledCounters
@@ -99,8 +100,8 @@ def test_rounding_of_large_scores_is_no_fault(
 ) -> None:
     """With a scale of 1, as Gemma has it, scores are large; a scale that is off is still seen."""
     problem = replace(small_problem(head_dim=256, v_head_dim=64), scale=1.0)
-    runtime = AttentionRuntime(
-        [problem], device=device, num_pages=64, max_num_seqs=2, max_kv_len=200, provider=provider
+    runtime = build_runtime(
+        [problem], RuntimeOptions(num_pages=64, max_num_seqs=2, max_kv_len=200, provider=provider), device=device
     )
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(200, *dims, generator=generator).to(device) for dims in ((6, 256), (2, 256), (2, 64)))

@@ -20,6 +20,7 @@ from rocm_attn.errors import BadTensor
 from rocm_attn.hip_graphs.forked import ForkedStream
 from rocm_attn.hip_graphs.recorder import Recorder
 from rocm_attn.hip_graphs.size_ladder import default_ladder
+from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import SplitStep, Step
 from rocm_attn.watch.flight_recorder import FlightRecorder
 from tests.amd.graphs.tiny import Forgetful, Requests, Tiny, same
@@ -151,13 +152,15 @@ def test_split_shapes_are_captured_ahead_and_predicted(provider: str, device: to
     plan = plan_capture(
         [tiny.problem] * 2,
         tiny.runtime.target,
-        max_num_seqs=12,
-        max_kv_len=128,
-        num_pages=200,
-        provider=provider,
-        capture_sizes=default_ladder(5, 2).sizes,
-        capture_tokens=(6, 12),
-        split_steps=True,
+        RuntimeOptions(
+            max_num_seqs=12,
+            max_kv_len=128,
+            num_pages=200,
+            provider=provider,
+            capture_sizes=default_ladder(5, 2).sizes,
+            capture_tokens=(6, 12),
+            split_steps=True,
+        ),
     )
     assert [bucket.shape for bucket in plan.buckets] == shapes
     held = {name: tensor.nbytes for name, tensor in tiny.runtime.sealed_tensors().items() if "_pages_" not in name}

@@ -14,8 +14,9 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
-from rocm_attn.step.protocols import Steps
-from rocm_attn.watch.watchdog import NO_WATCHDOG, Watchdog, WatchedSteps
+from rocm_attn.machine.watchdog import Watchdog
+from rocm_attn.step.protocols import NO_WATCHDOG, Steps
+from rocm_attn.watch.watched_steps import WatchedSteps
 from tests.amd.graphs.tiny import Tiny, same, serve
 from tests.amd.runtime.stepping import providers
 

@@ -15,6 +15,8 @@ from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.protocols import LayerCalls, Steps
 from rocm_attn.step.step import Step
 from tests.amd.runtime.stepping import small_problem
@@ -59,19 +61,21 @@ class Tiny:
     ) -> Tiny:
         """window_left: of the second layer, which lives in the SWA space if there is one."""
         problem = replace(small_problem(custom_mask=custom_mask), pool=pool)
-        runtime = AttentionRuntime(
+        runtime = build_runtime(
             [problem, replace(problem, window_left=window_left)],
+            RuntimeOptions(
+                num_pages=num_pages,
+                swa_pages=swa_pages,
+                max_num_seqs=max_num_seqs,
+                max_kv_len=max_kv_len,
+                provider=provider,
+                capture_sizes=sizes,
+                capture_tokens=tokens,
+                split_steps=split_steps,
+                deterministic=deterministic,
+                shared_prefixes=shared_prefixes,
+            ),
             device=device,
-            num_pages=num_pages,
-            swa_pages=swa_pages,
-            max_num_seqs=max_num_seqs,
-            max_kv_len=max_kv_len,
-            provider=provider,
-            capture_sizes=sizes,
-            capture_tokens=tokens,
-            split_steps=split_steps,
-            deterministic=deterministic,
-            shared_prefixes=shared_prefixes,
         )
         for layer in range(2):
             # Not NaN: wrong graphs read this, and Triton's interpreter stops where a program would go on with NaN.
@@ -188,15 +192,13 @@ class Forgetful:
         self._inner.release_memory()
 
     def _without_launch(self, fn: Callable[[], Any]) -> Any:
-        users = (self._runtime, self._runtime._layers)
-        ops = self._runtime._ops
-        for user in users:
-            user._ops = replace(ops, **{self._launch: lambda *args, **kwargs: None})
+        core = self._runtime.core
+        ops = core.ops
+        core.ops = core.layers._ops = replace(ops, **{self._launch: lambda *args, **kwargs: None})
         try:
             return fn()
         finally:
-            for user in users:
-                user._ops = ops
+            core.ops = core.layers._ops = ops
 
 
 class Lazy:

@@ -24,7 +24,8 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.guards.registry import Guards
 from rocm_attn.problem import Problem
-from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Step
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runtime.stepping import Request, World, first_swa_page, providers, small_problem
@@ -65,21 +66,23 @@ class Serving:
         pad_q: float = float("nan"),
     ) -> None:
         self.problem = problem = problem if problem is not None else small_problem()
-        self.runtime = AttentionRuntime(
+        self.runtime = build_runtime(
             [problem],
+            RuntimeOptions(
+                num_pages=num_pages,
+                swa_pages=swa_pages and num_pages + swa_pages,
+                first_swa_page=first_swa_page(num_pages, swa_pages),
+                swa_kept=swa_kept,
+                max_num_seqs=max_num_seqs,
+                max_kv_len=max_kv_len,
+                provider=provider,
+                capture_sizes=capture_sizes,
+                capture_tokens=capture_tokens,
+                split_steps=split_steps,
+                shared_prefixes=shared_prefixes,
+                deterministic=deterministic,
+            ),
             device=device,
-            num_pages=num_pages,
-            swa_pages=swa_pages and num_pages + swa_pages,
-            first_swa_page=first_swa_page(num_pages, swa_pages),
-            swa_kept=swa_kept,
-            max_num_seqs=max_num_seqs,
-            max_kv_len=max_kv_len,
-            provider=provider,
-            capture_sizes=capture_sizes,
-            capture_tokens=capture_tokens,
-            split_steps=split_steps,
-            shared_prefixes=shared_prefixes,
-            deterministic=deterministic,
             guards=guards,
         )
         pages = self.runtime.pool.layer(0)

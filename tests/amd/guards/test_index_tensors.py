@@ -16,7 +16,8 @@ from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers import select
 from rocm_attn.providers.contract import StepBounds
-from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.plan import make_plan
 from tests.amd.guards.csr_kernels import CsrKernel, csr_provider
 from tests.amd.guards.serving import PROVIDERS, Serving
@@ -38,13 +39,10 @@ def test_a_need_brings_its_own_buffers_and_no_others(need: Need, monkeypatch: py
     needy = replace(csr, rows=tuple(replace(row, needs=frozenset({need})) for row in csr.rows))
     monkeypatch.setattr(select, "PROVIDER_NAMES", ("needy",))
     monkeypatch.setattr(select, "ROWS", {"needy": needy.rows})
-    runtime = AttentionRuntime(
+    runtime = build_runtime(
         [small_problem()],
+        RuntimeOptions(num_pages=8, max_num_seqs=2, max_kv_len=16, provider="needy"),
         device=torch.device("cpu"),
-        num_pages=8,
-        max_num_seqs=2,
-        max_kv_len=16,
-        provider="needy",
     )
     held = set(runtime.sealed_tensors())
     assert {name for names in BUFFERS_OF_NEED.values() for name in names} & held == BUFFERS_OF_NEED[need]

@@ -17,7 +17,9 @@ from rocm_attn.errors import DeviceFault
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.metadata.error_word import TOKEN_WITHOUT_PAGE
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.host_ring import HostRing
+from rocm_attn.step.options import RuntimeOptions
 from tests.amd.guards.late_device import LateDevice
 from tests.amd.guards.serving import ALL_ON, Serving
 from tests.amd.runtime.stepping import small_problem
@@ -27,8 +29,11 @@ CPU = torch.device("cpu")
 
 def runtime(guards: Guards = ALL_ON) -> AttentionRuntime:
     """Two admitted rows, 1 and 2, with 16 tokens, all zeros."""
-    made = AttentionRuntime(
-        [small_problem()], device="cpu", num_pages=32, max_num_seqs=2, max_kv_len=16, provider="torch", guards=guards
+    made = build_runtime(
+        [small_problem()],
+        RuntimeOptions(num_pages=32, max_num_seqs=2, max_kv_len=16, provider="torch"),
+        device="cpu",
+        guards=guards,
     )
     for _ in range(2):
         made.table.reserve(made.table.admit(), 16)

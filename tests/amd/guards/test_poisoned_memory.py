@@ -91,7 +91,7 @@ def test_a_step_writes_all_that_it_reads(
     """
 
     def poison(serving: Serving) -> None:
-        memory = serving.runtime._memory
+        memory = serving.runtime.core.memory
         for part in (memory._sealed, memory._open):
             buffers = {name: tensor for name, tensor in part.buffers.tensors().items() if name != "counts"}
             for tensor in (*buffers.values(), part.workspace.view(part.workspace.capacity)):

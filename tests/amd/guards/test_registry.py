@@ -19,7 +19,8 @@ from rocm_attn.guards.registry import GUARDS, Guard, Guards, guards_from_setting
 from rocm_attn.machine.settings import DEBUG, DISABLE_GUARDS, Settings, read_settings, settings
 from rocm_attn.runner.engine import Engine, EngineOptions
 from rocm_attn.runner.request import Request
-from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
 from tests.amd.guards.serving import Serving
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.tiny_model import tiny_model
@@ -117,8 +118,10 @@ def test_a_runtime_takes_its_safeguards_from_the_environment(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def off() -> tuple[str, ...]:
-        runtime = AttentionRuntime(
-            [small_problem()], device=device, num_pages=4, max_num_seqs=2, max_kv_len=8, provider="torch"
+        runtime = build_runtime(
+            [small_problem()],
+            RuntimeOptions(num_pages=4, max_num_seqs=2, max_kv_len=8, provider="torch"),
+            device=device,
         )
         return runtime.guards.off
 

@@ -162,7 +162,7 @@ def test_a_rank_that_cannot_reopen_tells_the_others(monkeypatch: pytest.MonkeyPa
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(serving.runtime._memory, "part_for", interrupted)
+    monkeypatch.setattr(serving.runtime.core.memory, "part_for", interrupted)
     with pytest.raises(KeyboardInterrupt):
         serving.runner.reopen((1, 2, 4))
     assert told == [{"reopen": "KeyboardInterrupt: "}]

@@ -92,7 +92,7 @@ def test_a_step_that_shares_writes_all_that_it_reads(graphs: bool, provider: str
     """Index buffers, schedules and workspace, prefix outputs among them, of graphs and of eager steps."""
 
     def poison(serving: Serving) -> None:
-        for part in (serving.runtime._memory._sealed, serving.runtime._memory._open):
+        for part in (serving.runtime.core.memory._sealed, serving.runtime.core.memory._open):
             buffers = {name: tensor for name, tensor in part.buffers.tensors().items() if name != "counts"}
             for tensor in (*buffers.values(), part.workspace.view(part.workspace.capacity)):
                 fill_with_nan(tensor)

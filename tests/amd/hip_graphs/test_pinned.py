@@ -17,7 +17,7 @@ class Owner:
 def pinned_owner(size: int = 8) -> tuple[PinnedTensors, Owner]:
     owner = Owner(size)
     pinned = PinnedTensors()
-    pinned.pin("lengths", owner.buffer, lambda: owner.buffer)
+    pinned.pin_all(lambda: {"lengths": owner.buffer})
     return pinned, owner
 
 
@@ -38,6 +38,29 @@ def test_check_names_a_tensor_that_its_owner_reallocated_with_what_it_was_and_is
     assert "is int32[16]" in message
     assert f"{old.data_ptr():#x}" in message
     assert f"{owner.buffer.data_ptr():#x}" in message
+
+
+def test_check_names_a_tensor_that_its_owner_has_no_longer() -> None:
+    tensors = {"lengths": torch.zeros(8), "rows": torch.zeros(8)}
+    pinned = PinnedTensors()
+    pinned.pin_all(lambda: tensors)
+    del tensors["rows"]
+    with pytest.raises(StaleRecording, match=r"rows was float32\[8\] .* and is gone now"):
+        pinned.check()
+
+
+def test_an_owner_is_asked_once_for_all_of_its_tensors() -> None:
+    asked = []
+    tensors = {str(number): torch.zeros(1) for number in range(50)}
+
+    def current() -> dict[str, torch.Tensor]:
+        asked.append(1)
+        return tensors
+
+    pinned = PinnedTensors()
+    pinned.pin_all(current)
+    pinned.check()
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize(
@@ -68,7 +91,7 @@ def test_check_sees_a_tensor_object_that_was_resized_in_place() -> None:
 
 def test_pinning_the_same_memory_twice_is_harmless_and_other_memory_is_refused() -> None:
     pinned, owner = pinned_owner()
-    pinned.pin("lengths", owner.buffer, lambda: owner.buffer)
+    pinned.pin_all(lambda: {"lengths": owner.buffer})
     with pytest.raises(KeyTaken, match=r"lengths is pinned as .* release\(\)"):
         pinned.pin("lengths", torch.zeros(8, dtype=torch.int32))
     pinned.check()
@@ -81,7 +104,7 @@ def test_release_forgets_the_pins_and_starts_another_epoch() -> None:
     pinned.release()
     assert pinned.epoch == before + 1
     assert "lengths" not in pinned
-    pinned.pin("lengths", owner.buffer, lambda: owner.buffer)
+    pinned.pin_all(lambda: {"lengths": owner.buffer})
     pinned.check()
 
 

@@ -35,7 +35,9 @@ from rocm_attn.machine.target import known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.triton import TRITON
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
+from rocm_attn.step.options import RuntimeOptions
 
 SMALL_POOL_BYTES = 64 << 20
 # Above this Triton can no longer assume that an offset fits 32 bits, and generates other code.
@@ -179,16 +181,18 @@ def _runtime(row: Row, problems: list[Problem], *, deterministic: bool = False) 
     """A runtime of these layers over a pool of the row's size, and rows of 16 requests."""
     page_bytes = row.page_size * row.heads[1] * min(row.dims) * row.dtype.itemsize
     pool_bytes = LARGE_POOL_BYTES if row.is_large else SMALL_POOL_BYTES
-    runtime = AttentionRuntime(
+    runtime = build_runtime(
         problems,
+        RuntimeOptions(
+            # One more than fit, so that a large pool is above the limit and not at it.
+            num_pages=pool_bytes // page_bytes + 1,
+            max_num_seqs=MANY_SEQS,
+            max_kv_len=4096,
+            provider="triton",
+            deterministic=deterministic,
+        ),
         device=torch.device("cpu"),
-        # One more than fit, so that a large pool is above the limit and not at it.
-        num_pages=pool_bytes // page_bytes + 1,
-        max_num_seqs=MANY_SEQS,
-        max_kv_len=4096,
-        provider="triton",
         target=known_target(row.arch),
-        deterministic=deterministic,
         guards=Guards().without("echo_check"),  # kernels that are only compiled answer nothing
     )
     for layer, problem in enumerate(problems):

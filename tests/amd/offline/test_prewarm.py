@@ -13,7 +13,7 @@ import torch
 
 from rocm_attn.batch.prefixes import NO_PREFIXES, PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.capture.prewarm import PrewarmReport, ServedSizes, prewarm
+from rocm_attn.capture.prewarm import PrewarmReport, prewarm
 from rocm_attn.cli import BAD_INPUT, DONE, main
 from rocm_attn.errors import BadSetting
 from rocm_attn.guards.registry import Guards
@@ -22,12 +22,13 @@ from rocm_attn.kernels.compile_only import CompileEvent, observe_compiles
 from rocm_attn.kernels.launch import Thunk, observe_launches
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
-from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
 from tests.amd.offline.offline_driver import offline
 
 ARCH = "gfx942"
 PROBLEM = Problem(8, 2, 64, 64, torch.bfloat16, 16, 0.125)
-SIZES = ServedSizes(max_num_seqs=12, max_kv_len=512, num_pages=64, capture_tokens=(1, 64))
+SIZES = RuntimeOptions(max_num_seqs=12, max_kv_len=512, num_pages=64, capture_tokens=(1, 64))
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 512,
@@ -49,25 +50,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def prewarmed(problem: Problem = PROBLEM, sizes: ServedSizes = SIZES, target: str = ARCH) -> PrewarmReport:
+def prewarmed(problem: Problem = PROBLEM, sizes: RuntimeOptions = SIZES, target: str = ARCH) -> PrewarmReport:
     """One prewarm for a GPU that is not there, as in a process of its own."""
     return prewarm([problem, problem], known_target(target), sizes, device=torch.device("cpu"))
 
 
-def serve(problem: Problem, sizes: ServedSizes) -> list[CompileEvent]:
+def serve(problem: Problem, sizes: RuntimeOptions) -> list[CompileEvent]:
     """Random steps of the sizes that were announced; what Triton compiled or found for them."""
     random, events = np.random.default_rng(3), list[CompileEvent]()
-    runtime = AttentionRuntime(
+    runtime = build_runtime(
         [problem, problem],
+        sizes,
         device=torch.device("cpu"),
         target=known_target(ARCH),
-        num_pages=sizes.num_pages,
-        max_num_seqs=sizes.max_num_seqs,
-        max_kv_len=sizes.max_kv_len,
-        capture_sizes=sizes.capture_sizes,
-        capture_tokens=sizes.capture_tokens,
-        deterministic=sizes.deterministic,
-        shared_prefixes=sizes.shared_prefixes,
         guards=Guards().without("echo_check"),  # kernels that are only compiled answer nothing
     )
     rows = np.array([runtime.table.admit() for _ in range(sizes.max_num_seqs)], np.int32)
@@ -159,7 +154,7 @@ def test_progress_counts_every_step_that_is_run() -> None:
 
 def test_kernels_that_compile_on_their_gpu_are_not_prewarmed_elsewhere() -> None:
     with pytest.raises(BadSetting, match="AITER compiles its kernels on the GPU that runs them; prewarm"):
-        prewarm([PROBLEM], known_target(ARCH), SIZES, device=torch.device("cpu"), provider="aiter")
+        prewarm([PROBLEM], known_target(ARCH), replace(SIZES, provider="aiter"), device=torch.device("cpu"))
 
 
 def test_a_model_of_torch_operations_has_nothing_to_compile() -> None:

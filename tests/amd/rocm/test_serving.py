@@ -15,9 +15,10 @@ from torch import Tensor
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
 from rocm_attn.soak.soak import Soak
 from rocm_attn.soak.world import Scenario
+from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Step
 from tests.amd.house.source_tree import ROOT
 from tests.amd.rocm.models import Measured, layer
@@ -35,15 +36,17 @@ class Layers:
 
     def __init__(self, device: torch.device) -> None:
         self.problem = layer("Llama-3-8B")
-        self.runtime = AttentionRuntime(
+        self.runtime = build_runtime(
             [self.problem] * 2,
+            RuntimeOptions(
+                num_pages=4096,
+                max_num_seqs=max(SIZES),
+                max_kv_len=1024,
+                provider="triton",
+                capture_sizes=SIZES,
+                capture_tokens=TOKENS,
+            ),
             device=device,
-            num_pages=4096,
-            max_num_seqs=max(SIZES),
-            max_kv_len=1024,
-            provider="triton",
-            capture_sizes=SIZES,
-            capture_tokens=TOKENS,
         )
         generator = torch.Generator().manual_seed(5)
         heads = (self.problem.num_q_heads, self.problem.num_kv_heads, self.problem.num_kv_heads)

@@ -11,7 +11,8 @@ import torch
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.oracle.reference import attend_sequence
-from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
 from tests.amd.rocm.models import HEADS, Measured, layer
 from tests.amd.tolerances import assert_attention_close
 
@@ -42,13 +43,15 @@ SHAPES = (Shape(1, 8192), Shape(1, 65536), Shape(64, 4096), Shape(256, 2048), Sh
 def test_one_layer(model: str, shape: Shape, device: torch.device, measured: Measured) -> None:
     problem = layer(model)
     num_q_heads, num_kv_heads, head_dim = HEADS[model]
-    runtime = AttentionRuntime(
+    runtime = build_runtime(
         [problem],
+        RuntimeOptions(
+            num_pages=1 + shape.num_seqs * (shape.kv_len // problem.page_size),
+            max_num_seqs=shape.num_seqs,
+            max_kv_len=shape.kv_len,
+            provider="triton",
+        ),
         device=device,
-        num_pages=1 + shape.num_seqs * (shape.kv_len // problem.page_size),
-        max_num_seqs=shape.num_seqs,
-        max_kv_len=shape.kv_len,
-        provider="triton",
     )
     pages = runtime.pool.layer(0)
     for side in (pages.k, pages.v):

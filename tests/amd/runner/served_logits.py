@@ -13,7 +13,8 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.model import Model
-from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
 
 
 def served_logits(
@@ -32,13 +33,15 @@ def served_logits(
     Returns place in the text -> float32 [vocab] for each text, and how many steps were replayed.
     """
     longest = max(map(len, texts))
-    runtime = AttentionRuntime(
+    runtime = build_runtime(
         loaded.config.attention.problems(dtype=loaded.weights.dtype, page_size=page_size),
+        RuntimeOptions(
+            num_pages=1 + len(texts) * -(-longest // page_size),
+            max_num_seqs=len(texts),
+            max_kv_len=longest,
+            provider=provider,
+        ),
         device=loaded.weights.device,
-        num_pages=1 + len(texts) * -(-longest // page_size),
-        max_num_seqs=len(texts),
-        max_kv_len=longest,
-        provider=provider,
     )
     model = Model(loaded.config, loaded.weights, runtime, max_kv_len=longest)
     runner = StepRunner(runtime, model.forward, recorder_for(loaded.weights.device) if graphs else None)

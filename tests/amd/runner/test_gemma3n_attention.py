@@ -22,7 +22,8 @@ from transformers.models.gemma3n import modeling_gemma3n as hf
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.runner.geometry import AttentionGeometry, attention_geometry
-from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
 from tests.amd.runner.test_published_configs import GEMMA3N_E2B, GEMMA3N_E4B
 from tests.amd.tolerances import assert_as_close_as_float32, attention_rounding
 
@@ -105,14 +106,10 @@ def given_to_attention() -> Iterator[list[tuple[Tensor, Tensor, Tensor, float]]]
 def test_layers_that_read_anothers_k_and_v_attend_as_transformers_do(published: dict[str, Any], swa_pages: int) -> None:
     geometry = attention_geometry(published)
     wanted = Reference(published["text_config"], geometry)
-    runtime = AttentionRuntime(
+    runtime = build_runtime(
         geometry.problems(dtype=torch.float32, page_size=PAGE_SIZE),
+        RuntimeOptions(num_pages=50, swa_pages=swa_pages, max_num_seqs=2, max_kv_len=NUM_TOKENS, provider="torch"),
         device=torch.device("cpu"),
-        num_pages=50,
-        swa_pages=swa_pages,
-        max_num_seqs=2,
-        max_kv_len=NUM_TOKENS,
-        provider="torch",
     )
     table, kv_len = runtime.table, 0
     row = table.admit()

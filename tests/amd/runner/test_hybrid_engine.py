@@ -20,6 +20,8 @@ from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.pool_size import PoolPages, pool_pages, swa_pages_for
 from rocm_attn.runner.request import Request
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
 
 WINDOW = 9
@@ -80,21 +82,16 @@ def test_the_pool_of_the_windows_changes_no_token(
 def disjoint(monkeypatch: pytest.MonkeyPatch, guards: Guards) -> None:
     """Engines hand out no id in both spaces; what nobody was given holds large numbers."""
 
-    def runtime(problems: list[Problem], *, num_pages: int, swa_pages: int, **settings: Any) -> AttentionRuntime:
-        made = AttentionRuntime(
-            problems,
-            num_pages=num_pages,
-            swa_pages=num_pages + swa_pages,
-            first_swa_page=num_pages,
-            guards=guards,
-            **settings,
-        )
+    def build(problems: list[Problem], options: RuntimeOptions, *, device: torch.device) -> AttentionRuntime:
+        num_pages = options.num_pages
+        apart = replace(options, swa_pages=num_pages + options.swa_pages, first_swa_page=num_pages)
+        made = build_runtime(problems, apart, device=device, guards=guards)
         for layer in range(len(problems)):
             made.pool.layer(layer).k[1:] = 100.0
             made.pool.layer(layer).v[1:] = 100.0
         return made
 
-    monkeypatch.setattr(engine_module, "AttentionRuntime", runtime)
+    monkeypatch.setattr(engine_module, "build_runtime", build)
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["normal", "deterministic"])

@@ -13,13 +13,17 @@ from torch import Tensor
 from rocm_attn.batch.mask import StepMask, kv_positions
 from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.guards.registry import guards_from_settings
 from rocm_attn.machine.target import Target
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.select import Selection
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
+from rocm_attn.step.layer_kinds import LayerKinds
+from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Step
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
@@ -127,9 +131,7 @@ class World:
         selections: Sequence[Selection] | None = None,
         seed: int = 0,
     ) -> World:
-        runtime = AttentionRuntime(
-            problems,
-            device=device,
+        options = RuntimeOptions(
             num_pages=num_pages,
             swa_pages=swa_pages and num_pages + swa_pages,
             first_swa_page=first_swa_page(num_pages, swa_pages),
@@ -139,9 +141,8 @@ class World:
             provider=provider,
             capture_sizes=capture_sizes,
             capture_tokens=capture_tokens,
-            target=target,
-            selections=selections,
         )
+        runtime = runtime_of(problems, options, device, target, selections)
         generator = torch.Generator().manual_seed(seed)
         for layer, problem in enumerate(problems):
             pages = runtime.pool.layer(layer)
@@ -275,6 +276,20 @@ class World:
         """Whether the reserved page is still all zero, in every layer."""
         layers = (self.runtime.pool.layer(layer) for layer in range(len(self.problems)))
         return all(not pages.k[0].any() and not pages.v[0].any() for pages in layers)
+
+
+def runtime_of(
+    problems: Sequence[Problem],
+    options: RuntimeOptions,
+    device: torch.device,
+    target: Target | None,
+    selections: Sequence[Selection] | None,
+) -> AttentionRuntime:
+    """A runtime of these kernels; not given: of those that are chosen for the target."""
+    if selections is None:
+        return build_runtime(problems, options, device=device, target=target)
+    kinds = LayerKinds.of(problems, options.spaces(problems), selections)
+    return AttentionRuntime(kinds, options, device=device, guards=guards_from_settings())
 
 
 def first_swa_page(num_pages: int, swa_pages: int) -> int:

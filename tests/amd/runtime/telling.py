@@ -21,8 +21,9 @@ from rocm_attn.guards.registry import Guards
 from rocm_attn.machine.target import Target
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.problem import Problem
-from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
+from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Step
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
@@ -87,17 +88,19 @@ class Teller:
         target: Target | None = None,
     ) -> None:
         self.problem = problem
-        self.runtime = AttentionRuntime(
+        self.runtime = build_runtime(
             [problem],
+            RuntimeOptions(
+                num_pages=num_pages,
+                max_num_seqs=6,
+                max_kv_len=max_kv_len,
+                provider=provider,
+                capture_sizes=(1, 4, 8),
+                capture_tokens=(16, 64, 512),
+                split_steps=True,
+                deterministic=deterministic,
+            ),
             device=device,
-            num_pages=num_pages,
-            max_num_seqs=6,
-            max_kv_len=max_kv_len,
-            provider=provider,
-            capture_sizes=(1, 4, 8),
-            capture_tokens=(16, 64, 512),
-            split_steps=True,
-            deterministic=deterministic,
             target=target,
             guards=guards,
         )

@@ -15,7 +15,8 @@ from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, Capaci
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
-from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
 from tests.amd.runtime.stepping import World, small_problem
 
 PROVIDER = "torch"
@@ -111,13 +112,10 @@ def test_calls_out_of_order_are_refused(world: World) -> None:
 
 def test_a_pool_that_cannot_be_is_refused(device: torch.device) -> None:
     def build(problems: list[Problem], num_pages: int = 8, max_num_seqs: int = 2, max_kv_len: int = 8) -> None:
-        AttentionRuntime(
+        build_runtime(
             problems,
+            RuntimeOptions(num_pages=num_pages, max_num_seqs=max_num_seqs, max_kv_len=max_kv_len, provider=PROVIDER),
             device=device,
-            num_pages=num_pages,
-            max_num_seqs=max_num_seqs,
-            max_kv_len=max_kv_len,
-            provider=PROVIDER,
         )
 
     with pytest.raises(BadProblem, match="no layers"):
@@ -168,7 +166,7 @@ def test_an_unknown_provider_is_named() -> None:
 def test_a_number_that_is_none_is_named(name: str, value: object, device: torch.device) -> None:
     numbers: dict[str, Any] = {"num_pages": 8, "max_num_seqs": 2, "max_kv_len": 16, name: value}
     with pytest.raises(BadSetting, match=rf"^{name} is {re.escape(repr(value))}; it must be a whole number$"):
-        AttentionRuntime([small_problem()], device=device, provider=PROVIDER, **numbers)
+        build_runtime([small_problem()], RuntimeOptions(provider=PROVIDER, **numbers), device=device)
 
 
 @pytest.mark.parametrize(
@@ -185,9 +183,11 @@ def test_a_number_that_int32_cannot_hold_is_refused(
 ) -> None:
     numbers = {"num_pages": 8, "max_num_seqs": 2, "max_kv_len": 16, **numbers}
     with pytest.raises((BadSetting, CapacityExceeded), match=message):
-        AttentionRuntime([small_problem()], device=device, provider=PROVIDER, **numbers)
+        build_runtime([small_problem()], RuntimeOptions(provider=PROVIDER, **numbers), device=device)
 
 
 def test_integers_of_numpy_are_numbers(device: torch.device) -> None:
     numbers: dict[str, Any] = {"num_pages": np.int64(8), "max_num_seqs": np.int32(2), "max_kv_len": np.uint8(16)}
-    assert AttentionRuntime([small_problem()], device=device, provider=PROVIDER, **numbers).max_kv_len == 16
+    assert (
+        build_runtime([small_problem()], RuntimeOptions(provider=PROVIDER, **numbers), device=device).max_kv_len == 16
+    )

@@ -17,6 +17,8 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, DeviceFault, WrongState
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Step
 from tests.amd.guards.serving import Serving
 from tests.amd.runtime.stepping import Request, World, providers, small_problem, take_back
@@ -216,10 +218,11 @@ class Fails(Exception):
 def model(layers: int, device: torch.device) -> tuple[AttentionRuntime, Callable[[Step], Tensor], dict[str, int]]:
     """A runtime, a forward that raises before the layer `fails_at`, and that number."""
     problem = Problem(2, 1, 8, 8, torch.float32, 4, 8**-0.5)
-    runtime = AttentionRuntime(
-        [problem] * layers, device=device, num_pages=32, max_num_seqs=4, max_kv_len=32, provider="torch",
-        capture_sizes=(1, 2),
-    )  # fmt: skip
+    runtime = build_runtime(
+        [problem] * layers,
+        RuntimeOptions(num_pages=32, max_num_seqs=4, max_kv_len=32, provider="torch", capture_sizes=(1, 2)),
+        device=device,
+    )
     embedding = torch.randn(50, 3, 8, generator=torch.Generator().manual_seed(1)).to(runtime.device)
     plan = {"fails_at": -1}
 

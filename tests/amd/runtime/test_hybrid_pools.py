@@ -20,6 +20,8 @@ from rocm_attn.errors import BadBatch, BadProblem, BadSetting, CapacityExceeded,
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
 from tests.amd.graphs.tiny import VOCABULARY
 from tests.amd.guards.serving import Serving
 from tests.amd.runtime.stepping import (
@@ -272,7 +274,7 @@ def test_pools_of_both_spaces_are_allocated_for_their_own_layers(provider: str, 
 
 def build(device: torch.device, problems: Sequence[Problem], **settings: int) -> AttentionRuntime:
     sizes = {"num_pages": 8, "max_num_seqs": 2, "max_kv_len": 16, **settings}
-    return AttentionRuntime(problems, device=device, provider="torch", **sizes)  # type: ignore[arg-type]
+    return build_runtime(problems, RuntimeOptions(provider="torch", **sizes), device=device)  # type: ignore[arg-type]
 
 
 def test_a_pool_for_windows_that_cannot_be_is_refused(device: torch.device) -> None:
@@ -295,6 +297,6 @@ def test_a_window_in_one_pool_with_the_others_gives_nothing_back(device: torch.d
     runtime.table.reserve(row, 16)
     runtime.begin_step(StepBatch(np.array([row]), np.array([16]), np.array([16])))
     runtime.end_step()
-    assert runtime.swa_pages == 0
+    assert runtime.options.swa_pages == 0
     assert (runtime.table.pages_of(row) > 0).all()
     assert free_pages(runtime, Space.FULL) == [5, 6, 7]

@@ -15,7 +15,8 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import WrongState
 from rocm_attn.hip_graphs.graph_cache import GraphCache
-from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Step
 from tests.amd.runtime.interrupts import every_line, interrupted_at
 from tests.amd.runtime.stepping import small_problem
@@ -29,15 +30,12 @@ class Counted:
 
     def __init__(self, *, graphs: bool) -> None:
         self.problem = small_problem()
-        self.runtime = AttentionRuntime(
+        self.runtime = build_runtime(
             [self.problem],
+            RuntimeOptions(
+                num_pages=16, max_num_seqs=2, max_kv_len=16, provider="torch", capture_sizes=(2,), split_steps=True
+            ),
             device=CPU,
-            num_pages=16,
-            max_num_seqs=2,
-            max_kv_len=16,
-            provider="torch",
-            capture_sizes=(2,),
-            split_steps=True,
         )
         self.runner = StepRunner(self.runtime, self._forward, recorder_for(CPU) if graphs else None, check=NO_CHECK)
         self.row = self.runtime.table.admit()

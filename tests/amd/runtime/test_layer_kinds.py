@@ -11,7 +11,9 @@ from rocm_attn.errors import BadTensor, WrongState
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.triton import TRITON
+from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
+from rocm_attn.step.options import RuntimeOptions
 from tests.amd.runtime.stepping import World, providers, small_problem
 
 GEMMA2 = [small_problem(window_left=6, logits_soft_cap=1.5), small_problem(logits_soft_cap=1.5)]
@@ -41,8 +43,10 @@ def test_layers_that_differ_have_kernels_of_their_own(device: torch.device) -> N
 
 
 def test_a_step_wants_the_sinks_of_every_layer(device: torch.device) -> None:
-    world = World.build(GPT_OSS, device, "torch")
-    world.runtime.head_weights = type(world.runtime.head_weights)(GPT_OSS, world.runtime.device)
+    runtime = build_runtime(
+        GPT_OSS, RuntimeOptions(provider="torch", num_pages=8, max_num_seqs=2, max_kv_len=16), device=device
+    )
+    world = World(runtime, GPT_OSS, torch.Generator().manual_seed(0))
     with pytest.raises(WrongState, match=r"layer 0 has sinks that were never given; call head_weights\.set"):
         world.step([world.admit()], [3])
 

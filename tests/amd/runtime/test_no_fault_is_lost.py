@@ -15,14 +15,16 @@ from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import DeviceFault
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
 from tests.amd.runtime.interrupts import interrupted_at
 from tests.amd.runtime.stepping import small_problem
 
 
 def two_faults() -> AttentionRuntime:
     """After a whole step, 1, and a split one, 2 and 3; 1 and 3 were given lengths beyond their bounds."""
-    made = AttentionRuntime(
-        [small_problem()], device="cpu", num_pages=32, max_num_seqs=2, max_kv_len=16, provider="torch"
+    made = build_runtime(
+        [small_problem()], RuntimeOptions(num_pages=32, max_num_seqs=2, max_kv_len=16, provider="torch"), device="cpu"
     )
     for _ in range(2):
         row = made.table.admit()

@@ -11,6 +11,8 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Step
 from tests.amd.runtime.stepping import World, providers, small_problem
 
@@ -67,8 +69,8 @@ class SharingModel:
 def test_shared_layers_replay_as_they_run(provider: str, device: torch.device) -> None:
     results = []
     for recorder in (None, recorder_for(device)):
-        runtime = AttentionRuntime(
-            STORING, device=device, num_pages=40, max_num_seqs=4, max_kv_len=32, provider=provider
+        runtime = build_runtime(
+            STORING, RuntimeOptions(num_pages=40, max_num_seqs=4, max_kv_len=32, provider=provider), device=device
         )
         runner = StepRunner(runtime, SharingModel(runtime).forward, recorder)
         tokens = np.random.default_rng(2)

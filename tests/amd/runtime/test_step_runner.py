@@ -18,6 +18,8 @@ from rocm_attn.hip_graphs.errors import StaleRecording
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Step
 from tests.amd.runtime.stepping import providers, small_problem
 from tests.amd.tolerances import assert_same_but_for_rounding
@@ -38,15 +40,17 @@ class Model:
     @classmethod
     def build(cls, device: torch.device, provider: str, sizes: list[int], tokens: tuple[int, ...] = (1,)) -> Model:
         problem = small_problem()
-        runtime = AttentionRuntime(
+        runtime = build_runtime(
             [problem, problem],
+            RuntimeOptions(
+                num_pages=200,
+                max_num_seqs=8,
+                max_kv_len=128,
+                provider=provider,
+                capture_sizes=sizes,
+                capture_tokens=tokens,
+            ),
             device=device,
-            num_pages=200,
-            max_num_seqs=8,
-            max_kv_len=128,
-            provider=provider,
-            capture_sizes=sizes,
-            capture_tokens=tokens,
         )
         for layer in range(2):
             runtime.pool.layer(layer).k[1:] = float("nan")
@@ -244,7 +248,7 @@ def test_growing_past_the_sealed_size_is_refused_before_anything_moves(provider:
     serve(model, runner, [2])
     addresses = {name: tensor.data_ptr() for name, tensor in model.runtime.sealed_tensors().items()}
     with pytest.raises(CapacityExceeded, match="capture_sizes"):
-        model.runtime._memory._sealed.buffers.ensure(model.runtime.padding.shape(_batch_of(64)))
+        model.runtime.core.memory._sealed.buffers.ensure(model.runtime.padding.shape(_batch_of(64)))
     assert addresses == {name: tensor.data_ptr() for name, tensor in model.runtime.sealed_tensors().items()}
 
 

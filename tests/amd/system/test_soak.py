@@ -108,7 +108,7 @@ def test_a_sound_deterministic_runtime_gives_the_bits_of_each_request_alone(seed
 
 
 def test_cuts_that_follow_from_the_batch_show_in_bits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rocm_attn.runtime.guards_from_settings", lambda: Guards().without("cut_points"))
+    monkeypatch.setattr("rocm_attn.selection.build.guards_from_settings", lambda: Guards().without("cut_points"))
     scenario = Scenario.of_seed(3, LONG_KV_LEN)
     changed = Soak(scenario, seed=3, device=CPU, provider="torch", dtype=torch.float32, deterministic=True)
     with pytest.raises(SoakFailed, match="is not bitwise what the same request gets alone; they differ by up to"):
@@ -409,7 +409,7 @@ def test_the_command_soaks_deterministic_mode_and_says_how_to_find_it_again(
     report = json.loads(capsys.readouterr().out)["report"]
     assert report["deterministic"]
     assert report["served_alone"] > 0
-    monkeypatch.setattr("rocm_attn.runtime.guards_from_settings", lambda: Guards().without("cut_points"))
+    monkeypatch.setattr("rocm_attn.selection.build.guards_from_settings", lambda: Guards().without("cut_points"))
     assert main(arguments) == FAILED
     told = json.loads(capsys.readouterr().out)
     assert told["again"].endswith(

@@ -13,7 +13,8 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.model import Model
-from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
 
 
 def forced_logits(
@@ -26,13 +27,15 @@ def forced_logits(
     """
     problems = loaded.config.attention.problems(dtype=loaded.weights.dtype, page_size=16)
     max_kv_len = max(map(len, prompts)) + len(continuations[0])
-    runtime = AttentionRuntime(
+    runtime = build_runtime(
         problems,
+        RuntimeOptions(
+            num_pages=1 + len(prompts) * (max_kv_len // 16 + 1),
+            max_num_seqs=len(prompts),
+            max_kv_len=max_kv_len,
+            provider=provider,
+        ),
         device=loaded.weights.device,
-        num_pages=1 + len(prompts) * (max_kv_len // 16 + 1),
-        max_num_seqs=len(prompts),
-        max_kv_len=max_kv_len,
-        provider=provider,
     )
     model = Model(loaded.config, loaded.weights, runtime, max_kv_len=max_kv_len)
     runner = StepRunner(runtime, model.forward, recorder_for(loaded.weights.device))

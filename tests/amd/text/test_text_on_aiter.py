@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rocm_attn import runtime
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.runner.engine import Engine, EngineOptions
 from rocm_attn.runner.loading import load_model
 from rocm_attn.runner.request import Request
+from rocm_attn.selection import build
 from tests.amd.aiter.signatures import E4048607
 from tests.amd.aiter.stand_in import install
 
@@ -32,7 +32,7 @@ def test_greedy_text_on_aiter_is_that_of_torch(graphs: bool, tmp_path: Path, mon
     def detect(device: torch.device) -> Target:
         return known_target("gfx942")
 
-    monkeypatch.setattr(runtime, "detect_target", detect)
+    monkeypatch.setattr(build, "detect_target", detect)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     stand_in = install(E4048607, monkeypatch)
     engine = Engine(loaded, replace(TORCH, provider="aiter", graphs=graphs))

@@ -1,0 +1,66 @@
+"""Pool and Table: what a step needs of pages and of the tables that lead to them, whoever owns both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.paging.kv_pool import LayerPages
+
+
+class SpaceTable(Protocol):
+    """Rows of pages of one space on the device.
+
+    space:       what the ids mean
+    entries:     int32 [num_rows, width], at an address that stays
+    window_left: previous keys that the furthest-looking layer of the space sees; KEEP_ALL: all of them
+    """
+
+    @property
+    def space(self) -> Space: ...
+
+    @property
+    def entries(self) -> Tensor: ...
+
+    @property
+    def window_left(self) -> int: ...
+
+
+class Table(Protocol):
+    """The rows of requests, in every space that layers live in.
+
+    spaces:    the full space first, if layers live there
+    width:     pages in a row
+    page_size: tokens in a page
+    """
+
+    @property
+    def spaces(self) -> Sequence[SpaceTable]: ...
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def page_size(self) -> int: ...
+
+
+class Pool(Protocol):
+    """The K and V pages of all layers.
+
+    page_size: tokens in a page
+    device:    that they lie on
+    """
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def layer(self, layer: int) -> LayerPages:
+        """The pages of one layer of the model."""
+        ...

@@ -1,0 +1,52 @@
+"""build_runtime: chooses the kernels of a model's layers for this machine, and builds a runtime of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rocm_attn.guards.registry import Guards, guards_from_settings
+from rocm_attn.machine.agreement import Agree, alone
+from rocm_attn.machine.devices import with_index
+from rocm_attn.machine.target import Target, detect_target
+from rocm_attn.problem import Problem
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.kernels import choose_kernels
+from rocm_attn.step.layer_kinds import LayerKinds
+from rocm_attn.step.options import RuntimeOptions
+
+
+def build_runtime(
+    problems: Sequence[Problem],
+    options: RuntimeOptions,
+    *,
+    device: torch.device | str,
+    target: Target | None = None,
+    guards: Guards | None = None,
+    agree: Agree = alone,
+) -> AttentionRuntime:
+    """A runtime with pages of its own.
+
+    problems: one for each layer; layers with equal problems share a plan
+    target:   the hardware; detected when not given
+    guards:   the safeguards; not given: all, less those that the environment switches off (machine/settings.py)
+    agree:    how ranks that share a model's layers agree on kernels and graphs: agreement.among(group); all of them
+              then build their runtimes and make their graphs at the same time
+
+    Raises Unsupported when no kernel serves a layer, BadProblem and CapacityExceeded for a pool that cannot be, and
+    BadSetting for safeguards that do not exist.
+    """
+    device = with_index(device)
+    guards = guards if guards is not None else guards_from_settings()
+    selections = choose_kernels(
+        list(dict.fromkeys(problems)),
+        target if target is not None else detect_target(device),
+        options.provider,
+        options.pool_size,
+        deterministic=options.deterministic,
+        device=device,
+        agree=agree,
+    )
+    kinds = LayerKinds.of(problems, options.spaces(problems), selections)
+    return AttentionRuntime(kinds, options, device=device, guards=guards, agree=agree)

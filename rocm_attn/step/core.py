@@ -1,0 +1,128 @@
+"""StepCore: what every step needs, whoever owns the pages and tables that it reads.
+
+AttentionRuntime is one user of it, with a pool and a request table of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.machine.devices import on_device
+from rocm_attn.machine.target import Target
+from rocm_attn.paging.storage import Pool, Table
+from rocm_attn.providers.contract import StepOps
+from rocm_attn.providers.select import Selection, ops_for
+from rocm_attn.step.buffers import name_in
+from rocm_attn.step.head_weights import LayerHeadWeights
+from rocm_attn.step.layer_kinds import LayerKinds
+from rocm_attn.step.layers import Layers, ReadBy
+from rocm_attn.step.memory import DeviceStep, MemoryGuards, StepMemory
+from rocm_attn.step.plan import GraphKey, StepPlan, make_plan
+from rocm_attn.step.planner import Planner
+
+# Name -> tensor, of everything that graphs read in the memory of steps -> batch -> tokens of its longest sequence.
+LongestOf = Callable[[Callable[[], Mapping[str, Tensor]]], Callable[[StepBatch], int]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepGuards:
+    """The safeguards of a step (guards/registry.py), those of the caller's table and publication not among them.
+
+    selection: the kernels of a kind of layer, as they guard
+    ops:       the launches around attention, likewise
+    memory:    of the memory of steps
+    read_by:   of the layers
+    new_head_weights: called with the layer that is given others while graphs may read its head weights
+    longest, graph_key: of the planner
+    """
+
+    selection: Callable[[Selection], Selection]
+    ops: Callable[[StepOps], StepOps]
+    memory: MemoryGuards
+    read_by: ReadBy
+    new_head_weights: Callable[[int], None]
+    longest: LongestOf
+    graph_key: Callable[[GraphKey], GraphKey]
+
+
+class StepCore:
+    """Kernels, launches, memory and layers for the steps of a model.
+
+    kinds: the layers, with the kernels that were chosen for them
+    table: the rows that sequences read, in every space that a kind of layer lives in
+    pool:  the pages of every layer
+    """
+
+    def __init__(self, kinds: LayerKinds, table: Table, pool: Pool, guards: StepGuards) -> None:
+        self.device = pool.device
+        self.kinds = kinds = kinds.of_kernels(guards.selection)
+        self.head_weights = LayerHeadWeights(kinds.problems, self.device, guards.new_head_weights)
+        self.ops = guards.ops(ops_for(kinds.selections, on_cpu=self.device.type == "cpu"))
+        self.layers = Layers(kinds, pool, self.head_weights, self.ops, read_by=guards.read_by)
+        self.memory = StepMemory(kinds, table, self.device, guards.memory)
+        self._table = table
+        self._pool = pool
+        self._guards = guards
+
+    @property
+    def selections(self) -> tuple[Selection, ...]:
+        """The kernels, per kind of layer."""
+        return self.kinds.selections
+
+    @property
+    def target(self) -> Target:
+        """The hardware that the kernels were chosen for."""
+        return self.selections[0].target
+
+    @property
+    def max_kv_len(self) -> int:
+        """Tokens that a row of the table has room for."""
+        return self._table.width * self._table.page_size
+
+    def new_planner(self, padding: PaddingPolicy) -> Planner:
+        """Plans steps of StepBatches that are padded by a policy."""
+        return Planner(
+            self.selections,
+            padding,
+            self.device,
+            max_kv_len=self.max_kv_len,
+            longest=self._guards.longest(self.memory.sealed_tensors),
+            graph_key=self._guards.graph_key,
+        )
+
+    def plan(self, shape: PaddedShape, *, max_q_len: int, max_kv_len: int, may_capture: bool) -> StepPlan:
+        """A plan of steps that are padded already; a new one each time. See make_plan."""
+        kernels = [selection.kernel(shape.kind) for selection in self.selections]
+        return make_plan(shape, kernels, max_q_len=max_q_len, max_kv_len=max_kv_len, may_capture=may_capture)
+
+    def fill(self, children: Sequence[DeviceStep], plan: StepPlan) -> None:
+        """Derive the metadata of a step's children on the device; captured where a step is.
+
+        Running it twice is harmless.
+        """
+        with on_device(self.device):
+            for step in children:
+                for tensors, table in zip(step.spaces, self._table.spaces, strict=True):
+                    self.ops.fill(tensors, page_size=self._pool.page_size, window_left=table.window_left)
+                for kind in sorted(set(plan.schedule_of_kind)):
+                    plan.kernels[kind].bound.build_schedule(step.of_kind[kind], plan.bounds, step.schedules[kind])
+
+    def seal(self, shapes: Sequence[PaddedShape]) -> None:
+        """Fix the addresses that graphs read, with room for steps of all these shapes and smaller ones."""
+        self.memory.seal(shapes)
+        self.head_weights.seal()
+
+    def sealed_tensors(self) -> Mapping[str, Tensor]:
+        """Everything that a graph reads, by name: the memory of steps, tables, pages and head weights."""
+        pages = {
+            f"{side}_pages_{layer}": getattr(self._pool.layer(layer), side)
+            for layer in range(len(self.layers))
+            for side in ("k", "v")
+        }
+        tables = {name_in(table.space, "table"): table.entries for table in self._table.spaces}
+        return {**self.memory.sealed_tensors(), **tables, **pages, **self.head_weights.tensors()}

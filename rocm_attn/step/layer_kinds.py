@@ -1,0 +1,54 @@
+"""LayerKinds: which layers of a model are alike, with which kernels, and where their pages lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.problem import Problem
+from rocm_attn.providers.select import Selection
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKinds:
+    """The layers of a model by kind. Layers of one kind have equal problems and live in one space.
+
+    selections: per kind, its kernels
+    spaces:     per kind, the space that its layers live in
+    of_layer:   layer -> its kind
+    """
+
+    selections: tuple[Selection, ...]
+    spaces: tuple[Space, ...]
+    of_layer: tuple[int, ...]
+
+    @classmethod
+    def of(cls, problems: Sequence[Problem], spaces: Sequence[Space], selections: Sequence[Selection]) -> LayerKinds:
+        """One kind for each distinct pair of a problem and a space, in the order in which they come.
+
+        problems, spaces: one for each layer
+        selections:       one for each distinct problem, in any order
+        """
+        of_problem = {selection.problem: selection for selection in selections}
+        layers = list(zip(problems, spaces, strict=True))
+        kinds = list(dict.fromkeys(layers))
+        return cls(
+            selections=tuple(of_problem[problem] for problem, _ in kinds),
+            spaces=tuple(space for _, space in kinds),
+            of_layer=tuple(kinds.index(layer) for layer in layers),
+        )
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """The problem of each layer."""
+        return tuple(self.selections[kind].problem for kind in self.of_layer)
+
+    @property
+    def spaces_of_layers(self) -> tuple[Space, ...]:
+        """The space of each layer."""
+        return tuple(self.spaces[kind] for kind in self.of_layer)
+
+    def of_kernels(self, change: Callable[[Selection], Selection]) -> LayerKinds:
+        """The same layers with the kernels changed."""
+        return replace(self, selections=tuple(change(selection) for selection in self.selections))

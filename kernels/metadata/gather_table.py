@@ -17,33 +17,17 @@ A program has a share of one sequence's pages; the shares follow from the padded
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.launch import RepeatedLaunch
+from rocm_attn.kernels.metadata.engine_tensors import GatherSource
 
 _PAGES_AT_ONCE = 1024
 # About as many programs as run at a time on an H200 (2112) or an MI300X (2432).
 _PROGRAMS = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class GatherSource:
-    """Where the pages of an engine's rows stand: int32 or int64, any strides, on the device; read only.
-
-    entries:    [rows, width] of pages or slots, or [n] pages, row after row, with csr_indptr
-    has_slots:  whether entries are slots
-    csr_indptr: [rows + 1]; None for a table of rows
-    slot_map:   [slots], slot -> slot of the space that is gathered for; None: the same
-    """
-
-    entries: Tensor
-    has_slots: bool = False
-    csr_indptr: Tensor | None = None
-    slot_map: Tensor | None = None
 
 
 @triton.jit(

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.launch import RepeatedLaunch
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 
 _WORDS = 128  # of 32 cells
 _TOKENS = 1024
@@ -60,33 +61,29 @@ def _pack_mask_kernel(
         tl.store(position_of_token + token, position.to(tl.int32), mask=token < num_tokens_padded)
 
 
-def launch_pack_mask(
-    cells: Tensor, positions: Tensor, counts: Tensor, mask_indptr: Tensor, words: Tensor, position_of_token: Tensor
-) -> None:
+def launch_pack_mask(cells: Tensor, positions: Tensor, to: StepTensors) -> None:
     """Put a mask of bytes in its place, packed.
 
     cells:             bool or uint8 [n], contiguous, below 2 GiB; read only: the [q_len, kv_len] cells of a sequence,
                        one sequence after the other
     positions:         int32 or int64 [m], any stride, at least as many as the step has tokens; read only
-    counts:            int32 [4]; [1] is the number of the step's tokens
-    mask_indptr:       int64 [S+1], as fill has written it; the last one is the number of the step's cells
-    words:             int32, of at least as many bits as the step has cells; receives them, and zeros in the last
-    position_of_token: int32 [T]; receives positions, and 0 after the step's tokens
+    to:                counts and mask_indptr say how many tokens and cells the step has; mask_words receive the cells,
+                       mask_positions the positions, and 0 after the step's tokens
     """
-    num_cells = min(cells.shape[0], 32 * words.shape[0])
+    num_cells = min(cells.shape[0], 32 * to.mask_words.shape[0])
     assert num_cells + 32 * _PROGRAMS * _WORDS < 2**31
     _variant(positions.dtype)(
-        counts.device,
+        to.counts.device,
         (_PROGRAMS, 1, 1),
         cells.view(torch.uint8),
         positions,
-        counts,
-        mask_indptr,
-        words,
-        position_of_token,
-        mask_indptr.shape[0] - 1,
+        to.counts,
+        to.mask_indptr,
+        to.mask_words,
+        to.mask_positions,
+        to.mask_indptr.shape[0] - 1,
         num_cells,
-        position_of_token.shape[0],
+        to.mask_positions.shape[0],
         positions.stride(0),
         _PROGRAMS,
         _WORDS,

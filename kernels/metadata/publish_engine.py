@@ -4,14 +4,15 @@
     bound[i]  = kv_bound, or with CSR page lists min(kv_bound, page_size * (csr_indptr[row + 1] - csr_indptr[row]))
     kv_len[i] = min(max(given_kv_len[i], 0), bound[i])
     new[i]    = 1 | given_q[i] | given_q[i + 1] - given_q[i]       by Q_EACH_ONE, Q_LENGTHS, Q_BOUNDARIES
-    q_len[i]  = min(max(new[i], 0), T - q_len[0] - ... - q_len[i - 1]), and at most kv_len[i] where attention is causal
+    q_len[i]  = min(max(new[i], 0), max_q_len, T - q_len[0] - ... - q_len[i - 1]), and at most kv_len[i] where attention
+                is causal
 
 A sequence without KV is one of the engine's own pads where attention is causal or every sequence has one new token; it
 gets what padded entries get, less the new tokens that others do not have. Live ones come before pads. The counts
 of the step are those up to the last live sequence, so the host need not know how many of an engine's entries are pads.
 
-What is cut sets LENGTH_BEYOND_BOUND in the step's error word, a row outside of the table ROW_NOT_IN_TABLE: its sequence
-is taken for a pad. Boundaries that do not begin at 0 are reported with the lengths.
+What is cut, and fewer new tokens than min_q_len, sets LENGTH_BEYOND_BOUND in the step's error word; so do boundaries
+that do not begin at 0. A row outside of the table sets ROW_NOT_IN_TABLE: its sequence is taken for a pad.
 
 One program does it all: it alone knows the sums, and engines have some thousand sequences at most. The header of the
 slot and the echo of the step before: slot_layout.py, publish.py.
@@ -20,7 +21,6 @@ slot and the echo of the step before: slot_layout.py, publish.py.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -28,10 +28,14 @@ from torch import Tensor
 
 from rocm_attn.kernels.launch import RepeatedLaunch
 from rocm_attn.kernels.metadata import error_word, slot_layout
+from rocm_attn.kernels.metadata.engine_tensors import (
+    Q_BOUNDARIES,
+    Q_LENGTHS,
+    EngineLengths,
+    LengthBounds,
+    PublishedLengths,
+)
 from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS
-
-# How given_q says the new tokens of a sequence.
-Q_EACH_ONE, Q_LENGTHS, Q_BOUNDARIES = 0, 1, 2
 
 # Sequences that the program looks at in one step; a fixed number, so that no batch size needs another compilation.
 _SEQS_AT_ONCE = 512
@@ -47,65 +51,6 @@ _Q_LENGTHS = tl.constexpr(Q_LENGTHS)
 _Q_BOUNDARIES = tl.constexpr(Q_BOUNDARIES)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLengths:
-    """What an engine's own tensors say of a step: int32 or int64, any strides, on the device; read only.
-
-    kv_len:     [n] or more, tokens, new ones included
-    rows:       [n] or more, rows of its table; None: sequence i has row i
-    q:          None for Q_EACH_ONE; [n] or more lengths; [n + 1] or more boundaries
-    q_form:     Q_EACH_ONE, Q_LENGTHS or Q_BOUNDARIES
-    csr_indptr: [rows + 1], row -> first entry of its pages in a list of all; None for a table of rows
-    """
-
-    kv_len: Tensor
-    rows: Tensor | None
-    q: Tensor | None
-    q_form: int
-    csr_indptr: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PublishedLengths:
-    """Where a step's counts and lengths go: S padded sequences; int32 and contiguous.
-
-    counts:     [4] receives live sequences, their new tokens, step number, error word
-    engine_row: [S] receives rows of the engine's table, 0 for pads
-    row_of_seq: [S] receives rows of the table that kernels read: the engine's own, or i + 1 of a table that is gathered
-                for each step; 0 for pads
-    kv_len:     [S] pads receive pad_kv_len
-    q_len:      [S] pads receive pad_q_len
-    gathered:   whether kernels read a gathered table
-    """
-
-    counts: Tensor
-    engine_row: Tensor
-    row_of_seq: Tensor
-    kv_len: Tensor
-    q_len: Tensor
-    pad_kv_len: int
-    pad_q_len: int
-    gathered: bool
-
-
-@dataclass(frozen=True, slots=True)
-class LengthBounds:
-    """What an engine's lengths may be.
-
-    num_rows:   rows of its table
-    kv_len:     tokens that a row of the table that kernels read has room for
-    num_tokens: T, padded tokens of the step
-    page_size:  tokens of a page; counts where pages come as lists
-    causal:     whether a sequence has no more new tokens than KV
-    """
-
-    num_rows: int
-    kv_len: int
-    num_tokens: int
-    page_size: int
-    causal: bool
-
-
 @triton.jit(
     do_not_specialize=[
         "rows_stride",
@@ -116,6 +61,8 @@ class LengthBounds:
         "num_tokens_padded",
         "num_rows",
         "kv_bound",
+        "min_q_len",
+        "max_q_len",
         "pad_kv_len",
         "pad_q_len",
     ],
@@ -153,6 +100,8 @@ def _publish_engine_kernel(
     num_tokens_padded,
     num_rows,
     kv_bound,
+    min_q_len,
+    max_q_len,
     pad_kv_len,
     pad_q_len,
     HAS_ROWS: tl.constexpr,
@@ -200,7 +149,7 @@ def _publish_engine_kernel(
             begin = tl.load(given_q + seq.to(tl.int64) * q_stride, mask=in_table, other=0).to(tl.int64)
             new = tl.load(given_q + (seq.to(tl.int64) + 1) * q_stride, mask=in_table, other=0).to(tl.int64) - begin
         # Each at most T, so that the sum of some thousand fits.
-        taken = tl.minimum(tl.maximum(new, 0), num_tokens_padded)
+        taken = tl.minimum(tl.maximum(new, 0), tl.minimum(max_q_len, num_tokens_padded))
         is_live = in_table & (kept > 0)
         if Q_FORM == 0:
             # A sequence without KV keeps its token, so that tokens and sequences have the same numbers.
@@ -212,7 +161,8 @@ def _publish_engine_kernel(
                 is_live = in_table & ((kept > 0) | (taken > 0))
         room = num_tokens_padded - tokens_before - (tl.cumsum(taken, 0) - taken)
         taken = tl.minimum(taken, tl.maximum(room, 0))
-        num_cut += tl.sum((in_table & ((kept != length) | (is_live & (taken != new)))).to(tl.int32), 0)
+        few = (taken > 0) & (taken < min_q_len)
+        num_cut += tl.sum((in_table & ((kept != length) | (is_live & ((taken != new) | few)))).to(tl.int32), 0)
         num_live = tl.maximum(num_live, tl.max(tl.where(is_live, seq + 1, 0), 0))
         token_end = tokens_before + tl.cumsum(taken, 0)
         live_tokens = tl.maximum(live_tokens, tl.max(tl.where(is_live, token_end, 0), 0))
@@ -245,14 +195,14 @@ def launch_publish_engine(
     """
     rows = given.kv_len if given.rows is None else given.rows
     q = given.kv_len if given.q is None else given.q
-    csr_indptr = given.kv_len if given.csr_indptr is None else given.csr_indptr
+    csr_indptr = given.kv_len if bounds.csr_indptr is None else bounds.csr_indptr
     fixed = (
         given.rows is not None,
         given.q_form,
-        given.csr_indptr is not None,
+        bounds.csr_indptr is not None,
         to.gathered,
         bounds.causal,
-        bounds.page_size if given.csr_indptr is not None else 1,
+        bounds.page_size if bounds.csr_indptr is not None else 1,
         COUNT_WORDS,
         _SEQS_AT_ONCE,
     )
@@ -278,6 +228,8 @@ def launch_publish_engine(
         bounds.num_tokens,
         bounds.num_rows,
         bounds.kv_len,
+        bounds.min_q_len,
+        bounds.max_q_len,
         to.pad_kv_len,
         to.pad_q_len,
         *fixed,

@@ -5,22 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.metadata.engine_tensors import (
+    Q_BOUNDARIES,
+    Q_EACH_ONE,
+    Q_LENGTHS,
+    EngineLengths,
+    GatherSource,
+    LengthBounds,
+    PublishedLengths,
+)
 from rocm_attn.kernels.metadata.error_word import (
     ERROR_WORD,
     LENGTH_BEYOND_BOUND,
     ROW_NOT_IN_TABLE,
     SLOT_NOT_IN_TABLE,
 )
-from rocm_attn.kernels.metadata.gather_table import GatherSource
-from rocm_attn.kernels.metadata.publish_engine import (
-    Q_BOUNDARIES,
-    Q_EACH_ONE,
-    Q_LENGTHS,
-    EngineLengths,
-    LengthBounds,
-    PublishedLengths,
-)
 from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS, ECHO, ECHOED_STEP, STEP, STEP_BEFORE, WRONG_STEP
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 
 
 def publish_engine(
@@ -36,12 +37,12 @@ def publish_engine(
     row = torch.where(in_table, row, 0)
     length = torch.where(in_table, given.kv_len[:num_seqs].long(), 0)
     bound = torch.full_like(length, bounds.kv_len)
-    if given.csr_indptr is not None:
-        pages = given.csr_indptr[row + 1].long() - given.csr_indptr[row].long()
+    if bounds.csr_indptr is not None:
+        pages = bounds.csr_indptr[row + 1].long() - bounds.csr_indptr[row].long()
         bound = bound.minimum(pages * bounds.page_size).clamp(min=0)
     kept = length.clamp(min=0).minimum(bound)
     new = torch.where(in_table, _new_tokens(given, num_seqs), 0)
-    taken = new.clamp(0, bounds.num_tokens)
+    taken = new.clamp(0, min(bounds.max_q_len, bounds.num_tokens))
     is_live = in_table & (kept > 0)
     if given.q_form == Q_EACH_ONE:
         taken = torch.ones_like(taken)
@@ -51,7 +52,8 @@ def publish_engine(
         is_live = in_table & ((kept > 0) | (taken > 0))
     room = bounds.num_tokens - (taken.cumsum(0) - taken)
     taken = taken.minimum(room.clamp(min=0))
-    cut = (in_table & ((kept != length) | (is_live & (taken != new)))).any()
+    few = (taken > 0) & (taken < bounds.min_q_len)
+    cut = (in_table & ((kept != length) | (is_live & ((taken != new) | few)))).any()
     if given.q_form == Q_BOUNDARIES and num_seqs:
         assert given.q is not None
         cut |= given.q[0] != 0
@@ -135,13 +137,12 @@ def take_slots(
     slot_of_token[num_given:].fill_(dropped)
 
 
-def pack_mask(
-    cells: Tensor, positions: Tensor, counts: Tensor, mask_indptr: Tensor, words: Tensor, position_of_token: Tensor
-) -> None:
+def pack_mask(cells: Tensor, positions: Tensor, to: StepTensors) -> None:
     """Twin of launch_pack_mask; may be recorded."""
+    words, position_of_token = to.mask_words, to.mask_positions
     num_cells = min(len(cells), 32 * len(words))
     num_words = -(-num_cells // 32)
-    needed = mask_indptr[-1].clamp(max=num_cells)
+    needed = to.mask_indptr[-1].clamp(max=num_cells)
     cell = torch.arange(32 * num_words, device=cells.device)
     bits = (cells.view(torch.uint8)[cell.clamp(max=max(num_cells - 1, 0))] != 0) & (cell < needed)
     # Summed up in 64 bits; the highest bit of a word is its sign.
@@ -150,6 +151,6 @@ def pack_mask(
     of_step = 32 * torch.arange(num_words, device=cells.device) < needed
     words[:num_words].copy_(torch.where(of_step, packed, words[:num_words]))
     num_given = min(len(positions), len(position_of_token))
-    live = torch.arange(num_given, device=cells.device) < counts[1]
+    live = torch.arange(num_given, device=cells.device) < to.counts[1]
     position_of_token[:num_given].copy_(torch.where(live, positions[:num_given], 0))
     position_of_token[num_given:].zero_()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape, StepKind, round_up
+from rocm_attn.kernels.metadata.engine_tensors import EngineLengths, GatherSource, LengthBounds, PublishedLengths
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.machine.releases import EVERY_RELEASE, Span
 from rocm_attn.machine.target import Target
@@ -373,12 +374,37 @@ class LayerKernel:
     bound: BoundKernel
 
 
+class GatherTable(Protocol):
+    """As launch_gather_table."""
+
+    def __call__(
+        self, source: GatherSource, engine_row: Tensor, kv_len: Tensor, table: Tensor, *, page_size: int
+    ) -> None: ...
+
+
+class TakeSlots(Protocol):
+    """As launch_take_slots."""
+
+    def __call__(
+        self,
+        given: Tensor,
+        slot_map: Tensor | None,
+        counts: Tensor,
+        slot_of_token: Tensor,
+        *,
+        page_size: int,
+        null_page: bool,
+    ) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class StepOps:
     """The launches around attention, by the signatures of rocm_attn.kernels.metadata and .cache.
 
     publish: (slot, counts of the step before, where to)
     fill: (StepTensors, page_size=...), everything that a step derives from its inputs, in one launch
+    publish_engine: (slot, counts of the step before, what the engine gives, its bounds, where to); with the three after
+                    it for steps whose lengths, tables, slots and masks an engine owns
     """
 
     publish: Callable[[Tensor, Tensor, StepTensors], None]
@@ -389,6 +415,10 @@ class StepOps:
     store_kv: Callable[..., None]
     zero_tails: Callable[..., None]
     clear_pads: Callable[..., None]
+    publish_engine: Callable[[Tensor, Tensor, EngineLengths, LengthBounds, PublishedLengths], None]
+    gather_table: GatherTable
+    take_slots: TakeSlots
+    pack_mask: Callable[[Tensor, Tensor, StepTensors], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from rocm_attn.batch.padding import StepKind
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.metadata.step_tensors import Need
-from rocm_attn.kernels.refs import attention, cache, merge_states, metadata, pads
+from rocm_attn.kernels.refs import attention, cache, engine_metadata, merge_states, metadata, pads
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers import torch_segments
@@ -193,6 +193,10 @@ def _ops() -> StepOps:
         store_kv=cache.store_kv,
         zero_tails=cache.zero_tails,
         clear_pads=pads.clear_pads,
+        publish_engine=engine_metadata.publish_engine,
+        gather_table=engine_metadata.gather_table,
+        take_slots=engine_metadata.take_slots,
+        pack_mask=engine_metadata.pack_mask,
     )
 
 

@@ -321,9 +321,13 @@ def _ops() -> StepOps:
     from rocm_attn.kernels.cache.tails import launch_zero_tails
     from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
     from rocm_attn.kernels.metadata.fill import launch_fill
+    from rocm_attn.kernels.metadata.gather_table import launch_gather_table
+    from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
     from rocm_attn.kernels.metadata.place_mask import launch_place_mask
     from rocm_attn.kernels.metadata.publish import launch_publish
+    from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
     from rocm_attn.kernels.metadata.table_update import launch_table_update
+    from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 
     return StepOps(
         publish=launch_publish,
@@ -334,6 +338,10 @@ def _ops() -> StepOps:
         store_kv=launch_store_kv,
         zero_tails=launch_zero_tails,
         clear_pads=launch_clear_pads,
+        publish_engine=launch_publish_engine,
+        gather_table=launch_gather_table,
+        take_slots=launch_take_slots,
+        pack_mask=launch_pack_mask,
     )
 
 

@@ -38,7 +38,7 @@ class BufferSpec:
 
 def name_in(space: Space, name: str) -> str:
     """The name of a buffer whose entries are pages or slots of a space."""
-    return name if space is Space.FULL else f"{space.value}_{name}"
+    return name if space == Space.FULL else f"{space.value}_{name}"
 
 
 # Tensors that only steps of one kind use, by the need that they serve.

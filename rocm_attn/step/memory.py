@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
-from rocm_attn.kernels.metadata.step_tensors import FIELDS, OWN_TABLE, Need, StepTensors, Unit
+from rocm_attn.kernels.metadata.step_tensors import FIELDS, Need, StepTensors, Unit
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.storage import SpaceTable, Table
 from rocm_attn.providers.select import Selection
@@ -128,6 +128,11 @@ class StepMemory:
         return {**self._sealed.buffers.tensors(), "workspace": workspace.view(workspace.capacity)}
 
     @property
+    def epochs(self) -> tuple[int, int]:
+        """Another pair when views of a step that is not captured may hold memory that is given up."""
+        return self._sealed.buffers.epoch, self._open.buffers.epoch
+
+    @property
     def num_bytes(self) -> int:
         parts = (self._sealed, self._open)
         return sum(part.buffers.num_bytes + part.workspace.capacity * 4 for part in parts)
@@ -198,7 +203,7 @@ class StepMemory:
         """A step in a space. view: name of a buffer -> what the child uses of it."""
         tensors = {name: view(name_in(pages.space, name) if field.of_space else name) for name, field in FIELDS.items()}
         tensors["block_table"] = tensors["block_table"].view(-1, self._sizes.table_width)
-        return StepTensors(**tensors, table=pages.entries, pads=plan.pads, terms=OWN_TABLE)
+        return StepTensors(**tensors, table=pages.entries, pads=plan.pads, terms=pages.terms)
 
     def _specs(self) -> list[BufferSpec]:
         needs = {pages.space: self._needs_in(pages.space) for pages in self._table.spaces}

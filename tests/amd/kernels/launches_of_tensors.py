@@ -72,3 +72,13 @@ def of_place_mask(place: Launch) -> Launch:
         place(bits, positions, step_of({"counts": counts, "mask_words": words, "mask_positions": placed}))
 
     return of_tensors
+
+
+def of_pack_mask(pack_mask: Callable[..., None]) -> Callable[..., None]:
+    """pack_mask of cells, positions, counts, mask_indptr, mask_words, mask_positions."""
+
+    def of_tensors(cells: Tensor, positions: Tensor, *tensors: Tensor) -> None:
+        names = ("counts", "mask_indptr", "mask_words", "mask_positions")
+        pack_mask(cells, positions, StepTensors.of(tensors[0][:0], **dict(zip(names, tensors, strict=True))))
+
+    return of_tensors

@@ -11,26 +11,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rocm_attn.kernels.metadata.engine_tensors import (
+    Q_BOUNDARIES,
+    Q_EACH_ONE,
+    Q_LENGTHS,
+    EngineLengths,
+    GatherSource,
+    LengthBounds,
+    PublishedLengths,
+)
 from rocm_attn.kernels.metadata.error_word import (
     LENGTH_BEYOND_BOUND,
     ROW_NOT_IN_TABLE,
     SLOT_NOT_IN_TABLE,
     TOKEN_WITHOUT_PAGE,
 )
-from rocm_attn.kernels.metadata.gather_table import GatherSource, launch_gather_table
+from rocm_attn.kernels.metadata.gather_table import launch_gather_table
 from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
-from rocm_attn.kernels.metadata.publish_engine import (
-    Q_BOUNDARIES,
-    Q_EACH_ONE,
-    Q_LENGTHS,
-    EngineLengths,
-    LengthBounds,
-    PublishedLengths,
-    launch_publish_engine,
-)
+from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, NO_ECHO, WRONG_STEP
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.kernels.refs import engine_metadata as twins
+from tests.amd.kernels.launches_of_tensors import of_pack_mask
 
 GARBAGE = 0x7F7F7F7F
 Launch = Callable[..., None]
@@ -74,6 +76,8 @@ class Step:
     num_rows = 6
     page_size = 4
     kv_bound = 40
+    min_q_len = 2
+    max_q_len = 8
 
 
 @st.composite
@@ -120,14 +124,15 @@ def by_hand(step: Step, pad_kv_len: int, pad_q_len: int) -> Published:
         bound = min(step.kv_bound, step.row_pages[row] * 4) if step.row_pages and is_row else step.kv_bound
         kept = min(max(length, 0), bound) if is_row else 0
         wanted = 1 if step.q_form == Q_EACH_ONE else new if is_row else 0
-        taken = min(max(wanted, 0), step.num_tokens_padded - tokens)
+        taken = min(max(wanted, 0), step.max_q_len, step.num_tokens_padded - tokens)
         if step.q_form != Q_EACH_ONE and step.causal:
             taken = min(taken, kept)
-        is_live = kept > 0 or (not step.causal and step.q_form != Q_EACH_ONE and is_row and min(wanted, 50) > 0)
+        is_live = kept > 0 or (not step.causal and step.q_form != Q_EACH_ONE and is_row and wanted > 0)
+        is_few = step.q_form != Q_EACH_ONE and 0 < taken < step.min_q_len
         tokens += taken
         if not is_row:
             error |= ROW_NOT_IN_TABLE
-        elif kept != length or (is_live and taken != wanted):
+        elif kept != length or (is_live and (taken != wanted or is_few)):
             error |= LENGTH_BEYOND_BOUND
         if is_live:
             live, live_tokens = seq + 1, tokens
@@ -160,14 +165,16 @@ def published(publish: Launch, step: Step, device: torch.device, boundary: int =
         tensor(rows) if step.has_rows else None,
         None if step.q_form == Q_EACH_ONE else tensor(new),
         step.q_form,
-        tensor(csr) if step.row_pages else None,
     )
     words = [len(step.seqs), GARBAGE, 41, GARBAGE, 40, NO_ECHO, GARBAGE, GARBAGE]
     slot = torch.tensor(words, dtype=torch.int32, pin_memory=device.type == "cuda")
     counts = torch.tensor([GARBAGE, GARBAGE, 40, TOKEN_WITHOUT_PAGE], dtype=torch.int32, device=device)
     outputs = [garbage(step.num_seqs_padded + 9, device=device) for _ in range(4)]
     engine_row, row_of_seq, kept, taken = (output[: step.num_seqs_padded] for output in outputs)
-    bounds = LengthBounds(step.num_rows, step.kv_bound, step.num_tokens_padded, step.page_size, step.causal)
+    least, most = (1, 1) if step.q_form == Q_EACH_ONE else (step.min_q_len, step.max_q_len)
+    sizes = least, most, step.num_tokens_padded, step.page_size
+    lists = tensor(csr) if step.row_pages else None
+    bounds = LengthBounds(step.num_rows, step.kv_bound, *sizes, step.causal, lists)
     pad_q_len = int(step.q_form == Q_EACH_ONE)
     to = PublishedLengths(counts, engine_row, row_of_seq, kept, taken, 2, pad_q_len, step.gathered)
     publish(slot, counts, lengths, bounds, to)
@@ -227,13 +234,13 @@ def test_many_sequences_of_an_engine_are_published_whole(publish: Launch, kernel
         [num_seqs, 0, 2, 0, 1, NO_ECHO, 0, 0], dtype=torch.int32, pin_memory=kernel_device.type == "cuda"
     )
     lengths = EngineLengths(kv_len, None, new, Q_LENGTHS)
-    publish(slot, to.counts, lengths, LengthBounds(num_seqs, 100, 2000, 1, causal=True), to)
+    publish(slot, to.counts, lengths, LengthBounds(num_seqs, 100, 0, 9, 2000, 1, causal=True), to)
     assert slot[ECHO] == WRONG_STEP
     assert to.counts.tolist() == [num_seqs, int(new.sum()), 2, 0]
     assert torch.equal(to.q_len[:num_seqs].long(), new)
     assert torch.equal(to.kv_len[:num_seqs].long(), kv_len)
     huge = EngineLengths(kv_len, None, torch.full_like(new, 2**31 - 1), Q_LENGTHS)
-    publish(slot, to.counts, huge, LengthBounds(num_seqs, 100, 2000, 1, causal=False), to)
+    publish(slot, to.counts, huge, LengthBounds(num_seqs, 100, 0, 2**31 - 1, 2000, 1, causal=False), to)
     assert to.counts.tolist() == [num_seqs, 2000, 2, LENGTH_BEYOND_BOUND]
     assert int(to.q_len[:num_seqs].sum()) == 2000
 
@@ -372,7 +379,7 @@ def test_cells_of_a_byte_become_bits_in_order(
     position_of_token = garbage(6, device=kernel_device)
     counts = torch.tensor([2, 3, 41, 0], dtype=torch.int32, device=kernel_device)
     indptr = torch.tensor([0, num_cells // 2, num_cells], device=kernel_device)
-    pack(cells.to(kernel_device), positions, counts, indptr, words, position_of_token)
+    of_pack_mask(pack)(cells.to(kernel_device), positions, counts, indptr, words, position_of_token)
     used = min(num_cells, num_given)
     bits = [int(cells[cell]) if cell < used else 0 for cell in range(-(-used // 32) * 32)]
     packed = [sum(bits[8 * at + bit] << bit for bit in range(8)) for at in range(len(bits) // 8)]

@@ -21,19 +21,20 @@ from rocm_attn.kernels.attention.segment_extend import launch_segment_extend
 from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
-from rocm_attn.kernels.metadata.fill import launch_fill
-from rocm_attn.kernels.metadata.gather_table import GatherSource, launch_gather_table
-from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
-from rocm_attn.kernels.metadata.place_mask import launch_place_mask
-from rocm_attn.kernels.metadata.publish import launch_publish
-from rocm_attn.kernels.metadata.publish_engine import (
+from rocm_attn.kernels.metadata.engine_tensors import (
     Q_BOUNDARIES,
     Q_LENGTHS,
     EngineLengths,
+    GatherSource,
     LengthBounds,
     PublishedLengths,
-    launch_publish_engine,
 )
+from rocm_attn.kernels.metadata.fill import launch_fill
+from rocm_attn.kernels.metadata.gather_table import launch_gather_table
+from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
+from rocm_attn.kernels.metadata.place_mask import launch_place_mask
+from rocm_attn.kernels.metadata.publish import launch_publish
+from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, Pads
 from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
@@ -45,7 +46,7 @@ from rocm_attn.kernels.refs.pads import clear_pads
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from tests.amd.kernels.attention_cases import Case, Tensors, assert_served, build
-from tests.amd.kernels.launches_of_tensors import fill_step, of_device_inputs, of_place_mask, of_publish
+from tests.amd.kernels.launches_of_tensors import fill_step, of_device_inputs, of_pack_mask, of_place_mask, of_publish
 from tests.amd.mutation.memory import Memory
 from tests.amd.vectorised import vectorised_keys, vectorised_values
 
@@ -400,12 +401,12 @@ def publish_engine(memory: Memory) -> None:
 
 def _of_engine(publish: Callable[..., None], q_form: int) -> Callable[..., None]:
     """publish as a function of the tensors, with bounds and pads of its own."""
-    bounds = LengthBounds(num_rows=3, kv_len=30, num_tokens=7, page_size=3, causal=True)
+    bounds = LengthBounds(num_rows=3, kv_len=30, min_q_len=0, max_q_len=9, num_tokens=7, page_size=3, causal=True)
     return lambda kv_len, rows, q, csr, slot, before, counts, engine_row, row_of_seq, kept, taken: publish(
         slot,
         before,
-        EngineLengths(kv_len, rows, q, q_form, csr),
-        bounds,
+        EngineLengths(kv_len, rows, q, q_form),
+        replace(bounds, csr_indptr=csr),
         PublishedLengths(counts, engine_row, row_of_seq, kept, taken, pad_kv_len=5, pad_q_len=0, gathered=True),
     )
 
@@ -462,7 +463,8 @@ def pack_mask(memory: Memory) -> None:
     """Thirty-nine cells of forty-six for words that hold more, and positions of three tokens at five."""
     cells = (torch.arange(46) % 3 > 0).to(torch.uint8)
     inputs = [cells, ints([4, 5, 6, 7]), ints([2, 3, 1, 0]), torch.tensor([0, 7, 39])]
-    assert_same(memory, launch_pack_mask, engine_metadata.pack_mask, inputs, [garbage(3), garbage(5)])
+    kernel, twin = of_pack_mask(launch_pack_mask), of_pack_mask(engine_metadata.pack_mask)
+    assert_same(memory, kernel, twin, inputs, [garbage(3), garbage(5)])
 
 
 CHECKS: dict[str, Callable[[Memory], None]] = {

@@ -19,16 +19,17 @@ from rocm_attn.capture.probe_requests import with_random_mask
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.attention.merge_states import launch_merge_states
 from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages
-from rocm_attn.kernels.metadata.gather_table import GatherSource, launch_gather_table
-from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
-from rocm_attn.kernels.metadata.publish_engine import (
+from rocm_attn.kernels.metadata.engine_tensors import (
     Q_BOUNDARIES,
     Q_EACH_ONE,
     EngineLengths,
+    GatherSource,
     LengthBounds,
     PublishedLengths,
-    launch_publish_engine,
 )
+from rocm_attn.kernels.metadata.gather_table import launch_gather_table
+from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
+from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.machine.target import known_target
@@ -38,6 +39,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
+from tests.amd.kernels.launches_of_tensors import of_pack_mask
 
 SMALL_POOL_BYTES = 64 << 20
 # Above this Triton can no longer assume that an offset fits 32 bits, and generates other code.
@@ -296,12 +298,13 @@ def _launch_of_engines(page_size: int) -> None:
     num_seqs, width = 16, 64
     of_seq, counts, slot = (torch.empty(size, dtype=torch.int32) for size in (num_seqs, 4, 8))
     to = PublishedLengths(counts, of_seq, of_seq, of_seq, of_seq, 0, 0, gathered=True)
-    bounds = LengthBounds(num_seqs, KV_LEN, num_seqs, page_size, causal=True)
+    bounds = LengthBounds(num_seqs, KV_LEN, 1, 1, num_seqs, page_size, causal=True)
     table = torch.empty(num_seqs + 1, width, dtype=torch.int32)
     for dtype in (torch.int32, torch.int64):
         given = torch.empty(num_seqs * width, dtype=dtype)
         launch_publish_engine(slot, counts, EngineLengths(given, None, None, Q_EACH_ONE), bounds, to)
-        launch_publish_engine(slot, counts, EngineLengths(given, given, given, Q_BOUNDARIES, given), bounds, to)
+        of_lists = replace(bounds, csr_indptr=given)
+        launch_publish_engine(slot, counts, EngineLengths(given, given, given, Q_BOUNDARIES), of_lists, to)
         launch_gather_table(
             GatherSource(given.view(-1, width), True, None, given), of_seq, of_seq, table, page_size=page_size
         )
@@ -309,4 +312,4 @@ def _launch_of_engines(page_size: int) -> None:
         for slot_map in (None, given):
             launch_take_slots(given, slot_map, counts, of_seq, page_size=page_size, null_page=True)
         cells, indptr = torch.empty(num_seqs, dtype=torch.uint8), torch.empty(num_seqs + 1, dtype=torch.int64)
-        launch_pack_mask(cells, given, counts, indptr, of_seq, of_seq)
+        of_pack_mask(launch_pack_mask)(cells, given, counts, indptr, of_seq, of_seq)

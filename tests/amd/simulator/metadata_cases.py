@@ -13,20 +13,21 @@ from torch import Tensor
 from rocm_attn.kernels.attention.pads import launch_clear_pads
 from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
-from rocm_attn.kernels.metadata.fill import launch_fill
-from rocm_attn.kernels.metadata.gather_table import GatherSource, launch_gather_table
-from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
-from rocm_attn.kernels.metadata.place_mask import launch_place_mask
-from rocm_attn.kernels.metadata.publish import launch_publish
-from rocm_attn.kernels.metadata.publish_engine import (
+from rocm_attn.kernels.metadata.engine_tensors import (
     Q_BOUNDARIES,
     Q_EACH_ONE,
     Q_LENGTHS,
     EngineLengths,
+    GatherSource,
     LengthBounds,
     PublishedLengths,
-    launch_publish_engine,
 )
+from rocm_attn.kernels.metadata.fill import launch_fill
+from rocm_attn.kernels.metadata.gather_table import launch_gather_table
+from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
+from rocm_attn.kernels.metadata.place_mask import launch_place_mask
+from rocm_attn.kernels.metadata.publish import launch_publish
+from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.slot_layout import NO_ECHO
 from rocm_attn.kernels.metadata.step_tensors import Pads
 from rocm_attn.kernels.metadata.table_update import launch_table_update
@@ -35,7 +36,7 @@ from rocm_attn.kernels.refs import cache as cache_twins
 from rocm_attn.kernels.refs import engine_metadata
 from rocm_attn.kernels.refs import metadata as twins
 from rocm_attn.kernels.refs.pads import clear_pads
-from tests.amd.kernels.launches_of_tensors import of_device_inputs, of_fill, of_place_mask, of_publish
+from tests.amd.kernels.launches_of_tensors import of_device_inputs, of_fill, of_pack_mask, of_place_mask, of_publish
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.driver import Simulation, simulated
 from tests.amd.vectorised import vectorised_keys, vectorised_values
@@ -208,20 +209,21 @@ def _of_engines() -> dict[str, _Launch]:
         _garbage(400),
         _garbage(PADDED_TOKENS),
     ]
-    cases["pack_mask"] = _Launch(launch_pack_mask, engine_metadata.pack_mask, mask, {})
+    cases["pack_mask"] = _Launch(of_pack_mask(launch_pack_mask), of_pack_mask(engine_metadata.pack_mask), mask, {})
     return cases
 
 
 def _of_engine(publish: Callable[..., None], q_form: int) -> Callable[..., None]:
     """publish as a function of the tensors, with bounds and pads of its own."""
-    bounds = LengthBounds(num_rows=4, kv_len=320, num_tokens=PADDED_TOKENS, page_size=PAGE_SIZE, causal=True)
+    sizes = {"num_tokens": PADDED_TOKENS, "min_q_len": 0, "max_q_len": 400, "page_size": PAGE_SIZE}
 
     def of_tensors(*tensors: Tensor) -> None:
         given, (slot, before, counts, engine_row, row_of_seq, kept, taken) = tensors[:-7], tensors[-7:]
         kv_len, rows, q, csr = given if q_form != Q_EACH_ONE else (*given, None, None, None)
         assert kv_len is not None
         to = PublishedLengths(counts, engine_row, row_of_seq, kept, taken, pad_kv_len=1, pad_q_len=0, gathered=True)
-        publish(slot, before, EngineLengths(kv_len, rows, q, q_form, csr), bounds, to)
+        bounds = LengthBounds(num_rows=4, kv_len=320, causal=True, csr_indptr=csr, **sizes)
+        publish(slot, before, EngineLengths(kv_len, rows, q, q_form), bounds, to)
 
     return of_tensors
 

@@ -91,24 +91,18 @@ class AttentionRuntime:
             page_size=self.pool.page_size,
             device=self.device,
             windows=windows,
-            row_width=guards.row_width,
-            is_shared=guards.copy_on_write,
-            is_source=guards.copy_sources,
-            shared_floor=guards.shared_floor,
+            guards=guards.table,
         )
         self.core = core = StepCore(kinds, self.table, self.pool, guards.step)
-        self._check_batch = guards.batch_check(self.table)
-        self._check_stored, require_stored = guards.stored_tokens(self.table)
+        self._check_batch = guards.batch.check(self.table)
+        self._check_stored, require_stored = guards.batch.stored(self.table)
         self._stores = StepStores(len(problems), self.table.tokens, require_stored)
-        self._evict = guards.window_reach(self.table) if windows else _keep_everything
+        self._evict = guards.batch.evict(self.table) if windows else _keep_everything
         self._publisher = Publisher(
             core.ops,
             self.table,
             self.pool,
-            ring_wait=guards.ring_wait,
-            deliver=guards.pending_changes,
-            new_echo_check=guards.echo_check,
-            of_last_step=guards.last_steps,
+            guards.publishing,
         )
         self._planner = core.new_planner(options.padding(problems))
         # Those that make graphs of this runtime's steps.

@@ -103,7 +103,7 @@ class StepRunner:
         self._flight = flight
         self._capture_after = capture_after
         self._eager_steps: Counter[StepPlan] = Counter()
-        self._pinned = runtime.guards.graph_epoch()
+        self._pinned = runtime.guards.capture.new_pins()
         self._graphs = GraphCache(self._pinned)
         self._entry_of_plan: dict[StepPlan, Entry[Tensor]] = {}
         self._stored_layers: dict[StepPlan, int] = {}  # that a plan's graph stores in
@@ -111,7 +111,7 @@ class StepRunner:
         self._steps = self._real_seqs = self._padded_seqs = 0
         self._capture_seconds = 0.0
         self._graphs_off = ""
-        self._may_capture = runtime.guards.sealed_capture
+        self._may_capture = runtime.guards.capture.may_capture
         self._seal_number = 0
         if recorder is not None:
             runtime.seal()

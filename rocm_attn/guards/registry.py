@@ -1,99 +1,26 @@
 """Guards: the safeguards against silent corruption, as values that a runtime is built from.
 
-A safeguard is a field of Guards. Its default is the value that guards; debugging puts the value of unguarded.py in its
-place, one at a time: ROCM_ATTN_DEBUG=1 ROCM_ATTN_DISABLE_GUARDS=id. Nothing on the way of a step asks which of the two
-it has. docs/guards.md is the list for readers.
+Each part that has safeguards has one frozen value of them: TableGuards with the request table, MemoryGuards with the
+memory of steps, and so on. Guards is composed of these. A field's default is the value that guards; debugging puts the
+value of unguarded.py in its place, one at a time: ROCM_ATTN_DEBUG=1 ROCM_ATTN_DISABLE_GUARDS=id. Nothing on the way of
+a step asks which of the two it has. docs/guards.md is the list for readers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import reduce
-from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import Tensor
-
-from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.errors import BadSetting
 from rocm_attn.guards import unguarded
 from rocm_attn.hip_graphs.pinned import PinnedTensors
 from rocm_attn.machine.settings import Settings, settings
-from rocm_attn.paging.page_table import (
-    WITHIN_THE_ROW,
-    IsShared,
-    IsSource,
-    RowWidth,
-    held_by_several,
-    still_to_be_copied,
-)
-from rocm_attn.paging.request_table import RequestTable
-from rocm_attn.paging.stored_tokens import SharedFloor, behind_what_is_shared
-from rocm_attn.providers.contract import StepOps
-from rocm_attn.providers.select import Selection
-from rocm_attn.step.buffers import (
-    Capacity,
-    FirstOfChild,
-    SealedGrowth,
-    one_after_another,
-    refuse_growth,
-)
-from rocm_attn.step.core import LongestOf, StepGuards
-from rocm_attn.step.echo import EchoCheck, fault_of_counts
-from rocm_attn.step.head_weights import refuse_new_weights
-from rocm_attn.step.host_ring import Fence, wait_for
-from rocm_attn.step.layers import ReadBy, by_space_of_layer
-from rocm_attn.step.memory import MemoryGuards, by_padded_batch
-from rocm_attn.step.plan import GraphKey
-from rocm_attn.step.publisher import Deliver, OfLastStep, launch_then_forget
-
-OpsChange = Callable[[StepOps], StepOps]
-CheckBatch = Callable[[StepBatch], None]
-
-
-def unchanged_ops(ops: StepOps) -> StepOps:
-    """The provider's launches guard by themselves."""
-    return ops
-
-
-def unchanged_selection(selection: Selection) -> Selection:
-    """The provider's kernels guard by themselves."""
-    return selection
-
-
-def checked_batch(table: RequestTable) -> Callable[[StepBatch], None]:
-    """Batches that the table has no rows or no room for are refused."""
-    return table.check_batch
-
-
-def stored_before_it_is_read(table: RequestTable) -> tuple[CheckBatch, CheckBatch]:
-    """What refuses a step that begins behind what is stored, and one that stores nothing and needs more than that."""
-    return table.check_stored, table.require_stored
-
-
-def before_the_steps_windows(table: RequestTable) -> Callable[[StepBatch], None]:
-    """What a step's first new tokens do not see any more is given back, and nothing else.
-
-    A length that only the device knows may be shorter than its bound: such a step gives nothing back by itself.
-    """
-
-    def evict(batch: StepBatch) -> None:
-        if batch.inputs.kv_len_on_host:
-            table.evict(batch.rows, batch.kv_len - batch.q_len)
-
-    return evict
-
-
-def lengths_on_the_host(sealed_tensors: Callable[[], Mapping[str, Tensor]]) -> Callable[[StepBatch], int]:
-    """A step is planned for the longest sequence of its batch."""
-    longest: Callable[[StepBatch], int] = attrgetter("max_kv_len")
-    return longest
-
-
-def whole_key(key: GraphKey) -> GraphKey:
-    """Steps share a graph when everything that it froze is equal."""
-    return key
+from rocm_attn.paging.batch_guards import BatchGuards
+from rocm_attn.paging.page_table import TableGuards
+from rocm_attn.step.guards import StepGuards
+from rocm_attn.step.publisher import PublishingGuards
 
 
 def where_sealed(seal_number: int) -> bool:
@@ -102,90 +29,52 @@ def where_sealed(seal_number: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Guards:
-    """The safeguards of a runtime. A default is on; GUARDS says what each prevents."""
+class CaptureGuards:
+    """The safeguards of a StepRunner's graphs.
 
-    # Of the launches around attention; applied in this order.
-    pads: OpsChange = unchanged_ops
-    store_drops: OpsChange = unchanged_ops
-    finite_kv: OpsChange = unchanged_ops
-    row_zero: OpsChange = unchanged_ops
-    table_first: OpsChange = unchanged_ops
-    table_tails: OpsChange = unchanged_ops
-    slot_in_row: OpsChange = unchanged_ops
-    full_refresh: OpsChange = unchanged_ops
-    length_bounds: OpsChange = unchanged_ops
-    # Of the kernels, the memory, the table, the plan and the graphs.
-    v_mask: Callable[[Selection], Selection] = unchanged_selection
-    cut_points: Callable[[Selection], Selection] = unchanged_selection
-    capacity: Callable[[int], Capacity] = by_padded_batch
-    child_ranges: FirstOfChild = one_after_another
-    sealed_growth: SealedGrowth = refuse_growth
-    head_weights: Callable[[int], None] = refuse_new_weights
-    row_width: RowWidth = WITHIN_THE_ROW
-    copy_on_write: IsShared = held_by_several
-    shared_floor: SharedFloor = behind_what_is_shared
-    stored_tokens: Callable[[RequestTable], tuple[CheckBatch, CheckBatch]] = stored_before_it_is_read
-    copy_sources: IsSource = still_to_be_copied
-    batch_check: Callable[[RequestTable], Callable[[StepBatch], None]] = checked_batch
-    layer_space: ReadBy = by_space_of_layer
-    window_reach: Callable[[RequestTable], Callable[[StepBatch], None]] = before_the_steps_windows
-    planner_inputs: LongestOf = lengths_on_the_host
-    graph_key: Callable[[GraphKey], GraphKey] = whole_key
-    graph_epoch: Callable[[], PinnedTensors] = PinnedTensors
-    sealed_capture: Callable[[int], bool] = where_sealed
-    ring_wait: Callable[[Fence], None] = wait_for
-    pending_changes: Deliver = launch_then_forget
-    echo_check: Callable[[], Callable[[Int32Array], None]] = EchoCheck
-    last_steps: OfLastStep = fault_of_counts
+    new_pins:    makes what tells whether the memory that graphs read has moved
+    may_capture: the number of the seal, 0 without one -> whether graphs may be made now
+    """
+
+    new_pins: Callable[[], PinnedTensors] = PinnedTensors
+    may_capture: Callable[[int], bool] = where_sealed
+
+
+@dataclass(frozen=True, slots=True)
+class Guards:
+    """The safeguards of a runtime, one value for each part that has some. All are on by default."""
+
+    step: StepGuards = field(default_factory=StepGuards)
+    table: TableGuards = field(default_factory=TableGuards)
+    batch: BatchGuards = field(default_factory=BatchGuards)
+    publishing: PublishingGuards = field(default_factory=PublishingGuards)
+    capture: CaptureGuards = field(default_factory=CaptureGuards)
 
     @property
     def off(self) -> tuple[str, ...]:
-        """Ids of the safeguards that are switched off."""
-        return tuple(field.name for field in fields(self) if getattr(self, field.name) is not field.default)
+        """Ids of the safeguards that are switched off, in the order of GUARDS."""
+        return tuple(guard.id for guard in GUARDS if guard.value_in(self) is not guard.value_in(_ALL_ON))
 
     def without(self, *ids: str) -> Guards:
         """These guards with some more switched off. Raises BadSetting for an id that does not exist."""
         known = {guard.id: guard for guard in GUARDS}
+        guards = self
         for id_ in ids:
             if id_ not in known:
                 raise BadSetting(f"no safeguard has the id {id_!r}; the ids are {', '.join(known)}")
-        return replace(self, **{id_: known[id_].value_when_off for id_ in ids})
+            guards = known[id_].put_in(guards, known[id_].value_when_off)
+        return guards
 
-    @property
-    def step(self) -> StepGuards:
-        """Those of a step, whoever owns its pages and tables."""
-        return StepGuards(
-            selection=lambda selection: self.v_mask(self.cut_points(selection)),
-            ops=self.change_ops,
-            memory=MemoryGuards(self.capacity, self.child_ranges, self.sealed_growth),
-            read_by=self.layer_space,
-            new_head_weights=self.head_weights,
-            longest=self.planner_inputs,
-            graph_key=self.graph_key,
-        )
 
-    def change_ops(self, ops: StepOps) -> StepOps:
-        """A provider's launches, as the safeguards leave them."""
-        changes = (
-            self.pads,
-            self.store_drops,
-            self.finite_kv,
-            self.row_zero,
-            self.table_first,
-            self.table_tails,
-            self.slot_in_row,
-            self.full_refresh,
-            self.length_bounds,
-        )
-        return reduce(lambda changed, change: change(changed), changes, ops)
+_ALL_ON = Guards()
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
     """One safeguard.
 
-    id:             its field of Guards
+    id:             what the environment calls it
+    place:          its field of Guards: names of parts and of a part's field, from the outside in
     prevents:       what goes wrong without it
     report:         where that went wrong: seed n, a founding report; Hn, a hazard of SGLang's AITER backend; Gn, the
                     promise that it keeps
@@ -194,19 +83,38 @@ class Guard:
     """
 
     id: str
+    place: tuple[str, ...]
     prevents: str
     report: str
     value_when_off: Any
     test: str
 
+    def value_in(self, guards: Guards) -> Any:
+        """What stands in its place."""
+        return reduce(getattr, self.place, guards)
 
-def _guard(id_: str, prevents: str, report: str, value_when_off: Any, test: str) -> Guard:
-    return Guard(id_, prevents, report, value_when_off, f"tests/amd/guards/{test}")
+    def put_in(self, guards: Guards, value: Any) -> Guards:
+        """The same guards with a value in its place."""
+        return _put(guards, self.place, value)
+
+
+_T = TypeVar("_T")
+
+
+def _put(part: _T, place: Sequence[str], value: Any) -> _T:
+    """A copy of a part with a value at a place in it."""
+    name, rest = place[0], place[1:]
+    return replace(part, **{name: _put(getattr(part, name), rest, value) if rest else value})  # type: ignore[type-var]
+
+
+def _guard(id_: str, place: str, prevents: str, report: str, value_when_off: Any, test: str) -> Guard:
+    return Guard(id_, tuple(place.split(".")), prevents, report, value_when_off, f"tests/amd/guards/{test}")
 
 
 GUARDS: tuple[Guard, ...] = (
     _guard(
         "pads",
+        "step.launches.pads",
         "a padded sequence reads the row and the KV of a request that sat in its place in an earlier step",
         "seed 001, H19, H21, G3",
         unguarded.leave_pads,
@@ -214,6 +122,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "store_drops",
+        "step.launches.store_drops",
         "padded tokens, whose K and V may be NaN, are stored to page 0, which every padded sequence reads",
         "H23, H24, G4",
         unguarded.store_everything,
@@ -221,6 +130,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "finite_kv",
+        "step.launches.finite_kv",
         "an infinite V reaches tokens that do not see it, in their chunk or beside them in a tree: 0 * inf is NaN",
         "G4, G14",
         unguarded.store_as_it_comes,
@@ -228,6 +138,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "row_zero",
+        "step.launches.row_zero",
         "the reserved row of the table leads padded sequences to a request's pages",
         "seed 001, G4",
         unguarded.write_row_zero,
@@ -235,6 +146,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "table_tails",
+        "step.launches.table_tails",
         "a kernel that reads ahead of a sequence's last page meets a page of another request",
         "H20, G3",
         unguarded.leave_tails,
@@ -242,6 +154,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "v_mask",
+        "step.launches.v_mask",
         "NaN in a page's unused tail reaches the output: 0 * NaN is NaN",
         "vllm#53856, aiter#5401, G4",
         unguarded.unmasked_v,
@@ -249,6 +162,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "cut_points",
+        "step.launches.cut_points",
         "a deterministic runtime sums up a sequence's KV in an order that depends on the batch",
         "seed 003, H33, G14",
         unguarded.cut_by_work,
@@ -256,13 +170,15 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "capacity",
+        "step.memory.capacity",
         "a batch padded beyond the request pool is cut short, or read past the end of its buffers",
         "seed 004, H1, H2, H6, G1",
-        unguarded.by_request_rows,
+        unguarded.BY_REQUEST_ROWS,
         "test_capacity.py::test_a_batch_padded_beyond_the_pool_keeps_all_of_its_sequences",
     ),
     _guard(
         "child_ranges",
+        "step.memory.first_of_child",
         "the halves of a split step use one set of lengths and schedules: the first half runs with the second one's",
         "H26, G9",
         unguarded.all_in_one_place,
@@ -270,6 +186,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "sealed_growth",
+        "step.memory.sealed_growth",
         "buffers move while graphs go on reading the memory that was given up: a replay repeats an old step",
         "H25, G2",
         unguarded.let_sealed_memory_move,
@@ -277,6 +194,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "head_weights",
+        "step.layers.new_head_weights",
         "a graph goes on with sinks or ALiBi slopes that were replaced, and eager steps use the new ones",
         "G2",
         unguarded.let_weights_move,
@@ -284,6 +202,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "row_width",
+        "table.row_width",
         "pages that a row has no room for land in the row of another request",
         "seed 002, H4, G1",
         unguarded.PAST_THE_ROW,
@@ -291,6 +210,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "slot_in_row",
+        "step.launches.slot_in_row",
         "a length on the device beyond a row's width sends a token's K and V to a page of the next row",
         "seed 002, H17, G4",
         unguarded.slots_past_the_row,
@@ -298,6 +218,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "copy_on_write",
+        "table.is_shared",
         "requests that share a partly filled page overwrite each other's tokens",
         "prefix sharing, G4",
         unguarded.never_shared,
@@ -305,6 +226,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "shared_floor",
+        "table.shared_floor",
         "a row that goes back and stores again overwrites tokens that another row shares with it",
         "prefix sharing, G4",
         unguarded.no_floor,
@@ -312,6 +234,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "stored_tokens",
+        "batch.stored",
         "a step attends to tokens that were never stored, and what an earlier request left there is taken for theirs",
         "G1",
         unguarded.whatever_was_stored,
@@ -319,6 +242,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "copy_sources",
+        "table.is_source",
         "a copy whose launch failed half way is launched again from a page that another copy has overwritten",
         "G9",
         unguarded.free_at_once,
@@ -326,6 +250,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "batch_check",
+        "batch.check",
         "tokens without a reserved page are dropped, rows that nobody holds are read, and nobody is told",
         "H17, H18, G1",
         unguarded.any_batch,
@@ -333,6 +258,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "layer_space",
+        "step.layers.read_by",
         "a layer with a window writes to its own pool and reads by ids of the full one: others' KV, or none",
         "seed 003, G5",
         unguarded.full_space,
@@ -340,6 +266,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "window_reach",
+        "batch.evict",
         "pages leave the window of a step's last token while its first tokens still see them",
         "G5",
         unguarded.before_the_last_window,
@@ -347,6 +274,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "planner_inputs",
+        "step.planning.longest",
         "a step is planned from lengths that a captured kernel of the last step has overwritten",
         "seed 000, G2",
         unguarded.lengths_on_the_device,
@@ -354,6 +282,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "graph_key",
+        "step.planning.graph_key",
         "a graph captured for short sequences is replayed for long ones and misses their last keys",
         "H33, G13",
         unguarded.key_without_length,
@@ -361,6 +290,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "full_refresh",
+        "step.launches.full_refresh",
         "positions, slots and indptr of an earlier step serve a later one",
         "H7, H20, G3",
         unguarded.fill_once,
@@ -368,6 +298,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "graph_epoch",
+        "capture.new_pins",
         "a graph of memory that was given up is replayed",
         "H25, G2",
         unguarded.EpochlessPins,
@@ -375,6 +306,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "sealed_capture",
+        "capture.may_capture",
         "after a reopen that was broken off, graphs are made of memory that may move, and replay old steps",
         "H25, G2",
         unguarded.sealed_or_not,
@@ -382,6 +314,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "table_first",
+        "step.launches.table_first",
         "a step runs before the device knows the pages that its tokens go to",
         "hip#3902, G9",
         unguarded.table_one_update_late,
@@ -389,6 +322,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "pending_changes",
+        "publishing.deliver",
         "a launch that fails loses the changes of the table that it carried",
         "G9",
         unguarded.forget_then_launch,
@@ -396,6 +330,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "ring_wait",
+        "publishing.ring_wait",
         "the host writes a later step's inputs over those that the device has yet to read",
         "H26, G9",
         unguarded.wait_for_nothing,
@@ -403,6 +338,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "echo_check",
+        "publishing.new_echo_check",
         "a step that went wrong on the device, or whose inputs never got there, is taken for a right one",
         "H17, G9",
         unguarded.EchoIgnored,
@@ -410,6 +346,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "last_steps",
+        "publishing.of_last_step",
         "a fault in the last steps before serving ends is never reported: no later step echoes them",
         "H17, G9",
         unguarded.last_step_unseen,
@@ -417,6 +354,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "length_bounds",
+        "step.launches.length_bounds",
         "a length that only the device knows leads a step beyond the pages reserved for it",
         "H17, G9",
         unguarded.lengths_as_they_come,

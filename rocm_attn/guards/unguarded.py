@@ -245,7 +245,10 @@ class _SharesOfTheStep(TorchSegments):
 class _RequestRows(Capacity):
     """Whatever counts sequences has the size of the request pool, and a view past its end is cut short."""
 
-    max_num_seqs: int
+    max_num_seqs: int = 0
+
+    def of_table(self, num_rows: int) -> Capacity:
+        return _RequestRows(num_rows)
 
     def elements(self, spec: BufferSpec, shape: PaddedShape) -> int:
         return PADDED_BATCH.elements(spec, replace(shape, num_seqs=min(shape.num_seqs, self.max_num_seqs)))
@@ -257,9 +260,8 @@ class _RequestRows(Capacity):
         return tensor[first : first + elements]
 
 
-def by_request_rows(max_num_seqs: int) -> Capacity:
-    """Buffers as large as the request pool, whatever a batch is padded to."""
-    return _RequestRows(max_num_seqs)
+# Buffers as large as the request pool, whatever a batch is padded to.
+BY_REQUEST_ROWS = _RequestRows()
 
 
 def all_in_one_place(child: int, elements: int) -> int:

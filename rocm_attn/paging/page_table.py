@@ -17,6 +17,7 @@ from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import BadBatch, CapacityExceeded
 from rocm_attn.kernels.metadata.step_tensors import OWN_TABLE, TableTerms
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
+from rocm_attn.paging.stored_tokens import SharedFloor, after_what_is_shared
 
 KEEP_ALL = 2**31 - 1  # more keys than any sequence has
 
@@ -70,6 +71,25 @@ IsSource = Callable[[int, Mapping[int, int]], bool]
 def still_to_be_copied(page: int, copies: Mapping[int, int]) -> bool:
     """Whether a page is the source of a copy that no launch has made yet."""
     return page in copies.values()
+
+
+@dataclass(frozen=True, slots=True)
+class TableGuards:
+    """The safeguards of request rows and their pages.
+
+    row_width:    keeps a row's pages inside the row
+    is_shared:    which partly filled pages are copied before a row writes to them
+    is_source:    which free pages are not handed out yet, because a copy has still to be made of them
+    shared_floor: which tokens neither a fork nor its parent stores again
+    """
+
+    row_width: RowWidth = WITHIN_THE_ROW
+    is_shared: IsShared = held_by_several
+    is_source: IsSource = still_to_be_copied
+    shared_floor: SharedFloor = after_what_is_shared
+
+
+ALL_TABLE_GUARDS = TableGuards()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +149,7 @@ class PageTable:
         width: int,
         page_size: int,
         device: torch.device,
-        row_width: RowWidth,
-        is_shared: IsShared,
-        is_source: IsSource,
+        guards: TableGuards,
     ) -> None:
         self.pages = pages
         self.entries_host = np.zeros((num_rows, width), np.int32)
@@ -139,9 +157,7 @@ class PageTable:
         self.pending = PendingChanges()
         self.num_usable_pages = pages.num_pages - pages.first_page
         self._page_size = page_size
-        self._row_width = row_width
-        self._is_shared = is_shared
-        self._is_source = is_source
+        self._guards = guards
         self._holders = np.zeros(pages.num_pages, np.int32)  # rows that hold a page
         self._holders[RESERVED_PAGE] = 1
         self._free = list(range(pages.num_pages - 1, pages.first_page - 1, -1))
@@ -186,11 +202,11 @@ class PageTable:
         first = max(end, int(self._first[row]))
         taken = [self._take() for _ in range(first, new_end)]
         if taken:
-            self.pending.cells += self._row_width.put(self.entries_host, row, first, taken)
+            self.pending.cells += self._guards.row_width.put(self.entries_host, row, first, taken)
 
     def shares(self, rows: Int32Array, page_no: Int32Array) -> npt.NDArray[np.bool_]:
         """Whether rows must not write to these pages of theirs."""
-        return self._is_shared(self._holders[self.entries_host[rows, page_no]])
+        return self._guards.is_shared(self._holders[self.entries_host[rows, page_no]])
 
     def held_elsewhere(self, rows: Int32Array, end: int) -> npt.NDArray[np.bool_]:
         """Of the pages [0, end) of rows, [len(rows), end]: whether another row holds them too."""
@@ -303,7 +319,7 @@ class PageTable:
         if self._holders[page] == 0:
             source = self.pending.copies.pop(page, page)
             # A page handed out too early would be written to before it was read by a copy that is launched once more.
-            (self._sources if self._is_source(page, self.pending.copies) else self._free).append(page)
-            if source in self._sources and not self._is_source(source, self.pending.copies):
+            (self._sources if self._guards.is_source(page, self.pending.copies) else self._free).append(page)
+            if source in self._sources and not self._guards.is_source(source, self.pending.copies):
                 self._sources.remove(source)
                 self._free.append(source)

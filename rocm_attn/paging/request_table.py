@@ -17,19 +17,8 @@ from rocm_attn.batch.prefixes import SharedPrefixes
 from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch
 from rocm_attn.errors import BadBatch, BadSetting, CapacityExceeded, OutOfPages, WrongState
 from rocm_attn.paging.index_spaces import RESERVED_ROW, Space, num_pages
-from rocm_attn.paging.page_table import (
-    KEEP_ALL,
-    WITHIN_THE_ROW,
-    IsShared,
-    IsSource,
-    PageTable,
-    PendingChanges,
-    RowWidth,
-    SpacePages,
-    held_by_several,
-    still_to_be_copied,
-)
-from rocm_attn.paging.stored_tokens import SharedFloor, StoredTokens, behind_what_is_shared
+from rocm_attn.paging.page_table import ALL_TABLE_GUARDS, KEEP_ALL, PageTable, PendingChanges, SpacePages, TableGuards
+from rocm_attn.paging.stored_tokens import StoredTokens
 
 
 class RequestTable:
@@ -39,10 +28,6 @@ class RequestTable:
     max_kv_len:   tokens that a row can hold
     num_pages:    pages of the full space's pool, the reserved page 0 included
     windows:      other spaces, whose pages are given back when they have left the window
-    row_width:    keeps a row's pages inside the row
-    is_shared:    which partly filled pages are copied before a row writes to them
-    shared_floor: which tokens neither a fork nor its parent stores again
-    is_source:    which free pages are not handed out yet, because a copy has still to be made of them
     """
 
     def __init__(
@@ -54,16 +39,13 @@ class RequestTable:
         page_size: int,
         device: torch.device,
         windows: Sequence[SpacePages] = (),
-        row_width: RowWidth = WITHIN_THE_ROW,
-        is_shared: IsShared = held_by_several,
-        is_source: IsSource = still_to_be_copied,
-        shared_floor: SharedFloor = behind_what_is_shared,
+        guards: TableGuards = ALL_TABLE_GUARDS,
     ) -> None:
         if max_num_seqs < 1 or max_kv_len < 1:
             raise CapacityExceeded(
                 f"max_num_seqs is {max_num_seqs} and max_kv_len is {max_kv_len}; both must be at least 1"
             )
-        self._row_width = row_width
+        self._row_width = guards.row_width
         self.page_size = page_size
         self.max_kv_len = max_kv_len
         self.width = (max_kv_len + page_size - 1) // page_size
@@ -78,9 +60,7 @@ class RequestTable:
                 width=self.width,
                 page_size=page_size,
                 device=device,
-                row_width=row_width,
-                is_shared=is_shared,
-                is_source=is_source,
+                guards=guards,
             )
             for pages in (SpacePages(Space.FULL, num_pages), *windows)
         )
@@ -89,7 +69,7 @@ class RequestTable:
         # Tokens the row's owner asked room for, and tokens the row's pages hold; -1 in both: not admitted.
         self._reserved_len = np.full(max_num_seqs + 1, -1, np.int32)
         self._capacity = np.full(max_num_seqs + 1, -1, np.int32)
-        self.tokens = StoredTokens(max_num_seqs + 1, shared_floor)
+        self.tokens = StoredTokens(max_num_seqs + 1, guards.shared_floor)
         self._free_rows = list(range(max_num_seqs, RESERVED_ROW, -1))
         self._seen = np.zeros(max_num_seqs + 1, np.int32)
         self._rows_checked = b""

@@ -18,7 +18,7 @@ from rocm_attn.errors import BadBatch
 SharedFloor = Callable[[int], int]
 
 
-def behind_what_is_shared(kv_len: int) -> int:
+def after_what_is_shared(kv_len: int) -> int:
     """Neither row stores what both may read."""
     return kv_len
 

@@ -103,6 +103,10 @@ def one_after_another(child: int, elements: int) -> int:
 class Capacity:
     """How large buffers are and what a view of one is: sized by the padded batch, and never cut short."""
 
+    def of_table(self, num_rows: int) -> Capacity:
+        """For steps over a table of so many rows, the reserved one not counted; a batch may be padded to more."""
+        return self
+
     def elements(self, spec: BufferSpec, shape: PaddedShape) -> int:
         """Elements that a buffer must hold for a step of this shape, all of its children together."""
         used = spec.elements(shape.child)
@@ -131,17 +135,28 @@ def refuse_growth(reason: str) -> None:
     raise CapacityExceeded(reason)
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryGuards:
+    """The safeguards of the memory of steps.
+
+    capacity:       how large buffers are, and what a view of one is
+    first_of_child: where in a buffer a child of a step begins
+    sealed_growth:  called where memory that graphs read would have to move
+    """
+
+    capacity: Capacity = PADDED_BATCH
+    first_of_child: FirstOfChild = one_after_another
+    sealed_growth: SealedGrowth = refuse_growth
+
+
+ALL_MEMORY_GUARDS = MemoryGuards()
+
+
 class StepBuffers:
     """The buffers of a runtime; graphs own a sealed instance, steps above the largest graph an open one."""
 
     def __init__(
-        self,
-        specs: Sequence[BufferSpec],
-        device: torch.device,
-        *,
-        capacity: Capacity = PADDED_BATCH,
-        first_of_child: FirstOfChild = one_after_another,
-        sealed_growth: SealedGrowth = refuse_growth,
+        self, specs: Sequence[BufferSpec], device: torch.device, guards: MemoryGuards = ALL_MEMORY_GUARDS
     ) -> None:
         names = [spec.name for spec in specs]
         assert len(set(names)) == len(names), f"a buffer is declared twice: {names}"
@@ -149,9 +164,7 @@ class StepBuffers:
         self._tensors = {spec.name: torch.empty(0, dtype=spec.dtype, device=device) for spec in specs}
         self._nothing = torch.empty(0, dtype=torch.int32, device=device)
         self._device = device
-        self._capacity = capacity
-        self._first_of_child = first_of_child
-        self._sealed_growth = sealed_growth
+        self._guards = guards
         self._sealed = False
         self.epoch = 0
 
@@ -175,13 +188,13 @@ class StepBuffers:
         short = [
             (spec, needed)
             for spec in self._specs.values()
-            if (needed := self._capacity.elements(spec, shape)) > self._tensors[spec.name].numel()
+            if (needed := self._guards.capacity.elements(spec, shape)) > self._tensors[spec.name].numel()
         ]
         if not short:
             return
         if self._sealed:
             spec, needed = short[0]
-            self._sealed_growth(
+            self._guards.sealed_growth(
                 f"{shape.num_seqs} sequences with {shape.num_tokens} tokens need {needed} elements of {spec.name} "
                 f"({spec.unit.value}) and captured graphs hold {self._tensors[spec.name].numel()}; "
                 "raise the largest of capture_sizes before the first capture"
@@ -189,7 +202,7 @@ class StepBuffers:
         with torch.inference_mode(False):  # what is made in that mode cannot be written outside of it
             grown = {
                 spec.name: torch.full(
-                    (self._capacity.allocated(needed),), spec.pad, dtype=spec.dtype, device=self._device
+                    (self._guards.capacity.allocated(needed),), spec.pad, dtype=spec.dtype, device=self._device
                 )
                 for spec, needed in short
             }
@@ -199,7 +212,7 @@ class StepBuffers:
 
     def view(self, name: str, elements: int, first: int = 0) -> Tensor:
         """The elements of a buffer from the first one on. Raises CapacityExceeded past its end."""
-        return self._capacity.view(name, self._tensors[name], first, elements)
+        return self._guards.capacity.view(name, self._tensors[name], first, elements)
 
     def step_view(self, name: str, shape: PaddedShape, child: int = 0) -> Tensor:
         """What a child of a step of this shape uses of a buffer; empty for a buffer that no kernel needs."""
@@ -207,7 +220,7 @@ class StepBuffers:
         if spec is None:
             return self._nothing
         elements = spec.elements(shape.child)
-        return self.view(name, elements, self._first_of_child(child, elements))
+        return self.view(name, elements, self._guards.first_of_child(child, elements))
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Name -> whole buffer, for fingerprints and poison tests."""

@@ -5,49 +5,23 @@ AttentionRuntime is one user of it, with a pool and a request table of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
-from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.machine.devices import on_device
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.storage import Pool, Table
-from rocm_attn.providers.contract import StepOps
 from rocm_attn.providers.select import Selection, ops_for
 from rocm_attn.step.buffers import name_in
+from rocm_attn.step.guards import StepGuards
 from rocm_attn.step.head_weights import LayerHeadWeights
 from rocm_attn.step.layer_kinds import LayerKinds
-from rocm_attn.step.layers import Layers, ReadBy
-from rocm_attn.step.memory import DeviceStep, MemoryGuards, StepMemory
-from rocm_attn.step.plan import GraphKey, StepPlan, make_plan
+from rocm_attn.step.layers import Layers
+from rocm_attn.step.memory import DeviceStep, StepMemory
+from rocm_attn.step.plan import StepPlan, make_plan
 from rocm_attn.step.planner import Planner
-
-# Name -> tensor, of everything that graphs read in the memory of steps -> batch -> tokens of its longest sequence.
-LongestOf = Callable[[Callable[[], Mapping[str, Tensor]]], Callable[[StepBatch], int]]
-
-
-@dataclass(frozen=True, slots=True)
-class StepGuards:
-    """The safeguards of a step (guards/registry.py), those of the caller's table and publication not among them.
-
-    selection: the kernels of a kind of layer, as they guard
-    ops:       the launches around attention, likewise
-    memory:    of the memory of steps
-    read_by:   of the layers
-    new_head_weights: called with the layer that is given others while graphs may read its head weights
-    longest, graph_key: of the planner
-    """
-
-    selection: Callable[[Selection], Selection]
-    ops: Callable[[StepOps], StepOps]
-    memory: MemoryGuards
-    read_by: ReadBy
-    new_head_weights: Callable[[int], None]
-    longest: LongestOf
-    graph_key: Callable[[GraphKey], GraphKey]
 
 
 class StepCore:
@@ -60,10 +34,10 @@ class StepCore:
 
     def __init__(self, kinds: LayerKinds, table: Table, pool: Pool, guards: StepGuards) -> None:
         self.device = pool.device
-        self.kinds = kinds = kinds.of_kernels(guards.selection)
-        self.head_weights = LayerHeadWeights(kinds.problems, self.device, guards.new_head_weights)
-        self.ops = guards.ops(ops_for(kinds.selections, on_cpu=self.device.type == "cpu"))
-        self.layers = Layers(kinds, pool, self.head_weights, self.ops, read_by=guards.read_by)
+        self.kinds = kinds = kinds.of_kernels(guards.launches.selection)
+        self.head_weights = LayerHeadWeights(kinds.problems, self.device, guards.layers.new_head_weights)
+        self.ops = guards.launches.ops(ops_for(kinds.selections, on_cpu=self.device.type == "cpu"))
+        self.layers = Layers(kinds, pool, self.head_weights, self.ops, guards.layers)
         self.memory = StepMemory(kinds, table, self.device, guards.memory)
         self._table = table
         self._pool = pool
@@ -91,8 +65,8 @@ class StepCore:
             padding,
             self.device,
             max_kv_len=self.max_kv_len,
-            longest=self._guards.longest(self.memory.sealed_tensors),
-            graph_key=self._guards.graph_key,
+            sealed_tensors=self.memory.sealed_tensors,
+            guards=self._guards.planning,
         )
 
     def plan(self, shape: PaddedShape, *, max_q_len: int, max_kv_len: int, may_capture: bool) -> StepPlan:

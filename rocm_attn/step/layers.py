@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from rocm_attn.paging.storage import Pool
 from rocm_attn.paging.stored_tokens import StepStores
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.contract import AttendArgs, StepOps
-from rocm_attn.step.head_weights import LayerHeadWeights
+from rocm_attn.step.head_weights import LayerHeadWeights, refuse_new_weights
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan
@@ -28,11 +29,20 @@ def by_space_of_layer(step: DeviceStep, kind: int) -> StepTensors:
     return step.of_kind[kind]
 
 
-class Layers:
-    """The layers of a model over their pools of pages.
+@dataclass(frozen=True, slots=True)
+class LayerGuards:
+    """The safeguards of layers.
 
-    read_by: the space that a layer reads in is the one it writes in
+    read_by:          the space that a layer reads in is the one that it writes in
+    new_head_weights: called with the layer that is given others while graphs may read its head weights
     """
+
+    read_by: ReadBy = by_space_of_layer
+    new_head_weights: Callable[[int], None] = refuse_new_weights
+
+
+class Layers:
+    """The layers of a model over their pools of pages."""
 
     def __init__(
         self,
@@ -40,10 +50,9 @@ class Layers:
         pool: Pool,
         head_weights: LayerHeadWeights,
         ops: StepOps,
-        *,
-        read_by: ReadBy = by_space_of_layer,
+        guards: LayerGuards,
     ) -> None:
-        self._read_by = read_by
+        self._read_by = guards.read_by
         self._selections = kinds.selections
         self._kind_of_layer = kinds.of_layer
         self._pool = pool

@@ -6,7 +6,7 @@ A step that is not split has one child, itself; the children of a split one have
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,16 +17,13 @@ from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.storage import SpaceTable, Table
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.buffers import (
-    PADDED_BATCH,
+    ALL_MEMORY_GUARDS,
     BufferSpec,
-    Capacity,
-    FirstOfChild,
-    SealedGrowth,
+    MemoryGuards,
     StepBuffers,
     TableSizes,
     name_in,
     one_after_another,
-    refuse_growth,
 )
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.plan import StepPlan
@@ -84,25 +81,6 @@ def table_sizes(selections: Sequence[Selection], table: Table) -> TableSizes:
     )
 
 
-def by_padded_batch(num_rows: int) -> Capacity:
-    """Buffers as large as the padded batch, which may exceed the rows of the table."""
-    return PADDED_BATCH
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryGuards:
-    """The safeguards of the memory of steps.
-
-    capacity:       rows of the table that requests may have -> how large buffers are
-    first_of_child: where in a buffer a child of a step begins
-    sealed_growth:  called where memory that graphs read would have to move
-    """
-
-    capacity: Callable[[int], Capacity] = by_padded_batch
-    first_of_child: FirstOfChild = one_after_another
-    sealed_growth: SealedGrowth = refuse_growth
-
-
 class StepMemory:
     """Buffers and workspace for every step of a model.
 
@@ -110,12 +88,11 @@ class StepMemory:
     """
 
     def __init__(
-        self, kinds: LayerKinds, table: Table, device: torch.device, guards: MemoryGuards = MemoryGuards()
+        self, kinds: LayerKinds, table: Table, device: torch.device, guards: MemoryGuards = ALL_MEMORY_GUARDS
     ) -> None:
         self._selections = kinds.selections
-        self._capacity = guards.capacity(table.spaces[0].entries.shape[0] - 1)
-        self._first_of_child = guards.first_of_child
-        self._sealed_growth = guards.sealed_growth
+        num_rows = table.spaces[0].entries.shape[0] - 1
+        self._guards = replace(guards, capacity=guards.capacity.of_table(num_rows))
         self._table = table
         self._space_of_kind = kinds.spaces
         self._sizes = table_sizes(kinds.selections, table)
@@ -170,14 +147,7 @@ class StepMemory:
 
     def new_part(self) -> StepPart:
         """Memory that grows as steps need it."""
-        buffers = StepBuffers(
-            self._specs(),
-            self._device,
-            capacity=self._capacity,
-            first_of_child=self._first_of_child,
-            sealed_growth=self._sealed_growth,
-        )
-        return StepPart(buffers, Workspace(self._device, sealed_growth=self._sealed_growth))
+        return StepPart(StepBuffers(self._specs(), self._device, self._guards), Workspace(self._device, self._guards))
 
     def _make_room(self, part: StepPart, shapes: Sequence[PaddedShape]) -> None:
         for shape in shapes:
@@ -196,7 +166,7 @@ class StepMemory:
             spaces=tuple(spaces.values()),
             of_kind=tuple(spaces[space] for space in self._space_of_kind),
             schedules=tuple(view(_schedule_name(kind)) for kind in plan.schedule_of_kind),
-            workspace=part.workspace.view(words, self._first_of_child(child, words)),
+            workspace=part.workspace.view(words, self._guards.first_of_child(child, words)),
         )
 
     def _space_views(self, plan: StepPlan, pages: SpaceTable, view: Callable[[str], Tensor]) -> StepTensors:

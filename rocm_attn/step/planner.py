@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import torch
+from torch import Tensor
 
 from rocm_attn.batch.mask import NO_MASK
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, StepKind, is_prefill
@@ -16,6 +18,32 @@ from rocm_attn.providers.contract import Baked
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.plan import GraphKey, StepPlan, kv_len_bucket, make_plan, q_len_bucket
 
+# Name -> tensor, of what graphs read in the memory of steps
+SealedTensors = Callable[[], Mapping[str, Tensor]]
+
+
+def lengths_on_the_host(sealed_tensors: SealedTensors) -> Callable[[StepBatch], int]:
+    """A step is planned for the longest sequence of its batch."""
+    longest: Callable[[StepBatch], int] = attrgetter("max_kv_len")
+    return longest
+
+
+def whole_key(key: GraphKey) -> GraphKey:
+    """Steps share a graph when everything that it froze is equal."""
+    return key
+
+
+@dataclass(frozen=True, slots=True)
+class PlanningGuards:
+    """The safeguards of plans.
+
+    longest:   what graphs read -> batch -> tokens of the longest sequence that a step is planned for
+    graph_key: what of a plan's key tells graphs apart
+    """
+
+    longest: Callable[[SealedTensors], Callable[[StepBatch], int]] = lengths_on_the_host
+    graph_key: Callable[[GraphKey], GraphKey] = whole_key
+
 
 class Planner:
     """Plans for one set of kernels and one padding policy.
@@ -23,8 +51,7 @@ class Planner:
     selections: per kind of layer
     device:     of the runtime
     max_kv_len: tokens that a row of the table has room for
-    longest:    batch -> tokens of the longest sequence that a step is planned for
-    graph_key:  what of a plan's key tells graphs apart
+    sealed_tensors: what graphs read in the memory of steps; no plan follows from it
     """
 
     def __init__(
@@ -34,15 +61,15 @@ class Planner:
         device: torch.device,
         *,
         max_kv_len: int,
-        longest: Callable[[StepBatch], int],
-        graph_key: Callable[[GraphKey], GraphKey],
+        sealed_tensors: SealedTensors,
+        guards: PlanningGuards,
     ) -> None:
         self.padding = padding
         self._selections = tuple(selections)
         self._device = device
         self._max_kv_len = max_kv_len
-        self._longest = longest
-        self._graph_key = graph_key
+        self._longest = guards.longest(sealed_tensors)
+        self._graph_key = guards.graph_key
         rows = [kernel.row for s in selections for kernel in s.kernels.values()]
         bakes = {b for row in rows for b in row.bakes}
         self._bakes_kv_len = Baked.MAX_KV_LEN in bakes

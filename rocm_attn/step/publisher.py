@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -134,37 +135,44 @@ class Line:
 _Launching = tuple[Line, Int32Array, Tensor, int]
 
 
-class Publisher:
-    """Writes ring slots and launches the kernels that read them.
+@dataclass(frozen=True, slots=True)
+class PublishingGuards:
+    """The safeguards of publication.
 
-    ring_wait: waits for the fence behind a ring slot's readers
-    deliver:   launches a pending change of the table or of its pages
+    ring_wait:      waits for the fence after a ring slot's readers
+    deliver:        launches a pending change of the table or of its pages
     new_echo_check: makes what looks at the echo of a step when its ring slot comes back
-    of_last_step: what the counts of a step say that no later one echoes
+    of_last_step:   what the counts of a step say that no later one echoes
     """
+
+    ring_wait: Callable[[Fence], None] = wait_for
+    deliver: Deliver = launch_then_forget
+    new_echo_check: Callable[[], Callable[[Int32Array], None]] = EchoCheck
+    of_last_step: OfLastStep = fault_of_counts
+
+
+class Publisher:
+    """Writes ring slots and launches the kernels that read them."""
 
     def __init__(
         self,
         ops: StepOps,
         table: RequestTable,
         pool: HybridKVPool,
-        *,
-        ring_wait: Callable[[Fence], None] = wait_for,
-        deliver: Deliver = launch_then_forget,
-        new_echo_check: Callable[[], Callable[[Int32Array], None]] = EchoCheck,
-        of_last_step: OfLastStep = fault_of_counts,
+        guards: PublishingGuards,
     ) -> None:
         self._ops = ops
         self._table = table
         self._pool = pool
-        self._deliver = deliver
+        self._deliver = guards.deliver
         # One for each child, so that the host may be as many split steps ahead as others.
         self._lines = tuple(
-            Line(HostRing(pool.device, wait=ring_wait), new_echo_check(), pool.device) for _ in range(HALVES)
+            Line(HostRing(pool.device, wait=guards.ring_wait), guards.new_echo_check(), pool.device)
+            for _ in range(HALVES)
         )
         # A step takes up to two slots a space: of copies and of cells.
-        self._updates = HostRing(pool.device, depth=2 * 2 * len(table.spaces), wait=ring_wait)
-        self._of_last_step = of_last_step
+        self._updates = HostRing(pool.device, depth=2 * 2 * len(table.spaces), wait=guards.ring_wait)
+        self._of_last_step = guards.of_last_step
         self._launching: _Launching | None = None
         self._found: Found = []
         self._steps_to_answer = 0

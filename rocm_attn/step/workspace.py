@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import CapacityExceeded
-from rocm_attn.step.buffers import SealedGrowth, refuse_growth
+from rocm_attn.step.buffers import ALL_MEMORY_GUARDS, MemoryGuards
 
 
 class Workspace:
@@ -16,9 +16,9 @@ class Workspace:
     children of a split step, whose kernels may run at the same time, have a part of it each.
     """
 
-    def __init__(self, device: torch.device, *, sealed_growth: SealedGrowth = refuse_growth) -> None:
+    def __init__(self, device: torch.device, guards: MemoryGuards = ALL_MEMORY_GUARDS) -> None:
         self._words = torch.empty(0, dtype=torch.float32, device=device)
-        self._sealed_growth = sealed_growth
+        self._guards = guards
         self._sealed = False
 
     @property
@@ -35,7 +35,7 @@ class Workspace:
         if words <= self.capacity:
             return False
         if self._sealed:
-            self._sealed_growth(
+            self._guards.sealed_growth(
                 f"a step needs {words * 4} bytes of workspace and captured graphs hold {self.capacity * 4}; "
                 "raise the largest of capture_sizes before the first capture"
             )

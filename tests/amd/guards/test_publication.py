@@ -128,7 +128,7 @@ def test_copies_that_failed_half_way_are_made_again_from_the_same_pages(
 def published_lengths(guards: Guards, num_steps: int) -> list[int]:
     """kv_len as each of num_steps steps finds it on a device that starts late, behind a ring of two slots."""
     late = LateDevice()
-    ring = HostRing(torch.device("cpu"), depth=2, wait=guards.ring_wait, new_fence=late.fence)
+    ring = HostRing(torch.device("cpu"), depth=2, wait=guards.publishing.ring_wait, new_fence=late.fence)
     found: list[int] = []
     counts, row, kv_len, q_len, ids = (torch.zeros(n, dtype=torch.int32) for n in (4, 1, 1, 1, 1))
     nothing = torch.zeros(0, dtype=torch.int32)

@@ -9,6 +9,7 @@ import logging
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,18 @@ each_guard = pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.id
 def test_every_safeguard_is_registered_once() -> None:
     ids = [guard.id for guard in GUARDS]
     assert len(set(ids)) == len(ids)
-    assert set(ids) == {field.name for field in dataclasses.fields(Guards)}
+    places = [guard.place for guard in GUARDS]
+    assert sorted(places) == sorted(places_in(Guards()))
+
+
+def places_in(part: Any) -> list[tuple[str, ...]]:
+    """The places of all safeguards of a part: its fields, or those of the parts that these are."""
+    places: list[tuple[str, ...]] = []
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        is_part = type(value).__name__.endswith("Guards")
+        places += [(field.name, *place) for place in places_in(value)] if is_part else [(field.name,)]
+    return places
 
 
 @each_guard
@@ -50,8 +62,8 @@ def test_a_safeguard_is_switched_off_alone(guard: Guard) -> None:
     assert Guards().off == ()
     guards = Guards().without(guard.id)
     assert guards.off == (guard.id,)
-    assert getattr(guards, guard.id) is guard.value_when_off
-    assert Guards().without(*[other.id for other in GUARDS]).off == tuple(f.name for f in dataclasses.fields(Guards))
+    assert guard.value_in(guards) is guard.value_when_off
+    assert Guards().without(*[other.id for other in GUARDS]).off == tuple(other.id for other in GUARDS)
 
 
 @each_guard

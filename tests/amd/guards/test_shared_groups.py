@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rocm_attn.batch.prefixes import PrefixGroup
 from rocm_attn.errors import BadBatch
-from rocm_attn.guards.registry import Guards
+from rocm_attn.guards.registry import GUARDS, Guards
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.providers.contract import StepOps
 from tests.amd.guards.serving import ALL_ON, Serving
@@ -65,9 +65,10 @@ def test_the_groups_of_an_earlier_step_do_not_stay(graphs: bool, provider: str, 
         serving.run_shared(requests[:3], [PrefixGroup(3, 12)])
         return serving, requests[:3]
 
+    (full_refresh,) = (guard for guard in GUARDS if guard.id == "full_refresh")
     serving, requests = regrouped(ALL_ON)
     serving.check(requests, [1, 1, 1])
-    serving, requests = regrouped(replace(ALL_ON, full_refresh=groups_once))
+    serving, requests = regrouped(full_refresh.put_in(ALL_ON, groups_once))
     assert not serving.is_right(requests, [1, 1, 1])
 
 

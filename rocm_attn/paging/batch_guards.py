@@ -1,0 +1,48 @@
+"""BatchGuards: what a batch must keep to, and what it gives back, before it becomes a step of a request table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.paging.request_table import RequestTable
+
+ForBatch = Callable[[StepBatch], None]
+
+
+def checked_batch(table: RequestTable) -> ForBatch:
+    """Batches that the table has no rows or no room for are refused."""
+    return table.check_batch
+
+
+def stored_before_it_is_read(table: RequestTable) -> tuple[ForBatch, ForBatch]:
+    """What refuses a step that begins after what is stored, and one that stores nothing and needs more than that."""
+    return table.check_stored, table.require_stored
+
+
+def before_the_steps_windows(table: RequestTable) -> ForBatch:
+    """What a step's first new tokens do not see any more is given back, and nothing else.
+
+    A length that only the device knows may be shorter than its bound: such a step gives nothing back by itself.
+    """
+
+    def evict(batch: StepBatch) -> None:
+        if batch.inputs.kv_len_on_host:
+            table.evict(batch.rows, batch.kv_len - batch.q_len)
+
+    return evict
+
+
+@dataclass(frozen=True, slots=True)
+class BatchGuards:
+    """The safeguards of a batch over a request table.
+
+    check:  the table -> what refuses a batch that cannot be a step
+    stored: the table -> see stored_before_it_is_read
+    evict:  the table -> what gives back the pages that a step does not need any more
+    """
+
+    check: Callable[[RequestTable], ForBatch] = checked_batch
+    stored: Callable[[RequestTable], tuple[ForBatch, ForBatch]] = stored_before_it_is_read
+    evict: Callable[[RequestTable], ForBatch] = before_the_steps_windows

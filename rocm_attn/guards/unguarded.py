@@ -20,8 +20,9 @@ from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.hip_graphs.pinned import PinnedTensors
 from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
 from rocm_attn.kernels.metadata.device_inputs import GivenInputs
+from rocm_attn.kernels.metadata.engine_tensors import EngineLengths, LengthBounds, PublishedLengths
 from rocm_attn.kernels.metadata.slot_layout import UPDATE_WORDS
-from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.kernels.metadata.step_tensors import StepTensors, TableTerms
 from rocm_attn.paging.page_table import RowWidth
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.problem import Problem
@@ -42,7 +43,14 @@ def leave_pads(ops: StepOps) -> StepOps:
         real = {name: getattr(to, name)[:seqs] for name in ("row_of_seq", "kv_len", "q_len", "prefix_len", "group_end")}
         ops.publish(slot, counts_before, replace(to, **real, token_ids=to.token_ids[:tokens]))
 
-    return replace(ops, publish=publish)
+    def publish_engine(
+        slot: Tensor, counts_before: Tensor, given: EngineLengths, bounds: LengthBounds, to: PublishedLengths
+    ) -> None:
+        seqs = int(slot[0])
+        real = {name: getattr(to, name)[:seqs] for name in ("engine_row", "row_of_seq", "kv_len", "q_len")}
+        ops.publish_engine(slot, counts_before, given, bounds, replace(to, **real))
+
+    return replace(ops, publish=publish, publish_engine=publish_engine)
 
 
 def store_everything(ops: StepOps) -> StepOps:
@@ -133,7 +141,36 @@ def lengths_as_they_come(ops: StepOps) -> StepOps:
         to.q_len[:seqs].copy_(given.q_len[:seqs])
         to.counts[1], to.counts[3] = to.q_len[:seqs].sum(), 0
 
-    return replace(ops, device_inputs=device_inputs)
+    def publish_engine(
+        slot: Tensor, counts_before: Tensor, given: EngineLengths, bounds: LengthBounds, to: PublishedLengths
+    ) -> None:
+        ops.publish_engine(slot, counts_before, given, bounds, to)
+        seqs = int(slot[0])
+        to.kv_len[:seqs].copy_(given.kv_len[:seqs])
+        to.counts[3] = 0
+
+    return replace(ops, device_inputs=device_inputs, publish_engine=publish_engine)
+
+
+def slots_as_given(ops: StepOps) -> StepOps:
+    """New tokens go to the slots that the engine gives, whatever its table says."""
+
+    def take_slots(
+        given: Tensor,
+        slot_map: Tensor | None,
+        counts: Tensor,
+        slot_of_token: Tensor,
+        *,
+        page_size: int,
+        null_page: bool,
+    ) -> None:
+        num_given = min(len(given), len(slot_of_token))
+        slot = given[:num_given].long()
+        slot = slot if slot_map is None else slot_map[slot.clamp(0, len(slot_map) - 1)].long()
+        live = torch.arange(num_given, device=counts.device) < counts[1]
+        slot_of_token[:num_given].copy_(torch.where(live, slot, 0 if null_page else -1))
+
+    return replace(ops, take_slots=take_slots)
 
 
 def write_row_zero(ops: StepOps) -> StepOps:
@@ -387,3 +424,12 @@ def forget_then_launch(launch: Callable[[], None], forget: Callable[[], None]) -
     """A change whose launch raises is lost."""
     forget()
     launch()
+
+
+def page_zero_is_no_ones(terms: TableTerms) -> TableTerms:
+    """Page 0 belongs to no one, whatever its owner says."""
+    return terms._replace(null_page=True)
+
+
+def let_tables_move(reason: str) -> None:
+    """A table or pages are replaced, although graphs read the old ones."""

@@ -51,6 +51,10 @@ class Tensors:
     v: list[Tensor]
 
 
+def leave_alone(kv_len: Tensor, slots: Tensor) -> None:
+    """Nothing goes wrong."""
+
+
 class Engine(ABC):
     """What all of them do. windows: of each layer, -1 for none."""
 
@@ -210,8 +214,26 @@ class Engine(ABC):
         """Slots, and the engine's own value for pads."""
         return self.ints([*slots, *[0] * (padded - len(slots))], torch.int64)
 
-    def run(self, requests: Sequence[Request], new: Sequence[int], *, pads: int = 0) -> list[Tensor]:
+    def run(
+        self,
+        requests: Sequence[Request],
+        new: Sequence[int],
+        *,
+        pads: int = 0,
+        corrupt: Callable[[Tensor, Tensor], None] = leave_alone,
+    ) -> None:
         """An eager step, padded by so many sequences and tokens; compared with the oracle."""
+        self.compare(requests, new, *self.run_unseen(requests, new, pads=pads, corrupt=corrupt))
+
+    def run_unseen(
+        self,
+        requests: Sequence[Request],
+        new: Sequence[int],
+        *,
+        pads: int = 0,
+        corrupt: Callable[[Tensor, Tensor], None] = leave_alone,
+    ) -> tuple[Tensors, list[Tensor]]:
+        """As run(), without a look at the results. corrupt: given the engine's lengths and slots before the step"""
         for request, count in zip(requests, new, strict=True):
             self.reserve(request, request.kv_len + count)
         self.start_step(requests, new)
@@ -230,13 +252,14 @@ class Engine(ABC):
             max_kv_len=max(request.kv_len + count for request, count in zip(requests, new, strict=True)),
         )
         given = self.tensors(total, step.padded_tokens)
-        slots = self.slots_of(requests, new)
+        listed = self.slots_of(requests, new)
+        slots = None if listed is None else self.slot_tensor(listed, step.padded_tokens)
+        corrupt(kv_len, kv_len if slots is None else slots)
         self.attention.begin(step)
-        self.attention.fill(None if slots is None else self.slot_tensor(slots, step.padded_tokens))
+        self.attention.fill(slots)
         outs = self.forward(given)
         self.keep(requests, new, given)
-        self.compare(requests, new, given, outs)
-        return outs
+        return given, outs
 
     def forward(self, given: Tensors) -> list[Tensor]:
         """Store and attend in every layer."""

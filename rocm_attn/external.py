@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape, StepKind
 from rocm_attn.batch.step_batch import INT32_MAX
-from rocm_attn.errors import BadProblem, BadSetting, BadTensor, CapacityExceeded, DeviceFault, WrongState
+from rocm_attn.errors import BadProblem, BadSetting, BadTensor, CapacityExceeded, DeviceFault, Unsupported, WrongState
 from rocm_attn.guards.registry import Guards, guards_from_settings
 from rocm_attn.kernels.metadata.engine_tensors import LengthBounds, PublishedLengths
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
@@ -470,6 +470,11 @@ class ExternalAttention:
         if step.captured and not plan.replayable:
             names = sorted({kernel.row.name for kernel in plan.kernels if not kernel.row.graph_safe})
             raise WrongState(f"{', '.join(names)} cannot be captured; run such steps eagerly, or choose a provider")
+        needy = sorted({kernel.row.name for kernel in plan.kernels if kernel.row.needs_host_lengths})
+        if needy:
+            raise Unsupported(
+                f"{', '.join(needy)} must know the lengths on the host, and an engine's are on the device"
+            )
         (device_step,) = core.memory.device_steps(plan)
         tensors, tables = device_step.tensors, self._tables
         to = PublishedLengths(

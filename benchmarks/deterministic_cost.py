@@ -23,7 +23,7 @@ from triton.runtime.errors import OutOfResources
 from benchmarks.attention_module import step_kind
 from benchmarks.machine import describe_machine
 from benchmarks.one_layer import Batch, LayerGraph, medians_in_turn
-from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 from rocm_attn.machine.target import detect_target

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import describe_machine
-from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.decode_schedule import decode_schedule_words, launch_decode_schedule
 from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.step_tensors import FIELDS, Need, StepTensors

@@ -84,7 +84,7 @@ class Model:
         for layer in range(self.num_layers):
             q = hidden.view(-1, LAYER.num_q_heads, LAYER.head_dim)
             kv, out = q[:, : LAYER.num_kv_heads], torch.empty_like(q)
-            self.runtime.store_and_attend(layer, q, kv, kv, out)
+            step.layers.store_and_attend(layer, q, kv, kv, out)
             hidden = out.flatten(1)
         return hidden
 

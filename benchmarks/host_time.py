@@ -48,7 +48,7 @@ def measure(num_seqs: int, device: torch.device) -> dict[str, float | int]:
 
     def forward(step: Step) -> Tensor:
         for layer in range(NUM_LAYERS):
-            runtime.store_and_attend(layer, q, kv, kv, out)
+            step.layers.store_and_attend(layer, q, kv, kv, out)
         return out
 
     runner = StepRunner(runtime, forward, recorder_for(device))

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from benchmarks.machine import describe_machine, version_of
-from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel, load_model
+from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Request
 from tests.amd.text.hf_reference import hf_llama
 

@@ -1,4 +1,10 @@
-"""What hip_graphs raises; an upper floor translates these into its own words."""
+"""What hip_graphs raises.
+
+Callers of rocm_attn see errors of rocm_attn.errors alone. Where it uses hip_graphs it turns these into its own words:
+StaleRecording into GraphStale, BadLadder into BadSetting. RecordingRefused switches graphs off with its message as the
+reason. SizeExceeded and KeyTaken would be a mistake of rocm_attn's own: it asks SizeLadder only for sizes that fit, and
+drops a key's recording before it puts another one there.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +15,6 @@ class RecordingRefused(RuntimeError):
 
 class StaleRecording(RuntimeError):
     """A recording reads memory that its owner has moved since; it must be recorded again."""
-
-
-class NotRecorded(RuntimeError):
-    """A replay was asked for under a key that holds no recording."""
 
 
 class KeyTaken(ValueError):

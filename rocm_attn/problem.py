@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from rocm_attn.errors import BadProblem
+from rocm_attn.machine import choices
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in choices.DTYPES)
 UNLIMITED_WINDOW = -1
 # Of a vectorised pool: what a thread loads at once.
 VECTOR_BYTES = 16

@@ -2,7 +2,7 @@
 
 begin_step   host: check, pad, plan, grow buffers;  device: page copies, table updates, publish, fill
              begin_split_step: the same in two halves, each published and filled for itself
-per layer    store, attend, or both in one call
+per layer    the step's layers: store, attend, or both in one call
 end_step     host only
 """
 
@@ -38,7 +38,7 @@ from rocm_attn.step.core import StepCore
 from rocm_attn.step.head_weights import LayerHeadWeights
 from rocm_attn.step.holder import StepHolder
 from rocm_attn.step.layer_kinds import LayerKinds
-from rocm_attn.step.layers import HalfLayers
+from rocm_attn.step.layers import StepLayers
 from rocm_attn.step.memory import DeviceStep, StepPart
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.plan import StepPlan
@@ -98,12 +98,7 @@ class AttentionRuntime:
         self._check_stored, require_stored = guards.batch.stored(self.table)
         self._stores = StepStores(len(problems), self.table.tokens, require_stored)
         self._evict = guards.batch.evict(self.table) if windows else _keep_everything
-        self._publisher = Publisher(
-            core.ops,
-            self.table,
-            self.pool,
-            guards.publishing,
-        )
+        self._publisher = Publisher(core.ops, self.table, self.pool, guards.publishing)
         self._planner = core.new_planner(options.padding(problems))
         # Those that make graphs of this runtime's steps.
         self.graph_users: weakref.WeakSet[object] = weakref.WeakSet()
@@ -115,7 +110,8 @@ class AttentionRuntime:
         self._plan: StepPlan | None = None
         self._children: tuple[DeviceStep, ...] = ()
         self._last_step: Step | None = None
-        self._num_splits = 0
+        # Whose layers may be called: a whole step's views, or what stands for one split step.
+        self._who_runs: object = None
         self._streams = StreamOrder(self.device)
 
     @property
@@ -194,7 +190,7 @@ class AttentionRuntime:
         return self.core.sealed_tensors()
 
     def begin_step(self, batch: StepBatch, pad_to: int | None = None) -> Step:
-        """Stage a step and fill its metadata; then store and attend layer by layer.
+        """Stage a step and fill what follows from its inputs; then call its `layers`, one layer after the other.
 
         pad_to: sequences to pad to, where ranks must agree; not given: the ladder decides
         Raises BadBatch, CapacityExceeded, WrongState, and DeviceFault for an earlier step, once; no step is begun then.
@@ -238,9 +234,10 @@ class AttentionRuntime:
             self._plan, self._children, self._state = plan, children, _State.STAGED
             self._stores.begin(batch, 1, refusal)
             # Steps of equal sizes are equal, and a server decodes many in a row.
-            step = self._last_step
+            step, self._who_runs = self._last_step, children[0]
             if step is None or not step.is_for(batch, children[0], plan):
-                step = self._last_step = Step.of(batch, children[0], plan, self, 0)
+                layers = self._step_layers(children[0], plan, self._who_runs, 0)
+                step = self._last_step = Step.of(batch, children[0], plan, layers, 0)
             return step
         except BaseException:
             self.end_step()
@@ -263,16 +260,10 @@ class AttentionRuntime:
                     self._publisher.publish(batches[half], child, half)
             self._plan, self._children, self._state = plan, children, _State.STAGED
             self._stores.begin(batch, HALVES, refusal)
-            self._num_splits += 1
-            require = partial(self._require_split, self._num_splits)
+            # Not its views, which a later step of equal sizes has too: a half does not outlive its step.
+            self._who_runs = object()
             first, second = (
-                Step.of(
-                    batches[half],
-                    child,
-                    plan,
-                    HalfLayers(self.core.layers, child, plan, require, self._stores, half),
-                    half,
-                )
+                Step.of(batches[half], child, plan, self._step_layers(child, plan, self._who_runs, half), half)
                 for half, child in enumerate(children)
             )
             return SplitStep((first, second), children[0].tensors.counts[0], plan)
@@ -293,39 +284,6 @@ class AttentionRuntime:
             self.core.fill(self._children, self._plan)
         self._state = _State.RUNNING
 
-    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Write the step's new keys and values of a layer to their slots; padded tokens are dropped.
-
-        k, v: [T, kv_heads, head_dim | v_head_dim]; any strides but the last. Of a latent layer, v is the first part of
-              k: k[..., :v_head_dim]
-        Raises BadTensor, WrongState, and BadBatch for a step that begins within tokens that a row shares.
-        """
-        step, plan = self._running()
-        self._stores.before_store()
-        self.core.layers.store(step, plan, layer, k, v)
-        self._stores.after_store(0, layer)
-
-    def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """Attention of the step's new tokens over everything that is stored for their sequences.
-
-        A layer that keeps no K and V and reads another's attends by that layer's number, after that one has stored.
-
-        q, out: [T, q_heads, head_dim | v_head_dim]; any strides but the last; padded tokens of out receive zeros
-        lse:    float32 [T, q_heads]; when given, receives the natural log of the softmax denominator (the sink in it),
-                -inf for pads and for a token that sees no key, whether or not there is a sink
-        Raises BadTensor, WrongState, and BadBatch where the step has not stored and needs tokens that nobody stored.
-        """
-        step, plan = self._running()
-        self._stores.before_attend(0, layer)
-        self.core.layers.attend(step, plan, layer, q, out, lse)
-
-    def store_and_attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None
-    ) -> None:
-        """store, then attend."""
-        self.store(layer, k, v)
-        self.attend(layer, q, out, lse)
-
     def end_step(self) -> None:
         """Close the step, so that the next one may begin. Also the way back after an exception inside a step.
 
@@ -335,7 +293,7 @@ class AttentionRuntime:
         if self._holder.is_mine:
             self._stores.end()
             self._state = _State.IDLE
-            self._plan, self._children = None, ()
+            self._plan, self._children, self._who_runs = None, (), None
             self._holder.give_back()
 
     def abandon_step(self) -> None:
@@ -487,20 +445,16 @@ class AttentionRuntime:
         options = replace(self.options, capture_sizes=capture_sizes, capture_tokens=capture_tokens)
         return options.padding(self.kinds.problems)
 
-    def _running(self) -> tuple[DeviceStep, StepPlan]:
-        if self._plan is None or self._state is not _State.RUNNING:
-            raise WrongState(f"store and attend need a running step, but {self._state.value}; call begin_step() first")
-        if len(self._children) > 1:
-            raise WrongState("the step that runs is split; call store and attend of the `layers` of each of its halves")
-        self._streams.join()
-        return self._children[0], self._plan
+    def _step_layers(self, views: DeviceStep, plan: StepPlan, who: object, half: int) -> StepLayers:
+        require = partial(self._require_running, who)
+        return StepLayers(self.core.layers, views, plan, require, self._stores, half)
 
-    def _require_split(self, number: int) -> None:
-        """A half of the split step of this number may store and attend now."""
+    def _require_running(self, who: object) -> None:
+        """The layers of this step, or of a half of it, may store and attend now. Raises WrongState."""
         if self._state is not _State.RUNNING:
-            raise WrongState(f"store and attend of a half need a running step, but {self._state.value}")
-        if number != self._num_splits or len(self._children) == 1:
-            raise WrongState("the step that this half belongs to is over; call the `layers` of the step that runs")
+            raise WrongState(f"store and attend need a running step, but {self._state.value}; call begin_step() first")
+        if who is not self._who_runs:
+            raise WrongState("the step of these layers is over; call the `layers` of the step that runs")
         self._streams.join()
 
 

@@ -69,8 +69,8 @@ _INT32_BYTES = 2**31
         "block_table_stride",
         "block_table_width",
         "page_list_len",
-        "num_seqs",
-        "num_tokens",
+        "num_seqs_padded",
+        "num_tokens_padded",
         "window_left",
         "token_shares",
         "list_shares",
@@ -104,8 +104,8 @@ def _fill_kernel(
     block_table_stride,
     block_table_width,
     page_list_len,
-    num_seqs,
-    num_tokens,
+    num_seqs_padded,
+    num_tokens_padded,
     window_left,
     token_shares,
     list_shares,
@@ -124,10 +124,10 @@ def _fill_kernel(
 ):
     # Roles lie one after the other on the axis of program ids; the id within each counts from 0.
     block = tl.program_id(0)
-    token_share = block - tl.cdiv(num_seqs + 1, SEQS)
-    list_share = token_share - num_seqs * token_shares
-    row_share = list_share - num_seqs * list_shares
-    seqs = Seqs(counts, row_of_seq, kv_len, q_len, num_seqs)
+    token_share = block - tl.cdiv(num_seqs_padded + 1, SEQS)
+    list_share = token_share - num_seqs_padded * token_shares
+    row_share = list_share - num_seqs_padded * list_shares
+    seqs = Seqs(counts, row_of_seq, kv_len, q_len, num_seqs_padded)
     request_table = Table(table, table_stride, table_width)
     if token_share < 0:
         boundaries = Boundaries(q_indptr, last_token_of_seq, page_indptr, last_page_len, kv_len_int64, mask_indptr)
@@ -136,7 +136,7 @@ def _fill_kernel(
             groups = Groups(prefix_len, group_end, group_indptr, suffix_kv_len, suffix_page)
             write_groups(block, seqs, groups, PAGE_SIZE, SEQS)
     elif list_share < 0:
-        tokens = Tokens(position_of_token, slot_of_token, num_tokens)
+        tokens = Tokens(position_of_token, slot_of_token, num_tokens_padded)
         share = Share(token_share, token_shares)
         write_tokens(share, seqs, request_table, tokens, window_left, PAGE_SIZE, NULL_PAGE, SHORT_KV, SEQS, TOKENS)
     elif row_share < 0:

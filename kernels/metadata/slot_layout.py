@@ -1,11 +1,8 @@
 """The int32 words of a ring slot; kernels, their torch twins and the host that writes a slot share this.
 
-n = num_seqs:
     [0] num_seqs  [1] num_tokens  [2] step number  [3] 1 if token ids follow, else 0
     [4] number of the step before  [5] echo of the step before  [6] its number as the device has it  [7] not used
-    [8, 8+n) rows   [8+n, 8+2n) kv_len   [8+2n, 8+3n) q_len   [8+3n, 8+3n+num_tokens) token ids
-    behind these, where the step shares prefixes: n words of prefix_len, n of group_end
-    behind these, where the device knows lengths: n words, the first token that the step may store in each row
+    then the parts of SlotParts, one after the other
 
 The kernel that reads a slot writes the echo, words 5 and 6, back into it: what is known by then of the step before.
 Word 5 is that step's error word, or one of the two words below; 0 says that all was well.
@@ -13,15 +10,43 @@ Word 5 is that step's error word, or one of the two words below; 0 says that all
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
 COUNT_WORDS = 4  # num_seqs, num_tokens, step number, error word, as a step's counts hold them
 HEADER_WORDS = 8
 UPDATE_WORDS = 3  # row, column, entry of a changed cell of the request table
 
-STEP, STEP_BEFORE, ECHO, ECHOED_STEP = 2, 4, 5, 6  # places in a slot; counts have STEP in the same place
+# Places in a slot; counts have the first three in the same places, and the error word in the fourth.
+NUM_SEQS, NUM_TOKENS, STEP, HAS_IDS = 0, 1, 2, 3
+STEP_BEFORE, ECHO, ECHOED_STEP = 4, 5, 6
 WRONG_STEP = 1 << 16  # the device's counts held another number than word 4
 NO_ECHO = 1 << 17  # what the host puts into word 5: no kernel has read this slot
 
 
-def slot_words(num_seqs: int, num_tokens: int) -> int:
-    """Words of a slot that carries a step of num_seqs sequences and num_tokens token ids, without prefixes."""
-    return HEADER_WORDS + 3 * num_seqs + num_tokens
+class SlotParts(NamedTuple):
+    """Where a slot's parts lie after its header: n words each, n = num_seqs, but for token_ids.
+
+    rows, kv_len, q_len
+    token_ids:   num_token_ids words
+    prefix_len, group_end: read where the step shares prefixes
+    floor:       read where the device knows lengths: the first token that the step may store in each row
+    """
+
+    rows: slice
+    kv_len: slice
+    q_len: slice
+    token_ids: slice
+    prefix_len: slice
+    group_end: slice
+    floor: slice
+
+
+@lru_cache(maxsize=4096)
+def slot_parts(num_seqs: int, num_token_ids: int) -> SlotParts:
+    """The parts of a slot; it is as long as the last one's end, whether a step uses all of them or not."""
+    ends, end = [], HEADER_WORDS
+    for field in SlotParts._fields:
+        end += num_token_ids if field == "token_ids" else num_seqs
+        ends.append(end)
+    return SlotParts(*(slice(first, end) for first, end in zip([HEADER_WORDS, *ends], ends, strict=False)))

@@ -17,11 +17,11 @@ from rocm_attn.kernels.metadata.slot_layout import (
     COUNT_WORDS,
     ECHO,
     ECHOED_STEP,
-    HEADER_WORDS,
     STEP,
     STEP_BEFORE,
     UPDATE_WORDS,
     WRONG_STEP,
+    slot_parts,
 )
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, StepTensors
 
@@ -33,20 +33,17 @@ def publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None:
     slot[ECHO] = torch.where(counts_before[STEP] == slot[STEP_BEFORE], counts_before[ERROR_WORD], WRONG_STEP)
     to.counts.copy_(slot[:COUNT_WORDS])
     to.counts[ERROR_WORD].zero_()
-    at = HEADER_WORDS
-    for buffer, pad in ((to.row_of_seq, 0), (to.kv_len, to.pads.kv_len), (to.q_len, to.pads.q_len)):
-        buffer[:num_seqs].copy_(slot[at : at + num_seqs])
-        buffer[num_seqs:].fill_(pad)
-        at += num_seqs
-    num_ids = num_tokens * has_ids
-    to.token_ids[:num_ids].copy_(slot[at : at + num_ids])
-    to.token_ids[num_ids:].zero_()
-    if to.prefix_len.numel():
-        at += num_ids
-        for buffer in (to.prefix_len, to.group_end):
-            buffer[:num_seqs].copy_(slot[at : at + num_seqs])
-            buffer[num_seqs:].zero_()
-            at += num_seqs
+    parts = slot_parts(num_seqs, num_tokens * has_ids)
+    for buffer, part, pad in (
+        (to.row_of_seq, parts.rows, 0),
+        (to.kv_len, parts.kv_len, to.pads.kv_len),
+        (to.q_len, parts.q_len, to.pads.q_len),
+        (to.token_ids, parts.token_ids, 0),
+        *(((to.prefix_len, parts.prefix_len, 0), (to.group_end, parts.group_end, 0)) if to.prefix_len.numel() else ()),
+    ):
+        num_real = part.stop - part.start
+        buffer[:num_real].copy_(slot[part])
+        buffer[num_real:].fill_(pad)
 
 
 def place_mask(bits: Tensor, positions: Tensor, to: StepTensors) -> None:
@@ -62,8 +59,8 @@ def place_mask(bits: Tensor, positions: Tensor, to: StepTensors) -> None:
 def device_inputs(slot: Tensor, given: GivenInputs, to: StepTensors) -> None:
     """Twin of launch_device_inputs; runs outside of recordings, on a CPU slot."""
     num_seqs, num_ids, counts = int(slot[0]), len(given.token_ids), to.counts
-    bounds = slot[HEADER_WORDS + num_seqs : HEADER_WORDS + 3 * num_seqs]
-    kv_bound, q_bound = bounds.to(counts.device).view(2, num_seqs)
+    parts = slot_parts(num_seqs, num_ids)
+    kv_bound, q_bound = slot[parts.kv_len].to(counts.device), slot[parts.q_len].to(counts.device)
     given_kv, given_q, begin = (
         words[:num_seqs].to(counts.device) for words in (given.kv_len, given.q_len, given.floor)
     )

@@ -11,7 +11,6 @@ slot         0                                 page 0: the store drops it
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,26 +21,12 @@ from rocm_attn.batch.inputs import HOST_INPUTS
 from rocm_attn.batch.mask import NO_MASK
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.errors import CapacityExceeded
 from rocm_attn.hip_graphs.size_ladder import SizeLadder
 
 PAD_ROW = 0
-
-
-class StepKind(enum.Enum):
-    """What a step asks of the kernels, by its new tokens."""
-
-    DECODE = "decode"  # one new token in every sequence
-    EXTEND = "extend"  # no sequence with exactly one new token
-    MIXED = "mixed"  # some sequences with one new token, others with more, or none
-    PREFILL = "prefill"  # an extend step in which no sequence has a token in the cache; never captured
-    MASKED = "masked"  # any number of new tokens in each sequence, which see what a mask says
-    SHARED = "shared"  # one new token in every sequence, and prefixes that several of them share
-
-    @property
-    def decodes(self) -> bool:
-        """Whether every sequence has one new token."""
-        return self is StepKind.DECODE or self is StepKind.SHARED
+_NO_EXTRAS = frozenset({Extra.NOTHING})
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +63,17 @@ class PaddingPolicy:
     tokens:       the token counts that steps with more than one new token a sequence are captured at
     max_children: the most children that a captured step has; a split step takes the sizes of the ladders, rounded up
                   to two equal halves
-    has_masks:    whether steps may have masks; those are never split
-    has_prefixes: whether steps that share prefixes may be captured; those are never split
+    extras:       what captured steps may bring
     """
 
     seqs: SizeLadder
     tokens: SizeLadder
     max_children: int = 1
-    has_masks: bool = False
-    has_prefixes: bool = False
+    extras: frozenset[Extra] = _NO_EXTRAS
+
+    def kinds(self, num_children: int) -> tuple[StepKind, ...]:
+        """The kinds of steps that may be captured whole, or in so many parts."""
+        return tuple(kind for kind in StepKind if self._captures(kind, num_children))
 
     def shape(self, batch: StepBatch, pad_to: int | None = None) -> PaddedShape:
         """The padded shape of a batch.
@@ -109,7 +96,7 @@ class PaddingPolicy:
             raise CapacityExceeded(f"{pad_to} sequences cannot be split into halves of one size; pad to an even number")
         num_seqs = _pad_even(max(1, batch.num_seqs), self.seqs) if pad_to is None else _forced(batch, pad_to)
         num_tokens = num_seqs
-        if kind is not StepKind.DECODE:
+        if not (kind.decodes and kind.splits):
             halves = split_batch(batch, num_seqs // HALVES)
             # Both halves have the larger one's room: they have one shape, and so one plan.
             most = max(1, *(half.num_tokens for half in halves))
@@ -123,25 +110,25 @@ class PaddingPolicy:
             children <= self.max_children
             and shape.num_seqs <= round_up(self.seqs.largest, children)
             and (shape.kind.decodes or shape.num_tokens <= round_up(self.tokens.largest, children))
-            and (shape.kind is not StepKind.SHARED or self.has_prefixes)
+            and self._captures(shape.kind, children)
         )
+
+    def _captures(self, kind: StepKind, num_children: int) -> bool:
+        return kind.captured and kind.extra in self.extras and (num_children == 1 or kind.splits)
 
     def largest_shapes(self) -> tuple[PaddedShape, ...]:
         """The largest shape of each kind of step, whole and split, that may be captured."""
         shapes = []
         for children in range(1, self.max_children + 1):
             seqs, tokens = (round_up(ladder.largest, children) for ladder in (self.seqs, self.tokens))
-            shapes.append(PaddedShape(StepKind.DECODE, seqs, seqs, children))
-            shapes += [PaddedShape(kind, seqs, tokens, children) for kind in (StepKind.EXTEND, StepKind.MIXED)]
-        if self.has_masks:
-            shapes.append(PaddedShape(StepKind.MASKED, self.seqs.largest, self.tokens.largest))
-        if self.has_prefixes:
-            shapes.append(PaddedShape(StepKind.SHARED, self.seqs.largest, self.seqs.largest))
+            shapes += [
+                PaddedShape(kind, seqs, seqs if kind.decodes else tokens, children) for kind in self.kinds(children)
+            ]
         return tuple(shapes)
 
 
 def token_places(batch: StepBatch, shape: PaddedShape) -> npt.NDArray[np.int64]:
-    """int64 [T]; places of a step's tokens among its padded ones, half behind half: those of real tokens, then pads."""
+    """int64 [T]; places of a step's tokens among its padded ones, half after half: those of real tokens, then pads."""
     places = np.arange(shape.num_tokens)
     if shape.num_children == 1:
         return places

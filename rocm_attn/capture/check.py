@@ -1,4 +1,4 @@
-"""CaptureCheck: a fresh graph serves nobody before it has given what the eager run gives.
+"""CaptureCheck: a fresh graph serves no step before it has given what the eager run gives.
 
 A graph is recorded and compared on probe requests: rows and pages that are free at the moment, filled with random K
 and V, given back at the end. Nothing that a wrong graph has frozen then belongs to a request: what it bakes, and what
@@ -30,7 +30,7 @@ from rocm_attn.capture.probe_requests import (
     kept_new_tokens,
     probe_limits,
 )
-from rocm_attn.oracle.numerics import BOUNDS
+from rocm_attn.oracle.numerics import BOUNDS, error_parts
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.step import SplitStep, Step
@@ -191,7 +191,7 @@ class _Trial:
         finally:
             self._runtime.end_step()
         if not bool(wanted.isfinite().any()) and not bool(replayed.isfinite().any()):
-            return  # what is no number agrees with anything that is none: that proves as little as pads would
+            return  # NaN equals NaN here: as with pads, nothing is proved by it
         self.num_compared += 1
         self._most_seqs = max(self._most_seqs, batch.num_seqs)
         self._longest = max(self._longest, batch.max_kv_len)
@@ -243,12 +243,11 @@ def rows_beyond_bounds(one: Tensor, other: Tensor) -> list[int]:
     if one.shape != other.shape or one.dtype not in BOUNDS or one.dtype != other.dtype:
         return list(range(len(other))) if not bitwise_equal(one, other) else []
     flat = len(one), math.prod(one.shape[1:])
-    bound, a, b = BOUNDS[one.dtype], one.double().reshape(flat), other.double().reshape(flat)
+    a, b = one.double().reshape(flat), other.double().reshape(flat)
     finite = b.isfinite()
-    scale = b[finite].square().mean().sqrt() if bool(finite.any()) else 0.0
-    close = (a - b).abs() <= bound.atol * scale + bound.rtol * b.abs()
-    same = (a == b) | (a.isnan() & b.isnan())
-    wrong: list[int] = (~torch.where(finite, close, same)).any(1).nonzero().flatten().tolist()
+    size = b[finite].square().mean().sqrt() if bool(finite.any()) else 0.0
+    far = (error_parts(a, b, BOUNDS[one.dtype].out, size=size) > 1) & ~(a.isnan() & b.isnan())
+    wrong: list[int] = far.any(1).nonzero().flatten().tolist()
     return wrong
 
 

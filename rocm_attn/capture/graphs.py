@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, StepKind, round_up
+from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, round_up
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.hip_graphs.recorder import Recorder
 from rocm_attn.kernels.launch import observe_launches
 from rocm_attn.step.plan import GraphKey
@@ -58,18 +59,26 @@ def _shapes(padding: PaddingPolicy, children: int) -> list[PaddedShape]:
     seqs, tokens = (
         tuple(dict.fromkeys(round_up(size, children) for size in ladder)) for ladder in (padding.seqs, padding.tokens)
     )
-    shapes = [PaddedShape(StepKind.DECODE, size, size, children) for size in seqs]
-    if padding.has_prefixes and children == 1:
-        shapes += [PaddedShape(StepKind.SHARED, size, size) for size in seqs]
-    for num_seqs, fewest_seqs in _with_fewest(seqs):
-        for num_tokens in tokens:
-            if num_tokens >= 2 * max(fewest_seqs, children):
-                shapes.append(PaddedShape(StepKind.EXTEND, num_seqs, num_tokens, children))
-                if padding.has_masks and children == 1:
-                    shapes.append(PaddedShape(StepKind.MASKED, num_seqs, num_tokens))
-            if num_seqs > children and num_tokens >= max(fewest_seqs, 2 * children) + children:
-                shapes.append(PaddedShape(StepKind.MIXED, num_seqs, num_tokens, children))
+    shapes = []
+    for kind in padding.kinds(children):
+        if kind.decodes:
+            shapes += [PaddedShape(kind, size, size, children) for size in seqs]
+            continue
+        shapes += [
+            PaddedShape(kind, num_seqs, num_tokens, children)
+            for num_seqs, fewest_seqs in _with_fewest(seqs)
+            for num_tokens in tokens
+            if _exists(kind, num_seqs, fewest_seqs, num_tokens, children)
+        ]
     return shapes
+
+
+def _exists(kind: StepKind, num_seqs: int, fewest_seqs: int, num_tokens: int, children: int) -> bool:
+    """Whether a step with a token in each sequence is padded to these sizes: of sequences with two tokens or more, or,
+    where kinds are mixed, of some with one token and one with more in each child."""
+    if kind.mixes:
+        return num_seqs > children and num_tokens >= max(fewest_seqs, 2 * children) + children
+    return num_tokens >= 2 * max(fewest_seqs, children)
 
 
 def _with_fewest(sizes: tuple[int, ...]) -> list[tuple[int, int]]:

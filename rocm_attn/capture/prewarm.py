@@ -1,4 +1,4 @@
-"""Compiles what a model will need, before it is served: by running its steps once, over memory that nobody cares for.
+"""Compiles what a model will need, before it is served: by running its steps once, over memory that holds no request.
 
 On a GPU the steps really run, and AITER compiles what they need of it. For a GPU that is not there Triton's kernels are
 compiled, into the cache entries that a process on that GPU will find. Either way the runtime's own launchers decide
@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape, StepKind
+from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.capture.graphs import Progress, capture_shapes, shape_name
-from rocm_attn.capture.probe_requests import typical_q_len, with_nothing_shared, with_random_mask
+from rocm_attn.capture.probe_requests import typical_q_len, with_extra
 from rocm_attn.errors import BadSetting
 from rocm_attn.guards.registry import guards_from_settings
 from rocm_attn.machine.target import Target
@@ -31,6 +32,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.step import Step
 
 # Above this a storage takes code with 64-bit addresses; a pool that is larger than this needs no more of itself here.
 _BUFFER_LOAD_BYTES = 2 << 30
@@ -144,10 +146,10 @@ def _steps(runtime: AttentionRuntime) -> Iterator[tuple[PaddedShape, list[int]]]
             yield PaddedShape(kind, num_seqs, num_seqs * each), [each] * num_seqs
             if num_seqs > 1 and each > 1:
                 yield PaddedShape(StepKind.MIXED, num_seqs, 1 + (num_seqs - 1) * each), [1] + [each] * (num_seqs - 1)
-            if runtime.padding.has_prefixes:
-                yield PaddedShape(StepKind.SHARED, num_seqs, num_seqs), [1] * num_seqs
-            if runtime.padding.has_masks:
-                yield PaddedShape(StepKind.MASKED, num_seqs, num_seqs * each), [each] * num_seqs
+            for kind in runtime.padding.kinds(1):
+                if kind.extra is not Extra.NOTHING:
+                    new = 1 if kind.decodes else each
+                    yield PaddedShape(kind, num_seqs, num_seqs * new), [new] * num_seqs
 
 
 def _run(runtime: AttentionRuntime, q_len: list[int], shape: PaddedShape) -> None:
@@ -158,14 +160,11 @@ def _run(runtime: AttentionRuntime, q_len: list[int], shape: PaddedShape) -> Non
             runtime.table.reserve(row, length)
         tokens = np.array(q_len, np.int32)
         batch = StepBatch(np.array(rows, np.int32), tokens, tokens)
-        if shape.kind is StepKind.MASKED:
-            batch = with_random_mask(batch, torch.Generator(runtime.device))
-        elif shape.kind is StepKind.SHARED:
-            batch = with_nothing_shared(batch)
+        batch = with_extra(batch, shape.kind, torch.Generator(runtime.device))
         step = runtime.begin_step(batch, max(shape.num_seqs, len(q_len)))
         try:
             for layer, selection in enumerate(runtime.selections):
-                _attend(runtime, layer, selection.problem, step.token_ids.shape[0])
+                _attend(step, layer, selection.problem)
         finally:
             runtime.end_step()
     finally:
@@ -173,11 +172,12 @@ def _run(runtime: AttentionRuntime, q_len: list[int], shape: PaddedShape) -> Non
             runtime.table.free(row)
 
 
-def _attend(runtime: AttentionRuntime, layer: int, problem: Problem, num_tokens: int) -> None:
+def _attend(step: Step, layer: int, problem: Problem) -> None:
     def zeros(num_heads: int, dim: int) -> Tensor:
-        return torch.zeros(num_tokens, num_heads, dim, dtype=problem.dtype, device=runtime.device)
+        num_tokens = step.token_ids.shape[0]
+        return torch.zeros(num_tokens, num_heads, dim, dtype=problem.dtype, device=step.token_ids.device)
 
-    runtime.store_and_attend(
+    step.layers.store_and_attend(
         layer,
         zeros(problem.num_q_heads, problem.head_dim),
         zeros(problem.num_kv_heads, problem.head_dim),

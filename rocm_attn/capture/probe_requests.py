@@ -17,9 +17,10 @@ from torch import Tensor
 from rocm_attn.batch.halves import HALVES, split_point
 from rocm_attn.batch.inputs import HOST_INPUTS, Inputs
 from rocm_attn.batch.mask import random_mask
-from rocm_attn.batch.padding import PaddedShape, StepKind
+from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
 from rocm_attn.providers.contract import Baked
@@ -52,7 +53,7 @@ def probe_limits(target: Target) -> ProbeLimits:
 
 
 class ProbeRequests:
-    """Requests with random content on rows and pages that nobody holds; given back when the context ends.
+    """Requests with random content on rows and pages that no request holds; given back when the context ends.
 
     inputs: of a step whose kind those of the probes must have; their lengths are on the device where its are
     """
@@ -111,12 +112,10 @@ class ProbeRequests:
             return
         new = [int(tokens) for tokens in q_len[: room.num_seqs]]
         for batch in self._plain(plan, room, new, q_len):
-            if plan.shape.kind is StepKind.MASKED:
-                yield with_random_mask(batch, self._generator)
-            elif plan.shape.kind is StepKind.SHARED:
+            if plan.shape.kind.extra is Extra.PREFIXES:
                 yield self._with_random_groups(batch)
             else:
-                yield batch
+                yield with_extra(batch, plan.shape.kind, self._generator)
 
     def _plain(self, plan: StepPlan, room: _Room, new: list[int], q_len: Int32Array) -> Iterator[StepBatch]:
         fewer = new[: (len(new) + 1) // 2] if plan.shape.kind.decodes else new
@@ -129,7 +128,7 @@ class ProbeRequests:
     def _ragged(self, room: _Room, q_len: Sequence[int], cut: int) -> tuple[list[int], list[int]]:
         """Lengths of every order of magnitude, one of them in the bucket's upper part.
 
-        cut: new tokens are shuffled before and behind it, so that the halves of a split step keep theirs
+        cut: new tokens are shuffled before and after it, so that the halves of a split step keep theirs
         """
         new = [int(tokens) for part in (q_len[:cut], q_len[cut:]) for tokens in self._random.permutation(part)]
         most = room.usual(len(new), 2)
@@ -242,13 +241,13 @@ def typical_q_len(shape: PaddedShape, *, max_seqs: int, max_kv_len: int) -> Int3
         # Halves that are alike: the cut lies between them.
         half = typical_q_len(shape.child, max_seqs=max_seqs // HALVES, max_kv_len=max_kv_len)
         return None if half is None else np.tile(half, HALVES)
-    if shape.kind in (StepKind.EXTEND, StepKind.MASKED):
+    if not shape.kind.mixes:
         q_len = _even(num_tokens, min(num_seqs, num_tokens // 2))
     else:
         # As in serving: every sequence decodes, but for the one that brings a prompt.
         num_seqs = min(num_seqs, num_tokens - 1)
         q_len = [1] * (num_seqs - 1) + [num_tokens - num_seqs + 1]
-    if not q_len or max(q_len) > max_kv_len or (shape.kind is StepKind.MIXED and len(q_len) < 2):
+    if not q_len or max(q_len) > max_kv_len or (shape.kind.mixes and len(q_len) < 2):
         return None
     return np.array(q_len, np.int32)
 
@@ -270,16 +269,19 @@ def plan_of(runtime: AttentionRuntime, shape: PaddedShape, q_len: Int32Array) ->
         for row, tokens in zip(rows, q_len.tolist(), strict=True):
             runtime.table.reserve(row, tokens)
         batch = StepBatch(np.array(rows, np.int32), q_len, q_len)
-        if shape.kind is StepKind.MASKED:
-            batch = with_random_mask(batch, torch.Generator(runtime.device))
-        elif shape.kind is StepKind.SHARED:
-            batch = with_nothing_shared(batch)
-        step = runtime.stage_as(shape, batch)
+        step = runtime.stage_as(shape, with_extra(batch, shape.kind, torch.Generator(runtime.device)))
         runtime.end_step()
         return step.plan
     finally:
         for row in reversed(rows):
             runtime.table.free(row)
+
+
+def with_extra(batch: StepBatch, kind: StepKind, generator: torch.Generator) -> StepBatch:
+    """The step with what steps of its kind bring: a random mask, or prefixes of which none is shared."""
+    if kind.extra is Extra.MASK:
+        return with_random_mask(batch, generator)
+    return with_nothing_shared(batch) if kind.extra is Extra.PREFIXES else batch
 
 
 def with_random_mask(batch: StepBatch, generator: torch.Generator) -> StepBatch:
@@ -293,7 +295,7 @@ def with_nothing_shared(batch: StepBatch) -> StepBatch:
 
 
 def forget_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> None:
-    """Put K and V that show in place of those of a step's new tokens, which whoever runs the step has to store."""
+    """Put K and V that show in place of those of a step's new tokens, which the step has to store."""
     for space, page, offset in _places_of_new_tokens(runtime, batch):
         for layer in runtime.pool.in_space(space).layers:
             # A K of 0 has a usual score whatever q is, so that a V of 10,000 is seen among 100,000 others.

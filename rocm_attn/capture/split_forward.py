@@ -54,7 +54,7 @@ def require_rows(rows: object) -> None:
 def in_batch_order(step: SplitStep, rows: tuple[Tensor, Tensor]) -> Tensor:
     """The rows of both halves in one tensor [S, ...], those of real sequences first and in the order of the batch.
 
-    Device work only, of fixed shape: where the second half's rows go follows from a count on the device. Rows behind
+    Device work only, of fixed shape: where the second half's rows go follows from a count on the device. Rows after
     the real ones are any of the others. Raises BadTensor.
     """
     first, second = rows

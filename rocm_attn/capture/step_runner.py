@@ -22,13 +22,15 @@ from rocm_attn.capture.check import CaptureCheck, Check, Verdict
 from rocm_attn.capture.graphs import CapturedBucket, CaptureReport, Progress, SkippedBucket, capture_shapes, shape_name
 from rocm_attn.capture.probe_requests import plan_of, typical_q_len
 from rocm_attn.capture.split_forward import Forward, SplitForward, in_batch_order, one_after_the_other, require_rows
-from rocm_attn.errors import BadTensor, DeviceFault, NotCopied, Unsupported
+from rocm_attn.errors import BadTensor, DeviceFault, GraphStale, NotCopied, Unsupported
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
 from rocm_attn.hip_graphs.graph_cache import Entry, GraphCache
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.machine.agreement import alone
 from rocm_attn.machine.watchdog import Watchdog
+from rocm_attn.paging.index_spaces import Space
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.metrics import Metrics
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER, Flight, Watch
 from rocm_attn.step.step import SplitStep, Step
@@ -38,28 +40,6 @@ CAPTURE_SECONDS = 300.0
 CAPTURE_WATCHDOG = Watchdog(CAPTURE_SECONDS)
 
 Stage = Callable[[StepBatch, int | None], Step | SplitStep]
-
-
-@dataclass(frozen=True, slots=True)
-class StepCounters:
-    """What a runner has done so far.
-
-    steps:            all of them
-    replays:          of them, run as a graph
-    captures:         graphs made
-    capture_seconds:  spent making and checking them
-    real_seqs:        sequences over all steps
-    padded_seqs:      padded sequences that came on top of them
-    graphs_off:       why graphs were switched off; empty while they are on or were never asked for
-    """
-
-    steps: int
-    replays: int
-    captures: int
-    capture_seconds: float
-    real_seqs: int
-    padded_seqs: int
-    graphs_off: str
 
 
 class StepRunner:
@@ -98,6 +78,7 @@ class StepRunner:
         self._half_by_half = one_after_the_other(forward)
         self._split_forward = split_forward if split_forward is not None else self._half_by_half
         self._recorder = recorder
+        self._wants_graphs = recorder is not None
         self._check = check if check is not None else CaptureCheck()
         self._watchdog = watchdog
         self._flight = flight
@@ -108,8 +89,7 @@ class StepRunner:
         self._entry_of_plan: dict[StepPlan, Entry[Tensor]] = {}
         self._stored_layers: dict[StepPlan, int] = {}  # that a plan's graph stores in
         self._buckets: list[CapturedBucket] = []
-        self._steps = self._real_seqs = self._padded_seqs = 0
-        self._capture_seconds = 0.0
+        self.metrics = Metrics()  # what serves through this runner counts here too
         self._graphs_off = ""
         self._may_capture = runtime.guards.capture.may_capture
         self._seal_number = 0
@@ -119,16 +99,12 @@ class StepRunner:
             self._pin()
 
     @property
-    def counters(self) -> StepCounters:
-        """A snapshot of what was done so far."""
-        counted = self._graphs.counters
-        return StepCounters(
-            steps=self._steps,
-            replays=counted.replays,
-            captures=counted.captures,
-            capture_seconds=self._capture_seconds,
-            real_seqs=self._real_seqs,
-            padded_seqs=self._padded_seqs,
+    def counters(self) -> Metrics:
+        """A snapshot of what was done so far, and of the pages that are held now."""
+        held = {table.space: table.num_usable_pages - table.num_free_pages for table in self._runtime.table.spaces}
+        return self.metrics.snapshot(
+            pages_in_use=held[Space.FULL],
+            swa_pages_in_use=held.get(Space.SWA, 0),
             graphs_off=self._why_no_graphs(),
         )
 
@@ -154,16 +130,18 @@ class StepRunner:
                 rows, plan = self._staged_and_run(stage, batch, pad_to)
             finally:
                 self._runtime.end_step()
-        except BaseException:
+        except BaseException as error:
             # An interrupt may have come in place of the end.
             self._runtime.end_step()
+            if isinstance(error, DeviceFault):
+                self._count_faults(error)
             raise
         num_padded = plan.shape.num_seqs
         if rows.shape[0] != num_padded:
             raise BadTensor(f"forward returned {rows.shape[0]} rows for {num_padded} padded sequences")
-        self._steps += 1
-        self._real_seqs += batch.num_seqs
-        self._padded_seqs += num_padded - batch.num_seqs
+        self.metrics.steps += 1
+        self.metrics.real_seqs += batch.num_seqs
+        self.metrics.padded_seqs += num_padded - batch.num_seqs
         return rows if num_padded == batch.num_seqs else rows[: batch.num_seqs]
 
     def _staged_and_run(self, stage: Stage, batch: StepBatch, pad_to: int | None) -> tuple[Tensor, StepPlan]:
@@ -187,15 +165,18 @@ class StepRunner:
 
     def run_eagerly(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
         """run() without a graph and without a trace in the counters: a step again, to compare."""
-        return self._eagerly(self._runtime.stage(batch, pad_to), batch)
+        return self._eagerly(partial(self._runtime.stage, batch, pad_to), batch)
 
     def run_eagerly_as(self, shape: PaddedShape, batch: StepBatch) -> Tensor:
         """As run_eagerly, for run_as."""
-        return self._eagerly(self._runtime.stage_as(shape, batch), batch)
+        return self._eagerly(partial(self._runtime.stage_as, shape, batch), batch)
 
-    def _eagerly(self, step: Step | SplitStep, batch: StepBatch) -> Tensor:
+    def _eagerly(self, stage: Callable[[], Step | SplitStep], batch: StepBatch) -> Tensor:
         try:
-            return self._body(step)[: batch.num_seqs]
+            return self._body(stage())[: batch.num_seqs]
+        except DeviceFault as fault:  # of a step before it
+            self._count_faults(fault)
+            raise
         finally:
             self._runtime.end_step()
 
@@ -228,6 +209,7 @@ class StepRunner:
         try:
             self._runtime.check_device()
         except DeviceFault as fault:
+            self._count_faults(fault)
             self._flight.failed(fault)
             raise
 
@@ -246,15 +228,21 @@ class StepRunner:
             self._start_over(self._recorder)
 
     def check_addresses(self) -> None:
-        """Compare the address, shape, stride and dtype of everything that graphs read. Raises StaleRecording."""
+        """Compare the address, shape, stride and dtype of everything that graphs read. Raises GraphStale."""
         self._follow_seal()
-        self._pinned.check()
+        try:
+            self._pinned.check()
+        except StaleRecording as stale:
+            raise GraphStale(str(stale)) from stale
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise NotCopied(
             "a StepRunner cannot be copied or pickled: its graphs refer to a device's memory by address; "
             "build another one over a runtime of its own"
         )
+
+    def _count_faults(self, error: DeviceFault) -> None:
+        self.metrics.faults += len(error.each)
 
     def _follow_seal(self) -> None:
         """Drop the graphs if the addresses were sealed anew, or given up, since they were made."""
@@ -309,20 +297,28 @@ class StepRunner:
         # Nor does one that may not store: what compares graphs writes to the pages of new tokens.
         can_be_made = plan.replayable and batch.num_seqs > 0 and self._can_capture and self._runtime.may_store
         if self._recorder is None or not can_be_made or not self._is_due(plan):
-            return self._body(step)
+            return self._without_graph(step)
         # The graph is made of other steps; this one is staged again when it has passed.
         self._runtime.abandon_step()
         q_len = np.ones(plan.shape.num_seqs, np.int32) if plan.shape.kind.decodes else batch.q_len
         self._capture(plan, q_len, batch)
         step = stage(batch, pad_to)
         entry = self._entry_of_plan.get(step.plan)
-        return self._body(step) if entry is None else self._replay(step.plan, entry)
+        return self._without_graph(step) if entry is None else self._replay(step.plan, entry)
+
+    def _without_graph(self, step: Step | SplitStep) -> Tensor:
+        self.metrics.fallbacks += self._wants_graphs and step.plan.replayable
+        return self._body(step)
 
     def _replay(self, plan: StepPlan, entry: Entry[Tensor]) -> Tensor:
         stored_layers = self._stored_layers[plan]
         self._runtime.begin_replay(stored_layers)
-        rows = self._graphs.replay_entry(entry)
+        try:
+            rows = self._graphs.replay(entry)
+        except StaleRecording as stale:
+            raise GraphStale(str(stale)) from stale
         self._runtime.end_replay(stored_layers)
+        self.metrics.replays += 1
         return rows
 
     def _is_due(self, plan: StepPlan) -> bool:
@@ -368,7 +364,7 @@ class StepRunner:
         try:
             refusal = self._make_and_check(plan, q_len, live)
         finally:
-            self._capture_seconds += time.perf_counter() - started
+            self.metrics.capture_seconds += time.perf_counter() - started
         if refusal:
             self._switch_off(refusal)
 
@@ -441,7 +437,8 @@ class StepRunner:
             # An interrupt may have come after a graph was put there, and before its plan led to it.
             self._graphs.drop(plan.key)
         self._stored_layers[plan] = graph.stored_layers
-        self._entry_of_plan[plan] = self._graphs.put(plan.key, graph.recording, graph.outputs, graph.seconds)
+        self._entry_of_plan[plan] = self._graphs.put(plan.key, graph.recording, graph.outputs)
+        self.metrics.captures += 1
         check = verdict.summary + note
         self._buckets.append(CapturedBucket(plan.key, graph.seconds, verdict.seconds, graph.recording.bytes, check))
 
@@ -462,7 +459,7 @@ class StepRunner:
 
 @dataclass(frozen=True, slots=True)
 class _FreshGraph:
-    """A graph that nobody has vouched for yet.
+    """A graph that was not checked yet.
 
     seconds:       of warm-up and recording
     stored_layers: as AttentionRuntime.stored_layers, of each step that it replays

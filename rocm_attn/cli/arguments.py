@@ -6,24 +6,18 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from rocm_attn.errors import BadModel, BadSetting
 from rocm_attn.paging.index_spaces import num_pages
-from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.problem import Problem
 from rocm_attn.providers.select import Selection
+from rocm_attn.runner.families import attention_geometry
 from rocm_attn.runner.fields import read_json
-from rocm_attn.runner.geometry import AttentionGeometry, attention_geometry
-from rocm_attn.selection.pages import PageChoice, choose_pages, open_page_sizes, open_pools
+from rocm_attn.runner.geometry import AttentionGeometry
+from rocm_attn.selection.pages import POOLS, PageChoice, choose_pages, open_page_sizes, open_pools
 from rocm_attn.step.options import RuntimeOptions
-
-_POOLS: Mapping[str, PoolKind | Literal["auto"]] = {
-    "linear": PoolKind.SPLIT,
-    "vectorized": PoolKind.VECTORIZED,
-    "auto": "auto",
-}
 
 
 def device_named(name: str | None) -> torch.device:
@@ -37,16 +31,11 @@ def device_named(name: str | None) -> torch.device:
     return device
 
 
-def pool_named(name: str) -> PoolKind | Literal["auto"]:
-    """What --pool names."""
-    return _POOLS[name]
-
-
 def page_choice(
     options: argparse.Namespace, problems: Sequence[Problem], choose: Callable[[Problem], Selection]
 ) -> PageChoice:
     """The pages of --page-size and --pool; see choose_pages. Raises Unsupported."""
-    return choose_pages(problems, choose, open_page_sizes(options.page_size), open_pools(pool_named(options.pool)))
+    return choose_pages(problems, choose, open_page_sizes(options.page_size), open_pools(options.pool))
 
 
 def runtime_options(options: argparse.Namespace, *, max_kv_len: int, page_size: int) -> RuntimeOptions:
@@ -66,7 +55,7 @@ def runtime_options(options: argparse.Namespace, *, max_kv_len: int, page_size: 
 
 def pages_as_json(pages: PageChoice) -> dict[str, object]:
     """The page size and the name of the layout."""
-    (pool,) = (name for name, pool in _POOLS.items() if pool is pages.pool)
+    (pool,) = (name for name, pool in POOLS.items() if pool is pages.pool)
     return {"page_size": pages.page_size, "pool": pool}
 
 

@@ -12,12 +12,12 @@ import torch
 
 from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json
 from rocm_attn.errors import BadSetting, Unsupported
+from rocm_attn.machine.choices import AUTO
 from rocm_attn.machine.releases import UNKNOWN, Release
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from rocm_attn.providers.select import Selection, select
-from rocm_attn.selection.pages import AUTO
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,15 @@ from typing import TextIO
 
 import torch
 
-from rocm_attn.cli.arguments import device_named, pool_named
+from rocm_attn.cli.arguments import device_named
+from rocm_attn.cli.options import ON_GENERATE
 from rocm_attn.cli.ordered_text import OrderedText
 from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.cli.streams import say
 from rocm_attn.errors import BadModel, BadRequest, BadSetting, CapacityExceeded, RocmAttnError
-from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel, default_dtype, load_model, model_kind
+from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.report import Report
 from rocm_attn.runner.request import Completion, Event, FailureEvent, Request, RequestsFailed
 from rocm_attn.runner.sampling import Sampling
@@ -162,22 +164,9 @@ def _request(options: argparse.Namespace, loaded: LoadedModel, prompt: str) -> R
 def _engine(options: argparse.Namespace, loaded: LoadedModel, requests: Sequence[Request]) -> Engine:
     """An engine with room for these requests, so that a short prompt does not claim all of the memory."""
     longest = max(len(request.prompt_token_ids) for request in requests) + options.max_new_tokens
-    return Engine(
-        loaded,
-        EngineOptions(
-            provider=options.provider,
-            page_size=options.page_size,
-            pool=pool_named(options.pool),
-            max_batch_size=min(options.max_batch_size, len(requests)),
-            chunk=options.chunk,
-            graphs=options.graphs,
-            max_kv_len=min(longest, loaded.config.context_len),
-            num_pages=options.num_pages,
-            swa_pages=options.swa_pages,
-            flight_path=options.flight_record,
-            deterministic=options.deterministic,
-        ),
-    )
+    given = {name: getattr(options, name) for name in ON_GENERATE}
+    given["max_batch_size"] = min(options.max_batch_size, len(requests))
+    return Engine(loaded, EngineOptions(**given, max_kv_len=min(longest, loaded.config.context_len)))
 
 
 def _progress(num_prompts: int) -> Callable[[Event], None]:
@@ -236,7 +225,6 @@ def _lines(report: Report) -> list[str]:
         + (f", and {report.swa_pages} for layers with a window" if report.swa_pages else ""),
         *(["deterministic: a prompt's tokens do not depend on the prompts beside it"] if report.deterministic else []),
         *([f"SAFEGUARDS OFF: {', '.join(report.guards_off)}"] if report.guards_off else []),
-        f"graphs {report.graphs}: {report.replays} of {report.steps} steps replayed, {report.captures} captured, "
-        f"{report.padded_share:.0%} of the sequences were padding",
-        f"{report.new_tokens} tokens in {report.seconds:.1f} s, {report.tokens_per_s:.1f} tokens/s",
+        *([] if report.metrics.graphs_off else [f"graphs {report.graphs}"]),
+        str(report.metrics),
     ]

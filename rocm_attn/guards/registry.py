@@ -253,7 +253,7 @@ GUARDS: tuple[Guard, ...] = (
     _guard(
         "batch_check",
         "batch.check",
-        "tokens without a reserved page are dropped, rows that nobody holds are read, and nobody is told",
+        "tokens without a reserved page are dropped, and rows that no request holds are read, without an error",
         "H17, H18, G1",
         unguarded.any_batch,
         "test_rows.py::test_a_step_beyond_what_was_reserved_is_refused",

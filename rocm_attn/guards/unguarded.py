@@ -36,7 +36,7 @@ from rocm_attn.step.plan import GraphKey
 
 
 def leave_pads(ops: StepOps) -> StepOps:
-    """Publishing writes the real sequences and tokens; what lies behind them keeps what the last step left."""
+    """Publishing writes the real sequences and tokens; what comes after them keeps what the last step left."""
 
     def publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None:
         seqs, tokens = slot[:2].tolist()
@@ -199,7 +199,7 @@ def table_one_update_late(ops: StepOps) -> StepOps:
 
 
 def leave_tails(ops: StepOps) -> StepOps:
-    """Page lists and dense tables keep, behind a sequence's last page, what an earlier step left."""
+    """Page lists and dense tables keep, after a sequence's last page, what an earlier step left."""
 
     def fill(step: StepTensors, *, page_size: int, window_left: int) -> None:
         list_before, rows_before = step.page_list.clone(), step.block_table.clone()
@@ -216,7 +216,7 @@ def leave_tails(ops: StepOps) -> StepOps:
 
 @dataclass(frozen=True, slots=True)
 class _ReadsDeadV:
-    """A kernel that multiplies the V rows behind a sequence's end, in its last page, by a probability of 0."""
+    """A kernel that multiplies the V rows after a sequence's end, in its last page, by a probability of 0."""
 
     inner: BoundKernel
     problem: Problem
@@ -316,7 +316,7 @@ def let_weights_move(layer: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _PastTheRow(RowWidth):
-    """Pages are put where they would lie if the row had no end: in the rows behind it."""
+    """Pages are put where they would lie if the row had no end: in the rows after it."""
 
     def require(self, kv_len: int, max_kv_len: int) -> None:
         pass
@@ -334,7 +334,7 @@ PAST_THE_ROW = _PastTheRow()
 
 
 def never_shared(holders: Int32Array) -> npt.NDArray[np.bool_]:
-    """Every row writes to the pages that it holds, whoever else holds them."""
+    """Every row writes to the pages that it holds, whichever other rows hold them too."""
     return np.zeros(len(holders), np.bool_)
 
 

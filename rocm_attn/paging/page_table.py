@@ -243,7 +243,7 @@ class PageTable:
     def evict(self, rows: Int32Array, start: Int32Array, end: Int32Array) -> None:
         """Give back the pages that no step needs whose new tokens begin at start[i] or later in rows[i].
 
-        They may be handed out again at once: the table is changed, and pages are written, by launches behind those
+        They may be handed out again at once: the table is changed, and pages are written, by launches after those
         that may still read them, on the same stream. Only rows that leave a page cost a Python iteration.
         """
         due = start >= self._next_eviction[rows]

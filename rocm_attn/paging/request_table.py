@@ -229,10 +229,10 @@ class RequestTable:
         return child
 
     def truncate(self, row: int, kv_len: int) -> None:
-        """Row goes back: it keeps its first kv_len tokens, and gives back the pages behind them.
+        """Row goes back: it keeps its first kv_len tokens, and gives back the pages after them.
 
         Where row shares pages this is how it goes back at all: the next reserve() copies the page that kv_len lies in,
-        if another row holds it too, and takes others for those behind it. A row that shares none may as well begin a
+        if another row holds it too, and takes others for those after it. A row that shares none may as well begin a
         step earlier. Raises WrongState, and BadBatch for more tokens than row has room for.
         """
         self._must_be_admitted(row)
@@ -310,7 +310,7 @@ class RequestTable:
                 self._prefixes_checked = shared
 
     def check_stored(self, batch: StepBatch) -> None:
-        """Raise BadBatch where a step begins behind the tokens that are stored: it would attend to what is not there.
+        """Raise BadBatch where a step begins after the tokens that are stored: it would attend to what is not there.
 
         A length that only the device knows may be shorter than its bound: such a step is not looked at.
         """

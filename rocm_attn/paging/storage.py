@@ -1,4 +1,4 @@
-"""Pool and Table: what a step needs of pages and of the tables that lead to them, whoever owns both."""
+"""Pool and Table: what a step needs of pages and of the tables that lead to them, the runtime's own or an engine's."""
 
 from __future__ import annotations
 

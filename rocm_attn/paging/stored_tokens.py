@@ -77,7 +77,7 @@ class StoredTokens:
         stored_len[row] = min(kv_len, int(stored_len[row]))
 
     def lower_from(self, row: int, kv_len: int) -> None:
-        """Row has given back the pages behind kv_len: it shares nothing there."""
+        """Row has given back the pages after kv_len: it shares nothing there."""
         if self.floor[row] > kv_len:
             self.lower(np.array([row]), np.array([kv_len], np.int32))
 

@@ -10,12 +10,26 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape, StepKind, round_up
-from rocm_attn.kernels.metadata.engine_tensors import EngineLengths, GatherSource, LengthBounds, PublishedLengths
+from rocm_attn.batch.padding import PaddedShape, round_up
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.machine.releases import EVERY_RELEASE, Span
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
+from rocm_attn.providers.launches import (
+    ClearPads,
+    Fill,
+    GatherTable,
+    PackMask,
+    PlaceDeviceInputs,
+    PlaceMask,
+    Publish,
+    PublishEngine,
+    StoreKV,
+    TakeSlots,
+    UpdateTable,
+    ZeroTails,
+)
 
 
 class Baked(enum.Enum):
@@ -67,10 +81,13 @@ class AttendArgs:
 
 
 class BoundKernel(Protocol):
-    """A kernel for one problem on one target: its tiles are chosen, its limits were checked."""
+    """A kernel for one problem on one target: its tiles are chosen, its limits were checked.
+
+    A frozen value: equal kernels launch the same for equal steps, and graphs are kept by the kernels that they hold.
+    """
 
     def describe(self) -> str:
-        """Name and tiles; equal descriptions mean equal launches."""
+        """Name and tiles, to be printed."""
         ...
 
     def schedule_words(self, shape: PaddedShape) -> int:
@@ -374,51 +391,23 @@ class LayerKernel:
     bound: BoundKernel
 
 
-class GatherTable(Protocol):
-    """As launch_gather_table."""
-
-    def __call__(
-        self, source: GatherSource, engine_row: Tensor, kv_len: Tensor, table: Tensor, *, page_size: int
-    ) -> None: ...
-
-
-class TakeSlots(Protocol):
-    """As launch_take_slots."""
-
-    def __call__(
-        self,
-        given: Tensor,
-        slot_map: Tensor | None,
-        counts: Tensor,
-        slot_of_token: Tensor,
-        *,
-        page_size: int,
-        null_page: bool,
-    ) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class StepOps:
-    """The launches around attention, by the signatures of rocm_attn.kernels.metadata and .cache.
+    """The launches around attention: Triton's, or their twins in torch."""
 
-    publish: (slot, counts of the step before, where to)
-    fill: (StepTensors, page_size=...), everything that a step derives from its inputs, in one launch
-    publish_engine: (slot, counts of the step before, what the engine gives, its bounds, where to); with the three after
-                    it for steps whose lengths, tables, slots and masks an engine owns
-    """
-
-    publish: Callable[[Tensor, Tensor, StepTensors], None]
-    device_inputs: Callable[..., None]
-    place_mask: Callable[..., None]
-    table_update: Callable[..., None]
-    fill: Callable[..., None]
-    store_kv: Callable[..., None]
-    zero_tails: Callable[..., None]
-    clear_pads: Callable[..., None]
-    publish_engine: Callable[[Tensor, Tensor, EngineLengths, LengthBounds, PublishedLengths], None]
+    publish: Publish
+    device_inputs: PlaceDeviceInputs
+    place_mask: PlaceMask
+    table_update: UpdateTable
+    fill: Fill
+    store_kv: StoreKV
+    zero_tails: ZeroTails
+    clear_pads: ClearPads
+    # Of steps whose lengths, tables, slots and masks an engine owns.
+    publish_engine: PublishEngine
     gather_table: GatherTable
     take_slots: TakeSlots
-    pack_mask: Callable[[Tensor, Tensor, StepTensors], None]
+    pack_mask: PackMask
 
 
 @dataclass(frozen=True, slots=True)

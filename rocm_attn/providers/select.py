@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.errors import BadSetting, Unsupported
+from rocm_attn.machine.choices import PROVIDERS
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter.rows import ROWS as AITER_ROWS
 from rocm_attn.providers.contract import SMALLEST_POOL, KernelRow, LayerKernel, PoolSize, StepOps
 from rocm_attn.providers.torch_ref import TORCH
 from rocm_attn.providers.triton import TRITON
-
-PROVIDER_NAMES = ("auto", "torch", "triton", "aiter")
 
 # In order of preference within a provider and a kind of step.
 ROWS: Mapping[str, Sequence[KernelRow]] = {"aiter": AITER_ROWS, "triton": TRITON.rows, "torch": TORCH.rows}
@@ -23,15 +22,6 @@ ROWS: Mapping[str, Sequence[KernelRow]] = {"aiter": AITER_ROWS, "triton": TRITON
 # slowly, in silence.
 _AUTO_ON_GPU = ("aiter", "triton")
 _AUTO_ON_CPU = ("torch",)
-
-# A prefill step is an extend step too, so a kernel of its own is welcome and not needed. Layers without masks of their
-# own serve masked steps as mixed ones, and layers that cannot share prefixes decode them as ever.
-_NEEDED = (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
-_INSTEAD = {
-    StepKind.PREFILL: StepKind.EXTEND,
-    StepKind.MASKED: StepKind.MIXED,
-    StepKind.SHARED: StepKind.DECODE,
-}
 
 # Kernel name -> why it may not be used here, whatever its row says.
 Unavailable = Mapping[str, str]
@@ -51,8 +41,7 @@ class Refusal:
 class Selection:
     """The kernels of one kind of layer.
 
-    kernels:  a bound kernel for each kind of step; PREFILL and SHARED may be missing, and MASKED is for problems with
-              custom_mask
+    kernels:  a bound kernel for each kind of step; a kind that another one serves instead may be missing
     refusals: every kernel that was considered before it and why it was not taken
     """
 
@@ -74,7 +63,7 @@ class Selection:
 
     def kernel(self, kind: StepKind) -> LayerKernel:
         """The kernel of a kind of step."""
-        return self.kernels[kind if kind in self.kernels else _INSTEAD[kind]]
+        return self.kernels[kind if kind in self.kernels else kind.instead]
 
     def lines(self) -> list[str]:
         """The choice in sentences: a line for each kind of step, then a line for each refusal."""
@@ -93,7 +82,7 @@ def select(
 ) -> Selection:
     """Choose a kernel for every kind of step.
 
-    provider:    a name of PROVIDER_NAMES; "auto" takes, for each kind of step, the first provider that serves it
+    provider:    a name of PROVIDERS; "auto" takes, for each kind of step, the first provider that serves it
     pool:        refuses kernels whose offsets do not reach; not given: none
     unavailable: refuses kernels that the machine lacks, or that were switched off
     deterministic: refuses kernels whose results depend on the batch
@@ -102,14 +91,14 @@ def select(
     names = _candidates(provider, target)
     refusals: list[Refusal] = []
     kernels = {}
-    for kind in StepKind:
-        if kind is StepKind.MASKED and not problem.custom_mask:
-            continue
+    # A layer that looks at masks must have a kernel for them; others serve a step with a mask as any other.
+    kinds = [kind for kind in StepKind if kind.extra is not Extra.MASK or problem.custom_mask]
+    for kind in kinds:
         rows = [row for name in names for row in ROWS[name] if row.kind is kind]
         kernel = _first_that_serves(rows, problem, target, pool, unavailable, deterministic, refusals)
         if kernel is not None:
             kernels[kind] = kernel
-    needed = (*_NEEDED, StepKind.MASKED) if problem.custom_mask else _NEEDED
+    needed = [kind for kind in kinds if kind.instead is kind or kind.extra is Extra.MASK]
     missing = [kind.value for kind in needed if kind not in kernels]
     if not missing:
         return Selection(problem, target, kernels, tuple(refusals))
@@ -130,8 +119,8 @@ def ops_for(selections: Sequence[Selection], *, on_cpu: bool) -> StepOps:
         kernel.row.provider
         for selection in selections
         for kind, kernel in selection.kernels.items()
-        # Shared steps are nobody's who does not ask for them.
-        if kind is not StepKind.SHARED
+        # What shares prefixes is for those steps alone that ask for it.
+        if kind.extra is not Extra.PREFIXES
     }
     if "torch" in names or (on_cpu and "triton" not in names):
         return TORCH.ops()
@@ -139,8 +128,8 @@ def ops_for(selections: Sequence[Selection], *, on_cpu: bool) -> StepOps:
 
 
 def _candidates(provider: str, target: Target) -> tuple[str, ...]:
-    if provider not in PROVIDER_NAMES:
-        raise BadSetting(f"provider {provider!r} is not known; choose one of {', '.join(PROVIDER_NAMES)}")
+    if provider not in PROVIDERS:
+        raise BadSetting(f"provider {provider!r} is not known; choose one of {', '.join(PROVIDERS)}")
     if provider != "auto":
         return (provider,)
     return _AUTO_ON_GPU if target.is_gpu else _AUTO_ON_CPU

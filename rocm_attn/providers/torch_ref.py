@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.metadata.step_tensors import Need
 from rocm_attn.kernels.refs import attention, cache, engine_metadata, merge_states, metadata, pads

@@ -6,23 +6,23 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from rocm_attn.capture.check import CaptureCheck
 from rocm_attn.capture.graphs import CaptureReport, Progress, eager_steps_before_capture, recorder_for
+from rocm_attn.capture.split_forward import Forward
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits, BadRequest, BadSetting, DeviceFault
 from rocm_attn.machine.target import detect_target
 from rocm_attn.paging.kv_pool import page_bytes
-from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.runner.linears import AllRows, BlocksOfRows
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.model import Model
+from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.pool_size import PoolPages, default_kv_bytes, pool_pages
 from rocm_attn.runner.recent_steps import RecentSteps
 from rocm_attn.runner.report import Report
@@ -40,65 +40,14 @@ from rocm_attn.runner.request import (
 from rocm_attn.runner.sampling import Sampler, pick_tokens
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
 from rocm_attn.runner.tokenizer import TextStream
+from rocm_attn.runner.watched import watched_steps
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.selection.kernels import missing_kernels
-from rocm_attn.selection.pages import AUTO, POOLS, PageChoice, choose_pages, open_page_sizes, open_pools
+from rocm_attn.selection.pages import PageChoice, choose_pages, open_page_sizes, open_pools
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER
 from rocm_attn.watch.flight_recorder import FlightRecorder
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """How a model is served. Nothing here changes what is generated, but for how rounding falls out.
-
-    provider:       "auto", "torch", "triton" or "aiter"
-    page_size:      tokens in a page of the KV pool; "auto": the one with the best kernels for the model's layers
-    pool:           SPLIT or VECTORIZED pages, for layers that are not latent; "auto": those with the best kernels, and
-                    SPLIT where they are equally good
-    max_batch_size: sequences that run at a time
-    chunk:          tokens of a step that prompts may fill up
-    graphs:         whether decode steps are captured and replayed
-    capture_after:  steps of one shape that run eagerly before a graph is made of it; None: 0 on a GPU, and on a CPU so
-                    many that captures take less than a tenth of a run. Engine.capture_all makes graphs at once
-    max_kv_len:     tokens of the longest sequence; None: the model's context
-    kv_bytes:       most memory for K and V; None: 1 GiB on a CPU, most of the free memory on a GPU
-    num_pages:      pages of the KV pool, the reserved page 0 included; None: what the other numbers ask for
-    swa_pages:      likewise, of a pool for layers with a window; 0: they share the other layers' pool. None: what the
-                    windows and chunk ask for, at most num_pages
-    flight_path:    file that the last steps are written to when one fails; None: they are not kept
-    deterministic:  whether a request's tokens must be the same bit by bit whatever is served beside it
-
-    Raises BadSetting.
-    """
-
-    provider: str = "auto"
-    page_size: int | Literal["auto"] = 16
-    pool: PoolKind | Literal["auto"] = PoolKind.SPLIT
-    max_batch_size: int = 64
-    chunk: int = 512
-    graphs: bool = True
-    capture_after: int | None = None
-    max_kv_len: int | None = None
-    kv_bytes: int | None = None
-    num_pages: int | None = None
-    swa_pages: int | None = None
-    flight_path: Path | None = None
-    deterministic: bool = False
-
-    def __post_init__(self) -> None:
-        least_of = {"page_size": 1, "max_batch_size": 1, "chunk": 1, "max_kv_len": 1, "num_pages": 2}
-        least_of |= {"swa_pages": 0, "capture_after": 0}
-        for name, least in least_of.items():
-            value = getattr(self, name)
-            if value not in (None, AUTO) and value < least:
-                raise BadSetting(f"{name} is {value}; it must be at least {least}")
-        if self.pool not in (AUTO, *POOLS):
-            raise BadSetting(
-                f"pool is {self.pool!r}; take PoolKind.SPLIT, PoolKind.VECTORIZED or 'auto'. Latent layers have latent "
-                "pages in any of them"
-            )
 
 
 @dataclass(slots=True, eq=False)
@@ -135,19 +84,14 @@ class Engine:
         self.runtime = _runtime_for(loaded, options)
         self.max_kv_len = self.runtime.max_kv_len
         linears = BlocksOfRows() if options.deterministic else AllRows()
-        model = Model(loaded.config, loaded.weights, self.runtime, max_kv_len=self.max_kv_len, linears=linears)
-        path, after = options.flight_path, options.capture_after
+        heads, path = self.runtime.head_weights, options.flight_record
+        model = Model(loaded.config, loaded.weights, heads, max_kv_len=self.max_kv_len, linears=linears)
         self.flight = FlightRecorder(self.runtime, path) if path is not None else NO_FLIGHT_RECORDER
-        self._runner = StepRunner(
-            self.runtime,
-            model.forward,
-            recorder_for(self.runtime.device) if options.graphs else None,
-            check=CaptureCheck(vocabulary=loaded.config.vocab_size),
-            flight=self.flight,
-            capture_after=eager_steps_before_capture(self.runtime.device) if after is None else after,
-        )
+        self._runner, self._steps = watched_steps(self.runtime, model.forward, options, self.flight, self._new_runner)
+        self.metrics = self._runner.metrics
         self._scheduler = Scheduler(
             self.runtime.table,
+            self.metrics,
             max_batch_size=options.max_batch_size,
             chunk=options.chunk,
             max_kv_len=self.max_kv_len,
@@ -156,8 +100,18 @@ class Engine:
         self._done: dict[int, Completion] = {}
         self._events: list[Event] = []  # that no step() has returned yet
         self._recent = RecentSteps()
-        self._num_submitted = self._prompt_tokens = self._new_tokens = 0
-        self._seconds = 0.0
+        self._num_submitted = 0
+
+    def _new_runner(self, forward: Forward) -> StepRunner:
+        after = self.options.capture_after
+        return StepRunner(
+            self.runtime,
+            forward,
+            recorder_for(self.runtime.device) if self.options.graphs else None,
+            check=CaptureCheck(vocabulary=self._loaded.config.vocab_size),
+            flight=self.flight,
+            capture_after=eager_steps_before_capture(self.runtime.device) if after is None else after,
+        )
 
     @property
     def has_work(self) -> bool:
@@ -173,14 +127,14 @@ class Engine:
         try:
             return self._runner.capture_all(progress)
         finally:
-            self._seconds += time.perf_counter() - started
+            self.metrics.seconds += time.perf_counter() - started
 
     def submit(self, request: Request) -> int:
         """Queue a request; its number. Raises BadRequest, and nothing else is touched then."""
         self.check(request)
         number = self._num_submitted
         self._num_submitted += 1
-        self._prompt_tokens += len(request.prompt_token_ids)
+        self.metrics.prompt_tokens += len(request.prompt_token_ids)
         stops = request.stop_token_ids + (() if request.ignore_eos else self._loaded.config.eos_token_ids)
         tokenizer = self._loaded.tokenizer
         sequence = Sequence(
@@ -261,10 +215,8 @@ class Engine:
 
     def report(self) -> Report:
         """What this engine runs on, and how it went so far."""
-        counters, runtime = self._runner.counters, self.runtime
-        graphs_off = f"off: {counters.graphs_off}" if counters.graphs_off else "on" if self.options.graphs else "off"
-        seqs = counters.real_seqs + counters.padded_seqs
-        stepping = self._seconds - counters.capture_seconds
+        metrics, runtime = self._runner.counters, self.runtime
+        graphs = f"off: {metrics.graphs_off}" if metrics.graphs_off else "on" if self.options.graphs else "off"
         return Report(
             provider=runtime.selections[0].provider,
             kernels=tuple(dict.fromkeys(line for selection in runtime.selections for line in selection.lines())),
@@ -278,19 +230,10 @@ class Engine:
             max_kv_len=self.max_kv_len,
             max_batch_size=self.options.max_batch_size,
             chunk=self.options.chunk,
-            graphs=graphs_off,
+            graphs=graphs,
             deterministic=self.options.deterministic,
             guards_off=runtime.guards.off,
-            steps=counters.steps,
-            replays=counters.replays,
-            captures=counters.captures,
-            capture_seconds=counters.capture_seconds,
-            padded_share=counters.padded_seqs / seqs if seqs else 0.0,
-            preemptions=self._scheduler.num_preemptions,
-            prompt_tokens=self._prompt_tokens,
-            new_tokens=self._new_tokens,
-            seconds=self._seconds,
-            tokens_per_s=self._new_tokens / stepping if stepping > 0 else 0.0,
+            metrics=metrics,
         )
 
     def _serve(self, on_event: Callable[[Event], None] | None) -> list[DeviceFault]:
@@ -313,23 +256,23 @@ class Engine:
         step = self._scheduler.next_step()
         logits = self._run(step)
         if step.is_of_a_suspect:
-            self.runtime.check_device()  # before it gets a token, and before others run again
+            self._runner.check_device()  # before it gets a token, and before others run again
         samplers = [sequence.sampler for sequence in step.picking]
         picks = pick_tokens(logits[: step.num_picks], samplers) if samplers else []
         reasons = self._scheduler.finish_step(step, picks)
-        self._seconds += time.perf_counter() - started
+        self.metrics.seconds += time.perf_counter() - started
         for sequence, pick, reason in zip(step.picking, picks, reasons, strict=True):
             if isinstance(pick, BadLogits):
                 self._fail(sequence.number, str(pick))
             else:
                 self._publish(sequence.number, pick, reason)
         if not self._scheduler.has_work:
-            self.runtime.check_device()
+            self._runner.check_device()
 
     def _run(self, step: ScheduledStep) -> Tensor:
         before = self.runtime.step_number
         try:
-            return self._runner.run(step.batch)
+            return self._steps.run(step.batch)
         finally:
             requests = (sequence.number for sequence in step.sequences)
             self._recent.note(before, self.runtime.step_number, requests)
@@ -342,7 +285,7 @@ class Engine:
             piece = "" if reason == "stop" else output.stream.push(token)
             piece += output.stream.finish() if reason is not None else ""
         output.text += piece
-        self._new_tokens += 1
+        self.metrics.new_tokens += 1
         if reason is not None:
             del self._outputs[number]
             self._done[number] = output.completion(reason)
@@ -384,6 +327,7 @@ class Engine:
                 if fault.step in faults:  # there to stay, such as what lies in page 0
                     break
                 faults[fault.step] = fault
+                self.metrics.faults += len(fault.each)
             else:
                 break
         return list(faults.values())

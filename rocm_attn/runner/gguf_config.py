@@ -5,6 +5,7 @@ from __future__ import annotations
 from rocm_attn.errors import BadModel
 from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.runner.config import DenseMlp, LayerConfig, ModelConfig
+from rocm_attn.runner.families import DECODERS
 from rocm_attn.runner.fields import MAX_LAYERS, Fields, shown
 from rocm_attn.runner.gates import SwiGLU
 from rocm_attn.runner.geometry import AttentionLayer, window_left
@@ -19,8 +20,7 @@ from rocm_attn.runner.rope import (
     yarn_attention_factor,
 )
 
-# Mistral's files say "llama" too
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ARCHITECTURES = {decoder.gguf: name for name, decoder in DECODERS.items() if decoder.gguf}
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 

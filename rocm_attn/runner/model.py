@@ -1,8 +1,8 @@
 """Model: the forward pass of a decoder, in plain torch around an attention runtime.
 
 What an author of another model takes from here: forward() gets a Step whose tensors have padded sizes, hands every
-layer's q, k and v to the runtime, never asks how long anything is and never waits for the device. So the same code
-runs eagerly and is captured.
+layer's q, k and v to the step's layers, never asks how long anything is and never waits for the device. So the same
+code runs eagerly, is captured, and runs the halves of a split step.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class StepInputs(Protocol):
     token_ids:         int32 [T], pads 0
     positions:         int32 [T], pads 0
     last_token_of_seq: int32 [S], 0 where there is no new token
+    layers:            attention of the step's tokens
     """
 
     @property
@@ -35,13 +36,12 @@ class StepInputs(Protocol):
     def positions(self) -> Tensor: ...
     @property
     def last_token_of_seq(self) -> Tensor: ...
+    @property
+    def layers(self) -> Attention: ...
 
 
 class Attention(Protocol):
-    """What a model asks of the attention runtime: head_weights once, the rest once per layer and step."""
-
-    @property
-    def head_weights(self) -> LayerHeadWeights: ...
+    """What a model asks of the attention runtime, once in each layer of a step."""
 
     def store_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Store k and v for the step's tokens, then attend.
@@ -54,22 +54,22 @@ class Attention(Protocol):
 class Model:
     """A decoder.
 
-    max_kv_len: the longest sequence that positions are prepared for
-    linears:    how linear layers are computed
+    head_weights: the runtime's, which get what the weights hold of them
+    max_kv_len:   the longest sequence that positions are prepared for
+    linears:      how linear layers are computed
     """
 
     def __init__(
         self,
         config: ModelConfig,
         weights: ModelWeights,
-        runtime: Attention,
+        head_weights: LayerHeadWeights,
         *,
         max_kv_len: int,
         linears: Linears | None = None,
     ) -> None:
         self.config = config
         self.weights = weights
-        self.runtime = runtime
         self._linears = linears if linears is not None else AllRows()
         dtype = weights.dtype
         self._cos_sin = {layer.rope: layer.rope.table(max_kv_len, dtype, weights.device) for layer in config.layers}
@@ -77,7 +77,7 @@ class Model:
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         for layer, layer_weights in enumerate(weights.layers):
             if layer_weights.sinks is not None:
-                runtime.head_weights.set(layer, HeadWeights(sinks=layer_weights.sinks))
+                head_weights.set(layer, HeadWeights(sinks=layer_weights.sinks))
 
     def forward(self, step: StepInputs) -> Tensor:
         """Logits [S, vocab] of each sequence's last new token, in the weights' dtype."""
@@ -85,7 +85,7 @@ class Model:
         cos_sin = {rope: table.index_select(0, step.positions) for rope, table in self._cos_sin.items()}
         for number, (layer, weights) in enumerate(zip(self.config.layers, self.weights.layers, strict=True)):
             x = self._norm(hidden, weights.attention_norm)
-            attended = self._attend(number, weights, x, cos_sin[layer.rope])
+            attended = self._attend(step.layers, number, weights, x, cos_sin[layer.rope])
             hidden = self._add(hidden, attended, weights.out, weights.out_bias, weights.attention_out_norm)
             inner, bias = inner_and_bias(self._norm(hidden, weights.mlp_norm), layer.mlp, weights.mlp, self._linears)
             hidden = self._add(hidden, inner, weights.mlp.down, bias, weights.mlp_out_norm)
@@ -97,7 +97,7 @@ class Model:
         rows = F.embedding(token_ids, self.weights.embedding)
         return rows if self._embedding_scale == 1.0 else rows * self._embedding_scale
 
-    def _attend(self, layer: int, weights: LayerWeights, x: Tensor, cos_sin: Tensor) -> Tensor:
+    def _attend(self, attention: Attention, layer: int, weights: LayerWeights, x: Tensor, cos_sin: Tensor) -> Tensor:
         """[T, num_q_heads * head_dim]: what the step's tokens see of their sequences."""
         heads = self.config.layers[layer].attention
         num_rotated = heads.num_q_heads + heads.num_kv_heads
@@ -109,7 +109,7 @@ class Model:
         qk = rotate(qk, cos_sin)
         q, k = qk[:, : heads.num_q_heads], qk[:, heads.num_q_heads :]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self.runtime.store_and_attend(layer, q, k, v, out)
+        attention.store_and_attend(layer, q, k, v, out)
         return out.flatten(1)
 
     def _add(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None) -> Tensor:

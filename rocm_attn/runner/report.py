@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from rocm_attn.step.metrics import Metrics
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -20,13 +22,7 @@ class Report:
     graphs:          "on", "off", or "off: " and why they were switched off
     deterministic:   whether a request's tokens are independent of those beside it
     guards_off:      safeguards that are switched off, by id
-    steps, replays, captures: all steps, those that ran as a graph, graphs made
-    padded_share:    padded sequences among all sequences of all steps
-    preemptions:     sequences that gave their pages back and were computed again
-    prompt_tokens:   of all requests that were taken
-    new_tokens:      generated
-    seconds:         spent in steps, capture_seconds included
-    tokens_per_s:    new tokens in a second of steps, making graphs not counted
+    metrics:         what steps have come to
     """
 
     provider: str
@@ -44,17 +40,9 @@ class Report:
     graphs: str
     deterministic: bool
     guards_off: tuple[str, ...]
-    steps: int
-    replays: int
-    captures: int
-    capture_seconds: float
-    padded_share: float
-    preemptions: int
-    prompt_tokens: int
-    new_tokens: int
-    seconds: float
-    tokens_per_s: float
+    metrics: Metrics
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON."""
-        return dataclasses.asdict(self)
+        """For JSON, with the metrics beside the facts."""
+        facts = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "metrics"}
+        return {**facts, **self.metrics.as_dict()}

@@ -21,6 +21,7 @@ from rocm_attn.paging.index_spaces import RESERVED_ROW
 from rocm_attn.paging.page_table import PageTable
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.runner.request import FinishReason, Sequence
+from rocm_attn.step.metrics import Metrics
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +50,7 @@ class ScheduledStep:
 class Scheduler:
     """The sequences that wait and those that run.
 
+    metrics:        in which preemptions are counted
     max_batch_size: sequences that run at a time
     chunk:          tokens of a step, at least 1; decodes always run, and a prompt gets at least one token a step
     max_kv_len:     tokens of a sequence's KV; one that is full picks its last token
@@ -56,8 +58,10 @@ class Scheduler:
     Raises CapacityExceeded for a table that cannot hold even one such sequence.
     """
 
-    def __init__(self, table: RequestTable, *, max_batch_size: int, chunk: int, max_kv_len: int) -> None:
-        self.num_preemptions = 0
+    def __init__(
+        self, table: RequestTable, metrics: Metrics, *, max_batch_size: int, chunk: int, max_kv_len: int
+    ) -> None:
+        self._metrics = metrics
         self._table = table
         self._max_batch_size = max_batch_size
         self._chunk = chunk
@@ -177,7 +181,7 @@ class Scheduler:
         self._table.free(sequence.row)
         sequence.row, sequence.num_stored = RESERVED_ROW, 0
         self._waiting.appendleft(sequence)
-        self.num_preemptions += 1
+        self._metrics.preemptions += 1
 
     def _can_admit(self) -> bool:
         if not self._waiting or len(self._running) >= self._max_batch_size:

@@ -1,35 +1,33 @@
 """Page size and layout of a pool, chosen before it is allocated: those with the best kernels over all layers and steps.
 
 Kernels differ in the pages that they read, and a pool has one page size and one layout for all of its layers. So the
-choice is joint: what suits the decode kernel may leave extend steps to a kernel that nobody would have taken.
+choice is joint: what suits the decode kernel may leave extend steps to a kernel that no model would be given otherwise.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.errors import BadProblem, Unsupported
+from rocm_attn.machine.choices import AUTO
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import ROWS, Selection
-
-# What stands for a page size, or a pool, that is to be chosen.
-AUTO: Literal["auto"] = "auto"
 
 # Tokens in a page, in order of preference where kernels are equally good: small pages waste less at a sequence's end
 # and are shared more often, but every page is an entry of the table.
 PAGE_SIZES = (16, 32, 64, 128, 1, 1024)
 
-# Layouts, in order of preference: every kernel of this project reads linear pages, and so does what shares prefixes,
-# takes masks or is deterministic. Latent layers have a pool of their own kind in any case.
-POOLS = (PoolKind.SPLIT, PoolKind.VECTORIZED)
+# Layouts by name, in order of preference: every kernel of this project reads linear pages, and so does what shares
+# prefixes, takes masks or is deterministic. Latent layers have a pool of their own kind in any case.
+POOLS: Mapping[str, PoolKind] = {"linear": PoolKind.SPLIT, "vectorized": PoolKind.VECTORIZED}
 
 # Masked steps come with the layers that ask for masks, and choose no pages for the others; nor do steps that share
 # prefixes, which not every server has.
-_KINDS = tuple(kind for kind in StepKind if kind not in (StepKind.MASKED, StepKind.SHARED))
+_KINDS = tuple(kind for kind in StepKind if kind.extra is Extra.NOTHING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +56,16 @@ def open_page_sizes(page_size: int | Literal["auto"]) -> tuple[int, ...]:
     return PAGE_SIZES if page_size == AUTO else (page_size,)
 
 
-def open_pools(pool: PoolKind | Literal["auto"]) -> tuple[PoolKind, ...]:
-    """The layouts to choose from, where one is asked for or left open."""
-    return POOLS if pool == AUTO else (pool,)
+def open_pools(pool: str) -> tuple[PoolKind, ...]:
+    """The layouts to choose from, where one is asked for by its name in POOLS or left open."""
+    return tuple(POOLS.values()) if pool == AUTO else (POOLS[pool],)
 
 
 def choose_pages(
     problems: Sequence[Problem],
     choose: Callable[[Problem], Selection],
     page_sizes: Sequence[int] = PAGE_SIZES,
-    pools: Sequence[PoolKind] = POOLS,
+    pools: Sequence[PoolKind] = tuple(POOLS.values()),
 ) -> PageChoice:
     """The pages over which the most layers and kinds of step are served by the first provider that serves any.
 

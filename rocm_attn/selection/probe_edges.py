@@ -1,7 +1,7 @@
 """Rows of which a few keys decide the result: those at the edges of what each query sees.
 
 Of random rows a key among 4,096 has a share of 0.02 %, far below what rounding may do. Here a query has a direction of
-its own; the key that it sees first, the one before that, the last one and the one behind it have a logit of -3 in that
+its own; the key that it sees first, the one before that, the last one and the one after it have a logit of -3 in that
 direction, and all others so much less that together they have a share of a few percent. So a key too few or too many at
 either end changes what comes out by a good part of it. A row of zeros that is taken for a key, as page 0 and the rest
 of a last page hold, has a logit of 0 and outweighs them all.
@@ -79,7 +79,7 @@ class EdgeRows:
 
 
 def _edges(problem: Problem, query: int, kv_len: int) -> tuple[int, ...]:
-    """The first key that a query sees, the one before it, the last one and the one behind it."""
+    """The first key that a query sees, the one before it, the last one and the one after it."""
     first = 0 if problem.window_left == UNLIMITED_WINDOW else max(0, query - problem.window_left)
     last = query if problem.causal else kv_len - 1
     return first, first - 1, last, last + 1

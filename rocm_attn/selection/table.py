@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.metadata.step_tensors import Need
 from rocm_attn.providers.contract import Baked, Fault, KernelRow, ReadAhead
 from rocm_attn.providers.select import ROWS

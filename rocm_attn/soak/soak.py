@@ -24,7 +24,7 @@ from rocm_attn.batch.padding import PaddedShape, round_up, token_places
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
-from rocm_attn.capture.step_runner import StepCounters, StepRunner
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import RocmAttnError
 from rocm_attn.paging.index_spaces import RESERVED_PAGE
 from rocm_attn.paging.page_table import PageTable
@@ -33,6 +33,7 @@ from rocm_attn.soak.alone import Alone, NobodyAlone, ServedAlone
 from rocm_attn.soak.model import Checker, LayerTables, PlayedStep, SoakModel, soak_problems
 from rocm_attn.soak.world import Action, Scenario, World
 from rocm_attn.step.head_weights import HeadWeights
+from rocm_attn.step.metrics import Metrics
 from rocm_attn.step.options import RuntimeOptions
 
 # Growth between two moments with no graph and no result held. A host's allocator keeps what it likes, a device's is
@@ -132,7 +133,7 @@ class _MemoryUse:
         return cls(resident_pages * os.sysconf("SC_PAGE_SIZE"), device_bytes)
 
 
-def _way(before: StepCounters, after: StepCounters) -> str:
+def _way(before: Metrics, after: Metrics) -> str:
     """How the step between the two ran."""
     if after.captures > before.captures:
         return "captured"

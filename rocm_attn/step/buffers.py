@@ -14,7 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape, StepKind, round_up
+from rocm_attn.batch.padding import PaddedShape, round_up
+from rocm_attn.batch.step_kinds import Extra
 from rocm_attn.errors import CapacityExceeded
 from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS
 from rocm_attn.kernels.metadata.step_tensors import FIELDS, Field, Need, Unit
@@ -41,8 +42,8 @@ def name_in(space: Space, name: str) -> str:
     return name if space == Space.FULL else f"{space.value}_{name}"
 
 
-# Tensors that only steps of one kind use, by the need that they serve.
-_KIND_OF_NEED = {Need.MASK_WORDS: StepKind.MASKED, Need.PREFIXES: StepKind.SHARED}
+# What a step brings where it uses the tensors of a need; a need that is not named here has tensors in every step.
+_EXTRA_OF_NEED = {Need.MASK_WORDS: Extra.MASK, Need.PREFIXES: Extra.PREFIXES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,8 @@ class TableSizes:
 
     def elements(self, field: Field, shape: PaddedShape) -> int:
         """Elements of a tensor of a step, or of a child of one, of this shape."""
-        if any(_KIND_OF_NEED.get(need, shape.kind) is not shape.kind for need in field.needs):
+        extra = shape.kind.extra
+        if any(_EXTRA_OF_NEED.get(need, extra) is not extra for need in field.needs):
             return 0
         return {
             Unit.COUNT: COUNT_WORDS,

@@ -1,4 +1,4 @@
-"""StepCore: what every step needs, whoever owns the pages and tables that it reads.
+"""StepCore: what every step needs, whether a runtime or an engine owns the pages and tables.
 
 AttentionRuntime is one user of it, with a pool and a request table of its own.
 """

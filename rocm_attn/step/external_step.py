@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape, StepKind
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadBatch, BadTensor
 from rocm_attn.kernels.metadata.engine_tensors import Q_BOUNDARIES, Q_EACH_ONE, Q_LENGTHS, EngineLengths
 

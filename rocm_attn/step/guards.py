@@ -66,7 +66,7 @@ class LaunchGuards:
 
 @dataclass(frozen=True, slots=True)
 class StepGuards:
-    """The safeguards of a step, whoever owns the pages and tables that it reads."""
+    """The safeguards of a step, whether a runtime or an engine owns the pages and tables."""
 
     launches: LaunchGuards = field(default_factory=LaunchGuards)
     memory: MemoryGuards = field(default_factory=MemoryGuards)

@@ -17,7 +17,7 @@ class Fence(Protocol):
     """A place in a device's queue of work. One that was never recorded has been reached."""
 
     def record(self) -> None:
-        """Put the fence behind everything that was launched on the current stream."""
+        """Put the fence after everything that was launched on the current stream."""
         ...
 
     def synchronize(self) -> None:
@@ -41,7 +41,7 @@ def wait_for(fence: Fence) -> None:
 
 
 def wait_for_all(fences: Sequence[Fence], slots: Sequence[Tensor]) -> None:
-    """Wait until nobody reads these slots any more, and hold them until then."""
+    """Wait until no kernel reads these slots any more, and hold them until then."""
     for fence in fences:
         fence.synchronize()
 
@@ -52,7 +52,7 @@ class HostRing:
     So is its memory: torch knows of no kernel that reads pinned memory, and would give a dropped ring's to the next who
     asks while a step still waits to read it. A ring that is dropped therefore waits for its readers.
 
-    wait:      called with the fence behind a slot's readers before the slot is handed out again
+    wait:      called with the fence after a slot's readers before the slot is handed out again
     new_fence: makes a fence of the device; not given: an event on a GPU, nothing on a CPU
     """
 
@@ -80,7 +80,7 @@ class HostRing:
     def acquire(self, words: int) -> tuple[Tensor, Int32Array]:
         """The next slot, as a tensor for kernels and an array for the host, both at least `words` int32 long.
 
-        Waits when the device is `depth` steps behind. It holds what it held before; a word that nobody wrote is 0.
+        Waits when the device is `depth` steps late. It holds what it held before; a word that was never written is 0.
         """
         at = self._next
         self._wait(self._done[at])

@@ -64,7 +64,7 @@ class Layers:
         return len(self._kind_of_layer)
 
     def store(self, step: DeviceStep, plan: StepPlan, layer: int, k: Tensor, v: Tensor) -> None:
-        """As AttentionRuntime.store, for the tokens of step, which has the plan. Raises BadTensor."""
+        """As LayerCalls.store, for the tokens of step, which has the plan. Raises BadTensor."""
         problem = self.problem(layer)
         kind = self._kind_of_layer[layer]
         tensors = step.of_kind[kind]
@@ -83,7 +83,7 @@ class Layers:
                 self._ops.zero_tails(*of_seqs, pages.k, pages.v, null_page=null_page)
 
     def attend(self, step: DeviceStep, plan: StepPlan, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
-        """As AttentionRuntime.attend, for the tokens of step, which has the plan. Raises BadTensor, WrongState."""
+        """As LayerCalls.attend, for the tokens of step, which has the plan. Raises BadTensor, WrongState."""
         problem = self.problem(layer)
         kind = self._kind_of_layer[layer]
         tensors = self._read_by(step, kind)
@@ -131,12 +131,12 @@ class Layers:
             raise BadTensor(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be contiguous there")
 
 
-class HalfLayers:
-    """The layer calls of one half of a split step, for as long as that step runs.
+class StepLayers:
+    """The layer calls of a step, or of one half of a split one, for as long as that step runs.
 
-    require_running: raises WrongState when the half's step does not run
-    stores:          what the halves have stored
-    half:            which one it is, 0 or 1
+    require_running: raises WrongState when the step does not run
+    stores:          what the step has stored, both halves of a split one
+    half:            which half it is, 0 or 1; 0 for a step that is not split
     """
 
     __slots__ = ("_half", "_layers", "_plan", "_require_running", "_step", "_stores")
@@ -158,14 +158,14 @@ class HalfLayers:
         self._require_running = require_running
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """As AttentionRuntime.store, for the tokens of this half."""
+        """As LayerCalls.store."""
         self._require_running()
         self._stores.before_store()
         self._layers.store(self._step, self._plan, layer, k, v)
         self._stores.after_store(self._half, layer)
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """As AttentionRuntime.attend, for the tokens of this half."""
+        """As LayerCalls.attend."""
         self._require_running()
         self._stores.before_attend(self._half, layer)
         self._layers.attend(self._step, self._plan, layer, q, out, lse)

@@ -30,7 +30,7 @@ def merge_states(sides: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor
     merged, merged_lse = sides[0]
     dtype, last = merged.dtype, len(sides) - 1
     if last == 0:
-        # As a merge with a side that has seen nothing: what nobody has keys for is 0, whatever the side holds there.
+        # As a merge with a side that has seen nothing: a token that sees no key gets 0, whatever its side holds there.
         sides = [*sides, (merged, torch.full_like(merged_lse, float("-inf")))]
         last = 1
     for place, (out, lse) in enumerate(sides[1:], 1):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rocm_attn.batch.halves import HALVES
 from rocm_attn.batch.padding import PaddingPolicy
 from rocm_attn.batch.step_batch import INT32_MAX
+from rocm_attn.batch.step_kinds import Extra
 from rocm_attn.errors import BadSetting
 from rocm_attn.hip_graphs.errors import BadLadder
 from rocm_attn.hip_graphs.size_ladder import SizeLadder, default_ladder
@@ -93,12 +94,16 @@ class RuntimeOptions:
     def padding(self, problems: Sequence[Problem]) -> PaddingPolicy:
         """What steps are padded to, and which of them may be captured."""
         sizes = self.capture_sizes
+        extras = {Extra.NOTHING}
+        if any(problem.custom_mask for problem in problems):
+            extras.add(Extra.MASK)
+        if self.shared_prefixes:
+            extras.add(Extra.PREFIXES)
         return PaddingPolicy(
             default_ladder(self.max_num_seqs) if sizes is None else SizeLadder(tuple(sizes)),
             SizeLadder(tuple(self.capture_tokens)),
             HALVES if self.split_steps else 1,
-            any(problem.custom_mask for problem in problems),
-            self.shared_prefixes,
+            frozenset(extras),
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.metadata.step_tensors import Pads
-from rocm_attn.providers.contract import LayerKernel, StepBounds
+from rocm_attn.providers.contract import BoundKernel, LayerKernel, StepBounds
 
 # Shortest length bucket: below it one graph serves all lengths, and a decode step costs the same anyway.
 SMALLEST_KV_BUCKET = 64
@@ -26,7 +26,12 @@ class GraphKey:
     shape: PaddedShape
     max_q_len: int
     max_kv_len: int
-    kernels: tuple[str, ...]
+    kernels: tuple[BoundKernel, ...]
+
+    @property
+    def kernel_names(self) -> tuple[str, ...]:
+        """The kernels in words."""
+        return tuple(kernel.describe() for kernel in self.kernels)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +89,7 @@ def make_plan(
         shape=shape,
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
-        kernels=tuple(kernel.bound.describe() for kernel in kernels),
+        kernels=tuple(kernel.bound for kernel in kernels),
     )
     schedules = [kernel.bound.schedule_key() for kernel in kernels]
     return StepPlan(

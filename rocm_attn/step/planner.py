@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.mask import NO_MASK
-from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, StepKind, is_prefill
+from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, is_prefill
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.errors import BadBatch, BadTensor, Unsupported
 from rocm_attn.providers.contract import Baked
 from rocm_attn.providers.select import Selection
@@ -133,18 +134,20 @@ class Planner:
 
     def _check_inputs(self, batch: StepBatch, plan: StepPlan) -> None:
         """Refuse tensors of another device, masks for no layer, and lengths that the host must know and does not."""
-        if batch.mask is not NO_MASK and not self.padding.has_masks:
+        if batch.mask is not NO_MASK and Extra.MASK not in self.padding.extras:
             raise BadBatch(
                 "the step has a mask and no layer looks at it; build the runtime of problems with custom_mask"
             )
         if batch.mask.device not in (None, self._device):
             raise BadTensor(f"the step's mask is on {batch.mask.device}; the runtime is on {self._device}")
-        if batch.prefixes is not NO_PREFIXES and all(kernel.row.kind is not StepKind.SHARED for kernel in plan.kernels):
+        if batch.prefixes is not NO_PREFIXES and not any(
+            kernel.row.kind.extra is Extra.PREFIXES for kernel in plan.kernels
+        ):
             reasons = {
                 f"{refusal.kernel}: {refusal.reason}": None
                 for selection in self._selections
                 for refusal in selection.refusals
-                if refusal.kind is StepKind.SHARED
+                if refusal.kind.extra is Extra.PREFIXES
             }
             raise Unsupported("no layer can share prefixes; leave them out of the step", list(reasons))
         if batch.inputs.device not in (None, self._device):

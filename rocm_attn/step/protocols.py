@@ -20,20 +20,34 @@ class Steps(Protocol):
 
 
 class LayerCalls(Protocol):
-    """What a model's forward calls in each layer: an AttentionRuntime, or something around one."""
+    """What a model's forward calls in each layer: the layers of a step, or something around them. T padded tokens."""
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """As AttentionRuntime.store."""
+        """Write the step's new keys and values of a layer to their slots; padded tokens are dropped.
+
+        k, v: [T, kv_heads, head_dim | v_head_dim]; any strides but the last. Of a latent layer, v is the first part of
+              k: k[..., :v_head_dim]
+        Raises BadTensor, WrongState, and BadBatch for a step that begins within tokens that a row shares.
+        """
         ...
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """As AttentionRuntime.attend."""
+        """Attention of the step's new tokens over everything that is stored for their sequences.
+
+        A layer that keeps no K and V and reads another's attends by that layer's number, after that one has stored.
+
+        q, out: [T, q_heads, head_dim | v_head_dim]; any strides but the last; padded tokens of out receive zeros
+        lse:    float32 [T, q_heads]; when given, receives the natural log of the softmax denominator (the sink in it),
+                -inf for pads and for a token that sees no key, whether or not there is a sink
+        Raises BadTensor, WrongState, and BadBatch where the step has not stored and needs tokens that were never
+        stored.
+        """
         ...
 
     def store_and_attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """As AttentionRuntime.store_and_attend."""
+        """store, then attend."""
         ...
 
 

@@ -25,11 +25,15 @@ from rocm_attn.kernels.metadata.error_word import ERROR_WORD
 from rocm_attn.kernels.metadata.slot_layout import (
     COUNT_WORDS,
     ECHO,
+    HAS_IDS,
     HEADER_WORDS,
     NO_ECHO,
+    NUM_SEQS,
+    NUM_TOKENS,
     STEP,
     STEP_BEFORE,
-    slot_words,
+    SlotParts,
+    slot_parts,
 )
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.paging.kv_pool import HybridKVPool
@@ -222,25 +226,21 @@ class Publisher:
             self._settle()
         num_seqs, num_ids = batch.num_seqs, len(batch.token_ids)
         line = self._lines[child]
-        end = slot_words(num_seqs, num_ids)
-        # With room for prefixes and floors, whether there are any or not.
-        slot, words = line.ring.acquire(end + 3 * num_seqs)
+        parts = slot_parts(num_seqs, num_ids)
+        slot, words = line.ring.acquire(parts.floor.stop)
         if words[ECHO]:
             line.look(words, self._found)
         if self._found:
             self.report()
         number = (self.step_number + 1) & INT32_MAX
-        words[0], words[1], words[STEP], words[3] = num_seqs, batch.num_tokens, number, num_ids > 0
-        words[STEP_BEFORE] = line.number
-        kv_at, q_at, ids_at = HEADER_WORDS + num_seqs, HEADER_WORDS + 2 * num_seqs, HEADER_WORDS + 3 * num_seqs
-        words[HEADER_WORDS:kv_at], words[kv_at:q_at], words[q_at:ids_at] = batch.rows, batch.kv_len, batch.q_len
-        words[ids_at:end] = batch.token_ids
+        words[NUM_SEQS], words[NUM_TOKENS], words[HAS_IDS] = num_seqs, batch.num_tokens, num_ids > 0
+        words[STEP], words[STEP_BEFORE] = number, line.number
+        words[parts.rows], words[parts.kv_len], words[parts.q_len] = batch.rows, batch.kv_len, batch.q_len
+        words[parts.token_ids] = batch.token_ids
         if isinstance(batch.prefixes, SharedPrefixes):
-            words[end : end + num_seqs] = batch.prefixes.prefix_len
-            words[end + num_seqs : end + 2 * num_seqs] = batch.prefixes.group_end
+            words[parts.prefix_len], words[parts.group_end] = batch.prefixes.prefix_len, batch.prefixes.group_end
         if isinstance(batch.inputs, DeviceInputs):
-            on_host = batch.inputs.lengths_on_host
-            words[end + 2 * num_seqs : end + 3 * num_seqs] = 0 if on_host else self._table.floors(batch.rows)
+            words[parts.floor] = 0 if batch.inputs.lengths_on_host else self._table.floors(batch.rows)
         to = step.tensors
         counts = to.counts
         # One statement: an interrupt comes before all of it or after.
@@ -248,7 +248,7 @@ class Publisher:
         try:
             self._ops.publish(slot, counts if line.counts is None else line.counts, to)
             if isinstance(batch.inputs, DeviceInputs):
-                self._place(batch.inputs, slot, num_seqs, num_ids, to)
+                self._place(batch.inputs, slot, parts, to)
             if isinstance(batch.mask, StepMask):
                 bits = batch.mask.bits[: mask_bytes(batch.kv_len, batch.q_len)]
                 self._ops.place_mask(bits, batch.mask.positions, to)
@@ -333,15 +333,13 @@ class Publisher:
                     self.report()
         self._steps_to_answer -= 1
 
-    def _place(self, inputs: DeviceInputs, slot: Tensor, num_seqs: int, num_ids: int, to: StepTensors) -> None:
+    def _place(self, inputs: DeviceInputs, slot: Tensor, parts: SlotParts, to: StepTensors) -> None:
         """Put the caller's tensors in the place of what the host has published; it stays where there is no tensor."""
-        kv_at, q_at = HEADER_WORDS + num_seqs, HEADER_WORDS + 2 * num_seqs
-        ids_at, end = HEADER_WORDS + 3 * num_seqs, slot_words(num_seqs, num_ids)
         given = GivenInputs(
-            slot[kv_at:q_at] if inputs.kv_len is ON_HOST else inputs.kv_len,
-            slot[q_at:ids_at] if inputs.q_len is ON_HOST else inputs.q_len,
-            slot[ids_at:end] if inputs.token_ids is ON_HOST else inputs.token_ids,
-            slot[end + 2 * num_seqs : end + 3 * num_seqs],
+            slot[parts.kv_len] if inputs.kv_len is ON_HOST else inputs.kv_len,
+            slot[parts.q_len] if inputs.q_len is ON_HOST else inputs.q_len,
+            slot[parts.token_ids] if inputs.token_ids is ON_HOST else inputs.token_ids,
+            slot[parts.floor],
         )
         self._ops.device_inputs(slot, given, to)
 

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from rocm_attn.batch.padding import PaddedShape, StepKind
+from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes, PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.errors import BadBatch, BadSetting
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.runtime import AttentionRuntime
@@ -163,7 +164,7 @@ class NotedStep:
             children=shape.num_children,
             max_q_len=key.max_q_len,
             max_kv_len=key.max_kv_len,
-            kernels=key.kernels,
+            kernels=key.kernel_names,
             replayed=replayed,
             epoch=epoch,
             rows=tuple(rows.tolist()),
@@ -180,7 +181,7 @@ class NotedStep:
 
     def batch(self) -> StepBatch:
         """The step's sequences, without token ids. Raises BadBatch."""
-        if self.kind == StepKind.MASKED.value:
+        if StepKind(self.kind).extra is Extra.MASK:
             raise BadBatch(f"step {self.number} had a mask, which a dump does not hold; replay a step without one")
         arrays = (torch.tensor(values, dtype=torch.int32).numpy() for values in self._arrays())
         return StepBatch(*arrays, prefixes=self.prefixes)
@@ -188,7 +189,7 @@ class NotedStep:
     @property
     def prefixes(self) -> Prefixes:
         """What its sequences shared. Raises BadBatch."""
-        if self.kind != StepKind.SHARED.value:
+        if StepKind(self.kind).extra is not Extra.PREFIXES:
             return NO_PREFIXES
         return SharedPrefixes(list(map(PrefixGroup, self.group_seqs, self.group_prefix_len)))
 

@@ -62,14 +62,14 @@ class RangedSteps:
 
 
 class RangedLayers:
-    """A runtime's layer calls, each in a range. A model gets it in place of the runtime."""
+    """A step's layer calls, each in a range. A model gets it in place of the step's layers."""
 
     def __init__(self, layers: LayerCalls, ranges: Ranges) -> None:
         self._layers = layers
         self._ranges = ranges
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """As AttentionRuntime.store."""
+        """As LayerCalls.store."""
         self._ranges.push(f"layer {layer}: store")
         try:
             self._layers.store(layer, k, v)
@@ -77,7 +77,7 @@ class RangedLayers:
             self._ranges.pop()
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """As AttentionRuntime.attend."""
+        """As LayerCalls.attend."""
         self._ranges.push(f"layer {layer}: attend")
         try:
             self._layers.attend(layer, q, out, lse)
@@ -87,6 +87,6 @@ class RangedLayers:
     def store_and_attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """As AttentionRuntime.store_and_attend."""
+        """As LayerCalls.store_and_attend."""
         self.store(layer, k, v)
         self.attend(layer, q, out, lse)

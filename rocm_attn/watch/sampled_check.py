@@ -1,4 +1,4 @@
-"""SampledCheck: one step in many is run once more and compared, while it serves. Off unless somebody wraps a runner.
+"""SampledCheck: one step in many is run once more and compared, while it serves (EngineOptions.check_every).
 
 The second run is eager: forward's rows must be those of the first, which may have been a graph, and in one layer the
 attention of a few sequences must be the oracle's over copies of their pages. It stores the same K and V again.
@@ -8,8 +8,8 @@ the device is looked at for that alone: they may have gone on since it ran.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,11 +20,12 @@ from rocm_attn.batch.mask import NO_MASK
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.check import rows_beyond_bounds
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.oracle.numerics import BOUNDS, sum_error
+from rocm_attn.oracle.numerics import BOUNDS, error_parts, sum_error
 from rocm_attn.oracle.reference import attend_paged
 from rocm_attn.paging.canary import what_was_written
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.metrics import Metrics
 from rocm_attn.step.protocols import LayerCalls
 
 # The oracle works in float64: 4 sequences of 32k tokens and 32 heads take some 0.3 GB.
@@ -32,34 +33,22 @@ _MOST_SEQS = 4
 _MOST_TOKENS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class SampledCounters:
-    """What was compared so far.
-
-    samples:           steps that were looked at
-    rows_differ:       of them, those whose rows differ from the eager run's
-    attention_differs: of them, those whose attention in the sampled layer differs from the oracle's
-    reserved_written:  of them, those after which row 0 of the table or page 0 of the sampled layer was not zero
-    last:              the last of these findings in words; empty while there was none
-    """
-
-    samples: int
-    rows_differ: int
-    attention_differs: int
-    reserved_written: int
-    last: str
-
-
 class LayerTap:
-    """A runtime's layer calls; copies what goes into and comes out of one layer's attention while that is asked for.
+    """Around the layers of a step; copies what goes into and comes out of one layer's attention when that is asked for.
 
-    A model that is to be checked gets it in place of the runtime.
+    around() is called before every step's first layer.
     """
 
-    def __init__(self, layers: LayerCalls) -> None:
-        self._layers = layers
+    _layers: LayerCalls
+
+    def __init__(self) -> None:
         self._layer = -1
         self._taken: tuple[Tensor, Tensor] | None = None
+
+    def around(self, layers: LayerCalls) -> LayerTap:
+        """The tap, around the layers of the step that is about to run."""
+        self._layers = layers
+        return self
 
     def expect(self, layer: int) -> None:
         """From the next step on, until take(), copy q and out of this layer."""
@@ -71,11 +60,11 @@ class LayerTap:
         return taken
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """As AttentionRuntime.store."""
+        """As LayerCalls.store."""
         self._layers.store(layer, k, v)
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """As AttentionRuntime.attend."""
+        """As LayerCalls.attend."""
         self._layers.attend(layer, q, out, lse)
         if layer == self._layer:
             self._taken = q.clone(), out.clone()
@@ -83,13 +72,13 @@ class LayerTap:
     def store_and_attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """As AttentionRuntime.store_and_attend."""
+        """As LayerCalls.store_and_attend."""
         self.store(layer, k, v)
         self.attend(layer, q, out, lse)
 
 
 class SampledCheck:
-    """Runs steps, and compares one in `every`.
+    """Runs steps, and compares one in `every`. What differs is logged, and counted in the runner's metrics.
 
     problems: the runtime's, one for each layer
     tap:      what the model of the runner calls
@@ -114,15 +103,11 @@ class SampledCheck:
         self._every = every
         self._random = np.random.default_rng(seed)
         self._until_next = every
-        self._samples = self._rows_differ = self._attention_differs = self._reserved_written = 0
-        self._last = ""
 
     @property
-    def counters(self) -> SampledCounters:
-        """A snapshot of what was compared."""
-        return SampledCounters(
-            self._samples, self._rows_differ, self._attention_differs, self._reserved_written, self._last
-        )
+    def counters(self) -> Metrics:
+        """As StepRunner.counters."""
+        return self._runner.counters
 
     def run(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
         """As StepRunner.run. Returns what the step gave, whatever the comparison says."""
@@ -131,7 +116,7 @@ class SampledCheck:
         if self._until_next == 0:
             self._until_next = self._every
             layer = int(self._random.integers(len(self._problems)))
-            self._samples += 1
+            self._runner.metrics.samples += 1
             self._look_at_reserved(layer)
             if batch.inputs is HOST_INPUTS and batch.mask is NO_MASK:
                 self._compare(batch, pad_to, rows, layer)
@@ -140,8 +125,8 @@ class SampledCheck:
     def _look_at_reserved(self, layer: int) -> None:
         written = what_was_written(self._runtime.table, self._runtime.pool, [layer])
         if written:
-            self._reserved_written += 1
-            self._last = written
+            self._runner.metrics.reserved_written += 1
+            self._note(written)
 
     def _compare(self, batch: StepBatch, pad_to: int | None, rows: Tensor, layer: int) -> None:
         self._tap.expect(layer)
@@ -151,12 +136,16 @@ class SampledCheck:
             taken = self._tap.take()
         wrong_rows = rows_beyond_bounds(rows, again)
         if wrong_rows:
-            self._rows_differ += 1
-            self._last = f"rows {wrong_rows[:8]} of a step of {batch.num_seqs} sequences differ from the eager run's"
+            self._runner.metrics.rows_differ += 1
+            self._note(f"rows {wrong_rows[:8]} of a step of {batch.num_seqs} sequences differ from the eager run's")
         wrong_seqs = [] if taken is None else self._wrong_seqs(batch, layer, *taken)
         if wrong_seqs:
-            self._attention_differs += 1
-            self._last = f"layer {layer} of sequences {wrong_seqs} of {batch.num_seqs} differs from the oracle"
+            self._runner.metrics.attention_differs += 1
+            self._note(f"layer {layer} of sequences {wrong_seqs} of {batch.num_seqs} differs from the oracle")
+
+    def _note(self, finding: str) -> None:
+        self._runner.metrics.finding = finding
+        logging.getLogger(__name__).warning("sampled check: %s", finding)
 
     def _wrong_seqs(self, batch: StepBatch, layer: int, q: Tensor, out: Tensor) -> list[int]:
         """Sequences, among a few, whose last new tokens in a layer are not the oracle's."""
@@ -186,9 +175,8 @@ def _within_bounds(out: Tensor, want: Tensor, q: Tensor, k: Tensor, v: Tensor, p
     key; what rounding may change of it, kernels that multiply in float32 change of the shares, on either side of the
     fraction.
     """
-    bound = BOUNDS[problem.dtype]
-    scale = max(1.0, float(v.abs().amax()))
+    size = max(1.0, float(v.abs().amax()))
     longest_q, longest_k = (rows.double().norm(dim=-1).amax() for rows in (q, k))
     score_error = float(sum_error(problem.head_dim, abs(problem.scale) * longest_q * longest_k))
-    allowed = (bound.atol + 2 * score_error) * scale + bound.rtol * want.abs()
-    return bool(((out.double() - want).abs() <= allowed).all())
+    bound = BOUNDS[problem.dtype].out.widened(2 * score_error)
+    return bool((error_parts(out, want, bound, size=size) <= 1).all())

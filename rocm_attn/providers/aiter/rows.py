@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.metadata.step_tensors import Need
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import PoolKind, Problem

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import Unsupported
@@ -21,7 +21,7 @@ from rocm_attn.providers.aiter.rows import ROWS
 from rocm_attn.providers.contract import KernelRow, LayerKernel, Limits, PoolSize
 from rocm_attn.providers.select import Selection, select
 from tests.amd.aiter.one_layer import STEPS, OneLayer
-from tests.amd.graphs.tiny import same, serve
+from tests.amd.graphs.small_models import same, serve
 from tests.amd.runtime.stepping import World
 
 MAX_KV_LEN = 640

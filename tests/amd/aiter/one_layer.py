@@ -16,7 +16,7 @@ from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Step
 from tests.amd.aiter.serving import CPU, GFX942
-from tests.amd.graphs.tiny import VOCABULARY
+from tests.amd.graphs.small_models import VOCABULARY
 from tests.amd.runtime.stepping import runtime_of
 
 # Prompts, decode steps, chunks over a prefix, mixed steps, and lengths of several buckets.

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.machine import releases
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import Target, known_target

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import Unsupported
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library

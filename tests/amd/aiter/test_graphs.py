@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from rocm_attn.batch.padding import StepKind
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.problem import Problem
 from tests.amd.aiter.one_layer import STEPS, OneLayer
 from tests.amd.aiter.serving import CPU, latent_problem, plain_problem, vectorised_problem
 from tests.amd.aiter.stand_in import StandIn
-from tests.amd.graphs.tiny import same, serve
+from tests.amd.graphs.small_models import same, serve
 
 PROBLEMS = {
     "ragged and unified": plain_problem(16, dims=(64, 64)),

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from rocm_attn.batch.padding import PaddedShape, StepKind
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadProblem, BadTensor, Unsupported
 from rocm_attn.machine.target import known_target
 from rocm_attn.paging.kv_pool import KVPool, page_bytes
@@ -134,7 +135,7 @@ def test_rows_with_gaps_over_a_latent_pool_are_served(aiter: StandIn) -> None:
         k = serving.random(num_tokens, 1, 576)
         serving.remember(0, requests, q_len, k[: step.num_tokens], k[: step.num_tokens, :, :512])
         out = serving.random(num_tokens, 17, 520)[:, 1:, :512]
-        serving.runtime.store_and_attend(0, q, k, k[..., :512], out)
+        step.layers.store_and_attend(0, q, k, k[..., :512], out)
         serving.check(0, requests, q_len, q, out, None)
         serving.runtime.end_step()
 
@@ -153,7 +154,7 @@ def test_v_of_a_latent_layer_must_be_part_of_k() -> None:
     step = serving.runtime.begin_step(serving.batch([request], [2]))
     k = serving.random(step.token_ids.shape[0], 1, 24)
     with pytest.raises(BadTensor, match=r"pass k\[\.\.\., :16\] as v"):
-        serving.runtime.store(0, k, k[..., :16].clone())
+        step.layers.store(0, k, k[..., :16].clone())
     serving.runtime.end_step()
 
 

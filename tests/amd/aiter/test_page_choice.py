@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadProblem, BadSetting, Unsupported
+from rocm_attn.machine.choices import AUTO
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.runner import engine
-from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.options import EngineOptions
 from rocm_attn.selection import build
-from rocm_attn.selection.pages import AUTO, PAGE_SIZES, choose_pages
+from rocm_attn.selection.pages import PAGE_SIZES, choose_pages
 from tests.amd.aiter.serving import GFX942, latent_problem, plain_problem
 from tests.amd.aiter.stand_in import StandIn
 from tests.amd.runner.test_engine import some_requests, tokens_of
@@ -188,5 +190,5 @@ def test_a_page_size_of_an_engine_is_still_checked() -> None:
 
 
 def test_an_engine_takes_no_latent_pool_for_layers_that_are_not() -> None:
-    with pytest.raises(BadSetting, match=r"pool is .*LATENT.*; take PoolKind.SPLIT, PoolKind.VECTORIZED or 'auto'"):
-        EngineOptions(pool=PoolKind.LATENT)
+    with pytest.raises(BadSetting, match="pool 'latent' is not known; choose one of linear, vectorized, auto"):
+        EngineOptions(pool="latent")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import Unsupported
 from rocm_attn.machine import releases
 from rocm_attn.providers.select import Selection

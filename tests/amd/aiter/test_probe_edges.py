@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.selection.probe_runs import Wrong, edge_run, random_run

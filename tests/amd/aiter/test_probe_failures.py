@@ -13,7 +13,7 @@ import torch
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
-from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import Unsupported, WrongState
 from tests.amd.aiter.serving import latent_problem, plain_problem, world
 from tests.amd.aiter.stand_in import StandIn

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.machine.agreement import alone, found_by_any
@@ -18,7 +18,7 @@ from rocm_attn.step.options import RuntimeOptions
 from tests.amd.aiter.serving import CPU, GFX942, plain_problem
 from tests.amd.aiter.signatures import E4048607
 from tests.amd.aiter.stand_in import install
-from tests.amd.graphs.tiny import Lazy, Tiny, serve
+from tests.amd.graphs.small_models import Lazy, Tiny, serve
 from tests.amd.ranks import among_all, on_every_rank
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.machine.releases import UNKNOWN, Release, Releases, Span
 from rocm_attn.machine.target import IMAGE_RELEASES, KNOWN_TARGETS, Target, known_target
 from rocm_attn.problem import Problem

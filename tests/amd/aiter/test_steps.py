@@ -194,7 +194,7 @@ def test_rows_with_gaps_are_served(layout: PoolKind, unavailable: dict[str, str]
         q, k, v = torch.split(rows, [16, 2, 2], dim=1)
         serving.remember(0, requests, q_len, k[: step.num_tokens], v[: step.num_tokens])
         out = serving.random(len(rows), 16, 136)[..., :128]
-        serving.runtime.store_and_attend(0, q, k, v, out)
+        step.layers.store_and_attend(0, q, k, v, out)
         serving.check(0, requests, q_len, q, out, None)
         serving.runtime.end_step()
 
@@ -215,5 +215,5 @@ def test_lse_of_a_kernel_that_gives_none_is_refused(aiter: StandIn) -> None:
     step = serving.runtime.begin_step(serving.batch([serving.admit()], [1]))
     q, k, v = serving.qkv(serving.problems[0], step)
     with pytest.raises(BadTensor, match="wants_lse=True"):
-        serving.runtime.store_and_attend(0, q, k, v, torch.empty_like(q), torch.empty(q.shape[:2]))
+        step.layers.store_and_attend(0, q, k, v, torch.empty_like(q), torch.empty(q.shape[:2]))
     serving.runtime.end_step()

@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rocm_attn.machine.choices import AUTO
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import PoolKind
 from rocm_attn.runner import engine as engine_module
-from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.rope import Rope
 from rocm_attn.selection import build
 from rocm_attn.selection import kernels as kernel_choice
-from rocm_attn.selection.pages import AUTO
 from tests.amd.aiter.serving import GFX942
 from tests.amd.aiter.stand_in import StandIn
 from tests.amd.runner.test_engine import some_requests, tokens_of
@@ -71,11 +71,11 @@ def test_over_vectorised_pages_the_text_is_the_same(kernel: str, graphs: bool, a
     loaded = wide_model(torch.float16)
     if kernel == "pa_fwd_asm":  # the probe switches the first one off
         aiter.bodies["pa_decode_gluon"] = lambda call: call["output"].zero_()
-    options = replace(TORCH, provider="aiter", graphs=graphs, pool=PoolKind.VECTORIZED)
+    options = replace(TORCH, provider="aiter", graphs=graphs, pool="vectorized")
     engine = Engine(loaded, options)
     generated = tokens_of(engine.generate(some_requests(5)))
     assert generated == tokens_of(Engine(loaded, TORCH).generate(some_requests(5)))
-    over_torch = Engine(loaded, replace(TORCH, pool=PoolKind.VECTORIZED))
+    over_torch = Engine(loaded, replace(TORCH, pool="vectorized"))
     assert generated == tokens_of(over_torch.generate(some_requests(5)))
     assert engine.report().provider == "aiter"
     assert engine.report().pools == ("vectorised pages",)

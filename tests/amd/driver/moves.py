@@ -271,7 +271,7 @@ def stray_write(world: World) -> None:
         runtime.fill()
         for number, layer in enumerate(world.model.layers):
             _, k, v = layer.of(world.model.entries(step))
-            runtime.store(number, k, v)
+            step.layers.store(number, k, v)
     finally:
         runtime.end_step()
     world.faults.append(ExpectedFault(range(first, runtime.step_number + 1), must=False))

@@ -9,7 +9,7 @@ from rocm_attn.capture.graphs import CPU_CAPTURE_RUNS, eager_steps_before_captur
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.hip_graphs.fake_recorder import FakeRecording
 from rocm_attn.step.step import Step
-from tests.amd.graphs.tiny import Requests, Tiny, same
+from tests.amd.graphs.small_models import Requests, Tiny, same
 from tests.amd.runtime.stepping import providers
 
 CPU = torch.device("cpu")

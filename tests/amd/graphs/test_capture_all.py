@@ -7,12 +7,13 @@ import io
 import pytest
 import torch
 
-from rocm_attn.batch.padding import PaddingPolicy, StepKind
+from rocm_attn.batch.padding import PaddingPolicy
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import capture_shapes, recorder_for, shape_name
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.hip_graphs.size_ladder import SizeLadder
-from tests.amd.graphs.tiny import Requests, Tiny, counts_on_the_host, same, serve
+from tests.amd.graphs.small_models import Requests, Tiny, counts_on_the_host, same, serve
 from tests.amd.runtime.stepping import providers
 
 both = pytest.mark.parametrize("provider", providers())
@@ -54,7 +55,8 @@ def test_every_bucket_is_reported_with_seconds_bytes_and_its_check(provider: str
     assert all(bucket.seconds > 0 and bucket.check_seconds > 0 for bucket in report.buckets)
     assert all("equal to eager bitwise in 3 draws" in bucket.check for bucket in report.buckets)
     assert report.seconds == sum(bucket.seconds + bucket.check_seconds for bucket in report.buckets)
-    assert report.num_bytes == sum(bucket.num_bytes for bucket in report.buckets) == runner._graphs.bytes > 0
+    kept = [entry.recording.bytes for entry in runner._entry_of_plan.values()]
+    assert report.num_bytes == sum(bucket.num_bytes for bucket in report.buckets) == sum(kept) > 0
     assert (report.skipped, report.graphs_off) == ((), "")
     assert [done for done, _, _ in seen] == list(range(len(shapes) + 1))
     assert {total for _, total, _ in seen} == {len(shapes)}

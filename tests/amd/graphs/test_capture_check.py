@@ -15,7 +15,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.hip_graphs.recorder import Recorder
 from rocm_attn.paging.index_spaces import RESERVED_PAGE
 from rocm_attn.step.step import Step
-from tests.amd.graphs.tiny import (
+from tests.amd.graphs.small_models import (
     SERVED,
     Forgetful,
     Lazy,

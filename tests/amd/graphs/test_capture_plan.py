@@ -14,7 +14,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.step.options import RuntimeOptions
-from tests.amd.graphs.tiny import Tiny
+from tests.amd.graphs.small_models import Tiny
 from tests.amd.runtime.stepping import deterministic_providers, providers
 
 LLAMA = {

@@ -19,7 +19,7 @@ from rocm_attn.errors import BadTensor, DeviceFault
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.machine.agreement import found_by_any
 from rocm_attn.step.step import Step
-from tests.amd.graphs.tiny import SERVED, Requests, Tiny, same, serve
+from tests.amd.graphs.small_models import SERVED, Requests, Tiny, same, serve
 from tests.amd.ranks import among_all, on_every_rank
 
 CPU = torch.device("cpu")

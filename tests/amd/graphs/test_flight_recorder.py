@@ -19,7 +19,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadSetting
 from rocm_attn.step.step import Step
 from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal, read_dump
-from tests.amd.graphs.tiny import SERVED, Requests, Tiny, same, serve
+from tests.amd.graphs.small_models import SERVED, Requests, Tiny, same, serve
 from tests.amd.runtime.stepping import deterministic_providers, providers
 
 

@@ -20,7 +20,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.watch.flight_recorder import FlightRecorder, read_dump
 from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
-from tests.amd.graphs.tiny import Requests, Tiny
+from tests.amd.graphs.small_models import Requests, Tiny
 from tests.amd.runtime.stepping import providers
 
 each_provider = pytest.mark.parametrize("provider", providers())
@@ -87,7 +87,8 @@ def test_a_step_whose_pages_have_left_the_window_can_be_run_again(
 @each_provider
 def test_sampled_steps_are_compared_by_the_pages_of_their_layers_space(provider: str, device: torch.device) -> None:
     tiny, problems = hybrid(device, provider)
-    tiny.layers = tap = LayerTap(tiny.runtime)
+    tap = LayerTap()
+    tiny.around = tap.around
     runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device))
     check = SampledCheck(runner, tiny.runtime, problems, tap, every=1)
     requests = Requests(tiny.runtime)

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from rocm_attn.batch.mask import StepMask, random_mask
-from rocm_attn.batch.padding import StepKind
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.batch.tree_mask import NO_PARENT, tree_mask
 from rocm_attn.capture.graphs import recorder_for, shape_name
 from rocm_attn.capture.step_runner import StepRunner
-from tests.amd.graphs.tiny import Requests, Tiny
+from tests.amd.graphs.small_models import Requests, Tiny
 from tests.amd.runtime.stepping import providers
 
 each_provider = pytest.mark.parametrize("provider", providers())

@@ -13,7 +13,7 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.step import Step
-from tests.amd.graphs.tiny import Tiny, serve
+from tests.amd.graphs.small_models import Tiny, serve
 from tests.amd.runtime.stepping import providers
 
 LARGE, SMALL = 256, 2

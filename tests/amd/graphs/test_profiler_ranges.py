@@ -11,7 +11,7 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadSetting, WrongState
 from rocm_attn.watch.profiler_ranges import RangedLayers, RangedSteps, device_ranges
-from tests.amd.graphs.tiny import Tiny, same, serve
+from tests.amd.graphs.small_models import Tiny, same, serve
 from tests.amd.runtime.stepping import providers
 
 
@@ -39,7 +39,7 @@ def test_a_step_and_its_layers_are_ranges(graphs: bool, provider: str, device: t
         tiny = Tiny.build(device, provider, [4])
         runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device) if graphs else None)
         if ranged:
-            tiny.layers = RangedLayers(tiny.runtime, timeline)
+            tiny.around = lambda layers: RangedLayers(layers, timeline)
         runner.capture_all()
         timeline.entries.clear()
         outs.append(serve(RangedSteps(runner, timeline) if ranged else runner, tiny.runtime, [[3, 2], [1, 1]]))
@@ -56,7 +56,9 @@ def test_an_exception_closes_its_ranges(device: torch.device) -> None:
     one = np.ones(1, np.int32)
     with pytest.raises(BadBatch):
         RangedSteps(StepRunner(tiny.runtime, tiny.forward, None), timeline).run(StepBatch(one, one, one))
-    layers = RangedLayers(tiny.runtime, timeline)
+    step = tiny.runtime.begin_step(StepBatch([], [], []))
+    tiny.runtime.end_step()
+    layers = RangedLayers(step.layers, timeline)
     for call in (layers.store, layers.attend):
         with pytest.raises(WrongState):
             call(0, torch.empty(0), torch.empty(0))

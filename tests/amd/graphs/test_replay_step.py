@@ -16,7 +16,7 @@ from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.providers.contract import AttendArgs
 from rocm_attn.providers.torch_ref import TorchDecode
 from rocm_attn.watch.flight_recorder import FlightRecorder, read_dump
-from tests.amd.graphs.tiny import SERVED, Lazy, Requests, Tiny
+from tests.amd.graphs.small_models import SERVED, Lazy, Requests, Tiny
 from tests.amd.runtime.stepping import deterministic_providers, providers
 
 # Prompts, decode steps, a chunk among decodes, steps above the largest graph, an idle sequence.

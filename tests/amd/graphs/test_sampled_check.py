@@ -17,20 +17,19 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import DeviceFault
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.step import Step
-from rocm_attn.watch.sampled_check import LayerTap, SampledCheck, SampledCounters
-from tests.amd.graphs.tiny import SERVED, Requests, Tiny, counts_on_the_host, same, serve
+from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
+from tests.amd.graphs.small_models import SERVED, Requests, Tiny, counts_on_the_host, same, serve
 from tests.amd.runtime.stepping import providers, small_problem
 
 pytestmark = pytest.mark.parametrize("provider", providers())
 
 
 class OffByALittle(LayerTap):
-    """A runtime whose attention is wrong in one layer."""
+    """Layers whose attention is wrong in one of them."""
 
-    def __init__(self, layers: LayerCalls, wrong_layer: int) -> None:
-        super().__init__(layers)
+    def __init__(self, wrong_layer: int) -> None:
+        super().__init__()
         self._wrong_layer = wrong_layer
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
@@ -44,17 +43,24 @@ def checked(tiny: Tiny, runner: StepRunner, tap: LayerTap, every: int = 1) -> Sa
     return SampledCheck(runner, tiny.runtime, [tiny.problem, tiny.problem], tap, every=every)
 
 
+def compared(check: SampledCheck) -> tuple[int, int, int, int, str]:
+    """Steps that were looked at, what was wrong with them by kind, and the last of these findings."""
+    got = check.counters
+    return got.samples, got.rows_differ, got.attention_differs, got.reserved_written, got.finding
+
+
 @pytest.mark.parametrize("graphs", [False, True])
 def test_right_steps_pass_and_stay_what_they_are(graphs: bool, provider: str, device: torch.device) -> None:
     served = [*SERVED, [3, 9], [1, 4, 1], [0, 2], []]
     outs = []
     for sampled in (False, True):
         tiny = Tiny.build(device, provider, [4], tokens=(8,))
-        tiny.layers = tap = LayerTap(tiny.runtime)
+        tap = LayerTap()
+        tiny.around = tap.around
         runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device) if graphs else None)
         check = checked(tiny, runner, tap)
         outs.append(serve(check if sampled else runner, tiny.runtime, served))
-        assert check.counters == SampledCounters(len(served) if sampled else 0, 0, 0, 0, "")
+        assert compared(check) == (len(served) if sampled else 0, 0, 0, 0, "")
         assert runner.counters.steps == len(served)
         assert (runner.counters.replays > 0) == graphs
     assert same(*outs)
@@ -62,7 +68,8 @@ def test_right_steps_pass_and_stay_what_they_are(graphs: bool, provider: str, de
 
 def test_one_step_in_so_many_is_looked_at(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider)
-    tiny.layers = tap = LayerTap(tiny.runtime)
+    tap = LayerTap()
+    tiny.around = tap.around
     check = checked(tiny, StepRunner(tiny.runtime, tiny.forward, None), tap, every=3)
     serve(check, tiny.runtime)
     assert check.counters.samples == len(SERVED) // 3
@@ -70,7 +77,8 @@ def test_one_step_in_so_many_is_looked_at(provider: str, device: torch.device) -
 
 def test_a_graph_that_went_wrong_is_counted(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider, [4])
-    tiny.layers = tap = LayerTap(tiny.runtime)
+    tap = LayerTap()
+    tiny.around = tap.around
     forward = counts_on_the_host(tiny)
     runner = StepRunner(tiny.runtime, forward, recorder_for(tiny.runtime.device), check=NO_CHECK)
     check = checked(tiny, runner, tap)
@@ -78,20 +86,21 @@ def test_a_graph_that_went_wrong_is_counted(provider: str, device: torch.device)
     counters = check.counters
     # Recorded for three sequences: wrong for the two steps of two and the one of one.
     assert (counters.samples, counters.rows_differ, counters.attention_differs) == (len(SERVED), 3, 0)
-    assert "rows [0, 1] of a step of 2 sequences" in counters.last
+    assert "rows [0, 1] of a step of 2 sequences" in counters.finding
 
 
 @pytest.mark.parametrize("wrong_layer", [0, 1])
 def test_a_layer_that_went_wrong_is_counted(wrong_layer: int, provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider)
-    tiny.layers = tap = LayerTap(OffByALittle(tiny.runtime, wrong_layer))
+    wrong, tap = OffByALittle(wrong_layer), LayerTap()
+    tiny.around = lambda layers: tap.around(wrong.around(layers))
     check = checked(tiny, StepRunner(tiny.runtime, tiny.forward, None), tap)
     serve(check, tiny.runtime)
     counters = check.counters
     # One of two layers is looked at in each step.
     assert 0 < counters.attention_differs < len(SERVED)
     assert counters.rows_differ == 0
-    assert f"layer {wrong_layer} of sequences" in counters.last
+    assert f"layer {wrong_layer} of sequences" in counters.finding
 
 
 @pytest.mark.parametrize(("factor", "differs"), [(1.0, False), (1.1, True)])
@@ -105,12 +114,12 @@ def test_rounding_of_large_scores_is_no_fault(
     )
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(200, *dims, generator=generator).to(device) for dims in ((6, 256), (2, 256), (2, 64)))
-    tap = LayerTap(runtime)
+    tap = LayerTap()
 
     def forward(step: Step) -> Tensor:
         at = step.positions
         out = torch.empty(len(at), 6, 64, device=device)
-        tap.store_and_attend(0, 4 * q[at], k[at], v[at], out)
+        tap.around(step.layers).store_and_attend(0, 4 * q[at], k[at], v[at], out)
         return out[step.last_token_of_seq]
 
     runner = StepRunner(runtime, forward, None)
@@ -120,7 +129,7 @@ def test_rounding_of_large_scores_is_no_fault(
     for length in range(150, 200, 10):
         tokens = 150 if length == 150 else 10
         check.run(StepBatch(np.array([row]), np.array([length]), np.array([tokens])))
-    assert (check.counters.attention_differs > 0) == differs, check.counters.last
+    assert (check.counters.attention_differs > 0) == differs, check.counters.finding
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -130,7 +139,8 @@ def test_a_write_to_what_is_reserved_is_counted(
 ) -> None:
     """The first step sees the sound state; then forward writes where nothing may be."""
     tiny = Tiny.build(device, provider)
-    tiny.layers = tap = LayerTap(tiny.runtime)
+    tap = LayerTap()
+    tiny.around = tap.around
     table, pages = tiny.runtime.table.entries, tiny.runtime.pool.layer(1)
     requests, writes = Requests(tiny.runtime), torch.zeros((), dtype=torch.int32, device=tiny.runtime.device)
 
@@ -156,7 +166,7 @@ def test_a_write_to_what_is_reserved_is_counted(
     assert counters.samples == 6
     assert counters.reserved_written == 4 if reserved.startswith("row") else 0 < counters.reserved_written <= 4
     if not counters.rows_differ and not counters.attention_differs:
-        assert counters.last == f"{reserved} must stay zero and was written"
+        assert counters.finding == f"{reserved} must stay zero and was written"
     with pytest.raises(DeviceFault, match=f"{reserved} must stay zero and was written; padded sequences read it"):
         tiny.runtime.check_device()
 
@@ -164,7 +174,8 @@ def test_a_write_to_what_is_reserved_is_counted(
 def test_a_step_with_inputs_on_the_device_is_looked_at_but_not_run_again(provider: str, device: torch.device) -> None:
     """Its forward moves the lengths on, as an overlapped scheduler does: a second run would be another step."""
     tiny = Tiny.build(device, provider)
-    tiny.layers = tap = LayerTap(tiny.runtime)
+    tap = LayerTap()
+    tiny.around = tap.around
     kv_len = torch.tensor([4], dtype=torch.int32, device=tiny.runtime.device)
 
     def forward(step: Step) -> Tensor:
@@ -181,4 +192,4 @@ def test_a_step_with_inputs_on_the_device_is_looked_at_but_not_run_again(provide
         kv_len.fill_(4 + step)
         check.run(replace(batch, inputs=DeviceInputs(kv_len=kv_len)))
         assert kv_len.item() == 5 + step
-    assert check.counters == SampledCounters(4, 0, 0, 0, "")
+    assert compared(check) == (4, 0, 0, 0, "")

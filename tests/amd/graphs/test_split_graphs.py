@@ -23,7 +23,7 @@ from rocm_attn.hip_graphs.size_ladder import default_ladder
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import SplitStep, Step
 from rocm_attn.watch.flight_recorder import FlightRecorder
-from tests.amd.graphs.tiny import Forgetful, Requests, Tiny, same
+from tests.amd.graphs.small_models import Forgetful, Requests, Tiny, same
 from tests.amd.runtime.stepping import providers
 
 both = pytest.mark.parametrize("provider", providers())
@@ -31,16 +31,6 @@ both = pytest.mark.parametrize("provider", providers())
 # Prompts of five requests, then split decode and verify steps: odd, even, a single sequence, none.
 PROMPTS = [5, 2, 7, 1, 4]
 SPLIT = [[1] * 5, [1] * 2, [1], [], [1] * 4, [1] * 3, [3, 3], [1] * 5, [2, 1, 4], [1] * 2]
-
-
-def halved(tiny: Tiny) -> Callable[[Step], Tensor]:
-    """The tiny model's forward over the layers of the step that it gets."""
-
-    def forward(step: Step) -> Tensor:
-        tiny.layers = step.layers
-        return tiny.forward(step)
-
-    return forward
 
 
 def build(device: torch.device, provider: str, sizes: Sequence[int] = (2, 8), rows: int = 5) -> Tiny:
@@ -51,7 +41,7 @@ def build(device: torch.device, provider: str, sizes: Sequence[int] = (2, 8), ro
 def runner_of(tiny: Tiny, *, graphs: bool = True, split_forward: SplitForward | None = None) -> StepRunner:
     """Serves the tiny model."""
     recorder = recorder_for(tiny.runtime.device) if graphs else None
-    return StepRunner(tiny.runtime, halved(tiny), recorder, split_forward=split_forward)
+    return StepRunner(tiny.runtime, tiny.forward, recorder, split_forward=split_forward)
 
 
 def served(
@@ -190,7 +180,7 @@ def test_a_wrong_split_graph_is_refused(launch: str, provider: str, device: torc
     for graphs in (False, True):
         tiny = build(device, provider)
         recorder: Recorder | None = Forgetful(recorder_for(tiny.runtime.device), tiny.runtime, launch)
-        runner = StepRunner(tiny.runtime, halved(tiny), recorder if graphs else None)
+        runner = StepRunner(tiny.runtime, tiny.forward, recorder if graphs else None)
         outs.append(served(runner, tiny, runner.run_split, SPLIT[:3]))
     assert "in two halves differs from the eager run" in runner.counters.graphs_off
     assert same(*outs)
@@ -222,7 +212,7 @@ def test_a_split_forward_that_is_not_bitwise_is_replaced_with_a_reason(provider:
         outs = []
         for graphs in (False, True):
             tiny = build(device, provider, (8,))
-            runner = runner_of(tiny, graphs=graphs, split_forward=broken(halved(tiny)))
+            runner = runner_of(tiny, graphs=graphs, split_forward=broken(tiny.forward))
             outs.append(served(runner, tiny, runner.run_split, [[1] * 5, [1] * 3]))
         assert same(*outs)
         assert (runner.counters.replays, runner.counters.graphs_off) == (2, "")
@@ -234,7 +224,7 @@ def test_a_split_forward_that_is_not_bitwise_is_replaced_with_a_reason(provider:
 @both
 def test_a_split_forward_that_is_bitwise_is_captured(provider: str, device: torch.device) -> None:
     tiny = build(device, provider, (8,))
-    forward, seen = halved(tiny), []
+    forward, seen = tiny.forward, []
 
     def second_first(step: SplitStep) -> tuple[Tensor, Tensor]:
         seen.append(step)
@@ -266,7 +256,7 @@ def test_reopening_makes_room_for_larger_halves(provider: str, device: torch.dev
 @both
 def test_a_forward_with_the_wrong_number_of_rows_is_refused(provider: str, device: torch.device) -> None:
     tiny = build(device, provider)
-    forward = halved(tiny)
+    forward = tiny.forward
     runner = StepRunner(tiny.runtime, lambda step: forward(step)[:1], None)
     with pytest.raises(BadTensor, match="1 and 1 rows for halves of 4 padded sequences"):
         served(runner, tiny, runner.run_split)
@@ -278,7 +268,7 @@ def test_a_noted_split_step_is_replayed_as_one(
 ) -> None:
     tiny = build(device, provider)
     flight = FlightRecorder(tiny.runtime, tmp_path / "dump.json")
-    runner = StepRunner(tiny.runtime, halved(tiny), recorder_for(tiny.runtime.device), flight=flight)
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device), flight=flight)
     served(runner, tiny, runner.run_split)
     assert [shape_name(step.shape) for step in flight.steps()][:2] == [
         "decode of 8 sequences in two halves",
@@ -300,7 +290,7 @@ def test_halves_side_by_side_are_bitwise_the_halves_one_after_the_other(provider
     outs = []
     for split in (False, True):
         tiny = build(device, provider)
-        forward, side = halved(tiny), ForkedStream(tiny.runtime.device)
+        forward, side = tiny.forward, ForkedStream(tiny.runtime.device)
         runner = runner_of(tiny, split_forward=side_by_side(forward, side) if split else None)
         for _ in range(3):
             outs.append(served(runner, tiny, runner.run_split))

@@ -17,7 +17,7 @@ from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.step.protocols import NO_WATCHDOG, Steps
 from rocm_attn.watch.watched_steps import WatchedSteps
-from tests.amd.graphs.tiny import Tiny, same, serve
+from tests.amd.graphs.small_models import Tiny, same, serve
 from tests.amd.runtime.stepping import providers
 
 SECONDS = 0.05

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape, StepKind
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.kernels.refs.attention import paged_extend
+from rocm_attn.machine import choices
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers import select
@@ -108,5 +110,5 @@ STAND_INS = {"csr": csr_provider("csr", 0), "csr_min_1": csr_provider("csr_min_1
 
 def put_in_stand_ins(put: Callable[[object, str, object], None]) -> None:
     """Make them providers. put: setattr, or what a test takes back at its end."""
-    put(select, "PROVIDER_NAMES", (*select.PROVIDER_NAMES, *STAND_INS))
+    put(select, "PROVIDERS", (*choices.PROVIDERS, *STAND_INS))
     put(select, "ROWS", {**select.ROWS, **{name: provider.rows for name, provider in STAND_INS.items()}})

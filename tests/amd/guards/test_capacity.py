@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rocm_attn.batch.padding import PaddedShape, StepKind
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadTensor, CapacityExceeded, WrongState
 from rocm_attn.guards.registry import Guards
 from rocm_attn.hip_graphs.size_ladder import default_ladder

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape, StepKind
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
@@ -37,7 +38,7 @@ BUFFERS_OF_NEED = {
 def test_a_need_brings_its_own_buffers_and_no_others(need: Need, monkeypatch: pytest.MonkeyPatch) -> None:
     csr = csr_provider("needy", 0)
     needy = replace(csr, rows=tuple(replace(row, needs=frozenset({need})) for row in csr.rows))
-    monkeypatch.setattr(select, "PROVIDER_NAMES", ("needy",))
+    monkeypatch.setattr(select, "PROVIDERS", ("needy",))
     monkeypatch.setattr(select, "ROWS", {"needy": needy.rows})
     runtime = build_runtime(
         [small_problem()],

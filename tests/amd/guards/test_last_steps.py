@@ -133,7 +133,7 @@ def test_a_fault_is_kept_when_a_launch_of_the_next_step_fails(launch: str) -> No
     step(made, batch(10, 99))
     ops = made._publisher._ops
 
-    def fails(*arguments: Any) -> None:
+    def fails(*arguments: Any, **named: Any) -> None:
         raise RuntimeError("the launch failed")
 
     changed: dict[str, Any] = {launch: fails}
@@ -155,7 +155,7 @@ def test_the_host_leaves_a_slot_alone_that_a_late_device_has_yet_to_echo_into() 
     def later(launch: Callable[..., None]) -> Callable[..., None]:
         return lambda *args, **kwargs: late.launch(partial(launch, *args, **kwargs))
 
-    def fails(*arguments: Any) -> None:
+    def fails(*arguments: Any, **named: Any) -> None:
         raise RuntimeError("the launch failed")
 
     ops = replace(publisher._ops, publish=later(publisher._ops.publish))

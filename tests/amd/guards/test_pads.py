@@ -201,7 +201,7 @@ def test_a_v_that_is_no_number_stays_with_the_tokens_that_see_it(
         stored = v.clone()
         v[6, 1, 3], stored[6, 1, 3] = value, 0.0
         out = torch.empty_like(q)
-        runtime.store_and_attend(0, q, k, v, out)
+        step.layers.store_and_attend(0, q, k, v, out)
         runtime.end_step()
         want, _ = attend_sequence(q[:8], k[:8], stored[:8], serving.problem)
         close = torch.isclose(out[:8].double(), want, atol=1e-5, rtol=1e-5)

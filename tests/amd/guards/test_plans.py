@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_attn.batch.padding import PaddedShape, StepKind
+from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.errors import GraphStale
 from rocm_attn.guards.registry import Guards
-from rocm_attn.hip_graphs.errors import StaleRecording
 from rocm_attn.hip_graphs.pinned import PinnedTensors
 from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving
 from tests.amd.runtime.stepping import Request, small_problem
@@ -97,7 +98,7 @@ def test_a_graph_of_memory_that_moved_is_refused(device: torch.device) -> None:
         return serving, requests
 
     serving, requests = moved(ALL_ON)
-    with pytest.raises(StaleRecording, match="they have moved; drop the recordings and record again"):
+    with pytest.raises(GraphStale, match="they have moved; drop the recordings and record again"):
         serving.run(requests, [1, 1])
     if device.type == "cuda":
         return  # off, the graph reads memory that may be anybody's by now, and ends the process

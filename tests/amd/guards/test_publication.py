@@ -13,7 +13,7 @@ import torch
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.errors import DeviceFault
 from rocm_attn.guards.registry import Guards
-from rocm_attn.kernels.metadata.slot_layout import slot_words
+from rocm_attn.kernels.metadata.slot_layout import slot_parts
 from rocm_attn.kernels.metadata.step_tensors import Pads, StepTensors
 from rocm_attn.kernels.refs.metadata import publish
 from rocm_attn.paging.index_spaces import Space
@@ -134,8 +134,9 @@ def published_lengths(guards: Guards, num_steps: int) -> list[int]:
     nothing = torch.zeros(0, dtype=torch.int32)
     to = StepTensors.of(nothing, Pads(0, 1), counts=counts, row_of_seq=row, kv_len=kv_len, q_len=q_len, token_ids=ids)
     for step in range(num_steps):
-        slot, words = ring.acquire(slot_words(1, 0))
-        words[: slot_words(1, 0)] = [1, 1, step, 0, 0, 0, 0, 0, 1, 100 + step, 1]
+        parts = slot_parts(1, 0)
+        slot, words = ring.acquire(parts.floor.stop)
+        words[: parts.q_len.stop] = [1, 1, step, 0, 0, 0, 0, 0, 1, 100 + step, 1]
         late.launch(partial(publish, slot, counts, to))
         late.launch(lambda: found.append(int(kv_len[0])))
         ring.release()

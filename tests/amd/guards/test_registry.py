@@ -18,7 +18,8 @@ from rocm_attn.cli import BAD_INPUT, DONE, main
 from rocm_attn.errors import BadSetting, RocmAttnError
 from rocm_attn.guards.registry import GUARDS, Guard, Guards, guards_from_settings
 from rocm_attn.machine.settings import DEBUG, DISABLE_GUARDS, Settings, read_settings, settings
-from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Request
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions

@@ -56,10 +56,10 @@ def test_a_length_beyond_the_row_writes_no_other_requests_page(provider: str, de
         runtime = serving.runtime
         page = int(runtime.table.pages_of(second.row)[0])
         before = runtime.pool.layer(0).k[page].clone()
-        runtime.stage(serving.world.batch([first, second], [1, 1]))
+        step = runtime.stage(serving.world.batch([first, second], [1, 1]))
         runtime.sealed_tensors()["kv_len"][0] = 17
         runtime.fill()
-        runtime.store(0, serving.world.random(2, 2, 16), serving.world.random(2, 2, 16))
+        step.layers.store(0, serving.world.random(2, 2, 16), serving.world.random(2, 2, 16))
         runtime.end_step()
         return before, runtime.pool.layer(0).k[page]
 

@@ -8,7 +8,7 @@ import torch
 from rocm_attn.hip_graphs.fake_recorder import FakeRecorder
 from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
 from rocm_attn.kernels.launch import observe_launches
-from tests.amd.hip_graphs.labs import Lab
+from tests.amd.hip_graphs.recorders import Lab
 
 # A real recorder exists where there is a GPU; elsewhere the fake one is all there is.
 RECORDERS = ["fake", pytest.param("torch", marks=pytest.mark.gpu)] if torch.cuda.is_available() else ["fake"]

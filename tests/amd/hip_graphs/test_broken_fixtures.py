@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.amd.hip_graphs.broken_fixtures import BROKEN_AND_SOUND, Broken, Scenario
-from tests.amd.hip_graphs.labs import Lab
+from tests.amd.hip_graphs.recorders import Lab
 
 BROKEN = [broken for broken, _ in BROKEN_AND_SOUND]
 SOUND = [sound for _, sound in BROKEN_AND_SOUND]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rocm_attn.hip_graphs.errors import RecordingRefused
 from rocm_attn.hip_graphs.record_guard import RecordGuard
-from tests.amd.hip_graphs.labs import Lab
+from tests.amd.hip_graphs.recorders import Lab
 
 
 def _unbound(owner: type, method: str) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rocm_attn.hip_graphs.fake_recorder import FakeRecorder
 from rocm_attn.kernels.launch import observe_launches
-from tests.amd.hip_graphs.labs import Lab, same_bits
+from tests.amd.hip_graphs.recorders import Lab, same_bits
 
 ROWS, COLUMNS = 4, 6
 

@@ -160,15 +160,14 @@ def test_dropped_recordings_give_their_memory_back_and_the_recorder_goes_on() ->
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     recorder = TorchRecorder("cuda")
-    cache = GraphCache(PinnedTensors())
+    cache, taken = GraphCache(PinnedTensors()), 0
     for size in (4, 2, 1):
-        cache.record(size, recorder, lambda: x + 1)
-    assert cache.bytes >= 3 * 64 * MIB
+        taken += cache.put(size, *recorder.record(lambda: x + 1)).recording.bytes
+    assert taken >= 3 * 64 * MIB
     cache.drop_all()
     recorder.release_memory()
     assert torch.cuda.memory_reserved() <= before
-    cache.record(4, recorder, lambda: x + 2)
-    assert cache.replay(4)[0].item() == 3
+    assert cache.replay(cache.put(4, *recorder.record(lambda: x + 2)))[0].item() == 3
 
 
 @on_gpu

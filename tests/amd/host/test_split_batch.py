@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from rocm_attn.batch.halves import split_batch, split_point
 from rocm_attn.batch.inputs import ON_HOST, DeviceInputs
-from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, StepKind, token_places
+from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, token_places
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import capture_shapes, shape_name
 from rocm_attn.errors import BadBatch, CapacityExceeded
 from rocm_attn.hip_graphs.size_ladder import SizeLadder, default_ladder

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from rocm_attn.batch.inputs import HOST_INPUTS, ON_HOST, DeviceInputs
 from rocm_attn.batch.mask import NO_MASK
-from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, StepKind, step_kind
+from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, step_kind
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadBatch, BadProblem, BadSetting, CapacityExceeded
 from rocm_attn.hip_graphs.size_ladder import SizeLadder
 from rocm_attn.kernels.metadata.step_tensors import Need, Unit

@@ -7,19 +7,22 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, INTERRUPTED, READER_GONE, main
-from rocm_attn.cli.arguments import described_model, pool_named
+from rocm_attn.cli.arguments import described_model
+from rocm_attn.cli.options import ON_GENERATE
 from rocm_attn.cli.ordered_text import OrderedText
-from rocm_attn.cli.parser import DTYPES, POOLS, PROVIDERS
+from rocm_attn.cli.parser import build_parser
+from rocm_attn.machine.choices import AUTO, DTYPES, POOLS, PROVIDERS
 from rocm_attn.problem import DTYPES as SERVED_DTYPES
-from rocm_attn.providers.select import PROVIDER_NAMES
+from rocm_attn.providers.select import ROWS
 from rocm_attn.runner.loading import find_model
-from rocm_attn.selection.pages import AUTO
+from rocm_attn.runner.options import EngineOptions
 from rocm_attn.selection.pages import POOLS as LAYOUTS
 from tests.amd.house.source_tree import ROOT
 
@@ -50,9 +53,37 @@ def config_file(folder: Path, config: dict[str, Any]) -> str:
 
 
 def test_the_choices_of_the_parser_are_those_of_the_package() -> None:
-    assert PROVIDERS == PROVIDER_NAMES
+    assert set(PROVIDERS) == {AUTO, *ROWS}
     assert [str(dtype).removeprefix("torch.") for dtype in SERVED_DTYPES] == list(DTYPES)
-    assert [pool_named(pool) for pool in POOLS] == [*LAYOUTS, AUTO]
+    assert list(POOLS) == [*LAYOUTS, AUTO]
+
+
+def test_every_flag_of_generate_that_serves_is_a_field_of_the_engines_options() -> None:
+    parsed = build_parser().parse_args(["generate", "a prompt"])
+    given = {name: getattr(parsed, name) for name in ON_GENERATE}
+    assert EngineOptions(**given) == EngineOptions()
+    assert {field.name for field in fields(EngineOptions)} - set(given) == {"capture_after", "max_kv_len", "kv_bytes"}
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        (["--page-size", "auto"], ("page_size", "auto")),
+        (["--page-size", "32"], ("page_size", 32)),
+        (["--no-graphs"], ("graphs", False)),
+        (["--num-pages", "2"], ("num_pages", 2)),
+        (["--swa-pages", "0"], ("swa_pages", 0)),
+        (["--hang-after", "0.5"], ("hang_after", 0.5)),
+        (["--check-every", "7"], ("check_every", 7)),
+        (["--profiler-ranges"], ("profiler_ranges", True)),
+        (["--flight-record", "last.json"], ("flight_record", Path("last.json"))),
+        (["--pool", "vectorized"], ("pool", "vectorized")),
+    ],
+)
+def test_a_flag_gives_its_field_a_value_of_the_right_type(flag: list[str], value: tuple[str, object]) -> None:
+    name, wanted = value
+    got = getattr(build_parser().parse_args(["generate", *flag]), name)
+    assert (got, type(got)) == (wanted, type(wanted))
 
 
 @pytest.mark.parametrize(

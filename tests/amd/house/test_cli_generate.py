@@ -162,7 +162,7 @@ def test_text_goes_to_stdout_and_the_report_to_stderr(capsys: pytest.CaptureFixt
     assert [text.splitlines()[1].split() for text in texts] == [result["text"].split() for result in results]
     assert "provider torch on cpu" in printed.err
     assert "decode: torch.decode" in printed.err
-    assert "8 tokens in" in printed.err
+    assert "8 new tokens" in printed.err
 
 
 def test_a_single_prompt_prints_nothing_but_its_text(capsys: pytest.CaptureFixture[str]) -> None:
@@ -323,3 +323,13 @@ def test_another_error_of_torch_is_not_called_a_full_memory(monkeypatch: pytest.
     monkeypatch.setattr("rocm_attn.cli.generate.load_model", fail)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         main(["generate", "--device", "cpu", "w5"])
+
+
+def test_a_sampled_check_is_a_flag_and_its_counts_are_in_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = ["--raw", "--max-new-tokens", "6", "w5 w6 w7", "w1"]
+    plain, checked = (generate(capsys, *prompts, *more) for more in ([], ["--check-every", "2"]))
+    assert checked["results"] == plain["results"]
+    report = checked["report"]
+    assert report["samples"] == report["steps"] // 2 > 0
+    assert (report["rows_differ"], report["attention_differs"], report["finding"]) == (0, 0, "")
+    assert plain["report"]["samples"] == 0

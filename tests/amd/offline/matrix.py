@@ -30,7 +30,7 @@ from rocm_attn.kernels.metadata.engine_tensors import (
 from rocm_attn.kernels.metadata.gather_table import launch_gather_table
 from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
-from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, OWN_TABLE, StepTensors, TableTerms
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
@@ -226,7 +226,7 @@ def _launch_step(
             return torch.empty(num_tokens, num_heads, dim, dtype=dtype)
 
         heads = problem.num_q_heads
-        runtime.store_and_attend(
+        step.layers.store_and_attend(
             layer,
             empty(heads, problem.head_dim),
             empty(problem.num_kv_heads, problem.head_dim),
@@ -242,7 +242,9 @@ def _launch_fix_ups(runtime: AttentionRuntime) -> None:
     ops, pages, problem = TRITON.ops(), runtime.pool.layer(0), runtime.selections[0].problem
     seqs, counts = (torch.empty(size, dtype=torch.int32) for size in (16, 4))
     out = torch.empty(16, problem.num_q_heads, problem.v_head_dim, dtype=problem.dtype)
-    ops.zero_tails(runtime.table.entries, seqs, seqs, seqs, pages.k, pages.v)
+    # Where page 0 belongs to no one, and, as in some engines, where it is a page like others.
+    for null_page in (True, False):
+        ops.zero_tails(runtime.table.entries, seqs, seqs, seqs, pages.k, pages.v, null_page=null_page)
     ops.clear_pads(counts, out, None)
     ops.clear_pads(counts, out, torch.empty(16, problem.num_q_heads))
 
@@ -257,8 +259,9 @@ def _launch_vectorised(row: Row) -> None:
     )
     k, v = (torch.empty(tokens, heads, dim, dtype=row.dtype) for dim in row.dims)
     of_token, counts = (torch.empty(size, dtype=torch.int32) for size in (tokens, 4))
-    ops.store_kv(k, v, of_token, counts, *pages)
-    ops.zero_tails(torch.empty(tokens, 64, dtype=torch.int32), of_token, of_token, of_token, *pages)
+    table = torch.empty(tokens, 64, dtype=torch.int32)
+    ops.store_kv(k, v, of_token, counts, *pages, null_page=True)
+    ops.zero_tails(table, of_token, of_token, of_token, *pages, null_page=True)
 
 
 def _launch_merge_states(problem: Problem) -> None:
@@ -290,7 +293,8 @@ def _launch_whole_fill(page_size: int) -> None:
         kv_len_int64=torch.empty(num_seqs, dtype=torch.int64),
         mask_indptr=torch.empty(num_seqs + 1, dtype=torch.int64),
     )
-    TRITON.ops().fill(step, page_size=page_size)
+    for terms in (OWN_TABLE, TableTerms(null_page=False, short_kv=True)):
+        TRITON.ops().fill(replace(step, terms=terms), page_size=page_size, window_left=ALL_KEYS)
 
 
 def _launch_of_engines(page_size: int) -> None:
@@ -311,5 +315,8 @@ def _launch_of_engines(page_size: int) -> None:
         launch_gather_table(GatherSource(given, csr_indptr=given), of_seq, of_seq, table, page_size=page_size)
         for slot_map in (None, given):
             launch_take_slots(given, slot_map, counts, of_seq, page_size=page_size, null_page=True)
+        k = torch.empty(num_seqs, 2, 128, dtype=torch.bfloat16)
+        pages = torch.empty(width, page_size, 2, 128, dtype=torch.bfloat16)
+        TRITON.ops().store_kv(k, k, of_seq, counts, pages, pages, null_page=False)
         cells, indptr = torch.empty(num_seqs, dtype=torch.uint8), torch.empty(num_seqs + 1, dtype=torch.int64)
         of_pack_mask(launch_pack_mask)(cells, given, counts, indptr, of_seq, of_seq)

@@ -86,7 +86,7 @@ def serve(problem: Problem, sizes: RuntimeOptions) -> list[CompileEvent]:
                 torch.zeros(len(step.token_ids), heads, dim, dtype=problem.dtype)
                 for heads, dim in ((8, 64), (2, 64), (2, 64), (8, 64))
             )
-            runtime.store_and_attend(0, q, k, v, out)
+            step.layers.store_and_attend(0, q, k, v, out)
             runtime.end_step()
     return events
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rocm_attn.oracle.numerics import BOUNDS
 from tests.amd.kernels.attention_cases import Case, Tensors, assert_served, build, run_decode, run_extend
 from tests.amd.rocm.models import HEADS, Measured
+from tests.amd.tolerances import BOUNDS
 
 pytestmark = [
     pytest.mark.gpu,

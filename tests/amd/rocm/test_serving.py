@@ -60,7 +60,7 @@ class Layers:
         q, k, v = (table[(step.token_ids + step.positions) % VOCABULARY] for table in self.tables)
         for index in range(2):
             out = torch.empty_like(q)
-            self.runtime.store_and_attend(index, q, k, v, out)
+            step.layers.store_and_attend(index, q, k, v, out)
             q = out
         return q[step.last_token_of_seq].flatten(1)
 

@@ -66,7 +66,7 @@ def test_one_layer(model: str, shape: Shape, device: torch.device, measured: Mea
     out = torch.full_like(q, float("nan"))
 
     def attend() -> torch.Tensor:
-        runtime.attend(0, q, out)
+        step.layers.attend(0, q, out)
         return out
 
     recording, _ = recorder_for(device).record(attend)

@@ -46,18 +46,19 @@ class WholeSequence:
     token_ids: Tensor
     positions: Tensor
     last_token_of_seq: Tensor
+    layers: DenseAttention
 
 
-def dense_model(loaded: LoadedModel, max_kv_len: int) -> Model:
-    """The model over dense attention, for sequences of up to max_kv_len tokens."""
+def dense_model(loaded: LoadedModel, max_kv_len: int) -> tuple[Model, DenseAttention]:
+    """The model for sequences of up to max_kv_len tokens, and the dense attention of its steps."""
     problems = loaded.config.attention.problems(dtype=loaded.weights.dtype, page_size=1)
     attention = DenseAttention(problems, LayerHeadWeights(problems, loaded.weights.device))
-    return Model(loaded.config, loaded.weights, attention, max_kv_len=max_kv_len)
+    return Model(loaded.config, loaded.weights, attention.head_weights, max_kv_len=max_kv_len), attention
 
 
 def dense_logits(loaded: LoadedModel, token_ids: Tensor) -> Tensor:
     """Logits [tokens, vocab] at every position of one sequence. token_ids: integer [tokens]"""
-    model = dense_model(loaded, len(token_ids))
+    model, attention = dense_model(loaded, len(token_ids))
     index = torch.arange(len(token_ids), dtype=torch.int32)
     with torch.no_grad():
-        return model.forward(WholeSequence(token_ids.int(), index, index))
+        return model.forward(WholeSequence(token_ids.int(), index, index, attention))

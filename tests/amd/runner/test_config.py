@@ -10,10 +10,11 @@ import pytest
 
 from rocm_attn.errors import BadModel, Unsupported
 from rocm_attn.runner.config import DenseMlp, LayerConfig
+from rocm_attn.runner.families import DECODERS, attention_geometry
 from rocm_attn.runner.fields import Fields, read_json
 from rocm_attn.runner.gates import SwiGLU
-from rocm_attn.runner.geometry import AttentionLayer, attention_geometry
-from rocm_attn.runner.hf_config import ARCHITECTURES, config_from_json
+from rocm_attn.runner.geometry import AttentionLayer
+from rocm_attn.runner.hf_config import config_from_json
 from rocm_attn.runner.rope import LinearScaling, Llama3Scaling, NoScaling, Rope, YarnScaling
 from rocm_attn.runner.weights import expected_shapes
 from tests.amd.runner.hf_models import small_hf_config
@@ -130,7 +131,7 @@ def test_what_transformers_writes_is_read(family: str, tmp_path: Path) -> None:
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
     with pytest.raises(BadModel) as refusal:
         config_from_json({**LLAMA31, "architectures": ["MixtralForCausalLM"]})
-    assert all(name in str(refusal.value) for name in ("MixtralForCausalLM", *ARCHITECTURES))
+    assert all(name in str(refusal.value) for name in ("MixtralForCausalLM", *DECODERS))
 
 
 def test_latent_attention_is_refused() -> None:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from rocm_attn.errors import BadLogits
 from rocm_attn.runner import engine as engine_module
-from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.linears import ROWS, AllRows, BlocksOfRows
+from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Request
 from rocm_attn.runner.sampling import Sampler, Sampling, pick_tokens
 from tests.amd.runner.tiny_model import CONFIG, tiny_model

@@ -17,12 +17,14 @@ from tokenizers import decoders, models
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadRequest, BadSetting, CapacityExceeded, Unsupported
 from rocm_attn.hip_graphs.fake_recorder import FakeRecording
-from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.model import Model
+from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Completion, Event, Request, TokenEvent
 from rocm_attn.runner.sampling import Sampling
 from rocm_attn.runner.tokenizer import Tokenizer
+from rocm_attn.step.layers import StepLayers
 from rocm_attn.watch.flight_recorder import read_dump
 from tests.amd.runner.dense_attention import dense_logits
 from tests.amd.runner.test_tokenizer import from_gguf, sentencepiece_fields
@@ -105,7 +107,7 @@ def test_preemption_does_not_change_a_token(graphs: bool, loaded: LoadedModel) -
     requests = [replace(request, max_new_tokens=30) for request in some_requests(5)]
     tight = engine(loaded, num_pages=17, graphs=graphs)
     assert tokens_of(tight.generate(requests)) == tokens_of(engine(loaded).generate(requests))
-    assert tight.report().preemptions > 0
+    assert tight.report().metrics.preemptions > 0
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -114,7 +116,7 @@ def test_preemption_does_not_change_a_draw(seed: int, loaded: LoadedModel) -> No
     requests = [replace(request, max_new_tokens=30) for request in requests]
     tight = engine(loaded, num_pages=17)
     assert tokens_of(tight.generate(requests)) == tokens_of(engine(loaded).generate(requests))
-    assert tight.report().preemptions > 0
+    assert tight.report().metrics.preemptions > 0
 
 
 def test_all_pages_come_back(loaded: LoadedModel) -> None:
@@ -190,14 +192,14 @@ def test_decode_steps_replay_and_the_report_says_so(loaded: LoadedModel) -> None
     served.generate(some_requests(5))
     report = served.report()
     assert (report.provider, report.device, report.dtype, report.graphs) == ("torch", "cpu", "float32", "on")
-    assert report.replays > 0
-    assert report.captures > 0
-    assert report.steps > report.replays
-    assert 0 < report.padded_share < 1  # 5 sequences run at 6 or 8
-    assert report.new_tokens == 5 * 12
-    assert report.prompt_tokens == sum(len(request.prompt_token_ids) for request in some_requests(5))
-    assert report.seconds > 0
-    assert report.tokens_per_s > 0
+    assert report.metrics.replays > 0
+    assert report.metrics.captures > 0
+    assert report.metrics.steps > report.metrics.replays
+    assert 0 < report.metrics.padded_share < 1  # 5 sequences run at 6 or 8
+    assert report.metrics.new_tokens == 5 * 12
+    assert report.metrics.prompt_tokens == sum(len(request.prompt_token_ids) for request in some_requests(5))
+    assert report.metrics.seconds > 0
+    assert report.metrics.tokens_per_s > 0
     assert any(line.startswith("decode: torch.decode") for line in report.kernels)
     assert engine(loaded).report().graphs == "off"
 
@@ -232,7 +234,7 @@ def test_on_a_cpu_captures_never_take_more_than_a_tenth_of_the_work(
     while served.has_work:
         served.step()
         assert work["capturing"] <= sum(work.values()) / 10
-    assert (served.report().captures > 0) == (num_requests > 6)
+    assert (served.report().metrics.captures > 0) == (num_requests > 6)
 
 
 def test_graphs_made_ahead_serve_every_step_that_can_be_replayed(loaded: LoadedModel) -> None:
@@ -244,9 +246,9 @@ def test_graphs_made_ahead_serve_every_step_that_can_be_replayed(loaded: LoadedM
     assert calls[-1] == (calls[0][1], calls[0][1])
     results = served.generate(some_requests(5))
     report = served.report()
-    assert report.captures == len(made.buckets), "no step waited for a graph"
-    assert report.replays > 0
-    assert report.seconds > report.capture_seconds > 0
+    assert report.metrics.captures == len(made.buckets), "no step waited for a graph"
+    assert report.metrics.replays > 0
+    assert report.metrics.seconds > report.metrics.capture_seconds > 0
     assert results == engine(loaded).generate(some_requests(5))
 
 
@@ -257,11 +259,11 @@ def test_a_step_that_fails_leaves_a_flight_record(
         raise RuntimeError("an illegal memory access was encountered")
 
     path = tmp_path / "flight.json"
-    served = engine(loaded, flight_path=path)
+    served = engine(loaded, flight_record=path)
     served.generate(some_requests(1))
     assert not path.exists()
     served.submit(some_requests(1)[0])
-    monkeypatch.setattr(served.runtime, "store_and_attend", fault)
+    monkeypatch.setattr(StepLayers, "store_and_attend", fault)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         served.step()
     dump = read_dump(path)
@@ -305,7 +307,7 @@ def test_generate_refuses_before_anything_runs(loaded: LoadedModel) -> None:
     with pytest.raises(BadRequest, match="97 tokens"):
         served.generate([*some_requests(2), Request((1,) * 97)])
     assert not served.has_work
-    assert served.report().steps == 0
+    assert served.report().metrics.steps == 0
 
 
 def test_a_prompt_as_long_as_the_pool_gets_one_token(loaded: LoadedModel) -> None:

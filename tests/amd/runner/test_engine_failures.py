@@ -12,8 +12,9 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import INT32_MAX, StepBatch
 from rocm_attn.errors import DeviceFault
-from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.recent_steps import RecentSteps
 from rocm_attn.runner.request import (
     Completion,

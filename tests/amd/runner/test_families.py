@@ -14,8 +14,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from rocm_attn.errors import BadModel
-from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel, load_model
+from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Request
 from tests.amd.runner.dense_attention import dense_logits, dense_model
 from tests.amd.runner.families import FAMILIES, family_model
@@ -153,7 +154,7 @@ def test_narrow_dtypes_stay_near_float32(family: str, dtype: torch.dtype, tmp_pa
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_embeddings_are_scaled_by_what_the_dtype_makes_of_the_scale(dtype: torch.dtype, tmp_path: Path) -> None:
     reference, token_ids = family_model("gemma3"), random_tokens(20)
-    model = dense_model(load(save(reference, tmp_path), dtype), max_kv_len=20)
+    model, _ = dense_model(load(save(reference, tmp_path), dtype), max_kv_len=20)
     with torch.no_grad():
         assert torch.equal(model.embed(token_ids), reference.to(dtype).model.embed_tokens(token_ids))
 

@@ -21,7 +21,8 @@ from transformers.models.gemma3n import modeling_gemma3n as hf
 
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.runner.geometry import AttentionGeometry, attention_geometry
+from rocm_attn.runner.families import attention_geometry
+from rocm_attn.runner.geometry import AttentionGeometry
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.runner.test_published_configs import GEMMA3N_E2B, GEMMA3N_E4B
@@ -118,12 +119,13 @@ def test_layers_that_read_anothers_k_and_v_attend_as_transformers_do(published: 
         lengths = np.array([kv_len], np.int32)
         table.evict(np.array([row], np.int32), lengths - chunk)
         table.reserve(row, kv_len)
-        runtime.begin_step(StepBatch(np.array([row], np.int32), lengths, np.array([chunk], np.int32)), pad_to=1)
+        batch = StepBatch(np.array([row], np.int32), lengths, np.array([chunk], np.int32))
+        step = runtime.begin_step(batch, pad_to=1)
         for layer, read in enumerate(geometry.reads):
             if layer < geometry.num_storing:
-                runtime.store(layer, wanted.k[layer][new], wanted.v[layer][new])
+                step.layers.store(layer, wanted.k[layer][new], wanted.v[layer][new])
             out = torch.full_like(wanted.q[layer][new], float("nan"))
-            runtime.attend(read, wanted.q[layer][new], out)
+            step.layers.attend(read, wanted.q[layer][new], out)
             for one in (out, wanted.out[layer][new]):
                 assert_as_close_as_float32(one, wanted.exact[layer][new], wanted.rounding[layer][new])
         runtime.end_step()

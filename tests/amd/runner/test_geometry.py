@@ -11,7 +11,8 @@ from transformers.masking_utils import sliding_window_causal_mask_function
 
 from rocm_attn.errors import BadModel, BadSetting, Unsupported
 from rocm_attn.problem import PoolKind, Problem
-from rocm_attn.runner.geometry import attention_geometry, window_left
+from rocm_attn.runner.families import attention_geometry
+from rocm_attn.runner.geometry import window_left
 
 # architecture -> transformers' config class and what is set beyond its defaults
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -15,8 +15,9 @@ from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import Problem
 from rocm_attn.runner import engine as engine_module
-from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.pool_size import PoolPages, pool_pages, swa_pages_for
 from rocm_attn.runner.request import Request
 from rocm_attn.runtime import AttentionRuntime
@@ -161,4 +162,4 @@ def test_a_long_prompt_needs_only_a_window_and_a_chunk(loaded: LoadedModel) -> N
         swa = engine.runtime.table.space(Space.SWA)
         most = max(most, swa.num_usable_pages - swa.num_free_pages)
     assert 4 <= most <= 8
-    assert engine.report().preemptions == 0
+    assert engine.report().metrics.preemptions == 0

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from rocm_attn.runner.config import DenseMlp, ExpertMlp, ExpertTensors, LayerConfig
-from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.gates import ClampedSwiGLU, GeGLU, SwiGLU
 from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.rope import LinearScaling, Rope
 from tests.amd.runner.dense_attention import dense_logits
 from tests.amd.runner.test_engine import some_requests

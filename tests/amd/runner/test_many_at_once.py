@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from rocm_attn.problem import UNLIMITED_WINDOW
-from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel, load_model
+from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Request
 from tests.amd.runner.families import family_model
 from tests.amd.runner.hf_models import SMALL, save
@@ -57,7 +58,7 @@ def test_200_requests_at_once_come_out_as_each_alone(loaded: LoadedModel) -> Non
     while engine.has_work:
         most_at_once = max(most_at_once, len(engine.step()))
     assert most_at_once == CONCURRENCY
-    assert engine.report().replays > 0
+    assert engine.report().metrics.replays > 0
     windows = [selection.problem.window_left for selection in engine.runtime.selections]
     assert windows == [WINDOW, UNLIMITED_WINDOW], "one kind of layer with a window, one without"
     alone = Engine(loaded, ALONE)

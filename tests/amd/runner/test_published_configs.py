@@ -10,8 +10,9 @@ import torch
 
 from rocm_attn.errors import BadModel, Unsupported
 from rocm_attn.runner.config import DenseMlp, ExpertMlp, ExpertTensors, LayerConfig
+from rocm_attn.runner.families import attention_geometry
 from rocm_attn.runner.gates import ClampedSwiGLU, GeGLU, SwiGLU
-from rocm_attn.runner.geometry import AttentionLayer, attention_geometry
+from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.hf_config import config_from_json
 from rocm_attn.runner.rope import LinearScaling, NoScaling, Rope, YarnScaling, yarn_attention_factor
 

@@ -20,6 +20,7 @@ from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.runner.request import FinishReason, Request, Sequence
 from rocm_attn.runner.sampling import Sampler
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
+from rocm_attn.step.metrics import Metrics
 
 VOCAB = 50
 
@@ -61,8 +62,13 @@ class World:
             page_size=self.page_size,
             device=torch.device("cpu"),
         )
+        self.metrics = Metrics()
         self.scheduler = Scheduler(
-            self.table, max_batch_size=self.max_batch_size, chunk=self.chunk, max_kv_len=self.max_kv_len
+            self.table,
+            self.metrics,
+            max_batch_size=self.max_batch_size,
+            chunk=self.chunk,
+            max_kv_len=self.max_kv_len,
         )
 
     def add(self, number: int, request: Request) -> None:
@@ -183,8 +189,8 @@ def test_the_youngest_gives_way_and_goes_on_with_the_same_tokens() -> None:
             served.add(number, Request((number, 1, 2, 3, 4, 5), 20))
         while served.scheduler.has_work:
             served.step()
-    assert roomy.scheduler.num_preemptions == 0
-    assert tight.scheduler.num_preemptions > 0
+    assert roomy.metrics.preemptions == 0
+    assert tight.metrics.preemptions > 0
     assert tight.results == roomy.results
     assert next(iter(tight.results)) == 0  # the oldest is never the one to give way
 
@@ -195,7 +201,7 @@ def test_one_that_gave_way_goes_on_before_newcomers() -> None:
         served.add(number, Request((number, 1, 2, 3, 4, 5), 20))
     while served.scheduler.has_work:
         served.step()
-    assert served.scheduler.num_preemptions > 0
+    assert served.metrics.preemptions > 0
     assert list(served.results) == [0, 1, 2, 3]
 
 
@@ -205,7 +211,7 @@ def test_a_newcomer_waits_while_those_who_run_would_soon_need_its_pages() -> Non
     served.add(1, Request(tuple(range(16)), 9))  # the other 4 now
     while served.scheduler.has_work:
         served.step()
-    assert served.scheduler.num_preemptions == 0
+    assert served.metrics.preemptions == 0
 
 
 @pytest.mark.parametrize("prompt_len", range(1, 9))
@@ -224,7 +230,7 @@ def test_a_recomputed_sequence_is_cut_into_chunks_like_a_prompt() -> None:
         served.add(number, Request((number, 1, 2, 3, 4, 5), 20))
     while served.scheduler.has_work:
         served.step()
-    assert served.scheduler.num_preemptions > 0
+    assert served.metrics.preemptions > 0
     assert max(step.batch.num_tokens for step in served.steps) <= 4
 
 

@@ -208,7 +208,7 @@ class World:
                 self.remember(layer, requests, q_len, k, v)
                 out = torch.full_like(q[..., : problem.v_head_dim], float("nan"))
                 lse = self.lse_rows(layer, step, q)
-                self.runtime.store_and_attend(layer, q, k, v, out, lse)
+                step.layers.store_and_attend(layer, q, k, v, out, lse)
                 self.check(layer, requests, q_len, q, out, lse, visible, positions)
         finally:
             self.runtime.end_step()

@@ -70,8 +70,8 @@ def test_a_bad_tensor_is_named_and_the_step_goes_on(world: World, argument: str,
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=q.device)
     good = {"q": q, "k": k, "v": v, "out": out}
     with pytest.raises(BadTensor, match=rf"^{argument} .*{message}"):
-        world.runtime.store_and_attend(0, **(good | {argument: broken(fault, good[argument])}))
-    world.runtime.store_and_attend(0, **good, lse=lse)
+        step.layers.store_and_attend(0, **(good | {argument: broken(fault, good[argument])}))
+    step.layers.store_and_attend(0, **good, lse=lse)
     world.check(0, requests, q_len, q, out, lse)
     world.runtime.end_step()
 
@@ -80,7 +80,7 @@ def test_lse_of_the_wrong_shape_is_named(world: World) -> None:
     step = world.runtime.begin_step(world.batch(world.requests, [1, 1]))
     q, k, v = world.qkv(world.problems[0], step)
     with pytest.raises(BadTensor, match="lse has shape"):
-        world.runtime.store_and_attend(0, q, k, v, torch.empty_like(q), torch.empty(3))
+        step.layers.store_and_attend(0, q, k, v, torch.empty_like(q), torch.empty(3))
     world.runtime.end_step()
 
 
@@ -88,18 +88,20 @@ def test_a_layer_that_does_not_exist_is_named(world: World) -> None:
     step = world.runtime.begin_step(world.batch(world.requests, [1, 1]))
     _, k, v = world.qkv(world.problems[0], step)
     with pytest.raises(BadTensor, match="layer 1 does not exist"):
-        world.runtime.store(1, k, v)
+        step.layers.store(1, k, v)
     world.runtime.end_step()
 
 
 def test_calls_out_of_order_are_refused(world: World) -> None:
     rows = torch.empty(1, 2, 16, device=world.runtime.device)
-    with pytest.raises(WrongState, match="begin_step"):
-        world.runtime.store(0, rows, rows)
     batch = world.batch(world.requests, [1, 1])
-    world.runtime.stage(batch)
+    step = world.runtime.stage(batch)
+    world.runtime.end_step()
+    with pytest.raises(WrongState, match="no step was begun; call begin_step"):
+        step.layers.store(0, rows, rows)
+    step = world.runtime.stage(batch)
     with pytest.raises(WrongState, match="staged"):
-        world.runtime.store(0, rows, rows)
+        step.layers.store(0, rows, rows)
     with pytest.raises(WrongState, match="end_step"):
         world.runtime.begin_step(batch)
     with pytest.raises(WrongState, match="end_step"):

@@ -27,7 +27,7 @@ def encoded(device: torch.device, provider: str, lengths: Sequence[int]) -> tupl
     for layer in range(2):
         _, k, v = world.qkv(CROSS, step)
         world.remember(layer, requests, lengths, k, v)
-        world.runtime.store(layer, k, v)
+        step.layers.store(layer, k, v)
     world.runtime.end_step()
     return world, requests
 
@@ -40,7 +40,7 @@ def look_at(world: World, requests: Sequence[Request], q_len: Sequence[int]) -> 
     for layer in range(2):
         q = world.random(step.token_ids.shape[0], 6, 16)
         out = torch.full_like(q, float("nan"))
-        world.runtime.attend(layer, q, out)
+        step.layers.attend(layer, q, out)
         world.check(layer, requests, q_len, q, out, None)
     world.runtime.end_step()
 
@@ -77,7 +77,8 @@ def test_a_prompt_that_is_longer_than_the_encoder_goes_in_chunks(device: torch.d
     row = np.array([requests[0].row], np.int32)
     for part in (slice(0, 4), slice(4, 6)):
         new = part.stop - part.start
-        world.runtime.begin_step(StepBatch(row, np.array([4], np.int32), np.array([new], np.int32)), pad_to=1)
-        world.runtime.attend(0, q[part], out[part])
+        batch = StepBatch(row, np.array([4], np.int32), np.array([new], np.int32))
+        step = world.runtime.begin_step(batch, pad_to=1)
+        step.layers.attend(0, q[part], out[part])
         world.runtime.end_step()
     assert_attention_close(out, want, torch.float32)

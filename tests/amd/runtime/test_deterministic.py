@@ -16,7 +16,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
 from tests.amd.kernels.matrix_unit import use_matrix_unit
 from tests.amd.runtime.stepping import deterministic_providers, small_problem
-from tests.amd.runtime.telling import Story, Teller, Told, same_bits
+from tests.amd.runtime.token_stories import Story, Teller, Told, same_bits
 
 # Under the interpreter a segment has 64 keys, on a GPU 512 or more, with torch 128.
 NUM_TOKENS = 150
@@ -161,10 +161,10 @@ def test_the_log_sum_exp_that_nobody_asks_for_changes_no_output(provider: str, d
     told = teller.tell(teller.begin(story), (79,))
     runtime, token = teller.runtime, slice(79, 80)
     runtime.table.reserve(told.row, 80)
-    runtime.begin_step(_decode_of(told))
+    step = runtime.begin_step(_decode_of(told))
     q, k, v = (part[token].to(runtime.device) for part in (story.q, story.k, story.v))
     out = torch.empty_like(with_lse.out[token])
-    runtime.store_and_attend(0, q, k, v, out)
+    step.layers.store_and_attend(0, q, k, v, out)
     runtime.end_step()
     assert torch.equal(out, with_lse.out[token])
 

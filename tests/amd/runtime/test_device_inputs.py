@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rocm_attn.batch.inputs import DeviceInputs
-from rocm_attn.batch.padding import StepKind
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadTensor, DeviceFault, Unsupported
 from rocm_attn.providers.contract import LayerKernel
-from tests.amd.graphs.tiny import Requests, Tiny
+from tests.amd.graphs.small_models import Requests, Tiny
 from tests.amd.guards.serving import Serving
 from tests.amd.runtime.stepping import Request, providers
 

@@ -293,7 +293,7 @@ def test_a_replay_that_raised_is_run_again_before_the_next_step(
 
     for kv_len in (8, 6):
         with monkeypatch.context() as patch:
-            patch.setattr(runner._graphs, "replay_entry", fails)
+            patch.setattr(runner._graphs, "replay", fails)
             with pytest.raises(Fails):
                 runner.run(tokens(row, kv_len, 1))
         with pytest.raises(BadBatch, match=f"of which {kv_len - 1} are stored"):
@@ -309,12 +309,12 @@ def test_attending_before_storing_is_refused(device: torch.device) -> None:
     step = runtime.begin_step(tokens(row, 4, 4))
     q = torch.zeros(step.token_ids.shape[0], 2, 8, device=runtime.device)
     k = q[:, :1]
-    runtime.store(0, k, k)
-    runtime.attend(0, q, torch.empty_like(q))
+    step.layers.store(0, k, k)
+    step.layers.attend(0, q, torch.empty_like(q))
     with pytest.raises(BadBatch, match="the first 4 tokens of row 1, of which 0 are stored"):
-        runtime.attend(1, q, torch.empty_like(q))
-    runtime.store(1, k, k)
-    runtime.attend(1, q, torch.empty_like(q))
+        step.layers.attend(1, q, torch.empty_like(q))
+    step.layers.store(1, k, k)
+    step.layers.attend(1, q, torch.empty_like(q))
     runtime.end_step()
 
 

@@ -22,7 +22,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from tests.amd.graphs.tiny import VOCABULARY
+from tests.amd.graphs.small_models import VOCABULARY
 from tests.amd.guards.serving import Serving
 from tests.amd.runtime.stepping import (
     Request,

@@ -143,7 +143,7 @@ def test_a_step_within_a_step_is_refused_and_the_outer_one_goes_on() -> None:
             begin(served.batch(2))
     problem = served.problem
     one = torch.ones(step.token_ids.shape[0], problem.num_q_heads, problem.head_dim)
-    served.runtime.store_and_attend(0, one, one[:, : problem.num_kv_heads], one[:, : problem.num_kv_heads], one.clone())
+    step.layers.store_and_attend(0, one, one[:, : problem.num_kv_heads], one[:, : problem.num_kv_heads], one.clone())
     served.runtime.end_step()
     served.run("whole", 4)
 

@@ -11,7 +11,7 @@ import torch
 
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.mask import NO_MASK, StepMask, kv_positions
-from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.batch.tree_mask import NO_PARENT, tree_mask
 from rocm_attn.errors import BadBatch, BadTensor, Unsupported
 from rocm_attn.machine.target import known_target
@@ -144,8 +144,8 @@ def test_a_branch_is_what_a_chain_of_its_tokens_would_be(provider: str, device: 
     out = torch.full_like(q, float("nan"))
     batch = world.batch([trunk], [7])
     mask = tree_mask(batch, torch.tensor(parents, dtype=torch.int32, device=device))
-    world.runtime.begin_step(replace(batch, mask=mask), pad_to=1)
-    world.runtime.store_and_attend(0, q, k, v, out)
+    step = world.runtime.begin_step(replace(batch, mask=mask), pad_to=1)
+    step.layers.store_and_attend(0, q, k, v, out)
     world.runtime.end_step()
     for token, request in chains.items():
         branch = [token]
@@ -154,7 +154,7 @@ def test_a_branch_is_what_a_chain_of_its_tokens_would_be(provider: str, device: 
         step = world.runtime.begin_step(world.batch([request], [len(branch)]), pad_to=1)
         chain = torch.full_like(q[branch], float("nan"))
         assert step.positions.tolist() == list(range(11, 11 + len(branch)))
-        world.runtime.store_and_attend(0, q[branch], k[branch], v[branch], chain)
+        step.layers.store_and_attend(0, q[branch], k[branch], v[branch], chain)
         world.runtime.end_step()
         assert_same_but_for_rounding(out[token], chain[-1])
 
@@ -178,7 +178,7 @@ def test_lengths_that_only_the_device_knows_pack_the_mask(provider: str, device:
     assert step.positions.tolist() == [*range(100, 108)] + [0] * (len(step.positions) - 8)
     q, k, v = world.qkv(MASKED, replace(step, num_tokens=8))
     out = torch.full_like(q, float("nan"))
-    world.runtime.store_and_attend(0, q, k, v, out)
+    step.layers.store_and_attend(0, q, k, v, out)
     world.remember(0, requests, q_len, k, v)
     world.check(0, requests, q_len, q, out, None, masks)
     world.runtime.end_step()
@@ -196,7 +196,7 @@ def test_the_caller_may_change_its_mask_after_the_step_has_begun(provider: str, 
     positions.zero_()
     q, k, v = world.qkv(MASKED, step)
     out = torch.full_like(q, float("nan"))
-    world.runtime.store_and_attend(0, q, k, v, out)
+    step.layers.store_and_attend(0, q, k, v, out)
     world.remember(0, requests[:1], [3], k, v)
     world.check(0, requests[:1], [3], q, out, None, [torch.ones(3, 12, dtype=torch.bool)])
     assert step.positions.tolist()[:3] == [9, 10, 11]

@@ -33,9 +33,9 @@ def test_a_layer_that_stores_nothing_sees_what_another_stored(provider: str, dev
             q, k, v = world.qkv(STORING[read], step)
             if layer < len(STORING):
                 world.remember(layer, requests, q_len, k, v)
-                world.runtime.store(layer, k, v)
+                step.layers.store(layer, k, v)
             out = torch.full_like(q, float("nan"))
-            world.runtime.attend(read, q, out)
+            step.layers.attend(read, q, out)
             world.check(read, requests, q_len, q, out, None)
         world.runtime.end_step()
 

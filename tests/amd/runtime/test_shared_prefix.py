@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.mask import random_mask
-from rocm_attn.batch.padding import StepKind
 from rocm_attn.batch.prefixes import NO_PREFIXES, PrefixGroup, SharedPrefixes
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadBatch, Unsupported
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import PoolKind, Problem

@@ -148,8 +148,6 @@ def test_calls_on_the_wrong_half_or_step_are_refused_in_one_sentence(provider: s
     with pytest.raises(WrongState, match="staged and its metadata is not filled"):
         staged.halves[0].layers.store(0, rows, rows)
     world.runtime.fill()
-    with pytest.raises(WrongState, match="is split; call store and attend of the `layers` of each of its halves"):
-        world.runtime.store(0, rows, rows)
     with pytest.raises(BadTensor, match=r"k has shape \[3, 2, 16\]; this step and layer need \[4, 2, 16\]"):
         staged.halves[1].layers.store(0, rows[:3], rows)
     with pytest.raises(WrongState, match=r"call end_step\(\) first"):
@@ -159,7 +157,7 @@ def test_calls_on_the_wrong_half_or_step_are_refused_in_one_sentence(provider: s
         staged.halves[0].layers.attend(0, rows, rows)
     for begin in (world.runtime.begin_step, world.runtime.begin_split_step):
         begin(world.batch(requests, [0, 0, 0]))
-        with pytest.raises(WrongState, match="the step that this half belongs to is over"):
+        with pytest.raises(WrongState, match="the step of these layers is over"):
             staged.halves[0].layers.store(0, rows, rows)
         world.runtime.end_step()
     with pytest.raises(CapacityExceeded, match="pad to an even number"):

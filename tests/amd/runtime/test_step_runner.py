@@ -13,8 +13,7 @@ from torch import Tensor
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadSetting, BadTensor, CapacityExceeded
-from rocm_attn.hip_graphs.errors import StaleRecording
+from rocm_attn.errors import BadSetting, BadTensor, CapacityExceeded, GraphStale
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
@@ -64,7 +63,7 @@ class Model:
         for layer, weight in enumerate(self.projections):
             kv = (hidden @ weight).view(-1, 4, 16)
             out = torch.empty_like(hidden).view(-1, 6, 16)
-            self.runtime.store_and_attend(layer, hidden.view(-1, 6, 16), kv[:, :2], kv[:, 2:], out)
+            step.layers.store_and_attend(layer, hidden.view(-1, 6, 16), kv[:, :2], kv[:, 2:], out)
             hidden = hidden + out.flatten(1)
         return hidden[step.last_token_of_seq]
 
@@ -294,7 +293,7 @@ def test_a_buffer_that_moved_behind_our_back_is_found(provider: str, device: tor
     runner.check_addresses()
     table = model.runtime.table.space(Space.FULL)
     table.entries = table.entries.clone()
-    with pytest.raises(StaleRecording, match="table"):
+    with pytest.raises(GraphStale, match="table"):
         runner.check_addresses()
 
 

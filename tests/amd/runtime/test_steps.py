@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_attn.batch.padding import StepKind
+from rocm_attn.batch.step_kinds import StepKind
 from tests.amd.runtime.stepping import World, providers, small_problem
 from tests.amd.tolerances import assert_same_but_for_rounding
 
@@ -131,10 +131,10 @@ def test_the_order_of_sequences_rows_and_pages_does_not_matter(provider: str, de
         q = [torch.randn(n, 6, 16, generator=data).to(device) for n in lengths]
         requests = [world.admit() for _ in lengths]
         batch = world.batch([requests[i] for i in order], [lengths[i] for i in order])
-        world.runtime.begin_step(batch)
+        step = world.runtime.begin_step(batch)
         out = torch.empty(sum(lengths), 6, 16, device=device)
         keys = torch.cat([k[i] for i in order])
-        world.runtime.store_and_attend(0, torch.cat([q[i] for i in order]), keys, keys, out)
+        step.layers.store_and_attend(0, torch.cat([q[i] for i in order]), keys, keys, out)
         world.runtime.end_step()
         parts = dict(zip(order, torch.split(out, [lengths[i] for i in order]), strict=True))
         outs.append(torch.cat([parts[i] for i in range(4)]))
@@ -162,7 +162,7 @@ def test_strided_rows_are_served(provider: str, device: torch.device) -> None:
         world.remember(0, requests, q_len, k[: step.num_tokens], v[: step.num_tokens])
         out = world.random(rows.shape[0], 6, 32)[..., :16]
         lse = torch.empty(rows.shape[0], 6, device=device)
-        world.runtime.store_and_attend(0, q, k, v, out, lse)
+        step.layers.store_and_attend(0, q, k, v, out, lse)
         world.check(0, requests, q_len, q, out, lse)
         world.runtime.end_step()
 

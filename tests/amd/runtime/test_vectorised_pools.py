@@ -19,7 +19,7 @@ from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import select
 from rocm_attn.watch.flight_recorder import FlightRecorder
 from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
-from tests.amd.graphs.tiny import SERVED, Requests, Tiny, same, serve
+from tests.amd.graphs.small_models import SERVED, Requests, Tiny, same, serve
 from tests.amd.guards.serving import Serving
 from tests.amd.runtime.stepping import World, small_problem
 from tests.amd.vectorised import linear_keys, linear_values
@@ -108,12 +108,15 @@ def test_graphs_and_the_sampled_check_work_over_vectorised_pages() -> None:
     results = []
     for pool in (PoolKind.VECTORIZED, PoolKind.SPLIT):
         tiny = Tiny.build(CPU, "torch", [4], tokens=(8,), pool=pool)
-        tiny.layers = tap = LayerTap(tiny.runtime)
+        tap = LayerTap()
+        tiny.around = tap.around
         runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(CPU))
         check = SampledCheck(runner, tiny.runtime, [tiny.problem] * 2, tap, every=1)
         results.append(serve(check, tiny.runtime, SERVED))
         counters = check.counters
-        assert (counters.rows_differ, counters.attention_differs, counters.reserved_written) == (0, 0, 0), counters.last
+        assert (counters.rows_differ, counters.attention_differs, counters.reserved_written) == (0, 0, 0), (
+            counters.finding
+        )
         assert counters.samples == len(SERVED)
         assert runner.counters.graphs_off == ""
         assert runner.counters.replays > 0

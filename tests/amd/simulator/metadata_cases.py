@@ -29,7 +29,7 @@ from rocm_attn.kernels.metadata.place_mask import launch_place_mask
 from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.slot_layout import NO_ECHO
-from rocm_attn.kernels.metadata.step_tensors import Pads
+from rocm_attn.kernels.metadata.step_tensors import Pads, TableTerms
 from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.kernels.refs import cache as cache_twins
@@ -43,6 +43,7 @@ from tests.amd.vectorised import vectorised_keys, vectorised_values
 
 GARBAGE = 0x7F7F7F7F
 PAGE_SIZE = 4
+REAL_PAGE_0 = TableTerms(null_page=False, short_kv=True)
 
 # Three sequences and two padded ones; rows of the table are 1 to 3, row 0 is all page 0.
 KV_LEN, Q_LEN, ROWS = [13, 300, 4, 0, 0], [3, 290, 1, 0, 0], [2, 3, 1, 0, 0]
@@ -145,6 +146,12 @@ def _launches() -> dict[str, _Launch]:
         ),
         "fill_without_lists": _Launch(
             of_fill(launch_fill), of_fill(twins.fill), [*read, *derived, *none], {"page_size": PAGE_SIZE}
+        ),
+        "fill_where_page_0_is_real": _Launch(
+            of_fill(launch_fill, REAL_PAGE_0),
+            of_fill(twins.fill, REAL_PAGE_0),
+            [*read, *derived, *none],
+            {"page_size": PAGE_SIZE},
         ),
         **_of_engines(),
         **_fix_ups(),

@@ -27,6 +27,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.soak.alone import NobodyAlone
 from rocm_attn.soak.soak import Soak, SoakFailed, SoakReport
 from rocm_attn.soak.world import LONG_KV_LEN, Action, Ladders, Scenario, World
+from rocm_attn.step.layers import StepLayers
 
 # Few sizes: faults are found in few steps, so captures would take most of the time.
 SMALL = replace(Scenario(), ladders=(Ladders((4, 10), (16, 40)),), verify_len=3, chunk_lens=(9, 16))
@@ -273,7 +274,7 @@ def test_an_output_that_is_not_written_once_is_found(monkeypatch: pytest.MonkeyP
         if not skipped():
             original(*args, **kwargs)
 
-    wrap(monkeypatch, AttentionRuntime, "store_and_attend", store_and_attend)
+    wrap(monkeypatch, StepLayers, "store_and_attend", store_and_attend)
     assert "out differs from the reference by up to inf" in str(found(ALMOST_ALL_EAGER))
 
 
@@ -303,7 +304,7 @@ def test_a_buffer_that_moved_under_a_graph_is_named(monkeypatch: pytest.MonkeyPa
         original(runner)
 
     wrap(monkeypatch, StepRunner, "check_addresses", check_addresses)
-    assert f"step {SMALL.audit_every}: StaleRecording: table was int32" in str(found())
+    assert f"step {SMALL.audit_every}: GraphStale: table was int32" in str(found())
 
 
 def test_a_buffer_that_moved_under_a_graph_shows_in_the_outputs_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def forced_logits(
         ),
         device=loaded.weights.device,
     )
-    model = Model(loaded.config, loaded.weights, runtime, max_kv_len=max_kv_len)
+    model = Model(loaded.config, loaded.weights, runtime.head_weights, max_kv_len=max_kv_len)
     runner = StepRunner(runtime, model.forward, recorder_for(loaded.weights.device))
     rows = np.array([runtime.table.admit() for _ in prompts], np.int32)
     kv_len, q_len = np.zeros(len(prompts), np.int32), np.array([len(prompt) for prompt in prompts], np.int32)

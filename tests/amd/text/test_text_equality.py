@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel, load_model
+from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Completion, Request
 from tests.amd.text.hf_reference import greedy_steps, hf_llama
 
@@ -103,7 +104,7 @@ def test_the_way_of_serving_changes_no_token(
     engine = Engine(loaded, options)
     assert engine.generate(requests) == completions
     report = engine.report()
-    assert (report.replays > NEW_TOKENS // 2) == options.graphs
+    assert (report.metrics.replays > NEW_TOKENS // 2) == options.graphs
 
 
 def test_neither_order_nor_batch_size_changes_a_token(

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from rocm_attn.machine.target import Target, known_target
-from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import load_model
+from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Request
 from rocm_attn.selection import build
 from tests.amd.aiter.signatures import E4048607

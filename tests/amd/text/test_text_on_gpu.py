@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rocm_attn.runner.engine import Engine, EngineOptions
+from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel, load_model
+from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Request
 from tests.amd.text.forced_logits import forced_logits
 from tests.amd.text.hf_reference import hf_llama, logits_along
@@ -55,4 +56,4 @@ def test_the_text_makes_sense(dtype: torch.dtype, device: torch.device) -> None:
         assert completion.text.startswith(word)
     report = engine.report()
     assert report.provider == "triton"
-    assert report.replays > 0
+    assert report.metrics.replays > 0

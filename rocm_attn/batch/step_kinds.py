@@ -1,0 +1,82 @@
+"""StepKind: what a step asks of the kernels, and one table of all that follows from it.
+
+A new kind is a row here, kernels of its own in the providers, and what truly differs: how a batch is found to be of the
+kind (padding.step_kind), what it brings (Extra), and a draw of it to check its graphs with (capture/probe_requests.py).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+class Extra(enum.Enum):
+    """What a step brings besides rows, lengths and token ids."""
+
+    NOTHING = "nothing"
+    MASK = "a mask"  # for layers whose problem has custom_mask
+    PREFIXES = "shared prefixes"  # for layers that can share them, where graphs are asked for with shared_prefixes
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """See the properties of StepKind."""
+
+    instead: StepKind
+    decodes: bool = False
+    mixes: bool = False
+    splits: bool = False
+    captured: bool = True
+    extra: Extra = Extra.NOTHING
+
+
+class StepKind(enum.Enum):
+    """What a step asks of the kernels, by its new tokens."""
+
+    DECODE = "decode"  # one new token in every sequence
+    EXTEND = "extend"  # no sequence with exactly one new token
+    MIXED = "mixed"  # some sequences with one new token, others with more, or none
+    PREFILL = "prefill"  # an extend step in which no sequence has a token in the cache
+    MASKED = "masked"  # any number of new tokens in each sequence, which see what a mask says
+    SHARED = "shared"  # one new token in every sequence, and prefixes that several of them share
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every sequence has one new token, padded ones too."""
+        return _FACTS[self].decodes
+
+    @property
+    def mixes(self) -> bool:
+        """Whether sequences with one new token stand beside others with more."""
+        return _FACTS[self].mixes
+
+    @property
+    def splits(self) -> bool:
+        """Whether such a step may run as two halves."""
+        return _FACTS[self].splits
+
+    @property
+    def captured(self) -> bool:
+        """Whether such a step may run as a graph."""
+        return _FACTS[self].captured
+
+    @property
+    def extra(self) -> Extra:
+        """What such a step brings."""
+        return _FACTS[self].extra
+
+    @property
+    def instead(self) -> StepKind:
+        """The kind whose kernel serves such a step in layers without one of its own; itself: every layer has one."""
+        return _FACTS[self].instead
+
+
+_FACTS: Mapping[StepKind, _Facts] = {
+    StepKind.DECODE: _Facts(StepKind.DECODE, decodes=True, splits=True),
+    StepKind.EXTEND: _Facts(StepKind.EXTEND, splits=True),
+    StepKind.MIXED: _Facts(StepKind.MIXED, mixes=True, splits=True),
+    StepKind.PREFILL: _Facts(StepKind.EXTEND, captured=False),
+    StepKind.MASKED: _Facts(StepKind.MIXED, extra=Extra.MASK),
+    StepKind.SHARED: _Facts(StepKind.DECODE, decodes=True, extra=Extra.PREFIXES),
+}

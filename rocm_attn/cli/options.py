@@ -1,0 +1,156 @@
+"""The options that commands take, each written once. Imports nothing but the standard library and what says options."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rocm_attn.machine.choices import DTYPES
+from rocm_attn.runner.options import EngineOptions, OptionText, option_texts
+
+# Sizes are int32 on the device.
+_LARGEST = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option of a command.
+
+    names:     its flag, or its name where it has a place of its own
+    arguments: of argparse's add_argument
+    """
+
+    names: tuple[str, ...]
+    arguments: Mapping[str, Any]
+
+    def but(self, **changes: Any) -> Option:
+        """The same, with other arguments."""
+        return Option(self.names, {**self.arguments, **changes})
+
+
+def option(*names: str, **arguments: Any) -> Option:
+    """An option with these arguments of add_argument."""
+    return Option(names, arguments)
+
+
+def switch(name: str, help: str) -> Option:
+    """An option that is off unless it is given."""
+    return option(name, action="store_true", help=help)
+
+
+def at_least(least: int, text: str) -> int:
+    """A whole number that an int32 holds. Raises ArgumentTypeError, ValueError."""
+    number = int(text)
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{text} is not at least {least}")
+    if number > _LARGEST:
+        raise argparse.ArgumentTypeError(f"{text} is above {_LARGEST}")
+    return number
+
+
+positive, natural = partial(at_least, 1), partial(at_least, 0)
+
+
+def not_negative(text: str) -> float:
+    """A finite number of at least 0. Raises ArgumentTypeError, ValueError."""
+    number = float(text)
+    if not (number >= 0 and math.isfinite(number)):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
+    return number
+
+
+def probability(text: str) -> float:
+    """A number above 0 and at most 1. Raises ArgumentTypeError, ValueError."""
+    number = float(text)
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
+    return number
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """Whole numbers of at least 1, separated by commas."""
+    return tuple(positive(size) for size in text.split(","))
+
+
+def _parser_of(text: OptionText) -> Callable[[str], Any]:
+    """What turns a command line's word into a value of the option."""
+    if text.kind is int:
+        # Of what is above 1, the part that needs it says why: a pool of one page has no page to give out.
+        number = partial(at_least, min(text.least or 0, 1))
+        return lambda word: word if word in text.choices else number(word)
+    return not_negative if text.kind is float else text.kind
+
+
+def _of_engine(name: str, default: Any, text: OptionText) -> Option:
+    """The flag of a field of EngineOptions."""
+    flag, shown = "--" + name.replace("_", "-"), text.default_is or str(default)
+    if text.kind is bool:
+        action: Any = argparse.BooleanOptionalAction if default else "store_true"
+        return option(flag, action=action, default=default, help=f"{text.help} ({shown})" if default else text.help)
+    arguments: dict[str, Any] = {"type": _parser_of(text), "default": default, "help": f"{text.help} ({shown})"}
+    arguments |= {"metavar": text.unit} if text.unit else {"choices": text.choices}
+    return option(flag, **arguments)
+
+
+# The flag of each field of EngineOptions, and those that `rocm-attn generate` takes.
+OF_ENGINE = {name: _of_engine(name, *of_field) for name, of_field in option_texts(EngineOptions).items()}
+ON_GENERATE = tuple(name for name, (_, text) in option_texts(EngineOptions).items() if text.on_generate)
+
+PROVIDER, NUM_PAGES, SWA_PAGES, DETERMINISTIC, MAX_BATCH_SIZE, MAX_KV_LEN = (
+    OF_ENGINE[name] for name in ("provider", "num_pages", "swa_pages", "deterministic", "max_batch_size", "max_kv_len")
+)
+PAGES = (OF_ENGINE["page_size"], OF_ENGINE["pool"])
+
+JSON = switch("--json", "print one JSON object, and nothing else")
+CONFIG = option(
+    "config", metavar="CONFIG.json", help="a model's config.json, the directory that holds it, or a .gguf file"
+)
+ARCH = option("--arch", help="gfx942 (MI300X), gfx950 (MI355X), sm_90, sm_80 or cpu")
+DEVICE = option("--device", help="cpu, cuda or cuda:1; HIP devices are cuda (a GPU if there is one, else cpu)")
+DTYPE = option("--dtype", choices=DTYPES, default="bfloat16", help="of q, k, v and the KV cache (bfloat16)")
+CAPTURE_SIZES = option(
+    "--capture-sizes", type=sizes, metavar="N,N,...", help="sequence counts (a ladder up to --max-batch-size)"
+)
+CAPTURE_TOKENS = option(
+    "--capture-tokens",
+    type=sizes,
+    default=(1,),
+    metavar="N,N,...",
+    help="token counts of extend and mixed steps (none)",
+)
+SPLIT_STEPS = switch("--split-steps", "steps that run as two halves, too")
+SHARED_PREFIXES = switch("--shared-prefixes", "decode steps that share prefixes, too")
+RANKS = option("--tp", type=positive, default=1, metavar="RANKS", help="tensor-parallel ranks that share the heads (1)")
+AITER_RELEASE = option(
+    "--aiter-release", metavar="RELEASE", help="of AITER, for instance 0.1.14 (what the image brings)"
+)
+ROCM_RELEASE = option("--rocm-release", metavar="RELEASE", help="of ROCm, for instance 7.0 (what the image brings)")
+
+PROMPTS = option("prompts", nargs="*", metavar="PROMPT", help="prompts, served together; without any, stdin is read")
+PROMPTS_FILE = option(
+    "--prompts-file", metavar="FILE", help="a prompt a line, empty lines skipped; stdin is read the same way"
+)
+RAW = switch("--raw", "take the prompt as it stands instead of applying the chat template")
+MODEL = option(
+    "--model", default="smollm2", help="a directory with config.json and safetensors, a .gguf file, or smollm2"
+)
+MAX_NEW_TOKENS = option(
+    "--max-new-tokens", type=positive, default=128, metavar="TOKENS", help="most tokens to add to a prompt (128)"
+)
+TEMPERATURE = option(
+    "--temperature", type=not_negative, default=0.0, metavar="T", help="0 takes the likeliest token (0)"
+)
+TOP_P = option(
+    "--top-p", type=probability, default=1.0, metavar="P", help="sample from the likeliest tokens of mass P (1)"
+)
+SAMPLING_SEED = option("--seed", type=int, default=0, help="of the sampling; the same seed gives the same text (0)")
+
+DUMP = option("dump", metavar="DUMP", help="the file that a flight recorder wrote")
+STEP = option("--step", type=int, metavar="N", help="number of the step (the last one)")
+STEPS = option("--steps", type=positive, default=2000, metavar="N", help="steps to run (2000)")
+SEED = option("--seed", type=natural, default=0, metavar="S", help="of everything random (0)")
+AT_BUILD = switch("--at-build", "leave out what only the host that will serve can show")

@@ -1,0 +1,118 @@
+"""The launches around attention, by name and parameter. What each reads and writes stands in rocm_attn.kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from rocm_attn.kernels.metadata.engine_tensors import EngineLengths, GatherSource, LengthBounds, PublishedLengths
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+
+if TYPE_CHECKING:  # it lies beside a kernel, and Triton is loaded where kernels run
+    from rocm_attn.kernels.metadata.device_inputs import GivenInputs
+
+
+class Publish(Protocol):
+    """launch_publish, or its twin."""
+
+    def __call__(self, slot: Tensor, counts_before: Tensor, to: StepTensors) -> None: ...
+
+
+class PlaceDeviceInputs(Protocol):
+    """launch_device_inputs, or its twin."""
+
+    def __call__(self, slot: Tensor, given: GivenInputs, to: StepTensors) -> None: ...
+
+
+class PlaceMask(Protocol):
+    """launch_place_mask, or its twin."""
+
+    def __call__(self, bits: Tensor, positions: Tensor, to: StepTensors) -> None: ...
+
+
+class UpdateTable(Protocol):
+    """launch_table_update, or its twin."""
+
+    def __call__(self, updates: Tensor, table: Tensor, *, num_updates: int) -> None: ...
+
+
+class Fill(Protocol):
+    """launch_fill, or its twin."""
+
+    def __call__(self, step: StepTensors, *, page_size: int, window_left: int) -> None: ...
+
+
+class StoreKV(Protocol):
+    """launch_store_kv, or its twin."""
+
+    def __call__(
+        self,
+        k: Tensor,
+        v: Tensor,
+        slot_of_token: Tensor,
+        counts: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        *,
+        null_page: bool,
+    ) -> None: ...
+
+
+class ZeroTails(Protocol):
+    """launch_zero_tails, or its twin."""
+
+    def __call__(
+        self,
+        table: Tensor,
+        row_of_seq: Tensor,
+        kv_len: Tensor,
+        q_len: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        *,
+        null_page: bool,
+    ) -> None: ...
+
+
+class ClearPads(Protocol):
+    """launch_clear_pads, or its twin."""
+
+    def __call__(self, counts: Tensor, out: Tensor, lse: Tensor | None) -> None: ...
+
+
+class PublishEngine(Protocol):
+    """launch_publish_engine, or its twin."""
+
+    def __call__(
+        self, slot: Tensor, counts_before: Tensor, given: EngineLengths, bounds: LengthBounds, to: PublishedLengths
+    ) -> None: ...
+
+
+class GatherTable(Protocol):
+    """launch_gather_table, or its twin."""
+
+    def __call__(
+        self, source: GatherSource, engine_row: Tensor, kv_len: Tensor, table: Tensor, *, page_size: int
+    ) -> None: ...
+
+
+class TakeSlots(Protocol):
+    """launch_take_slots, or its twin."""
+
+    def __call__(
+        self,
+        given: Tensor,
+        slot_map: Tensor | None,
+        counts: Tensor,
+        slot_of_token: Tensor,
+        *,
+        page_size: int,
+        null_page: bool,
+    ) -> None: ...
+
+
+class PackMask(Protocol):
+    """launch_pack_mask, or its twin."""
+
+    def __call__(self, cells: Tensor, positions: Tensor, to: StepTensors) -> None: ...

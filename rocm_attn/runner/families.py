@@ -1,0 +1,204 @@
+"""The model families: one entry of one table each.
+
+An entry says how the attention of a model's config.json is read and, where the runner runs the model, the rest. The
+attention runtime serves the attention layers of every family here, whatever the rest of the model is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from rocm_attn.errors import BadModel, Unsupported
+from rocm_attn.runner.fields import Fields, shown
+from rocm_attn.runner.geometry import AttentionGeometry
+from rocm_attn.runner.hf_attention import (
+    AttentionOfFamily,
+    GroupedAttention,
+    LatentAttention,
+    all_but_one_in_a_pattern_slide,
+    even_layers_slide,
+    no_window,
+    of_the_last_like_it,
+    qwen2_moe_windows,
+    qwen_windows,
+    window_everywhere,
+    window_everywhere_if_used,
+)
+from rocm_attn.runner.hf_mlp import (
+    Mlp,
+    bias_everywhere_if_said,
+    bias_on_qkv,
+    geglu,
+    gpt_oss_experts,
+    no_bias,
+    qwen_experts,
+    swiglu,
+    swiglu_with_bias,
+)
+from rocm_attn.runner.hf_rope import one_rope, rope_of_each_kind
+from rocm_attn.runner.rope import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """What is left of a model beside its attention, for families that the runner runs.
+
+    mlps:     the MLP of each layer
+    biases:   whether q, k and v add a bias, and whether the output of attention does
+    ropes:    the rotary embedding of each layer
+    qk_norm:  whether each head of q and k is RMS-normalised before it turns
+    is_gemma: norms around attention and MLP with weights counted from 1, embeddings scaled by hidden_size ** 0.5
+    gguf:     the name of the architecture in GGUF files; empty where the runner reads none
+    """
+
+    mlps: Callable[[Fields, int], tuple[Mlp, ...]]
+    biases: Callable[[Fields], tuple[bool, bool]] = bias_everywhere_if_said
+    ropes: Callable[[Fields, AttentionGeometry], tuple[Rope, ...]] = one_rope
+    qk_norm: bool = False
+    is_gemma: bool = False
+    gguf: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One architecture.
+
+    defaults: what a published file may leave out because the model's class knows it; null in the file overrules it
+    decoder:  None where the runner does not run the model; its attention is served all the same
+    """
+
+    attention: AttentionOfFamily
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    decoder: Decoder | None = None
+
+
+def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
+    """The attention layers of the model that a config.json describes.
+
+    Raises Unsupported for attention of another kind, BadModel for a config that is not complete.
+    """
+    architecture = architecture_of(config)
+    family = FAMILIES.get(architecture)
+    if family is None or not family.attention.is_latent:
+        refuse_latent_attention(config)
+    fields = text_fields(config)
+    if fields.has("use_bidirectional_attention") and fields.flag("use_bidirectional_attention"):
+        raise Unsupported(f"{architecture} with use_bidirectional_attention: only causal attention is served")
+    return FAMILIES[architecture].attention.geometry(fields)
+
+
+def text_fields(config: Mapping[str, object]) -> Fields:
+    """What a config.json says of its text model, with what the model's class knows where the file is silent.
+
+    Raises Unsupported for an architecture whose attention is not known.
+    """
+    architecture = architecture_of(config)
+    if architecture not in FAMILIES:
+        raise Unsupported(
+            f"the attention of {architecture} is not known; config.json must name one of {', '.join(FAMILIES)}"
+        )
+    text = config.get("text_config")
+    given = text if isinstance(text, Mapping) else config
+    return Fields({**FAMILIES[architecture].defaults, **given}, "config.json")
+
+
+def architecture_of(config: Mapping[str, object]) -> str:
+    """The class name that a config.json carries. Raises BadModel."""
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str) or len(names[0]) > _LONGEST_NAME:
+        raise BadModel(f"config.json: architectures is {shown(names)}; it must name the model's class in a list")
+    return names[0]
+
+
+def refuse_latent_attention(config: Mapping[str, object]) -> None:
+    """Raise Unsupported for a model whose tokens are kept as one latent row."""
+    text = config.get("text_config")
+    for fields in (config, text if isinstance(text, Mapping) else {}):
+        if fields.get("kv_lora_rank") is not None:
+            raise Unsupported(
+                f"{architecture_of(config)} uses multi-head latent attention (kv_lora_rank "
+                f"{shown(fields['kv_lora_rank'])}), which is not served; use a model with K and V heads"
+            )
+
+
+# Of an architecture; messages quote it.
+_LONGEST_NAME = 100
+
+_WINDOW_4096: dict[str, object] = {"sliding_window": 4096}
+_MISTRAL: dict[str, object] = {"num_key_value_heads": 8, "sliding_window": 4096}
+_GPT_OSS: dict[str, object] = {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "attention_bias": True,
+    "rms_norm_eps": 1e-5,
+}
+_GEMMA: dict[str, object] = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
+_GEMMA2: dict[str, object] = {
+    **_GEMMA,
+    "vocab_size": 256_000,
+    "max_position_embeddings": 8192,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+_GEMMA3: dict[str, object] = {
+    **_GEMMA,
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+    "sliding_window_pattern": 6,
+}
+_GEMMA3N: dict[str, object] = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "sliding_window": 512,
+    "sliding_window_pattern": 5,
+    "num_kv_shared_layers": 15,
+}
+
+_GEMMA3_DECODER = Decoder(geglu, ropes=rope_of_each_kind, qk_norm=True, is_gemma=True)
+_GEMMA3_FAMILY = Family(GroupedAttention(all_but_one_in_a_pattern_slide), _GEMMA3, _GEMMA3_DECODER)
+_GEMMA3N_FAMILY = Family(
+    GroupedAttention(all_but_one_in_a_pattern_slide, reads=of_the_last_like_it, has_scale=False), _GEMMA3N
+)
+
+FAMILIES: Mapping[str, Family] = {
+    # Mistral's GGUF files say "llama" too.
+    "LlamaForCausalLM": Family(GroupedAttention(no_window), decoder=Decoder(swiglu_with_bias, gguf="llama")),
+    "MistralForCausalLM": Family(GroupedAttention(window_everywhere), _MISTRAL, Decoder(swiglu, no_bias)),
+    "MixtralForCausalLM": Family(GroupedAttention(window_everywhere), {"num_key_value_heads": 8}),
+    "Phi3ForCausalLM": Family(GroupedAttention(window_everywhere)),
+    "Qwen2ForCausalLM": Family(
+        GroupedAttention(qwen_windows), _WINDOW_4096, Decoder(swiglu, bias_on_qkv, gguf="qwen2")
+    ),
+    "Qwen3ForCausalLM": Family(
+        GroupedAttention(qwen_windows), {**_WINDOW_4096, "head_dim": 128}, Decoder(swiglu, qk_norm=True, gguf="qwen3")
+    ),
+    "Qwen2MoeForCausalLM": Family(GroupedAttention(qwen2_moe_windows), _WINDOW_4096),
+    "Qwen3MoeForCausalLM": Family(
+        GroupedAttention(window_everywhere_if_used), _WINDOW_4096, Decoder(qwen_experts, qk_norm=True)
+    ),
+    "Gemma2ForCausalLM": Family(GroupedAttention(even_layers_slide), _GEMMA2, Decoder(geglu, is_gemma=True)),
+    "Gemma3ForCausalLM": _GEMMA3_FAMILY,
+    "Gemma3ForConditionalGeneration": _GEMMA3_FAMILY,
+    "Gemma3nForCausalLM": _GEMMA3N_FAMILY,
+    "Gemma3nForConditionalGeneration": _GEMMA3N_FAMILY,
+    "GptOssForCausalLM": Family(
+        GroupedAttention(even_layers_slide, has_sinks=True), _GPT_OSS, Decoder(gpt_oss_experts)
+    ),
+    "DeepseekV2ForCausalLM": Family(LatentAttention()),
+    "DeepseekV3ForCausalLM": Family(LatentAttention()),
+}
+# Of the models that the runner runs.
+DECODERS: Mapping[str, Decoder] = {
+    name: family.decoder for name, family in FAMILIES.items() if family.decoder is not None
+}

@@ -1,0 +1,168 @@
+"""EngineOptions: how a model is served.
+
+An option is one field here: its default, what it may be, and its help. `rocm-attn generate` makes its flags of the
+fields. Only the standard library is imported, because --help does not wait for torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from rocm_attn.errors import BadSetting
+from rocm_attn.machine.choices import AUTO, POOLS, PROVIDERS
+
+
+@dataclass(frozen=True, slots=True)
+class OptionText:
+    """What an option is to its user.
+
+    help:         what it decides
+    kind:         of its values, as they are written on a command line
+    unit:         of a number
+    least:        the smallest number that it may be
+    choices:      the names that it may be; those of a number may stand in its place
+    default_is:   the default in words, where its value does not say it
+    on_generate:  whether it is a flag of `rocm-attn generate`
+    """
+
+    help: str
+    kind: type
+    unit: str
+    least: int | None
+    choices: Sequence[str]
+    default_is: str
+    on_generate: bool
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    kind: type | None = None,
+    unit: str = "",
+    least: int | None = None,
+    choices: Sequence[str] = (),
+    default_is: str = "",
+    on_generate: bool = True,
+) -> Any:
+    """A field with an OptionText. kind: of its values; not given: that of the default"""
+    text = OptionText(help, type(default) if kind is None else kind, unit, least, choices, default_is, on_generate)
+    return field(default=default, metadata={"option": text})
+
+
+def option_texts(options: type) -> dict[str, tuple[Any, OptionText]]:
+    """name -> (default, text) of every option of a dataclass."""
+    return {each.name: (each.default, each.metadata["option"]) for each in fields(options)}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How a model is served. Nothing here changes what is generated, but for how rounding falls out.
+
+    Raises BadSetting.
+    """
+
+    provider: str = option(AUTO, "whose attention kernels run", choices=PROVIDERS, default_is="auto: the fastest")
+    page_size: int | Literal["auto"] = option(
+        16,
+        "tokens in a page of the KV cache; auto takes the size with the best kernels for the model's layers",
+        unit="TOKENS",
+        least=1,
+        choices=(AUTO,),
+    )
+    pool: str = option(
+        "linear",
+        "how K and V lie in pages, for layers that are not latent; auto takes the layout with the best kernels, and "
+        "linear where both are equally good",
+        choices=POOLS,
+    )
+    max_batch_size: int = option(64, "sequences that run at a time", unit="SEQS", least=1)
+    chunk: int = option(512, "tokens of a step; a longer prompt takes several", unit="TOKENS", least=1)
+    graphs: bool = option(
+        True,
+        "record decode steps and replay them at padded sizes; a CPU does so in long runs, where it pays",
+        default_is="on",
+    )
+    capture_after: int | None = option(
+        None,
+        "steps of one shape that run eagerly before a graph is made of it; Engine.capture_all makes graphs at once",
+        kind=int,
+        unit="STEPS",
+        least=0,
+        default_is="0 on a GPU, and on a CPU so many that captures take less than a tenth of a run",
+        on_generate=False,
+    )
+    max_kv_len: int | None = option(
+        None,
+        "tokens of the longest sequence",
+        kind=int,
+        unit="TOKENS",
+        least=1,
+        default_is="the model's context",
+        on_generate=False,
+    )
+    kv_bytes: int | None = option(
+        None,
+        "most memory for K and V",
+        kind=int,
+        unit="BYTES",
+        default_is="1 GiB on a CPU, most of the free memory on a GPU",
+        on_generate=False,
+    )
+    num_pages: int | None = option(
+        None,
+        "pages of the KV cache, the reserved page 0 included",
+        kind=int,
+        unit="PAGES",
+        least=2,
+        default_is="enough for all sequences",
+    )
+    swa_pages: int | None = option(
+        None,
+        "likewise, of a pool for layers with a window; 0: they share the other layers' pool",
+        kind=int,
+        unit="PAGES",
+        least=0,
+        default_is="what the windows and a chunk need",
+    )
+    deterministic: bool = option(
+        False, "a prompt's tokens are the same bit by bit whatever is served beside it, at some cost in speed"
+    )
+    flight_record: Path | None = option(  # noqa: RUF009  # it makes a field
+        None,
+        "file that the last steps are written to when one fails; `rocm-attn replay-step` reads it",
+        kind=Path,
+        unit="FILE",
+        default_is="they are not kept",
+    )
+    check_every: int = option(
+        0,
+        "compare one step in so many with the eager run and a few of its sequences with the oracle; the report counts "
+        "what differs",
+        unit="STEPS",
+        least=0,
+        default_is="0: none",
+    )
+    hang_after: float = option(
+        0.0,
+        "say which step has not ended after so long, with the stacks of all threads, and write the flight record",
+        unit="SECONDS",
+        least=0,
+        default_is="0: never",
+    )
+    profiler_ranges: bool = option(
+        False, "name each step, and each layer that runs eagerly, in a profiler's timeline (roctx or NVTX)"
+    )
+
+    def __post_init__(self) -> None:
+        for name, (default, text) in option_texts(EngineOptions).items():
+            value = getattr(self, name)
+            if value == default or value in text.choices:
+                continue
+            if text.kind is str:
+                raise BadSetting(f"{name} {value!r} is not known; choose one of {', '.join(text.choices)}")
+            if text.least is not None and value < text.least:
+                raise BadSetting(f"{name} is {value}; it must be at least {text.least}")

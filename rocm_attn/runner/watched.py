@@ -1,0 +1,62 @@
+"""What looks on while an engine runs its steps, put around its forward and its runner as the options ask for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from rocm_attn.capture.split_forward import Forward
+from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.machine.watchdog import Watchdog
+from rocm_attn.runner.options import EngineOptions
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.protocols import Flight, LayerCalls, Steps
+from rocm_attn.watch.flight_recorder import FlightRecorder
+from rocm_attn.watch.profiler_ranges import RangedLayers, RangedSteps, device_ranges
+from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
+from rocm_attn.watch.watched_steps import WatchedSteps
+
+
+def watched_steps(
+    runtime: AttentionRuntime,
+    forward: Forward,
+    options: EngineOptions,
+    flight: Flight,
+    new_runner: Callable[[Forward], StepRunner],
+) -> tuple[StepRunner, Steps]:
+    """A runner of the forward, and what the engine runs its steps by: the runner, with what the options put around it.
+
+    new_runner: makes the runner of a forward
+    Raises BadSetting where profiler ranges are asked for and this torch has none.
+    """
+    tap = LayerTap()
+    if options.check_every:
+        forward = around_layers(forward, tap.around)
+    ranges = device_ranges() if options.profiler_ranges else None
+    if ranges is not None:
+        forward = around_layers(forward, partial(RangedLayers, ranges=ranges))
+    runner = new_runner(forward)
+    steps: Steps = runner
+    if options.check_every:
+        steps = SampledCheck(runner, runtime, runtime.kinds.problems, tap, every=options.check_every)
+    if ranges is not None:
+        steps = RangedSteps(steps, ranges)
+    if options.hang_after:
+        steps = WatchedSteps(steps, Watchdog(options.hang_after, on_hang=partial(_dump, flight)))
+    return runner, steps
+
+
+def around_layers(forward: Forward, wrap: Callable[[LayerCalls], LayerCalls]) -> Forward:
+    """The forward, whose steps have their layers wrapped."""
+    return lambda step: forward(replace(step, layers=wrap(step.layers)))
+
+
+def _dump(flight: Flight, sentence: str) -> None:
+    """Write the flight record of a step that hangs, if one is kept."""
+    if isinstance(flight, FlightRecorder):
+        try:
+            flight.dump(sentence)
+        except OSError as failure:  # in a thread of the watchdog's, which nothing waits for
+            logging.getLogger(__name__).warning("the last steps could not be written (%s)", failure)

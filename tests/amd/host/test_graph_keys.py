@@ -1,0 +1,79 @@
+"""Graphs are kept by the kernels that they hold, as values: what launches the same is equal, what may differ is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.machine.target import Target, known_target
+from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.providers.contract import BoundKernel, KernelRow, LayerKernel, PoolSize
+from rocm_attn.providers.select import ROWS
+from rocm_attn.step.plan import make_plan
+
+POOL = PoolSize(num_pages=100, max_kv_len=640, max_num_seqs=4)
+BOUND = [row for rows in ROWS.values() for row in rows if not row.not_bound]
+TARGETS = [known_target(arch) for arch in ("gfx942", "sm_90", "cpu")]
+each_row = pytest.mark.parametrize("row", BOUND, ids=lambda row: f"{row.name}-{row.kind.value}")
+
+
+def problems() -> Iterator[Problem]:
+    """Some that between them every row serves one of."""
+    for pool in (PoolKind.SPLIT, PoolKind.VECTORIZED):
+        for page_size in (16, 32, 64, 128, 1024, 1):
+            for head_dim in (128, 64, 256):
+                problem = Problem(16, 2, head_dim, head_dim, torch.bfloat16, 16, scale=head_dim**-0.5)
+                try:
+                    yield replace(problem, page_size=page_size, pool=pool)
+                except ValueError:  # pages that such a pool cannot have
+                    continue
+    yield Problem(16, 1, 576, 512, torch.bfloat16, 1, scale=0.05, pool=PoolKind.LATENT)
+
+
+def served_by(row: KernelRow) -> tuple[Problem, Target]:
+    """A problem that a row serves, and where."""
+    for problem in problems():
+        for target in TARGETS:
+            if not row.refusals(problem, target, POOL):
+                return problem, target
+    raise AssertionError(f"{row.name} serves none of the problems")
+
+
+def key(row: KernelRow, bound: BoundKernel) -> object:
+    shape = PaddedShape(row.kind, 4, 4 if row.kind.decodes else 8)
+    return make_plan(shape, [LayerKernel(row, bound)], max_q_len=8, max_kv_len=64, may_capture=True).key
+
+
+@each_row
+def test_a_kernel_that_is_bound_twice_alike_has_one_graph(row: KernelRow) -> None:
+    problem, target = served_by(row)
+    one, other = row.bind(problem, target, POOL), row.bind(problem, target, POOL)
+    assert one is not other
+    assert (one, hash(one)) == (other, hash(other))
+    assert len({key(row, one): 1, key(row, other): 2}) == 1
+
+
+@each_row
+def test_a_kernel_of_another_problem_has_another_graph(row: KernelRow) -> None:
+    problem, target = served_by(row)
+    bound = row.bind(problem, target, POOL)
+    halved, doubled = replace(problem, scale=problem.scale / 2), replace(problem, num_q_heads=2 * problem.num_q_heads)
+    others = []
+    for changed in (halved, doubled):
+        with suppress(LookupError):  # not every kernel has variants for both
+            others += [] if row.refusals(changed, target, POOL) else [row.bind(changed, target, POOL)]
+    assert others
+    assert all(key(row, other) != key(row, bound) for other in others)
+
+
+def test_kernels_that_read_alike_when_printed_may_have_graphs_of_their_own() -> None:
+    (row,) = (row for row in BOUND if row.name == "aiter.paged_attention_ragged" and row.kind.decodes)
+    problem, target = served_by(row)
+    short, long = (row.bind(problem, target, replace(POOL, max_kv_len=length)) for length in (640, 1280))
+    assert short.describe() == long.describe()
+    assert key(row, short) != key(row, long)

@@ -1,0 +1,202 @@
+"""What looks on while an engine serves: each option puts it in place, and none changes a token."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.errors import BadSetting, DeviceFault
+from rocm_attn.machine.watchdog import Watchdog
+from rocm_attn.oracle.reference import attend_paged
+from rocm_attn.runner import watched
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.model import Model
+from rocm_attn.runner.request import RequestsFaulted
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
+from tests.amd.graphs.test_profiler_ranges import Timeline
+from tests.amd.runner.test_engine import engine, some_requests, tokens_of
+from tests.amd.runner.tiny_model import CONFIG, tiny_model
+from tests.amd.tolerances import assert_layers_close
+
+NUM_LAYERS = CONFIG.num_layers
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return tiny_model()
+
+
+def test_an_engine_that_was_asked_for_nothing_runs_its_steps_by_the_runner_alone(loaded: LoadedModel) -> None:
+    plain = engine(loaded)
+    assert plain._steps is plain._runner
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_sampled_check_looks_at_one_step_in_so_many_and_finds_nothing(
+    every: int, graphs: bool, loaded: LoadedModel
+) -> None:
+    plain, checked = (engine(loaded, graphs=graphs, check_every=number) for number in (0, every))
+    assert tokens_of(checked.generate(some_requests())) == tokens_of(plain.generate(some_requests()))
+    metrics = checked.report().metrics
+    assert metrics.steps == plain.report().metrics.steps
+    assert metrics.samples == metrics.steps // every
+    assert (metrics.rows_differ, metrics.attention_differs, metrics.reserved_written) == (0, 0, 0), metrics.finding
+    assert plain.report().metrics.samples == 0
+
+
+def test_what_a_sampled_check_finds_is_logged_and_in_the_report(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def another(*arguments: Any) -> tuple[Tensor, Tensor]:
+        out, lse = attend_paged(*arguments)
+        return out + 0.1, lse
+
+    monkeypatch.setattr("rocm_attn.watch.sampled_check.attend_paged", another)
+    checked = engine(loaded, graphs=True, check_every=2)
+    plain = engine(loaded).generate(some_requests())
+    assert tokens_of(checked.generate(some_requests())) == tokens_of(plain), "a finding does not stop serving"
+    metrics = checked.report().metrics
+    assert metrics.attention_differs == metrics.samples > 0
+    assert "differs from the oracle" in metrics.finding
+    assert f"{metrics.attention_differs} DIFFER FROM THE ORACLE" in str(metrics)
+    assert len(caplog.messages) == metrics.attention_differs
+    assert all(message.startswith("sampled check: layer") for message in caplog.messages)
+
+
+def test_a_fault_that_the_second_run_of_a_step_reports_ends_the_requests_of_its_step(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sampled step itself was run; its requests go on as after any other fault."""
+    checked = engine(loaded, check_every=1)
+    again, calls = checked._runner.run_eagerly, []
+
+    def faulty(batch: StepBatch, pad_to: int | None = None) -> Tensor:
+        calls.append(batch)
+        if len(calls) == 2:
+            raise DeviceFault("a fault of step 1", 1)
+        return again(batch, pad_to)
+
+    monkeypatch.setattr(checked._runner, "run_eagerly", faulty)
+    with pytest.raises(RequestsFaulted) as raised:
+        checked.generate(some_requests())
+    failed = [completion for completion in raised.value.completions if completion.error]
+    plain = engine(loaded).generate(some_requests())
+    assert 0 < len(failed) < len(plain)
+    for completion, alone in zip(raised.value.completions, plain, strict=True):
+        assert completion.error or completion == alone
+
+
+def test_profiler_ranges_name_the_steps_and_the_layers_that_run_eagerly(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeline = Timeline()
+    monkeypatch.setattr(watched, "device_ranges", lambda: timeline)
+    ranged = engine(loaded, profiler_ranges=True)
+    assert tokens_of(ranged.generate(some_requests())) == tokens_of(engine(loaded).generate(some_requests()))
+    layers = [(1, f"layer {layer}: {what}") for layer in range(NUM_LAYERS) for what in ("store", "attend")]
+    steps = ranged.report().metrics.steps
+    assert len(timeline.entries) == steps * (1 + len(layers))
+    for step in range(steps):
+        (depth, name), *inner = timeline.entries[step * (1 + len(layers)) :][: 1 + len(layers)]
+        assert (depth, inner) == (0, layers)
+        assert name.startswith("step: ")
+    assert timeline.depth == 0
+
+
+def test_profiler_ranges_are_refused_where_torch_has_none(loaded: LoadedModel) -> None:
+    if torch.version.cuda is None and torch.version.hip is None:
+        with pytest.raises(BadSetting, match="use a build for ROCm or CUDA"):
+            engine(loaded, profiler_ranges=True)
+    else:
+        engine(loaded, profiler_ranges=True).generate(some_requests(1))
+
+
+@pytest.mark.parametrize("has_record", [False, True])
+def test_a_step_that_hangs_is_named_and_leaves_the_flight_record(
+    has_record: bool, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step ends when the watchdog has spoken, so that no time decides the test."""
+    spoken, record = threading.Event(), tmp_path / "last_steps.json"
+    report, forward = Watchdog._report, Model.forward
+
+    def reports(watchdog: Watchdog, what: str) -> None:
+        report(watchdog, what)
+        spoken.set()
+
+    def hangs(model: Model, step: Any) -> Tensor:
+        assert spoken.wait(60)
+        return forward(model, step)
+
+    monkeypatch.setattr(Watchdog, "_report", reports)
+    monkeypatch.setattr(Model, "forward", hangs)
+    with (tmp_path / "stderr.txt").open("w+") as stream:
+        monkeypatch.setattr(sys, "__stderr__", stream)
+        slow = engine(loaded, hang_after=0.01, flight_record=record if has_record else None)
+        slow.generate(some_requests(1)[:1])
+        stream.seek(0)
+        said = stream.read()
+    prompt_len = len(some_requests(1)[0].prompt_token_ids)
+    sentence = f"step 1 (1 sequences, {min(prompt_len, 16)} tokens) has not ended after 0.01 s"
+    assert f"rocm-attn: {sentence}" in said
+    assert "hangs" in said, "the stacks of all threads are there"
+    assert record.exists() == has_record
+    if has_record:
+        assert "has not ended after 0.01 s" in json.loads(record.read_text())["reason"]
+
+
+def test_a_hang_whose_record_cannot_be_written_is_still_named(
+    loaded: LoadedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    slow = engine(loaded, hang_after=3600, flight_record=folder / "last_steps.json")
+    folder.rmdir()
+    watched._dump(slow.flight, "a step has not ended")
+    assert caplog.messages[0].startswith("the last steps could not be written")
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_the_shipped_model_runs_split_steps(graphs: bool, loaded: LoadedModel) -> None:
+    results = []
+    for split in (False, True):
+        runtime = build_runtime(
+            loaded.config.attention.problems(dtype=torch.float32, page_size=4),
+            RuntimeOptions(num_pages=60, max_num_seqs=4, max_kv_len=32, provider="torch", split_steps=True),
+            device="cpu",
+        )
+        model = Model(loaded.config, loaded.weights, runtime.head_weights, max_kv_len=32)
+        runner = StepRunner(runtime, model.forward, recorder_for(runtime.device) if graphs else None)
+        rows = np.array([runtime.table.admit() for _ in range(4)], np.int32)
+        outs, kv_len = [], np.zeros(4, np.int32)
+        for q_len in ([5, 3, 1, 7], [1] * 4, [1] * 4):
+            kv_len = kv_len + np.array(q_len, np.int32)
+            runtime.table.reserve_all(rows, kv_len)
+            ids = np.arange(1, 1 + sum(q_len), dtype=np.int32)
+            batch = StepBatch(rows, kv_len, np.array(q_len, np.int32), ids)
+            outs.append((runner.run_split if split else runner.run)(batch).clone())
+        assert (runner.counters.replays > 0) == graphs
+        results.append(torch.stack(outs))
+    whole, halves = results
+    assert_layers_close(halves, whole)
+
+
+def test_an_engine_says_what_looks_on_in_its_options(loaded: LoadedModel) -> None:
+    with pytest.raises(BadSetting, match="check_every is -1; it must be at least 0"):
+        engine(loaded, check_every=-1)
+    with pytest.raises(BadSetting, match=r"hang_after is -0\.5; it must be at least 0"):
+        engine(loaded, hang_after=-0.5)
+    assert isinstance(engine(loaded, check_every=5), Engine)

@@ -81,16 +81,15 @@ def test_pages_with_strides_of_their_own_are_read_right_or_refused(row: KernelRo
 def with_strides(pages: LayerPages, pool: PoolKind) -> LayerPages:
     """The same pages: K and V packed in rows, heads before tokens; rows and pages further apart in other pools."""
     if pool is PoolKind.LATENT:
-        k = apart(pages.k, 3)
+        k = torch.cat([pages.k, torch.full_like(pages.k, float("nan"))], -1)[..., : pages.k.shape[-1]]
         return LayerPages(k=k, v=k[..., : pages.v.shape[-1]])
     if pool is PoolKind.VECTORIZED:
-        return LayerPages(k=apart(pages.k, 0), v=apart(pages.v, 0))
+        return LayerPages(k=apart(pages.k), v=apart(pages.v))
     packed = torch.cat([pages.k, pages.v], -1).transpose(1, 2).contiguous().transpose(1, 2)
     dim = pages.k.shape[-1]
     return LayerPages(k=packed[..., :dim], v=packed[..., dim:])
 
 
-def apart(pages: Tensor, dim: int) -> Tensor:
-    """With a gap after each index of a dimension."""
-    size = pages.shape[dim]
-    return torch.cat([pages, torch.full_like(pages, float("nan"))], dim).narrow(dim, 0, size)
+def apart(pages: Tensor) -> Tensor:
+    """With as much NaN after each page."""
+    return torch.stack([pages, torch.full_like(pages, float("nan"))], 1)[:, 0]

@@ -225,20 +225,10 @@ class ExternalAttention:
             guards=guards.adopted,
         )
         target = target if target is not None else detect_target(self.device)
-        self._cores: dict[Causality, StepCore] = {}
-        for causality in options.causalities:
-            of_layers = [options.problem(problem, causality) for problem in problems]
-            selections = choose_kernels(
-                list(dict.fromkeys(of_layers)),
-                target,
-                options.provider,
-                options.pool_size(bounds),
-                deterministic=options.deterministic,
-                device=self.device,
-                agree=agree,
-            )
-            kinds = LayerKinds.of(of_layers, spaces, selections)
-            self._cores[causality] = StepCore(kinds, self._tables, self._pages, guards.step)
+        self._cores = {
+            causality: self._new_core([options.problem(p, causality) for p in problems], spaces, target, agree)
+            for causality in options.causalities
+        }
         self._ops = next(iter(self._cores.values())).ops
         self._publisher = EnginePublisher(self._ops, self.device, guards.publishing)
         self._engine_row = torch.zeros(bounds.num_seqs, dtype=torch.int32, device=self.device)
@@ -405,9 +395,14 @@ class ExternalAttention:
         }
 
     def shadow_view(self, layer: int) -> ShadowView:
-        """What a check of the step that is running needs in a layer. Raises WrongState, BadTensor."""
+        """What a check of the step that is running needs in a layer; waits for the device.
+
+        Raises WrongState, and BadTensor for a layer that does not exist.
+        """
         run = self._running()
         self._require_layer(layer)
+        if run.plan.shape.kind is StepKind.MASKED:
+            raise WrongState("the step has a mask, which only its engine can compare; look at another step")
         kind = run.core.kinds.of_layer[layer]
         tensors = run.step.of_kind[kind]
         return ShadowView(
@@ -420,6 +415,19 @@ class ExternalAttention:
             tensors.q_len,
             tensors.table,
         )
+
+    def _new_core(self, problems: Sequence[Problem], spaces: Sequence[Space], target: Target, agree: Agree) -> StepCore:
+        """What runs the steps of a causality."""
+        selections = choose_kernels(
+            list(dict.fromkeys(problems)),
+            target,
+            self.options.provider,
+            self.options.pool_size(self.bounds),
+            deterministic=self.options.deterministic,
+            device=self.device,
+            agree=agree,
+        )
+        return StepCore(LayerKinds.of(problems, spaces, selections), self._tables, self._pages, self.guards.step)
 
     @property
     def _first_core(self) -> StepCore:

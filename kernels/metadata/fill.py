@@ -43,6 +43,7 @@ from rocm_attn.kernels.metadata.fill_roles import (
     Seqs,
     Share,
     Table,
+    Terms,
     Tokens,
     write_block_table,
     write_boundaries,
@@ -138,7 +139,8 @@ def _fill_kernel(
     elif list_share < 0:
         tokens = Tokens(position_of_token, slot_of_token, num_tokens_padded)
         share = Share(token_share, token_shares)
-        write_tokens(share, seqs, request_table, tokens, window_left, PAGE_SIZE, NULL_PAGE, SHORT_KV, SEQS, TOKENS)
+        terms = Terms(window_left, NULL_PAGE, SHORT_KV)
+        write_tokens(share, seqs, request_table, tokens, terms, PAGE_SIZE, SEQS, TOKENS)
     elif row_share < 0:
         if WITH_PAGE_LIST:
             share = Share(list_share, list_shares)

@@ -84,8 +84,9 @@ class Engine(ABC):
         self.requests: dict[int, Request] = {}
         self.stored: dict[tuple[int, int], tuple[Array, Array]] = {}
         self.bounds = Bounds(num_seqs=16, num_tokens=128, kv_len=ROOM, num_pages=self.num_pages)
-        self.pages = [self.new_pages() for _ in windows]
-        self.make_tables()
+        with torch.inference_mode(False):  # an engine writes them in any mode
+            self.pages = [self.new_pages() for _ in windows]
+            self.make_tables()
         problems = [
             Problem(
                 Q_HEADS, KV_HEADS, DIM, V_DIM, torch.float32, page_size, SCALE, window_left=window, **self.features()

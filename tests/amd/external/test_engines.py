@@ -11,6 +11,7 @@ import torch
 from rocm_attn.paging.index_spaces import Space
 from tests.amd.external.engines import ENGINES, NAN, ROOM, Engine, SGLang
 
+LONG = pytest.mark.long
 GROUPS = Space("group0"), Space("group1"), Space("group2")
 # Name of the engine, windows of its layers, their spaces.
 LAYOUTS: dict[str, tuple[str, tuple[int, ...], tuple[Space, ...] | None]] = {
@@ -20,7 +21,8 @@ LAYOUTS: dict[str, tuple[str, tuple[int, ...], tuple[Space, ...] | None]] = {
     "vllm three groups": ("vllm", (5, -1, 9), GROUPS),
     "flashinfer": ("flashinfer", (-1, 5), None),
 }
-each_page_size = pytest.mark.parametrize("page_size", [1, 16, 32])
+# Under Triton's interpreter pages of 16 in every run, and the others in the nightly one.
+each_page_size = pytest.mark.parametrize("page_size", [pytest.param(1, marks=LONG), 16, pytest.param(32, marks=LONG)])
 each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 Layout = tuple[str, tuple[int, ...], tuple[Space, ...] | None]
@@ -64,7 +66,7 @@ def test_eager_steps_of_an_engine_are_right(build: Build, layout: Layout, page_s
 
 @each_layout
 @each_page_size
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("width", [1, pytest.param(3, marks=LONG)])
 def test_an_engines_own_graphs_serve_any_length_and_number(
     build: Build, layout: Layout, page_size: int, width: int
 ) -> None:
@@ -82,6 +84,7 @@ def test_an_engines_own_graphs_serve_any_length_and_number(
     engine.attention.check_device()
 
 
+@LONG
 @each_layout
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_random_steps_of_an_engine_are_right(build: Build, layout: Layout, page_size: int) -> None:

@@ -48,10 +48,6 @@ class FakeRecording:
             for operation in self._operations:
                 operation()
 
-    @property
-    def num_operations(self) -> int:
-        return len(self._operations)
-
 
 class FakeRecorder:
     """Recorder of functions on CPU tensors.

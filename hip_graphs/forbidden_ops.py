@@ -60,12 +60,12 @@ def refusal(
     if torch.Tag.data_dependent_output in func.tags:
         return READS_ON_HOST, KEEP_ON_DEVICE
     if packet in _PUTS and is_host_number(args[2]):
-        # Behind a mask this is masked_fill; at indices, the number would have to become a device tensor first.
+        # With a mask this is masked_fill; at indices, the number would have to become a device tensor first.
         return None if _selects_by_mask(args[1]) else (SETS_FROM_HOST, USE_FILL)
     if _has_shape_of_values(func, args, kwargs):
         return "has a result whose shape depends on values", "mask instead of selecting (torch.where, masked_fill)"
     if any(tensor.dim() > 0 and tensor.device != tensors[0].device for tensor in tensors):
-        return "mixes tensors of two devices, which copies behind the scenes", COPY_INTO_PLACE
+        return "mixes tensors of two devices, which copies without being asked to", COPY_INTO_PLACE
     return None
 
 

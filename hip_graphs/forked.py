@@ -38,6 +38,6 @@ class ForkedStream:
                 second = aside()
             first = here()
         finally:
-            # A capture that leaves a forked stream behind is broken.
+            # A capture that ends before a forked stream is joined is broken.
             current.wait_stream(self._stream)
         return first, second

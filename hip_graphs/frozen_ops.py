@@ -53,8 +53,8 @@ def writes_into_arguments(func: OpOverload) -> bool:
 
 
 def leaves_values(func: OpOverload) -> bool:
-    """Whether func gives its results values at all: torch.empty() and its like do so only where torch is told to
-    fill memory that nobody has written, which tests do to find what reads it."""
+    """Whether func gives its results values at all: torch.empty() and its like do so only where torch is set to
+    fill memory that was not written, which tests do to find what reads it."""
     filled = torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     return filled or func.overloadpacket not in _UNINITIALISED
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from rocm_attn.hip_graphs.size_ladder import round_up
+
 # What torch's own CPU allocator gives; some matrix kernels round differently at other alignments.
 ALIGNMENT = 64
 CHUNK_BYTES = 64 << 20
@@ -53,7 +55,7 @@ class HostPool:
         # A block comes home whenever the last reference to it goes, even inside this function: hence the deque.
         while self._returned:
             _put_back(*self._returned.popleft())
-        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        size = round_up(num_bytes, ALIGNMENT)
         chunk, place = self._best_fit(size)
         start, stop = chunk.free.pop(place)
         if start + size < stop:
@@ -78,7 +80,7 @@ class HostPool:
         return None
 
     def poison_taken(self) -> None:
-        """Overwrites all memory handed out since the last time, whoever holds it now."""
+        """Overwrites all memory handed out since the last time, whatever holds it now."""
         for chunk in self._chunks:
             for start, stop in chunk.taken:
                 chunk.whole[start:stop].fill_(POISON_BYTE)

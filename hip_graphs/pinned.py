@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -29,14 +28,6 @@ class Fingerprint:
     @classmethod
     def of(cls, tensor: Tensor) -> Fingerprint:
         return cls(tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """Half-open range of the addresses that the tensor's elements lie in; empty for a tensor of no elements."""
-        if 0 in self.shape:
-            return (self.data_ptr, self.data_ptr)
-        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-        return (self.data_ptr, self.data_ptr + (last + 1) * self.dtype.itemsize)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -97,23 +88,3 @@ class PinnedTensors:
         self._pins.clear()
         self._owners.clear()
         self.bump()
-
-    def sharing_memory_with(self, tensor: Tensor) -> tuple[str, ...]:
-        """Names of the pinned tensors whose address range overlaps the tensor's."""
-        probe = Fingerprint.of(tensor)
-        return tuple(name for name, was in self._pins.items() if _overlap(was, probe))
-
-    @property
-    def fingerprints(self) -> Mapping[str, Fingerprint]:
-        """Every pinned tensor as it was when it was pinned."""
-        return MappingProxyType(dict(self._pins))
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._pins
-
-    def __len__(self) -> int:
-        return len(self._pins)
-
-
-def _overlap(one: Fingerprint, other: Fingerprint) -> bool:
-    return one.device == other.device and max(one.span[0], other.span[0]) < min(one.span[1], other.span[1])

@@ -68,10 +68,10 @@ def default_ladder(largest: int, alignment: int = 1) -> SizeLadder:
     """
     if largest < 1 or alignment < 1:
         raise BadLadder(f"largest size {largest} and alignment {alignment} must both be at least 1")
-    sizes = {_round_up(largest, alignment)}
+    sizes = {round_up(largest, alignment)}
     size = 1
     while size < largest:
-        sizes.add(_round_up(size, alignment))
+        sizes.add(round_up(size, alignment))
         size += _step_after(size)
     return SizeLadder(tuple(sorted(sizes)))
 
@@ -81,5 +81,6 @@ def _step_after(size: int) -> int:
     return min(size, max(SMALLEST_STEP, power_below // STEPS_PER_OCTAVE))
 
 
-def _round_up(size: int, alignment: int) -> int:
+def round_up(size: int, alignment: int) -> int:
+    """The smallest multiple of alignment that is at least size."""
     return -(-size // alignment) * alignment

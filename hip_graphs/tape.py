@@ -73,7 +73,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         frozen_args, frozen_kwargs = self._freeze((args, kwargs))
         if is_wait(func):
             return args[0]  # every collective was waited for when it was noted
-        # A promise is kept before its result moves; a Work is waited for by whoever gets it, and some only once.
+        # A promise is kept before its result moves; a Work is waited for by the code that gets it, and some only once.
         result = run_and_wait(func, args, kwargs) if gives_promises(func) else func(*args, **kwargs)
         if torch.Tag.inplace_view in func.tags:
             return result

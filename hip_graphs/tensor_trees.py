@@ -21,7 +21,7 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """The same tree with every tensor changed; whatever is no plain list, tuple or dict is handed on as it is."""
+    """The same tree with every tensor changed; anything but a plain list, tuple or dict is passed on as it is."""
     if isinstance(tree, Tensor):
         return change(tree)
     if type(tree) in (list, tuple):

@@ -95,7 +95,7 @@ class TorchRecorder:
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """Takes the stream out of capture mode, whatever state the capture is in."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a graph is empty is no news here
+            warnings.simplefilter("ignore")  # an empty graph is expected here
             try:
                 graph.capture_end()
             except RuntimeError:

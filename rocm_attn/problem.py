@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from rocm_attn.errors import BadProblem
+from rocm_attn.kernels.attention import scores
 from rocm_attn.machine import choices
 
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in choices.DTYPES)
-UNLIMITED_WINDOW = -1
+UNLIMITED_WINDOW = scores.UNLIMITED_WINDOW
 # Of a vectorised pool: what a thread loads at once.
 VECTOR_BYTES = 16
 
@@ -46,7 +47,7 @@ class Problem:
     pool:                       how K and V are kept; LATENT (multi-head latent attention) has one KV head
     wants_lse:                  whether attend() will be asked for the log-sum-exp; not every kernel gives it
     has_alibi_slopes:           whether each head subtracts slope * distance from its scaled (and capped) logits
-    causal:                     whether a query sees nothing behind itself; if not, it sees all of its sequence's KV
+    causal:                     whether a query sees no key after its own; if not, it sees all of its sequence's KV
     custom_mask:                whether a step may bring a mask (step_mask.py) that says what its queries see, in place
                                 of causality; of what it shows, a window hides what lies further back
     """

@@ -7,7 +7,6 @@ import torch
 MAX_HEAD_DIM = 256  # of q and k rows, and of v rows; dims that are no power of two are padded inside the kernels
 MAX_GQA_RATIO = 128  # query heads that share a KV head
 MAX_PAGE_SIZE = 128
-MAX_SEQS = 4096
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -13,7 +13,8 @@ from typing import Annotated, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-ALL_KEYS = 2**31 - 1  # a window that no sequence is longer than
+# UNLIMITED_WINDOW where a window is subtracted from lengths: no sequence has so many keys.
+ALL_KEYS = 2**31 - 1
 
 
 class Unit(enum.Enum):

@@ -30,7 +30,7 @@ def split_point(q_len: Int32Array, most: int) -> int:
 
 
 def split_batch(batch: StepBatch, most: int) -> tuple[StepBatch, StepBatch]:
-    """The sequences before and behind the cut, in order; either may be none.
+    """The sequences before and after the cut, in order; either may be empty.
 
     most: as in split_point
     Raises BadBatch for new tokens that only the device counts: where they are cut follows from their numbers; for a

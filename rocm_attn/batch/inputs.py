@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rocm_attn.errors import BadBatch, BadTensor
 
-# In the place of a tensor of DeviceInputs: the host knows, or for token ids nobody says.
+# In the place of a tensor of DeviceInputs: the host has these values; for token ids, there may be none.
 ON_HOST = torch.empty(0, dtype=torch.int32)
 
 
@@ -35,7 +35,7 @@ class HostInputs:
     lengths_on_host: ClassVar[bool] = True
 
     def __reduce__(self) -> str:
-        return "HOST_INPUTS"  # there is one; whoever copies or unpickles it gets that one
+        return "HOST_INPUTS"  # there is one; a copy, pickled or not, is that one
 
     def min_q_len(self, num_seqs: int, num_tokens: int, fewest: int) -> int:
         """The fewest new tokens that a sequence can have; `fewest` is the smallest q_len of the batch."""

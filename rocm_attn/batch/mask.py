@@ -29,7 +29,7 @@ class NoMask:
     device: ClassVar[None] = None
 
     def __reduce__(self) -> str:
-        return "NO_MASK"  # there is one; whoever copies or unpickles it gets that one
+        return "NO_MASK"  # there is one; a copy, pickled or not, is that one
 
 
 @dataclass(frozen=True, slots=True, eq=False)

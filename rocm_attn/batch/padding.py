@@ -23,9 +23,8 @@ from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.errors import CapacityExceeded
-from rocm_attn.hip_graphs.size_ladder import SizeLadder
+from rocm_attn.hip_graphs.size_ladder import SizeLadder, round_up
 
-PAD_ROW = 0
 _NO_EXTRAS = frozenset({Extra.NOTHING})
 
 
@@ -128,7 +127,7 @@ class PaddingPolicy:
 
 
 def token_places(batch: StepBatch, shape: PaddedShape) -> npt.NDArray[np.int64]:
-    """int64 [T]; places of a step's tokens among its padded ones, half after half: those of real tokens, then pads."""
+    """int64 [T]; places of a step's tokens among its padded ones, one half after the other: real tokens, then pads."""
     places = np.arange(shape.num_tokens)
     if shape.num_children == 1:
         return places
@@ -154,11 +153,6 @@ def _pad_even(count: int, ladder: SizeLadder) -> int:
     """To the ladder's sizes, each rounded up to an even one."""
     # An odd size holds one more than it says when it is rounded up.
     return round_up(_pad(round_up(count, HALVES) - 1, ladder), HALVES)
-
-
-def round_up(count: int, multiple: int) -> int:
-    """The smallest multiple that is no smaller than count."""
-    return -(-count // multiple) * multiple
 
 
 def is_prefill(batch: StepBatch) -> bool:

@@ -31,7 +31,7 @@ class NoPrefixes:
         return self
 
     def __reduce__(self) -> str:
-        return "NO_PREFIXES"  # there is one; whoever copies or unpickles it gets that one
+        return "NO_PREFIXES"  # there is one; a copy, pickled or not, is that one
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class SharedPrefixes:
             object.__setattr__(self, name, np.repeat(of_group, counts))
 
     def check(self, kv_len: _Int32Array, *, decodes: bool) -> None:
-        """Refuse groups that are none of a step. Raises BadBatch.
+        """Refuse groups that do not fit a step. Raises BadBatch.
 
         kv_len:  int32 [num_seqs]
         decodes: whether every sequence of the step has one new token
@@ -99,7 +99,7 @@ class SharedPrefixes:
             seq = int(wrong.argmax())
             raise BadBatch(
                 f"sequence {seq} has {kv_len[seq]} tokens and a prefix of {self.prefix_len[seq]}; "
-                "every sequence goes on behind its prefix"
+                "every sequence goes on after its prefix"
             )
 
     def select(self, order: npt.NDArray[np.int_]) -> Prefixes:

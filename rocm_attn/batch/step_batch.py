@@ -1,4 +1,4 @@
-"""StepBatch: one step as the runner sees it. Real sequences only; padding is nobody's business here."""
+"""StepBatch: one step as the runner sees it. Real sequences only; padding comes later (padding.py)."""
 
 from __future__ import annotations
 
@@ -104,11 +104,6 @@ class StepBatch:
         self.max_q_len = most
         self.min_q_len = fewest
         self.max_kv_len = longest
-
-    @property
-    def total_kv_len(self) -> int:
-        """KV tokens of all sequences."""
-        return _total(self.kv_len)
 
 
 def _check_beside_prefixes(inputs: Inputs, mask: Mask) -> None:

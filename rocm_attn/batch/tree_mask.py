@@ -41,7 +41,7 @@ def tree_mask(batch: StepBatch, parents: Tensor) -> StepMask:
     places = torch.arange(batch.max_q_len, device=parents.device)
     first_token = q_len.cumsum(0) - q_len
     is_token = places < q_len[:, None]
-    # [num_seqs, most new tokens]; the tokens that a sequence has not are nobody's parents.
+    # [num_seqs, most new tokens]; places beyond a sequence's new tokens are no token's parents.
     token = torch.where(is_token, first_token[:, None] + places, 0)
     parent = torch.where(is_token, parents[token].long(), NO_PARENT)
     sees = _ancestors(parent)
@@ -80,7 +80,7 @@ def _ancestors(parent: Tensor) -> Tensor:
 
 
 def _all_but(hidden: Tensor, prefix: Tensor, kv_len: Tensor, q_len: Tensor, num_bytes: int) -> Tensor:
-    """uint8 [num_bytes]: all cells set but those of hidden [seqs, token, new key], whose keys lie behind the prefix."""
+    """uint8 [num_bytes]: all cells set but those of hidden [seqs, token, new key], whose keys lie after the prefix."""
     cells = q_len * kv_len
     first_cell = cells.cumsum(0) - cells
     places = torch.arange(hidden.shape[1], device=hidden.device)

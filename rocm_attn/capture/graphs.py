@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, round_up
+from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.hip_graphs.recorder import Recorder
+from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.launch import observe_launches
 from rocm_attn.step.plan import GraphKey
 

@@ -17,10 +17,7 @@ SplitForward = Callable[[SplitStep], tuple[Tensor, Tensor]]
 
 
 def one_after_the_other(forward: Forward) -> SplitForward:
-    """The first half, then the second, on the stream of the step.
-
-    forward: calls the `layers` of the step that it gets, not the runtime: it gets the halves in turn
-    """
+    """The first half, then the second, on the stream of the step. forward: gets the halves in turn"""
 
     def run(step: SplitStep) -> tuple[Tensor, Tensor]:
         first, second = step.halves
@@ -32,7 +29,7 @@ def one_after_the_other(forward: Forward) -> SplitForward:
 def side_by_side(forward: Forward, side: ForkedStream) -> SplitForward:
     """The second half on a stream that is forked from the first one's and joined to it again.
 
-    forward: as in one_after_the_other; what it writes besides its result must not be shared by the halves
+    forward: gets both halves; what it writes besides its result must not be shared by them
     """
 
     def run(step: SplitStep) -> tuple[Tensor, Tensor]:

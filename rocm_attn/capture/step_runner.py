@@ -49,8 +49,8 @@ class StepRunner:
     thread at a time and cannot be copied or pickled.
 
     forward:  Step -> tensor [S, ...], one row for each sequence. It must not synchronise, must not branch on lengths,
-              and must do the same work each time it is called with the same metadata. Where it calls the layers of its
-              step, and not the runtime, it also serves split steps, half by half.
+              and must do the same work each time it is called with the same metadata. It runs the halves of a split
+              step one by one.
     split_forward: what graphs of split steps are made of; not given: forward, one half after the other. Such a graph
               serves if it gives bitwise what forward gives, one half after the other; else that is captured
     recorder: makes graphs of steps at the runtime's capture sizes; None runs every step eagerly

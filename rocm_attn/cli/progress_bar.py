@@ -1,4 +1,4 @@
-"""A progress bar, where somebody looks: on a terminal."""
+"""A progress bar, on a terminal alone."""
 
 from __future__ import annotations
 

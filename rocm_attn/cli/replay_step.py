@@ -59,7 +59,7 @@ class LayerResult:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run a step of options.dump again and print who agrees. Raises StepsDisagree where somebody does not."""
+    """Run a step of options.dump again in every way and print which agree. Raises StepsDisagree where two do not."""
     dump = read_dump(Path(options.dump))
     noted = dump.step(options.step)
     replay = _Replay.build(dump, noted, device_named(options.device), options.provider, options.seed)

@@ -42,8 +42,8 @@ class StdoutFailed(Exception):
 class Stdout:
     """A context in which sys.stdout loses no text in silence: use it as any other stream.
 
-    Characters that its encoding lacks come out as escapes. A failed write raises StdoutFailed, so that it is told from
-    another file's; what is held then is dropped, or Python would try once more at exit.
+    Characters that its encoding lacks come out as escapes. A failed write raises StdoutFailed, which no other file's
+    write does; what is held then is dropped, or Python would try once more at exit.
 
     escaped: whether a character came out as an escape
     """

@@ -1,7 +1,7 @@
 """Agreement: ranks that run one model in step must take the same kernels, and graphs of the same steps.
 
 What a rank finds wrong with a kernel or a graph is true of its own device, driver and disk. Where the ranks of a model
-go on with different ones, their collectives no longer meet. So each of them tells the others what it found, and all act
+go on with different ones, their collectives no longer meet. So each of them sends the others what it found, and all act
 on everything that was found. Nothing is asked of other ranks while steps run.
 """
 

@@ -31,7 +31,7 @@ class Streams(Protocol):
     """What a device has of streams."""
 
     def current_handle(self) -> int:
-        """A number that tells the current stream from others."""
+        """A number that only the current stream has."""
         ...
 
     def current(self) -> Any:
@@ -103,8 +103,8 @@ class StreamOrder:
     def join(self) -> None:
         """Something of the step is launched on the current stream: it starts after what began the step.
 
-        A stream waits once a step. Two streams of one step are ordered by who forks and joins them; a capture's own
-        stream is ordered by the recorder.
+        A stream waits once a step. Two streams of one step are ordered by the code that forks and joins them; a
+        capture's own stream is ordered by the recorder.
         """
         handle = self._streams.current_handle()
         if handle != self._last_handle and handle not in self._others and not self._streams.is_capturing():

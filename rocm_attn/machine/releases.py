@@ -27,7 +27,7 @@ class Release:
     def of(cls, text: str) -> Release:
         """The release that a version names: "0.1.20", "v0.1.10.post3", "0.1.21.dev0+g1234567", "7.2.53211-abc".
 
-        Not known where the text is no version, or has fewer than two numbers.
+        Not known where the text is not a version, or has fewer than two numbers.
         """
         match = _NUMBERS.match(text)
         if match is None:
@@ -41,12 +41,12 @@ class Release:
         if not self.numbers:
             return "of unknown release"
         *numbers, last = self.numbers
-        behind = {-1: " in development", 0: ""}.get(last, f".post{last}")
-        return ".".join(map(str, numbers)) + behind
+        suffix = {-1: " in development", 0: ""}.get(last, f".post{last}")
+        return ".".join(map(str, numbers)) + suffix
 
 
 UNKNOWN = Release(())
-# Before the first release, and behind the last one.
+# Before the first release, and after the last one.
 _FIRST, _ENDLESS = Release((0,)), Release((1 << 30,))
 
 

@@ -40,7 +40,7 @@ class Settings:
 
 
 def whole_number(name: str, value: object) -> int:
-    """A setting that counts something, as an int. Raises BadSetting for what is no integer, a bool among them."""
+    """A setting that counts something, as an int. Raises BadSetting for anything but an integer, and for a bool."""
     try:
         if isinstance(value, bool):
             raise TypeError

@@ -53,7 +53,7 @@ def attend_sequence(
         position = index if positions is None else positions[:, None].clamp(min=kv_len - q_len)
         hidden = hidden | (key < position - problem.window_left)
     scores = scores.masked_fill(hidden, float("-inf"))
-    v = v.masked_fill(hidden.all(0)[:, None, None], 0.0)  # what nobody sees may be NaN, and 0 * NaN is NaN
+    v = v.masked_fill(hidden.all(0)[:, None, None], 0.0)  # what no token sees may be NaN, and 0 * NaN is NaN
     lse = scores.logsumexp(-1)
     if weights.sinks is not None:
         lse = torch.where(hidden.all(-1), lse, torch.logaddexp(lse, weights.sinks.double()[:, None]))

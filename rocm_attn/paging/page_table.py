@@ -15,11 +15,9 @@ import torch
 
 from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import BadBatch, CapacityExceeded
-from rocm_attn.kernels.metadata.step_tensors import OWN_TABLE, TableTerms
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, OWN_TABLE, TableTerms
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
 from rocm_attn.paging.stored_tokens import SharedFloor, after_what_is_shared
-
-KEEP_ALL = 2**31 - 1  # more keys than any sequence has
 
 
 @dataclass(slots=True)
@@ -98,7 +96,7 @@ class SpacePages:
 
     num_pages:   of its pool, the reserved page 0 included
     knob:        the setting that num_pages came from
-    window_left: previous keys that the furthest-looking layer sees; KEEP_ALL: all of them
+    window_left: previous keys that the furthest-looking layer sees; ALL_KEYS: all of them
     kept:        tokens before such a window that stay: as many as a sequence may go back, by drafts that are rejected
     first_page:  the first id that is handed out. Ids of two spaces that share none cannot be mixed up unseen
     """
@@ -106,7 +104,7 @@ class SpacePages:
     space: Space
     num_pages: int
     knob: str = "num_pages"
-    window_left: int = KEEP_ALL
+    window_left: int = ALL_KEYS
     kept: int = 0
     first_page: int = RESERVED_PAGE + 1
 
@@ -177,7 +175,7 @@ class PageTable:
 
     @property
     def window_left(self) -> int:
-        """Previous keys that the furthest-looking layer of the space sees; KEEP_ALL: all of them."""
+        """Previous keys that the furthest-looking layer of the space sees; ALL_KEYS: all of them."""
         return self.pages.window_left
 
     @property

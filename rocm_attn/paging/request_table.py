@@ -16,8 +16,9 @@ from rocm_attn.batch.inputs import ON_HOST, DeviceInputs
 from rocm_attn.batch.prefixes import SharedPrefixes
 from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch
 from rocm_attn.errors import BadBatch, BadSetting, CapacityExceeded, OutOfPages, WrongState
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.paging.index_spaces import RESERVED_ROW, Space, num_pages
-from rocm_attn.paging.page_table import ALL_TABLE_GUARDS, KEEP_ALL, PageTable, PendingChanges, SpacePages, TableGuards
+from rocm_attn.paging.page_table import ALL_TABLE_GUARDS, PageTable, PendingChanges, SpacePages, TableGuards
 from rocm_attn.paging.stored_tokens import StoredTokens
 
 
@@ -65,7 +66,7 @@ class RequestTable:
             for pages in (SpacePages(Space.FULL, num_pages), *windows)
         )
         self._full = self.spaces[0]
-        self._windowed = tuple(table for table in self.spaces if table.pages.window_left != KEEP_ALL)
+        self._windowed = tuple(table for table in self.spaces if table.pages.window_left != ALL_KEYS)
         # Tokens the row's owner asked room for, and tokens the row's pages hold; -1 in both: not admitted.
         self._reserved_len = np.full(max_num_seqs + 1, -1, np.int32)
         self._capacity = np.full(max_num_seqs + 1, -1, np.int32)

@@ -18,7 +18,7 @@ class SpaceTable(Protocol):
 
     space:       what the ids mean
     entries:     int32 [num_rows, width], at an address that stays
-    window_left: previous keys that the furthest-looking layer of the space sees; KEEP_ALL: all of them
+    window_left: previous keys that the furthest-looking layer of the space sees; ALL_KEYS: all of them
     terms:       whether page 0 belongs to no one, and whether KV may be shorter than what is new
     """
 

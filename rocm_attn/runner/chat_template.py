@@ -55,7 +55,7 @@ class ChatTemplate:
 _WORK, _WORK_PER_CHARACTER = 5_000_000, 100
 _LONGEST_REASON = 300
 
-# what a template may raise on the way: it is a program of somebody else's
+# what a template may raise on the way: it is a program of the model's author
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,

@@ -237,7 +237,7 @@ class Engine:
         )
 
     def _serve(self, on_event: Callable[[Event], None] | None) -> list[DeviceFault]:
-        """Step until there is no work; the faults of the device on the way."""
+        """Step until there is no work; the faults that the device reported meanwhile."""
         faults = []
         while self.has_work:
             try:

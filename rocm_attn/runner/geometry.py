@@ -84,7 +84,7 @@ class AttentionGeometry:
         return replace(self, layers=tuple(layer.on_one_of(num_ranks) for layer in self.layers))
 
     def without_idle_windows(self, max_kv_len: int) -> AttentionGeometry:
-        """The same layers for sequences up to max_kv_len: a window that none of them outgrows is no window."""
+        """The same layers for sequences up to max_kv_len: a window that none of them outgrows counts as none."""
         layers = tuple(
             replace(layer, window_left=UNLIMITED_WINDOW) if layer.window_left >= max_kv_len - 1 else layer
             for layer in self.layers

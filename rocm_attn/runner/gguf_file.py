@@ -108,7 +108,7 @@ def _halves_from_pairs(rows: Float32Array, num_heads: object) -> Float32Array:
     """q or k rows in Hugging Face's order.
 
     In llama files the two rows that turn together are neighbours; in Hugging Face's they are half a head apart.
-    The wrong order is no error anywhere, only text without sense.
+    The wrong order raises no error: it only gives text without sense.
     """
     assert isinstance(num_heads, int)
     pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])

@@ -37,7 +37,7 @@ def one_rope(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
 
 def rope_of_each_kind(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
     """[layers] One rotary embedding for the layers with a window and one for the others. Raises BadModel."""
-    fields.count("sliding_window")  # without, the two kinds of layer could not be told apart
+    fields.count("sliding_window")  # without it, the two kinds of layer could not be distinguished
     context_len, parameters = fields.count("max_position_embeddings"), fields.inner("rope_parameters")
     if parameters.values:
         full, windowed = _both_kinds(parameters)

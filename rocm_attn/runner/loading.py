@@ -62,7 +62,7 @@ def model_kind(path: str | Path) -> ModelKind:
 
 
 def default_dtype(kind: ModelKind, device_type: str) -> torch.dtype:
-    """The dtype that a model runs in unless told otherwise.
+    """The dtype that a model runs in unless another one is asked for.
 
     A CPU computes in float32. On a GPU a GGUF model runs in float16, whose 10 bits of mantissa hold a quantised weight
     more closely than bfloat16's 7: those flip near-ties of SmolLM2's logits, and the text loses its sense. Models from

@@ -18,7 +18,7 @@ _GPU_SHARE = 0.8
 
 
 def default_kv_bytes(device: torch.device) -> int:
-    """Memory for K and V when nobody says how much: 1 GiB on a CPU, most of what is free on a GPU."""
+    """Memory for K and V where it is not given: 1 GiB on a CPU, most of what is free on a GPU."""
     if device.type == "cpu":
         return _CPU_BYTES
     free_bytes, _ = torch.cuda.mem_get_info(device)

@@ -32,7 +32,7 @@ class RecentSteps:
         self._runs.append(_Run(before, last, frozenset(requests)))
 
     def requests_in(self, step: int | None) -> frozenset[int] | None:
-        """The requests that were in a step; None where it is not known which step it was, or who was in it."""
+        """The requests that were in a step; None where the step, or what was in it, is not known."""
         if step is None:
             return None
         for run in self._runs:

@@ -141,7 +141,7 @@ class Scheduler:
     def _continue(self, running: list[Sequence]) -> tuple[list[tuple[Sequence, int]], int]:
         """What some that run do next, with room for it, and how many more tokens the step takes.
 
-        Room is made at the cost of the youngest that is no suspect. A lone sequence has the pools for itself.
+        The youngest that is not a suspect gives up its pages. A lone sequence has the pools to itself.
         running: all that run, or one of them
         """
         while True:

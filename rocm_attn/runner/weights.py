@@ -104,7 +104,7 @@ def _layer_shapes(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str
 
 
 def _norm_names(config: ModelConfig) -> dict[str, str]:
-    """Field of LayerWeights -> what files call the norm. With norms behind attention, one name means another norm."""
+    """Field of LayerWeights -> what files call the norm. With norms after attention, one name means another norm."""
     names = {"attention_norm": "input_layernorm"}
     if config.qk_norm:
         names |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}

@@ -33,7 +33,7 @@ class Alone(Protocol):
         ...
 
 
-class NobodyAlone:
+class NoAloneCheck:
     """Nothing is promised but what the oracle checks."""
 
     num_seqs = 0

@@ -90,7 +90,7 @@ class LayerTables:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What a step left behind, on any device; T padded tokens.
+    """What a step has written, on any device; T padded tokens.
 
     out:  per layer, [T, q_heads, v_head_dim]
     lse:  per layer, float32 [T, q_heads]

@@ -20,16 +20,17 @@ import torch
 
 from rocm_attn.batch.halves import HALVES
 from rocm_attn.batch.mask import NO_MASK
-from rocm_attn.batch.padding import PaddedShape, round_up, token_places
+from rocm_attn.batch.padding import PaddedShape, token_places
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import RocmAttnError
+from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.paging.index_spaces import RESERVED_PAGE
 from rocm_attn.paging.page_table import PageTable
 from rocm_attn.selection.build import build_runtime
-from rocm_attn.soak.alone import Alone, NobodyAlone, ServedAlone
+from rocm_attn.soak.alone import Alone, NoAloneCheck, ServedAlone
 from rocm_attn.soak.model import Checker, LayerTables, PlayedStep, SoakModel, soak_problems
 from rocm_attn.soak.world import Action, Scenario, World
 from rocm_attn.step.head_weights import HeadWeights
@@ -140,6 +141,25 @@ def _way(before: Metrics, after: Metrics) -> str:
     return "replayed" if after.replays > before.replays else "eager"
 
 
+def _runtime_options(scenario: Scenario, provider: str, deterministic: bool) -> RuntimeOptions:
+    first = scenario.ladders[0]
+    return RuntimeOptions(
+        num_pages=scenario.num_pages,
+        # No id is handed out in both spaces: a mix-up meets a page that no request was given.
+        swa_pages=scenario.num_pages + scenario.swa_pages,
+        first_swa_page=scenario.num_pages,
+        swa_kept=scenario.verify_len,
+        max_num_seqs=scenario.max_num_seqs,
+        max_kv_len=scenario.max_kv_len,
+        provider=provider,
+        capture_sizes=first.seqs,
+        capture_tokens=first.tokens,
+        split_steps=True,
+        deterministic=deterministic,
+        shared_prefixes=not deterministic,
+    )
+
+
 class Soak:
     """One runtime under a scenario.
 
@@ -163,26 +183,7 @@ class Soak:
         self._scenario = scenario
         self._seed = seed
         problems = soak_problems(dtype, scenario.page_size, custom_mask=not deterministic)
-        first = scenario.ladders[0]
-        self._runtime = build_runtime(
-            problems,
-            RuntimeOptions(
-                num_pages=scenario.num_pages,
-                # No id is handed out in both spaces: a mix-up meets a page that no request was given.
-                swa_pages=scenario.num_pages + scenario.swa_pages,
-                first_swa_page=scenario.num_pages,
-                swa_kept=scenario.verify_len,
-                max_num_seqs=scenario.max_num_seqs,
-                max_kv_len=scenario.max_kv_len,
-                provider=provider,
-                capture_sizes=first.seqs,
-                capture_tokens=first.tokens,
-                split_steps=True,
-                deterministic=deterministic,
-                shared_prefixes=not deterministic,
-            ),
-            device=device,
-        )
+        self._runtime = build_runtime(problems, _runtime_options(scenario, provider, deterministic), device=device)
         self._layers = [self._runtime.pool.layer(layer) for layer in range(len(problems))]
         self._world = World(scenario, self._runtime.table, seed)
         self._poison_free_pages()
@@ -195,7 +196,7 @@ class Soak:
             self._runtime.head_weights.set(layer, drawn.to(self._runtime.device))
         exact = [rows.to(dtype=torch.float64) for rows in tables]
         self._checker = Checker(problems, exact, weights, scenario.max_kv_len)
-        self._alone: Alone = NobodyAlone()
+        self._alone: Alone = NoAloneCheck()
         if deterministic:
             self._alone = ServedAlone(
                 problems,
@@ -213,7 +214,7 @@ class Soak:
         self._memory: list[_MemoryUse] = []
 
     def run(self, steps: int, on_reopen: Callable[[int], None] | None = None) -> SoakReport:
-        """Play so many steps, once. on_reopen: is told how many were played. Raises SoakFailed at the first finding."""
+        """Play so many steps, once. on_reopen: gets the number played. Raises SoakFailed at the first finding."""
         started = time.perf_counter()
         number = 0
         try:
@@ -260,7 +261,7 @@ class Soak:
             )
         )
         self._world.finish(drawn)
-        if len(self._unchecked) >= self._scenario.max_behind:
+        if len(self._unchecked) >= self._scenario.max_unchecked:
             self._check()
 
     def _shape(self, number: int, batch: StepBatch, pad_to: int | None) -> PaddedShape:
@@ -316,7 +317,7 @@ class Soak:
             raise self._failure(number, f"after step {number}", what)
 
     def _close(self, number: int) -> None:
-        """Everybody goes, and everything is as in the beginning."""
+        """All requests go, and everything is as in the beginning."""
         self._runner.check_device()
         self._world.free_all()
         self._audit(number)

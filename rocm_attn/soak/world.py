@@ -98,7 +98,7 @@ class Scenario:
     ladders:              capture sizes; each reopen goes on to the next
     reopen_every:         steps between two reopens
     audit_every:          steps between two looks at tables and pages
-    max_behind:           steps that the device may be behind before results are compared
+    max_unchecked:        steps that may have been launched before their results are compared
     verify_len:           new tokens of a sequence in verify steps, and the most that are taken back later
     tree_len:             most new tokens of a sequence in steps of trees, which take rejected ones back themselves
     chunk_lens:           smallest and largest chunk
@@ -121,7 +121,7 @@ class Scenario:
     )
     reopen_every: int = 1000
     audit_every: int = 50
-    max_behind: int = 8
+    max_unchecked: int = 8
     verify_len: int = 3
     tree_len: int = 6
     chunk_lens: tuple[int, int] = (2, 20)
@@ -187,7 +187,7 @@ class Request:
         return self.num_stored - max(0, self.reached - most)
 
     def take_back(self, taken: int) -> None:
-        """Forget the last tokens, at least one, and what was known behind them; their K and V stay where they are."""
+        """Forget the last tokens, at least one, and what was known after them; their K and V stay where they are."""
         self.num_stored -= taken
         del self.token_ids[self.num_stored :]
 
@@ -462,7 +462,7 @@ class World:
                 self._truncate(request)
 
     def _truncate(self, request: Request) -> None:
-        """The pages behind what is stored go, and with them what other rows hold too."""
+        """The pages after what is stored go, and with them what other rows hold too."""
         self._table.truncate(request.row, request.num_stored)
         request.num_shared = min(request.num_shared, request.num_stored)
 

@@ -14,11 +14,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape, round_up
+from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import Extra
 from rocm_attn.errors import CapacityExceeded
+from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS
 from rocm_attn.kernels.metadata.step_tensors import FIELDS, Field, Need, Unit
+from rocm_attn.kernels.tuning.tiles import next_power_of_2
 from rocm_attn.paging.index_spaces import Space
 
 
@@ -117,7 +119,7 @@ class Capacity:
     def allocated(self, elements: int) -> int:
         """Elements to allocate where this many are needed."""
         # A power of two, so that a batch that grows by one sequence a step does not reallocate each time.
-        return 1 << (elements - 1).bit_length()
+        return next_power_of_2(elements)
 
     def view(self, name: str, tensor: Tensor, first: int, elements: int) -> Tensor:
         """Elements of a buffer. Raises CapacityExceeded past its end: a slice would truncate silently."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import Int32Array
+from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 
 class Fence(Protocol):
@@ -87,7 +88,7 @@ class HostRing:
         if len(self._arrays[at]) < words:
             # A power of two: batches that grow slowly would otherwise pin memory again each time.
             with torch.inference_mode(False):  # what is made in that mode cannot be written outside of it
-                slot = torch.zeros(1 << (words - 1).bit_length(), dtype=torch.int32, pin_memory=self._pinned)
+                slot = torch.zeros(next_power_of_2(words), dtype=torch.int32, pin_memory=self._pinned)
                 slot[: len(self._arrays[at])] = self._slots[at]
             self._slots[at], self._arrays[at] = slot, slot.numpy()
         return self._slots[at], self._arrays[at]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.metadata.step_tensors import FIELDS, Need, StepTensors, Unit
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.storage import SpaceTable, Table
@@ -76,7 +77,7 @@ def table_sizes(selections: Sequence[Selection], table: Table) -> TableSizes:
     return TableSizes(
         row_width=table.width,
         list_tail=max(each.list_entries for each in ahead),
-        table_width=-(-table.width // multiple) * multiple,
+        table_width=round_up(table.width, multiple),
         row_tokens=table.width * page_size,
     )
 

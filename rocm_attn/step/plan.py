@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.metadata.step_tensors import Pads
+from rocm_attn.kernels.tuning.tiles import next_power_of_2
 from rocm_attn.providers.contract import BoundKernel, LayerKernel, StepBounds
 
 # Shortest length bucket: below it one graph serves all lengths, and a decode step costs the same anyway.
@@ -62,12 +63,12 @@ class StepPlan:
 
 def kv_len_bucket(max_kv_len: int, limit: int) -> int:
     """The bucket of a longest length: a power of two from SMALLEST_KV_BUCKET up, at most limit."""
-    return min(limit, max(SMALLEST_KV_BUCKET, 1 << max(0, max_kv_len - 1).bit_length()))
+    return min(limit, max(SMALLEST_KV_BUCKET, next_power_of_2(max_kv_len)))
 
 
 def q_len_bucket(max_q_len: int) -> int:
     """The bucket of a largest number of new tokens: a power of two."""
-    return 1 << max(0, max_q_len - 1).bit_length()
+    return next_power_of_2(max_q_len)
 
 
 def make_plan(

@@ -45,7 +45,9 @@ class FlightRecorder:
     def __init__(self, runtime: AttentionRuntime, path: Path | str, *, num_steps: int = NUM_STEPS) -> None:
         self.path = Path(path)
         if not self.path.parent.is_dir():
-            raise BadSetting(f"the flight record {path} cannot be written: {self.path.parent} is no folder; create it")
+            raise BadSetting(
+                f"the flight record {path} cannot be written: {self.path.parent} is not a folder; create it"
+            )
         self._runtime = runtime
         self._num_steps = num_steps
         self._ring: list[_Noted | None] = [None] * num_steps
@@ -67,7 +69,7 @@ class FlightRecorder:
         self._noted = at + 1
 
     def failed(self, error: BaseException) -> None:
-        """As Flight.failed: dump, and say so on the error. A dump that fails hides no error."""
+        """As Flight.failed: dump, and add a note to the error. A dump that fails does not replace it."""
         try:
             note = f"the last steps are in {self.dump(f'{type(error).__name__}: {error}')}; see rocm-attn replay-step"
         except OSError as failure:
@@ -258,7 +260,7 @@ class FlightDump:
 
 
 def read_dump(path: Path) -> FlightDump:
-    """A dump from its file. Raises BadSetting for what is none."""
+    """A dump from its file. Raises BadSetting where the file does not hold one."""
     try:
         content = json.loads(path.read_text())
         if content["format"] != _FORMAT:
@@ -270,7 +272,7 @@ def read_dump(path: Path) -> FlightDump:
             steps=tuple(NotedStep(**_with_tuples(step)) for step in content["steps"]),
         )
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise BadSetting(f"{path} is no dump of a flight recorder ({error})") from error
+        raise BadSetting(f"{path} is not a dump of a flight recorder ({error})") from error
 
 
 def problem_as_json(problem: Problem) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def problem(found: str, fix: str) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that has gone wrong for somebody.
+    """One thing that is known to go wrong.
 
     looks_at:   what it looks at, in words
     report:     issues in which it was met, by repository and number

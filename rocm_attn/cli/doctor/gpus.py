@@ -38,7 +38,7 @@ def _nodes(machine: Machine) -> Verdict:
 
 def _visible(machine: Machine) -> Verdict:
     if not machine.has_gpu:
-        return skipped("there is no GPU to be seen")
+        return skipped("no GPU is visible")
     given = {name: machine.environment[name] for name in (_HIP, _CUDA, _ROCR) if name in machine.environment}
     said = ", ".join(f"{name}={value}" for name, value in given.items())
     if not given:

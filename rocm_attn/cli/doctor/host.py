@@ -131,7 +131,7 @@ def _engine_switches(machine: Machine) -> Verdict:
     ]
     if off:
         return warning(
-            f"{', '.join(engine for engine, _ in off)} leaves AITER unused unless told otherwise",
+            f"{', '.join(engine for engine, _ in off)} leaves AITER unused unless it is switched on",
             f"export {' '.join(f'{switch}=1' for _, switch in off)}",
         )
     return ok("no engine leaves AITER unused")

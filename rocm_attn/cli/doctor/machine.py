@@ -39,7 +39,7 @@ class TorchBuild:
     def rocm(self) -> Release:
         """The ROCm release that it was built for: (major, minor, patch) if it says so, else two numbers; () for none.
 
-        torch.version.hip is no help beyond the minor: its third number counts builds, not patches.
+        torch.version.hip does not say more than the minor: its third number counts builds, not patches.
         """
         if not self.hip:
             return ()
@@ -103,7 +103,7 @@ class AiterCopy:
 class Folder:
     """A folder that something will write to, or the nearest one above it that exists.
 
-    purpose:    who writes there
+    purpose:    what is written there
     path:       the one that was asked for
     writable:   whether this user may create files in it
     owner:      uid
@@ -148,7 +148,7 @@ class Machine:
     aiter_jit:       modules that AITER compiled on this machine
     aiter_jit_dir:   the folder that it compiles into and loads from
     aiter_linked:    names of the modules of its package that are linked into that folder
-    leftover_locks:  lock files of AITER builds that nobody holds
+    leftover_locks:  lock files of AITER builds that no process holds
     folders:         caches
     c_compiler:      path of a C compiler, empty where there is none
     python_headers:  whether Python.h is there

@@ -20,7 +20,7 @@ from typing import Any
 from rocm_attn.cli.doctor.machine import ImportFailure
 
 _TIMEOUT_S = 120
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]  # that rocm_attn is imported from
 
 
 def probe(*arguments: str) -> dict[str, Any] | ImportFailure:

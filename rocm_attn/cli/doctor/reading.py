@@ -83,8 +83,8 @@ def _arch_of(version: int) -> str:
 
 def read_nvidia_gpus(root: Path) -> tuple[str, ...]:
     """Names of the GPUs of NVIDIA's driver."""
-    told = [_text(path) for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))]
-    names = [found.group(1) for text in told if (found := re.search(r"^Model:\s*(.+)$", text, re.MULTILINE))]
+    texts = [_text(path) for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))]
+    names = [found.group(1) for text in texts if (found := re.search(r"^Model:\s*(.+)$", text, re.MULTILINE))]
     nodes = [path for path in (root / "dev").glob("nvidia*") if _NVIDIA_NODE.fullmatch(path.name)]
     return tuple(names) or ("NVIDIA GPU",) * len(nodes)
 
@@ -106,8 +106,8 @@ def read_nodes(root: Path) -> tuple[DeviceNode, ...]:
 
 def read_rocm(environment: Mapping[str, str], root: Path, distributions: tuple[Distribution, ...]) -> Release:
     """The system's ROCm release; from ROCm 10 on it may be a Python distribution."""
-    told = release_of(_text(_rocm_home(environment, root) / ".info/version"))
-    return told or next((release_of(d.version) for d in distributions if d.name == "rocm-sdk-core"), ())
+    release = release_of(_text(_rocm_home(environment, root) / ".info/version"))
+    return release or next((release_of(d.version) for d in distributions if d.name == "rocm-sdk-core"), ())
 
 
 def read_distributions() -> Iterator[Distribution]:

@@ -364,7 +364,7 @@ BROKEN = {
         "does not define unified_attention",
         "--provider triton",
     ),
-    "AITER told to compile for another GPU": Broken(
+    "AITER set to compile for another GPU": Broken(
         _with(GPU_ARCHS="gfx950;gfx90a"), "aiter-archs", _PROBLEM, "the GPU is gfx942", "unset GPU_ARCHS"
     ),
     "AITER's modules for another GPU": Broken(

@@ -121,7 +121,7 @@ def test_distributions_have_normal_names_and_no_optional_requirements() -> None:
 
 def aiter_like(folder: Path, functions: tuple[str, ...] = ENTRY_POINTS) -> Path:
     """A folder that looks like AMD's AITER."""
-    write(folder / "__init__.py", "raise ImportError('nobody may import this')\n")
+    write(folder / "__init__.py", "raise ImportError('this may not be imported')\n")
     write(folder / "ops" / "attention.py", "".join(f"def {name}(q):\n    return q\n" for name in functions))
     (folder / "jit").mkdir()
     return folder
@@ -171,7 +171,7 @@ def test_modules_of_the_package_that_the_cache_links_to_are_not_counted_as_compi
     ]
 
 
-def test_a_lock_is_left_over_when_nobody_holds_it(tmp_path: Path) -> None:
+def test_a_lock_is_left_over_when_no_process_holds_it(tmp_path: Path) -> None:
     build = tmp_path / "build"
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     for name, owner in (("held", 1), ("left", gone.stdout.strip()), ("alive", os.getpid()), ("empty", ""), ("new", "")):
@@ -183,6 +183,20 @@ def test_a_lock_is_left_over_when_nobody_holds_it(tmp_path: Path) -> None:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert leftover_locks(tmp_path) == (str(build / "lock_empty"), str(build / "lock_left"))
     assert leftover_locks(tmp_path / "no cache") == ()
+
+
+def test_a_probe_finds_this_package_from_any_folder_and_says_nothing_on_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it put the package's own folders where top-level packages are looked for."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    write(
+        tmp_path / "triton" / "__init__.py",
+        "import importlib.util, sys\nassert importlib.util.find_spec('runtime') is None\nsys.exit(4)",
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert probe("triton") == ImportFailure("it failed without a word")
 
 
 def test_a_library_that_fails_or_crashes_takes_only_the_probe_with_it(

@@ -51,10 +51,10 @@ def prepare(device: torch.device) -> None:
 
 def summary(outcomes: list[Outcome], seconds: float) -> str:
     """All seeds in a line."""
-    told: dict[str, int] = {}
+    reported: dict[str, int] = {}
     for outcome in outcomes:
-        for what, count in (outcome.told or {}).items():
-            told[what] = told.get(what, 0) + count
+        for what, count in (outcome.reported or {}).items():
+            reported[what] = reported.get(what, 0) + count
     counted = {
         "findings": sum(bool(outcome.finding) for outcome in outcomes),
         "seeds": len(outcomes),
@@ -62,7 +62,7 @@ def summary(outcomes: list[Outcome], seconds: float) -> str:
         "outputs compared": sum(outcome.num_compared for outcome in outcomes),
         "replays": sum(outcome.replays for outcome in outcomes),
         "captures": sum(outcome.captures for outcome in outcomes),
-        **told,
+        **reported,
     }
     return f"{', '.join(f'{count} {what}' for what, count in counted.items())}, {seconds:.1f} s"
 

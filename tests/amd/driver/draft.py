@@ -65,8 +65,8 @@ class Draft:
 
     on_device:   which of kv_len, q_len and token_ids the device alone knows
     is_plain:    whether nothing may refuse it
-    may_be_told: whether the device may report it, although what the step gives must be right
-    is_beyond:   whether lengths on the device are out of bounds: what the step gives is not looked at, it must be told
+    may_be_reported: whether the device may report it, although what the step gives must be right
+    is_beyond:   whether lengths on the device are out of bounds: its outcome is not compared; it must be reported
     is_bad:      whether every runtime must refuse it
     """
 
@@ -76,7 +76,7 @@ class Draft:
     prefixes: Prefixes = NO_PREFIXES
     pad_to: int | None = None
     is_plain: bool = False
-    may_be_told: bool = False
+    may_be_reported: bool = False
     is_beyond: bool = False
     is_bad: bool = False
     extra_mask_bytes: int = 0
@@ -88,7 +88,7 @@ class Draft:
         return sum(len(seq.ids) for seq in self.seqs)
 
     @property
-    def must_be_told(self) -> bool:
+    def must_be_reported(self) -> bool:
         """Whether the device must report the step."""
         return self.is_beyond or any(NOT_FINITE_ID in seq.ids for seq in self.seqs)
 

@@ -141,7 +141,7 @@ def on_device(world: World) -> Draft | None:
         seqs.append(seq)
     if not seqs or not _reserve(world, seqs):
         return None
-    draft = Draft(seqs, on_device=frozenset(names), may_be_told=True)
+    draft = Draft(seqs, on_device=frozenset(names), may_be_reported=True)
     if rng.random() < 0.2 and not decodes:
         _add_masks(world, draft)
     return _padded(world, draft)
@@ -174,7 +174,7 @@ def not_finite(world: World) -> Draft | None:
     for seq in draft.seqs:
         seq.ids = [NOT_FINITE_ID if world.rng.random() < 0.2 else token_id for token_id in seq.ids]
     draft.is_plain = False
-    draft.may_be_told = any(NOT_FINITE_ID in seq.ids for seq in draft.seqs)
+    draft.may_be_reported = any(NOT_FINITE_ID in seq.ids for seq in draft.seqs)
     draft.notes.append("not finite")
     if world.rng.random() < 0.4:
         _add_masks(world, draft)
@@ -199,7 +199,7 @@ def bad(world: World) -> Draft | None:
         "row 0": lambda: setattr(seq, "row", 0),
         "a negative row": lambda: setattr(seq, "row", -1),
         "a row that is not admitted": lambda: setattr(
-            seq, "row", min({*range(1, world.setting.options["max_num_seqs"] + 2)} - taken)
+            seq, "row", min({*range(1, world.setting.options.max_num_seqs + 2)} - taken)
         ),
         "more than reserved": lambda: setattr(seq, "kv_bound", world.requests[seq.row].reserved + 1),
         "more new tokens than KV": lambda: setattr(seq, "kv_bound", 0),

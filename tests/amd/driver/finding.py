@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class Finding(Exception):
-    """Something went wrong and no one was told; the message says what."""
+    """Something went wrong and nothing reported it; the message says what."""

@@ -1,4 +1,4 @@
-"""Moves: what a server, or whoever debugs one, does between steps."""
+"""Moves: what a server, or a person who debugs one, does between steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def step(world: World) -> None:
 
 def admit(world: World) -> None:
     """A request comes, mostly with a prompt."""
-    full = len(world.requests) == world.setting.options["max_num_seqs"]
+    full = len(world.requests) == world.setting.options.max_num_seqs
     refusal = world.refusal(world.admit)
     if bool(refusal) != full and not (refusal and world.was_interrupted):
         raise Finding(f"admit() with {len(world.requests)} requests: {refusal or 'a row came'}")
@@ -139,7 +139,7 @@ def capture_all(world: World) -> None:
 
 def reopen(world: World) -> None:
     """Other capture sizes; refused ones change nothing."""
-    sizes = random_ladder(world.rng, world.setting.options["max_num_seqs"] + 4)
+    sizes = random_ladder(world.rng, world.setting.options.max_num_seqs + 4)
     tokens = world.rng.choice(((1,), (6,), (4, 16)))
     if world.rng.random() < 0.1:
         sizes = world.rng.choice(((), (0,), (3, 2), (2, 2)))
@@ -152,7 +152,7 @@ def reopen(world: World) -> None:
 
 def unseal(world: World) -> None:
     """The sealed addresses are given up: graphs are void, and none is made until reopen()."""
-    sizes = random_ladder(world.rng, world.setting.options["max_num_seqs"] + 4)
+    sizes = random_ladder(world.rng, world.setting.options.max_num_seqs + 4)
     world.say(f"unseal for {sizes}")
     with _from_outside(world):
         world.runtime.unseal(sizes)
@@ -356,15 +356,15 @@ def move(world: World) -> None:
 
 
 def finish(world: World) -> None:
-    """Everyone takes a last step, every fault is told, and nothing is held when all are gone."""
+    """Every request takes a last step, every fault is reported, and nothing is held when all are gone."""
     for _ in range(8):
         draft = world.rng.choice((plain, plain, plain, not_finite, beyond))(world) if world.requests else plain(world)
         if draft is not None and run(world, draft, world.rng.choice(("run", "run", "split"))):
             break
     world.listen()
-    untold = [fault.steps[-1] for fault in world.faults if fault.must and not fault.told]
-    if untold:
-        raise Finding(f"the fault of step {untold[0]} was never told")
+    unreported = [fault.steps[-1] for fault in world.faults if fault.must and not fault.reported]
+    if unreported:
+        raise Finding(f"the fault of step {unreported[0]} was never reported")
     for row in list(world.requests):
         world.free(row)
     run(world, Draft([], is_plain=True), "run eagerly")

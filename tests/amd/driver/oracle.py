@@ -120,7 +120,7 @@ class Oracle:
         bad_keys = ~(np.isfinite(k).all((1, 2)) & np.isfinite(v).all((1, 2)))
         known: Bools = np.logical_not((sees & (kv == UNKNOWN)).any(1))
         sound: Bools = np.logical_not((sees & bad_keys).any(1))
-        # Keys that no one sees may hold anything, and whoever sees such a key is not compared.
+        # Keys that no token sees may hold anything, and a token that sees such a key is not compared.
         unusable = bad_keys | (kv == UNKNOWN)
         k[unusable], v[unusable] = 0, 0
         return Answer(*_attention(layer, q, k, v, sees, tokens.kv_len - len(q)), known, sound)

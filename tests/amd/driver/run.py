@@ -20,11 +20,11 @@ LAST_MOVES = 6
 class Outcome:
     """What came of a seed.
 
-    finding:      what went wrong untold, with the last moves; or nothing
+    finding:      what went wrong unreported, with the last moves; or nothing
     num_moves:    made
     num_compared: tokens that were compared with the oracle, a layer at a time
     replays, captures: of graphs
-    told:         how often something was told or refused
+    reported:     how often something was reported or refused
     """
 
     seed: int
@@ -33,7 +33,7 @@ class Outcome:
     num_compared: int = 0
     replays: int = 0
     captures: int = 0
-    told: dict[str, int] | None = None
+    reported: dict[str, int] | None = None
 
 
 def run_seed(seed: int, device: torch.device, guards: Guards | None = None) -> Outcome:
@@ -56,5 +56,5 @@ def run_seed(seed: int, device: torch.device, guards: Guards | None = None) -> O
         finding = f"{finding} | after: {'; '.join(world.log[-LAST_MOVES:])}"
     counters = world.runner.counters
     return Outcome(
-        seed, finding, len(world.log), world.num_compared, counters.replays, counters.captures, dict(world.told)
+        seed, finding, len(world.log), world.num_compared, counters.replays, counters.captures, dict(world.reported)
     )

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.step.options import RuntimeOptions
 
 Chance = random.Random
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What AttentionRuntime is built from.
-
-    options: its keywords besides the problems and the device.
+    """What a runtime is built from.
 
     calm: whether memory never runs out and no one interrupts, so that every fault needs an explanation
     """
 
     problems: list[Problem]
-    options: dict[str, Any]
+    options: RuntimeOptions
     has_graphs: bool
     checks_graphs: bool
     calm: bool
@@ -52,20 +50,20 @@ class Setting:
         if swa_pages and rng.random() < 0.5:
             first_swa_page, swa_pages = num_pages, num_pages + swa_pages
         has_graphs = rng.random() < 0.6
-        options = {
-            "num_pages": num_pages,
-            "swa_pages": swa_pages,
-            "swa_kept": rng.choice((0, 0, 2, 5)),
-            "first_swa_page": first_swa_page,
-            "max_num_seqs": max_num_seqs,
-            "max_kv_len": max_kv_len,
-            "provider": rng.choice(("triton", "auto")) if on_gpu else "torch",
-            "capture_sizes": random_ladder(rng, max_num_seqs + 3),
-            "capture_tokens": rng.choice(((1,), (1,), (8,), (4, 16))),
-            "split_steps": rng.random() < 0.4,
-            "shared_prefixes": rng.random() < 0.4,
-            "deterministic": deterministic,
-        }
+        options = RuntimeOptions(
+            num_pages=num_pages,
+            swa_pages=swa_pages,
+            swa_kept=rng.choice((0, 0, 2, 5)),
+            first_swa_page=first_swa_page,
+            max_num_seqs=max_num_seqs,
+            max_kv_len=max_kv_len,
+            provider=rng.choice(("triton", "auto")) if on_gpu else "torch",
+            capture_sizes=random_ladder(rng, max_num_seqs + 3),
+            capture_tokens=rng.choice(((1,), (1,), (8,), (4, 16))),
+            split_steps=rng.random() < 0.4,
+            shared_prefixes=rng.random() < 0.4,
+            deterministic=deterministic,
+        )
         return cls(problems, options, has_graphs, checks_graphs=rng.random() < 0.4, calm=rng.random() < 0.5)
 
 

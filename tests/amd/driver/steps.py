@@ -26,7 +26,7 @@ FROM_OUTSIDE = (torch.OutOfMemoryError, KeyboardInterrupt)
 def run(world: World, draft: Draft, way: str) -> bool:
     """Run a draft and compare everything that it gives. Whether it was run.
 
-    Raises Finding for whatever is wrong and was not told.
+    Raises Finding for whatever is wrong and was not reported.
     """
     world.say(f"{way}: {draft.words()}")
     try:
@@ -34,8 +34,8 @@ def run(world: World, draft: Draft, way: str) -> bool:
     except RocmAttnError as refusal:
         return _refused(world, draft, str(refusal))
     first = world.runtime.step_number + 1
-    fault_of_its_own = ExpectedFault(range(first, first + MOST_STEPS_IN_A_MOVE), must=draft.must_be_told)
-    if draft.must_be_told or draft.may_be_told:
+    fault_of_its_own = ExpectedFault(range(first, first + MOST_STEPS_IN_A_MOVE), must=draft.must_be_reported)
+    if draft.must_be_reported or draft.may_be_reported:
         world.faults.append(fault_of_its_own)
     for _ in range(6):
         before, first = world.state(), world.runtime.step_number + 1
@@ -46,7 +46,7 @@ def run(world: World, draft: Draft, way: str) -> bool:
         except DeviceFault as fault:
             _unchanged(world, before, fault)
             world.heard(fault)
-            if fault_of_its_own.told or world.rng.random() < 0.15:
+            if fault_of_its_own.reported or world.rng.random() < 0.15:
                 _give_up(world, draft, fault_of_its_own)
                 return False
         except RocmAttnError as refusal:
@@ -64,7 +64,7 @@ def run(world: World, draft: Draft, way: str) -> bool:
 
 
 def _give_up(world: World, draft: Draft, fault: ExpectedFault) -> None:
-    """The step is not tried again. What a graph was made of may have been run, and told."""
+    """The step is not tried again. What a graph was made of may have been run, and reported."""
     fault.must = False
     if draft.is_beyond:
         for seq in draft.seqs:
@@ -78,7 +78,7 @@ def _shape(world: World, draft: Draft, batch: StepBatch, way: str) -> PaddedShap
 
 def _refused(world: World, draft: Draft, why: str) -> bool:
     world.say(f"refused: {why.splitlines()[0]}")
-    world.told["refused"] = world.told.get("refused", 0) + 1
+    world.reported["refused"] = world.reported.get("refused", 0) + 1
     if draft.is_plain:
         raise Finding(f"a plain step was refused: {why.splitlines()[0]}")
     return False
@@ -129,10 +129,10 @@ def _passed(world: World, draft: Draft, rows: Tensor, fault: ExpectedFault, shap
         if fault not in world.faults:
             world.faults.append(fault)
         world.listen()
-        if not fault.told or (draft.is_plain and not world.is_disturbed):
-            raise Finding(f"{wrong}{', and it was told' if fault.told else ''}")
-        world.say(f"wrong, and told: {wrong}")
-        world.told["wrong and told"] = world.told.get("wrong and told", 0) + 1
+        if not fault.reported or (draft.is_plain and not world.is_disturbed):
+            raise Finding(f"{wrong}{', and it was reported' if fault.reported else ''}")
+        world.say(f"wrong, and reported: {wrong}")
+        world.reported["wrong and reported"] = world.reported.get("wrong and reported", 0) + 1
         for seq in draft.seqs:
             world.free(seq.row)
     world.check_counts(nothing_waits=True)

@@ -12,7 +12,7 @@ SEEDS_A_TEST = 10
 
 
 @pytest.mark.parametrize("first", range(0, 300, SEEDS_A_TEST))
-def test_no_seed_finds_a_wrong_result_that_no_one_was_told_of(first: int, device: torch.device) -> None:
+def test_no_seed_finds_a_wrong_result_that_no_fault_reported(first: int, device: torch.device) -> None:
     outcomes = [run_seed(seed, device) for seed in range(first, first + SEEDS_A_TEST)]
     findings = [f"seed {outcome.seed}: {outcome.finding}" for outcome in outcomes if outcome.finding]
     assert not findings, "\n".join(findings)

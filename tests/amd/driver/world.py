@@ -20,7 +20,6 @@ from rocm_attn.paging.index_spaces import Space
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
-from rocm_attn.step.options import RuntimeOptions
 from tests.amd.driver.finding import Finding
 from tests.amd.driver.model import VOCABULARY, Model
 from tests.amd.driver.oracle import Oracle
@@ -28,7 +27,7 @@ from tests.amd.driver.setting import Setting
 
 # A fault is reported when its step's ring slot is used again, two steps later; of a split step, two split steps or one
 # whole one. Never later than this many steps.
-STEPS_UNTIL_TOLD = 4
+STEPS_UNTIL_REPORTED = 4
 
 Pages = dict[tuple[int, Space], tuple[int, ...]]
 
@@ -64,8 +63,8 @@ class ExpectedFault:
 
     steps: range
     must: bool
-    left: int = STEPS_UNTIL_TOLD
-    told: bool = False
+    left: int = STEPS_UNTIL_REPORTED
+    reported: bool = False
 
 
 def served(rng: random.Random, device: torch.device, guards: Guards | None) -> tuple[Setting, AttentionRuntime]:
@@ -73,9 +72,7 @@ def served(rng: random.Random, device: torch.device, guards: Guards | None) -> t
     for _ in range(50):
         setting = Setting.random(rng, device)
         try:
-            return setting, build_runtime(
-                setting.problems, RuntimeOptions(**setting.options), device=device, guards=guards
-            )
+            return setting, build_runtime(setting.problems, setting.options, device=device, guards=guards)
         except Unsupported:
             continue
     raise Finding("no setting is served")
@@ -121,7 +118,7 @@ class World:
         self.faults: list[ExpectedFault] = []
         self.is_disturbed = False  # whether memory ran out or the user interrupted
         self.was_interrupted = False  # pages and rows that were changing hands may be lost
-        self.told: dict[str, int] = {}
+        self.reported: dict[str, int] = {}
         self.kept_prefixes: SharedPrefixes | None = None  # given again while the groups are the same
         self.bits: dict[tuple[int, tuple[int, ...], int], bytes] = {}
         self.num_compared = self.num_admitted = 0
@@ -159,7 +156,7 @@ class World:
 
     def spaces(self) -> list[Space]:
         """The spaces that rows have pages in."""
-        return [Space.FULL, Space.SWA] if self.setting.options["swa_pages"] else [Space.FULL]
+        return [Space.FULL, Space.SWA] if self.setting.options.swa_pages else [Space.FULL]
 
     def pages(self) -> Pages:
         """What every row holds."""
@@ -181,7 +178,7 @@ class World:
         """
         table, held = self.runtime.table, self.pages()
         rows = table.num_free_rows + len(self.requests)
-        if not self._is_all(rows, self.setting.options["max_num_seqs"]):
+        if not self._is_all(rows, self.setting.options.max_num_seqs):
             raise Finding(f"{table.num_free_rows} rows are free beside {len(self.requests)} requests")
         for space in self.spaces():
             pages = {page for (_, at), pages in held.items() if at is space for page in pages} - {0}
@@ -225,14 +222,14 @@ class World:
 
     def heard(self, fault: DeviceFault) -> None:
         """The runtime reported a fault."""
-        self.say(f"told: {fault}")
-        self.told["told"] = self.told.get("told", 0) + 1
+        self.say(f"reported: {fault}")
+        self.reported["reported"] = self.reported.get("reported", 0) + 1
         steps = {one.step for one in fault.each}
         of = [expected for expected in self.faults if steps.intersection(expected.steps)]
         for expected in of:
-            if expected.told and len(expected.steps) == 1 and not self.is_disturbed:
-                raise Finding(f"the fault of one step was told twice: {fault}")
-            expected.told = True
+            if expected.reported and len(expected.steps) == 1 and not self.is_disturbed:
+                raise Finding(f"the fault of one step was reported twice: {fault}")
+            expected.reported = True
         if not of and not self.is_disturbed:
             raise Finding(f"a fault that nothing explains: {fault}")
 
@@ -251,8 +248,10 @@ class World:
         """A step was run: what was to be reported by now has been."""
         for fault in self.faults:
             fault.left -= 1
-            if fault.must and not fault.told and fault.left < 0:
-                raise Finding(f"the fault of step {fault.steps[-1]} was not told by {STEPS_UNTIL_TOLD} later steps")
+            if fault.must and not fault.reported and fault.left < 0:
+                raise Finding(
+                    f"the fault of step {fault.steps[-1]} was not reported by {STEPS_UNTIL_REPORTED} later steps"
+                )
         self.faults = [fault for fault in self.faults if fault.left >= -8]
 
     def admit(self) -> int:

@@ -1,4 +1,4 @@
-"""Exceptions while a graph is made: serving goes on, other ranks are told, and nothing is reported twice."""
+"""Exceptions while a graph is made: serving goes on, other ranks hear of it, and nothing is reported twice."""
 
 from __future__ import annotations
 
@@ -109,18 +109,18 @@ def test_a_forward_that_returns_no_tensor_of_rows_is_refused(graphs: bool, resul
 
 
 class OfTwo:
-    """How this rank agrees with another one that finds nothing wrong; what it told is kept."""
+    """How this rank agrees with another one that finds nothing wrong; what it sent is kept."""
 
     def __init__(self) -> None:
-        self.told: list[dict[str, str]] = []
+        self.sent: list[dict[str, str]] = []
 
     def __call__(self, findings: Mapping[str, str]) -> Mapping[str, str]:
-        self.told.append(dict(findings))
+        self.sent.append(dict(findings))
         return found_by_any([findings, {}])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ZeroDivisionError("of the check")])
-def test_an_exception_that_leaves_a_capture_is_told_to_the_other_ranks_first(error: BaseException) -> None:
+def test_an_exception_that_leaves_a_capture_is_sent_to_the_other_ranks_first(error: BaseException) -> None:
     tiny, runs = Tiny.build(CPU, "torch", [4]), 0
 
     def forward(step: Step) -> Tensor:
@@ -135,9 +135,9 @@ def test_an_exception_that_leaves_a_capture_is_told_to_the_other_ranks_first(err
     runner = StepRunner(tiny.runtime, forward, recorder_for(CPU))
     with pytest.raises(type(error)):
         runner.capture_all()
-    (told,) = agree.told
-    assert told["failure"] == f"the check was broken off by {type(error).__name__}: {error}"
-    assert told["failure"] in runner.counters.graphs_off
+    (sent,) = agree.sent
+    assert sent["failure"] == f"the check was broken off by {type(error).__name__}: {error}"
+    assert sent["failure"] in runner.counters.graphs_off
     assert same(serve(runner, tiny.runtime), eager())
 
 
@@ -199,13 +199,13 @@ def admitted() -> tuple[Tiny, StepRunner]:
 def test_a_bad_first_batch_of_its_shape_is_reported_once() -> None:
     """It is published before its graph is made and after."""
     tiny, runner = admitted()
-    told = []
+    reported = []
     for at in range(8):
         try:
             runner.run(one_row(tiny, wrong=at == 0))
         except DeviceFault as fault:
-            told.append((at, fault.rows))
-    assert told == [(3, (1,))]
+            reported.append((at, fault.rows))
+    assert reported == [(3, (1,))]
     tiny.runtime.check_device()
     assert runner.counters.graphs_off == ""
 

@@ -151,7 +151,7 @@ def test_a_dump_that_cannot_be_written_hides_no_error(device: torch.device, tmp_
 
 
 def test_a_record_that_has_no_folder_is_refused_at_once(device: torch.device, tmp_path: Path) -> None:
-    with pytest.raises(BadSetting, match="gone is no folder; create it"):
+    with pytest.raises(BadSetting, match="gone is not a folder; create it"):
         FlightRecorder(Tiny.build(device, "torch").runtime, tmp_path / "gone" / "dump.json")
 
 
@@ -177,11 +177,11 @@ def test_a_signal_writes_a_dump(device: torch.device, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "complaint"),
     [
-        (lambda text: text[:-5], "is no dump of a flight recorder"),
-        (lambda text: "[]", "is no dump of a flight recorder"),
+        (lambda text: text[:-5], "is not a dump of a flight recorder"),
+        (lambda text: "[]", "is not a dump of a flight recorder"),
         (lambda text: json.dumps({**json.loads(text), "format": 9}), "format 9; this version reads format 5"),
-        (lambda text: json.dumps({**json.loads(text), "steps": [{}]}), "is no dump of a flight recorder"),
-        (lambda text: json.dumps({**json.loads(text), "problems": 3}), "is no dump of a flight recorder"),
+        (lambda text: json.dumps({**json.loads(text), "steps": [{}]}), "is not a dump of a flight recorder"),
+        (lambda text: json.dumps({**json.loads(text), "problems": 3}), "is not a dump of a flight recorder"),
     ],
 )
 def test_a_damaged_dump_is_refused(damage: object, complaint: str, device: torch.device, tmp_path: Path) -> None:
@@ -193,5 +193,5 @@ def test_a_damaged_dump_is_refused(damage: object, complaint: str, device: torch
 
 
 def test_a_missing_dump_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadSetting, match="is no dump of a flight recorder"):
+    with pytest.raises(BadSetting, match="is not a dump of a flight recorder"):
         read_dump(tmp_path / "gone.json")

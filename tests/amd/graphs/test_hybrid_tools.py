@@ -101,7 +101,7 @@ def test_sampled_steps_are_compared_by_the_pages_of_their_layers_space(provider:
     assert np.count_nonzero(tiny.runtime.table.space(Space.SWA).entries_host) < 12
 
 
-def test_a_written_row_0_is_told_of_by_its_space(device: torch.device) -> None:
+def test_a_written_row_0_is_reported_with_its_space(device: torch.device) -> None:
     tiny, _ = hybrid(device, "torch")
     tiny.runtime.check_device()
     tiny.runtime.table.space(Space.SWA).entries[RESERVED_ROW, 1] = 3

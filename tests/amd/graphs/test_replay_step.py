@@ -1,4 +1,4 @@
-"""`rocm-attn replay-step`: a dumped step again, and an exit code that says whether everybody agrees."""
+"""`rocm-attn replay-step`: a dumped step again, and an exit code that says whether all ways agree."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_forward_that_cannot_be_captured_is_no_disagreement(
 
 def test_what_is_no_dump_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay-step", str(tmp_path / "gone.json")]) == BAD_INPUT
-    assert "is no dump of a flight recorder" in capsys.readouterr().err
+    assert "is not a dump of a flight recorder" in capsys.readouterr().err
 
 
 def test_a_step_that_the_dump_does_not_hold_is_bad_input(

@@ -45,8 +45,8 @@ def pages_are_safe(table: RequestTable, rows: list[int]) -> None:
         targets, read = Counter(pages.pending.copies.keys()), Counter(set(pages.pending.copies.values()))
         assert not (targets & free), "a page that is to be written is free"
         assert not (read & free), "a page that is to be read is free"
-        told = {(row, page_no) for row, first, end in pages.pending.cells for page_no in range(first, end)}
-        assert_device_will_know(pages, rows, table, told)
+        listed = {(row, page_no) for row, first, end in pages.pending.cells for page_no in range(first, end)}
+        assert_device_will_know(pages, rows, table, listed)
 
 
 def tokens_are_safe(table: RequestTable, rows: list[int]) -> None:
@@ -65,12 +65,14 @@ def tokens_are_safe(table: RequestTable, rows: list[int]) -> None:
                     assert min(of_both, (page_no + 1) * 4) <= floor, "a row may store where another one reads"
 
 
-def assert_device_will_know(pages: PageTable, rows: list[int], table: RequestTable, told: set[tuple[int, int]]) -> None:
+def assert_device_will_know(
+    pages: PageTable, rows: list[int], table: RequestTable, listed: set[tuple[int, int]]
+) -> None:
     """Every entry that the device has otherwise is among the changes that are on their way."""
     for row in rows:
         end = len(table.pages_of(row, pages.space))
         differ = np.flatnonzero(pages.entries_host[row, :end] != pages.entries[row, :end].numpy())
-        assert {(row, int(page_no)) for page_no in differ} <= told, "the device is not told of a page"
+        assert {(row, int(page_no)) for page_no in differ} <= listed, "a page is not among the device's changes"
 
 
 def deliver(table: RequestTable) -> None:

@@ -135,7 +135,7 @@ def test_a_partly_filled_page_is_copied_before_either_side_writes() -> None:
     assert table.pages_of(parent)[1] == shared, "the last holder writes in place"
 
 
-def test_a_copy_that_nobody_waits_for_any_more_is_dropped() -> None:
+def test_a_copy_that_no_row_waits_for_any_more_is_dropped() -> None:
     table = make_table()
     parent = table.admit()
     table.reserve(parent, 6)

@@ -114,7 +114,7 @@ def test_a_forced_size_must_be_even_and_large_enough() -> None:
         policy.split_shape(batch([1] * 3), pad_to=2)
 
 
-def test_whole_and_split_steps_of_one_size_are_told_apart() -> None:
+def test_whole_and_split_steps_of_one_size_differ() -> None:
     whole, split = PaddedShape(StepKind.DECODE, 8, 8), PaddedShape(StepKind.DECODE, 8, 8, 2)
     assert whole != split
     assert whole.child is whole

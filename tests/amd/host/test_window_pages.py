@@ -1,4 +1,4 @@
-"""Pages of a window: held while a step may need them, given back behind it, shared and copied like any other."""
+"""Pages of a window: held while a step may need them, given back after it, shared and copied like any other."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_row_holds_no_more_than_is_said(q_len: int) -> None:
     assert table.space(Space.FULL).pages.most_held(21, q_len, PAGE_SIZE) == 7
 
 
-def test_a_row_can_begin_behind_tokens_that_nobody_sees() -> None:
+def test_a_row_can_begin_after_tokens_that_no_query_sees() -> None:
     table = make_table(swa_pages=5)
     row = table.admit()
     table.evict(ints(row), ints(20))
@@ -171,7 +171,7 @@ def test_a_shared_page_of_a_window_is_copied_in_its_own_space() -> None:
         assert space.pending.copies == {int(childs[1]): int(parents[1])}
 
 
-def test_rows_that_nobody_holds_leave_no_window() -> None:
+def test_rows_that_are_not_admitted_leave_no_window() -> None:
     table = make_table()
     with pytest.raises(WrongState, match="row 2 is not admitted"):
         table.evict(ints(table.admit(), 2), ints(3, 3))
@@ -190,7 +190,7 @@ def test_a_space_has_a_page_to_hand_out(num_pages: int, first_page: int) -> None
 
 
 class Requests(RuleBasedStateMachine):
-    """Random steps, rejections, forks and frees over two small spaces; pages that nobody holds hold nothing.
+    """Random steps, rejections, forks and frees over two small spaces; pages that no row holds hold nothing.
 
     content: per space, page -> token of each offset, as the device would hold them
     tokens:  row -> its tokens
@@ -208,7 +208,7 @@ class Requests(RuleBasedStateMachine):
         self.next_token = 1
 
     def flush(self) -> None:
-        """Changes reach the device; then whatever nobody holds is overwritten."""
+        """Changes reach the device; then every page that no row holds is overwritten."""
         for pages in self.table.spaces:
             content = self.content[pages.space]
             content.update({target: list(content[source]) for target, source in pages.pending.copies.items()})

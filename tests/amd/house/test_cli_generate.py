@@ -29,7 +29,7 @@ NAN_TOKEN = 7
 
 
 class Terminal(io.StringIO):
-    """A stdin that somebody could type into."""
+    """A stdin that a user could type into."""
 
     def isatty(self) -> bool:
         return True
@@ -37,8 +37,8 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever model is asked for, a tiny one is served; "windowed" has a window, and who says
-    w7 to "poisoned" gets NaN. Token i is the word wi; a chat starts
+    """Whatever model is asked for, a tiny one is served; "windowed" has a window, and token
+    w7 gives NaN to "poisoned". Token i is the word wi; a chat starts
     with w63."""
     backend = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="w0")
@@ -265,7 +265,7 @@ def test_a_prompt_that_fails_is_named_and_the_others_are_printed(capsys: pytest.
             FAILED,
             "pages of the SWA space and there are 2; raise swa_pages",
         ),
-        (["--flight-record", "gone/flight.json", "w5"], BAD_INPUT, "gone is no folder; create it"),
+        (["--flight-record", "gone/flight.json", "w5"], BAD_INPUT, "gone is not a folder; create it"),
         (["--provider", "aiter", "w5"], FAILED, "decode: aiter.unified_attention: arch cpu is not one of gfx942"),
         (["--page-size", "100000", "w5"], FAILED, "page_size"),
     ],

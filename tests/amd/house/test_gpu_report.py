@@ -1,4 +1,4 @@
-"""The report of a run on somebody's GPU: one file that says everything, whatever happened."""
+"""The report of a run on a user's GPU: one file that says everything, whatever happened."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_what_old_builders_do_not_know_is_not_used() -> None:
     assert "# syntax=" not in DOCKERFILE
 
 
-def test_the_image_that_serves_is_not_root_needs_no_tests_and_ends_when_it_is_told_to() -> None:
+def test_the_image_that_serves_is_not_root_needs_no_tests_and_ends_on_a_signal() -> None:
     base, serve = STAGES["serve"]
     assert base == "runtime"
     assert "COPY" not in serve, "serve is runtime with an entry point"

@@ -1,4 +1,4 @@
-"""Who may import whom: only downwards, held by reading the imports of every file."""
+"""Imports go down only: read from the imports of every file."""
 
 from __future__ import annotations
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import pytest
-
 from tests.amd.house.source_tree import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -30,11 +28,6 @@ def test_ci_runs_the_test_command_as_it_is_printed() -> None:
     assert "bash scripts/demo.sh" in commands
     assert "bash scripts/test.sh" in commands
     assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == "bash scripts/test.sh"
-
-
-@pytest.mark.parametrize("link", re.findall(r"\]\(([^)]+)\)", README))
-def test_links_lead_somewhere(link: str) -> None:
-    assert (ROOT / link).exists()
 
 
 def test_every_folder_of_tests_belongs_to_a_stage() -> None:

@@ -34,7 +34,7 @@ BASE = EngineOptions(
 
 
 def some_requests() -> list[Request]:
-    """Requests of which each is told apart by its seed; the seeds of greedy ones draw nothing."""
+    """Requests that differ by their seed; the seeds of greedy ones draw nothing."""
     generator = torch.Generator().manual_seed(5)
     lengths = (3, 29, 1, 17, 8, 22)
     prompts = [torch.randint(CONFIG.vocab_size, (length,), generator=generator).tolist() for length in lengths]

@@ -200,7 +200,7 @@ def test_faults_that_are_reported_together_fail_the_requests_of_each(
     assert all_pages_are_free(engine)
 
 
-def test_a_step_loop_is_told_of_the_last_steps_fault(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_steps_fault_reaches_a_step_loop(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = wiped(monkeypatch, Engine(loaded, BASE), 2)
     number = engine.submit(Request((3, 4), 2))
     (first,) = engine.step()

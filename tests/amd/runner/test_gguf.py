@@ -203,7 +203,7 @@ def test_metadata_that_cannot_be_run_is_refused_in_one_sentence(
         load(path)
 
 
-def test_a_tensor_of_a_name_nobody_knows_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_of_an_unknown_name_is_refused(tmp_path: Path) -> None:
     extra = {"blk.0.attn_sinks.weight": torch.zeros(4)}
     path = write_gguf(small_hf_model("Llama"), tmp_path / "m.gguf", tensors=extra)
     with pytest.raises(BadModel, match=r"blk\.0\.attn_sinks\.weight, which LlamaForCausalLM does not use"):

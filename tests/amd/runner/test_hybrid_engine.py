@@ -81,7 +81,7 @@ def test_the_pool_of_the_windows_changes_no_token(
 
 
 def disjoint(monkeypatch: pytest.MonkeyPatch, guards: Guards) -> None:
-    """Engines hand out no id in both spaces; what nobody was given holds large numbers."""
+    """Engines hand out no id in both spaces; pages that no request was given hold large numbers."""
 
     def build(problems: list[Problem], options: RuntimeOptions, *, device: torch.device) -> AttentionRuntime:
         num_pages = options.num_pages
@@ -121,7 +121,7 @@ def test_a_pool_that_holds_no_window_and_chunk_is_refused(loaded: LoadedModel) -
 
 
 @pytest.mark.parametrize("max_kv_len", [10, 64])
-def test_pages_for_windows_that_nobody_outgrows_are_refused(max_kv_len: int, loaded: LoadedModel) -> None:
+def test_pages_for_windows_that_no_sequence_outgrows_are_refused(max_kv_len: int, loaded: LoadedModel) -> None:
     without = tiny_model() if max_kv_len == 64 else loaded
     with pytest.raises(BadSetting, match=f"no layer .* has a window that sequences of up to {max_kv_len} tokens out"):
         Engine(without, replace(BASE, swa_pages=9, max_kv_len=max_kv_len))

@@ -24,7 +24,7 @@ from rocm_attn.paging.kv_pool import KVPool
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.providers.torch_ref import TorchExtend, TorchMasked
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.soak.alone import NobodyAlone
+from rocm_attn.soak.alone import NoAloneCheck
 from rocm_attn.soak.soak import Soak, SoakFailed, SoakReport
 from rocm_attn.soak.world import LONG_KV_LEN, Action, Ladders, Scenario, World
 from rocm_attn.step.layers import StepLayers
@@ -114,7 +114,7 @@ def test_cuts_that_follow_from_the_batch_show_in_bits_alone(monkeypatch: pytest.
     changed = Soak(scenario, seed=3, device=CPU, provider="torch", dtype=torch.float32, deterministic=True)
     with pytest.raises(SoakFailed, match="is not bitwise what the same request gets alone; they differ by up to"):
         changed.run(60)
-    monkeypatch.setattr("rocm_attn.soak.soak.ServedAlone", lambda *_, **__: NobodyAlone())
+    monkeypatch.setattr("rocm_attn.soak.soak.ServedAlone", lambda *_, **__: NoAloneCheck())
     unseen = Soak(scenario, seed=3, device=CPU, provider="torch", dtype=torch.float32, deterministic=True)
     assert unseen.run(60).worst_error < 1, "the oracle's bounds allow it"
 
@@ -246,15 +246,15 @@ def test_positions_that_do_not_come_with_the_mask_are_found(monkeypatch: pytest.
     assert "(tree: masked, " in found().finding.where
 
 
-def test_what_rejected_drafts_leave_behind_is_met_by_later_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_rejected_drafts_leave_in_pages_is_met_by_later_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that sees one key too many, where that is a number: pages are NaN but for what was stored there."""
 
     def paged_decode(original: Callable[..., None], q: Tensor, k_pages: Tensor, *args: Any, **kwargs: Any) -> None:
         v_pages, table, row_of_seq, kv_len, *others = args
         page_no = (kv_len // k_pages.shape[1]).clamp(max=table.shape[1] - 1)
         page = table[row_of_seq, page_no]
-        behind = k_pages[page, kv_len % k_pages.shape[1]].isfinite().all(-1).all(-1)
-        sees_more = behind & (page > 0) & (kv_len > 0) & (kv_len < table.shape[1] * k_pages.shape[1])
+        left_over = k_pages[page, kv_len % k_pages.shape[1]].isfinite().all(-1).all(-1)
+        sees_more = left_over & (page > 0) & (kv_len > 0) & (kv_len < table.shape[1] * k_pages.shape[1])
         original(q, k_pages, v_pages, table, row_of_seq, kv_len + sees_more.int(), *others, **kwargs)
 
     wrap(monkeypatch, attention, "paged_decode", paged_decode)
@@ -412,9 +412,9 @@ def test_the_command_soaks_deterministic_mode_and_says_how_to_find_it_again(
     assert report["served_alone"] > 0
     monkeypatch.setattr("rocm_attn.selection.build.guards_from_settings", lambda: Guards().without("cut_points"))
     assert main(arguments) == FAILED
-    told = json.loads(capsys.readouterr().out)
-    assert told["again"].endswith(
-        f"--steps {told['finding']['step']} --seed 3 --device cpu --provider auto --dtype float32 --deterministic"
+    said = json.loads(capsys.readouterr().out)
+    assert said["again"].endswith(
+        f"--steps {said['finding']['step']} --seed 3 --device cpu --provider auto --dtype float32 --deterministic"
     )
 
 
@@ -424,13 +424,13 @@ def test_the_command_it_prints_finds_the_same_again(
     monkeypatch.setattr(KVPool, "copy_pages", lambda *_: None)
     assert main(["soak", "--steps", "500", "--device", "cpu", "--json"]) == FAILED
     printed = capsys.readouterr()
-    told = json.loads(printed.out)
-    assert told["again"] in printed.err
-    assert f"rocm-attn: {told['finding']['where']}: {told['finding']['what']}" in printed.err
-    program, *again = shlex.split(told["again"])
+    said = json.loads(printed.out)
+    assert said["again"] in printed.err
+    assert f"rocm-attn: {said['finding']['where']}: {said['finding']['what']}" in printed.err
+    program, *again = shlex.split(said["again"])
     assert program == "rocm-attn"
     assert main([*again, "--json"]) == FAILED
-    assert json.loads(capsys.readouterr().out)["finding"] == told["finding"]
+    assert json.loads(capsys.readouterr().out)["finding"] == said["finding"]
 
 
 @pytest.mark.parametrize("device", ["tpu", "cuda:99"])

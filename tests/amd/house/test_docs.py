@@ -1,0 +1,181 @@
+"""What the pages say is there: links, files, names, the floors, the ids that safeguards cite. Their code runs."""
+
+from __future__ import annotations
+
+import ast
+import re
+import xml.etree.ElementTree as ET
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rocm_attn.guards.registry import GUARDS
+from tests.amd.house.source_tree import ROOT
+from tests.amd.house.test_import_rules import FLOORS_UP
+
+DOCS = ROOT / "docs"
+README, CONTRIBUTING, ARCHITECTURE = ROOT / "README.md", ROOT / "CONTRIBUTING.md", DOCS / "architecture.md"
+PAGES = (README, CONTRIBUTING, *sorted(DOCS.glob("*.md")), ROOT / "docker/README.md", ROOT / "benchmarks/README.md")
+
+# By `rocm-attn kernels` and scripts of the tests, in the words of the code.
+WRITTEN_BY_SCRIPTS = ("kernels.md", "amd_tuning.md")
+# "After" says where and when; a sentence names its actor.
+NOT_PLAIN = r"\b(?:behind|nobody|whoever|whom|as ever)\b"
+
+MOST_WORDS, MOST_WORDS_A_SENTENCE = 1100, 18
+FILE = r"`((?:rocm_attn|kernels|hip_graphs|tests|benchmarks|scripts|docs|docker|\.ci)/[\w./-]+?\.?\w+)(?:::(\w+))?`"
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+
+
+def prose(page: Path) -> str:
+    """A page without its code blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def links(text: str) -> list[str]:
+    """Where its links lead, other sites left out."""
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith("http")]
+
+
+def sections(page: Path) -> dict[str, str]:
+    """The anchor of each heading, as GitHub makes it, and the text up to the next heading of its level or above."""
+    text, found = prose(page), {"": prose(page)}
+    for heading in re.finditer(r"^(#+) (.+)$", text, re.MULTILINE):
+        rest = text[heading.end() :]
+        end = re.search(rf"^#{{1,{len(heading[1])}}} ", rest, re.MULTILINE)
+        anchor = re.sub(r"[^\w\- ]", "", heading[2].lower()).replace(" ", "-")
+        found[anchor] = rest[: end.start()] if end else rest
+    return found
+
+
+def names_in(file: Path) -> set[str]:
+    """The functions, classes and constants that a Python file has at its top."""
+    names = set()
+    for node in ast.parse(file.read_text()).body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Assign(targets=targets):
+                names |= {target.id for target in targets if isinstance(target, ast.Name)}
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                names.add(name)
+    return names
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(prose(page)):
+        place, _, anchor = link.partition("#")
+        target = (page.parent / place) if place else page
+        assert target.exists(), link
+        assert not anchor or anchor in sections(target), link
+
+
+@each_page
+def test_files_that_a_page_names_exist_and_have_the_names(page: Path) -> None:
+    for path, name in re.findall(FILE, prose(page)):
+        assert (ROOT / path).exists(), path
+        assert not name or name in names_in(ROOT / path), f"{path}::{name}"
+
+
+def test_every_page_is_in_the_list_once_and_the_readme_leads_to_it() -> None:
+    listed = Counter(re.findall(r"^\| \[[^]]+\]\(([\w.]+)\) \|", (DOCS / "README.md").read_text(), re.MULTILINE))
+    about_all = {"README.md", "architecture.md", "from_your_engine.md"}
+    assert listed == Counter({page.name for page in DOCS.glob("*.md")} - about_all)
+    assert "docs/README.md" in links(prose(README))
+    assert about_all - {"README.md"} <= set(links(prose(DOCS / "README.md")))
+
+
+def test_the_architecture_is_two_pages_of_short_sentences() -> None:
+    text = prose(ARCHITECTURE)
+    assert len(text.split()) <= MOST_WORDS
+    paragraphs = [line for line in text.split("\n\n") if line and not line.startswith(("#", "|", "!"))]
+    sentences = [part for each in paragraphs for part in re.split(r"\.\s", each) if part.strip()]
+    assert len(sentences) > 10
+    assert sum(len(part.split()) for part in sentences) / len(sentences) <= MOST_WORDS_A_SENTENCE
+
+
+def test_the_architecture_has_a_line_for_every_floor_from_the_top_down() -> None:
+    floors = re.findall(r"^\| `(\w+)` \| \S", sections(ARCHITECTURE)["folders"], re.MULTILINE)
+    assert floors == list(reversed(FLOORS_UP))
+
+
+def test_the_reading_order_is_five_files() -> None:
+    order = re.findall(rf"^\d\. {FILE}", sections(ARCHITECTURE)["read-these-five-files-first"], re.MULTILINE)
+    assert len(order) == 5
+
+
+@pytest.mark.parametrize("picture", sorted(DOCS.glob("*.svg")), ids=name_of)
+def test_a_picture_stands_by_itself_has_a_background_and_is_shown(picture: Path) -> None:
+    root = ET.fromstring(picture.read_text())
+    width, height = root.attrib["viewBox"].split()[2:]
+    (background, *_) = root.iter("{http://www.w3.org/2000/svg}rect")
+    assert (background.get("width"), background.get("height")) in ((width, height), ("100%", "100%"))
+    assert not re.findall(r"(?:href|src)=|url\((?!#)|@import", picture.read_text())
+    assert any(f"]({picture.name})" in page.read_text() for page in DOCS.glob("*.md"))
+
+
+def test_every_file_in_the_picture_of_the_architecture_exists() -> None:
+    labels = re.findall(r'class="file"[^>]*>([^<]+)<', (DOCS / "architecture.svg").read_text())
+    files = [file for label in labels for file in label.split()]
+    assert len(files) > 10
+    assert [file for file in files if not (ROOT / "rocm_attn" / file).exists()] == []
+
+
+def test_every_id_that_a_safeguard_cites_is_on_the_page_of_hazards() -> None:
+    listed = re.findall(r"^\| ([HG]?\d+) \| \S", prose(DOCS / "hazards.md"), re.MULTILINE)
+    assert not [name for name, times in Counter(listed).items() if times > 1]
+    cited = {name for guard in GUARDS for name in re.findall(r"\b(?:[HG]|seed )\d+\b", guard.report)}
+    assert cited
+    assert {name.removeprefix("seed ") for name in cited} <= set(listed)
+    assert {f"H{number}" for number in range(1, 38)} <= set(listed)
+
+
+def test_the_page_on_faults_explains_every_bit_of_the_error_word() -> None:
+    bits = names_in(ROOT / "kernels/metadata/error_word.py") - {"ERROR_WORD"}
+    explained = re.findall(r"^\| `([A-Z_]+)` \| \S", sections(DOCS / "faults.md")["the-error-word"], re.MULTILINE)
+    assert Counter(explained) == Counter(bits)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in WRITTEN_BY_SCRIPTS], ids=name_of)
+def test_a_page_uses_plain_words(page: Path) -> None:
+    assert re.findall(NOT_PLAIN, prose(page), re.IGNORECASE) == []
+
+
+QUESTIONS = re.findall(r"^\| ([^|]+\?) \| (.+) \| (.+) \|$", CONTRIBUTING.read_text(), re.MULTILINE)
+
+
+def test_there_are_ten_questions() -> None:
+    assert len({question for question, _, _ in QUESTIONS}) == 10
+
+
+@pytest.mark.parametrize(("question", "pages", "answers"), QUESTIONS, ids=[question for question, _, _ in QUESTIONS])
+def test_a_question_is_answered_in_two_hops(question: str, pages: str, answers: str) -> None:
+    """From the architecture to a page, and from its section to a file that has the name."""
+    first_hops = {link.partition("#")[0] for link in links(prose(ARCHITECTURE))}
+    text = ""
+    for link in links(pages):
+        place, _, anchor = link.removeprefix("docs/").partition("#")
+        assert place in first_hops, place
+        text += sections(DOCS / place)[anchor]
+    files = re.findall(r"`([\w/]+\.py)` `(\w+)`", answers)
+    assert files, answers
+    for path, name in files:
+        assert f"`{path}`" in text, f"{pages} does not name {path}"
+        assert name in names_in(ROOT / path), f"{path} has no {name}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "```python" in page.read_text()], ids=name_of)
+def test_the_code_of_a_page_runs(page: Path) -> None:
+    """Its blocks one after the other; what they promise they assert themselves."""
+    namespace: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
+        exec(compile(block, name_of(page), "exec"), namespace)

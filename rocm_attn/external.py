@@ -341,8 +341,7 @@ class ExternalAttention:
             if tables.gathered:
                 rows, kv_len = run.to.engine_row, run.to.kv_len
                 for table in tables.spaces:
-                    gather = table.source.gather
-                    self._ops.gather_table(gather, rows, kv_len, table.entries, page_size=tables.page_size)
+                    self._ops.gather_table(table.gather, rows, kv_len, table.entries, page_size=tables.page_size)
             run.core.fill(run.children, run.plan)
             if slots is not None:
                 _check_slots(slots)

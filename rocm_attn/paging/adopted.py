@@ -161,6 +161,7 @@ class AdoptedSpace:
 
     source:  the engine's
     entries: int32 [rows, width]: the engine's own, or what a step's pages are gathered into
+    gather:  source, as the kernel that gathers takes it
     """
 
     space: Space
@@ -168,6 +169,7 @@ class AdoptedSpace:
     terms: TableTerms
     source: Source
     entries: Tensor
+    gather: GatherSource
 
 
 class AdoptedTables:
@@ -209,6 +211,7 @@ class AdoptedTables:
                 torch.zeros((num_seqs + 1, self.width), dtype=torch.int32, device=device)
                 if self.gathered
                 else source.entries,
+                source.gather,
             )
             for space, source in sources.items()
         )
@@ -254,7 +257,7 @@ class AdoptedTables:
                 f"the table of the {space.name} space has moved, and graphs read the old one; write into the table "
                 "that there was, or build anew and capture again"
             )
-        table.source = source
+        table.source, table.gather = source, source.gather
         if not self.gathered:
             table.entries = source.entries
         return has_moved

@@ -1,7 +1,8 @@
 """Engines by the conventions of SGLang, vLLM and FlashInfer: each owns pages, tables, lengths, slots and graphs.
 
 An engine keeps in NumPy what it was told to store, and compares every row of every step with the oracle's. Pages start
-as NaN, and go back to NaN when they are given up; what pads hold of q, k and v is NaN.
+as NaN, and go back to NaN when they are given up, unless a test says that they hold something else; what pads hold of
+q, k and v is NaN.
 """
 
 from __future__ import annotations
@@ -70,12 +71,12 @@ class Engine(ABC):
         provider: str,
         spaces: Sequence[Space] | None = None,
         guards: Guards | None = None,
-        seed: int = 0,
+        empty: float = NAN,
         **options: Any,
     ) -> None:
         self.page_size, self.windows, self.device = page_size, tuple(windows), device
         self.spaces = tuple(spaces) if spaces is not None else (Space.FULL,) * len(windows)
-        self.random = np.random.default_rng(seed)
+        self.random, self.empty = np.random.default_rng(0), empty
         self.num_pages = 1 + NUM_REQUESTS * -(-ROOM // page_size)
         self.free = {
             space: self.random.permutation(np.arange(self.first_page, self.num_pages)).tolist()
@@ -167,7 +168,7 @@ class Engine(ABC):
                 for layer, its in enumerate(self.spaces):
                     if its == space:
                         for side in self.pages[layer]:
-                            side[page] = NAN
+                            side[page] = self.empty
                 self.free[space].insert(0, page)
                 pages[page_no] = 0
 
@@ -385,7 +386,7 @@ class SGLang(Engine):
 
     def new_pages(self) -> tuple[Tensor, Tensor]:
         k, v = (
-            torch.full((self.num_pages * self.page_size, KV_HEADS, dim), NAN, device=self.device)
+            torch.full((self.num_pages * self.page_size, KV_HEADS, dim), self.empty, device=self.device)
             for dim in (DIM, V_DIM)
         )
         return k.view(-1, self.page_size, KV_HEADS, DIM), v.view(-1, self.page_size, KV_HEADS, V_DIM)
@@ -426,7 +427,7 @@ class VLLM(Engine):
     """A block table for each KV cache group, in the batch's order; K and V packed in a page; pads: no KV, slot -1."""
 
     def new_pages(self) -> tuple[Tensor, Tensor]:
-        packed = torch.full((self.num_pages, KV_HEADS, self.page_size, DIM + V_DIM), NAN, device=self.device)
+        packed = torch.full((self.num_pages, KV_HEADS, self.page_size, DIM + V_DIM), self.empty, device=self.device)
         kv = packed.transpose(1, 2)
         return kv[..., :DIM], kv[..., DIM:]
 
@@ -482,7 +483,7 @@ class FlashInfer(Engine):
     first_page = 0
 
     def new_pages(self) -> tuple[Tensor, Tensor]:
-        kv = torch.full((self.num_pages, 2, self.page_size, KV_HEADS, V_DIM), NAN, device=self.device)
+        kv = torch.full((self.num_pages, 2, self.page_size, KV_HEADS, V_DIM), self.empty, device=self.device)
         return kv[:, 0, :, :, :DIM], kv[:, 1]
 
     def make_tables(self) -> None:

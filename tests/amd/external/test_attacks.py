@@ -21,8 +21,11 @@ each_engine = pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
 
 
 def two_requests(make: MakeEngine, page_size: int, device: torch.device, provider: str, **options: object) -> Engine:
-    """With 9 and 20 tokens, and a third one that is served beside them later."""
-    engine = make(page_size, (-1, 5), device=device, provider=provider, **options)
+    """With 9 and 20 tokens, and a third one that is served beside them later.
+
+    Pages hold numbers: a sequence that was lied about reads its own that no token was stored to.
+    """
+    engine = make(page_size, (-1, 5), device=device, provider=provider, empty=3.0, **options)
     first, second, _ = (engine.admit() for _ in range(3))
     engine.run([first, second], [9, 20])
     return engine

@@ -19,6 +19,9 @@ from tests.amd.external.engines import ENGINES, ROOM, VLLM, Engine, FlashInfer, 
 
 each_engine = pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
 
+# Under Triton's interpreter pages of 16 in every run, and the others in the nightly one.
+each_page_size = pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.long), 16])
+
 
 def two_requests(make: MakeEngine, page_size: int, device: torch.device, provider: str, **options: object) -> Engine:
     """With 9 and 20 tokens, and a third one that is served beside them later.
@@ -39,7 +42,7 @@ def assert_unharmed(engine: Engine, *rows: int) -> None:
 
 
 @each_engine
-@pytest.mark.parametrize("page_size", [1, 16])
+@each_page_size
 @pytest.mark.parametrize("length", [-5, ROOM + 1, 2**31 - 1])
 def test_a_length_outside_of_its_row_is_cut_and_reported(
     make: MakeEngine, page_size: int, length: int, device: torch.device, provider: str
@@ -55,7 +58,7 @@ def test_a_length_outside_of_its_row_is_cut_and_reported(
     assert_unharmed(engine, 1, 2)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@each_page_size
 @pytest.mark.parametrize("row", [-1, 7, 2**31 - 1])
 def test_a_row_outside_of_the_table_is_a_pad_and_reported(
     page_size: int, row: int, device: torch.device, provider: str
@@ -74,7 +77,7 @@ def test_a_row_outside_of_the_table_is_a_pad_and_reported(
 
 
 @pytest.mark.parametrize("make", [SGLang, VLLM])
-@pytest.mark.parametrize("page_size", [1, 16])
+@each_page_size
 @pytest.mark.parametrize("kind", ["another's", "its own, one off", "past the pool"])
 def test_a_slot_that_the_table_does_not_give_is_dropped_and_reported(
     make: MakeEngine, page_size: int, kind: str, device: torch.device, provider: str
@@ -129,12 +132,12 @@ def test_slots_of_a_page_in_disorder_are_reported(device: torch.device, provider
 
 
 @pytest.mark.parametrize("make", [SGLang, VLLM])
-@pytest.mark.parametrize("page_size", [1, 16])
+@each_page_size
 def test_a_window_that_was_given_back_too_early_is_reported(
     make: MakeEngine, page_size: int, device: torch.device, provider: str
 ) -> None:
     spaces = (Space.FULL, Space.SWA)
-    engine = make(page_size, (-1, 20), spaces=spaces, device=device, provider=provider)
+    engine = make(page_size, (-1, 20), spaces=spaces, device=device, provider=provider, empty=3.0)
     first, second = engine.admit(), engine.admit()
     engine.run([first, second], [40, 40])
     engine.evict(first, 32)
@@ -218,6 +221,7 @@ def test_another_kind_of_table_is_refused(device: torch.device, provider: str) -
         engine.attention.use_table(Space.SWA, TableSource(table))
 
 
+@pytest.mark.long
 @each_engine
 @pytest.mark.parametrize("seed", range(6))
 def test_random_attacks_harm_nobody_else(make: MakeEngine, seed: int, device: torch.device, provider: str) -> None:

@@ -16,11 +16,14 @@ from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
-from rocm_attn.providers.contract import AttendArgs, BoundKernel, StepBounds
+from rocm_attn.providers.contract import BoundKernel, StepBounds
 from rocm_attn.providers.select import select
+from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
 
 _SCHEDULE_IN_LAYER = os.environ.get("ROCM_ATTN_BENCH_SCHEDULE") == "layer"
 
@@ -31,6 +34,44 @@ class Prepared:
 
     kernel: BoundKernel
     args: AttendArgs
+    step: StepTensors
+    bounds: StepBounds
+
+    @classmethod
+    def of(
+        cls,
+        kernel: BoundKernel,
+        step: StepTensors,
+        bounds: StepBounds,
+        rows: tuple[Tensor, Tensor],
+        pages: LayerPages,
+        weights: HeadWeights = NO_HEAD_WEIGHTS,
+    ) -> Prepared:
+        """With memory of its own, and the schedule built. rows: q and out"""
+        device = rows[0].device
+        args = AttendArgs(
+            q=rows[0],
+            pages=pages,
+            table=step.table,
+            queries=bounds.queries(step),
+            out=rows[1],
+            lse=None,
+            sinks=weights.sinks,
+            slopes=weights.alibi_slopes,
+            schedule=torch.empty(kernel.schedule.words(bounds.shape), dtype=torch.int32, device=device),
+            workspace=torch.empty(kernel.workspace_words(bounds.shape), dtype=torch.float32, device=device),
+        )
+        prepared = cls(kernel, args, step, bounds)
+        prepared.build_schedule()
+        return prepared
+
+    def build_schedule(self) -> None:
+        """What a step launches once."""
+        self.kernel.schedule.build(self.args.queries, self.step, self.bounds, self.args.schedule)
+
+    def attend(self) -> None:
+        """One layer."""
+        self.kernel.attend(self.args, self.step, self.bounds)
 
 
 def plan(d: Any) -> Prepared:
@@ -54,20 +95,15 @@ def plan(d: Any) -> Prepared:
         table=d.block_table,
         row_of_seq=torch.arange(case.B, dtype=torch.int32, device=device),
     )
-    schedule = torch.empty(kernel.schedule_words(shape), dtype=torch.int32, device=device)
-    workspace = torch.empty(kernel.workspace_words(shape), dtype=torch.float32, device=device)
     bounds = StepBounds(shape, max(case.ql), max(case.kv))
-    kernel.build_schedule(metadata, bounds, schedule)
-    return Prepared(
-        kernel, AttendArgs(metadata, bounds, schedule, workspace, d.q, d.k_cache, d.v_cache, d.out, None, None, None)
-    )
+    return Prepared.of(kernel, metadata, bounds, (d.q, d.out), LayerPages(d.k_cache, d.v_cache))
 
 
 def run(d: Any, prepared: Prepared) -> None:
     """One layer."""
     if _SCHEDULE_IN_LAYER:
-        prepared.kernel.build_schedule(prepared.args.step, prepared.args.bounds, prepared.args.schedule)
-    prepared.kernel.attend(prepared.args)
+        prepared.build_schedule()
+    prepared.attend()
 
 
 def step_kind(q_len: tuple[int, ...]) -> StepKind:

@@ -16,17 +16,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 
 import torch
-from torch import Tensor
 
 from benchmarks.machine import describe_machine
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
 from rocm_attn.guards.registry import Guards
 from rocm_attn.guards.unguarded import EchoIgnored
+from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.paging.adopted import CsrSource, Source, TableSource, TableUnit
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import AttendArgs, LayerKernel, StepBounds, StepOps
+from rocm_attn.providers.contract import LayerKernel, StepBounds, StepOps
 from rocm_attn.providers.select import Selection
 from rocm_attn.providers.torch_ref import TorchDecode
 from rocm_attn.step.external_step import ONE_EACH, ExternalStep
@@ -43,10 +43,7 @@ ALLOWED_US = {"begin": 6.0, "fill": 4.0, "store": 3.0, "attend": 3.0}
 class _AttendsNothing(TorchDecode):
     """A kernel that is not launched."""
 
-    def build_schedule(self, step: StepTensors, bounds: StepBounds, schedule: Tensor) -> None:
-        pass
-
-    def attend(self, args: AttendArgs, first_page: Tensor | None = None) -> None:
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         pass
 
 

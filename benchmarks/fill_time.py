@@ -20,7 +20,8 @@ from torch import Tensor
 
 from benchmarks.machine import describe_machine
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.kernels.attention.decode_schedule import decode_schedule_words, launch_decode_schedule
+from rocm_attn.kernels.attention.arguments import Queries
+from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
 from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.step_tensors import FIELDS, Need, StepTensors
 from rocm_attn.kernels.refs import metadata as refs
@@ -96,21 +97,10 @@ def schedule_launch(step: StepTensors, device: torch.device) -> Callable[[], Non
     problem = Problem(32, 8, 128, 128, torch.bfloat16, 16, 128**-0.5)
     kernel = select(problem, detect_target(device), "triton").kernels[StepKind.DECODE].bound
     assert isinstance(kernel, TritonDecode)
-    words = decode_schedule_words(kernel.num_programs, step.kv_len.shape[0])
-    schedule = torch.empty(words, dtype=torch.int32, device=device)
-
-    def launch() -> None:
-        launch_decode_schedule(
-            step.kv_len,
-            step.q_len,
-            schedule,
-            window_left=problem.window_left,
-            num_kv_heads=problem.num_kv_heads,
-            num_programs=kernel.num_programs,
-            tiles=kernel.tiles,
-        )
-
-    return launch
+    num_seqs, cut = step.kv_len.shape[0], kernel.cut
+    queries = Queries(step.row_of_seq, step.kv_len, step.q_indptr, num_seqs, max_q_len=1, max_kv_len=KV_LEN)
+    schedule = torch.empty(cut.words(num_seqs), dtype=torch.int32, device=device)
+    return lambda: launch_decode_schedule(queries, schedule, cut)
 
 
 def require_equal_to_twin(step: StepTensors, page_size: int) -> None:

@@ -9,11 +9,12 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from benchmarks.attention_module import ints, step_kind
+from benchmarks.attention_module import Prepared, ints, step_kind
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import AttendArgs, BoundKernel, StepBounds
+from rocm_attn.providers.contract import BoundKernel, StepBounds
 from rocm_attn.step.head_weights import HeadWeights
 
 SETS = 3  # of pages; together they exceed the L2
@@ -35,22 +36,22 @@ class LayerGraph:
 
     graph: torch.cuda.CUDAGraph
     out: Tensor
-    kept: tuple[AttendArgs, ...]
+    kept: tuple[Prepared, ...]
 
     @classmethod
     def capture(cls, problem: Problem, kernel: BoundKernel, batch: Batch) -> LayerGraph:
         """The kernel over SETS sets of random pages; the same ones for every kernel of a problem's sizes."""
         generator = torch.Generator("cuda").manual_seed(0)
-        kept = tuple(_args(problem, kernel, batch, generator) for _ in range(SETS))
+        kept = tuple(_prepared(problem, kernel, batch, generator) for _ in range(SETS))
         for each in kept:
-            kernel.attend(each)
+            each.attend()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for each in kept:
-                kernel.attend(each)
+                each.attend()
         graph.replay()
-        return cls(graph, kept[-1].out, kept)
+        return cls(graph, kept[-1].args.out, kept)
 
     def microseconds(self) -> float:
         """Of the layer, over REPLAYS of the graph."""
@@ -70,7 +71,7 @@ def medians_in_turn(graphs: Sequence[LayerGraph]) -> list[float]:
     return [median(times) for times in zip(*rounds, strict=True)]
 
 
-def _args(problem: Problem, kernel: BoundKernel, batch: Batch, generator: torch.Generator) -> AttendArgs:
+def _prepared(problem: Problem, kernel: BoundKernel, batch: Batch, generator: torch.Generator) -> Prepared:
     device = torch.device("cuda", 0)
     num_seqs, num_tokens, page = len(batch.kv_len), sum(batch.q_len), problem.page_size
     num_pages = sum(batch.kv_len) // page
@@ -85,10 +86,7 @@ def _args(problem: Problem, kernel: BoundKernel, batch: Batch, generator: torch.
         table=table,
         row_of_seq=torch.arange(num_seqs, dtype=torch.int32, device=device),
     )
-    schedule = torch.empty(kernel.schedule_words(shape), dtype=torch.int32, device=device)
-    workspace = torch.empty(kernel.workspace_words(shape), dtype=torch.float32, device=device)
     bounds = StepBounds(shape, max(batch.q_len), max(batch.kv_len))
-    kernel.build_schedule(step, bounds, schedule)
 
     def rows(*sizes: int) -> Tensor:
         return torch.randn(*sizes, device=device, generator=generator).to(problem.dtype)
@@ -98,4 +96,4 @@ def _args(problem: Problem, kernel: BoundKernel, batch: Batch, generator: torch.
     v = rows(num_pages + 1, page, problem.num_kv_heads, problem.v_head_dim)
     weights = HeadWeights.random(problem, torch.Generator().manual_seed(0)).to(device)
     out = torch.empty_like(q[..., : problem.v_head_dim])
-    return AttendArgs(step, bounds, schedule, workspace, q, k, v, out, None, weights.sinks, weights.alibi_slopes)
+    return Prepared.of(kernel, step, bounds, (q, out), LayerPages(k, v), weights)

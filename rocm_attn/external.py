@@ -22,6 +22,7 @@ from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadProblem, BadSetting, BadTensor, CapacityExceeded, DeviceFault, Unsupported, WrongState
 from rocm_attn.guards.registry import Guards, guards_from_settings
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.engine_tensors import LengthBounds, PublishedLengths
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.machine.agreement import Agree, alone
@@ -30,7 +31,6 @@ from rocm_attn.machine.settings import whole_number
 from rocm_attn.machine.target import Target, detect_target
 from rocm_attn.paging.adopted import AdoptedPages, AdoptedTables, Source
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.paging.kv_pool import LayerPages
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.contract import Baked, PoolSize, PoolTerms
 from rocm_attn.selection.kernels import choose_kernels

@@ -10,16 +10,30 @@ with other=0.0: what lies beyond a length may be NaN.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from rocm_attn.kernels.attention.checks import check_paged_tensors
-from rocm_attn.kernels.attention.decode_schedule import PROGRAM_WORDS, SEQ_WORDS, decode_schedule_words
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.bundles import Line, Logits, Softmax, Span
+from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
+from rocm_attn.kernels.attention.decode_schedule import (
+    PROGRAM_DONE,
+    PROGRAM_KV_LEN,
+    PROGRAM_ROW,
+    PROGRAM_SEQ,
+    PROGRAM_WORK,
+    SEQ_KV_LEN,
+    heads_of_row,
+    next_row,
+    words_of_program,
+    words_of_seq,
+)
 from rocm_attn.kernels.attention.merge import launch_merge
-from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores, check_head_weights
-from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E, add_sink, capped, in_range, visible_tiles
+from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
+from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E, add_sink, capped, in_range, visible_blocks
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
 
@@ -31,93 +45,107 @@ _LARGEST_DIM = 128
 _EVENLY = 0.9
 
 
-@triton.jit
-def _attend_tiles(
-    q,
-    k_pages,
-    v_pages,
-    pages,
-    first_tile,
-    end_tile,
-    first_key,
-    kv_len,
-    slope,
-    qk_scale,
-    tanh_scale,
-    width,
-    kp_page,
-    kp_token,
-    vp_page,
-    vp_token,
-    k_column,
-    v_column,
-    k_inside,
-    v_inside,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-    K_PADDED: tl.constexpr,
-    V_PADDED: tl.constexpr,
-    SAME_OFFSETS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SLOPED: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Tiles [first_tile, end_tile) of one row: accumulator, maximum and sum (base 2) of each q row.
+class DecodeGeometry(NamedTuple):
+    """What decode is compiled for.
 
-    q and the accumulator are [BLOCK_M, .], or [., BLOCK_M] if TRANSPOSED; pages is the sequence's line of the table.
+    rows:                 how a sequence is cut into rows
+    HEAD_DIM, V_HEAD_DIM: elements of a K row and of a V row of one KV head
+    K_COLUMNS, V_COLUMNS: columns of a K block and of a V block: the KV heads of a row beside each other, then padding
+    QUERY_ROWS:           rows of the q block, a query head each, then padding
+    PAGE_SIZE:            tokens of a page
+    SAME_OFFSETS:         whether K and V of a token lie at the same place of their pages
+    TRANSPOSED:           whether scores are computed as k q^T
+    WHOLE_ROWS:           whether every row has a program of its own
+    CAPPED:               whether scores have a cap
+    STAGES:               key blocks whose loads are in flight
     """
-    lane = tl.arange(0, BLOCK_N)
-    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([V_BLOCK, BLOCK_M] if TRANSPOSED else [BLOCK_M, V_BLOCK], tl.float32)
-    # The next tile's page ids travel one iteration ahead: a load inside the loop that other loads depend on makes the
+
+    rows: RowCut
+    HEAD_DIM: int
+    V_HEAD_DIM: int
+    K_COLUMNS: int
+    V_COLUMNS: int
+    QUERY_ROWS: int
+    PAGE_SIZE: int
+    SAME_OFFSETS: bool
+    TRANSPOSED: bool
+    WHOLE_ROWS: bool
+    CAPPED: bool
+    STAGES: int
+
+
+class Side(NamedTuple):
+    """K or V of a row: pointer, strides between pages and between tokens; of each column of a block its offset in a
+    token, and whether it is an element, not padding."""
+
+    at: Any
+    page: Any
+    token: Any
+    column: Any
+    inside: Any
+
+
+@triton.jit
+def _attend_key_blocks(q, k_side, v_side, pages, blocks, keys, logits, G: tl.constexpr):
+    """What the key blocks [blocks.first, blocks.end) of one row give each q row.
+
+    q:    [QUERY_ROWS, K_COLUMNS]; the accumulator is [QUERY_ROWS, V_COLUMNS]; both are swapped if TRANSPOSED
+    keys: those that the row sees
+    """
+    KEY_BLOCK: tl.constexpr = G.rows.KEY_BLOCK
+    QUERY_ROWS: tl.constexpr = G.QUERY_ROWS
+    V_COLUMNS: tl.constexpr = G.V_COLUMNS
+    lane = tl.arange(0, KEY_BLOCK)
+    maximum = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([QUERY_ROWS], tl.float32)
+    acc = tl.zeros([V_COLUMNS, QUERY_ROWS] if G.TRANSPOSED else [QUERY_ROWS, V_COLUMNS], tl.float32)
+    # The next block's page ids travel one iteration ahead: a load inside the loop that other loads depend on makes the
     # pipeliner spend its stages on it (H200, llama8b 64 x 4k: 329 -> 267 us). Hence clamped to the table, not masked.
-    next_page = tl.load(pages + tl.minimum((first_tile * BLOCK_N + lane) // PAGE_SIZE, width - 1))
-    for tile in tl.range(first_tile, end_tile, num_stages=STAGES):
-        kv_index = tile * BLOCK_N + lane
-        live = in_range(kv_index, first_key, kv_len) if WINDOWED else kv_index < kv_len
+    next_page = tl.load(pages.at + tl.minimum((blocks.first * KEY_BLOCK + lane) // G.PAGE_SIZE, pages.width - 1))
+    for block in tl.range(blocks.first, blocks.end, num_stages=G.STAGES):
+        # kv_index, live, page, offset: [KEY_BLOCK]
+        kv_index = block * KEY_BLOCK + lane
+        live = in_range(kv_index, keys.first, keys.end) if G.rows.WINDOWED else kv_index < keys.end
         page = next_page.to(tl.int64)
-        next_page = tl.load(pages + tl.minimum((kv_index + BLOCK_N) // PAGE_SIZE, width - 1))
-        offset = (kv_index % PAGE_SIZE).to(tl.int64)
-        k_row = page * kp_page + offset * kp_token
-        v_row = k_row if SAME_OFFSETS else page * vp_page + offset * vp_token
+        next_page = tl.load(pages.at + tl.minimum((kv_index + KEY_BLOCK) // G.PAGE_SIZE, pages.width - 1))
+        offset = (kv_index % G.PAGE_SIZE).to(tl.int64)
+        k_row = page * k_side.page + offset * k_side.token
+        v_row = k_row if G.SAME_OFFSETS else page * v_side.page + offset * v_side.token
         k_mask = live[:, None]
-        if K_PADDED:
-            k_mask = k_mask & k_inside[None, :]
+        if G.K_COLUMNS > G.HEAD_DIM * G.rows.HEADS_PER_ROW:
+            k_mask = k_mask & k_side.inside[None, :]
         v_mask = live[:, None]
-        if V_PADDED:
-            v_mask = v_mask & v_inside[None, :]
-        k = tl.load(k_pages + k_row[:, None] + k_column[None, :], mask=k_mask, other=0.0)
-        if TRANSPOSED:
+        if G.V_COLUMNS > G.V_HEAD_DIM * G.rows.HEADS_PER_ROW:
+            v_mask = v_mask & v_side.inside[None, :]
+        # k: [KEY_BLOCK, K_COLUMNS]; scores, weights: [QUERY_ROWS, KEY_BLOCK], or swapped
+        k = tl.load(k_side.at + k_row[:, None] + k_side.column[None, :], mask=k_mask, other=0.0)
+        if G.TRANSPOSED:
             products = tl.dot(k, q, input_precision="ieee")
-            scores = (capped(products, tanh_scale) if CAPPED else products) * qk_scale
-            if SLOPED:
-                scores += slope[None, :] * (kv_index - (kv_len - 1))[:, None]
+            scores = (capped(products, logits.tanh_scale) if G.CAPPED else products) * logits.qk_scale
+            if logits.slope is not None:
+                scores += logits.slope[None, :] * (kv_index - (keys.end - 1))[:, None]
             scores = tl.where(live[:, None], scores, float("-inf"))
             new_maximum = tl.maximum(maximum, tl.max(scores, 0))
             weights = tl.exp2(scores - new_maximum[None, :])
         else:
             products = tl.dot(q, tl.trans(k), input_precision="ieee")
-            scores = (capped(products, tanh_scale) if CAPPED else products) * qk_scale
-            if SLOPED:
-                scores += slope[:, None] * (kv_index - (kv_len - 1))[None, :]
+            scores = (capped(products, logits.tanh_scale) if G.CAPPED else products) * logits.qk_scale
+            if logits.slope is not None:
+                scores += logits.slope[:, None] * (kv_index - (keys.end - 1))[None, :]
             scores = tl.where(live[None, :], scores, float("-inf"))
             new_maximum = tl.maximum(maximum, tl.max(scores, 1))
             weights = tl.exp2(scores - new_maximum[:, None])
         decay = tl.exp2(maximum - new_maximum)
         maximum = new_maximum
-        v = tl.load(v_pages + v_row[:, None] + v_column[None, :], mask=v_mask, other=0.0)
-        if TRANSPOSED:
+        # v: [KEY_BLOCK, V_COLUMNS]
+        v = tl.load(v_side.at + v_row[:, None] + v_side.column[None, :], mask=v_mask, other=0.0)
+        if G.TRANSPOSED:
             acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * decay[None, :], input_precision="ieee")
             total = total * decay + tl.sum(weights, 0)
         else:
             acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
             total = total * decay + tl.sum(weights, 1)
-    return acc, maximum, total
+    return Softmax(acc, maximum, total)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_programs", "width"])
@@ -154,78 +182,58 @@ def _decode_kernel(
     out_head,
     lse_token,
     lse_head,
-    ROWS: tl.constexpr,
-    GQA_RATIO: tl.constexpr,
-    HEADS_PER_ROW: tl.constexpr,
-    HEAD_BLOCKS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROW_COST: tl.constexpr,
-    SAME_OFFSETS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    WHOLE_ROWS: tl.constexpr,
-    CAPPED: tl.constexpr,
-    STAGES: tl.constexpr,
+    G: tl.constexpr,
 ):
-    BLOCK_HEADS: tl.constexpr = (GQA_RATIO + HEAD_BLOCKS - 1) // HEAD_BLOCKS
-    Q_ROWS: tl.constexpr = BLOCK_HEADS * HEADS_PER_ROW
+    R: tl.constexpr = G.rows
+    QUERY_ROWS: tl.constexpr = G.QUERY_ROWS
     program = tl.program_id(0)
-    if WHOLE_ROWS:
-        seq = program // ROWS
-        row = program % ROWS
+    if G.WHOLE_ROWS:
+        seq = program // R.ROWS
+        row = program % R.ROWS
         done = 0
-        kv_len = tl.load(schedule + num_programs * PROGRAM_WORDS + seq * SEQ_WORDS + 1)
-        _, _, tiles_of_row = visible_tiles(kv_len, window_left, BLOCK_N, WINDOWED)
-        work = tl.where(kv_len < 0, 0, tiles_of_row + ROW_COST)
+        kv_len = tl.load(words_of_seq(schedule, num_programs, seq) + SEQ_KV_LEN)
+        _, _, blocks_of_row = visible_blocks(kv_len, window_left, R.KEY_BLOCK, R.WINDOWED)
+        work = tl.where(kv_len < 0, 0, blocks_of_row + R.ROW_COST)
     else:
-        words = schedule + program * PROGRAM_WORDS
-        seq = tl.load(words)
-        row = tl.load(words + 1)
-        done = tl.load(words + 2)
-        work = tl.load(words + 3)
-        kv_len = tl.load(words + 6)
+        words = words_of_program(schedule, program)
+        seq = tl.load(words + PROGRAM_SEQ)
+        row = tl.load(words + PROGRAM_ROW)
+        done = tl.load(words + PROGRAM_DONE)
+        work = tl.load(words + PROGRAM_WORK)
+        kv_len = tl.load(words + PROGRAM_KV_LEN)
 
-    # Indices along the two sides of the q and the output tile, which TRANSPOSED swaps.
-    q_row = tl.arange(0, BLOCK_M)
-    k_lane = tl.arange(0, K_BLOCK)
-    v_lane = tl.arange(0, V_BLOCK)
-    if TRANSPOSED:
+    # Indices along the two sides of the q and the output block, which TRANSPOSED swaps.
+    q_row = tl.arange(0, QUERY_ROWS)
+    k_lane = tl.arange(0, G.K_COLUMNS)
+    v_lane = tl.arange(0, G.V_COLUMNS)
+    if G.TRANSPOSED:
         m, k_wide, v_wide = q_row[None, :], k_lane[:, None], v_lane[:, None]
     else:
         m, k_wide, v_wide = q_row[:, None], k_lane[None, :], v_lane[None, :]
-    is_k = k_wide < HEAD_DIM * HEADS_PER_ROW
-    is_v = v_wide < V_HEAD_DIM * HEADS_PER_ROW
-    if HEADS_PER_ROW > 1:
+    is_k = k_wide < G.HEAD_DIM * R.HEADS_PER_ROW
+    is_v = v_wide < G.V_HEAD_DIM * R.HEADS_PER_ROW
+    if R.HEADS_PER_ROW > 1:
         # Columns are [KV head, dim] and q is block-diagonal, zero in the columns of the other head: one product over
         # both heads then gives each q row the scores of its own, and its result is in its own head's columns.
-        is_k = is_k & (m // GQA_RATIO == k_wide // HEAD_DIM)
-        is_v = is_v & (m // GQA_RATIO == v_wide // V_HEAD_DIM)
-        k_wide = k_wide % HEAD_DIM
-        v_wide = v_wide % V_HEAD_DIM
-        k_column = (k_lane // HEAD_DIM).to(tl.int64) * kp_head + k_lane % HEAD_DIM
-        v_column = (v_lane // V_HEAD_DIM).to(tl.int64) * vp_head + v_lane % V_HEAD_DIM
+        is_k = is_k & (m // R.GQA_RATIO == k_wide // G.HEAD_DIM)
+        is_v = is_v & (m // R.GQA_RATIO == v_wide // G.V_HEAD_DIM)
+        k_wide = k_wide % G.HEAD_DIM
+        v_wide = v_wide % G.V_HEAD_DIM
+        k_column = (k_lane // G.HEAD_DIM).to(tl.int64) * kp_head + k_lane % G.HEAD_DIM
+        v_column = (v_lane // G.V_HEAD_DIM).to(tl.int64) * vp_head + v_lane % G.V_HEAD_DIM
     else:
         k_column = k_lane
         v_column = v_lane
-    sums = partials + num_programs * (2 * Q_ROWS * V_HEAD_DIM)
+    sums = partials + num_programs * (2 * R.Q_ROWS * G.V_HEAD_DIM)
 
     while work > 0:
-        first_key, window_tile, num_tiles = visible_tiles(kv_len, window_left, BLOCK_N, WINDOWED)
-        row_cost = tl.where(kv_len < 0, 0, num_tiles + ROW_COST)
+        first_key, window_block, num_blocks = visible_blocks(kv_len, window_left, R.KEY_BLOCK, R.WINDOWED)
+        row_cost = tl.where(kv_len < 0, 0, num_blocks + R.ROW_COST)
         take = tl.minimum(work, row_cost - done)
-        first_tile = tl.maximum(done - ROW_COST, 0)
-        end_tile = done + take - ROW_COST
+        first_block = tl.maximum(done - R.ROW_COST, 0)
+        end_block = done + take - R.ROW_COST
         # A row is HEADS_PER_ROW KV heads, or a block of one KV head's query heads.
-        head_block = row % HEAD_BLOCKS
-        first_kv_head = (row // HEAD_BLOCKS * HEADS_PER_ROW).to(tl.int64)
-        first_head = first_kv_head * GQA_RATIO + head_block * BLOCK_HEADS
-        num_q_rows = tl.minimum(Q_ROWS, GQA_RATIO * HEADS_PER_ROW - head_block * BLOCK_HEADS)
+        first_kv_head, first_head, num_q_rows = heads_of_row(row, R)
         is_row = q_row < num_q_rows
         is_out = (m < num_q_rows) & is_v
         if (kv_len == 0) & (done == 0):
@@ -236,10 +244,9 @@ def _decode_kernel(
             )
             if lse is not None:
                 lse_row = lse + token * lse_token + first_head * lse_head
-                tl.store(
-                    lse_row + q_row.to(tl.int64) * lse_head, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_row
-                )
-        if end_tile > first_tile:
+                nothing = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
+                tl.store(lse_row + q_row.to(tl.int64) * lse_head, nothing, mask=is_row)
+        if end_block > first_block:
             token = tl.load(q_indptr + seq).to(tl.int64)
             table_line = table + tl.load(row_of_seq + seq).to(tl.int64) * table_row
             line_width = width
@@ -248,49 +255,25 @@ def _decode_kernel(
                 table_line += skipped
                 line_width = width - skipped
             q_line = q + token * q_token + first_head * q_head
-            slope = tl.zeros([BLOCK_M], tl.float32)
+            slope = None
             if slopes is not None:
                 slope = tl.load(slopes + first_head + q_row, mask=is_row, other=0.0) * LOG2_E
-            acc, maximum, total = _attend_tiles(
+            acc, maximum, total = _attend_key_blocks(
                 tl.load(q_line + m.to(tl.int64) * q_head + k_wide, mask=(m < num_q_rows) & is_k, other=0.0),
-                k_pages + first_kv_head * kp_head,
-                v_pages + first_kv_head * vp_head,
-                table_line,
-                window_tile + first_tile,
-                window_tile + end_tile,
-                first_key,
-                kv_len,
-                slope,
-                qk_scale,
-                tanh_scale,
-                line_width,
-                kp_page,
-                kp_token,
-                vp_page,
-                vp_token,
-                k_column,
-                v_column,
-                k_lane < HEAD_DIM,
-                v_lane < V_HEAD_DIM,
-                PAGE_SIZE,
-                BLOCK_M,
-                BLOCK_N,
-                V_BLOCK,
-                K_BLOCK > HEAD_DIM * HEADS_PER_ROW,
-                V_BLOCK > V_HEAD_DIM * HEADS_PER_ROW,
-                SAME_OFFSETS,
-                TRANSPOSED,
-                WINDOWED,
-                CAPPED,
-                slopes is not None,
-                STAGES,
+                Side(k_pages + first_kv_head * kp_head, kp_page, kp_token, k_column, k_lane < G.HEAD_DIM),
+                Side(v_pages + first_kv_head * vp_head, vp_page, vp_token, v_column, v_lane < G.V_HEAD_DIM),
+                Line(table_line, line_width),
+                Span(window_block + first_block, window_block + end_block),
+                Span(first_key, kv_len),
+                Logits(qk_scale, tanh_scale, slope),
+                G,
             )
-            if WHOLE_ROWS or end_tile - first_tile == num_tiles:
+            if G.WHOLE_ROWS or end_block - first_block == num_blocks:
                 if sinks is not None:
                     sink = tl.load(sinks + first_head + q_row, mask=is_row, other=float("-inf"))
                     maximum, total, decay = add_sink(maximum, total, sink)
-                    acc = acc * (decay[None, :] if TRANSPOSED else decay[:, None])
-                value = acc / (total[None, :] if TRANSPOSED else total[:, None])
+                    acc = acc * (decay[None, :] if G.TRANSPOSED else decay[:, None])
+                value = acc / (total[None, :] if G.TRANSPOSED else total[:, None])
                 out_row = out + token * out_token + first_head * out_head
                 tl.store(out_row + m.to(tl.int64) * out_head + v_wide, value.to(out.dtype.element_ty), mask=is_out)
                 if lse is not None:
@@ -298,18 +281,14 @@ def _decode_kernel(
                     tl.store(lse_row + q_row.to(tl.int64) * lse_head, (maximum + tl.log2(total)) * LN_2, mask=is_row)
             else:
                 # Part 2p of program p goes to a row begun by an earlier program, 2p + 1 to one that goes on.
-                part = 2 * program + (first_tile == 0).to(tl.int32)
-                tl.store(partials + (part * Q_ROWS + m) * V_HEAD_DIM + v_wide, acc, mask=is_out)
-                tl.store(sums + (part * Q_ROWS + q_row) * 2, maximum, mask=is_row)
-                tl.store(sums + (part * Q_ROWS + q_row) * 2 + 1, total, mask=is_row)
+                part = 2 * program + (first_block == 0).to(tl.int32)
+                tl.store(partials + (part * R.Q_ROWS + m) * G.V_HEAD_DIM + v_wide, acc, mask=is_out)
+                tl.store(sums + (part * R.Q_ROWS + q_row) * 2, maximum, mask=is_row)
+                tl.store(sums + (part * R.Q_ROWS + q_row) * 2 + 1, total, mask=is_row)
         work -= take
-        if not WHOLE_ROWS:
+        if not G.WHOLE_ROWS:
             done = 0
-            row = tl.where(kv_len < 0, ROWS, row + 1)
-            seq = tl.where(row == ROWS, seq + 1, seq)
-            row = tl.where(row == ROWS, 0, row)
-            seq_words = schedule + num_programs * PROGRAM_WORDS + seq * SEQ_WORDS
-            kv_len = tl.load(seq_words + 1, mask=seq < num_seqs, other=-1)
+            seq, row, kv_len = next_row(schedule, num_programs, num_seqs, seq, row, kv_len, R)
 
 
 def has_whole_rows(num_rows: int, *, num_programs: int, window_left: int, head_dim: int) -> bool:
@@ -325,135 +304,80 @@ def has_whole_rows(num_rows: int, *, num_programs: int, window_left: int, head_d
     return window_left < _FEW_KEYS or num_rows >= _EVENLY * places
 
 
-def decode_partials_words(
-    num_programs: int, *, num_q_heads: int, num_kv_heads: int, v_head_dim: int, tiles: DecodeTiles
-) -> int:
-    """float32 words of the workspace for rows that several programs share: two parts a program."""
-    return 2 * num_programs * tiles.q_rows(num_q_heads // num_kv_heads) * (v_head_dim + 2)
-
-
-def launch_paged_decode(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    table: Tensor,
-    row_of_seq: Tensor,
-    kv_len: Tensor,
-    q_indptr: Tensor,
-    schedule: Tensor,
-    partials: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    sinks: Tensor | None,
-    slopes: Tensor | None,
-    *,
-    scores: Scores,
-    num_programs: int,
-    tiles: DecodeTiles,
-    first_page: Tensor | None = None,
-) -> None:
+def launch_paged_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, tiles: DecodeTiles) -> None:
     """Attention of every sequence with exactly one new token; all other tokens of out and lse stay as they are.
 
-    q, out:            [T, q_heads, head_dim | v_head_dim], any strides but the last
-    k_pages, v_pages:  [pages, page_size, kv_heads, head_dim | v_head_dim], any strides but the last
-    table:             int32 [rows, width]: row, page_no -> page; page numbers beyond the width are not read
-    row_of_seq:        int32 [S]      seq -> row of the table
-    kv_len:            int32 [S]      tokens, the new one included; 0 gives output 0 and LSE -inf
-    q_indptr:          int32 [S + 1]  sequence -> first token
-    schedule:          int32, filled by launch_decode_schedule from kv_len with the same window, num_programs and tiles
-    partials:          float32 [decode_partials_words(...)] or longer, scratch
-    lse:               float32 [T, q_heads], natural logarithm with the sink in it, any strides; or None
-    sinks, slopes:     float32 [q_heads], or None; see scores.py
-    num_programs:      programs of the grid
-    first_page:        int32 [S], seq -> page_no in its row where the kv_len keys begin, below the width; None: 0
+    A sequence with kv_len 0 receives 0 and LSE -inf.
+    args: with cut's schedule, and a workspace of cut.partials_words(...) or longer
+    cut:  of these tiles and the scores' window; its programs are the grid
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
-    check_paged_tensors("paged decode", q, k_pages, v_pages, table, row_of_seq, kv_len, q_indptr, out, lse)
-    num_q_heads, head_dim = q.shape[1:]
-    check_head_weights(num_q_heads, sinks, slopes)
-    page_size, num_kv_heads, v_head_dim = v_pages.shape[1:]
-    gqa_ratio, heads_per_row = num_q_heads // num_kv_heads, tiles.heads_per_row
-    num_seqs, q_rows = kv_len.shape[0], tiles.q_rows(gqa_ratio)
-    partials_words = decode_partials_words(
-        num_programs, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, v_head_dim=v_head_dim, tiles=tiles
-    )
-    assert schedule.dtype == torch.int32
-    assert schedule.numel() >= decode_schedule_words(num_programs, num_seqs)
-    assert partials.dtype == torch.float32
-    assert partials.numel() >= partials_words
-    assert schedule.is_contiguous()
-    assert partials.is_contiguous()
-    assert heads_per_row == 1 or (head_dim == v_head_dim == next_power_of_2(head_dim) and tiles.head_blocks == 1)
-    assert first_page is None or (first_page.dtype == torch.int32 and first_page.shape == (num_seqs,))
-    lse_token, lse_head = (0, 0) if lse is None else lse.stride()
-    num_rows = num_seqs * tiles.rows_per_seq(num_kv_heads)
-    whole_rows = has_whole_rows(
-        num_rows, num_programs=num_programs, window_left=scores.window_left, head_dim=max(head_dim, v_head_dim)
-    )
+    queries, pages, table = args.queries, args.pages, args.table
+    geometry = _geometry(args, scores, cut, tiles)
     launch(
         _decode_kernel,
-        (num_rows if whole_rows else num_programs,),
-        q,
-        k_pages,
-        v_pages,
+        (queries.num_seqs * cut.rows if geometry.WHOLE_ROWS else cut.programs,),
+        args.q,
+        pages.k,
+        pages.v,
         table,
-        row_of_seq,
-        q_indptr,
-        schedule,
-        partials,
-        out,
-        lse,
-        sinks,
-        slopes,
-        first_page,
+        queries.row_of_seq,
+        queries.q_indptr,
+        args.schedule,
+        args.workspace,
+        args.out,
+        args.lse,
+        args.sinks,
+        args.slopes,
+        queries.first_page,
         scores.base_2_scale,
         scores.tanh_scale,
         scores.window_left,
-        num_seqs,
-        num_programs,
+        queries.num_seqs,
+        cut.programs,
         table.shape[1],
-        q.stride(0),
-        q.stride(1),
-        *k_pages.stride()[:3],
-        *v_pages.stride()[:3],
-        table.stride(0),
-        out.stride(0),
-        out.stride(1),
-        lse_token,
-        lse_head,
-        ROWS=tiles.rows_per_seq(num_kv_heads),
-        GQA_RATIO=gqa_ratio,
-        HEADS_PER_ROW=heads_per_row,
-        HEAD_BLOCKS=tiles.head_blocks,
-        HEAD_DIM=head_dim,
-        V_HEAD_DIM=v_head_dim,
-        K_BLOCK=max(16, next_power_of_2(head_dim * heads_per_row)),
-        V_BLOCK=max(16, next_power_of_2(v_head_dim * heads_per_row)),
-        PAGE_SIZE=page_size,
-        BLOCK_M=max(16, next_power_of_2(q_rows)),
-        BLOCK_N=tiles.block_n,
-        ROW_COST=tiles.row_cost,
-        SAME_OFFSETS=head_dim == v_head_dim and k_pages.stride() == v_pages.stride(),
-        TRANSPOSED=tiles.transposed,
-        WINDOWED=scores.windowed,
-        WHOLE_ROWS=whole_rows,
-        CAPPED=scores.soft_cap > 0,
-        STAGES=tiles.num_stages,
+        *args.read_strides,
+        *args.written_strides,
+        G=geometry,
         num_warps=tiles.num_warps,
     )
-    if whole_rows:
-        return
-    launch_merge(
-        q_indptr,
-        schedule,
-        partials,
-        out,
-        lse,
-        sinks,
-        window_left=scores.window_left,
-        num_seqs=num_seqs,
-        num_kv_heads=num_kv_heads,
-        num_programs=num_programs,
-        tiles=tiles,
+    if not geometry.WHOLE_ROWS:
+        launch_merge(args, cut, geometry.rows)
+
+
+def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTiles) -> DecodeGeometry:
+    """What the launch is compiled for; its arguments are checked."""
+    args.check("paged decode")
+    head_dim, v_head_dim = args.q.shape[2], args.out.shape[2]
+    num_kv_heads, gqa_ratio = args.heads
+    num_seqs, heads = args.queries.num_seqs, tiles.heads_per_row
+    cut.check(args.schedule, num_seqs)
+    assert cut == DecodeCut.of(
+        tiles, num_kv_heads=num_kv_heads, programs=cut.programs, window_left=scores.window_left
+    ), "the schedule was cut for another launch"
+    workspace = args.workspace
+    words = cut.partials_words(gqa_ratio=gqa_ratio, v_head_dim=v_head_dim, tiles=tiles)
+    assert workspace.dtype == torch.float32
+    assert workspace.numel() >= words
+    assert workspace.is_contiguous()
+    assert heads == 1 or (head_dim == v_head_dim == next_power_of_2(head_dim) and tiles.head_blocks == 1)
+    return DecodeGeometry(
+        rows=cut.row_cut(tiles, gqa_ratio),
+        HEAD_DIM=head_dim,
+        V_HEAD_DIM=v_head_dim,
+        K_COLUMNS=max(16, next_power_of_2(head_dim * heads)),
+        V_COLUMNS=max(16, next_power_of_2(v_head_dim * heads)),
+        QUERY_ROWS=max(16, next_power_of_2(tiles.q_rows(gqa_ratio))),
+        PAGE_SIZE=args.pages.v.shape[1],
+        SAME_OFFSETS=args.same_offsets,
+        TRANSPOSED=tiles.transposed,
+        WHOLE_ROWS=has_whole_rows(
+            num_seqs * cut.rows,
+            num_programs=cut.programs,
+            window_left=scores.window_left,
+            head_dim=max(head_dim, v_head_dim),
+        ),
+        CAPPED=scores.soft_cap > 0,
+        STAGES=tiles.num_stages,
     )

@@ -1,71 +1,114 @@
 """Hand out the KV of a decode batch evenly to a fixed number of programs, on the device, from the live lengths.
 
-Work lies on one axis: sequence, then row of KV heads, then tile. A row costs row_cost + its tiles. With `total` the
-cost of all rows, program p takes the positions [p * share, (p + 1) * share), share = ceil(total / num_programs).
-All the rest is arithmetic:
+Work lies on one axis: sequence, then row of KV heads, then key block. A row costs row_cost + its key blocks. With
+`total` the cost of all rows, program p takes the positions [p * share, (p + 1) * share),
+share = ceil(total / programs). All the rest is arithmetic:
 
   a program leaves at most two rows unfinished: the first, begun by an earlier program, and the last, which goes on;
-  the tiles of a row that starts at position x are worked on by programs (x + row_cost) // share to
-  (x + row_cost + tiles - 1) // share, in this order.
+  the key blocks of a row that starts at position x are worked on by programs (x + row_cost) // share to
+  (x + row_cost + blocks - 1) // share, in this order.
 
 So there is no list of parts and no atomic, and the cut depends on nothing but the lengths.
-With a window a row has only the tiles that its new token sees. A sequence takes part if it has one new token. With
+With a window a row has only the blocks that its new token sees. A sequence takes part if it has one new token. With
 kv_len 0 it costs row_cost, so that some program writes its zeros.
 
-The schedule is int32, flat: 8 words a program, then 2 words a sequence.
-  program   seq, row, offset of its first work in that row, work, share, position where the row starts, kv_len, 0
-  sequence  position where its rows start, kv_len or -1 if it takes no part
-Positions must fit int32: rows x KV tokens / block_n below 2**31.
+The schedule is int32, flat: PROGRAM_WORDS a program, then SEQ_WORDS a sequence. Positions must fit int32:
+rows x KV tokens / key_block below 2**31.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from rocm_attn.kernels.attention import cuts
+from rocm_attn.kernels.attention.arguments import Queries
+from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
-from rocm_attn.kernels.attention.softmax import visible_tiles
+from rocm_attn.kernels.attention.softmax import visible_blocks
 from rocm_attn.kernels.launch import launch
-from rocm_attn.kernels.tuning.tiles import DecodeTiles
 
-PROGRAM_WORDS = tl.constexpr(8)
-SEQ_WORDS = tl.constexpr(2)
+# The words of a program; the last one is 0.
+PROGRAM_WORDS = tl.constexpr(cuts.PROGRAM_WORDS)
+PROGRAM_SEQ = tl.constexpr(0)
+PROGRAM_ROW = tl.constexpr(1)
+PROGRAM_DONE = tl.constexpr(2)  # offset of its first work in that row
+PROGRAM_WORK = tl.constexpr(3)
+PROGRAM_SHARE = tl.constexpr(4)
+PROGRAM_ROW_START = tl.constexpr(5)  # position where the row starts
+PROGRAM_KV_LEN = tl.constexpr(6)
+# The words of a sequence.
+SEQ_WORDS = tl.constexpr(cuts.SEQ_WORDS)
+SEQ_START = tl.constexpr(0)  # position where its rows start
+SEQ_KV_LEN = tl.constexpr(1)  # -1 if it takes no part
 # Sequences that a program looks at in one step; a fixed number, so that no batch size needs another compilation.
 _SEQS_AT_ONCE = 512
 
 
 @triton.jit
+def words_of_program(schedule, program):
+    """The first word of a program."""
+    return schedule + program * PROGRAM_WORDS
+
+
+@triton.jit
+def words_of_seq(schedule, num_programs, seq):
+    """The first word of a sequence."""
+    return schedule + num_programs * PROGRAM_WORDS + seq * SEQ_WORDS
+
+
+@triton.jit
+def heads_of_row(row, R: tl.constexpr):
+    """First KV head (int64) and first query head (int64) of a row, and how many query heads it has."""
+    head_block = row % R.HEAD_BLOCKS
+    first_kv_head = (row // R.HEAD_BLOCKS * R.HEADS_PER_ROW).to(tl.int64)
+    first_head = first_kv_head * R.GQA_RATIO + head_block * R.BLOCK_HEADS
+    num_q_rows = tl.minimum(R.Q_ROWS, R.GQA_RATIO * R.HEADS_PER_ROW - head_block * R.BLOCK_HEADS)
+    return first_kv_head, first_head, num_q_rows
+
+
+@triton.jit
+def next_row(schedule, num_programs, num_seqs, seq, row, kv_len, R: tl.constexpr):
+    """Sequence, row and kv_len of the row after this one; of a sequence that takes no part (-1) no row is visited."""
+    row = tl.where(kv_len < 0, R.ROWS, row + 1)
+    seq = tl.where(row == R.ROWS, seq + 1, seq)
+    row = tl.where(row == R.ROWS, 0, row)
+    words = words_of_seq(schedule, num_programs, seq)
+    return seq, row, tl.load(words + SEQ_KV_LEN, mask=seq < num_seqs, other=-1)
+
+
+@triton.jit
 def _costs(
     kv_len,
-    q_len,
+    q_indptr,
     seq,
     num_seqs,
     window_left,
     ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
     ROW_COST: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
     """Cost of all rows of each sequence, and its kv_len or -1."""
     inside = seq < num_seqs
-    takes_part = tl.load(q_len + seq, mask=inside, other=0) == 1
+    first_token = tl.load(q_indptr + seq, mask=inside, other=0)
+    takes_part = tl.load(q_indptr + seq + 1, mask=inside, other=0) - first_token == 1
     length = tl.where(takes_part, tl.load(kv_len + seq, mask=inside, other=0), -1)
-    _, _, num_tiles = visible_tiles(length, window_left, BLOCK_N, WINDOWED)
-    return tl.where(takes_part, (num_tiles + ROW_COST) * ROWS, 0), length
+    _, _, num_blocks = visible_blocks(length, window_left, KEY_BLOCK, WINDOWED)
+    return tl.where(takes_part, (num_blocks + ROW_COST) * ROWS, 0), length
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_programs", "window_left"])
 def _schedule_kernel(
     kv_len,
-    q_len,
+    q_indptr,
     schedule,
     num_seqs,
     num_programs,
     window_left,
     ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
     ROW_COST: tl.constexpr,
     WINDOWED: tl.constexpr,
     SEQS: tl.constexpr,
@@ -75,7 +118,7 @@ def _schedule_kernel(
 
     total = 0
     for first in range(0, num_seqs, SEQS):
-        cost, _ = _costs(kv_len, q_len, first + lane, num_seqs, window_left, ROWS, BLOCK_N, ROW_COST, WINDOWED)
+        cost, _ = _costs(kv_len, q_indptr, first + lane, num_seqs, window_left, ROWS, KEY_BLOCK, ROW_COST, WINDOWED)
         total += tl.sum(cost, 0)
     share = tl.maximum(tl.cdiv(total, num_programs), 1)
     start = program * share
@@ -88,7 +131,10 @@ def _schedule_kernel(
     seq_len = 0
     before = 0
     for first in range(0, num_seqs, SEQS):
-        cost, length = _costs(kv_len, q_len, first + lane, num_seqs, window_left, ROWS, BLOCK_N, ROW_COST, WINDOWED)
+        # cost, length: [SEQS]
+        cost, length = _costs(
+            kv_len, q_indptr, first + lane, num_seqs, window_left, ROWS, KEY_BLOCK, ROW_COST, WINDOWED
+        )
         end = before + tl.cumsum(cost, 0)
         here = (end > start) & (end - cost <= start)
         seq += tl.sum((end <= start).to(tl.int32), 0)
@@ -96,65 +142,46 @@ def _schedule_kernel(
         seq_cost += tl.sum(tl.where(here, cost, 0), 0)
         seq_len += tl.sum(tl.where(here, length, 0), 0)
         if (first // SEQS) % num_programs == program:
-            words = schedule + num_programs * PROGRAM_WORDS + (first + lane) * SEQ_WORDS
-            tl.store(words, end - cost, mask=first + lane < num_seqs)
-            tl.store(words + 1, length, mask=first + lane < num_seqs)
+            words = words_of_seq(schedule, num_programs, first + lane)
+            tl.store(words + SEQ_START, end - cost, mask=first + lane < num_seqs)
+            tl.store(words + SEQ_KV_LEN, length, mask=first + lane < num_seqs)
         before += tl.sum(cost, 0)
     row_cost = tl.maximum(seq_cost // ROWS, 1)
     row = (start - seq_start) // row_cost
     row_start = seq_start + row * row_cost
 
-    words = schedule + program * PROGRAM_WORDS
-    tl.store(words, tl.minimum(seq, num_seqs))
-    tl.store(words + 1, row)
-    tl.store(words + 2, start - row_start)
-    tl.store(words + 3, work)
-    tl.store(words + 4, share)
-    tl.store(words + 5, row_start)
-    tl.store(words + 6, seq_len)
-    tl.store(words + 7, 0)
+    words = words_of_program(schedule, program)
+    tl.store(words + PROGRAM_SEQ, tl.minimum(seq, num_seqs))
+    tl.store(words + PROGRAM_ROW, row)
+    tl.store(words + PROGRAM_DONE, start - row_start)
+    tl.store(words + PROGRAM_WORK, work)
+    tl.store(words + PROGRAM_SHARE, share)
+    tl.store(words + PROGRAM_ROW_START, row_start)
+    tl.store(words + PROGRAM_KV_LEN, seq_len)
+    tl.store(words + PROGRAM_WORDS - 1, 0)
 
 
-def decode_schedule_words(num_programs: int, num_seqs: int) -> int:
-    """int32 words of the schedule buffer."""
-    return num_programs * int(PROGRAM_WORDS.value) + num_seqs * int(SEQ_WORDS.value)
+def launch_decode_schedule(queries: Queries, schedule: Tensor, cut: DecodeCut) -> None:
+    """Fill the schedule of the queries' sequences, on the device.
 
-
-def launch_decode_schedule(
-    kv_len: Tensor,
-    q_len: Tensor,
-    schedule: Tensor,
-    *,
-    window_left: int,
-    num_kv_heads: int,
-    num_programs: int,
-    tiles: DecodeTiles,
-) -> None:
-    """Fill the schedule that launch_paged_decode reads, for the same window, num_programs and tiles.
-
-    kv_len:    int32 [S]  tokens, the new one included
-    q_len:     int32 [S]  new tokens; sequences with another number than 1 take no part
-    schedule:  int32 [decode_schedule_words(num_programs, S)] or longer, written
+    schedule: int32 [cut.words(S)] or longer, written
     """
-    num_seqs = kv_len.shape[0]
-    assert kv_len.dtype == q_len.dtype == schedule.dtype == torch.int32
-    assert kv_len.stride(0) == q_len.stride(0) == schedule.stride(0) == 1
-    assert q_len.shape[0] == num_seqs
-    assert schedule.numel() >= decode_schedule_words(num_programs, num_seqs)
-    assert tiles.row_cost >= 1
+    queries.check()
+    num_seqs = queries.num_seqs
+    cut.check(schedule, num_seqs)
     launch(
         _schedule_kernel,
-        (num_programs,),
-        kv_len,
-        q_len,
+        (cut.programs,),
+        queries.kv_len,
+        queries.q_indptr,
         schedule,
         num_seqs,
-        num_programs,
-        window_left,
-        ROWS=tiles.rows_per_seq(num_kv_heads),
-        BLOCK_N=tiles.block_n,
-        ROW_COST=tiles.row_cost,
-        WINDOWED=window_left != UNLIMITED_WINDOW,
+        cut.programs,
+        cut.window_left,
+        ROWS=cut.rows,
+        KEY_BLOCK=cut.key_block,
+        ROW_COST=cut.row_cost,
+        WINDOWED=cut.window_left != UNLIMITED_WINDOW,
         SEQS=_SEQS_AT_ONCE,
         num_warps=4,
     )

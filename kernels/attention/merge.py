@@ -10,49 +10,73 @@ Which programs hold parts of a row follows from the schedule (see decode_schedul
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from rocm_attn.kernels.attention.decode_schedule import PROGRAM_WORDS, SEQ_WORDS
-from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
-from rocm_attn.kernels.attention.softmax import LN_2, add_sink, visible_tiles
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.bundles import Softmax
+from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
+from rocm_attn.kernels.attention.decode_schedule import (
+    PROGRAM_DONE,
+    PROGRAM_KV_LEN,
+    PROGRAM_ROW,
+    PROGRAM_ROW_START,
+    PROGRAM_SEQ,
+    PROGRAM_SHARE,
+    PROGRAM_WORK,
+    SEQ_KV_LEN,
+    SEQ_START,
+    words_of_program,
+    words_of_seq,
+)
+from rocm_attn.kernels.attention.softmax import LN_2, add_sink, visible_blocks
 from rocm_attn.kernels.launch import launch
-from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
+from rocm_attn.kernels.tuning.tiles import next_power_of_2
+
+
+class MergeGeometry(NamedTuple):
+    """What the merge is compiled for.
+
+    rows:       how decode's rows are cut
+    V_HEAD_DIM: elements of an output row
+    BY_ROW, HEADS, COLUMNS, PARTS: see MergeShape
+    """
+
+    rows: RowCut
+    V_HEAD_DIM: int
+    BY_ROW: bool
+    HEADS: int
+    COLUMNS: int
+    PARTS: int
 
 
 @triton.jit
-def _merge_parts(
-    partials,
-    sums,
-    first_program,
-    num_parts,
-    q_row,
-    column,
-    Q_ROWS: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr,
-    HEADS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Accumulator [HEADS, COLUMNS], maximum and sum [HEADS] over the parts of one row, PARTS at a time."""
-    lane = tl.arange(0, PARTS)
+def _merge_parts(partials, sums, first_program, num_parts, q_row, column, G: tl.constexpr):
+    """What all parts of one row give: accumulator [HEADS, COLUMNS], maximum and sum [HEADS]; PARTS are added at a time.
+
+    partials: [parts, Q_ROWS, V_HEAD_DIM]; sums: [parts, Q_ROWS, 2], maximum and sum
+    """
+    HEADS: tl.constexpr = G.HEADS
+    COLUMNS: tl.constexpr = G.COLUMNS
+    lane = tl.arange(0, G.PARTS)
     maximum = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, COLUMNS], tl.float32)
-    for first in range(0, num_parts, PARTS):
+    for first in range(0, num_parts, G.PARTS):
         index = first + lane
         # The row began in its first program (slot 2p + 1) and was begun earlier for all the others (slot 2p).
         part = 2 * (first_program + index) + (index == 0).to(tl.int32)
-        line = part[:, None] * Q_ROWS + q_row[None, :]
-        live = (index < num_parts)[:, None] & (q_row < Q_ROWS)[None, :]
+        # part_maximum, part_total: [PARTS, HEADS]; part_acc: [PARTS, HEADS, COLUMNS]
+        line = part[:, None] * G.rows.Q_ROWS + q_row[None, :]
+        live = (index < num_parts)[:, None] & (q_row < G.rows.Q_ROWS)[None, :]
         part_maximum = tl.load(sums + line * 2, mask=live, other=float("-inf"))
         part_total = tl.load(sums + line * 2 + 1, mask=live, other=0.0)
         is_acc = live[:, :, None]
-        if V_HEAD_DIM % COLUMNS != 0:
-            is_acc = is_acc & (column < V_HEAD_DIM)[None, None, :]
-        part_acc = tl.load(partials + line[:, :, None] * V_HEAD_DIM + column[None, None, :], mask=is_acc, other=0.0)
+        if G.V_HEAD_DIM % G.COLUMNS != 0:
+            is_acc = is_acc & (column < G.V_HEAD_DIM)[None, None, :]
+        part_acc = tl.load(partials + line[:, :, None] * G.V_HEAD_DIM + column[None, None, :], mask=is_acc, other=0.0)
         new_maximum = tl.maximum(maximum, tl.max(part_maximum, 0))
         # Only q rows past Q_ROWS have no part; the subtraction below must not be inf - inf for them.
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -61,7 +85,7 @@ def _merge_parts(
         total = total * decay + tl.sum(part_total * weight, 0)
         acc = acc * decay[:, None] + tl.sum(part_acc * weight[:, :, None], 0)
         maximum = new_maximum
-    return acc, maximum, total
+    return Softmax(acc, maximum, total)
 
 
 @triton.jit(do_not_specialize=["num_programs", "window_left"])
@@ -78,61 +102,48 @@ def _merge_kernel(
     out_head,
     lse_token,
     lse_head,
-    ROWS: tl.constexpr,
-    GQA_RATIO: tl.constexpr,
-    HEADS_PER_ROW: tl.constexpr,
-    HEAD_BLOCKS: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROW_COST: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    HEADS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr,
+    G: tl.constexpr,
 ):
-    BLOCK_HEADS: tl.constexpr = (GQA_RATIO + HEAD_BLOCKS - 1) // HEAD_BLOCKS
-    Q_ROWS: tl.constexpr = BLOCK_HEADS * HEADS_PER_ROW
+    R: tl.constexpr = G.rows
     index = tl.program_id(0)
-    if BY_ROW:
-        seq = index // ROWS
-        row = index % ROWS
-        seq_words = schedule + num_programs * PROGRAM_WORDS + seq * SEQ_WORDS
-        share = tl.load(schedule + 4)
-        _, _, num_tiles = visible_tiles(tl.load(seq_words + 1), window_left, BLOCK_N, WINDOWED)
-        first_position = tl.load(seq_words) + row * (num_tiles + ROW_COST) + ROW_COST
+    if G.BY_ROW:
+        seq = index // R.ROWS
+        row = index % R.ROWS
+        seq_words = words_of_seq(schedule, num_programs, seq)
+        share = tl.load(schedule + PROGRAM_SHARE)
+        _, _, num_blocks = visible_blocks(tl.load(seq_words + SEQ_KV_LEN), window_left, R.KEY_BLOCK, R.WINDOWED)
+        first_position = tl.load(seq_words + SEQ_START) + row * (num_blocks + R.ROW_COST) + R.ROW_COST
         first_program = first_position // share
-        mine = num_tiles > 0
+        mine = num_blocks > 0
     else:
         # The row that goes on from program `index` into the next one, if that program is the first with a part of it.
-        words = schedule + (index + 1) * PROGRAM_WORDS
-        seq = tl.load(words)
-        row = tl.load(words + 1)
-        share = tl.load(words + 4)
-        _, _, num_tiles = visible_tiles(tl.load(words + 6), window_left, BLOCK_N, WINDOWED)
-        first_position = tl.load(words + 5) + ROW_COST
+        words = words_of_program(schedule, index + 1)
+        seq = tl.load(words + PROGRAM_SEQ)
+        row = tl.load(words + PROGRAM_ROW)
+        share = tl.load(words + PROGRAM_SHARE)
+        _, _, num_blocks = visible_blocks(tl.load(words + PROGRAM_KV_LEN), window_left, R.KEY_BLOCK, R.WINDOWED)
+        first_position = tl.load(words + PROGRAM_ROW_START) + R.ROW_COST
         first_program = first_position // share
-        mine = (tl.load(words + 3) > 0) & (tl.load(words + 2) > ROW_COST) & (first_program == index)
-    num_parts = (first_position + num_tiles - 1) // share - first_program + 1
+        goes_on = (tl.load(words + PROGRAM_WORK) > 0) & (tl.load(words + PROGRAM_DONE) > R.ROW_COST)
+        mine = goes_on & (first_program == index)
+    num_parts = (first_position + num_blocks - 1) // share - first_program + 1
     if mine & (num_parts > 1):
-        q_row = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-        column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-        sums = partials + num_programs * (2 * Q_ROWS * V_HEAD_DIM)
-        acc, maximum, total = _merge_parts(
-            partials, sums, first_program, num_parts, q_row, column, Q_ROWS, V_HEAD_DIM, HEADS, COLUMNS, PARTS
-        )
+        q_row = tl.program_id(1) * G.HEADS + tl.arange(0, G.HEADS)
+        column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
+        sums = partials + num_programs * (2 * R.Q_ROWS * G.V_HEAD_DIM)
+        acc, maximum, total = _merge_parts(partials, sums, first_program, num_parts, q_row, column, G)
         # The last block of a KV head's query heads may be shorter; its other lanes hold whatever decode left there.
-        head_block = row % HEAD_BLOCKS
-        is_row = q_row < tl.minimum(Q_ROWS, GQA_RATIO * HEADS_PER_ROW - head_block * BLOCK_HEADS)
+        head_block = row % R.HEAD_BLOCKS
+        is_row = q_row < tl.minimum(R.Q_ROWS, R.GQA_RATIO * R.HEADS_PER_ROW - head_block * R.BLOCK_HEADS)
         token = tl.load(q_indptr + seq).to(tl.int64)
-        first_head = row // HEAD_BLOCKS * (HEADS_PER_ROW * GQA_RATIO) + head_block * BLOCK_HEADS
+        first_head = row // R.HEAD_BLOCKS * (R.HEADS_PER_ROW * R.GQA_RATIO) + head_block * R.BLOCK_HEADS
         head = (first_head + q_row).to(tl.int64)
         if sinks is not None:
             sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
             maximum, total, decay = add_sink(maximum, total, sink)
             acc = acc * decay[:, None]
         value = (acc / tl.where(is_row, total, 1.0)[:, None]).to(out.dtype.element_ty)
-        mask = is_row[:, None] & (column < V_HEAD_DIM)[None, :]
+        mask = is_row[:, None] & (column < G.V_HEAD_DIM)[None, :]
         tl.store(out + token * out_token + head[:, None] * out_head + column[None, :], value, mask=mask)
         if lse is not None:
             # Programs of other column chunks store the same number.
@@ -177,56 +188,26 @@ def merge_shape(num_rows: int, num_programs: int, q_rows: int, v_head_dim: int) 
     return MergeShape(True, 1, min(block, 32), parts, 8 if parts >= 256 else 1)
 
 
-def launch_merge(
-    q_indptr: Tensor,
-    schedule: Tensor,
-    partials: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    sinks: Tensor | None,
-    *,
-    window_left: int,
-    num_seqs: int,
-    num_kv_heads: int,
-    num_programs: int,
-    tiles: DecodeTiles,
-) -> None:
-    """out and lse of every row of which several programs hold parts; see launch_paged_decode for the arguments."""
-    _, num_q_heads, v_head_dim = out.shape
-    gqa_ratio, rows_per_seq = num_q_heads // num_kv_heads, tiles.rows_per_seq(num_kv_heads)
-    q_rows = tiles.q_rows(gqa_ratio)
-    shape = merge_shape(num_seqs * rows_per_seq, num_programs, q_rows, v_head_dim)
-    lse_token, lse_head = (0, 0) if lse is None else lse.stride()
+def launch_merge(args: AttendArgs, cut: DecodeCut, rows: RowCut) -> None:
+    """out and lse of every row of which several programs hold parts; the arguments are launch_paged_decode's."""
+    queries, v_head_dim = args.queries, args.out.shape[2]
+    shape = merge_shape(queries.num_seqs * rows.ROWS, cut.programs, rows.Q_ROWS, v_head_dim)
     launch(
         _merge_kernel,
         (
-            num_seqs * rows_per_seq if shape.by_row else num_programs - 1,
-            triton.cdiv(q_rows, shape.heads),
+            queries.num_seqs * rows.ROWS if shape.by_row else cut.programs - 1,
+            triton.cdiv(rows.Q_ROWS, shape.heads),
             triton.cdiv(v_head_dim, shape.columns),
         ),
-        q_indptr,
-        schedule,
-        partials,
-        out,
-        lse,
-        sinks,
-        num_programs,
-        window_left,
-        out.stride(0),
-        out.stride(1),
-        lse_token,
-        lse_head,
-        ROWS=rows_per_seq,
-        GQA_RATIO=gqa_ratio,
-        HEADS_PER_ROW=tiles.heads_per_row,
-        HEAD_BLOCKS=tiles.head_blocks,
-        V_HEAD_DIM=v_head_dim,
-        BLOCK_N=tiles.block_n,
-        ROW_COST=tiles.row_cost,
-        WINDOWED=window_left != UNLIMITED_WINDOW,
-        BY_ROW=shape.by_row,
-        HEADS=shape.heads,
-        COLUMNS=shape.columns,
-        PARTS=shape.parts,
+        queries.q_indptr,
+        args.schedule,
+        args.workspace,
+        args.out,
+        args.lse,
+        args.sinks,
+        cut.programs,
+        cut.window_left,
+        *args.written_strides,
+        G=MergeGeometry(rows, v_head_dim, shape.by_row, shape.heads, shape.columns, shape.parts),
         num_warps=shape.num_warps,
     )

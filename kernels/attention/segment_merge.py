@@ -5,20 +5,40 @@ Element by element, so how rows, heads and columns are shared out decides no bit
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rocm_attn.kernels.attention.decode_schedule import PROGRAM_WORDS, SEQ_WORDS
-from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.bundles import Softmax
+from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
+from rocm_attn.kernels.attention.decode_schedule import SEQ_KV_LEN, SEQ_START, words_of_seq
 from rocm_attn.kernels.attention.segments import UNFUSED, merge_segment
-from rocm_attn.kernels.attention.softmax import LN_2, add_sink, visible_tiles
+from rocm_attn.kernels.attention.softmax import LN_2, add_sink, visible_blocks
 from rocm_attn.kernels.launch import launch
-from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 # Parts of a row that are loaded before they are merged, one after the other.
 _PARTS = 8
+
+
+class SegmentMergeGeometry(NamedTuple):
+    """What the merge is compiled for.
+
+    rows:       how decode's rows are cut; their key blocks are segments
+    V_HEAD_DIM: elements of an output row
+    HEADS:      q rows of a program
+    COLUMNS:    output columns of a program
+    PARTS:      parts of a row that are loaded before they are merged, one after the other
+    """
+
+    rows: RowCut
+    V_HEAD_DIM: int
+    HEADS: int
+    COLUMNS: int
+    PARTS: int
 
 
 @triton.jit(do_not_specialize=["num_programs", "window_left"])
@@ -36,46 +56,43 @@ def _segment_merge_kernel(
     out_head,
     lse_token,
     lse_head,
-    ROWS: tl.constexpr,
-    GQA_RATIO: tl.constexpr,
-    HEAD_BLOCKS: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr,
-    SEGMENT_LEN: tl.constexpr,
-    ROW_COST: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    HEADS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr,
+    G: tl.constexpr,
 ):
-    Q_ROWS: tl.constexpr = (GQA_RATIO + HEAD_BLOCKS - 1) // HEAD_BLOCKS
-    seq = tl.program_id(0) // ROWS
-    row = tl.program_id(0) % ROWS
-    seq_words = schedule + num_programs * PROGRAM_WORDS + seq * SEQ_WORDS
-    kv_len = tl.load(seq_words + 1)
+    R: tl.constexpr = G.rows
+    HEADS: tl.constexpr = G.HEADS
+    COLUMNS: tl.constexpr = G.COLUMNS
+    PARTS: tl.constexpr = G.PARTS
+    seq = tl.program_id(0) // R.ROWS
+    row = tl.program_id(0) % R.ROWS
+    seq_words = words_of_seq(schedule, num_programs, seq)
+    kv_len = tl.load(seq_words + SEQ_KV_LEN)
     if kv_len >= 0:
-        _, _, num_parts = visible_tiles(kv_len, window_left, SEGMENT_LEN, WINDOWED)
-        first_part = (tl.load(seq_words) + row * (num_parts + ROW_COST) + ROW_COST).to(tl.int64)
-        q_row = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-        column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+        _, _, num_parts = visible_blocks(kv_len, window_left, R.KEY_BLOCK, R.WINDOWED)
+        first_part = (tl.load(seq_words + SEQ_START) + row * (num_parts + R.ROW_COST) + R.ROW_COST).to(tl.int64)
+        q_row = tl.program_id(1) * G.HEADS + tl.arange(0, G.HEADS)
+        column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
         # The last block of a KV head's query heads may be shorter.
-        head_block = row % HEAD_BLOCKS
-        num_q_rows = tl.minimum(Q_ROWS, GQA_RATIO - head_block * Q_ROWS)
+        head_block = row % R.HEAD_BLOCKS
+        num_q_rows = tl.minimum(R.Q_ROWS, R.GQA_RATIO - head_block * R.Q_ROWS)
         is_row = q_row < num_q_rows
-        is_column = (column < V_HEAD_DIM)[None, :]
+        is_column = (column < G.V_HEAD_DIM)[None, :]
         maximum = tl.full([HEADS], float("-inf"), tl.float32)
         total = tl.zeros([HEADS], tl.float32)
         acc = tl.zeros([HEADS, COLUMNS], tl.float32)
         for first in range(0, num_parts, PARTS):
             for part in tl.static_range(PARTS):
+                # part_maximum, part_total: [HEADS]; part_acc: [HEADS, COLUMNS]
                 is_part = q_row < tl.where(first + part < num_parts, num_q_rows, 0)
-                line = (first_part + first + part) * Q_ROWS + q_row
+                line = (first_part + first + part) * R.Q_ROWS + q_row
                 part_maximum = tl.load(sums + line * 2, mask=is_part, other=float("-inf"))
                 part_total = tl.load(sums + line * 2 + 1, mask=is_part, other=0.0)
-                block = parts + line[:, None] * V_HEAD_DIM + column[None, :]
+                block = parts + line[:, None] * G.V_HEAD_DIM + column[None, :]
                 part_acc = tl.load(block, mask=is_part[:, None] & is_column, other=0.0)
-                acc, maximum, total = merge_segment(acc, maximum, total, part_acc, part_maximum, part_total)
+                acc, maximum, total = merge_segment(
+                    Softmax(acc, maximum, total), Softmax(part_acc, part_maximum, part_total)
+                )
         token = tl.load(q_indptr + seq).to(tl.int64)
-        head = (row // HEAD_BLOCKS * GQA_RATIO + head_block * Q_ROWS + q_row).to(tl.int64)
+        head = (row // R.HEAD_BLOCKS * R.GQA_RATIO + head_block * R.Q_ROWS + q_row).to(tl.int64)
         if sinks is not None:
             sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
             maximum, total, decay = add_sink(maximum, total, sink)
@@ -93,61 +110,31 @@ def _segment_merge_kernel(
             tl.store(lse + token * lse_token + head * lse_head, (maximum + tl.log2(total)) * LN_2, mask=is_row)
 
 
-def launch_segment_merge(
-    q_indptr: Tensor,
-    schedule: Tensor,
-    parts: Tensor,
-    sums: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    sinks: Tensor | None,
-    *,
-    window_left: int,
-    num_seqs: int,
-    num_kv_heads: int,
-    num_programs: int,
-    tiles: SegmentTiles,
-) -> None:
-    """out and lse of every sequence with one new token; see launch_segment_decode for the arguments.
+def launch_segment_merge(args: AttendArgs, parts: Tensor, sums: Tensor, *, cut: DecodeCut, rows: RowCut) -> None:
+    """out and lse of every sequence with one new token; the arguments are launch_segment_decode's.
 
     parts: float32 [slots, q_rows, v_head_dim] flat; sums: float32 [slots, q_rows, 2] flat, maximum and sum
     """
-    _, num_q_heads, v_head_dim = out.shape
-    gqa_ratio = num_q_heads // num_kv_heads
-    decode = tiles.decode(gqa_ratio)
-    rows_per_seq, q_rows = decode.rows_per_seq(num_kv_heads), decode.q_rows(gqa_ratio)
+    v_head_dim = args.out.shape[2]
     # Few rows need many programs; with many rows a program takes as many heads as its registers hold.
-    num_rows, block = num_seqs * rows_per_seq, max(16, next_power_of_2(v_head_dim))
+    num_rows, block = args.queries.num_seqs * rows.ROWS, max(16, next_power_of_2(v_head_dim))
     is_small = num_rows <= 64
-    heads = 1 if is_small else min(next_power_of_2(q_rows), max(1, 512 // block))
+    heads = 1 if is_small else min(next_power_of_2(rows.Q_ROWS), max(1, 512 // block))
     columns = min(block, 32) if is_small else block
-    lse_token, lse_head = (0, 0) if lse is None else lse.stride()
     launch(
         _segment_merge_kernel,
-        (num_rows, triton.cdiv(q_rows, heads), triton.cdiv(v_head_dim, columns)),
-        q_indptr,
-        schedule,
+        (num_rows, triton.cdiv(rows.Q_ROWS, heads), triton.cdiv(v_head_dim, columns)),
+        args.queries.q_indptr,
+        args.schedule,
         parts,
         sums,
-        out,
-        lse,
-        sinks,
-        num_programs,
-        window_left,
-        out.stride(0),
-        out.stride(1),
-        lse_token,
-        lse_head,
-        ROWS=rows_per_seq,
-        GQA_RATIO=gqa_ratio,
-        HEAD_BLOCKS=decode.head_blocks,
-        V_HEAD_DIM=v_head_dim,
-        SEGMENT_LEN=tiles.segment_len,
-        ROW_COST=decode.row_cost,
-        WINDOWED=window_left != UNLIMITED_WINDOW,
-        HEADS=heads,
-        COLUMNS=columns,
-        PARTS=_PARTS,
+        args.out,
+        args.lse,
+        args.sinks,
+        cut.programs,
+        cut.window_left,
+        *args.written_strides,
+        G=SegmentMergeGeometry(rows, v_head_dim, heads, columns, _PARTS),
         num_warps=1,
         **UNFUSED,
     )

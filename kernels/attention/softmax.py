@@ -22,17 +22,20 @@ def capped(products, tanh_scale):
 
 @triton.jit
 def in_range(index, first, end):
-    """first <= index < end by one comparison: on AMD each mask of a tile is kept in pairs of scalar registers."""
+    """first <= index < end by one comparison: on AMD each mask of a block is kept in pairs of scalar registers."""
     return (index - first).to(tl.uint32, bitcast=True) < (end - first).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def visible_tiles(kv_len, window_left, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr):
-    """First key, first tile and number of tiles that the last of kv_len tokens sees; a tile is [n, n + 1) * BLOCK_N."""
-    end = tl.cdiv(tl.maximum(kv_len, 0), BLOCK_N)
+def visible_blocks(kv_len, window_left, KEY_BLOCK: tl.constexpr, WINDOWED: tl.constexpr):
+    """First key, first key block and number of blocks that the last of kv_len tokens sees.
+
+    Key block n is [n, n + 1) * KEY_BLOCK.
+    """
+    end = tl.cdiv(tl.maximum(kv_len, 0), KEY_BLOCK)
     first_key = tl.maximum(kv_len - 1 - window_left, 0) if WINDOWED else 0
-    first_tile = first_key // BLOCK_N
-    return first_key, first_tile, end - first_tile
+    first_block = first_key // KEY_BLOCK
+    return first_key, first_block, end - first_block
 
 
 @triton.jit

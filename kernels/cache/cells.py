@@ -2,8 +2,55 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+from rocm_attn.kernels.cache.page_rows import PageRows
+
+# Elements of K or of V that a program holds.
+_ELEMENTS = 4096
+
+
+class CellGeometry(NamedTuple):
+    """What a kernel that writes pages is compiled for.
+
+    HEADS:                    KV heads; HEADS_BLOCK: those of a program
+    K_DIM, V_DIM:             elements of a row; K_COLUMNS, V_COLUMNS: with padding
+    K_ELEMENTS, V_ELEMENTS:   elements of a vector of a row
+    K_TOKENS, V_TOKENS:       tokens of a group
+    """
+
+    PAGE_SIZE: int
+    HEADS: int
+    HEADS_BLOCK: int
+    K_DIM: int
+    V_DIM: int
+    K_COLUMNS: int
+    V_COLUMNS: int
+    K_ELEMENTS: int
+    K_TOKENS: int
+    V_ELEMENTS: int
+    V_TOKENS: int
+
+    @classmethod
+    def of(cls, keys: PageRows, values: PageRows, *, heads: int, dims: tuple[int, int]) -> CellGeometry:
+        """Of pages, and of so many heads with head_dim and v_head_dim."""
+        k_columns, v_columns = map(triton.next_power_of_2, dims)
+        return cls(
+            PAGE_SIZE=keys.page_size,
+            HEADS=heads,
+            HEADS_BLOCK=max(1, min(triton.next_power_of_2(heads), _ELEMENTS // max(k_columns, v_columns))),
+            K_DIM=dims[0],
+            V_DIM=dims[1],
+            K_COLUMNS=k_columns,
+            V_COLUMNS=v_columns,
+            K_ELEMENTS=keys.vector_elements,
+            K_TOKENS=keys.group_tokens,
+            V_ELEMENTS=values.vector_elements,
+            V_TOKENS=values.group_tokens,
+        )
 
 
 @triton.jit

@@ -16,13 +16,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rocm_attn.kernels.cache.cells import element_cell, token_cell
-from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
+from rocm_attn.kernels.cache.cells import CellGeometry, element_cell, token_cell
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.metadata import error_word
 
 _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 _NOT_FINITE = tl.constexpr(error_word.NOT_FINITE)
+
+
+@triton.jit
+def _finite_row(row):
+    """A row with 0 in the place of what is not finite, and whether each head had any of that."""
+    finite = tl.abs(row.to(tl.float32)) < float("inf")
+    return tl.where(finite, row, 0.0), tl.max((~finite).to(tl.int32), 1)
 
 
 @triton.jit
@@ -45,97 +52,67 @@ def _store_kernel(
     vp_group,
     vp_head,
     vp_vector,
-    PAGE_SIZE: tl.constexpr,
+    G: tl.constexpr,
     FIRST_SLOT: tl.constexpr,
-    HEADS: tl.constexpr,
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    K_ELEMENTS: tl.constexpr,
-    K_TOKENS: tl.constexpr,
-    V_ELEMENTS: tl.constexpr,
-    V_TOKENS: tl.constexpr,
-    HEADS_BLOCK: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    V_BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0)
     slot = tl.load(slot_of_token + token).to(tl.int64)
     if (token < tl.load(counts + 1)) & (slot >= FIRST_SLOT):
         t = token.to(tl.int64)
-        page = slot // PAGE_SIZE
-        offset = slot % PAGE_SIZE
-        head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)[:, None]
+        page = slot // G.PAGE_SIZE
+        offset = slot % G.PAGE_SIZE
+        # head: [HEADS_BLOCK, 1]; k_d: [1, K_COLUMNS]; v_d: [1, V_COLUMNS]
+        head = tl.program_id(1) * G.HEADS_BLOCK + tl.arange(0, G.HEADS_BLOCK)[:, None]
         # 64-bit before multiplying: HND layouts have head strides beyond int32.
         head64 = head.to(tl.int64)
-        d = tl.arange(0, K_BLOCK)[None, :]
-        inside = (head < HEADS) & (d < K_DIM)
-        row = tl.load(k + t * k_token + head64 * k_head + d, mask=inside, other=0.0)
-        finite = tl.abs(row.to(tl.float32)) < float("inf")
-        strange = tl.max((~finite).to(tl.int32), 1)
-        heads = k_pages + page * kp_page + token_cell(offset, kp_group, K_TOKENS) + head64 * kp_head
-        cell = element_cell(d, kp_vector, K_ELEMENTS, K_TOKENS, K_DIM)
-        tl.store(heads + cell, tl.where(finite, row, 0.0), mask=inside)
-        d = tl.arange(0, V_BLOCK)[None, :]
-        inside = (head < HEADS) & (d < V_DIM)
-        row = tl.load(v + t * v_token + head64 * v_head + d, mask=inside, other=0.0)
-        finite = tl.abs(row.to(tl.float32)) < float("inf")
-        strange |= tl.max((~finite).to(tl.int32), 1)
-        heads = v_pages + page * vp_page + token_cell(offset, vp_group, V_TOKENS) + head64 * vp_head
-        cell = element_cell(d, vp_vector, V_ELEMENTS, V_TOKENS, V_DIM)
-        tl.store(heads + cell, tl.where(finite, row, 0.0), mask=inside)
+        k_d = tl.arange(0, G.K_COLUMNS)[None, :]
+        inside = (head < G.HEADS) & (k_d < G.K_DIM)
+        row = tl.load(k + t * k_token + head64 * k_head + k_d, mask=inside, other=0.0)
+        row, strange = _finite_row(row)
+        heads = k_pages + page * kp_page + token_cell(offset, kp_group, G.K_TOKENS) + head64 * kp_head
+        cell = element_cell(k_d, kp_vector, G.K_ELEMENTS, G.K_TOKENS, G.K_DIM)
+        tl.store(heads + cell, row, mask=inside)
+        v_d = tl.arange(0, G.V_COLUMNS)[None, :]
+        inside = (head < G.HEADS) & (v_d < G.V_DIM)
+        row = tl.load(v + t * v_token + head64 * v_head + v_d, mask=inside, other=0.0)
+        row, v_strange = _finite_row(row)
+        strange |= v_strange
+        heads = v_pages + page * vp_page + token_cell(offset, vp_group, G.V_TOKENS) + head64 * vp_head
+        cell = element_cell(v_d, vp_vector, G.V_ELEMENTS, G.V_TOKENS, G.V_DIM)
+        tl.store(heads + cell, row, mask=inside)
         if tl.max(strange, 0) > 0:
             tl.atomic_or(counts + _ERROR_WORD, _NOT_FINITE, sem="relaxed")
 
 
 def launch_store_kv(
-    k: Tensor,
-    v: Tensor,
-    slot_of_token: Tensor,
-    counts: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    *,
-    null_page: bool = True,
+    k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages, *, null_page: bool = True
 ) -> None:
     """Write k and v to the slots of their tokens, 0 in the place of what is infinite or no number.
 
-    k, v:             [T, kv_heads, head_dim | v_head_dim], any strides but the last
-    slot_of_token:    int32 [T]
-    counts:           int32 [4]; [1] is num_tokens, [3] receives an error bit where a token was not finite
-    k_pages, v_pages: linear, with any strides but the last, or vectorised; written in place
-    null_page:        whether page 0 belongs to no one
+    k, v:          [T, kv_heads, head_dim | v_head_dim], any strides but the last
+    slot_of_token: int32 [T]
+    counts:        int32 [4]; [1] is num_tokens, [3] receives an error bit where a token was not finite
+    pages:         linear, with any strides but the last, or vectorised; written in place
+    null_page:     whether page 0 belongs to no one
     """
-    keys, values = key_rows(k_pages), value_rows(v_pages)
-    num_tokens, heads, k_dim = k.shape
-    v_dim = v.shape[2]
-    k_block, v_block = triton.next_power_of_2(k_dim), triton.next_power_of_2(v_dim)
-    heads_block = max(1, min(triton.next_power_of_2(heads), 4096 // max(k_block, v_block)))
+    keys, values, heads = pages.keys, pages.values, k.shape[1]
+    geometry = CellGeometry.of(keys, values, heads=heads, dims=(k.shape[2], v.shape[2]))
     launch(
         _store_kernel,
-        (num_tokens, triton.cdiv(heads, heads_block)),
+        (k.shape[0], triton.cdiv(heads, geometry.HEADS_BLOCK)),
         k,
         v,
         slot_of_token,
         counts,
-        k_pages,
-        v_pages,
+        pages.k,
+        pages.v,
         k.stride(0),
         k.stride(1),
         v.stride(0),
         v.stride(1),
         *keys.cells.stride()[:4],
         *values.cells.stride()[:4],
-        PAGE_SIZE=keys.page_size,
+        G=geometry,
         FIRST_SLOT=keys.page_size if null_page else 0,
-        HEADS=heads,
-        K_DIM=k_dim,
-        V_DIM=v_dim,
-        K_ELEMENTS=keys.vector_elements,
-        K_TOKENS=keys.group_tokens,
-        V_ELEMENTS=values.vector_elements,
-        V_TOKENS=values.group_tokens,
-        HEADS_BLOCK=heads_block,
-        K_BLOCK=k_block,
-        V_BLOCK=v_block,
         num_warps=4,
     )

@@ -5,26 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, NOT_FINITE
 
 
 def store_kv(
-    k: Tensor,
-    v: Tensor,
-    slot_of_token: Tensor,
-    counts: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    *,
-    null_page: bool = True,
+    k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages, *, null_page: bool = True
 ) -> None:
     """Twin of launch_store_kv.
 
     Shapes stay fixed: a dropped token writes again what a token that is not dropped writes, or, where all are dropped,
     what slot 0 holds.
     """
-    keys, values = key_rows(k_pages), value_rows(v_pages)
+    keys, values = pages.keys, pages.values
     page_size = keys.page_size
     token = torch.arange(k.shape[0], device=k.device)
     live = (token < counts[1]) & (slot_of_token >= (page_size if null_page else 0))
@@ -41,21 +34,14 @@ def store_kv(
 
 
 def zero_tails(
-    table: Tensor,
-    row_of_seq: Tensor,
-    kv_len: Tensor,
-    q_len: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    *,
-    null_page: bool = True,
+    table: Tensor, row_of_seq: Tensor, kv_len: Tensor, q_len: Tensor, pages: LayerPages, *, null_page: bool = True
 ) -> None:
     """Twin of launch_zero_tails.
 
     Shapes stay fixed: a sequence that is left alone does again what is done for one that is not, or, where all are left
     alone, writes again what page 0 holds.
     """
-    keys, values = key_rows(k_pages), value_rows(v_pages)
+    keys, values = pages.keys, pages.values
     page_size = keys.page_size
     page_no = (kv_len - 1).clamp(min=0) // page_size
     page = table[row_of_seq.long(), page_no.clamp(max=table.shape[1] - 1).long()]

@@ -79,6 +79,10 @@ class ExtendTiles:
         """New tokens in a full tile."""
         return self.block_m // self.heads_per_tile(gqa_ratio)
 
+    def options(self) -> dict[str, int]:
+        """Launch options beside the warps."""
+        return {"waves_per_eu": self.waves_per_eu} if self.waves_per_eu else {}
+
     def of_masked_steps(self) -> ExtendTiles:
         """Half the rows and at most 32 keys, for steps with packed masks.
 

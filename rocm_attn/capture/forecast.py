@@ -94,7 +94,7 @@ def _bucket(runtime: AttentionRuntime, shape: PaddedShape) -> Bucket:
     kernels = [selection.kernel(shape.kind).bound for selection in runtime.selections]
     step_bytes = sum(PADDED_BATCH.elements(spec, shape) * spec.dtype.itemsize for spec in _specs(runtime).values())
     schedule_words = sum(
-        words_of_children(kernel.schedule_words(shape.child), shape.num_children) for kernel in kernels
+        words_of_children(kernel.schedule.words(shape.child), shape.num_children) for kernel in kernels
     )
     workspace_words = words_of_children(
         max(kernel.workspace_words(shape.child) for kernel in kernels), shape.num_children

@@ -6,7 +6,7 @@ a plain implementation would do. None is meant to be fast: some of them ask the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,7 +18,8 @@ from torch import Tensor
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.hip_graphs.pinned import PinnedTensors
-from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.device_inputs import GivenInputs
 from rocm_attn.kernels.metadata.engine_tensors import EngineLengths, LengthBounds, PublishedLengths
 from rocm_attn.kernels.metadata.slot_layout import UPDATE_WORDS
@@ -26,7 +27,7 @@ from rocm_attn.kernels.metadata.step_tensors import StepTensors, TableTerms
 from rocm_attn.paging.page_table import RowWidth
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import AttendArgs, BoundKernel, LayerKernel, StepBounds, StepOps
+from rocm_attn.providers.contract import BoundKernel, LayerKernel, Schedule, StepBounds, StepOps
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.providers.torch_segments import TorchSegments
 from rocm_attn.step.buffers import PADDED_BATCH, BufferSpec, Capacity
@@ -57,16 +58,9 @@ def store_everything(ops: StepOps) -> StepOps:
     """Every token is stored to its slot, padded ones, whose slot is 0 or -1, included."""
 
     def store_kv(
-        k: Tensor,
-        v: Tensor,
-        slot_of_token: Tensor,
-        counts: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        *,
-        null_page: bool,
+        k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages, *, null_page: bool
     ) -> None:
-        keys, values = key_rows(k_pages), value_rows(v_pages)
+        keys, values = pages.keys, pages.values
         page, offset = slot_of_token // keys.page_size, slot_of_token % keys.page_size
         keys.write_tokens(page, offset, k)
         values.write_tokens(page, offset, v)
@@ -78,16 +72,9 @@ def store_as_it_comes(ops: StepOps) -> StepOps:
     """What is infinite or no number is stored like any other K and V."""
 
     def store_kv(
-        k: Tensor,
-        v: Tensor,
-        slot_of_token: Tensor,
-        counts: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        *,
-        null_page: bool,
+        k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages, *, null_page: bool
     ) -> None:
-        keys, values = key_rows(k_pages), value_rows(v_pages)
+        keys, values = pages.keys, pages.values
         token = torch.arange(len(k), device=k.device)
         live = (token < counts[1]) & (slot_of_token >= (keys.page_size if null_page else 0))
         # As in the twin: a dropped token writes what a live one writes, or what is there.
@@ -224,25 +211,20 @@ class _ReadsDeadV:
     def describe(self) -> str:
         return f"{self.inner.describe()} without V mask"
 
-    def schedule_words(self, shape: PaddedShape) -> int:
-        return self.inner.schedule_words(shape)
+    @property
+    def schedule(self) -> Schedule:
+        return self.inner.schedule
 
     def workspace_words(self, shape: PaddedShape) -> int:
         return self.inner.workspace_words(shape)
 
-    def schedule_key(self) -> Hashable:
-        return self.inner.schedule_key()
-
-    def build_schedule(self, step: StepTensors, bounds: StepBounds, schedule: Tensor) -> None:
-        self.inner.build_schedule(step, bounds, schedule)
-
-    def attend(self, args: AttendArgs) -> None:
-        self.inner.attend(args)
-        step, page_size = args.step, self.problem.page_size
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        self.inner.attend(args, step, bounds)
+        page_size = self.problem.page_size
         page_no = (step.kv_len - 1).clamp(min=0) // page_size
         page = step.table[step.row_of_seq.long(), page_no.long()]
         live = torch.arange(page_size, device=page.device) < (step.kv_len - page_no * page_size)[:, None]
-        dead = value_rows(args.v_pages).read(page).masked_fill(live[:, :, None, None], 0)
+        dead = args.pages.values.read(page).masked_fill(live[:, :, None, None], 0)
         product = (0 * dead).sum(1).repeat_interleave(self.problem.gqa_ratio, 1)
         token = torch.arange(args.out.shape[0], device=page.device)
         seq = torch.searchsorted(step.q_indptr[1:], token, right=True).clamp(max=len(page) - 1)
@@ -274,8 +256,8 @@ def cut_by_work(selection: Selection) -> Selection:
 class _SharesOfTheStep(TorchSegments):
     """Torch's kernel, for which three workers share the KV of the step's longest sequence."""
 
-    def attend(self, args: AttendArgs) -> None:
-        TorchSegments(self.problem, -(-args.bounds.max_kv_len // 3)).attend(args)
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        TorchSegments(self.problem, -(-bounds.max_kv_len // 3)).attend(args, step, bounds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rocm_attn.paging.kv_pool import LayerPages
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
 

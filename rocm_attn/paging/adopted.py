@@ -16,11 +16,11 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.errors import BadTensor, CapacityExceeded, WrongState
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
 from rocm_attn.kernels.metadata.engine_tensors import GatherSource
 from rocm_attn.kernels.metadata.step_tensors import TableTerms
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.paging.kv_pool import LayerPages
 from rocm_attn.problem import PoolKind, Problem
 
 _INTEGERS = (torch.int32, torch.int64)

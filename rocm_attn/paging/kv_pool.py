@@ -7,39 +7,16 @@ are fewer: those that have left every window are used again.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.errors import BadProblem, CapacityExceeded
-from rocm_attn.kernels.cache.page_rows import PageRows, empty_vectorised_pages, key_rows, value_rows
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
-
-
-@dataclass(frozen=True, slots=True)
-class LayerPages:
-    """One layer's storage.
-
-    k: [pages, page_size, kv_heads, head_dim]
-    v: [pages, page_size, kv_heads, v_head_dim]; of a latent layer the first v_head_dim elements of each row of k
-    Both have another shape in a vectorised pool (kernels/cache/page_rows.py); pages come first in any.
-    """
-
-    k: Tensor
-    v: Tensor
-
-    @property
-    def keys(self) -> PageRows:
-        """k, token by token."""
-        return key_rows(self.k)
-
-    @property
-    def values(self) -> PageRows:
-        """v, token by token."""
-        return value_rows(self.v)
 
 
 class KVPool:

@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.step_tensors import TableTerms
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.paging.kv_pool import LayerPages
 
 
 class SpaceTable(Protocol):

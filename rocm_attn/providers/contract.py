@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.hip_graphs.size_ladder import round_up
+from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.machine.releases import EVERY_RELEASE, Span
 from rocm_attn.machine.target import Target
@@ -21,6 +21,7 @@ from rocm_attn.providers.launches import (
     ClearPads,
     Fill,
     GatherTable,
+    MergeStates,
     PackMask,
     PlaceDeviceInputs,
     PlaceMask,
@@ -53,32 +54,41 @@ class StepBounds:
     max_q_len: int
     max_kv_len: int
 
+    def queries(self, step: StepTensors) -> Queries:
+        """The sequences of the step."""
+        return Queries(
+            step.row_of_seq, step.kv_len, step.q_indptr, self.shape.num_tokens, self.max_q_len, self.max_kv_len
+        )
 
-@dataclass(frozen=True, slots=True)
-class AttendArgs:
-    """One layer's attention.
 
-    step, bounds:     the step in the layer's space, and what the host knows of it
-    schedule:         int32 words that this kernel's build_schedule filled for this step
-    workspace:        float32 words, at least workspace_words(shape); content is undefined
-    q, out:           [T, q_heads, head_dim | v_head_dim]; padded tokens of out receive zeros
-    k_pages, v_pages: [pages, page_size, kv_heads, head_dim | v_head_dim], or vectorised (kernels/cache/page_rows.py)
-    lse:              float32 [T, q_heads], natural log, -inf where a token sees no key; None when nobody asked
-    sinks:            float32 [q_heads] for a problem that has them, else None
-    alibi_slopes:     float32 [q_heads] for a problem that has them, else None
+class Schedule(Protocol):
+    """What a kernel works out on the device once a step, before its layers.
+
+    A value: equal schedules build equal words, so that one build serves every kind of layer that has one.
     """
 
-    step: StepTensors
-    bounds: StepBounds
-    schedule: Tensor
-    workspace: Tensor
-    q: Tensor
-    k_pages: Tensor
-    v_pages: Tensor
-    out: Tensor
-    lse: Tensor | None
-    sinks: Tensor | None
-    alibi_slopes: Tensor | None
+    def words(self, shape: PaddedShape) -> int:
+        """int32 words for a step of this shape."""
+        ...
+
+    def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        """Fill the words. queries: who asks; step, bounds: the step that they belong to"""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NoSchedule:
+    """Of a kernel that needs none."""
+
+    def words(self, shape: PaddedShape) -> int:
+        """None."""
+        return 0
+
+    def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        """Nothing to fill."""
+
+
+NO_SCHEDULE = NoSchedule()
 
 
 class BoundKernel(Protocol):
@@ -87,58 +97,26 @@ class BoundKernel(Protocol):
     A frozen value: equal kernels launch the same for equal steps, and graphs are kept by the kernels that they hold.
     """
 
+    @property
+    def schedule(self) -> Schedule:
+        """What is built before its layers run; NO_SCHEDULE if nothing is."""
+        ...
+
     def describe(self) -> str:
         """Name and tiles, to be printed."""
-        ...
-
-    def schedule_words(self, shape: PaddedShape) -> int:
-        """int32 words of the schedule of a step of this shape."""
-        ...
-
-    def schedule_key(self) -> Hashable:
-        """Kernels with equal keys build equal schedules of a step, so that one build serves them all."""
         ...
 
     def workspace_words(self, shape: PaddedShape) -> int:
         """float32 words of workspace of a step of this shape."""
         ...
 
-    def build_schedule(self, step: StepTensors, bounds: StepBounds, schedule: Tensor) -> None:
-        """Fill the schedule on the device, once a step."""
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        """Run one layer's attention; padded tokens of out receive zeros if the row says so.
+
+        args:         with the words of its schedule, and workspace_words(shape) or more
+        step, bounds: the step in the layer's space, for what a kernel reads besides its arguments
+        """
         ...
-
-    def attend(self, args: AttendArgs) -> None:
-        """Run one layer's attention."""
-        ...
-
-
-def aligned_words(words: int) -> int:
-    """Words of 4 bytes behind which something else lies, in whole 16-byte units.
-
-    Triton compiles a kernel anew when a pointer's alignment changes.
-    """
-    return round_up(words, 4)
-
-
-class Unscheduled:
-    """A kernel that has no schedule, and no workspace unless it says so."""
-
-    __slots__ = ()
-
-    def schedule_words(self, shape: PaddedShape) -> int:
-        """None."""
-        return 0
-
-    def schedule_key(self) -> Hashable:
-        """All such kernels build the same."""
-        return ()
-
-    def workspace_words(self, shape: PaddedShape) -> int:
-        """None."""
-        return 0
-
-    def build_schedule(self, step: StepTensors, bounds: StepBounds, schedule: Tensor) -> None:
-        """Nothing to fill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,6 +382,7 @@ class StepOps:
     store_kv: StoreKV
     zero_tails: ZeroTails
     clear_pads: ClearPads
+    merge_states: MergeStates
     # Of steps whose lengths, tables, slots and masks an engine owns.
     publish_engine: PublishEngine
     gather_table: GatherTable

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.engine_tensors import EngineLengths, GatherSource, LengthBounds, PublishedLengths
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 
@@ -47,15 +48,7 @@ class StoreKV(Protocol):
     """launch_store_kv, or its twin."""
 
     def __call__(
-        self,
-        k: Tensor,
-        v: Tensor,
-        slot_of_token: Tensor,
-        counts: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        *,
-        null_page: bool,
+        self, k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages, *, null_page: bool
     ) -> None: ...
 
 
@@ -63,15 +56,7 @@ class ZeroTails(Protocol):
     """launch_zero_tails, or its twin."""
 
     def __call__(
-        self,
-        table: Tensor,
-        row_of_seq: Tensor,
-        kv_len: Tensor,
-        q_len: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        *,
-        null_page: bool,
+        self, table: Tensor, row_of_seq: Tensor, kv_len: Tensor, q_len: Tensor, pages: LayerPages, *, null_page: bool
     ) -> None: ...
 
 
@@ -79,6 +64,14 @@ class ClearPads(Protocol):
     """launch_clear_pads, or its twin."""
 
     def __call__(self, counts: Tensor, out: Tensor, lse: Tensor | None) -> None: ...
+
+
+class MergeStates(Protocol):
+    """launch_merge_states, or its twin."""
+
+    def __call__(
+        self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor
+    ) -> None: ...
 
 
 class PublishEngine(Protocol):

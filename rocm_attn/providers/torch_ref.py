@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
-from torch import Tensor
 
+from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.kernels.attention.packed_mask import PackedMask
-from rocm_attn.kernels.metadata.step_tensors import Need
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.kernels.refs import attention, cache, engine_metadata, merge_states, metadata, pads
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers import torch_segments
 from rocm_attn.providers.contract import (
-    AttendArgs,
+    NO_SCHEDULE,
     Baked,
     Bind,
     KernelRow,
     Limits,
     PoolSize,
     Provider,
+    Schedule,
+    StepBounds,
     StepOps,
-    Unscheduled,
 )
 from rocm_attn.providers.scores import packed_mask, scores_of
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
@@ -50,15 +52,15 @@ _ANY_POOL = replace(_LIMITS, pools=tuple(PoolKind))
 
 
 @dataclass(frozen=True, slots=True)
-class _TorchKernel(Unscheduled):
-    """What all of them share: work proportional to the table's width."""
+class _TorchKernel:
+    """What all of them share: work proportional to the step's longest sequence, and no memory of their own."""
 
     problem: Problem
+    schedule: ClassVar[Schedule] = NO_SCHEDULE
 
-
-def _table(problem: Problem, args: AttendArgs) -> Tensor:
-    """The table, cut to the pages that the step's longest sequence needs."""
-    return args.step.table[:, : -(-args.bounds.max_kv_len // problem.page_size)]
+    def workspace_words(self, shape: PaddedShape) -> int:
+        """None."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,27 +70,8 @@ class TorchDecode(_TorchKernel):
     def describe(self) -> str:
         return f"torch.decode({self.problem})"
 
-    def attend(self, args: AttendArgs, first_page: Tensor | None = None) -> None:
-        step = args.step
-        attention.paged_decode(
-            args.q,
-            args.k_pages,
-            args.v_pages,
-            _table(self.problem, args),
-            step.row_of_seq,
-            step.kv_len,
-            step.q_indptr,
-            None,
-            None,
-            args.out,
-            args.lse,
-            args.sinks,
-            args.alibi_slopes,
-            scores=scores_of(self.problem),
-            num_programs=1,
-            tiles=None,
-            first_page=first_page,
-        )
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        attention.paged_decode(args, scores=scores_of(self.problem))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,26 +81,8 @@ class TorchExtend(_TorchKernel):
     def describe(self) -> str:
         return f"torch.extend({self.problem})"
 
-    def attend(self, args: AttendArgs, mask: PackedMask | None = None) -> None:
-        step = args.step
-        attention.paged_extend(
-            args.q,
-            args.k_pages,
-            args.v_pages,
-            _table(self.problem, args),
-            step.row_of_seq,
-            step.kv_len,
-            step.q_indptr,
-            None,
-            args.out,
-            args.lse,
-            args.sinks,
-            args.alibi_slopes,
-            scores=scores_of(self.problem),
-            max_q_len=args.bounds.max_q_len,
-            tiles=None,
-            mask=mask,
-        )
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        attention.paged_extend(args, scores=scores_of(self.problem))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +92,8 @@ class TorchMasked(_TorchKernel):
     def describe(self) -> str:
         return f"torch.masked({self.problem})"
 
-    def attend(self, args: AttendArgs) -> None:
-        TorchExtend(self.problem).attend(args, packed_mask(args.step))
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        attention.paged_extend(args, scores=scores_of(self.problem), mask=packed_mask(step))
 
 
 def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> TorchDecode:
@@ -145,7 +110,7 @@ def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> TorchMaske
 
 def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPrefixKernel:
     prefix = TorchExtend(problem_of_prefixes(problem))
-    return SharedPrefixKernel(problem, prefix, TorchDecode(problem), merge_states.merge_states)
+    return SharedPrefixKernel(problem, prefix, TorchDecode(problem), _ops)
 
 
 def _row(
@@ -193,6 +158,7 @@ def _ops() -> StepOps:
         store_kv=cache.store_kv,
         zero_tails=cache.zero_tails,
         clear_pads=pads.clear_pads,
+        merge_states=merge_states.merge_states,
         publish_engine=engine_metadata.publish_engine,
         gather_table=engine_metadata.gather_table,
         take_slots=engine_metadata.take_slots,

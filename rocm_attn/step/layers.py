@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor
+from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.devices import on_device
 from rocm_attn.paging.storage import Pool
 from rocm_attn.paging.stored_tokens import StepStores
 from rocm_attn.problem import PoolKind, Problem
-from rocm_attn.providers.contract import AttendArgs, StepOps
+from rocm_attn.providers.contract import StepOps
 from rocm_attn.step.head_weights import LayerHeadWeights, refuse_new_weights
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.memory import DeviceStep
@@ -77,10 +78,10 @@ class Layers:
             )
         pages, null_page = self._pool.layer(layer), tensors.terms.null_page
         with on_device(self._device):
-            self._ops.store_kv(k, v, tensors.slot_of_token, tensors.counts, pages.k, pages.v, null_page=null_page)
+            self._ops.store_kv(k, v, tensors.slot_of_token, tensors.counts, pages, null_page=null_page)
             if not plan.kernels[kind].row.masks_v:
                 of_seqs = tensors.table, tensors.row_of_seq, tensors.kv_len, tensors.q_len
-                self._ops.zero_tails(*of_seqs, pages.k, pages.v, null_page=null_page)
+                self._ops.zero_tails(*of_seqs, pages, null_page=null_page)
 
     def attend(self, step: DeviceStep, plan: StepPlan, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
         """As LayerCalls.attend, for the tokens of step, which has the plan. Raises BadTensor, WrongState."""
@@ -95,12 +96,13 @@ class Layers:
             self._check("lse", lse, (num_tokens, problem.num_q_heads), torch.float32)
             if not kernel.row.limits.gives_lse(problem):
                 raise BadTensor(f"{kernel.row.name} gives no lse; build the runtime of problems with wants_lse=True")
-        pages, weights = self._pool.layer(layer), self._head_weights.of(layer)
+        weights = self._head_weights.of(layer)
+        pages, queries = self._pool.layer(layer), plan.bounds.queries(tensors)
         # By position: names cost a tenth of the call.
-        of_step = tensors, plan.bounds, step.schedules[kind], step.workspace
-        args = AttendArgs(*of_step, q, pages.k, pages.v, out, lse, weights.sinks, weights.alibi_slopes)
+        own = lse, weights.sinks, weights.alibi_slopes
+        args = AttendArgs(q, pages, tensors.table, queries, out, *own, step.schedules[kind], step.workspace)
         with on_device(self._device):
-            kernel.bound.attend(args)
+            kernel.bound.attend(args, tensors, plan.bounds)
             if not kernel.row.clears_pads:
                 self._ops.clear_pads(tensors.counts, out, lse)
 

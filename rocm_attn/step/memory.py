@@ -200,6 +200,6 @@ def _schedule_spec(kind: int, selection: Selection) -> BufferSpec:
     """The schedule of a kind of layer; one buffer serves all kinds of step."""
 
     def words(shape: PaddedShape) -> int:
-        return selection.kernel(shape.kind).bound.schedule_words(shape)
+        return selection.kernel(shape.kind).bound.schedule.words(shape)
 
     return BufferSpec(_schedule_name(kind), Unit.WORD, torch.int32, words, pad=0)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from rocm_attn.errors import BadTensor
 from rocm_attn.machine.devices import on_device
+from rocm_attn.providers.torch_ref import TORCH
+from rocm_attn.providers.triton import TRITON
 
 
 def merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,15 +45,9 @@ def merge_states(sides: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor
 
 def merge_into(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:
     """merge_state without checks or new memory; out and lse may be those of one of the sides."""
-    if out.is_cuda:
-        from rocm_attn.kernels.attention.merge_states import launch_merge_states
-
-        with on_device(out.device):
-            launch_merge_states(out_a, lse_a, out_b, lse_b, out, lse)
-    else:
-        from rocm_attn.kernels.refs.merge_states import merge_states as twin
-
-        twin(out_a, lse_a, out_b, lse_b, out, lse)
+    ops = (TRITON if out.is_cuda else TORCH).ops()
+    with on_device(out.device):
+        ops.merge_states(out_a, lse_a, out_b, lse_b, out, lse)
 
 
 def _check(sides: Sequence[tuple[Tensor, Tensor]]) -> None:

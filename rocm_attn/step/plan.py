@@ -92,7 +92,7 @@ def make_plan(
         max_kv_len=max_kv_len,
         kernels=tuple(kernel.bound for kernel in kernels),
     )
-    schedules = [kernel.bound.schedule_key() for kernel in kernels]
+    schedules = [kernel.bound.schedule for kernel in kernels]
     return StepPlan(
         key=key,
         kernels=tuple(kernels),

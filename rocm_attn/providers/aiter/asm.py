@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
-from rocm_attn.providers.contract import AttendArgs, PoolSize, Unscheduled
+from rocm_attn.providers.contract import NO_SCHEDULE, PoolSize, Schedule, StepBounds
 from rocm_attn.providers.scratch import Part, cut, keep_rows, num_words, room_for, whole_rows
 
 # What its kernels for bfloat16 and float16 are built for.
@@ -18,10 +21,11 @@ _SCALE = 128**-0.5
 
 
 @dataclass(frozen=True, slots=True)
-class AssembledDecode(Unscheduled):
+class AssembledDecode:
     """One new token in each sequence, through the dense block table. Its scale is not a parameter."""
 
     problem: Problem
+    schedule: ClassVar[Schedule] = NO_SCHEDULE
 
     def describe(self) -> str:
         return f"aiter.pa_fwd_asm({self.problem})"
@@ -29,15 +33,14 @@ class AssembledDecode(Unscheduled):
     def workspace_words(self, shape: PaddedShape) -> int:
         return num_words(self._parts(shape))
 
-    def attend(self, args: AttendArgs) -> None:
-        step = args.step
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         # Of q only the stride between tokens is read, of out none.
-        q_rows, out_rows = cut(args.workspace, self._parts(args.bounds.shape))
+        q_rows, out_rows = cut(args.workspace, self._parts(bounds.shape))
         out = room_for(args.out, out_rows)
         library.pa_fwd_asm()(
             Q=whole_rows(args.q, q_rows),
-            K=args.k_pages,
-            V=args.v_pages,
+            K=args.pages.k,
+            V=args.pages.v,
             block_tables=step.block_table,
             context_lens=step.kv_len,
             block_tables_stride0=step.block_table.stride(0),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.aiter import library
-from rocm_attn.providers.contract import AttendArgs, PoolSize, Unscheduled
+from rocm_attn.providers.contract import NO_SCHEDULE, PoolSize, Schedule, StepBounds
 from rocm_attn.providers.scratch import Part, cut, num_words
 
 # Keys that a program looks at in one turn.
@@ -25,7 +28,7 @@ _FEWEST_HEADS_ON_ONE = 3
 
 
 @dataclass(frozen=True, slots=True)
-class GluonDecode(Unscheduled):
+class GluonDecode:
     """One new token in each sequence, through the dense block table.
 
     compute_units: of the target
@@ -33,6 +36,7 @@ class GluonDecode(Unscheduled):
 
     problem: Problem
     compute_units: int
+    schedule: ClassVar[Schedule] = NO_SCHEDULE
 
     def describe(self) -> str:
         return f"aiter.pa_decode_gluon({self.problem})"
@@ -40,19 +44,19 @@ class GluonDecode(Unscheduled):
     def workspace_words(self, shape: PaddedShape) -> int:
         return num_words(self._parts(shape))
 
-    def attend(self, args: AttendArgs) -> None:
-        step, problem = args.step, self.problem
-        exp_sums, max_logits, temporary_output = cut(args.workspace, self._parts(args.bounds.shape))
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        problem = self.problem
+        exp_sums, max_logits, temporary_output = cut(args.workspace, self._parts(bounds.shape))
         library.pa_decode_gluon()(
             output=args.out,
             query=args.q,
-            key_cache=args.k_pages,
-            value_cache=args.v_pages,
+            key_cache=args.pages.k,
+            value_cache=args.pages.v,
             context_lengths=step.kv_len,
             block_tables=step.block_table,
             softmax_scale=problem.scale,
             query_length=1,
-            max_context_partition_num=self.num_parts(args.bounds.shape),
+            max_context_partition_num=self.num_parts(bounds.shape),
             context_partition_size=_PARTITION_KEYS,
             compute_type=problem.dtype,
             query_scale=None,

@@ -10,18 +10,19 @@ count is among those that AITER's tests run unless they are asked to.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
-from rocm_attn.providers.contract import AttendArgs, PoolSize, StepBounds, Unscheduled
+from rocm_attn.providers.contract import NO_SCHEDULE, PoolSize, Schedule, StepBounds
 from rocm_attn.providers.scratch import Part, cut, keep_rows, num_words, room_for, whole_rows
 
 # Query heads that the kernels are made for, in every release.
@@ -29,6 +30,24 @@ FEW_HEADS, MANY_HEADS = 16, 128
 
 # The most that AITER's own choice takes.
 MOST_SPLITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class EqualSplits:
+    """Every sequence in as many parts as give every compute unit a share: an indptr over sequences."""
+
+    compute_units: int
+
+    def splits(self, shape: PaddedShape) -> int:
+        """Parts of each sequence."""
+        return min(-(-self.compute_units // shape.num_seqs), MOST_SPLITS)
+
+    def words(self, shape: PaddedShape) -> int:
+        return shape.num_seqs + 1
+
+    def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        num_seqs, splits = bounds.shape.num_seqs, self.splits(bounds.shape)
+        torch.arange(0, (num_seqs + 1) * splits, splits, out=words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +65,19 @@ class LatentDecode:
     def describe(self) -> str:
         return f"aiter.mla_decode_fwd({self.problem}, compute_units={self.compute_units})"
 
-    def schedule_words(self, shape: PaddedShape) -> int:
-        return shape.num_seqs + 1
-
-    def schedule_key(self) -> Hashable:
-        return "splits", self.compute_units
+    @property
+    def schedule(self) -> EqualSplits:
+        return EqualSplits(self.compute_units)
 
     def workspace_words(self, shape: PaddedShape) -> int:
         return num_words(self._parts(shape))
 
-    def build_schedule(self, step: StepTensors, bounds: StepBounds, schedule: Tensor) -> None:
-        num_seqs, splits = bounds.shape.num_seqs, self._splits(bounds.shape)
-        torch.arange(0, (num_seqs + 1) * splits, splits, out=schedule)
-
-    def attend(self, args: AttendArgs) -> None:
-        step = args.step
-        q_rows, out_rows = cut(args.workspace, self._parts(args.bounds.shape))
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        q_rows, out_rows = cut(args.workspace, self._parts(bounds.shape))
         out = room_for(args.out, out_rows)
         library.mla_decode_fwd()(
             q=whole_rows(args.q, q_rows),
-            kv_buffer=args.k_pages,
+            kv_buffer=args.pages.k,
             o=out,
             qo_indptr=step.q_indptr,
             kv_indptr=step.page_indptr,
@@ -74,14 +86,10 @@ class LatentDecode:
             max_seqlen_q=1,
             sm_scale=self.problem.scale,
             logit_cap=0.0,
-            num_kv_splits=self._splits(args.bounds.shape),
+            num_kv_splits=self.schedule.splits(bounds.shape),
             num_kv_splits_indptr=args.schedule,
         )
         keep_rows(args.out, out)
-
-    def _splits(self, shape: PaddedShape) -> int:
-        """As many as give every compute unit a share."""
-        return min(-(-self.compute_units // shape.num_seqs), MOST_SPLITS)
 
     def _parts(self, shape: PaddedShape) -> tuple[Part, Part]:
         num_heads = FEW_HEADS if self.problem.num_q_heads <= FEW_HEADS else MANY_HEADS
@@ -89,7 +97,7 @@ class LatentDecode:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentExtend(Unscheduled):
+class LatentExtend:
     """Any number of new tokens in each sequence.
 
     Heads that are not 16 or 128 run in groups of 16, the last one padded with zeros: an extend step waits for its
@@ -98,6 +106,7 @@ class LatentExtend(Unscheduled):
     """
 
     problem: Problem
+    schedule: ClassVar[Schedule] = NO_SCHEDULE
 
     def describe(self) -> str:
         return f"aiter.mla_prefill_fwd({self.problem})"
@@ -105,27 +114,27 @@ class LatentExtend(Unscheduled):
     def workspace_words(self, shape: PaddedShape) -> int:
         return num_words(self._parts(shape))
 
-    def attend(self, args: AttendArgs) -> None:
-        q_rows, out_rows = cut(args.workspace, self._parts(args.bounds.shape))
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         for first in range(0, self.problem.num_q_heads, self._heads_of_launch()):
             heads = slice(first, first + self._heads_of_launch())
-            self._attend_heads(args, args.q[:, heads], args.out[:, heads], q_rows, out_rows)
+            self._attend_heads(replace(args, q=args.q[:, heads], out=args.out[:, heads]), step, bounds)
 
-    def _attend_heads(self, args: AttendArgs, q: Tensor, out: Tensor, q_rows: Tensor, out_rows: Tensor) -> None:
-        step, written = args.step, room_for(out, out_rows)
+    def _attend_heads(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        q_rows, out_rows = cut(args.workspace, self._parts(bounds.shape))
+        written = room_for(args.out, out_rows)
         library.mla_prefill_fwd()(
-            q=whole_rows(q, q_rows),
-            kv_buffer=args.k_pages,
+            q=whole_rows(args.q, q_rows),
+            kv_buffer=args.pages.k,
             o=written,
             qo_indptr=step.q_indptr,
             kv_indptr=step.page_indptr,
             kv_indices=step.page_list,
             kv_last_page_lens=step.last_page_len,
-            max_seqlen_q=args.bounds.max_q_len,
+            max_seqlen_q=bounds.max_q_len,
             sm_scale=self.problem.scale,
             logit_cap=0.0,
         )
-        keep_rows(out, written)
+        keep_rows(args.out, written)
 
     def _heads_of_launch(self) -> int:
         return MANY_HEADS if self.problem.num_q_heads == MANY_HEADS else FEW_HEADS

@@ -6,19 +6,26 @@ the schedule's own buffers into it, so that a schedule that has moved must be ma
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
-from rocm_attn.providers.aiter.mla import FEW_HEADS, MOST_SPLITS, LatentDecode, bind_latent_decode, padded_rows
-from rocm_attn.providers.contract import AttendArgs, PoolSize, StepBounds
+from rocm_attn.providers.aiter.mla import (
+    FEW_HEADS,
+    MOST_SPLITS,
+    EqualSplits,
+    LatentDecode,
+    bind_latent_decode,
+    padded_rows,
+)
+from rocm_attn.providers.contract import PoolSize, StepBounds
 from rocm_attn.providers.scratch import Part, cut, keep_rows, num_words, room_for, whole_rows
 
 # Keys that a share is a multiple of.
@@ -26,36 +33,31 @@ _KV_GRANULARITY = 16
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduledLatentDecode:
-    """One new token in each sequence, by a schedule; steps of more than max_seqs sequences go by equal splits.
+class LatentShares:
+    """A share of all keys for each compute unit, in steps of up to max_seqs sequences; larger ones go by equal splits.
 
-    compute_units: of the device; AITER makes as many shares, whatever it is told
+    compute_units: of the device; AITER makes as many shares, whatever it is given
+    dtype:         of q and of the pages
     splits:        for steps of more sequences
     """
 
-    problem: Problem
     compute_units: int
     max_seqs: int
-    splits: LatentDecode
+    dtype: torch.dtype
+    splits: EqualSplits
 
-    def describe(self) -> str:
-        scheduled = f"aiter.get_mla_metadata_v1(compute_units={self.compute_units}, max_seqs={self.max_seqs})"
-        return f"{self.splits.describe()} + {scheduled}"
+    def takes(self, shape: PaddedShape) -> bool:
+        """Whether a step of this shape goes by shares."""
+        return shape.num_seqs <= self.max_seqs
 
-    def schedule_words(self, shape: PaddedShape) -> int:
-        return num_words(self._schedule(shape)) if self._takes(shape) else self.splits.schedule_words(shape)
+    def words(self, shape: PaddedShape) -> int:
+        return num_words(self.parts(shape)) if self.takes(shape) else self.splits.words(shape)
 
-    def schedule_key(self) -> Hashable:
-        return "latent", self.compute_units, self.max_seqs
-
-    def workspace_words(self, shape: PaddedShape) -> int:
-        return self.splits.workspace_words(shape)
-
-    def build_schedule(self, step: StepTensors, bounds: StepBounds, schedule: Tensor) -> None:
-        if not self._takes(bounds.shape):
-            self.splits.build_schedule(step, bounds, schedule)
+    def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        if not self.takes(bounds.shape):
+            self.splits.build(queries, step, bounds, words)
             return
-        addresses, indptr, work, reduce_indptr, final_map, partial_map = cut(schedule, self._schedule(bounds.shape))
+        addresses, indptr, work, reduce_indptr, final_map, partial_map = cut(words, self.parts(bounds.shape))
         library.get_mla_metadata_v1()(
             seqlens_qo_indptr=step.q_indptr,
             seqlens_kv_indptr=step.page_indptr,
@@ -75,23 +77,58 @@ class ScheduledLatentDecode:
             uni_seqlen_qo=1,
             fast_mode=True,
             max_split_per_batch=-1,
-            dtype_q=self.problem.dtype,
-            dtype_kv=self.problem.dtype,
+            dtype_q=self.dtype,
+            dtype_kv=self.dtype,
         )
 
-    def attend(self, args: AttendArgs) -> None:
-        step = args.step
-        if not self._takes(args.bounds.shape):
-            self.splits.attend(args)
+    def parts(self, shape: PaddedShape) -> tuple[Part, ...]:
+        """The schedule's buffers, of the sizes that get_mla_metadata_info_v1 gives for 16 heads and one token.
+
+        Two addresses; shares by compute unit, and what each is; partial results by sequence, where they go, and which.
+        """
+        num_seqs, units = shape.num_seqs, self.compute_units
+        return (
+            Part((2,), torch.uint64),
+            Part((units + 1,), torch.int32),
+            Part((num_seqs + units - 1, 8), torch.int32),
+            Part((num_seqs + 1,), torch.int32),
+            Part((num_seqs, 2), torch.int32),
+            Part((min(num_seqs + units - 1, 2 * (units - 1)),), torch.int32),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledLatentDecode:
+    """One new token in each sequence, by a schedule of shares. splits: for steps of more than max_seqs sequences"""
+
+    problem: Problem
+    compute_units: int
+    max_seqs: int
+    splits: LatentDecode
+
+    @property
+    def schedule(self) -> LatentShares:
+        return LatentShares(self.compute_units, self.max_seqs, self.problem.dtype, self.splits.schedule)
+
+    def describe(self) -> str:
+        scheduled = f"aiter.get_mla_metadata_v1(compute_units={self.compute_units}, max_seqs={self.max_seqs})"
+        return f"{self.splits.describe()} + {scheduled}"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return self.splits.workspace_words(shape)
+
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        if not self.schedule.takes(bounds.shape):
+            self.splits.attend(args, step, bounds)
             return
-        q_rows, out_rows = cut(args.workspace, padded_rows(self.problem, args.bounds.shape.num_tokens, FEW_HEADS))
+        q_rows, out_rows = cut(args.workspace, padded_rows(self.problem, bounds.shape.num_tokens, FEW_HEADS))
         addresses, indptr, work, reduce_indptr, final_map, partial_map = cut(
-            args.schedule, self._schedule(args.bounds.shape)
+            args.schedule, self.schedule.parts(bounds.shape)
         )
         out = room_for(args.out, out_rows)
         library.mla_decode_fwd()(
             q=whole_rows(args.q, q_rows),
-            kv_buffer=args.k_pages,
+            kv_buffer=args.pages.k,
             o=out,
             qo_indptr=step.q_indptr,
             kv_indptr=step.page_indptr,
@@ -110,24 +147,6 @@ class ScheduledLatentDecode:
             reduce_partial_map=partial_map,
         )
         keep_rows(args.out, out)
-
-    def _takes(self, shape: PaddedShape) -> bool:
-        return shape.num_seqs <= self.max_seqs
-
-    def _schedule(self, shape: PaddedShape) -> tuple[Part, ...]:
-        """The schedule's buffers, of the sizes that get_mla_metadata_info_v1 gives for 16 heads and one token.
-
-        Two addresses; shares by compute unit, and what each is; partial results by sequence, where they go, and which.
-        """
-        num_seqs, units = shape.num_seqs, self.compute_units
-        return (
-            Part((2,), torch.uint64),
-            Part((units + 1,), torch.int32),
-            Part((num_seqs + units - 1, 8), torch.int32),
-            Part((num_seqs + 1,), torch.int32),
-            Part((num_seqs, 2), torch.int32),
-            Part((min(num_seqs + units - 1, 2 * (units - 1)),), torch.int32),
-        )
 
 
 def bind_scheduled_latent_decode(problem: Problem, target: Target, pool: PoolSize) -> ScheduledLatentDecode:

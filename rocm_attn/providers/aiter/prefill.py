@@ -3,46 +3,52 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
-from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.scores import refuse_assembled, refuse_composable, window_size
-from rocm_attn.providers.contract import AttendArgs, PoolSize, Unscheduled
+from rocm_attn.providers.contract import NO_SCHEDULE, PoolSize, Schedule, StepBounds
 from rocm_attn.providers.scratch import Part, cut, num_words
 
 
 @dataclass(frozen=True, slots=True)
-class BatchPrefill(Unscheduled):
+class BatchPrefill:
     """Any number of new tokens in each sequence, through a CSR page list."""
 
     problem: Problem
+    schedule: ClassVar[Schedule] = NO_SCHEDULE
 
     def describe(self) -> str:
         return f"aiter.mha_batch_prefill_func({self.problem})"
 
-    def attend(self, args: AttendArgs) -> None:
-        step, one_token_pages = args.step, self.problem.page_size == 1
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return 0
+
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        one_token_pages = self.problem.page_size == 1
         result = library.mha_batch_prefill_func()(
             q=args.q,
             # Pages of one token have no page dimension.
-            k=args.k_pages[:, 0] if one_token_pages else args.k_pages,
-            v=args.v_pages[:, 0] if one_token_pages else args.v_pages,
+            k=args.pages.k[:, 0] if one_token_pages else args.pages.k,
+            v=args.pages.v[:, 0] if one_token_pages else args.pages.v,
             cu_seqlens_q=step.q_indptr,
             kv_indptr=step.page_indptr,
             kv_page_indices=step.page_list,
-            max_seqlen_q=args.bounds.max_q_len,
-            max_seqlen_k=args.bounds.max_kv_len,
+            max_seqlen_q=bounds.max_q_len,
+            max_seqlen_k=bounds.max_kv_len,
             dropout_p=0.0,
             softmax_scale=self.problem.scale,
             logits_soft_cap=self.problem.logits_soft_cap,
             causal=self.problem.causal,
             window_size=window_size(self.problem),
-            alibi_slopes=args.alibi_slopes,
+            alibi_slopes=args.slopes,
             return_lse=args.lse is not None,
             out=args.out,
             kv_last_page_lens=step.last_page_len,
@@ -52,13 +58,14 @@ class BatchPrefill(Unscheduled):
 
 
 @dataclass(frozen=True, slots=True)
-class VarlenPrefill(Unscheduled):
+class VarlenPrefill:
     """New tokens of sequences that have nothing in the cache, over packed K and V.
 
     K and V are gathered from the slots that the store has just written: what is read comes from where it was written.
     """
 
     problem: Problem
+    schedule: ClassVar[Schedule] = NO_SCHEDULE
 
     def describe(self) -> str:
         return f"aiter.flash_attn_varlen_func({self.problem})"
@@ -66,11 +73,10 @@ class VarlenPrefill(Unscheduled):
     def workspace_words(self, shape: PaddedShape) -> int:
         return num_words(self._parts(shape))
 
-    def attend(self, args: AttendArgs) -> None:
-        step = args.step
-        k, v = cut(args.workspace, self._parts(args.bounds.shape))
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        k, v = cut(args.workspace, self._parts(bounds.shape))
         page, offset = step.slot_of_token // self.problem.page_size, step.slot_of_token % self.problem.page_size
-        for rows, pages in ((k, key_rows(args.k_pages)), (v, value_rows(args.v_pages))):
+        for rows, pages in ((k, args.pages.keys), (v, args.pages.values)):
             pages.read_tokens(page, offset, rows)
         result = library.flash_attn_varlen_func()(
             q=args.q,
@@ -78,15 +84,15 @@ class VarlenPrefill(Unscheduled):
             v=v,
             cu_seqlens_q=step.q_indptr,
             cu_seqlens_k=step.q_indptr,
-            max_seqlen_q=args.bounds.max_q_len,
-            max_seqlen_k=args.bounds.max_q_len,
+            max_seqlen_q=bounds.max_q_len,
+            max_seqlen_k=bounds.max_q_len,
             dropout_p=0.0,
             softmax_scale=self.problem.scale,
             logits_soft_cap=self.problem.logits_soft_cap,
             causal=self.problem.causal,
             # The third: how many first tokens every query sees; those are not what is called sinks here.
             window_size=(*window_size(self.problem), 0),
-            alibi_slopes=args.alibi_slopes,
+            alibi_slopes=args.slopes,
             return_lse=args.lse is not None,
             out=args.out,
             sink_ptr=args.sinks,

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
-from rocm_attn.providers.contract import AttendArgs, PoolSize, StepBounds
+from rocm_attn.providers.contract import PoolSize, Schedule, StepBounds
 from rocm_attn.providers.scratch import Part, cut, keep_rows, num_words, room_for, whole_rows
 
 # Fixed in its source. Keys past max_num_partitions of these are ignored in silence.
@@ -27,6 +28,17 @@ _ONE_AS_INT32 = torch.tensor(1.0).view(torch.int32).item()
 
 
 @dataclass(frozen=True, slots=True)
+class ScaleOfOne:
+    """The scale of K and V, a float32 1: the function wants an address even where nothing is quantised."""
+
+    def words(self, shape: PaddedShape) -> int:
+        return 1
+
+    def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        words.fill_(_ONE_AS_INT32)
+
+
+@dataclass(frozen=True, slots=True)
 class RaggedDecode:
     """One new token in each sequence.
 
@@ -35,26 +47,17 @@ class RaggedDecode:
 
     problem: Problem
     max_kv_len: int
+    schedule: ClassVar[Schedule] = ScaleOfOne()
 
     def describe(self) -> str:
         return f"aiter.paged_attention_ragged({self.problem})"
 
-    def schedule_words(self, shape: PaddedShape) -> int:
-        return 1
-
-    def schedule_key(self) -> Hashable:
-        return "one"
-
     def workspace_words(self, shape: PaddedShape) -> int:
         return num_words(self._parts(shape, self.max_kv_len))
 
-    def build_schedule(self, step: StepTensors, bounds: StepBounds, schedule: Tensor) -> None:
-        # The scale of K and V, a float32 1: the function wants an address even where nothing is quantised.
-        schedule.fill_(_ONE_AS_INT32)
-
-    def attend(self, args: AttendArgs) -> None:
-        step, problem = args.step, self.problem
-        parts = self._parts(args.bounds.shape, args.bounds.max_kv_len)
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        problem = self.problem
+        parts = self._parts(bounds.shape, bounds.max_kv_len)
         partials, q_rows, out_rows = cut(args.workspace, parts)
         out = room_for(args.out, out_rows)
         one = args.schedule[:1].view(torch.float32)
@@ -62,15 +65,15 @@ class RaggedDecode:
             out=out,
             workspace_buffer=partials,
             query=whole_rows(args.q, q_rows),
-            key_cache=args.k_pages,
-            value_cache=args.v_pages,
+            key_cache=args.pages.k,
+            value_cache=args.pages.v,
             scale=problem.scale,
             kv_indptr=step.page_indptr,
             kv_page_indices=step.page_list,
             kv_last_page_lens=step.last_page_len,
             block_size=problem.page_size,
-            max_num_partitions=_num_partitions(args.bounds.max_kv_len),
-            alibi_slopes=args.alibi_slopes,
+            max_num_partitions=_num_partitions(bounds.max_kv_len),
+            alibi_slopes=args.slopes,
             kv_cache_dtype="auto",
             kv_cache_layout="NHD",
             logits_soft_cap=problem.logits_soft_cap,

@@ -10,19 +10,19 @@ beside others meet such tiles, in two ways, and neither is left open:
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.scores import refuse_unified, window_size
-from rocm_attn.providers.contract import AttendArgs, PoolSize, StepBounds
+from rocm_attn.providers.contract import NO_SCHEDULE, PoolSize, Schedule, StepBounds
 
 # Below every logit, and in float32 far from overflowing when it is multiplied by log2(e).
 FAR_BELOW = -1e30
@@ -30,6 +30,20 @@ _FAR_BELOW_AS_INT32 = torch.tensor(FAR_BELOW).view(torch.int32).item()
 
 # Sequences of up to so many keys are not split; it does not ask how long they are otherwise.
 LONGEST_UNSPLIT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class FarBelowSinks:
+    """A sink for each query head, far below every logit; none for steps that decode: a query alone needs none."""
+
+    num_q_heads: int
+
+    def words(self, shape: PaddedShape) -> int:
+        return 0 if shape.kind.decodes else self.num_q_heads
+
+    def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        if self.words(bounds.shape):
+            words.fill_(_FAR_BELOW_AS_INT32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,36 +58,31 @@ class Unified:
     def describe(self) -> str:
         return f"aiter.unified_attention({self.problem})"
 
-    def schedule_words(self, shape: PaddedShape) -> int:
-        """The sinks of layers that have a window and none of their own; a query alone meets no such tile."""
-        return self.problem.num_q_heads if self._lacks_sinks and not shape.kind.decodes else 0
-
-    def schedule_key(self) -> Hashable:
-        return ("far below", self.problem.num_q_heads) if self._lacks_sinks else ()
+    @property
+    def schedule(self) -> Schedule:
+        """Sinks for layers that have a window and none of their own."""
+        lacks_sinks = self.problem.window_left != UNLIMITED_WINDOW and not self.problem.has_sinks
+        return FarBelowSinks(self.problem.num_q_heads) if lacks_sinks else NO_SCHEDULE
 
     def workspace_words(self, shape: PaddedShape) -> int:
         """None that it is given."""
         return 0
 
-    def build_schedule(self, step: StepTensors, bounds: StepBounds, schedule: Tensor) -> None:
-        if self.schedule_words(bounds.shape):
-            schedule.fill_(_FAR_BELOW_AS_INT32)
-
-    def attend(self, args: AttendArgs) -> None:
-        step, decodes = args.step, args.bounds.shape.kind.decodes
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        decodes = bounds.shape.kind.decodes
         # Releases that read linear pools alone do not know the word.
         layout = {"shuffled_kv_cache": True} if self.problem.pool is PoolKind.VECTORIZED else {}
         library.unified_attention()(
             q=args.q,
-            k=args.k_pages,
-            v=args.v_pages,
+            k=args.pages.k,
+            v=args.pages.v,
             out=args.out,
             cu_seqlens_q=step.q_indptr,
             # With 1 it takes token i for the only one of sequence i, which holds in steps that decode alone.
-            max_seqlen_q=1 if decodes else max(2, args.bounds.max_q_len),
+            max_seqlen_q=1 if decodes else max(2, bounds.max_q_len),
             # int64: its address arithmetic takes the dtype of the lengths, and wraps above 2 GiB with int32.
             seqused_k=step.kv_len_int64,
-            max_seqlen_k=args.bounds.max_kv_len if decodes else min(args.bounds.max_kv_len, LONGEST_UNSPLIT),
+            max_seqlen_k=bounds.max_kv_len if decodes else min(bounds.max_kv_len, LONGEST_UNSPLIT),
             softmax_scale=self.problem.scale,
             # It knows no other; the only new token of a sequence sees all keys either way.
             causal=True,
@@ -83,14 +92,10 @@ class Unified:
             q_descale=None,
             k_descale=None,
             v_descale=None,
-            alibi_slopes=args.alibi_slopes,
-            sinks=args.schedule.view(torch.float32) if self.schedule_words(args.bounds.shape) else args.sinks,
+            alibi_slopes=args.slopes,
+            sinks=args.schedule.view(torch.float32) if self.schedule.words(bounds.shape) else args.sinks,
             **layout,
         )
-
-    @property
-    def _lacks_sinks(self) -> bool:
-        return self.problem.window_left != UNLIMITED_WINDOW and not self.problem.has_sinks
 
 
 def bind_unified(problem: Problem, target: Target, pool: PoolSize) -> Unified:

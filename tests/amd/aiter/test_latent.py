@@ -84,9 +84,9 @@ def test_a_schedule_is_made_for_as_many_sequences_as_equal_splits_do_not_fill_th
     bound = select(latent_problem(), target, "aiter").kernels[StepKind.DECODE].bound
     splits = bind_latent_decode(latent_problem(), target, SMALLEST_POOL)
     shape = PaddedShape(StepKind.DECODE, most, most)
-    assert bound.schedule_words(shape) > 8 * target.compute_units > splits.schedule_words(shape) - most
+    assert bound.schedule.words(shape) > 8 * target.compute_units > splits.schedule.words(shape) - most
     more = PaddedShape(StepKind.DECODE, most + 1, most + 1)
-    assert bound.schedule_words(more) == splits.schedule_words(more)
+    assert bound.schedule.words(more) == splits.schedule.words(more)
 
 
 @pytest.mark.parametrize(("function", "q_len"), [("mla_decode_fwd", [1, 1]), ("mla_prefill_fwd", [2, 3])])

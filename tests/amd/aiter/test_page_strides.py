@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.paging.kv_pool import LayerPages
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.problem import PoolKind
 from rocm_attn.providers.aiter.rows import ROWS
 from rocm_attn.providers.contract import KernelRow, PoolSize, PoolTerms

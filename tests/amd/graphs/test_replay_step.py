@@ -13,7 +13,9 @@ from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
-from rocm_attn.providers.contract import AttendArgs
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.providers.contract import StepBounds
 from rocm_attn.providers.torch_ref import TorchDecode
 from rocm_attn.watch.flight_recorder import FlightRecorder, read_dump
 from tests.amd.graphs.small_models import SERVED, Lazy, Requests, Tiny
@@ -117,8 +119,8 @@ def test_a_kernel_that_is_wrong_fails(
     path = dumped("torch", device, tmp_path)
     right = TorchDecode.attend
 
-    def wrong(self: TorchDecode, args: AttendArgs) -> None:
-        right(self, args)
+    def wrong(self: TorchDecode, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        right(self, args, step, bounds)
         args.out.mul_(1.001)
 
     monkeypatch.setattr(TorchDecode, "attend", wrong)
@@ -145,8 +147,8 @@ def test_a_forward_that_cannot_be_captured_is_no_disagreement(
     path = dumped("torch", device, tmp_path)
     right = TorchDecode.attend
 
-    def reads(self: TorchDecode, args: AttendArgs) -> None:
-        right(self, args)
+    def reads(self: TorchDecode, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        right(self, args, step, bounds)
         args.out.sum().item()
 
     monkeypatch.setattr(TorchDecode, "attend", reads)

@@ -5,78 +5,79 @@ It takes its batch size from the padded shape, as such kernels do, and reads pag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.kernels.refs.attention import paged_extend
 from rocm_attn.machine import choices
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers import select
-from rocm_attn.providers.contract import AttendArgs, KernelRow, PoolSize, Provider, StepBounds
+from rocm_attn.providers.contract import KernelRow, PoolSize, Provider, StepBounds
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.torch_ref import TORCH
+
+
+@dataclass(frozen=True, slots=True)
+class CsrSchedule:
+    """A CSR of its own, from int64 lengths."""
+
+    page_size: int
+
+    def words(self, shape: PaddedShape) -> int:
+        return shape.num_seqs + 1
+
+    def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        num_seqs = bounds.shape.num_seqs
+        words[:1].zero_()
+        words[1 : num_seqs + 1] = torch.cumsum((step.kv_len_int64 + self.page_size - 1) // self.page_size, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class CsrKernel:
     """Even sequences are read through page lists and last-page lengths, odd ones through dense rows and int64 lengths.
 
-    So every form of the metadata has its say. Its schedule is a CSR of its own.
+    So every form of the metadata has its say.
     """
 
     problem: Problem
 
+    @property
+    def schedule(self) -> CsrSchedule:
+        return CsrSchedule(self.problem.page_size)
+
     def describe(self) -> str:
         return f"csr({self.problem})"
-
-    def schedule_words(self, shape: PaddedShape) -> int:
-        return shape.num_seqs + 1
 
     def workspace_words(self, shape: PaddedShape) -> int:
         return shape.num_tokens
 
-    def schedule_key(self) -> Hashable:
-        return self.problem.page_size
-
-    def build_schedule(self, step: StepTensors, bounds: StepBounds, schedule: Tensor) -> None:
-        num_seqs = bounds.shape.num_seqs
-        page_size = self.problem.page_size
-        schedule[:1].zero_()
-        schedule[1 : num_seqs + 1] = torch.cumsum((step.kv_len_int64 + page_size - 1) // page_size, 0)
-
-    def attend(self, args: AttendArgs) -> None:
-        step, device = args.step, args.q.device
-        num_seqs, page_size = args.bounds.shape.num_seqs, self.problem.page_size
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        device = args.q.device
+        num_seqs, page_size = bounds.shape.num_seqs, self.problem.page_size
         page_no = torch.arange(step.block_table.shape[1], device=device)
         at = (args.schedule[:-1, None] + page_no).clamp(max=len(step.page_list) - 1)
         pages = step.page_indptr.diff()
         even = torch.arange(num_seqs, device=device) % 2 == 0
         listed_len = torch.where(pages > 0, (pages - 1) * page_size + step.last_page_len, 0)
         args.workspace.fill_(float("nan"))
-        paged_extend(
-            args.q,
-            args.k_pages,
-            args.v_pages,
-            torch.where(even[:, None], step.page_list[at], step.block_table),
-            torch.arange(num_seqs, device=device),
-            torch.where(even, listed_len, step.kv_len_int64),
-            step.q_indptr,
-            None,
-            args.out,
-            args.lse,
-            args.sinks,
-            args.alibi_slopes,
-            scores=scores_of(self.problem),
-            max_q_len=args.bounds.max_q_len,
-            tiles=None,
+        table = torch.where(even[:, None], step.page_list[at], step.block_table)
+        queries = Queries(
+            row_of_seq=torch.arange(num_seqs, device=device),
+            kv_len=torch.where(even, listed_len, step.kv_len_int64),
+            q_indptr=step.q_indptr,
+            num_tokens=args.q.shape[0],
+            max_q_len=bounds.max_q_len,
+            max_kv_len=table.shape[1] * page_size,
         )
+        paged_extend(replace(args, table=table, queries=queries), scores=scores_of(self.problem))
 
 
 def _bind(problem: Problem, target: Target, pool: PoolSize) -> CsrKernel:

@@ -11,6 +11,7 @@ from torch import Tensor
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.guards.registry import Guards
+from rocm_attn.kernels.attention.arguments import Queries
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.machine.target import known_target
@@ -20,7 +21,7 @@ from rocm_attn.providers.contract import StepBounds
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.plan import make_plan
-from tests.amd.guards.csr_kernels import CsrKernel, csr_provider
+from tests.amd.guards.csr_kernels import CsrSchedule, csr_provider
 from tests.amd.guards.serving import PROVIDERS, Serving
 from tests.amd.runtime.stepping import World, small_problem
 
@@ -63,21 +64,21 @@ def test_mask_cells_of_a_step_are_counted(graphs: bool, device: torch.device) ->
 def test_kinds_of_layer_with_equal_schedules_share_one_build(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built: list[Problem] = []
-    build = CsrKernel.build_schedule
+    built: list[CsrSchedule] = []
+    build = CsrSchedule.build
 
-    def noted(self: CsrKernel, step: StepTensors, bounds: StepBounds, schedule: Tensor) -> None:
-        built.append(self.problem)
-        build(self, step, bounds, schedule)
+    def noted(self: CsrSchedule, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        built.append(self)
+        build(self, queries, step, bounds, words)
 
-    monkeypatch.setattr(CsrKernel, "build_schedule", noted)
+    monkeypatch.setattr(CsrSchedule, "build", noted)
     problem = small_problem()
     other_scale, other_heads = replace(problem, scale=0.7), replace(problem, num_q_heads=2)
     world = World.build([problem, other_scale, problem, other_heads], device, "csr")
     requests = [world.admit() for _ in range(3)]
     world.step(requests, [5, 4, 9])
     world.step(requests, [1, 1, 1])
-    assert built == [problem, problem]
+    assert built == [CsrSchedule(problem.page_size)] * 2
 
 
 @pytest.mark.parametrize("kind", [StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED])

@@ -136,8 +136,8 @@ def test_a_fault_is_kept_when_a_launch_of_the_next_step_fails(launch: str) -> No
     def fails(*arguments: Any, **named: Any) -> None:
         raise RuntimeError("the launch failed")
 
-    changed: dict[str, Any] = {launch: fails}
-    made._publisher._ops = replace(ops, **changed)
+    broken: dict[str, Any] = {launch: fails}
+    made._publisher._ops = replace(ops, **broken)
     # Once where the first launch is made: the next try has the echo.
     for _ in range(3 if launch == "publish" else 1):
         with pytest.raises(RuntimeError, match="the launch failed"):

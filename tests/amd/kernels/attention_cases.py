@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.attention import decode
-from rocm_attn.kernels.attention.decode import decode_partials_words, launch_paged_decode
-from rocm_attn.kernels.attention.decode_schedule import decode_schedule_words, launch_decode_schedule
+from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
+from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
+from rocm_attn.kernels.attention.decode import launch_paged_decode
+from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
 from rocm_attn.kernels.attention.extend import launch_paged_extend
-from rocm_attn.kernels.attention.extend_schedule import extend_schedule_words, launch_extend_schedule
+from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.refs.attention import paged_decode, paged_extend
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, decode_tiles, extend_tiles
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
@@ -70,7 +73,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """The tensors of a step; see launch_paged_decode. reference and reference_lse are float64, by token."""
+    """The tensors of a step; see AttendArgs. reference and reference_lse are float64, by token."""
 
     case: Case
     scores: Scores
@@ -98,6 +101,34 @@ class Tensors:
     @property
     def gqa_ratio(self) -> int:
         return self.case.heads[0] // self.case.heads[1]
+
+    @property
+    def queries(self) -> Queries:
+        """The step's sequences; they may read every entry of the table."""
+        return Queries(
+            self.row_of_seq,
+            self.kv_len,
+            self.q_indptr,
+            num_tokens=self.q.shape[0],
+            max_q_len=max([*self.case.q_len, 0]),
+            max_kv_len=self.table.shape[1] * self.case.page_size,
+            first_page=self.first_page,
+        )
+
+    def args(self, schedule: Tensor | None = None, workspace: Tensor | None = None) -> AttendArgs:
+        """The arguments of a launcher, or of a twin, which reads neither schedule nor workspace."""
+        return AttendArgs(
+            q=self.q,
+            pages=LayerPages(self.k_pages, self.v_pages),
+            table=self.table,
+            queries=self.queries,
+            out=self.out,
+            lse=self.lse,
+            sinks=self.sinks,
+            slopes=self.slopes,
+            schedule=self.q.new_empty(0, dtype=torch.int32) if schedule is None else schedule,
+            workspace=self.q.new_empty(0, dtype=torch.float32) if workspace is None else workspace,
+        )
 
 
 def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
@@ -272,33 +303,13 @@ def tiles_for(tensors: Tensors) -> tuple[DecodeTiles, ExtendTiles]:
 
 def run_decode(tensors: Tensors, *, num_programs: int = 5, tiles: DecodeTiles | None = None) -> None:
     """Schedule, decode and merge, with scratch memory that is NaN or garbage beforehand."""
-    case, device = tensors.case, tensors.q.device
-    tiles = tiles or tiles_for(tensors)[0]
-    words = decode_schedule_words(num_programs, tensors.num_seqs)
-    schedule = torch.full((words,), 0x7F7F7F7F, dtype=torch.int32, device=device)
-    partials_words = decode_partials_words(
-        num_programs, num_q_heads=case.heads[0], num_kv_heads=case.heads[1], v_head_dim=case.dims[1], tiles=tiles
-    )
-    partials = _nan(partials_words, dtype=torch.float32).to(device)
-    launch_decode_schedule(
-        tensors.kv_len,
-        tensors.q_len,
-        schedule,
-        window_left=case.window_left,
-        num_kv_heads=case.heads[1],
-        num_programs=num_programs,
-        tiles=tiles,
-    )
-    launch_paged_decode(
-        *_paged(tensors),
-        schedule,
-        partials,
-        *_results(tensors),
-        scores=tensors.scores,
-        num_programs=num_programs,
-        tiles=tiles,
-        first_page=tensors.first_page,
-    )
+    case, tiles = tensors.case, tiles or tiles_for(tensors)[0]
+    cut = DecodeCut.of(tiles, num_kv_heads=case.heads[1], programs=num_programs, window_left=case.window_left)
+    schedule = _garbage(cut.words(tensors.num_seqs), tensors.q.device)
+    words = cut.partials_words(gqa_ratio=tensors.gqa_ratio, v_head_dim=case.dims[1], tiles=tiles)
+    partials = _nan(words, dtype=torch.float32).to(tensors.q.device)
+    launch_decode_schedule(tensors.queries, schedule, cut)
+    launch_paged_decode(tensors.args(schedule, partials), scores=tensors.scores, cut=cut, tiles=tiles)
 
 
 def run_shared_decode(tensors: Tensors, *, num_programs: int = 5, tiles: DecodeTiles | None = None) -> None:
@@ -310,57 +321,29 @@ def run_shared_decode(tensors: Tensors, *, num_programs: int = 5, tiles: DecodeT
 
 def run_decode_twin(tensors: Tensors) -> None:
     """The torch twin of run_decode."""
-    paged_decode(
-        *_paged(tensors),
-        None,
-        None,
-        *_results(tensors),
-        scores=tensors.scores,
-        num_programs=1,
-        tiles=None,
-        first_page=tensors.first_page,
-    )
+    paged_decode(tensors.args(), scores=tensors.scores)
 
 
 def run_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: ExtendTiles | None = None) -> None:
     """Schedule and extend, with a schedule that is garbage beforehand."""
     if tiles is None:
         tiles = tiles_for(tensors)[1] if tensors.mask is None else tiles_for(tensors)[1].of_masked_steps()
-    num_tokens, ratio = tensors.q.shape[0], tensors.gqa_ratio
-    words = extend_schedule_words(num_tokens, tensors.num_seqs, gqa_ratio=ratio, tiles=tiles)
-    schedule = torch.full((words,), 0x7F7F7F7F, dtype=torch.int32, device=tensors.q.device)
-    launch_extend_schedule(
-        tensors.kv_len,
-        tensors.q_indptr,
-        schedule,
-        min_q_len=min_q_len,
-        num_tokens=num_tokens,
-        gqa_ratio=ratio,
-        tiles=tiles,
-    )
-    launch_paged_extend(
-        *_paged(tensors),
-        schedule,
-        *_results(tensors),
-        scores=tensors.scores,
-        max_q_len=max([*tensors.case.q_len, 0]),
-        tiles=tiles,
-        mask=tensors.mask,
-    )
+    cut = ExtendCut.of(tiles, gqa_ratio=tensors.gqa_ratio, min_q_len=min_q_len)
+    schedule = _garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device)
+    launch_extend_schedule(tensors.queries, schedule, cut)
+    launch_paged_extend(tensors.args(schedule), scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)
 
 
 def run_extend_twin(tensors: Tensors) -> None:
     """The torch twin of run_extend; it has no min_q_len."""
-    max_q_len = max([*tensors.case.q_len, 0])
-    paged_extend(
-        *_paged(tensors),
-        None,
-        *_results(tensors),
-        scores=tensors.scores,
-        max_q_len=max_q_len,
-        tiles=None,
-        mask=tensors.mask,
-    )
+    paged_extend(tensors.args(), scores=tensors.scores, mask=tensors.mask)
+
+
+def queries_of(kv_len: Sequence[int], q_len: Sequence[int], num_tokens: int, device: torch.device) -> Queries:
+    """Sequences for a schedule, which reads their lengths alone."""
+    lengths = torch.tensor(kv_len, dtype=torch.int32, device=device)
+    indptr = torch.tensor([0, *q_len], device=device).cumsum(0).int()
+    return Queries(torch.zeros_like(lengths), lengths, indptr, num_tokens, max([*q_len, 0]), max([*kv_len, 0]))
 
 
 def assert_served(tensors: Tensors) -> None:
@@ -369,10 +352,5 @@ def assert_served(tensors: Tensors) -> None:
     assert_lse_close(tensors.lse, tensors.reference_lse, tensors.case.dtype)
 
 
-def _paged(tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    t = tensors
-    return t.q, t.k_pages, t.v_pages, t.table, t.row_of_seq, t.kv_len, t.q_indptr
-
-
-def _results(tensors: Tensors) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    return tensors.out, tensors.lse, tensors.sinks, tensors.slopes
+def _garbage(words: int, device: torch.device) -> Tensor:
+    return torch.full((words,), 0x7F7F7F7F, dtype=torch.int32, device=device)

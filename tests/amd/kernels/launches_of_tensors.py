@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.device_inputs import GivenInputs
 from rocm_attn.kernels.metadata.step_tensors import NO_PADS, OWN_TABLE, Pads, StepTensors, TableTerms
 
@@ -47,6 +48,11 @@ def fill_step(*tensors: Tensor) -> StepTensors:
 def of_fill(fill: Launch, terms: TableTerms = OWN_TABLE) -> Launch:
     """fill(*READ_BY_FILL, *WRITTEN_BY_FILL, page_size=, ...)."""
     return lambda *tensors, **options: fill(replace(fill_step(*tensors), terms=terms), **options)
+
+
+def of_pages(launch: Launch) -> Launch:
+    """launch(*what it reads, K pages, V pages)."""
+    return lambda *tensors: launch(*tensors[:-2], LayerPages(*tensors[-2:]))
 
 
 def of_publish(publish: Launch, pads: Pads) -> Launch:

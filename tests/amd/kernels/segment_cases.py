@@ -7,9 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rocm_attn.kernels.attention.decode_schedule import decode_schedule_words, launch_decode_schedule
-from rocm_attn.kernels.attention.extend_schedule import extend_schedule_words, launch_extend_schedule
-from rocm_attn.kernels.attention.segment_decode import launch_segment_decode, segment_parts_words, segment_slots
+from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
+from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
+from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
+from rocm_attn.kernels.attention.segment_decode import launch_segment_decode
 from rocm_attn.kernels.attention.segment_extend import launch_segment_extend
 from rocm_attn.kernels.refs import segments as twins
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
@@ -21,75 +22,33 @@ GARBAGE = 0x7F7F7F7F
 def run_decode(tensors: Tensors, *, num_programs: int, tiles: SegmentTiles) -> None:
     """Schedule, decode and merge, with scratch memory that is NaN or garbage beforehand."""
     case, device, ratio = tensors.case, tensors.q.device, tensors.gqa_ratio
-    schedule = _garbage(decode_schedule_words(num_programs, tensors.num_seqs), device)
-    launch_decode_schedule(
-        tensors.kv_len,
-        tensors.q_len,
-        schedule,
-        window_left=case.window_left,
-        num_kv_heads=case.heads[1],
-        num_programs=num_programs,
-        tiles=tiles.decode(ratio),
+    cut = DecodeCut.of(
+        tiles.decode(ratio), num_kv_heads=case.heads[1], programs=num_programs, window_left=case.window_left
     )
+    schedule = _garbage(cut.words(tensors.num_seqs), device)
+    launch_decode_schedule(tensors.queries, schedule, cut)
     most = tiles.most_segments(max(case.kv_len), case.window_left)
-    slots = segment_slots(tensors.num_seqs, most, gqa_ratio=ratio, num_kv_heads=case.heads[1], tiles=tiles)
-    words = sum(segment_parts_words(slots, gqa_ratio=ratio, v_head_dim=case.dims[1], tiles=tiles))
-    launch_segment_decode(
-        *_paged(tensors),
-        schedule,
-        torch.full((words,), float("nan"), device=device),
-        *_results(tensors),
-        scores=tensors.scores,
-        most_segments=most,
-        num_programs=num_programs,
-        tiles=tiles,
-    )
+    words = sum(cut.segment_words(tensors.num_seqs, most, gqa_ratio=ratio, v_head_dim=case.dims[1], tiles=tiles))
+    args = tensors.args(schedule, torch.full((words,), float("nan"), device=device))
+    launch_segment_decode(args, scores=tensors.scores, most_segments=most, cut=cut, tiles=tiles)
 
 
 def run_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: SegmentTiles) -> None:
     """Schedule and extend, with a schedule that is garbage beforehand."""
-    num_tokens, ratio = tensors.q.shape[0], tensors.gqa_ratio
-    words = extend_schedule_words(num_tokens, tensors.num_seqs, gqa_ratio=ratio, tiles=tiles.extend)
-    schedule = _garbage(words, tensors.q.device)
-    launch_extend_schedule(
-        tensors.kv_len,
-        tensors.q_indptr,
-        schedule,
-        min_q_len=min_q_len,
-        num_tokens=num_tokens,
-        gqa_ratio=ratio,
-        tiles=tiles.extend,
-    )
-    launch_segment_extend(
-        *_paged(tensors),
-        schedule,
-        *_results(tensors),
-        scores=tensors.scores,
-        max_q_len=max([*tensors.case.q_len, 0]),
-        tiles=tiles,
-    )
+    cut = ExtendCut.of(tiles.extend, gqa_ratio=tensors.gqa_ratio, min_q_len=min_q_len)
+    schedule = _garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device)
+    launch_extend_schedule(tensors.queries, schedule, cut)
+    launch_segment_extend(tensors.args(schedule), scores=tensors.scores, cut=cut, tiles=tiles)
 
 
 def run_decode_twin(tensors: Tensors) -> None:
     """The torch twin of run_decode."""
-    twins.segment_decode(
-        *_paged(tensors),
-        None,
-        None,
-        *_results(tensors),
-        scores=tensors.scores,
-        most_segments=0,
-        num_programs=0,
-        tiles=None,
-    )
+    twins.segment_decode(tensors.args(), scores=tensors.scores)
 
 
 def run_extend_twin(tensors: Tensors) -> None:
     """The torch twin of run_extend; it has no min_q_len."""
-    max_q_len = max([*tensors.case.q_len, 0])
-    twins.segment_extend(
-        *_paged(tensors), None, *_results(tensors), scores=tensors.scores, max_q_len=max_q_len, tiles=None
-    )
+    twins.segment_extend(tensors.args(), scores=tensors.scores)
 
 
 def last_tokens(tensors: Tensors) -> Tensors:
@@ -119,12 +78,3 @@ def assert_same_bits(decoded: Tensors, extended: Tensors) -> None:
 
 def _garbage(words: int, device: torch.device) -> Tensor:
     return torch.full((words,), GARBAGE, dtype=torch.int32, device=device)
-
-
-def _paged(tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    t = tensors
-    return t.q, t.k_pages, t.v_pages, t.table, t.row_of_seq, t.kv_len, t.q_indptr
-
-
-def _results(tensors: Tensors) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    return tensors.out, tensors.lse, tensors.sinks, tensors.slopes

@@ -11,9 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rocm_attn.kernels.attention.decode_schedule import decode_schedule_words, launch_decode_schedule
-from rocm_attn.kernels.refs.schedules import decode_schedule, visible_tiles
+from rocm_attn.kernels.attention.cuts import DecodeCut
+from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
+from rocm_attn.kernels.refs.schedules import decode_schedule, visible_blocks
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
+from tests.amd.kernels.attention_cases import queries_of
 
 TILES = DecodeTiles(block_n=16, num_warps=1, num_stages=1, programs_per_cu=1)
 GARBAGE = 0x7F7F7F7F
@@ -32,18 +34,17 @@ class Batch:
     tiles: DecodeTiles
     window_left: int = -1
 
-    def words(self) -> list[int]:
-        return decode_schedule(
-            self.kv_len,
-            self.q_len,
-            window_left=self.window_left,
-            num_kv_heads=self.num_kv_heads,
-            num_programs=self.num_programs,
-            tiles=self.tiles,
+    @property
+    def cut(self) -> DecodeCut:
+        return DecodeCut.of(
+            self.tiles, num_kv_heads=self.num_kv_heads, programs=self.num_programs, window_left=self.window_left
         )
 
-    def tiles_of(self, seq: int) -> int:
-        return len(visible_tiles(self.kv_len[seq], self.window_left, self.tiles))
+    def words(self) -> list[int]:
+        return decode_schedule(self.kv_len, self.q_len, self.cut)
+
+    def blocks_of(self, seq: int) -> int:
+        return len(visible_blocks(self.kv_len[seq], self.cut))
 
     def decoded_rows(self) -> set[Row]:
         rows = range(self.tiles.rows_per_seq(self.num_kv_heads))
@@ -67,15 +68,15 @@ def batches(draw: st.DrawFn) -> Batch:
 
 
 def walk(batch: Batch, program: int) -> list[tuple[Row, int, int]]:
-    """What the decode kernel does with a program's words: rows and their tiles [first, end); (row, 0, 0) for zeros."""
+    """What decode does with a program's words: rows and their key blocks [first, end); (row, 0, 0) for zeros."""
     words = batch.words()
     seq, row, done, work = words[8 * program : 8 * program + 4]
     rows_per_seq, row_cost = batch.tiles.rows_per_seq(batch.num_kv_heads), batch.tiles.row_cost
     visits = []
     while work > 0:
         length = words[8 * batch.num_programs + 2 * seq + 1]
-        num_tiles = len(visible_tiles(max(length, 0), batch.window_left, batch.tiles))
-        cost = 0 if length < 0 else num_tiles + row_cost
+        num_blocks = len(visible_blocks(max(length, 0), batch.cut))
+        cost = 0 if length < 0 else num_blocks + row_cost
         take = min(work, cost - done)
         first, end = max(done - row_cost, 0), done + take - row_cost
         if end > first:
@@ -90,23 +91,23 @@ def walk(batch: Batch, program: int) -> list[tuple[Row, int, int]]:
 
 @settings(max_examples=150)
 @given(batches())
-def test_every_tile_of_every_row_is_visited_once_and_in_order(batch: Batch) -> None:
+def test_every_key_block_of_every_row_is_visited_once_and_in_order(batch: Batch) -> None:
     visited: dict[Row, list[range]] = defaultdict(list)
     for program in range(batch.num_programs):
         for row, first, end in walk(batch, program):
             visited[row].append(range(first, end))
     assert set(visited) == batch.decoded_rows()
     for (seq, _), parts in visited.items():
-        assert [tile for part in parts for tile in part] == list(range(batch.tiles_of(seq)))
-        assert len(parts) == 1 or batch.tiles_of(seq) > 0, "the zeros of an empty sequence are written once"
+        assert [block for part in parts for block in part] == list(range(batch.blocks_of(seq)))
+        assert len(parts) == 1 or batch.blocks_of(seq) > 0, "the zeros of an empty sequence are written once"
 
 
 @settings(max_examples=150)
 @given(batches())
 def test_a_program_leaves_at_most_one_row_begun_before_it_and_one_that_goes_on(batch: Batch) -> None:
     for program in range(batch.num_programs):
-        parts = [(first, end, batch.tiles_of(seq)) for (seq, _), first, end in walk(batch, program)]
-        unfinished = Counter(first == 0 for first, end, num_tiles in parts if end - first < num_tiles)
+        parts = [(first, end, batch.blocks_of(seq)) for (seq, _), first, end in walk(batch, program)]
+        unfinished = Counter(first == 0 for first, end, num_blocks in parts if end - first < num_blocks)
         assert unfinished[True] <= 1
         assert unfinished[False] <= 1
 
@@ -123,18 +124,18 @@ def test_the_merge_finds_the_programs_of_every_row_that_is_shared(batch: Batch) 
                 programs_of[row].append(program)
     share = words[4]
 
-    def holders(row_start: int, num_tiles: int) -> list[int]:
+    def holders(row_start: int, num_blocks: int) -> list[int]:
         first = row_start + row_cost
-        return list(range(first // share, (first + num_tiles - 1) // share + 1))
+        return list(range(first // share, (first + num_blocks - 1) // share + 1))
 
     for (seq, row_of_seq), programs in programs_of.items():
-        start = words[8 * batch.num_programs + 2 * seq] + row_of_seq * (batch.tiles_of(seq) + row_cost)
-        assert holders(start, batch.tiles_of(seq)) == programs
+        start = words[8 * batch.num_programs + 2 * seq] + row_of_seq * (batch.blocks_of(seq) + row_cost)
+        assert holders(start, batch.blocks_of(seq)) == programs
 
     found: dict[Row, list[int]] = {}
     for boundary in range(batch.num_programs - 1):
         seq, row_of_seq, done, work, _, row_start, length, _ = words[8 * (boundary + 1) : 8 * (boundary + 2)]
-        programs = holders(row_start, len(visible_tiles(length, batch.window_left, batch.tiles)))
+        programs = holders(row_start, len(visible_blocks(length, batch.cut)))
         if work > 0 and done > row_cost and programs[0] == boundary and len(programs) > 1:
             assert (seq, row_of_seq) not in found, "two boundaries would merge the same row"
             found[seq, row_of_seq] = programs
@@ -153,17 +154,9 @@ def test_no_program_has_more_work_than_another_but_for_the_last_ones(batch: Batc
 
 def device_words(batch: Batch, device: torch.device) -> list[int]:
     """The words as the kernel writes them, with those that have no meaning set to 0."""
-    size = decode_schedule_words(batch.num_programs, len(batch.kv_len))
+    size = batch.cut.words(len(batch.kv_len))
     schedule = torch.full((size + 3,), GARBAGE, dtype=torch.int32, device=device)
-    launch_decode_schedule(
-        torch.tensor(batch.kv_len, dtype=torch.int32, device=device),
-        torch.tensor(batch.q_len, dtype=torch.int32, device=device),
-        schedule,
-        window_left=batch.window_left,
-        num_kv_heads=batch.num_kv_heads,
-        num_programs=batch.num_programs,
-        tiles=batch.tiles,
-    )
+    launch_decode_schedule(queries_of(batch.kv_len, batch.q_len, sum(batch.q_len), device), schedule, batch.cut)
     words: list[int] = schedule.tolist()
     assert words[size:] == [GARBAGE] * 3
     for first in range(0, 8 * batch.num_programs, 8):

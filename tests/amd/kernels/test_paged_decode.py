@@ -11,9 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
+from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.decode import launch_paged_decode
 from rocm_attn.kernels.attention.merge import merge_shape
 from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from tests.amd.kernels.attention_cases import (
     UNTOUCHED,
@@ -256,21 +259,23 @@ def test_what_no_kernel_serves_is_refused_with_the_reason(case: Case, reason: st
     tiles = DecodeTiles(block_n=16, num_warps=4, num_stages=1, programs_per_cu=1)
     with pytest.raises(ValueError, match=reason):
         launch_paged_decode(
-            torch.zeros(2, num_q_heads, head_dim, dtype=case.dtype, device=device),
-            torch.zeros(2, case.page_size, num_kv_heads, head_dim, dtype=case.dtype, device=device),
-            torch.zeros(2, case.page_size, num_kv_heads, v_head_dim, dtype=case.dtype, device=device),
-            int32[None],
-            int32[:2],
-            int32[:2],
-            int32,
-            int32,
-            torch.zeros(1, device=device),
-            torch.zeros(2, num_q_heads, v_head_dim, dtype=case.dtype, device=device),
-            None,
-            None,
-            None,
+            AttendArgs(
+                torch.zeros(2, num_q_heads, head_dim, dtype=case.dtype, device=device),
+                LayerPages(
+                    torch.zeros(2, case.page_size, num_kv_heads, head_dim, dtype=case.dtype, device=device),
+                    torch.zeros(2, case.page_size, num_kv_heads, v_head_dim, dtype=case.dtype, device=device),
+                ),
+                int32[None],
+                Queries(int32[:2], int32[:2], int32, 2, 1, case.page_size),
+                torch.zeros(2, num_q_heads, v_head_dim, dtype=case.dtype, device=device),
+                None,
+                None,
+                None,
+                int32,
+                torch.zeros(1, device=device),
+            ),
             scores=Scores(1.0),
-            num_programs=1,
+            cut=DecodeCut.of(tiles, num_kv_heads=num_kv_heads, programs=1, window_left=-1),
             tiles=tiles,
         )
 

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
+from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend import launch_paged_extend
-from rocm_attn.kernels.attention.extend_schedule import extend_schedule_words, launch_extend_schedule
+from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
 from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.refs.schedules import extend_schedule
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 from tests.amd.kernels.attention_cases import (
@@ -22,6 +25,7 @@ from tests.amd.kernels.attention_cases import (
     assert_served,
     build,
     dtypes,
+    queries_of,
     run_decode,
     run_extend,
     run_extend_twin,
@@ -217,18 +221,10 @@ def test_the_device_lists_the_tiles_of_the_host_twin(
     kv_len = [new + draw.choice([0, 0, 1, draw.randrange(300)]) for new in q_len]
     tiles = ExtendTiles(block_m=32, block_n=16, num_warps=4, num_stages=1)
     num_tokens = sum(q_len) + tail
-    size = extend_schedule_words(num_tokens, num_seqs, gqa_ratio=3, tiles=tiles)
-    schedule = torch.full((size + 3,), GARBAGE, dtype=torch.int32, device=kernel_device)
-    launch_extend_schedule(
-        torch.tensor(kv_len, dtype=torch.int32, device=kernel_device),
-        torch.tensor([0, *q_len], device=kernel_device).cumsum(0).int(),
-        schedule,
-        min_q_len=min_q_len,
-        num_tokens=num_tokens,
-        gqa_ratio=3,
-        tiles=tiles,
-    )
-    expected = extend_schedule(kv_len, q_len, min_q_len=min_q_len, num_tokens=num_tokens, gqa_ratio=3, tiles=tiles)
+    cut = ExtendCut.of(tiles, gqa_ratio=3, min_q_len=min_q_len)
+    schedule = torch.full((cut.words(num_tokens, num_seqs) + 3,), GARBAGE, dtype=torch.int32, device=kernel_device)
+    launch_extend_schedule(queries_of(kv_len, q_len, num_tokens, kernel_device), schedule, cut)
+    expected = extend_schedule(kv_len, q_len, cut, num_tokens)
     assert schedule.tolist() == [*expected, *[GARBAGE] * 3]
 
 
@@ -240,8 +236,9 @@ def test_the_list_holds_any_split_of_the_padded_tokens() -> None:
         num_seqs, tail = draw.randrange(8), draw.choice([0, 1, 40])
         q_len = [draw.choice([0, 1, 4, 5, 17]) for _ in range(num_seqs)]
         num_tokens = sum(q_len) + tail
-        words = extend_schedule(q_len, q_len, min_q_len=1, num_tokens=num_tokens, gqa_ratio=4, tiles=tiles)
-        assert len(words) == extend_schedule_words(num_tokens, num_seqs, gqa_ratio=4, tiles=tiles)
+        cut = ExtendCut.of(tiles, gqa_ratio=4)
+        words = extend_schedule(q_len, q_len, cut, num_tokens)
+        assert len(words) == cut.words(num_tokens, num_seqs)
         tokens = [
             token
             for first, count in zip(words[1::4], words[2::4], strict=True)
@@ -256,19 +253,19 @@ def test_what_no_kernel_serves_is_refused_with_the_reason(kernel_device: torch.d
     pages = torch.zeros(2, 16, 1, 16, device=kernel_device)
     with pytest.raises(ValueError, match="paged extend does not serve this: 129 query heads share a KV head"):
         launch_paged_extend(
-            q,
-            pages,
-            pages,
-            int32[None],
-            int32[:2],
-            int32[:2],
-            int32,
-            int32,
-            torch.zeros_like(q),
-            None,
-            None,
-            None,
+            AttendArgs(
+                q,
+                LayerPages(pages, pages),
+                int32[None],
+                Queries(int32[:2], int32[:2], int32, 2, 1, 16),
+                torch.zeros_like(q),
+                None,
+                None,
+                None,
+                int32,
+                torch.zeros(0, device=kernel_device),
+            ),
             scores=Scores(1.0),
-            max_q_len=1,
+            cut=ExtendCut(1),
             tiles=ExtendTiles(block_m=16, block_n=16, num_warps=4, num_stages=1),
         )

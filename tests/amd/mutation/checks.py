@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rocm_attn.kernels.attention.decode import decode_partials_words, launch_paged_decode
-from rocm_attn.kernels.attention.decode_schedule import decode_schedule_words, launch_decode_schedule
+from rocm_attn.kernels.attention.arguments import Queries
+from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
+from rocm_attn.kernels.attention.decode import launch_paged_decode
+from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
 from rocm_attn.kernels.attention.extend import launch_paged_extend
-from rocm_attn.kernels.attention.extend_schedule import extend_schedule_words, launch_extend_schedule
+from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
 from rocm_attn.kernels.attention.merge_states import launch_merge_states
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.pads import launch_clear_pads
-from rocm_attn.kernels.attention.segment_decode import launch_segment_decode, segment_parts_words, segment_slots
+from rocm_attn.kernels.attention.segment_decode import launch_segment_decode
 from rocm_attn.kernels.attention.segment_extend import launch_segment_extend
 from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.cache.tails import launch_zero_tails
@@ -45,8 +47,15 @@ from rocm_attn.kernels.refs import metadata as twins
 from rocm_attn.kernels.refs.pads import clear_pads
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
-from tests.amd.kernels.attention_cases import Case, Tensors, assert_served, build
-from tests.amd.kernels.launches_of_tensors import fill_step, of_device_inputs, of_pack_mask, of_place_mask, of_publish
+from tests.amd.kernels.attention_cases import Case, Tensors, assert_served, build, queries_of
+from tests.amd.kernels.launches_of_tensors import (
+    fill_step,
+    of_device_inputs,
+    of_pack_mask,
+    of_pages,
+    of_place_mask,
+    of_publish,
+)
 from tests.amd.mutation.memory import Memory
 from tests.amd.vectorised import vectorised_keys, vectorised_values
 
@@ -93,12 +102,6 @@ def attention(memory: Memory, case: Case) -> Tensors:
     return replace(tensors, **placed)
 
 
-def paged(tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The tensors that both attention launchers begin with."""
-    t = tensors
-    return t.q, t.k_pages, t.v_pages, t.table, t.row_of_seq, t.kv_len, t.q_indptr
-
-
 def decode(memory: Memory) -> None:
     """Split rows and whole ones, an empty sequence; every program hands a part to another."""
     for kv_len, num_programs, head_blocks, scores in (
@@ -111,33 +114,12 @@ def decode(memory: Memory) -> None:
         case = Case(kv_len, [1] * len(kv_len), HEADS, DIMS, PAGE_SIZE, spread=True, **scores)
         tiles = replace(DECODE_TILES, head_blocks=head_blocks)
         tensors = attention(memory, case)
-        words = decode_partials_words(
-            num_programs, num_q_heads=HEADS[0], num_kv_heads=HEADS[1], v_head_dim=DIMS[1], tiles=tiles
-        )
+        cut = DecodeCut.of(tiles, num_kv_heads=HEADS[1], programs=num_programs, window_left=case.window_left)
+        words = cut.partials_words(gqa_ratio=tensors.gqa_ratio, v_head_dim=DIMS[1], tiles=tiles)
         partials = memory.put(torch.full((words,), float("nan")))
-        schedule = memory.put(torch.full((decode_schedule_words(num_programs, len(kv_len)),), GARBAGE).int())
-        launch_decode_schedule(
-            tensors.kv_len,
-            tensors.q_len,
-            schedule,
-            window_left=case.window_left,
-            num_kv_heads=HEADS[1],
-            num_programs=num_programs,
-            tiles=tiles,
-        )
-        launch_paged_decode(
-            *paged(tensors),
-            schedule,
-            partials,
-            tensors.out,
-            tensors.lse,
-            tensors.sinks,
-            tensors.slopes,
-            scores=tensors.scores,
-            num_programs=num_programs,
-            tiles=tiles,
-            first_page=tensors.first_page,
-        )
+        schedule = memory.put(garbage(cut.words(len(kv_len))))
+        launch_decode_schedule(tensors.queries, schedule, cut)
+        launch_paged_decode(tensors.args(schedule, partials), scores=tensors.scores, cut=cut, tiles=tiles)
         assert_served(tensors)
         memory.assert_surroundings_untouched()
 
@@ -156,22 +138,11 @@ def extend(memory: Memory) -> None:
     ):
         case = Case([prefix + 2, 18, 0], [2, 18, 0], heads, dims, PAGE_SIZE, tail=3, spread=True, **scores)
         tensors = attention(memory, case)
-        num_tokens = tensors.q.shape[0]
-        sizes: dict[str, Any] = {"gqa_ratio": tensors.gqa_ratio, "tiles": EXTEND_TILES}
-        words = extend_schedule_words(num_tokens, tensors.num_seqs, **sizes)
-        schedule = memory.put(torch.full((words,), GARBAGE).int())
-        launch_extend_schedule(tensors.kv_len, tensors.q_indptr, schedule, min_q_len=1, num_tokens=num_tokens, **sizes)
+        cut = ExtendCut.of(EXTEND_TILES, gqa_ratio=tensors.gqa_ratio)
+        schedule = memory.put(garbage(cut.words(tensors.q.shape[0], tensors.num_seqs)))
+        launch_extend_schedule(tensors.queries, schedule, cut)
         launch_paged_extend(
-            *paged(tensors),
-            schedule,
-            tensors.out,
-            tensors.lse,
-            tensors.sinks,
-            tensors.slopes,
-            scores=tensors.scores,
-            max_q_len=18,
-            tiles=EXTEND_TILES,
-            mask=tensors.mask,
+            tensors.args(schedule), scores=tensors.scores, cut=cut, tiles=EXTEND_TILES, mask=tensors.mask
         )
         assert_served(tensors)
         memory.assert_surroundings_untouched()
@@ -199,75 +170,49 @@ def segments(memory: Memory) -> None:
 
 def segment_extend(memory: Memory, tensors: Tensors) -> None:
     """launch_segment_extend in memory."""
-    num_tokens = tensors.q.shape[0]
-    sizes: dict[str, Any] = {"gqa_ratio": tensors.gqa_ratio, "tiles": SEGMENT_TILES.extend}
-    words = extend_schedule_words(num_tokens, tensors.num_seqs, **sizes)
-    schedule = memory.put(torch.full((words,), GARBAGE).int())
-    launch_extend_schedule(tensors.kv_len, tensors.q_indptr, schedule, min_q_len=1, num_tokens=num_tokens, **sizes)
-    launch_segment_extend(
-        *paged(tensors),
-        schedule,
-        tensors.out,
-        tensors.lse,
-        tensors.sinks,
-        tensors.slopes,
-        scores=tensors.scores,
-        max_q_len=max(tensors.case.q_len),
-        tiles=SEGMENT_TILES,
-    )
+    cut = ExtendCut.of(SEGMENT_TILES.extend, gqa_ratio=tensors.gqa_ratio)
+    schedule = memory.put(garbage(cut.words(tensors.q.shape[0], tensors.num_seqs)))
+    launch_extend_schedule(tensors.queries, schedule, cut)
+    launch_segment_extend(tensors.args(schedule), scores=tensors.scores, cut=cut, tiles=SEGMENT_TILES)
 
 
 def segment_decode(memory: Memory, tensors: Tensors) -> None:
     """launch_segment_decode in memory, with a workspace that is no longer than it must be."""
-    case, ratio, num_programs = tensors.case, tensors.gqa_ratio, 3
-    schedule = memory.put(torch.full((decode_schedule_words(num_programs, tensors.num_seqs),), GARBAGE).int())
-    launch_decode_schedule(
-        tensors.kv_len,
-        tensors.q_len,
-        schedule,
-        window_left=case.window_left,
-        num_kv_heads=case.heads[1],
-        num_programs=num_programs,
-        tiles=SEGMENT_TILES.decode(ratio),
-    )
-    most = SEGMENT_TILES.most_segments(max(case.kv_len), case.window_left)
-    slots = segment_slots(tensors.num_seqs, most, gqa_ratio=ratio, num_kv_heads=case.heads[1], tiles=SEGMENT_TILES)
-    words = sum(segment_parts_words(slots, gqa_ratio=ratio, v_head_dim=case.dims[1], tiles=SEGMENT_TILES))
-    launch_segment_decode(
-        *paged(tensors),
-        schedule,
-        memory.put(torch.full((words,), float("nan"))),
-        tensors.out,
-        tensors.lse,
-        tensors.sinks,
-        tensors.slopes,
-        scores=tensors.scores,
-        most_segments=most,
-        num_programs=num_programs,
-        tiles=SEGMENT_TILES,
-    )
+    case, ratio, tiles = tensors.case, tensors.gqa_ratio, SEGMENT_TILES
+    cut = DecodeCut.of(tiles.decode(ratio), num_kv_heads=case.heads[1], programs=3, window_left=case.window_left)
+    schedule = memory.put(garbage(cut.words(tensors.num_seqs)))
+    launch_decode_schedule(tensors.queries, schedule, cut)
+    most = tiles.most_segments(max(case.kv_len), case.window_left)
+    words = sum(cut.segment_words(tensors.num_seqs, most, gqa_ratio=ratio, v_head_dim=case.dims[1], tiles=tiles))
+    args = tensors.args(schedule, memory.put(torch.full((words,), float("nan"))))
+    launch_segment_decode(args, scores=tensors.scores, most_segments=most, cut=cut, tiles=tiles)
 
 
 def decode_schedule(memory: Memory) -> None:
-    """The words of the host twin."""
+    """The words of the host twin, and a decode that walks them."""
     kv_len, q_len = [33, 0, 1, 50, 70], [1, 1, 1, 2, 1]
-    settings: dict[str, Any] = {"window_left": -1, "num_kv_heads": 2, "num_programs": 4, "tiles": DECODE_TILES}
-    schedule = memory.put(torch.full((decode_schedule_words(4, 5),), GARBAGE).int())
-    launch_decode_schedule(memory.put(ints(kv_len)), memory.put(ints(q_len)), schedule, **settings)
-    assert schedule.tolist() == schedules.decode_schedule(kv_len, q_len, **settings)
+    cut = DecodeCut.of(DECODE_TILES, num_kv_heads=2, programs=4, window_left=-1)
+    schedule = memory.put(garbage(cut.words(5)))
+    launch_decode_schedule(placed_queries(memory, kv_len, q_len, sum(q_len)), schedule, cut)
+    assert schedule.tolist() == schedules.decode_schedule(kv_len, q_len, cut)
     memory.assert_surroundings_untouched()
+    decode(memory)
 
 
 def extend_schedule(memory: Memory) -> None:
     """The words of the host twin."""
     kv_len, q_len, num_tokens = [20, 40, 3], [2, 17, 3], 25
-    settings: dict[str, Any] = {"min_q_len": 1, "num_tokens": num_tokens, "gqa_ratio": 3, "tiles": EXTEND_TILES}
-    words = extend_schedule_words(num_tokens, 3, gqa_ratio=3, tiles=EXTEND_TILES)
-    schedule = memory.put(torch.full((words,), GARBAGE).int())
-    indptr = ints([0, 2, 19, 22])
-    launch_extend_schedule(memory.put(ints(kv_len)), memory.put(indptr), schedule, **settings)
-    assert schedule.tolist() == schedules.extend_schedule(kv_len, q_len, **settings)
+    cut = ExtendCut.of(EXTEND_TILES, gqa_ratio=3)
+    schedule = memory.put(garbage(cut.words(num_tokens, 3)))
+    launch_extend_schedule(placed_queries(memory, kv_len, q_len, num_tokens), schedule, cut)
+    assert schedule.tolist() == schedules.extend_schedule(kv_len, q_len, cut, num_tokens)
     memory.assert_surroundings_untouched()
+
+
+def placed_queries(memory: Memory, kv_len: Sequence[int], q_len: Sequence[int], num_tokens: int) -> Queries:
+    """Sequences for a schedule, in memory."""
+    queries = queries_of(kv_len, q_len, num_tokens, CPU)
+    return replace(queries, kv_len=memory.put(queries.kv_len), q_indptr=memory.put(queries.q_indptr))
 
 
 def store(memory: Memory) -> None:
@@ -277,9 +222,9 @@ def store(memory: Memory) -> None:
     for side in pages:
         side[0] = 0.0
     inputs = [k, v, ints([4, 1, 14, 9]), ints([2, 4, 1, 0])]
-    assert_same(memory, launch_store_kv, cache_twins.store_kv, inputs, pages)
+    assert_same(memory, of_pages(launch_store_kv), of_pages(cache_twins.store_kv), inputs, pages)
     inputs[2] = ints([5, 1, 19, 10])
-    assert_same(memory, launch_store_kv, cache_twins.store_kv, inputs, vectorised_pages(5))
+    assert_same(memory, of_pages(launch_store_kv), of_pages(cache_twins.store_kv), inputs, vectorised_pages(5))
 
 
 def tails(memory: Memory) -> None:
@@ -289,9 +234,9 @@ def tails(memory: Memory) -> None:
         side[0] = 0.0
     table = ints([0, 0, 1, 2, 3, 4, 5, 6]).view(4, 2)
     inputs = [table, ints([1, 2, 3, 2]), ints([4, 5, 3, 7]), ints([1, 0, 2, 1])]
-    assert_same(memory, launch_zero_tails, cache_twins.zero_tails, inputs, pages)
+    assert_same(memory, of_pages(launch_zero_tails), of_pages(cache_twins.zero_tails), inputs, pages)
     inputs[2] = ints([5, 6, 4, 9])
-    assert_same(memory, launch_zero_tails, cache_twins.zero_tails, inputs, vectorised_pages(7))
+    assert_same(memory, of_pages(launch_zero_tails), of_pages(cache_twins.zero_tails), inputs, vectorised_pages(7))
 
 
 def vectorised_pages(num_pages: int) -> list[Tensor]:
@@ -472,14 +417,15 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "attention/decode_schedule.py": decode_schedule,
     "attention/extend.py": extend,
     "attention/extend_schedule.py": extend_schedule,
+    "attention/key_loop.py": extend,
     "attention/mask_bits.py": extend,
     "attention/merge.py": decode,
     "attention/merge_states.py": merge_sides,
     "attention/pads.py": pads,
+    "attention/query_block.py": extend,
     "attention/segment_decode.py": segments,
     "attention/segment_extend.py": segments,
     "attention/segment_merge.py": segments,
-    "attention/segments.py": segments,
     "cache/store.py": store,
     "cache/tails.py": tails,
     "metadata/device_inputs.py": device_inputs,

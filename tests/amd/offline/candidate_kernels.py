@@ -8,11 +8,12 @@ from dataclasses import replace
 import torch
 from triton.compiler import CompiledKernel
 
-from rocm_attn.kernels.attention.decode import decode_partials_words, launch_paged_decode
-from rocm_attn.kernels.attention.decode_schedule import decode_schedule_words
+from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
+from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
+from rocm_attn.kernels.attention.decode import launch_paged_decode
 from rocm_attn.kernels.attention.extend import launch_paged_extend
-from rocm_attn.kernels.attention.extend_schedule import extend_schedule_words
 from rocm_attn.kernels.attention.packed_mask import PackedMask
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
@@ -47,64 +48,48 @@ def _compile(row: Row, problem: Problem, tiles: DecodeTiles | ExtendTiles) -> Co
 
 
 def _launch_decode(row: Row, problem: Problem, tiles: DecodeTiles) -> None:
-    num_programs = known_target(row.arch).compute_units * tiles.programs_per_cu
-    heads = {"num_q_heads": problem.num_q_heads, "num_kv_heads": problem.num_kv_heads}
-    words = decode_partials_words(num_programs, **heads, v_head_dim=problem.v_head_dim, tiles=tiles)
-    weights = _weights(problem)
-    launch_paged_decode(
-        torch.empty(_SEQS, problem.num_q_heads, problem.head_dim, dtype=problem.dtype),
-        *_pages(row, problem),
-        *_lengths(),
-        torch.empty(decode_schedule_words(num_programs, _SEQS), dtype=torch.int32),
-        torch.empty(words),
-        torch.empty(_SEQS, problem.num_q_heads, problem.v_head_dim, dtype=problem.dtype),
-        None,
-        weights.sinks,
-        weights.alibi_slopes,
-        scores=scores_of(problem),
-        num_programs=num_programs,
-        tiles=tiles,
-    )
+    programs = known_target(row.arch).compute_units * tiles.programs_per_cu
+    cut = DecodeCut.of(tiles, num_kv_heads=problem.num_kv_heads, programs=programs, window_left=problem.window_left)
+    words = cut.partials_words(gqa_ratio=problem.gqa_ratio, v_head_dim=problem.v_head_dim, tiles=tiles)
+    args = _args(row, problem, _SEQS, cut.words(_SEQS), words)
+    launch_paged_decode(args, scores=scores_of(problem), cut=cut, tiles=tiles)
 
 
 def _launch_extend(row: Row, problem: Problem, tiles: ExtendTiles) -> None:
     num_tokens = _SEQS * 32
-    words = extend_schedule_words(num_tokens, _SEQS, gqa_ratio=problem.gqa_ratio, tiles=tiles)
+    cut = ExtendCut.of(tiles, gqa_ratio=problem.gqa_ratio)
     mask = PackedMask(
         torch.empty(1 << 16, dtype=torch.int32),
         torch.empty(_SEQS + 1, dtype=torch.int64),
         torch.empty(num_tokens, dtype=torch.int32),
     )
-    weights = _weights(problem)
+    args = _args(row, problem, num_tokens, cut.words(num_tokens, _SEQS), 0)
     launch_paged_extend(
-        torch.empty(num_tokens, problem.num_q_heads, problem.head_dim, dtype=problem.dtype),
-        *_pages(row, problem),
-        *_lengths(),
-        torch.empty(words, dtype=torch.int32),
-        torch.empty(num_tokens, problem.num_q_heads, problem.v_head_dim, dtype=problem.dtype),
-        None,
-        weights.sinks,
-        weights.alibi_slopes,
-        scores=scores_of(problem),
-        max_q_len=32,
-        tiles=tiles,
-        mask=mask if problem.custom_mask else None,
+        args, scores=scores_of(problem), cut=cut, tiles=tiles, mask=mask if problem.custom_mask else None
     )
 
 
-def _pages(row: Row, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V pages of a pool of the row's size, as launch_all of the matrix has them."""
+def _args(row: Row, problem: Problem, num_tokens: int, schedule_words: int, workspace_words: int) -> AttendArgs:
+    """One layer's attention of _SEQS sequences, as launch_all of the matrix has its pages."""
     page_bytes = row.page_size * row.heads[1] * min(row.dims) * row.dtype.itemsize
     shape = ((LARGE_POOL_BYTES if row.is_large else SMALL_POOL_BYTES) // page_bytes + 1, row.page_size, row.heads[1])
-    k = torch.empty(*shape, problem.head_dim, dtype=problem.dtype)
-    return k, torch.empty(*shape, problem.v_head_dim, dtype=problem.dtype)
-
-
-def _lengths() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """table, row_of_seq, kv_len and q_indptr."""
-    table = torch.empty(_SEQS + 1, _WIDTH, dtype=torch.int32)
     row_of_seq, kv_len, q_indptr = (torch.empty(size, dtype=torch.int32) for size in (_SEQS, _SEQS, _SEQS + 1))
-    return table, row_of_seq, kv_len, q_indptr
+    weights = _weights(problem)
+    return AttendArgs(
+        q=torch.empty(num_tokens, problem.num_q_heads, problem.head_dim, dtype=problem.dtype),
+        pages=LayerPages(
+            torch.empty(*shape, problem.head_dim, dtype=problem.dtype),
+            torch.empty(*shape, problem.v_head_dim, dtype=problem.dtype),
+        ),
+        table=torch.empty(_SEQS + 1, _WIDTH, dtype=torch.int32),
+        queries=Queries(row_of_seq, kv_len, q_indptr, num_tokens, num_tokens // _SEQS, _WIDTH * row.page_size),
+        out=torch.empty(num_tokens, problem.num_q_heads, problem.v_head_dim, dtype=problem.dtype),
+        lse=None,
+        sinks=weights.sinks,
+        slopes=weights.alibi_slopes,
+        schedule=torch.empty(schedule_words, dtype=torch.int32),
+        workspace=torch.empty(workspace_words),
+    )
 
 
 def _weights(problem: Problem) -> HeadWeights:

@@ -18,6 +18,7 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.probe_requests import with_random_mask
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.attention.merge_states import launch_merge_states
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages
 from rocm_attn.kernels.metadata.engine_tensors import (
     Q_BOUNDARIES,
@@ -244,7 +245,7 @@ def _launch_fix_ups(runtime: AttentionRuntime) -> None:
     out = torch.empty(16, problem.num_q_heads, problem.v_head_dim, dtype=problem.dtype)
     # Where page 0 belongs to no one, and, as in some engines, where it is a page like others.
     for null_page in (True, False):
-        ops.zero_tails(runtime.table.entries, seqs, seqs, seqs, pages.k, pages.v, null_page=null_page)
+        ops.zero_tails(runtime.table.entries, seqs, seqs, seqs, pages, null_page=null_page)
     ops.clear_pads(counts, out, None)
     ops.clear_pads(counts, out, torch.empty(16, problem.num_q_heads))
 
@@ -260,8 +261,8 @@ def _launch_vectorised(row: Row) -> None:
     k, v = (torch.empty(tokens, heads, dim, dtype=row.dtype) for dim in row.dims)
     of_token, counts = (torch.empty(size, dtype=torch.int32) for size in (tokens, 4))
     table = torch.empty(tokens, 64, dtype=torch.int32)
-    ops.store_kv(k, v, of_token, counts, *pages, null_page=True)
-    ops.zero_tails(table, of_token, of_token, of_token, *pages, null_page=True)
+    ops.store_kv(k, v, of_token, counts, LayerPages(*pages), null_page=True)
+    ops.zero_tails(table, of_token, of_token, of_token, LayerPages(*pages), null_page=True)
 
 
 def _launch_merge_states(problem: Problem) -> None:
@@ -317,6 +318,6 @@ def _launch_of_engines(page_size: int) -> None:
             launch_take_slots(given, slot_map, counts, of_seq, page_size=page_size, null_page=True)
         k = torch.empty(num_seqs, 2, 128, dtype=torch.bfloat16)
         pages = torch.empty(width, page_size, 2, 128, dtype=torch.bfloat16)
-        TRITON.ops().store_kv(k, k, of_seq, counts, pages, pages, null_page=False)
+        TRITON.ops().store_kv(k, k, of_seq, counts, LayerPages(pages, pages), null_page=False)
         cells, indptr = torch.empty(num_seqs, dtype=torch.uint8), torch.empty(num_seqs + 1, dtype=torch.int64)
         of_pack_mask(launch_pack_mask)(cells, given, counts, indptr, of_seq, of_seq)

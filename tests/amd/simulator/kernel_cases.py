@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.attention.merge_states import launch_merge_states
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.metadata.error_word import NOT_FINITE
 from rocm_attn.kernels.refs import cache as cache_twins
@@ -150,8 +151,8 @@ def run_store(arch: str, dtype: torch.dtype, pools_of: Callable[..., list[Tensor
     counts = [torch.tensor([1, num_tokens - 2, 0, 0], dtype=torch.int32) for _ in range(2)]
     pools = [pools_of(num_pages, page_size, heads, dims, dtype) for _ in range(2)]
     with simulated(arch) as simulation:
-        launch_store_kv(k, v, slots, counts[0], *pools[0])
-    cache_twins.store_kv(k, v, slots, counts[1], *pools[1])
+        launch_store_kv(k, v, slots, counts[0], LayerPages(*pools[0]))
+    cache_twins.store_kv(k, v, slots, counts[1], LayerPages(*pools[1]))
     assert counts[0].tolist() == counts[1].tolist() == [1, num_tokens - 2, 0, NOT_FINITE]
     for stored, expected in zip(*pools, strict=True):
         # The pages that were aimed at and the first ones, not gigabytes of zeros.

@@ -36,7 +36,14 @@ from rocm_attn.kernels.refs import cache as cache_twins
 from rocm_attn.kernels.refs import engine_metadata
 from rocm_attn.kernels.refs import metadata as twins
 from rocm_attn.kernels.refs.pads import clear_pads
-from tests.amd.kernels.launches_of_tensors import of_device_inputs, of_fill, of_pack_mask, of_place_mask, of_publish
+from tests.amd.kernels.launches_of_tensors import (
+    of_device_inputs,
+    of_fill,
+    of_pack_mask,
+    of_pages,
+    of_place_mask,
+    of_publish,
+)
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.driver import Simulation, simulated
 from tests.amd.vectorised import vectorised_keys, vectorised_values
@@ -265,7 +272,7 @@ def _fix_ups() -> dict[str, _Launch]:
         vectorised = vectorised_keys(linear[0], PAGE_SIZE), vectorised_values(linear[1], PAGE_SIZE)
         for layout, pages in (("", linear), ("_vectorised", vectorised)):
             cases[f"zero_tails{layout}-{name}"] = _Launch(
-                launch_zero_tails, cache_twins.zero_tails, [table, rows, *lengths, *pages], {}
+                of_pages(launch_zero_tails), of_pages(cache_twins.zero_tails), [table, rows, *lengths, *pages], {}
             )
         out = torch.ones(7, 5, 80, dtype=dtype), torch.ones(7, 5)
         cases[f"clear_pads-{name}"] = _Launch(launch_clear_pads, clear_pads, [_ints(3, 4, 1, 0), *out], {})

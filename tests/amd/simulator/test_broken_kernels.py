@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from rocm_attn.kernels.attention import decode, extend
+from rocm_attn.kernels.attention import decode, extend, key_loop
 from rocm_attn.kernels.cache import store
 from rocm_attn.kernels.metadata import table_update
 from tests.amd.kernels import attention_cases
@@ -30,8 +31,9 @@ class Mistake:
     """What is wrong with a copy of a kernel's file, and a run that must notice.
 
     right, wrong:  text of the file, and what stands in its place
-    launcher:      name of the file's launcher; used_by is the module that the run takes it from
+    launcher:      name of the launcher; used_by is the module that the run takes it from
     says:          part of the message, as a regular expression
+    launched_from: the file of the launcher, which imports the module; None: the module itself
     """
 
     module: ModuleType
@@ -42,6 +44,7 @@ class Mistake:
     run: Callable[[str], Simulation]
     notices: type[Exception]
     says: str
+    launched_from: ModuleType | None = None
 
 
 def small_step(*, is_large: bool) -> Callable[[str], Simulation]:
@@ -62,7 +65,7 @@ MISTAKES = {
         STRAYS,
     ),
     "extend_multiplies_page_ids_in_32_bits": Mistake(
-        extend,
+        key_loop,
         "page = next_page.to(tl.int64)",
         "page = next_page",
         "launch_paged_extend",
@@ -70,6 +73,7 @@ MISTAKES = {
         small_step(is_large=True),
         SimulationFault,
         STRAYS,
+        launched_from=extend,
     ),
     "the_store_multiplies_slots_in_32_bits": Mistake(
         store,
@@ -83,8 +87,8 @@ MISTAKES = {
     ),
     "decode_reads_v_without_a_mask": Mistake(
         decode,
-        "v_row[:, None] + v_column[None, :], mask=v_mask, other=0.0)",
-        "v_row[:, None] + v_column[None, :])",
+        "v_row[:, None] + v_side.column[None, :], mask=v_mask, other=0.0)",
+        "v_row[:, None] + v_side.column[None, :])",
         "launch_paged_decode",
         attention_cases,
         small_step(is_large=False),
@@ -92,7 +96,7 @@ MISTAKES = {
         "nan",
     ),
     "extend_reads_v_without_a_mask": Mistake(
-        extend,
+        key_loop,
         "v = tl.load(v_block, mask=live, other=0.0)",
         "v = tl.load(v_block)",
         "launch_paged_extend",
@@ -100,11 +104,12 @@ MISTAKES = {
         small_step(is_large=False),
         AssertionError,
         "nan",
+        launched_from=extend,
     ),
     "decode_looks_past_the_end_of_the_table": Mistake(
         decode,
-        "tl.minimum((kv_index + BLOCK_N) // PAGE_SIZE, width - 1)",
-        "(kv_index + BLOCK_N) * 999 // PAGE_SIZE",
+        "tl.minimum((kv_index + KEY_BLOCK) // G.PAGE_SIZE, pages.width - 1)",
+        "(kv_index + KEY_BLOCK) * 999 // G.PAGE_SIZE",
         "launch_paged_decode",
         attention_cases,
         small_step(is_large=False),
@@ -124,8 +129,8 @@ MISTAKES = {
     ),
     "the_store_writes_pads": Mistake(
         store,
-        "(token < tl.load(counts + 1)) & (slot >= PAGE_SIZE)",
-        "slot >= PAGE_SIZE",
+        "(token < tl.load(counts + 1)) & (slot >= G.PAGE_SIZE)",
+        "slot >= G.PAGE_SIZE",
         "launch_store_kv",
         kernel_cases,
         lambda arch: run_store(arch, torch.float16, linear_pools, is_large=False),
@@ -135,26 +140,45 @@ MISTAKES = {
 }
 
 
-def broken_copy(mistake: Mistake, folder: Path) -> ModuleType:
-    """The mistake's module, imported from a file with the mistake in it."""
-    assert mistake.module.__file__ is not None
-    source = Path(mistake.module.__file__).read_text()
+def broken_copy(mistake: Mistake, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The launcher's module, imported from a file with the mistake in it, or from one that imports such a file."""
+    source = source_of(mistake.module)
     assert source.count(mistake.right) == 1, f"{mistake.right!r} is not in {mistake.module.__name__} once"
-    path = folder / f"broken_{Path(mistake.module.__file__).name}"
-    path.write_text(source.replace(mistake.right, mistake.wrong))
+    broken = import_copy(mistake.module, source.replace(mistake.right, mistake.wrong), folder)
+    if mistake.launched_from is None:
+        return broken
+    monkeypatch.setitem(sys.modules, broken.__name__, broken)
+    source, name = source_of(mistake.launched_from), mistake.module.__name__
+    assert source.count(f"from {name} import") == 1
+    return import_copy(
+        mistake.launched_from, source.replace(f"from {name} import", f"from {broken.__name__} import"), folder
+    )
+
+
+def source_of(module: ModuleType) -> str:
+    """The text of a module's file."""
+    assert module.__file__ is not None
+    return Path(module.__file__).read_text()
+
+
+def import_copy(module: ModuleType, source: str, folder: Path) -> ModuleType:
+    """A module of this source, from a file in folder that is named after the module's."""
+    assert module.__file__ is not None
+    path = folder / f"broken_{Path(module.__file__).name}"
+    path.write_text(source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    copied = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copied)
+    return copied
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_noticed(mistake: Mistake, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = broken_copy(mistake, tmp_path)
-    original = getattr(mistake.module, mistake.launcher)
+    broken = broken_copy(mistake, tmp_path, monkeypatch)
+    original = getattr(mistake.launched_from or mistake.module, mistake.launcher)
     for name, value in vars(mistake.used_by).items():
         if value is original:
             monkeypatch.setattr(mistake.used_by, name, getattr(broken, mistake.launcher))

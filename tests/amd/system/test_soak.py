@@ -17,6 +17,8 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadSetting
 from rocm_attn.guards.registry import Guards
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.refs import attention, cache, metadata
 from rocm_attn.paging.index_spaces import Space
@@ -184,11 +186,11 @@ def test_pads_that_keep_what_the_last_step_left_are_found(monkeypatch: pytest.Mo
 
 def test_a_store_that_does_not_drop_pads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def store_kv(
-        _: object, k: Tensor, v: Tensor, slot: Tensor, counts: Tensor, k_pages: Tensor, v_pages: Tensor, **_terms: bool
+        _: object, k: Tensor, v: Tensor, slot: Tensor, counts: Tensor, pages: LayerPages, **_terms: bool
     ) -> None:
-        page, offset = slot // k_pages.shape[1], slot % k_pages.shape[1]
-        k_pages[page, offset] = k
-        v_pages[page, offset] = v
+        page, offset = slot // pages.k.shape[1], slot % pages.k.shape[1]
+        pages.k[page, offset] = k
+        pages.v[page, offset] = v
 
     wrap(monkeypatch, cache, "store_kv", store_kv)
     assert "page 0 of layer 0 is not zero any more" in str(found())
@@ -198,20 +200,20 @@ def test_a_store_that_does_not_drop_pads_is_found(monkeypatch: pytest.MonkeyPatc
 def test_a_kernel_that_forgets_the_last_token_of_a_full_page_is_found(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def attend(original: Callable[..., None], q: Tensor, k_pages: Tensor, *args: Any, **kwargs: Any) -> None:
-        v_pages, table, row_of_seq, kv_len, *others = args
-        forgets = (kv_len % k_pages.shape[1] == 0) & (kv_len > 1)
-        original(q, k_pages, v_pages, table, row_of_seq, kv_len - forgets.int(), *others, **kwargs)
+    def attend(original: Callable[..., None], args: AttendArgs, **kwargs: Any) -> None:
+        kv_len = args.queries.kv_len
+        forgets = (kv_len % args.pages.k.shape[1] == 0) & (kv_len > 1)
+        original(replace(args, queries=replace(args.queries, kv_len=kv_len - forgets.int())), **kwargs)
 
     wrap(monkeypatch, attention, kernel, attend)
     assert "differs from the reference" in str(found())
 
 
 def test_a_log_sum_exp_to_another_base_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def paged_decode(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
-        lse = args[-3]
-        lse.mul_(1 / math.log(2))
+    def paged_decode(original: Callable[..., None], args: AttendArgs, **kwargs: Any) -> None:
+        original(args, **kwargs)
+        assert args.lse is not None
+        args.lse.mul_(1 / math.log(2))
 
     wrap(monkeypatch, attention, "paged_decode", paged_decode)
     # A step that shares prefixes merges by them, and is wrong for another reason.
@@ -220,7 +222,7 @@ def test_a_log_sum_exp_to_another_base_is_found(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("scenario", [SMALL, ALMOST_ALL_EAGER], ids=["graphed", "eager"])
 def test_a_tree_that_is_seen_as_a_chain_is_found(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TorchMasked, "attend", lambda kernel, args: TorchExtend(kernel.problem).attend(args))
+    monkeypatch.setattr(TorchMasked, "attend", lambda kernel, *args: TorchExtend(kernel.problem).attend(*args))
     failed = found(scenario)
     assert "out differs from the reference" in failed.finding.what
     assert "(tree: masked, " in failed.finding.where
@@ -249,13 +251,14 @@ def test_positions_that_do_not_come_with_the_mask_are_found(monkeypatch: pytest.
 def test_what_rejected_drafts_leave_in_pages_is_met_by_later_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that sees one key too many, where that is a number: pages are NaN but for what was stored there."""
 
-    def paged_decode(original: Callable[..., None], q: Tensor, k_pages: Tensor, *args: Any, **kwargs: Any) -> None:
-        v_pages, table, row_of_seq, kv_len, *others = args
-        page_no = (kv_len // k_pages.shape[1]).clamp(max=table.shape[1] - 1)
-        page = table[row_of_seq, page_no]
-        left_over = k_pages[page, kv_len % k_pages.shape[1]].isfinite().all(-1).all(-1)
-        sees_more = left_over & (page > 0) & (kv_len > 0) & (kv_len < table.shape[1] * k_pages.shape[1])
-        original(q, k_pages, v_pages, table, row_of_seq, kv_len + sees_more.int(), *others, **kwargs)
+    def paged_decode(original: Callable[..., None], args: AttendArgs, **kwargs: Any) -> None:
+        queries, k_pages = args.queries, args.pages.k
+        kv_len, page_size = queries.kv_len, k_pages.shape[1]
+        page_no = (kv_len // page_size).clamp(max=args.table.shape[1] - 1)
+        page = args.table[queries.row_of_seq, page_no]
+        left_over = k_pages[page, kv_len % page_size].isfinite().all(-1).all(-1)
+        sees_more = left_over & (page > 0) & (kv_len > 0) & (kv_len < queries.max_kv_len)
+        original(replace(args, queries=replace(queries, kv_len=kv_len + sees_more.int())), **kwargs)
 
     wrap(monkeypatch, attention, "paged_decode", paged_decode)
     weights = {Action.ADMIT: 3, Action.TREE: 2, Action.DECODE: 4}

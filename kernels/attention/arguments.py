@@ -1,0 +1,133 @@
+"""What attention is given, as values that launchers and their torch twins take whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.attention.limits import refusals
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Queries:
+    """Who asks in a step: S padded sequences with T padded new tokens, and how far each may look.
+
+    row_of_seq: int32 [S]      seq -> row of the table
+    kv_len:     int32 [S]      tokens, the new ones included
+    q_indptr:   int32 [S + 1]  sequence -> first token; [S] is the number of tokens that belong to a sequence
+    num_tokens: T
+    max_q_len:  no sequence has more new tokens
+    max_kv_len: no row is read past the pages of so many tokens
+    first_page: int32 [S]      seq -> page_no in its row where its kv_len keys begin; None: with the row
+    """
+
+    row_of_seq: Tensor
+    kv_len: Tensor
+    q_indptr: Tensor
+    num_tokens: int
+    max_q_len: int
+    max_kv_len: int
+    first_page: Tensor | None = None
+
+    @property
+    def num_seqs(self) -> int:
+        """S."""
+        return self.kv_len.shape[0]
+
+    def check(self) -> None:
+        """What launchers assert of them."""
+        num_seqs = self.num_seqs
+        assert self.row_of_seq.dtype == self.kv_len.dtype == self.q_indptr.dtype == torch.int32
+        assert self.row_of_seq.shape == (num_seqs,)
+        assert self.q_indptr.shape == (num_seqs + 1,)
+        assert self.row_of_seq.is_contiguous()
+        assert self.kv_len.is_contiguous()
+        assert self.q_indptr.is_contiguous()
+        first_page = self.first_page
+        assert first_page is None or (first_page.dtype == torch.int32 and first_page.shape == (num_seqs,))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttendArgs:
+    """One layer's attention in one step.
+
+    q, out:        [T, q_heads, head_dim | v_head_dim], any strides but the last; out is written
+    pages:         of the layer; Triton's kernels read linear ones, with any strides but the last
+    table:         int32 [rows, width]: row, page_no -> page; page numbers beyond the width are not read
+    queries:       the step's sequences
+    lse:           float32 [T, q_heads], natural logarithm with the sink in it, any strides, written; or None
+    sinks, slopes: float32 [q_heads], or None; see scores.py
+    schedule:      int32, filled for these queries by the schedule that goes with the kernel
+    workspace:     float32, scratch of the size that the kernel states; content is undefined
+    """
+
+    q: Tensor
+    pages: LayerPages
+    table: Tensor
+    queries: Queries
+    out: Tensor
+    lse: Tensor | None
+    sinks: Tensor | None
+    slopes: Tensor | None
+    schedule: Tensor
+    workspace: Tensor
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """KV heads of linear pages, and query heads that share one."""
+        num_kv_heads = self.pages.v.shape[2]
+        return num_kv_heads, self.q.shape[1] // num_kv_heads
+
+    @property
+    def same_offsets(self) -> bool:
+        """Whether K and V of a token lie at the same place of their pages."""
+        k, v = self.pages.k, self.pages.v
+        return k.shape[3] == v.shape[3] and k.stride() == v.stride()
+
+    @property
+    def read_strides(self) -> tuple[int, ...]:
+        """Strides of q (token, head), K pages and V pages (page, token, head each) and the table (row)."""
+        q, k, v = self.q, self.pages.k, self.pages.v
+        return (q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3], self.table.stride(0))
+
+    @property
+    def written_strides(self) -> tuple[int, ...]:
+        """Strides of out (token, head) and of lse (token, head; 0 where there is none)."""
+        lse = (0, 0) if self.lse is None else self.lse.stride()
+        return (self.out.stride(0), self.out.stride(1), *lse)
+
+    def check(self, kernel: str) -> None:
+        """What Triton's launchers check: cheap, on the host, and only what would corrupt memory silently.
+
+        ValueError for a problem that no kernel serves; the rest was checked by the runtime and is asserted here.
+        """
+        q, k, v, out = self.q, self.pages.k, self.pages.v, self.out
+        num_tokens, num_q_heads, head_dim = q.shape
+        num_pages, page_size, num_kv_heads, v_head_dim = v.shape
+        reasons = refusals(
+            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            page_size=page_size,
+            dtype=q.dtype,
+        )
+        if reasons:
+            raise ValueError(f"{kernel} does not serve this: {'; '.join(reasons)}")
+        self.queries.check()
+        assert self.queries.num_tokens == num_tokens, "q and the queries disagree"
+        assert k.shape == (num_pages, page_size, num_kv_heads, head_dim), "K pages and V pages disagree"
+        assert out.shape == (num_tokens, num_q_heads, v_head_dim), "out disagrees with q and the pages"
+        assert q.dtype == k.dtype == v.dtype == out.dtype
+        assert q.stride(2) == k.stride(3) == v.stride(3) == out.stride(2) == 1, "the last stride must be 1"
+        assert self.table.dtype == torch.int32
+        assert self.table.stride(1) == 1
+        assert self.table.shape[1] >= 1
+        assert self.lse is None or (self.lse.dtype == torch.float32 and self.lse.shape == (num_tokens, num_q_heads))
+        for weights in (self.sinks, self.slopes):
+            assert weights is None or (
+                weights.dtype == torch.float32 and weights.shape == (num_q_heads,) and weights.stride(0) == 1
+            )

@@ -1,0 +1,66 @@
+"""Values that jitted attention functions hand to each other: pointers, strides and numbers that belong together.
+
+A launched kernel takes flat parameters and makes these from them (launch.py says why). They leave no trace in machine
+code: every field is a value of its own there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+# A field is a scalar, a pointer or a block of Triton's, or None where a kernel was launched without it.
+Field = Any
+
+
+class Rows(NamedTuple):
+    """Rows of q, out or lse: pointer, and strides in elements between tokens and between heads."""
+
+    at: Field
+    token: Field
+    head: Field
+
+
+class Pages(NamedTuple):
+    """K pages or V pages from one KV head on: pointer, and strides in elements between pages and between tokens."""
+
+    at: Field
+    page: Field
+    token: Field
+
+
+class Line(NamedTuple):
+    """The pages of one sequence in order, int32: pointer, and how many may be read."""
+
+    at: Field
+    width: Field
+
+
+class KeyValues(NamedTuple):
+    """What a query reads: K pages and V pages of one KV head, and the sequence's line of the table."""
+
+    k: Pages
+    v: Pages
+    line: Line
+
+
+class Span(NamedTuple):
+    """[first, end)."""
+
+    first: Field
+    end: Field
+
+
+class Logits(NamedTuple):
+    """How q . k becomes a logit in base 2 (scores.py): qk_scale, tanh_scale; slope: [rows] in base 2, or None."""
+
+    qk_scale: Field
+    tanh_scale: Field
+    slope: Field
+
+
+class Softmax(NamedTuple):
+    """What some keys gave: acc [rows, columns], maximum [rows] (base 2), total [rows]; float32."""
+
+    acc: Field
+    maximum: Field
+    total: Field

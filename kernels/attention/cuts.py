@@ -1,0 +1,145 @@
+"""How decode and extend hand out their work: values that a schedule is built by and kernels are launched with.
+
+Without Triton, so that a provider can choose and describe a kernel where there is none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
+from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
+from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
+
+# int32 words of a schedule: of a program and of a sequence (decode_schedule.py), of a query block (extend_schedule.py).
+PROGRAM_WORDS, SEQ_WORDS, BLOCK_WORDS = 8, 2, 4
+
+
+class RowCut(NamedTuple):
+    """How the work of a sequence is cut into rows, as decode kernels are compiled for it.
+
+    ROWS:          rows of a sequence
+    GQA_RATIO:     query heads that share a KV head
+    HEADS_PER_ROW: KV heads of a row
+    HEAD_BLOCKS:   blocks that the query heads of a KV head are cut into, a row each
+    BLOCK_HEADS:   query heads of such a block; the last one may have fewer
+    Q_ROWS:        query heads of a row
+    KEY_BLOCK:     keys of a block; of deterministic attention a segment's
+    ROW_COST:      see DecodeCut
+    WINDOWED:      whether there is a window
+    """
+
+    ROWS: int
+    GQA_RATIO: int
+    HEADS_PER_ROW: int
+    HEAD_BLOCKS: int
+    BLOCK_HEADS: int
+    Q_ROWS: int
+    KEY_BLOCK: int
+    ROW_COST: int
+    WINDOWED: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCut:
+    """How a decode batch is handed out; equal cuts make equal schedules of a step.
+
+    rows:        rows of a sequence
+    key_block:   keys of a block
+    row_cost:    what starting a row costs beside its key blocks, in blocks; at least 1
+    programs:    programs that share the work
+    window_left: previous keys that a token sees; UNLIMITED_WINDOW: all of them
+    """
+
+    rows: int
+    key_block: int
+    row_cost: int
+    programs: int
+    window_left: int
+
+    def __post_init__(self) -> None:
+        assert self.row_cost >= 1
+        assert self.programs >= 1
+
+    @classmethod
+    def of(cls, tiles: DecodeTiles, *, num_kv_heads: int, programs: int, window_left: int) -> DecodeCut:
+        """The cut of a layer that is served with these tiles."""
+        return cls(tiles.rows_per_seq(num_kv_heads), tiles.block_n, tiles.row_cost, programs, window_left)
+
+    def words(self, num_seqs: int) -> int:
+        """int32 words of the schedule."""
+        return self.programs * PROGRAM_WORDS + num_seqs * SEQ_WORDS
+
+    def check(self, schedule: Tensor, num_seqs: int) -> None:
+        """What launchers assert of a schedule."""
+        assert schedule.dtype == torch.int32
+        assert schedule.is_contiguous()
+        assert schedule.numel() >= self.words(num_seqs)
+
+    def row_cut(self, tiles: DecodeTiles, gqa_ratio: int) -> RowCut:
+        """The cut as kernels are compiled for it. tiles: those that the cut is of"""
+        return RowCut(
+            ROWS=self.rows,
+            GQA_RATIO=gqa_ratio,
+            HEADS_PER_ROW=tiles.heads_per_row,
+            HEAD_BLOCKS=tiles.head_blocks,
+            BLOCK_HEADS=-(-gqa_ratio // tiles.head_blocks),
+            Q_ROWS=tiles.q_rows(gqa_ratio),
+            KEY_BLOCK=self.key_block,
+            ROW_COST=self.row_cost,
+            WINDOWED=self.window_left != UNLIMITED_WINDOW,
+        )
+
+    def partials_words(self, *, gqa_ratio: int, v_head_dim: int, tiles: DecodeTiles) -> int:
+        """float32 words of decode's workspace, for rows that several programs share: two parts a program."""
+        return 2 * self.programs * tiles.q_rows(gqa_ratio) * (v_head_dim + 2)
+
+    def segment_words(
+        self, num_seqs: int, most_segments: int, *, gqa_ratio: int, v_head_dim: int, tiles: SegmentTiles
+    ) -> tuple[int, int]:
+        """float32 words of deterministic decode's workspace, for num_seqs padded sequences of so many segments at most.
+
+        A slot for each partial result: maxima and sums, in whole 16-byte units, then accumulators.
+        """
+        slots = num_seqs * self.rows * (most_segments + self.row_cost)
+        q_rows = tiles.decode(gqa_ratio).q_rows(gqa_ratio)
+        # Triton compiles a kernel anew when a pointer's alignment changes.
+        return -(-slots * q_rows * 2 // 4) * 4, slots * q_rows * v_head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendCut:
+    """How the new tokens of an extend step are cut; equal cuts make equal schedules of a step.
+
+    query_tokens: new tokens of a full query block
+    min_q_len:    sequences with fewer new tokens are left out; 2 where decode serves those with one, else 1
+    """
+
+    query_tokens: int
+    min_q_len: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.min_q_len >= 1
+
+    @classmethod
+    def of(cls, tiles: ExtendTiles, *, gqa_ratio: int, min_q_len: int = 1) -> ExtendCut:
+        """The cut of a layer that is served with these tiles."""
+        return cls(tiles.tokens_per_tile(gqa_ratio), min_q_len)
+
+    def max_blocks(self, num_tokens: int, num_seqs: int) -> int:
+        """The most query blocks that num_tokens padded tokens of num_seqs padded sequences can make."""
+        return num_tokens // self.query_tokens + num_seqs + 1
+
+    def words(self, num_tokens: int, num_seqs: int) -> int:
+        """int32 words of the schedule of num_tokens padded tokens and num_seqs padded sequences."""
+        return self.max_blocks(num_tokens, num_seqs) * BLOCK_WORDS
+
+    def check(self, schedule: Tensor, num_tokens: int, num_seqs: int) -> None:
+        """What launchers assert of a schedule."""
+        assert schedule.dtype == torch.int32
+        assert schedule.is_contiguous()
+        assert schedule.numel() >= self.words(num_tokens, num_seqs)

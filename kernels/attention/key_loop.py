@@ -1,0 +1,192 @@
+"""The loop over keys that extend and deterministic attention share: key blocks added to a running softmax.
+
+From maximum m, sum l and accumulator a (base 2), a block with scores s and values V gives
+
+    m' = max(m, max s)    l' = 2^(m - m') l + sum 2^(s - m')    a' = 2^(m - m') a + 2^(s - m') V
+
+With EXACT every sum of products is an explicit fma (segments.py says why); else the compiler chooses.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.bundles import Softmax
+from rocm_attn.kernels.attention.mask_bits import bit_is_set, bits_from, row_bits, seen_by_some
+from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.attention.softmax import capped, in_range
+from rocm_attn.kernels.tuning.tiles import next_power_of_2
+
+
+class KeyGeometry(NamedTuple):
+    """What the loop is compiled for.
+
+    HEAD_DIM, V_HEAD_DIM: elements of a K row and of a V row
+    K_COLUMNS, V_COLUMNS: columns of a K block and of a V block, padding included
+    PAGE_SIZE:            tokens of a page
+    KEY_BLOCK:            keys of a block
+    CAUSAL:               whether a row sees no key after its own
+    WINDOWED, CAPPED:     whether scores have a window, a cap
+    SAME_OFFSETS:         whether K and V of a token lie at the same place of their pages
+    EXACT:                whether results may not depend on which products and sums the compiler fuses
+    """
+
+    HEAD_DIM: int
+    V_HEAD_DIM: int
+    K_COLUMNS: int
+    V_COLUMNS: int
+    PAGE_SIZE: int
+    KEY_BLOCK: int
+    CAUSAL: bool
+    WINDOWED: bool
+    CAPPED: bool
+    SAME_OFFSETS: bool
+    EXACT: bool
+
+
+class Query(NamedTuple):
+    """Rows that look at keys: block [rows, K_COLUMNS]; kv_index [rows] of each, or [1] of all; how they are scored."""
+
+    block: Any
+    kv_index: Any
+    logits: Any
+
+
+class Bits(NamedTuple):
+    """Where rows read a packed mask (packed_mask.py).
+
+    words:     of the cell that cells are counted from
+    cell:      [rows] a row's first cell
+    end:       [rows] the end of its cells; 0 for a row without a token
+    first_key: [rows] of a window, the first key that it holds
+    """
+
+    words: Any
+    cell: Any
+    end: Any
+    first_key: Any
+
+
+class Seen(NamedTuple):
+    """Which keys rows see: keys, a Span of what some row sees; window_left; bits of a packed mask, or None."""
+
+    keys: Any
+    window_left: Any
+    bits: Any
+
+
+def key_geometry(args: AttendArgs, scores: Scores, *, key_block: int, causal: bool, exact: bool) -> KeyGeometry:
+    """The geometry of a layer."""
+    head_dim, v_head_dim = args.q.shape[2], args.out.shape[2]
+    return KeyGeometry(
+        HEAD_DIM=head_dim,
+        V_HEAD_DIM=v_head_dim,
+        K_COLUMNS=max(16, next_power_of_2(head_dim)),
+        V_COLUMNS=max(16, next_power_of_2(v_head_dim)),
+        PAGE_SIZE=args.pages.v.shape[1],
+        KEY_BLOCK=key_block,
+        CAUSAL=causal,
+        WINDOWED=scores.windowed,
+        CAPPED=scores.soft_cap > 0,
+        SAME_OFFSETS=args.same_offsets,
+        EXACT=exact,
+    )
+
+
+@triton.jit
+def nothing_seen(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The softmax of no key."""
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    return Softmax(acc, maximum, tl.zeros([ROWS], tl.float32))
+
+
+@triton.jit
+def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr):
+    """Key blocks [blocks.first, blocks.end) added to a softmax.
+
+    If not MASKED, every row sees all their keys. If MASKED, a row sees the keys of its window, and only keys in
+    seen.keys are loaded; with bits a row sees the keys before the end whose bits are set, of a window from
+    bits.first_key on, and only keys that some row sees are loaded.
+
+    STAGES: blocks whose loads are in flight
+    """
+    KEY_BLOCK: tl.constexpr = K.KEY_BLOCK
+    PACKED: tl.constexpr = MASKED and seen.bits is not None
+    acc, maximum, total = softmax
+    logits = query.logits
+    pages = kv.line
+    lane = tl.arange(0, KEY_BLOCK)
+    k_column = tl.arange(0, K.K_COLUMNS)
+    v_column = tl.arange(0, K.V_COLUMNS)
+    # Page ids travel one block ahead of the loads that need them, clamped to the table (see decode.py).
+    next_page = tl.load(pages.at + tl.minimum((blocks.first * KEY_BLOCK + lane) // K.PAGE_SIZE, pages.width - 1))
+    for block in tl.range(blocks.first, blocks.end, num_stages=STAGES):
+        # kv_index, page, offset: [KEY_BLOCK]; k_block: [KEY_BLOCK, K_COLUMNS]; v_block: [KEY_BLOCK, V_COLUMNS]
+        kv_index = block * KEY_BLOCK + lane
+        page = next_page.to(tl.int64)
+        next_page = tl.load(pages.at + tl.minimum((kv_index + KEY_BLOCK) // K.PAGE_SIZE, pages.width - 1))
+        offset = (kv_index % K.PAGE_SIZE).to(tl.int64)
+        k_row = page * kv.k.page + offset * kv.k.token
+        v_row = k_row if K.SAME_OFFSETS else page * kv.v.page + offset * kv.v.token
+        k_block = kv.k.at + k_row[:, None] + k_column[None, :]
+        v_block = kv.v.at + v_row[:, None] + v_column[None, :]
+        if PACKED:
+            bits = row_bits(seen.bits.words, seen.bits.cell, seen.bits.end, block * KEY_BLOCK, seen.keys.end)
+            if K.WINDOWED:
+                bits = bits & bits_from(seen.bits.first_key - block * KEY_BLOCK)
+            live = bit_is_set(seen_by_some(bits), lane)[:, None]
+        else:
+            live = (in_range(kv_index, seen.keys.first, seen.keys.end) if K.WINDOWED else kv_index < seen.keys.end)[
+                :, None
+            ]
+        if K.K_COLUMNS > K.HEAD_DIM:
+            k = tl.load(k_block, mask=live & (k_column < K.HEAD_DIM)[None, :], other=0.0)
+        elif MASKED:
+            k = tl.load(k_block, mask=live, other=0.0)
+        else:
+            k = tl.load(k_block)
+        # scores, weights: [rows, KEY_BLOCK]
+        scores = tl.dot(query.block, tl.trans(k), input_precision="ieee")
+        if K.CAPPED:
+            scores = capped(scores, logits.tanh_scale)
+        if logits.slope is not None:
+            # Scaled here already: the slope is not.
+            distance = kv_index[None, :] - query.kv_index[:, None]
+            if K.EXACT:
+                scores = tl.fma(logits.slope[:, None], distance.to(tl.float32), scores * logits.qk_scale)
+            else:
+                scores = scores * logits.qk_scale + logits.slope[:, None] * distance
+        if MASKED:
+            if PACKED:
+                visible = bit_is_set(bits[:, None], lane[None, :])
+            elif K.WINDOWED:
+                visible = in_range(query.kv_index[:, None] - kv_index[None, :], 0, seen.window_left + 1)
+            elif K.CAUSAL:
+                visible = kv_index[None, :] <= query.kv_index[:, None]
+            else:
+                visible = (kv_index < seen.keys.end)[None, :]
+            scores = tl.where(visible, scores, float("-inf"))
+        factor = logits.qk_scale if logits.slope is None else 1.0
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * factor)
+        # A row of a masked block may have seen no key yet; the subtractions below must not be inf - inf.
+        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum
+        decay = tl.exp2(maximum - base)
+        if K.EXACT:
+            weights = tl.exp2(tl.fma(scores, factor, -base[:, None]))
+        else:
+            weights = tl.exp2(scores * factor - base[:, None])
+        if K.V_COLUMNS > K.V_HEAD_DIM:
+            v = tl.load(v_block, mask=live & (v_column < K.V_HEAD_DIM)[None, :], other=0.0)
+        elif MASKED:
+            v = tl.load(v_block, mask=live, other=0.0)
+        else:
+            v = tl.load(v_block)
+        total = tl.fma(total, decay, tl.sum(weights, 1)) if K.EXACT else total * decay + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        maximum = new_maximum
+    return Softmax(acc, maximum, total)

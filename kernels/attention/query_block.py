@@ -1,0 +1,89 @@
+"""How an extend program reads its query block and writes what the block's tokens receive.
+
+Rows of a query block are [token, head]: query heads of one KV head beside each other, so that K and V are loaded once
+for all of them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from rocm_attn.kernels.attention.key_loop import KeyGeometry
+from rocm_attn.kernels.attention.softmax import LN_2, add_sink
+
+
+class BlockGeometry(NamedTuple):
+    """What an extend kernel is compiled for.
+
+    keys:        of the loop over keys
+    KV_HEADS:    KV heads
+    GQA_RATIO:   query heads that share a KV head
+    BLOCK_HEADS: query heads of a block
+    HEAD_BLOCKS: blocks that the query heads of a KV head are cut into
+    QUERY_ROWS:  rows of a block, a token and a query head each
+    SEGMENT_LEN: keys of a segment of deterministic attention; 0: keys are not cut
+    STAGES:      key blocks whose loads are in flight, where every row sees all keys
+    EDGE_STAGES: the same where keys are masked
+    """
+
+    keys: KeyGeometry
+    KV_HEADS: int
+    GQA_RATIO: int
+    BLOCK_HEADS: int
+    HEAD_BLOCKS: int
+    QUERY_ROWS: int
+    SEGMENT_LEN: int
+    STAGES: int
+    EDGE_STAGES: int
+
+
+@triton.jit
+def place_of_program(G: tl.constexpr):
+    """Query block, KV head and block of its query heads. Programs of the same query block are neighbours."""
+    query_block = tl.program_id(0) // (G.KV_HEADS * G.HEAD_BLOCKS)
+    return query_block, tl.program_id(0) // G.HEAD_BLOCKS % G.KV_HEADS, tl.program_id(0) % G.HEAD_BLOCKS
+
+
+@triton.jit
+def rows_of_block(first_token, num_tokens, kv_head, head_block, G: tl.constexpr):
+    """Token and query head (int64) of each row of a block, and whether the row has one; all [QUERY_ROWS]."""
+    row = tl.arange(0, G.QUERY_ROWS)
+    block_token = row // G.BLOCK_HEADS
+    ratio_head = head_block * G.BLOCK_HEADS + row % G.BLOCK_HEADS
+    is_row = block_token < num_tokens
+    if G.HEAD_BLOCKS * G.BLOCK_HEADS > G.GQA_RATIO:
+        is_row = is_row & (ratio_head < G.GQA_RATIO)
+    return (first_token + block_token).to(tl.int64), (kv_head * G.GQA_RATIO + ratio_head).to(tl.int64), is_row
+
+
+@triton.jit
+def load_queries(q, token, head, is_row, K: tl.constexpr):
+    """The rows of q, [QUERY_ROWS, K_COLUMNS]; 0 where there is no row and in padded columns."""
+    is_q = is_row[:, None]
+    k_column = tl.arange(0, K.K_COLUMNS)
+    if K.K_COLUMNS > K.HEAD_DIM:
+        is_q = is_q & (k_column < K.HEAD_DIM)[None, :]
+    return tl.load(q.at + (token * q.token + head * q.head)[:, None] + k_column[None, :], mask=is_q, other=0.0)
+
+
+@triton.jit
+def store_results(softmax, token, head, is_row, sinks, out, lse, K: tl.constexpr):
+    """Write out and, if lse.at is not None, LSE of the rows, with their sinks."""
+    acc, maximum, total = softmax
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
+        maximum, total, decay = add_sink(maximum, total, sink)
+        acc = acc * decay[:, None]
+    # Tokens of no sequence have seen no key: 0 / 1, and LSE -inf + log2(1).
+    total = tl.where(total == 0.0, 1.0, total)
+    v_column = tl.arange(0, K.V_COLUMNS)
+    is_out = is_row[:, None]
+    if K.V_COLUMNS > K.V_HEAD_DIM:
+        is_out = is_out & (v_column < K.V_HEAD_DIM)[None, :]
+    out_block = out.at + (token * out.token + head * out.head)[:, None] + v_column[None, :]
+    tl.store(out_block, (acc / total[:, None]).to(out.at.dtype.element_ty), mask=is_out)
+    if lse.at is not None:
+        tl.store(lse.at + token * lse.token + head * lse.head, (maximum + tl.log2(total)) * LN_2, mask=is_row)

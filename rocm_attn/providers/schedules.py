@@ -1,0 +1,66 @@
+"""The schedules of the project's own kernels, and how two schedules are one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.hip_graphs.size_ladder import round_up
+from rocm_attn.kernels.attention.arguments import Queries
+from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.providers.contract import Schedule, StepBounds
+from rocm_attn.providers.triton_later import triton_launches
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSchedule:
+    """Of split-KV decode, deterministic or not."""
+
+    cut: DecodeCut
+
+    def words(self, shape: PaddedShape) -> int:
+        return self.cut.words(shape.num_seqs)
+
+    def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        triton_launches.launch_decode_schedule(queries, words, self.cut)
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendSchedule:
+    """Of ragged extend, deterministic or not."""
+
+    cut: ExtendCut
+
+    def words(self, shape: PaddedShape) -> int:
+        return self.cut.words(shape.num_tokens, shape.num_seqs)
+
+    def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        triton_launches.launch_extend_schedule(queries, words, self.cut)
+
+
+@dataclass(frozen=True, slots=True)
+class TwoSchedules:
+    """Those of two kernels that serve the same step, one after the other."""
+
+    first: Schedule
+    second: Schedule
+
+    def words(self, shape: PaddedShape) -> int:
+        return self._words_of_first(shape) + self.second.words(shape)
+
+    def split(self, shape: PaddedShape, words: Tensor) -> tuple[Tensor, Tensor]:
+        """The words of the first and of the second."""
+        end = self._words_of_first(shape)
+        return words[:end], words[end:]
+
+    def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        first, second = self.split(bounds.shape, words)
+        self.first.build(queries, step, bounds, first)
+        self.second.build(queries, step, bounds, second)
+
+    def _words_of_first(self, shape: PaddedShape) -> int:
+        # In whole 16-byte units: Triton compiles a kernel anew when a pointer's alignment changes.
+        return round_up(self.first.words(shape), 4)

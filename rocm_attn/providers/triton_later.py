@@ -1,0 +1,24 @@
+"""The launches of Triton's kernels, imported when the first one is asked for: choosing a kernel needs no Triton."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+
+class _Later:
+    """A module that is imported when something of it is asked for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(import_module(self._name), name)
+        setattr(self, name, found)
+        return found
+
+
+if TYPE_CHECKING:
+    from rocm_attn.providers import triton_launches as triton_launches
+else:
+    triton_launches = _Later("rocm_attn.providers.triton_launches")

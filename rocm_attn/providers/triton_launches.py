@@ -1,0 +1,50 @@
+"""Every launch of the project's own Triton kernels. To import this is to import Triton: see triton_later.py."""
+
+from __future__ import annotations
+
+from rocm_attn.kernels.attention.decode import launch_paged_decode
+from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
+from rocm_attn.kernels.attention.extend import launch_paged_extend
+from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
+from rocm_attn.kernels.attention.merge_states import launch_merge_states
+from rocm_attn.kernels.attention.pads import launch_clear_pads
+from rocm_attn.kernels.attention.segment_decode import launch_segment_decode
+from rocm_attn.kernels.attention.segment_extend import launch_segment_extend
+from rocm_attn.kernels.cache.store import launch_store_kv
+from rocm_attn.kernels.cache.tails import launch_zero_tails
+from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
+from rocm_attn.kernels.metadata.fill import launch_fill
+from rocm_attn.kernels.metadata.gather_table import launch_gather_table
+from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
+from rocm_attn.kernels.metadata.place_mask import launch_place_mask
+from rocm_attn.kernels.metadata.publish import launch_publish
+from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
+from rocm_attn.kernels.metadata.table_update import launch_table_update
+from rocm_attn.kernels.metadata.take_slots import launch_take_slots
+from rocm_attn.providers.contract import StepOps
+
+__all__ = [
+    "OPS",
+    "launch_decode_schedule",
+    "launch_extend_schedule",
+    "launch_paged_decode",
+    "launch_paged_extend",
+    "launch_segment_decode",
+    "launch_segment_extend",
+]
+
+OPS = StepOps(
+    publish=launch_publish,
+    device_inputs=launch_device_inputs,
+    place_mask=launch_place_mask,
+    table_update=launch_table_update,
+    fill=launch_fill,
+    store_kv=launch_store_kv,
+    zero_tails=launch_zero_tails,
+    clear_pads=launch_clear_pads,
+    merge_states=launch_merge_states,
+    publish_engine=launch_publish_engine,
+    gather_table=launch_gather_table,
+    take_slots=launch_take_slots,
+    pack_mask=launch_pack_mask,
+)

@@ -97,10 +97,10 @@ class Layers:
             if not kernel.row.limits.gives_lse(problem):
                 raise BadTensor(f"{kernel.row.name} gives no lse; build the runtime of problems with wants_lse=True")
         weights = self._head_weights.of(layer)
-        pages, queries = self._pool.layer(layer), plan.bounds.queries(tensors)
+        pages = self._pool.layer(layer)
         # By position: names cost a tenth of the call.
         own = lse, weights.sinks, weights.alibi_slopes
-        args = AttendArgs(q, pages, tensors.table, queries, out, *own, step.schedules[kind], step.workspace)
+        args = AttendArgs(q, pages, tensors.table, step.queries, out, *own, step.schedules[kind], step.workspace)
         with on_device(self._device):
             kernel.bound.attend(args, tensors, plan.bounds)
             if not kernel.row.clears_pads:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.hip_graphs.size_ladder import round_up
+from rocm_attn.kernels.attention.arguments import Queries
 from rocm_attn.kernels.metadata.step_tensors import FIELDS, Need, StepTensors, Unit
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.storage import SpaceTable, Table
@@ -39,12 +40,14 @@ class DeviceStep:
     of_kind:   per kind of layer, the step in its space: its layers write by its slots and read by its table
     schedules: int32, per kind of layer; kinds with equal schedules share one
     workspace: float32, shared by the layers, not by the children
+    queries:   who asks, which is the same in every space
     """
 
     spaces: tuple[StepTensors, ...]
     of_kind: tuple[StepTensors, ...]
     schedules: tuple[Tensor, ...]
     workspace: Tensor
+    queries: Queries
 
     @property
     def tensors(self) -> StepTensors:
@@ -168,6 +171,7 @@ class StepMemory:
             of_kind=tuple(spaces[space] for space in self._space_of_kind),
             schedules=tuple(view(_schedule_name(kind)) for kind in plan.schedule_of_kind),
             workspace=part.workspace.view(words, self._guards.first_of_child(child, words)),
+            queries=plan.bounds.queries(next(iter(spaces.values()))),
         )
 
     def _space_views(self, plan: StepPlan, pages: SpaceTable, view: Callable[[str], Tensor]) -> StepTensors:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rocm_attn.kernels.metadata.device_inputs import GivenInputs
 from rocm_attn.kernels.metadata.error_word import (
     ERROR_WORD,
     LENGTH_BEYOND_BOUND,
@@ -13,6 +12,7 @@ from rocm_attn.kernels.metadata.error_word import (
     TOKEN_WITHOUT_PAGE,
     WINDOW_WITHOUT_PAGE,
 )
+from rocm_attn.kernels.metadata.given_inputs import GivenInputs
 from rocm_attn.kernels.metadata.slot_layout import (
     COUNT_WORDS,
     ECHO,

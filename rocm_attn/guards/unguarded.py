@@ -20,8 +20,8 @@ from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.hip_graphs.pinned import PinnedTensors
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.metadata.device_inputs import GivenInputs
 from rocm_attn.kernels.metadata.engine_tensors import EngineLengths, LengthBounds, PublishedLengths
+from rocm_attn.kernels.metadata.given_inputs import GivenInputs
 from rocm_attn.kernels.metadata.slot_layout import UPDATE_WORDS
 from rocm_attn.kernels.metadata.step_tensors import StepTensors, TableTerms
 from rocm_attn.paging.page_table import RowWidth

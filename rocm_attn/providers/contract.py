@@ -302,7 +302,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class ReadAhead:
-    """How far a kernel reads what lies behind a sequence's last page; it meets page 0 there.
+    """How far a kernel reads past a sequence's last page; it meets page 0 there.
 
     list_entries: entries past the end of page_list
     table_tokens: a row of block_table is read in tiles of so many tokens, the last one whole
@@ -319,7 +319,7 @@ class KernelRow:
     kind:               the steps it serves
     min_kv_len:         shortest KV length it may meet; padded sequences get this length
     masks_v:            whether it leaves V rows beyond the length unread (0 * NaN is NaN); where it does not, the
-                        store zeroes what lies behind a sequence in its last page
+                        store zeroes what comes after a sequence in its last page
     graph_safe:         whether it may be captured
     batch_invariant:    whether a sequence's result is bitwise the same in any batch
     needs, bakes:       see Need and Baked

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.engine_tensors import EngineLengths, GatherSource, LengthBounds, PublishedLengths
+from rocm_attn.kernels.metadata.given_inputs import GivenInputs
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-
-if TYPE_CHECKING:  # it lies beside a kernel, and Triton is loaded where kernels run
-    from rocm_attn.kernels.metadata.device_inputs import GivenInputs
 
 
 class Publish(Protocol):

@@ -20,8 +20,8 @@ from rocm_attn.batch.mask import StepMask, mask_bytes
 from rocm_attn.batch.prefixes import SharedPrefixes
 from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch
 from rocm_attn.errors import DeviceFault
-from rocm_attn.kernels.metadata.device_inputs import GivenInputs
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD
+from rocm_attn.kernels.metadata.given_inputs import GivenInputs
 from rocm_attn.kernels.metadata.slot_layout import (
     COUNT_WORDS,
     ECHO,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.metadata.device_inputs import GivenInputs
+from rocm_attn.kernels.metadata.given_inputs import GivenInputs
 from rocm_attn.kernels.metadata.step_tensors import NO_PADS, OWN_TABLE, Pads, StepTensors, TableTerms
 
 Launch = Callable[..., None]

@@ -63,10 +63,16 @@ CPU = torch.device("cpu")
 GARBAGE = -0x7F7F7F7F
 # Heads that leave lanes of every tile empty, dims that are no powers of two, gaps between all rows.
 HEADS, DIMS, PAGE_SIZE = (6, 2), (24, 40), 3
-DECODE_TILES = DecodeTiles(block_n=16, num_warps=1, num_stages=1, programs_per_cu=1)
-EXTEND_TILES = ExtendTiles(block_m=16, block_n=16, num_warps=1, num_stages=1)
+DECODE_TILES = DecodeTiles(key_block=16, num_warps=1, num_stages=1, programs_per_cu=1)
+EXTEND_TILES = ExtendTiles(query_rows=16, key_block=16, num_warps=1, num_stages=1)
 SEGMENT_TILES = SegmentTiles(
-    segment_len=32, block_n=16, decode_rows=16, decode_warps=1, decode_stages=1, programs_per_cu=1, extend=EXTEND_TILES
+    segment_len=32,
+    key_block=16,
+    decode_rows=16,
+    decode_warps=1,
+    decode_stages=1,
+    programs_per_cu=1,
+    extend=EXTEND_TILES,
 )
 # What scores may have, besides nothing: the window hides keys in the middle of a tile.
 SCORES: dict[str, Any] = {"window_left": 20, "soft_cap": 1.5, "sinks": True, "slopes": True}

@@ -50,7 +50,7 @@ def _take_slots_kernel(
     slot = tl.load(given + token.to(tl.int64) * given_stride, mask=is_given, other=-1).to(tl.int64)
     if HAS_MAP:
         in_map = (slot >= 0) & (slot < map_len)
-        # A slot past the map is no slot of the other space, and is told from one that is not to be written.
+        # A slot past the map is no slot of the other space, unlike -1, which is not to be written.
         beyond = slot >= map_len
         slot = tl.load(slot_map + slot * map_stride, mask=in_map, other=-1).to(tl.int64)
         slot = tl.where(beyond, 1 << 62, slot)

@@ -1,6 +1,6 @@
 """Engines by the conventions of SGLang, vLLM and FlashInfer: each owns pages, tables, lengths, slots and graphs.
 
-An engine keeps in NumPy what it was told to store, and compares every row of every step with the oracle's. Pages start
+An engine keeps in NumPy what it has stored, and compares every row of every step with the oracle's. Pages start
 as NaN, and go back to NaN when they are given up, unless a test says that they hold something else; what pads hold of
 q, k and v is NaN.
 """

@@ -161,9 +161,9 @@ def test_a_fault_is_reported_once_by_a_later_step_that_is_not_begun(
     number = engine.attention.step_number
     engine.run([engine.requests[1]], [1])
     engine.run([engine.requests[1]], [1])
-    with pytest.raises(DeviceFault, match=f"step {number}: .*a length on the device") as told:
+    with pytest.raises(DeviceFault, match=f"step {number}: .*a length on the device") as raised:
         engine.run([engine.requests[1]], [1])
-    assert told.value.step == number
+    assert raised.value.step == number
     assert_unharmed(engine, 2)
     engine.attention.check_device()
 
@@ -224,7 +224,7 @@ def test_another_kind_of_table_is_refused(device: torch.device, provider: str) -
 @pytest.mark.long
 @each_engine
 @pytest.mark.parametrize("seed", range(6))
-def test_random_attacks_harm_nobody_else(make: MakeEngine, seed: int, device: torch.device, provider: str) -> None:
+def test_random_attacks_harm_no_other_request(make: MakeEngine, seed: int, device: torch.device, provider: str) -> None:
     """Wrong lengths and slots of one request, again and again; the others' rows stay the oracle's."""
     choice = random.Random(seed)
     policy = LogAndCount()

@@ -71,6 +71,7 @@ _UNIFIED = replace(
     sinks=True,
     alibi=True,
     lse=False,
+    page_strides=True,
 )
 
 # What goes together and what does not: scores.py.
@@ -85,6 +86,7 @@ _COMPOSABLE = replace(
     lse_of_slopes=False,
 )
 
+# Of linear pages it takes some strides, tokens apart further than heads, and raises for others.
 _BATCH_PREFILL = replace(
     _COMPOSABLE,
     exact_dims=((128, 128), (256, 256)),
@@ -100,6 +102,7 @@ _VARLEN = replace(
     max_gqa_ratio=64,
     # K and V are gathered for it.
     pools=(PoolKind.SPLIT, PoolKind.VECTORIZED),
+    page_strides=True,
 )
 
 _LATENT = replace(
@@ -143,7 +146,7 @@ _ASSEMBLED = replace(
 
 # A tile is a page; its rows must be a power of two, which all of these are.
 _UNIFIED_VECTORISED = replace(
-    _UNIFIED, exact_dims=((64, 64), (128, 128), (256, 256)), page_sizes=(16, 64), pools=_VECTORISED
+    _UNIFIED, exact_dims=((64, 64), (128, 128), (256, 256)), page_sizes=(16, 64), pools=_VECTORISED, page_strides=False
 )
 
 _BATCH_PREFILL_VECTORISED = replace(_BATCH_PREFILL, page_sizes=(16, 1024), pools=_VECTORISED)

@@ -13,7 +13,7 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Queries:
-    """Who asks in a step: S padded sequences with T padded new tokens, and how far each may look.
+    """Sequences whose new tokens attend: S padded ones with T padded new tokens, and the keys that each may see.
 
     row_of_seq: int32 [S]      seq -> row of the table
     kv_len:     int32 [S]      tokens, the new ones included

@@ -15,8 +15,8 @@ A sequence's last page holds (kv_len - 1) % page_size + 1 tokens.
 
 from __future__ import annotations
 
-import enum
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -27,11 +27,26 @@ RESERVED_PAGE = 0
 Index = TypeVar("Index", int, "np.ndarray[tuple[int, ...], np.dtype[np.int32]]", torch.Tensor)
 
 
-class Space(enum.Enum):
-    """Which pool a page or slot id belongs to."""
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Which pool a page or slot id belongs to.
 
-    FULL = "full"
-    SWA = "swa"
+    A runtime with pages of its own has FULL, and SWA for layers with a window. An engine may have more: a space for
+    each of its KV cache groups, with any other lower-case names.
+    """
+
+    value: str
+
+    FULL: ClassVar[Space]
+    SWA: ClassVar[Space]
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.value.upper()
+
+
+Space.FULL, Space.SWA = Space("full"), Space("swa")
 
 
 def num_pages(kv_len: Index, page_size: int) -> Index:

@@ -43,6 +43,8 @@ _LIMITS = Limits(
     sinks=True,
     alibi=True,
     non_causal=True,
+    page_strides=True,
+    short_kv=True,
 )
 
 

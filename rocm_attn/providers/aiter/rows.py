@@ -1,6 +1,6 @@
 """AITER's rows of the capability table: every entry point for attention, and what is known of its limits.
 
-A number that is not plain from the function itself is what AITER's own tests run, so that nobody is the first to try.
+A number that is not plain from the function itself is what AITER's own tests run, so that no user is the first to try.
 Within a kind of step the first row that serves is taken. A function that reads linear pools and vectorised ones has a
 row for each: a release may lack one of the two.
 """
@@ -71,6 +71,7 @@ _UNIFIED = replace(
     sinks=True,
     alibi=True,
     lse=False,
+    page_strides=True,
 )
 
 # What goes together and what does not: scores.py.
@@ -85,6 +86,7 @@ _COMPOSABLE = replace(
     lse_of_slopes=False,
 )
 
+# Of linear pages it takes some strides, tokens apart further than heads, and raises for others.
 _BATCH_PREFILL = replace(
     _COMPOSABLE,
     exact_dims=((128, 128), (256, 256)),
@@ -100,6 +102,7 @@ _VARLEN = replace(
     max_gqa_ratio=64,
     # K and V are gathered for it.
     pools=(PoolKind.SPLIT, PoolKind.VECTORIZED),
+    page_strides=True,
 )
 
 _LATENT = replace(
@@ -143,7 +146,7 @@ _ASSEMBLED = replace(
 
 # A tile is a page; its rows must be a power of two, which all of these are.
 _UNIFIED_VECTORISED = replace(
-    _UNIFIED, exact_dims=((64, 64), (128, 128), (256, 256)), page_sizes=(16, 64), pools=_VECTORISED
+    _UNIFIED, exact_dims=((64, 64), (128, 128), (256, 256)), page_sizes=(16, 64), pools=_VECTORISED, page_strides=False
 )
 
 _BATCH_PREFILL_VECTORISED = replace(_BATCH_PREFILL, page_sizes=(16, 1024), pools=_VECTORISED)
@@ -163,8 +166,7 @@ _NOTHING_AHEAD = ReadAhead()
 
 
 def _row(name: str, kind: StepKind, limits: Limits, bind: Bind) -> KernelRow:
-    """A kernel of AITER's that needs and bakes nothing. What differs is replaced where the row stands."""
-    # No kernel of a library that may change is taken for batch-invariant, and none of them knows of padded tokens.
+    """Of a library that may change: none of its kernels is taken for batch-invariant or knows of padded tokens."""
     return KernelRow(
         provider="aiter",
         name=f"aiter.{name}",
@@ -179,7 +181,6 @@ def _row(name: str, kind: StepKind, limits: Limits, bind: Bind) -> KernelRow:
         needs_host_lengths=False,
         bind=bind,
         clears_pads=False,
-        reads_ahead=_NOTHING_AHEAD,
     )
 
 

@@ -112,6 +112,16 @@ def test_calls_out_of_order_are_refused(world: World) -> None:
     world.step(world.requests, [1, 1])
 
 
+def test_the_layers_of_an_earlier_step_are_refused(world: World) -> None:
+    earlier = world.runtime.begin_step(world.batch(world.requests, [1, 1]))
+    rows = torch.zeros(len(earlier.token_ids), 2, 16, device=world.runtime.device)
+    world.runtime.end_step()
+    world.runtime.begin_step(world.batch(world.requests, [3, 2]))
+    with pytest.raises(WrongState, match="the step of these layers is over; call the `layers` of the step that runs"):
+        earlier.layers.store(0, rows, rows)
+    world.runtime.end_step()
+
+
 def test_a_pool_that_cannot_be_is_refused(device: torch.device) -> None:
     def build(problems: list[Problem], num_pages: int = 8, max_num_seqs: int = 2, max_kv_len: int = 8) -> None:
         build_runtime(

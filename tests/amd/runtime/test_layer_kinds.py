@@ -8,11 +8,15 @@ import pytest
 import torch
 
 from rocm_attn.errors import BadTensor, WrongState
+from rocm_attn.guards.registry import Guards
 from rocm_attn.machine.target import known_target
+from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import Problem
 from rocm_attn.providers.triton import TRITON
+from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
+from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.runtime.stepping import World, providers, small_problem
 
@@ -109,3 +113,25 @@ def test_a_kernel_without_a_feature_is_refused_by_name() -> None:
     assert limits.refusals(small_problem(window_left=3), known_target("gfx942")) == (
         "it has no sliding window (window_left 3)",
     )
+
+
+@pytest.mark.parametrize("provider", providers())
+def test_the_space_of_a_layer_is_said_and_does_not_follow_from_its_window(provider: str, device: torch.device) -> None:
+    """Two equal layers with a window, one of which keeps all of its pages in the full space."""
+    problem = small_problem(window_left=3)
+    options = RuntimeOptions(
+        num_pages=24, swa_pages=36, first_swa_page=24, max_num_seqs=2, max_kv_len=32, provider=provider
+    )
+    (selection,) = build_runtime([problem], options, device=device).selections
+    spaces = [Space.FULL, Space.SWA]
+    kinds = LayerKinds.of([problem, problem], spaces, [selection])
+    assert (len(kinds.selections), kinds.of_layer) == (2, (0, 1))
+    runtime = AttentionRuntime(kinds, options, device=device, guards=Guards())
+    assert [runtime.pool.space_of_layer(layer) for layer in range(2)] == spaces
+    world = World(runtime, [problem, problem], torch.Generator().manual_seed(0))
+    requests = [world.admit(), world.admit()]
+    for q_len in ([5, 9], [1, 1], [7, 2], *[[1, 1]] * 8):
+        world.step(requests, q_len)
+    held = {space: runtime.table.num_held(requests[0].row, space) for space in spaces}
+    assert held[Space.FULL] == -(-requests[0].kv_len // problem.page_size) > held[Space.SWA]
+    runtime.check_device()

@@ -185,7 +185,9 @@ def test_pads_that_keep_what_the_last_step_left_are_found(monkeypatch: pytest.Mo
 
 
 def test_a_store_that_does_not_drop_pads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def store_kv(_: object, k: Tensor, v: Tensor, slot: Tensor, counts: Tensor, pages: LayerPages) -> None:
+    def store_kv(
+        _: object, k: Tensor, v: Tensor, slot: Tensor, counts: Tensor, pages: LayerPages, **_terms: bool
+    ) -> None:
         page, offset = slot // pages.k.shape[1], slot % pages.k.shape[1]
         pages.k[page, offset] = k
         pages.v[page, offset] = v

@@ -183,25 +183,26 @@ class _Watch:
     def __init__(self) -> None:
         # An interrupt may leave it taken, and the same thread then takes it again.
         self._lock = threading.RLock()
-        self._active = 0
+        self._active: list[RecordGuard] = []
         self._wrapped: list[tuple[Any, str, Any]] = []
         self._here = threading.local()
 
     @contextmanager
     def by(self, guard: RecordGuard) -> Iterator[None]:
         outer = getattr(self._here, "guard", None)
-        with self._lock:
-            if self._active == 0:
-                self._wrap_all()
-            self._active += 1
-        self._here.guard = guard
         try:
+            with self._lock:
+                self._active.append(guard)
+                if not self._wrapped:
+                    self._wrap_all()
+            self._here.guard = guard
             yield
         finally:
             self._here.guard = outer
             with self._lock:
-                self._active -= 1
-                if self._active == 0:
+                if guard in self._active:  # an interrupt may have come before it was
+                    self._active.remove(guard)
+                if not self._active:
                     self._restore_all()
 
     def _wrap_all(self) -> None:

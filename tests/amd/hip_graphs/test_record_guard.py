@@ -14,6 +14,7 @@ from torch import Tensor
 from rocm_attn.hip_graphs.errors import RecordingRefused
 from rocm_attn.hip_graphs.record_guard import RecordGuard
 from tests.amd.hip_graphs.recorders import Lab
+from tests.amd.runtime.interrupts import interrupted_at
 
 
 def _unbound(owner: type, method: str) -> Any:
@@ -182,3 +183,16 @@ def test_a_recorder_refuses_and_can_be_used_again(lab: Lab) -> None:
     recording, out = lab.recorder.record(lambda: x + 1)
     recording.replay()
     assert out.tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_an_interrupt_at_any_line_of_entering_leaves_no_guard_in_force() -> None:
+    """Had it stayed, every later step of the thread would be refused as if it were recorded."""
+    x, number = torch.ones(2), 1
+    while interrupted_at(number, (guard := RecordGuard(x.device)).__enter__):
+        assert x.tolist() == [1.0, 1.0]
+        number += 1
+    assert number > 10
+    with pytest.raises(RecordingRefused):  # the last one was not interrupted
+        x.tolist()
+    guard.__exit__()
+    assert x.tolist() == [1.0, 1.0]

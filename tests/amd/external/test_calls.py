@@ -15,7 +15,7 @@ from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, Layer
 from rocm_attn.machine.target import known_target
 from rocm_attn.paging.adopted import CsrSource, TableSource, TableUnit
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.problem import Problem
+from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.step.external_step import ONE_EACH, BoolCells, Boundaries, Causality, ExternalStep, Lengths, OneEach
 from tests.amd.external.engines import DIM, KV_HEADS, Q_HEADS, SCALE, V_DIM, VLLM, Engine
 from tests.amd.external.oracle import attention
@@ -197,6 +197,39 @@ def test_lengths_and_rows_may_have_any_type_and_stride(
         step = ExternalStep(3, 3, 6, given(kv_len), of_q, given(order), min_q_len=1, max_q_len=3, max_kv_len=64)
         filled.assert_right(q_len, filled.attend(q_len, step, q), q, kv_len=kv_len)
     filled.attention.check_device()
+
+
+def test_latent_pages_of_an_engine_are_stored_and_read(device: torch.device) -> None:
+    """One row a token, whose first part is V, in pages of one token; served by torch's kernels and AITER's."""
+    generator = torch.Generator().manual_seed(0)
+    latent = problem(num_kv_heads=1, head_dim=24, v_head_dim=16, page_size=1, pool=PoolKind.LATENT)
+    table = torch.randperm(19, generator=generator)[:16].view(1, 16).to(device) + 1
+    made = ExternalAttention(
+        [LayerSource(latent)],
+        {Space.FULL: TableSource(table)},
+        device=device,
+        bounds=BOUNDS,
+        options=ExternalOptions(provider="torch"),
+    )
+    k_pages = torch.full((BOUNDS.num_pages, 1, 1, 24), float("nan"), device=device)
+    with pytest.raises(BadTensor, match=r"layer 0 is latent: its v is k\[..., :16\]"):
+        made.bind(0, k_pages, k_pages[..., :16].clone())
+    made.bind(0, k_pages, k_pages[..., :16])
+    rows, done = torch.randn(10, 1, 24, generator=generator).to(device), 0
+    for new in (9, 1):
+        q = torch.randn(new, Q_HEADS, 24, generator=generator).to(device)
+        out = torch.empty(new, Q_HEADS, 16, device=device)
+        k = rows[done : done + new]
+        done += new
+        lengths, q_len = torch.tensor([done], device=device), Lengths(torch.tensor([new], device=device))
+        made.begin(ExternalStep(1, 1, new, lengths, q_len, None, min_q_len=new, max_q_len=new, max_kv_len=done))
+        made.fill(table[0, done - new : done])
+        made.store(0, k, k[..., :16])
+        made.attend(0, q, out)
+        stored = rows[:done].double().cpu().numpy()
+        want, _ = attention(q.double().cpu().numpy(), stored, stored[..., :16], scale=SCALE)
+        assert np.allclose(out.cpu(), want, atol=2e-5)
+    made.check_device()
 
 
 def test_it_is_built_and_called_within_inference_mode_and_outside(device: torch.device, provider: str) -> None:

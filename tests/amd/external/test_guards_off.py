@@ -289,6 +289,7 @@ def noticed() -> Iterator[None]:
         yield
 
 
+@pytest.mark.long  # of the interpreter's stage alone; on torch each runs every time
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN in NumPy, which Triton's interpreter computes with
 @pytest.mark.parametrize("guard", CASES)
 def test_a_safeguard_that_is_off_is_noticed(guard: str, device: torch.device, provider: str) -> None:

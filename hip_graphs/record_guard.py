@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ def call_site() -> str:
 
 
 class RecordGuard:
-    """While active, raises RecordingRefused in this thread for work on the device that a recording cannot hold.
+    """While it is watching, raises RecordingRefused in this thread for work on the device that a recording cannot hold.
 
     device:          where the recorded work runs
     still_recording: whether work enqueued now would be part of the recording; a device's recorder asks the device,
@@ -77,19 +77,14 @@ class RecordGuard:
         self.device = device
         self.still_recording = still_recording
         self.is_lifted = False
-        self._open: list[ExitStack] = []
         self._host_numbers: dict[int, Tensor] = {}
 
-    def __enter__(self) -> RecordGuard:
-        with ExitStack() as stack:
-            stack.enter_context(_WATCH.by(self))
-            stack.enter_context(_MethodGuard(self))
-            stack.enter_context(_OperationGuard(self))
-            self._open.append(stack.pop_all())
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._open.pop().close()
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While this is open, what a recording cannot repeat is refused."""
+        # Not __enter__ and __exit__: an interrupt between their lines would leave the guard on its watch for ever.
+        with _WATCH.by(self), _MethodGuard(self), _OperationGuard(self):
+            yield
         self._host_numbers.clear()
 
     @contextmanager

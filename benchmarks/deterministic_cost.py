@@ -93,18 +93,18 @@ def _deterministic_kernels(case: Case, *, sweep: bool) -> Iterator[tuple[str, Bo
 
 
 def _candidates(kind: StepKind) -> Iterator[SegmentTiles]:
-    """Tiles of which decode and extend could share one block_n and segment_len."""
+    """Tiles of which decode and extend could share one key_block and segment_len."""
     row = SegmentTiles(1024, 64, 64, 4, 3, 2, ExtendTiles(128, 64, 8, 3))
     for segment_len in (512, 1024, 2048):
         if kind is StepKind.DECODE:
-            for block_n, stages in ((64, 2), (64, 3), (32, 3), (32, 4), (128, 2)):
-                extend = replace(row.extend, block_n=block_n)
-                yield replace(row, segment_len=segment_len, block_n=block_n, decode_stages=stages, extend=extend)
+            for key_block, stages in ((64, 2), (64, 3), (32, 3), (32, 4), (128, 2)):
+                extend = replace(row.extend, key_block=key_block)
+                yield replace(row, segment_len=segment_len, key_block=key_block, decode_stages=stages, extend=extend)
         else:
             for shape in ((128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2),
                           (64, 64, 4, 3), (64, 32, 4, 3)):  # fmt: skip
                 extend = ExtendTiles(*shape)
-                yield replace(row, segment_len=segment_len, block_n=extend.block_n, extend=extend)
+                yield replace(row, segment_len=segment_len, key_block=extend.key_block, extend=extend)
 
 
 def _with(kernel: Any, tiles: SegmentTiles) -> BoundKernel:
@@ -116,8 +116,8 @@ def _with(kernel: Any, tiles: SegmentTiles) -> BoundKernel:
 
 def _short(tiles: SegmentTiles) -> str:
     extend = tiles.extend
-    return (f"S {tiles.segment_len}, N {tiles.block_n}, decode stages {tiles.decode_stages}, "
-            f"extend {extend.block_m} x {extend.num_warps} warps x {extend.num_stages}")  # fmt: skip
+    return (f"S {tiles.segment_len}, N {tiles.key_block}, decode stages {tiles.decode_stages}, "
+            f"extend {extend.query_rows} x {extend.num_warps} warps x {extend.num_stages}")  # fmt: skip
 
 
 def _compare(case: Case, deterministic: BoundKernel) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class FakeRecorder:
         with torch.no_grad():
             # Lazily made tables and the like must exist before, as for a device, whose first launches load modules.
             map_tensors(waited_for, fn())
-            with tape, guard.watching(), self._observe_launches(observe):
+            with tape, guard, self._observe_launches(observe):
                 outputs = map_tensors(waited_for, fn())
         self._pool.poison_taken()
         recording = FakeRecording(tape.operations, tape.storages, self._pool.bytes - bytes_before, kept=(fn, outputs))

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ def call_site() -> str:
 
 
 class RecordGuard:
-    """While it is watching, raises RecordingRefused in this thread for work on the device that a recording cannot hold.
+    """While active, raises RecordingRefused in this thread for work on the device that a recording cannot hold.
 
     device:          where the recorded work runs
     still_recording: whether work enqueued now would be part of the recording; a device's recorder asks the device,
@@ -77,14 +77,23 @@ class RecordGuard:
         self.device = device
         self.still_recording = still_recording
         self.is_lifted = False
+        self._open: list[ExitStack] = []
         self._host_numbers: dict[int, Tensor] = {}
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """While this is open, what a recording cannot repeat is refused."""
-        # Not __enter__ and __exit__: an interrupt between their lines would leave the guard on its watch for ever.
-        with _WATCH.by(self), _MethodGuard(self), _OperationGuard(self):
-            yield
+    def __enter__(self) -> RecordGuard:
+        stack = ExitStack()
+        try:
+            stack.enter_context(_WATCH.by(self))
+            stack.enter_context(_MethodGuard(self))
+            stack.enter_context(_OperationGuard(self))
+            self._open.append(stack)
+            return self
+        except BaseException:  # an interrupt at any line: a guard that was not entered must not stay in force
+            stack.close()
+            raise
+
+    def __exit__(self, *exception: object) -> None:
+        self._open.pop().close()
         self._host_numbers.clear()
 
     @contextmanager
@@ -172,26 +181,28 @@ class _Watch:
     """Wraps the runtime's waits and queries while any thread records; other threads pass through the wrapper."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._active = 0
+        # An interrupt may leave it taken, and the same thread then takes it again.
+        self._lock = threading.RLock()
+        self._active: list[RecordGuard] = []
         self._wrapped: list[tuple[Any, str, Any]] = []
         self._here = threading.local()
 
     @contextmanager
     def by(self, guard: RecordGuard) -> Iterator[None]:
         outer = getattr(self._here, "guard", None)
-        with self._lock:
-            if self._active == 0:
-                self._wrap_all()
-            self._active += 1
-        self._here.guard = guard
         try:
+            with self._lock:
+                self._active.append(guard)
+                if not self._wrapped:
+                    self._wrap_all()
+            self._here.guard = guard
             yield
         finally:
             self._here.guard = outer
             with self._lock:
-                self._active -= 1
-                if self._active == 0:
+                if guard in self._active:  # an interrupt may have come before it was
+                    self._active.remove(guard)
+                if not self._active:
                     self._restore_all()
 
     def _wrap_all(self) -> None:

@@ -72,7 +72,7 @@ class TorchRecorder:
     def _warm_up(self, fn: Callable[[], T]) -> None:
         fn()
         for _ in range(1, self.WARM_UPS):
-            with RecordGuard(self.device).watching():
+            with RecordGuard(self.device):
                 fn()
         self._stream.synchronize()
 
@@ -84,7 +84,7 @@ class TorchRecorder:
             # capture, and our own thread's illegal calls still must.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                with RecordGuard(self.device, torch.cuda.is_current_stream_capturing).watching():
+                with RecordGuard(self.device, torch.cuda.is_current_stream_capturing):
                     outputs = fn()
             except BaseException:
                 self._abandon(graph)

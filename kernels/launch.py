@@ -1,5 +1,9 @@
 """The one place where a Triton kernel is launched, so that a recorder can see every launch.
 
+A kernel that is launched takes flat parameters, and makes the values that its helpers take from them: a tuple as a
+launch argument costs about 10 us of host time an eager decode launch, and 8.2 in place of 7.8 us of a graph of one
+sequence x 8k (H200, Triton 3.6). What it is compiled for is one NamedTuple of plain numbers, a constexpr.
+
 A launch that is observed is handed over as a thunk whose grid, scalars and tensors are fixed, and is not run here:
 the observer decides. A recorder for machines without a GPU runs it and keeps it for replay.
 """
@@ -67,7 +71,7 @@ class FixedLaunch:
     As RepeatedLaunch, and here the addresses of the fixed tensors are asked for once, which Triton does at every
     launch, tensor by tensor. The kernel must not be specialised on the alignment of what is given each time.
 
-    fixed:   all of the kernel's arguments behind the first few, in order, constexpr ones included
+    fixed:   all of the kernel's arguments after the first few, in order, constexpr ones included
     options: num_warps and the like
     """
 

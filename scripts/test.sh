@@ -87,10 +87,10 @@ run_stage() {
     types) mypy -p rocm_attn -p tests -p benchmarks ;;
     host)
         AITER_SOURCE="" run_pytest -n auto \
-            tests/amd/{host,hip_graphs,runtime,guards,graphs,system,runner,doctor,aiter,aiter_source,house}
+            tests/amd/{host,hip_graphs,runtime,external,guards,graphs,system,runner,doctor,aiter,aiter_source,house}
         ;;
-    interpreter) TRITON_INTERPRET=1 run_pytest -n auto -m "not long" tests/amd/{kernels,runtime} ;;
-    interpreter-long) TRITON_INTERPRET=1 run_pytest -n auto -m long tests/amd/runtime ;;
+    interpreter) TRITON_INTERPRET=1 run_pytest -n auto -m "not long" tests/amd/{kernels,runtime,external} ;;
+    interpreter-long) TRITON_INTERPRET=1 run_pytest -n auto -m long tests/amd/{runtime,external} ;;
     mutation) run_pytest -n auto -m "not long" tests/amd/mutation ;;
     mutation-long) run_pytest -n auto -m long tests/amd/mutation ;;
     offline-long) run_pytest tests/amd/offline -m long ;;
@@ -105,8 +105,8 @@ run_stage() {
     simulator) run_pytest -n auto tests/amd/simulator ;;
     simulator@*) with_triton "${1#simulator@}" python -m tests.amd.simulator.record docs/simulator.md ;;
     aiter-source) run_aiters_kernels ;;
-    device) run_pytest tests/amd/{kernels,hip_graphs,runtime,guards,graphs,system,text,doctor} ;;
-    rocm) report_from_gpu tests/amd/{rocm,kernels,hip_graphs,runtime,guards,graphs,system,text,doctor} ;;
+    device) run_pytest tests/amd/{kernels,hip_graphs,runtime,external,guards,graphs,system,text,doctor} ;;
+    rocm) report_from_gpu tests/amd/{rocm,kernels,hip_graphs,runtime,external,guards,graphs,system,text,doctor} ;;
     images)
         hadolint docker/{,stand_in/}Dockerfile
         shellcheck -x docker/*.sh docker/stand_in/rocm/bin/* scripts/*.sh benchmarks/*.sh .ci/*

@@ -68,7 +68,7 @@ class DecodeCut:
     @classmethod
     def of(cls, tiles: DecodeTiles, *, num_kv_heads: int, programs: int, window_left: int) -> DecodeCut:
         """The cut of a layer that is served with these tiles."""
-        return cls(tiles.rows_per_seq(num_kv_heads), tiles.block_n, tiles.row_cost, programs, window_left)
+        return cls(tiles.rows_per_seq(num_kv_heads), tiles.key_block, tiles.row_cost, programs, window_left)
 
     def words(self, num_seqs: int) -> int:
         """int32 words of the schedule."""
@@ -128,7 +128,7 @@ class ExtendCut:
     @classmethod
     def of(cls, tiles: ExtendTiles, *, gqa_ratio: int, min_q_len: int = 1) -> ExtendCut:
         """The cut of a layer that is served with these tiles."""
-        return cls(tiles.tokens_per_tile(gqa_ratio), min_q_len)
+        return cls(tiles.tokens_per_block(gqa_ratio), min_q_len)
 
     def max_blocks(self, num_tokens: int, num_seqs: int) -> int:
         """The most query blocks that num_tokens padded tokens of num_seqs padded sequences can make."""

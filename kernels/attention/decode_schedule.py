@@ -18,6 +18,8 @@ rows x KV tokens / key_block below 2**31.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -78,25 +80,25 @@ def next_row(schedule, num_programs, num_seqs, seq, row, kv_len, R: tl.constexpr
     return seq, row, tl.load(words + SEQ_KV_LEN, mask=seq < num_seqs, other=-1)
 
 
+class ScheduleGeometry(NamedTuple):
+    """What the schedule kernel is compiled for: a DecodeCut without its programs; SEQS: sequences of one iteration."""
+
+    ROWS: int
+    KEY_BLOCK: int
+    ROW_COST: int
+    WINDOWED: bool
+    SEQS: int
+
+
 @triton.jit
-def _costs(
-    kv_len,
-    q_indptr,
-    seq,
-    num_seqs,
-    window_left,
-    ROWS: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    ROW_COST: tl.constexpr,
-    WINDOWED: tl.constexpr,
-):
+def _costs(kv_len, q_indptr, seq, num_seqs, window_left, G: tl.constexpr):
     """Cost of all rows of each sequence, and its kv_len or -1."""
     inside = seq < num_seqs
     first_token = tl.load(q_indptr + seq, mask=inside, other=0)
     takes_part = tl.load(q_indptr + seq + 1, mask=inside, other=0) - first_token == 1
     length = tl.where(takes_part, tl.load(kv_len + seq, mask=inside, other=0), -1)
-    _, _, num_blocks = visible_blocks(length, window_left, KEY_BLOCK, WINDOWED)
-    return tl.where(takes_part, (num_blocks + ROW_COST) * ROWS, 0), length
+    _, _, num_blocks = visible_blocks(length, window_left, G.KEY_BLOCK, G.WINDOWED)
+    return tl.where(takes_part, (num_blocks + G.ROW_COST) * G.ROWS, 0), length
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_programs", "window_left"])
@@ -107,18 +109,15 @@ def _schedule_kernel(
     num_seqs,
     num_programs,
     window_left,
-    ROWS: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    ROW_COST: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SEQS: tl.constexpr,
+    G: tl.constexpr,
 ):
+    SEQS: tl.constexpr = G.SEQS
     program = tl.program_id(0)
     lane = tl.arange(0, SEQS)
 
     total = 0
     for first in range(0, num_seqs, SEQS):
-        cost, _ = _costs(kv_len, q_indptr, first + lane, num_seqs, window_left, ROWS, KEY_BLOCK, ROW_COST, WINDOWED)
+        cost, _ = _costs(kv_len, q_indptr, first + lane, num_seqs, window_left, G)
         total += tl.sum(cost, 0)
     share = tl.maximum(tl.cdiv(total, num_programs), 1)
     start = program * share
@@ -132,9 +131,7 @@ def _schedule_kernel(
     before = 0
     for first in range(0, num_seqs, SEQS):
         # cost, length: [SEQS]
-        cost, length = _costs(
-            kv_len, q_indptr, first + lane, num_seqs, window_left, ROWS, KEY_BLOCK, ROW_COST, WINDOWED
-        )
+        cost, length = _costs(kv_len, q_indptr, first + lane, num_seqs, window_left, G)
         end = before + tl.cumsum(cost, 0)
         here = (end > start) & (end - cost <= start)
         seq += tl.sum((end <= start).to(tl.int32), 0)
@@ -146,7 +143,7 @@ def _schedule_kernel(
             tl.store(words + SEQ_START, end - cost, mask=first + lane < num_seqs)
             tl.store(words + SEQ_KV_LEN, length, mask=first + lane < num_seqs)
         before += tl.sum(cost, 0)
-    row_cost = tl.maximum(seq_cost // ROWS, 1)
+    row_cost = tl.maximum(seq_cost // G.ROWS, 1)
     row = (start - seq_start) // row_cost
     row_start = seq_start + row * row_cost
 
@@ -178,10 +175,6 @@ def launch_decode_schedule(queries: Queries, schedule: Tensor, cut: DecodeCut) -
         num_seqs,
         cut.programs,
         cut.window_left,
-        ROWS=cut.rows,
-        KEY_BLOCK=cut.key_block,
-        ROW_COST=cut.row_cost,
-        WINDOWED=cut.window_left != UNLIMITED_WINDOW,
-        SEQS=_SEQS_AT_ONCE,
+        G=ScheduleGeometry(cut.rows, cut.key_block, cut.row_cost, cut.window_left != UNLIMITED_WINDOW, _SEQS_AT_ONCE),
         num_warps=4,
     )

@@ -192,18 +192,18 @@ def _geometry(
     queries = args.queries
     num_kv_heads, gqa_ratio = args.heads
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
-    assert cut.query_tokens == tiles.tokens_per_tile(gqa_ratio), "the schedule was cut for other tiles"
+    assert cut.query_tokens == tiles.tokens_per_block(gqa_ratio), "the schedule was cut for other tiles"
     if mask is not None:
         mask.check(queries.num_seqs, queries.num_tokens)
-        assert tiles.block_n <= MAX_MASK_BLOCK
-    block_heads = tiles.heads_per_tile(gqa_ratio)
+        assert tiles.key_block <= MAX_MASK_BLOCK
+    block_heads = tiles.heads_per_block(gqa_ratio)
     return BlockGeometry(
-        keys=key_geometry(args, scores, key_block=tiles.block_n, causal=scores.causal and mask is None, exact=False),
+        keys=key_geometry(args, scores, key_block=tiles.key_block, causal=scores.causal and mask is None, exact=False),
         KV_HEADS=num_kv_heads,
         GQA_RATIO=gqa_ratio,
         BLOCK_HEADS=block_heads,
         HEAD_BLOCKS=-(-gqa_ratio // block_heads),
-        QUERY_ROWS=tiles.block_m,
+        QUERY_ROWS=tiles.query_rows,
         SEGMENT_LEN=0,
         STAGES=tiles.num_stages,
         EDGE_STAGES=tiles.diagonal_stages if mask is None else tiles.num_stages,

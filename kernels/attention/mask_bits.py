@@ -1,11 +1,11 @@
-"""How a tile of queries reads its bits of a packed mask (packed_mask.py): as one 32-bit word for each row."""
+"""How a query block reads its bits of a packed mask (packed_mask.py): as one 32-bit word for each row."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# Keys that a row's word has room for: no tile of a masked step has more.
+# Keys that a row's word has room for: no key block of a masked step has more.
 MAX_MASK_BLOCK = 32
 
 
@@ -24,7 +24,7 @@ def _load_word(words, word, row_end):
 def row_bits(words, row_cell, row_end, first_key, end_key):
     """Bit n of each row: whether it sees key first_key + n. Bits at or past end_key are 0.
 
-    words:    of the cell that the tile counts its cells from
+    words:    of the cell that the query block counts its cells from
     row_cell: int32, the row's first cell, counted from the first bit of words
     row_end:  int32, the end of its cells; 0 for a row without a token, which sees nothing
     """
@@ -48,7 +48,7 @@ def bits_from(first):
 
 @triton.jit
 def seen_by_some(bits):
-    """The keys that any row of a tile sees, as bits."""
+    """The keys that any row of a query block sees, as bits."""
     return tl.reduce(bits, 0, _either)
 
 

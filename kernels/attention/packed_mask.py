@@ -4,7 +4,7 @@ Cell (t, j) of sequence i, its t-th new token and the key at kv_index j, is bit 
 
     c = indptr[i] + t * kv_len[i] + j                       which is also bit c % 8 of byte c // 8
 
-A token sees exactly the keys whose bits are set; it need not see itself, and may see what lies behind it. In a layer
+A token sees exactly the keys whose bits are set; it need not see itself, and may see what comes after it. In a layer
 with a window it sees those of them from kv_index positions[token] - window_left on. A position counts as the place of
 its sequence's first new token at least: no window reaches further back than that token's.
 """
@@ -21,9 +21,9 @@ from torch import Tensor
 class PackedMask:
     """The masks of a step, sequence after sequence.
 
-    words:     int32 [n]      the cells of all sequences, and words that nobody reads
+    words:     int32 [n]      the cells of all sequences, and words that are not read
     indptr:    int64 [S + 1]  sequence -> its first cell
-    positions: int32 [T]      token -> its position; in a tree of drafts its depth behind the older keys
+    positions: int32 [T]      token -> its position; in a tree of drafts its depth after the older keys
     """
 
     words: Tensor

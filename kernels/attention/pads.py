@@ -1,4 +1,4 @@
-"""Clear the padded tokens of an attention output, behind kernels that leave them as they are or write garbage there.
+"""Clear the padded tokens of an attention output, after kernels that leave them as they are or write garbage there.
 
 out[t] = 0    lse[t] = -inf        for t >= num_tokens
 """

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 UNLIMITED_WINDOW = -1
 
 
@@ -26,7 +26,7 @@ class Scores:
     scale:       factor on q . k, positive
     window_left: previous keys that a token sees besides its own; -1: all of them
     soft_cap:    bound of the scores; 0: none
-    causal:      whether a token sees nothing behind itself
+    causal:      whether a token sees nothing after itself
     """
 
     scale: float
@@ -48,12 +48,12 @@ class Scores:
     @property
     def tanh_scale(self) -> float:
         """q . k -> the exponent, base 2, in tanh(x) = 1 - 2 / (2^(2 x log2 e) + 1); meaningless without a cap."""
-        return 2 * self.scale * _LOG2_E / self.soft_cap if self.soft_cap else 0.0
+        return 2 * self.scale * LOG2_E / self.soft_cap if self.soft_cap else 0.0
 
     @property
     def base_2_scale(self) -> float:
         """What q . k, or half the tanh of a cap, is multiplied with so that the softmax is one of powers of 2."""
-        return (2 * self.soft_cap or self.scale) * _LOG2_E
+        return (2 * self.soft_cap or self.scale) * LOG2_E
 
 
 def check_head_weights(num_q_heads: int, sinks: Tensor | None, slopes: Tensor | None) -> None:

@@ -195,7 +195,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: SegmentTi
     ), "the schedule was cut for another launch"
     return SegmentDecodeGeometry(
         rows=cut.row_cut(decode, gqa_ratio),
-        keys=key_geometry(args, scores, key_block=tiles.block_n, causal=scores.causal, exact=True),
+        keys=key_geometry(args, scores, key_block=tiles.key_block, causal=scores.causal, exact=True),
         QUERY_ROWS=tiles.decode_rows,
         SEGMENT_LEN=tiles.segment_len,
         STAGES=tiles.decode_stages,

@@ -161,15 +161,15 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: SegmentTi
     extend = tiles.extend
     num_kv_heads, gqa_ratio = args.heads
     cut.check(args.schedule, args.queries.num_tokens, args.queries.num_seqs)
-    assert cut.query_tokens == extend.tokens_per_tile(gqa_ratio), "the schedule was cut for other tiles"
-    block_heads = extend.heads_per_tile(gqa_ratio)
+    assert cut.query_tokens == extend.tokens_per_block(gqa_ratio), "the schedule was cut for other tiles"
+    block_heads = extend.heads_per_block(gqa_ratio)
     return BlockGeometry(
-        keys=key_geometry(args, scores, key_block=extend.block_n, causal=scores.causal, exact=True),
+        keys=key_geometry(args, scores, key_block=extend.key_block, causal=scores.causal, exact=True),
         KV_HEADS=num_kv_heads,
         GQA_RATIO=gqa_ratio,
         BLOCK_HEADS=block_heads,
         HEAD_BLOCKS=-(-gqa_ratio // block_heads),
-        QUERY_ROWS=extend.block_m,
+        QUERY_ROWS=extend.query_rows,
         SEGMENT_LEN=tiles.segment_len,
         STAGES=extend.num_stages,
         EDGE_STAGES=extend.diagonal_stages,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+from rocm_attn.kernels.attention import scores
+
+LOG2_E = tl.constexpr(scores.LOG2_E)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 

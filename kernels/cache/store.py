@@ -4,9 +4,10 @@
 
 Pages are linear or vectorised (page_rows.py): two compilations of one kernel.
 
-Tokens at or past num_tokens and every slot of page 0 are dropped: a pad's hidden state may be NaN, and page 0 stays
-zero. What is infinite or no number in a token that is stored is stored as 0 and sets a bit of the step's error word:
-attention multiplies the V of keys that a token does not see by a probability of 0, and 0 * inf is NaN.
+Tokens at or past num_tokens, slots of page 0 where it belongs to no one, and negative slots are dropped: a pad's hidden
+state may be NaN, and page 0 stays zero. What is infinite or no number in a token that is stored is stored as 0 and sets
+a bit of the step's error word: attention multiplies the V of keys that a token does not see by a probability of 0, and
+0 * inf is NaN.
 """
 
 from __future__ import annotations
@@ -52,10 +53,11 @@ def _store_kernel(
     vp_head,
     vp_vector,
     G: tl.constexpr,
+    FIRST_SLOT: tl.constexpr,
 ):
     token = tl.program_id(0)
     slot = tl.load(slot_of_token + token).to(tl.int64)
-    if (token < tl.load(counts + 1)) & (slot >= G.PAGE_SIZE):
+    if (token < tl.load(counts + 1)) & (slot >= FIRST_SLOT):
         t = token.to(tl.int64)
         page = slot // G.PAGE_SIZE
         offset = slot % G.PAGE_SIZE
@@ -82,13 +84,16 @@ def _store_kernel(
             tl.atomic_or(counts + _ERROR_WORD, _NOT_FINITE, sem="relaxed")
 
 
-def launch_store_kv(k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages) -> None:
+def launch_store_kv(
+    k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages, *, null_page: bool = True
+) -> None:
     """Write k and v to the slots of their tokens, 0 in the place of what is infinite or no number.
 
     k, v:          [T, kv_heads, head_dim | v_head_dim], any strides but the last
     slot_of_token: int32 [T]
     counts:        int32 [4]; [1] is num_tokens, [3] receives an error bit where a token was not finite
     pages:         linear, with any strides but the last, or vectorised; written in place
+    null_page:     whether page 0 belongs to no one
     """
     keys, values, heads = pages.keys, pages.values, k.shape[1]
     geometry = CellGeometry.of(keys, values, heads=heads, dims=(k.shape[2], v.shape[2]))
@@ -108,5 +113,6 @@ def launch_store_kv(k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor,
         *keys.cells.stride()[:4],
         *values.cells.stride()[:4],
         G=geometry,
+        FIRST_SLOT=keys.page_size if null_page else 0,
         num_warps=4,
     )

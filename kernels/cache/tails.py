@@ -38,6 +38,7 @@ def _zero_tails_kernel(
     vp_head,
     vp_vector,
     G: tl.constexpr,
+    FIRST_PAGE: tl.constexpr,
 ):
     HEADS_BLOCK: tl.constexpr = G.HEADS_BLOCK
     K_COLUMNS: tl.constexpr = G.K_COLUMNS
@@ -49,7 +50,7 @@ def _zero_tails_kernel(
     if (tl.load(q_len + seq) > 0) & (used > 0) & (page_no < table_width):
         row = tl.load(row_of_seq + seq).to(tl.int64)
         page = tl.load(table + row * table_stride + page_no).to(tl.int64)
-        if page > 0:
+        if page >= FIRST_PAGE:
             # 64-bit before multiplying: HND layouts have head strides beyond int32.
             head = tl.program_id(1) * G.HEADS_BLOCK + tl.arange(0, G.HEADS_BLOCK)[:, None]
             head64 = head.to(tl.int64)
@@ -67,12 +68,15 @@ def _zero_tails_kernel(
                 tl.store(v_row + v_cell, tl.zeros([HEADS_BLOCK, V_COLUMNS], v_pages.dtype.element_ty), mask=v_inside)
 
 
-def launch_zero_tails(table: Tensor, row_of_seq: Tensor, kv_len: Tensor, q_len: Tensor, pages: LayerPages) -> None:
+def launch_zero_tails(
+    table: Tensor, row_of_seq: Tensor, kv_len: Tensor, q_len: Tensor, pages: LayerPages, *, null_page: bool = True
+) -> None:
     """Zero the rows after the last token of every sequence that has new tokens, in its last page.
 
     table:                     int32 [rows, width]
     row_of_seq, kv_len, q_len: int32 [S]
     pages:                     linear, with any strides but the last, or vectorised; written in place
+    null_page:                 whether page 0 belongs to no one, and stays as it is
     """
     keys, values = pages.keys, pages.values
     geometry = CellGeometry.of(keys, values, heads=keys.num_heads, dims=(keys.dim, values.dim))
@@ -90,5 +94,6 @@ def launch_zero_tails(table: Tensor, row_of_seq: Tensor, kv_len: Tensor, q_len: 
         *keys.cells.stride()[:4],
         *values.cells.stride()[:4],
         G=geometry,
+        FIRST_PAGE=1 if null_page else 0,
         num_warps=4,
     )

@@ -16,14 +16,13 @@ Each program sums q_len itself, from what the caller and the host have written: 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.launch import RepeatedLaunch
 from rocm_attn.kernels.metadata import error_word
+from rocm_attn.kernels.metadata.given_inputs import GivenInputs
 from rocm_attn.kernels.metadata.slot_layout import HEADER_WORDS
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 
@@ -99,20 +98,6 @@ def _device_inputs_kernel(
 
 
 _place = RepeatedLaunch(_device_inputs_kernel)
-
-
-class GivenInputs(NamedTuple):
-    """What takes the place of a published step's inputs; int32, read only.
-
-    kv_len, q_len: [num_seqs], on the device, or in the ring slot where the host knows them
-    token_ids:     [n], sequence after sequence by q_len; n is 0 without ids, otherwise the sum of the bounds of q_len
-    floor:         [num_seqs], in the slot; the first token that a step may store, no more than the bound of kv_len
-    """
-
-    kv_len: Tensor
-    q_len: Tensor
-    token_ids: Tensor
-    floor: Tensor
 
 
 def launch_device_inputs(slot: Tensor, given: GivenInputs, to: StepTensors) -> None:

@@ -13,3 +13,5 @@ LENGTH_BEYOND_BOUND = 2  # a length that only the device knew lay outside of wha
 SHARED_TOKEN = 8  # a length that only the device knew led to tokens that a row shares with another, and was moved
 NOT_FINITE = 16  # an element of a new token's K or V was infinite or no number: it was stored as zero
 WINDOW_WITHOUT_PAGE = 4  # the first key that a live token sees lies in page 0: it is read as zero
+SLOT_NOT_IN_TABLE = 32  # a slot that the engine gave for a new token is not the one that its table gives: dropped
+ROW_NOT_IN_TABLE = 64  # a row that the engine gave lies outside of its table: the sequence was taken for a pad

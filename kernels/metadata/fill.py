@@ -19,7 +19,8 @@ The last three belong to decode steps, in which a token has the number of its se
 Tokens at or past num_tokens receive position 0 and slot 0; entries after the last page, in page_list and block_table
 alike, page 0, a valid page for kernels that read ahead. A token or page beyond its sequence's row of the table, which
 lengths that only the device knows may bring, meets page 0 and never another row's page. A live token that meets page 0
-sets TOKEN_WITHOUT_PAGE in the error word, and one whose window begins there sets WINDOW_WITHOUT_PAGE.
+sets TOKEN_WITHOUT_PAGE in the error word, and one whose window begins there sets WINDOW_WITHOUT_PAGE. Where page 0 is a
+real page (TableTerms), slots of pads and of tokens without a page are -1.
 
 A program has one role, by its id: boundaries of a block of sequences, or a share of one sequence's tokens, of its
 pages in the list, or of its row of the block table. The shares follow from the padded sizes, never from the lengths.
@@ -42,6 +43,7 @@ from rocm_attn.kernels.metadata.fill_roles import (
     Seqs,
     Share,
     Table,
+    Terms,
     Tokens,
     write_block_table,
     write_boundaries,
@@ -110,6 +112,8 @@ def _fill_kernel(
     list_shares,
     row_shares,
     PAGE_SIZE: tl.constexpr,
+    NULL_PAGE: tl.constexpr,
+    SHORT_KV: tl.constexpr,
     WITH_PAGE_LIST: tl.constexpr,
     WITH_BLOCK_TABLE: tl.constexpr,
     WITH_INT64: tl.constexpr,
@@ -135,7 +139,8 @@ def _fill_kernel(
     elif list_share < 0:
         tokens = Tokens(position_of_token, slot_of_token, num_tokens_padded)
         share = Share(token_share, token_shares)
-        write_tokens(share, seqs, request_table, tokens, window_left, PAGE_SIZE, SEQS, TOKENS)
+        terms = Terms(window_left, NULL_PAGE, SHORT_KV)
+        write_tokens(share, seqs, request_table, tokens, terms, PAGE_SIZE, SEQS, TOKENS)
     elif row_share < 0:
         if WITH_PAGE_LIST:
             share = Share(list_share, list_shares)
@@ -166,6 +171,8 @@ def launch_fill(step: StepTensors, *, page_size: int, window_left: int = ALL_KEY
     num_programs = boundary_blocks + num_seqs * (token_shares + list_shares + row_shares)
     fixed = (
         page_size,
+        step.terms.null_page,
+        step.terms.short_kv,
         step.page_indptr.numel() > 0,
         row_shares > 0,
         step.kv_len_int64.numel() > 0,

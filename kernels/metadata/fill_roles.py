@@ -72,6 +72,14 @@ class Tokens(NamedTuple):
     num: tl.tensor
 
 
+class Terms(NamedTuple):
+    """What holds of the table and its sequences; the last two are constexpr, as TableTerms."""
+
+    window_left: tl.tensor
+    null_page: tl.constexpr
+    short_kv: tl.constexpr
+
+
 @triton.jit
 def _units(length_of_seq, seq, num_seqs, UNIT: tl.constexpr):
     """Units of UNIT tokens that each sequence's length takes; none where seq is no sequence."""
@@ -156,10 +164,10 @@ def write_groups(block, seqs, groups, PAGE_SIZE: tl.constexpr, SEQS: tl.constexp
 
 
 @triton.jit
-def write_tokens(
-    share, seqs, table, tokens, window_left, PAGE_SIZE: tl.constexpr, SEQS: tl.constexpr, BLOCK: tl.constexpr
-):
+def write_tokens(share, seqs, table, tokens, terms, PAGE_SIZE: tl.constexpr, SEQS: tl.constexpr, BLOCK: tl.constexpr):
     """Positions and slots: a share of one sequence's tokens, and one of the tokens after all sequences."""
+    # Where page 0 is a real page, no page and no slot are -1.
+    NO_PAGE: tl.constexpr = 0 if terms.null_page else -1
     seq = share.id // share.of
     before, total = _units_around(seqs.q_len, seq, seqs.num, 1, SEQS)
     new = tl.load(seqs.q_len + seq)
@@ -174,21 +182,27 @@ def write_tokens(
         kv_index = prefix + offset
         page_no = kv_index // PAGE_SIZE
         in_row = live & (kv_index >= 0) & (page_no < table.width)
-        page = tl.load(table.entries + row * table.stride + page_no, mask=in_row, other=0)
+        page = tl.load(table.entries + row * table.stride + page_no, mask=in_row, other=NO_PAGE)
         position = tl.where(live, tl.maximum(kv_index, 0), 0)
         tl.store(tokens.position + token, position, mask=inside)
-        tl.store(tokens.slot + token, page * PAGE_SIZE + position % PAGE_SIZE, mask=inside)
+        slot = page * PAGE_SIZE + position % PAGE_SIZE
+        if not terms.null_page:
+            slot = tl.where(page < 0, -1, slot)
+        tl.store(tokens.slot + token, slot, mask=inside)
         error = seqs.counts + _ERROR_WORD + tl.zeros([BLOCK], tl.int32)
-        tl.atomic_or(error, _TOKEN_WITHOUT_PAGE, mask=live & (page == 0), sem="relaxed")
+        needs_page = live
+        if terms.short_kv:
+            needs_page = live & (kv_index >= 0)
+        tl.atomic_or(error, _TOKEN_WITHOUT_PAGE, mask=needs_page & (page <= NO_PAGE), sem="relaxed")
         # Pages are given back from the front: if the first one that the token sees is there, all are.
-        first_no = tl.maximum(position - window_left, 0) // PAGE_SIZE
+        first_no = tl.maximum(position - terms.window_left, 0) // PAGE_SIZE
         first_page = tl.load(table.entries + row * table.stride + first_no, mask=in_row, other=1)
-        tl.atomic_or(error, _WINDOW_WITHOUT_PAGE, mask=first_page == 0, sem="relaxed")
+        tl.atomic_or(error, _WINDOW_WITHOUT_PAGE, mask=first_page <= NO_PAGE, sem="relaxed")
     for first in range(total + share.id * BLOCK, tokens.num, seqs.num * share.of * BLOCK):
         token = first + tl.arange(0, BLOCK)
         zeros = tl.zeros([BLOCK], tl.int32)
         tl.store(tokens.position + token, zeros, mask=token < tokens.num)
-        tl.store(tokens.slot + token, zeros, mask=token < tokens.num)
+        tl.store(tokens.slot + token, zeros + NO_PAGE, mask=token < tokens.num)
 
 
 @triton.jit

@@ -69,6 +69,22 @@ class Pads(NamedTuple):
 
 NO_PADS = Pads()
 
+
+class TableTerms(NamedTuple):
+    """What holds of a table, of its pages and of the sequences that read it.
+
+    null_page: whether page 0 belongs to no one: a new token that meets it is lost, and nothing is written to it. Where
+               it is a real page, a lost token has slot -1
+    short_kv:  whether a sequence may have fewer tokens in its KV than new ones, as where attention is not causal: its
+               first new tokens have no slot then, and that is no fault
+    """
+
+    null_page: bool = True
+    short_kv: bool = False
+
+
+OWN_TABLE = TableTerms()
+
 _LIST = frozenset({Need.PAGE_LIST})
 _MASK = frozenset({Need.MASK_WORDS})
 _PREFIXES = frozenset({Need.PREFIXES})
@@ -110,7 +126,7 @@ class StepTensors:
     last_token_of_seq: Annotated[Tensor, Field(Unit.SEQ)]
     # [T] token -> place in its sequence's KV
     position_of_token: Annotated[Tensor, Field(Unit.TOKEN)]
-    # [T] token -> slot of the pool, 0 for pads
+    # [T] token -> slot of the pool; for pads 0, or -1 where page 0 is a real page
     slot_of_token: Annotated[Tensor, Field(Unit.TOKEN, of_space=True)]
 
     # Derived by every fill where a kernel needs them.
@@ -135,13 +151,16 @@ class StepTensors:
 
     table: Tensor
     pads: Pads = NO_PADS
+    terms: TableTerms = OWN_TABLE
     # What a launcher keeps for these addresses, under its own name.
     launches: dict[str, Callable[[Tensor, Tensor], None]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
-    def of(cls, nothing: Tensor, pads: Pads = NO_PADS, /, **tensors: Tensor) -> StepTensors:
+    def of(
+        cls, nothing: Tensor, pads: Pads = NO_PADS, terms: TableTerms = OWN_TABLE, /, **tensors: Tensor
+    ) -> StepTensors:
         """A step of these tensors, by name; nothing, which is empty, stands for all others."""
-        return cls(**{**dict.fromkeys((*FIELDS, "table"), nothing), **tensors}, pads=pads)
+        return cls(**{**dict.fromkeys((*FIELDS, "table"), nothing), **tensors}, pads=pads, terms=terms)
 
     @property
     def positions(self) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rocm_attn.kernels.metadata.device_inputs import GivenInputs
 from rocm_attn.kernels.metadata.error_word import (
     ERROR_WORD,
     LENGTH_BEYOND_BOUND,
@@ -13,6 +12,7 @@ from rocm_attn.kernels.metadata.error_word import (
     TOKEN_WITHOUT_PAGE,
     WINDOW_WITHOUT_PAGE,
 )
+from rocm_attn.kernels.metadata.given_inputs import GivenInputs
 from rocm_attn.kernels.metadata.slot_layout import (
     COUNT_WORDS,
     ECHO,
@@ -114,7 +114,8 @@ def _write_indptr(indptr: Tensor, counts: Tensor) -> Tensor:
 
 
 def _write_tokens(step: StepTensors, first_token: Tensor, page_size: int, window_left: int) -> None:
-    """Positions, slots, and the error word of tokens that meet page 0 or see it."""
+    """Positions, slots, and the error word of tokens that have no page or see none."""
+    no_page = 0 if step.terms.null_page else -1
     num_seqs, num_tokens = step.kv_len.shape[0], step.slot_of_token.shape[0]
     token = torch.arange(num_tokens, device=step.counts.device)
     seq = torch.searchsorted(first_token + step.q_len, token, right=True)
@@ -122,13 +123,15 @@ def _write_tokens(step: StepTensors, first_token: Tensor, page_size: int, window
     seq = seq.clamp(max=num_seqs - 1)
     kv_index = step.kv_len[seq] - step.q_len[seq] + token - first_token[seq]
     position = torch.where(live, kv_index.clamp(min=0), 0)
-    page = torch.where(live & (kv_index >= 0), _pages_at(step, seq, position // page_size), 0)
+    page = torch.where(live & (kv_index >= 0), _pages_at(step, seq, position // page_size, no_page), no_page)
     step.position_of_token.copy_(position)
-    step.slot_of_token.copy_(page * page_size + position % page_size)
-    is_lost = (live & (page == 0)).any()
+    step.slot_of_token.copy_(torch.where(page < 0, -1, page * page_size + position % page_size))
+    needs_page = live & (kv_index >= 0) if step.terms.short_kv else live
+    is_lost = (needs_page & (page <= no_page)).any()
     step.counts[ERROR_WORD].bitwise_or_(is_lost.to(torch.int32) * TOKEN_WITHOUT_PAGE)
     in_row = live & (kv_index >= 0) & (kv_index // page_size < step.table.shape[1])
-    is_blind = (in_row & (_pages_at(step, seq, (position - window_left).clamp(min=0) // page_size) == 0)).any()
+    first_page = _pages_at(step, seq, (position - window_left).clamp(min=0) // page_size, no_page)
+    is_blind = (in_row & (first_page <= no_page)).any()
     step.counts[ERROR_WORD].bitwise_or_(is_blind.to(torch.int32) * WINDOW_WITHOUT_PAGE)
 
 
@@ -139,7 +142,7 @@ def _write_page_list(step: StepTensors, first_entry: Tensor, pages: Tensor) -> N
     live = seq < num_seqs
     seq = seq.clamp(max=num_seqs - 1)
     page_no = torch.where(live, entry - first_entry[seq], 0)
-    step.page_list.copy_(torch.where(live, _pages_at(step, seq, page_no), 0))
+    step.page_list.copy_(torch.where(live, _pages_at(step, seq, page_no, 0), 0))
 
 
 def _write_block_table(step: StepTensors, pages: Tensor) -> None:
@@ -162,8 +165,8 @@ def _write_groups(step: StepTensors, page_size: int) -> None:
     step.suffix_page.copy_(shared // page_size)
 
 
-def _pages_at(step: StepTensors, seq: Tensor, page_no: Tensor) -> Tensor:
-    """The page in each sequence's row, and page 0 past the row's end."""
+def _pages_at(step: StepTensors, seq: Tensor, page_no: Tensor, past_the_row: int) -> Tensor:
+    """The page in each sequence's row, and past_the_row past the row's end."""
     width = step.table.shape[1]
     page = step.table[step.row_of_seq[seq].long(), page_no.clamp(max=width - 1)]
-    return torch.where(page_no < width, page, 0)
+    return torch.where(page_no < width, page, past_the_row)

@@ -28,8 +28,8 @@ def segment_decode(args: AttendArgs, *, scores: Scores) -> None:
     Twin of launch_segment_decode; schedule and workspace have no meaning here.
     """
     out, lse, num_tokens = args.out, args.lse, args.q.shape[0]
-    mine = replace(args, out=out.clone(), lse=None if lse is None else lse.clone())
-    segment_extend(replace(mine, queries=replace(args.queries, max_q_len=num_tokens)), scores=scores)
+    mine = args._replace(out=out.clone(), lse=None if lse is None else lse.clone())
+    segment_extend(mine._replace(queries=replace(args.queries, max_q_len=num_tokens)), scores=scores)
     seq_of_token, is_token = seq_of_tokens(args.queries.q_indptr, num_tokens)
     is_mine = is_token & (args.queries.q_indptr.diff()[seq_of_token] == 1)
     out.copy_(torch.where(is_mine[:, None, None], mine.out, out))

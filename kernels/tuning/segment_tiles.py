@@ -1,8 +1,8 @@
 """Tiles of deterministic attention: what a segment is, and how decode and extend walk it; a literal row for each arch.
 
-segment_len, block_n and matrix_dim decide a result's bits and are therefore common to decode and extend. Where no
-matrix unit computes the products, and on "sm_", a sum's order follows from the tile's shape: decode_rows is block_m
-there, with the same warps. No row was measured on AMD.
+segment_len, key_block and matrix_dim decide a result's bits and are therefore common to decode and extend. Where no
+matrix unit computes the products, and on "sm_", a sum's order follows from the query block's shape: decode_rows is
+query_rows there, with the same warps. No row was measured on AMD.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, NoTiles, na
 class SegmentTiles:
     """How KV is cut into segments, and how programs walk them.
 
-    segment_len:      KV tokens in a segment, a multiple of block_n; segment m is [m, m + 1) * segment_len
-    block_n:          KV tokens in a step of the loop
-    decode_rows:      rows of decode's q tile, of which one for each query head of a KV head is used
-    decode_warps, decode_stages: warps of a decode program, steps whose loads are in flight
+    segment_len:      KV tokens in a segment, a multiple of key_block; segment m is [m, m + 1) * segment_len
+    key_block:        keys of a block of the loop
+    decode_rows:      rows of decode's q block, of which one for each query head of a KV head is used
+    decode_warps, decode_stages: warps of a decode program, key blocks whose loads are in flight
     programs_per_cu:  decode programs for each compute unit
-    extend:           how extend cuts new tokens; its block_n is the one above
+    extend:           how extend cuts new tokens; its key_block is the one above
     matrix_dim:       rows of a matrix instruction that AMD's compiler shall take; 0: its own choice, and elsewhere
     """
 
     segment_len: int
-    block_n: int
+    key_block: int
     decode_rows: int
     decode_warps: int
     decode_stages: int
@@ -37,13 +37,13 @@ class SegmentTiles:
     matrix_dim: int = 0
 
     def __post_init__(self) -> None:
-        assert self.segment_len % self.block_n == 0
-        assert self.extend.block_n == self.block_n
+        assert self.segment_len % self.key_block == 0
+        assert self.extend.key_block == self.key_block
 
     def decode(self, gqa_ratio: int) -> DecodeTiles:
-        """What decode's schedule is cut by: its tiles are segments."""
+        """What decode's schedule is cut by: its key blocks are segments."""
         return DecodeTiles(
-            block_n=self.segment_len,
+            key_block=self.segment_len,
             num_warps=self.decode_warps,
             num_stages=self.decode_stages,
             programs_per_cu=self.programs_per_cu,

@@ -23,17 +23,17 @@ class NoTiles(LookupError):
 class DecodeTiles:
     """How paged decode walks its rows; a row is a sequence and heads_per_row KV heads, or a block of one's query heads.
 
-    block_n:          KV tokens in a tile
+    key_block:        keys of a block of the loop
     num_warps:        warps (waves on AMD) of a program
-    num_stages:       tiles whose loads are in flight at the same time
+    num_stages:       key blocks whose loads are in flight at the same time
     programs_per_cu:  programs that the grid holds for each compute unit
     transposed:       whether scores are computed as k q^T: KV tokens then fill the long side of the matrix unit
     heads_per_row:    1, or 2: two KV heads of 64 are read as one of 128
     head_blocks:      blocks that the query heads of a KV head are cut into; each reads K and V
-    row_cost:         what starting a row costs beside its tiles, in tiles; at least 1
+    row_cost:         what starting a row costs beside its key blocks, in blocks; at least 1
     """
 
-    block_n: int
+    key_block: int
     num_warps: int
     num_stages: int
     programs_per_cu: int
@@ -56,28 +56,28 @@ class DecodeTiles:
 class ExtendTiles:
     """How paged extend cuts new tokens and KV.
 
-    block_m:          rows of a tile: new tokens times the query heads that share a KV head
-    block_n:          KV tokens in a step of the loop
+    query_rows:       rows of a query block: new tokens times the query heads that share a KV head
+    key_block:        keys of a block of the loop
     num_warps:        warps (waves on AMD) of a program
-    num_stages:       steps whose loads are in flight, where all keys are visible to all rows
+    num_stages:       key blocks whose loads are in flight, where all keys are visible to all rows
     diagonal_stages:  the same on the diagonal
     waves_per_eu:     waves a SIMD that the AMD compiler shall make room for; 0: its own choice, and elsewhere
     """
 
-    block_m: int
-    block_n: int
+    query_rows: int
+    key_block: int
     num_warps: int
     num_stages: int
     diagonal_stages: int = 1
     waves_per_eu: int = 0
 
-    def heads_per_tile(self, gqa_ratio: int) -> int:
-        """Query heads of one KV head that share a tile."""
-        return min(gqa_ratio, self.block_m)
+    def heads_per_block(self, gqa_ratio: int) -> int:
+        """Query heads of one KV head that share a query block."""
+        return min(gqa_ratio, self.query_rows)
 
-    def tokens_per_tile(self, gqa_ratio: int) -> int:
-        """New tokens in a full tile."""
-        return self.block_m // self.heads_per_tile(gqa_ratio)
+    def tokens_per_block(self, gqa_ratio: int) -> int:
+        """New tokens in a full query block."""
+        return self.query_rows // self.heads_per_block(gqa_ratio)
 
     def options(self) -> dict[str, int]:
         """Launch options beside the warps."""
@@ -86,10 +86,10 @@ class ExtendTiles:
     def of_masked_steps(self) -> ExtendTiles:
         """Half the rows and at most 32 keys, for steps with packed masks.
 
-        A row's bits of one step are a word of 32; they take registers, and trees are small.
+        A row's bits of one key block are a word of 32; they take registers, and trees are small.
         """
         # With all rows sm_90 spills 32 bytes at head_dim 128.
-        return replace(self, block_m=max(16, self.block_m // 2), block_n=min(32, self.block_n))
+        return replace(self, query_rows=max(16, self.query_rows // 2), key_block=min(32, self.key_block))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class ExtendRow:
 DECODE_ROWS = (
     # gptoss 128 x 8k: 499 us, 1.06 of the floor; 528 with one KV head a row.
     DecodeRow("sm_90", 2, 64, 16, DecodeTiles(64, 4, 3, 2, transposed=True, heads_per_row=2)),
-    # llama8b 64 x 4k: 253 us, 1.07 of the floor; 331 with 1 program an SM, 380 with tiles of 128 tokens.
+    # llama8b 64 x 4k: 253 us, 1.07 of the floor; 331 with 1 program an SM, 380 with blocks of 128 keys.
     DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 4, 3, 2, transposed=True)),
     DecodeRow("sm_90", 2, 128, 64, DecodeTiles(32, 4, 2, 2)),
     # gemma 64 x 4k: 495 us, 1.05 of the floor; 602 transposed.
@@ -147,7 +147,7 @@ DECODE_ROWS = (
     DecodeRow("gfx942", 2, 256, 32, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("gfx942", 4, 128, 32, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("gfx942", 4, 256, 32, DecodeTiles(16, 8, 1, 1)),
-    # 112 to 132 VGPRs, 16 KiB of LDS (33 with Triton's asynchronous copies): 4 workgroups a CU. Transposed tiles of 64
+    # 112 to 132 VGPRs, 16 KiB of LDS (33 with Triton's asynchronous copies): 4 workgroups a CU. Transposed blocks of 64
     # have 2/5 of the MFMAs, 180 to 212 VGPRs, and leave 2.
     DecodeRow("gfx950", 2, 64, 16, DecodeTiles(32, 4, 2, 4, heads_per_row=2)),
     DecodeRow("gfx950", 2, 128, 16, DecodeTiles(32, 4, 2, 4)),
@@ -162,11 +162,11 @@ DECODE_ROWS = (
     DecodeRow("interpreter", 4, 256, 64, DecodeTiles(16, 1, 1, 3)),
 )
 EXTEND_ROWS = (
-    # gptoss 1 x 2048 new + 6144 cached: 634 us, 646 with sinks; 657 with 4 warps, 791 and 847 with steps of 32 keys and
-    # 4 warps. With a window of 1024: 161; 184 with 4 warps, 174 with steps of 32. Where V's rows fill a smaller power
-    # of two than K's, what Triton 3.6 makes of steps of 64 keys reads beyond the pages.
+    # gptoss 1 x 2048 new + 6144 cached: 634 us, 646 with sinks; 657 with 4 warps, 791 and 847 with blocks of 32 keys
+    # and 4 warps. With a window of 1024: 161; 184 with 4 warps, 174 with blocks of 32. Where V's rows fill a smaller
+    # power of two than K's, what Triton 3.6 makes of blocks of 64 keys reads beyond the pages.
     ExtendRow("sm_90", 2, 64, ExtendTiles(128, 64, 8, 3), alike=True),
-    # llama8b 1 x 2048 new + 6144 cached: 577 us, 1.84 x the matrix-unit bound; 608 to 798 with steps of 64 keys.
+    # llama8b 1 x 2048 new + 6144 cached: 577 us, 1.84 x the matrix-unit bound; 608 to 798 with blocks of 64 keys.
     ExtendRow("sm_90", 2, 128, ExtendTiles(128, 32, 4, 3)),
     ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 2)),
     ExtendRow("sm_90", 4, 128, ExtendTiles(32, 16, 4, 1)),
@@ -179,7 +179,7 @@ EXTEND_ROWS = (
     ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2)),
     # 189 to 236 VGPRs, 32 KiB of LDS: 2 workgroups a CU. Without waves_per_eu up to 312 with Triton 3.6.
     ExtendRow("gfx942", 2, 128, ExtendTiles(128, 32, 4, 2, waves_per_eu=2)),
-    # 110 to 190 VGPRs, 64 KiB of LDS: one workgroup of 8 waves, 2 a SIMD. Steps of 32 keys: twice the issue cycles.
+    # 110 to 190 VGPRs, 64 KiB of LDS: one workgroup of 8 waves, 2 a SIMD. Blocks of 32 keys: twice the issue cycles.
     ExtendRow("gfx942", 2, 256, ExtendTiles(128, 16, 8, 2)),
     ExtendRow("gfx942", 4, 128, ExtendTiles(64, 16, 4, 1)),
     ExtendRow("gfx942", 4, 256, ExtendTiles(32, 16, 8, 1)),

@@ -163,4 +163,4 @@ def _pool_part(runtime: AttentionRuntime, problems: Sequence[Problem], table: Pa
 
 
 def _part_in(space: Space, name: str) -> str:
-    return name if space is Space.FULL else f"{space.name} {name}"
+    return name if space == Space.FULL else f"{space.name} {name}"

@@ -17,6 +17,7 @@ from rocm_attn.errors import BadSetting
 from rocm_attn.guards import unguarded
 from rocm_attn.hip_graphs.pinned import PinnedTensors
 from rocm_attn.machine.settings import Settings, settings
+from rocm_attn.paging.adopted import AdoptedGuards
 from rocm_attn.paging.batch_guards import BatchGuards
 from rocm_attn.paging.page_table import TableGuards
 from rocm_attn.step.guards import StepGuards
@@ -49,6 +50,7 @@ class Guards:
     batch: BatchGuards = field(default_factory=BatchGuards)
     publishing: PublishingGuards = field(default_factory=PublishingGuards)
     capture: CaptureGuards = field(default_factory=CaptureGuards)
+    adopted: AdoptedGuards = field(default_factory=AdoptedGuards)
 
     @property
     def off(self) -> tuple[str, ...]:
@@ -359,6 +361,30 @@ GUARDS: tuple[Guard, ...] = (
         "H17, G9",
         unguarded.lengths_as_they_come,
         "test_rows.py::test_a_length_beyond_its_bound_touches_no_other_request",
+    ),
+    _guard(
+        "slots_in_table",
+        "step.launches.slots_in_table",
+        "a slot that an engine gives, and its own table does not, takes a token's K and V to another request's page",
+        "engine storage, G4",
+        unguarded.slots_as_given,
+        "test_adopted.py::test_a_slot_that_the_table_does_not_give_is_not_written",
+    ),
+    _guard(
+        "null_page",
+        "adopted.terms",
+        "page 0 of an engine for which it is a page like others is taken for no one's: what is stored there is lost",
+        "engine storage, G1",
+        unguarded.page_zero_is_no_ones,
+        "test_adopted.py::test_what_an_engine_keeps_in_page_0_is_stored",
+    ),
+    _guard(
+        "table_moved",
+        "adopted.moved",
+        "a graph goes on with a table or pages that the engine has replaced, and eager steps use the new ones",
+        "engine storage, G2",
+        unguarded.let_tables_move,
+        "test_adopted.py::test_a_table_is_not_replaced_under_a_graph",
     ),
 )
 

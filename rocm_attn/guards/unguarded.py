@@ -20,9 +20,10 @@ from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.hip_graphs.pinned import PinnedTensors
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.metadata.device_inputs import GivenInputs
+from rocm_attn.kernels.metadata.engine_tensors import EngineLengths, LengthBounds, PublishedLengths
+from rocm_attn.kernels.metadata.given_inputs import GivenInputs
 from rocm_attn.kernels.metadata.slot_layout import UPDATE_WORDS
-from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.kernels.metadata.step_tensors import StepTensors, TableTerms
 from rocm_attn.paging.page_table import RowWidth
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.problem import Problem
@@ -43,13 +44,22 @@ def leave_pads(ops: StepOps) -> StepOps:
         real = {name: getattr(to, name)[:seqs] for name in ("row_of_seq", "kv_len", "q_len", "prefix_len", "group_end")}
         ops.publish(slot, counts_before, replace(to, **real, token_ids=to.token_ids[:tokens]))
 
-    return replace(ops, publish=publish)
+    def publish_engine(
+        slot: Tensor, counts_before: Tensor, given: EngineLengths, bounds: LengthBounds, to: PublishedLengths
+    ) -> None:
+        seqs = int(slot[0])
+        real = {name: getattr(to, name)[:seqs] for name in ("engine_row", "row_of_seq", "kv_len", "q_len")}
+        ops.publish_engine(slot, counts_before, given, bounds, replace(to, **real))
+
+    return replace(ops, publish=publish, publish_engine=publish_engine)
 
 
 def store_everything(ops: StepOps) -> StepOps:
-    """Every token is stored to its slot, padded ones, whose slot is 0, included."""
+    """Every token is stored to its slot, padded ones, whose slot is 0 or -1, included."""
 
-    def store_kv(k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages) -> None:
+    def store_kv(
+        k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages, *, null_page: bool
+    ) -> None:
         keys, values = pages.keys, pages.values
         page, offset = slot_of_token // keys.page_size, slot_of_token % keys.page_size
         keys.write_tokens(page, offset, k)
@@ -61,13 +71,20 @@ def store_everything(ops: StepOps) -> StepOps:
 def store_as_it_comes(ops: StepOps) -> StepOps:
     """What is infinite or no number is stored like any other K and V."""
 
-    def store_kv(k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages) -> None:
+    def store_kv(
+        k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages, *, null_page: bool
+    ) -> None:
         keys, values = pages.keys, pages.values
-        live = torch.arange(len(k), device=k.device) < counts[1]
-        slot = torch.where(live & (slot_of_token >= keys.page_size), slot_of_token, 0)
+        token = torch.arange(len(k), device=k.device)
+        live = (token < counts[1]) & (slot_of_token >= (keys.page_size if null_page else 0))
+        # As in the twin: a dropped token writes what a live one writes, or what is there.
+        any_live, source = live.any(), torch.where(live, token, live.int().argmax())
+        slot = torch.where(any_live, slot_of_token[source], 0)
         page, offset = slot // keys.page_size, slot % keys.page_size
-        keys.write_tokens(page, offset, torch.where((slot > 0)[:, None, None], k, 0))
-        values.write_tokens(page, offset, torch.where((slot > 0)[:, None, None], v, 0))
+        for side, rows in ((keys, k), (values, v)):
+            held = torch.empty_like(rows)
+            side.read_tokens(page, offset, held)
+            side.write_tokens(page, offset, torch.where(any_live, rows[source], held))
 
     return replace(ops, store_kv=store_kv)
 
@@ -111,7 +128,36 @@ def lengths_as_they_come(ops: StepOps) -> StepOps:
         to.q_len[:seqs].copy_(given.q_len[:seqs])
         to.counts[1], to.counts[3] = to.q_len[:seqs].sum(), 0
 
-    return replace(ops, device_inputs=device_inputs)
+    def publish_engine(
+        slot: Tensor, counts_before: Tensor, given: EngineLengths, bounds: LengthBounds, to: PublishedLengths
+    ) -> None:
+        ops.publish_engine(slot, counts_before, given, bounds, to)
+        seqs = int(slot[0])
+        to.kv_len[:seqs].copy_(given.kv_len[:seqs])
+        to.counts[3] = 0
+
+    return replace(ops, device_inputs=device_inputs, publish_engine=publish_engine)
+
+
+def slots_as_given(ops: StepOps) -> StepOps:
+    """New tokens go to the slots that the engine gives, whatever its table says."""
+
+    def take_slots(
+        given: Tensor,
+        slot_map: Tensor | None,
+        counts: Tensor,
+        slot_of_token: Tensor,
+        *,
+        page_size: int,
+        null_page: bool,
+    ) -> None:
+        num_given = min(len(given), len(slot_of_token))
+        slot = given[:num_given].long()
+        slot = slot if slot_map is None else slot_map[slot.clamp(0, len(slot_map) - 1)].long()
+        live = torch.arange(num_given, device=counts.device) < counts[1]
+        slot_of_token[:num_given].copy_(torch.where(live, slot, 0 if null_page else -1))
+
+    return replace(ops, take_slots=take_slots)
 
 
 def write_row_zero(ops: StepOps) -> StepOps:
@@ -360,3 +406,12 @@ def forget_then_launch(launch: Callable[[], None], forget: Callable[[], None]) -
     """A change whose launch raises is lost."""
     forget()
     launch()
+
+
+def page_zero_is_no_ones(terms: TableTerms) -> TableTerms:
+    """Page 0 belongs to no one, whatever its owner says."""
+    return terms._replace(null_page=True)
+
+
+def let_tables_move(reason: str) -> None:
+    """A table or pages are replaced, although graphs read the old ones."""

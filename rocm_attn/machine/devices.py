@@ -21,8 +21,10 @@ _HERE: AbstractContextManager[object] = nullcontext()
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Launches go to the device, whichever is current for the caller."""
-    # torch._C: the public functions cost more than a step has to spend.
-    if device.type == "cpu" or torch._C._cuda_getDevice() == device.index:
+    # torch._C: the public functions cost more than a step has to spend. A CPU has no index, which is cheaper to ask for
+    # than its type.
+    index = device.index
+    if index is None or torch._C._cuda_getDevice() == index:
         return _HERE
     return torch.cuda.device(device)
 

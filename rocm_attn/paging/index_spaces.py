@@ -1,4 +1,4 @@
-"""The index spaces, and the only functions that translate between them.
+"""The index spaces of the runtime.
 
     row      a row of the request table                         0 is reserved: all of it is page 0
     seq      a sequence of this step                            [0, num_seqs)
@@ -10,13 +10,13 @@
 
 A rope position is not an index into KV: in a tree many tokens share a position.
 Pages and slots belong to a Space; ids of one space mean nothing in another.
-The functions take Python ints, NumPy arrays and torch tensors alike.
+A sequence's last page holds (kv_len - 1) % page_size + 1 tokens.
 """
 
 from __future__ import annotations
 
-import enum
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -27,23 +27,28 @@ RESERVED_PAGE = 0
 Index = TypeVar("Index", int, "np.ndarray[tuple[int, ...], np.dtype[np.int32]]", torch.Tensor)
 
 
-class Space(enum.Enum):
-    """Which pool a page or slot id belongs to."""
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Which pool a page or slot id belongs to.
 
-    FULL = "full"
-    SWA = "swa"
+    A runtime with pages of its own has FULL, and SWA for layers with a window. An engine may have more: a space for
+    each of its KV cache groups, with any other lower-case names.
+    """
+
+    value: str
+
+    FULL: ClassVar[Space]
+    SWA: ClassVar[Space]
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.value.upper()
+
+
+Space.FULL, Space.SWA = Space("full"), Space("swa")
 
 
 def num_pages(kv_len: Index, page_size: int) -> Index:
-    """Pages that hold kv_len tokens."""
+    """Pages that hold kv_len tokens. Takes Python ints, NumPy arrays and torch tensors alike."""
     return (kv_len + (page_size - 1)) // page_size
-
-
-def last_page_len(kv_len: Index, page_size: int) -> Index:
-    """Tokens in a sequence's last page, 1 .. page_size; kv_len is at least 1."""
-    return (kv_len - 1) % page_size + 1
-
-
-def slot_of(page: Index, kv_index: Index, page_size: int) -> Index:
-    """The slot of the token at kv_index, whose page is `page`."""
-    return page * page_size + kv_index % page_size

@@ -15,7 +15,7 @@ import torch
 
 from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import BadBatch, CapacityExceeded
-from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, OWN_TABLE, TableTerms
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
 from rocm_attn.paging.stored_tokens import SharedFloor, after_what_is_shared
 
@@ -118,7 +118,7 @@ class SpacePages:
     @property
     def of(self) -> str:
         """Behind "pages", in a sentence."""
-        return "" if self.space is Space.FULL else f" of the {self.space.name} space"
+        return "" if self.space == Space.FULL else f" of the {self.space.name} space"
 
     def first_needed(self, start: int, page_size: int) -> int:
         """The first page_no that steps whose new tokens begin at start or later may need."""
@@ -177,6 +177,11 @@ class PageTable:
     def window_left(self) -> int:
         """Previous keys that the furthest-looking layer of the space sees; ALL_KEYS: all of them."""
         return self.pages.window_left
+
+    @property
+    def terms(self) -> TableTerms:
+        """Page 0 belongs to no one, and a sequence's new tokens are in its KV."""
+        return OWN_TABLE
 
     @property
     def num_free_pages(self) -> int:

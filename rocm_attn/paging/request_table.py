@@ -130,10 +130,6 @@ class RequestTable:
         self._reserved_len[row] = 0
         return row
 
-    def pages_short(self, row: int, kv_len: int, space: Space = Space.FULL) -> int:
-        """Pages that reserve(row, kv_len) would take from a space; for RESERVED_ROW, what a new row would take."""
-        return self._short(self.space(space), row, kv_len)
-
     def reserve(self, row: int, kv_len: int) -> None:
         """Make room for kv_len tokens in row, in every space. What the row holds beyond them stays.
 
@@ -440,8 +436,6 @@ class RequestTable:
 
     def _short(self, table: PageTable, row: int, kv_len: int) -> int:
         wanted = num_pages(kv_len, self.page_size)
-        if row == RESERVED_ROW:
-            return wanted
         more = table.num_held(row, wanted) - table.num_held(row, self._end(row))
         return max(0, more) + (kv_len > self._reserved_len[row] and self._shares_last_page(table, row))
 

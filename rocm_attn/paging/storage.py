@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.metadata.step_tensors import TableTerms
 from rocm_attn.paging.index_spaces import Space
 
 
@@ -18,6 +19,7 @@ class SpaceTable(Protocol):
     space:       what the ids mean
     entries:     int32 [num_rows, width], at an address that stays
     window_left: previous keys that the furthest-looking layer of the space sees; ALL_KEYS: all of them
+    terms:       whether page 0 belongs to no one, and whether KV may be shorter than what is new
     """
 
     @property
@@ -28,6 +30,9 @@ class SpaceTable(Protocol):
 
     @property
     def window_left(self) -> int: ...
+
+    @property
+    def terms(self) -> TableTerms: ...
 
 
 class Table(Protocol):

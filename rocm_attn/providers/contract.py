@@ -20,11 +20,15 @@ from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.launches import (
     ClearPads,
     Fill,
+    GatherTable,
     MergeStates,
+    PackMask,
     PlaceDeviceInputs,
     PlaceMask,
     Publish,
+    PublishEngine,
     StoreKV,
+    TakeSlots,
     UpdateTable,
     ZeroTails,
 )
@@ -68,7 +72,7 @@ class Schedule(Protocol):
         ...
 
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
-        """Fill the words. queries: who asks; step, bounds: the step that they belong to"""
+        """Fill the words. queries: the sequences that attend; step, bounds: the step that they belong to"""
         ...
 
 
@@ -116,17 +120,36 @@ class BoundKernel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PoolSize:
-    """What is known of a pool before it is allocated.
+class PoolTerms:
+    """What the owner of a pool asks of the kernels that read it.
 
-    num_pages:    pages, the reserved page 0 included
+    page_strides: whether pages may have any strides but the last, as where K and V are packed into one tensor
+    keeps_tails:  whether what lies in a page after a sequence's last token must stay as it is: drafts may be there
+    short_kv:     whether a sequence of a layer that is not causal may have fewer tokens in its KV than new ones
+    """
+
+    page_strides: bool = False
+    keeps_tails: bool = False
+    short_kv: bool = False
+
+
+OWN_POOL = PoolTerms()
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """What is known of a pool before it is allocated, or adopted.
+
+    num_pages:    pages, page 0 included
     max_kv_len:   tokens of the longest sequence
     max_num_seqs: sequences of a decode step
+    terms:        what its owner asks of kernels
     """
 
     num_pages: int
     max_kv_len: int
     max_num_seqs: int
+    terms: PoolTerms = OWN_POOL
 
 
 # Where no pool is known; no limit on a pool's size refuses it.
@@ -155,6 +178,8 @@ class Limits:
     lse:           whether it gives the log-sum-exp
     lse_of_slopes: whether it gives that of layers with ALiBi slopes, too
     max_side_bytes: of one layer's K pages, and of its V pages; 0: no limit
+    page_strides:  whether it reads pages of any strides but the last; without, it takes them for contiguous
+    short_kv:      whether a sequence of a layer that is not causal may have fewer tokens in its KV than new ones
     """
 
     archs: tuple[str, ...]
@@ -175,6 +200,8 @@ class Limits:
     max_side_bytes: int = 0
     alibi: bool = False
     non_causal: bool = False
+    page_strides: bool = False
+    short_kv: bool = False
 
     def refusals(self, problem: Problem, target: Target, pool: PoolSize = SMALLEST_POOL) -> tuple[str, ...]:
         """Every limit that the problem breaks, one clause each; empty when the kernel serves it.
@@ -210,6 +237,10 @@ class Limits:
         num_bytes = side_bytes(problem, pool)
         if self.max_side_bytes and num_bytes > self.max_side_bytes:
             reasons.append(f"K or V of a layer takes {num_bytes} bytes, its offsets reach {self.max_side_bytes}")
+        if pool.terms.page_strides and not self.page_strides:
+            reasons.append("it takes pages for contiguous, and these have strides of their own")
+        if pool.terms.short_kv and not problem.causal and not self.short_kv:
+            reasons.append("it cannot serve sequences with fewer tokens in their KV than new ones")
         return tuple(reasons)
 
     def gives_lse(self, problem: Problem) -> bool:
@@ -271,7 +302,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class ReadAhead:
-    """How far a kernel reads what lies behind a sequence's last page; it meets page 0 there.
+    """How far a kernel reads past a sequence's last page; it meets page 0 there.
 
     list_entries: entries past the end of page_list
     table_tokens: a row of block_table is read in tiles of so many tokens, the last one whole
@@ -288,7 +319,7 @@ class KernelRow:
     kind:               the steps it serves
     min_kv_len:         shortest KV length it may meet; padded sequences get this length
     masks_v:            whether it leaves V rows beyond the length unread (0 * NaN is NaN); where it does not, the
-                        store zeroes what lies behind a sequence in its last page
+                        store zeroes what comes after a sequence in its last page
     graph_safe:         whether it may be captured
     batch_invariant:    whether a sequence's result is bitwise the same in any batch
     needs, bakes:       see Need and Baked
@@ -324,8 +355,11 @@ class KernelRow:
         """Why it does not serve a problem, one clause each; empty when it does."""
         if self.not_bound:
             return (f"not bound: {self.not_bound}",)
+        refused = self.limits.refusals(problem, target, pool)
+        if pool.terms.keeps_tails and not self.masks_v:
+            refused += ("what follows a sequence in its last page must be zeroed for it, and these pages are kept",)
         met = (fault.refusal(problem, target, pool) for fault in self.faults)
-        return self.limits.refusals(problem, target, pool) or tuple(filter(None, met))
+        return refused or tuple(filter(None, met))
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +383,11 @@ class StepOps:
     zero_tails: ZeroTails
     clear_pads: ClearPads
     merge_states: MergeStates
+    # Of steps whose lengths, tables, slots and masks an engine owns.
+    publish_engine: PublishEngine
+    gather_table: GatherTable
+    take_slots: TakeSlots
+    pack_mask: PackMask
 
 
 @dataclass(frozen=True, slots=True)

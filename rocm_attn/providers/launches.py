@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.metadata.engine_tensors import EngineLengths, GatherSource, LengthBounds, PublishedLengths
+from rocm_attn.kernels.metadata.given_inputs import GivenInputs
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-
-if TYPE_CHECKING:  # it lies beside a kernel, and Triton is loaded where kernels run
-    from rocm_attn.kernels.metadata.device_inputs import GivenInputs
 
 
 class Publish(Protocol):
@@ -46,13 +45,17 @@ class Fill(Protocol):
 class StoreKV(Protocol):
     """launch_store_kv, or its twin."""
 
-    def __call__(self, k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages) -> None: ...
+    def __call__(
+        self, k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages, *, null_page: bool
+    ) -> None: ...
 
 
 class ZeroTails(Protocol):
     """launch_zero_tails, or its twin."""
 
-    def __call__(self, table: Tensor, row_of_seq: Tensor, kv_len: Tensor, q_len: Tensor, pages: LayerPages) -> None: ...
+    def __call__(
+        self, table: Tensor, row_of_seq: Tensor, kv_len: Tensor, q_len: Tensor, pages: LayerPages, *, null_page: bool
+    ) -> None: ...
 
 
 class ClearPads(Protocol):
@@ -67,3 +70,40 @@ class MergeStates(Protocol):
     def __call__(
         self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor
     ) -> None: ...
+
+
+class PublishEngine(Protocol):
+    """launch_publish_engine, or its twin."""
+
+    def __call__(
+        self, slot: Tensor, counts_before: Tensor, given: EngineLengths, bounds: LengthBounds, to: PublishedLengths
+    ) -> None: ...
+
+
+class GatherTable(Protocol):
+    """launch_gather_table, or its twin."""
+
+    def __call__(
+        self, source: GatherSource, engine_row: Tensor, kv_len: Tensor, table: Tensor, *, page_size: int
+    ) -> None: ...
+
+
+class TakeSlots(Protocol):
+    """launch_take_slots, or its twin."""
+
+    def __call__(
+        self,
+        given: Tensor,
+        slot_map: Tensor | None,
+        counts: Tensor,
+        slot_of_token: Tensor,
+        *,
+        page_size: int,
+        null_page: bool,
+    ) -> None: ...
+
+
+class PackMask(Protocol):
+    """launch_pack_mask, or its twin."""
+
+    def __call__(self, cells: Tensor, positions: Tensor, to: StepTensors) -> None: ...

@@ -86,8 +86,7 @@ class SharedPrefixKernel:
         prefix_out, prefix_lse, own_lse = cut(args.workspace, parts)
         used_in_turn = args.workspace[num_words(parts) :]
         lse = own_lse if args.lse is None else args.lse
-        prefix = replace(
-            args,
+        prefix = args._replace(
             queries=of_prefixes(args.queries, step),
             schedule=prefix_words,
             workspace=used_in_turn,
@@ -96,8 +95,7 @@ class SharedPrefixKernel:
             sinks=None,
         )
         self.prefix.attend(prefix, step, bounds)
-        suffix = replace(
-            args,
+        suffix = args._replace(
             queries=of_suffixes(args.queries, step),
             schedule=suffix_words,
             workspace=used_in_turn,

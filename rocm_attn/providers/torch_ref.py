@@ -11,7 +11,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
-from rocm_attn.kernels.refs import attention, cache, merge_states, metadata, pads
+from rocm_attn.kernels.refs import attention, cache, engine_metadata, merge_states, metadata, pads
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers import torch_segments
@@ -44,6 +44,8 @@ _LIMITS = Limits(
     pools=(PoolKind.SPLIT, PoolKind.LATENT),
     alibi=True,
     non_causal=True,
+    page_strides=True,
+    short_kv=True,
 )
 # Vectorised pools are there for kernels of AITER's, none of which takes a mask.
 _ANY_POOL = replace(_LIMITS, pools=tuple(PoolKind))
@@ -157,6 +159,10 @@ def _ops() -> StepOps:
         zero_tails=cache.zero_tails,
         clear_pads=pads.clear_pads,
         merge_states=merge_states.merge_states,
+        publish_engine=engine_metadata.publish_engine,
+        gather_table=engine_metadata.gather_table,
+        take_slots=engine_metadata.take_slots,
+        pack_mask=engine_metadata.pack_mask,
     )
 
 

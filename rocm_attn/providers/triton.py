@@ -43,6 +43,8 @@ _LIMITS = Limits(
     sinks=True,
     alibi=True,
     non_causal=True,
+    page_strides=True,
+    short_kv=True,
 )
 
 
@@ -136,8 +138,8 @@ class TritonMixed:
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         extend, decode = self.schedule.split(bounds.shape, args.schedule)
-        self.extend.attend(replace(args, schedule=extend), step, bounds)
-        self.decode.attend(replace(args, schedule=decode), step, bounds)
+        self.extend.attend(args._replace(schedule=extend), step, bounds)
+        self.decode.attend(args._replace(schedule=decode), step, bounds)
 
 
 def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> TritonDecode:

@@ -14,9 +14,13 @@ from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.fill import launch_fill
+from rocm_attn.kernels.metadata.gather_table import launch_gather_table
+from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
 from rocm_attn.kernels.metadata.place_mask import launch_place_mask
 from rocm_attn.kernels.metadata.publish import launch_publish
+from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.table_update import launch_table_update
+from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.providers.contract import StepOps
 
 __all__ = [
@@ -39,4 +43,8 @@ OPS = StepOps(
     zero_tails=launch_zero_tails,
     clear_pads=launch_clear_pads,
     merge_states=launch_merge_states,
+    publish_engine=launch_publish_engine,
+    gather_table=launch_gather_table,
+    take_slots=launch_take_slots,
+    pack_mask=launch_pack_mask,
 )

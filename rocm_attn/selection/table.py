@@ -28,8 +28,8 @@ reference; a function that reads both has two rows. Layout and page size are cho
 """
 
 _MEANING = """\
-- **reads ahead**: what a kernel reads after a sequence's last page; buffers are so much longer and hold page 0 there.
-- **masks V**: where it says no, V after a sequence's end is multiplied by a probability of 0, and 0 * NaN is NaN; the
+- **reads ahead**: what a kernel reads past a sequence's last page; buffers are that much longer and hold page 0 there.
+- **masks V**: where it says no, V past a sequence's end is multiplied by a probability of 0, and 0 * NaN is NaN; the
   store zeroes the rest of the last page for it.
 - **clears pads**: where it says no, a launch after the kernel zeroes the padded tokens of its output.
 - **LSE**: "without ALiBi" gives it to layers without ALiBi slopes; with them it would be of other logits.
@@ -63,7 +63,7 @@ def markdown() -> str:
             for note in row.notes:
                 odd.setdefault(note, []).append(f"`{row.name}` ({kinds})")
         if odd:
-            parts.append("Odd, and serving all the same:\n")
+            parts.append("Odd, and serving nevertheless:\n")
             parts.append("".join(f"- {', '.join(named)}: {note}\n" for note, named in odd.items()))
         unbound = _merged([row for row in rows if row.not_bound])
         if unbound:

@@ -41,7 +41,7 @@ class BufferSpec:
 
 def name_in(space: Space, name: str) -> str:
     """The name of a buffer whose entries are pages or slots of a space."""
-    return name if space is Space.FULL else f"{space.value}_{name}"
+    return name if space == Space.FULL else f"{space.value}_{name}"
 
 
 # What a step brings where it uses the tensors of a need; a need that is not named here has tensors in every step.

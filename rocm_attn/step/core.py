@@ -85,7 +85,7 @@ class StepCore:
                     self.ops.fill(tensors, page_size=self._pool.page_size, window_left=table.window_left)
                 for kind in sorted(set(plan.schedule_of_kind)):
                     tensors, schedule = step.of_kind[kind], plan.kernels[kind].bound.schedule
-                    schedule.build(plan.bounds.queries(tensors), tensors, plan.bounds, step.schedules[kind])
+                    schedule.build(step.queries, tensors, plan.bounds, step.schedules[kind])
 
     def seal(self, shapes: Sequence[PaddedShape]) -> None:
         """Fix the addresses that graphs read, with room for steps of all these shapes and smaller ones."""

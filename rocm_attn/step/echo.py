@@ -13,7 +13,9 @@ from rocm_attn.kernels.metadata.error_word import (
     ERROR_WORD,
     LENGTH_BEYOND_BOUND,
     NOT_FINITE,
+    ROW_NOT_IN_TABLE,
     SHARED_TOKEN,
+    SLOT_NOT_IN_TABLE,
     TOKEN_WITHOUT_PAGE,
     WINDOW_WITHOUT_PAGE,
 )
@@ -30,6 +32,10 @@ _WHAT = {
     "tokens that do not see it; look for an overflow in the model, or compute in a dtype of a wider range",
     SHARED_TOKEN: "lengths on the device let a step begin within the tokens that its row shares with another; it was "
     "moved to the first one after them; call truncate() and reserve() before a row goes back",
+    SLOT_NOT_IN_TABLE: "a slot that was given for a new token is not the one that the table gives, so its K and V "
+    "would never be read there and were dropped; give the slots of the rows that the step names, in whole pages",
+    ROW_NOT_IN_TABLE: "a row that was given lies outside of the table, and its sequence was taken for a pad; look for "
+    "what wrote the rows",
 }
 
 

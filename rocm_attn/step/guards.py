@@ -39,6 +39,7 @@ class LaunchGuards:
     slot_in_row: OpsChange = unchanged_ops
     full_refresh: OpsChange = unchanged_ops
     length_bounds: OpsChange = unchanged_ops
+    slots_in_table: OpsChange = unchanged_ops
     v_mask: SelectionChange = unchanged_selection
     cut_points: SelectionChange = unchanged_selection
 
@@ -54,6 +55,7 @@ class LaunchGuards:
             self.slot_in_row,
             self.full_refresh,
             self.length_bounds,
+            self.slots_in_table,
         )
         return reduce(lambda changed, change: change(changed), changes, ops)
 

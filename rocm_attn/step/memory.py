@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.hip_graphs.size_ladder import round_up
+from rocm_attn.kernels.attention.arguments import Queries
 from rocm_attn.kernels.metadata.step_tensors import FIELDS, Need, StepTensors, Unit
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.storage import SpaceTable, Table
@@ -39,12 +40,14 @@ class DeviceStep:
     of_kind:   per kind of layer, the step in its space: its layers write by its slots and read by its table
     schedules: int32, per kind of layer; kinds with equal schedules share one
     workspace: float32, shared by the layers, not by the children
+    queries:   who asks, which is the same in every space
     """
 
     spaces: tuple[StepTensors, ...]
     of_kind: tuple[StepTensors, ...]
     schedules: tuple[Tensor, ...]
     workspace: Tensor
+    queries: Queries
 
     @property
     def tensors(self) -> StepTensors:
@@ -106,6 +109,11 @@ class StepMemory:
         return {**self._sealed.buffers.tensors(), "workspace": workspace.view(workspace.capacity)}
 
     @property
+    def epochs(self) -> tuple[int, int]:
+        """Another pair when views of a step that is not captured may hold memory that is given up."""
+        return self._sealed.buffers.epoch, self._open.buffers.epoch
+
+    @property
     def num_bytes(self) -> int:
         parts = (self._sealed, self._open)
         return sum(part.buffers.num_bytes + part.workspace.capacity * 4 for part in parts)
@@ -163,13 +171,14 @@ class StepMemory:
             of_kind=tuple(spaces[space] for space in self._space_of_kind),
             schedules=tuple(view(_schedule_name(kind)) for kind in plan.schedule_of_kind),
             workspace=part.workspace.view(words, self._guards.first_of_child(child, words)),
+            queries=plan.bounds.queries(next(iter(spaces.values()))),
         )
 
     def _space_views(self, plan: StepPlan, pages: SpaceTable, view: Callable[[str], Tensor]) -> StepTensors:
         """A step in a space. view: name of a buffer -> what the child uses of it."""
         tensors = {name: view(name_in(pages.space, name) if field.of_space else name) for name, field in FIELDS.items()}
         tensors["block_table"] = tensors["block_table"].view(-1, self._sizes.table_width)
-        return StepTensors(**tensors, table=pages.entries, pads=plan.pads)
+        return StepTensors(**tensors, table=pages.entries, pads=plan.pads, terms=pages.terms)
 
     def _specs(self) -> list[BufferSpec]:
         needs = {pages.space: self._needs_in(pages.space) for pages in self._table.spaces}

@@ -20,8 +20,8 @@ from rocm_attn.batch.mask import StepMask, mask_bytes
 from rocm_attn.batch.prefixes import SharedPrefixes
 from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch
 from rocm_attn.errors import DeviceFault
-from rocm_attn.kernels.metadata.device_inputs import GivenInputs
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD
+from rocm_attn.kernels.metadata.given_inputs import GivenInputs
 from rocm_attn.kernels.metadata.slot_layout import (
     COUNT_WORDS,
     ECHO,
@@ -74,7 +74,7 @@ def _add(found: Found, fault: DeviceFault) -> None:
         found.append(fault)
 
 
-class _Line:
+class Line:
     """A line of steps, each of which is published from a ring slot and echoes the step before it there.
 
     counts: of the step that was published last
@@ -105,6 +105,20 @@ class _Line:
             _add(found, self.named(fault))
         words[ECHO] = 0
 
+    def settle(self, words: Int32Array, counts: Tensor, number: int) -> bool:
+        """Find out, for a publication that an exception has ended, whether the kernel that reads its slot runs.
+
+        Until then the host must not write to the slot, where that kernel puts the echo of the step before.
+        """
+        self.ring.drain()
+        if words[ECHO] == NO_ECHO:
+            # Never launched, so there is nothing to hear.
+            words[ECHO] = 0
+            return False
+        # Its step is not run, so nothing was wrong with it. A CPU's launch may have ended before all was written.
+        counts[STEP], counts[ERROR_WORD] = number, 0
+        return True
+
     def find_all(self, found: Found, of_last_step: OfLastStep) -> None:
         """Find what the slots echo, and the fault of the step published last, which no later one echoes.
 
@@ -122,7 +136,7 @@ class _Line:
 
 # A publication whose launches were begun: its line, the words of its ring slot, counts and number. If it ends early, it
 # is not known whether the first launch was made.
-_Launching = tuple[_Line, Int32Array, Tensor, int]
+_Launching = tuple[Line, Int32Array, Tensor, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +171,7 @@ class Publisher:
         self._deliver = guards.deliver
         # One for each child, so that the host may be as many split steps ahead as others.
         self._lines = tuple(
-            _Line(HostRing(pool.device, wait=guards.ring_wait), guards.new_echo_check(), pool.device)
+            Line(HostRing(pool.device, wait=guards.ring_wait), guards.new_echo_check(), pool.device)
             for _ in range(HALVES)
         )
         # A step takes up to two slots a space: of copies and of cells.
@@ -282,20 +296,13 @@ class Publisher:
         self._found.clear()
 
     def _settle(self) -> None:
-        """Find out, for a publication that an exception has ended, whether the kernel that reads its slot runs.
-
-        Until then the host must not write to the slot, where that kernel puts the echo of the step before.
-        """
+        """Finish a publication that an exception has ended."""
         assert self._launching is not None
         line, words, counts, number = self._launching
-        line.ring.drain()
-        if words[ECHO] == NO_ECHO:
-            # Never launched, so there is nothing to hear.
-            words[ECHO], self._launching = 0, None
-        else:
-            # Its step is not run, so nothing was wrong with it. A CPU's launch may have ended before all was written.
-            counts[STEP], counts[ERROR_WORD] = number, 0
+        if line.settle(words, counts, number):
             line.counts, line.number, self.step_number, self._launching = counts, number, number, None
+        else:
+            self._launching = None
 
     def _hear_of_the_second_half(self) -> None:
         """A whole step comes after a split one: no second half comes to echo that one's.

@@ -163,12 +163,12 @@ class SampledCheck:
             ids = torch.tensor(held, device=q.device)
             k, v = (side.read(ids).flatten(0, 1)[:kv_len] for side in (pages.keys, pages.values))
             want, _ = attend_paged(q[tokens], pages, [held], [kv_len], [new], problem, weights)
-            if not _within_bounds(out[tokens], want, q[tokens], k, v, problem):
+            if not within_bounds(out[tokens], want, q[tokens], k, v, problem):
                 wrong.append(seq)
         return wrong
 
 
-def _within_bounds(out: Tensor, want: Tensor, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> bool:
+def within_bounds(out: Tensor, want: Tensor, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> bool:
     """The bounds are for values and scores of standard deviation 1.
 
     An output is no larger than the values that it averages. A score is no larger than the lengths of its query and its

@@ -58,7 +58,7 @@ FLOAT16_SPLITS = Fault(
 
 # Pages of more than 256 tokens were cut into parts of 256 keys, of which there are eight at most; the rest was dropped.
 LARGE_PAGES_LOSE_KEYS = Fault(
-    "on pages of 1024 tokens it leaves out keys behind the first 2048",
+    "on pages of 1024 tokens it leaves out keys after the first 2048",
     lambda problem, pool: problem.page_size == 1024,
     _BOTH,
     aiter=_before("0.1.14"),

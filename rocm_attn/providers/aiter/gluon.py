@@ -75,7 +75,7 @@ class GluonDecode:
     def num_parts(self, shape: PaddedShape) -> int:
         """Parts that each sequence of a step is cut into: enough to fill the device, a function of the shape alone."""
         if self.problem.window_left != UNLIMITED_WINDOW:
-            return 1  # older releases give a window to one program, whatever they are told
+            return 1  # older releases give a window to one program, whatever they are given
         # Programs share a page that is larger than what one takes in a turn.
         on_one_page = -(-self.problem.page_size // _PARTITION_KEYS)
         rows = max(1, shape.num_seqs) * self.problem.num_kv_heads * on_one_page
@@ -94,7 +94,7 @@ class GluonDecode:
 
 
 def _sliding_window(window_left: int) -> int:
-    """A window in its words: it sees one key less than it is told, its own among them; 0 is no window."""
+    """A window in its words: it sees one key less than the number says, its own among them; 0 is no window."""
     return 0 if window_left == UNLIMITED_WINDOW else window_left + 2
 
 

@@ -10,7 +10,7 @@ count is among those that AITER's tests run unless they are asked to.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -117,7 +117,7 @@ class LatentExtend:
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         for first in range(0, self.problem.num_q_heads, self._heads_of_launch()):
             heads = slice(first, first + self._heads_of_launch())
-            self._attend_heads(replace(args, q=args.q[:, heads], out=args.out[:, heads]), step, bounds)
+            self._attend_heads(args._replace(q=args.q[:, heads], out=args.out[:, heads]), step, bounds)
 
     def _attend_heads(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         q_rows, out_rows = cut(args.workspace, self._parts(bounds.shape))

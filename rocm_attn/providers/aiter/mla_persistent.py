@@ -152,7 +152,7 @@ class ScheduledLatentDecode:
 def bind_scheduled_latent_decode(problem: Problem, target: Target, pool: PoolSize) -> ScheduledLatentDecode:
     """The kernel, with shares for the target's compute units, where equal splits leave some of them idle.
 
-    Nobody has measured more: AITER's own gate ends the schedule at 31 sequences on gfx950, and SGLang takes it for FP8
+    No one has measured more: AITER's own gate ends the schedule at 31 sequences on gfx950, and SGLang takes it for FP8
     alone, because it costs more than it gains.
     """
     max_seqs = (target.compute_units - 1) // MOST_SPLITS

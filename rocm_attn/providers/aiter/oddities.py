@@ -1,4 +1,4 @@
-"""What is odd about AITER's kernels by their sources, and why they serve all the same; docs/kernels.md lists it."""
+"""What is odd about AITER's kernels by their sources, and why they serve nevertheless; docs/kernels.md lists it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ CAP_OVERFLOWS = (
     "them, it would take logits of 2,640."
 )
 LOW_LOGITS = (
-    "Logits below -87 could vanish beside tiles that show a query nothing. It is given sinks of -1e30 where there is a "
-    "window, and sequences in one piece where there is none, so it meets no such tile first."
+    "Logits below -87 could vanish beside tiles in which a query sees nothing. It gets sinks of -1e30 where there is a "
+    "window, and whole sequences where there is none, so it meets no such tile first."
 )
 REDUCTION = (
-    "Without its reduction in C++, v0.1.20 calls another one with an argument that it does not take. Which of the two "
-    "there is, the probe finds out: it cuts sequences into parts, as serving does."
+    "Without its reduction in C++, v0.1.20 calls another one with an argument that it does not take. The probe finds "
+    "out which of the two is there: it cuts sequences into parts, as serving does."
 )
 TABLE_OVER_READ = (
-    "How far it reads a table is not known. The buffers have room for a turn of its four waves, 256 tokens, behind a "
+    "How far it reads a table is not known. The buffers have room for a turn of its four waves, 256 tokens, past a "
     "sequence's last page, and hold page 0 there."
 )
 EMPTY_SEQUENCES = (
@@ -23,10 +23,10 @@ EMPTY_SEQUENCES = (
     "a batch and within."
 )
 FEW_SEQUENCES = (
-    "Steps of so many sequences that 16 splits of each fill the device go by equal splits: no one has measured the "
-    "schedule for bfloat16, and SGLang takes it for FP8 alone."
+    "Steps with enough sequences that 16 splits of each fill the device use equal splits: its schedule has not been "
+    "measured for bfloat16, and SGLang uses it for FP8 only."
 )
 MANY_HEADS = (
-    "17 to 127 heads are made up to 128. Releases from v0.1.14 on have kernels for 32 and 64, but put their splits "
-    "together in steps that are right for one arch alone, and their tests run them on demand only."
+    "17 to 127 heads are padded to 128. Releases from v0.1.14 on have kernels for 32 and 64. These merge their splits "
+    "in steps that are right for one arch only, and AITER's tests run them on demand only."
 )

@@ -1,6 +1,6 @@
 """AITER's rows of the capability table: every entry point for attention, and what is known of its limits.
 
-A number that is not plain from the function itself is what AITER's own tests run, so that nobody is the first to try.
+A number that is not plain from the function itself is what AITER's own tests run, so that no user is the first to try.
 Within a kind of step the first row that serves is taken. A function that reads linear pools and vectorised ones has a
 row for each: a release may lack one of the two.
 """
@@ -27,7 +27,6 @@ from rocm_attn.providers.contract import (
     Baked,
     Bind,
     BoundKernel,
-    Fault,
     KernelRow,
     Limits,
     PoolSize,
@@ -72,6 +71,7 @@ _UNIFIED = replace(
     sinks=True,
     alibi=True,
     lse=False,
+    page_strides=True,
 )
 
 # What goes together and what does not: scores.py.
@@ -86,6 +86,7 @@ _COMPOSABLE = replace(
     lse_of_slopes=False,
 )
 
+# Of linear pages it takes some strides, tokens apart further than heads, and raises for others.
 _BATCH_PREFILL = replace(
     _COMPOSABLE,
     exact_dims=((128, 128), (256, 256)),
@@ -101,6 +102,7 @@ _VARLEN = replace(
     max_gqa_ratio=64,
     # K and V are gathered for it.
     pools=(PoolKind.SPLIT, PoolKind.VECTORIZED),
+    page_strides=True,
 )
 
 _LATENT = replace(
@@ -144,7 +146,7 @@ _ASSEMBLED = replace(
 
 # A tile is a page; its rows must be a power of two, which all of these are.
 _UNIFIED_VECTORISED = replace(
-    _UNIFIED, exact_dims=((64, 64), (128, 128), (256, 256)), page_sizes=(16, 64), pools=_VECTORISED
+    _UNIFIED, exact_dims=((64, 64), (128, 128), (256, 256)), page_sizes=(16, 64), pools=_VECTORISED, page_strides=False
 )
 
 _BATCH_PREFILL_VECTORISED = replace(_BATCH_PREFILL, page_sizes=(16, 1024), pools=_VECTORISED)
@@ -163,41 +165,22 @@ _TABLE_TURNS = ReadAhead(table_tokens=256)
 _NOTHING_AHEAD = ReadAhead()
 
 
-def _row(
-    name: str,
-    kind: StepKind,
-    limits: Limits,
-    bind: Bind,
-    *,
-    needs: frozenset[Need] = frozenset(),
-    bakes: frozenset[Baked] = frozenset(),
-    reads_ahead: ReadAhead = _NOTHING_AHEAD,
-    masks_v: bool = False,
-    graph_safe: bool = True,
-    needs_host_lengths: bool = False,
-    not_bound: str = "",
-    known_faults: tuple[Fault, ...] = (),
-    notes: tuple[str, ...] = (),
-) -> KernelRow:
-    # No kernel of a library that may change is taken for batch-invariant, and none of them knows of padded tokens.
+def _row(name: str, kind: StepKind, limits: Limits, bind: Bind) -> KernelRow:
+    """Of a library that may change: none of its kernels is taken for batch-invariant or knows of padded tokens."""
     return KernelRow(
         provider="aiter",
         name=f"aiter.{name}",
         kind=kind,
         limits=limits,
         min_kv_len=1,
-        masks_v=masks_v,
-        graph_safe=graph_safe,
+        masks_v=False,
+        graph_safe=True,
         batch_invariant=False,
-        needs=needs,
-        bakes=bakes,
-        needs_host_lengths=needs_host_lengths,
+        needs=frozenset(),
+        bakes=frozenset(),
+        needs_host_lengths=False,
         bind=bind,
         clears_pads=False,
-        reads_ahead=reads_ahead,
-        not_bound=not_bound,
-        faults=known_faults,
-        notes=notes,
     )
 
 
@@ -206,20 +189,17 @@ def _never(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
 
 
 def _unbound(name: str, kind: StepKind, limits: Limits, why: str) -> KernelRow:
-    return _row(name, kind, limits, _never, not_bound=why)
+    return replace(_row(name, kind, limits, _never), not_bound=why)
 
 
 def _batch_prefill(kind: StepKind) -> tuple[KernelRow, KernelRow]:
     """Over linear pools and over vectorised ones."""
-    linear = _row(
-        "mha_batch_prefill_func",
-        kind,
-        _BATCH_PREFILL,
-        bind_batch_prefill,
+    linear = replace(
+        _row("mha_batch_prefill_func", kind, _BATCH_PREFILL, bind_batch_prefill),
         needs=_LISTED,
         bakes=_BOTH_LENGTHS,
         reads_ahead=_LIST_BLOCKS,
-        known_faults=faults.BATCH_PREFILL,
+        faults=faults.BATCH_PREFILL,
     )
     return linear, replace(linear, name=f"{linear.name}[vectorised]", limits=_BATCH_PREFILL_VECTORISED)
 
@@ -228,15 +208,12 @@ def _unified(kind: StepKind, bakes: frozenset[Baked]) -> tuple[KernelRow, Kernel
     """Over linear pools and over vectorised ones."""
     in_decode = kind is StepKind.DECODE
     limits, vectorised = (replace(each, non_causal=in_decode) for each in (_UNIFIED, _UNIFIED_VECTORISED))
-    linear = _row(
-        "unified_attention",
-        kind,
-        limits,
-        bind_unified,
+    linear = replace(
+        _row("unified_attention", kind, limits, bind_unified),
         needs=_TABLED,
         bakes=bakes,
         reads_ahead=_TABLE_TILES,
-        known_faults=faults.UNIFIED_DECODE if in_decode else faults.UNIFIED_EXTEND,
+        faults=faults.UNIFIED_DECODE if in_decode else faults.UNIFIED_EXTEND,
         notes=(oddities.CAP_OVERFLOWS,) if in_decode else (oddities.CAP_OVERFLOWS, oddities.LOW_LOGITS),
     )
     return linear, replace(linear, name=f"{linear.name}[vectorised]", limits=vectorised, reads_ahead=_NOTHING_AHEAD)
@@ -244,11 +221,8 @@ def _unified(kind: StepKind, bakes: frozenset[Baked]) -> tuple[KernelRow, Kernel
 
 def _latent_extends(kind: StepKind) -> tuple[KernelRow, ...]:
     return (
-        _row(
-            "mla_prefill_fwd",
-            kind,
-            _LATENT,
-            bind_latent_extend,
+        replace(
+            _row("mla_prefill_fwd", kind, _LATENT, bind_latent_extend),
             needs=_LISTED,
             bakes=frozenset({Baked.MAX_Q_LEN}),
             reads_ahead=_LIST_BLOCKS,
@@ -259,52 +233,42 @@ def _latent_extends(kind: StepKind) -> tuple[KernelRow, ...]:
 
 
 ROWS: tuple[KernelRow, ...] = (
-    _row(
-        "paged_attention_ragged",
-        StepKind.DECODE,
-        _RAGGED,
-        bind_ragged,
+    replace(
+        _row("paged_attention_ragged", StepKind.DECODE, _RAGGED, bind_ragged),
         needs=_LISTED,
         bakes=_MAX_KV_LEN,
         reads_ahead=_LIST_BLOCKS,
-        known_faults=faults.RAGGED,
+        faults=faults.RAGGED,
     ),
     # Over vectorised pools: parts of a sequence before whole ones, because one long sequence alone fills a device.
-    _row(
-        "pa_decode_gluon",
-        StepKind.DECODE,
-        _GLUON,
-        bind_gluon,
+    replace(
+        _row("pa_decode_gluon", StepKind.DECODE, _GLUON, bind_gluon),
         needs=_TABLE,
-        known_faults=faults.GLUON,
+        faults=faults.GLUON,
         notes=(oddities.REDUCTION,),
     ),
-    _row(
-        "pa_fwd_asm",
-        StepKind.DECODE,
-        _ASSEMBLED,
-        bind_asm,
+    replace(
+        _row("pa_fwd_asm", StepKind.DECODE, _ASSEMBLED, bind_asm),
         needs=_TABLE,
         reads_ahead=_TABLE_TURNS,
-        known_faults=faults.ASSEMBLED,
+        faults=faults.ASSEMBLED,
         notes=(oddities.TABLE_OVER_READ,),
     ),
     *_unified(StepKind.DECODE, _MAX_KV_LEN),
     # Equal shares of all keys before equal splits of each sequence, for steps of few: one long sequence fills a device.
-    _row(
-        "mla_decode_fwd+get_mla_metadata_v1",
-        StepKind.DECODE,
-        replace(_LATENT, max_gqa_ratio=16),
-        bind_scheduled_latent_decode,
+    replace(
+        _row(
+            "mla_decode_fwd+get_mla_metadata_v1",
+            StepKind.DECODE,
+            replace(_LATENT, max_gqa_ratio=16),
+            bind_scheduled_latent_decode,
+        ),
         needs=_LISTED,
         reads_ahead=_LIST_BLOCKS,
         notes=(oddities.FEW_SEQUENCES,),
     ),
-    _row(
-        "mla_decode_fwd",
-        StepKind.DECODE,
-        _LATENT,
-        bind_latent_decode,
+    replace(
+        _row("mla_decode_fwd", StepKind.DECODE, _LATENT, bind_latent_decode),
         needs=_LISTED,
         reads_ahead=_LIST_BLOCKS,
         notes=(oddities.MANY_HEADS,),
@@ -322,17 +286,14 @@ ROWS: tuple[KernelRow, ...] = (
     *_unified(StepKind.MIXED, _BOTH_LENGTHS),
     *_batch_prefill(StepKind.MIXED),
     *_latent_extends(StepKind.MIXED),
-    _row(
-        "flash_attn_varlen_func",
-        StepKind.PREFILL,
-        _VARLEN,
-        bind_varlen_prefill,
+    replace(
+        _row("flash_attn_varlen_func", StepKind.PREFILL, _VARLEN, bind_varlen_prefill),
         bakes=frozenset({Baked.MAX_Q_LEN}),
         # Each sequence's K and V are a view of its own length.
         masks_v=True,
         # A graph serves steps with prefixes too.
         graph_safe=False,
         needs_host_lengths=True,
-        known_faults=faults.COMPOSABLE,
+        faults=faults.COMPOSABLE,
     ),
 )

@@ -15,7 +15,7 @@ _ASSEMBLED_DIMS = ((128, 128), (192, 128))
 
 
 def window_size(problem: Problem) -> tuple[int, int]:
-    """Keys before and behind a query's own that it sees, its own not counted; -1: all of them.
+    """Keys before and after a query's own that it sees, its own not counted; -1: all of them.
 
     Composable Kernel takes both as they are. unified_attention looks at the first and adds the query's own key.
     """
@@ -37,7 +37,7 @@ def refuse_composable(problem: Problem) -> None:
     if problem.has_sinks and (problem.logits_soft_cap or problem.has_alibi_slopes):
         raise LookupError("its attention sinks are for plain logits, without a soft cap or ALiBi slopes")
     if problem.has_alibi_slopes and not problem.causal:
-        raise LookupError("its ALiBi slopes punish keys behind the query too")
+        raise LookupError("its ALiBi slopes punish keys after the query too")
 
 
 def refuse_assembled(problem: Problem) -> None:

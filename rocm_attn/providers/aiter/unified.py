@@ -5,7 +5,7 @@ and all logits that follow are below about -87, they vanish beside it: NaN, or a
 beside others meet such tiles, in two ways, and neither is left open:
 
 - before a window that begins in a later tile. A sink of FAR_BELOW starts the maximum there, and adds exp(-1e30) = 0.
-- at the head of a split that lies behind the query. Steps of more than one new token are not split.
+- at the head of a split that comes after the query. Steps of more than one new token are not split.
 """
 
 from __future__ import annotations

@@ -47,6 +47,12 @@ def mha_batch_prefill_func(release: Release, call: Mapping[str, Any]) -> Tensor 
     else:
         require_tensor("k", k, dtype, (None,) * (k.dim() - 1) + (dim,), contiguous=False)
         require_tensor("v", call["v"], dtype, k.shape, contiguous=False)
+        for side in (k, call["v"]):
+            nested = [*zip(side.shape, side.stride(), strict=True)]
+            inner = [
+                stride >= size * step for (size, step), (_, stride) in zip(nested[:0:-1], nested[-2::-1], strict=True)
+            ]
+            require(all(inner), "a page's stride is at least its tokens', and a token's at least its heads'")
     require(all(stride % 8 == 0 for x in (q, out, k, call["v"]) for stride in x.stride()[:-1]), "strides of 16 bytes")
     require(k.numel() * k.element_size() < 2**31, "byte offsets are 32 bits")
     require_tensor("cu_seqlens_q", call["cu_seqlens_q"], torch.int32, (num_seqs + 1,))

@@ -225,7 +225,7 @@ TOGETHER = [
     ),
     (
         replace(WIDE, causal=False, has_alibi_slopes=True),
-        "extend: not aiter.mha_batch_prefill_func: its ALiBi slopes punish keys behind the query too",
+        "extend: not aiter.mha_batch_prefill_func: its ALiBi slopes punish keys after the query too",
     ),
 ]
 

@@ -6,7 +6,7 @@ It takes its batch size from the padded shape, as such kernels do, and reads pag
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ class CsrKernel:
             max_q_len=bounds.max_q_len,
             max_kv_len=table.shape[1] * page_size,
         )
-        paged_extend(replace(args, table=table, queries=queries), scores=scores_of(self.problem))
+        paged_extend(args._replace(table=table, queries=queries), scores=scores_of(self.problem))
 
 
 def _bind(problem: Problem, target: Target, pool: PoolSize) -> CsrKernel:

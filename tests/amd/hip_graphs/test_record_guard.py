@@ -14,6 +14,7 @@ from torch import Tensor
 from rocm_attn.hip_graphs.errors import RecordingRefused
 from rocm_attn.hip_graphs.record_guard import RecordGuard
 from tests.amd.hip_graphs.recorders import Lab
+from tests.amd.runtime.interrupts import interrupted_at
 
 
 def _unbound(owner: type, method: str) -> Any:
@@ -63,7 +64,7 @@ def test_what_cannot_be_repeated_is_refused_with_the_place_in_the_callers_code(
     lab: Lab, reads: Callable[[Tensor], Any]
 ) -> None:
     x = torch.tensor([1.0, -2.0, 3.0, 4.0], device=lab.device)
-    with pytest.raises(RecordingRefused) as raised, torch.no_grad(), RecordGuard(lab.device).watching():
+    with pytest.raises(RecordingRefused) as raised, torch.no_grad(), RecordGuard(lab.device):
         reads(x)
     place = reads if "_unbound" not in inspect.getsource(reads) else _unbound
     line = inspect.getsourcelines(place)[1] + (place is _unbound)
@@ -74,7 +75,7 @@ def test_what_cannot_be_repeated_is_refused_with_the_place_in_the_callers_code(
 @pytest.mark.parametrize("reads", [REFUSED["item"], REFUSED["select by mask"], REFUSED["repeat_interleave"]])
 def test_inference_mode_hides_nothing(reads: Callable[[Tensor], Any]) -> None:
     x = torch.ones(4)
-    with pytest.raises(RecordingRefused), torch.inference_mode(), RecordGuard(x.device).watching():
+    with pytest.raises(RecordingRefused), torch.inference_mode(), RecordGuard(x.device):
         reads(x)
 
 
@@ -102,7 +103,7 @@ ALLOWED: dict[str, Callable[[Tensor], Any]] = {
 def test_work_that_stays_on_the_device_passes(lab: Lab, mode: Callable[[], Any], does: Callable[[Tensor], Any]) -> None:
     with mode():
         x = torch.ones(4, device=lab.device)
-        with RecordGuard(lab.device).watching():
+        with RecordGuard(lab.device):
             does(x)
 
 
@@ -110,19 +111,19 @@ def test_copies_from_memory_that_can_be_paged_out_are_refused() -> None:
     # "meta" stands in for another device: the decision rests on devices and page-locking alone.
     target, host = torch.empty(4, device="meta"), torch.ones(4)
     guard = RecordGuard(torch.device("meta"))
-    with pytest.raises(RecordingRefused, match=r"pageable host memory.*pin_memory"), guard.watching():
+    with pytest.raises(RecordingRefused, match=r"pageable host memory.*pin_memory"), guard:
         target.copy_(host, non_blocking=True)
-    with pytest.raises(RecordingRefused, match=r"host number.*fill_\(\)"), guard.watching():
+    with pytest.raises(RecordingRefused, match=r"host number.*fill_\(\)"), guard:
         target.copy_(torch.tensor(3.0))
-    with pytest.raises(RecordingRefused, match="makes a copy on meta"), guard.watching():
+    with pytest.raises(RecordingRefused, match="makes a copy on meta"), guard:
         host.to("meta")
-    with pytest.raises(RecordingRefused, match="mixes tensors of two devices"), guard.watching():
+    with pytest.raises(RecordingRefused, match="mixes tensors of two devices"), guard:
         torch.index_select(target, 0, torch.tensor([0, 1]))
 
 
 def test_host_tensors_are_the_hosts_business_where_the_device_is_another() -> None:
     host = torch.tensor([3.0, 4.0])
-    with RecordGuard(torch.device("meta")).watching():
+    with RecordGuard(torch.device("meta")):
         assert host.tolist() == [3.0, 4.0]
         assert host[0].item() == 3.0
 
@@ -130,7 +131,7 @@ def test_host_tensors_are_the_hosts_business_where_the_device_is_another() -> No
 def test_work_outside_of_the_recorded_stream_is_refused() -> None:
     x = torch.ones(4)
     elsewhere = RecordGuard(x.device, still_recording=lambda: False)
-    with pytest.raises(RecordingRefused, match="a stream that is not recorded"), elsewhere.watching():
+    with pytest.raises(RecordingRefused, match="a stream that is not recorded"), elsewhere:
         x.add(1)
 
 
@@ -141,13 +142,13 @@ def test_a_guard_leaves_no_trace_and_looks_at_its_own_thread_only() -> None:
 
     def elsewhere() -> None:
         seen.append(x.tolist())
-        with RecordGuard(x.device).watching(), pytest.raises(RecordingRefused):
+        with RecordGuard(x.device), pytest.raises(RecordingRefused):
             torch.cuda.synchronize()
         with pytest.raises((AttributeError, TypeError)):  # the real one, which wants an event
             _unbound(torch.cuda.Event, "query")
         seen.append("not refused")
 
-    with RecordGuard(x.device).watching():
+    with RecordGuard(x.device):
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
@@ -161,7 +162,7 @@ def test_a_guard_leaves_no_trace_and_looks_at_its_own_thread_only() -> None:
 def test_a_lifted_guard_lets_everything_pass_and_comes_back() -> None:
     x = torch.ones(4)
     guard = RecordGuard(x.device)
-    with guard.watching():
+    with guard:
         with guard.lifted():
             assert x.tolist() == [1.0] * 4
             assert x[0].item() == 1.0
@@ -182,3 +183,16 @@ def test_a_recorder_refuses_and_can_be_used_again(lab: Lab) -> None:
     recording, out = lab.recorder.record(lambda: x + 1)
     recording.replay()
     assert out.tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_an_interrupt_at_any_line_of_entering_leaves_no_guard_in_force() -> None:
+    """Had it stayed, every later step of the thread would be refused as if it were recorded."""
+    x, number = torch.ones(2), 1
+    while interrupted_at(number, (guard := RecordGuard(x.device)).__enter__):
+        assert x.tolist() == [1.0, 1.0]
+        number += 1
+    assert number > 10
+    with pytest.raises(RecordingRefused):  # the last one was not interrupted
+        x.tolist()
+    guard.__exit__()
+    assert x.tolist() == [1.0, 1.0]

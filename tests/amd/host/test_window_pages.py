@@ -196,6 +196,7 @@ class Requests(RuleBasedStateMachine):
     tokens:  row -> its tokens
     reached: row -> the largest start of a step of it so far
     shared:  row -> tokens that other rows may hold too, which are never taken back
+    room:    row -> tokens that it has pages for; those that are taken back leave their pages
     """
 
     def __init__(self) -> None:
@@ -205,6 +206,7 @@ class Requests(RuleBasedStateMachine):
         self.tokens: dict[int, list[int]] = {}
         self.reached: dict[int, int] = {}
         self.shared: dict[int, int] = {}
+        self.room: dict[int, int] = {}
         self.next_token = 1
 
     def flush(self) -> None:
@@ -217,6 +219,15 @@ class Requests(RuleBasedStateMachine):
             for page in set(content) - self.held(pages):
                 content[page] = [-1] * PAGE_SIZE
 
+    def pages_wanted(self, pages: PageTable, row: int, stop: int) -> int:
+        """Pages of a space that row lacks for so many tokens, and one if its next page is another row's too."""
+        held, room = self.table.pages_of(row, pages.space).tolist(), self.room[row]
+        others = {
+            page for other in self.tokens if other != row for page in self.table.pages_of(other, pages.space).tolist()
+        } - {0}
+        is_copied = stop > room and room % PAGE_SIZE > 0 and held[room // PAGE_SIZE] in others
+        return max(0, -(-stop // PAGE_SIZE) - len(held)) + is_copied
+
     def held(self, pages: PageTable) -> set[int]:
         return {int(page) for row in self.tokens for page in self.table.pages_of(row, pages.space)} - {0}
 
@@ -224,7 +235,7 @@ class Requests(RuleBasedStateMachine):
     def admit(self) -> None:
         if self.table.num_free_rows:
             row = self.table.admit()
-            self.tokens[row], self.reached[row], self.shared[row] = [], 0, 0
+            self.tokens[row], self.reached[row], self.shared[row], self.room[row] = [], 0, 0, 0
 
     @rule(pick=st.integers(0, 3), new=st.integers(0, 6), evict_first=st.booleans())
     def step(self, pick: int, new: int, evict_first: bool) -> None:
@@ -235,12 +246,13 @@ class Requests(RuleBasedStateMachine):
         if evict_first:
             self.table.evict(ints(row), ints(start))
             self.reached[row] = max(self.reached[row], start)
-        short = [self.table.pages_short(row, stop, pages.space) > pages.num_free_pages for pages in self.table.spaces]
+        short = [self.pages_wanted(pages, row, stop) > pages.num_free_pages for pages in self.table.spaces]
         if stop > self.table.max_kv_len or any(short):
             with pytest.raises(CapacityExceeded):
                 self.table.reserve(row, stop)
             return
         self.table.reserve_all(ints(row), ints(stop))
+        self.room[row] = max(self.room[row], stop)
         self.table.check_batch(StepBatch(ints(row), ints(stop), ints(new)))
         self.table.evict(ints(row), ints(start))
         self.reached[row] = max(self.reached[row], start)
@@ -273,14 +285,14 @@ class Requests(RuleBasedStateMachine):
             return
         child = self.table.fork(row, length)
         self.tokens[child], self.reached[child], self.shared[child] = self.tokens[row][:length], length, length
-        self.shared[row] = max(self.shared[row], length)
+        self.shared[row], self.room[child] = max(self.shared[row], length), length
 
     @rule(pick=st.integers(0, 3))
     def free(self, pick: int) -> None:
         row = self.pick(pick)
         if row is not None:
             self.table.free(row)
-            del self.tokens[row], self.reached[row], self.shared[row]
+            del self.tokens[row], self.reached[row], self.shared[row], self.room[row]
 
     def pick(self, number: int) -> int | None:
         rows = sorted(self.tokens)

@@ -19,8 +19,6 @@ DOCS = ROOT / "docs"
 README, CONTRIBUTING, ARCHITECTURE = ROOT / "README.md", ROOT / "CONTRIBUTING.md", DOCS / "architecture.md"
 PAGES = (README, CONTRIBUTING, *sorted(DOCS.glob("*.md")), ROOT / "docker/README.md", ROOT / "benchmarks/README.md")
 
-# By `rocm-attn kernels` and scripts of the tests, in the words of the code.
-WRITTEN_BY_SCRIPTS = ("kernels.md", "amd_tuning.md")
 # "After" says where and when; a sentence names its actor.
 NOT_PLAIN = r"\b(?:behind|nobody|whoever|whom|as ever)\b"
 
@@ -145,7 +143,7 @@ def test_the_page_on_faults_explains_every_bit_of_the_error_word() -> None:
     assert Counter(explained) == Counter(bits)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in WRITTEN_BY_SCRIPTS], ids=name_of)
+@each_page
 def test_a_page_uses_plain_words(page: Path) -> None:
     assert re.findall(NOT_PLAIN, prose(page), re.IGNORECASE) == []
 

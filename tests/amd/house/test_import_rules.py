@@ -26,6 +26,7 @@ FLOORS_UP = (
     "runtime",
     "oracle",
     "selection",
+    "external",
     "capture",
     "watch",
     "soak",

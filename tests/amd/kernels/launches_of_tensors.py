@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.metadata.device_inputs import GivenInputs
-from rocm_attn.kernels.metadata.step_tensors import NO_PADS, Pads, StepTensors
+from rocm_attn.kernels.metadata.given_inputs import GivenInputs
+from rocm_attn.kernels.metadata.step_tensors import NO_PADS, OWN_TABLE, Pads, StepTensors, TableTerms
 
 Launch = Callable[..., None]
 
@@ -44,9 +45,9 @@ def fill_step(*tensors: Tensor) -> StepTensors:
     return step_of(dict(zip((*READ_BY_FILL, *WRITTEN_BY_FILL), tensors, strict=True)))
 
 
-def of_fill(fill: Launch) -> Launch:
+def of_fill(fill: Launch, terms: TableTerms = OWN_TABLE) -> Launch:
     """fill(*READ_BY_FILL, *WRITTEN_BY_FILL, page_size=, ...)."""
-    return lambda *tensors, **options: fill(fill_step(*tensors), **options)
+    return lambda *tensors, **options: fill(replace(fill_step(*tensors), terms=terms), **options)
 
 
 def of_pages(launch: Launch) -> Launch:
@@ -76,5 +77,15 @@ def of_place_mask(place: Launch) -> Launch:
 
     def of_tensors(bits: Tensor, positions: Tensor, counts: Tensor, words: Tensor, placed: Tensor) -> None:
         place(bits, positions, step_of({"counts": counts, "mask_words": words, "mask_positions": placed}))
+
+    return of_tensors
+
+
+def of_pack_mask(pack_mask: Launch) -> Launch:
+    """pack_mask(cells, positions, counts, mask_indptr, mask_words, mask_positions)."""
+
+    def of_tensors(cells: Tensor, positions: Tensor, *tensors: Tensor) -> None:
+        names = ("counts", "mask_indptr", "mask_words", "mask_positions")
+        pack_mask(cells, positions, step_of(dict(zip(names, tensors, strict=True))))
 
     return of_tensors

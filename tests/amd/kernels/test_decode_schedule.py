@@ -17,7 +17,7 @@ from rocm_attn.kernels.refs.schedules import decode_schedule, visible_blocks
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from tests.amd.kernels.attention_cases import queries_of
 
-TILES = DecodeTiles(block_n=16, num_warps=1, num_stages=1, programs_per_cu=1)
+TILES = DecodeTiles(key_block=16, num_warps=1, num_stages=1, programs_per_cu=1)
 GARBAGE = 0x7F7F7F7F
 
 Row = tuple[int, int]  # seq, row of KV heads

@@ -68,10 +68,10 @@ def test_lengths_around_words_and_tiles_are_right(
     assert_served(tensors)
 
 
-@pytest.mark.parametrize("block_n", [16, 32])
-def test_every_tile_reads_its_own_bits(block_n: int, kernel_device: torch.device) -> None:
+@pytest.mark.parametrize("key_block", [16, 32])
+def test_every_tile_reads_its_own_bits(key_block: int, kernel_device: torch.device) -> None:
     tensors = build(replace(MASKED, heads=(5, 1)), kernel_device)
-    run_extend(tensors, tiles=ExtendTiles(block_m=16, block_n=block_n, num_warps=4, num_stages=1))
+    run_extend(tensors, tiles=ExtendTiles(query_rows=16, key_block=key_block, num_warps=4, num_stages=1))
     assert_served(tensors)
 
 

@@ -104,12 +104,12 @@ def test_any_number_of_programs_gives_the_same_answer(num_programs: int, kernel_
 @pytest.mark.parametrize(
     "tiles",
     [
-        DecodeTiles(block_n=16, num_warps=4, num_stages=1, programs_per_cu=1, transposed=True),
-        DecodeTiles(block_n=32, num_warps=4, num_stages=2, programs_per_cu=1, heads_per_row=2),
-        DecodeTiles(block_n=16, num_warps=4, num_stages=1, programs_per_cu=1, heads_per_row=2, transposed=True),
-        DecodeTiles(block_n=16, num_warps=4, num_stages=1, programs_per_cu=1, head_blocks=2),
-        DecodeTiles(block_n=16, num_warps=4, num_stages=1, programs_per_cu=1, head_blocks=3, transposed=True),
-        DecodeTiles(block_n=16, num_warps=4, num_stages=1, programs_per_cu=1, row_cost=7),
+        DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, transposed=True),
+        DecodeTiles(key_block=32, num_warps=4, num_stages=2, programs_per_cu=1, heads_per_row=2),
+        DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, heads_per_row=2, transposed=True),
+        DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, head_blocks=2),
+        DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, head_blocks=3, transposed=True),
+        DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, row_cost=7),
     ],
     ids=str,
 )
@@ -256,7 +256,7 @@ def test_what_no_kernel_serves_is_refused_with_the_reason(case: Case, reason: st
     device = kernel_device
     (num_q_heads, num_kv_heads), (head_dim, v_head_dim) = case.heads, case.dims
     int32 = torch.zeros(3, dtype=torch.int32, device=device)
-    tiles = DecodeTiles(block_n=16, num_warps=4, num_stages=1, programs_per_cu=1)
+    tiles = DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1)
     with pytest.raises(ValueError, match=reason):
         launch_paged_decode(
             AttendArgs(

@@ -98,9 +98,9 @@ def test_every_length_around_pages_and_tiles_is_right(page_size: int, kernel_dev
 @pytest.mark.parametrize(
     "tiles",
     [
-        ExtendTiles(block_m=16, block_n=16, num_warps=4, num_stages=1),
-        ExtendTiles(block_m=16, block_n=32, num_warps=4, num_stages=2),
-        ExtendTiles(block_m=64, block_n=16, num_warps=4, num_stages=2, diagonal_stages=2),
+        ExtendTiles(query_rows=16, key_block=16, num_warps=4, num_stages=1),
+        ExtendTiles(query_rows=16, key_block=32, num_warps=4, num_stages=2),
+        ExtendTiles(query_rows=64, key_block=16, num_warps=4, num_stages=2, diagonal_stages=2),
     ],
     ids=str,
 )
@@ -219,7 +219,7 @@ def test_the_device_lists_the_tiles_of_the_host_twin(
     draw = random.Random(num_seqs)
     q_len = [draw.randrange(longest_q + 1) for _ in range(num_seqs)]
     kv_len = [new + draw.choice([0, 0, 1, draw.randrange(300)]) for new in q_len]
-    tiles = ExtendTiles(block_m=32, block_n=16, num_warps=4, num_stages=1)
+    tiles = ExtendTiles(query_rows=32, key_block=16, num_warps=4, num_stages=1)
     num_tokens = sum(q_len) + tail
     cut = ExtendCut.of(tiles, gqa_ratio=3, min_q_len=min_q_len)
     schedule = torch.full((cut.words(num_tokens, num_seqs) + 3,), GARBAGE, dtype=torch.int32, device=kernel_device)
@@ -230,7 +230,7 @@ def test_the_device_lists_the_tiles_of_the_host_twin(
 
 def test_the_list_holds_any_split_of_the_padded_tokens() -> None:
     """Every token of every split is in exactly one tile, the tail's included."""
-    tiles = ExtendTiles(block_m=16, block_n=16, num_warps=4, num_stages=1)
+    tiles = ExtendTiles(query_rows=16, key_block=16, num_warps=4, num_stages=1)
     draw = random.Random(0)
     for _ in range(300):
         num_seqs, tail = draw.randrange(8), draw.choice([0, 1, 40])
@@ -267,5 +267,5 @@ def test_what_no_kernel_serves_is_refused_with_the_reason(kernel_device: torch.d
             ),
             scores=Scores(1.0),
             cut=ExtendCut(1),
-            tiles=ExtendTiles(block_m=16, block_n=16, num_warps=4, num_stages=1),
+            tiles=ExtendTiles(query_rows=16, key_block=16, num_warps=4, num_stages=1),
         )

@@ -104,10 +104,10 @@ def test_shared_rows_add_a_sink_once(num_programs: int, kernel_device: torch.dev
 @pytest.mark.parametrize(
     "tiles",
     [
-        DecodeTiles(block_n=16, num_warps=4, num_stages=1, programs_per_cu=1, transposed=True),
-        DecodeTiles(block_n=16, num_warps=4, num_stages=1, programs_per_cu=1, heads_per_row=2),
-        DecodeTiles(block_n=32, num_warps=4, num_stages=1, programs_per_cu=1, heads_per_row=2, transposed=True),
-        DecodeTiles(block_n=16, num_warps=4, num_stages=1, programs_per_cu=1, head_blocks=3),
+        DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, transposed=True),
+        DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, heads_per_row=2),
+        DecodeTiles(key_block=32, num_warps=4, num_stages=1, programs_per_cu=1, heads_per_row=2, transposed=True),
+        DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, head_blocks=3),
     ],
     ids=str,
 )
@@ -122,9 +122,11 @@ def test_every_form_of_the_decode_loop_has_every_feature(
 
 
 @pytest.mark.parametrize("heads", [(5, 1), (20, 1)])
-@pytest.mark.parametrize("block_n", [16, 32])
-def test_every_extend_tile_has_every_feature(heads: tuple[int, int], block_n: int, kernel_device: torch.device) -> None:
-    tiles = ExtendTiles(block_m=16, block_n=block_n, num_warps=4, num_stages=1)
+@pytest.mark.parametrize("key_block", [16, 32])
+def test_every_extend_tile_has_every_feature(
+    heads: tuple[int, int], key_block: int, kernel_device: torch.device
+) -> None:
+    tiles = ExtendTiles(query_rows=16, key_block=key_block, num_warps=4, num_stages=1)
     case = replace(EXTENDS, heads=heads, window_left=20, soft_cap=1.5, sinks=True, slopes=True)
     tensors = build(case, kernel_device)
     run_extend(tensors, tiles=tiles)

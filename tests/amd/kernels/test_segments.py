@@ -101,7 +101,7 @@ def test_decode_and_extend_of_a_row_share_what_decides_bits() -> None:
     for row in SEGMENT_ROWS:
         tiles = row.tiles
         by_rows_alone = row.item_bytes == 2 and (row.arch.startswith("gfx") or tiles.decode_rows >= 64)
-        same_shape = (tiles.decode_rows, tiles.decode_warps) == (tiles.extend.block_m, tiles.extend.num_warps)
+        same_shape = (tiles.decode_rows, tiles.decode_warps) == (tiles.extend.query_rows, tiles.extend.num_warps)
         assert by_rows_alone or same_shape, row
         assert tiles.matrix_dim == (16 if row.arch.startswith("gfx") else 0)
 

@@ -43,7 +43,7 @@ def test_whatever_the_kernels_serve_has_a_row(arch: str, dtype: torch.dtype) -> 
                 v_head_dim=v_head_dim,
                 dtype=dtype,
             )
-            assert extend.tokens_per_tile(gqa_ratio) >= 1
+            assert extend.tokens_per_block(gqa_ratio) >= 1
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_large_groups_of_query_heads_are_cut_evenly() -> None:
 
 def test_every_row_starts_with_whole_tiles() -> None:
     """Triton needs powers of two, matrix units at least 16 on a side."""
-    sides = [row.tiles.block_n for row in DECODE_ROWS]
-    sides += [side for row in EXTEND_ROWS for side in (row.tiles.block_m, row.tiles.block_n)]
+    sides = [row.tiles.key_block for row in DECODE_ROWS]
+    sides += [side for row in EXTEND_ROWS for side in (row.tiles.query_rows, row.tiles.key_block)]
     assert all(side >= 16 and side & (side - 1) == 0 for side in sides)
     assert all(row.tiles.row_cost >= 1 for row in DECODE_ROWS)

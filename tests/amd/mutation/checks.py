@@ -23,15 +23,27 @@ from rocm_attn.kernels.attention.segment_extend import launch_segment_extend
 from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
+from rocm_attn.kernels.metadata.engine_tensors import (
+    Q_BOUNDARIES,
+    Q_LENGTHS,
+    EngineLengths,
+    GatherSource,
+    LengthBounds,
+    PublishedLengths,
+)
 from rocm_attn.kernels.metadata.fill import launch_fill
+from rocm_attn.kernels.metadata.gather_table import launch_gather_table
+from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
 from rocm_attn.kernels.metadata.place_mask import launch_place_mask
 from rocm_attn.kernels.metadata.publish import launch_publish
+from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, Pads
 from rocm_attn.kernels.metadata.table_update import launch_table_update
+from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.kernels.refs import cache as cache_twins
+from rocm_attn.kernels.refs import engine_metadata, schedules
 from rocm_attn.kernels.refs import merge_states as merge_twins
 from rocm_attn.kernels.refs import metadata as twins
-from rocm_attn.kernels.refs import schedules
 from rocm_attn.kernels.refs.pads import clear_pads
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
@@ -39,6 +51,7 @@ from tests.amd.kernels.attention_cases import Case, Tensors, assert_served, buil
 from tests.amd.kernels.launches_of_tensors import (
     fill_step,
     of_device_inputs,
+    of_pack_mask,
     of_pages,
     of_place_mask,
     of_publish,
@@ -50,10 +63,16 @@ CPU = torch.device("cpu")
 GARBAGE = -0x7F7F7F7F
 # Heads that leave lanes of every tile empty, dims that are no powers of two, gaps between all rows.
 HEADS, DIMS, PAGE_SIZE = (6, 2), (24, 40), 3
-DECODE_TILES = DecodeTiles(block_n=16, num_warps=1, num_stages=1, programs_per_cu=1)
-EXTEND_TILES = ExtendTiles(block_m=16, block_n=16, num_warps=1, num_stages=1)
+DECODE_TILES = DecodeTiles(key_block=16, num_warps=1, num_stages=1, programs_per_cu=1)
+EXTEND_TILES = ExtendTiles(query_rows=16, key_block=16, num_warps=1, num_stages=1)
 SEGMENT_TILES = SegmentTiles(
-    segment_len=32, block_n=16, decode_rows=16, decode_warps=1, decode_stages=1, programs_per_cu=1, extend=EXTEND_TILES
+    segment_len=32,
+    key_block=16,
+    decode_rows=16,
+    decode_warps=1,
+    decode_stages=1,
+    programs_per_cu=1,
+    extend=EXTEND_TILES,
 )
 # What scores may have, besides nothing: the window hides keys in the middle of a tile.
 SCORES: dict[str, Any] = {"window_left": 20, "soft_cap": 1.5, "sinks": True, "slopes": True}
@@ -318,6 +337,87 @@ def table_update(memory: Memory) -> None:
     assert_same(memory, launch_table_update, twins.table_update, [updates], table, num_updates=3)
 
 
+def publish_engine(memory: Memory) -> None:
+    """Three entries at five, in rows of lists; the slot is written too. Then none at all."""
+    for num_seqs, q_form, new in ((3, Q_LENGTHS, [2, 3, 1]), (3, Q_BOUNDARIES, [0, 2, 5, 6]), (0, Q_BOUNDARIES, [7])):
+        slot = ints([num_seqs, 3, 9, 0, 8, -1, -1, 0])
+        outputs = [slot, ints([6, 6, 8, 2]), *(garbage(size) for size in (4, 5, 5, 5, 5))]
+        # The last row is past the table.
+        inputs = [ints([9, 40, 1]), ints([2, 0, 40]), ints(new), ints([0, 3, 6, 9])]
+        kernel, twin = (
+            _of_engine(launch, q_form) for launch in (launch_publish_engine, engine_metadata.publish_engine)
+        )
+        assert_same(memory, kernel, twin, inputs, outputs)
+
+
+def _of_engine(publish: Callable[..., None], q_form: int) -> Callable[..., None]:
+    """publish as a function of the tensors, with bounds and pads of its own."""
+    bounds = LengthBounds(num_rows=3, kv_len=30, min_q_len=0, max_q_len=9, num_tokens=7, page_size=3, causal=True)
+    return lambda kv_len, rows, q, csr, slot, before, counts, engine_row, row_of_seq, kept, taken: publish(
+        slot,
+        before,
+        EngineLengths(kv_len, rows, q, q_form),
+        replace(bounds, csr_indptr=csr),
+        PublishedLengths(counts, engine_row, row_of_seq, kept, taken, pad_kv_len=5, pad_q_len=0, gathered=True),
+    )
+
+
+def gather(memory: Memory) -> None:
+    """A table of pages and one of slots with a map, in rows that end before the sequences' pages; lists of pages."""
+    rows, kv_len = ints([2, 0, 1]), ints([7, 14, 0])
+    pages, slots = ints(range(1, 13)).view(3, 4), ints([*range(14), -1, *range(15, 24)]).view(3, 8)
+    sources: tuple[list[Any], ...] = (
+        [pages],
+        [slots, True, None, ints(range(40, 60))],
+        [ints(range(1, 10)), False, ints([0, 4, 6, 9]), ints(range(50, 80))],
+    )
+    for source in sources:
+        table = [garbage(20).view(4, 5)]
+        tensors = [x for x in source if isinstance(x, Tensor)]
+        kernel, twin = (_from_source(launch, source) for launch in (launch_gather_table, engine_metadata.gather_table))
+        assert_same(memory, kernel, twin, [*tensors, rows, kv_len], table, page_size=PAGE_SIZE)
+
+
+def _from_source(gather: Callable[..., None], source: Sequence[object]) -> Callable[..., None]:
+    """gather as a function of the tensors."""
+
+    def of_tensors(*tensors: Tensor, page_size: int) -> None:
+        given = iter(tensors)
+        placed: list[Any] = [next(given) if isinstance(x, Tensor) else x for x in source]
+        gather(GatherSource(*placed), *given, page_size=page_size)
+
+    return of_tensors
+
+
+def slots(memory: Memory) -> None:
+    """Four given slots for five padded tokens, three of which are live: right ones, and one that is not."""
+    cases: tuple[tuple[list[int], list[int] | None], ...] = (
+        ([9, 4, 7, 8], None),
+        ([9, 5, 7, 8], None),
+        ([1, -1, 2, 9], [0, 9, 7, 4]),
+        ([1, 3, 50, 9], [0, 9, 7, 4]),
+    )
+    for given, slot_map in cases:
+        options: dict[str, Any] = {"page_size": PAGE_SIZE, "null_page": slot_map is None}
+        outputs = [ints([2, 3, 1, 0]), ints([9, 4, 7, 8, 6])]
+        inputs = [ints(given), *([] if slot_map is None else [ints(slot_map)])]
+        kernel, twin = (_with_map(take, slot_map is None) for take in (launch_take_slots, engine_metadata.take_slots))
+        assert_same(memory, kernel, twin, inputs, outputs, **options)
+
+
+def _with_map(take: Callable[..., None], without: bool) -> Callable[..., None]:
+    """take_slots as a function of tensors, with or without a map."""
+    return lambda given, *others, **options: take(given, *([None] * without), *others, **options)
+
+
+def pack_mask(memory: Memory) -> None:
+    """Thirty-nine cells of forty-six for words that hold more, and positions of three tokens at five."""
+    cells = (torch.arange(46) % 3 > 0).to(torch.uint8)
+    inputs = [cells, ints([4, 5, 6, 7]), ints([2, 3, 1, 0]), torch.tensor([0, 7, 39])]
+    kernel, twin = of_pack_mask(launch_pack_mask), of_pack_mask(engine_metadata.pack_mask)
+    assert_same(memory, kernel, twin, inputs, [garbage(3), garbage(5)])
+
+
 CHECKS: dict[str, Callable[[Memory], None]] = {
     "attention/decode.py": decode,
     "attention/decode_schedule.py": decode_schedule,
@@ -336,9 +436,13 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "cache/tails.py": tails,
     "metadata/device_inputs.py": device_inputs,
     "metadata/fill_roles.py": fill,
+    "metadata/gather_table.py": gather,
+    "metadata/pack_mask.py": pack_mask,
     "metadata/place_mask.py": place_mask,
     "metadata/publish.py": publish,
+    "metadata/publish_engine.py": publish_engine,
     "metadata/table_update.py": table_update,
+    "metadata/take_slots.py": slots,
 }
 
 

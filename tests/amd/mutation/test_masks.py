@@ -18,7 +18,7 @@ FILES = {CHECKS[path]: path for path in sorted(CHECKS, reverse=True)}.values()
 # Masks that change neither a value nor what is touched, and why they stay.
 HARMLESS = {
     "metadata/fill_roles.py: load without live in the mask of "
-    "tl.load(table + row * table_stride + page_no, mask=live & (page_no < table_width), other=0)": (
+    "tl.load(table.entries + row * table.stride + page_no, mask=live & (page_no < table.width), other=0)": (
         "the rest of the row is memory of the table; the store drops it"
     ),
     "attention/segment_extend.py: load without mask tl.load(row_of_seq + seq, mask=seq >= 0, other=0)": (

@@ -20,7 +20,19 @@ from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.attention.merge_states import launch_merge_states
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages
-from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, StepTensors
+from rocm_attn.kernels.metadata.engine_tensors import (
+    Q_BOUNDARIES,
+    Q_EACH_ONE,
+    EngineLengths,
+    GatherSource,
+    LengthBounds,
+    PublishedLengths,
+)
+from rocm_attn.kernels.metadata.gather_table import launch_gather_table
+from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
+from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, OWN_TABLE, StepTensors, TableTerms
+from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.triton import TRITON
@@ -28,6 +40,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
+from tests.amd.kernels.launches_of_tensors import of_pack_mask
 
 SMALL_POOL_BYTES = 64 << 20
 # Above this Triton can no longer assume that an offset fits 32 bits, and generates other code.
@@ -145,6 +158,7 @@ def launch_all(row: Row) -> None:
         lengths = torch.full((16,), KV_LEN, dtype=torch.int32)
         _launch_step(runtime, replace(_batch(rows, [1, 32] * 8), inputs=DeviceInputs(kv_len=lengths)), with_lse=True)
         _launch_whole_fill(row.page_size)
+        _launch_of_engines(row.page_size)
         _launch_merge_states(row.problems[0])
     runtime, rows = _runtime(row, row.problems, deterministic=True)
     _launch_step(runtime, _batch(rows, [1, 32] * 8), with_lse=True)
@@ -229,7 +243,9 @@ def _launch_fix_ups(runtime: AttentionRuntime) -> None:
     ops, pages, problem = TRITON.ops(), runtime.pool.layer(0), runtime.selections[0].problem
     seqs, counts = (torch.empty(size, dtype=torch.int32) for size in (16, 4))
     out = torch.empty(16, problem.num_q_heads, problem.v_head_dim, dtype=problem.dtype)
-    ops.zero_tails(runtime.table.entries, seqs, seqs, seqs, pages)
+    # Where page 0 belongs to no one, and, as in some engines, where it is a page like others.
+    for null_page in (True, False):
+        ops.zero_tails(runtime.table.entries, seqs, seqs, seqs, pages, null_page=null_page)
     ops.clear_pads(counts, out, None)
     ops.clear_pads(counts, out, torch.empty(16, problem.num_q_heads))
 
@@ -244,8 +260,9 @@ def _launch_vectorised(row: Row) -> None:
     )
     k, v = (torch.empty(tokens, heads, dim, dtype=row.dtype) for dim in row.dims)
     of_token, counts = (torch.empty(size, dtype=torch.int32) for size in (tokens, 4))
-    ops.store_kv(k, v, of_token, counts, LayerPages(*pages))
-    ops.zero_tails(torch.empty(tokens, 64, dtype=torch.int32), of_token, of_token, of_token, LayerPages(*pages))
+    table = torch.empty(tokens, 64, dtype=torch.int32)
+    ops.store_kv(k, v, of_token, counts, LayerPages(*pages), null_page=True)
+    ops.zero_tails(table, of_token, of_token, of_token, LayerPages(*pages), null_page=True)
 
 
 def _launch_merge_states(problem: Problem) -> None:
@@ -277,4 +294,30 @@ def _launch_whole_fill(page_size: int) -> None:
         kv_len_int64=torch.empty(num_seqs, dtype=torch.int64),
         mask_indptr=torch.empty(num_seqs + 1, dtype=torch.int64),
     )
-    TRITON.ops().fill(step, page_size=page_size, window_left=ALL_KEYS)
+    for terms in (OWN_TABLE, TableTerms(null_page=False, short_kv=True)):
+        TRITON.ops().fill(replace(step, terms=terms), page_size=page_size, window_left=ALL_KEYS)
+
+
+def _launch_of_engines(page_size: int) -> None:
+    """What reads an engine's tensors: a table of slots of both types, and lists of pages."""
+    num_seqs, width = 16, 64
+    of_seq, counts, slot = (torch.empty(size, dtype=torch.int32) for size in (num_seqs, 4, 8))
+    to = PublishedLengths(counts, of_seq, of_seq, of_seq, of_seq, 0, 0, gathered=True)
+    bounds = LengthBounds(num_seqs, KV_LEN, 1, 1, num_seqs, page_size, causal=True)
+    table = torch.empty(num_seqs + 1, width, dtype=torch.int32)
+    for dtype in (torch.int32, torch.int64):
+        given = torch.empty(num_seqs * width, dtype=dtype)
+        launch_publish_engine(slot, counts, EngineLengths(given, None, None, Q_EACH_ONE), bounds, to)
+        of_lists = replace(bounds, csr_indptr=given)
+        launch_publish_engine(slot, counts, EngineLengths(given, given, given, Q_BOUNDARIES), of_lists, to)
+        launch_gather_table(
+            GatherSource(given.view(-1, width), True, None, given), of_seq, of_seq, table, page_size=page_size
+        )
+        launch_gather_table(GatherSource(given, csr_indptr=given), of_seq, of_seq, table, page_size=page_size)
+        for slot_map in (None, given):
+            launch_take_slots(given, slot_map, counts, of_seq, page_size=page_size, null_page=True)
+        k = torch.empty(num_seqs, 2, 128, dtype=torch.bfloat16)
+        pages = torch.empty(width, page_size, 2, 128, dtype=torch.bfloat16)
+        TRITON.ops().store_kv(k, k, of_seq, counts, LayerPages(pages, pages), null_page=False)
+        cells, indptr = torch.empty(num_seqs, dtype=torch.uint8), torch.empty(num_seqs + 1, dtype=torch.int64)
+        of_pack_mask(launch_pack_mask)(cells, given, counts, indptr, of_seq, of_seq)

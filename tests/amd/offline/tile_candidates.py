@@ -119,15 +119,15 @@ def decode_shapes(row: Row) -> Iterator[DecodeTiles]:
     pairs = (1, 2) if head_dim == v_head_dim == 64 and ratio <= 8 else (1,)
     blocks = chosen_tiles(row, DecodeTiles)
     assert isinstance(blocks, DecodeTiles)
-    for heads, transposed, stages, block_n in itertools.product(pairs, (False, True), (1, 2), (16, 32, 64)):
-        yield DecodeTiles(block_n, 4, stages, 1, transposed, heads, blocks.head_blocks)
+    for heads, transposed, stages, key_block in itertools.product(pairs, (False, True), (1, 2), (16, 32, 64)):
+        yield DecodeTiles(key_block, 4, stages, 1, transposed, heads, blocks.head_blocks)
 
 
 def extend_shapes() -> Iterator[ExtendTiles]:
     """Extend candidates, in steps that a packed mask can have too."""
     sides = itertools.product((64, 128), (16, MAX_MASK_BLOCK))
-    for (block_m, block_n), warps, stages, waves in itertools.product(sides, (4, 8), (1, 2), (0, 2)):
-        yield ExtendTiles(block_m, block_n, warps, stages, waves_per_eu=waves)
+    for (query_rows, key_block), warps, stages, waves in itertools.product(sides, (4, 8), (1, 2), (0, 2)):
+        yield ExtendTiles(query_rows, key_block, warps, stages, waves_per_eu=waves)
 
 
 def estimate(row: Row, tiles: Tiles, *, whole: bool, given_programs: bool = False) -> Estimate:

@@ -87,8 +87,8 @@ def cost_of_loop(tiles: DecodeTiles | ExtendTiles, loop: HotLoop, cycles: LoopCy
 def work_of_iteration(tiles: DecodeTiles | ExtendTiles) -> float:
     """Units of work that a program does in one iteration of its hot loop."""
     if isinstance(tiles, DecodeTiles):
-        return tiles.block_n * tiles.heads_per_row
-    return tiles.block_m * tiles.block_n / _PAIRS
+        return tiles.key_block * tiles.heads_per_row
+    return tiles.query_rows * tiles.key_block / _PAIRS
 
 
 def floor_clocks(row: Row, kind: type[DecodeTiles] | type[ExtendTiles]) -> float:

@@ -122,11 +122,11 @@ def title(ranking: Ranking) -> str:
 def words(tiles: Tiles) -> str:
     """The tiles as a row of the tuning table says them, without what has its default."""
     if isinstance(tiles, DecodeTiles):
-        text = f"{tiles.block_n}, {tiles.num_warps}, {tiles.num_stages}, {tiles.programs_per_cu}"
+        text = f"{tiles.key_block}, {tiles.num_warps}, {tiles.num_stages}, {tiles.programs_per_cu}"
         text += ", transposed=True" if tiles.transposed else ""
         text += f", heads_per_row={tiles.heads_per_row}" if tiles.heads_per_row > 1 else ""
         return f"DecodeTiles({text})"
-    text = f"{tiles.block_m}, {tiles.block_n}, {tiles.num_warps}, {tiles.num_stages}"
+    text = f"{tiles.query_rows}, {tiles.key_block}, {tiles.num_warps}, {tiles.num_stages}"
     text += f", waves_per_eu={tiles.waves_per_eu}" if tiles.waves_per_eu else ""
     return f"ExtendTiles({text})"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from rocm_attn.runner.request import (
     TokenEvent,
 )
 from rocm_attn.runner.sampling import Sampling
+from rocm_attn.watch.flight_recorder import read_dump
 from tests.amd.runner.test_tokenizer import from_gguf, sentencepiece_fields
 from tests.amd.runner.tiny_model import tiny_model
 
@@ -234,6 +236,27 @@ def test_what_lies_in_page_0_is_reported_when_the_last_request_is_done(loaded: L
     with pytest.raises(RequestsFaulted, match=r"^3 of 3 requests failed; request 0: .*page 0"):
         engine.generate(requests())
     assert all_pages_are_free(engine)
+
+
+def test_a_fault_that_shows_when_the_last_request_is_done_is_counted_and_leaves_a_flight_record(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = tmp_path / "last_steps.json"
+    engine = wiped(monkeypatch, Engine(loaded, replace(BASE, flight_record=record)), 2)
+    with pytest.raises(RequestsFaulted):
+        engine.generate([Request((3, 4), 2)])
+    assert read_dump(record).reason.startswith("DeviceFault: step 2: a new token had no page of its own")
+    assert engine.report().metrics.faults == 1
+    assert "1 device faults" in str(engine.report().metrics)
+    assert engine.generate([Request((3, 4), 2)])[0] == alone(loaded, Request((3, 4), 2))
+    assert engine.report().metrics.faults == 1
+
+
+def test_faults_that_come_together_are_counted_one_by_one(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = wiped(monkeypatch, Engine(loaded, replace(BASE, max_batch_size=1)), 1, 2)
+    with pytest.raises(RequestsFaulted):
+        engine.generate([Request((3, 4), 1), Request((5, 6), 1)])
+    assert engine.report().metrics.faults == 2
 
 
 def test_after_an_exception_of_the_callback_nothing_of_its_requests_is_left(loaded: LoadedModel) -> None:

@@ -81,7 +81,7 @@ def run_merge(arch: str, num_seqs: int, num_programs: int) -> Simulation:
     """A decode whose rows are shared by so many programs; the merge is cut in a way of its own for each."""
     kv_len = [70 + seq for seq in range(num_seqs)]
     tensors = build(Case(kv_len, [1] * num_seqs, heads=(2, 1), dims=(16, 16), dtype=BF16, page_size=8), CPU)
-    tiles = DecodeTiles(block_n=16, num_warps=1, num_stages=1, programs_per_cu=1)
+    tiles = DecodeTiles(key_block=16, num_warps=1, num_stages=1, programs_per_cu=1)
     with simulated(arch) as simulation:
         run_decode(tensors, num_programs=num_programs, tiles=tiles)
     assert_served(tensors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,22 +13,44 @@ from torch import Tensor
 from rocm_attn.kernels.attention.pads import launch_clear_pads
 from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
+from rocm_attn.kernels.metadata.engine_tensors import (
+    Q_BOUNDARIES,
+    Q_EACH_ONE,
+    Q_LENGTHS,
+    EngineLengths,
+    GatherSource,
+    LengthBounds,
+    PublishedLengths,
+)
 from rocm_attn.kernels.metadata.fill import launch_fill
+from rocm_attn.kernels.metadata.gather_table import launch_gather_table
+from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
 from rocm_attn.kernels.metadata.place_mask import launch_place_mask
 from rocm_attn.kernels.metadata.publish import launch_publish
+from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.slot_layout import NO_ECHO
-from rocm_attn.kernels.metadata.step_tensors import Pads
+from rocm_attn.kernels.metadata.step_tensors import Pads, TableTerms
 from rocm_attn.kernels.metadata.table_update import launch_table_update
+from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.kernels.refs import cache as cache_twins
+from rocm_attn.kernels.refs import engine_metadata
 from rocm_attn.kernels.refs import metadata as twins
 from rocm_attn.kernels.refs.pads import clear_pads
-from tests.amd.kernels.launches_of_tensors import of_device_inputs, of_fill, of_pages, of_place_mask, of_publish
+from tests.amd.kernels.launches_of_tensors import (
+    of_device_inputs,
+    of_fill,
+    of_pack_mask,
+    of_pages,
+    of_place_mask,
+    of_publish,
+)
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.driver import Simulation, simulated
 from tests.amd.vectorised import vectorised_keys, vectorised_values
 
 GARBAGE = 0x7F7F7F7F
 PAGE_SIZE = 4
+REAL_PAGE_0 = TableTerms(null_page=False, short_kv=True)
 
 # Three sequences and two padded ones; rows of the table are 1 to 3, row 0 is all page 0.
 KV_LEN, Q_LEN, ROWS = [13, 300, 4, 0, 0], [3, 290, 1, 0, 0], [2, 3, 1, 0, 0]
@@ -131,8 +154,108 @@ def _launches() -> dict[str, _Launch]:
         "fill_without_lists": _Launch(
             of_fill(launch_fill), of_fill(twins.fill), [*read, *derived, *none], {"page_size": PAGE_SIZE}
         ),
+        "fill_where_page_0_is_real": _Launch(
+            of_fill(launch_fill, REAL_PAGE_0),
+            of_fill(twins.fill, REAL_PAGE_0),
+            [*read, *derived, *none],
+            {"page_size": PAGE_SIZE},
+        ),
+        **_of_engines(),
         **_fix_ups(),
     }
+
+
+def _of_engines() -> dict[str, _Launch]:
+    """What reads an engine's tensors, of both types and any stride."""
+    seqs, cases = 5, dict[str, _Launch]()
+    boundaries = [sum(Q_LEN[:at]) for at in range(4)]
+    for name, q_form, new in (("lengths", Q_LENGTHS, Q_LEN), ("boundaries", Q_BOUNDARIES, boundaries)):
+        given = [
+            torch.tensor(values).repeat_interleave(2)[::2] for values in (KV_LEN, ROWS, new, [0, 90, 170, 250, 330])
+        ]
+        cases[f"publish_engine_{name}"] = _Launch(
+            _of_engine(launch_publish_engine, q_form),
+            _of_engine(engine_metadata.publish_engine, q_form),
+            [*given, _slot(), _ints(GARBAGE, GARBAGE, 40, 5), *([_garbage(4)] + [_garbage(seqs) for _ in range(4)])],
+            {},
+        )
+    cases["publish_engine_one_each"] = _Launch(
+        _of_engine(launch_publish_engine, Q_EACH_ONE),
+        _of_engine(engine_metadata.publish_engine, Q_EACH_ONE),
+        [
+            _ints(*KV_LEN),
+            _slot(),
+            _ints(GARBAGE, GARBAGE, 40, 5),
+            *([_garbage(4)] + [_garbage(seqs) for _ in range(4)]),
+        ],
+        {},
+    )
+    slots = torch.randperm(4 * 400, generator=torch.Generator().manual_seed(0)).view(4, 400)
+    slots[2, 8] = -1
+    rows, kv_len, slot_map = _ints(*ROWS), _ints(*KV_LEN), torch.randperm(1300, generator=torch.Generator()) - 1
+    sources: dict[str, list[Any]] = {
+        "pages": [slots.int()],
+        "slots_of_a_space": [slots, True, None, slot_map],
+        "lists": [slots.view(-1), False, torch.tensor([0, 99, 180, 260, 340])],
+    }
+    for name, source in sources.items():
+        tensors = [x for x in source if isinstance(x, Tensor)]
+        cases[f"gather_{name}"] = _Launch(
+            _from_source(launch_gather_table, source),
+            _from_source(engine_metadata.gather_table, source),
+            [*tensors, rows, kv_len, _garbage(seqs + 1, 80)],
+            {"page_size": PAGE_SIZE},
+        )
+    filled = torch.arange(PADDED_TOKENS, dtype=torch.int32) + PAGE_SIZE
+    given_slots = filled.clone()
+    given_slots[7], given_slots[9], given_slots[11] = -1, 2, 999
+    to_full = torch.arange(400)
+    counts = _ints(NUM_SEQS, NUM_TOKENS, 41, 0)
+    cases["take_slots"] = _Launch(
+        _take(launch_take_slots), _take(engine_metadata.take_slots), [given_slots, to_full, counts, filled], {}
+    )
+    cells = (torch.arange(9000) % 3 > 0).to(torch.uint8)
+    mask = [
+        cells,
+        torch.arange(NUM_TOKENS),
+        counts,
+        torch.tensor([0, 39, 8001]),
+        _garbage(400),
+        _garbage(PADDED_TOKENS),
+    ]
+    cases["pack_mask"] = _Launch(of_pack_mask(launch_pack_mask), of_pack_mask(engine_metadata.pack_mask), mask, {})
+    return cases
+
+
+def _of_engine(publish: Callable[..., None], q_form: int) -> Callable[..., None]:
+    """publish as a function of the tensors, with bounds and pads of its own."""
+    sizes = {"num_tokens": PADDED_TOKENS, "min_q_len": 0, "max_q_len": 400, "page_size": PAGE_SIZE}
+
+    def of_tensors(*tensors: Tensor) -> None:
+        given, (slot, before, counts, engine_row, row_of_seq, kept, taken) = tensors[:-7], tensors[-7:]
+        kv_len, rows, q, csr = given if q_form != Q_EACH_ONE else (*given, None, None, None)
+        assert kv_len is not None
+        to = PublishedLengths(counts, engine_row, row_of_seq, kept, taken, pad_kv_len=1, pad_q_len=0, gathered=True)
+        bounds = LengthBounds(num_rows=4, kv_len=320, causal=True, csr_indptr=csr, **sizes)
+        publish(slot, before, EngineLengths(kv_len, rows, q, q_form), bounds, to)
+
+    return of_tensors
+
+
+def _from_source(gather: Callable[..., None], source: Sequence[object]) -> Callable[..., None]:
+    """gather as a function of the tensors."""
+
+    def of_tensors(*tensors: Tensor, page_size: int) -> None:
+        given = iter(tensors)
+        placed: list[Any] = [next(given) if isinstance(x, Tensor) else x for x in source]
+        gather(GatherSource(*placed), *given, page_size=page_size)
+
+    return of_tensors
+
+
+def _take(take: Callable[..., None]) -> Callable[..., None]:
+    """take_slots as a function of the tensors."""
+    return lambda *tensors: take(*tensors, page_size=PAGE_SIZE, null_page=True)
 
 
 def _fix_ups() -> dict[str, _Launch]:

@@ -185,7 +185,9 @@ def test_pads_that_keep_what_the_last_step_left_are_found(monkeypatch: pytest.Mo
 
 
 def test_a_store_that_does_not_drop_pads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def store_kv(_: object, k: Tensor, v: Tensor, slot: Tensor, counts: Tensor, pages: LayerPages) -> None:
+    def store_kv(
+        _: object, k: Tensor, v: Tensor, slot: Tensor, counts: Tensor, pages: LayerPages, **_terms: bool
+    ) -> None:
         page, offset = slot // pages.k.shape[1], slot % pages.k.shape[1]
         pages.k[page, offset] = k
         pages.v[page, offset] = v
@@ -201,7 +203,7 @@ def test_a_kernel_that_forgets_the_last_token_of_a_full_page_is_found(
     def attend(original: Callable[..., None], args: AttendArgs, **kwargs: Any) -> None:
         kv_len = args.queries.kv_len
         forgets = (kv_len % args.pages.k.shape[1] == 0) & (kv_len > 1)
-        original(replace(args, queries=replace(args.queries, kv_len=kv_len - forgets.int())), **kwargs)
+        original(args._replace(queries=replace(args.queries, kv_len=kv_len - forgets.int())), **kwargs)
 
     wrap(monkeypatch, attention, kernel, attend)
     assert "differs from the reference" in str(found())
@@ -256,7 +258,7 @@ def test_what_rejected_drafts_leave_in_pages_is_met_by_later_steps(monkeypatch: 
         page = args.table[queries.row_of_seq, page_no]
         left_over = k_pages[page, kv_len % page_size].isfinite().all(-1).all(-1)
         sees_more = left_over & (page > 0) & (kv_len > 0) & (kv_len < queries.max_kv_len)
-        original(replace(args, queries=replace(queries, kv_len=kv_len + sees_more.int())), **kwargs)
+        original(args._replace(queries=replace(queries, kv_len=kv_len + sees_more.int())), **kwargs)
 
     wrap(monkeypatch, attention, "paged_decode", paged_decode)
     weights = {Action.ADMIT: 3, Action.TREE: 2, Action.DECODE: 4}

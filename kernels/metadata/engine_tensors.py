@@ -1,0 +1,89 @@
+"""What the launches that read an engine's tensors are given, and where they write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+# How given_q says the new tokens of a sequence.
+Q_EACH_ONE, Q_LENGTHS, Q_BOUNDARIES = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLengths:
+    """What an engine's own tensors say of a step: int32 or int64, any strides, on the device; read only.
+
+    kv_len: [n] or more, tokens, new ones included
+    rows:   [n] or more, rows of its table; None: sequence i has row i
+    q:      None for Q_EACH_ONE; [n] or more lengths; [n + 1] or more boundaries
+    q_form: Q_EACH_ONE, Q_LENGTHS or Q_BOUNDARIES
+    """
+
+    kv_len: Tensor
+    rows: Tensor | None
+    q: Tensor | None
+    q_form: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PublishedLengths:
+    """Where a step's counts and lengths go: S padded sequences; int32 and contiguous.
+
+    counts:     [4] receives live sequences, their new tokens, step number, error word
+    engine_row: [S] receives rows of the engine's table, 0 for pads
+    row_of_seq: [S] receives rows of the table that kernels read: the engine's own, or i + 1 of a table that is gathered
+                for each step; 0 for pads
+    kv_len:     [S] pads receive pad_kv_len
+    q_len:      [S] pads receive pad_q_len
+    gathered:   whether kernels read a gathered table
+    """
+
+    counts: Tensor
+    engine_row: Tensor
+    row_of_seq: Tensor
+    kv_len: Tensor
+    q_len: Tensor
+    pad_kv_len: int
+    pad_q_len: int
+    gathered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LengthBounds:
+    """What an engine's lengths may be.
+
+    num_rows:   rows of its table
+    kv_len:     most tokens of a sequence
+    min_q_len:  fewest new tokens of a sequence that has any
+    max_q_len:  most new tokens of a sequence
+    num_tokens: T, padded tokens of the step
+    page_size:  tokens of a page; counts where pages come as lists
+    causal:     whether a sequence has no more new tokens than KV
+    csr_indptr: int32 or int64 [rows + 1], row -> first entry of its pages in a list of all; None for a table of rows
+    """
+
+    num_rows: int
+    kv_len: int
+    min_q_len: int
+    max_q_len: int
+    num_tokens: int
+    page_size: int
+    causal: bool
+    csr_indptr: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GatherSource:
+    """Where the pages of an engine's rows stand: int32 or int64, any strides, on the device; read only.
+
+    entries:    [rows, width] of pages or slots, or [n] pages, row after row, with csr_indptr
+    has_slots:  whether entries are slots
+    csr_indptr: [rows + 1]; None for a table of rows
+    slot_map:   [slots], slot -> slot of the space that is gathered for; None: the same
+    """
+
+    entries: Tensor
+    has_slots: bool = False
+    csr_indptr: Tensor | None = None
+    slot_map: Tensor | None = None

@@ -1,0 +1,139 @@
+"""Gather the pages of a step's sequences from an engine's table into one that kernels read.
+
+    table[seq + 1, j] = page of the sequence's page_no j, for the pages that kv_len takes
+
+    entries[row, j]                                     a table of pages
+    entries[row, j * page_size] // page_size            a table of slots
+    entries[csr_indptr[row] + j]                        lists of pages
+    slot_map[entry] // page_size                        another space: slot -> its slot there, of a table of slots;
+                                                        of pages: slot_map[entry * page_size] // page_size
+
+An entry that is negative, or outside of slot_map, and a page past the sequence's row give page 0. What lies after a
+sequence's last page stays as it is: fill hands none of it on, and kernels look at no page after kv_len.
+
+A program has a share of one sequence's pages; the shares follow from the padded sizes, never from the lengths.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rocm_attn.kernels.launch import RepeatedLaunch
+from rocm_attn.kernels.metadata.engine_tensors import GatherSource
+
+_PAGES_AT_ONCE = 1024
+# About as many programs as run at a time on an H200 (2112) or an MI300X (2432).
+_PROGRAMS = 2048
+
+
+@triton.jit(
+    do_not_specialize=[
+        "row_stride",
+        "entry_stride",
+        "width",
+        "csr_stride",
+        "map_stride",
+        "map_len",
+        "table_stride",
+        "table_width",
+        "shares",
+    ],
+    do_not_specialize_on_alignment=["entries", "csr_indptr", "slot_map", "engine_row", "kv_len", "table"],
+)
+def _gather_table_kernel(
+    entries,
+    csr_indptr,
+    slot_map,
+    engine_row,
+    kv_len,
+    table,
+    row_stride,
+    entry_stride,
+    width,
+    csr_stride,
+    map_stride,
+    map_len,
+    table_stride,
+    table_width,
+    shares,
+    HAS_SLOTS: tl.constexpr,
+    HAS_CSR: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    seq = tl.program_id(0) // shares
+    share = tl.program_id(0) % shares
+    row = tl.load(engine_row + seq).to(tl.int64)
+    pages = tl.minimum(tl.cdiv(tl.load(kv_len + seq), PAGE_SIZE), table_width)
+    first_entry = entries
+    in_row = width
+    if HAS_CSR:
+        begin = tl.maximum(tl.load(csr_indptr + row * csr_stride).to(tl.int64), 0)
+        in_row = (tl.minimum(tl.load(csr_indptr + (row + 1) * csr_stride).to(tl.int64), width) - begin).to(tl.int32)
+        first_entry += begin * entry_stride
+    else:
+        first_entry += row * row_stride
+    for first in range(share * BLOCK, pages, shares * BLOCK):
+        page_no = first + tl.arange(0, BLOCK)
+        live = page_no < pages
+        column = page_no * PAGE_SIZE if HAS_SLOTS else page_no
+        # -1 past the row: no entry.
+        is_entry = live & (column < in_row)
+        entry = tl.load(first_entry + column.to(tl.int64) * entry_stride, mask=is_entry, other=-1).to(tl.int64)
+        if HAS_MAP:
+            slot = entry if HAS_SLOTS else entry * PAGE_SIZE
+            in_map = (slot >= 0) & (slot < map_len)
+            entry = tl.load(slot_map + slot * map_stride, mask=in_map, other=-1).to(tl.int64)
+        page = tl.maximum(entry, 0)
+        if HAS_SLOTS or HAS_MAP:
+            page = page // PAGE_SIZE
+        tl.store(table + (seq + 1).to(tl.int64) * table_stride + page_no, page.to(tl.int32), mask=live)
+
+
+def launch_gather_table(
+    source: GatherSource, engine_row: Tensor, kv_len: Tensor, table: Tensor, *, page_size: int
+) -> None:
+    """Write the pages of every sequence to its row of the table, seq + 1; row 0 is left alone.
+
+    engine_row, kv_len: int32 [S], rows of the source and tokens of each sequence
+    table:              int32 [S + 1 or more, width], written in place
+    """
+    num_seqs, (_, table_width) = kv_len.shape[0], table.shape
+    assert table.shape[0] > num_seqs
+    shares = min(-(-table_width // _PAGES_AT_ONCE), max(1, _PROGRAMS // num_seqs))
+    entries, csr_indptr, slot_map = source.entries, source.csr_indptr, source.slot_map
+    fixed = source.has_slots, csr_indptr is not None, slot_map is not None, page_size, _PAGES_AT_ONCE
+    csr_indptr = kv_len if csr_indptr is None else csr_indptr
+    slot_map = kv_len if slot_map is None else slot_map
+    _variant(entries.dtype, csr_indptr.dtype, slot_map.dtype, *fixed)(
+        table.device,
+        (num_seqs * shares, 1, 1),
+        entries,
+        csr_indptr,
+        slot_map,
+        engine_row,
+        kv_len,
+        table,
+        entries.stride(0),
+        entries.stride(-1),
+        entries.shape[-1],
+        csr_indptr.stride(0),
+        slot_map.stride(0),
+        slot_map.shape[0],
+        table.stride(0),
+        table_width,
+        shares,
+        *fixed,
+        num_warps=4,
+    )
+
+
+@functools.cache
+def _variant(*key: object) -> RepeatedLaunch:
+    """The kernel for tensors of these dtypes, with these constexpr arguments."""
+    return RepeatedLaunch(_gather_table_kernel)

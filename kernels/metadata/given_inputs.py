@@ -1,0 +1,21 @@
+"""Lengths and token ids that a caller gives on the device. Without Triton: twins and callers name them too."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class GivenInputs(NamedTuple):
+    """What takes the place of a published step's inputs; int32, read only.
+
+    kv_len, q_len: [num_seqs], on the device, or in the ring slot where the host knows them
+    token_ids:     [n], sequence after sequence by q_len; n is 0 without ids, otherwise the sum of the bounds of q_len
+    floor:         [num_seqs], in the slot; the first token that a step may store, no more than the bound of kv_len
+    """
+
+    kv_len: Tensor
+    q_len: Tensor
+    token_ids: Tensor
+    floor: Tensor

@@ -1,0 +1,98 @@
+"""Pack an engine's mask of one byte a cell to the bits that kernels read, and put its positions in their place.
+
+    bit i of the words = cells[i] != 0              for the cells that the step has, mask_indptr[S] of them
+    position t        <- positions[t] for the step's tokens, 0 after them
+
+Bits are in order from the lowest of each byte, as packed_mask.py says. The rest of the last word is 0; what
+lies after it stays, and no kernel looks at it. Runs after fill, which says how many cells the step has, and may be
+captured with it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rocm_attn.kernels.launch import RepeatedLaunch
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+
+_WORDS = 128  # of 32 cells
+_TOKENS = 1024
+# One number for all sizes: the launch is kept by its grid.
+_PROGRAMS = 512
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_cells", "num_tokens_padded", "positions_stride"],
+    do_not_specialize_on_alignment=["cells", "positions", "counts", "mask_indptr", "words", "position_of_token"],
+)
+def _pack_mask_kernel(
+    cells,
+    positions,
+    counts,
+    mask_indptr,
+    words,
+    position_of_token,
+    num_seqs,
+    num_cells,
+    num_tokens_padded,
+    positions_stride,
+    PROGRAMS: tl.constexpr,
+    WORDS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    bit = tl.arange(0, 32)
+    num_tokens = tl.load(counts + 1)
+    needed = tl.minimum(tl.load(mask_indptr + num_seqs), num_cells).to(tl.int32)
+    for first in range(program * WORDS, tl.cdiv(needed, 32), PROGRAMS * WORDS):
+        word = first + tl.arange(0, WORDS)
+        cell = word[:, None] * 32 + bit[None, :]
+        value = tl.load(cells + cell, mask=cell < needed, other=0)
+        packed = tl.sum((value != 0).to(tl.int32) << bit[None, :], 1)
+        tl.store(words + word, packed, mask=word * 32 < needed)
+    for first in range(program * TOKENS, num_tokens_padded, PROGRAMS * TOKENS):
+        token = first + tl.arange(0, TOKENS)
+        position = tl.load(positions + token.to(tl.int64) * positions_stride, mask=token < num_tokens, other=0)
+        tl.store(position_of_token + token, position.to(tl.int32), mask=token < num_tokens_padded)
+
+
+def launch_pack_mask(cells: Tensor, positions: Tensor, to: StepTensors) -> None:
+    """Put a mask of bytes in its place, packed.
+
+    cells:             bool or uint8 [n], contiguous, below 2 GiB; read only: the [q_len, kv_len] cells of a sequence,
+                       one sequence after the other
+    positions:         int32 or int64 [m], any stride, at least as many as the step has tokens; read only
+    to:                counts and mask_indptr say how many tokens and cells the step has; mask_words receive the cells,
+                       mask_positions the positions, and 0 after the step's tokens
+    """
+    num_cells = min(cells.shape[0], 32 * to.mask_words.shape[0])
+    assert num_cells + 32 * _PROGRAMS * _WORDS < 2**31
+    _variant(positions.dtype)(
+        to.counts.device,
+        (_PROGRAMS, 1, 1),
+        cells.view(torch.uint8),
+        positions,
+        to.counts,
+        to.mask_indptr,
+        to.mask_words,
+        to.mask_positions,
+        to.mask_indptr.shape[0] - 1,
+        num_cells,
+        to.mask_positions.shape[0],
+        positions.stride(0),
+        _PROGRAMS,
+        _WORDS,
+        _TOKENS,
+        num_warps=4,
+    )
+
+
+@functools.cache
+def _variant(*key: object) -> RepeatedLaunch:
+    """The kernel for positions of a dtype."""
+    return RepeatedLaunch(_pack_mask_kernel)

@@ -1,0 +1,243 @@
+"""Take a step's rows and lengths from the tensors of an engine, write the pads, and say how the step before it went.
+
+    row[i]    = rows[i], or i where the engine gives no rows
+    bound[i]  = kv_bound, or with CSR page lists min(kv_bound, page_size * (csr_indptr[row + 1] - csr_indptr[row]))
+    kv_len[i] = min(max(given_kv_len[i], 0), bound[i])
+    new[i]    = 1 | given_q[i] | given_q[i + 1] - given_q[i]       by Q_EACH_ONE, Q_LENGTHS, Q_BOUNDARIES
+    q_len[i]  = min(max(new[i], 0), max_q_len, T - q_len[0] - ... - q_len[i - 1]), and at most kv_len[i] where attention
+                is causal
+
+A sequence without KV is one of the engine's own pads where attention is causal or every sequence has one new token; it
+gets what padded entries get, less the new tokens that others do not have. Live ones come before pads. The counts
+of the step are those up to the last live sequence, so the host need not know how many of an engine's entries are pads.
+
+What is cut, and fewer new tokens than min_q_len, sets LENGTH_BEYOND_BOUND in the step's error word; so do boundaries
+that do not begin at 0. A row outside of the table sets ROW_NOT_IN_TABLE: its sequence is taken for a pad.
+
+One program does it all: it alone knows the sums, and engines have some thousand sequences at most. The header of the
+slot and the echo of the step before: slot_layout.py, publish.py.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rocm_attn.kernels.launch import RepeatedLaunch
+from rocm_attn.kernels.metadata import error_word, slot_layout
+from rocm_attn.kernels.metadata.engine_tensors import (
+    Q_BOUNDARIES,
+    Q_LENGTHS,
+    EngineLengths,
+    LengthBounds,
+    PublishedLengths,
+)
+from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS
+
+# Sequences that the program looks at in one step; a fixed number, so that no batch size needs another compilation.
+_SEQS_AT_ONCE = 512
+_STEP = tl.constexpr(slot_layout.STEP)
+_STEP_BEFORE = tl.constexpr(slot_layout.STEP_BEFORE)
+_ECHO = tl.constexpr(slot_layout.ECHO)
+_ECHOED_STEP = tl.constexpr(slot_layout.ECHOED_STEP)
+_WRONG_STEP = tl.constexpr(slot_layout.WRONG_STEP)
+_ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
+_BEYOND_BOUND = tl.constexpr(error_word.LENGTH_BEYOND_BOUND)
+_NO_ROW = tl.constexpr(error_word.ROW_NOT_IN_TABLE)
+_Q_LENGTHS = tl.constexpr(Q_LENGTHS)
+_Q_BOUNDARIES = tl.constexpr(Q_BOUNDARIES)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows_stride",
+        "kv_stride",
+        "q_stride",
+        "csr_stride",
+        "num_seqs_padded",
+        "num_tokens_padded",
+        "num_rows",
+        "kv_bound",
+        "min_q_len",
+        "max_q_len",
+        "pad_kv_len",
+        "pad_q_len",
+    ],
+    do_not_specialize_on_alignment=[
+        "slot",
+        "counts_before",
+        "rows",
+        "given_kv_len",
+        "given_q",
+        "csr_indptr",
+        "counts",
+        "engine_row",
+        "row_of_seq",
+        "kv_len",
+        "q_len",
+    ],
+)
+def _publish_engine_kernel(
+    slot,
+    counts_before,
+    rows,
+    given_kv_len,
+    given_q,
+    csr_indptr,
+    counts,
+    engine_row,
+    row_of_seq,
+    kv_len,
+    q_len,
+    rows_stride,
+    kv_stride,
+    q_stride,
+    csr_stride,
+    num_seqs_padded,
+    num_tokens_padded,
+    num_rows,
+    kv_bound,
+    min_q_len,
+    max_q_len,
+    pad_kv_len,
+    pad_q_len,
+    HAS_ROWS: tl.constexpr,
+    Q_FORM: tl.constexpr,
+    HAS_CSR: tl.constexpr,
+    GATHERED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    COUNTS: tl.constexpr,
+    SEQS: tl.constexpr,
+):
+    number = tl.load(counts_before + _STEP)
+    error_before = tl.load(counts_before + _ERROR_WORD)
+    is_step_before = number == tl.load(slot + _STEP_BEFORE)
+    num_seqs = tl.load(slot)
+    word = tl.arange(0, COUNTS)
+    words = tl.load(slot + word)
+    num_live = 0
+    tokens_before = tl.zeros([1], tl.int64)
+    live_tokens = tl.zeros([1], tl.int64)
+    num_cut = 0
+    num_strays = 0
+    if Q_FORM == _Q_BOUNDARIES:
+        num_cut += (tl.load(given_q, mask=num_seqs > 0, other=0) != 0).to(tl.int32)
+    for first in range(0, num_seqs_padded, SEQS):
+        seq = first + tl.arange(0, SEQS)
+        inside = seq < num_seqs_padded
+        given = seq < num_seqs
+        row = seq.to(tl.int64)
+        if HAS_ROWS:
+            row = tl.load(rows + seq.to(tl.int64) * rows_stride, mask=given, other=0).to(tl.int64)
+        in_table = given & (row >= 0) & (row < num_rows)
+        num_strays += tl.sum((given & ~in_table).to(tl.int32), 0)
+        length = tl.load(given_kv_len + seq.to(tl.int64) * kv_stride, mask=in_table, other=0).to(tl.int64)
+        bound = tl.zeros([SEQS], tl.int64) + kv_bound
+        if HAS_CSR:
+            list_begin = tl.load(csr_indptr + row * csr_stride, mask=in_table, other=0).to(tl.int64)
+            list_end = tl.load(csr_indptr + (row + 1) * csr_stride, mask=in_table, other=0).to(tl.int64)
+            bound = tl.minimum(bound, (list_end - list_begin) * PAGE_SIZE)
+        kept = tl.minimum(tl.maximum(length, 0), tl.maximum(bound, 0))
+        new = tl.where(in_table, 1, 0).to(tl.int64)
+        if Q_FORM == _Q_LENGTHS:
+            new = tl.load(given_q + seq.to(tl.int64) * q_stride, mask=in_table, other=0).to(tl.int64)
+        if Q_FORM == _Q_BOUNDARIES:
+            begin = tl.load(given_q + seq.to(tl.int64) * q_stride, mask=in_table, other=0).to(tl.int64)
+            new = tl.load(given_q + (seq.to(tl.int64) + 1) * q_stride, mask=in_table, other=0).to(tl.int64) - begin
+        # Each at most T, so that the sum of some thousand fits.
+        taken = tl.minimum(tl.maximum(new, 0), tl.minimum(max_q_len, num_tokens_padded))
+        is_live = in_table & (kept > 0)
+        if Q_FORM == 0:
+            # A sequence without KV keeps its token, so that tokens and sequences have the same numbers.
+            taken = tl.where(given, 1, 0).to(tl.int64)
+        else:
+            if CAUSAL:
+                taken = tl.minimum(taken, kept)
+            else:
+                is_live = in_table & ((kept > 0) | (taken > 0))
+        room = num_tokens_padded - tokens_before - (tl.cumsum(taken, 0) - taken)
+        taken = tl.minimum(taken, tl.maximum(room, 0))
+        few = (taken > 0) & (taken < min_q_len)
+        num_cut += tl.sum((in_table & ((kept != length) | (is_live & ((taken != new) | few)))).to(tl.int32), 0)
+        num_live = tl.maximum(num_live, tl.max(tl.where(is_live, seq + 1, 0), 0))
+        token_end = tokens_before + tl.cumsum(taken, 0)
+        live_tokens = tl.maximum(live_tokens, tl.max(tl.where(is_live, token_end, 0), 0))
+        tokens_before += tl.sum(taken, 0)
+        own_row = seq + 1 if GATHERED else row.to(tl.int32)
+        tl.store(engine_row + seq, tl.where(is_live, row, 0).to(tl.int32), mask=inside)
+        tl.store(row_of_seq + seq, tl.where(is_live, own_row, 0), mask=inside)
+        # Where a sequence has new tokens and no KV, they must see nothing.
+        tl.store(kv_len + seq, tl.where(is_live, kept, pad_kv_len).to(tl.int32), mask=inside)
+        tl.store(q_len + seq, tl.where(given, taken, pad_q_len).to(tl.int32), mask=inside)
+    # counts_before is mostly counts itself: every thread must have read it before one overwrites it.
+    tl.debug_barrier()
+    tl.store(slot + _ECHOED_STEP, number)
+    tl.store(slot + _ECHO, tl.where(is_step_before, error_before, _WRONG_STEP))
+    error = tl.where(num_cut > 0, _BEYOND_BOUND, 0) | tl.where(num_strays > 0, _NO_ROW, 0)
+    words = tl.where(word == 0, num_live, words)
+    words = tl.where(word == 1, live_tokens.to(tl.int32), words)
+    tl.store(counts + word, tl.where(word == _ERROR_WORD, error, words))
+
+
+def launch_publish_engine(
+    slot: Tensor, counts_before: Tensor, given: EngineLengths, bounds: LengthBounds, to: PublishedLengths
+) -> None:
+    """Write a step's counts, rows and lengths, pads included, and echo the step before into the slot.
+
+    slot:          int32 words in pinned host memory (or device memory), the header of slot_layout.py: entries that the
+                   engine's tensors have, at most S, in [0], step number and number of the step before; words ECHO and
+                   ECHOED_STEP are written
+    counts_before: int32 [4], the counts of the step before; may be to.counts
+    """
+    rows = given.kv_len if given.rows is None else given.rows
+    q = given.kv_len if given.q is None else given.q
+    csr_indptr = given.kv_len if bounds.csr_indptr is None else bounds.csr_indptr
+    fixed = (
+        given.rows is not None,
+        given.q_form,
+        bounds.csr_indptr is not None,
+        to.gathered,
+        bounds.causal,
+        bounds.page_size if bounds.csr_indptr is not None else 1,
+        COUNT_WORDS,
+        _SEQS_AT_ONCE,
+    )
+    _variant(rows.dtype, given.kv_len.dtype, q.dtype, csr_indptr.dtype, *fixed)(
+        to.counts.device,
+        (1, 1, 1),
+        slot,
+        counts_before,
+        rows,
+        given.kv_len,
+        q,
+        csr_indptr,
+        to.counts,
+        to.engine_row,
+        to.row_of_seq,
+        to.kv_len,
+        to.q_len,
+        rows.stride(0),
+        given.kv_len.stride(0),
+        q.stride(0),
+        csr_indptr.stride(0),
+        to.row_of_seq.shape[0],
+        bounds.num_tokens,
+        bounds.num_rows,
+        bounds.kv_len,
+        bounds.min_q_len,
+        bounds.max_q_len,
+        to.pad_kv_len,
+        to.pad_q_len,
+        *fixed,
+        num_warps=4,
+    )
+
+
+@functools.cache
+def _variant(*key: object) -> RepeatedLaunch:
+    """The kernel for tensors of these dtypes, with these constexpr arguments."""
+    return RepeatedLaunch(_publish_engine_kernel)

@@ -1,0 +1,104 @@
+"""Take the slots that an engine gives for a step's new tokens, where its table gives the same ones.
+
+    slot[t] = given[t], or slot_map[given[t]] in another space
+    slot_of_token[t] stays where it is slot[t]; elsewhere the token is dropped
+
+Fill has written to slot_of_token what the table says. A given slot that is negative, or in the page that belongs to no
+one, says that the engine wants the token not to be written: it is dropped and is no fault. Any other slot that differs
+would put a token's K and V where its sequence never reads them, and another's may lie: it is dropped too, and sets
+SLOT_NOT_IN_TABLE in the step's error word. Tokens past the step's last one, or past the given slots, are dropped.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rocm_attn.kernels.launch import RepeatedLaunch
+from rocm_attn.kernels.metadata import error_word
+
+_TOKENS = 256
+_ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
+_NOT_IN_TABLE = tl.constexpr(error_word.SLOT_NOT_IN_TABLE)
+
+
+@triton.jit(
+    do_not_specialize=["num_given", "num_tokens_padded", "given_stride", "map_stride", "map_len"],
+    do_not_specialize_on_alignment=["given", "slot_map", "counts", "slot_of_token"],
+)
+def _take_slots_kernel(
+    given,
+    slot_map,
+    counts,
+    slot_of_token,
+    num_given,
+    num_tokens_padded,
+    given_stride,
+    map_stride,
+    map_len,
+    HAS_MAP: tl.constexpr,
+    FIRST_SLOT: tl.constexpr,
+    DROPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < num_tokens_padded
+    is_given = (token < num_given) & (token < tl.load(counts + 1))
+    slot = tl.load(given + token.to(tl.int64) * given_stride, mask=is_given, other=-1).to(tl.int64)
+    if HAS_MAP:
+        in_map = (slot >= 0) & (slot < map_len)
+        # A slot past the map is no slot of the other space, unlike -1, which is not to be written.
+        beyond = slot >= map_len
+        slot = tl.load(slot_map + slot * map_stride, mask=in_map, other=-1).to(tl.int64)
+        slot = tl.where(beyond, 1 << 62, slot)
+    wanted = tl.load(slot_of_token + token, mask=is_given, other=0)
+    is_same = is_given & (slot == wanted)
+    strays = is_given & (slot >= FIRST_SLOT) & (slot != wanted)
+    tl.store(slot_of_token + token, tl.where(is_same, wanted, DROPPED), mask=inside)
+    tl.atomic_or(counts + _ERROR_WORD + tl.zeros([BLOCK], tl.int32), _NOT_IN_TABLE, mask=strays, sem="relaxed")
+
+
+def launch_take_slots(
+    given: Tensor,
+    slot_map: Tensor | None,
+    counts: Tensor,
+    slot_of_token: Tensor,
+    *,
+    page_size: int,
+    null_page: bool,
+) -> None:
+    """Drop the tokens whose given slot is not the table's.
+
+    given:         int32 or int64 [n], any stride, read only; the engine's slot of each token
+    slot_map:      int32 or int64 [slots], slot -> slot of this space; None: the same
+    counts:        int32 [4]; [1] is num_tokens, [3] receives an error bit
+    slot_of_token: int32 [T], as fill has written it; a dropped token receives 0, or -1 where page 0 is a real page
+    null_page:     whether page 0 belongs to no one
+    """
+    num_tokens_padded = slot_of_token.shape[0]
+    fixed = slot_map is not None, page_size if null_page else 0, 0 if null_page else -1, _TOKENS
+    slot_map = given if slot_map is None else slot_map
+    _variant(given.dtype, slot_map.dtype, *fixed)(
+        counts.device,
+        (max(1, -(-num_tokens_padded // _TOKENS)), 1, 1),
+        given,
+        slot_map,
+        counts,
+        slot_of_token,
+        given.shape[0],
+        num_tokens_padded,
+        given.stride(0),
+        slot_map.stride(0),
+        slot_map.shape[0],
+        *fixed,
+        num_warps=4,
+    )
+
+
+@functools.cache
+def _variant(*key: object) -> RepeatedLaunch:
+    """The kernel for tensors of these dtypes, with these constexpr arguments."""
+    return RepeatedLaunch(_take_slots_kernel)

@@ -1,0 +1,156 @@
+"""Torch twins of the launches of kernels/metadata that read an engine's tensors: same signatures, same results."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.metadata.engine_tensors import (
+    Q_BOUNDARIES,
+    Q_EACH_ONE,
+    Q_LENGTHS,
+    EngineLengths,
+    GatherSource,
+    LengthBounds,
+    PublishedLengths,
+)
+from rocm_attn.kernels.metadata.error_word import (
+    ERROR_WORD,
+    LENGTH_BEYOND_BOUND,
+    ROW_NOT_IN_TABLE,
+    SLOT_NOT_IN_TABLE,
+)
+from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS, ECHO, ECHOED_STEP, STEP, STEP_BEFORE, WRONG_STEP
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+
+
+def publish_engine(
+    slot: Tensor, counts_before: Tensor, given: EngineLengths, bounds: LengthBounds, to: PublishedLengths
+) -> None:
+    """Twin of launch_publish_engine. Reads the slot's header on the host: it runs outside of recordings."""
+    num_seqs, num_padded = int(slot[0]), len(to.kv_len)
+    slot[ECHOED_STEP] = counts_before[STEP]
+    slot[ECHO] = torch.where(counts_before[STEP] == slot[STEP_BEFORE], counts_before[ERROR_WORD], WRONG_STEP)
+    seq = torch.arange(num_seqs, device=to.counts.device)
+    row = seq if given.rows is None else given.rows[:num_seqs].long()
+    in_table = (row >= 0) & (row < bounds.num_rows)
+    row = torch.where(in_table, row, 0)
+    length = torch.where(in_table, given.kv_len[:num_seqs].long(), 0)
+    bound = torch.full_like(length, bounds.kv_len)
+    if bounds.csr_indptr is not None:
+        pages = bounds.csr_indptr[row + 1].long() - bounds.csr_indptr[row].long()
+        bound = bound.minimum(pages * bounds.page_size).clamp(min=0)
+    kept = length.clamp(min=0).minimum(bound)
+    new = torch.where(in_table, _new_tokens(given, num_seqs), 0)
+    taken = new.clamp(0, min(bounds.max_q_len, bounds.num_tokens))
+    is_live = in_table & (kept > 0)
+    if given.q_form == Q_EACH_ONE:
+        taken = torch.ones_like(taken)
+    elif bounds.causal:
+        taken = taken.minimum(kept)
+    else:
+        is_live = in_table & ((kept > 0) | (taken > 0))
+    room = bounds.num_tokens - (taken.cumsum(0) - taken)
+    taken = taken.minimum(room.clamp(min=0))
+    few = (taken > 0) & (taken < bounds.min_q_len)
+    cut = (in_table & ((kept != length) | (is_live & ((taken != new) | few)))).any()
+    if given.q_form == Q_BOUNDARIES and num_seqs:
+        assert given.q is not None
+        cut |= given.q[0] != 0
+    own_row = seq + 1 if to.gathered else row
+    pads = num_padded - num_seqs
+    for buffer, values, pad in (
+        (to.engine_row, torch.where(is_live, row, 0), 0),
+        (to.row_of_seq, torch.where(is_live, own_row, 0), 0),
+        (to.kv_len, torch.where(is_live, kept, to.pad_kv_len), to.pad_kv_len),
+        (to.q_len, taken, to.pad_q_len),
+    ):
+        buffer.copy_(torch.cat([values, values.new_full((pads,), pad)]))
+    nothing = seq.new_zeros(1)
+    error = cut.to(torch.int32) * LENGTH_BEYOND_BOUND | (~in_table).any().to(torch.int32) * ROW_NOT_IN_TABLE
+    to.counts.copy_(slot[:COUNT_WORDS])
+    to.counts[0] = torch.cat([nothing, torch.where(is_live, seq + 1, 0)]).amax()
+    to.counts[1] = torch.cat([nothing, torch.where(is_live, taken.cumsum(0), 0)]).amax()
+    to.counts[ERROR_WORD] = error
+
+
+def _new_tokens(given: EngineLengths, num_seqs: int) -> Tensor:
+    """New tokens of each sequence, as the engine gives them, int64."""
+    if given.q is None:
+        return torch.ones(num_seqs, dtype=torch.int64, device=given.kv_len.device)
+    if given.q_form == Q_LENGTHS:
+        return given.q[:num_seqs].long()
+    return given.q[: num_seqs + 1].long().diff()
+
+
+def gather_table(source: GatherSource, engine_row: Tensor, kv_len: Tensor, table: Tensor, *, page_size: int) -> None:
+    """Twin of launch_gather_table; may be recorded."""
+    num_seqs, (_, table_width) = len(kv_len), table.shape
+    page_no = torch.arange(table_width, device=table.device)
+    column = (page_no * page_size if source.has_slots else page_no)[None, :]
+    row = engine_row.long()[:, None]
+    entries = source.entries
+    if source.csr_indptr is None:
+        is_entry = column < entries.shape[1]
+        entry = entries[row, column.clamp(max=entries.shape[1] - 1)].long()
+    else:
+        begin = source.csr_indptr[row].long().clamp(min=0)
+        column = begin + column
+        is_entry = column < source.csr_indptr[row + 1].long().clamp(max=len(entries))
+        entry = entries[column.clamp(max=len(entries) - 1)].long()
+    entry = torch.where(is_entry, entry, -1)
+    if source.slot_map is not None:
+        slot = entry if source.has_slots else entry * page_size
+        in_map = (slot >= 0) & (slot < len(source.slot_map))
+        entry = torch.where(in_map, source.slot_map[torch.where(in_map, slot, 0)].long(), -1)
+    page = entry.clamp(min=0)
+    if source.has_slots or source.slot_map is not None:
+        page = page // page_size
+    live = page_no[None, :] < ((kv_len + page_size - 1) // page_size)[:, None]
+    mine = table[1 : num_seqs + 1]
+    mine.copy_(torch.where(live, page.to(torch.int32), mine))
+
+
+def take_slots(
+    given: Tensor,
+    slot_map: Tensor | None,
+    counts: Tensor,
+    slot_of_token: Tensor,
+    *,
+    page_size: int,
+    null_page: bool,
+) -> None:
+    """Twin of launch_take_slots; may be recorded."""
+    num_given = min(len(given), len(slot_of_token))
+    is_given = torch.arange(num_given, device=counts.device) < counts[1]
+    slot = torch.where(is_given, given[:num_given].long(), -1)
+    if slot_map is not None:
+        in_map = (slot >= 0) & (slot < len(slot_map))
+        found = torch.where(in_map, slot_map[torch.where(in_map, slot, 0)].long(), -1)
+        slot = torch.where(slot >= len(slot_map), 1 << 62, found)
+    wanted = slot_of_token[:num_given]
+    is_same = is_given & (slot == wanted)
+    strays = is_given & (slot >= (page_size if null_page else 0)) & (slot != wanted)
+    dropped = 0 if null_page else -1
+    counts[ERROR_WORD].bitwise_or_(strays.any().to(torch.int32) * SLOT_NOT_IN_TABLE)
+    wanted.copy_(torch.where(is_same, wanted, dropped))
+    slot_of_token[num_given:].fill_(dropped)
+
+
+def pack_mask(cells: Tensor, positions: Tensor, to: StepTensors) -> None:
+    """Twin of launch_pack_mask; may be recorded."""
+    words, position_of_token = to.mask_words, to.mask_positions
+    num_cells = min(len(cells), 32 * len(words))
+    num_words = -(-num_cells // 32)
+    needed = to.mask_indptr[-1].clamp(max=num_cells)
+    cell = torch.arange(32 * num_words, device=cells.device)
+    bits = (cells.view(torch.uint8)[cell.clamp(max=max(num_cells - 1, 0))] != 0) & (cell < needed)
+    # Summed up in 64 bits; the highest bit of a word is its sign.
+    packed = (bits.view(-1, 32).long() << torch.arange(32, device=cells.device)).sum(1)
+    packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+    of_step = 32 * torch.arange(num_words, device=cells.device) < needed
+    words[:num_words].copy_(torch.where(of_step, packed, words[:num_words]))
+    num_given = min(len(positions), len(position_of_token))
+    live = torch.arange(num_given, device=cells.device) < to.counts[1]
+    position_of_token[:num_given].copy_(torch.where(live, positions[:num_given], 0))
+    position_of_token[num_given:].zero_()

@@ -1,0 +1,371 @@
+"""Pages and tables that an engine owns: where they lie, and what a step needs of them.
+
+A table of pages that kernels can read is read where it lies. Any other, of slots of larger pages, of another space, of
+another dtype, or lists of pages, is gathered for each step into a table of the space's own, where sequence seq has row
+seq + 1 and row 0 stays 0. Where one space is gathered all are, because a sequence has one row in all of them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.step_batch import INT32_MAX
+from rocm_attn.errors import BadTensor, CapacityExceeded, WrongState
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
+from rocm_attn.kernels.metadata.engine_tensors import GatherSource
+from rocm_attn.kernels.metadata.step_tensors import TableTerms
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.problem import PoolKind, Problem
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+class TableUnit(enum.Enum):
+    """What an entry of an engine's table names."""
+
+    PAGE = "page"
+    SLOT = "slot"
+
+
+@dataclass(frozen=True, slots=True)
+class TableSource:
+    """An engine's table: rows of pages, or of slots, one for each token.
+
+    entries:   int32 or int64 [rows, width], any strides. Entry j of a row is that of the sequence's page j, or of its
+               token j; those of its KV name pages that exist, or 0 where a page was given back. Slots of one page are
+               consecutive, from a multiple of the page size on
+    unit:      what they name
+    slot_map:  int32 or int64 [slots], slot that the table names -> slot of this space, 0 for one that was given back;
+               None: the table names this space's own
+    null_page: whether page 0 belongs to no one, so that a token there has no page; if not, it is a page like others
+    """
+
+    entries: Tensor
+    unit: TableUnit = TableUnit.PAGE
+    slot_map: Tensor | None = None
+    null_page: bool = True
+
+    def __post_init__(self) -> None:
+        _check_integers("entries", self.entries, 2)
+        if self.slot_map is not None:
+            _check_integers("slot_map", self.slot_map, 1)
+
+    @property
+    def num_rows(self) -> int:
+        return self.entries.shape[0]
+
+    @property
+    def gather(self) -> GatherSource:
+        """As the kernel that gathers takes it."""
+        return GatherSource(self.entries, self.unit is TableUnit.SLOT, None, self.slot_map)
+
+    def lies_right(self, page_size: int) -> bool:
+        """Whether kernels can read it where it lies."""
+        are_pages = self.unit is TableUnit.PAGE or page_size == 1
+        in_order = self.entries.dtype == torch.int32 and self.entries.stride(1) == 1
+        return are_pages and in_order and self.slot_map is None
+
+    def row_tokens(self, page_size: int) -> int:
+        """Tokens that a row has room for."""
+        return self.entries.shape[1] * (page_size if self.unit is TableUnit.PAGE else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class CsrSource:
+    """An engine's lists of pages, row after row, as FlashInfer's.
+
+    indptr:    int32 or int64 [rows + 1], any stride; row -> first entry of its pages
+    indices:   int32 or int64 [n], any stride; pages
+    null_page: as in TableSource
+    """
+
+    indptr: Tensor
+    indices: Tensor
+    null_page: bool = False
+
+    def __post_init__(self) -> None:
+        _check_integers("indptr", self.indptr, 1)
+        _check_integers("indices", self.indices, 1)
+        if self.indptr.shape[0] < 2:
+            raise BadTensor(f"indptr has {self.indptr.shape[0]} elements; it needs one more than rows, so at least 2")
+
+    @property
+    def num_rows(self) -> int:
+        return self.indptr.shape[0] - 1
+
+    @property
+    def entries(self) -> Tensor:
+        return self.indices
+
+    @property
+    def slot_map(self) -> None:
+        """Pages are the space's own."""
+        return None
+
+    @property
+    def gather(self) -> GatherSource:
+        """As the kernel that gathers takes it."""
+        return GatherSource(self.indices, csr_indptr=self.indptr)
+
+    def lies_right(self, page_size: int) -> bool:
+        """Kernels read rows."""
+        return False
+
+    def row_tokens(self, page_size: int) -> int:
+        """No row ends before its sequence does: each has a length of its own."""
+        return INT32_MAX
+
+
+Source = TableSource | CsrSource
+
+
+def _check_integers(name: str, tensor: Tensor, dims: int) -> None:
+    if tensor.dim() != dims or tensor.dtype not in _INTEGERS or 0 in tensor.shape:
+        raise BadTensor(
+            f"{name} is {tensor.dtype} {list(tensor.shape)}; "
+            f"it must be int32 or int64 with {dims} dimensions, and not empty"
+        )
+
+
+def refuse_moved_table(reason: str) -> None:
+    """Graphs would go on reading the old one. Raises WrongState."""
+    raise WrongState(reason)
+
+
+def as_the_owner_says(terms: TableTerms) -> TableTerms:
+    """Page 0 belongs to no one, or is a page like others."""
+    return terms
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptedGuards:
+    """The safeguards of tables and pages that an engine owns.
+
+    moved: called with a sentence when a table or pages that graphs read are replaced
+    terms: of a space's table
+    """
+
+    moved: Callable[[str], None] = refuse_moved_table
+    terms: Callable[[TableTerms], TableTerms] = as_the_owner_says
+
+
+@dataclass(slots=True)
+class AdoptedSpace:
+    """The table of one space, as kernels read it.
+
+    source:  the engine's
+    entries: int32 [rows, width]: the engine's own, or what a step's pages are gathered into
+    gather:  source, as the kernel that gathers takes it
+    """
+
+    space: Space
+    window_left: int
+    terms: TableTerms
+    source: Source
+    entries: Tensor
+    gather: GatherSource
+
+
+class AdoptedTables:
+    """The tables of an engine, in every space that layers live in.
+
+    sources:    space -> table; the spaces' order is that of this mapping
+    windows:    space -> previous keys that the furthest-looking of its layers sees
+    max_kv_len: tokens of the longest sequence
+    num_seqs:   padded sequences of the largest step
+    short_kv:   whether sequences may have fewer tokens in their KV than new ones
+    Raises BadTensor for a table on another device.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[Space, Source],
+        windows: Mapping[Space, int],
+        *,
+        page_size: int,
+        max_kv_len: int,
+        num_seqs: int,
+        short_kv: bool,
+        device: torch.device,
+        guards: AdoptedGuards,
+    ) -> None:
+        self.page_size = page_size
+        self.device = device
+        self.gathered = not all(source.lies_right(page_size) for source in sources.values())
+        self.max_kv_len = min(max_kv_len, *(source.row_tokens(page_size) for source in sources.values()))
+        self.width = -(-self.max_kv_len // page_size)
+        self._moved = guards.moved
+        self._sealed = False
+        self.spaces = tuple(
+            AdoptedSpace(
+                space,
+                windows[space],
+                guards.terms(TableTerms(source.null_page, short_kv)),
+                source,
+                torch.zeros((num_seqs + 1, self.width), dtype=torch.int32, device=device)
+                if self.gathered
+                else source.entries,
+                source.gather,
+            )
+            for space, source in sources.items()
+        )
+        for space in self.spaces:
+            self._check_device(space.space, space.source)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that sequences may have."""
+        return min(space.source.num_rows for space in self.spaces)
+
+    @property
+    def csr_indptr(self) -> Tensor | None:
+        """Where rows begin in lists of pages; None for tables of rows."""
+        return next((space.source.indptr for space in self.spaces if isinstance(space.source, CsrSource)), None)
+
+    def use(self, space: Space, source: Source) -> bool:
+        """Read another table in a space from now on; whether memory that kernels read has moved.
+
+        A longer or shorter one at the same address is the same table with other rows.
+        Raises BadTensor for one of another kind, WrongState where graphs read the old one.
+        """
+        table = next((table for table in self.spaces if table.space == space), None)
+        if table is None:
+            named = ", ".join(table.space.name for table in self.spaces)
+            raise BadTensor(f"no layer lives in the {space.name} space; the spaces are {named}")
+        self._check_device(space, source)
+        if type(source) is not type(table.source) or source.null_page != table.source.null_page:
+            raise BadTensor(f"the table of the {space.name} space is another kind of table than before; build anew")
+        if not self.gathered and not source.lies_right(self.page_size):
+            raise BadTensor(
+                f"the table of the {space.name} space was read where it lies, which takes int32 pages in rows without "
+                f"gaps; this one is {source.entries.dtype} with strides {source.entries.stride()}"
+            )
+        if source.row_tokens(self.page_size) < self.max_kv_len:
+            raise CapacityExceeded(
+                f"a row of the table of the {space.name} space has room for {source.row_tokens(self.page_size)} "
+                f"tokens; sequences may have {self.max_kv_len}"
+            )
+        has_moved = _places(source) != _places(table.source)
+        if has_moved and self._sealed:
+            self._moved(
+                f"the table of the {space.name} space has moved, and graphs read the old one; write into the table "
+                "that there was, or build anew and capture again"
+            )
+        table.source, table.gather = source, source.gather
+        if not self.gathered:
+            table.entries = source.entries
+        return has_moved
+
+    def seal(self) -> None:
+        """Graphs may read the tables from now on."""
+        self._sealed = True
+
+    def _check_device(self, space: Space, source: Source) -> None:
+        for tensor in _tensors(source):
+            if tensor.device != self.device:
+                raise BadTensor(f"the table of the {space.name} space is on {tensor.device}, not on {self.device}")
+
+
+def _tensors(source: Source) -> list[Tensor]:
+    of_kind = source.indptr if isinstance(source, CsrSource) else source.slot_map
+    return [source.entries, *([] if of_kind is None else [of_kind])]
+
+
+def _places(source: Source) -> list[tuple[int, torch.dtype, tuple[int, ...]]]:
+    """What a graph has frozen of a table."""
+    return [(tensor.data_ptr(), tensor.dtype, tensor.stride()) for tensor in _tensors(source)]
+
+
+class AdoptedPages:
+    """The pages of every layer, which an engine brings.
+
+    problems:     one for each layer
+    num_pages:    the most that a layer may have
+    page_strides: whether they may have any strides but the last
+    """
+
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        *,
+        num_pages: int,
+        page_strides: bool,
+        device: torch.device,
+        guards: AdoptedGuards,
+    ) -> None:
+        self.page_size = problems[0].page_size
+        self.device = device
+        self._problems = tuple(problems)
+        self._num_pages = num_pages
+        self._page_strides = page_strides
+        self._moved = guards.moved
+        self._sealed = False
+        self._layers: list[LayerPages | None] = [None] * len(problems)
+
+    def bind(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Use these pages for a layer. Raises BadTensor, and WrongState where graphs read others."""
+        self._check(layer, "k", k, key_rows(k).cells, self._problems[layer].head_dim)
+        self._check(layer, "v", v, value_rows(v).cells, self._problems[layer].v_head_dim)
+        if self._problems[layer].pool is PoolKind.LATENT and (v.data_ptr(), v.stride()) != (k.data_ptr(), k.stride()):
+            raise BadTensor(f"layer {layer} is latent: its v is k[..., :{self._problems[layer].v_head_dim}]")
+        bound, pages = self._layers[layer], LayerPages(k=k, v=v)
+        if bound is not None and self._sealed and _place(bound) != _place(pages):
+            self._moved(
+                f"the pages of layer {layer} have moved, and graphs read the old ones; keep them where they are, or "
+                "build anew and capture again"
+            )
+            return
+        self._layers[layer] = pages
+
+    def layer(self, layer: int) -> LayerPages:
+        """The pages of one layer. Raises WrongState while it has none."""
+        pages = self._layers[layer]
+        if pages is None:
+            raise WrongState(f"layer {layer} has no pages yet; call bind() before its first step")
+        return pages
+
+    def seal(self) -> None:
+        """Graphs may read the pages from now on."""
+        self._sealed = True
+
+    def _check(self, layer: int, name: str, pages: Tensor, cells: Tensor, dim: int) -> None:
+        problem = self._problems[layer]
+        page_size, heads = cells.shape[1] * cells.shape[5], cells.shape[2]
+        found, wanted = (
+            (page_size, heads, cells.shape[3] * cells.shape[4]),
+            (problem.page_size, problem.num_kv_heads, dim),
+        )
+        if found != wanted:
+            raise BadTensor(
+                f"{name} of layer {layer} has pages of {found[0]} tokens, {found[1]} heads and {found[2]} elements; "
+                f"the layer needs {wanted[0]}, {wanted[1]} and {wanted[2]}"
+            )
+        if pages.dtype != problem.dtype or pages.device != self.device:
+            raise BadTensor(
+                f"{name} of layer {layer} is {pages.dtype} on {pages.device}; "
+                f"the layer works in {problem.dtype} on {self.device}"
+            )
+        if pages.shape[0] > self._num_pages:
+            raise CapacityExceeded(
+                f"{name} of layer {layer} has {pages.shape[0]} pages, kernels were chosen for {self._num_pages}; "
+                "raise num_pages"
+            )
+        if pages.stride(-1) != 1:
+            raise BadTensor(f"{name} of layer {layer} has stride {pages.stride(-1)} within a row; it must be 1")
+        is_part = problem.pool is PoolKind.LATENT and name == "v"
+        if not self._page_strides and not is_part and not pages.is_contiguous():
+            raise BadTensor(
+                f"{name} of layer {layer} has strides {pages.stride()}, and kernels were chosen that may take pages "
+                "for contiguous; build with page_strides=True"
+            )
+
+
+def _place(pages: LayerPages) -> tuple[int, tuple[int, ...], int, tuple[int, ...]]:
+    """What a graph has frozen of a layer's pages."""
+    return pages.k.data_ptr(), pages.k.stride(), pages.v.data_ptr(), pages.v.stride()

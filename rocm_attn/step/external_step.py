@@ -1,0 +1,160 @@
+"""ExternalStep: one step as an engine knows it. Lengths, rows and slots are tensors of the engine's."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.errors import BadBatch, BadTensor
+from rocm_attn.kernels.metadata.engine_tensors import Q_BOUNDARIES, Q_EACH_ONE, Q_LENGTHS, EngineLengths
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+class Causality(enum.Enum):
+    """Whether a step's tokens see what comes after them."""
+
+    OF_LAYERS = "as its layers' problems say"
+    CAUSAL = "they see themselves and what comes before"
+    NOT_CAUSAL = "they see all of their sequence's KV"
+
+
+@dataclass(frozen=True, slots=True)
+class OneEach:
+    """One new token in each sequence, the engine's pads included."""
+
+
+ONE_EACH = OneEach()
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """New tokens of each sequence. of_seq: int32 or int64 [num_seqs or more], any stride, on the device"""
+
+    of_seq: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Boundaries:
+    """Where each sequence's new tokens begin, and where the last one's end.
+
+    of_seq: int32 or int64 [num_seqs + 1 or more], any stride, on the device; the first is 0
+    """
+
+    of_seq: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class NoCells:
+    """A step without a mask."""
+
+
+NO_CELLS = NoCells()
+
+
+@dataclass(frozen=True, slots=True)
+class BoolCells:
+    """A mask of one byte a cell: what each new token sees of its sequence's KV.
+
+    cells:     bool or uint8 [n], contiguous, on the device: the [q_len, kv_len] cells of each sequence, one sequence
+               after the other
+    positions: int32 or int64 [num_tokens or more], any stride, on the device; where each token is, for windows
+    """
+
+    cells: Tensor
+    positions: Tensor
+
+    def __post_init__(self) -> None:
+        if self.cells.dtype not in (torch.bool, torch.uint8) or self.cells.dim() != 1 or not self.cells.is_contiguous():
+            raise BadTensor(
+                f"mask cells are {self.cells.dtype} {list(self.cells.shape)}; they must be bool or uint8, in one row"
+            )
+        _check("positions", self.positions, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalStep:
+    """One step: shape and bounds on the host, the rest in the engine's tensors, which are read on the current stream.
+
+    num_seqs:      entries of the engine's tensors that count. Those without KV are pads where attention is causal, and
+                   come after all others; entries past num_seqs are not looked at
+    padded_seqs:   sequences that the step is padded to
+    padded_tokens: tokens of q, k, v and out
+    kv_len:        int32 or int64 [num_seqs or more], any stride, on the device; new tokens included
+    q:             new tokens of each sequence
+    rows:          int32 or int64 [num_seqs or more], any stride, on the device; rows of the engine's tables. None:
+                   sequence i has row i
+    min_q_len, max_q_len: fewest and most new tokens of a sequence that has any
+    max_kv_len:    most tokens of a sequence
+    captured:      whether the engine captures the step or replays it. Shape, q's form, min_q_len, max_q_len, mask and
+                   causality are then those of the capture; max_kv_len is not looked at
+    mask:          what tokens see, for layers with custom_mask
+    causality:     for all layers of the step
+
+    Lengths beyond the bounds are cut on the device and reported. Raises BadBatch, BadTensor.
+    """
+
+    num_seqs: int
+    padded_seqs: int
+    padded_tokens: int
+    kv_len: Tensor
+    q: OneEach | Lengths | Boundaries
+    rows: Tensor | None
+    min_q_len: int
+    max_q_len: int
+    max_kv_len: int
+    captured: bool = False
+    mask: NoCells | BoolCells = NO_CELLS
+    causality: Causality = Causality.OF_LAYERS
+    shape: PaddedShape = field(init=False)
+    lengths: EngineLengths = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_seqs <= self.padded_seqs or self.padded_seqs < 1 or self.padded_tokens < 1:
+            raise BadBatch(
+                f"{self.num_seqs} sequences padded to {self.padded_seqs}, with {self.padded_tokens} padded tokens; "
+                "a step is padded to at least as many sequences as it has, and to at least 1 sequence and 1 token"
+            )
+        if not 0 <= self.min_q_len <= self.max_q_len or self.max_q_len < 1:
+            raise BadBatch(
+                f"min_q_len {self.min_q_len} and max_q_len {self.max_q_len}; give 0 <= min_q_len <= max_q_len, "
+                "and max_q_len of at least 1"
+            )
+        kind = self._kind()
+        if kind.decodes and self.padded_tokens != self.padded_seqs:
+            raise BadBatch(
+                f"{self.padded_seqs} padded sequences with one new token each have {self.padded_tokens} padded tokens; "
+                "give as many tokens as sequences"
+            )
+        _check("kv_len", self.kv_len, self.num_seqs)
+        if self.rows is not None:
+            _check("rows", self.rows, self.num_seqs)
+        object.__setattr__(self, "shape", PaddedShape(kind, self.padded_seqs, self.padded_tokens))
+        object.__setattr__(self, "lengths", self._lengths(kind))
+
+    def _kind(self) -> StepKind:
+        if isinstance(self.mask, BoolCells):
+            return StepKind.MASKED
+        if isinstance(self.q, OneEach) or self.min_q_len == self.max_q_len == 1:
+            return StepKind.DECODE
+        return StepKind.EXTEND if self.min_q_len > 1 else StepKind.MIXED
+
+    def _lengths(self, kind: StepKind) -> EngineLengths:
+        if kind.decodes or isinstance(self.q, OneEach):
+            return EngineLengths(self.kv_len, self.rows, None, Q_EACH_ONE)
+        form, more = (Q_LENGTHS, 0) if isinstance(self.q, Lengths) else (Q_BOUNDARIES, 1)
+        _check("q", self.q.of_seq, self.num_seqs + more)
+        return EngineLengths(self.kv_len, self.rows, self.q.of_seq, form)
+
+
+def _check(name: str, tensor: Tensor, at_least: int) -> None:
+    if tensor.dim() != 1 or tensor.dtype not in _INTEGERS or tensor.shape[0] < max(1, at_least):
+        raise BadTensor(
+            f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be int32 or int64 in one dimension, "
+            f"with at least {max(1, at_least)} elements"
+        )

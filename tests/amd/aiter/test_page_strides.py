@@ -1,0 +1,95 @@
+"""Pages that an engine owns may have strides of their own, and tails that must stay: which kernels take them.
+
+Every row is run over such pages on the stand-in: one that says so gives the right rows, and every other is refused by
+the stand-in, where the real function refuses them or is wrong in silence.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.problem import PoolKind
+from rocm_attn.providers.aiter.rows import ROWS
+from rocm_attn.providers.contract import KernelRow, PoolSize, PoolTerms
+from tests.amd.aiter.checks import ContractBroken
+from tests.amd.aiter.every_kernel import MAX_KV_LEN, STEPS_OF_KIND, Case, cases, selection_of
+from tests.amd.aiter.serving import CPU, GFX942
+from tests.amd.aiter.stand_in import StandIn
+from tests.amd.runtime.stepping import World
+
+BOUND = [row for row in ROWS if not row.not_bound]
+each_row = pytest.mark.parametrize("row", BOUND, ids=lambda row: f"{row.name}-{row.kind.value}")
+STRIDES = "it takes pages for contiguous, and these have strides of their own"
+TAILS = "what follows a sequence in its last page must be zeroed for it, and these pages are kept"
+
+
+def case_of(row: KernelRow) -> Case:
+    """The first one whose pages hold several tokens, where there is one."""
+    found = [case for case in cases(GFX942) if case.row is row and case.problem.dtype == row.limits.dtypes[0]]
+    return next((case for case in found if case.problem.page_size > 1), found[0])
+
+
+@each_row
+def test_a_row_is_refused_where_it_cannot_serve_an_engines_pages(row: KernelRow) -> None:
+    problem = case_of(row).problem
+    for terms, is_served, reason in (
+        (PoolTerms(page_strides=True), row.limits.page_strides, STRIDES),
+        (PoolTerms(keeps_tails=True), row.masks_v, TAILS),
+    ):
+        refusals = row.refusals(problem, GFX942, PoolSize(100, MAX_KV_LEN, 8, terms))
+        assert (reason in refusals) == (not is_served)
+        assert row.refusals(problem, GFX942, PoolSize(100, MAX_KV_LEN, 8)) == ()
+
+
+@each_row
+def test_no_row_serves_fewer_keys_than_new_tokens(row: KernelRow) -> None:
+    """Nothing is known of what AITER's kernels do then."""
+    assert not row.limits.short_kv
+
+
+@each_row
+def test_pages_with_strides_of_their_own_are_read_right_or_refused(row: KernelRow, aiter: StandIn) -> None:
+    case = case_of(row)
+    world = World.build(
+        [case.problem],
+        CPU,
+        "auto",
+        num_pages=2 + 4 * -(-MAX_KV_LEN // case.problem.page_size),
+        max_kv_len=MAX_KV_LEN,
+        target=GFX942,
+        selections=[selection_of(case, GFX942, "aiter")],
+    )
+    pool = world.runtime.pool
+    pool._layers[0] = with_strides(pool.layer(0), case.problem.pool)
+
+    def serve() -> None:
+        requests = [world.admit() for _ in range(3)]
+        for q_len in STEPS_OF_KIND[row.kind]:
+            world.step(requests, q_len, pad_to=4)
+
+    if row.limits.page_strides:
+        serve()
+        assert world.largest_error > 0
+    else:
+        with pytest.raises(ContractBroken, match=r"stride|contiguous"):
+            serve()
+
+
+def with_strides(pages: LayerPages, pool: PoolKind) -> LayerPages:
+    """The same pages: K and V packed in rows, heads before tokens; rows and pages further apart in other pools."""
+    if pool is PoolKind.LATENT:
+        k = torch.cat([pages.k, torch.full_like(pages.k, float("nan"))], -1)[..., : pages.k.shape[-1]]
+        return LayerPages(k=k, v=k[..., : pages.v.shape[-1]])
+    if pool is PoolKind.VECTORIZED:
+        return LayerPages(k=apart(pages.k), v=apart(pages.v))
+    packed = torch.cat([pages.k, pages.v], -1).transpose(1, 2).contiguous().transpose(1, 2)
+    dim = pages.k.shape[-1]
+    return LayerPages(k=packed[..., :dim], v=packed[..., dim:])
+
+
+def apart(pages: Tensor) -> Tensor:
+    """With as much NaN after each page."""
+    return torch.stack([pages, torch.full_like(pages, float("nan"))], 1)[:, 0]

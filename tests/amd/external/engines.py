@@ -1,0 +1,523 @@
+"""Engines by the conventions of SGLang, vLLM and FlashInfer: each owns pages, tables, lengths, slots and graphs.
+
+An engine keeps in NumPy what it has stored, and compares every row of every step with the oracle's. Pages start
+as NaN, and go back to NaN when they are given up, unless a test says that they hold something else; what pads hold of
+q, k and v is NaN.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
+from rocm_attn.guards.registry import Guards
+from rocm_attn.paging.adopted import CsrSource, Source, TableSource, TableUnit
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.problem import Problem
+from rocm_attn.step.external_step import ONE_EACH, Boundaries, ExternalStep, Lengths, OneEach
+from tests.amd.external.oracle import Array, attention
+
+Q_HEADS, KV_HEADS, DIM, V_DIM = 4, 2, 16, 24
+NUM_REQUESTS, ROOM = 6, 96
+SCALE = 0.3
+NAN = float("nan")
+# Float32 against float64.
+TOLERANCE = 2e-5
+
+
+@dataclass
+class Request:
+    """A request, as its engine knows it. pages: space -> page of each page_no, 0 where it was given back"""
+
+    row: int
+    kv_len: int = 0
+    pages: dict[Space, list[int]] = field(default_factory=dict)
+
+
+@dataclass
+class Tensors:
+    """What a step is given for one layer, and for all: q, k, v per layer."""
+
+    q: list[Tensor]
+    k: list[Tensor]
+    v: list[Tensor]
+
+
+def leave_alone(kv_len: Tensor, slots: Tensor) -> None:
+    """Nothing goes wrong."""
+
+
+class Engine(ABC):
+    """What all of them do. windows: of each layer, -1 for none."""
+
+    null_page = True
+    first_page = 1
+
+    def __init__(
+        self,
+        page_size: int,
+        windows: Sequence[int] = (-1,),
+        *,
+        device: torch.device,
+        provider: str,
+        spaces: Sequence[Space] | None = None,
+        guards: Guards | None = None,
+        empty: float = NAN,
+        **options: Any,
+    ) -> None:
+        self.page_size, self.windows, self.device = page_size, tuple(windows), device
+        self.spaces = tuple(spaces) if spaces is not None else (Space.FULL,) * len(windows)
+        self.random, self.empty = np.random.default_rng(0), empty
+        self.num_pages = 1 + NUM_REQUESTS * -(-ROOM // page_size)
+        self.free = {
+            space: self.random.permutation(np.arange(self.first_page, self.num_pages)).tolist()
+            for space in dict.fromkeys(self.spaces)
+        }
+        self.requests: dict[int, Request] = {}
+        self.stored: dict[tuple[int, int], tuple[Array, Array]] = {}
+        self.bounds = Bounds(num_seqs=16, num_tokens=128, kv_len=ROOM, num_pages=self.num_pages)
+        with torch.inference_mode(False):  # an engine writes them in any mode
+            self.pages = [self.new_pages() for _ in windows]
+            self.make_tables()
+        problems = [
+            Problem(
+                Q_HEADS, KV_HEADS, DIM, V_DIM, torch.float32, page_size, SCALE, window_left=window, **self.features()
+            )
+            for window in windows
+        ]
+        self.attention = ExternalAttention(
+            [LayerSource(problem, space) for problem, space in zip(problems, self.spaces, strict=True)],
+            self.sources(),
+            device=device,
+            bounds=self.bounds,
+            options=ExternalOptions(provider=provider, **self.options(), **options),
+            guards=guards,
+        )
+        for layer, (k, v) in enumerate(self.pages):
+            self.attention.bind(layer, k, v)
+
+    @abstractmethod
+    def new_pages(self) -> tuple[Tensor, Tensor]:
+        """K and V pages of a layer, as [pages, page_size, kv_heads, dim]."""
+
+    @abstractmethod
+    def make_tables(self) -> None:
+        """Allocate what sources() names."""
+
+    @abstractmethod
+    def sources(self) -> Mapping[Space, Source]:
+        """The tables."""
+
+    @abstractmethod
+    def put_pages(self, request: Request) -> None:
+        """Write a request's pages to the tables."""
+
+    @abstractmethod
+    def slots_of(self, requests: Sequence[Request], new: Sequence[int]) -> list[int] | None:
+        """The slot of each new token; None where steps give none."""
+
+    def options(self) -> dict[str, Any]:
+        """Of ExternalOptions, besides those that a test gives."""
+        return {}
+
+    def features(self) -> dict[str, Any]:
+        """Of the layers' problems."""
+        return {}
+
+    @abstractmethod
+    def start_step(self, requests: Sequence[Request], new: Sequence[int]) -> None:
+        """What the engine does before a step, besides what put_pages() has done."""
+
+    def admit(self) -> Request:
+        """A request without tokens, in a row of its own."""
+        row = next(row for row in itertools.count(1) if row not in self.requests)
+        request = self.requests[row] = Request(row, pages={space: [] for space in self.free})
+        return request
+
+    def free_request(self, request: Request) -> None:
+        """Give its pages back, and forget what they held."""
+        for space in self.free:
+            self.give_back(request, space, len(request.pages[space]))
+            request.pages[space].clear()
+        del self.requests[request.row]
+        for layer in range(len(self.windows)):
+            self.stored.pop((layer, request.row), None)
+
+    def reserve(self, request: Request, kv_len: int) -> None:
+        """Pages for so many tokens."""
+        for space, pages in request.pages.items():
+            while len(pages) * self.page_size < kv_len:
+                pages.append(self.free[space].pop())
+        self.put_pages(request)
+
+    def give_back(self, request: Request, space: Space, first: int) -> None:
+        """The pages before page_no `first` are free for others, and NaN until then."""
+        pages = request.pages[space]
+        for page_no in range(min(first, len(pages))):
+            page = pages[page_no]
+            if page or not self.null_page:
+                for layer, its in enumerate(self.spaces):
+                    if its == space:
+                        for side in self.pages[layer]:
+                            side[page] = self.empty
+                self.free[space].insert(0, page)
+                pages[page_no] = 0
+
+    def evict(self, request: Request, kept: int) -> None:
+        """Give back, in spaces of layers with a window, pages before the token `kept`."""
+        for space in self.free:
+            if all(window >= 0 for window, its in zip(self.windows, self.spaces, strict=True) if its == space):
+                self.give_back(request, space, kept // self.page_size)
+        self.put_pages(request)
+
+    def random_rows(self, *shape: int) -> Tensor:
+        return torch.from_numpy(self.random.standard_normal(shape)).float().to(self.device)
+
+    def tensors(self, num_tokens: int, padded: int) -> Tensors:
+        """New q, k and v for each layer; NaN in padded rows."""
+
+        def rows(heads: int, dim: int) -> Tensor:
+            values = self.random_rows(padded, heads, dim)
+            values[num_tokens:] = NAN
+            return values
+
+        layers = range(len(self.windows))
+        return Tensors(
+            [rows(Q_HEADS, DIM) for _ in layers],
+            [rows(KV_HEADS, DIM) for _ in layers],
+            [rows(KV_HEADS, V_DIM) for _ in layers],
+        )
+
+    def ints(self, values: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(list(values), dtype=dtype, device=self.device)
+
+    def lengths(
+        self, requests: Sequence[Request], new: Sequence[int], padded: int
+    ) -> tuple[int, Tensor, OneEach | Lengths | Boundaries, Tensor | None]:
+        """num_seqs, kv_len, q and rows as the engine gives them, with its own pads."""
+        kv_len = [request.kv_len + q for request, q in zip(requests, new, strict=True)]
+        rows = [request.row for request in requests]
+        return len(requests), self.ints(kv_len, torch.int64), self.new_tokens(new, padded), self.ints(rows, torch.int64)
+
+    def new_tokens(self, new: Sequence[int], padded: int) -> OneEach | Lengths | Boundaries:
+        """q as the engine gives it."""
+        return ONE_EACH if set(new) == {1} else Lengths(self.ints(new))
+
+    def slot_tensor(self, slots: Sequence[int], padded: int) -> Tensor:
+        """Slots, and the engine's own value for pads."""
+        return self.ints([*slots, *[0] * (padded - len(slots))], torch.int64)
+
+    def run(
+        self,
+        requests: Sequence[Request],
+        new: Sequence[int],
+        *,
+        pads: int = 0,
+        corrupt: Callable[[Tensor, Tensor], None] = leave_alone,
+    ) -> None:
+        """An eager step, padded by so many sequences and tokens; compared with the oracle."""
+        self.compare(requests, new, *self.run_unseen(requests, new, pads=pads, corrupt=corrupt))
+
+    def run_unseen(
+        self,
+        requests: Sequence[Request],
+        new: Sequence[int],
+        *,
+        pads: int = 0,
+        corrupt: Callable[[Tensor, Tensor], None] = leave_alone,
+    ) -> tuple[Tensors, list[Tensor]]:
+        """As run(), without a look at the results. corrupt: given the engine's lengths and slots before the step"""
+        for request, count in zip(requests, new, strict=True):
+            self.reserve(request, request.kv_len + count)
+        self.start_step(requests, new)
+        total = sum(new)
+        num_seqs, kv_len, q, rows = self.lengths(requests, new, len(requests) + pads)
+        decodes = isinstance(q, OneEach)
+        step = ExternalStep(
+            num_seqs,
+            len(requests) + pads,
+            len(requests) + pads if decodes else total + pads,
+            kv_len,
+            q,
+            rows,
+            min_q_len=1 if decodes else 0,
+            max_q_len=max(new),
+            max_kv_len=max(request.kv_len + count for request, count in zip(requests, new, strict=True)),
+        )
+        given = self.tensors(total, step.padded_tokens)
+        listed = self.slots_of(requests, new)
+        slots = None if listed is None else self.slot_tensor(listed, step.padded_tokens)
+        corrupt(kv_len, kv_len if slots is None else slots)
+        self.attention.begin(step)
+        self.attention.fill(slots)
+        outs = self.forward(given)
+        self.keep(requests, new, given)
+        return given, outs
+
+    def forward(self, given: Tensors) -> list[Tensor]:
+        """Store and attend in every layer."""
+        outs = []
+        for layer in range(len(self.windows)):
+            out = torch.full_like(given.q[layer][:, :, :1].expand(-1, -1, V_DIM), 7.0)
+            self.attention.store(layer, given.k[layer], given.v[layer])
+            self.attention.attend(layer, given.q[layer], out)
+            outs.append(out)
+        return outs
+
+    def keep(self, requests: Sequence[Request], new: Sequence[int], given: Tensors) -> None:
+        """Remember what was stored, and how long the requests are."""
+        for layer in range(len(self.windows)):
+            first = 0
+            for request, count in zip(requests, new, strict=True):
+                nothing = np.zeros((0, KV_HEADS, DIM)), np.zeros((0, KV_HEADS, V_DIM))
+                before = self.stored.get((layer, request.row), nothing)
+                rows = (side[layer][first : first + count].double().cpu().numpy() for side in (given.k, given.v))
+                k, v = (np.concatenate([old[: request.kv_len], fresh]) for old, fresh in zip(before, rows, strict=True))
+                self.stored[layer, request.row] = k, v
+                first += count
+        for request, count in zip(requests, new, strict=True):
+            request.kv_len += count
+
+    def compare(self, requests: Sequence[Request], new: Sequence[int], given: Tensors, outs: Sequence[Tensor]) -> None:
+        """Every row is the oracle's, and padded rows are 0."""
+        for layer, window in enumerate(self.windows):
+            first = 0
+            for request, count in zip(requests, new, strict=True):
+                q = given.q[layer][first : first + count].double().cpu().numpy()
+                want, _ = attention(q, *self.stored[layer, request.row], scale=SCALE, window_left=window)
+                found = outs[layer][first : first + count].double().cpu().numpy()
+                assert np.allclose(found, want, atol=TOLERANCE, rtol=TOLERANCE), f"layer {layer}, row {request.row}"
+                first += count
+            assert (outs[layer][first:] == 0).all(), f"padded rows of layer {layer} are not 0"
+
+    def capture(self, bucket: int, width: int = 1) -> Replay:
+        """A graph of steps of up to `bucket` sequences with `width` new tokens each, in buffers of its own."""
+        return Replay(self, bucket, width)
+
+
+class Replay:
+    """The engine's graph at one bucket, and the buffers that it reads."""
+
+    def __init__(self, engine: Engine, bucket: int, width: int) -> None:
+        self.engine, self.bucket, self.width = engine, bucket, width
+        num_tokens = bucket * width
+        self.given = engine.tensors(0, num_tokens)
+        num_seqs, self.kv_len, self.q, self.rows = self._lengths([], [])
+        self.slots = engine.slot_tensor([], num_tokens)
+        self.has_slots = engine.slots_of([], []) is not None
+        engine.attention.begin(self._step(num_seqs))
+
+        def body() -> list[Tensor]:
+            engine.attention.fill(self.slots if self.has_slots else None)
+            return engine.forward(self.given)
+
+        self.recording, self.outs = recorder_for(engine.device).record(body)
+
+    def _lengths(
+        self, requests: Sequence[Request], new: Sequence[int]
+    ) -> tuple[int, Tensor, OneEach | Lengths | Boundaries, Tensor | None]:
+        num_seqs, kv_len, q, rows = self.engine.lengths(requests, new, self.bucket)
+
+        def padded(values: Tensor, size: int, fill: int) -> Tensor:
+            return torch.cat([values, values.new_full((size - len(values),), fill)])
+
+        if isinstance(q, Lengths):
+            q = Lengths(padded(q.of_seq, self.bucket, self.width))
+        elif isinstance(q, Boundaries):
+            q = Boundaries(padded(q.of_seq, self.bucket + 1, int(q.of_seq[-1])))
+        pad_kv_len = 1 if num_seqs == len(requests) else 0
+        return (
+            num_seqs,
+            padded(kv_len, self.bucket, pad_kv_len),
+            q if self.width > 1 else ONE_EACH,
+            None if rows is None else padded(rows, self.bucket, 0),
+        )
+
+    def _step(self, num_seqs: int) -> ExternalStep:
+        return ExternalStep(
+            num_seqs,
+            self.bucket,
+            self.bucket * self.width,
+            self.kv_len,
+            self.q,
+            self.rows,
+            min_q_len=self.width,
+            max_q_len=self.width,
+            max_kv_len=1,  # not looked at: the graph serves any length
+            captured=True,
+        )
+
+    def run(self, requests: Sequence[Request]) -> None:
+        """Replay for these requests, and compare with the oracle."""
+        engine, new = self.engine, [self.width] * len(requests)
+        for request in requests:
+            engine.reserve(request, request.kv_len + self.width)
+        engine.start_step(requests, new)
+        num_seqs, kv_len, q, rows = self._lengths(requests, new)
+        self.kv_len.copy_(kv_len)
+        if not isinstance(q, OneEach) and not isinstance(self.q, OneEach):
+            self.q.of_seq.copy_(q.of_seq)
+        if rows is not None and self.rows is not None:
+            self.rows.copy_(rows)
+        slots = engine.slots_of(requests, new)
+        if slots is not None:
+            self.slots.copy_(engine.slot_tensor(slots, len(self.slots)))
+        fresh = engine.tensors(len(requests) * self.width, self.bucket * self.width)
+        for mine, theirs in ((self.given.q, fresh.q), (self.given.k, fresh.k), (self.given.v, fresh.v)):
+            for to, values in zip(mine, theirs, strict=True):
+                to.copy_(values)
+        engine.attention.begin(self._step(num_seqs))
+        self.recording.replay()
+        engine.keep(requests, new, fresh)
+        engine.compare(requests, new, fresh, self.outs)
+
+
+class SGLang(Engine):
+    """A table of slots, row 0 reserved; layers with a window in a pool of their own, by a map; pads go to slot 0."""
+
+    def new_pages(self) -> tuple[Tensor, Tensor]:
+        k, v = (
+            torch.full((self.num_pages * self.page_size, KV_HEADS, dim), self.empty, device=self.device)
+            for dim in (DIM, V_DIM)
+        )
+        return k.view(-1, self.page_size, KV_HEADS, DIM), v.view(-1, self.page_size, KV_HEADS, V_DIM)
+
+    def make_tables(self) -> None:
+        self.req_to_token = torch.zeros(NUM_REQUESTS + 1, ROOM, dtype=torch.int32, device=self.device)
+        # The last entry is what an index of -1 would find.
+        self.to_swa = torch.zeros(self.num_pages * self.page_size + 1, dtype=torch.int64, device=self.device)
+        self.to_swa[-1] = -1
+
+    def sources(self) -> Mapping[Space, Source]:
+        maps = {Space.FULL: None, Space.SWA: self.to_swa}
+        return {
+            space: TableSource(self.req_to_token, TableUnit.SLOT, maps[space]) for space in dict.fromkeys(self.spaces)
+        }
+
+    def put_pages(self, request: Request) -> None:
+        size = self.page_size
+        for page_no, page in enumerate(request.pages[Space.FULL]):
+            here = slice(page_no * size, min((page_no + 1) * size, ROOM))
+            self.req_to_token[request.row, here] = torch.arange(page * size, page * size + here.stop - here.start)
+            if Space.SWA in request.pages:
+                swa = request.pages[Space.SWA][page_no]
+                self.to_swa[page * size : (page + 1) * size] = torch.arange(swa * size, (swa + 1) * size) if swa else 0
+
+    def slots_of(self, requests: Sequence[Request], new: Sequence[int]) -> list[int] | None:
+        return [
+            slot
+            for request, count in zip(requests, new, strict=True)
+            for slot in self.req_to_token[request.row, request.kv_len : request.kv_len + count].tolist()
+        ]
+
+    def start_step(self, requests: Sequence[Request], new: Sequence[int]) -> None:
+        """Rows are those of the requests."""
+
+
+class VLLM(Engine):
+    """A block table for each KV cache group, in the batch's order; K and V packed in a page; pads: no KV, slot -1."""
+
+    def new_pages(self) -> tuple[Tensor, Tensor]:
+        packed = torch.full((self.num_pages, KV_HEADS, self.page_size, DIM + V_DIM), self.empty, device=self.device)
+        kv = packed.transpose(1, 2)
+        return kv[..., :DIM], kv[..., DIM:]
+
+    def make_tables(self) -> None:
+        width = -(-ROOM // self.page_size)
+        self.block_tables = {
+            space: torch.zeros(self.bounds.num_seqs, width, dtype=torch.int32, device=self.device)
+            for space in dict.fromkeys(self.spaces)
+        }
+
+    def sources(self) -> Mapping[Space, Source]:
+        return {space: TableSource(table) for space, table in self.block_tables.items()}
+
+    def put_pages(self, request: Request) -> None:
+        """Rows are those of the batch."""
+
+    def start_step(self, requests: Sequence[Request], new: Sequence[int]) -> None:
+        for space, table in self.block_tables.items():
+            for row, request in enumerate(requests):
+                table[row, : len(request.pages[space])] = self.ints(request.pages[space])
+
+    def options(self) -> dict[str, Any]:
+        return {"page_strides": True}
+
+    def lengths(
+        self, requests: Sequence[Request], new: Sequence[int], padded: int
+    ) -> tuple[int, Tensor, OneEach | Lengths | Boundaries, Tensor | None]:
+        kv_len = [request.kv_len + q for request, q in zip(requests, new, strict=True)] + [0] * (padded - len(requests))
+        return padded, self.ints(kv_len), self.new_tokens(new, padded), None
+
+    def new_tokens(self, new: Sequence[int], padded: int) -> OneEach | Lengths | Boundaries:
+        ends = [*itertools.accumulate(new, initial=0)]
+        return ONE_EACH if set(new) == {1} else Boundaries(self.ints(ends + [ends[-1]] * (padded - len(new))))
+
+    def slots_of(self, requests: Sequence[Request], new: Sequence[int]) -> list[int] | None:
+        if len(self.block_tables) > 1:
+            return None  # each group would have slots of its own
+        (space,) = self.block_tables
+        return [
+            request.pages[space][at // self.page_size] * self.page_size + at % self.page_size
+            for request, count in zip(requests, new, strict=True)
+            for at in range(request.kv_len, request.kv_len + count)
+        ]
+
+    def slot_tensor(self, slots: Sequence[int], padded: int) -> Tensor:
+        return self.ints([*slots, *[-1] * (padded - len(slots))], torch.int64)
+
+
+class FlashInfer(Engine):
+    """Lists of pages, of which page 0 is one like others; K and V beside each other in a page."""
+
+    null_page = False
+    first_page = 0
+
+    def new_pages(self) -> tuple[Tensor, Tensor]:
+        kv = torch.full((self.num_pages, 2, self.page_size, KV_HEADS, V_DIM), self.empty, device=self.device)
+        return kv[:, 0, :, :, :DIM], kv[:, 1]
+
+    def make_tables(self) -> None:
+        self.indptr = torch.zeros(self.bounds.num_seqs + 1, dtype=torch.int32, device=self.device)
+        self.indices = torch.zeros(NUM_REQUESTS * -(-ROOM // self.page_size) + 1, dtype=torch.int32, device=self.device)
+
+    def sources(self) -> Mapping[Space, Source]:
+        return {Space.FULL: CsrSource(self.indptr, self.indices)}
+
+    def put_pages(self, request: Request) -> None:
+        """Rows are those of the batch."""
+
+    def start_step(self, requests: Sequence[Request], new: Sequence[int]) -> None:
+        ends = [*itertools.accumulate((len(request.pages[Space.FULL]) for request in requests), initial=0)]
+        self.indptr[: len(ends)] = self.ints(ends)
+        self.indptr[len(ends) :] = ends[-1]
+        pages = [page for request in requests for page in request.pages[Space.FULL]]
+        self.indices[: len(pages)] = self.ints(pages)
+
+    def options(self) -> dict[str, Any]:
+        return {"page_strides": True}
+
+    def lengths(
+        self, requests: Sequence[Request], new: Sequence[int], padded: int
+    ) -> tuple[int, Tensor, OneEach | Lengths | Boundaries, Tensor | None]:
+        num_seqs, kv_len, q, _ = super().lengths(requests, new, padded)
+        return num_seqs, kv_len.int(), q, None
+
+    def new_tokens(self, new: Sequence[int], padded: int) -> OneEach | Lengths | Boundaries:
+        return ONE_EACH if set(new) == {1} else Boundaries(self.ints([*itertools.accumulate(new, initial=0)]))
+
+    def slots_of(self, requests: Sequence[Request], new: Sequence[int]) -> list[int] | None:
+        return None
+
+
+MakeEngine = Callable[..., Engine]
+ENGINES: Mapping[str, MakeEngine] = {"sglang": SGLang, "vllm": VLLM, "flashinfer": FlashInfer}

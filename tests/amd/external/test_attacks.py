@@ -1,0 +1,249 @@
+"""What an engine may get wrong: each is dropped, cut or refused, reported, and harms no other request."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadTensor, DeviceFault, WrongState
+from rocm_attn.external import LogAndCount
+from rocm_attn.paging.adopted import TableSource
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.step.external_step import ONE_EACH, ExternalStep
+from tests.amd.external.engines import ENGINES, ROOM, VLLM, Engine, FlashInfer, MakeEngine, SGLang
+
+each_engine = pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
+
+# Under Triton's interpreter pages of 16 in every run, and the others in the nightly one.
+each_page_size = pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.long), 16])
+
+
+def two_requests(make: MakeEngine, page_size: int, device: torch.device, provider: str, **options: object) -> Engine:
+    """With 9 and 20 tokens, and a third one that is served beside them later.
+
+    Pages hold numbers: a sequence that was lied about reads its own that no token was stored to.
+    """
+    engine = make(page_size, (-1, 5), device=device, provider=provider, empty=3.0, **options)
+    first, second, _ = (engine.admit() for _ in range(3))
+    engine.run([first, second], [9, 20])
+    return engine
+
+
+def assert_unharmed(engine: Engine, *rows: int) -> None:
+    """Requests go on as if nothing had been."""
+    requests = [engine.requests[row] for row in rows]
+    engine.run(requests, [1] * len(requests))
+    engine.run(requests, [2] * len(requests))
+
+
+@each_engine
+@each_page_size
+@pytest.mark.parametrize("length", [-5, ROOM + 1, 2**31 - 1])
+def test_a_length_outside_of_its_row_is_cut_and_reported(
+    make: MakeEngine, page_size: int, length: int, device: torch.device, provider: str
+) -> None:
+    engine = two_requests(make, page_size, device, provider)
+
+    def lie(kv_len: Tensor, slots: Tensor) -> None:
+        kv_len[0] = length
+
+    engine.run_unseen([engine.requests[3]], [1], corrupt=lie)
+    with pytest.raises(DeviceFault, match="a length on the device lay outside"):
+        engine.attention.check_device()
+    assert_unharmed(engine, 1, 2)
+
+
+@each_page_size
+@pytest.mark.parametrize("row", [-1, 7, 2**31 - 1])
+def test_a_row_outside_of_the_table_is_a_pad_and_reported(
+    page_size: int, row: int, device: torch.device, provider: str
+) -> None:
+    engine = two_requests(SGLang, page_size, device, provider)
+    kv_len, rows = engine.ints([10, 21]), engine.ints([1, row])
+    step = ExternalStep(2, 2, 2, kv_len, ONE_EACH, rows, min_q_len=1, max_q_len=1, max_kv_len=ROOM)
+    given = engine.tensors(2, 2)
+    engine.attention.begin(step)
+    engine.attention.fill()
+    outs = engine.forward(given)
+    assert all((out[1] == 0).all() for out in outs)
+    with pytest.raises(DeviceFault, match="a row that was given lies outside of the table"):
+        engine.attention.check_device()
+    assert_unharmed(engine, 2)
+
+
+@pytest.mark.parametrize("make", [SGLang, VLLM])
+@each_page_size
+@pytest.mark.parametrize("kind", ["another's", "its own, one off", "past the pool"])
+def test_a_slot_that_the_table_does_not_give_is_dropped_and_reported(
+    make: MakeEngine, page_size: int, kind: str, device: torch.device, provider: str
+) -> None:
+    engine = two_requests(make, page_size, device, provider)
+    others = engine.requests[2].pages[Space.FULL][0] * page_size
+    k_before = [k.clone() for k, _ in engine.pages]
+
+    def lie(kv_len: Tensor, slots: Tensor) -> None:
+        slots[2] = {"another's": others, "its own, one off": int(slots[2]) + 1, "past the pool": 2**31 - 1}[kind]
+
+    engine.run_unseen([engine.requests[3]], [5], corrupt=lie)
+    written = [
+        int(((k != old) & ~(k.isnan() & old.isnan())).flatten(2).any(2).sum())
+        for k, old in zip((k for k, _ in engine.pages), k_before, strict=True)
+    ]
+    assert written == [4, 4], "four of the five tokens, and nothing else"
+    with pytest.raises(DeviceFault, match="a slot that was given for a new token"):
+        engine.attention.check_device()
+    assert_unharmed(engine, 1, 2)
+
+
+@pytest.mark.parametrize("make", [SGLang, VLLM])
+def test_a_token_that_is_not_to_be_written_is_no_fault(make: MakeEngine, device: torch.device, provider: str) -> None:
+    """A slot of -1, or of the page that belongs to no one."""
+    engine = two_requests(make, 16, device, provider)
+
+    def keep_out(kv_len: Tensor, slots: Tensor) -> None:
+        slots[0], slots[1] = -1, 3
+
+    k_before = engine.pages[0][0].clone()
+    engine.run_unseen([engine.requests[3]], [2], corrupt=keep_out)
+    engine.attention.check_device()
+    assert torch.equal(engine.pages[0][0].nan_to_num(), k_before.nan_to_num())
+
+
+def test_slots_of_a_page_in_disorder_are_reported(device: torch.device, provider: str) -> None:
+    """Pages cannot say so. At pages of one token the same table is read as it is."""
+    for page_size, is_wrong in ((16, True), (1, False)):
+        engine = SGLang(page_size, device=device, provider=provider)
+        request = engine.admit()
+        engine.reserve(request, 8)
+        engine.req_to_token[request.row, :8] = engine.req_to_token[request.row, :8].flip(0)
+        engine.put_pages = lambda request: None  # type: ignore[method-assign]
+        if is_wrong:
+            engine.run_unseen([request], [8])
+            with pytest.raises(DeviceFault, match="a slot that was given for a new token"):
+                engine.attention.check_device()
+        else:
+            engine.run([request], [8])
+            engine.attention.check_device()
+
+
+@pytest.mark.parametrize("make", [SGLang, VLLM])
+@each_page_size
+def test_a_window_that_was_given_back_too_early_is_reported(
+    make: MakeEngine, page_size: int, device: torch.device, provider: str
+) -> None:
+    spaces = (Space.FULL, Space.SWA)
+    engine = make(page_size, (-1, 20), spaces=spaces, device=device, provider=provider, empty=3.0)
+    first, second = engine.admit(), engine.admit()
+    engine.run([first, second], [40, 40])
+    engine.evict(first, 32)
+    engine.run_unseen([first], [1])
+    with pytest.raises(DeviceFault, match="the first key that a new token sees lay in a page"):
+        engine.attention.check_device()
+    engine.run([second], [1])
+    engine.attention.check_device()
+
+
+@each_engine
+def test_a_fault_is_reported_once_by_a_later_step_that_is_not_begun(
+    make: MakeEngine, device: torch.device, provider: str
+) -> None:
+    engine = two_requests(make, 16, device, provider)
+
+    def lie(kv_len: Tensor, slots: Tensor) -> None:
+        kv_len[0] = 2**30
+
+    engine.run_unseen([engine.requests[3]], [1], corrupt=lie)
+    number = engine.attention.step_number
+    engine.run([engine.requests[1]], [1])
+    engine.run([engine.requests[1]], [1])
+    with pytest.raises(DeviceFault, match=f"step {number}: .*a length on the device") as raised:
+        engine.run([engine.requests[1]], [1])
+    assert raised.value.step == number
+    assert_unharmed(engine, 2)
+    engine.attention.check_device()
+
+
+def test_a_policy_may_log_and_count(device: torch.device, provider: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Serving goes on, as in a scheduler's loop that an exception would end."""
+    policy = LogAndCount()
+    engine = two_requests(VLLM, 16, device, provider, on_fault=policy)
+
+    def lie(kv_len: Tensor, slots: Tensor) -> None:
+        kv_len[0] = 2**30
+
+    with caplog.at_level(logging.ERROR, logger="rocm_attn.external"):
+        engine.run_unseen([engine.requests[3]], [1], corrupt=lie)
+        for _ in range(3):
+            assert_unharmed(engine, 1, 2)
+        assert policy.count == 1
+        engine.run_unseen([engine.requests[3]], [1], corrupt=lie)
+        engine.attention.check_device()
+    assert policy.count == 2
+    assert len(caplog.records) == 2
+    assert "a length on the device lay outside" in caplog.text
+
+
+def test_tables_and_pages_that_graphs_read_stay_where_they_are(device: torch.device, provider: str) -> None:
+    engine = VLLM(16, device=device, provider=provider)
+    table = engine.block_tables[Space.FULL]
+    engine.attention.use_table(Space.FULL, TableSource(table.clone()))
+    engine.attention.use_table(Space.FULL, TableSource(table))
+    engine.attention.seal()
+    engine.attention.use_table(Space.FULL, TableSource(table[:3]))
+    engine.attention.use_table(Space.FULL, TableSource(table))
+    with pytest.raises(WrongState, match="the table of the FULL space has moved"):
+        engine.attention.use_table(Space.FULL, TableSource(table.clone()))
+    k, v = engine.pages[0]
+    engine.attention.bind(0, k, v)
+    with pytest.raises(WrongState, match="the pages of layer 0 have moved"):
+        engine.attention.bind(0, k.clone(), v)
+    request = engine.admit()
+    engine.run([request], [5])
+    engine.capture(4).run([request])
+
+
+def test_another_kind_of_table_is_refused(device: torch.device, provider: str) -> None:
+    engine = VLLM(16, device=device, provider=provider)
+    table = engine.block_tables[Space.FULL]
+    for source, why in (
+        (TableSource(table.long()), "takes int32 pages in rows without gaps"),
+        (TableSource(table, null_page=False), "another kind of table than before"),
+        (TableSource(table[:, :3]), "has room for 48 tokens; sequences may have 96"),
+    ):
+        with pytest.raises(Exception, match=why):
+            engine.attention.use_table(Space.FULL, source)
+    with pytest.raises(BadTensor, match="no layer lives in the SWA space; the spaces are FULL"):
+        engine.attention.use_table(Space.SWA, TableSource(table))
+
+
+@pytest.mark.long
+@each_engine
+@pytest.mark.parametrize("seed", range(6))
+def test_random_attacks_harm_no_other_request(make: MakeEngine, seed: int, device: torch.device, provider: str) -> None:
+    """Wrong lengths and slots of one request, again and again; the others' rows stay the oracle's."""
+    choice = random.Random(seed)
+    policy = LogAndCount()
+    engine = two_requests(make, choice.choice([1, 16, 32]), device, provider, on_fault=policy)
+    attacks: list[Callable[[Tensor, Tensor], None]] = [
+        lambda kv_len, slots: kv_len.__setitem__(0, choice.choice([-1, ROOM + 7, 2**31 - 1])),
+        lambda kv_len, slots: slots.__setitem__(0, choice.choice([choice.randint(0, 700), 2**31 - 1])),
+    ]
+    if isinstance(engine, FlashInfer):
+        del attacks[1]  # its steps give no slots
+    logging.disable(logging.ERROR)
+    try:
+        for _ in range(8):
+            victim = engine.requests[3]
+            engine.run_unseen([victim], [choice.choice([1, 3])], corrupt=choice.choice(attacks))
+            engine.free_request(victim)
+            engine.admit()
+            assert_unharmed(engine, 1, 2)
+        engine.attention.check_device()
+    finally:
+        logging.disable(logging.NOTSET)
+    assert policy.count > 0

@@ -1,0 +1,334 @@
+"""What an engine may ask for, and what is refused: causality, masks, short KV, strides, tails, inference mode."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, CapacityExceeded, Unsupported, WrongState
+from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
+from rocm_attn.machine.target import known_target
+from rocm_attn.paging.adopted import CsrSource, TableSource, TableUnit
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.problem import Problem
+from rocm_attn.step.external_step import ONE_EACH, BoolCells, Boundaries, Causality, ExternalStep, Lengths, OneEach
+from tests.amd.external.engines import DIM, KV_HEADS, Q_HEADS, SCALE, V_DIM, VLLM, Engine
+from tests.amd.external.oracle import attention
+
+PAGE = 16
+BOUNDS = Bounds(num_seqs=8, num_tokens=64, kv_len=64, num_pages=20)
+
+
+def problem(**features: object) -> Problem:
+    given = {"num_q_heads": Q_HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM, "v_head_dim": V_DIM, "scale": SCALE}
+    return Problem(**{**given, "dtype": torch.float32, "page_size": PAGE, **features})  # type: ignore[arg-type]
+
+
+class Filled:
+    """Four sequences of KV in pages that are there already, and a table of them of any type and stride."""
+
+    kv_len = (5, 33, 64, 1)
+
+    def __init__(self, device: torch.device, provider: str, *, options: object = None, **features: object) -> None:
+        self.device, self.random = device, np.random.default_rng(0)
+        pages = self.random.permutation(np.arange(1, BOUNDS.num_pages))
+        self.table = np.zeros((4, 4), np.int64)
+        self.k, self.v = (
+            torch.full((BOUNDS.num_pages, PAGE, KV_HEADS, dim), float("nan"), device=device) for dim in (DIM, V_DIM)
+        )
+        self.stored = []
+        first = itertools.count()
+        for seq, length in enumerate(self.kv_len):
+            k, v = self.rows(length, KV_HEADS, DIM), self.rows(length, KV_HEADS, V_DIM)
+            self.stored.append((k.double().cpu().numpy(), v.double().cpu().numpy()))
+            for page_no in range(-(-length // PAGE)):
+                page = self.table[seq, page_no] = pages[next(first)]
+                here = slice(page_no * PAGE, min((page_no + 1) * PAGE, length))
+                self.k[page, : here.stop - here.start] = k[here]
+                self.v[page, : here.stop - here.start] = v[here]
+        self.options = options if isinstance(options, ExternalOptions) else ExternalOptions(provider=provider)
+        self.problem = problem(**features)
+        self.source = TableSource(torch.from_numpy(self.table).to(device))
+        self.attention = self.build(self.source)
+
+    def build(self, source: TableSource | CsrSource) -> ExternalAttention:
+        made = ExternalAttention(
+            [LayerSource(self.problem)], {Space.FULL: source}, device=self.device, bounds=BOUNDS, options=self.options
+        )
+        made.bind(0, self.k, self.v)
+        return made
+
+    def rows(self, *shape: int) -> Tensor:
+        return torch.from_numpy(self.random.standard_normal(shape)).float().to(self.device)
+
+    def attend(self, q_len: Sequence[int], step: ExternalStep, q: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.full((len(q), Q_HEADS, V_DIM), 7.0, device=self.device)
+        lse = torch.full((len(q), Q_HEADS), 7.0, device=self.device)
+        self.attention.begin(step)
+        self.attention.fill()
+        self.attention.attend(0, q, out, lse)
+        return out, lse
+
+    def step(self, q_len: Sequence[int], kv_len: Sequence[int] | None = None, **others: object) -> ExternalStep:
+        """As many new tokens in each sequence."""
+        kv = self.kv_len[: len(q_len)] if kv_len is None else kv_len
+        given = {"min_q_len": 0, "max_q_len": max(1, *q_len), "max_kv_len": 64, **others}
+        q = Lengths(torch.tensor(list(q_len), device=self.device))
+        lengths = torch.tensor(list(kv), device=self.device)
+        return ExternalStep(len(q_len), len(q_len), sum(q_len), lengths, q, None, **given)  # type: ignore[arg-type]
+
+    def assert_right(
+        self,
+        q_len: Sequence[int],
+        found: tuple[Tensor, Tensor],
+        q: Tensor,
+        *,
+        causal: bool = True,
+        kv_len: Sequence[int] = kv_len,
+    ) -> None:
+        first = 0
+        for (k, v), new, length in zip(self.stored, q_len, kv_len, strict=False):
+            rows = q[first : first + new].double().cpu().numpy()
+            out, lse = attention(rows, k[:length], v[:length], scale=SCALE, causal=causal)
+            here = slice(first, first + new)
+            assert np.allclose(found[0][here].cpu(), out, atol=2e-5)
+            assert np.allclose(found[1][here].cpu(), lse, atol=2e-5)
+            first += new
+
+
+def test_causality_may_change_from_step_to_step(device: torch.device, provider: str) -> None:
+    both = (Causality.OF_LAYERS, Causality.NOT_CAUSAL)
+    filled = Filled(device, provider, options=ExternalOptions(provider=provider, causalities=both))
+    q_len, q = [3, 9, 2, 1], filled.rows(15, Q_HEADS, DIM)
+    for causality in (*both, *both):
+        found = filled.attend(q_len, filled.step(q_len, causality=causality), q)
+        filled.assert_right(q_len, found, q, causal=causality is Causality.OF_LAYERS)
+    filled.attention.check_device()
+    with pytest.raises(WrongState, match="no kernels were chosen for steps that say CAUSAL; build with causalities"):
+        filled.attention.begin(filled.step(q_len, causality=Causality.CAUSAL))
+
+
+def test_a_window_is_refused_without_causality() -> None:
+    with pytest.raises(BadProblem, match="a window is counted back from a causal query"):
+        ExternalOptions().problem(problem(window_left=3), Causality.NOT_CAUSAL)
+
+
+def test_queries_may_outnumber_keys_where_attention_is_not_causal(device: torch.device, provider: str) -> None:
+    """Parts of a context on several ranks, cross-attention: a sequence may have no key at all."""
+    options = ExternalOptions(provider=provider, short_kv=True)
+    filled = Filled(device, provider, options=options, causal=False)
+    q_len, kv_len, q = [9, 3, 2, 4], [5, 33, 0, 1], filled.rows(18, Q_HEADS, DIM)
+    found = filled.attend(q_len, filled.step(q_len, kv_len), q)
+    filled.assert_right(q_len, found, q, causal=False, kv_len=kv_len)
+    filled.attention.check_device()
+
+
+def test_queries_that_outnumber_keys_are_cut_where_attention_is_causal(device: torch.device, provider: str) -> None:
+    filled = Filled(device, provider)
+    filled.attend([9], filled.step([9]), filled.rows(9, Q_HEADS, DIM))
+    with pytest.raises(Exception, match="a length on the device lay outside"):
+        filled.attention.check_device()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_a_mask_of_bytes_says_what_tokens_see(dtype: torch.dtype, device: torch.device, provider: str) -> None:
+    filled = Filled(device, provider, custom_mask=True)
+    q_len, q = [3, 4, 2, 1], filled.rows(10, Q_HEADS, DIM)
+    shown = [filled.random.random((new, length)) < 0.4 for new, length in zip(q_len, filled.kv_len, strict=True)]
+    cells = torch.from_numpy(np.concatenate([cell.reshape(-1) for cell in shown])).to(device, dtype)
+    positions = torch.zeros(10, dtype=torch.int64, device=device)
+    found, lse = filled.attend(q_len, filled.step(q_len, mask=BoolCells(cells, positions)), q)
+    first = 0
+    for (k, v), new, seen in zip(filled.stored, q_len, shown, strict=True):
+        rows = q[first : first + new].double().cpu().numpy()
+        out, want = attention(rows, k, v, scale=SCALE, shown=seen.astype(np.float64))
+        assert np.allclose(found[first : first + new].cpu(), out, atol=2e-5)
+        assert np.allclose(lse[first : first + new].cpu(), want, atol=2e-5)
+        first += new
+    filled.attention.check_device()
+    plain = Filled(device, provider)
+    with pytest.raises(WrongState, match="no layer looks at it; build with problems of custom_mask"):
+        plain.attention.begin(plain.step(q_len, mask=BoolCells(cells, positions)))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("kind", ["pages", "pages in columns", "slots", "mapped slots", "lists"])
+def test_tables_of_any_kind_lead_to_the_same_pages(
+    kind: str, dtype: torch.dtype, device: torch.device, provider: str
+) -> None:
+    filled = Filled(device, provider)
+    pages = torch.from_numpy(filled.table)
+    slots = (pages[:, :, None] * PAGE + torch.arange(PAGE)).flatten(1)
+    shift = torch.cat([torch.zeros(3 * PAGE, dtype=torch.int64), torch.arange(BOUNDS.num_pages * PAGE)])
+    of_kind: dict[str, TableSource | CsrSource] = {
+        "pages": TableSource(pages.to(device, dtype)),
+        "pages in columns": TableSource(pages.t().contiguous().to(device, dtype).t()),
+        "slots": TableSource(slots.to(device, dtype), TableUnit.SLOT),
+        "mapped slots": TableSource((slots + 3 * PAGE).to(device, dtype), TableUnit.SLOT, shift.to(device, dtype)),
+        "lists": CsrSource(torch.arange(5, device=device, dtype=dtype) * 4, pages.flatten().to(device, dtype)),
+    }
+    filled.attention = filled.build(of_kind[kind])
+    q_len, q = [3, 9, 2, 1], filled.rows(15, Q_HEADS, DIM)
+    filled.assert_right(q_len, filled.attend(q_len, filled.step(q_len), q), q)
+    filled.attention.check_device()
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_lengths_and_rows_may_have_any_type_and_stride(
+    stride: int, dtype: torch.dtype, device: torch.device, provider: str
+) -> None:
+    def given(values: Sequence[int]) -> Tensor:
+        memory = torch.full((len(values), stride), 77, dtype=dtype, device=device)
+        memory[:, 0] = torch.tensor(list(values))
+        return memory[:, 0]
+
+    filled = Filled(device, provider)
+    q = filled.rows(6, Q_HEADS, DIM)
+    order = [2, 0, 1]
+    kv_len = [filled.kv_len[row] for row in order]
+    filled.stored = [filled.stored[row] for row in order]
+    for of_q, q_len in ((Lengths(given([3, 1, 2])), [3, 1, 2]), (Boundaries(given([0, 1, 4, 6])), [1, 3, 2])):
+        step = ExternalStep(3, 3, 6, given(kv_len), of_q, given(order), min_q_len=1, max_q_len=3, max_kv_len=64)
+        filled.assert_right(q_len, filled.attend(q_len, step, q), q, kv_len=kv_len)
+    filled.attention.check_device()
+
+
+def test_it_is_built_and_called_within_inference_mode_and_outside(device: torch.device, provider: str) -> None:
+    with torch.inference_mode():
+        engine = VLLM(PAGE, device=device, provider=provider)
+        request = engine.admit()
+        engine.run([request], [5])
+    engine.run([request], [1])
+    engine.attention.seal()
+    graph = engine.capture(4)
+    with torch.inference_mode():
+        engine.capture(4).run([request])
+        graph.run([request])
+        engine.run([request], [30], pads=7)
+        engine.attention.check_device()
+    graph.run([request])
+    engine.run([request], [1])
+    engine.attention.check_device()
+
+
+def test_nothing_is_written_but_new_tokens_to_their_slots(device: torch.device, provider: str) -> None:
+    """What lies after a sequence in its last page stays, and so does every other page."""
+    engine: Engine = VLLM(PAGE, device=device, provider=provider)
+    first, second = engine.admit(), engine.admit()
+    engine.run([first, second], [5, 20])
+    for side in engine.pages[0]:
+        side[side.isnan()] = 3.0
+    before = [side.clone() for side in engine.pages[0]]
+    engine.run([first, second], [1, 2], pads=3)
+    for side, old in zip(engine.pages[0], before, strict=True):
+        changed = (side != old).flatten(2).any(2).nonzero().tolist()
+        assert sorted(changed) == sorted(
+            [request.pages[Space.FULL][at // PAGE], at % PAGE]
+            for request, at in ((first, 5), (second, 20), (second, 21))
+        )
+
+
+def test_kernels_that_need_more_are_refused_with_reasons() -> None:
+    """AITER's kernels take pages for contiguous, and most of them need tails that are zero."""
+    half = problem(dtype=torch.bfloat16, head_dim=128, v_head_dim=128)
+    with pytest.raises(Unsupported) as refused:
+        ExternalAttention(
+            [LayerSource(half)],
+            {Space.FULL: TableSource(torch.zeros(4, 4, dtype=torch.int32, device="meta"))},
+            device="meta",
+            bounds=BOUNDS,
+            options=ExternalOptions(provider="aiter", page_strides=True),
+            target=known_target("gfx942"),
+        )
+    text = str(refused.value)
+    assert "aiter.paged_attention_ragged: it takes pages for contiguous, and these have strides of their own" in text
+    assert "aiter.unified_attention: what follows a sequence in its last page must be zeroed for it" in text
+
+
+def test_pages_that_kernels_cannot_read_are_refused(device: torch.device, provider: str) -> None:
+    filled = Filled(device, provider)
+    for k, v, why in (
+        (filled.k.transpose(1, 2).contiguous().transpose(1, 2), filled.v, "build with page_strides=True"),
+        (filled.k[:, :8], filled.v, "pages of 8 tokens, 2 heads and 16 elements; the layer needs 16, 2 and 16"),
+        (filled.k.half(), filled.v, "is torch.float16"),
+        (torch.cat([filled.k, filled.k]), filled.v, "kernels were chosen for 20; raise num_pages"),
+    ):
+        with pytest.raises((BadTensor, CapacityExceeded), match=why):
+            filled.attention.bind(0, k, v)
+    with pytest.raises(BadTensor, match="layer 1 does not exist"):
+        filled.attention.bind(1, filled.k, filled.v)
+
+
+def test_calls_out_of_order_are_refused(device: torch.device, provider: str) -> None:
+    engine = VLLM(PAGE, device=device, provider=provider)
+    made, nothing = engine.attention, torch.zeros(1, KV_HEADS, DIM, device=device)
+    with pytest.raises(WrongState, match=r"there is no step to fill; call begin\(\) first"):
+        made.fill()
+    with pytest.raises(WrongState, match=r"call begin\(\) and fill\(\) first"):
+        made.store(0, nothing, nothing)
+    with pytest.raises(WrongState, match=r"call seal\(\) before the first captured step"):
+        engine.capture(4)
+    made.seal()
+    with pytest.raises(WrongState, match="addresses are sealed already"):
+        made.seal()
+    with pytest.raises(CapacityExceeded, match="padded to 17 sequences, built for 16; raise num_seqs"):
+        engine.run([engine.admit()], [1], pads=16)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"num_seqs": 5}, "5 sequences padded to 4"),
+        ({"padded_tokens": 3}, "give as many tokens as sequences"),
+        (
+            {"min_q_len": 3, "max_q_len": 2, "q": Lengths(torch.ones(4, dtype=torch.int32))},
+            "min_q_len 3 and max_q_len 2",
+        ),
+        ({"kv_len": torch.zeros(3, dtype=torch.int32)}, "kv_len is torch.int32 .3.; .* at least 4 elements"),
+        ({"kv_len": torch.zeros(4)}, "kv_len is torch.float32"),
+        ({"rows": torch.zeros(4, 1, dtype=torch.int32)}, "rows is torch.int32 .4, 1."),
+        ({"q": Boundaries(torch.zeros(4, dtype=torch.int32)), "max_q_len": 2}, "q is .* with at least 5 elements"),
+    ],
+)
+def test_a_step_that_contradicts_itself_is_refused(change: dict[str, object], why: str) -> None:
+    right: dict[str, object] = {
+        "num_seqs": 4,
+        "padded_seqs": 4,
+        "padded_tokens": 4,
+        "kv_len": torch.ones(4, dtype=torch.int32),
+        "q": ONE_EACH,
+        "rows": None,
+        "min_q_len": 1,
+        "max_q_len": 1,
+        "max_kv_len": 4,
+    }
+    assert isinstance(ExternalStep(**right).q, OneEach)  # type: ignore[arg-type]
+    with pytest.raises((BadBatch, BadTensor), match=why):
+        ExternalStep(**{**right, **change})  # type: ignore[arg-type]
+
+
+def test_layers_tables_and_bounds_must_agree(device: torch.device, provider: str) -> None:
+    table = TableSource(torch.zeros(4, 4, dtype=torch.int32, device=device))
+    options = ExternalOptions(provider=provider)
+
+    def build(layers: Sequence[LayerSource], tables: dict[Space, TableSource]) -> ExternalAttention:
+        return ExternalAttention(layers, tables, device=device, bounds=BOUNDS, options=options)
+
+    with pytest.raises(BadProblem, match="no layers"):
+        build([], {Space.FULL: table})
+    with pytest.raises(BadProblem, match=r"layers disagree on the page size \(\[16, 32\]\)"):
+        build([LayerSource(problem()), LayerSource(problem(page_size=32))], {Space.FULL: table})
+    with pytest.raises(BadProblem, match=r"layers live in the spaces \['GROUP1'\] and there are tables of \['FULL'\]"):
+        build([LayerSource(problem(), Space("group1"))], {Space.FULL: table})
+    with pytest.raises(BadSetting, match="num_pages is 0; it is at least 1"):
+        Bounds(1, 1, 1, 0)
+    with pytest.raises(BadTensor, match=r"entries is torch.float32 \[2, 2\]"):
+        TableSource(torch.zeros(2, 2))
+    with pytest.raises(BadTensor, match="indptr has 1 elements"):
+        CsrSource(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))

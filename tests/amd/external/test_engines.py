@@ -1,0 +1,112 @@
+"""Engines that own everything: eager steps and their own graphs give the oracle's rows, by any engine's conventions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from rocm_attn.paging.index_spaces import Space
+from tests.amd.external.engines import ENGINES, NAN, ROOM, Engine, SGLang
+
+LONG = pytest.mark.long
+GROUPS = Space("group0"), Space("group1"), Space("group2")
+# Name of the engine, windows of its layers, their spaces.
+LAYOUTS: dict[str, tuple[str, tuple[int, ...], tuple[Space, ...] | None]] = {
+    "sglang": ("sglang", (-1, 5), None),
+    "sglang two pools": ("sglang", (-1, 5, 9), (Space.FULL, Space.SWA, Space.SWA)),
+    "vllm": ("vllm", (-1, 5), None),
+    "vllm three groups": ("vllm", (5, -1, 9), GROUPS),
+    "flashinfer": ("flashinfer", (-1, 5), None),
+}
+# Under Triton's interpreter pages of 16 in every run, and the others in the nightly one.
+each_page_size = pytest.mark.parametrize("page_size", [pytest.param(1, marks=LONG), 16, pytest.param(32, marks=LONG)])
+each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+
+Layout = tuple[str, tuple[int, ...], tuple[Space, ...] | None]
+Build = Callable[[Layout, int], Engine]
+
+
+@pytest.fixture
+def build(device: torch.device, provider: str) -> Build:
+    def of(layout: Layout, page_size: int) -> Engine:
+        name, windows, spaces = layout
+        engine = ENGINES[name](page_size, windows, spaces=spaces, device=device, provider=provider)
+        if isinstance(engine, SGLang):
+            for k, v in engine.pages:
+                k[0, 0] = v[0, 0] = NAN  # where its own writers put pads
+        return engine
+
+    return of
+
+
+def evict(engine: Engine) -> None:
+    """Give back what no layer with a window sees of the next token."""
+    furthest = max(engine.windows)
+    for request in engine.requests.values():
+        engine.evict(request, max(0, request.kv_len - furthest))
+
+
+@each_layout
+@each_page_size
+def test_eager_steps_of_an_engine_are_right(build: Build, layout: Layout, page_size: int) -> None:
+    """Prompts, chunks beside decodes, decodes; padded by the engine and not."""
+    engine = build(layout, page_size)
+    first, second, third = (engine.admit() for _ in range(3))
+    engine.run([first, second], [17, 3])
+    engine.run([second, third, first], [1, 9, 2], pads=3)
+    for step in range(5):
+        evict(engine)
+        engine.run([third, first, second], [1, 1, 1], pads=step % 3)
+    engine.run([second, first], [33, 2], pads=1)
+    engine.attention.check_device()
+
+
+@each_layout
+@each_page_size
+@pytest.mark.parametrize("width", [1, pytest.param(3, marks=LONG)])
+def test_an_engines_own_graphs_serve_any_length_and_number(
+    build: Build, layout: Layout, page_size: int, width: int
+) -> None:
+    """Graphs of 8 and of 4 sequences in turn, eager steps in between; pads of q, k and v are NaN."""
+    engine = build(layout, page_size)
+    engine.attention.seal()
+    big, small = engine.capture(8, width), engine.capture(4, width)
+    requests = [engine.admit() for _ in range(6)]
+    engine.run(requests[:3], [5, 20, 2])
+    a, b, c, d, e, f = requests
+    for replay, of_step in ((small, [a, b, c]), (small, [c]), (big, [b, c, a, d, e, f]), (small, [f, a]), (big, [e])):
+        replay.run(of_step)
+        evict(engine)
+        engine.run([a, b], [1, 2], pads=1)
+    engine.attention.check_device()
+
+
+@LONG
+@each_layout
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_random_steps_of_an_engine_are_right(build: Build, layout: Layout, page_size: int) -> None:
+    """Requests come and go, pages are used again by others, graphs and eager steps in any order."""
+    engine, choice = build(layout, page_size), random.Random(page_size)
+    engine.attention.seal()
+    graphs = [(4, engine.capture(4)), (8, engine.capture(8))]
+    for _ in range(14):
+        requests = list(engine.requests.values())
+        if len(requests) < 6 and choice.random() < 0.6:
+            requests = [*requests, engine.admit()]
+        short = [request for request in requests if request.kv_len < ROOM - 20]
+        for request in requests:
+            if request not in short:
+                engine.free_request(request)
+        if not short:
+            continue
+        of_step = choice.sample(short, choice.randint(1, len(short)))
+        old = [request for request in of_step if request.kv_len]
+        if old == of_step and choice.random() < 0.6:
+            choice.choice([graph for size, graph in graphs if size >= len(old)]).run(old)
+        else:
+            engine.run(of_step, [choice.choice([1, 2, 5, 19]) for _ in of_step], pads=choice.randint(0, 3))
+        evict(engine)
+    engine.attention.check_device()

@@ -1,0 +1,305 @@
+"""Each safeguard that steps over an engine's storage have, switched off alone, is noticed; with all on, nothing is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import DeviceFault, WrongState
+from rocm_attn.guards.registry import GUARDS, Guards
+from rocm_attn.paging.adopted import TableSource
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.step.head_weights import HeadWeights
+from tests.amd.external.engines import ROOM, VLLM, Engine, FlashInfer, SGLang
+from tests.amd.guards.csr_kernels import put_in_stand_ins
+from tests.amd.guards.serving import run_elsewhere
+
+SWA = (Space.FULL, Space.SWA)
+Make = Callable[..., Engine]
+
+
+def build(kind: type[Engine], make: Make, *windows: int, page_size: int = 16, **others: object) -> Engine:
+    return make(kind, page_size, windows or (-1,), **others)
+
+
+def graph_steps(make: Make) -> None:
+    """Graphs of 8 and of 4 in turn, with pads in both; an infinite value never gets beside others."""
+    engine = build(SGLang, make, -1, 5, spaces=SWA)
+    engine.attention.seal()
+    for side in (side for pages in engine.pages for side in pages):
+        side[0] = 7.0
+    big, small = engine.capture(8), engine.capture(4)
+    a, b, c = (engine.admit() for _ in range(3))
+    engine.run([a, b, c], [5, 20, 2])
+    for replay, requests in ((big, [a, b, c]), (small, [c]), (big, [b]), (small, [a, c])):
+        replay.run(requests)
+    for k, v in engine.pages:
+        assert (k[0] == 7).all(), "page 0 was written"
+        assert (v[0] == 7).all(), "page 0 was written"
+    engine.attention.check_device()
+
+
+def more_than_requests(make: Make) -> None:
+    """Padded to more sequences than the model has requests."""
+    engine = build(VLLM, make)
+    requests = [engine.admit() for _ in range(3)]
+    engine.run(requests, [5, 20, 2], pads=3)
+    engine.run(requests, [1, 1, 1], pads=13)
+    engine.attention.check_device()
+
+
+def an_overflow(make: Make) -> None:
+    """A V that is infinite is stored as zero and reported; tokens that do not see it are right."""
+    engine = build(SGLang, make, 3)
+    request = engine.admit()
+    engine.run([request], [2])
+    of_layer = engine.tensors
+
+    def infinite(num_tokens: int, padded: int) -> object:
+        given = of_layer(num_tokens, padded)
+        given.v[0][-1] = float("inf")
+        return given
+
+    engine.tensors = infinite  # type: ignore[assignment, method-assign]
+    _, outs = engine.run_unseen([request], [9])
+    assert outs[0][:5].isfinite().all(), "an infinite V reached tokens that do not see it"
+    with pytest.raises(DeviceFault, match="was infinite or no number"):
+        engine.attention.check_device()
+
+
+def a_length_beyond(make: Make) -> None:
+    """A length beyond the row leads to no other request's page, and is reported as what it is."""
+    engine = build(VLLM, make, empty=3.0)
+    first, second = engine.admit(), engine.admit()
+    engine.run([first, second], [5, 20])
+    before = [side.clone() for side in engine.pages[0]]
+
+    def lie(kv_len: Tensor, slots: Tensor) -> None:
+        kv_len[0] = ROOM + 5
+
+    engine.slots_of = lambda requests, new: None  # type: ignore[method-assign]
+    engine.run_unseen([first, second], [1, 1], corrupt=lie)
+    page, place = second.pages[Space.FULL][1], 4
+    for side, old in zip(engine.pages[0], before, strict=True):
+        changed = (side != old) & ~(side.isnan() & old.isnan())
+        changed[page, place] = False
+        assert not changed.any(), "a page was written that no new token has"
+    with pytest.raises(DeviceFault, match="a length on the device lay outside"):
+        engine.attention.check_device()
+
+
+def dead_tails(make: Make) -> None:
+    """What lies after a sequence in its last page is NaN."""
+    engine = build(FlashInfer, make, -1, 5)
+    requests = [engine.admit(), engine.admit()]
+    engine.run(requests, [5, 17])
+    engine.run(requests, [1, 1])
+
+
+def list_tails(make: Make) -> None:
+    """A kernel of lists, which reads ahead: after a long step a short one's list holds nothing of it."""
+    engine = build(SGLang, make, page_size=4, provider="csr")
+    long, short = engine.admit(), engine.admit()
+    engine.run([long], [60])
+    engine.run([short], [3])
+    engine.run([short], [1])
+    step = engine.attention._running().step.tensors
+    assert (step.page_list[1:] == 0).all(), "the list holds what an earlier step left"
+
+
+def new_sizes(make: Make) -> None:
+    """Memory that graphs read does not grow."""
+    engine = build(VLLM, make)
+    engine.attention.seal(engine.bounds.__class__(4, 4, ROOM, engine.num_pages))
+    small = engine.capture(4)
+    requests = [engine.admit() for _ in range(3)]
+    engine.run(requests, [5, 20, 2])
+    small.run(requests)
+    where = {name: tensor.data_ptr() for name, tensor in engine.attention.sealed_tensors().items()}
+    with pytest.raises(Exception, match="captured graphs hold"):
+        engine.capture(16)
+    assert where == {name: tensor.data_ptr() for name, tensor in engine.attention.sealed_tensors().items()}
+
+
+def new_sinks(make: Make) -> None:
+    """Sinks that a graph reads are not replaced."""
+
+    class WithSinks(VLLM):
+        def features(self) -> dict[str, object]:
+            return {"has_sinks": True}
+
+    engine = build(WithSinks, make)
+    engine.attention.set_head_weights(0, HeadWeights(torch.zeros(4, device=engine.device)))
+    engine.attention.seal()
+    with pytest.raises(WrongState, match="graphs may read the head weights of layer 0"):
+        engine.attention.set_head_weights(0, HeadWeights(torch.ones(4, device=engine.device)))
+
+
+def two_spaces(make: Make) -> None:
+    """Layers of two spaces, no id of which is the other's."""
+    engine = build(VLLM, make, -1, 5, spaces=SWA)
+    requests = [engine.admit(), engine.admit()]
+    engine.run(requests, [5, 17])
+    engine.run(requests, [1, 1])
+
+
+def step_after_step(make: Make) -> None:
+    """Eager steps of one shape and other requests."""
+    engine = build(VLLM, make)
+    a, b = engine.admit(), engine.admit()
+    engine.run([a, b], [5, 17])
+    engine.run([a], [1])
+    engine.run([b], [1])
+
+
+def wrong_slots(make: Make) -> None:
+    """A slot of another request's is not written."""
+    engine = build(SGLang, make)
+    first, second = engine.admit(), engine.admit()
+    engine.run([first, second], [5, 3])
+
+    def lie(kv_len: Tensor, slots: Tensor) -> None:
+        slots[0] = engine.req_to_token[first.row, 0]  # type: ignore[attr-defined]
+
+    engine.run_unseen([second], [1], corrupt=lie)
+    with pytest.raises(DeviceFault, match="a slot that was given"):
+        engine.attention.check_device()
+    engine.run([first], [1])
+
+
+def page_zero(make: Make) -> None:
+    """Page 0 is a page like others."""
+    engine = build(FlashInfer, make)
+    free = engine.free[Space.FULL]
+    free.append(free.pop(free.index(0)))
+    engine.run([engine.admit()], [5])
+    engine.attention.check_device()
+
+
+def moved_table(make: Make) -> None:
+    """A table that graphs read is not replaced."""
+    engine = build(VLLM, make)
+    engine.attention.seal()
+    with pytest.raises(WrongState, match="has moved, and graphs read the old one"):
+        engine.attention.use_table(Space.FULL, TableSource(engine.block_tables[Space.FULL].clone()))  # type: ignore[attr-defined]
+
+
+def late_fault(make: Make) -> None:
+    """A fault comes back by itself, in a ring slot of the step after it."""
+    engine = build(VLLM, make, empty=3.0)
+    first, second = engine.admit(), engine.admit()
+
+    def lie(kv_len: Tensor, slots: Tensor) -> None:
+        kv_len[0] = ROOM + 5
+
+    engine.run_unseen([first], [1], corrupt=lie)
+    engine.run([second], [1])
+    engine.run([second], [1])
+    with pytest.raises(DeviceFault):
+        engine.run([second], [1])
+
+
+def last_fault(make: Make) -> None:
+    """The last step's fault, which no later one reports."""
+    engine = build(VLLM, make, empty=3.0)
+
+    def lie(kv_len: Tensor, slots: Tensor) -> None:
+        kv_len[0] = ROOM + 5
+
+    engine.run_unseen([engine.admit()], [1], corrupt=lie)
+    with pytest.raises(DeviceFault):
+        engine.attention.check_device()
+
+
+CASES: dict[str, Callable[[Make], None]] = {
+    "pads": graph_steps,
+    "store_drops": graph_steps,
+    "finite_kv": an_overflow,
+    "table_tails": list_tails,
+    "full_refresh": step_after_step,
+    "length_bounds": a_length_beyond,
+    "v_mask": dead_tails,
+    "capacity": more_than_requests,
+    "sealed_growth": new_sizes,
+    "head_weights": new_sinks,
+    "layer_space": two_spaces,
+    "slots_in_table": wrong_slots,
+    "null_page": page_zero,
+    "table_moved": moved_table,
+    "echo_check": late_fault,
+    "last_steps": last_fault,
+}
+# Without these a kernel may leave its memory, which on a GPU ends a process.
+MAY_FAULT = {"pads", "capacity", "layer_space", "length_bounds"}
+# Safeguards of what an engine's storage does not have, and why.
+NOT_HERE = {
+    "row_zero": "the engine writes its table",
+    "slot_in_row": "a length is cut at the row's end before slots follow from it",
+    "table_first": "the engine writes its table",
+    "row_width": "the engine hands out pages",
+    "copy_on_write": "the engine hands out pages",
+    "shared_floor": "the engine knows what its requests share",
+    "stored_tokens": "the engine knows what was stored",
+    "copy_sources": "the engine copies pages",
+    "batch_check": "lengths are the device's",
+    "window_reach": "the engine gives pages back",
+    "pending_changes": "the engine writes its table",
+    "planner_inputs": "a captured step is planned at the longest length, others by the engine's bounds",
+    "graph_key": "the engine keys its graphs",
+    "graph_epoch": "the engine replays its graphs",
+    "sealed_capture": "a captured step before seal() is refused, with no way around",
+    "child_ranges": "the engine's steps are whole",
+    "cut_points": "of the kernels: tests/amd/guards/test_cut_points.py",
+    "ring_wait": "of the ring: tests/amd/guards/test_publication.py, and on a CPU the device is never late",
+}
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Provider "csr", whose kernels read ahead of a list's end."""
+    put_in_stand_ins(monkeypatch.setattr)
+
+
+def maker(device: torch.device, provider: str, guards: Guards) -> Make:
+    def make(kind: type[Engine], page_size: int, windows: tuple[int, ...], **others: object) -> Engine:
+        given = {"device": device, "provider": provider, "guards": guards, **others}
+        return kind(page_size, windows, **given)  # type: ignore[arg-type]
+
+    return make
+
+
+def run_without(guard: str, device: str, provider: str) -> None:
+    """A case with its safeguard off, for a process of its own."""
+    CASES[guard](maker(torch.device(device), provider, Guards().without(guard)))
+
+
+def test_every_safeguard_is_here_or_said_why_not() -> None:
+    assert {guard.id for guard in GUARDS} == CASES.keys() | NOT_HERE.keys()
+    assert not CASES.keys() & NOT_HERE.keys()
+
+
+@contextmanager
+def noticed() -> Iterator[None]:
+    """Whatever a case raises when something goes wrong."""
+    with pytest.raises((AssertionError, pytest.fail.Exception, DeviceFault, IndexError, RuntimeError)):
+        yield
+
+
+@pytest.mark.long  # of the interpreter's stage alone; on torch each runs every time
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN in NumPy, which Triton's interpreter computes with
+@pytest.mark.parametrize("guard", CASES)
+def test_a_safeguard_that_is_off_is_noticed(guard: str, device: torch.device, provider: str) -> None:
+    case = CASES[guard]
+    case(maker(device, provider, Guards()))
+    if device.type == "cuda" and guard in MAY_FAULT:
+        code = "from tests.amd.external.test_guards_off import run_without\n"
+        finished = run_elsewhere(f"{code}run_without({guard!r}, 'cuda', {provider!r})")
+        assert finished.returncode != 0
+        assert "Error" in finished.stderr or "Fault" in finished.stderr
+    else:
+        with noticed():
+            case(maker(device, provider, Guards().without(guard)))

@@ -1,0 +1,388 @@
+"""The launches that read an engine's tensors: kernels and torch twins against plain Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rocm_attn.kernels.metadata.engine_tensors import (
+    Q_BOUNDARIES,
+    Q_EACH_ONE,
+    Q_LENGTHS,
+    EngineLengths,
+    GatherSource,
+    LengthBounds,
+    PublishedLengths,
+)
+from rocm_attn.kernels.metadata.error_word import (
+    LENGTH_BEYOND_BOUND,
+    ROW_NOT_IN_TABLE,
+    SLOT_NOT_IN_TABLE,
+    TOKEN_WITHOUT_PAGE,
+)
+from rocm_attn.kernels.metadata.gather_table import launch_gather_table
+from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
+from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
+from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, NO_ECHO, WRONG_STEP
+from rocm_attn.kernels.metadata.take_slots import launch_take_slots
+from rocm_attn.kernels.refs import engine_metadata as twins
+from tests.amd.kernels.launches_of_tensors import of_pack_mask
+
+GARBAGE = 0x7F7F7F7F
+Launch = Callable[..., None]
+publishes = pytest.mark.parametrize("publish", [launch_publish_engine, twins.publish_engine], ids=["kernel", "twin"])
+gathers = pytest.mark.parametrize("gather", [launch_gather_table, twins.gather_table], ids=["kernel", "twin"])
+takes = pytest.mark.parametrize("take", [launch_take_slots, twins.take_slots], ids=["kernel", "twin"])
+packs = pytest.mark.parametrize("pack", [launch_pack_mask, twins.pack_mask], ids=["kernel", "twin"])
+INT_TYPES = st.sampled_from([torch.int32, torch.int64])
+
+
+def engines(values: Sequence[int], dtype: torch.dtype, stride: int, device: torch.device) -> Tensor:
+    """A tensor as engines have them: of either type, a column of a larger one, garbage between its elements."""
+    memory = torch.full((max(1, len(values)), stride), GARBAGE, dtype=dtype)
+    memory[: len(values), 0] = torch.tensor(values, dtype=dtype)
+    return memory.to(device)[: len(values), 0]
+
+
+def garbage(*shape: int, device: torch.device) -> Tensor:
+    return torch.full(shape, GARBAGE, dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an engine gives, and the padded sizes.
+
+    seqs:      (row, kv_len, new tokens) of each entry
+    row_pages: pages of each row of a table of lists; empty: a table of rows
+    """
+
+    seqs: list[tuple[int, int, int]]
+    q_form: int
+    causal: bool
+    has_rows: bool
+    gathered: bool
+    row_pages: list[int]
+    num_seqs_padded: int
+    num_tokens_padded: int
+    dtype: torch.dtype = torch.int32
+    stride: int = 1
+
+    num_rows = 6
+    page_size = 4
+    kv_bound = 40
+    min_q_len = 2
+    max_q_len = 8
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    """Right ones, and lengths and rows that are no such thing."""
+    lengths = st.integers(0, 44) | st.sampled_from([-7, 2**31 - 1])
+    news = st.integers(0, 9) | st.sampled_from([-3, 1000])
+    rows = st.integers(0, 5) | st.sampled_from([-1, 6, 2**31 - 1])
+    num_seqs = draw(st.integers(0, 6))
+    seqs = [(draw(rows), draw(lengths), draw(news)) for _ in range(num_seqs)]
+    lists = draw(st.lists(st.integers(0, 11), min_size=6, max_size=6)) if draw(st.booleans()) else []
+    return Step(
+        seqs,
+        draw(st.sampled_from([Q_EACH_ONE, Q_LENGTHS, Q_BOUNDARIES])),
+        draw(st.booleans()),
+        draw(st.booleans()),
+        draw(st.booleans()),
+        lists,
+        max(1, num_seqs + draw(st.integers(0, 3))),
+        draw(st.integers(num_seqs, 50)) or 1,
+        draw(INT_TYPES),
+        draw(st.sampled_from([1, 3])),
+    )
+
+
+@dataclass(frozen=True)
+class Published:
+    """What is to be written."""
+
+    counts: list[int]
+    rows: list[int]
+    own_rows: list[int]
+    kv_len: list[int]
+    q_len: list[int]
+
+
+def by_hand(step: Step, pad_kv_len: int, pad_q_len: int) -> Published:
+    """One sequence after the other."""
+    error, tokens, live, live_tokens = 0, 0, 0, 0
+    rows, own_rows, kept_lengths, news = [], [], [], []
+    for seq, (row, length, new) in enumerate(step.seqs):
+        row = row if step.has_rows else seq
+        is_row = 0 <= row < step.num_rows
+        bound = min(step.kv_bound, step.row_pages[row] * 4) if step.row_pages and is_row else step.kv_bound
+        kept = min(max(length, 0), bound) if is_row else 0
+        wanted = 1 if step.q_form == Q_EACH_ONE else new if is_row else 0
+        taken = min(max(wanted, 0), step.max_q_len, step.num_tokens_padded - tokens)
+        if step.q_form != Q_EACH_ONE and step.causal:
+            taken = min(taken, kept)
+        is_live = kept > 0 or (not step.causal and step.q_form != Q_EACH_ONE and is_row and wanted > 0)
+        is_few = step.q_form != Q_EACH_ONE and 0 < taken < step.min_q_len
+        tokens += taken
+        if not is_row:
+            error |= ROW_NOT_IN_TABLE
+        elif kept != length or (is_live and (taken != wanted or is_few)):
+            error |= LENGTH_BEYOND_BOUND
+        if is_live:
+            live, live_tokens = seq + 1, tokens
+        rows.append(row if is_live else 0)
+        own_rows.append((seq + 1 if step.gathered else row) if is_live else 0)
+        kept_lengths.append(kept if is_live else pad_kv_len)
+        news.append(taken)
+    pads = step.num_seqs_padded - len(rows)
+    return Published(
+        [live, live_tokens, 41, error],
+        rows + [0] * pads,
+        own_rows + [0] * pads,
+        kept_lengths + [pad_kv_len] * pads,
+        news + [pad_q_len] * pads,
+    )
+
+
+def published(publish: Launch, step: Step, device: torch.device, boundary: int = 0) -> tuple[Published, Tensor]:
+    """What a launch writes, and the slot. boundary: where the new tokens of the first sequence begin"""
+    rows, kv_len, new = ([seq[at] for seq in step.seqs] for at in range(3))
+    if step.q_form == Q_BOUNDARIES:
+        new = [boundary + sum(new[:at]) for at in range(len(new) + 1)]
+    csr = [sum(step.row_pages[:at]) for at in range(step.num_rows + 1)]
+
+    def tensor(values: list[int]) -> Tensor:
+        return engines(values, step.dtype, step.stride, device)
+
+    lengths = EngineLengths(
+        tensor(kv_len),
+        tensor(rows) if step.has_rows else None,
+        None if step.q_form == Q_EACH_ONE else tensor(new),
+        step.q_form,
+    )
+    words = [len(step.seqs), GARBAGE, 41, GARBAGE, 40, NO_ECHO, GARBAGE, GARBAGE]
+    slot = torch.tensor(words, dtype=torch.int32, pin_memory=device.type == "cuda")
+    counts = torch.tensor([GARBAGE, GARBAGE, 40, TOKEN_WITHOUT_PAGE], dtype=torch.int32, device=device)
+    outputs = [garbage(step.num_seqs_padded + 9, device=device) for _ in range(4)]
+    engine_row, row_of_seq, kept, taken = (output[: step.num_seqs_padded] for output in outputs)
+    least, most = (1, 1) if step.q_form == Q_EACH_ONE else (step.min_q_len, step.max_q_len)
+    sizes = least, most, step.num_tokens_padded, step.page_size
+    lists = tensor(csr) if step.row_pages else None
+    bounds = LengthBounds(step.num_rows, step.kv_bound, *sizes, step.causal, lists)
+    pad_q_len = int(step.q_form == Q_EACH_ONE)
+    to = PublishedLengths(counts, engine_row, row_of_seq, kept, taken, 2, pad_q_len, step.gathered)
+    publish(slot, counts, lengths, bounds, to)
+    assert all((output[step.num_seqs_padded :] == GARBAGE).all() for output in outputs)
+    found = Published(*(x.tolist() for x in (counts, engine_row, row_of_seq, kept, taken)))
+    return found, slot
+
+
+@publishes
+@settings(max_examples=120)
+@given(step=steps())
+def test_an_engines_lengths_are_published_within_their_bounds(
+    publish: Launch, kernel_device: torch.device, step: Step
+) -> None:
+    found, slot = published(publish, step, kernel_device)
+    wanted = by_hand(step, 2, int(step.q_form == Q_EACH_ONE))
+    assert found == wanted
+    assert slot[ECHO] == TOKEN_WITHOUT_PAGE
+    assert slot[ECHOED_STEP] == 40
+    # Whatever the engine gives, tokens stay within the step, and pages within the row.
+    assert sum(found.q_len[: len(step.seqs)]) <= step.num_tokens_padded
+    assert max(found.kv_len) <= max(step.kv_bound, 2)
+
+
+@publishes
+def test_pads_of_an_engine_in_its_last_entries_are_none_of_the_step(
+    publish: Launch, kernel_device: torch.device
+) -> None:
+    """An engine's graph of eight sequences: three real ones, and pads without KV that have a token each."""
+    step = Step([(3, 7, 1), (1, 9, 1), (5, 1, 1), (0, 0, 1), (0, 0, 1)], Q_EACH_ONE, True, True, True, [], 8, 8)
+    found, _ = published(publish, step, kernel_device)
+    assert found.counts == [3, 3, 41, 0]
+    assert found.own_rows == [1, 2, 3, 0, 0, 0, 0, 0]
+    assert found.kv_len == [7, 9, 1, 2, 2, 2, 2, 2]
+    assert found.q_len == [1] * 8
+
+
+@publishes
+@pytest.mark.parametrize(("num_seqs", "error"), [(0, 0), (2, LENGTH_BEYOND_BOUND)])
+def test_boundaries_begin_at_zero(publish: Launch, num_seqs: int, error: int, kernel_device: torch.device) -> None:
+    step = Step([(1, 9, 3), (2, 9, 4)][:num_seqs], Q_BOUNDARIES, True, True, False, [], 4, 9)
+    found, _ = published(publish, step, kernel_device, boundary=1)
+    assert found.counts == [num_seqs, 7 if num_seqs else 0, 41, error]
+    assert found.q_len[:num_seqs] == [3, 4][:num_seqs]
+
+
+@publishes
+def test_many_sequences_of_an_engine_are_published_whole(publish: Launch, kernel_device: torch.device) -> None:
+    """More than the program looks at in one step; the sum of what they ask for is beyond 32 bits."""
+    num_seqs = 1100
+    kv_len = torch.arange(num_seqs, device=kernel_device) % 7 + 3
+    new = torch.arange(num_seqs, device=kernel_device) % 3
+    counts = torch.zeros(4, dtype=torch.int32, device=kernel_device)
+    of_seq = [garbage(num_seqs + 5, device=kernel_device) for _ in range(4)]
+    to = PublishedLengths(counts, of_seq[0], of_seq[1], of_seq[2], of_seq[3], 0, 0, gathered=False)
+    slot = torch.tensor(
+        [num_seqs, 0, 2, 0, 1, NO_ECHO, 0, 0], dtype=torch.int32, pin_memory=kernel_device.type == "cuda"
+    )
+    lengths = EngineLengths(kv_len, None, new, Q_LENGTHS)
+    publish(slot, to.counts, lengths, LengthBounds(num_seqs, 100, 0, 9, 2000, 1, causal=True), to)
+    assert slot[ECHO] == WRONG_STEP
+    assert to.counts.tolist() == [num_seqs, int(new.sum()), 2, 0]
+    assert torch.equal(to.q_len[:num_seqs].long(), new)
+    assert torch.equal(to.kv_len[:num_seqs].long(), kv_len)
+    huge = EngineLengths(kv_len, None, torch.full_like(new, 2**31 - 1), Q_LENGTHS)
+    publish(slot, to.counts, huge, LengthBounds(num_seqs, 100, 0, 2**31 - 1, 2000, 1, causal=False), to)
+    assert to.counts.tolist() == [num_seqs, 2000, 2, LENGTH_BEYOND_BOUND]
+    assert int(to.q_len[:num_seqs].sum()) == 2000
+
+
+@dataclass(frozen=True)
+class Table:
+    """An engine's table and the sequences of a step: (row, kv_len) of each."""
+
+    rows: list[list[int]]
+    seqs: list[tuple[int, int]]
+    has_slots: bool
+    is_csr: bool
+    slot_map: list[int]
+    page_size: int
+    width: int
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> Table:
+    page_size, width = draw(st.sampled_from([1, 3, 4])), draw(st.integers(1, 6))
+    is_csr = draw(st.booleans())
+    has_slots = not is_csr and draw(st.booleans())
+    per_row = width * page_size if has_slots else width
+    entries = st.integers(0, 60) | st.just(-1)
+    num_rows = draw(st.integers(1, 4))
+    rows = [draw(st.lists(entries, min_size=1 if is_csr else per_row, max_size=per_row)) for _ in range(num_rows)]
+    seqs = draw(
+        st.lists(st.tuples(st.integers(0, num_rows - 1), st.integers(0, 8 * page_size)), min_size=1, max_size=5)
+    )
+    slot_map = draw(st.lists(st.integers(-1, 90), min_size=1, max_size=50)) if draw(st.booleans()) else []
+    return Table(rows, seqs, has_slots, is_csr, slot_map, page_size, width + 1)
+
+
+@gathers
+@settings(max_examples=120)
+@given(case=tables(), dtype=INT_TYPES, stride=st.sampled_from([1, 2]))
+def test_tables_of_any_kind_become_one_of_pages(
+    gather: Launch, kernel_device: torch.device, case: Table, dtype: torch.dtype, stride: int
+) -> None:
+    num_seqs, size = len(case.seqs), case.page_size
+    out = torch.full((num_seqs + 2, case.width + 3), GARBAGE, dtype=torch.int32)[:, : case.width]
+    wanted = out.tolist()
+    for seq, (row, kv_len) in enumerate(case.seqs):
+        for page_no in range(min(-(-kv_len // size), case.width)):
+            column = page_no * size if case.has_slots else page_no
+            entry = case.rows[row][column] if column < len(case.rows[row]) else -1
+            if case.slot_map:
+                slot = entry if case.has_slots else entry * size
+                entry = case.slot_map[slot] if 0 <= slot < len(case.slot_map) else -1
+            wanted[seq + 1][page_no] = max(entry, 0) // (size if case.has_slots or case.slot_map else 1)
+    flat = [entry for row in case.rows for entry in row]
+    entries = engines(flat, dtype, stride, kernel_device)
+    sizes = (len(case.rows), len(case.rows[0]))
+    csr = [sum(map(len, case.rows[:at])) for at in range(len(case.rows) + 1)]
+    source = GatherSource(
+        entries if case.is_csr else entries.as_strided(sizes, (sizes[1] * stride, stride)),
+        case.has_slots,
+        engines(csr, dtype, stride, kernel_device) if case.is_csr else None,
+        engines(case.slot_map, dtype, stride, kernel_device) if case.slot_map else None,
+    )
+    of_seq = [torch.tensor([seq[at] for seq in case.seqs], dtype=torch.int32, device=kernel_device) for at in (0, 1)]
+    table = out.to(kernel_device) if kernel_device.type == "cuda" else out
+    for _ in range(2):
+        gather(source, *of_seq, table, page_size=size)
+    assert table.tolist() == wanted
+
+
+@gathers
+def test_long_rows_are_gathered_whole(gather: Launch, kernel_device: torch.device) -> None:
+    """More pages than a program takes at once, shared by several."""
+    entries = torch.randperm(3 * 5000).view(3, 5000).to(kernel_device)
+    table = torch.zeros(3, 4500, dtype=torch.int32, device=kernel_device)
+    of_seq = [torch.tensor(values, dtype=torch.int32, device=kernel_device) for values in ([2, 0], [4400, 17])]
+    gather(GatherSource(entries), *of_seq, table, page_size=1)
+    assert torch.equal(table[1, :4400].long(), entries[2, :4400])
+    assert torch.equal(table[2, :17].long(), entries[0, :17])
+    assert not table[0].any()
+    assert not table[1, 4400:].any()
+    assert not table[2, 17:].any()
+
+
+@takes
+@settings(max_examples=120)
+@given(data=st.data(), dtype=INT_TYPES, stride=st.sampled_from([1, 3]), null_page=st.booleans(), has_map=st.booleans())
+def test_a_slot_that_the_table_does_not_give_is_dropped_and_reported(
+    take: Launch,
+    kernel_device: torch.device,
+    data: st.DataObject,
+    dtype: torch.dtype,
+    stride: int,
+    null_page: bool,
+    has_map: bool,
+) -> None:
+    page_size, num_padded = 4, data.draw(st.integers(1, 9))
+    wanted = data.draw(st.lists(st.integers(0, 30), min_size=num_padded, max_size=num_padded))
+    slots = st.integers(-2, 31) | st.sampled_from([40, 2**31 - 1])
+    given_slots = [data.draw(st.just(slot) | slots) for slot in wanted][: data.draw(st.integers(1, num_padded))]
+    num_tokens = data.draw(st.integers(0, num_padded))
+    slot_map = data.draw(st.permutations(range(31))) if has_map else []
+    kept, error = [], 16
+    for token in range(num_padded):
+        slot = given_slots[token] if token < min(len(given_slots), num_tokens) else -1
+        if has_map and slot >= 0:
+            slot = slot_map[slot] if slot < len(slot_map) else 1 << 40
+        is_same = slot == wanted[token]
+        kept.append(slot if is_same else 0 if null_page else -1)
+        if not is_same and slot >= (page_size if null_page else 0):
+            error |= SLOT_NOT_IN_TABLE
+    counts = torch.tensor([1, num_tokens, 41, 16], dtype=torch.int32, device=kernel_device)
+    memory = garbage(num_padded + 300, device=kernel_device)
+    memory[:num_padded] = torch.tensor(wanted, device=kernel_device)
+    take(
+        engines(given_slots, dtype, stride, kernel_device),
+        engines(slot_map, dtype, stride, kernel_device) if has_map else None,
+        counts,
+        memory[:num_padded],
+        page_size=page_size,
+        null_page=null_page,
+    )
+    assert memory[:num_padded].tolist() == kept
+    assert (memory[num_padded:] == GARBAGE).all()
+    assert counts.tolist() == [1, num_tokens, 41, error]
+
+
+@packs
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("num_cells", "num_given"), [(0, 9), (1, 9), (13, 20), (16, 16), (41, 30), (20_011, 20_013)])
+def test_cells_of_a_byte_become_bits_in_order(
+    pack: Launch, num_cells: int, num_given: int, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    generator = torch.Generator().manual_seed(num_cells)
+    cells = torch.rand(num_given, generator=generator) < 0.5
+    words = torch.full((num_given // 32 + 3,), GARBAGE, dtype=torch.int32, device=kernel_device)
+    before = words.clone().view(torch.uint8).tolist()
+    positions = engines([5, 6, 9, 7], dtype, 3, kernel_device)
+    position_of_token = garbage(6, device=kernel_device)
+    counts = torch.tensor([2, 3, 41, 0], dtype=torch.int32, device=kernel_device)
+    indptr = torch.tensor([0, num_cells // 2, num_cells], device=kernel_device)
+    of_pack_mask(pack)(cells.to(kernel_device), positions, counts, indptr, words, position_of_token)
+    used = min(num_cells, num_given)
+    bits = [int(cells[cell]) if cell < used else 0 for cell in range(-(-used // 32) * 32)]
+    packed = [sum(bits[8 * at + bit] << bit for bit in range(8)) for at in range(len(bits) // 8)]
+    assert words.view(torch.uint8).tolist() == packed + before[len(packed) :]
+    assert position_of_token.tolist() == [5, 6, 9, 0, 0, 0]
+    assert counts.tolist() == [2, 3, 41, 0]

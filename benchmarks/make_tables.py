@@ -21,6 +21,9 @@ def main() -> None:
     for name, section in (
         ("attention_h200.json", attention),
         ("host_time_h200.json", host_time),
+        ("eager_step_h200.json", eager_step),
+        ("external_host_time_h200.json", external_host_time),
+        ("in_turn_h200.json", in_turn),
         ("graph_cost_h200.json", graph_cost),
         ("fill_time_h200.json", fill_time),
         ("deterministic_cost_h200.json", deterministic_cost),
@@ -73,6 +76,50 @@ def host_time(result: dict[str, Any]) -> str:
     lines += [
         f"| {row['num_seqs']} | {row['step_us_median']} | {row['step_us_p90']} "
         f"| {row['batch_us_median']} | {row['reserve_us_median']} |"
+        for row in result["rows"]
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def eager_step(result: dict[str, Any]) -> str:
+    """Host microseconds of an eager step."""
+    lines = [
+        "## Host time of one eager decode step, 32 layers of attention\n",
+        machine_line(result["machine"]),
+        "From its StepBatch to the last layer's launch.\n",
+        "| sequences | step us | first decile us |",
+        "|---|---|---|",
+    ]
+    lines += [f"| {row['num_seqs']} | {row['step_us_median']} | {row['step_us_p10']} |" for row in result["rows"]]
+    return "\n".join(lines) + "\n"
+
+
+def external_host_time(result: dict[str, Any]) -> str:
+    """Host microseconds of a step over an engine's storage."""
+    calls = list(result["allowed_us"])
+    lines = [
+        "## Host time of a step over an engine's storage, every launch replaced by nothing\n",
+        machine_line(result["machine"]),
+        "CPU time in microseconds of each call of a captured decode step; store and attend for each layer.\n",
+        f"| engine | {' | '.join(calls)} |",
+        f"|---|{'---|' * len(calls)}",
+    ]
+    lines += [f"| {name} | {' | '.join(str(row[call]) for call in calls)} |" for name, row in result["rows"].items()]
+    lines.append(f"| allowed | {' | '.join(str(result['allowed_us'][call]) for call in calls)} |")
+    return "\n".join(lines) + "\n"
+
+
+def in_turn(result: dict[str, Any]) -> str:
+    """Two commits on one machine."""
+    lines = [
+        f"## Commit {result['before']} and the one after it, in turn\n",
+        machine_line(result["machine"]),
+        f"The smallest of {result['rounds']} runs each, in microseconds. before: {result['before']}.\n",
+        "| script | what | before | after | x before |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['script']} | {row['what']} | {row['before']} | {row['after']} | {row['after'] / row['before']:.3f} |"
         for row in result["rows"]
     ]
     return "\n".join(lines) + "\n"

@@ -16,6 +16,8 @@ measure() {
 }
 
 measure host_time
+measure eager_step
+measure external_host_time
 measure fill_time
 measure graph_cost
 measure deterministic_cost

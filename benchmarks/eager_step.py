@@ -64,7 +64,7 @@ def measure(num_seqs: int, device: torch.device) -> dict[str, float | int]:
     }
 
 
-def _step_us(runtime: AttentionRuntime, rows: np.ndarray, kv_len: np.ndarray) -> float:  # type: ignore[type-arg]
+def _step_us(runtime: AttentionRuntime, rows: np.ndarray, kv_len: np.ndarray) -> float:
     problem = runtime.selections[0].problem
     ones = np.ones(len(rows), np.int32)
     runtime.table.reserve_all(rows, kv_len)

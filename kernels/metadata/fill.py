@@ -38,12 +38,14 @@ import triton.language as tl
 
 from rocm_attn.kernels.launch import RepeatedLaunch
 from rocm_attn.kernels.metadata.fill_roles import (
+    PAGES_AT_ONCE,
+    SEQS_AT_ONCE,
+    TOKENS_AT_ONCE,
     Boundaries,
     Groups,
     Seqs,
     Share,
     Table,
-    Terms,
     Tokens,
     write_block_table,
     write_boundaries,
@@ -53,10 +55,7 @@ from rocm_attn.kernels.metadata.fill_roles import (
 )
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, StepTensors
 
-# Sequences that a program looks at in one step; a fixed number, so that no batch size needs another compilation.
-_SEQS_AT_ONCE = 256
-_TOKENS_AT_ONCE = 128
-_PAGES_AT_ONCE = 1024
+_SEQS = tl.constexpr(SEQS_AT_ONCE)
 # Programs of a role that is shared out finely, about as many as run at a time on an H200 (2112) or an MI300X (2432).
 _PROGRAMS = 2048
 
@@ -119,36 +118,32 @@ def _fill_kernel(
     WITH_INT64: tl.constexpr,
     WITH_MASK: tl.constexpr,
     WITH_PREFIXES: tl.constexpr,
-    SEQS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PAGES: tl.constexpr,
 ):
     # Roles lie one after the other on the axis of program ids; the id within each counts from 0.
     block = tl.program_id(0)
-    token_share = block - tl.cdiv(num_seqs_padded + 1, SEQS)
+    token_share = block - tl.cdiv(num_seqs_padded + 1, _SEQS)
     list_share = token_share - num_seqs_padded * token_shares
     row_share = list_share - num_seqs_padded * list_shares
     seqs = Seqs(counts, row_of_seq, kv_len, q_len, num_seqs_padded)
     request_table = Table(table, table_stride, table_width)
     if token_share < 0:
         boundaries = Boundaries(q_indptr, last_token_of_seq, page_indptr, last_page_len, kv_len_int64, mask_indptr)
-        write_boundaries(block, seqs, boundaries, PAGE_SIZE, WITH_PAGE_LIST, WITH_INT64, WITH_MASK, SEQS)
+        write_boundaries(block, seqs, boundaries, PAGE_SIZE, WITH_PAGE_LIST, WITH_INT64, WITH_MASK)
         if WITH_PREFIXES:
             groups = Groups(prefix_len, group_end, group_indptr, suffix_kv_len, suffix_page)
-            write_groups(block, seqs, groups, PAGE_SIZE, SEQS)
+            write_groups(block, seqs, groups, PAGE_SIZE)
     elif list_share < 0:
-        tokens = Tokens(position_of_token, slot_of_token, num_tokens_padded)
+        tokens = Tokens(position_of_token, slot_of_token, num_tokens_padded, window_left)
         share = Share(token_share, token_shares)
-        terms = Terms(window_left, NULL_PAGE, SHORT_KV)
-        write_tokens(share, seqs, request_table, tokens, terms, PAGE_SIZE, SEQS, TOKENS)
+        write_tokens(share, seqs, request_table, tokens, PAGE_SIZE, NULL_PAGE, SHORT_KV)
     elif row_share < 0:
         if WITH_PAGE_LIST:
             share = Share(list_share, list_shares)
-            write_page_list(share, seqs, request_table, page_list, page_list_len, PAGE_SIZE, SEQS, PAGES)
+            write_page_list(share, seqs, request_table, page_list, page_list_len, PAGE_SIZE)
     else:
         if WITH_BLOCK_TABLE:
             dense_table = Table(block_table, block_table_stride, block_table_width)
-            write_block_table(Share(row_share, row_shares), seqs, request_table, dense_table, PAGE_SIZE, PAGES)
+            write_block_table(Share(row_share, row_shares), seqs, request_table, dense_table, PAGE_SIZE)
 
 
 # The kernel's tensors, in the order in which it takes them.
@@ -164,10 +159,10 @@ def launch_fill(step: StepTensors, *, page_size: int, window_left: int = ALL_KEY
     (_, table_width), (_, block_table_width) = step.table.shape, step.block_table.shape
     page_list_len = step.page_list.shape[0]
     assert num_seqs >= 1
-    token_shares = _shares(num_tokens, num_seqs, _TOKENS_AT_ONCE)
-    list_shares = _shares(min(table_width, page_list_len), num_seqs, _PAGES_AT_ONCE)
-    row_shares = _shares(block_table_width, num_seqs, _PAGES_AT_ONCE) if step.block_table.numel() else 0
-    boundary_blocks = -(-(num_seqs + 1) // _SEQS_AT_ONCE)
+    token_shares = _shares(num_tokens, num_seqs, TOKENS_AT_ONCE)
+    list_shares = _shares(min(table_width, page_list_len), num_seqs, PAGES_AT_ONCE)
+    row_shares = _shares(block_table_width, num_seqs, PAGES_AT_ONCE) if step.block_table.numel() else 0
+    boundary_blocks = -(-(num_seqs + 1) // SEQS_AT_ONCE)
     num_programs = boundary_blocks + num_seqs * (token_shares + list_shares + row_shares)
     fixed = (
         page_size,
@@ -178,9 +173,6 @@ def launch_fill(step: StepTensors, *, page_size: int, window_left: int = ALL_KEY
         step.kv_len_int64.numel() > 0,
         step.mask_indptr.numel() > 0,
         step.group_indptr.numel() > 0,
-        _SEQS_AT_ONCE,
-        _TOKENS_AT_ONCE,
-        _PAGES_AT_ONCE,
     )
     large = any(tensor.nbytes >= _INT32_BYTES for tensor in (step.table, step.page_list, step.block_table))
     _variant(large, *fixed)(

@@ -1,6 +1,6 @@
 """The roles of a program of the fill launch: each writes a share of some index tensors. What they hold: fill.py.
 
-A share is one of `Share.of` programs that work on the same sequence. Each sums the lengths itself, SEQS sequences at a
+A share is one of `Share.of` programs that work on the same sequence. Each sums the lengths itself, _SEQS sequences at a
 time. What is known when a kernel is compiled stays out of the tuples: Triton 3.9 passes their members as values.
 """
 
@@ -13,6 +13,14 @@ import triton.language as tl
 
 from rocm_attn.kernels.metadata import error_word
 
+# What a program looks at in one step; fixed numbers, so that no batch size needs another compilation.
+SEQS_AT_ONCE = 256
+TOKENS_AT_ONCE = 128
+PAGES_AT_ONCE = 1024
+
+_SEQS = tl.constexpr(SEQS_AT_ONCE)
+_TOKENS = tl.constexpr(TOKENS_AT_ONCE)
+_PAGES = tl.constexpr(PAGES_AT_ONCE)
 _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 _TOKEN_WITHOUT_PAGE = tl.constexpr(error_word.TOKEN_WITHOUT_PAGE)
 _WINDOW_WITHOUT_PAGE = tl.constexpr(error_word.WINDOW_WITHOUT_PAGE)
@@ -65,19 +73,12 @@ class Groups(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What there is one of for each of `num` padded tokens."""
+    """What there is one of for each of `num` padded tokens; each sees at most window_left keys before its own."""
 
     position: tl.tensor
     slot: tl.tensor
     num: tl.tensor
-
-
-class Terms(NamedTuple):
-    """What holds of the table and its sequences; the last two are constexpr, as TableTerms."""
-
     window_left: tl.tensor
-    null_page: tl.constexpr
-    short_kv: tl.constexpr
 
 
 @triton.jit
@@ -87,12 +88,12 @@ def _units(length_of_seq, seq, num_seqs, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _units_around(length_of_seq, seq, num_seqs, UNIT: tl.constexpr, SEQS: tl.constexpr):
+def _units_around(length_of_seq, seq, num_seqs, UNIT: tl.constexpr):
     """Units of the sequences before seq, and of all."""
-    before = tl.zeros([SEQS], tl.int32)
-    total = tl.zeros([SEQS], tl.int32)
-    for first in range(0, num_seqs, SEQS):
-        other = first + tl.arange(0, SEQS)
+    before = tl.zeros([_SEQS], tl.int32)
+    total = tl.zeros([_SEQS], tl.int32)
+    for first in range(0, num_seqs, _SEQS):
+        other = first + tl.arange(0, _SEQS)
         units = _units(length_of_seq, other, num_seqs, UNIT)
         before += tl.where(other < seq, units, 0)
         total += units
@@ -100,11 +101,11 @@ def _units_around(length_of_seq, seq, num_seqs, UNIT: tl.constexpr, SEQS: tl.con
 
 
 @triton.jit
-def _cells_before(seqs, seq, SEQS: tl.constexpr):
-    """Mask cells of the sequences before seq, a multiple of SEQS."""
-    cells = tl.zeros([SEQS], tl.int64)
-    for first in range(0, seq, SEQS):
-        other = first + tl.arange(0, SEQS)
+def _cells_before(seqs, seq):
+    """Mask cells of the sequences before seq, a multiple of _SEQS."""
+    cells = tl.zeros([_SEQS], tl.int64)
+    for first in range(0, seq, _SEQS):
+        other = first + tl.arange(0, _SEQS)
         cells += tl.load(seqs.q_len + other).to(tl.int64) * tl.load(seqs.kv_len + other)
     return tl.sum(cells, 0)
 
@@ -118,37 +119,36 @@ def write_boundaries(
     WITH_PAGE_LIST: tl.constexpr,
     WITH_INT64: tl.constexpr,
     WITH_MASK: tl.constexpr,
-    SEQS: tl.constexpr,
 ):
-    """Boundaries, for SEQS of them; num is one of them."""
-    first_seq = block * SEQS
-    seq = first_seq + tl.arange(0, SEQS)
+    """A block of boundaries; num is one of them."""
+    first_seq = block * _SEQS
+    seq = first_seq + tl.arange(0, _SEQS)
     inside = seq < seqs.num
     boundary = seq <= seqs.num
     new = tl.load(seqs.q_len + seq, mask=inside, other=0)
     length = tl.load(seqs.kv_len + seq, mask=inside, other=0)
 
-    tokens_before, _ = _units_around(seqs.q_len, first_seq, seqs.num, 1, SEQS)
+    tokens_before, _ = _units_around(seqs.q_len, first_seq, seqs.num, 1)
     first_token = tokens_before + tl.cumsum(new, 0) - new
     tl.store(to.q_indptr + seq, first_token, mask=boundary)
     tl.store(to.last_token_of_seq + seq, tl.where(new > 0, first_token + new - 1, 0), mask=inside)
     if WITH_PAGE_LIST:
         pages = tl.cdiv(length, PAGE_SIZE)
-        pages_before, _ = _units_around(seqs.kv_len, first_seq, seqs.num, PAGE_SIZE, SEQS)
+        pages_before, _ = _units_around(seqs.kv_len, first_seq, seqs.num, PAGE_SIZE)
         tl.store(to.page_indptr + seq, pages_before + tl.cumsum(pages, 0) - pages, mask=boundary)
         tl.store(to.last_page_len + seq, tl.where(length > 0, (length - 1) % PAGE_SIZE + 1, 1), mask=inside)
     if WITH_INT64:
         tl.store(to.kv_len_int64 + seq, length.to(tl.int64), mask=inside)
     if WITH_MASK:
         cells = new.to(tl.int64) * length
-        cells_before = _cells_before(seqs, first_seq, SEQS)
+        cells_before = _cells_before(seqs, first_seq)
         tl.store(to.mask_indptr + seq, cells_before + tl.cumsum(cells, 0) - cells, mask=boundary)
 
 
 @triton.jit
-def write_groups(block, seqs, groups, PAGE_SIZE: tl.constexpr, SEQS: tl.constexpr):
-    """Where groups begin and what comes after their prefixes, for SEQS boundaries."""
-    seq = block * SEQS + tl.arange(0, SEQS)
+def write_groups(block, seqs, groups, PAGE_SIZE: tl.constexpr):
+    """Where groups begin and what comes after their prefixes, for a block of boundaries."""
+    seq = block * _SEQS + tl.arange(0, _SEQS)
     num_seqs = tl.load(seqs.counts)
     live = seq < num_seqs
     inside = seq < seqs.num
@@ -164,18 +164,18 @@ def write_groups(block, seqs, groups, PAGE_SIZE: tl.constexpr, SEQS: tl.constexp
 
 
 @triton.jit
-def write_tokens(share, seqs, table, tokens, terms, PAGE_SIZE: tl.constexpr, SEQS: tl.constexpr, BLOCK: tl.constexpr):
+def write_tokens(share, seqs, table, tokens, PAGE_SIZE: tl.constexpr, NULL_PAGE: tl.constexpr, SHORT_KV: tl.constexpr):
     """Positions and slots: a share of one sequence's tokens, and one of the tokens after all sequences."""
     # Where page 0 is a real page, no page and no slot are -1.
-    NO_PAGE: tl.constexpr = 0 if terms.null_page else -1
+    NO_PAGE: tl.constexpr = 0 if NULL_PAGE else -1
     seq = share.id // share.of
-    before, total = _units_around(seqs.q_len, seq, seqs.num, 1, SEQS)
+    before, total = _units_around(seqs.q_len, seq, seqs.num, 1)
     new = tl.load(seqs.q_len + seq)
     prefix = tl.load(seqs.kv_len + seq) - new
     row = tl.load(seqs.row_of_seq + seq).to(tl.int64)
     num_tokens = tl.load(seqs.counts + 1)
-    for first in range((share.id % share.of) * BLOCK, new, share.of * BLOCK):
-        offset = first + tl.arange(0, BLOCK)
+    for first in range((share.id % share.of) * _TOKENS, new, share.of * _TOKENS):
+        offset = first + tl.arange(0, _TOKENS)
         token = before + offset
         inside = (offset < new) & (token < tokens.num)
         live = inside & (token < num_tokens)
@@ -186,52 +186,50 @@ def write_tokens(share, seqs, table, tokens, terms, PAGE_SIZE: tl.constexpr, SEQ
         position = tl.where(live, tl.maximum(kv_index, 0), 0)
         tl.store(tokens.position + token, position, mask=inside)
         slot = page * PAGE_SIZE + position % PAGE_SIZE
-        if not terms.null_page:
+        if not NULL_PAGE:
             slot = tl.where(page < 0, -1, slot)
         tl.store(tokens.slot + token, slot, mask=inside)
-        error = seqs.counts + _ERROR_WORD + tl.zeros([BLOCK], tl.int32)
+        error = seqs.counts + _ERROR_WORD + tl.zeros([_TOKENS], tl.int32)
         needs_page = live
-        if terms.short_kv:
+        if SHORT_KV:
             needs_page = live & (kv_index >= 0)
         tl.atomic_or(error, _TOKEN_WITHOUT_PAGE, mask=needs_page & (page <= NO_PAGE), sem="relaxed")
         # Pages are given back from the front: if the first one that the token sees is there, all are.
-        first_no = tl.maximum(position - terms.window_left, 0) // PAGE_SIZE
+        first_no = tl.maximum(position - tokens.window_left, 0) // PAGE_SIZE
         first_page = tl.load(table.entries + row * table.stride + first_no, mask=in_row, other=1)
         tl.atomic_or(error, _WINDOW_WITHOUT_PAGE, mask=first_page <= NO_PAGE, sem="relaxed")
-    for first in range(total + share.id * BLOCK, tokens.num, seqs.num * share.of * BLOCK):
-        token = first + tl.arange(0, BLOCK)
-        zeros = tl.zeros([BLOCK], tl.int32)
+    for first in range(total + share.id * _TOKENS, tokens.num, seqs.num * share.of * _TOKENS):
+        token = first + tl.arange(0, _TOKENS)
+        zeros = tl.zeros([_TOKENS], tl.int32)
         tl.store(tokens.position + token, zeros, mask=token < tokens.num)
         tl.store(tokens.slot + token, zeros + NO_PAGE, mask=token < tokens.num)
 
 
 @triton.jit
-def write_page_list(
-    share, seqs, table, page_list, page_list_len, PAGE_SIZE: tl.constexpr, SEQS: tl.constexpr, BLOCK: tl.constexpr
-):
+def write_page_list(share, seqs, table, page_list, page_list_len, PAGE_SIZE: tl.constexpr):
     """A share of one sequence's pages, and one of the entries after all sequences."""
     seq = share.id // share.of
-    before, total = _units_around(seqs.kv_len, seq, seqs.num, PAGE_SIZE, SEQS)
+    before, total = _units_around(seqs.kv_len, seq, seqs.num, PAGE_SIZE)
     pages = _units(seqs.kv_len, seq, seqs.num, PAGE_SIZE)
     row = tl.load(seqs.row_of_seq + seq).to(tl.int64)
-    for first in range((share.id % share.of) * BLOCK, pages, share.of * BLOCK):
-        page_no = first + tl.arange(0, BLOCK)
+    for first in range((share.id % share.of) * _PAGES, pages, share.of * _PAGES):
+        page_no = first + tl.arange(0, _PAGES)
         live = page_no < pages
         page = tl.load(table.entries + row * table.stride + page_no, mask=live & (page_no < table.width), other=0)
         tl.store(page_list + before + page_no, page, mask=live & (before + page_no < page_list_len))
-    for first in range(total + share.id * BLOCK, page_list_len, seqs.num * share.of * BLOCK):
-        entry = first + tl.arange(0, BLOCK)
-        tl.store(page_list + entry, tl.zeros([BLOCK], tl.int32), mask=entry < page_list_len)
+    for first in range(total + share.id * _PAGES, page_list_len, seqs.num * share.of * _PAGES):
+        entry = first + tl.arange(0, _PAGES)
+        tl.store(page_list + entry, tl.zeros([_PAGES], tl.int32), mask=entry < page_list_len)
 
 
 @triton.jit
-def write_block_table(share, seqs, table, block_table, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def write_block_table(share, seqs, table, block_table, PAGE_SIZE: tl.constexpr):
     """A share of one sequence's row of another table."""
     seq = share.id // share.of
     pages = tl.minimum(tl.cdiv(tl.load(seqs.kv_len + seq), PAGE_SIZE), table.width)
     row = tl.load(seqs.row_of_seq + seq).to(tl.int64)
-    for first in range((share.id % share.of) * BLOCK, block_table.width, share.of * BLOCK):
-        page_no = first + tl.arange(0, BLOCK)
+    for first in range((share.id % share.of) * _PAGES, block_table.width, share.of * _PAGES):
+        page_no = first + tl.arange(0, _PAGES)
         page = tl.load(table.entries + row * table.stride + page_no, mask=page_no < pages, other=0)
         cell = block_table.entries + seq.to(tl.int64) * block_table.stride + page_no
         tl.store(cell, page, mask=page_no < block_table.width)

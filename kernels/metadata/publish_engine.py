@@ -113,12 +113,12 @@ def _publish_engine_kernel(
     COUNTS: tl.constexpr,
     SEQS: tl.constexpr,
 ):
+    # The echo is in words of the slot that nothing here reads.
     number = tl.load(counts_before + _STEP)
-    error_before = tl.load(counts_before + _ERROR_WORD)
     is_step_before = number == tl.load(slot + _STEP_BEFORE)
+    tl.store(slot + _ECHOED_STEP, number)
+    tl.store(slot + _ECHO, tl.where(is_step_before, tl.load(counts_before + _ERROR_WORD), _WRONG_STEP))
     num_seqs = tl.load(slot)
-    word = tl.arange(0, COUNTS)
-    words = tl.load(slot + word)
     num_live = 0
     tokens_before = tl.zeros([1], tl.int64)
     live_tokens = tl.zeros([1], tl.int64)
@@ -175,8 +175,8 @@ def _publish_engine_kernel(
         tl.store(q_len + seq, tl.where(given, taken, pad_q_len).to(tl.int32), mask=inside)
     # counts_before is mostly counts itself: every thread must have read it before one overwrites it.
     tl.debug_barrier()
-    tl.store(slot + _ECHOED_STEP, number)
-    tl.store(slot + _ECHO, tl.where(is_step_before, error_before, _WRONG_STEP))
+    word = tl.arange(0, COUNTS)
+    words = tl.load(slot + word)
     error = tl.where(num_cut > 0, _BEYOND_BOUND, 0) | tl.where(num_strays > 0, _NO_ROW, 0)
     words = tl.where(word == 0, num_live, words)
     words = tl.where(word == 1, live_tokens.to(tl.int32), words)

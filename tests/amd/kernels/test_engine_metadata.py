@@ -235,8 +235,8 @@ def test_many_sequences_of_an_engine_are_published_whole(publish: Launch, kernel
     )
     lengths = EngineLengths(kv_len, None, new, Q_LENGTHS)
     publish(slot, to.counts, lengths, LengthBounds(num_seqs, 100, 0, 9, 2000, 1, causal=True), to)
-    assert slot[ECHO] == WRONG_STEP
     assert to.counts.tolist() == [num_seqs, int(new.sum()), 2, 0]
+    assert slot[ECHO] == WRONG_STEP  # after the line above has waited for the device
     assert torch.equal(to.q_len[:num_seqs].long(), new)
     assert torch.equal(to.kv_len[:num_seqs].long(), kv_len)
     huge = EngineLengths(kv_len, None, torch.full_like(new, 2**31 - 1), Q_LENGTHS)

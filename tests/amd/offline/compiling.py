@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from triton.compiler import CompiledKernel
 
 from tests.amd.offline.matrix import ROWS, Row, launch_all
@@ -15,7 +16,8 @@ NVIDIA_ARCHS = ("sm_80", "sm_90")
 def rows_for(archs: tuple[str, ...]) -> pytest.MarkDecorator:
     """Runs a test with every row for these archs; rows that the oldest Triton compiles too are marked so.
 
-    Large pools are long, as the simulator runs code for them too, and so is the NVIDIA GPU that is not the target.
+    Large pools are long, as the simulator runs code for them too, and so are the NVIDIA GPU that is not the target and
+    float32, in which no model is served, on other archs than the first.
     """
     return pytest.mark.parametrize(
         "row",
@@ -23,13 +25,17 @@ def rows_for(archs: tuple[str, ...]) -> pytest.MarkDecorator:
             pytest.param(
                 row,
                 id=str(row),
-                marks=[pytest.mark.oldest_triton] * row.on_oldest
-                + [pytest.mark.long] * (row.is_large or row.arch == "sm_80"),
+                marks=[pytest.mark.oldest_triton] * row.on_oldest + [pytest.mark.long] * _is_long(row),
             )
             for row in ROWS
             if row.arch in archs
         ],
     )
+
+
+def _is_long(row: Row) -> bool:
+    is_float32_again = row.dtype == torch.float32 and row.arch != AMD_ARCHS[0]
+    return row.is_large or row.arch == "sm_80" or is_float32_again
 
 
 def compile_row(row: Row) -> None:

@@ -21,6 +21,9 @@ from rocm_attn.step.step import Step
 from tests.amd.runtime.interrupts import every_line, interrupted_at
 from tests.amd.runtime.stepping import small_problem
 
+# Of the interpreter's stage: its kernels are torch's, and the stage host runs it every time.
+pytestmark = pytest.mark.long
+
 CPU = torch.device("cpu")
 KINDS = ["whole", "split", "lengths on the device", "after a split step"]
 

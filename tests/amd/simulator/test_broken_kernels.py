@@ -129,8 +129,8 @@ MISTAKES = {
     ),
     "the_store_writes_pads": Mistake(
         store,
-        "(token < tl.load(counts + 1)) & (slot >= G.PAGE_SIZE)",
-        "slot >= G.PAGE_SIZE",
+        "(token < tl.load(counts + 1)) & (slot >= FIRST_SLOT)",
+        "slot >= FIRST_SLOT",
         "launch_store_kv",
         kernel_cases,
         lambda arch: run_store(arch, torch.float16, linear_pools, is_large=False),

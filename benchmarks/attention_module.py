@@ -1,4 +1,4 @@
-"""This library behind a benchmark harness that measures it beside its peers.
+"""This library as a module of a benchmark harness that measures it beside its peers.
 
 The harness hands over a case with data (`d`): q [T, Hq, D], k_cache and v_cache [pages, page, Hkv, D], block_table
 int32 [B, W], seq_lens int32 [B], cu_q int32 [B + 1], and out [T, Hq, Dv]. plan() is the work of a step, done once for

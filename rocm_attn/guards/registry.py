@@ -152,7 +152,7 @@ GUARDS: tuple[Guard, ...] = (
         "a kernel that reads ahead of a sequence's last page meets a page of another request",
         "H20, G3",
         unguarded.leave_tails,
-        "test_pads.py::test_nothing_of_an_earlier_step_stays_behind_the_last_page",
+        "test_pads.py::test_nothing_of_an_earlier_step_stays_after_the_last_page",
     ),
     _guard(
         "v_mask",
@@ -160,7 +160,7 @@ GUARDS: tuple[Guard, ...] = (
         "NaN in a page's unused tail reaches the output: 0 * NaN is NaN",
         "vllm#53856, aiter#5401, G4",
         unguarded.unmasked_v,
-        "test_pads.py::test_what_lies_behind_a_sequence_in_its_page_is_not_read",
+        "test_pads.py::test_what_lies_after_a_sequence_in_its_page_is_not_read",
     ),
     _guard(
         "cut_points",
@@ -344,7 +344,7 @@ GUARDS: tuple[Guard, ...] = (
         "a step that went wrong on the device, or whose inputs never got there, is taken for a right one",
         "H17, G9",
         unguarded.EchoIgnored,
-        "test_publication.py::test_a_fault_on_the_device_is_told_once_and_later_steps_are_right",
+        "test_publication.py::test_a_fault_on_the_device_is_reported_once_and_later_steps_are_right",
     ),
     _guard(
         "last_steps",

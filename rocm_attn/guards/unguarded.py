@@ -388,7 +388,7 @@ def sealed_or_not(seal_number: int) -> bool:
 
 
 def last_step_unseen(counts: Sequence[int], number: int) -> None:
-    """Nobody looks at the step that was published last."""
+    """The step that was published last is not looked at."""
 
 
 def wait_for_nothing(fence: Fence) -> None:

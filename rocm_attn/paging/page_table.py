@@ -117,7 +117,7 @@ class SpacePages:
 
     @property
     def of(self) -> str:
-        """Behind "pages", in a sentence."""
+        """What follows "pages", in a sentence."""
         return "" if self.space == Space.FULL else f" of the {self.space.name} space"
 
     def first_needed(self, start: int, page_size: int) -> int:

@@ -63,7 +63,7 @@ def fault_of(step: int, error_word: int) -> DeviceFault:
 
 
 class EchoCheck:
-    """Told of every echo that is not 0, before its slot is written again."""
+    """Given every echo that is not 0, before its slot is written again."""
 
     def __init__(self) -> None:
         self._lost_step = -1
@@ -79,7 +79,7 @@ class EchoCheck:
                 self._lost_step,
             )
         if echo == WRONG_STEP:
-            if before == self._lost_step:  # told already
+            if before == self._lost_step:  # reported already
                 return
             raise DeviceFault(
                 f"the device took step {before} for step {echoed}; look for what wrote to the step's counts", before

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# torch.empty() then gives NaN (or the largest integer), so that a test notices when something reads what nobody wrote.
+# torch.empty() then gives NaN (or the largest integer), so that a test notices a read of what was never written.
 torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 # On a GPU some operations have no deterministic form (cumsum); pyproject.toml names that warning as an exception.
 torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())

@@ -82,7 +82,7 @@ class Scores:
 
 
 def distances(q_len: int, kv_len: int) -> Tensor:
-    """[q_len, kv_len]: how far before each query each key is; negative for keys behind it."""
+    """[q_len, kv_len]: how far before each query each key is; negative for keys after it."""
     return torch.arange(kv_len - q_len, kv_len)[:, None] - torch.arange(kv_len)[None, :]
 
 

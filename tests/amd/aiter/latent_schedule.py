@@ -1,6 +1,6 @@
 """The stand-in's get_mla_metadata_v1, and mla_decode_fwd by such a schedule.
 
-A share is [sequence, row of its partial result or -1, first token, end, first key, end, keys behind it, nothing].
+A share is [sequence, row of its partial result or -1, first token, end, first key, end, keys after it, nothing].
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ def _run_by_schedule(
     keys = spans(kv_indptr, len(kv_indices), "kv_indptr")
     partials: dict[int, tuple[Tensor, Tensor]] = {}
     seen = [0] * len(keys)
-    for seq, partial, token, token_end, first, end, behind, _ in work[: int(indptr[-1].item())].tolist():
+    for seq, partial, token, token_end, first, end, after, _ in work[: int(indptr[-1].item())].tolist():
         require((token, token_end) == (seq, seq + 1), f"sequence {seq} has tokens {token} to {token_end}")
-        require(keys[seq][0] <= first < end == keys[seq][1] - behind, "a schedule of other lengths")
+        require(keys[seq][0] <= first < end == keys[seq][1] - after, "a schedule of other lengths")
         seen[seq] += end - first
         rows = rows_of(kv, kv_indices[first:end], "kv_indices")
         result, lse = attend(q[seq : seq + 1], rows, rows[..., :512], Scores(scale, torch.ones(1, len(rows)).bool()))

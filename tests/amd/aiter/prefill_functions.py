@@ -97,7 +97,7 @@ def _require_scores(call: Mapping[str, Any]) -> None:
 
 
 def _window(call: Mapping[str, Any]) -> tuple[int, int]:
-    """Keys before and behind a query's own that it sees; -1: all."""
+    """Keys before and after a query's own that it sees; -1: all."""
     left, right = (-1 if size >= call["max_seqlen_k"] else size for size in call["window_size"][:2])
     return (left, 0) if call["causal"] else (left, right)
 
@@ -161,7 +161,7 @@ def _run_batch_prefill(
         v = rows_of(v_cache, page_list[first_page:end_page], "kv_page_indices")
         ahead = rows_of(v_cache, page_list[end_page:read_end], "kv_page_indices")
         if seq + 1 == len(pages) or pages[-1][1] == end_page:  # else it is other sequences' pages, of any content
-            require(bool((ahead == 0).all()), "what lies behind the page list is not page 0")
+            require(bool((ahead == 0).all()), "what lies after the page list is not page 0")
         scores = _scores(
             q_len,
             kv_len,

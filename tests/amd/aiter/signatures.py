@@ -89,7 +89,7 @@ _MLA_PREFILL = (
     "q kv_buffer o qo_indptr kv_indptr kv_indices kv_last_page_lens max_seqlen_q sm_scale=None logit_cap=0.0 "
     "num_kv_splits=None"
 )
-# page_size came in between: what stood behind it has moved.
+# page_size came in between: what stood after it has moved.
 _MLA_PAGED = _MLA_OLD.replace(" sm_scale=None", " page_size=1 nhead_kv=1 sm_scale=None")
 _MLA = _MLA_PAGED + " g_kv_indptr=None cp_world_size=1 cp_rank=0 causal=True"
 

@@ -44,7 +44,7 @@ def test_without_aiter_every_kernel_says_that_it_is_not_installed() -> None:
     assert all("install the distribution amd-aiter" in reason for reason in missing.values())
 
 
-def test_another_package_of_that_name_is_told_from_amds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_package_of_that_name_is_told_apart_from_amds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiter", ModuleType("aiter"))
     assert "cannot import name 'paged_attention_ragged'" in library.unavailable()["aiter.paged_attention_ragged"]
 

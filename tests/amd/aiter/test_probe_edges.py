@@ -54,7 +54,7 @@ DAMAGES: Mapping[str, Damage] = {
     "leaves out the first key": lambda visible: ends(visible, first=True, steps=0),
     "sees the key before the first": lambda visible: ends(visible, first=True, steps=-1),
     "leaves out the last key": lambda visible: ends(visible, first=False, steps=0),
-    "sees the key behind the last": lambda visible: ends(visible, first=False, steps=1),
+    "sees the key after the last": lambda visible: ends(visible, first=False, steps=1),
 }
 # Without a window, nothing lies before the first key.
 OF_UNLIMITED = [name for name in DAMAGES if name != "sees the key before the first"]
@@ -62,7 +62,7 @@ OF_UNLIMITED = [name for name in DAMAGES if name != "sees the key before the fir
 
 @contextmanager
 def damaged(damage: Damage) -> Iterator[None]:
-    """The stand-in's functions see other keys. Behind the last key of a sequence lies a row of zeros, as in a page."""
+    """The stand-in's functions see other keys. After the last key of a sequence lies a row of zeros, as in a page."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         k, v = (torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])]) for rows in (k, v))
@@ -180,7 +180,7 @@ def test_random_rows_do_not_show_one_key_among_many(aiter: StandIn) -> None:
     assert edge_run(selection, CPU) is not None
 
 
-def test_keys_that_a_large_page_loses_behind_the_first_2048_are_missed(aiter: StandIn) -> None:
+def test_keys_that_a_large_page_loses_after_the_first_2048_are_missed(aiter: StandIn) -> None:
     """As releases before v0.1.14 do on pages of 1024, should one of them not say what it is."""
     function = vectorised_functions.pa_decode_gluon
     aiter.bodies["pa_decode_gluon"] = lambda call: function(V0_1_10, call)

@@ -62,7 +62,7 @@ def test_a_release_says_its_name(text: str, said: str) -> None:
 def test_the_releases_of_the_image_are_those_that_it_is_built_from() -> None:
     dockerfile = (ROOT / "docker" / "Dockerfile").read_text()
     assert f"rocm/pytorch:rocm{IMAGE_RELEASES.rocm}_" in dockerfile
-    # 46 commits behind the tag v0.1.20, as git describes it.
+    # 46 commits after the tag v0.1.20, as git describes it.
     assert "AITER_COMMIT=e4048607" in dockerfile
     assert IMAGE_RELEASES.aiter == Release.of(E4048607.version)
     assert all(target.releases == IMAGE_RELEASES for target in KNOWN_TARGETS.values() if target.is_amd)

@@ -54,7 +54,7 @@ PROBLEMS: Mapping[str, tuple[Problem, Sequence[str]]] = {
     "not causal": (replace(WIDE, causal=False), (VARLEN, RAGGED, PAGED, PAGED)),
     "sinks in bfloat16": (replace(WIDE, has_sinks=True, dtype=torch.bfloat16), (PAGED, UNIFIED, PAGED, UNIFIED)),
 }
-# A prompt, a decode, an extend and a mixed step; the windows end within, at and behind pages and tiles.
+# A prompt, a decode, an extend and a mixed step; the windows end within, at and after pages and tiles.
 STEPS = ([70, 31, 16], [1, 1, 1], [9, 2, 40], [1, 25, 3])
 
 

@@ -184,7 +184,7 @@ def test_a_shared_page_keeps_its_other_requests_tokens(aiter: StandIn) -> None:
 @pytest.mark.parametrize("layout", [PoolKind.SPLIT, PoolKind.VECTORIZED])
 @pytest.mark.parametrize("unavailable", [{}, {"aiter.pa_decode_gluon": "switched off"}], ids=["first", "second"])
 def test_rows_with_gaps_are_served(layout: PoolKind, unavailable: dict[str, str], aiter: StandIn) -> None:
-    """q, k and v cut out of one fused projection, and a gap behind each head of q and out."""
+    """q, k and v cut out of one fused projection, and a gap after each head of q and out."""
     problem = replace(plain_problem(16, heads=(16, 2), dims=(128, 128)), scale=128**-0.5, pool=layout)
     serving = world(problem, selections=[select(problem, GFX942, "aiter", unavailable=unavailable)])
     requests = [serving.admit(), serving.admit()]

@@ -100,7 +100,7 @@ def _run_gluon(
         v = rows_of(values, block_tables[seq, :blocks], "block_tables")
         key = torch.arange(kv_len)[None]
         visible = (key >= kv_len - window + 1) if window else key < most_keys
-        # Partitions are loaded whole, but for blocks behind the last one.
+        # Partitions are loaded whole, but for blocks after the last one.
         first = (kv_len - window) // PARTITION_KEYS if 0 < window < kv_len else 0
         loaded = v[first * PARTITION_KEYS : -(-kv_len // PARTITION_KEYS) * PARTITION_KEYS]
         # A key that is masked has a logit of -3.4e38, so that where all of them are, all count the same.
@@ -123,7 +123,7 @@ def pa_fwd_asm(release: Release, call: Mapping[str, Any]) -> Tensor:
     k_cache, v_cache = require_vectorised(call["K"], call["V"], dtype)
     require(k_cache.shape[3] == 16, f"no kernel for blocks of {k_cache.shape[3]}")
     require(k_cache.nbytes == v_cache.nbytes, "V is read with the strides of K")
-    # The size that its code objects give the hardware for K and for V; what lies behind is read as 0.
+    # The size that its code objects give the hardware for K and for V; what lies after is read as 0.
     reach = 2**31 if release.is_before(0, 1, 17) else 2**32
     require(k_cache.nbytes < reach, f"byte offsets reach {reach}, and a cache takes {k_cache.nbytes}")
     require(num_heads // k_cache.shape[1] in (8, 16), f"no kernel for {num_heads // k_cache.shape[1]} heads on one")

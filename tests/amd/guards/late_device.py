@@ -43,7 +43,7 @@ class LateFence:
         self._end = 0
 
     def record(self) -> None:
-        """Behind what was launched so far."""
+        """After what was launched so far."""
         self._end = self._device.length
 
     def synchronize(self) -> None:

@@ -44,7 +44,7 @@ def test_a_batch_padded_beyond_the_pool_keeps_all_of_its_sequences(
     requests = serving.admit(5)
     with pytest.raises(BadTensor, match=f"5 rows for {alignment} padded sequences"):
         serving.run(requests, [1] * 5)
-    # Nobody has written what the padded sequences beyond the pool get.
+    # No step has written what the padded sequences beyond the pool get.
     assert torch.isfinite(serving.out[:5]).all()
     assert serving.out[5:alignment].isnan().all()
 

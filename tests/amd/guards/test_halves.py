@@ -48,7 +48,7 @@ def test_both_halves_of_a_batch_padded_beyond_the_pool_keep_their_sequences(
         "cut_short.run(cut_short.admit(5), [1] * 5, halves=True)"
     )
     assert off.returncode != 0
-    # The report's own error: what counts the second half meets what is left of the pool's size behind the first.
+    # The report's own error: what counts the second half meets what is left of the pool's size after the first.
     assert re.search(rf"size.* \(0\) must match .*\(2\)|{DEVICE_FAULT}", off.stderr), off.stderr
 
 
@@ -81,7 +81,7 @@ def test_each_half_of_a_step_has_memory_of_its_own(provider: str, graphs: bool, 
 
 
 def test_the_inputs_of_the_last_two_steps_wait_in_slots_of_their_own(device: torch.device) -> None:
-    """A device that is two split steps behind still finds what each half of them is."""
+    """A device that is two split steps late still finds what each half of them is."""
     serving = Serving(device, ALL_ON, graphs=False, split_steps=True)
     requests = serving.admit(5)
     serving.step(requests, [3, 1, 4, 1, 5])

@@ -1,4 +1,4 @@
-"""Padded sequences, padded tokens and what lies behind a sequence are inert, and are not without their safeguards."""
+"""Padded sequences, padded tokens and what lies after a sequence are inert, and are not without their safeguards."""
 
 from __future__ import annotations
 
@@ -136,9 +136,9 @@ def test_the_reserved_row_is_never_written(graphs: bool, device: torch.device) -
 
 
 @both_ways
-def test_nothing_of_an_earlier_step_stays_behind_the_last_page(graphs: bool, device: torch.device) -> None:
-    def behind(guards: Guards) -> tuple[list[int], list[int]]:
-        """Entries behind the only page of the only sequence, in the page list and in its dense row."""
+def test_nothing_of_an_earlier_step_stays_after_the_last_page(graphs: bool, device: torch.device) -> None:
+    def after(guards: Guards) -> tuple[list[int], list[int]]:
+        """Entries after the only page of the only sequence, in the page list and in its dense row."""
         serving = Serving(device, guards, graphs=graphs, provider="csr")
         crowd = serving.admit(3)
         serving.step(crowd, [9, 13, 5])
@@ -151,9 +151,9 @@ def test_nothing_of_an_earlier_step_stays_behind_the_last_page(graphs: bool, dev
         width = serving.runtime.table.width
         return buffers["page_list"][1 : 8 * width].tolist(), buffers["block_table"][1:width].tolist()
 
-    for entries in behind(ALL_ON):
+    for entries in after(ALL_ON):
         assert not any(entries)
-    page_list, block_row = behind(Guards().without("table_tails"))
+    page_list, block_row = after(Guards().without("table_tails"))
     # The pages of three requests that are gone: 3 + 4 + 2 in the list, the first one's in its row.
     assert sum(page > 0 for page in page_list) == 8
     assert sum(page > 0 for page in block_row) == 2
@@ -162,7 +162,7 @@ def test_nothing_of_an_earlier_step_stays_behind_the_last_page(graphs: bool, dev
 @both_ways
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize("page_size", [4, 16])
-def test_what_lies_behind_a_sequence_in_its_page_is_not_read(
+def test_what_lies_after_a_sequence_in_its_page_is_not_read(
     provider: str, graphs: bool, page_size: int, device: torch.device
 ) -> None:
     problem = small_problem(page_size)
@@ -178,7 +178,7 @@ def test_what_lies_behind_a_sequence_in_its_page_is_not_read(
     assert serving.out[:5].isnan().all()
     serving.run(requests, [1, 1])
     assert serving.out[0].isnan().all()
-    # The second sequence fills its page: nothing lies behind it.
+    # The second sequence fills its page: nothing lies after it.
     assert torch.isfinite(serving.out[1]).all()
 
 

@@ -125,7 +125,7 @@ def test_no_slot_without_a_live_token_is_read(graphs: bool, provider: str, sides
 
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_memory_that_is_given_back_and_taken_again_is_not_read_by_graphs(provider: str, device: torch.device) -> None:
-    """Larger eager steps let their buffers grow, and whoever comes next gets the old memory and fills it."""
+    """Larger eager steps let their buffers grow, and the next owner gets the old memory and fills it."""
     serving = Serving(device, graphs=True, provider=provider, capture_sizes=(1, 4), num_pages=80)
     requests = serving.admit(5)
     serving.step(requests, [3, 2, 4, 5, 6])

@@ -126,7 +126,7 @@ def test_copies_that_failed_half_way_are_made_again_from_the_same_pages(
 
 
 def published_lengths(guards: Guards, num_steps: int) -> list[int]:
-    """kv_len as each of num_steps steps finds it on a device that starts late, behind a ring of two slots."""
+    """kv_len as each of num_steps steps finds it on a device that starts late, after a ring of two slots."""
     late = LateDevice()
     ring = HostRing(torch.device("cpu"), depth=2, wait=guards.publishing.ring_wait, new_fence=late.fence)
     found: list[int] = []
@@ -152,7 +152,7 @@ def test_a_late_device_still_reads_its_own_steps_inputs() -> None:
 
 @both_ways
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_a_fault_on_the_device_is_told_once_and_later_steps_are_right(
+def test_a_fault_on_the_device_is_reported_once_and_later_steps_are_right(
     provider: str, graphs: bool, device: torch.device
 ) -> None:
     def faults_of(guards: Guards) -> tuple[int, list[DeviceFault]]:

@@ -74,7 +74,7 @@ def test_a_length_beyond_the_row_writes_no_other_requests_page(provider: str, de
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_requests_that_share_a_page_do_not_write_to_it(provider: str, graphs: bool, device: torch.device) -> None:
     def parent_and_child(guards: Guards) -> tuple[Serving, list[Request]]:
-        """Both go on behind a prefix of 6 tokens: one and a half pages."""
+        """Both go on after a prefix of 6 tokens: one and a half pages."""
         serving = Serving(device, guards, graphs=graphs, provider=provider)
         (parent,) = serving.admit(1)
         serving.step([parent], [6])
@@ -131,7 +131,7 @@ def test_a_length_beyond_its_bound_touches_no_other_request(provider: str, graph
     with pytest.raises(DeviceFault, match="a length on the device lay outside"):
         serving.runtime.check_device()
     serving, requests = run(Guards().without("length_bounds"))
-    # The second one's tokens are taken for those behind them.
+    # The second one's tokens are taken for those after them.
     assert not serving.is_right(requests, [2, 2])
 
 

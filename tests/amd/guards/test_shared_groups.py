@@ -42,7 +42,7 @@ def family(device: torch.device, provider: str, graphs: bool, guards: Guards = A
 
 
 def groups_once(ops: StepOps) -> StepOps:
-    """Where groups begin, and what lies behind their prefixes, is derived once for each size, and kept."""
+    """Where groups begin, and what lies after their prefixes, is derived once for each size, and kept."""
     kept: dict[int, list[Tensor]] = {}
 
     def fill(step: StepTensors, *, page_size: int, window_left: int) -> None:

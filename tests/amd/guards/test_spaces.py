@@ -60,7 +60,7 @@ def test_a_layer_reads_in_the_space_that_it_writes_in(
     serving.check(requests, [1, 1])
     serving, requests = serve(Guards().without("layer_space"))
     assert not serving.is_right(requests, [1, 1])
-    # It was written to the right place, which nobody has read.
+    # It was written to the right place, which was not read.
     page = int(serving.runtime.table.pages_of(requests[0].row, Space.SWA)[1])
     assert torch.equal(serving.runtime.pool.layer(0).k[page, 2], requests[0].k[0][6])
 
@@ -69,7 +69,7 @@ def test_a_layer_reads_in_the_space_that_it_writes_in(
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_a_step_gives_back_no_page_that_its_first_token_sees(provider: str, graphs: bool, device: torch.device) -> None:
     def serve(guards: Guards, graphs: bool) -> tuple[Serving, list[Request]]:
-        """A chunk of six tokens behind twelve: its first token sees tokens 4 .. 12, its last one 9 .. 17."""
+        """A chunk of six tokens after twelve: its first token sees tokens 4 .. 12, its last one 9 .. 17."""
         serving = windowed(device, guards, graphs=graphs, provider=provider)
         requests = serving.admit(2)
         serving.run(requests, [12, 5])

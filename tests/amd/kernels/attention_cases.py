@@ -25,7 +25,7 @@ from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 # A value of every tensor that a kernel has to overwrite or must leave alone.
 UNTOUCHED = -77.0
-# Of a padded token: whoever looks at it is far from every key.
+# Of a padded token: a kernel that looks at it is far from every key.
 NO_POSITION = 1 << 30
 
 
@@ -240,7 +240,7 @@ def _random_keys(length: int, generator: torch.Generator) -> list[int]:
 
 
 def _packed(cells: Sequence[bool], positions: Sequence[int], case: Case, device: torch.device) -> PackedMask:
-    """Cells of all sequences as words. Bits behind the last one are set: whoever reads them sees too much."""
+    """Cells of all sequences as words. Bits after the last one are set: a kernel that reads them sees too much."""
     bits = [*cells, *[True] * (-len(cells) % 32)]
     words = [sum(bit << place for place, bit in enumerate(bits[at : at + 32])) for at in range(0, len(bits), 32)]
     sizes = [length * new for length, new in zip(case.kv_len, case.q_len, strict=True)]
@@ -277,7 +277,7 @@ def _as_is(values: Tensor, order: tuple[int, ...]) -> Tensor:
 
 
 def _spread(values: Tensor, order: tuple[int, ...]) -> Tensor:
-    """values in memory of another order of dimensions, with NaN behind each row of the last."""
+    """values in memory of another order of dimensions, with NaN after each row of the last."""
     ordered = values.permute(order)
     rows, columns = ordered.shape[:-1], ordered.shape[-1]
     memory = torch.full((*rows, columns + 8), float("nan"), dtype=values.dtype, device=values.device)[..., :columns]

@@ -16,7 +16,7 @@ from rocm_attn.kernels.metadata.step_tensors import FIELDS, StepTensors
 GARBAGE = 0x7F7F7F7F
 MAX_PAGES = 5
 CAPACITY = 9
-BEHIND = 70  # elements of garbage behind each output
+AFTER = 70  # elements of garbage after each output
 
 REQUIRED = ("q_indptr", "last_token_of_seq", "position_of_token", "slot_of_token")
 PAGE_LIST = ("page_indptr", "page_list", "last_page_len")
@@ -114,7 +114,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def tensors(case: Case, device: torch.device) -> StepTensors:
-    """The step on the device: shuffled rows in a table with a free stride, garbage in and behind the outputs."""
+    """The step on the device: shuffled rows in a table with a free stride, garbage in and after the outputs."""
     rows = random.Random(len(case.seqs)).sample(range(1, len(case.seqs) + 1), len(case.seqs))
     table = torch.full((len(rows) + 1, case.width + 3), GARBAGE, dtype=torch.int32)[:, : case.width]
     table[0] = 0
@@ -145,7 +145,7 @@ def tensors(case: Case, device: torch.device) -> StepTensors:
     def output(name: str) -> Tensor:
         shape = shapes[name] if name in case.wanted else (0, *shapes[name][1:])
         dtype = torch.int64 if name in INT64 and name in case.wanted else torch.int32
-        memory = torch.full((math.prod(shape) + BEHIND,), GARBAGE, dtype=dtype, device=device)
+        memory = torch.full((math.prod(shape) + AFTER,), GARBAGE, dtype=dtype, device=device)
         return memory[: math.prod(shape)].view(shape)
 
     return StepTensors.of(
@@ -161,9 +161,9 @@ def tensors(case: Case, device: torch.device) -> StepTensors:
     )
 
 
-def is_untouched_behind(output: Tensor) -> bool:
-    """Whether the memory behind an output of tensors() is still garbage."""
-    return bool((output.as_strided((BEHIND,), (1,), output.numel()) == GARBAGE).all())
+def is_untouched_after(output: Tensor) -> bool:
+    """Whether the memory after an output of tensors() is still garbage."""
+    return bool((output.as_strided((AFTER,), (1,), output.numel()) == GARBAGE).all())
 
 
 def written(step: StepTensors) -> dict[str, list[int]]:
@@ -197,14 +197,14 @@ def derived_by_hand(case: Case) -> dict[str, object]:
         last_page_len.append((length - 1) % page_size + 1 if length else 1)
         page_list += pages
         block_table.append([*pages, *[0] * (case.width + 2)][: case.width + 2])
-    behind = [0] * (case.num_tokens_padded - len(positions))
+    after = [0] * (case.num_tokens_padded - len(positions))
     num_seqs, num_pads = len(case.seqs), case.num_seqs_padded - len(case.seqs)
     begins = [seq for seq in range(num_seqs) if seq == 0 or case.group_end[seq - 1] == seq]
     values: dict[str, object] = {
         "q_indptr": q_indptr,
         "last_token_of_seq": last_token,
-        "position_of_token": positions + behind,
-        "slot_of_token": slots + behind,
+        "position_of_token": positions + after,
+        "slot_of_token": slots + after,
         "page_indptr": page_indptr,
         "page_list": (page_list + [0] * case.list_len)[: case.list_len],
         "last_page_len": last_page_len,

@@ -23,7 +23,7 @@ from tests.amd.kernels.fill_cases import (
     Case,
     cases,
     derived_by_hand,
-    is_untouched_behind,
+    is_untouched_after,
     random_pages,
     tensors,
     written,
@@ -41,10 +41,10 @@ def fill_once(fill: Fill, case: Case, device: torch.device) -> StepTensors:
 
 
 def check(fill: Fill, case: Case, device: torch.device) -> None:
-    """One fill writes what plain Python derives, and changes neither its inputs nor what lies behind its outputs."""
+    """One fill writes what plain Python derives, and changes neither its inputs nor what lies after its outputs."""
     step = fill_once(fill, case, device)
     assert written(step) == {**written(tensors(case, device)), **derived_by_hand(case)}
-    assert [name for name in DERIVED if not is_untouched_behind(getattr(step, name))] == []
+    assert [name for name in DERIVED if not is_untouched_after(getattr(step, name))] == []
 
 
 def one_sequence(length: int, new: int, *, width: int, page_size: int = 4) -> Case:
@@ -112,9 +112,7 @@ def test_any_number_of_sequences_and_long_prompts(fill: Fill, num_seqs: int, ker
 
 
 @both
-def test_what_lies_behind_all_sequences_is_rewritten_however_long_it_is(
-    fill: Fill, kernel_device: torch.device
-) -> None:
+def test_what_lies_after_all_sequences_is_rewritten_however_long_it_is(fill: Fill, kernel_device: torch.device) -> None:
     case = replace(one_sequence(3, 1, width=1), num_tokens_padded=3000, list_len=9000)
     check(fill, case, kernel_device)
 

@@ -75,7 +75,7 @@ def test_decode_equals_the_reference(
 @run_either
 @pytest.mark.parametrize("page_size", [1, 5, 16])
 @pytest.mark.parametrize("scores", [{}, {"sinks": True, "soft_cap": 1.5}], ids=["plain", "scored"])
-def test_keys_may_begin_behind_the_first_pages_of_a_row(
+def test_keys_may_begin_after_the_first_pages_of_a_row(
     scores: dict[str, Any], page_size: int, run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:
     case = replace(RAGGED, page_size=page_size, first_page=[3, 0, 2, 7, 1, 40], **scores)

@@ -1,4 +1,4 @@
-"""The deterministic kernels: right by the reference, and decode's bits are extend's, whoever shares out the work."""
+"""The deterministic kernels: right by the reference, and decode's bits are extend's, however the work is shared out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tuning table: who finds a row, who is told that there is none, and what a row may not ask for."""
+"""The tuning table: which problems have a row, what says that there is none, and what a row may not ask for."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ SCORES: dict[str, Any] = {"window_left": 20, "soft_cap": 1.5, "sinks": True, "sl
 
 
 def attention(memory: Memory, case: Case) -> Tensors:
-    """A step in memory. The last page is in use; table entries behind a sequence's pages aim at the one after."""
+    """A step in memory. The last page is in use; table entries after a sequence's pages aim at the one after."""
     tensors = build(case, CPU)
     unused = tensors.table == len(tensors.k_pages) - 1
     num_pages = int(tensors.table[~unused].max()) + 1
@@ -470,7 +470,7 @@ def ints(values: Sequence[int]) -> Tensor:
 
 
 def garbage(count: int) -> Tensor:
-    """int32 words that nobody has written."""
+    """int32 words that were never written."""
     return torch.full((count,), GARBAGE, dtype=torch.int32)
 
 

@@ -18,13 +18,13 @@ _PROT_NONE = 0
 
 @dataclass
 class Memory(ABC):
-    """Tensors, and what lies around them, which nobody may write: NaN around floats, POISON around integers."""
+    """Tensors, and what lies around them, which no one may write: NaN around floats, POISON around integers."""
 
     POISON: ClassVar[int]
     _placed: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     def put(self, values: Tensor) -> Tensor:
-        """A copy of values with the same strides and gaps; nothing of it lies behind its last element."""
+        """A copy of values with the same strides and gaps; nothing of it lies after its last element."""
         span = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
         arena, first = self._arena(span, values.dtype)
         if values.is_floating_point():

@@ -239,7 +239,7 @@ def _launch_step(
 
 
 def _launch_fix_ups(runtime: AttentionRuntime) -> None:
-    """What the runtime launches around kernels that leave pads as they are and multiply V behind a sequence's end."""
+    """What the runtime launches around kernels that leave pads as they are and multiply V after a sequence's end."""
     ops, pages, problem = TRITON.ops(), runtime.pool.layer(0), runtime.selections[0].problem
     seqs, counts = (torch.empty(size, dtype=torch.int32) for size in (16, 4))
     out = torch.empty(16, problem.num_q_heads, problem.v_head_dim, dtype=problem.dtype)
@@ -251,7 +251,7 @@ def _launch_fix_ups(runtime: AttentionRuntime) -> None:
 
 
 def _launch_vectorised(row: Row) -> None:
-    """The store, and what zeroes tails behind it, over the vectorised pages that AITER's kernels read."""
+    """The store, and what zeroes tails after it, over the vectorised pages that AITER's kernels read."""
     (_, heads), ops, tokens = row.heads, TRITON.ops(), 16
     page_bytes = row.page_size * heads * min(row.dims) * row.dtype.itemsize
     num_pages = (LARGE_POOL_BYTES if row.is_large else SMALL_POOL_BYTES) // page_bytes + 1

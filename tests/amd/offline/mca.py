@@ -60,7 +60,7 @@ def loop_cycles(loop: HotLoop, arch: str, load_latency: int) -> LoopCycles:
     tool, _ = find_llvm_mca()
     report = _run(tool, arch, _annotated(loop, load_latency))
     (region,) = json.loads(report)["CodeRegions"]
-    # The line behind the last instruction has the sums of an iteration.
+    # The line after the last instruction has the sums of an iteration.
     pressure = region["ResourcePressureView"]["ResourcePressureInfo"]
     last = max(entry["InstructionIndex"] for entry in pressure)
     usage = [entry["ResourceUsage"] for entry in pressure if entry["InstructionIndex"] == last]

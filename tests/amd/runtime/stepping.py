@@ -72,7 +72,7 @@ def small_problem(
 
 
 def packed(visible: Sequence[Tensor], device: torch.device) -> Tensor:
-    """uint8: the cells of masks [q_len, kv_len], sequence after sequence; bits behind the last one are set."""
+    """uint8: the cells of masks [q_len, kv_len], sequence after sequence; bits after the last one are set."""
     cells = np.concatenate([np.empty(0, bool), *(mask.numpy().flatten() for mask in visible)])
     cells = np.concatenate([cells, np.ones(-len(cells) % 8, bool)])
     return torch.from_numpy(np.packbits(cells, bitorder="little")).to(device)

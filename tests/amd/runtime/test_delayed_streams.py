@@ -1,4 +1,4 @@
-"""On a GPU that is behind: the host runs ahead, and nothing waits, allocates or reads another step's inputs."""
+"""On a GPU that is late: the host runs ahead, and nothing waits, allocates or reads another step's inputs."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_host_runs_ahead_of_a_delayed_stream(where: str, undelayed: list[Ten
 
 
 def test_lengths_of_a_delayed_device_are_read_when_it_gets_there(undelayed: list[Tensor], device: torch.device) -> None:
-    """The tensor is written on the stream, behind a sleep, long after the host has staged the step."""
+    """The tensor is written on the stream, after a sleep, long after the host has staged the step."""
     decoding = Decoding.begin(device)
     kv_len = torch.tensor(decoding.requests.kv_len, dtype=torch.int32, device=device)
     rows = []
@@ -119,7 +119,7 @@ def test_lengths_of_a_delayed_device_are_read_when_it_gets_there(undelayed: list
         assert torch.equal(late, right)
 
 
-def test_a_fault_of_a_delayed_device_is_told_once(undelayed: list[Tensor], device: torch.device) -> None:
+def test_a_fault_of_a_delayed_device_is_reported_once(undelayed: list[Tensor], device: torch.device) -> None:
     """Cut to its bound, the wrong length gives right rows, here and in every later step."""
     decoding = Decoding.begin(device)
     sleep_after_stage(decoding)
@@ -160,7 +160,7 @@ def test_two_runtimes_on_two_streams_keep_apart(undelayed: list[Tensor], device:
 
 
 def test_a_step_outlives_its_runtime(undelayed: list[Tensor], device: torch.device) -> None:
-    """Pinned memory that is dropped while a step waits to read it goes to nobody else, who would write there."""
+    """Pinned memory that is dropped while a step waits to read it goes to no other owner, which would write there."""
 
     def prefilled() -> tuple[StepRunner, Requests]:
         tiny = Tiny.build(device, "triton", [4])

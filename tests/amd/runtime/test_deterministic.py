@@ -44,7 +44,7 @@ def in_chunks(*chunks: int) -> Way:
 
 
 def beside_others(teller: Teller, story: Story) -> Told:
-    """In mixed batches: behind a longer story, before a shorter one; decoding while others extend."""
+    """In mixed batches: after a longer story, before a shorter one; decoding while others extend."""
     others = [teller.begin(Story.random(teller.problem, 300, seed)) for seed in (11, 12, 13)]
     teller.step([(others[0], 130), (others[1], 3)])
     told = teller.begin(story)
@@ -69,7 +69,7 @@ def in_scattered_pages(teller: Teller, story: Story) -> Told:
 
 
 def over_a_cached_prefix(teller: Teller, story: Story) -> Told:
-    """Behind pages that another request has filled, and shares."""
+    """After pages that another request has filled, and shares."""
     parent = teller.tell(teller.begin(story), (101,))
     told = teller.fork(parent, 97)
     teller.step([(parent, 5), (told, 20)])
@@ -153,7 +153,7 @@ def test_every_chunk_size_gives_the_same_bits(provider: str, device: torch.devic
 
 
 @both
-def test_the_log_sum_exp_that_nobody_asks_for_changes_no_output(provider: str, device: torch.device) -> None:
+def test_the_log_sum_exp_that_is_not_asked_for_changes_no_output(provider: str, device: torch.device) -> None:
     problem = small_problem(has_sinks=True)
     teller = Teller(device, provider, problem)
     story = Story.random(problem, 80, 3)

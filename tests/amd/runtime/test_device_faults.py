@@ -112,7 +112,7 @@ def test_a_fault_is_told_by_a_slot_that_grows(provider: str, device: torch.devic
 
 @each_provider
 @both_ways
-def test_a_step_whose_inputs_were_lost_is_told_once(graphs: bool, provider: str, device: torch.device) -> None:
+def test_a_step_whose_inputs_were_lost_is_reported_once(graphs: bool, provider: str, device: torch.device) -> None:
     serving, requests = decoding(provider, device, graphs=graphs)
     publisher = serving.runtime._publisher
     publish = publisher._ops.publish
@@ -205,7 +205,7 @@ def test_two_runtimes_hear_of_their_own_steps_only(provider: str, device: torch.
 
 
 def test_a_late_device_answers_although_the_host_runs_three_steps_ahead(device: torch.device) -> None:
-    """A device that works only when it is waited for, behind a ring of two slots: what waits is the slot's next use."""
+    """A device that works only when it is waited for, after a ring of two slots: what waits is the slot's next use."""
     serving = Serving(torch.device("cpu"), graphs=False)
     runtime, late = serving.runtime, LateDevice()
     publisher = runtime._publisher

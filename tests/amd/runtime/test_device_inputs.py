@@ -212,7 +212,7 @@ def test_token_ids_come_from_the_device(provider: str, graphs: bool, device: tor
 def verified(tiny: Tiny, runner: StepRunner, prompt: int, num_seqs: int) -> tuple[Tensor, list[Tensor]]:
     """Rows and stored K and V of a step of which the device takes one token of up to four.
 
-    The host's bounds are as loose as they may be: the last of four tokens would be one behind the end.
+    The host's bounds are as loose as they may be: the last of four tokens would be one past the end.
     """
     requests = Requests(tiny.runtime)
     requests.admit(num_seqs)
@@ -235,7 +235,7 @@ def verified(tiny: Tiny, runner: StepRunner, prompt: int, num_seqs: int) -> tupl
 def test_a_graph_for_lengths_on_the_device_is_checked_on_other_requests(
     max_num_seqs: int, provider: str, device: torch.device
 ) -> None:
-    """Never on the step itself: on the host nobody knows which of its tokens are new, and which are stored already."""
+    """Never on the step itself: the host does not know which of its tokens are new, and which are stored already."""
     found = []
     for graphs in (False, True):
         tiny = Tiny.build(device, provider, [4], (16,), max_num_seqs=max_num_seqs)
@@ -247,7 +247,7 @@ def test_a_graph_for_lengths_on_the_device_is_checked_on_other_requests(
     assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))
 
 
-def test_token_ids_behind_what_the_device_takes_are_zero(provider: str, device: torch.device) -> None:
+def test_token_ids_after_what_the_device_takes_are_zero(provider: str, device: torch.device) -> None:
     """Ids of drafts that were not taken would be looked up in the embedding."""
     serving = Serving(device, graphs=False, provider=provider)
     rows = np.array([request.row for request in serving.admit(2)], np.int32)
@@ -269,8 +269,8 @@ def test_token_ids_behind_what_the_device_takes_are_zero(provider: str, device: 
 
 def test_a_step_without_sequences_may_have_inputs_on_the_device(provider: str, device: torch.device) -> None:
     serving, requests = serving_with_prompts(provider, device, [5, 2], graphs=False)
-    nobody = ints([], serving)
-    inputs = DeviceInputs(kv_len=nobody, q_len=nobody, token_ids=nobody)
+    nothing = ints([], serving)
+    inputs = DeviceInputs(kv_len=nothing, q_len=nothing, token_ids=nothing)
     serving.run_within_bounds([], [], kv_room=[], q_room=[], inputs=lambda kv_len: inputs)
     serving.check([], [])
     serving.step(requests, [1, 1])

@@ -74,7 +74,7 @@ def test_who_holds_its_pages_alone_again_goes_back_freely(provider: str, freed: 
 
 
 @each_provider
-def test_tokens_behind_what_is_shared_are_taken_back_freely(provider: str, device: torch.device) -> None:
+def test_tokens_after_what_is_shared_are_taken_back_freely(provider: str, device: torch.device) -> None:
     """Drafts of both sides, in a page that both began in."""
     world = World.build([small_problem()], device, provider)
     parent, child = family(world, 6, 6)

@@ -10,7 +10,7 @@ from rocm_attn.step.host_ring import HostRing
 
 
 def test_a_dropped_ring_waits_for_its_readers_before_its_memory_goes() -> None:
-    """torch hands pinned memory on as soon as nobody holds it, whoever still reads."""
+    """torch hands pinned memory on as soon as it has no owner, whatever still reads it."""
     slots: list[weakref.ref[torch.Tensor]] = []
     alive_at_wait = []
 

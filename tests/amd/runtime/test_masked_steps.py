@@ -77,7 +77,7 @@ def test_a_window_of_a_masked_layer_reads_nothing_that_was_evicted(provider: str
 
 @each_provider
 def test_a_window_counts_the_depth_of_a_tree_and_not_its_tokens(provider: str, device: torch.device) -> None:
-    """Eight siblings: each sees the window behind the trunk, wherever among them it lies."""
+    """Eight siblings: each sees the window after the trunk, wherever among them it lies."""
     world = World.build([replace(MASKED, window_left=3)], device, provider)
     trunk = world.admit()
     world.step([trunk], [10])
@@ -87,7 +87,7 @@ def test_a_window_counts_the_depth_of_a_tree_and_not_its_tokens(provider: str, d
 
 
 def random_positions(world: World, requests: Sequence[Request], q_len: Sequence[int]) -> torch.Tensor:
-    """Of the next step's tokens: as many steps behind the older keys as there are new ones, and some before those."""
+    """Of the next step's tokens: as many steps after the older keys as there are new ones, and some before those."""
     rows = [
         torch.randint(request.kv_len - 2, request.kv_len + new + 1, (new,), generator=world.generator)
         for request, new in zip(requests, q_len, strict=True)
@@ -96,7 +96,7 @@ def random_positions(world: World, requests: Sequence[Request], q_len: Sequence[
 
 
 @each_provider
-def test_a_token_may_see_what_lies_behind_it(provider: str, device: torch.device) -> None:
+def test_a_token_may_see_what_lies_after_it(provider: str, device: torch.device) -> None:
     """An image's tokens see each other, in both directions."""
     world, requests = world_of(device, provider)
     mask = torch.ones(6, 15, dtype=torch.bool)

@@ -158,7 +158,7 @@ def world_of(device: torch.device, *problems: Problem) -> tuple[World, list[Requ
 BAD_GROUPS = {
     "half a page": ([PrefixGroup(2, 6)], "sequence 0 has a prefix of 6 tokens in pages of 4; a prefix has whole pages"),
     "all of it": ([PrefixGroup(1, 12), PrefixGroup(1, 8)], "sequence 0 has 10 tokens and a prefix of 12"),
-    "nothing behind": ([PrefixGroup(1, 8), PrefixGroup(1, 11)], "sequence 1 has 11 tokens and a prefix of 11"),
+    "nothing after": ([PrefixGroup(1, 8), PrefixGroup(1, 11)], "sequence 1 has 11 tokens and a prefix of 11"),
     "negative": ([PrefixGroup(2, -4)], "a group has a prefix of -4 tokens; give it 0 or more"),
     "too few": ([PrefixGroup(1, 8)], "groups of 1 sequences for 2; every sequence is in one group"),
     "none": ([], "groups of no sequences for 2; every sequence is in one group"),

@@ -287,7 +287,7 @@ def test_reopening_with_sizes_that_make_no_ladder_changes_nothing(provider: str,
     runner.check_addresses()
 
 
-def test_a_buffer_that_moved_behind_our_back_is_found(provider: str, device: torch.device) -> None:
+def test_a_buffer_that_moved_after_our_back_is_found(provider: str, device: torch.device) -> None:
     model = Model.build(device, provider, [2])
     runner = StepRunner(model.runtime, model.forward, recorder_for(model.runtime.device))
     runner.check_addresses()

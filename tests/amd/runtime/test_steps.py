@@ -70,7 +70,7 @@ def test_padding_beyond_the_pools_rows_changes_nothing(provider: str, pad_to: in
     assert world.page_zero_is_zero()
 
 
-def test_a_large_step_leaves_nothing_behind_for_a_small_one(provider: str, device: torch.device) -> None:
+def test_a_large_step_leaves_nothing_after_for_a_small_one(provider: str, device: torch.device) -> None:
     world = World.build([small_problem()], device, provider, capture_sizes=[8])
     crowd = [world.admit() for _ in range(8)]
     world.step(crowd, [4, 3, 2, 1, 5, 6, 7, 8])

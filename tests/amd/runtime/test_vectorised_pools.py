@@ -96,11 +96,11 @@ def test_padded_tokens_are_never_stored(guards: Guards) -> None:
 
 
 @pytest.mark.parametrize("guards", [Guards(), Guards().without("v_mask")], ids=["on", "off"])
-def test_what_lies_behind_a_sequence_in_its_page_is_not_read(guards: Guards) -> None:
+def test_what_lies_after_a_sequence_in_its_page_is_not_read(guards: Guards) -> None:
     serving = Serving(CPU, guards, graphs=False, problem=VECTORISED)
     serving.run(serving.admit(2), [5, 8])
     assert bool(serving.out[:5].isnan().all()) == (guards != Guards())
-    # The second sequence fills its page: nothing lies behind it.
+    # The second sequence fills its page: nothing lies after it.
     assert torch.isfinite(serving.out[5:13]).all()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class SimulationFault(Exception):
-    """The program did something that it must not do: a stray address, a race, a read of what nobody wrote."""
+    """The program did something that it must not do: a stray address, a race, a read of what was never written."""
 
 
 class UnknownInstruction(Exception):

@@ -98,7 +98,7 @@ def run_masked(arch: str, case: Case) -> Simulation:
 
 
 def run_suffixes(arch: str, case: Case) -> Simulation:
-    """A decode of keys that begin behind the first pages of each row."""
+    """A decode of keys that begin after the first pages of each row."""
     tensors = build(replace(case.decodes(), tail=0), CPU)
     with simulated(arch) as simulation:
         run_decode(tensors, num_programs=NUM_PROGRAMS, tiles=tiles_of(arch, case)[0])

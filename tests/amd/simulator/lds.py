@@ -1,4 +1,4 @@
-"""The LDS of one program: bounds, bytes that nobody wrote, and races between waves.
+"""The LDS of one program: bounds, bytes that were never written, and races between waves.
 
 Between two barriers waves run in any order on hardware. A byte that one wave writes and another one reads or writes in
 the same interval is a race, whatever order the simulator runs them in; two waves that write the same value are none.
@@ -32,7 +32,7 @@ class Lds:
         """uint8 [lanes, size] from int64 [lanes] byte offsets. Raises SimulationFault."""
         self._check_bounds(offsets, size, "reads")
         if not _items(self._written, size)[offsets].view(np.uint8).all():
-            raise SimulationFault(f"reads LDS that nobody wrote, {self._where(self._written == 0, offsets, size)}")
+            raise SimulationFault(f"reads LDS that was never written, {self._where(self._written == 0, offsets, size)}")
         mine = np.uint16(1 << wave)
         if (_items(self._writers, size)[offsets].view(np.uint16) & ~mine).any():
             others = (self._writers & ~mine) != 0

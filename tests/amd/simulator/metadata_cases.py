@@ -71,7 +71,7 @@ def _table() -> Tensor:
 
 
 def _slot() -> Tensor:
-    """The words of a ring slot, token ids and prefixes included, and garbage behind them."""
+    """The words of a ring slot, token ids and prefixes included, and garbage after them."""
     header = [NUM_SEQS, NUM_TOKENS, 41, 1, 40, NO_ECHO, GARBAGE, GARBAGE]
     seqs = [value for values in (ROWS, KV_LEN, Q_LEN) for value in values[:NUM_SEQS]]
     return _ints(*header, *seqs, *range(1000, 1000 + NUM_TOKENS), *PREFIX_LEN, *GROUP_END, *[GARBAGE] * 9)

@@ -78,7 +78,7 @@ def test_arguments_are_preloaded_where_the_descriptor_says_so() -> None:
 
 
 def test_waves_meet_at_barriers() -> None:
-    """The last wave writes what the first one reads behind the barrier."""
+    """The last wave writes what the first one reads after the barrier."""
     words = np.zeros(128, np.uint32)
     lines = [
         "s_load_dwordx2 s[4:5], s[0:1], 0x0",

@@ -1,4 +1,4 @@
-"""LDS: widths and strides, what nobody wrote, races between waves."""
+"""LDS: widths and strides, what was never written, races between waves."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_reading_what_nobody_wrote_is_a_fault() -> None:
     lds = Lds(512, POISON)
     lds.store(offsets(0, 63), values(63), wave=0)
     lds.load(offsets(0, 63), 4, wave=0)
-    with pytest.raises(SimulationFault, match="nobody wrote, byte offset 252"):
+    with pytest.raises(SimulationFault, match="never written, byte offset 252"):
         lds.load(offsets(0, 64), 4, wave=0)
 
 

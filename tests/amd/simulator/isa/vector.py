@@ -87,7 +87,7 @@ def _sources(core: Core, instruction: Instruction, op: VectorOp, tokens: list[st
         return _sdwa_sources(core, instruction, op, tokens)
     instruction.allow("clamp", "op_sel", "bitop3")
     halves = instruction.bits("op_sel", (0,) * len(tokens))
-    # Upper halves of 16-bit sources are known; behind the sources op_sel may have a bit for the destination.
+    # Upper halves of 16-bit sources are known; after the sources op_sel may have a bit for the destination.
     chosen = [dtype for half, dtype in zip(halves, op.sources, strict=False) if half]
     if any(dtype.itemsize != 2 for dtype in chosen) or any(halves[len(tokens) :]):
         raise UnknownInstruction(f"op_sel of {instruction.text!r}")

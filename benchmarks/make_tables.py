@@ -112,7 +112,7 @@ def external_host_time(result: dict[str, Any]) -> str:
 def in_turn(result: dict[str, Any]) -> str:
     """Two commits on one machine."""
     lines = [
-        f"## Commit {result['before']} and the one after it, in turn\n",
+        f"## Commit {result['before']} and a later one, in turn\n",
         machine_line(result["machine"]),
         f"The smallest of {result['rounds']} runs each, in microseconds. before: {result['before']}.\n",
         "| script | what | before | after | x before |",

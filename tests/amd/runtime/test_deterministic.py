@@ -28,7 +28,9 @@ LAYERS: Mapping[str, Problem] = {
 }
 # Of several problems so that pages, dims and ratios differ; each is told in every way.
 both = pytest.mark.parametrize("provider", deterministic_providers())
-every_layer = pytest.mark.parametrize("layer", LAYERS)
+every_layer = pytest.mark.parametrize(
+    "layer", [pytest.param(name, marks=[pytest.mark.long] * (name == "cap_slopes_fp16")) for name in LAYERS]
+)
 
 Way = Callable[[Teller, Story], Told]
 

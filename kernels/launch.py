@@ -10,6 +10,7 @@ the observer decides. A recorder for machines without a GPU runs it and keeps it
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -63,6 +64,14 @@ class RepeatedLaunch:
         compiled = self._kernel[grid](*args, **options)
         if compiled is not None:  # under the interpreter there is nothing to keep
             self._runners[device, grid] = compiled[grid]
+
+
+def repeated_launches(kernel: Any) -> Callable[..., RepeatedLaunch]:
+    """For a kernel of several variants: what tells one apart -> its RepeatedLaunch.
+
+    Dtypes, constexpr arguments, and whether offsets reach beyond 32 bits.
+    """
+    return functools.cache(lambda *variant: RepeatedLaunch(kernel))
 
 
 class FixedLaunch:

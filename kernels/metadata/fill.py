@@ -29,14 +29,13 @@ Each program sums the lengths itself, so none reads what another writes and the 
 
 from __future__ import annotations
 
-import functools
 import inspect
 from operator import attrgetter
 
 import triton
 import triton.language as tl
 
-from rocm_attn.kernels.launch import RepeatedLaunch
+from rocm_attn.kernels.launch import repeated_launches
 from rocm_attn.kernels.metadata.fill_roles import (
     PAGES_AT_ONCE,
     SEQS_AT_ONCE,
@@ -150,6 +149,9 @@ def _fill_kernel(
 _tensors = attrgetter(*(name for name in inspect.signature(_fill_kernel.fn).parameters if name in (*FIELDS, "table")))
 
 
+_variant = repeated_launches(_fill_kernel)
+
+
 def launch_fill(step: StepTensors, *, page_size: int, window_left: int = ALL_KEYS) -> None:
     """Write every tensor of the step that is derived and has elements; S and T are at least 1.
 
@@ -198,9 +200,3 @@ def launch_fill(step: StepTensors, *, page_size: int, window_left: int = ALL_KEY
 def _shares(entries: int, num_seqs: int, at_once: int) -> int:
     """Programs that share one sequence's entries, of which it has at most `entries`."""
     return min(-(-entries // at_once), max(1, _PROGRAMS // num_seqs))
-
-
-@functools.cache
-def _variant(large: bool, *fixed: int) -> RepeatedLaunch:
-    """The kernel with these constexpr arguments, and for tables below or above 2 GiB, where its offsets differ."""
-    return RepeatedLaunch(_fill_kernel)

@@ -16,13 +16,11 @@ A program has a share of one sequence's pages; the shares follow from the padded
 
 from __future__ import annotations
 
-import functools
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rocm_attn.kernels.launch import RepeatedLaunch
+from rocm_attn.kernels.launch import repeated_launches
 from rocm_attn.kernels.metadata.engine_tensors import GatherSource
 
 _PAGES_AT_ONCE = 1024
@@ -95,6 +93,9 @@ def _gather_table_kernel(
         tl.store(table + (seq + 1).to(tl.int64) * table_stride + page_no, page.to(tl.int32), mask=live)
 
 
+_variant = repeated_launches(_gather_table_kernel)
+
+
 def launch_gather_table(
     source: GatherSource, engine_row: Tensor, kv_len: Tensor, table: Tensor, *, page_size: int
 ) -> None:
@@ -131,9 +132,3 @@ def launch_gather_table(
         *fixed,
         num_warps=4,
     )
-
-
-@functools.cache
-def _variant(*key: object) -> RepeatedLaunch:
-    """The kernel for tensors of these dtypes, with these constexpr arguments."""
-    return RepeatedLaunch(_gather_table_kernel)

@@ -10,14 +10,12 @@ captured with it.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rocm_attn.kernels.launch import RepeatedLaunch
+from rocm_attn.kernels.launch import repeated_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 
 _WORDS = 128  # of 32 cells
@@ -61,6 +59,9 @@ def _pack_mask_kernel(
         tl.store(position_of_token + token, position.to(tl.int32), mask=token < num_tokens_padded)
 
 
+_variant = repeated_launches(_pack_mask_kernel)
+
+
 def launch_pack_mask(cells: Tensor, positions: Tensor, to: StepTensors) -> None:
     """Put a mask of bytes in its place, packed.
 
@@ -90,9 +91,3 @@ def launch_pack_mask(cells: Tensor, positions: Tensor, to: StepTensors) -> None:
         _TOKENS,
         num_warps=4,
     )
-
-
-@functools.cache
-def _variant(*key: object) -> RepeatedLaunch:
-    """The kernel for positions of a dtype."""
-    return RepeatedLaunch(_pack_mask_kernel)

@@ -20,13 +20,11 @@ slot and the echo of the step before: slot_layout.py, publish.py.
 
 from __future__ import annotations
 
-import functools
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rocm_attn.kernels.launch import RepeatedLaunch
+from rocm_attn.kernels.launch import repeated_launches
 from rocm_attn.kernels.metadata import error_word, slot_layout
 from rocm_attn.kernels.metadata.engine_tensors import (
     Q_BOUNDARIES,
@@ -183,6 +181,9 @@ def _publish_engine_kernel(
     tl.store(counts + word, tl.where(word == _ERROR_WORD, error, words))
 
 
+_variant = repeated_launches(_publish_engine_kernel)
+
+
 def launch_publish_engine(
     slot: Tensor, counts_before: Tensor, given: EngineLengths, bounds: LengthBounds, to: PublishedLengths
 ) -> None:
@@ -235,9 +236,3 @@ def launch_publish_engine(
         *fixed,
         num_warps=4,
     )
-
-
-@functools.cache
-def _variant(*key: object) -> RepeatedLaunch:
-    """The kernel for tensors of these dtypes, with these constexpr arguments."""
-    return RepeatedLaunch(_publish_engine_kernel)

@@ -11,13 +11,11 @@ SLOT_NOT_IN_TABLE in the step's error word. Tokens past the step's last one, or 
 
 from __future__ import annotations
 
-import functools
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rocm_attn.kernels.launch import RepeatedLaunch
+from rocm_attn.kernels.launch import repeated_launches
 from rocm_attn.kernels.metadata import error_word
 
 _TOKENS = 256
@@ -61,6 +59,9 @@ def _take_slots_kernel(
     tl.atomic_or(counts + _ERROR_WORD + tl.zeros([BLOCK], tl.int32), _NOT_IN_TABLE, mask=strays, sem="relaxed")
 
 
+_variant = repeated_launches(_take_slots_kernel)
+
+
 def launch_take_slots(
     given: Tensor,
     slot_map: Tensor | None,
@@ -96,9 +97,3 @@ def launch_take_slots(
         *fixed,
         num_warps=4,
     )
-
-
-@functools.cache
-def _variant(*key: object) -> RepeatedLaunch:
-    """The kernel for tensors of these dtypes, with these constexpr arguments."""
-    return RepeatedLaunch(_take_slots_kernel)

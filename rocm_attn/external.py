@@ -317,11 +317,11 @@ class ExternalAttention:
         run = self._run_of(step)
         with on_device(self.device):
             publisher = self._publisher
-            publisher.hear()
+            slot = publisher.hear()
             if publisher.found:
                 self.options.on_fault(publisher.take_found())
             self._is_filled = False
-            publisher.publish(step.num_seqs, step.lengths, run.bounds, run.to)
+            publisher.publish(slot, step.num_seqs, step.lengths, run.bounds, run.to)
         self._run, self._step = run, step
         return run.plan
 

@@ -13,6 +13,9 @@ from rocm_attn.providers.contract import StepOps
 from rocm_attn.step.host_ring import HostRing
 from rocm_attn.step.publisher import Found, Line, PublishingGuards
 
+# A ring slot, as a tensor for the kernel and as an array for the host.
+Slot = tuple[Tensor, Int32Array]
+
 
 class EnginePublisher:
     """Writes the header of a ring slot and launches the kernel that reads it, one launch a step."""
@@ -30,19 +33,20 @@ class EnginePublisher:
         """The number of the step that was published last, from 1 on."""
         return self._line.number
 
-    def hear(self) -> Int32Array:
-        """The words of the next slot, when its readers are done and what it echoes was looked at: see found."""
+    def hear(self) -> Slot:
+        """The next slot, when its readers are done and what it echoes was looked at: see found."""
         if self._launching is not None:
             self._settle()
-        _, words = self._line.ring.acquire(HEADER_WORDS)
+        slot, words = self._line.ring.acquire(HEADER_WORDS)
         if words[ECHO]:
             self._line.look(words, self.found)
-        return words
+        return slot, words
 
-    def publish(self, num_seqs: int, given: EngineLengths, bounds: LengthBounds, to: PublishedLengths) -> None:
-        """Launch what writes a step's counts, rows and lengths. Comes after hear()."""
-        line = self._line
-        slot, words = line.ring.acquire(HEADER_WORDS)
+    def publish(
+        self, heard: Slot, num_seqs: int, given: EngineLengths, bounds: LengthBounds, to: PublishedLengths
+    ) -> None:
+        """Launch what writes a step's counts, rows and lengths. heard: the slot of hear(), which comes before"""
+        line, (slot, words) = self._line, heard
         number, counts = (line.number + 1) & INT32_MAX, to.counts
         words[0], words[STEP], words[STEP_BEFORE] = num_seqs, number, line.number
         # One statement: an interrupt comes before all of it or after.

@@ -92,7 +92,9 @@ def test_a_step_without_sequences_may_share_nothing(provider: str, device: torch
 
 @each_provider
 @pytest.mark.parametrize("swa_pages", [0, 40])
-def test_layers_that_cannot_share_decode_the_step_as_ever(swa_pages: int, provider: str, device: torch.device) -> None:
+def test_layers_that_cannot_share_decode_the_step_as_any_other(
+    swa_pages: int, provider: str, device: torch.device
+) -> None:
     """Beside a layer that can: windows, whose pages may be in a pool of their own and given back, and slopes."""
     problems = [small_problem(), small_problem(window_left=5, has_sinks=True), small_problem(has_alibi_slopes=True)]
     world = World.build(problems, device, provider, swa_pages=swa_pages)

@@ -20,17 +20,12 @@ from rocm_attn.batch.mask import NO_MASK
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.check import rows_beyond_bounds
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.oracle.numerics import BOUNDS, error_parts, sum_error
-from rocm_attn.oracle.reference import attend_paged
 from rocm_attn.paging.canary import what_was_written
-from rocm_attn.problem import Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.metrics import Metrics
 from rocm_attn.step.protocols import LayerCalls
-
-# The oracle works in float64: 4 sequences of 32k tokens and 32 heads take some 0.3 GB.
-_MOST_SEQS = 4
-_MOST_TOKENS = 16
+from rocm_attn.watch.few_sequences import MOST_SEQS, LayerOfStep
 
 
 class LayerTap:
@@ -149,34 +144,15 @@ class SampledCheck:
 
     def _wrong_seqs(self, batch: StepBatch, layer: int, q: Tensor, out: Tensor) -> list[int]:
         """Sequences, among a few, whose last new tokens in a layer are not the oracle's."""
-        problem, pages = self._problems[layer], self._runtime.pool.layer(layer)
-        space = self._runtime.pool.space_of_layer(layer)
-        weights = self._runtime.head_weights.of(layer)
-        ends = np.cumsum(batch.q_len)
-        wrong = []
-        for seq in self._random.permutation(batch.num_seqs)[:_MOST_SEQS].tolist():
-            new, kv_len = min(int(batch.q_len[seq]), _MOST_TOKENS), int(batch.kv_len[seq])
-            if new == 0:
-                continue
-            tokens = slice(int(ends[seq]) - new, int(ends[seq]))
-            held = self._runtime.table.pages_of(int(batch.rows[seq]), space).tolist()
-            ids = torch.tensor(held, device=q.device)
-            k, v = (side.read(ids).flatten(0, 1)[:kv_len] for side in (pages.keys, pages.values))
-            want, _ = attend_paged(q[tokens], pages, [held], [kv_len], [new], problem, weights)
-            if not within_bounds(out[tokens], want, q[tokens], k, v, problem):
-                wrong.append(seq)
-        return wrong
-
-
-def within_bounds(out: Tensor, want: Tensor, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> bool:
-    """The bounds are for values and scores of standard deviation 1.
-
-    An output is no larger than the values that it averages. A score is no larger than the lengths of its query and its
-    key; what rounding may change of it, kernels that multiply in float32 change of the shares, on either side of the
-    fraction.
-    """
-    size = max(1.0, float(v.abs().amax()))
-    longest_q, longest_k = (rows.double().norm(dim=-1).amax() for rows in (q, k))
-    score_error = float(sum_error(problem.head_dim, abs(problem.scale) * longest_q * longest_k))
-    bound = BOUNDS[problem.dtype].out.widened(2 * score_error)
-    return bool((error_parts(out, want, bound, size=size) <= 1).all())
+        runtime, table = self._runtime, self._runtime.table
+        space = runtime.pool.space_of_layer(layer)
+        of_step = LayerOfStep(
+            self._problems[layer],
+            runtime.pool.layer(layer),
+            runtime.head_weights.of(layer),
+            batch.q_len.tolist(),
+            batch.kv_len.tolist(),
+            lambda seq: torch.tensor(table.pages_of(int(batch.rows[seq]), space).tolist(), device=q.device),
+            UNLIMITED_WINDOW,
+        )
+        return of_step.wrong_seqs(q, out, self._random.permutation(batch.num_seqs)[:MOST_SEQS].tolist())

@@ -65,7 +65,7 @@ def test_what_a_sampled_check_finds_is_logged_and_in_the_report(
         out, lse = attend_paged(*arguments)
         return out + 0.1, lse
 
-    monkeypatch.setattr("rocm_attn.watch.sampled_check.attend_paged", another)
+    monkeypatch.setattr("rocm_attn.watch.few_sequences.attend_paged", another)
     checked = engine(loaded, graphs=True, check_every=2)
     plain = engine(loaded).generate(some_requests())
     assert tokens_of(checked.generate(some_requests())) == tokens_of(plain), "a finding does not stop serving"

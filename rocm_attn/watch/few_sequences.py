@@ -1,0 +1,72 @@
+"""A few sequences of a step, compared with the oracle in one layer: for the sampled check and the shadow check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.oracle.numerics import BOUNDS, error_parts, sum_error
+from rocm_attn.oracle.reference import attend_paged
+from rocm_attn.problem import UNLIMITED_WINDOW, Problem
+from rocm_attn.step.head_weights import HeadWeights
+
+# The oracle works in float64: 4 sequences of 32k tokens and 32 heads take some 0.3 GB.
+MOST_SEQS = 4
+MOST_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOfStep:
+    """One layer of a step, as the comparison needs it.
+
+    q_len, kv_len: of each sequence
+    pages_of:      sequence -> int64 [n], the pages of its KV in order, on the pages' device
+    window_left:   previous keys whose size the bounds follow: what lies before the layer's window may be of other
+                   sequences by now, or no number; UNLIMITED_WINDOW where all that the pages hold is the sequence's
+    """
+
+    problem: Problem
+    pages: LayerPages
+    weights: HeadWeights
+    q_len: Sequence[int]
+    kv_len: Sequence[int]
+    pages_of: Callable[[int], Tensor]
+    window_left: int
+
+    def wrong_seqs(self, q: Tensor, out: Tensor, seqs: Sequence[int], most_tokens: int = MOST_TOKENS) -> list[int]:
+        """Those of seqs whose last new tokens are not the oracle's; q, out: of the layer in this step."""
+        ends = np.cumsum(self.q_len)
+        return [
+            seq
+            for seq in seqs
+            if (new := min(self.q_len[seq], most_tokens)) and not self._is_right(q, out, seq, int(ends[seq]), new)
+        ]
+
+    def _is_right(self, q: Tensor, out: Tensor, seq: int, end: int, new: int) -> bool:
+        """Whether the last new tokens of a sequence, whose tokens end there, are the oracle's."""
+        tokens, length = slice(end - new, end), self.kv_len[seq]
+        if not length:  # there is nothing to see
+            return bool((out[tokens] == 0).all())
+        held, pages = self.pages_of(seq), self.pages
+        first = 0 if self.window_left == UNLIMITED_WINDOW else max(0, length - new - self.window_left)
+        k, v = (side.read(held).flatten(0, 1)[first:length] for side in (pages.keys, pages.values))
+        want, _ = attend_paged(q[tokens], pages, [held.tolist()], [length], [new], self.problem, self.weights)
+        return within_bounds(out[tokens], want, q[tokens], k, v, self.problem)
+
+
+def within_bounds(out: Tensor, want: Tensor, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> bool:
+    """The bounds are for values and scores of standard deviation 1.
+
+    An output is no larger than the values that it averages. A score is no larger than the lengths of its query and its
+    key; what rounding may change of it, kernels that multiply in float32 change of the shares, on either side of the
+    fraction.
+    """
+    size = max(1.0, float(v.abs().amax()))
+    longest_q, longest_k = (rows.double().norm(dim=-1).amax() for rows in (q, k))
+    score_error = float(sum_error(problem.head_dim, abs(problem.scale) * longest_q * longest_k))
+    bound = BOUNDS[problem.dtype].out.widened(2 * score_error)
+    return bool((error_parts(out, want, bound, size=size) <= 1).all())

@@ -14,16 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.launch import FixedLaunch
-from rocm_attn.kernels.metadata import error_word, slot_layout
+from rocm_attn.kernels.metadata import error_word
+from rocm_attn.kernels.metadata.echo_step import echo_step_before
 from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS, HEADER_WORDS
 from rocm_attn.kernels.metadata.step_tensors import FIELDS, StepTensors
 
 _BLOCK = 256
-_STEP = tl.constexpr(slot_layout.STEP)
-_STEP_BEFORE = tl.constexpr(slot_layout.STEP_BEFORE)
-_ECHO = tl.constexpr(slot_layout.ECHO)
-_ECHOED_STEP = tl.constexpr(slot_layout.ECHOED_STEP)
-_WRONG_STEP = tl.constexpr(slot_layout.WRONG_STEP)
 _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 
 
@@ -69,17 +65,13 @@ def _publish_kernel(
         tl.store(prefix_len + i, tl.load(prefixes + i, mask=live, other=0), mask=padded)
         tl.store(group_end + i, tl.load(prefixes + num_seqs + i, mask=live, other=0), mask=padded)
     if tl.program_id(0) == 0:
-        # Only this program touches counts, and the echo is in words of the slot that no other program reads.
-        number = tl.load(counts_before + _STEP)
-        error = tl.load(counts_before + _ERROR_WORD)
+        # Only this program touches counts.
+        echo_step_before(slot, counts_before)
         word = tl.arange(0, COUNTS)
         # No error yet; in the slot the word says whether ids follow.
         words = tl.load(slot + word, mask=word != _ERROR_WORD, other=0)
-        is_step_before = number == tl.load(slot + _STEP_BEFORE)
         # counts_before is mostly counts itself: every thread must have read it before one overwrites it.
         tl.debug_barrier()
-        tl.store(slot + _ECHOED_STEP, number)
-        tl.store(slot + _ECHO, tl.where(is_step_before, error, _WRONG_STEP))
         tl.store(counts + word, words)
 
 

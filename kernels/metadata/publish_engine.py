@@ -25,7 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.launch import repeated_launches
-from rocm_attn.kernels.metadata import error_word, slot_layout
+from rocm_attn.kernels.metadata import error_word
+from rocm_attn.kernels.metadata.echo_step import echo_step_before
 from rocm_attn.kernels.metadata.engine_tensors import (
     Q_BOUNDARIES,
     Q_LENGTHS,
@@ -37,11 +38,6 @@ from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS
 
 # Sequences that the program looks at in one step; a fixed number, so that no batch size needs another compilation.
 _SEQS_AT_ONCE = 512
-_STEP = tl.constexpr(slot_layout.STEP)
-_STEP_BEFORE = tl.constexpr(slot_layout.STEP_BEFORE)
-_ECHO = tl.constexpr(slot_layout.ECHO)
-_ECHOED_STEP = tl.constexpr(slot_layout.ECHOED_STEP)
-_WRONG_STEP = tl.constexpr(slot_layout.WRONG_STEP)
 _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 _BEYOND_BOUND = tl.constexpr(error_word.LENGTH_BEYOND_BOUND)
 _NO_ROW = tl.constexpr(error_word.ROW_NOT_IN_TABLE)
@@ -111,11 +107,7 @@ def _publish_engine_kernel(
     COUNTS: tl.constexpr,
     SEQS: tl.constexpr,
 ):
-    # The echo is in words of the slot that nothing here reads.
-    number = tl.load(counts_before + _STEP)
-    is_step_before = number == tl.load(slot + _STEP_BEFORE)
-    tl.store(slot + _ECHOED_STEP, number)
-    tl.store(slot + _ECHO, tl.where(is_step_before, tl.load(counts_before + _ERROR_WORD), _WRONG_STEP))
+    echo_step_before(slot, counts_before)
     num_seqs = tl.load(slot)
     num_live = 0
     tokens_before = tl.zeros([1], tl.int64)

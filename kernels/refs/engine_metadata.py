@@ -20,8 +20,9 @@ from rocm_attn.kernels.metadata.error_word import (
     ROW_NOT_IN_TABLE,
     SLOT_NOT_IN_TABLE,
 )
-from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS, ECHO, ECHOED_STEP, STEP, STEP_BEFORE, WRONG_STEP
+from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.kernels.refs.metadata import echo_step_before
 
 
 def publish_engine(
@@ -29,8 +30,7 @@ def publish_engine(
 ) -> None:
     """Twin of launch_publish_engine. Reads the slot's header on the host: it runs outside of recordings."""
     num_seqs, num_padded = int(slot[0]), len(to.kv_len)
-    slot[ECHOED_STEP] = counts_before[STEP]
-    slot[ECHO] = torch.where(counts_before[STEP] == slot[STEP_BEFORE], counts_before[ERROR_WORD], WRONG_STEP)
+    echo_step_before(slot, counts_before)
     seq = torch.arange(num_seqs, device=to.counts.device)
     row = seq if given.rows is None else given.rows[:num_seqs].long()
     in_table = (row >= 0) & (row < bounds.num_rows)

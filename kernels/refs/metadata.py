@@ -29,8 +29,7 @@ from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, StepTensors
 def publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None:
     """Twin of launch_publish. Reads the slot's header on the host: it runs outside of recordings, on a CPU slot."""
     num_seqs, num_tokens, _, has_ids = slot[:COUNT_WORDS].tolist()
-    slot[ECHOED_STEP] = counts_before[STEP]
-    slot[ECHO] = torch.where(counts_before[STEP] == slot[STEP_BEFORE], counts_before[ERROR_WORD], WRONG_STEP)
+    echo_step_before(slot, counts_before)
     to.counts.copy_(slot[:COUNT_WORDS])
     to.counts[ERROR_WORD].zero_()
     parts = slot_parts(num_seqs, num_tokens * has_ids)
@@ -44,6 +43,12 @@ def publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None:
         num_real = part.stop - part.start
         buffer[:num_real].copy_(slot[part])
         buffer[num_real:].fill_(pad)
+
+
+def echo_step_before(slot: Tensor, counts_before: Tensor) -> None:
+    """Twin of the kernels' echo_step_before."""
+    slot[ECHOED_STEP] = counts_before[STEP]
+    slot[ECHO] = torch.where(counts_before[STEP] == slot[STEP_BEFORE], counts_before[ERROR_WORD], WRONG_STEP)
 
 
 def place_mask(bits: Tensor, positions: Tensor, to: StepTensors) -> None:

@@ -266,7 +266,8 @@ class AttentionRuntime:
                 Step.of(batches[half], child, plan, self._step_layers(child, plan, self._who_runs, half), half)
                 for half, child in enumerate(children)
             )
-            return SplitStep((first, second), children[0].tensors.counts[0], plan)
+            num_first, num_first_tokens = children[0].tensors.counts[:2].unbind()
+            return SplitStep((first, second), num_first, num_first_tokens, plan)
         except BaseException:
             self.end_step()
             raise

@@ -48,7 +48,7 @@ LIBRARIES = {
     AITER_MODULE: {"aiter", "numpy", "torch"},
     DOCTOR: set(),  # it must work where everything else cannot be imported
     RUNNER: {"gguf", "jinja2", "numpy", "safetensors", "tokenizers", "torch"},
-    "rocm_attn": {"numpy", "torch"},
+    "rocm_attn": {"numpy", "torch", "typing_extensions"},
 }
 
 

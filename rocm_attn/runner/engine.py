@@ -22,6 +22,7 @@ from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.recent_steps import RecentSteps
 from rocm_attn.runner.report import Report
 from rocm_attn.runner.request import (
+    AbortEvent,
     Completion,
     Event,
     FailureEvent,
@@ -141,6 +142,16 @@ class Engine:
             self._scheduler.drop(output.sequence)
         self._done.pop(number, None)
         self._events = [event for event in self._events if event.request != number]
+
+    def abort(self, number: int) -> None:
+        """End a request that is not finished: finish reason "abort", and an event; its pages are free again."""
+        output = self._outputs.pop(number, None)
+        if output is not None:
+            self._scheduler.drop(output.sequence)
+            piece = output.stream.finish() if output.stream is not None else ""
+            output.text += piece
+            self._done[number] = output.completion("abort")
+            self._events.append(AbortEvent(number, piece))
 
     def check(self, request: Request) -> None:
         """Raise BadRequest for a request that this engine can never serve."""

@@ -21,7 +21,8 @@ def alone(findings: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def among(group: torch.distributed.ProcessGroup) -> Agree:
-    """All ranks of a group, which must be those that run one model in step: not those of another data-parallel replica.
+    """All ranks of a group, which must be those that run one model in step: not those of another data-parallel replica,
+    unless its forward meets theirs in a collective, as over shared experts.
 
     group: best one of Gloo, on CPUs: the findings are objects of Python
     """

@@ -243,6 +243,7 @@ NOT_HERE = {
     "row_width": "the engine hands out pages",
     "copy_on_write": "the engine hands out pages",
     "shared_floor": "the engine knows what its requests share",
+    "kept_ids": "the engine keeps pages",
     "stored_tokens": "the engine knows what was stored",
     "copy_sources": "the engine copies pages",
     "batch_check": "lengths are the device's",

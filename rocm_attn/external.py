@@ -257,7 +257,7 @@ class ExternalAttention:
         return self._core(causality).kinds
 
     def set_head_weights(self, layer: int, weights: HeadWeights) -> None:
-        """Give a layer its sinks or ALiBi slopes. Raises BadTensor, and WrongState where a graph may read others."""
+        """Give a layer its sinks or ALiBi slopes, which are copied; graphs read the new ones too. Raises BadTensor."""
         for core in self._cores.values():
             core.head_weights.set(layer, weights)
 

@@ -378,7 +378,6 @@ class AttentionRuntime:
         self.core.memory.take(part)
         self._planner.start_over(padding)
         self._last_step = None
-        self.head_weights.unseal()
 
     @property
     def stored_layers(self) -> int:

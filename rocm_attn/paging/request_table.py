@@ -376,6 +376,7 @@ class RequestTable:
     def truncate(self, row: int, kv_len: int) -> None:
         """Row goes back: it keeps its first kv_len tokens, and gives back the pages after them.
 
+        With the tokens that are stored, or more, row loses nothing but room that was reserved ahead, in every space.
         Where row shares pages this is how it goes back at all: the next reserve() copies the page that kv_len lies in,
         if another row holds it too, and takes others for those after it. A row that shares none may as well begin a
         step earlier. Raises WrongState, and BadBatch for more tokens than row has room for.

@@ -179,6 +179,28 @@ def test_rows_that_are_not_admitted_leave_no_window() -> None:
         table.evict(ints(table.admit(), 2), ints(3, 3))
 
 
+@pytest.mark.parametrize("stored", [0, 1, 2, 3, 4, 9, 10, 20])
+def test_room_that_was_reserved_ahead_is_given_back_in_every_space(stored: int) -> None:
+    table = make_table()
+    row = table.admit()
+    grow(table, row, 0, stored)
+    table.mark_stored(ints(row), ints(stored))
+    table.evict(ints(row), ints(stored))
+    held = [table.pages_of(row, pages.space).tolist() for pages in table.spaces]
+    free = [pages.num_free_pages for pages in table.spaces]
+    table.reserve(row, 21)
+    assert [pages.num_free_pages for pages in table.spaces] != free or stored > 18
+    table.truncate(row, stored)
+    assert [table.pages_of(row, pages.space).tolist() for pages in table.spaces] == held
+    assert [pages.num_free_pages for pages in table.spaces] == free
+    assert table.tokens.stored_len[row] == stored
+    with pytest.raises(BadBatch, match=f"row {row} has room for {stored} tokens; call reserve"):
+        table.check_batch(StepBatch(ints(row), ints(stored + 1), ints(1)))
+    table.reserve(row, stored + 1)
+    table.check_batch(StepBatch(ints(row), ints(stored + 1), ints(1)))
+    table.check_stored(StepBatch(ints(row), ints(stored + 1), ints(1)))
+
+
 def test_a_table_of_one_space_has_no_other() -> None:
     table = RequestTable(max_num_seqs=1, max_kv_len=8, num_pages=4, page_size=4, device=torch.device("cpu"))
     with pytest.raises(BadSetting, match="no pages in the SWA space; build the runtime with swa_pages"):

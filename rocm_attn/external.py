@@ -390,7 +390,7 @@ class ExternalAttention:
         return {
             f"{causality.name.lower()} {name}": tensor
             for causality, core in self._cores.items()
-            for name, tensor in core.memory.sealed_tensors().items()
+            for name, tensor in {**core.memory.sealed_tensors(), **core.head_weights.tensors()}.items()
         }
 
     def shadow_view(self, layer: int) -> ShadowView:

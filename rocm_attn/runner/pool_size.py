@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rocm_attn.errors import CapacityExceeded
+from rocm_attn.errors import NeverFits
 from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
@@ -51,7 +51,7 @@ def pool_pages(
     wanted = 1 + max_num_seqs * num_pages(max_kv_len, problems[0].page_size)
     affordable = kv_bytes // (full_bytes + swa_bytes)
     if affordable < 2:
-        raise CapacityExceeded(
+        raise NeverFits(
             f"{kv_bytes} bytes for K and V hold {affordable} pages of {full_bytes + swa_bytes} bytes, and 2 are "
             "needed; raise kv_bytes or take smaller pages"
         )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.errors import BadLogits, CapacityExceeded, OutOfPages
+from rocm_attn.errors import BadLogits, NeverFits, OutOfPages
 from rocm_attn.paging.index_spaces import RESERVED_ROW
 from rocm_attn.paging.page_table import PageTable
 from rocm_attn.paging.request_table import RequestTable
@@ -71,7 +71,7 @@ class Scheduler:
         for pages in table.spaces:
             needed = self._most_pages(max_kv_len, chunk, pages)
             if needed > pages.num_usable_pages:
-                raise CapacityExceeded(
+                raise NeverFits(
                     f"one sequence of {max_kv_len} tokens, in steps of up to {chunk}, needs {needed} pages"
                     f"{pages.pages.of} and there are {pages.num_usable_pages}; raise {pages.pages.knob}, or lower "
                     "max_kv_len or chunk"

@@ -223,6 +223,7 @@ def _lines(report: Report) -> list[str]:
         *(f"  {line}" for line in report.kernels),
         f"{report.num_pages} pages"
         + (f", and {report.swa_pages} for layers with a window" if report.swa_pages else ""),
+        report.memory_line(),
         *(["deterministic: a prompt's tokens do not depend on the prompts beside it"] if report.deterministic else []),
         *([f"SAFEGUARDS OFF: {', '.join(report.guards_off)}"] if report.guards_off else []),
         *([] if report.metrics.graphs_off else [f"graphs {report.graphs}"]),

@@ -14,10 +14,8 @@ from rocm_attn.capture.graphs import CaptureReport, Progress, eager_steps_before
 from rocm_attn.capture.split_forward import Forward
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits, BadRequest, DeviceFault
-from rocm_attn.runner.engine_runtime import runtime_for
-from rocm_attn.runner.linears import AllRows, BlocksOfRows
+from rocm_attn.runner.engine_runtime import model_over, runtime_for
 from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.model import Model
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.recent_steps import RecentSteps
 from rocm_attn.runner.report import Report
@@ -72,11 +70,9 @@ class Engine:
     def __init__(self, loaded: LoadedModel, options: EngineOptions | None = None) -> None:
         self._loaded = loaded
         self.options = options = options if options is not None else EngineOptions()
-        self.runtime = runtime_for(loaded, options)
+        self.runtime, self._measured = runtime_for(loaded, options)
         self.max_kv_len = self.runtime.max_kv_len
-        linears = BlocksOfRows() if options.deterministic else AllRows()
-        heads, path = self.runtime.head_weights, options.flight_record
-        model = Model(loaded.config, loaded.weights, heads, max_kv_len=self.max_kv_len, linears=linears)
+        path, model = options.flight_record, model_over(self.runtime, loaded, options)
         self.flight = FlightRecorder(self.runtime, path) if path is not None else NO_FLIGHT_RECORDER
         self._runner, self._steps = watched_steps(self.runtime, model.forward, options, self.flight, self._new_runner)
         self.metrics = self._runner.metrics
@@ -228,6 +224,10 @@ class Engine:
             pools=tuple(dict.fromkeys(selection.problem.pool.value for selection in runtime.selections)),
             num_pages=runtime.pool.num_pages,
             swa_pages=runtime.options.swa_pages,
+            weights_bytes=self._loaded.weights.num_bytes,
+            step_bytes=self._measured.step,
+            graph_bytes=self._measured.graph,
+            kv_bytes=runtime.pool.num_bytes,
             max_kv_len=self.max_kv_len,
             max_batch_size=self.options.max_batch_size,
             chunk=self.options.chunk,

@@ -14,7 +14,7 @@ from rocm_attn.guards.registry import Guards
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import Problem
-from rocm_attn.runner import engine as engine_module
+from rocm_attn.runner import engine_runtime
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
@@ -92,7 +92,7 @@ def disjoint(monkeypatch: pytest.MonkeyPatch, guards: Guards) -> None:
             made.pool.layer(layer).v[1:] = 100.0
         return made
 
-    monkeypatch.setattr(engine_module, "build_runtime", build)
+    monkeypatch.setattr(engine_runtime, "build_runtime", build)
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["normal", "deterministic"])

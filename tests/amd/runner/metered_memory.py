@@ -18,7 +18,7 @@ class MeteredMemory(TorchDispatchMode):
     """
 
     def __init__(self, total: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._total, self._peak = total, 0
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 

@@ -134,6 +134,12 @@ class EngineOptions:
         least=0,
         default_is="what the windows and a chunk need",
     )
+    prefix_caching: bool = option(
+        True,
+        "keep K and V of requests in pages that are not needed otherwise, and begin later requests with them where the "
+        "first tokens are the same",
+        default_is="on",
+    )
     deterministic: bool = option(
         False, "a prompt's tokens are the same bit by bit whatever is served beside it, at some cost in speed"
     )

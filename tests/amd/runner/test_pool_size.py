@@ -216,6 +216,7 @@ def run_largest_steps(served: Engine) -> None:
     """With every page taken: a prompt beside sequences that decode, many prompts, all decoding."""
     runtime, options = served.runtime, served.options
     table, num_seqs = runtime.table, options.max_batch_size
+    served.forget_prefixes()
     for layer in range(len(runtime.kinds.problems)):
         runtime.pool.layer(layer).k.zero_()
         runtime.pool.layer(layer).v.zero_()

@@ -14,11 +14,10 @@ from rocm_attn.capture.graphs import CaptureReport, Progress, eager_steps_before
 from rocm_attn.capture.split_forward import Forward
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits, BadRequest, DeviceFault
-from rocm_attn.runner.engine_runtime import runtime_for
-from rocm_attn.runner.linears import AllRows, BlocksOfRows
+from rocm_attn.runner.engine_runtime import model_over, runtime_for
 from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.model import Model
 from rocm_attn.runner.options import EngineOptions
+from rocm_attn.runner.prefix_cache import CachedRow
 from rocm_attn.runner.recent_steps import RecentSteps
 from rocm_attn.runner.report import Report
 from rocm_attn.runner.request import (
@@ -49,6 +48,12 @@ class _Output:
     stream: TextStream | None
     text: str = ""
 
+    def last_text(self) -> str:
+        """What was held back of a character that will not be completed; it is part of the text now."""
+        piece = self.stream.finish() if self.stream is not None else ""
+        self.text += piece
+        return piece
+
     def completion(self, reason: FinishReason, error: str = "") -> Completion:
         """What it has come to in the end."""
         sequence = self.sequence
@@ -64,7 +69,10 @@ class Engine:
     the device ends the requests that were in its step, and all that have run where that step is not known; what it
     leaves in the queue is served by the steps after it. Where only some of the step's requests can be wrong, and the
     others were not harmed (K or V that was infinite or no number), each is computed again alone, and those that show
-    the fault again end.
+    the fault again end. Pages that such a step may have written leave the prefix cache.
+
+    abort() ends a request early and says what it came to, cancel() leaves no trace of it. Both may be called between
+    two steps, and by the on_event of generate().
 
     Raises Unsupported when no kernel serves the model's layers, CapacityExceeded for a pool that cannot be.
     """
@@ -72,11 +80,9 @@ class Engine:
     def __init__(self, loaded: LoadedModel, options: EngineOptions | None = None) -> None:
         self._loaded = loaded
         self.options = options = options if options is not None else EngineOptions()
-        self.runtime = runtime_for(loaded, options)
+        self.runtime, self._measured = runtime_for(loaded, options)
         self.max_kv_len = self.runtime.max_kv_len
-        linears = BlocksOfRows() if options.deterministic else AllRows()
-        heads, path = self.runtime.head_weights, options.flight_record
-        model = Model(loaded.config, loaded.weights, heads, max_kv_len=self.max_kv_len, linears=linears)
+        path, model = options.flight_record, model_over(self.runtime, loaded, options)
         self.flight = FlightRecorder(self.runtime, path) if path is not None else NO_FLIGHT_RECORDER
         self._runner, self._steps = watched_steps(self.runtime, model.forward, options, self.flight, self._new_runner)
         self.metrics = self._runner.metrics
@@ -90,6 +96,7 @@ class Engine:
         self._outputs: dict[int, _Output] = {}
         self._done: dict[int, Completion] = {}
         self._events: list[Event] = []  # that no step() has returned yet
+        self._must_check = False  # whether a step has run since the device was waited for
         self._recent = RecentSteps()
         self._num_submitted = 0
 
@@ -112,8 +119,10 @@ class Engine:
     def capture_all(self, progress: Progress) -> CaptureReport:
         """Make every graph before the first request arrives, so that no request waits for one.
 
+        Cached prefixes are forgotten: graphs are checked on pages that are free.
         progress: as StepRunner.capture_all
         """
+        self.forget_prefixes()
         started = time.perf_counter()
         try:
             return self._runner.capture_all(progress)
@@ -129,29 +138,51 @@ class Engine:
         stops = request.stop_token_ids + (() if request.ignore_eos else self._loaded.config.eos_token_ids)
         tokenizer = self._loaded.tokenizer
         sequence = Sequence(
-            number, request, frozenset(stops), Sampler(request.sampling), list(request.prompt_token_ids)
+            number=number,
+            request=request,
+            stops=frozenset(stops),
+            sampler=Sampler(request.sampling),
+            token_ids=list(request.prompt_token_ids),
+            cached_row=CachedRow(request.cache_salt, is_cached=self.options.prefix_caching and request.prefix_caching),
         )
         self._outputs[number] = _Output(sequence, tokenizer.stream() if tokenizer is not None else None)
         self._scheduler.add(sequence)
         return number
 
+    def abort(self, number: int) -> None:
+        """End a request that waits or runs. It comes to what it has so far, with finish_reason "abort".
+
+        The next step() returns an AbortEvent, and its completion() can be had. Its pages are free again, or stay in the
+        prefix cache. Nothing happens to a request that has ended: it may have done so while the call was on its way.
+        Raises BadRequest for a number that submit() has not given.
+        """
+        if not 0 <= number < self._num_submitted:
+            raise BadRequest(
+                f"there is no request {number}; submit() has given the numbers below {self._num_submitted}"
+            )
+        output = self._outputs.pop(number, None)
+        if output is None:
+            return
+        self._scheduler.drop(output.sequence)
+        self.metrics.aborts += 1
+        piece = output.last_text()
+        self._done[number] = output.completion("abort")
+        self._events.append(AbortEvent(number, piece))
+
+    def forget_prefixes(self) -> None:
+        """Begin with an empty prefix cache: no request that comes later finds pages that were stored so far.
+
+        Call it where weights were changed in place, while no request runs.
+        """
+        self._scheduler.forget_pages()
+
     def cancel(self, number: int) -> None:
-        """Forget a request, finished or not; its pages are free again, and nothing more comes of it."""
+        """Forget a request, finished or not: its pages are given back as by abort(), and nothing more comes of it."""
         output = self._outputs.pop(number, None)
         if output is not None:
             self._scheduler.drop(output.sequence)
         self._done.pop(number, None)
         self._events = [event for event in self._events if event.request != number]
-
-    def abort(self, number: int) -> None:
-        """End a request that is not finished: finish reason "abort", and an event; its pages are free again."""
-        output = self._outputs.pop(number, None)
-        if output is not None:
-            self._scheduler.drop(output.sequence)
-            piece = output.stream.finish() if output.stream is not None else ""
-            output.text += piece
-            self._done[number] = output.completion("abort")
-            self._events.append(AbortEvent(number, piece))
 
     def check(self, request: Request) -> None:
         """Raise BadRequest for a request that this engine can never serve."""
@@ -176,13 +207,15 @@ class Engine:
         Raises DeviceFault, unless it is contained. The requests concerned have failed then, those included that had
         ended and were not handed over yet; the next step() returns their events, and goes on with the others.
         """
-        if not self._events:
-            try:
+        try:
+            if not self._events:
                 self._advance()
-            except DeviceFault as fault:
-                self._take_in(fault)
-                if not fault.is_contained:
-                    raise
+            if not self._scheduler.has_work:
+                self._check_device()
+        except DeviceFault as fault:
+            self._take_in(fault)
+            if not fault.is_contained:
+                raise
         events, self._events = self._events, []
         return events
 
@@ -193,7 +226,7 @@ class Engine:
     def generate(self, requests: Many[Request], on_event: Callable[[Event], None] | None = None) -> list[Completion]:
         """Serve requests to their end, in the order given.
 
-        on_event: called with every new token as it comes, and with every failure
+        on_event: called with every new token as it comes, and with every failure and abort; it may call abort()
         Raises BadRequest before anything runs when one of them cannot be served. Raises RequestsFailed, which holds all
         completions, when one of them has failed, and RequestsFaulted (a DeviceFault) when the device had a fault; the
         others were served to their end. After any other exception the engine has forgotten these requests.
@@ -228,6 +261,10 @@ class Engine:
             pools=tuple(dict.fromkeys(selection.problem.pool.value for selection in runtime.selections)),
             num_pages=runtime.pool.num_pages,
             swa_pages=runtime.options.swa_pages,
+            weights_bytes=self._loaded.weights.num_bytes,
+            step_bytes=self._measured.step,
+            graph_bytes=self._measured.graph,
+            kv_bytes=runtime.pool.num_bytes,
             max_kv_len=self.max_kv_len,
             max_batch_size=self.options.max_batch_size,
             chunk=self.options.chunk,
@@ -257,7 +294,7 @@ class Engine:
         step = self._scheduler.next_step()
         logits = self._run(step)
         if step.is_of_a_suspect:
-            self._runner.check_device()  # before it gets a token, and before others run again
+            self._check_device()  # before it gets a token, and before others run again
         samplers = [sequence.sampler for sequence in step.picking]
         picks = pick_tokens(logits[: step.num_picks], samplers) if samplers else []
         reasons = self._scheduler.finish_step(step, picks)
@@ -267,11 +304,17 @@ class Engine:
                 self._fail(sequence.number, str(pick))
             else:
                 self._publish(sequence.number, pick, reason)
-        if not self._scheduler.has_work:
+
+    def _check_device(self) -> None:
+        """Wait for the device, if a step has run since that was done last. Raises DeviceFault."""
+        if self._must_check:
+            self._must_check = False
             self._runner.check_device()
+            self._scheduler.all_is_right()
 
     def _run(self, step: ScheduledStep) -> Tensor:
         before = self.runtime.step_number
+        self._must_check = True
         try:
             return self._steps.run(step.batch)
         finally:
@@ -298,23 +341,25 @@ class Engine:
         if output is None:
             self._done[number] = replace(self._done[number], finish_reason="error", error=error)
         else:
-            piece = output.stream.finish() if output.stream is not None else ""
-            output.text += piece
+            piece = output.last_text()
             self._done[number] = output.completion("error", error)
         self._events.append(FailureEvent(number, piece, error))
 
     def _take_in(self, fault: DeviceFault) -> None:
         """Fail every request that was in the step of a fault and was not handed over; or see which are concerned."""
         faults = [fault, *self._more_faults()]
+        self._scheduler.forget_unknown_pages()
         for found in (one for fault in faults for one in fault.each):
             concerned = self._recent.requests_in(found.step)
+            if concerned is None:
+                self._scheduler.forget_pages()
             for number in self._have_run() if concerned is None else sorted(concerned):
                 output, done = self._outputs.get(number), self._done.get(number)
                 if output is not None and found.is_contained and not output.sequence.is_suspect:
                     self._scheduler.suspect(output.sequence)
                     continue
                 if output is not None:
-                    self._scheduler.drop(output.sequence)
+                    self._scheduler.fail(output.sequence)
                 if output is not None or (done is not None and not done.error):
                     self._fail(number, str(found))
 

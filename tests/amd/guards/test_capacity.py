@@ -58,7 +58,7 @@ def test_a_kernel_launched_for_the_padded_batch_stays_inside_its_buffers(device:
         buffers = serving.runtime.core.memory._sealed.buffers
         needed = {name: spec.elements(shape) for name, spec in buffers._specs.items()}
         readable[guards] = {name for name, tensor in buffers.tensors().items() if tensor.numel() >= needed[name]}
-    of_tokens = {"counts", "token_ids", "position_of_token", "slot_of_token"}
+    of_tokens = {"counts", "token_ids", "seq_of_token", "row_of_token", "position_of_token", "slot_of_token"}
     unused = {
         name for name, elements in needed.items() if not elements
     }  # of masks, which this kind of step has none of

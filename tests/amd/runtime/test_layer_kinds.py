@@ -27,7 +27,10 @@ FAMILIES = {"gemma2": GEMMA2, "gpt_oss": GPT_OSS, "bloom": BLOOM, "all": [*GEMMA
 
 
 @pytest.mark.parametrize("provider", providers())
-@pytest.mark.parametrize("problems", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize(
+    "problems",
+    [pytest.param(layers, id=name, marks=[pytest.mark.long] * (name != "all")) for name, layers in FAMILIES.items()],
+)
 def test_every_kind_of_layer_equals_the_oracle(problems: list[Problem], provider: str, device: torch.device) -> None:
     world = World.build(problems, device, provider)
     old, new = world.admit(), world.admit()

@@ -91,6 +91,7 @@ class AttentionRuntime:
             page_size=self.pool.page_size,
             device=self.device,
             windows=windows,
+            max_num_rows=options.max_num_rows,
             guards=guards.table,
         )
         self.core = core = StepCore(kinds, self.table, self.pool, guards.step)

@@ -208,7 +208,7 @@ def _room(runtime: AttentionRuntime, plan: StepPlan, q_len: Int32Array, limits: 
     low = _shortest_of_bucket(plan.key.max_kv_len) if Baked.MAX_KV_LEN in bakes else 0
     needed = max(low, int(q_len.max(initial=0)), 1)
     bound = min(plan.key.max_kv_len, table.max_kv_len, max(limits.longest, needed))
-    num_seqs = min(len(q_len), table.num_free_rows)
+    num_seqs = min(len(q_len), table.most_new_seqs)
     if not plan.shape.kind.decodes and num_seqs < len(q_len):
         return None
     while num_seqs > 0:
@@ -262,7 +262,7 @@ def _even(num_tokens: int, num_seqs: int) -> list[int]:
 def plan_of(runtime: AttentionRuntime, shape: PaddedShape, q_len: Int32Array) -> StepPlan | None:
     """The plan of a step with these new tokens and nothing before them, or None when rows or pages are short."""
     wanted = int(num_pages(q_len, runtime.table.page_size).sum())
-    if len(q_len) > runtime.table.num_free_rows or wanted > runtime.table.fewest_free_pages:
+    if len(q_len) > runtime.table.most_new_seqs or wanted > runtime.table.fewest_free_pages:
         return None
     rows = [runtime.table.admit() for _ in q_len]
     try:

@@ -332,7 +332,7 @@ class StepRunner:
     def _capture_shape(self, shape: PaddedShape) -> str:
         """Make the graph of a shape, unless there is one; why none could be made, or nothing."""
         table = self._runtime.table
-        q_len = typical_q_len(shape, max_seqs=table.num_free_rows, max_kv_len=table.max_kv_len)
+        q_len = typical_q_len(shape, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len)
         if q_len is None:
             return "no request row is free" if not table.num_free_rows else "no free rows hold a step of this shape"
         try:

@@ -23,7 +23,7 @@ from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel, default_dtype, load_model, model_kind
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.report import Report
-from rocm_attn.runner.request import Completion, Event, FailureEvent, Request, RequestsFailed
+from rocm_attn.runner.request import Completion, Event, FailureEvent, Request, RequestsFailed, TokenEvent
 from rocm_attn.runner.sampling import Sampling
 from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal
 
@@ -177,7 +177,7 @@ def _progress(num_prompts: int) -> Callable[[Event], None]:
         nonlocal num_done
         if isinstance(event, FailureEvent):
             say(f"prompt {event.request + 1} failed: {event.error}")
-        elif event.finish_reason is not None:
+        elif isinstance(event, TokenEvent) and event.finish_reason is not None:
             num_done += 1
             say(f"{num_done} of {num_prompts} prompts done")
 
@@ -193,7 +193,7 @@ def _texts(prompts: Sequence[str]) -> Callable[[Event], None]:
         if isinstance(event, FailureEvent):
             say(f"prompt {event.request + 1} failed: {event.error}")
             texts.finish(event.request)
-        elif event.finish_reason is not None:
+        elif isinstance(event, TokenEvent) and event.finish_reason is not None:
             texts.finish(event.request)
 
     return show

@@ -24,6 +24,7 @@ from rocm_attn.kernels.metadata.engine_tensors import EngineLengths, LengthBound
 from rocm_attn.kernels.metadata.given_inputs import GivenInputs
 from rocm_attn.kernels.metadata.slot_layout import UPDATE_WORDS
 from rocm_attn.kernels.metadata.step_tensors import StepTensors, TableTerms
+from rocm_attn.paging.kept_pages import KeptIds
 from rocm_attn.paging.page_table import RowWidth
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.problem import Problem
@@ -321,6 +322,11 @@ def never_shared(holders: Int32Array) -> npt.NDArray[np.bool_]:
 def no_floor(kv_len: int) -> int:
     """A row and its forks store wherever their steps begin."""
     return 0
+
+
+def whatever_is_kept_there(given: KeptIds, there: KeptIds) -> npt.NDArray[np.bool_]:
+    """An id stands for what lies in its place now."""
+    return np.ones(len(given), np.bool_)
 
 
 def whatever_was_stored(table: RequestTable) -> tuple[Callable[[StepBatch], None], Callable[[StepBatch], None]]:

@@ -7,26 +7,22 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from rocm_attn.capture.check import CaptureCheck
 from rocm_attn.capture.graphs import CaptureReport, Progress, eager_steps_before_capture, recorder_for
 from rocm_attn.capture.split_forward import Forward
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadLogits, BadRequest, BadSetting, DeviceFault
-from rocm_attn.machine.target import detect_target
-from rocm_attn.paging.kv_pool import page_bytes
-from rocm_attn.problem import UNLIMITED_WINDOW, Problem
-from rocm_attn.providers.select import Selection, select
+from rocm_attn.errors import BadLogits, BadRequest, DeviceFault
+from rocm_attn.runner.engine_runtime import runtime_for
 from rocm_attn.runner.linears import AllRows, BlocksOfRows
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.model import Model
 from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.pool_size import PoolPages, default_kv_bytes, pool_pages
 from rocm_attn.runner.recent_steps import RecentSteps
 from rocm_attn.runner.report import Report
 from rocm_attn.runner.request import (
+    AbortEvent,
     Completion,
     Event,
     FailureEvent,
@@ -41,11 +37,6 @@ from rocm_attn.runner.sampling import Sampler, pick_tokens
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
 from rocm_attn.runner.tokenizer import TextStream
 from rocm_attn.runner.watched import watched_steps
-from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.selection.build import build_runtime
-from rocm_attn.selection.kernels import missing_kernels
-from rocm_attn.selection.pages import PageChoice, choose_pages, open_page_sizes, open_pools
-from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER
 from rocm_attn.watch.flight_recorder import FlightRecorder
 
@@ -81,7 +72,7 @@ class Engine:
     def __init__(self, loaded: LoadedModel, options: EngineOptions | None = None) -> None:
         self._loaded = loaded
         self.options = options = options if options is not None else EngineOptions()
-        self.runtime = _runtime_for(loaded, options)
+        self.runtime = runtime_for(loaded, options)
         self.max_kv_len = self.runtime.max_kv_len
         linears = BlocksOfRows() if options.deterministic else AllRows()
         heads, path = self.runtime.head_weights, options.flight_record
@@ -151,6 +142,16 @@ class Engine:
             self._scheduler.drop(output.sequence)
         self._done.pop(number, None)
         self._events = [event for event in self._events if event.request != number]
+
+    def abort(self, number: int) -> None:
+        """End a request that is not finished: finish reason "abort", and an event; its pages are free again."""
+        output = self._outputs.pop(number, None)
+        if output is not None:
+            self._scheduler.drop(output.sequence)
+            piece = output.stream.finish() if output.stream is not None else ""
+            output.text += piece
+            self._done[number] = output.completion("abort")
+            self._events.append(AbortEvent(number, piece))
 
     def check(self, request: Request) -> None:
         """Raise BadRequest for a request that this engine can never serve."""
@@ -337,64 +338,3 @@ class Engine:
         sequences = [output.sequence for output in self._outputs.values()]
         begun = [sequence.number for sequence in sequences if sequence.num_stored or sequence.new_token_ids]
         return sorted([*begun, *self._done])
-
-
-def _runtime_for(loaded: LoadedModel, options: EngineOptions) -> AttentionRuntime:
-    """A runtime whose pool holds max_batch_size sequences of full length, or as many as the memory allows."""
-    config, weights = loaded.config, loaded.weights
-    max_kv_len = config.context_len if options.max_kv_len is None else options.max_kv_len
-    if max_kv_len > config.context_len:
-        raise BadSetting(
-            f"max_kv_len is {max_kv_len} and the model's context is {config.context_len}; it cannot be more"
-        )
-    geometry = config.attention.without_idle_windows(max_kv_len)
-    over = geometry.problems(dtype=weights.dtype, page_size=1)
-    chosen = _page_choice(over, weights.device, options)
-    problems = chosen.problems(over)
-    pages = _pages(problems, options, max_kv_len, weights.device)
-    return build_runtime(
-        problems,
-        RuntimeOptions(
-            num_pages=pages.full,
-            swa_pages=pages.swa,
-            max_num_seqs=options.max_batch_size,
-            # a sequence cannot outgrow the pool
-            max_kv_len=min(max_kv_len, (pages.full - 1) * chosen.page_size),
-            provider=options.provider,
-            deterministic=options.deterministic,
-        ),
-        device=weights.device,
-    )
-
-
-def _page_choice(problems: Many[Problem], device: torch.device, options: EngineOptions) -> PageChoice:
-    """The pages of the options, chosen as far as they are left open. Raises Unsupported where none have kernels."""
-    target = detect_target(device)
-    missing = missing_kernels(target, options.provider)
-
-    def choose(problem: Problem) -> Selection:
-        return select(problem, target, options.provider, unavailable=missing, deterministic=options.deterministic)
-
-    return choose_pages(problems, choose, open_page_sizes(options.page_size), open_pools(options.pool))
-
-
-def _pages(problems: Many[Problem], options: EngineOptions, max_kv_len: int, device: torch.device) -> PoolPages:
-    """The pages that were asked for, and as many as there is use and room for of the others. Raises BadSetting."""
-    if options.swa_pages and all(problem.window_left == UNLIMITED_WINDOW for problem in problems):
-        raise BadSetting(
-            f"swa_pages is {options.swa_pages} and no layer of the model has a window that sequences of up to "
-            f"{max_kv_len} tokens outgrow, so nothing would lie there; leave it out"
-        )
-    kv_bytes = options.kv_bytes
-    if kv_bytes is None:
-        # What is asked for by number is not cut to the memory that is there.
-        kv_bytes = default_kv_bytes(device) if options.num_pages is None else options.num_pages * page_bytes(problems)
-    pages = pool_pages(
-        problems,
-        max_num_seqs=options.max_batch_size,
-        max_kv_len=max_kv_len,
-        chunk=options.chunk,
-        kv_bytes=kv_bytes,
-    )
-    full = pages.full if options.num_pages is None else options.num_pages
-    return PoolPages(full, min(pages.swa, full) if options.swa_pages is None else options.swa_pages)

@@ -9,7 +9,7 @@ from typing import Literal
 from rocm_attn.errors import BadRequest, DeviceFault, RocmAttnError
 from rocm_attn.runner.sampling import Sampler, Sampling
 
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "error", "abort"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,19 @@ class FailureEvent:
     error: str
 
 
-Event = TokenEvent | FailureEvent
+@dataclass(frozen=True, slots=True)
+class AbortEvent:
+    """A request was aborted, and no more tokens come.
+
+    request: as in TokenEvent
+    text:    what was held back of a character that will not be completed
+    """
+
+    request: int
+    text: str
+
+
+Event = TokenEvent | FailureEvent | AbortEvent
 
 
 class RequestsFailed(RocmAttnError, RuntimeError):

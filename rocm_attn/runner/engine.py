@@ -19,11 +19,12 @@ from rocm_attn.machine.target import detect_target
 from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.select import Selection, select
-from rocm_attn.runner.linears import AllRows, BlocksOfRows
+from rocm_attn.runner.linears import linears_over
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.model import Model
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.pool_size import PoolPages, default_kv_bytes, pool_pages
+from rocm_attn.runner.ranks import Ranks
 from rocm_attn.runner.recent_steps import RecentSteps
 from rocm_attn.runner.report import Report
 from rocm_attn.runner.request import (
@@ -83,9 +84,15 @@ class Engine:
         self.options = options = options if options is not None else EngineOptions()
         self.runtime = _runtime_for(loaded, options)
         self.max_kv_len = self.runtime.max_kv_len
-        linears = BlocksOfRows() if options.deterministic else AllRows()
-        heads, path = self.runtime.head_weights, options.flight_record
-        model = Model(loaded.config, loaded.weights, heads, max_kv_len=self.max_kv_len, linears=linears)
+        model = Model(
+            loaded.config,
+            loaded.weights,
+            self.runtime.head_weights,
+            max_kv_len=self.max_kv_len,
+            ranks=loaded.ranks,
+            linears=linears_over(loaded.ranks, deterministic=options.deterministic),
+        )
+        path = options.flight_record
         self.flight = FlightRecorder(self.runtime, path) if path is not None else NO_FLIGHT_RECORDER
         self._runner, self._steps = watched_steps(self.runtime, model.forward, options, self.flight, self._new_runner)
         self.metrics = self._runner.metrics
@@ -349,9 +356,9 @@ def _runtime_for(loaded: LoadedModel, options: EngineOptions) -> AttentionRuntim
         )
     geometry = config.attention.without_idle_windows(max_kv_len)
     over = geometry.problems(dtype=weights.dtype, page_size=1)
-    chosen = _page_choice(over, weights.device, options)
+    chosen = _page_choice(over, weights.device, options, loaded.ranks)
     problems = chosen.problems(over)
-    pages = _pages(problems, options, max_kv_len, weights.device)
+    pages = _pages(problems, options, max_kv_len, weights.device, loaded.ranks)
     return build_runtime(
         problems,
         RuntimeOptions(
@@ -364,13 +371,14 @@ def _runtime_for(loaded: LoadedModel, options: EngineOptions) -> AttentionRuntim
             deterministic=options.deterministic,
         ),
         device=weights.device,
+        agree=loaded.ranks.agree,
     )
 
 
-def _page_choice(problems: Many[Problem], device: torch.device, options: EngineOptions) -> PageChoice:
+def _page_choice(problems: Many[Problem], device: torch.device, options: EngineOptions, ranks: Ranks) -> PageChoice:
     """The pages of the options, chosen as far as they are left open. Raises Unsupported where none have kernels."""
     target = detect_target(device)
-    missing = missing_kernels(target, options.provider)
+    missing = ranks.agree(missing_kernels(target, options.provider))
 
     def choose(problem: Problem) -> Selection:
         return select(problem, target, options.provider, unavailable=missing, deterministic=options.deterministic)
@@ -378,7 +386,9 @@ def _page_choice(problems: Many[Problem], device: torch.device, options: EngineO
     return choose_pages(problems, choose, open_page_sizes(options.page_size), open_pools(options.pool))
 
 
-def _pages(problems: Many[Problem], options: EngineOptions, max_kv_len: int, device: torch.device) -> PoolPages:
+def _pages(
+    problems: Many[Problem], options: EngineOptions, max_kv_len: int, device: torch.device, ranks: Ranks
+) -> PoolPages:
     """The pages that were asked for, and as many as there is use and room for of the others. Raises BadSetting."""
     if options.swa_pages and all(problem.window_left == UNLIMITED_WINDOW for problem in problems):
         raise BadSetting(
@@ -388,7 +398,9 @@ def _pages(problems: Many[Problem], options: EngineOptions, max_kv_len: int, dev
     kv_bytes = options.kv_bytes
     if kv_bytes is None:
         # What is asked for by number is not cut to the memory that is there.
-        kv_bytes = default_kv_bytes(device) if options.num_pages is None else options.num_pages * page_bytes(problems)
+        # Every rank has as many pages as that with the least memory.
+        free_bytes = ranks.least(default_kv_bytes(device))
+        kv_bytes = free_bytes if options.num_pages is None else options.num_pages * page_bytes(problems)
     pages = pool_pages(
         problems,
         max_num_seqs=options.max_batch_size,

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
+from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,13 +35,12 @@ from rocm_attn.runner.request import (
     FailureEvent,
     FinishReason,
     Request,
-    RequestsFailed,
-    RequestsFaulted,
     Sequence,
     TokenEvent,
 )
 from rocm_attn.runner.sampling import Sampler, pick_tokens
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
+from rocm_attn.runner.serving import serve_all
 from rocm_attn.runner.tokenizer import TextStream
 from rocm_attn.runner.watched import watched_steps
 from rocm_attn.runtime import AttentionRuntime
@@ -204,21 +205,7 @@ class Engine:
         completions, when one of them has failed, and RequestsFaulted (a DeviceFault) when the device had a fault; the
         others were served to their end. After any other exception the engine has forgotten these requests.
         """
-        for request in requests:
-            self.check(request)
-        numbers = [self.submit(request) for request in requests]
-        try:
-            faults = self._serve(on_event)
-        except BaseException:
-            for number in numbers:
-                self.cancel(number)
-            raise
-        completions = [self.completion(number) for number in numbers]
-        if faults:
-            raise RequestsFaulted(completions, faults) from faults[0]
-        if any(completion.error for completion in completions):
-            raise RequestsFailed(completions)
-        return completions
+        return serve_all(self, requests, on_event)
 
     def report(self) -> Report:
         """What this engine runs on, and how it went so far."""
@@ -243,20 +230,6 @@ class Engine:
             metrics=metrics,
         )
 
-    def _serve(self, on_event: Callable[[Event], None] | None) -> list[DeviceFault]:
-        """Step until there is no work; the faults that the device reported meanwhile."""
-        faults = []
-        while self.has_work:
-            try:
-                events = self.step()
-            except DeviceFault as fault:
-                faults.append(fault)
-                continue
-            for event in events:
-                if on_event is not None:
-                    on_event(event)
-        return faults
-
     def _advance(self) -> None:
         """Run one step and note the events that came out of it. Raises DeviceFault."""
         started = time.perf_counter()
@@ -277,9 +250,12 @@ class Engine:
             self._runner.check_device()
 
     def _run(self, step: ScheduledStep) -> Tensor:
-        before = self.runtime.step_number
+        before, batch = self.runtime.step_number, step.batch
+        if self._loaded.ranks.shard.num_ranks > 1:  # that they were given the same requests, and picked the same tokens
+            words = (batch.kv_len, batch.q_len, batch.token_ids)
+            self.runtime.meetings.digest = crc32(np.concatenate(words).tobytes())
         try:
-            return self._steps.run(step.batch)
+            return self._steps.run(batch)
         finally:
             requests = (sequence.number for sequence in step.sequences)
             self._recent.note(before, self.runtime.step_number, requests)

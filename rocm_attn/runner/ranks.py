@@ -13,11 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rocm_attn.errors import BadSetting
-from rocm_attn.machine.agreement import Agree, alone, among
+from rocm_attn.machine.agreement import Agreement, all_gather_into, alone, among
 from rocm_attn.runner.shards import WHOLE, Shard
-
-# One operation by two names: the first is the older one, which warns from torch 2.13 on.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class Ranks(Protocol):
@@ -30,7 +27,7 @@ class Ranks(Protocol):
     @property
     def shard(self) -> Shard: ...
     @property
-    def agree(self) -> Agree: ...
+    def agree(self) -> Agreement: ...
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of every rank's x, in the place of x. The order of the sum may depend on the size of x."""
@@ -53,7 +50,7 @@ class OneRank:
     """A model that is not shared."""
 
     shard = WHOLE
-    agree = staticmethod(alone)
+    agree: Agreement = alone
 
     def sum(self, x: Tensor) -> Tensor:
         return x
@@ -112,5 +109,5 @@ class RanksOfGroup:
         x = x.contiguous()
         rows = x.shape[0]
         everything = torch.empty((self.shard.num_ranks * rows, *x.shape[1:]), dtype=x.dtype, device=x.device)
-        _all_gather(everything, x, group=self._group)
+        all_gather_into(everything, x, group=self._group)
         return list(torch.split(everything, rows))

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rocm_attn.machine.agreement import alone
+from rocm_attn.machine.agreement import Agreement, alone
 from rocm_attn.runner.shards import Shard
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ class _Meeting:
 class ThreadRank:
     """One of them; it serves eager steps, since no recording sees what passes between threads."""
 
-    agree = staticmethod(alone)
+    agree: Agreement = alone
 
     def __init__(self, shard: Shard, meeting: _Meeting) -> None:
         self.shard = shard

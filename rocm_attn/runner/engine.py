@@ -16,11 +16,12 @@ from rocm_attn.capture.check import CaptureCheck
 from rocm_attn.capture.graphs import CaptureReport, Progress, eager_steps_before_capture, recorder_for
 from rocm_attn.capture.split_forward import Forward
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadLogits, BadRequest, BadSetting, DeviceFault
+from rocm_attn.errors import BadLogits, BadSetting, DeviceFault
 from rocm_attn.machine.target import detect_target
 from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.select import Selection, select
+from rocm_attn.runner.limits import RequestLimits
 from rocm_attn.runner.linears import linears_over
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.model import Model
@@ -85,6 +86,7 @@ class Engine:
         self.options = options = options if options is not None else EngineOptions()
         self.runtime = _runtime_for(loaded, options)
         self.max_kv_len = self.runtime.max_kv_len
+        self.limits = RequestLimits(loaded.config.context_len, self.max_kv_len, loaded.config.vocab_size)
         model = Model(
             loaded.config,
             loaded.weights,
@@ -162,19 +164,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise BadRequest for a request that this engine can never serve."""
-        prompt, config = request.prompt_token_ids, self._loaded.config
-        if len(prompt) > config.context_len:
-            raise BadRequest(
-                f"the prompt has {len(prompt)} tokens and the model's context is {config.context_len}; shorten it"
-            )
-        if len(prompt) > self.max_kv_len:
-            raise BadRequest(
-                f"the prompt has {len(prompt)} tokens and the KV pool holds sequences of up to {self.max_kv_len}; "
-                "shorten it, or raise max_kv_len, kv_bytes or num_pages"
-            )
-        for token in (*prompt, *request.stop_token_ids):
-            if not 0 <= token < config.vocab_size:
-                raise BadRequest(f"token {token} is not in the model's vocabulary, 0 to {config.vocab_size - 1}")
+        self.limits.check(request)
 
     def step(self) -> list[Event]:
         """Run one step; what came of it. There must be work.

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rocm_attn.errors import RocmAttnError
+from rocm_attn.runner.limits import RequestLimits
 from rocm_attn.runner.parallel.messages import Command, Done, OnProgress, Progressed, Raised, RankSetup, in_words
 from rocm_attn.runner.parallel.rank_process import CLOSE, run_rank
 
@@ -71,7 +72,9 @@ class RankProcesses:
         self._folder = tempfile.mkdtemp(prefix="rocm_attn_ranks_")
         self._ranks: list[_Rank] = []
         self._selector = selectors.DefaultSelector()
+        self._lock = threading.Lock()
         self._awaited = ""  # the method whose answers are still to come
+        self._is_torn = False  # a message is on its way, which an interrupt may cut
         self._answers: dict[int, Done | Raised] = {}
 
     @property
@@ -79,8 +82,10 @@ class RankProcesses:
         """The file by which the ranks find each other."""
         return str(Path(self._folder) / "store")
 
-    def start(self, setups: Sequence[RankSetup]) -> None:
+    def start(self, setups: Sequence[RankSetup]) -> RequestLimits:
         """Begin the ranks, one for each setup, and wait until all of them have built their engines.
+
+        Returns what the engines serve.
 
         Raises RankFailed, and what all ranks raise when they load their parts; there are none then.
         """
@@ -89,33 +94,36 @@ class RankProcesses:
             for setup in setups:
                 self._start(setup)
             self._awaited = "while its engine was built"
-            self._collect(_no_progress)
+            limits: RequestLimits = self._collect(_no_progress)
         except BaseException:
             self.kill()
             raise
+        return limits
 
     def call(self, method: str, *arguments: Any, on_progress: OnProgress | None = None) -> Any:
         """Call a method of every rank's engine; what rank 0 returns.
 
-        An interrupt leaves the method running: the next call waits for its end, and raises what it raises.
+        A call of another thread waits until this one has ended. An interrupt leaves the method running: the next call
+        waits for its end, and raises what it raises.
         Raises what all ranks raise, and RankFailed, after which there are no ranks.
         """
-        if not self._ranks:
-            raise RankFailed("the ranks of this engine were ended; make another engine", 0)
-        if self._awaited:
-            interrupted = self._awaited
-            self.unheard.append((interrupted, self._collect(_no_progress)))
-        self._awaited = f"in {method}()"
-        for rank in self._ranks:
-            try:
-                rank.commands.send(Command(method, arguments))
-            except OSError:
-                self._fail_of_dead(rank)
-        return self._collect(on_progress if on_progress is not None else _no_progress)
+        with self._lock:
+            self._require_whole()
+            if self._awaited:
+                interrupted = self._awaited
+                self.unheard.append((interrupted, self._collect(_no_progress)))
+            self._is_torn, self._awaited = True, f"in {method}()"
+            for rank in self._ranks:
+                try:
+                    rank.commands.send(Command(method, arguments))
+                except OSError:
+                    self._fail_of_dead(rank)
+            self._is_torn = False
+            return self._collect(on_progress if on_progress is not None else _no_progress)
 
     def close(self) -> None:
         """End the ranks; those that are busy, or do not end by themselves, are killed."""
-        if not self._awaited:
+        if not self._awaited and not self._is_torn:
             for rank in self._ranks:
                 with suppress(OSError):
                     rank.commands.send(CLOSE)
@@ -179,12 +187,22 @@ class RankProcesses:
         try:
             if source is not rank.commands and not rank.commands.poll():
                 raise EOFError
+            self._is_torn = True
             message: Progressed | Done | Raised = rank.commands.recv()
         except (EOFError, OSError):
             self._fail_of_dead(rank)
         if not isinstance(message, Progressed):
             self._answers[rank.number] = message
+        self._is_torn = False
         return message
+
+    def _require_whole(self) -> None:
+        """Raise RankFailed where there are no ranks, or none that can be talked to."""
+        if self._is_torn and self._ranks:
+            self.kill()
+            raise RankFailed("an interrupt cut a message to or from a rank, and all ranks were ended", 0)
+        if not self._ranks:
+            raise RankFailed("the ranks of this engine were ended; make another engine", 0)
 
     def _fail_of_dead(self, rank: _Rank) -> NoReturn:
         rank.process.join(_WORDS_SECONDS)

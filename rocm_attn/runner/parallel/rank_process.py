@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import FileStore
 
 from rocm_attn.errors import RocmAttnError
 from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.limits import RequestLimits
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.parallel.messages import Command, Done, Progressed, Raised, RankSetup, sendable
 from rocm_attn.runner.ranks import RanksOfGroup
@@ -54,7 +55,12 @@ def run_rank(setup: RankSetup, commands: Connection, words: Connection) -> None:
     words.close()
     faulthandler.enable()
     engine: list[Engine] = []
-    if _answered(commands, setup.rank, lambda: engine.append(_engine(setup)), engine):
+
+    def build() -> RequestLimits:
+        engine.append(_engine(setup))
+        return engine[0].limits
+
+    if _answered(commands, setup.rank, build, engine):
         try:
             while (command := commands.recv()) != CLOSE:
                 given = list(command.arguments)

@@ -42,7 +42,7 @@ class RankedEngine:
         self.options = options if options is not None else EngineOptions()
         self._processes = processes = RankProcesses()
         num_threads = max(1, torch.get_num_threads() // num_ranks)
-        processes.start(
+        self._limits = processes.start(
             [
                 RankSetup(rank, num_ranks, load, self.options, device_type, num_threads, processes.store)
                 for rank in range(num_ranks)
@@ -73,10 +73,11 @@ class RankedEngine:
 
     def check(self, request: Request) -> None:
         """As Engine.check."""
-        self._processes.call("check", request)
+        self._limits.check(request)
 
     def submit(self, request: Request) -> int:
         """As Engine.submit."""
+        self.check(request)
         number: int = self._processes.call("submit", request)
         return number
 

@@ -103,6 +103,7 @@ class StepRunner:
         """A snapshot of what was done so far, and of the pages that are held now."""
         held = {table.space: table.num_usable_pages - table.num_free_pages for table in self._runtime.table.spaces}
         return self.metrics.snapshot(
+            usable_pages=self._runtime.table.num_usable_pages,
             pages_in_use=held[Space.FULL],
             swa_pages_in_use=held.get(Space.SWA, 0),
             graphs_off=self._why_no_graphs(),
@@ -293,21 +294,36 @@ class StepRunner:
     def _first_run(self, step: Step | SplitStep, stage: Stage, batch: StepBatch, pad_to: int | None) -> Tensor:
         """A staged step that has no graph: run eagerly, or as a graph that is made now."""
         plan = step.plan
-        # A step without sequences makes no graph: there may be no input to compare it on. capture_all() does.
-        # Nor does one that may not store: what compares graphs writes to the pages of new tokens.
-        can_be_made = plan.replayable and batch.num_seqs > 0 and self._can_capture and self._runtime.may_store
-        if self._recorder is None or not can_be_made or not self._is_due(plan):
-            return self._without_graph(step)
+        reason = self._why_not_now(plan, batch)
+        if reason:
+            return self._without_graph(step, reason)
         # The graph is made of other steps; this one is staged again when it has passed.
         self._runtime.abandon_step()
         q_len = np.ones(plan.shape.num_seqs, np.int32) if plan.shape.kind.decodes else batch.q_len
         self._capture(plan, q_len, batch)
         step = stage(batch, pad_to)
         entry = self._entry_of_plan.get(step.plan)
-        return self._without_graph(step) if entry is None else self._replay(step.plan, entry)
+        if entry is None:
+            return self._without_graph(step, "graphs are off" if self._recorder is None else "too few pages were free")
+        return self._replay(step.plan, entry)
 
-    def _without_graph(self, step: Step | SplitStep) -> Tensor:
-        self.metrics.fallbacks += self._wants_graphs and step.plan.replayable
+    def _why_not_now(self, plan: StepPlan, batch: StepBatch) -> str:
+        """Why no graph is made of a step, or nothing."""
+        if self._recorder is None:
+            return "graphs are off"
+        if not plan.replayable:
+            return "steps of its kind or size have none"
+        if batch.num_seqs == 0:  # there may be no input to compare it on; capture_all() makes one
+            return "it has no sequences"
+        if not self._can_capture:
+            return "the addresses are not sealed"
+        if not self._runtime.may_store:  # what compares graphs writes to the pages of new tokens
+            return "it may not store"
+        return "" if self._is_due(plan) else "eager steps come first"
+
+    def _without_graph(self, step: Step | SplitStep, reason: str) -> Tensor:
+        if self._wants_graphs and step.plan.replayable:
+            self.metrics.fallbacks[reason] = self.metrics.fallbacks.get(reason, 0) + 1
         return self._body(step)
 
     def _replay(self, plan: StepPlan, entry: Entry[Tensor]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rocm_attn.errors import CapacityExceeded
+from rocm_attn.errors import NeverFits
 from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
@@ -33,12 +33,12 @@ class Measured:
     graph: int
 
     def kv_bytes(self, share: float, problems: Sequence[Problem]) -> int:
-        """Memory for K and V, so that `share` of the GPU's memory is in use at most. Raises CapacityExceeded."""
+        """Memory for K and V, so that `share` of the GPU's memory is in use at most. Raises NeverFits."""
         num_tensors = sum(1 if problem.pool is PoolKind.LATENT else 2 for problem in problems)
         kept = self.total - int(share * self.total)
         left = self.free - kept - self.step - self.graph - num_tensors * _ALLOCATION_BYTES
         if left <= 0:
-            raise CapacityExceeded(
+            raise NeverFits(
                 f"nothing is left for K and V: of {_gib(self.total)} GiB {_gib(self.free)} are free, a step takes "
                 f"{_gib(self.step)}, graphs take {_gib(self.graph)}, and {_gib(kept)} are to stay free; lower "
                 "max_batch_size or chunk, raise gpu_memory_share, or take a smaller model"
@@ -85,14 +85,14 @@ def pool_pages(
 
     chunk: new tokens of a step, which lie in the SWA space beside the windows before them
     Where memory is short the SWA space has at most as many pages as the full one: no sequence needs more there.
-    Raises CapacityExceeded when not even one page for tokens fits.
+    Raises NeverFits when not even one page for tokens fits.
     """
     windowed = [problem for problem in problems if problem.window_left != UNLIMITED_WINDOW]
     full_bytes, swa_bytes = page_bytes(problems) - page_bytes(windowed), page_bytes(windowed)
     wanted = 1 + max_num_seqs * num_pages(max_kv_len, problems[0].page_size)
     affordable = kv_bytes // (full_bytes + swa_bytes)
     if affordable < 2:
-        raise CapacityExceeded(
+        raise NeverFits(
             f"{kv_bytes} bytes for K and V hold {affordable} pages of {full_bytes + swa_bytes} bytes, and 2 are "
             "needed; raise kv_bytes or take smaller pages"
         )

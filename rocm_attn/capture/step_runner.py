@@ -149,6 +149,7 @@ class StepRunner(Generic[Outputs]):
         """What a step gives, with its pads, and its plan; the step is not ended."""
         self._follow_seal()
         try:
+            self._runtime.meet()
             step = stage(batch, pad_to)
         except RuntimeError as fault:  # the device's: of this step, or of one before it
             self._flight.failed(fault)
@@ -423,7 +424,7 @@ class StepRunner(Generic[Outputs]):
             with self._watchdog.watch(f"{name} and its check"):
                 verdict = self._check.record(self._runtime, plan, q_len, live, record, self._body)
             self._pinned.check()
-            self._runtime.report_faults()
+            self._runtime.report_own_faults()
         except (RecordingRefused, StaleRecording) as refusal:
             return self._agreed(self._refused(str(refusal)))
         except (torch.OutOfMemoryError, DeviceFault) as refusal:  # of the steps that the graph was tried on

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
+from zlib import crc32
 
+import numpy as np
 from torch import Tensor
 
 from rocm_attn.capture.check import CaptureCheck
@@ -15,6 +17,7 @@ from rocm_attn.capture.split_forward import Forward
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits, BadRequest, DeviceFault
 from rocm_attn.runner.engine_runtime import model_over, runtime_for
+from rocm_attn.runner.limits import RequestLimits
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.prefix_cache import CachedRow
@@ -27,14 +30,13 @@ from rocm_attn.runner.request import (
     FailureEvent,
     FinishReason,
     Request,
-    RequestsFailed,
-    RequestsFaulted,
     Sequence,
     TokenEvent,
 )
 from rocm_attn.runner.request_times import note_tokens
 from rocm_attn.runner.sampling import Sampler, pick_tokens
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
+from rocm_attn.runner.serving import serve_all
 from rocm_attn.runner.tokenizer import TextStream
 from rocm_attn.runner.watched import watched_steps
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER
@@ -83,6 +85,7 @@ class Engine:
         self.options = options = options if options is not None else EngineOptions()
         self.runtime, self._measured = runtime_for(loaded, options)
         self.max_kv_len = self.runtime.max_kv_len
+        self.limits = RequestLimits(loaded.config.context_len, self.max_kv_len, loaded.config.vocab_size)
         path, model = options.flight_record, model_over(self.runtime, loaded, options)
         self.flight = FlightRecorder(self.runtime, path) if path is not None else NO_FLIGHT_RECORDER
         self._runner, self._steps = watched_steps(self.runtime, model.forward, options, self.flight, self._new_runner)
@@ -187,19 +190,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise BadRequest for a request that this engine can never serve."""
-        prompt, config = request.prompt_token_ids, self._loaded.config
-        if len(prompt) > config.context_len:
-            raise BadRequest(
-                f"the prompt has {len(prompt)} tokens and the model's context is {config.context_len}; shorten it"
-            )
-        if len(prompt) > self.max_kv_len:
-            raise BadRequest(
-                f"the prompt has {len(prompt)} tokens and the KV pool holds sequences of up to {self.max_kv_len}; "
-                "shorten it, or raise max_kv_len, kv_bytes or num_pages"
-            )
-        for token in (*prompt, *request.stop_token_ids):
-            if not 0 <= token < config.vocab_size:
-                raise BadRequest(f"token {token} is not in the model's vocabulary, 0 to {config.vocab_size - 1}")
+        self.limits.check(request)
 
     def step(self) -> list[Event]:
         """Run one step; what came of it. There must be work.
@@ -232,21 +223,7 @@ class Engine:
         completions, when one of them has failed, and RequestsFaulted (a DeviceFault) when the device had a fault; the
         others were served to their end. After any other exception the engine has forgotten these requests.
         """
-        for request in requests:
-            self.check(request)
-        numbers = [self.submit(request) for request in requests]
-        try:
-            faults = self._serve(on_event)
-        except BaseException:
-            for number in numbers:
-                self.cancel(number)
-            raise
-        completions = [self.completion(number) for number in numbers]
-        if faults:
-            raise RequestsFaulted(completions, faults) from faults[0]
-        if any(completion.error for completion in completions):
-            raise RequestsFailed(completions)
-        return completions
+        return serve_all(self, requests, on_event)
 
     def report(self) -> Report:
         """What this engine runs on, and how it went so far."""
@@ -275,20 +252,6 @@ class Engine:
             guards_off=runtime.guards.off,
             metrics=metrics,
         )
-
-    def _serve(self, on_event: Callable[[Event], None] | None) -> list[DeviceFault]:
-        """Step until there is no work; the faults that the device reported meanwhile."""
-        faults = []
-        while self.has_work:
-            try:
-                events = self.step()
-            except DeviceFault as fault:
-                faults.append(fault)
-                continue
-            for event in events:
-                if on_event is not None:
-                    on_event(event)
-        return faults
 
     def _advance(self) -> None:
         """Run one step and note the events that came out of it. Raises DeviceFault."""
@@ -324,10 +287,13 @@ class Engine:
             self._scheduler.all_is_right()
 
     def _run(self, step: ScheduledStep) -> Tensor:
-        before = self.runtime.step_number
+        before, batch = self.runtime.step_number, step.batch
         self._must_check = True
+        if self._loaded.ranks.shard.num_ranks > 1:  # that they were given the same requests, and picked the same tokens
+            words = (batch.kv_len, batch.q_len, batch.token_ids)
+            self.runtime.meetings.digest = crc32(np.concatenate(words).tobytes())
         try:
-            return self._steps.run(step.batch)
+            return self._steps.run(batch)
         finally:
             requests = (sequence.number for sequence in step.sequences)
             self._recent.note(before, self.runtime.step_number, requests)

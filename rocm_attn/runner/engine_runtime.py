@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-
-import torch
 
 from rocm_attn.capture.check import CaptureCheck
 from rocm_attn.capture.graphs import recorder_for
@@ -16,7 +14,7 @@ from rocm_attn.machine.target import detect_target
 from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.select import Selection, select
-from rocm_attn.runner.linears import AllRows, BlocksOfRows
+from rocm_attn.runner.linears import linears_over
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.measured_memory import LargestSteps, measure, memory_of
 from rocm_attn.runner.model import Model
@@ -28,18 +26,8 @@ from rocm_attn.selection.kernels import missing_kernels
 from rocm_attn.selection.pages import PageChoice, choose_pages, open_page_sizes, open_pools
 from rocm_attn.step.options import RuntimeOptions
 
-# The smallest of every rank's number: ranks that share a model must have equally many pages.
-Least = Callable[[int], int]
 
-
-def of_one_rank(number: int) -> int:
-    """Least, of a model that is not shared."""
-    return number
-
-
-def runtime_for(
-    loaded: LoadedModel, options: EngineOptions, least: Least = of_one_rank
-) -> tuple[AttentionRuntime, Measured]:
+def runtime_for(loaded: LoadedModel, options: EngineOptions) -> tuple[AttentionRuntime, Measured]:
     """A runtime whose pool holds max_batch_size sequences of full length, or as many as the memory allows.
 
     Where neither kv_bytes nor num_pages is given, and a GPU has no plenty of room, the model's largest steps are run
@@ -55,22 +43,27 @@ def runtime_for(
         )
     geometry = config.attention.without_idle_windows(max_kv_len)
     over = geometry.problems(dtype=weights.dtype, page_size=1)
-    problems = _page_choice(over, weights.device, options).problems(over)
+    problems = _page_choice(over, loaded, options).problems(over)
     if options.swa_pages and all(problem.window_left == UNLIMITED_WINDOW for problem in problems):
         raise BadSetting(
             f"swa_pages is {options.swa_pages} and no layer of the model has a window that sequences of up to "
             f"{max_kv_len} tokens outgrow, so nothing would lie there; leave it out"
         )
-    sizing = _Sizing(loaded, options, problems, max_kv_len, least)
+    sizing = _Sizing(loaded, options, problems, max_kv_len)
     kv_bytes, measured = sizing.kv_bytes()
     return sizing.runtime(sizing.pages(kv_bytes)), measured
 
 
 def model_over(runtime: AttentionRuntime, loaded: LoadedModel, options: EngineOptions) -> Model:
     """The model, whose attention runs on a runtime."""
-    linears = BlocksOfRows() if options.deterministic else AllRows()
-    heads = runtime.head_weights
-    return Model(loaded.config, loaded.weights, heads, max_kv_len=runtime.max_kv_len, linears=linears)
+    return Model(
+        loaded.config,
+        loaded.weights,
+        runtime.head_weights,
+        max_kv_len=runtime.max_kv_len,
+        ranks=loaded.ranks,
+        linears=linears_over(loaded.ranks, deterministic=options.deterministic),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +74,6 @@ class _Sizing:
     options: EngineOptions
     problems: Sequence[Problem]
     max_kv_len: int
-    least: Least
 
     def kv_bytes(self) -> tuple[int, Measured]:
         """Memory for K and V, and what was measured for it. What is asked for is not cut to what is there."""
@@ -93,7 +85,8 @@ class _Sizing:
         memory = memory_of(device)
         if memory is None:
             return CPU_BYTES, NOT_MEASURED
-        free = self.least(memory.free())
+        ranks = self.loaded.ranks  # all of them have as many pages as the one with the least memory
+        free = ranks.least(memory.free())
         wanted = most_kv_bytes(
             self.problems, max_num_seqs=options.max_batch_size, max_kv_len=self.max_kv_len, chunk=options.chunk
         )
@@ -101,7 +94,7 @@ class _Sizing:
             return wanted, NOT_MEASURED
         steps = self._largest_steps(free)
         measured = measure(memory, partial(self._for_measuring, steps), steps, vocabulary=self.loaded.config.vocab_size)
-        return self.least(measured.kv_bytes(options.gpu_memory_share, self.problems)), measured
+        return ranks.least(measured.kv_bytes(options.gpu_memory_share, self.problems)), measured
 
     def pages(self, kv_bytes: int) -> PoolPages:
         """The pages that were asked for, and as many as there is use and room for of the others."""
@@ -130,6 +123,7 @@ class _Sizing:
                 deterministic=self.options.deterministic,
             ),
             device=self.loaded.weights.device,
+            agree=self.loaded.ranks.agree,
         )
 
     def _largest_steps(self, free_bytes: int) -> LargestSteps:
@@ -152,10 +146,10 @@ class _Sizing:
         )
 
 
-def _page_choice(problems: Sequence[Problem], device: torch.device, options: EngineOptions) -> PageChoice:
+def _page_choice(problems: Sequence[Problem], loaded: LoadedModel, options: EngineOptions) -> PageChoice:
     """The pages of the options, chosen as far as they are left open. Raises Unsupported where none have kernels."""
-    target = detect_target(device)
-    missing = missing_kernels(target, options.provider)
+    target = detect_target(loaded.weights.device)
+    missing = loaded.ranks.agree(missing_kernels(target, options.provider))
 
     def choose(problem: Problem) -> Selection:
         return select(problem, target, options.provider, unavailable=missing, deterministic=options.deterministic)

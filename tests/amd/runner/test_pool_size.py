@@ -27,6 +27,7 @@ from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.measured_memory import LargestSteps, TorchMemory, memory_of
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.pool_size import NOT_MEASURED, Measured, is_small, most_kv_bytes
+from rocm_attn.runner.ranks import OneRank
 from rocm_attn.runner.request import Request
 from rocm_attn.runner.rope import Rope
 from rocm_attn.runtime import AttentionRuntime
@@ -195,12 +196,13 @@ def test_what_is_given_or_small_is_not_measured(
 def test_ranks_take_the_smallest_pool_of_all(metered: Callable[[int], MeteredMemory]) -> None:
     asked: list[int] = []
 
-    def least(number: int) -> int:
-        asked.append(number)
-        return number if len(asked) == 1 else 100 * 1024
+    class BesideASmallOne(OneRank):
+        def least(self, number: int) -> int:
+            asked.append(number)
+            return number if len(asked) == 1 else 100 * 1024
 
     with metered(6_000_000):
-        runtime, _ = runtime_for(tiny_model(context_len=CONTEXT), MANY, least)
+        runtime, _ = runtime_for(tiny_model(context_len=CONTEXT, ranks=BesideASmallOne()), MANY)
     assert len(asked) == 2, "of what is free, by which the steps are chosen, and of what is left"
     assert runtime.pool.num_pages == 100 < asked[1] // 1024
 

@@ -120,7 +120,7 @@ class PaddingPolicy:
     def shape(self, batch: StepBatch, pad_to: PadTo | None = None) -> PaddedShape:
         """The padded shape of a batch. pad_to: instead of the ladders' choice
 
-        Raises CapacityExceeded where the batch has more than pad_to, and BadBatch for shared prefixes in a step with
+        Raises NeverFits where the batch has more than pad_to, and BadBatch for shared prefixes in a step with
         more than one new token a sequence.
         """
         return self._shape(batch, pad_to, 1)
@@ -128,7 +128,7 @@ class PaddingPolicy:
     def split_shape(self, batch: StepBatch, pad_to: PadTo | None = None) -> PaddedShape:
         """The padded shape of a batch that runs as two halves, either of which may be empty.
 
-        pad_to: as in shape(), of both halves together; even numbers, or CapacityExceeded is raised
+        pad_to: as in shape(), of both halves together; even numbers, or NeverFits is raised
         """
         return self._shape(batch, pad_to, HALVES)
 

@@ -55,6 +55,7 @@ class AsyncEngine:
         self._books = _Books()
         self._numbers = count()
         self._is_draining = False
+        self._num_refusals = 0
 
     async def __aenter__(self) -> AsyncEngine:
         self._books.open()
@@ -78,6 +79,7 @@ class AsyncEngine:
         if self._is_draining:
             raise EngineEnded("the engine takes no more requests: drain() was called")
         if len(self._books.inboxes) >= self._max_requests:
+            self._num_refusals += 1
             raise TooManyRequests(
                 f"{self._max_requests} requests are served or wait, and max_requests allows no more; give this one "
                 "again when one of them is done"
@@ -138,8 +140,8 @@ class AsyncEngine:
         return self._engine.report()
 
     def metrics(self) -> Metrics:
-        """report().metrics."""
-        return self.report().metrics
+        """report().metrics, with the requests that were refused."""
+        return self.report().metrics.snapshot(refusals=self._num_refusals)
 
     async def drain(self) -> None:
         """Take no more requests, and wait until those that were taken are done."""

@@ -146,9 +146,7 @@ class PaddingPolicy:
             return PaddedShape(kind, num_seqs, self.round_tokens(needed, num_children), num_children)
         needed = _tokens_of_children(batch, num_seqs, num_children)
         if pad_to.tokens < needed:
-            raise NeverFits(
-                f"{batch.num_tokens} tokens cannot be padded to {pad_to.tokens}; pad to at least {needed}"
-            )
+            raise NeverFits(f"{batch.num_tokens} tokens cannot be padded to {pad_to.tokens}; pad to at least {needed}")
         mixed = PaddedShape(StepKind.MIXED, num_seqs, pad_to.tokens, num_children)
         if kind.extra is Extra.NOTHING and (kind.decodes or self.captures(mixed)):
             return mixed
@@ -196,9 +194,7 @@ def _check(batch: StepBatch, pad_to: PadTo, num_children: int) -> None:
         raise BadBatch(f"pad_to is {pad_to!r}; give PadTo(seqs), or PadTo(seqs, tokens) where a rank does not decode")
     wanted = max(1, batch.num_seqs)
     if pad_to.seqs < wanted:
-        raise NeverFits(
-            f"{batch.num_seqs} sequences cannot be padded to {pad_to.seqs}; pad to at least {wanted}"
-        )
+        raise NeverFits(f"{batch.num_seqs} sequences cannot be padded to {pad_to.seqs}; pad to at least {wanted}")
     for count, what in ((pad_to.seqs, "sequences"), (pad_to.tokens, "tokens")):
         if count % num_children:
             raise NeverFits(f"{count} {what} cannot be split into halves of one size; pad to an even number")

@@ -302,13 +302,13 @@ class StepRunner(Generic[Outputs]):
 
     def _first_run(self, step: Step | SplitStep, stage: Stage, batch: StepBatch) -> Outputs:
         """A staged step that has no graph: run eagerly, or as a graph that is made now."""
-        plan = step.plan
+        plan, may_store = step.plan, self._runtime.may_store
         reason = self._why_not_now(plan, batch)
         if reason:
             return self._without_graph(step, reason)
         # The graph is made of other steps; this one is staged again when it has passed.
         self._runtime.abandon_step()
-        q_len, live = self._new_tokens_like(plan, batch), batch if self._runtime.may_store else None
+        q_len, live = self._new_tokens_like(plan, batch), batch if may_store else None
         if self._why_not_tried(plan, q_len, live):
             self._eager_steps[plan] = self._capture_after - _STEPS_BEFORE_ANOTHER_TRY
         else:

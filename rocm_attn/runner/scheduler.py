@@ -163,6 +163,7 @@ class Scheduler:
     def forget_unknown_pages(self) -> None:
         """A step has gone wrong: no page is found that was stored since the last one that is known to be right."""
         self._cache.forget_unknown()
+        self._count_cached_pages()
 
     def forget_pages(self) -> None:
         """No page that was stored so far is found by a request that comes later."""

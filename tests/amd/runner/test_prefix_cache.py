@@ -17,6 +17,7 @@ from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.runner.prefix_cache import CachedRow, PrefixCache, page_key, salt_key
+from rocm_attn.step.echo import STEPS_UNTIL_KNOWN
 from tests.amd.runner.cache_invariants import check_cache
 
 PAGE = 2
@@ -63,7 +64,7 @@ class Pages:
         length = 0
         while length + PAGE < len(tokens):
             step = self.known.get((salt, tuple(tokens[: length + PAGE])))
-            if step is None or step > self.step - 2:
+            if step is None or step > self.step - STEPS_UNTIL_KNOWN:
                 break
             length += PAGE
         return length
@@ -112,7 +113,7 @@ class Pages:
         self.cache.leave(row.cached)
         self.table.free(row.number)
 
-    def idle_steps(self, num: int = 2) -> None:
+    def idle_steps(self, num: int = STEPS_UNTIL_KNOWN) -> None:
         """Steps in which others run."""
         for _ in range(num):
             self.step += 1
@@ -156,7 +157,7 @@ def test_what_is_found_is_what_a_brute_force_finds(
             pages.idle_steps(1)
         elif action == "right":
             pages.cache.all_is_right()
-            pages.known = dict.fromkeys(pages.known, -2)
+            pages.known = dict.fromkeys(pages.known, -STEPS_UNTIL_KNOWN)
         check_cache(pages.cache, pages.table)
     for row in rows:
         pages.leave(row)
@@ -207,10 +208,10 @@ def test_a_page_of_a_window_comes_back_when_it_is_computed_again() -> None:
     check_cache(pages.cache, pages.table)
 
 
-def test_a_page_is_found_from_the_third_step_on_after_its_own() -> None:
+def test_a_page_is_found_from_the_fourth_step_on_after_its_own() -> None:
     pages = Pages(40)
     pages.serve((1, 2, 3, 4, 5))
-    for found in (0, 0, 4):
+    for found in (0, 0, 0, 4):
         assert pages.find((1, 2, 3, 4, 9)) == found
         pages.idle_steps(1)
 

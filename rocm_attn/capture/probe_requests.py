@@ -79,7 +79,7 @@ class ProbeRequests:
             self._runtime.table.free(self._rows.pop())
 
     def admit(self, kv_len: Sequence[int], q_len: Sequence[int]) -> StepBatch:
-        """A step of new requests in place of the earlier ones. Raises CapacityExceeded, OutOfPages.
+        """A step of new requests in place of the earlier ones. Raises NeverFits, FitsLater.
 
         All share the pages of the one with the fewest new tokens among the longest, up to their own new tokens: a
         prefix is as long as it may be and costs its pages once.
@@ -322,6 +322,20 @@ def kept_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterator[Non
     finally:
         for rows, page, offset, before in kept:
             rows.write_tokens(page, offset, before)
+
+
+def stored_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> dict[str, Tensor]:
+    """Copies of K and V at the places of a step's new tokens, [num_tokens, kv_heads, dim], by what they are."""
+    stored = {}
+    for space, page, offset in _places_of_new_tokens(runtime, batch):
+        for layer, pages in enumerate(runtime.pool.in_space(space).layers):
+            for side, rows in (("K", pages.keys), ("V", pages.values)):
+                cells = rows.cells.new_empty((len(page), rows.num_heads, rows.dim))
+                rows.read_tokens(page, offset, cells)
+                # A dtype of one byte has neither comparisons nor bounds, and is stored as it is.
+                name = f"{side} of layer {layer} of the {space.value} space"
+                stored[name] = cells.view(torch.uint8) if cells.element_size() == 1 else cells
+    return stored
 
 
 def _places_of_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterator[tuple[Space, Tensor, Tensor]]:

@@ -18,7 +18,7 @@ from rocm_attn.cli.options import ON_GENERATE
 from rocm_attn.cli.ordered_text import OrderedText
 from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.cli.streams import say
-from rocm_attn.errors import BadModel, BadRequest, BadSetting, CapacityExceeded, RocmAttnError
+from rocm_attn.errors import BadModel, BadRequest, BadSetting, NeverFits, RocmAttnError
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel, default_dtype, load_model, model_kind
 from rocm_attn.runner.options import EngineOptions
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
         if not full:
             raise
         what = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CapacityExceeded(
+        raise NeverFits(
             f"the memory is full ({what}); lower --max-batch-size, --num-pages or --swa-pages, or take a smaller model"
         ) from error
 
@@ -223,6 +223,7 @@ def _lines(report: Report) -> list[str]:
         *(f"  {line}" for line in report.kernels),
         f"{report.num_pages} pages"
         + (f", and {report.swa_pages} for layers with a window" if report.swa_pages else ""),
+        report.memory_line(),
         *(["deterministic: a prompt's tokens do not depend on the prompts beside it"] if report.deterministic else []),
         *([f"SAFEGUARDS OFF: {', '.join(report.guards_off)}"] if report.guards_off else []),
         *([] if report.metrics.graphs_off else [f"graphs {report.graphs}"]),

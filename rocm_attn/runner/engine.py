@@ -6,24 +6,20 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
+from zlib import crc32
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from rocm_attn.capture.check import CaptureCheck
 from rocm_attn.capture.graphs import CaptureReport, Progress, eager_steps_before_capture, recorder_for
 from rocm_attn.capture.split_forward import Forward
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadLogits, BadRequest, BadSetting, DeviceFault
-from rocm_attn.machine.target import detect_target
-from rocm_attn.paging.kv_pool import page_bytes
-from rocm_attn.problem import UNLIMITED_WINDOW, Problem
-from rocm_attn.providers.select import Selection, select
-from rocm_attn.runner.linears import AllRows, BlocksOfRows
+from rocm_attn.errors import BadLogits, BadRequest, DeviceFault
+from rocm_attn.runner.engine_runtime import model_over, runtime_for
+from rocm_attn.runner.limits import RequestLimits
 from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.model import Model
 from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.pool_size import PoolPages, default_kv_bytes, pool_pages
 from rocm_attn.runner.prefix_cache import CachedRow
 from rocm_attn.runner.recent_steps import RecentSteps
 from rocm_attn.runner.report import Report
@@ -34,20 +30,14 @@ from rocm_attn.runner.request import (
     FailureEvent,
     FinishReason,
     Request,
-    RequestsFailed,
-    RequestsFaulted,
     Sequence,
     TokenEvent,
 )
 from rocm_attn.runner.sampling import Sampler, pick_tokens
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
+from rocm_attn.runner.serving import serve_all
 from rocm_attn.runner.tokenizer import TextStream
 from rocm_attn.runner.watched import watched_steps
-from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.selection.build import build_runtime
-from rocm_attn.selection.kernels import missing_kernels
-from rocm_attn.selection.pages import PageChoice, choose_pages, open_page_sizes, open_pools
-from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER
 from rocm_attn.watch.flight_recorder import FlightRecorder
 
@@ -92,11 +82,10 @@ class Engine:
     def __init__(self, loaded: LoadedModel, options: EngineOptions | None = None) -> None:
         self._loaded = loaded
         self.options = options = options if options is not None else EngineOptions()
-        self.runtime = _runtime_for(loaded, options)
+        self.runtime, self._measured = runtime_for(loaded, options)
         self.max_kv_len = self.runtime.max_kv_len
-        linears = BlocksOfRows() if options.deterministic else AllRows()
-        heads, path = self.runtime.head_weights, options.flight_record
-        model = Model(loaded.config, loaded.weights, heads, max_kv_len=self.max_kv_len, linears=linears)
+        self.limits = RequestLimits(loaded.config.context_len, self.max_kv_len, loaded.config.vocab_size)
+        path, model = options.flight_record, model_over(self.runtime, loaded, options)
         self.flight = FlightRecorder(self.runtime, path) if path is not None else NO_FLIGHT_RECORDER
         self._runner, self._steps = watched_steps(self.runtime, model.forward, options, self.flight, self._new_runner)
         self.metrics = self._runner.metrics
@@ -200,19 +189,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise BadRequest for a request that this engine can never serve."""
-        prompt, config = request.prompt_token_ids, self._loaded.config
-        if len(prompt) > config.context_len:
-            raise BadRequest(
-                f"the prompt has {len(prompt)} tokens and the model's context is {config.context_len}; shorten it"
-            )
-        if len(prompt) > self.max_kv_len:
-            raise BadRequest(
-                f"the prompt has {len(prompt)} tokens and the KV pool holds sequences of up to {self.max_kv_len}; "
-                "shorten it, or raise max_kv_len, kv_bytes or num_pages"
-            )
-        for token in (*prompt, *request.stop_token_ids):
-            if not 0 <= token < config.vocab_size:
-                raise BadRequest(f"token {token} is not in the model's vocabulary, 0 to {config.vocab_size - 1}")
+        self.limits.check(request)
 
     def step(self) -> list[Event]:
         """Run one step; what came of it. There must be work.
@@ -245,21 +222,7 @@ class Engine:
         completions, when one of them has failed, and RequestsFaulted (a DeviceFault) when the device had a fault; the
         others were served to their end. After any other exception the engine has forgotten these requests.
         """
-        for request in requests:
-            self.check(request)
-        numbers = [self.submit(request) for request in requests]
-        try:
-            faults = self._serve(on_event)
-        except BaseException:
-            for number in numbers:
-                self.cancel(number)
-            raise
-        completions = [self.completion(number) for number in numbers]
-        if faults:
-            raise RequestsFaulted(completions, faults) from faults[0]
-        if any(completion.error for completion in completions):
-            raise RequestsFailed(completions)
-        return completions
+        return serve_all(self, requests, on_event)
 
     def report(self) -> Report:
         """What this engine runs on, and how it went so far."""
@@ -275,6 +238,10 @@ class Engine:
             pools=tuple(dict.fromkeys(selection.problem.pool.value for selection in runtime.selections)),
             num_pages=runtime.pool.num_pages,
             swa_pages=runtime.options.swa_pages,
+            weights_bytes=self._loaded.weights.num_bytes,
+            step_bytes=self._measured.step,
+            graph_bytes=self._measured.graph,
+            kv_bytes=runtime.pool.num_bytes,
             max_kv_len=self.max_kv_len,
             max_batch_size=self.options.max_batch_size,
             chunk=self.options.chunk,
@@ -283,20 +250,6 @@ class Engine:
             guards_off=runtime.guards.off,
             metrics=metrics,
         )
-
-    def _serve(self, on_event: Callable[[Event], None] | None) -> list[DeviceFault]:
-        """Step until there is no work; the faults that the device reported meanwhile."""
-        faults = []
-        while self.has_work:
-            try:
-                events = self.step()
-            except DeviceFault as fault:
-                faults.append(fault)
-                continue
-            for event in events:
-                if on_event is not None:
-                    on_event(event)
-        return faults
 
     def _advance(self) -> None:
         """Run one step and note the events that came out of it. Raises DeviceFault."""
@@ -323,10 +276,13 @@ class Engine:
             self._scheduler.all_is_right()
 
     def _run(self, step: ScheduledStep) -> Tensor:
-        before = self.runtime.step_number
+        before, batch = self.runtime.step_number, step.batch
         self._must_check = True
+        if self._loaded.ranks.shard.num_ranks > 1:  # that they were given the same requests, and picked the same tokens
+            words = (batch.kv_len, batch.q_len, batch.token_ids)
+            self.runtime.meetings.digest = crc32(np.concatenate(words).tobytes())
         try:
-            return self._steps.run(step.batch)
+            return self._steps.run(batch)
         finally:
             requests = (sequence.number for sequence in step.sequences)
             self._recent.note(before, self.runtime.step_number, requests)
@@ -395,64 +351,3 @@ class Engine:
         sequences = [output.sequence for output in self._outputs.values()]
         begun = [sequence.number for sequence in sequences if sequence.num_stored or sequence.new_token_ids]
         return sorted([*begun, *self._done])
-
-
-def _runtime_for(loaded: LoadedModel, options: EngineOptions) -> AttentionRuntime:
-    """A runtime whose pool holds max_batch_size sequences of full length, or as many as the memory allows."""
-    config, weights = loaded.config, loaded.weights
-    max_kv_len = config.context_len if options.max_kv_len is None else options.max_kv_len
-    if max_kv_len > config.context_len:
-        raise BadSetting(
-            f"max_kv_len is {max_kv_len} and the model's context is {config.context_len}; it cannot be more"
-        )
-    geometry = config.attention.without_idle_windows(max_kv_len)
-    over = geometry.problems(dtype=weights.dtype, page_size=1)
-    chosen = _page_choice(over, weights.device, options)
-    problems = chosen.problems(over)
-    pages = _pages(problems, options, max_kv_len, weights.device)
-    return build_runtime(
-        problems,
-        RuntimeOptions(
-            num_pages=pages.full,
-            swa_pages=pages.swa,
-            max_num_seqs=options.max_batch_size,
-            # a sequence cannot outgrow the pool
-            max_kv_len=min(max_kv_len, (pages.full - 1) * chosen.page_size),
-            provider=options.provider,
-            deterministic=options.deterministic,
-        ),
-        device=weights.device,
-    )
-
-
-def _page_choice(problems: Many[Problem], device: torch.device, options: EngineOptions) -> PageChoice:
-    """The pages of the options, chosen as far as they are left open. Raises Unsupported where none have kernels."""
-    target = detect_target(device)
-    missing = missing_kernels(target, options.provider)
-
-    def choose(problem: Problem) -> Selection:
-        return select(problem, target, options.provider, unavailable=missing, deterministic=options.deterministic)
-
-    return choose_pages(problems, choose, open_page_sizes(options.page_size), open_pools(options.pool))
-
-
-def _pages(problems: Many[Problem], options: EngineOptions, max_kv_len: int, device: torch.device) -> PoolPages:
-    """The pages that were asked for, and as many as there is use and room for of the others. Raises BadSetting."""
-    if options.swa_pages and all(problem.window_left == UNLIMITED_WINDOW for problem in problems):
-        raise BadSetting(
-            f"swa_pages is {options.swa_pages} and no layer of the model has a window that sequences of up to "
-            f"{max_kv_len} tokens outgrow, so nothing would lie there; leave it out"
-        )
-    kv_bytes = options.kv_bytes
-    if kv_bytes is None:
-        # What is asked for by number is not cut to the memory that is there.
-        kv_bytes = default_kv_bytes(device) if options.num_pages is None else options.num_pages * page_bytes(problems)
-    pages = pool_pages(
-        problems,
-        max_num_seqs=options.max_batch_size,
-        max_kv_len=max_kv_len,
-        chunk=options.chunk,
-        kv_bytes=kv_bytes,
-    )
-    full = pages.full if options.num_pages is None else options.num_pages
-    return PoolPages(full, min(pages.swa, full) if options.swa_pages is None else options.swa_pages)

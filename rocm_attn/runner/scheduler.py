@@ -23,7 +23,7 @@ from operator import attrgetter
 import numpy as np
 
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
-from rocm_attn.errors import BadLogits, CapacityExceeded, OutOfPages
+from rocm_attn.errors import BadLogits, NeverFits, OutOfPages
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, RESERVED_ROW, num_pages
 from rocm_attn.paging.page_table import PageTable
@@ -92,7 +92,7 @@ class Scheduler:
         for pages in table.spaces:
             needed = self._most_pages(max_kv_len, chunk, pages)
             if needed > pages.num_usable_pages:
-                raise CapacityExceeded(
+                raise NeverFits(
                     f"one sequence of {max_kv_len} tokens, in steps of up to {chunk}, needs {needed} pages"
                     f"{pages.pages.of} and there are {pages.num_usable_pages}; raise {pages.pages.knob}, or lower "
                     "max_kv_len or chunk"

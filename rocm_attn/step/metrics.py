@@ -115,5 +115,8 @@ class _Snapshot(Metrics):
             object.__setattr__(made, name, value)
         return made
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _Snapshot.of, (asdict(self),)
+
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise FrozenInstanceError(f"{name} of a snapshot cannot be set; the runner that it was taken of counts on")

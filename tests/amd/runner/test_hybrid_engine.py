@@ -14,7 +14,7 @@ from rocm_attn.guards.registry import Guards
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import Problem
-from rocm_attn.runner import engine as engine_module
+from rocm_attn.runner import engine_runtime
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
@@ -84,16 +84,16 @@ def test_the_pool_of_the_windows_changes_no_token(
 def disjoint(monkeypatch: pytest.MonkeyPatch, guards: Guards) -> None:
     """Engines hand out no id in both spaces; pages that no request was given hold large numbers."""
 
-    def build(problems: list[Problem], options: RuntimeOptions, *, device: torch.device) -> AttentionRuntime:
+    def build(problems: list[Problem], options: RuntimeOptions, **others: Any) -> AttentionRuntime:
         num_pages = options.num_pages
         apart = replace(options, swa_pages=num_pages + options.swa_pages, first_swa_page=num_pages)
-        made = build_runtime(problems, apart, device=device, guards=guards)
+        made = build_runtime(problems, apart, **others, guards=guards)
         for layer in range(len(problems)):
             made.pool.layer(layer).k[1:] = 100.0
             made.pool.layer(layer).v[1:] = 100.0
         return made
 
-    monkeypatch.setattr(engine_module, "build_runtime", build)
+    monkeypatch.setattr(engine_runtime, "build_runtime", build)
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["normal", "deterministic"])

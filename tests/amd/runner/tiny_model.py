@@ -12,6 +12,7 @@ from rocm_attn.runner.config import DenseMlp, LayerConfig, ModelConfig
 from rocm_attn.runner.gates import SwiGLU
 from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.ranks import ONE_RANK, Ranks
 from rocm_attn.runner.rope import Rope
 from rocm_attn.runner.tensors import Shape
 from rocm_attn.runner.tokenizer import Tokenizer
@@ -51,11 +52,11 @@ class RandomTensors:
     def shapes(self) -> Mapping[str, Shape]:
         return self._shapes
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, *where: slice) -> Tensor:
         shape = self._shapes[name]
         if "norm" in name:
-            return torch.ones(shape)
-        return torch.randn(shape, generator=self._random) * 0.4
+            return torch.ones(shape)[where]
+        return (torch.randn(shape, generator=self._random) * 0.4)[where]
 
 
 def tiny_model(
@@ -67,8 +68,9 @@ def tiny_model(
     base: ModelConfig = CONFIG,
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
+    ranks: Ranks = ONE_RANK,
 ) -> LoadedModel:
     config = replace(base, eos_token_ids=eos_token_ids, context_len=context_len)
     place = torch.device("cpu") if device is None else device
-    weights = load_weights(RandomTensors(config, seed), config, dtype=dtype, device=place)
-    return LoadedModel(config, weights, tokenizer)
+    weights = load_weights(RandomTensors(config, seed), config, dtype=dtype, device=place, shard=ranks.shard)
+    return LoadedModel(config.on_one_of(ranks.shard.num_ranks), weights, tokenizer, ranks)

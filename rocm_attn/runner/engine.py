@@ -95,6 +95,7 @@ class Engine:
             max_batch_size=options.max_batch_size,
             chunk=options.chunk,
             max_kv_len=self.max_kv_len,
+            steps_until_known=self.runtime.steps_until_known,
         )
         self._outputs: dict[int, _Output] = {}
         self._done: dict[int, Completion] = {}

@@ -8,8 +8,8 @@ page that it comes after: what remains can be found.
 In the SWA space a row needs the pages of a window alone. There pages are given back one by one, and a prefix can be
 used up to a length whose window is wholly there.
 
-A fault of the device is reported three steps after its own. So a page is found from the fourth step on after the one
-that it was completed in, and never if that step went wrong.
+A fault of the device is reported some steps after its own: three, and five where ranks share a model. So a page is
+found later than that after the step that completed it, and never if that step went wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import numpy as np
 from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.paging.request_table import RequestTable
-from rocm_attn.step.echo import STEPS_UNTIL_KNOWN
 
 # 32 bytes: two chains of one key cannot be found, not even by one who looks for them to read another tenant's pages.
 _KEY_BYTES = 32
@@ -106,10 +105,13 @@ class PrefixCache:
 
     The owner of the rows says when a row is admitted, has stored tokens, moves its windows and is freed. Steps are
     counted by end_step(); all ranks that call the same methods in the same order find the same pages.
+
+    steps_until_known: AttentionRuntime.steps_until_known
     """
 
-    def __init__(self, table: RequestTable) -> None:
+    def __init__(self, table: RequestTable, steps_until_known: int) -> None:
         self._table = table
+        self._steps_until_known = steps_until_known
         self._page_size = table.page_size
         self._windowed = [
             (space, pages) for space, pages in enumerate(table.spaces) if pages.pages.window_left != ALL_KEYS
@@ -226,7 +228,7 @@ class PrefixCache:
     def end_step(self) -> None:
         """One more step has run, and reported no fault of the steps before it."""
         self._step += 1
-        self._right_until = max(self._right_until, self._step - STEPS_UNTIL_KNOWN)
+        self._right_until = max(self._right_until, self._step - self._steps_until_known)
 
     def all_is_right(self) -> None:
         """The device was waited for, and no step has gone wrong."""

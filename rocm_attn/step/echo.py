@@ -21,8 +21,9 @@ from rocm_attn.kernels.metadata.error_word import (
 )
 from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, NO_ECHO, STEP, STEP_BEFORE, WRONG_STEP
 
-# The echo of a step lies in the slot of the next one, which is written again two steps later: the ring has two slots.
-STEPS_UNTIL_KNOWN = 3
+# Steps until the echo of a step is read. It lies in the slot of the next one, which is written again two steps later:
+# the ring has two slots.
+STEPS_UNTIL_ECHO = 3
 
 _WHAT = {
     TOKEN_WITHOUT_PAGE: "a new token had no page of its own, its row led to page 0, and its K and V were dropped; "

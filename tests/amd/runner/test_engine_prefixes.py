@@ -20,7 +20,7 @@ from rocm_attn.runner.model import Model
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Completion, Request
 from rocm_attn.runner.sampling import Sampler, pick_tokens
-from rocm_attn.step.echo import STEPS_UNTIL_KNOWN
+from rocm_attn.step.echo import STEPS_UNTIL_ECHO
 from tests.amd.runner.float64_llama import Float64Llama, assert_greedy
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
 
@@ -193,7 +193,7 @@ class Poison:
         return rows
 
 
-@pytest.mark.parametrize("late_by", range(STEPS_UNTIL_KNOWN + 3))
+@pytest.mark.parametrize("late_by", range(STEPS_UNTIL_ECHO + 3))
 @pytest.mark.parametrize("times", [1, 100], ids=["once", "always"])
 def test_pages_of_a_step_with_a_fault_are_never_found(
     times: int, late_by: int, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch

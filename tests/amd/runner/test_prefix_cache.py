@@ -12,15 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rocm_attn.errors import OutOfPages
+from rocm_attn.errors import CapacityExceeded
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.runner.prefix_cache import CachedRow, PrefixCache, page_key, salt_key
-from rocm_attn.step.echo import STEPS_UNTIL_KNOWN
 from tests.amd.runner.cache_invariants import check_cache
 
 PAGE = 2
+STEPS_UNTIL_KNOWN = 3
 GOLDEN = "6a7d333e7c7a6663cc52fc881003735659a3cddff3e90369291e88113172b2be"
 
 
@@ -57,7 +57,7 @@ class Pages:
             device=torch.device("cpu"),
             windows=() if window is None else (window,),
         )
-        self.cache = PrefixCache(self.table)
+        self.cache = PrefixCache(self.table, STEPS_UNTIL_KNOWN)
 
     def longest_known(self, tokens: Sequence[int], salt: str) -> int:
         """Tokens of the longest prefix, in whole pages and without the last token, that an unlimited cache knows."""
@@ -81,7 +81,7 @@ class Pages:
         row.tokens = tokens[: len(found) * PAGE]
         try:
             self.extend(row, tokens[len(found) * PAGE :])
-        except OutOfPages:
+        except CapacityExceeded:
             self.leave(row)
             raise
         return row, len(found) * PAGE
@@ -97,7 +97,7 @@ class Pages:
             self.cache.make_room(space, len(tokens) // PAGE + 1)
         try:
             self.table.reserve(row.number, len(whole))
-        except OutOfPages:
+        except CapacityExceeded:
             idle = [self.cache.num_idle(space) for space in range(len(self.table.spaces))]
             assert 0 in idle, "pages that no row holds are given back first"
             raise
@@ -143,10 +143,10 @@ def test_what_is_found_is_what_a_brute_force_finds(
             assert num_pages < 600 or pages.find(tokens, salt) == wanted
             try:
                 rows.append(pages.serve(tokens, salt)[0])
-            except OutOfPages:
+            except CapacityExceeded:
                 assert num_pages < 600
         elif action == "extend" and rows and len(rows[0].tokens) + len(tokens) <= 64:
-            with suppress(OutOfPages):
+            with suppress(CapacityExceeded):
                 pages.extend(rows[0], tokens)
         elif action == "leave" and rows:
             pages.leave(rows.pop(len(tokens) % len(rows)))
@@ -181,7 +181,7 @@ def test_a_prefix_is_as_long_as_there_are_windows_for_it(
         kept = pages.table.kept_pages(known, Space.SWA)
         lengths = range(len(known) + 1)
         assert len(found) == max(num for num in lengths if kept[max(0, num * PAGE - window_left) // PAGE : num].all())
-        with suppress(OutOfPages):
+        with suppress(CapacityExceeded):
             rows.append(pages.serve(tokens)[0])
         if len(rows) > 1:
             pages.leave(rows.pop(0))

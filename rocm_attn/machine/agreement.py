@@ -33,11 +33,14 @@ class Meetings(Protocol):
     """What the ranks of one model tell each other between steps; one for each runtime. All ranks call it alike.
 
     holds_faults: whether a fault that a step finds waits for a meeting, instead of being raised by that step
+    steps_late:   how many steps after the one that has found a fault it is raised, at the latest
     digest:       of what the next step must have in common with that of other ranks; 0: nothing is compared
     """
 
     @property
     def holds_faults(self) -> bool: ...
+    @property
+    def steps_late(self) -> int: ...
 
     digest: int
 
@@ -69,6 +72,7 @@ class _NoMeetings:
     """Of a rank alone, which raises a fault when it finds it."""
 
     holds_faults = False
+    steps_late = 0
 
     def __init__(self) -> None:
         self.digest = 0
@@ -134,6 +138,7 @@ class _GroupMeetings:
     """Of a group. What a rank says before a step is heard before the next one, when it has long arrived."""
 
     holds_faults = True
+    steps_late = 2  # it is said before the next step, and heard before the one after that
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.digest = 0

@@ -158,13 +158,21 @@ class Metrics:
                 lines.append(f"{name} {value}")
         return "\n".join(lines) + "\n"
 
-    def __str__(self) -> str:
-        """Every metric that is not zero or empty, in words."""
-        values = ((each.metadata["words"], getattr(self, each.name)) for each in fields(self))
-        parts = [words.format(_in_words(value)) for words, value in values if value]
+    def lines(self) -> list[str]:
+        """Every metric that is not zero or empty, in words: a line of counts, and a line of times."""
+        counts: list[str] = []
+        times: list[str] = []
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value:
+                part = each.metadata["words"].format(_in_words(value))
+                (times if isinstance(value, Durations) else counts).append(part)
         if self.tokens_per_s:
-            parts.append(f"{self.tokens_per_s:.1f} tokens/s")
-        return ", ".join(parts)
+            counts.append(f"{self.tokens_per_s:.1f} tokens/s")
+        return [line for line in (", ".join(counts), "; ".join(times)) if line]
+
+    def __str__(self) -> str:
+        return "; ".join(self.lines())
 
 
 class _Snapshot(Metrics):
@@ -181,7 +189,7 @@ class _Snapshot(Metrics):
         return made
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _Snapshot.of, (asdict(self),)
+        return _Snapshot.of, ({each.name: getattr(self, each.name) for each in fields(self)},)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise FrozenInstanceError(f"{name} of a snapshot cannot be set; the runner that it was taken of counts on")

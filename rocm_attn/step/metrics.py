@@ -130,14 +130,15 @@ class Metrics:
 
     def snapshot(self, **now: int | str) -> Metrics:
         """A copy that never changes. now: the metrics that are read at this moment, by name"""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = self._values()
         owned = {name: value.copy() for name, value in values.items() if isinstance(value, dict | Durations)}
         return _Snapshot.of({**values, **owned, **now})
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        plain = {name: value.as_dict() if isinstance(value, Durations) else value for name, value in values.items()}
+        plain = {
+            name: value.as_dict() if isinstance(value, Durations) else value for name, value in self._values().items()
+        }
         return {**plain, "padded_share": self.padded_share, "tokens_per_s": self.tokens_per_s}
 
     def as_prometheus(self, prefix: str = "rocm_attn") -> str:
@@ -157,6 +158,9 @@ class Metrics:
             else:
                 lines.append(f"{name} {value}")
         return "\n".join(lines) + "\n"
+
+    def _values(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def lines(self) -> list[str]:
         """Every metric that is not zero or empty, in words: a line of counts, and a line of times."""
@@ -189,7 +193,7 @@ class _Snapshot(Metrics):
         return made
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _Snapshot.of, ({each.name: getattr(self, each.name) for each in fields(self)},)
+        return _Snapshot.of, (self._values(),)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise FrozenInstanceError(f"{name} of a snapshot cannot be set; the runner that it was taken of counts on")

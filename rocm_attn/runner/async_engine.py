@@ -13,7 +13,7 @@ from itertools import count
 from types import TracebackType
 from typing import Any, TypeVar
 
-from rocm_attn.errors import CapacityExceeded, RocmAttnError, WrongState
+from rocm_attn.errors import FitsLater, RocmAttnError, WrongState
 from rocm_attn.runner.engine_thread import EngineThread, ServingEngine, Update
 from rocm_attn.runner.report import Report
 from rocm_attn.runner.request import Completion, Request
@@ -27,7 +27,7 @@ class EngineEnded(RocmAttnError, RuntimeError):
     """The engine serves no more: it was stopped, or an exception has ended it, which is the __cause__ then."""
 
 
-class TooManyRequests(CapacityExceeded):
+class TooManyRequests(FitsLater):
     """As many requests are in the engine as it may hold; another one can be given when one of them is done."""
 
 

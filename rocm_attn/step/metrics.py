@@ -162,13 +162,21 @@ class Metrics:
     def _values(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
-    def __str__(self) -> str:
-        """Every metric that is not zero or empty, in words."""
-        values = ((each.metadata["words"], getattr(self, each.name)) for each in fields(self))
-        parts = [words.format(_in_words(value)) for words, value in values if value]
+    def lines(self) -> list[str]:
+        """Every metric that is not zero or empty, in words: a line of counts, and a line of times."""
+        counts: list[str] = []
+        times: list[str] = []
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value:
+                part = each.metadata["words"].format(_in_words(value))
+                (times if isinstance(value, Durations) else counts).append(part)
         if self.tokens_per_s:
-            parts.append(f"{self.tokens_per_s:.1f} tokens/s")
-        return ", ".join(parts)
+            counts.append(f"{self.tokens_per_s:.1f} tokens/s")
+        return [line for line in (", ".join(counts), "; ".join(times)) if line]
+
+    def __str__(self) -> str:
+        return "; ".join(self.lines())
 
 
 class _Snapshot(Metrics):

@@ -23,9 +23,9 @@ from torch import Tensor
 from rocm_attn.batch.halves import HALVES, split_batch
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.errors import CapacityExceeded, DeviceFault, NotCopied, WrongState
+from rocm_attn.errors import DeviceFault, NeverFits, NotCopied, WrongState
 from rocm_attn.guards.registry import Guards
-from rocm_attn.machine.agreement import Agree, alone
+from rocm_attn.machine.agreement import Agree, Agreement, alone
 from rocm_attn.machine.devices import StreamOrder, on_device, with_index
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.canary import what_was_written
@@ -35,6 +35,7 @@ from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.paging.stored_tokens import StepStores
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.core import StepCore
+from rocm_attn.step.echo import STEPS_UNTIL_ECHO
 from rocm_attn.step.head_weights import LayerHeadWeights
 from rocm_attn.step.holder import StepHolder
 from rocm_attn.step.layer_kinds import LayerKinds
@@ -61,7 +62,7 @@ class AttentionRuntime:
     kinds:   the layers, with the kernels that were chosen for them
     options: its sizes, and which steps may be captured
     guards:  the safeguards
-    agree:   how ranks that share a model's layers agree on graphs; see selection/build.py
+    agree:   how ranks that share a model's layers agree on graphs and faults; see selection/build.py
 
     Raises BadProblem and CapacityExceeded for a pool that cannot be.
     """
@@ -74,11 +75,13 @@ class AttentionRuntime:
         *,
         device: torch.device | str,
         guards: Guards,
-        agree: Agree = alone,
+        agree: Agreement = alone,
     ) -> None:
         if guards.off:
             logging.getLogger(__name__).warning("safeguards are switched off: %s", ", ".join(guards.off))
-        self.guards, self.options, self.agree = guards, options, agree
+        self.guards, self.options = guards, options
+        self.agree: Agree = agree
+        self.meetings = agree.new_meetings()
         self.device = with_index(device)
         problems, spaces = kinds.problems, kinds.spaces_of_layers
         windows = options.windows(problems)
@@ -99,7 +102,9 @@ class AttentionRuntime:
         self._check_stored, require_stored = guards.batch.stored(self.table)
         self._stores = StepStores(len(problems), self.table.tokens, require_stored)
         self._evict = guards.batch.evict(self.table) if windows else _keep_everything
-        self._publisher = Publisher(core.ops, self.table, self.pool, guards.publishing)
+        self._publisher = Publisher(
+            core.ops, self.table, self.pool, guards.publishing, holds_faults=self.meetings.holds_faults
+        )
         self._planner = core.new_planner(options.padding(problems))
         # Those that make graphs of this runtime's steps.
         self.graph_users: weakref.WeakSet[object] = weakref.WeakSet()
@@ -155,27 +160,46 @@ class AttentionRuntime:
         """The number of the step that was staged last, from 1 on; a DeviceFault names its step by it."""
         return self._publisher.step_number
 
+    @property
+    def steps_until_known(self) -> int:
+        """What went wrong in a step is raised by the step that comes so many steps after it, at the latest."""
+        return STEPS_UNTIL_ECHO + self.meetings.steps_late
+
     def check_device(self) -> None:
         """Wait for the device, and raise DeviceFault if steps went wrong that no later stage() has reported.
 
-        Also if something was written to row 0 of the table or to page 0 of a layer. For tests, debugging, and whenever
-        serving goes idle: while steps run, stage() reports a fault some steps later by itself, but no step comes to
+        Also if something was written to row 0 of the table or to page 0 of a layer. Ranks that share the layers
+        (`agree`) call it together, and raise what any of them has found. For tests, debugging, and whenever serving
+        goes idle: while steps run, stage() or meet() reports a fault some steps later by itself, but no step comes to
         report the last ones. One DeviceFault names all faults.
         """
         with self._alone("the device cannot be asked"):
             self._find_faults()
+            found = list(self._publisher.found)
             written = what_was_written(self.table, self.pool, range(len(self.core.layers)))
         if written:
-            self._publisher.report(
-                DeviceFault(f"{written}; padded sequences read it, so every later step may be wrong")
-            )
-        self._publisher.report()
+            found.append(DeviceFault(f"{written}; padded sequences read it, so every later step may be wrong"))
+        self._publisher.report(self.meetings.all_faults(self.step_number, found))
+
+    def meet(self) -> None:
+        """Before a step is staged, where ranks share the model's layers (`agree`): hear what the others have found.
+
+        Ranks that call begin_step(), or run steps by a StepRunner, meet there. Raises DeviceFault for an earlier step,
+        on all ranks alike, and RanksDiverged.
+        """
+        self._publisher.report(self.meetings.before_step(self.step_number, self._publisher.found))
 
     def report_faults(self) -> None:
         """As check_device, of steps alone: what padded sequences read is not looked at."""
         with self._alone("the device cannot be asked"):
             self._find_faults()
-        self._publisher.report()
+        self._publisher.report(self.meetings.all_faults(self.step_number, self._publisher.found))
+
+    def report_own_faults(self) -> None:
+        """As report_faults, of this rank alone: for steps that were tried out, which ranks may break off apart."""
+        with self._alone("the device cannot be asked"):
+            self._find_faults()
+        self._publisher.report(self._publisher.found)
 
     def forget_faults(self) -> None:
         """Wait for the device; what went wrong in steps and was not reported yet never is.
@@ -198,6 +222,7 @@ class AttentionRuntime:
         """
         self.require_idle()
         try:
+            self.meet()
             step = self.stage(batch, pad_to)
             self.fill()
             return step
@@ -212,6 +237,7 @@ class AttentionRuntime:
         """
         self.require_idle()
         try:
+            self.meet()
             step = self.stage_split(batch, pad_to)
             self.fill()
             return step
@@ -372,7 +398,7 @@ class AttentionRuntime:
                 raise
             found = self.agree({})
             if found:
-                raise CapacityExceeded(
+                raise NeverFits(
                     f"capture sizes were not changed, because a rank could not: {found['reopen']}; "
                     "go on with those that there are, or choose smaller ones on all ranks"
                 )
@@ -401,7 +427,6 @@ class AttentionRuntime:
         self.core.memory.take(part)
         self._planner.start_over(padding)
         self._last_step = None
-        self.head_weights.unseal()
 
     @property
     def stored_layers(self) -> int:

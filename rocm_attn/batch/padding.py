@@ -24,7 +24,7 @@ from rocm_attn.batch.mask import NO_MASK
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
-from rocm_attn.errors import BadBatch, CapacityExceeded
+from rocm_attn.errors import BadBatch, NeverFits
 from rocm_attn.hip_graphs.size_ladder import SizeLadder, round_up
 
 _NO_EXTRAS = frozenset({Extra.NOTHING})
@@ -120,7 +120,7 @@ class PaddingPolicy:
     def shape(self, batch: StepBatch, pad_to: PadTo | None = None) -> PaddedShape:
         """The padded shape of a batch. pad_to: instead of the ladders' choice
 
-        Raises CapacityExceeded where the batch has more than pad_to, and BadBatch for shared prefixes in a step with
+        Raises NeverFits where the batch has more than pad_to, and BadBatch for shared prefixes in a step with
         more than one new token a sequence.
         """
         return self._shape(batch, pad_to, 1)
@@ -128,7 +128,7 @@ class PaddingPolicy:
     def split_shape(self, batch: StepBatch, pad_to: PadTo | None = None) -> PaddedShape:
         """The padded shape of a batch that runs as two halves, either of which may be empty.
 
-        pad_to: as in shape(), of both halves together; even numbers, or CapacityExceeded is raised
+        pad_to: as in shape(), of both halves together; even numbers, or NeverFits is raised
         """
         return self._shape(batch, pad_to, HALVES)
 
@@ -146,9 +146,7 @@ class PaddingPolicy:
             return PaddedShape(kind, num_seqs, self.round_tokens(needed, num_children), num_children)
         needed = _tokens_of_children(batch, num_seqs, num_children)
         if pad_to.tokens < needed:
-            raise CapacityExceeded(
-                f"{batch.num_tokens} tokens cannot be padded to {pad_to.tokens}; pad to at least {needed}"
-            )
+            raise NeverFits(f"{batch.num_tokens} tokens cannot be padded to {pad_to.tokens}; pad to at least {needed}")
         mixed = PaddedShape(StepKind.MIXED, num_seqs, pad_to.tokens, num_children)
         if kind.extra is Extra.NOTHING and (kind.decodes or self.captures(mixed)):
             return mixed
@@ -200,12 +198,10 @@ def _check(batch: StepBatch, pad_to: PadTo, num_children: int) -> None:
     """Refuse what a batch cannot be padded to."""
     wanted = max(1, batch.num_seqs)
     if pad_to.seqs < wanted:
-        raise CapacityExceeded(
-            f"{batch.num_seqs} sequences cannot be padded to {pad_to.seqs}; pad to at least {wanted}"
-        )
+        raise NeverFits(f"{batch.num_seqs} sequences cannot be padded to {pad_to.seqs}; pad to at least {wanted}")
     for count, what in ((pad_to.seqs, "sequences"), (pad_to.tokens, "tokens")):
         if count % num_children:
-            raise CapacityExceeded(f"{count} {what} cannot be split into halves of one size; pad to an even number")
+            raise NeverFits(f"{count} {what} cannot be split into halves of one size; pad to an even number")
     if pad_to.tokens and batch.prefixes is not NO_PREFIXES:
         raise BadBatch(
             f"a step that shares prefixes decodes, and cannot be padded to {pad_to.tokens} tokens; "

@@ -79,7 +79,7 @@ class ProbeRequests:
             self._runtime.table.free(self._rows.pop())
 
     def admit(self, kv_len: Sequence[int], q_len: Sequence[int]) -> StepBatch:
-        """A step of new requests in place of the earlier ones. Raises CapacityExceeded, OutOfPages.
+        """A step of new requests in place of the earlier ones. Raises NeverFits, FitsLater.
 
         All share the pages of the one with the fewest new tokens among the longest, up to their own new tokens: a
         prefix is as long as it may be and costs its pages once.

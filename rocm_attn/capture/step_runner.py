@@ -108,6 +108,7 @@ class StepRunner(Generic[Outputs]):
         """A snapshot of what was done so far, and of the pages that are held now."""
         held = {table.space: table.num_usable_pages - table.num_free_pages for table in self._runtime.table.spaces}
         return self.metrics.snapshot(
+            usable_pages=self._runtime.table.num_usable_pages,
             pages_in_use=held[Space.FULL],
             swa_pages_in_use=held.get(Space.SWA, 0),
             graphs_off=self._why_no_graphs(),
@@ -152,6 +153,7 @@ class StepRunner(Generic[Outputs]):
         """What a step gives, with its pads, and its plan; the step is not ended."""
         self._follow_seal()
         try:
+            self._runtime.meet()
             step = stage()
         except RuntimeError as fault:  # the device's: of this step, or of one before it
             self._flight.failed(fault)
@@ -301,13 +303,9 @@ class StepRunner(Generic[Outputs]):
     def _first_run(self, step: Step | SplitStep, stage: Stage, batch: StepBatch) -> Outputs:
         """A staged step that has no graph: run eagerly, or as a graph that is made now."""
         plan, may_store = step.plan, self._runtime.may_store
-        # A step without sequences makes no graph: there may be no input to compare it on. capture_all() does.
-        # Nor does one that may not store: what compares graphs writes to the pages of new tokens.
-        # Ranks that agree make one at the same step, whatever each of them has in it: their collectives must meet.
-        is_asked = self._agrees or (batch.num_seqs > 0 and may_store)
-        can_be_made = plan.replayable and is_asked and self._can_capture
-        if self._recorder is None or not can_be_made or not self._is_due(plan):
-            return self._without_graph(step)
+        reason = self._why_not_now(plan, batch)
+        if reason:
+            return self._without_graph(step, reason)
         # The graph is made of other steps; this one is staged again when it has passed.
         self._runtime.abandon_step()
         q_len, live = self._new_tokens_like(plan, batch), batch if may_store else None
@@ -317,7 +315,9 @@ class StepRunner(Generic[Outputs]):
             self._capture(plan, q_len, live)
         step = stage()
         entry = self._entry_of_plan.get(step.plan)
-        return self._without_graph(step) if entry is None else self._replay(step.plan, entry)
+        if entry is None:
+            return self._without_graph(step, "graphs are off" if self._recorder is None else "too few pages were free")
+        return self._replay(step.plan, entry)
 
     def _new_tokens_like(self, plan: StepPlan, batch: StepBatch) -> Int32Array:
         """New tokens of the sequences of a step that has the plan of a batch."""
@@ -329,8 +329,27 @@ class StepRunner(Generic[Outputs]):
         typical = typical_q_len(plan.shape, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len)
         return batch.q_len if typical is None else typical
 
-    def _without_graph(self, step: Step | SplitStep) -> Outputs:
-        self.metrics.fallbacks += self._wants_graphs and step.plan.replayable
+    def _why_not_now(self, plan: StepPlan, batch: StepBatch) -> str:
+        """Why no graph is made of a step, or nothing.
+
+        Ranks that agree make one at the same step, whatever each of them has in it: their collectives must meet.
+        """
+        if self._recorder is None:
+            return "graphs are off"
+        if not plan.replayable:
+            return "steps of its kind or size have none"
+        if batch.num_seqs == 0 and not self._agrees:  # there may be no input to compare it on; capture_all() makes one
+            return "it has no sequences"
+        if not self._can_capture:
+            return "the addresses are not sealed"
+        # What compares graphs writes to the pages of new tokens.
+        if not self._runtime.may_store and not self._agrees:
+            return "it may not store"
+        return "" if self._is_due(plan) else "eager steps come first"
+
+    def _without_graph(self, step: Step | SplitStep, reason: str) -> Outputs:
+        if self._wants_graphs and step.plan.replayable:
+            self.metrics.fallbacks[reason] = self.metrics.fallbacks.get(reason, 0) + 1
         return self._body(step)
 
     def _replay(self, plan: StepPlan, entry: Entry[Outputs]) -> Outputs:
@@ -386,15 +405,9 @@ class StepRunner(Generic[Outputs]):
         """Why no graph of a plan is made now, on this rank or on another one; nothing where it can be tried.
 
         Ranks that agree run forward equally often for it, or a collective in it would wait for ever.
-        Raises DeviceFault of the steps before.
         """
         if not self._agrees:
             return reason
-        try:
-            self._runtime.report_faults()
-        except BaseException as error:
-            self._runtime.agree({"not tried": f"{type(error).__name__}: {error}"})
-            raise
         if plan is not None and not reason and not self._check.has_steps(self._runtime, plan, q_len, live):
             reason = _TOO_FEW_PAGES
         return self._runtime.agree({"not tried": reason} if reason else {}).get("not tried", "")
@@ -459,7 +472,7 @@ class StepRunner(Generic[Outputs]):
             with self._watchdog.watch(f"{name} and its check"):
                 verdict = self._check.record(self._runtime, plan, q_len, live, record, self._body)
             self._pinned.check()
-            self._runtime.report_faults()
+            self._runtime.report_own_faults()
         except (RecordingRefused, StaleRecording) as refusal:
             return self._agreed(self._refused(str(refusal)))
         except (torch.OutOfMemoryError, DeviceFault) as refusal:  # of the steps that the graph was tried on

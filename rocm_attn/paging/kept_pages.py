@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rocm_attn.batch.step_batch import Int32Array
-from rocm_attn.errors import CapacityExceeded, WrongState
+from rocm_attn.errors import FitsLater, WrongState
 
 # int64 [n]: what keep() returns. Slices of them, and concatenations, are KeptIds too.
 KeptIds = npt.NDArray[np.int64]
@@ -57,7 +57,7 @@ class KeptPages:
 
         page_no: int32 [n]
         pages:   int32 [num_spaces, n]; 0 where the page is not kept in a space
-        Raises CapacityExceeded.
+        Raises FitsLater.
         """
         num_ids = len(page_no)
         if num_ids > len(self._free_places):
@@ -110,7 +110,7 @@ class KeptPages:
         old = len(self._ids)
         new = max(1024, 2 * old, old + num_more)
         if new > _GENERATION:
-            raise CapacityExceeded(f"{old} ids of kept pages are in use, at most {_GENERATION} can be; drop some")
+            raise FitsLater(f"{old} ids of kept pages are in use, at most {_GENERATION} can be; drop some")
         ids = np.arange(new, dtype=np.int64)
         np.negative(ids, out=ids)
         ids -= _GENERATION

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from rocm_attn.batch.step_batch import Int32Array
-from rocm_attn.errors import BadBatch, CapacityExceeded
+from rocm_attn.errors import BadBatch, NeverFits
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, OWN_TABLE, TableTerms
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
 from rocm_attn.paging.kept_pages import IsKept, the_same_id
@@ -41,9 +41,9 @@ class RowWidth:
     """What a row may hold, and how pages are put into it: never past its end."""
 
     def require(self, kv_len: int, max_kv_len: int) -> None:
-        """Raise CapacityExceeded unless a row can hold kv_len tokens."""
+        """Raise NeverFits unless a row can hold kv_len tokens."""
         if kv_len > max_kv_len:
-            raise CapacityExceeded(f"{kv_len} tokens exceed the {max_kv_len} that a row can hold; raise max_kv_len")
+            raise NeverFits(f"{kv_len} tokens exceed the {max_kv_len} that a row can hold; raise max_kv_len")
 
     def put(self, entries: Int32Array, row: int, first: int, pages: Sequence[int]) -> list[tuple[int, int, int]]:
         """entries[row, first + i] = pages[i]; the changed cells, as PendingChanges lists them."""
@@ -113,7 +113,7 @@ class SpacePages:
 
     def __post_init__(self) -> None:
         if not RESERVED_PAGE < self.first_page < self.num_pages:
-            raise CapacityExceeded(
+            raise NeverFits(
                 f"{self.knob} is {self.num_pages} and the first page handed out is {self.first_page}; at least one "
                 f"page must be handed out, and page {RESERVED_PAGE} is reserved"
             )

@@ -17,7 +17,7 @@ import torch
 from rocm_attn.batch.inputs import ON_HOST, DeviceInputs
 from rocm_attn.batch.prefixes import SharedPrefixes
 from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch
-from rocm_attn.errors import BadBatch, BadSetting, CapacityExceeded, OutOfPages, WrongState
+from rocm_attn.errors import BadBatch, BadSetting, NeverFits, OutOfPages, OutOfRows, WrongState
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, RESERVED_ROW, Space, num_pages
 from rocm_attn.paging.kept_pages import GivenIds, KeptIds, KeptPages
@@ -52,11 +52,9 @@ class RequestTable:
     ) -> None:
         num_rows = (max_num_rows or max_num_seqs) + 1
         if max_num_seqs < 1 or max_kv_len < 1:
-            raise CapacityExceeded(
-                f"max_num_seqs is {max_num_seqs} and max_kv_len is {max_kv_len}; both must be at least 1"
-            )
+            raise NeverFits(f"max_num_seqs is {max_num_seqs} and max_kv_len is {max_kv_len}; both must be at least 1")
         if num_rows <= max_num_seqs:
-            raise CapacityExceeded(
+            raise NeverFits(
                 f"max_num_rows is {max_num_rows} and a step may have max_num_seqs = {max_num_seqs} sequences, each of "
                 "which needs a row; raise max_num_rows"
             )
@@ -65,7 +63,7 @@ class RequestTable:
         self.max_num_seqs, self.max_kv_len = max_num_seqs, max_kv_len
         self.width = (max_kv_len + page_size - 1) // page_size
         if self.width * page_size > INT32_MAX:
-            raise CapacityExceeded(
+            raise NeverFits(
                 f"max_kv_len is {max_kv_len}; lengths are int32, so use at most {INT32_MAX // page_size * page_size}"
             )
         self.spaces = tuple(
@@ -140,11 +138,9 @@ class RequestTable:
         raise BadSetting(f"rows have no pages in the {space.name} space; build the runtime with swa_pages")
 
     def admit(self) -> int:
-        """A fresh row without pages. Raises CapacityExceeded when every row is taken."""
+        """A fresh row without pages. Raises OutOfRows when every row is taken."""
         if not self._free_rows:
-            raise CapacityExceeded(
-                f"all {len(self._capacity) - 1} rows are taken; free a request or raise max_num_rows"
-            )
+            raise OutOfRows(f"all {len(self._capacity) - 1} rows are taken; free a request or raise max_num_rows")
         row = self._free_rows.pop()
         self._capacity[row] = 0
         self._reserved_len[row] = 0
@@ -153,14 +149,15 @@ class RequestTable:
     def reserve(self, row: int, kv_len: int) -> None:
         """Make room for kv_len tokens in row, in every space. What the row holds beyond them stays.
 
-        Raises OutOfPages, CapacityExceeded beyond max_kv_len and WrongState for a row that is not admitted;
-        nothing is changed then.
+        Raises OutOfPages, NeverFits beyond max_kv_len and for more pages than the pool has, and WrongState for a row
+        that is not admitted; nothing is changed then.
         """
         self._must_be_admitted(row)
         self._row_width.require(kv_len, self.max_kv_len)
         for table in self.spaces:
             short = self._short(table, row, kv_len)
             if short > table.num_free_pages:
+                self._must_fit(table, row, kv_len)
                 raise OutOfPages(
                     f"row {row} needs {short} more pages{table.pages.of} for {kv_len} tokens and "
                     f"{table.num_free_pages} are free; free a request or raise {table.pages.knob}"
@@ -202,6 +199,8 @@ class RequestTable:
             # An upper bound: of two rows that share a page only one needs a copy.
             short = sum(self._short(table, row, length) for row, length in zip(rows, kv_len, strict=True))
             if short > table.num_free_pages:
+                for row, length in zip(rows, kv_len, strict=True):
+                    self._must_fit(table, row, length)
                 raise OutOfPages(
                     f"{len(rows)} sequences need more pages{table.pages.of} than the {table.num_free_pages} that are "
                     f"free; free a request or raise {table.pages.knob}"
@@ -228,7 +227,7 @@ class RequestTable:
         """A new row that shares the first kv_len tokens of row, page by page. Neither row stores these again.
 
         To compute some of them again, share fewer, or truncate() the row that goes back.
-        Raises CapacityExceeded, and BadBatch for tokens that row has no room for, or has no window of any more.
+        Raises OutOfRows, and BadBatch for tokens that row has no room for, or has no window of any more.
         """
         self._must_be_admitted(row)
         if not 0 <= kv_len <= self._reserved_len[row]:
@@ -296,9 +295,9 @@ class RequestTable:
 
         ids: int64 [n], page_no 0 first; what keep() returned for any rows, in the order of page_no. Of the SWA space
              only the pages that steps after kv_len tokens see need be kept
-        Raises WrongState for ids that are not kept, CapacityExceeded, and BadBatch for pages that are not the first
-        ones of a sequence, that do not hold kv_len tokens, or more than these, or that a window lacks; nothing is
-        changed then.
+        Raises WrongState for ids that are not kept, OutOfRows, NeverFits beyond max_kv_len, and BadBatch for pages that
+        are not the first ones of a sequence, that do not hold kv_len tokens, or more than these, or that a window
+        lacks; nothing is changed then.
         """
         places = self._kept.places_of(ids)
         end = len(places)
@@ -377,6 +376,7 @@ class RequestTable:
     def truncate(self, row: int, kv_len: int) -> None:
         """Row goes back: it keeps its first kv_len tokens, and gives back the pages after them.
 
+        With the tokens that are stored, or more, row loses nothing but room that was reserved ahead, in every space.
         Where row shares pages this is how it goes back at all: the next reserve() copies the page that kv_len lies in,
         if another row holds it too, and takes others for those after it. A row that shares none may as well begin a
         step earlier. Raises WrongState, and BadBatch for more tokens than row has room for.
@@ -431,7 +431,8 @@ class RequestTable:
     def check_batch(self, batch: StepBatch) -> None:
         """Raise BadBatch unless every row is admitted, named once, has room for its kv_len, and holds its windows.
 
-        Also unless rows that share a prefix hold the same pages there, whole ones.
+        Also unless rows that share a prefix hold the same pages there, whole ones. Raises NeverFits for more sequences
+        than a step may have.
         """
         rows = batch.rows
         if len(rows) == 0:
@@ -552,12 +553,12 @@ class RequestTable:
             )
 
     def _check_rows(self, rows: Int32Array) -> None:
-        """Raise BadBatch unless all rows are in the table and none is named twice."""
+        """Raise BadBatch unless all rows are in the table and none is named twice, NeverFits for too many."""
         # Read as unsigned, a negative row is a huge one.
         if np.maximum.reduce(rows.view(np.uint32)) >= len(self._capacity):
             self._refuse_rows(rows)
         if len(rows) > len(self._order):
-            raise BadBatch(f"{len(rows)} sequences in one step; raise max_num_seqs = {len(self._order)} or split it")
+            raise NeverFits(f"{len(rows)} sequences in one step; raise max_num_seqs = {len(self._order)} or split it")
         order = self._order[: len(rows)]
         self._seen[rows] = order
         if (self._seen[rows] != order).any():
@@ -599,6 +600,16 @@ class RequestTable:
         wanted = num_pages(kv_len, self.page_size)
         more = table.num_held(row, wanted) - table.num_held(row, self._end(row))
         return max(0, more) + (kv_len > self._reserved_len[row] and self._shares_last_page(table, row))
+
+    def _must_fit(self, table: PageTable, row: int, kv_len: int) -> None:
+        """Raise NeverFits where row would need more pages than the pool has, whatever others give back."""
+        needed = table.num_held(row, num_pages(kv_len, self.page_size))
+        if needed > table.num_usable_pages:
+            raise NeverFits(
+                f"row {row} needs {needed} pages{table.pages.of} for {kv_len} tokens and there are "
+                f"{table.num_usable_pages}; raise {table.pages.knob}"
+                + ("" if table.window_left == ALL_KEYS else ", or go on by fewer tokens at a time, with evict() before")
+            )
 
     def _shares_last_page(self, table: PageTable, row: int) -> bool:
         """Whether the next token of row would land in a page that another row holds too."""

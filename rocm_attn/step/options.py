@@ -104,7 +104,7 @@ class RuntimeOptions:
         return tuple(space_of(problem, has_swa=self.swa_pages > 0) for problem in problems)
 
     def windows(self, problems: Sequence[Problem]) -> tuple[SpacePages, ...]:
-        """The SWA space, if there is to be one. Raises CapacityExceeded."""
+        """The SWA space, if there is to be one. Raises NeverFits."""
         if not self.swa_pages:
             return ()
         window_left = max((problem.window_left for problem in problems), default=0)

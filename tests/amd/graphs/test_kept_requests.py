@@ -9,7 +9,7 @@ import torch
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadBatch, BadSetting
+from rocm_attn.errors import BadSetting, NeverFits
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.runtime import AttentionRuntime
@@ -117,7 +117,7 @@ def test_rows_beyond_the_sequences_of_a_step_are_served_in_turns(device: torch.d
             (alone,) = run(tiny.runtime, runner, row, [row], row)
             torch.testing.assert_close(its, alone, rtol=1e-4, atol=1e-4)
     assert runner.counters.replays > 0
-    with pytest.raises(BadBatch, match="3 sequences in one step; raise max_num_seqs = 2 or split it"):
+    with pytest.raises(NeverFits, match="3 sequences in one step; raise max_num_seqs = 2 or split it"):
         runner.run(StepBatch([1, 2, 3], [2, 3, 4], [1, 1, 1], [1, 1, 1]))
 
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.errors import BadBatch, BadSetting, CapacityExceeded, WrongState
+from rocm_attn.errors import BadBatch, BadSetting, CapacityExceeded, NeverFits, WrongState
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.page_table import PageTable, SpacePages
 from rocm_attn.paging.request_table import RequestTable
@@ -305,7 +305,7 @@ def test_a_table_may_have_more_rows_than_a_step_has_sequences() -> None:
     for row in rows:
         table.reserve(row, 4)
     table.check_batch(StepBatch(ints(*rows[3:]), ints(4, 4), ints(4, 4)))
-    with pytest.raises(BadBatch, match="3 sequences in one step; raise max_num_seqs = 2 or split it"):
+    with pytest.raises(NeverFits, match="3 sequences in one step; raise max_num_seqs = 2 or split it"):
         table.check_batch(StepBatch(ints(*rows[:3]), ints(4, 4, 4), ints(4, 4, 4)))
     with pytest.raises(CapacityExceeded, match="max_num_rows is 1 and a step may have max_num_seqs = 2"):
         RequestTable(max_num_seqs=2, max_num_rows=1, max_kv_len=8, num_pages=9, page_size=4, device=torch.device("cpu"))

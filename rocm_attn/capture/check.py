@@ -157,9 +157,7 @@ class _Trial:
     def of_draws(self, batches: Iterable[StepBatch], record: Record) -> float:
         """Record the first step that has the plan, and compare the others; the seconds that recording took."""
         seconds = 0.0
-        for batch in batches:
-            if self.failure:
-                break
+        for batch in batches:  # all of them: ranks run the same steps, also where only one has found a difference
             if self.replay is None:
                 seconds += self.record(batch, record)
             else:
@@ -197,7 +195,7 @@ class _Trial:
         self._longest = max(self._longest, batch.max_kv_len)
         if not bitwise_equal(replayed, wanted):
             self._bitwise = False
-            self.failure = self._difference(batch, replayed, wanted)
+            self.failure = self.failure or self._difference(batch, replayed, wanted)
 
     def verdict(self, seconds: float) -> Verdict:
         """What came of it."""

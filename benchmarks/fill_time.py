@@ -78,6 +78,8 @@ def decode_step(form: Form, num_seqs: int, device: torch.device) -> StepTensors:
         group_end=torch.arange(1, num_seqs + 1, dtype=torch.int32, device=device),
         q_indptr=ints(num_seqs + 1),
         last_token_of_seq=ints(num_seqs),
+        seq_of_token=ints(num_seqs),
+        row_of_token=ints(num_seqs),
         position_of_token=ints(num_seqs),
         slot_of_token=ints(num_seqs),
         page_indptr=outputs(Need.PAGE_LIST, num_seqs + 1),

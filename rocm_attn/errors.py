@@ -34,11 +34,23 @@ class BadTensor(RocmAttnError, ValueError):
 
 
 class CapacityExceeded(RocmAttnError):
-    """Something does not fit; the message names the setting that makes room."""
+    """Something does not fit; the message names the setting that makes room. Raised as one of the two below."""
 
 
-class OutOfPages(CapacityExceeded):
-    """The KV pool has too few free pages; nothing was changed."""
+class FitsLater(CapacityExceeded):
+    """What it needs is taken at the moment. Nothing was changed: free requests, drop kept pages, and call again."""
+
+
+class OutOfPages(FitsLater):
+    """The KV pool has too few free pages."""
+
+
+class OutOfRows(FitsLater):
+    """Every row of the request table is taken."""
+
+
+class NeverFits(CapacityExceeded):
+    """It does not fit what was built, whatever is freed; a smaller request does, or a runtime with other settings."""
 
 
 class GraphStale(RocmAttnError):

@@ -20,7 +20,7 @@ from torch import Tensor
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.errors import BadProblem, BadSetting, BadTensor, CapacityExceeded, DeviceFault, Unsupported, WrongState
+from rocm_attn.errors import BadProblem, BadSetting, BadTensor, DeviceFault, NeverFits, Unsupported, WrongState
 from rocm_attn.guards.registry import Guards, guards_from_settings
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.engine_tensors import LengthBounds, PublishedLengths
@@ -257,7 +257,7 @@ class ExternalAttention:
         return self._core(causality).kinds
 
     def set_head_weights(self, layer: int, weights: HeadWeights) -> None:
-        """Give a layer its sinks or ALiBi slopes. Raises BadTensor, and WrongState where a graph may read others."""
+        """Give a layer its sinks or ALiBi slopes, which are copied; graphs read the new ones too. Raises BadTensor."""
         for core in self._cores.values():
             core.head_weights.set(layer, weights)
 
@@ -266,7 +266,7 @@ class ExternalAttention:
 
         k, v: [pages, page_size, kv_heads, head_dim | v_head_dim], views of any kind whose last stride is 1; contiguous
               unless the options say page_strides. Of a latent layer, v is the first part of k
-        Raises BadTensor, CapacityExceeded, and WrongState where graphs read others.
+        Raises BadTensor, NeverFits, and WrongState where graphs read others.
         """
         self._require_layer(layer)
         self._pages.bind(layer, k, v)
@@ -274,7 +274,7 @@ class ExternalAttention:
     def use_table(self, space: Space, source: Source) -> None:
         """Read another table, or the same one with other rows, in a space from now on.
 
-        Raises BadTensor, CapacityExceeded, and WrongState where graphs read another.
+        Raises BadTensor, NeverFits, and WrongState where graphs read another.
         """
         if self._tables.use(space, source) and not self._is_sealed:
             self._captured.clear()
@@ -285,13 +285,13 @@ class ExternalAttention:
 
         Before the engine's first capture, and after every layer has its pages. From then on tables and pages stay where
         they are. bounds: not given: of the largest step
-        Raises WrongState, CapacityExceeded.
+        Raises WrongState, NeverFits.
         """
         bounds = self.bounds if bounds is None else bounds
         if self._is_sealed:
             raise WrongState("addresses are sealed already; build anew for other sizes")
         if bounds.num_seqs > self.bounds.num_seqs:
-            raise CapacityExceeded(
+            raise NeverFits(
                 f"{bounds.num_seqs} sequences are to be captured, built for {self.bounds.num_seqs}; raise num_seqs"
             )
         for layer in range(len(self._first_core.layers)):
@@ -311,7 +311,7 @@ class ExternalAttention:
     def begin(self, step: ExternalStep) -> StepPlan:
         """Plan a step and publish its lengths: one launch, outside of graphs.
 
-        Raises BadBatch, CapacityExceeded, WrongState, and what on_fault raises of an earlier step; no step is begun
+        Raises BadBatch, NeverFits, WrongState, and what on_fault raises of an earlier step; no step is begun
         then.
         """
         run = self._run_of(step)
@@ -390,7 +390,7 @@ class ExternalAttention:
         return {
             f"{causality.name.lower()} {name}": tensor
             for causality, core in self._cores.items()
-            for name, tensor in core.memory.sealed_tensors().items()
+            for name, tensor in {**core.memory.sealed_tensors(), **core.head_weights.tensors()}.items()
         }
 
     def shadow_view(self, layer: int) -> ShadowView:
@@ -510,7 +510,7 @@ class ExternalAttention:
     def _check(self, step: ExternalStep, core: StepCore) -> None:
         """Refuse a step that was not built for."""
         if step.shape.num_seqs > self.bounds.num_seqs:
-            raise CapacityExceeded(
+            raise NeverFits(
                 f"the step is padded to {step.shape.num_seqs} sequences, built for {self.bounds.num_seqs}; "
                 "raise num_seqs of the bounds"
             )

@@ -23,7 +23,7 @@ from torch import Tensor
 from rocm_attn.batch.halves import HALVES, split_batch
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.errors import CapacityExceeded, DeviceFault, NotCopied, WrongState
+from rocm_attn.errors import DeviceFault, NeverFits, NotCopied, WrongState
 from rocm_attn.guards.registry import Guards
 from rocm_attn.machine.agreement import Agree, Agreement, alone
 from rocm_attn.machine.devices import StreamOrder, on_device, with_index
@@ -93,6 +93,7 @@ class AttentionRuntime:
             page_size=self.pool.page_size,
             device=self.device,
             windows=windows,
+            max_num_rows=options.max_num_rows,
             guards=guards.table,
         )
         self.core = core = StepCore(kinds, self.table, self.pool, guards.step)
@@ -286,7 +287,8 @@ class AttentionRuntime:
                 Step.of(batches[half], child, plan, self._step_layers(child, plan, self._who_runs, half), half)
                 for half, child in enumerate(children)
             )
-            return SplitStep((first, second), children[0].tensors.counts[0], plan)
+            num_first, num_first_tokens = children[0].tensors.counts[:2].unbind()
+            return SplitStep((first, second), num_first, num_first_tokens, plan)
         except BaseException:
             self.end_step()
             raise
@@ -368,7 +370,7 @@ class AttentionRuntime:
                 raise
             found = self.agree({})
             if found:
-                raise CapacityExceeded(
+                raise NeverFits(
                     f"capture sizes were not changed, because a rank could not: {found['reopen']}; "
                     "go on with those that there are, or choose smaller ones on all ranks"
                 )
@@ -397,7 +399,6 @@ class AttentionRuntime:
         self.core.memory.take(part)
         self._planner.start_over(padding)
         self._last_step = None
-        self.head_weights.unseal()
 
     @property
     def stored_layers(self) -> int:

@@ -13,8 +13,8 @@
 #   offline          every kernel compiled for gfx942, gfx950 and sm_90 with the installed Triton, pools below 2 GiB
 #   simulator        every kernel executed as gfx942 and gfx950 machine code, with every address checked
 #   oldest           one compile a kernel with the oldest supported Triton
-#   interpreter-long, mutation-long, offline-long, driver-long  what these leave out to stay short (not part of the
-#                    default)
+#   host-long, interpreter-long, mutation-long, offline-long, driver-long  what these leave out to stay short (not part
+#                    of the default)
 #   tuning           no AMD tuning row costs much more than a candidate; needs llvm-mca (not part of the default)
 #   offline@VERSION  all AMD compiles with another Triton, for instance offline@3.7.1 (not part of the default)
 #   simulator@VERSION  the simulator's full grid with another Triton; writes docs/simulator.md (not part of the default)
@@ -68,6 +68,12 @@ run_aiters_kernels() {
     TRITON_INTERPRET=1 run_pytest -n auto tests/amd/aiter_source/test_interpreted.py
 }
 
+# run_on_host ARGUMENT...: the tests that need neither a GPU nor Triton's interpreter.
+run_on_host() {
+    AITER_SOURCE="" run_pytest -n auto "$@" \
+        tests/amd/{host,hip_graphs,runtime,external,guards,graphs,system,runner,doctor,aiter,aiter_source,house}
+}
+
 # with_triton VERSION COMMAND...: runs COMMAND with that Triton in place of the installed one.
 with_triton() {
     local version=$1 folder=$VENV/triton-$1
@@ -85,12 +91,10 @@ run_stage() {
     case $1 in
     lint) ruff format --check && ruff check ;;
     types) mypy -p rocm_attn -p tests -p benchmarks ;;
-    host)
-        AITER_SOURCE="" run_pytest -n auto \
-            tests/amd/{host,hip_graphs,runtime,external,guards,graphs,system,runner,doctor,aiter,aiter_source,house}
-        ;;
+    host) run_on_host -m "not nightly" ;;
+    host-long) run_on_host -m nightly ;;
     interpreter) TRITON_INTERPRET=1 run_pytest -n auto -m "not long" tests/amd/{kernels,runtime,external} ;;
-    interpreter-long) TRITON_INTERPRET=1 run_pytest -n auto -m long tests/amd/{runtime,external} ;;
+    interpreter-long) TRITON_INTERPRET=1 run_pytest -n auto -m long tests/amd/{kernels,runtime,external} ;;
     mutation) run_pytest -n auto -m "not long" tests/amd/mutation ;;
     mutation-long) run_pytest -n auto -m long tests/amd/mutation ;;
     offline-long) run_pytest tests/amd/offline -m long ;;

@@ -2,6 +2,8 @@
 
     q_indptr[i]           = q_len[0] + ... + q_len[i-1]
     last_token_of_seq[i]  = q_indptr[i+1] - 1, or 0 where the sequence has no new token
+    seq_of_token[t]       = i, where q_indptr[i] <= t < q_indptr[i+1]
+    row_of_token[t]       = row_of_seq[seq_of_token[t]]
     position_of_token[t]  = kv_len[i] - q_len[i] + (t - q_indptr[i])            for token t of sequence i
     slot_of_token[t]      = table[row_of_seq[i], position // page_size] * page_size + position % page_size
     page_indptr[i]        = pages of sequences 0 .. i-1
@@ -16,7 +18,8 @@
 
 The last three belong to decode steps, in which a token has the number of its sequence.
 
-Tokens at or past num_tokens receive position 0 and slot 0; entries after the last page, in page_list and block_table
+Tokens at or past num_tokens receive position 0 and slot 0. Tokens at or past q_indptr[S], which are of no sequence,
+receive the last one of S and row 0. Entries after the last page, in page_list and block_table
 alike, page 0, a valid page for kernels that read ahead. A token or page beyond its sequence's row of the table, which
 lengths that only the device knows may bring, meets page 0 and never another row's page. A live token that meets page 0
 sets TOKEN_WITHOUT_PAGE in the error word, and one whose window begins there sets WINDOW_WITHOUT_PAGE. Where page 0 is a
@@ -87,6 +90,8 @@ def _fill_kernel(
     group_end,
     q_indptr,
     last_token_of_seq,
+    seq_of_token,
+    row_of_token,
     position_of_token,
     slot_of_token,
     page_indptr,
@@ -132,7 +137,7 @@ def _fill_kernel(
             groups = Groups(prefix_len, group_end, group_indptr, suffix_kv_len, suffix_page)
             write_groups(block, seqs, groups, PAGE_SIZE)
     elif list_share < 0:
-        tokens = Tokens(position_of_token, slot_of_token, num_tokens_padded, window_left)
+        tokens = Tokens(seq_of_token, row_of_token, position_of_token, slot_of_token, num_tokens_padded, window_left)
         share = Share(token_share, token_shares)
         write_tokens(share, seqs, request_table, tokens, PAGE_SIZE, NULL_PAGE, SHORT_KV)
     elif row_share < 0:

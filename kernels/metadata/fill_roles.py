@@ -75,6 +75,8 @@ class Groups(NamedTuple):
 class Tokens(NamedTuple):
     """What there is one of for each of `num` padded tokens; each sees at most window_left keys before its own."""
 
+    seq: tl.tensor
+    row: tl.tensor
     position: tl.tensor
     slot: tl.tensor
     num: tl.tensor
@@ -165,14 +167,15 @@ def write_groups(block, seqs, groups, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def write_tokens(share, seqs, table, tokens, PAGE_SIZE: tl.constexpr, NULL_PAGE: tl.constexpr, SHORT_KV: tl.constexpr):
-    """Positions and slots: a share of one sequence's tokens, and one of the tokens after all sequences."""
+    """Sequences, rows, positions, slots: a share of one sequence's tokens and one of the tokens after all sequences."""
     # Where page 0 is a real page, no page and no slot are -1.
     NO_PAGE: tl.constexpr = 0 if NULL_PAGE else -1
     seq = share.id // share.of
     before, total = _units_around(seqs.q_len, seq, seqs.num, 1)
     new = tl.load(seqs.q_len + seq)
     prefix = tl.load(seqs.kv_len + seq) - new
-    row = tl.load(seqs.row_of_seq + seq).to(tl.int64)
+    table_row = tl.load(seqs.row_of_seq + seq)
+    row = table_row.to(tl.int64)
     num_tokens = tl.load(seqs.counts + 1)
     for first in range((share.id % share.of) * _TOKENS, new, share.of * _TOKENS):
         offset = first + tl.arange(0, _TOKENS)
@@ -184,12 +187,15 @@ def write_tokens(share, seqs, table, tokens, PAGE_SIZE: tl.constexpr, NULL_PAGE:
         in_row = live & (kv_index >= 0) & (page_no < table.width)
         page = tl.load(table.entries + row * table.stride + page_no, mask=in_row, other=NO_PAGE)
         position = tl.where(live, tl.maximum(kv_index, 0), 0)
+        zeros = tl.zeros([_TOKENS], tl.int32)
+        tl.store(tokens.seq + token, zeros + seq, mask=inside)
+        tl.store(tokens.row + token, zeros + table_row, mask=inside)
         tl.store(tokens.position + token, position, mask=inside)
         slot = page * PAGE_SIZE + position % PAGE_SIZE
         if not NULL_PAGE:
             slot = tl.where(page < 0, -1, slot)
         tl.store(tokens.slot + token, slot, mask=inside)
-        error = seqs.counts + _ERROR_WORD + tl.zeros([_TOKENS], tl.int32)
+        error = seqs.counts + _ERROR_WORD + zeros
         needs_page = live
         if SHORT_KV:
             needs_page = live & (kv_index >= 0)
@@ -201,6 +207,8 @@ def write_tokens(share, seqs, table, tokens, PAGE_SIZE: tl.constexpr, NULL_PAGE:
     for first in range(total + share.id * _TOKENS, tokens.num, seqs.num * share.of * _TOKENS):
         token = first + tl.arange(0, _TOKENS)
         zeros = tl.zeros([_TOKENS], tl.int32)
+        tl.store(tokens.seq + token, zeros + (seqs.num - 1), mask=token < tokens.num)
+        tl.store(tokens.row + token, zeros, mask=token < tokens.num)
         tl.store(tokens.position + token, zeros, mask=token < tokens.num)
         tl.store(tokens.slot + token, zeros + NO_PAGE, mask=token < tokens.num)
 

@@ -124,6 +124,10 @@ class StepTensors:
     q_indptr: Annotated[Tensor, Field(Unit.SEQ_BOUNDARY)]
     # [S] sequence -> last token, 0 where it has no new one
     last_token_of_seq: Annotated[Tensor, Field(Unit.SEQ)]
+    # [T] token -> sequence; for tokens after those of all S sequences S - 1, which may be a real one
+    seq_of_token: Annotated[Tensor, Field(Unit.TOKEN)]
+    # [T] token -> row of the table; for pads 0
+    row_of_token: Annotated[Tensor, Field(Unit.TOKEN)]
     # [T] token -> place in its sequence's KV
     position_of_token: Annotated[Tensor, Field(Unit.TOKEN)]
     # [T] token -> slot of the pool; for pads 0, or -1 where page 0 is a real page

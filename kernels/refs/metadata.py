@@ -119,13 +119,16 @@ def _write_indptr(indptr: Tensor, counts: Tensor) -> Tensor:
 
 
 def _write_tokens(step: StepTensors, first_token: Tensor, page_size: int, window_left: int) -> None:
-    """Positions, slots, and the error word of tokens that have no page or see none."""
+    """Sequences, rows, positions, slots, and the error word of tokens that have no page or see none."""
     no_page = 0 if step.terms.null_page else -1
     num_seqs, num_tokens = step.kv_len.shape[0], step.slot_of_token.shape[0]
     token = torch.arange(num_tokens, device=step.counts.device)
     seq = torch.searchsorted(first_token + step.q_len, token, right=True)
-    live = (token < step.counts[1]) & (seq < num_seqs)
+    has_seq = seq < num_seqs
+    live = (token < step.counts[1]) & has_seq
     seq = seq.clamp(max=num_seqs - 1)
+    step.seq_of_token.copy_(seq)
+    step.row_of_token.copy_(torch.where(has_seq, step.row_of_seq[seq], 0))
     kv_index = step.kv_len[seq] - step.q_len[seq] + token - first_token[seq]
     position = torch.where(live, kv_index.clamp(min=0), 0)
     page = torch.where(live & (kv_index >= 0), _pages_at(step, seq, position // page_size, no_page), no_page)

@@ -22,7 +22,7 @@ from rocm_attn.batch.mask import NO_MASK
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
-from rocm_attn.errors import CapacityExceeded
+from rocm_attn.errors import NeverFits
 from rocm_attn.hip_graphs.size_ladder import SizeLadder, round_up
 
 _NO_EXTRAS = frozenset({Extra.NOTHING})
@@ -92,7 +92,7 @@ class PaddingPolicy:
         """
         kind = step_kind(batch)
         if pad_to is not None and pad_to % HALVES:
-            raise CapacityExceeded(f"{pad_to} sequences cannot be split into halves of one size; pad to an even number")
+            raise NeverFits(f"{pad_to} sequences cannot be split into halves of one size; pad to an even number")
         num_seqs = _pad_even(max(1, batch.num_seqs), self.seqs) if pad_to is None else _forced(batch, pad_to)
         num_tokens = num_seqs
         if not (kind.decodes and kind.splits):
@@ -141,7 +141,7 @@ def token_places(batch: StepBatch, shape: PaddedShape) -> npt.NDArray[np.int64]:
 def _forced(batch: StepBatch, pad_to: int) -> int:
     wanted = max(1, batch.num_seqs)
     if pad_to < wanted:
-        raise CapacityExceeded(f"{batch.num_seqs} sequences cannot be padded to {pad_to}; pad to at least {wanted}")
+        raise NeverFits(f"{batch.num_seqs} sequences cannot be padded to {pad_to}; pad to at least {wanted}")
     return pad_to
 
 

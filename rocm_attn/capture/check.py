@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,14 +29,16 @@ from rocm_attn.capture.probe_requests import (
     forget_new_tokens,
     kept_new_tokens,
     probe_limits,
+    stored_new_tokens,
 )
 from rocm_attn.oracle.numerics import BOUNDS, error_parts
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.outputs import Outputs, PerToken, leaves_of, real_rows, structure_of
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.step import SplitStep, Step
 
-Record = Callable[[Step | SplitStep], Callable[[], Tensor]]
-Eager = Callable[[Step | SplitStep], Tensor]
+Record = Callable[[Step | SplitStep], Callable[[], Outputs]]
+Eager = Callable[[Step | SplitStep], Outputs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,8 @@ class Check(Protocol):
         plan: StepPlan,
         q_len: Int32Array,
         live: StepBatch | None,
-        record: Record,
-        eager: Eager,
+        record: Record[Outputs],
+        eager: Eager[Outputs],
     ) -> Verdict:
         """Stage steps of the plan, record the first one and judge the graph by the others.
 
@@ -96,8 +98,8 @@ class CaptureCheck:
         plan: StepPlan,
         q_len: Int32Array,
         live: StepBatch | None,
-        record: Record,
-        eager: Eager,
+        record: Record[Outputs],
+        eager: Eager[Outputs],
     ) -> Verdict:
         """As Check.record: on probe requests, or on permutations of the live step where none can be admitted.
 
@@ -125,8 +127,8 @@ class NoCheck:
         plan: StepPlan,
         q_len: Int32Array,
         live: StepBatch | None,
-        record: Record,
-        eager: Eager,
+        record: Record[Outputs],
+        eager: Eager[Outputs],
     ) -> Verdict:
         """As Check.record, without any comparison."""
         trial = _Trial(runtime, plan, eager)
@@ -141,11 +143,11 @@ class NoCheck:
 NO_CHECK = NoCheck()
 
 
-class _Trial:
+class _Trial(Generic[Outputs]):
     """One graph under test. of: whose requests it is tried on, in words; empty for probe requests."""
 
-    def __init__(self, runtime: AttentionRuntime, plan: StepPlan, eager: Eager) -> None:
-        self.replay: Callable[[], Tensor] | None = None
+    def __init__(self, runtime: AttentionRuntime, plan: StepPlan, eager: Eager[Outputs]) -> None:
+        self.replay: Callable[[], Outputs] | None = None
         self.failure = self.of = ""
         self.num_compared = 0
         self._runtime = runtime
@@ -154,7 +156,7 @@ class _Trial:
         self._most_seqs = self._longest = 0
         self._bitwise = True
 
-    def of_draws(self, batches: Iterable[StepBatch], record: Record) -> float:
+    def of_draws(self, batches: Iterable[StepBatch], record: Record[Outputs]) -> float:
         """Record the first step that has the plan, and compare the others; the seconds that recording took."""
         seconds = 0.0
         for batch in batches:  # all of them: ranks run the same steps, also where only one has found a difference
@@ -164,7 +166,7 @@ class _Trial:
                 self.compare(batch)
         return seconds
 
-    def record(self, batch: StepBatch, record: Record) -> float:
+    def record(self, batch: StepBatch, record: Record[Outputs]) -> float:
         """Record a step, if it has the plan; the seconds that took."""
         step = self._runtime.stage_as(self._plan.shape, batch)
         started = time.perf_counter()
@@ -184,18 +186,25 @@ class _Trial:
                 return
             # First the graph: the buffers still hold the step before, so what the graph forgets to fill shows.
             forget_new_tokens(self._runtime, batch)
-            replayed = self.replay()[: batch.num_seqs].clone()
-            wanted = self._eager(step)[: batch.num_seqs]
+            replayed = self._result(batch, self.replay())
+            wanted = self._result(batch, self._eager(step))
         finally:
             self._runtime.end_step()
-        if not bool(wanted.isfinite().any()) and not bool(replayed.isfinite().any()):
+        if not wanted.has_number and not replayed.has_number:
             return  # NaN equals NaN here: as with pads, nothing is proved by it
         self.num_compared += 1
         self._most_seqs = max(self._most_seqs, batch.num_seqs)
         self._longest = max(self._longest, batch.max_kv_len)
-        if not bitwise_equal(replayed, wanted):
+        if not replayed.is_bitwise(wanted):
             self._bitwise = False
             self.failure = self.failure or self._difference(batch, replayed, wanted)
+
+    def _result(self, batch: StepBatch, outputs: Outputs) -> _Result:
+        """What a run of a step gave, without pads; of a forward that returns no tensor, the K and V that it stored."""
+        tensors = tensors_of(real_rows(outputs, batch.num_seqs, batch.num_tokens))
+        if not tensors:
+            tensors = stored_new_tokens(self._runtime, batch)
+        return _Result(structure_of(outputs), {path: tensor.clone() for path, tensor in tensors.items()})
 
     def verdict(self, seconds: float) -> Verdict:
         """What came of it."""
@@ -212,16 +221,55 @@ class _Trial:
         )
         return Verdict(failure, summary, seconds, self._bitwise)
 
-    def _difference(self, batch: StepBatch, replayed: Tensor, wanted: Tensor) -> str:
-        wrong = rows_beyond_bounds(replayed, wanted)
-        if not wrong:
-            return ""
-        lengths = f"{int(batch.kv_len.min())} to {batch.max_kv_len}"
-        return (
-            f"the graph of {shape_name(self._plan.shape)} differs from the eager run in rows "
-            f"{', '.join(map(str, wrong[:8]))}{' ...' if len(wrong) > 8 else ''} of {batch.num_seqs} "
-            f"(KV lengths {lengths}); look for a host value, an address or a missing refill that the graph has frozen"
+    def _difference(self, batch: StepBatch, replayed: _Result, wanted: _Result) -> str:
+        if replayed.structure != wanted.structure:
+            return (
+                f"forward returned {replayed.structure} when the graph of {shape_name(self._plan.shape)} was made, and "
+                f"{wanted.structure} when it ran eagerly; it must return one tree in all steps of a padded shape"
+            )
+        for path, wanted_rows in wanted.tensors.items():
+            wrong = rows_beyond_bounds(replayed.tensors[path], wanted_rows)
+            if wrong:
+                lengths = f"{int(batch.kv_len.min())} to {batch.max_kv_len}"
+                return (
+                    f"the graph of {shape_name(self._plan.shape)} differs from the eager run in rows "
+                    f"{', '.join(map(str, wrong[:8]))}{' ...' if len(wrong) > 8 else ''} of {len(wanted_rows)}"
+                    f"{f' of {path}' if path else ''} (KV lengths {lengths}); "
+                    "look for a host value, an address or a missing refill that the graph has frozen"
+                )
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What a run of a step gave.
+
+    structure: of forward's outputs, in words
+    tensors:   what is compared, by where it is in the outputs
+    """
+
+    structure: str
+    tensors: dict[str, Tensor]
+
+    @property
+    def has_number(self) -> bool:
+        """Whether a finite number is among them."""
+        return any(bool(tensor.isfinite().any()) for tensor in self.tensors.values())
+
+    def is_bitwise(self, other: _Result) -> bool:
+        """Whether the other is the same, bit for bit."""
+        return self.structure == other.structure and all(
+            bitwise_equal(tensor, other.tensors[path]) for path, tensor in self.tensors.items()
         )
+
+
+def tensors_of(outputs: object) -> dict[str, Tensor]:
+    """The tensors of a forward's outputs, each by where it is in them."""
+    return {
+        path: leaf.tensor if isinstance(leaf, PerToken) else leaf
+        for path, leaf in leaves_of(outputs)
+        if leaf is not None
+    }
 
 
 def bitwise_equal(one: Tensor, other: Tensor) -> bool:

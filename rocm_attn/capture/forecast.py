@@ -147,7 +147,8 @@ def _row_width(runtime: AttentionRuntime) -> str:
 
 def _request_parts(runtime: AttentionRuntime, problems: Sequence[Problem]) -> list[Part]:
     """What requests use."""
-    rows = f"max_num_seqs {len(runtime.table.entries_host) - 1} x {_row_width(runtime)}"
+    rows_knob = "max_num_rows" if runtime.options.max_num_rows else "max_num_seqs"
+    rows = f"{rows_knob} {runtime.options.num_rows} x {_row_width(runtime)}"
     tables = [
         Part(_part_in(table.space, "request table"), table.entries.nbytes, rows) for table in runtime.table.spaces
     ]

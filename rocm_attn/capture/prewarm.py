@@ -136,11 +136,11 @@ def _steps(runtime: AttentionRuntime) -> Iterator[tuple[PaddedShape, list[int]]]
     """A step of every shape that is captured, and of some that are not: the shape, and its sequences' new tokens."""
     table = runtime.table
     for shape in capture_shapes(runtime.padding):
-        q_len = typical_q_len(shape, max_seqs=table.num_free_rows, max_kv_len=table.max_kv_len)
+        q_len = typical_q_len(shape, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len)
         if q_len is not None:
             yield shape, q_len.tolist()
     for num_seqs, longest in _EAGER_STEPS:
-        if num_seqs <= table.num_free_rows:
+        if num_seqs <= table.most_new_seqs:
             each = min(longest, table.max_kv_len)
             kind = StepKind.EXTEND if each > 1 else StepKind.DECODE
             yield PaddedShape(kind, num_seqs, num_seqs * each), [each] * num_seqs

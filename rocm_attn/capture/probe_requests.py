@@ -79,7 +79,7 @@ class ProbeRequests:
             self._runtime.table.free(self._rows.pop())
 
     def admit(self, kv_len: Sequence[int], q_len: Sequence[int]) -> StepBatch:
-        """A step of new requests in place of the earlier ones. Raises CapacityExceeded, OutOfPages.
+        """A step of new requests in place of the earlier ones. Raises NeverFits, FitsLater.
 
         All share the pages of the one with the fewest new tokens among the longest, up to their own new tokens: a
         prefix is as long as it may be and costs its pages once.
@@ -208,7 +208,7 @@ def _room(runtime: AttentionRuntime, plan: StepPlan, q_len: Int32Array, limits: 
     low = _shortest_of_bucket(plan.key.max_kv_len) if Baked.MAX_KV_LEN in bakes else 0
     needed = max(low, int(q_len.max(initial=0)), 1)
     bound = min(plan.key.max_kv_len, table.max_kv_len, max(limits.longest, needed))
-    num_seqs = min(len(q_len), table.num_free_rows)
+    num_seqs = min(len(q_len), table.most_new_seqs)
     if not plan.shape.kind.decodes and num_seqs < len(q_len):
         return None
     while num_seqs > 0:
@@ -262,7 +262,7 @@ def _even(num_tokens: int, num_seqs: int) -> list[int]:
 def plan_of(runtime: AttentionRuntime, shape: PaddedShape, q_len: Int32Array) -> StepPlan | None:
     """The plan of a step with these new tokens and nothing before them, or None when rows or pages are short."""
     wanted = int(num_pages(q_len, runtime.table.page_size).sum())
-    if len(q_len) > runtime.table.num_free_rows or wanted > runtime.table.fewest_free_pages:
+    if len(q_len) > runtime.table.most_new_seqs or wanted > runtime.table.fewest_free_pages:
         return None
     rows = [runtime.table.admit() for _ in q_len]
     try:
@@ -322,6 +322,20 @@ def kept_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterator[Non
     finally:
         for rows, page, offset, before in kept:
             rows.write_tokens(page, offset, before)
+
+
+def stored_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> dict[str, Tensor]:
+    """Copies of K and V at the places of a step's new tokens, [num_tokens, kv_heads, dim], by what they are."""
+    stored = {}
+    for space, page, offset in _places_of_new_tokens(runtime, batch):
+        for layer, pages in enumerate(runtime.pool.in_space(space).layers):
+            for side, rows in (("K", pages.keys), ("V", pages.values)):
+                cells = rows.cells.new_empty((len(page), rows.num_heads, rows.dim))
+                rows.read_tokens(page, offset, cells)
+                # A dtype of one byte has neither comparisons nor bounds, and is stored as it is.
+                name = f"{side} of layer {layer} of the {space.value} space"
+                stored[name] = cells.view(torch.uint8) if cells.element_size() == 1 else cells
+    return stored
 
 
 def _places_of_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterator[tuple[Space, Tensor, Tensor]]:

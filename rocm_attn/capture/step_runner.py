@@ -11,19 +11,18 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NoReturn
+from typing import Generic, NoReturn
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.capture.check import CaptureCheck, Check, Verdict
 from rocm_attn.capture.graphs import CapturedBucket, CaptureReport, Progress, SkippedBucket, capture_shapes, shape_name
 from rocm_attn.capture.probe_requests import plan_of, typical_q_len
-from rocm_attn.capture.split_forward import Forward, SplitForward, in_batch_order, one_after_the_other, require_rows
-from rocm_attn.errors import BadTensor, DeviceFault, GraphStale, NotCopied, Unsupported
+from rocm_attn.capture.split_forward import Forward, SplitForward, in_batch_order, one_after_the_other
+from rocm_attn.errors import DeviceFault, GraphStale, NotCopied, Unsupported
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
 from rocm_attn.hip_graphs.graph_cache import Entry, GraphCache
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
@@ -32,6 +31,7 @@ from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.metrics import Metrics
+from rocm_attn.step.outputs import Outputs, real_rows, require_rows
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER, Flight, Watch
 from rocm_attn.step.step import SplitStep, Step
@@ -43,14 +43,15 @@ CAPTURE_WATCHDOG = Watchdog(CAPTURE_SECONDS)
 Stage = Callable[[StepBatch, int | None], Step | SplitStep]
 
 
-class StepRunner:
+class StepRunner(Generic[Outputs]):
     """Runs steps of one forward function.
 
     Several runners may share a runtime, each with its forward and its graphs. As the runtime, a runner is used by one
     thread at a time and cannot be copied or pickled.
 
-    forward:  Step -> tensor [S, ...], one row for each sequence. It must not synchronise, must not branch on lengths,
-              and must do the same work each time it is called with the same metadata. It runs the halves of a split
+    forward:  Step -> tensor [S, ...], one row for each sequence; or PerToken of a tensor [T, ...], a tree of these,
+              or None: step/outputs.py. It must not synchronise, must not branch on lengths, and must do the same work
+              and return the same tree each time it is called with the same metadata. It runs the halves of a split
               step one by one.
     split_forward: what graphs of split steps are made of; not given: forward, one half after the other. Such a graph
               serves if it gives bitwise what forward gives, one half after the other; else that is captured
@@ -65,10 +66,10 @@ class StepRunner:
     def __init__(
         self,
         runtime: AttentionRuntime,
-        forward: Forward,
+        forward: Forward[Outputs],
         recorder: Recorder | None,
         *,
-        split_forward: SplitForward | None = None,
+        split_forward: SplitForward[Outputs] | None = None,
         check: Check | None = None,
         watchdog: Watch = CAPTURE_WATCHDOG,
         flight: Flight = NO_FLIGHT_RECORDER,
@@ -87,7 +88,7 @@ class StepRunner:
         self._eager_steps: Counter[StepPlan] = Counter()
         self._pinned = runtime.guards.capture.new_pins()
         self._graphs = GraphCache(self._pinned)
-        self._entry_of_plan: dict[StepPlan, Entry[Tensor]] = {}
+        self._entry_of_plan: dict[StepPlan, Entry[Outputs]] = {}
         self._stored_layers: dict[StepPlan, int] = {}  # that a plan's graph stores in
         self._buckets: list[CapturedBucket] = []
         self.metrics = Metrics()  # what serves through this runner counts here too
@@ -109,26 +110,28 @@ class StepRunner:
             graphs_off=self._why_no_graphs(),
         )
 
-    def run(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
-        """One step. Returns forward's rows for the real sequences, [num_seqs, ...]; valid until the next step.
+    def run(self, batch: StepBatch, pad_to: int | None = None) -> Outputs:
+        """One step. Returns what forward gave for real sequences, [num_seqs, ...], and of PerToken for real tokens.
+
+        Valid until the next step. Tokens are as many as the batch says, which may be an upper bound.
 
         Raises what begin_step and forward raise; the runtime is ready for another step then.
         """
         return self._run(self._runtime.stage, batch, pad_to)
 
-    def run_split(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
+    def run_split(self, batch: StepBatch, pad_to: int | None = None) -> Outputs:
         """As run, in two halves. pad_to: sequences of both together; even."""
         return self._run(self._runtime.stage_split, batch, pad_to)
 
-    def run_as(self, shape: PaddedShape, batch: StepBatch) -> Tensor:
+    def run_as(self, shape: PaddedShape, batch: StepBatch) -> Outputs:
         """run or run_split, padded to as many sequences as steps of a shape are."""
         return (self.run if shape.num_children == 1 else self.run_split)(batch, shape.num_seqs)
 
-    def _run(self, stage: Stage, batch: StepBatch, pad_to: int | None) -> Tensor:
+    def _run(self, stage: Stage, batch: StepBatch, pad_to: int | None) -> Outputs:
         self._runtime.require_idle()  # from here on it is this call that has to end the step
         try:
             try:
-                rows, plan = self._staged_and_run(stage, batch, pad_to)
+                outputs, plan = self._staged_and_run(stage, batch, pad_to)
             finally:
                 self._runtime.end_step()
         except BaseException as error:
@@ -137,16 +140,13 @@ class StepRunner:
             if isinstance(error, DeviceFault):
                 self._count_faults(error)
             raise
-        num_padded = plan.shape.num_seqs
-        if rows.shape[0] != num_padded:
-            raise BadTensor(f"forward returned {rows.shape[0]} rows for {num_padded} padded sequences")
         self.metrics.steps += 1
         self.metrics.real_seqs += batch.num_seqs
-        self.metrics.padded_seqs += num_padded - batch.num_seqs
-        return rows if num_padded == batch.num_seqs else rows[: batch.num_seqs]
+        self.metrics.padded_seqs += plan.shape.num_seqs - batch.num_seqs
+        return real_rows(outputs, batch.num_seqs, batch.num_tokens)
 
-    def _staged_and_run(self, stage: Stage, batch: StepBatch, pad_to: int | None) -> tuple[Tensor, StepPlan]:
-        """The rows of a step and its plan; the step is not ended."""
+    def _staged_and_run(self, stage: Stage, batch: StepBatch, pad_to: int | None) -> tuple[Outputs, StepPlan]:
+        """What a step gives, with its pads, and its plan; the step is not ended."""
         self._follow_seal()
         try:
             self._runtime.meet()
@@ -165,17 +165,17 @@ class StepRunner:
             self._flight.failed(error)
             raise
 
-    def run_eagerly(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
+    def run_eagerly(self, batch: StepBatch, pad_to: int | None = None) -> Outputs:
         """run() without a graph and without a trace in the counters: a step again, to compare."""
         return self._eagerly(partial(self._runtime.stage, batch, pad_to), batch)
 
-    def run_eagerly_as(self, shape: PaddedShape, batch: StepBatch) -> Tensor:
+    def run_eagerly_as(self, shape: PaddedShape, batch: StepBatch) -> Outputs:
         """As run_eagerly, for run_as."""
         return self._eagerly(partial(self._runtime.stage_as, shape, batch), batch)
 
-    def _eagerly(self, stage: Callable[[], Step | SplitStep], batch: StepBatch) -> Tensor:
+    def _eagerly(self, stage: Callable[[], Step | SplitStep], batch: StepBatch) -> Outputs:
         try:
-            return self._body(stage())[: batch.num_seqs]
+            return real_rows(self._body(stage()), batch.num_seqs, batch.num_tokens)
         except DeviceFault as fault:  # of a step before it
             self._count_faults(fault)
             raise
@@ -280,19 +280,23 @@ class StepRunner:
         self._graphs.drop_all()
         self._pinned.release()
 
-    def _body(self, step: Step | SplitStep) -> Tensor:
+    def _body(self, step: Step | SplitStep) -> Outputs:
         return self._body_with(self._half_by_half, step)
 
     @torch.no_grad()
-    def _body_with(self, split_forward: SplitForward, step: Step | SplitStep) -> Tensor:
+    def _body_with(self, split_forward: SplitForward[Outputs], step: Step | SplitStep) -> Outputs:
         self._runtime.fill()
+        child = step.plan.shape.child
         if isinstance(step, SplitStep):
-            return in_batch_order(step, split_forward(step))
-        rows = self._forward(step)
-        require_rows(rows)
-        return rows
+            of_halves = split_forward(step)
+            for half in of_halves:
+                require_rows(half, child.num_seqs, child.num_tokens)
+            return in_batch_order(step, of_halves)
+        outputs = self._forward(step)
+        require_rows(outputs, child.num_seqs, child.num_tokens)
+        return outputs
 
-    def _first_run(self, step: Step | SplitStep, stage: Stage, batch: StepBatch, pad_to: int | None) -> Tensor:
+    def _first_run(self, step: Step | SplitStep, stage: Stage, batch: StepBatch, pad_to: int | None) -> Outputs:
         """A staged step that has no graph: run eagerly, or as a graph that is made now."""
         plan = step.plan
         # A step without sequences makes no graph: there may be no input to compare it on. capture_all() does.
@@ -308,20 +312,20 @@ class StepRunner:
         entry = self._entry_of_plan.get(step.plan)
         return self._without_graph(step) if entry is None else self._replay(step.plan, entry)
 
-    def _without_graph(self, step: Step | SplitStep) -> Tensor:
+    def _without_graph(self, step: Step | SplitStep) -> Outputs:
         self.metrics.fallbacks += self._wants_graphs and step.plan.replayable
         return self._body(step)
 
-    def _replay(self, plan: StepPlan, entry: Entry[Tensor]) -> Tensor:
+    def _replay(self, plan: StepPlan, entry: Entry[Outputs]) -> Outputs:
         stored_layers = self._stored_layers[plan]
         self._runtime.begin_replay(stored_layers)
         try:
-            rows = self._graphs.replay(entry)
+            outputs = self._graphs.replay(entry)
         except StaleRecording as stale:
             raise GraphStale(str(stale)) from stale
         self._runtime.end_replay(stored_layers)
         self.metrics.replays += 1
-        return rows
+        return outputs
 
     def _is_due(self, plan: StepPlan) -> bool:
         """Whether a graph is to be made of the plan now; if not, its step is counted. Each attempt is paid anew."""
@@ -334,7 +338,7 @@ class StepRunner:
     def _capture_shape(self, shape: PaddedShape) -> str:
         """Make the graph of a shape, unless there is one; why none could be made, or nothing."""
         table = self._runtime.table
-        q_len = typical_q_len(shape, max_seqs=table.num_free_rows, max_kv_len=table.max_kv_len)
+        q_len = typical_q_len(shape, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len)
         if q_len is None:
             return "no request row is free" if not table.num_free_rows else "no free rows hold a step of this shape"
         try:
@@ -383,16 +387,18 @@ class StepRunner:
             self._keep(plan, trial.graph, trial.verdict, note)
         return trial.refusal
 
-    def _try(self, split_forward: SplitForward, plan: StepPlan, q_len: Int32Array, live: StepBatch | None) -> _Trial:
+    def _try(
+        self, split_forward: SplitForward[Outputs], plan: StepPlan, q_len: Int32Array, live: StepBatch | None
+    ) -> _Trial[Outputs]:
         """Make a graph and compare it with the eager run; no graph where there is no room to compare it.
 
         Ranks agree twice: when the graph is recorded, so that all compare it or none does, and on what came of it.
         """
         name = f"the capture of {shape_name(plan.shape)}"
-        fresh: list[_FreshGraph] = []
+        fresh: list[_FreshGraph[Outputs]] = []
         recorded = _Once(self._runtime.agree)
 
-        def record(step: Step | SplitStep) -> Callable[[], Tensor]:
+        def record(step: Step | SplitStep) -> Callable[[], Outputs]:
             assert self._recorder is not None
             body = partial(self._watched_body, name, split_forward, step)
             refusal = ""
@@ -420,7 +426,7 @@ class StepRunner:
             raise
         return self._agreed(_Trial(fresh[0] if fresh else None, verdict), recorded)
 
-    def _refused(self, reason: str) -> _Trial:
+    def _refused(self, reason: str) -> _Trial[Outputs]:
         """No graph, for this reason. Faults of the steps that it was tried on are no caller's."""
         self._runtime.forget_faults()
         return _Trial.refused(reason)
@@ -431,7 +437,7 @@ class StepRunner:
             self._agreed(_Trial.refused(reason, is_final=True), recorded)
             self._switch_off(reason)
 
-    def _agreed(self, trial: _Trial, recorded: _Once) -> _Trial:
+    def _agreed(self, trial: _Trial[Outputs], recorded: _Once) -> _Trial[Outputs]:
         """The trial, with what other ranks found out about theirs: a graph serves on all of them or on none."""
         with suppress(RecordingRefused):  # which all of them say again
             recorded.say(trial.refusal)
@@ -443,7 +449,7 @@ class StepRunner:
         verdict = replace(trial.verdict, failure=agreed.get("failure", ""), bitwise="not bitwise" not in agreed)
         return _Trial(None if "not made" in agreed else trial.graph, verdict, "final" in agreed)
 
-    def _keep(self, plan: StepPlan, graph: _FreshGraph, verdict: Verdict, note: str) -> None:
+    def _keep(self, plan: StepPlan, graph: _FreshGraph[Outputs], verdict: Verdict, note: str) -> None:
         if all(kept.key != plan.key for kept in self._entry_of_plan):
             # An interrupt may have come after a graph was put there, and before its plan led to it.
             self._graphs.drop(plan.key)
@@ -453,7 +459,7 @@ class StepRunner:
         check = verdict.summary + note
         self._buckets.append(CapturedBucket(plan.key, graph.seconds, verdict.seconds, graph.recording.bytes, check))
 
-    def _watched_body(self, name: str, split_forward: SplitForward, step: Step | SplitStep) -> Tensor:
+    def _watched_body(self, name: str, split_forward: SplitForward[Outputs], step: Step | SplitStep) -> Outputs:
         with self._watchdog.watch(f"forward, run for {name},"):
             return self._body_with(split_forward, step)
 
@@ -485,7 +491,7 @@ class _Once:
 
 
 @dataclass(frozen=True, slots=True)
-class _FreshGraph:
+class _FreshGraph(Generic[Outputs]):
     """A graph that was not checked yet.
 
     seconds:       of warm-up and recording
@@ -493,34 +499,34 @@ class _FreshGraph:
     """
 
     recording: Recording
-    outputs: Tensor
+    outputs: Outputs
     seconds: float
     stored_layers: int
 
     @classmethod
-    def of(cls, recorder: Recorder, fn: Callable[[], Tensor], runtime: AttentionRuntime) -> _FreshGraph:
+    def of(cls, recorder: Recorder, fn: Callable[[], Outputs], runtime: AttentionRuntime) -> _FreshGraph[Outputs]:
         started = time.perf_counter()
         recording, outputs = recorder.record(fn)
         return cls(recording, outputs, time.perf_counter() - started, runtime.stored_layers)
 
-    def replay(self) -> Tensor:
+    def replay(self) -> Outputs:
         self.recording.replay()
         return self.outputs
 
 
 @dataclass(frozen=True, slots=True)
-class _Trial:
+class _Trial(Generic[Outputs]):
     """A graph, or none where there was no room to compare it, and what came of it.
 
     is_final: whether no other way to make the graph is tried
     """
 
-    graph: _FreshGraph | None
+    graph: _FreshGraph[Outputs] | None
     verdict: Verdict
     is_final: bool = False
 
     @classmethod
-    def refused(cls, reason: str, *, is_final: bool = False) -> _Trial:
+    def refused(cls, reason: str, *, is_final: bool = False) -> _Trial[Outputs]:
         """No graph, for this reason."""
         return cls(None, Verdict(reason, "", 0.0, bitwise=False), is_final)
 

@@ -19,13 +19,13 @@ from rocm_attn.cli.options import ON_GENERATE
 from rocm_attn.cli.ordered_text import OrderedText
 from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.cli.streams import say
-from rocm_attn.errors import BadModel, BadRequest, BadSetting, CapacityExceeded, RocmAttnError
+from rocm_attn.errors import BadModel, BadRequest, BadSetting, NeverFits, RocmAttnError
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel, ModelFiles, default_dtype, load_model, model_kind, open_model
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.parallel.ranked_engine import RankedEngine
 from rocm_attn.runner.report import Report
-from rocm_attn.runner.request import Completion, Event, FailureEvent, Request, RequestsFailed
+from rocm_attn.runner.request import AbortEvent, Completion, Event, FailureEvent, Request, RequestsFailed
 from rocm_attn.runner.sampling import Sampling
 from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal
 
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> None:
         if not full:
             raise
         what = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CapacityExceeded(
+        raise NeverFits(
             f"the memory is full ({what}); lower --max-batch-size, --num-pages or --swa-pages, or take a smaller model"
         ) from error
 
@@ -208,7 +208,7 @@ def _progress(num_prompts: int) -> Callable[[Event], None]:
         nonlocal num_done
         if isinstance(event, FailureEvent):
             say(f"prompt {event.request + 1} failed: {event.error}")
-        elif event.finish_reason is not None:
+        elif isinstance(event, AbortEvent) or event.finish_reason is not None:
             num_done += 1
             say(f"{num_done} of {num_prompts} prompts done")
 
@@ -224,7 +224,7 @@ def _texts(prompts: Sequence[str]) -> Callable[[Event], None]:
         if isinstance(event, FailureEvent):
             say(f"prompt {event.request + 1} failed: {event.error}")
             texts.finish(event.request)
-        elif event.finish_reason is not None:
+        elif isinstance(event, AbortEvent) or event.finish_reason is not None:
             texts.finish(event.request)
 
     return show
@@ -256,6 +256,7 @@ def _lines(report: Report) -> list[str]:
         + (f", and {report.swa_pages} for layers with a window" if report.swa_pages else ""),
         *([f"{report.ranks} ranks share the model"] if report.ranks > 1 else []),
         *(f"  {sentence}" for sentence in report.cost_of_ranks),
+        report.memory_line(),
         *(["deterministic: a prompt's tokens do not depend on the prompts beside it"] if report.deterministic else []),
         *([f"SAFEGUARDS OFF: {', '.join(report.guards_off)}"] if report.guards_off else []),
         *([] if report.metrics.graphs_off else [f"graphs {report.graphs}"]),

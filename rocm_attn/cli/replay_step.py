@@ -19,7 +19,7 @@ from rocm_attn.capture.check import NO_CHECK, bitwise_equal
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli.arguments import device_named
-from rocm_attn.errors import BadSetting, CapacityExceeded, RocmAttnError
+from rocm_attn.errors import BadSetting, NeverFits, RocmAttnError
 from rocm_attn.oracle.numerics import BOUNDS, error_parts
 from rocm_attn.oracle.reference import attend_paged
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, num_pages
@@ -120,7 +120,7 @@ class _Replay:
     def build(
         cls, dump: FlightDump, noted: NotedStep, device: torch.device, provider: str | None, seed: int
     ) -> _Replay:
-        """Rebuild the step. Raises CapacityExceeded where its pages do not fit this machine, Unsupported."""
+        """Rebuild the step. Raises NeverFits where its pages do not fit this machine, Unsupported."""
         runtime = _runtime(dump.runtime, dump.problems, noted, device, provider)
         batch = noted.batch()
         _reserve(runtime, noted)
@@ -207,7 +207,7 @@ def _runtime(
     pages = 2 + sum(num_pages(length, problems[0].page_size) for length in noted.kv_len)
     wanted, available = pages * page_bytes(problems), _available_bytes(device)
     if wanted > available:
-        raise CapacityExceeded(
+        raise NeverFits(
             f"the step's K and V take {wanted} bytes for each kind of layer and {available} are free on {device}; "
             "choose a smaller step or another device"
         )

@@ -235,6 +235,14 @@ GUARDS: tuple[Guard, ...] = (
         "test_shared_rows.py::test_a_row_that_goes_back_leaves_its_forks_alone",
     ),
     _guard(
+        "kept_ids",
+        "table.is_kept",
+        "an id of kept pages that were dropped leads to another request's pages, to be begun over or dropped",
+        "prefix sharing, G1",
+        unguarded.whatever_is_kept_there,
+        "test_shared_rows.py::test_dropped_pages_are_not_begun_over",
+    ),
+    _guard(
         "stored_tokens",
         "batch.stored",
         "a step attends to tokens that were never stored, and what an earlier request left there is taken for theirs",

@@ -24,6 +24,7 @@ from rocm_attn.kernels.metadata.engine_tensors import EngineLengths, LengthBound
 from rocm_attn.kernels.metadata.given_inputs import GivenInputs
 from rocm_attn.kernels.metadata.slot_layout import UPDATE_WORDS
 from rocm_attn.kernels.metadata.step_tensors import StepTensors, TableTerms
+from rocm_attn.paging.kept_pages import KeptIds
 from rocm_attn.paging.page_table import RowWidth
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.problem import Problem
@@ -109,8 +110,7 @@ def slots_past_the_row(ops: StepOps) -> StepOps:
         ops.fill(step, page_size=page_size, window_left=window_left)
         position = step.position_of_token
         token = torch.arange(len(position), device=position.device)
-        seq = torch.searchsorted(step.q_indptr[1:], token, right=True).clamp(max=len(step.row_of_seq) - 1)
-        cell = step.row_of_seq[seq].long() * step.table.shape[1] + position // page_size
+        cell = step.row_of_token.long() * step.table.shape[1] + position // page_size
         page = step.table.reshape(-1)[cell.clamp(max=step.table.numel() - 1)]
         slot = page * page_size + position % page_size
         step.slot_of_token.copy_(torch.where(token < step.counts[1], slot, 0))
@@ -227,8 +227,7 @@ class _ReadsDeadV:
         dead = args.pages.values.read(page).masked_fill(live[:, :, None, None], 0)
         product = (0 * dead).sum(1).repeat_interleave(self.problem.gqa_ratio, 1)
         token = torch.arange(args.out.shape[0], device=page.device)
-        seq = torch.searchsorted(step.q_indptr[1:], token, right=True).clamp(max=len(page) - 1)
-        args.out.add_(torch.where((token < step.counts[1])[:, None, None], product[seq], 0))
+        args.out.add_(torch.where((token < step.counts[1])[:, None, None], product[step.seq_of_token], 0))
 
 
 def unmasked_v(selection: Selection) -> Selection:
@@ -292,8 +291,9 @@ def let_sealed_memory_move(reason: str) -> None:
     """Growth goes on, although graphs read the memory that is given up."""
 
 
-def let_weights_move(layer: int) -> None:
-    """A layer's weights are replaced, although graphs read the old ones."""
+def let_weights_move(owned: Tensor, given: Tensor) -> Tensor:
+    """A layer's weights are other tensors from now on, although graphs read the old ones."""
+    return torch.empty_like(owned).copy_(given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +323,11 @@ def never_shared(holders: Int32Array) -> npt.NDArray[np.bool_]:
 def no_floor(kv_len: int) -> int:
     """A row and its forks store wherever their steps begin."""
     return 0
+
+
+def whatever_is_kept_there(given: KeptIds, there: KeptIds) -> npt.NDArray[np.bool_]:
+    """An id stands for what lies in its place now."""
+    return np.ones(len(given), np.bool_)
 
 
 def whatever_was_stored(table: RequestTable) -> tuple[Callable[[StepBatch], None], Callable[[StepBatch], None]]:

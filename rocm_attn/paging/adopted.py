@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import INT32_MAX
-from rocm_attn.errors import BadTensor, CapacityExceeded, WrongState
+from rocm_attn.errors import BadTensor, NeverFits, WrongState
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
 from rocm_attn.kernels.metadata.engine_tensors import GatherSource
@@ -247,7 +247,7 @@ class AdoptedTables:
                 f"gaps; this one is {source.entries.dtype} with strides {source.entries.stride()}"
             )
         if source.row_tokens(self.page_size) < self.max_kv_len:
-            raise CapacityExceeded(
+            raise NeverFits(
                 f"a row of the table of the {space.name} space has room for {source.row_tokens(self.page_size)} "
                 f"tokens; sequences may have {self.max_kv_len}"
             )
@@ -352,7 +352,7 @@ class AdoptedPages:
                 f"the layer works in {problem.dtype} on {self.device}"
             )
         if pages.shape[0] > self._num_pages:
-            raise CapacityExceeded(
+            raise NeverFits(
                 f"{name} of layer {layer} has {pages.shape[0]} pages, kernels were chosen for {self._num_pages}; "
                 "raise num_pages"
             )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import INT32_MAX
-from rocm_attn.errors import BadProblem, CapacityExceeded
+from rocm_attn.errors import BadProblem, NeverFits
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space
@@ -29,9 +29,9 @@ class KVPool:
     def __init__(self, problems: Sequence[Problem], *, num_pages: int, page_size: int, device: torch.device) -> None:
         self.page_size = page_size
         if num_pages < 2:
-            raise CapacityExceeded(f"num_pages is {num_pages}; at least 2 are needed, because page 0 is reserved")
+            raise NeverFits(f"num_pages is {num_pages}; at least 2 are needed, because page 0 is reserved")
         if num_pages * self.page_size > INT32_MAX:
-            raise CapacityExceeded(
+            raise NeverFits(
                 f"{num_pages} pages of {self.page_size} tokens overflow an int32 slot id; use at most "
                 f"{INT32_MAX // self.page_size} pages"
             )
@@ -104,7 +104,7 @@ class HybridKVPool:
     spaces:    where each lives
     num_pages: space -> pages, the reserved page 0 included
 
-    Raises BadProblem, CapacityExceeded.
+    Raises BadProblem, NeverFits.
     """
 
     def __init__(

@@ -14,9 +14,10 @@ import numpy.typing as npt
 import torch
 
 from rocm_attn.batch.step_batch import Int32Array
-from rocm_attn.errors import BadBatch, CapacityExceeded
+from rocm_attn.errors import BadBatch, NeverFits
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, OWN_TABLE, TableTerms
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
+from rocm_attn.paging.kept_pages import IsKept, the_same_id
 from rocm_attn.paging.stored_tokens import SharedFloor, after_what_is_shared
 
 
@@ -40,9 +41,9 @@ class RowWidth:
     """What a row may hold, and how pages are put into it: never past its end."""
 
     def require(self, kv_len: int, max_kv_len: int) -> None:
-        """Raise CapacityExceeded unless a row can hold kv_len tokens."""
+        """Raise NeverFits unless a row can hold kv_len tokens."""
         if kv_len > max_kv_len:
-            raise CapacityExceeded(f"{kv_len} tokens exceed the {max_kv_len} that a row can hold; raise max_kv_len")
+            raise NeverFits(f"{kv_len} tokens exceed the {max_kv_len} that a row can hold; raise max_kv_len")
 
     def put(self, entries: Int32Array, row: int, first: int, pages: Sequence[int]) -> list[tuple[int, int, int]]:
         """entries[row, first + i] = pages[i]; the changed cells, as PendingChanges lists them."""
@@ -58,11 +59,11 @@ IsShared = Callable[[Int32Array], npt.NDArray[np.bool_]]
 
 
 def held_by_several(holders: Int32Array) -> npt.NDArray[np.bool_]:
-    """Whether more than one row holds a page."""
+    """Whether a page has more than one holder: rows, and keeps."""
     return holders > 1
 
 
-# a page that no row holds, copies that are still to be made -> whether one of them reads it
+# a page without holders, copies that are still to be made -> whether one of them reads it
 IsSource = Callable[[int, Mapping[int, int]], bool]
 
 
@@ -79,12 +80,14 @@ class TableGuards:
     is_shared:    which partly filled pages are copied before a row writes to them
     is_source:    which free pages are not handed out yet, because a copy has still to be made of them
     shared_floor: which tokens neither a fork nor its parent stores again
+    is_kept:      which ids are taken for those of kept pages
     """
 
     row_width: RowWidth = WITHIN_THE_ROW
     is_shared: IsShared = held_by_several
     is_source: IsSource = still_to_be_copied
     shared_floor: SharedFloor = after_what_is_shared
+    is_kept: IsKept = the_same_id
 
 
 ALL_TABLE_GUARDS = TableGuards()
@@ -110,7 +113,7 @@ class SpacePages:
 
     def __post_init__(self) -> None:
         if not RESERVED_PAGE < self.first_page < self.num_pages:
-            raise CapacityExceeded(
+            raise NeverFits(
                 f"{self.knob} is {self.num_pages} and the first page handed out is {self.first_page}; at least one "
                 f"page must be handed out, and page {RESERVED_PAGE} is reserved"
             )
@@ -133,10 +136,11 @@ class SpacePages:
 class PageTable:
     """Rows of pages of one space, int32 [num_rows, width], with reference counts.
 
-    The caller knows how long rows are: `end` is one past a row's last page_no.
+    A page is held by rows, and by keeps, which outlast them. The caller knows how long rows are: `end` is one past a
+    row's last page_no.
 
-    Changes are made in such an order that an interrupt between two statements may lose a page, which is held by no row
-    and not free then, but never leaves one free that a row holds, or shared and not counted so.
+    Changes are made in such an order that an interrupt between two statements may lose a page, which has no holder
+    and is not free then, but never leaves one free that has a holder, or shared and not counted so.
     """
 
     def __init__(
@@ -156,10 +160,10 @@ class PageTable:
         self.num_usable_pages = pages.num_pages - pages.first_page
         self._page_size = page_size
         self._guards = guards
-        self._holders = np.zeros(pages.num_pages, np.int32)  # rows that hold a page
+        self._holders = np.zeros(pages.num_pages, np.int32)  # rows that hold a page, and keeps of it
         self._holders[RESERVED_PAGE] = 1
         self._free = list(range(pages.num_pages - 1, pages.first_page - 1, -1))
-        # No row holds these, but a copy has still to be made of each.
+        # These have no holder, but a copy has still to be made of each.
         self._sources: list[int] = []
         # Of each row: the first page_no that it holds or will hold, the earliest start of a step whose windows are all
         # there, and the start at which the next page is out of reach of every later step. int64: sums of two bounds.
@@ -206,8 +210,12 @@ class PageTable:
         """Whether rows must not write to these pages of theirs."""
         return self._guards.is_shared(self._holders[self.entries_host[rows, page_no]])
 
+    def num_holders(self, pages: Int32Array) -> Int32Array:
+        """Rows that hold these pages, and keeps of them; the shape of pages."""
+        return self._holders[pages]
+
     def held_elsewhere(self, rows: Int32Array, end: int) -> npt.NDArray[np.bool_]:
-        """Of the pages [0, end) of rows, [len(rows), end]: whether another row holds them too."""
+        """Of the pages [0, end) of rows, [len(rows), end]: whether they have other holders too."""
         return self._holders[self.entries_host[rows, :end]] > 1
 
     def own(self, row: int, page_no: int) -> None:
@@ -232,11 +240,53 @@ class PageTable:
             )
         first = max(int(self._first[row]), self.pages.first_needed(kv_len, self._page_size))
         self._set_first(child, first if kv_len else 0)
-        if first < end:
-            pages = self.entries_host[row, first:end]
-            self._holders[pages] += 1
-            self.entries_host[child, first:end] = pages
-            self.pending.cells.append((child, first, end))
+        self._hold(child, first, self.entries_host[row, first:end])
+
+    def must_hold(self, rows: Int32Array, page_no: Int32Array) -> None:
+        """Raise BadBatch where page page_no[i] of rows[i] has left the window."""
+        left = self.entries_host[rows, page_no] == RESERVED_PAGE
+        if left.any():
+            at = int(left.argmax())
+            raise BadBatch(
+                f"page_no {page_no[at]} of row {rows[at]} has left the window of the {self.space.name} space; keep it "
+                "before a step gives it back, or in the other space alone"
+            )
+
+    def keep(self, rows: Int32Array, page_no: Int32Array) -> Int32Array:
+        """One holder more for page page_no[i] of rows[i]; the pages, int32 [n]."""
+        pages: Int32Array = self.entries_host[rows, page_no]
+        np.add.at(self._holders, pages, 1)  # rows may share a page
+        return pages
+
+    def let_go(self, pages: Int32Array) -> None:
+        """One holder less for each of these pages, for each time that it is named; without any it is free."""
+        np.subtract.at(self._holders, pages, 1)
+        free = list(dict.fromkeys(pages[self._holders[pages] == 0].tolist()))
+        if self.pending.copies:
+            for page in free:
+                self._set_free(page)
+        else:
+            self._free += free
+
+    def first_held_of(self, pages: Int32Array, kv_len: int) -> int:
+        """The first page_no that a row of kv_len tokens takes, of kept pages from page_no 0 on; 0: not kept.
+
+        Raises BadBatch where a page is missing that steps from kv_len on see.
+        """
+        needed = min(self.pages.first_needed(kv_len, self._page_size), len(pages))
+        missing = np.flatnonzero(pages[needed:] == RESERVED_PAGE)
+        first = needed + int(missing[-1]) + 1 if len(missing) else needed
+        if len(missing) and kv_len < first * self._page_size + self.pages.window_left:
+            raise BadBatch(
+                f"page_no {first - 1} is not kept in the {self.space.name} space any more, and steps after {kv_len} "
+                "tokens look at it; admit over fewer pages, or compute them again"
+            )
+        return first
+
+    def begin_over(self, row: int, first: int, pages: Int32Array) -> None:
+        """Let row, which holds nothing, hold kept pages from page_no first on. pages: from page_no 0 on."""
+        self._set_first(row, first)
+        self._hold(row, first, pages[first:])
 
     def evict(self, rows: Int32Array, start: Int32Array, end: Int32Array) -> None:
         """Give back the pages that no step needs whose new tokens begin at start[i] or later in rows[i].
@@ -298,26 +348,30 @@ class PageTable:
         self._earliest_start[row] = tokens + self.pages.window_left if first else 0
         self._next_eviction[row] = tokens + self._page_size + self.pages.window_left + self.pages.kept
 
+    def _hold(self, row: int, first: int, pages: Int32Array) -> None:
+        """Row holds these pages too, from page_no first on."""
+        if len(pages):
+            self._holders[pages] += 1
+            self.entries_host[row, first : first + len(pages)] = pages
+            self.pending.cells.append((row, first, first + len(pages)))
+
     def _give_back(self, row: int, first: int, end: int) -> None:
         if first < end:
-            pages = self.entries_host[row, first:end].tolist()
+            pages = self.entries_host[row, first:end].copy()
             self.pending.cells.append((row, first, end))
             self.entries_host[row, first:end] = RESERVED_PAGE
-            for page in pages:
-                if page != RESERVED_PAGE:  # it is where an interrupted call comes again
-                    self._drop(page)
+            self.let_go(pages[pages != RESERVED_PAGE])  # it is where an interrupted call comes again
 
     def _take(self) -> int:
         page = self._free.pop()
         self._holders[page] = 1
         return page
 
-    def _drop(self, page: int) -> None:
-        self._holders[page] -= 1
-        if self._holders[page] == 0:
-            source = self.pending.copies.pop(page, page)
-            # A page handed out too early would be written to before it was read by a copy that is launched once more.
-            (self._sources if self._guards.is_source(page, self.pending.copies) else self._free).append(page)
-            if source in self._sources and not self._guards.is_source(source, self.pending.copies):
-                self._sources.remove(source)
-                self._free.append(source)
+    def _set_free(self, page: int) -> None:
+        """A page without holders may be handed out, as soon as no copy has to be made of it."""
+        source = self.pending.copies.pop(page, page)
+        # A page handed out too early would be written to before it was read by a copy that is launched once more.
+        (self._sources if self._guards.is_source(page, self.pending.copies) else self._free).append(page)
+        if source in self._sources and not self._guards.is_source(source, self.pending.copies):
+            self._sources.remove(source)
+            self._free.append(source)

@@ -1,13 +1,15 @@
 """RequestTable: the rows that requests hold, how long each may be, and in each space the pages that its KV lies in.
 
 Row 0 and page 0 are reserved: padded sequences point there. Pages are counted, so that requests can share a prefix;
-a partly filled page that several rows hold is copied before one of them goes on in it. With an SWA space, a row has
-pages in both spaces, by one length. What is known of a row's tokens, and may be done with them: stored_tokens.py.
+a partly filled page that several rows hold is copied before one of them goes on in it. Full pages can be kept: they
+stay when their row is freed, and other rows begin over them. With an SWA space, a row has pages in both spaces, by one
+length. What is known of a row's tokens, and may be done with them: stored_tokens.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -15,17 +17,22 @@ import torch
 from rocm_attn.batch.inputs import ON_HOST, DeviceInputs
 from rocm_attn.batch.prefixes import SharedPrefixes
 from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch
-from rocm_attn.errors import BadBatch, BadSetting, CapacityExceeded, OutOfPages, WrongState
+from rocm_attn.errors import BadBatch, BadSetting, NeverFits, OutOfPages, OutOfRows, WrongState
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
-from rocm_attn.paging.index_spaces import RESERVED_ROW, Space, num_pages
+from rocm_attn.paging.index_spaces import RESERVED_PAGE, RESERVED_ROW, Space, num_pages
+from rocm_attn.paging.kept_pages import GivenIds, KeptIds, KeptPages
 from rocm_attn.paging.page_table import ALL_TABLE_GUARDS, PageTable, PendingChanges, SpacePages, TableGuards
 from rocm_attn.paging.stored_tokens import StoredTokens
+
+# All that a table may have.
+EVERY_SPACE: Final[tuple[Space, ...]] = (Space.FULL, Space.SWA)
 
 
 class RequestTable:
     """Rows of pages, with reference counts.
 
-    max_num_seqs: requests that can be admitted at a time (row 0 comes on top)
+    max_num_seqs: sequences that a step may have
+    max_num_rows: requests that can be admitted at a time, at least as many (row 0 comes on top); 0: max_num_seqs
     max_kv_len:   tokens that a row can hold
     num_pages:    pages of the full space's pool, the reserved page 0 included
     windows:      other spaces, whose pages are given back when they have left the window
@@ -40,24 +47,29 @@ class RequestTable:
         page_size: int,
         device: torch.device,
         windows: Sequence[SpacePages] = (),
+        max_num_rows: int = 0,
         guards: TableGuards = ALL_TABLE_GUARDS,
     ) -> None:
+        num_rows = (max_num_rows or max_num_seqs) + 1
         if max_num_seqs < 1 or max_kv_len < 1:
-            raise CapacityExceeded(
-                f"max_num_seqs is {max_num_seqs} and max_kv_len is {max_kv_len}; both must be at least 1"
+            raise NeverFits(f"max_num_seqs is {max_num_seqs} and max_kv_len is {max_kv_len}; both must be at least 1")
+        if num_rows <= max_num_seqs:
+            raise NeverFits(
+                f"max_num_rows is {max_num_rows} and a step may have max_num_seqs = {max_num_seqs} sequences, each of "
+                "which needs a row; raise max_num_rows"
             )
         self._row_width = guards.row_width
         self.page_size = page_size
-        self.max_kv_len = max_kv_len
+        self.max_num_seqs, self.max_kv_len = max_num_seqs, max_kv_len
         self.width = (max_kv_len + page_size - 1) // page_size
         if self.width * page_size > INT32_MAX:
-            raise CapacityExceeded(
+            raise NeverFits(
                 f"max_kv_len is {max_kv_len}; lengths are int32, so use at most {INT32_MAX // page_size * page_size}"
             )
         self.spaces = tuple(
             PageTable(
                 pages,
-                num_rows=max_num_seqs + 1,
+                num_rows=num_rows,
                 width=self.width,
                 page_size=page_size,
                 device=device,
@@ -68,11 +80,12 @@ class RequestTable:
         self._full = self.spaces[0]
         self._windowed = tuple(table for table in self.spaces if table.pages.window_left != ALL_KEYS)
         # Tokens the row's owner asked room for, and tokens the row's pages hold; -1 in both: not admitted.
-        self._reserved_len = np.full(max_num_seqs + 1, -1, np.int32)
-        self._capacity = np.full(max_num_seqs + 1, -1, np.int32)
-        self.tokens = StoredTokens(max_num_seqs + 1, guards.shared_floor)
-        self._free_rows = list(range(max_num_seqs, RESERVED_ROW, -1))
-        self._seen = np.zeros(max_num_seqs + 1, np.int32)
+        self._reserved_len = np.full(num_rows, -1, np.int32)
+        self._capacity = np.full(num_rows, -1, np.int32)
+        self.tokens = StoredTokens(num_rows, guards.shared_floor)
+        self._kept = KeptPages(len(self.spaces), guards.is_kept)
+        self._free_rows = list(range(num_rows - 1, RESERVED_ROW, -1))
+        self._seen = np.zeros(num_rows, np.int32)
         self._rows_checked = b""
         self._num_forgotten = 0
         self._prefixes_checked: tuple[SharedPrefixes | None, bytes, int] = (None, b"", 0)
@@ -100,7 +113,7 @@ class RequestTable:
 
     @property
     def num_free_pages(self) -> int:
-        """Pages of the full space that no row holds."""
+        """Pages of the full space that are neither held by a row nor kept."""
         return self._full.num_free_pages
 
     @property
@@ -112,6 +125,11 @@ class RequestTable:
     def num_free_rows(self) -> int:
         return len(self._free_rows)
 
+    @property
+    def most_new_seqs(self) -> int:
+        """Sequences that a step of requests that are admitted now may have."""
+        return min(self.num_free_rows, self.max_num_seqs)
+
     def space(self, space: Space) -> PageTable:
         """The pages of a space. Raises BadSetting where rows have none there."""
         for table in self.spaces:
@@ -120,11 +138,9 @@ class RequestTable:
         raise BadSetting(f"rows have no pages in the {space.name} space; build the runtime with swa_pages")
 
     def admit(self) -> int:
-        """A fresh row without pages. Raises CapacityExceeded when every row is taken."""
+        """A fresh row without pages. Raises OutOfRows when every row is taken."""
         if not self._free_rows:
-            raise CapacityExceeded(
-                f"all {len(self._capacity) - 1} rows are taken; free a request or raise max_num_seqs"
-            )
+            raise OutOfRows(f"all {len(self._capacity) - 1} rows are taken; free a request or raise max_num_rows")
         row = self._free_rows.pop()
         self._capacity[row] = 0
         self._reserved_len[row] = 0
@@ -133,14 +149,15 @@ class RequestTable:
     def reserve(self, row: int, kv_len: int) -> None:
         """Make room for kv_len tokens in row, in every space. What the row holds beyond them stays.
 
-        Raises OutOfPages, CapacityExceeded beyond max_kv_len and WrongState for a row that is not admitted;
-        nothing is changed then.
+        Raises OutOfPages, NeverFits beyond max_kv_len and for more pages than the pool has, and WrongState for a row
+        that is not admitted; nothing is changed then.
         """
         self._must_be_admitted(row)
         self._row_width.require(kv_len, self.max_kv_len)
         for table in self.spaces:
             short = self._short(table, row, kv_len)
             if short > table.num_free_pages:
+                self._must_fit(table, row, kv_len)
                 raise OutOfPages(
                     f"row {row} needs {short} more pages{table.pages.of} for {kv_len} tokens and "
                     f"{table.num_free_pages} are free; free a request or raise {table.pages.knob}"
@@ -182,6 +199,8 @@ class RequestTable:
             # An upper bound: of two rows that share a page only one needs a copy.
             short = sum(self._short(table, row, length) for row, length in zip(rows, kv_len, strict=True))
             if short > table.num_free_pages:
+                for row, length in zip(rows, kv_len, strict=True):
+                    self._must_fit(table, row, length)
                 raise OutOfPages(
                     f"{len(rows)} sequences need more pages{table.pages.of} than the {table.num_free_pages} that are "
                     f"free; free a request or raise {table.pages.knob}"
@@ -208,7 +227,7 @@ class RequestTable:
         """A new row that shares the first kv_len tokens of row, page by page. Neither row stores these again.
 
         To compute some of them again, share fewer, or truncate() the row that goes back.
-        Raises CapacityExceeded, and BadBatch for tokens that row has no room for, or has no window of any more.
+        Raises OutOfRows, and BadBatch for tokens that row has no room for, or has no window of any more.
         """
         self._must_be_admitted(row)
         if not 0 <= kv_len <= self._reserved_len[row]:
@@ -225,9 +244,139 @@ class RequestTable:
         self.tokens.share(row, child, kv_len)
         return child
 
+    def keep(self, row: int, first_page_no: int, end_page_no: int, spaces: Collection[Space] = EVERY_SPACE) -> KeptIds:
+        """Keep the pages [first_page_no, end_page_no) of row until drop(), whatever becomes of row.
+
+        Row does not store in them again: to compute some of their tokens again, truncate() it. A page may be kept
+        several times, under an id for each.
+
+        spaces: in which a page is kept; those that the table does not have do not count
+        Returns int64 [n] ids, one for each page_no.
+        Raises WrongState, and BadBatch for a page that is not full of stored tokens, or has left a window; nothing is
+        changed then. A length that only the device knows counts by its bound: keep what is known to be stored.
+        """
+        self._must_be_admitted(row)
+        if not 0 <= first_page_no <= end_page_no:
+            raise BadBatch(f"pages [{first_page_no}, {end_page_no}) were to be kept; the range is not one of pages")
+        page_no = np.arange(first_page_no, end_page_no, dtype=np.int32)
+        return self.keep_all(np.full(len(page_no), row, np.int32), page_no, spaces)
+
+    def keep_all(self, rows: Int32Array, page_no: Int32Array, spaces: Collection[Space] = EVERY_SPACE) -> KeptIds:
+        """keep(rows[i], page_no[i], page_no[i] + 1) for every i, or for none. A row may be named several times.
+
+        rows, page_no: int32 [n]
+        """
+        if len(rows) == 0:
+            return np.empty(0, np.int64)
+        self._must_all_be_admitted(rows)
+        stored_len, kv_len = self.tokens.of(rows), (page_no + 1) * self.page_size
+        wrong = (kv_len > stored_len) | (page_no < 0)
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise BadBatch(
+                f"row {rows[at]} has {stored_len[at]} stored tokens, which fill the pages before page_no "
+                f"{stored_len[at] // self.page_size}; page_no {page_no[at]} cannot be kept"
+            )
+        named = [table.space in spaces for table in self.spaces]
+        for table, is_named in zip(self.spaces, named, strict=True):
+            if is_named:
+                table.must_hold(rows, page_no)
+        self.tokens.raise_floor(rows, kv_len)
+        pages = np.zeros((len(self.spaces), len(rows)), np.int32)
+        for space, table in enumerate(self.spaces):
+            if named[space]:
+                pages[space] = table.keep(rows, page_no)
+        return self._kept.add(page_no, pages)
+
+    def admit_over(self, ids: GivenIds, kv_len: int) -> int:
+        """A new row whose first kv_len tokens are stored in kept pages. They stay kept.
+
+        The row does not store these tokens again; where it goes on within the last page, reserve() copies that.
+
+        ids: int64 [n], page_no 0 first; what keep() returned for any rows, in the order of page_no. Of the SWA space
+             only the pages that steps after kv_len tokens see need be kept
+        Raises WrongState for ids that are not kept, OutOfRows, NeverFits beyond max_kv_len, and BadBatch for pages that
+        are not the first ones of a sequence, that do not hold kv_len tokens, or more than these, or that a window
+        lacks; nothing is changed then.
+        """
+        places = self._kept.places_of(ids)
+        end = len(places)
+        if kv_len < 0 or num_pages(kv_len, self.page_size) != end:
+            raise BadBatch(
+                f"{kv_len} tokens lie in {num_pages(max(0, kv_len), self.page_size)} pages of {self.page_size}, and "
+                f"{end} kept pages are given; give as many as the tokens need"
+            )
+        self._row_width.require(kv_len, self.max_kv_len)
+        strange = self._kept.page_no_at(places) != np.arange(end)
+        if strange.any():
+            at = int(strange.argmax())
+            raise BadBatch(
+                f"kept page {at} was page_no {self._kept.page_no_at(places)[at]} of its sequence; a row begins with "
+                "page_no 0, and goes on page by page"
+            )
+        pages = [self._kept.pages_at(places, space) for space in range(len(self.spaces))]
+        first = [table.first_held_of(held, kv_len) for table, held in zip(self.spaces, pages, strict=True)]
+        row = self.admit()
+        for table, begin, held in zip(self.spaces, first, pages, strict=True):
+            table.begin_over(row, begin, held)
+        self._capacity[row] = end * self.page_size
+        self._reserved_len[row] = kv_len
+        self.tokens.begin_over(row, kv_len)
+        return row
+
+    def drop(self, ids: GivenIds, spaces: Collection[Space] = EVERY_SPACE) -> None:
+        """Keep pages no longer; those that no row holds, and no other keep, are free.
+
+        spaces: in which they are dropped. An id with pages in no space is gone for ever
+        Raises WrongState for ids that are not kept in any of these spaces, or named twice; nothing is changed then.
+        """
+        places = self._kept.places_of(ids)
+        pages = [self._kept.pages_at(places, space) for space in range(len(self.spaces))]
+        named = [space for space, table in enumerate(self.spaces) if table.space in spaces]
+        # An id without any page is where an interrupted call comes again.
+        elsewhere = np.any(pages, axis=0) & ~np.any([pages[space] for space in named], axis=0)
+        if elsewhere.any():
+            raise WrongState(
+                f"{np.asarray(ids)[elsewhere][0]} is kept, but not in {' or '.join(s.name for s in spaces)}: it was "
+                "dropped there already, or never kept"
+            )
+        for space in named:
+            self._kept.clear(places, space)
+            self.spaces[space].let_go(pages[space][pages[space] != RESERVED_PAGE])
+        self._kept.forget_empty(places)
+
+    def kept_pages(self, ids: GivenIds, space: Space = Space.FULL) -> Int32Array:
+        """int32 [n]: the pages of ids in a space, 0 for those that are not kept there.
+
+        Raises WrongState, BadSetting.
+        """
+        table = self.space(space)
+        return self._kept.pages_at(self._kept.places_of(ids), self.spaces.index(table))
+
+    def num_holders(self, page: int, space: Space = Space.FULL) -> int:
+        """Rows that hold a page, and keeps of it: 0 for a free page. Raises BadBatch, BadSetting."""
+        table = self.space(space)
+        if not RESERVED_PAGE < page < table.pages.num_pages:
+            raise BadBatch(
+                f"{page} is not a page{table.pages.of}; pages run from {RESERVED_PAGE + 1} to "
+                f"{table.pages.num_pages - 1}"
+            )
+        return int(table.num_holders(np.array([page]))[0])
+
+    def num_holders_of(self, ids: GivenIds, space: Space = Space.FULL) -> Int32Array:
+        """int32 [n]: num_holders of the pages of ids in a space, each keep itself included.
+
+        1: only this keep holds the page, so that drop() makes it free; 0: it is not kept there.
+        Raises WrongState, BadSetting.
+        """
+        pages = self.kept_pages(ids, space)
+        holders: Int32Array = self.space(space).num_holders(pages)
+        return np.where(pages == RESERVED_PAGE, 0, holders).astype(np.int32)
+
     def truncate(self, row: int, kv_len: int) -> None:
         """Row goes back: it keeps its first kv_len tokens, and gives back the pages after them.
 
+        With the tokens that are stored, or more, row loses nothing but room that was reserved ahead, in every space.
         Where row shares pages this is how it goes back at all: the next reserve() copies the page that kv_len lies in,
         if another row holds it too, and takes others for those after it. A row that shares none may as well begin a
         step earlier. Raises WrongState, and BadBatch for more tokens than row has room for.
@@ -282,7 +431,8 @@ class RequestTable:
     def check_batch(self, batch: StepBatch) -> None:
         """Raise BadBatch unless every row is admitted, named once, has room for its kv_len, and holds its windows.
 
-        Also unless rows that share a prefix hold the same pages there, whole ones.
+        Also unless rows that share a prefix hold the same pages there, whole ones. Raises NeverFits for more sequences
+        than a step may have.
         """
         rows = batch.rows
         if len(rows) == 0:
@@ -334,7 +484,7 @@ class RequestTable:
             )
 
     def why_no_store(self, batch: StepBatch) -> str:
-        """Why a step must not store its new tokens, or nothing: another row holds a page that one of them lies in."""
+        """Why a step must not store its new tokens, or nothing: a page that one of them lies in has other holders."""
         # How many of a row's tokens are new, and with it where they begin, may be known on the device alone.
         if not self.tokens.has_floors or batch.num_seqs == 0 or not _q_len_on_host(batch):
             return ""
@@ -348,8 +498,9 @@ class RequestTable:
         seq = int(below.argmax())
         row, token = batch.rows[seq], start[seq]
         return (
-            f"sequence {seq} would store token {token} of row {row} in a page that another row holds too; call "
-            f"truncate({row}, {token}) and reserve({row}, {batch.kv_len[seq]}) first, or share fewer tokens in fork()"
+            f"sequence {seq} would store token {token} of row {row} in a page that another row, or keep(), "
+            f"holds too; call truncate({row}, {token}) and reserve({row}, {batch.kv_len[seq]}) first, or share "
+            "and keep fewer tokens"
         )
 
     def floors(self, rows: Int32Array) -> Int32Array:
@@ -357,8 +508,20 @@ class RequestTable:
         return self._lowered_floors(rows) if self.tokens.has_floors else self.tokens.floor[rows]
 
     def _lowered_floors(self, rows: Int32Array) -> Int32Array:
-        """The floors of rows, once more by the pages that other rows hold now."""
+        """The floors of rows, once more by the pages that have other holders now."""
         floor = self.tokens.floor[rows]
+        last = np.maximum(num_pages(floor, self.page_size) - 1, 0)
+        stays = floor == 0
+        for table in self.spaces:
+            stays |= table.num_holders(table.entries_host[rows, last]) > 1
+        # Mostly the last page before the floor still has another holder.
+        if not stays.all():
+            floor[~stays] = self._search_floors(rows[~stays], floor[~stays])
+            self.tokens.lower(rows, floor)
+        return floor
+
+    def _search_floors(self, rows: Int32Array, floor: Int32Array) -> Int32Array:
+        """Where the last page before each floor ends that has another holder."""
         ends = num_pages(floor, self.page_size)
         end = int(ends.max(initial=0))
         held = np.zeros((len(rows), end), np.bool_)
@@ -368,7 +531,6 @@ class RequestTable:
         held &= page_no < ends[:, None]
         shared_end = np.max(held * (page_no + 1), axis=1, initial=0) * self.page_size
         lowered: Int32Array = np.minimum(floor, shared_end).astype(np.int32)
-        self.tokens.lower(rows, lowered)
         return lowered
 
     def _check_prefixes(self, rows: Int32Array, prefixes: SharedPrefixes) -> None:
@@ -378,25 +540,25 @@ class RequestTable:
                 f"sequence {int(torn.argmax())} has a prefix of {prefixes.prefix_len[torn][0]} tokens in pages of "
                 f"{self.page_size}; a prefix has whole pages"
             )
-        # The last pages tell: a row comes by another's page when it is forked, and with it by all pages before.
-        last = np.maximum(prefixes.prefix_len // self.page_size - 1, 0)
-        begin = prefixes.group_begin
-        strangers = self.entries_host[rows, last] != self.entries_host[rows[begin], last]
-        strangers &= prefixes.prefix_len > 0
+        # All pages: rows over kept pages may have one of them in common, and not those before it.
+        begin, ends = prefixes.group_begin, prefixes.prefix_len // self.page_size
+        end = int(ends.max(initial=0))
+        others = self.entries_host[rows, :end] != self.entries_host[rows[begin], :end]
+        strangers = (others & (np.arange(end) < ends[:, None])).any(axis=1)
         if strangers.any():
             seq = int(strangers.argmax())
             raise BadBatch(
                 f"sequence {seq} does not share the {prefixes.prefix_len[seq]} tokens of sequence {begin[seq]}; "
-                "fork its row from that one's, or put it into another group"
+                "fork its row from that one's, admit both over the same kept pages, or put it into another group"
             )
 
     def _check_rows(self, rows: Int32Array) -> None:
-        """Raise BadBatch unless all rows are in the table and none is named twice."""
+        """Raise BadBatch unless all rows are in the table and none is named twice, NeverFits for too many."""
         # Read as unsigned, a negative row is a huge one.
         if np.maximum.reduce(rows.view(np.uint32)) >= len(self._capacity):
             self._refuse_rows(rows)
         if len(rows) > len(self._order):
-            raise BadBatch(f"{len(rows)} sequences in one step, but the table has {len(self._order)} rows")
+            raise NeverFits(f"{len(rows)} sequences in one step; raise max_num_seqs = {len(self._order)} or split it")
         order = self._order[: len(rows)]
         self._seen[rows] = order
         if (self._seen[rows] != order).any():
@@ -438,6 +600,16 @@ class RequestTable:
         wanted = num_pages(kv_len, self.page_size)
         more = table.num_held(row, wanted) - table.num_held(row, self._end(row))
         return max(0, more) + (kv_len > self._reserved_len[row] and self._shares_last_page(table, row))
+
+    def _must_fit(self, table: PageTable, row: int, kv_len: int) -> None:
+        """Raise NeverFits where row would need more pages than the pool has, whatever others give back."""
+        needed = table.num_held(row, num_pages(kv_len, self.page_size))
+        if needed > table.num_usable_pages:
+            raise NeverFits(
+                f"row {row} needs {needed} pages{table.pages.of} for {kv_len} tokens and there are "
+                f"{table.num_usable_pages}; raise {table.pages.knob}"
+                + ("" if table.window_left == ALL_KEYS else ", or go on by fewer tokens at a time, with evict() before")
+            )
 
     def _shares_last_page(self, table: PageTable, row: int) -> bool:
         """Whether the next token of row would land in a page that another row holds too."""

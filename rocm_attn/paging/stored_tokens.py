@@ -28,7 +28,7 @@ class StoredTokens:
 
     stored_len: tokens whose K and V are stored in every layer
     changed:    rows that were cut since the step that runs was staged: they may be others now
-    floor:      the first token that a step may store; those before it may lie in pages that other rows hold too
+    floor:      the first token that a step may store; those before it may lie in pages that have other holders
     """
 
     def __init__(self, num_rows: int, shared_floor: SharedFloor) -> None:
@@ -48,6 +48,13 @@ class StoredTokens:
             self._stored_len[np.frombuffer(rows, np.int32)] = np.frombuffer(kv_len, np.int32)
             self._last = (b"", b"")
         return self._stored_len
+
+    def of(self, rows: Int32Array) -> Int32Array:
+        """int32 [n]: tokens of rows that are stored. A step may still go on from the last one."""
+        last, kv_len = self._last
+        if last:
+            self._stored_len[np.frombuffer(last, np.int32)] = np.frombuffer(kv_len, np.int32)
+        return self._stored_len[rows]
 
     def goes_on(self, batch: StepBatch) -> bool:
         """Whether a step has the rows of the last one, and its new tokens come next in all of them.
@@ -70,6 +77,18 @@ class StoredTokens:
         self.floor[row] = max(floor, int(self.floor[row]))
         self.has_floors = self.has_floors or floor > 0
 
+    def begin_over(self, row: int, kv_len: int) -> None:
+        """Row, which held nothing, gets kv_len tokens that are stored in kept pages."""
+        self.stored_len[row] = kv_len
+        self.raise_floor(np.array([row], np.int32), np.array([kv_len], np.int32))
+
+    def raise_floor(self, rows: Int32Array, kv_len: Int32Array) -> None:
+        """The first kv_len[i] tokens of rows[i], which are stored, lie in pages that have other holders too."""
+        for row, length in zip(rows.tolist(), kv_len.tolist(), strict=True):
+            floor = self._shared_floor(length)
+            self.floor[row] = max(floor, int(self.floor[row]))
+            self.has_floors = self.has_floors or floor > 0
+
     def forget(self, row: int, kv_len: int) -> None:
         """Tokens of row from kv_len on do not count as stored."""
         self.changed.append(row)
@@ -82,7 +101,7 @@ class StoredTokens:
             self.lower(np.array([row]), np.array([kv_len], np.int32))
 
     def lower(self, rows: npt.NDArray[np.integer], floor: Int32Array) -> None:
-        """Tokens from floor[i] on of rows[i] lie in pages that no other row holds."""
+        """Tokens from floor[i] on of rows[i] lie in pages that have no other holder."""
         self.floor[rows] = floor
         self.has_floors = bool(self.floor.any())
 

@@ -9,28 +9,22 @@ from dataclasses import dataclass, replace
 from zlib import crc32
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from rocm_attn.capture.check import CaptureCheck
 from rocm_attn.capture.graphs import CaptureReport, Progress, eager_steps_before_capture, recorder_for
 from rocm_attn.capture.split_forward import Forward
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadLogits, BadSetting, DeviceFault
-from rocm_attn.machine.target import detect_target
-from rocm_attn.paging.kv_pool import page_bytes
-from rocm_attn.problem import UNLIMITED_WINDOW, Problem
-from rocm_attn.providers.select import Selection, select
+from rocm_attn.errors import BadLogits, BadRequest, DeviceFault
+from rocm_attn.runner.engine_runtime import model_over, runtime_for
 from rocm_attn.runner.limits import RequestLimits
-from rocm_attn.runner.linears import linears_over
 from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.model import Model
 from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.pool_size import PoolPages, default_kv_bytes, pool_pages
-from rocm_attn.runner.ranks import Ranks
+from rocm_attn.runner.prefix_cache import CachedRow
 from rocm_attn.runner.recent_steps import RecentSteps
 from rocm_attn.runner.report import Report
 from rocm_attn.runner.request import (
+    AbortEvent,
     Completion,
     Event,
     FailureEvent,
@@ -44,11 +38,6 @@ from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
 from rocm_attn.runner.serving import serve_all
 from rocm_attn.runner.tokenizer import TextStream
 from rocm_attn.runner.watched import watched_steps
-from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.selection.build import build_runtime
-from rocm_attn.selection.kernels import missing_kernels
-from rocm_attn.selection.pages import PageChoice, choose_pages, open_page_sizes, open_pools
-from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER
 from rocm_attn.watch.flight_recorder import FlightRecorder
 
@@ -60,6 +49,12 @@ class _Output:
     sequence: Sequence
     stream: TextStream | None
     text: str = ""
+
+    def last_text(self) -> str:
+        """What was held back of a character that will not be completed; it is part of the text now."""
+        piece = self.stream.finish() if self.stream is not None else ""
+        self.text += piece
+        return piece
 
     def completion(self, reason: FinishReason, error: str = "") -> Completion:
         """What it has come to in the end."""
@@ -76,7 +71,10 @@ class Engine:
     the device ends the requests that were in its step, and all that have run where that step is not known; what it
     leaves in the queue is served by the steps after it. Where only some of the step's requests can be wrong, and the
     others were not harmed (K or V that was infinite or no number), each is computed again alone, and those that show
-    the fault again end.
+    the fault again end. Pages that such a step may have written leave the prefix cache.
+
+    abort() ends a request early and says what it came to, cancel() leaves no trace of it. Both may be called between
+    two steps, and by the on_event of generate().
 
     Raises Unsupported when no kernel serves the model's layers, CapacityExceeded for a pool that cannot be.
     """
@@ -84,18 +82,10 @@ class Engine:
     def __init__(self, loaded: LoadedModel, options: EngineOptions | None = None) -> None:
         self._loaded = loaded
         self.options = options = options if options is not None else EngineOptions()
-        self.runtime = _runtime_for(loaded, options)
+        self.runtime, self._measured = runtime_for(loaded, options)
         self.max_kv_len = self.runtime.max_kv_len
         self.limits = RequestLimits(loaded.config.context_len, self.max_kv_len, loaded.config.vocab_size)
-        model = Model(
-            loaded.config,
-            loaded.weights,
-            self.runtime.head_weights,
-            max_kv_len=self.max_kv_len,
-            ranks=loaded.ranks,
-            linears=linears_over(loaded.ranks, deterministic=options.deterministic),
-        )
-        path = options.flight_record
+        path, model = options.flight_record, model_over(self.runtime, loaded, options)
         self.flight = FlightRecorder(self.runtime, path) if path is not None else NO_FLIGHT_RECORDER
         self._runner, self._steps = watched_steps(self.runtime, model.forward, options, self.flight, self._new_runner)
         self.metrics = self._runner.metrics
@@ -109,6 +99,7 @@ class Engine:
         self._outputs: dict[int, _Output] = {}
         self._done: dict[int, Completion] = {}
         self._events: list[Event] = []  # that no step() has returned yet
+        self._must_check = False  # whether a step has run since the device was waited for
         self._recent = RecentSteps()
         self._num_submitted = 0
 
@@ -131,8 +122,10 @@ class Engine:
     def capture_all(self, progress: Progress) -> CaptureReport:
         """Make every graph before the first request arrives, so that no request waits for one.
 
+        Cached prefixes are forgotten: graphs are checked on pages that are free.
         progress: as StepRunner.capture_all
         """
+        self.forget_prefixes()
         started = time.perf_counter()
         try:
             return self._runner.capture_all(progress)
@@ -148,14 +141,46 @@ class Engine:
         stops = request.stop_token_ids + (() if request.ignore_eos else self._loaded.config.eos_token_ids)
         tokenizer = self._loaded.tokenizer
         sequence = Sequence(
-            number, request, frozenset(stops), Sampler(request.sampling), list(request.prompt_token_ids)
+            number=number,
+            request=request,
+            stops=frozenset(stops),
+            sampler=Sampler(request.sampling),
+            token_ids=list(request.prompt_token_ids),
+            cached_row=CachedRow(request.cache_salt, is_cached=self.options.prefix_caching and request.prefix_caching),
         )
         self._outputs[number] = _Output(sequence, tokenizer.stream() if tokenizer is not None else None)
         self._scheduler.add(sequence)
         return number
 
+    def abort(self, number: int) -> None:
+        """End a request that waits or runs. It comes to what it has so far, with finish_reason "abort".
+
+        The next step() returns an AbortEvent, and its completion() can be had. Its pages are free again, or stay in the
+        prefix cache. Nothing happens to a request that has ended: it may have done so while the call was on its way.
+        Raises BadRequest for a number that submit() has not given.
+        """
+        if not 0 <= number < self._num_submitted:
+            raise BadRequest(
+                f"there is no request {number}; submit() has given the numbers below {self._num_submitted}"
+            )
+        output = self._outputs.pop(number, None)
+        if output is None:
+            return
+        self._scheduler.drop(output.sequence)
+        self.metrics.aborts += 1
+        piece = output.last_text()
+        self._done[number] = output.completion("abort")
+        self._events.append(AbortEvent(number, piece))
+
+    def forget_prefixes(self) -> None:
+        """Begin with an empty prefix cache: no request that comes later finds pages that were stored so far.
+
+        Call it where weights were changed in place, while no request runs.
+        """
+        self._scheduler.forget_pages()
+
     def cancel(self, number: int) -> None:
-        """Forget a request, finished or not; its pages are free again, and nothing more comes of it."""
+        """Forget a request, finished or not: its pages are given back as by abort(), and nothing more comes of it."""
         output = self._outputs.pop(number, None)
         if output is not None:
             self._scheduler.drop(output.sequence)
@@ -173,13 +198,15 @@ class Engine:
         Raises DeviceFault, unless it is contained. The requests concerned have failed then, those included that had
         ended and were not handed over yet; the next step() returns their events, and goes on with the others.
         """
-        if not self._events:
-            try:
+        try:
+            if not self._events:
                 self._advance()
-            except DeviceFault as fault:
-                self._take_in(fault)
-                if not fault.is_contained:
-                    raise
+            if not self._scheduler.has_work:
+                self._check_device()
+        except DeviceFault as fault:
+            self._take_in(fault)
+            if not fault.is_contained:
+                raise
         events, self._events = self._events, []
         return events
 
@@ -190,7 +217,7 @@ class Engine:
     def generate(self, requests: Many[Request], on_event: Callable[[Event], None] | None = None) -> list[Completion]:
         """Serve requests to their end, in the order given.
 
-        on_event: called with every new token as it comes, and with every failure
+        on_event: called with every new token as it comes, and with every failure and abort; it may call abort()
         Raises BadRequest before anything runs when one of them cannot be served. Raises RequestsFailed, which holds all
         completions, when one of them has failed, and RequestsFaulted (a DeviceFault) when the device had a fault; the
         others were served to their end. After any other exception the engine has forgotten these requests.
@@ -211,6 +238,10 @@ class Engine:
             pools=tuple(dict.fromkeys(selection.problem.pool.value for selection in runtime.selections)),
             num_pages=runtime.pool.num_pages,
             swa_pages=runtime.options.swa_pages,
+            weights_bytes=self._loaded.weights.num_bytes,
+            step_bytes=self._measured.step,
+            graph_bytes=self._measured.graph,
+            kv_bytes=runtime.pool.num_bytes,
             max_kv_len=self.max_kv_len,
             max_batch_size=self.options.max_batch_size,
             chunk=self.options.chunk,
@@ -228,7 +259,7 @@ class Engine:
         step = self._scheduler.next_step()
         logits = self._run(step)
         if step.is_of_a_suspect:
-            self._runner.check_device()  # before it gets a token, and before others run again
+            self._check_device()  # before it gets a token, and before others run again
         samplers = [sequence.sampler for sequence in step.picking]
         picks = pick_tokens(logits[: step.num_picks], samplers) if samplers else []
         reasons = self._scheduler.finish_step(step, picks)
@@ -238,11 +269,17 @@ class Engine:
                 self._fail(sequence.number, str(pick))
             else:
                 self._publish(sequence.number, pick, reason)
-        if not self._scheduler.has_work:
+
+    def _check_device(self) -> None:
+        """Wait for the device, if a step has run since that was done last. Raises DeviceFault."""
+        if self._must_check:
+            self._must_check = False
             self._runner.check_device()
+            self._scheduler.all_is_right()
 
     def _run(self, step: ScheduledStep) -> Tensor:
         before, batch = self.runtime.step_number, step.batch
+        self._must_check = True
         if self._loaded.ranks.shard.num_ranks > 1:  # that they were given the same requests, and picked the same tokens
             words = (batch.kv_len, batch.q_len, batch.token_ids)
             self.runtime.meetings.digest = crc32(np.concatenate(words).tobytes())
@@ -272,23 +309,25 @@ class Engine:
         if output is None:
             self._done[number] = replace(self._done[number], finish_reason="error", error=error)
         else:
-            piece = output.stream.finish() if output.stream is not None else ""
-            output.text += piece
+            piece = output.last_text()
             self._done[number] = output.completion("error", error)
         self._events.append(FailureEvent(number, piece, error))
 
     def _take_in(self, fault: DeviceFault) -> None:
         """Fail every request that was in the step of a fault and was not handed over; or see which are concerned."""
         faults = [fault, *self._more_faults()]
+        self._scheduler.forget_unknown_pages()
         for found in (one for fault in faults for one in fault.each):
             concerned = self._recent.requests_in(found.step)
+            if concerned is None:
+                self._scheduler.forget_pages()
             for number in self._have_run() if concerned is None else sorted(concerned):
                 output, done = self._outputs.get(number), self._done.get(number)
                 if output is not None and found.is_contained and not output.sequence.is_suspect:
                     self._scheduler.suspect(output.sequence)
                     continue
                 if output is not None:
-                    self._scheduler.drop(output.sequence)
+                    self._scheduler.fail(output.sequence)
                 if output is not None or (done is not None and not done.error):
                     self._fail(number, str(found))
 
@@ -312,69 +351,3 @@ class Engine:
         sequences = [output.sequence for output in self._outputs.values()]
         begun = [sequence.number for sequence in sequences if sequence.num_stored or sequence.new_token_ids]
         return sorted([*begun, *self._done])
-
-
-def _runtime_for(loaded: LoadedModel, options: EngineOptions) -> AttentionRuntime:
-    """A runtime whose pool holds max_batch_size sequences of full length, or as many as the memory allows."""
-    config, weights = loaded.config, loaded.weights
-    max_kv_len = config.context_len if options.max_kv_len is None else options.max_kv_len
-    if max_kv_len > config.context_len:
-        raise BadSetting(
-            f"max_kv_len is {max_kv_len} and the model's context is {config.context_len}; it cannot be more"
-        )
-    geometry = config.attention.without_idle_windows(max_kv_len)
-    over = geometry.problems(dtype=weights.dtype, page_size=1)
-    chosen = _page_choice(over, weights.device, options, loaded.ranks)
-    problems = chosen.problems(over)
-    pages = _pages(problems, options, max_kv_len, weights.device, loaded.ranks)
-    return build_runtime(
-        problems,
-        RuntimeOptions(
-            num_pages=pages.full,
-            swa_pages=pages.swa,
-            max_num_seqs=options.max_batch_size,
-            # a sequence cannot outgrow the pool
-            max_kv_len=min(max_kv_len, (pages.full - 1) * chosen.page_size),
-            provider=options.provider,
-            deterministic=options.deterministic,
-        ),
-        device=weights.device,
-        agree=loaded.ranks.agree,
-    )
-
-
-def _page_choice(problems: Many[Problem], device: torch.device, options: EngineOptions, ranks: Ranks) -> PageChoice:
-    """The pages of the options, chosen as far as they are left open. Raises Unsupported where none have kernels."""
-    target = detect_target(device)
-    missing = ranks.agree(missing_kernels(target, options.provider))
-
-    def choose(problem: Problem) -> Selection:
-        return select(problem, target, options.provider, unavailable=missing, deterministic=options.deterministic)
-
-    return choose_pages(problems, choose, open_page_sizes(options.page_size), open_pools(options.pool))
-
-
-def _pages(
-    problems: Many[Problem], options: EngineOptions, max_kv_len: int, device: torch.device, ranks: Ranks
-) -> PoolPages:
-    """The pages that were asked for, and as many as there is use and room for of the others. Raises BadSetting."""
-    if options.swa_pages and all(problem.window_left == UNLIMITED_WINDOW for problem in problems):
-        raise BadSetting(
-            f"swa_pages is {options.swa_pages} and no layer of the model has a window that sequences of up to "
-            f"{max_kv_len} tokens outgrow, so nothing would lie there; leave it out"
-        )
-    kv_bytes = options.kv_bytes
-    if kv_bytes is None:
-        # What is asked for by number is not cut to the memory that is there.
-        # Every rank has as many pages as that with the least memory.
-        free_bytes = ranks.least(default_kv_bytes(device))
-        kv_bytes = free_bytes if options.num_pages is None else options.num_pages * page_bytes(problems)
-    pages = pool_pages(
-        problems,
-        max_num_seqs=options.max_batch_size,
-        max_kv_len=max_kv_len,
-        chunk=options.chunk,
-        kv_bytes=kv_bytes,
-    )
-    full = pages.full if options.num_pages is None else options.num_pages
-    return PoolPages(full, min(pages.swa, full) if options.swa_pages is None else options.swa_pages)

@@ -7,6 +7,7 @@ its part alone: rows of what a token's elements go into, columns of what they co
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -71,6 +72,24 @@ class ModelWeights:
     def device(self) -> torch.device:
         """Where every weight lies."""
         return self.embedding.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all weights; what shares memory is counted once."""
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in _tensors(self)}
+        return sum(storages.values())
+
+
+def _tensors(weights: object) -> Iterator[Tensor]:
+    """Every tensor in a dataclass, and in the dataclasses and tuples in it."""
+    if isinstance(weights, Tensor):
+        yield weights
+    elif isinstance(weights, tuple):
+        for each in weights:
+            yield from _tensors(each)
+    elif dataclasses.is_dataclass(weights):
+        for part in dataclasses.fields(weights):
+            yield from _tensors(getattr(weights, part.name))
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:

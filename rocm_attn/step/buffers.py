@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import Extra
-from rocm_attn.errors import CapacityExceeded
+from rocm_attn.errors import NeverFits
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS
 from rocm_attn.kernels.metadata.step_tensors import FIELDS, Field, Need, Unit
@@ -122,9 +122,9 @@ class Capacity:
         return next_power_of_2(elements)
 
     def view(self, name: str, tensor: Tensor, first: int, elements: int) -> Tensor:
-        """Elements of a buffer. Raises CapacityExceeded past its end: a slice would truncate silently."""
+        """Elements of a buffer. Raises NeverFits past its end: a slice would truncate silently."""
         if first + elements > tensor.numel():
-            raise CapacityExceeded(f"{first + elements} elements of {name} were asked for, it holds {tensor.numel()}")
+            raise NeverFits(f"{first + elements} elements of {name} were asked for, it holds {tensor.numel()}")
         return tensor[first : first + elements]
 
 
@@ -135,8 +135,8 @@ SealedGrowth = Callable[[str], None]
 
 
 def refuse_growth(reason: str) -> None:
-    """Sealed memory stays where it is. Raises CapacityExceeded."""
-    raise CapacityExceeded(reason)
+    """Sealed memory stays where it is. Raises NeverFits."""
+    raise NeverFits(reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ class StepBuffers:
     def ensure(self, shape: PaddedShape) -> None:
         """Let every buffer hold a step of this shape; each grows by itself, and only when its own elements do not fit.
 
-        Raises CapacityExceeded when sealed; nothing has moved then.
+        Raises NeverFits when sealed; nothing has moved then.
         """
         short = [
             (spec, needed)
@@ -215,7 +215,7 @@ class StepBuffers:
         self._tensors = {**self._tensors, **grown}
 
     def view(self, name: str, elements: int, first: int = 0) -> Tensor:
-        """The elements of a buffer from the first one on. Raises CapacityExceeded past its end."""
+        """The elements of a buffer from the first one on. Raises NeverFits past its end."""
         return self._guards.capacity.view(name, self._tensors[name], first, elements)
 
     def step_view(self, name: str, shape: PaddedShape, child: int = 0) -> Tensor:

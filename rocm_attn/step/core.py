@@ -90,7 +90,6 @@ class StepCore:
     def seal(self, shapes: Sequence[PaddedShape]) -> None:
         """Fix the addresses that graphs read, with room for steps of all these shapes and smaller ones."""
         self.memory.seal(shapes)
-        self.head_weights.seal()
 
     def sealed_tensors(self) -> Mapping[str, Tensor]:
         """Everything that a graph reads, by name: the memory of steps, tables, pages and head weights."""

@@ -14,7 +14,9 @@ from rocm_attn.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """One layer's; float32 [q_heads] each, or None where the layer's problem has none.
+    """One layer's; [q_heads] each, or None where the layer's problem has none.
+
+    Of any floating dtype, strides and device where they are given to a runtime; what it owns is float32, contiguous.
 
     sinks:        a logit that every softmax of the head has in its denominator
     alibi_slopes: what the head's logits lose for each token of distance
@@ -40,34 +42,37 @@ class HeadWeights:
 NO_HEAD_WEIGHTS = HeadWeights()
 
 
-def refuse_new_weights(layer: int) -> None:
-    """Graphs would go on with the old ones. Raises WrongState."""
-    raise WrongState(
-        f"graphs may read the head weights of layer {layer}, so no others can be set; write the new values into the "
-        "tensors that were set, or set others after unseal() and before a StepRunner is made"
-    )
+def written_in_place(owned: Tensor, given: Tensor) -> Tensor:
+    """What a layer reads from now on, after other weights were given: the memory that there is, with other values."""
+    return owned.copy_(given)
+
+
+# what a layer has, what it is given -> what it has from now on
+NewHeadWeights = Callable[[Tensor, Tensor], Tensor]
 
 
 class LayerHeadWeights:
-    """The head weights of every layer. Graphs read them: from seal() to unseal() they stay where they are.
+    """The head weights of every layer, in memory of the runtime: what is given is copied, and is the caller's.
 
-    refuse: called with the layer that is given others while they are sealed
+    Graphs read that memory. It stays where it is once a layer has it, and new values are written into it.
+
+    renew: how a layer that has weights gets others
     """
 
     def __init__(
-        self, problems: Sequence[Problem], device: torch.device, refuse: Callable[[int], None] = refuse_new_weights
+        self, problems: Sequence[Problem], device: torch.device, renew: NewHeadWeights = written_in_place
     ) -> None:
         self._problems = tuple(problems)
         self._device = device
-        self._refuse = refuse
-        self._sealed = False
+        self._renew = renew
         self._weights = [NO_HEAD_WEIGHTS for _ in problems]
         self._wanting = {layer for layer, problem in enumerate(problems) if _names(problem)}
 
     def set(self, layer: int, weights: HeadWeights) -> None:
-        """Give a layer what its problem says that it has, all at once; contiguous, on the runtime's device.
+        """Give a layer what its problem says that it has, all at once. Steps that come later use it, graphs too.
 
-        Raises BadTensor, and WrongState where a graph may read what the layer has; nothing has changed then.
+        The values are copied, on the current stream: to change them, call set() again, as writing into the tensors that
+        were given does nothing. Raises BadTensor; nothing has changed then.
         """
         if not 0 <= layer < len(self._problems):
             raise BadTensor(f"layer {layer} does not exist; the runtime has layers 0 to {len(self._problems) - 1}")
@@ -81,19 +86,11 @@ class LayerHeadWeights:
             if name not in _names(problem):
                 raise BadTensor(f"{name} were given to layer {layer}, whose problem has none; leave them out")
             self._check(name, tensor, problem)
-        # What was never given was never read.
-        if self._sealed and _names(problem) and layer not in self._wanting:
-            self._refuse(layer)
-        self._weights[layer] = weights
+        owned = self._weights[layer]
+        self._weights[layer] = HeadWeights(
+            self._owned(owned.sinks, weights.sinks), self._owned(owned.alibi_slopes, weights.alibi_slopes)
+        )
         self._wanting.discard(layer)
-
-    def seal(self) -> None:
-        """Graphs may read the weights from now on."""
-        self._sealed = True
-
-    def unseal(self) -> None:
-        """No graph reads the weights any more."""
-        self._sealed = False
 
     def of(self, layer: int) -> HeadWeights:
         """What a layer was given. Raises WrongState while it wants something."""
@@ -116,12 +113,21 @@ class LayerHeadWeights:
             raise BadTensor(
                 f"{name} has shape {list(tensor.shape)}; the layer needs [{problem.num_q_heads}], one a query head"
             )
-        if tensor.dtype != torch.float32:
-            raise BadTensor(f"{name} is {tensor.dtype}; it must be torch.float32")
-        if tensor.device != self._device:
-            raise BadTensor(f"{name} is on {tensor.device}; the runtime is on {self._device}")
-        if not tensor.is_contiguous():
-            raise BadTensor(f"{name} has stride {tensor.stride(0)}; it must be contiguous")
+        if not tensor.is_floating_point():
+            raise BadTensor(f"{name} is {tensor.dtype}; it must be floating point")
+        if tensor.is_meta:
+            raise BadTensor(f"{name} is on meta, where tensors have no values; load it first")
+
+    def _owned(self, owned: Tensor | None, given: Tensor | None) -> Tensor | None:
+        """The values that are given, in memory of the runtime: that which there is, if there is some."""
+        if given is None:
+            return None
+        given = given.detach()
+        if owned is not None:
+            return self._renew(owned, given)
+        with torch.inference_mode(False):  # what is made in that mode cannot be written outside of it
+            owned = torch.empty(given.shape, dtype=torch.float32, device=self._device)
+        return owned.copy_(given)
 
 
 def _names(problem: Problem) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from rocm_attn.paging.storage import Pool
 from rocm_attn.paging.stored_tokens import StepStores
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.contract import StepOps
-from rocm_attn.step.head_weights import LayerHeadWeights, refuse_new_weights
+from rocm_attn.step.head_weights import LayerHeadWeights, NewHeadWeights, written_in_place
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan
@@ -35,11 +35,11 @@ class LayerGuards:
     """The safeguards of layers.
 
     read_by:          the space that a layer reads in is the one that it writes in
-    new_head_weights: called with the layer that is given others while graphs may read its head weights
+    new_head_weights: how a layer that has head weights gets others
     """
 
     read_by: ReadBy = by_space_of_layer
-    new_head_weights: Callable[[int], None] = refuse_new_weights
+    new_head_weights: NewHeadWeights = written_in_place
 
 
 class Layers:

@@ -30,6 +30,9 @@ class Metrics:
     padded_seqs:       padded sequences that came on top of them
     faults:            faults that the device has reported
     preemptions:       sequences that gave their pages back and were computed again
+    aborts:            requests that were ended by Engine.abort()
+    prefix_lookups:    tokens of sequences that were looked up in the prefix cache when they were admitted
+    prefix_hits:       of them, tokens whose K and V were there and were not computed again
     prompt_tokens:     of all requests that were taken
     new_tokens:        generated
     seconds:           spent in steps, capture_seconds included
@@ -38,8 +41,10 @@ class Metrics:
     attention_differs: of them, those whose attention in the sampled layer differs from the oracle's
     reserved_written:  of them, those after which row 0 of the table or page 0 of the sampled layer was not zero
     finding:           the last of these findings in words; empty while there was none
-    pages_in_use:      at the moment: pages that request rows hold, without the reserved one
+    pages_in_use:      at the moment: pages that request rows or the prefix cache hold, without the reserved one
     swa_pages_in_use:  likewise, of the pool of layers with a window
+    cached_pages:      at the moment: of pages_in_use, those that only the prefix cache holds, and gives back when pages
+                       run out
     graphs_off:        at the moment: why graphs are switched off; empty while they are on or were never asked for
     """
 
@@ -52,6 +57,9 @@ class Metrics:
     padded_seqs: int = _metric("{} padded sequences beside them")
     faults: int = _metric("{} device faults")
     preemptions: int = _metric("{} preemptions")
+    aborts: int = _metric("{} aborts")
+    prefix_lookups: int = _metric("{} tokens looked up in the prefix cache")
+    prefix_hits: int = _metric("{} tokens found there")
     prompt_tokens: int = _metric("{} prompt tokens")
     new_tokens: int = _metric("{} new tokens")
     seconds: float = _metric("{:.1f} s in steps", 0.0)
@@ -61,6 +69,7 @@ class Metrics:
     reserved_written: int = _metric("{} FOUND WHAT IS RESERVED WRITTEN")
     finding: str = _metric("last finding: {}", "")
     pages_in_use: int = _metric("{} pages in use")
+    cached_pages: int = _metric("{} of them held by the prefix cache alone")
     swa_pages_in_use: int = _metric("{} pages for layers with a window in use")
     graphs_off: str = _metric("graphs off: {}", "")
 

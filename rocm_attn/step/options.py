@@ -25,8 +25,10 @@ class RuntimeOptions:
     """What an AttentionRuntime is built from, beside its layers. All of it is host values.
 
     num_pages:       pages of the KV pool, the reserved page 0 included
-    max_num_seqs:    requests that can be admitted at a time; a padded step may be larger
+    max_num_seqs:    sequences of a step; a padded step may be larger
     max_kv_len:      tokens of the longest sequence
+    max_num_rows:    requests that can be admitted at a time, at least max_num_seqs; 0: as many. Those that take no part
+                     in a step keep their KV
     swa_pages:       pages of a pool of its own for layers with a window, the reserved page 0 included. There a request
                      holds the pages of its window alone, and gives back those that have left it; 0: one pool for all
     swa_kept:        tokens before a window that stay in that pool: at least as many as a sequence may go back, for
@@ -50,6 +52,7 @@ class RuntimeOptions:
     num_pages: int
     max_num_seqs: int
     max_kv_len: int
+    max_num_rows: int = 0
     swa_pages: int = 0
     swa_kept: int = 0
     first_swa_page: int = RESERVED_PAGE + 1
@@ -61,8 +64,21 @@ class RuntimeOptions:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_pages", "max_num_seqs", "max_kv_len", "swa_pages", "swa_kept", "first_swa_page"):
+        for name in (
+            "num_pages",
+            "max_num_seqs",
+            "max_kv_len",
+            "max_num_rows",
+            "swa_pages",
+            "swa_kept",
+            "first_swa_page",
+        ):
             object.__setattr__(self, name, whole_number(name, getattr(self, name)))
+        if self.max_num_rows and self.max_num_rows < self.max_num_seqs:
+            raise BadSetting(
+                f"max_num_rows is {self.max_num_rows} and max_num_seqs is {self.max_num_seqs}; each sequence of a step "
+                "has a row, so give at least as many rows, or 0 for as many"
+            )
         if self.swa_kept < 0:
             raise BadSetting(f"swa_kept is {self.swa_kept}; it is a number of tokens, 0 or more")
         if self.first_swa_page <= RESERVED_PAGE:
@@ -74,6 +90,11 @@ class RuntimeOptions:
         object.__setattr__(self, "capture_tokens", _ladder("capture_tokens", self.capture_tokens).sizes)
 
     @property
+    def num_rows(self) -> int:
+        """Requests that can be admitted at a time."""
+        return self.max_num_rows or self.max_num_seqs
+
+    @property
     def pool_size(self) -> PoolSize:
         """What kernels are chosen for."""
         return PoolSize(max(self.num_pages, self.swa_pages), self.max_kv_len, self.max_num_seqs)
@@ -83,7 +104,7 @@ class RuntimeOptions:
         return tuple(space_of(problem, has_swa=self.swa_pages > 0) for problem in problems)
 
     def windows(self, problems: Sequence[Problem]) -> tuple[SpacePages, ...]:
-        """The SWA space, if there is to be one. Raises CapacityExceeded."""
+        """The SWA space, if there is to be one. Raises NeverFits."""
         if not self.swa_pages:
             return ()
         window_left = max((problem.window_left for problem in problems), default=0)

@@ -22,6 +22,11 @@ class Step:
                           batch's lengths are
     token_ids:            int32 [T], pads 0
     positions:            int32 [T], rope positions, pads 0; places in the KV, or what came with the step's mask
+    row_of_seq:           int32 [S], sequence -> row of the request table; pads 0, which is no request's
+    q_indptr:             int32 [S + 1], sequence -> first token; the last one is where the last sequence's tokens end
+    seq_of_token:         int32 [T], token -> sequence. Tokens at or past q_indptr[S] are of none and have S - 1, which
+                          may be a real one: harmless to read by, and not to write by
+    row_of_token:         int32 [T], token -> row; pads 0, so that it is harmless to read and to write by
     last_token_of_seq:    int32 [S], the token whose hidden state predicts the next one; 0 where there is no new token.
                           A pad of a decode step has a token, a padded one
     layers:               store and attend for the tokens above, while the step runs
@@ -33,6 +38,10 @@ class Step:
     num_tokens: int
     token_ids: Tensor
     positions: Tensor
+    row_of_seq: Tensor
+    q_indptr: Tensor
+    seq_of_token: Tensor
+    row_of_token: Tensor
     last_token_of_seq: Tensor
     layers: LayerCalls
     plan: StepPlan
@@ -52,6 +61,10 @@ class Step:
             num_tokens=batch.num_tokens,
             token_ids=views.tensors.token_ids,
             positions=views.tensors.positions,
+            row_of_seq=views.tensors.row_of_seq,
+            q_indptr=views.tensors.q_indptr,
+            seq_of_token=views.tensors.seq_of_token,
+            row_of_token=views.tensors.row_of_token,
             last_token_of_seq=views.tensors.last_token_of_seq,
             layers=layers,
             plan=plan,
@@ -72,11 +85,13 @@ class Step:
 class SplitStep:
     """A step that runs as two halves, which share nothing but the table and the pages.
 
-    halves:    the first sequences of the batch and the others; either may be empty, both have one padded shape
-    num_first: int32 [], sequences of the first half, on the device: for forwards that are captured
-    plan:      how the step runs
+    halves:           the first sequences of the batch and the others; either may be empty, both have one padded shape
+    num_first:        int32 [], sequences of the first half, on the device: for forwards that are captured
+    num_first_tokens: int32 [], its tokens
+    plan:             how the step runs
     """
 
     halves: tuple[Step, Step]
     num_first: Tensor
+    num_first_tokens: Tensor
     plan: StepPlan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import CapacityExceeded
+from rocm_attn.errors import NeverFits
 from rocm_attn.step.buffers import ALL_MEMORY_GUARDS, MemoryGuards
 
 
@@ -31,7 +31,7 @@ class Workspace:
         self._sealed = True
 
     def ensure(self, words: int) -> bool:
-        """Make room for `words` float32 words; whether the address changed. Raises CapacityExceeded when sealed."""
+        """Make room for `words` float32 words; whether the address changed. Raises NeverFits when sealed."""
         if words <= self.capacity:
             return False
         if self._sealed:
@@ -46,5 +46,5 @@ class Workspace:
     def view(self, words: int, first: int = 0) -> Tensor:
         """`words` words from the first one on, float32 [words]; their content is undefined."""
         if first + words > self.capacity:
-            raise CapacityExceeded(f"{first + words} words of workspace were asked for, {self.capacity} were ensured")
+            raise NeverFits(f"{first + words} words of workspace were asked for, {self.capacity} were ensured")
         return self._words[first : first + words]

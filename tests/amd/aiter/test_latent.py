@@ -56,7 +56,10 @@ def test_every_kind_of_step_over_a_latent_pool_equals_dense_attention(release: S
     serve_every_kind_of_step(16, 1, release)
 
 
-@pytest.mark.parametrize(("num_q_heads", "launches"), LAUNCHES.items())
+@pytest.mark.parametrize(
+    ("num_q_heads", "launches"),
+    [pytest.param(*item, marks=[pytest.mark.nightly] * (item[0] > 24)) for item in LAUNCHES.items()],
+)
 def test_any_number_of_heads_is_served(num_q_heads: int, launches: int, aiter: StandIn) -> None:
     serve_every_kind_of_step(num_q_heads, launches, aiter)
 

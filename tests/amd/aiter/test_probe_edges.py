@@ -102,7 +102,7 @@ UNLIMITED: Mapping[str, Problem] = {
     "mla_decode_fwd": latent_problem(16),
     "mla_prefill_fwd": latent_problem(16),
 }
-WINDOWS = (0, 1, 15, 127, 1023, 4095)
+WINDOWS = (0, 1, 15, 127, 1023, pytest.param(4095, marks=pytest.mark.nightly))
 
 
 def selected(problem: Problem, function: str) -> Selection:

@@ -126,7 +126,7 @@ def new_sizes(make: Make) -> None:
 
 
 def new_sinks(make: Make) -> None:
-    """Sinks that a graph reads are not replaced."""
+    """Sinks that a graph reads get new values and stay where they are."""
 
     class WithSinks(VLLM):
         def features(self) -> dict[str, object]:
@@ -135,8 +135,12 @@ def new_sinks(make: Make) -> None:
     engine = build(WithSinks, make)
     engine.attention.set_head_weights(0, HeadWeights(torch.zeros(4, device=engine.device)))
     engine.attention.seal()
-    with pytest.raises(WrongState, match="graphs may read the head weights of layer 0"):
-        engine.attention.set_head_weights(0, HeadWeights(torch.ones(4, device=engine.device)))
+    before = {name: tensor.data_ptr() for name, tensor in engine.attention.sealed_tensors().items()}
+    engine.attention.set_head_weights(0, HeadWeights(torch.ones(4)))
+    now = engine.attention.sealed_tensors()
+    assert {name: tensor.data_ptr() for name, tensor in now.items()} == before
+    (sinks,) = (tensor for name, tensor in now.items() if name.endswith("sinks_0"))
+    assert sinks.tolist() == [1, 1, 1, 1]
 
 
 def two_spaces(make: Make) -> None:
@@ -243,6 +247,7 @@ NOT_HERE = {
     "row_width": "the engine hands out pages",
     "copy_on_write": "the engine hands out pages",
     "shared_floor": "the engine knows what its requests share",
+    "kept_ids": "the engine keeps pages",
     "stored_tokens": "the engine knows what was stored",
     "copy_sources": "the engine copies pages",
     "batch_check": "lengths are the device's",

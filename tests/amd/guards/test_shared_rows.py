@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.errors import BadBatch
+from rocm_attn.errors import BadBatch, WrongState
 from rocm_attn.guards.registry import Guards
+from rocm_attn.paging.kept_pages import KeptIds
 from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving
 from tests.amd.runtime.stepping import Request, take_back
 
@@ -30,7 +31,7 @@ def test_a_row_that_goes_back_leaves_its_forks_alone(provider: str, graphs: bool
 
     serving, parent, child = parent_and_child(ALL_ON)
     message = (
-        r"sequence 0 would store token 5 of row 1 in a page that another row holds too; "
+        r"sequence 0 would store token 5 of row 1 in a page that another row, or keep\(\), holds too; "
         r"call truncate\(1, 5\) and reserve\(1, 6\) first"
     )
     with pytest.raises(BadBatch, match=message):
@@ -46,6 +47,64 @@ def test_a_row_that_goes_back_leaves_its_forks_alone(provider: str, graphs: bool
     serving.check([parent], [1])
     serving.run([child], [1])
     assert not serving.is_right([child], [1])
+
+
+@both_ways
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_row_that_goes_back_leaves_kept_pages_alone(provider: str, graphs: bool, device: torch.device) -> None:
+    def parent_and_heir(guards: Guards) -> tuple[Serving, Request, Request]:
+        """Two kept pages, of which the row that stored them takes five tokens back."""
+        serving = Serving(device, guards, graphs=graphs, provider=provider)
+        (parent,) = serving.admit(1)
+        serving.step([parent], [7])
+        serving.step([parent], [1])
+        heir = serving.world.begin_over(parent, serving.runtime.table.keep(parent.row, 0, 2), 8)
+        serving.free(heir)  # what is kept stays, without a row
+        take_back(parent, 5)
+        heir = serving.world.begin_over(heir, serving.runtime.table.keep(parent.row, 0, 2), 8)
+        return serving, parent, heir
+
+    serving, parent, heir = parent_and_heir(ALL_ON)
+    with pytest.raises(
+        BadBatch, match=r"would store token 3 of row 1 in a page that another row, or keep\(\), holds too"
+    ):
+        serving.run([parent], [1])
+    serving.step([heir], [1])
+    serving.runtime.table.truncate(parent.row, 3)
+    serving.step([parent, heir], [1, 1])
+    serving.free(parent)
+    serving.step([heir], [1])
+
+    serving, parent, heir = parent_and_heir(Guards().without("shared_floor"))
+    serving.run([parent], [1])
+    serving.check([parent], [1])
+    serving.run([heir], [1])
+    assert not serving.is_right([heir], [1])
+
+
+@both_ways
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_dropped_pages_are_not_begun_over(provider: str, graphs: bool, device: torch.device) -> None:
+    def dropped(guards: Guards) -> tuple[Serving, Request, KeptIds]:
+        """Two pages that were kept and dropped; others are kept since."""
+        serving = Serving(device, guards, graphs=graphs, provider=provider)
+        table = serving.runtime.table
+        first, other = serving.admit(2)
+        serving.step([first, other], [8, 8])
+        ids = table.keep(first.row, 0, 2)
+        table.drop(ids)
+        table.keep(other.row, 0, 2)
+        return serving, first, ids
+
+    serving, first, ids = dropped(ALL_ON)
+    with pytest.raises(WrongState, match="is not the id of a page that is kept: it was dropped already"):
+        serving.world.begin_over(first, ids, 8)
+    serving.step([serving.world.begin_over(first, serving.runtime.table.keep(first.row, 0, 2), 8)], [1])
+
+    serving, first, ids = dropped(Guards().without("kept_ids"))
+    over = serving.world.begin_over(first, ids, 8)
+    serving.run([over], [1])
+    assert not serving.is_right([over], [1])
 
 
 @both_ways

@@ -32,10 +32,16 @@ def make_table() -> RequestTable:
     )
 
 
+def kept_in(table: RequestTable, space: int) -> Counter[int]:
+    """Kept page -> keeps of it, by what admit_over would hold."""
+    return Counter(table._kept._pages[space, table._kept._ids > 0].tolist())
+
+
 def pages_are_safe(table: RequestTable, rows: list[int]) -> None:
     """No page is free and held, free twice, or held by more rows than it is counted for; copies read what is kept."""
-    for pages in table.spaces:
+    for space, pages in enumerate(table.spaces):
         held = Counter(page for row in rows for page in table.pages_of(row, pages.space).tolist())
+        held += kept_in(table, space)
         del held[RESERVED_PAGE]
         free, sources = Counter(pages._free), Counter(pages._sources)
         assert max((free + sources).values(), default=1) == 1, "a page is free twice"
@@ -63,6 +69,10 @@ def tokens_are_safe(table: RequestTable, rows: list[int]) -> None:
             for page_no, (page, others) in enumerate(both):
                 if page == others != RESERVED_PAGE:
                     assert min(of_both, (page_no + 1) * 4) <= floor, "a row may store where another one reads"
+        for space, pages in enumerate(table.spaces):
+            for page_no, page in enumerate(table.pages_of(row, pages.space).tolist()):
+                if page and page in kept_in(table, space):
+                    assert min(room, (page_no + 1) * 4) <= floor, "a row may store in a kept page"
 
 
 def assert_device_will_know(
@@ -84,7 +94,31 @@ def deliver(table: RequestTable) -> None:
         pages.copies_made()
 
 
-def call_of(table: RequestTable, rows: list[int], rng: random.Random) -> Callable[[], object]:
+def keep(table: RequestTable, row: int, ids: list[int], rng: random.Random) -> None:
+    """Keep some of a row's first pages, in both spaces while the other has them."""
+    end = rng.randint(0, int(table.tokens.stored_len[row]) // 4)
+    spaces = [Space.FULL] if rng.random() < 0.3 else [Space.FULL, Space.SWA]
+    ids += table.keep(row, 0, end, spaces).tolist()
+
+
+def drop(table: RequestTable, ids: list[int], rng: random.Random) -> None:
+    """Drop some of what is kept, or a space of it; what was interrupted before may be dropped already."""
+    some = rng.sample(ids, rng.randint(0, min(3, len(ids))))
+    table.drop(some, [[Space.FULL, Space.SWA], [Space.SWA]][rng.random() < 0.3])
+
+
+def over_kept(table: RequestTable, ids: list[int], rng: random.Random) -> int:
+    """A row over as many kept pages as make a sequence."""
+    run: list[int] = []
+    for id_ in ids:
+        with suppress(RocmAttnError):
+            if table._kept.page_no_at(table._kept.places_of([id_])).tolist() == [len(run)]:
+                run.append(id_)
+    run = run[: rng.randint(0, len(run))]
+    return table.admit_over(run, max(0, 4 * len(run) - rng.randint(0, 3)))
+
+
+def call_of(table: RequestTable, rows: list[int], ids: list[int], rng: random.Random) -> Callable[[], object]:
     """Something that the owner of the rows may do next."""
     row = rng.choice(rows)
     room = int(table._reserved_len[row])
@@ -97,6 +131,8 @@ def call_of(table: RequestTable, rows: list[int], rng: random.Random) -> Callabl
             partial(table.truncate, row, rng.randint(0, room)),
             partial(table.evict, some, np.array([rng.randint(0, int(table._reserved_len[at])) for at in some])),
             partial(table.mark_stored, np.array([row]), np.array([rng.randint(0, room)])),
+            partial(keep, table, row, ids, rng),
+            partial(drop, table, ids, rng),
             partial(deliver, table),
         )
     )
@@ -105,11 +141,14 @@ def call_of(table: RequestTable, rows: list[int], rng: random.Random) -> Callabl
 def lives(seed: int, table: RequestTable, interrupt: Callable[[Callable[[], object]], bool]) -> int:
     """A random life of the table, each call of which may be interrupted, and may come again then; how many were."""
     rng, rows, interrupted = random.Random(seed), [table.admit()], 0
+    ids: list[int] = []
     for _ in range(24):
         chance = rng.random()
         if chance < 0.2 and table.num_free_rows:
             parent = rng.choice(rows)
             make = partial(table.fork, parent, rng.randint(0, int(table._reserved_len[parent])))
+            if rng.random() < 0.4:
+                make = partial(over_kept, table, ids, rng)
             made: list[int] = []
             interrupted += interrupt(partial(attempt, lambda: made.append(make())))  # noqa: B023
             rows += made
@@ -121,7 +160,7 @@ def lives(seed: int, table: RequestTable, interrupt: Callable[[Callable[[], obje
                 attempt(partial(table.free, row))
             rows.remove(row)
         else:
-            call = partial(attempt, call_of(table, rows, rng))
+            call = partial(attempt, call_of(table, rows, ids, rng))
             if interrupt(call):
                 interrupted += 1
                 pages_are_safe(table, rows)
@@ -153,5 +192,6 @@ def test_without_interrupts_no_page_is_lost() -> None:
         deliver(table)
         for row in rows:
             table.free(row)
+        table.drop(table._kept._ids[table._kept._ids > 0])
         deliver(table)
         assert [pages.num_free_pages for pages in table.spaces] == [39, 40]

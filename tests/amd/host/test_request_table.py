@@ -97,7 +97,7 @@ def test_a_second_free_is_an_error() -> None:
 def test_more_requests_than_rows_name_the_knob() -> None:
     table = make_table(max_num_seqs=1)
     table.admit()
-    with pytest.raises(CapacityExceeded, match="max_num_seqs"):
+    with pytest.raises(CapacityExceeded, match="max_num_rows"):
         table.admit()
 
 

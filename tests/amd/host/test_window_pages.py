@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.errors import BadBatch, BadSetting, CapacityExceeded, OutOfPages, WrongState
+from rocm_attn.errors import BadBatch, BadSetting, CapacityExceeded, NeverFits, OutOfPages, WrongState
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.page_table import PageTable, SpacePages
 from rocm_attn.paging.request_table import RequestTable
@@ -94,7 +94,9 @@ def test_a_long_prompt_needs_room_for_its_window_and_a_chunk() -> None:
         table.evict(ints(row), ints(start))
         table.reserve(row, min(start + 4, 21))
     other = table.admit()
-    with pytest.raises(OutOfPages, match="needs 7 more pages of the SWA space for 21 tokens"):
+    with pytest.raises(
+        NeverFits, match="needs 7 pages of the SWA space for 21 tokens and there are 6; raise swa_pages"
+    ):
         table.reserve(other, 21)
 
 
@@ -132,7 +134,7 @@ def test_running_out_of_one_space_changes_neither_and_names_the_knob() -> None:
     before = [space.entries_host.copy() for space in table.spaces]
     with pytest.raises(OutOfPages, match=r"more pages of the SWA space than the 2 that are free; .* raise swa_pages"):
         table.reserve_all(rows, ints(6, 3))
-    with pytest.raises(OutOfPages, match=r"3 more pages of the SWA space for 9 tokens and 2 are free; .* swa_pages"):
+    with pytest.raises(NeverFits, match=r"needs 3 pages of the SWA space for 9 tokens and there are 2; .* swa_pages"):
         table.reserve(int(rows[0]), 9)
     for space, entries in zip(table.spaces, before, strict=True):
         assert np.array_equal(space.entries_host, entries)
@@ -175,6 +177,28 @@ def test_rows_that_are_not_admitted_leave_no_window() -> None:
     table = make_table()
     with pytest.raises(WrongState, match="row 2 is not admitted"):
         table.evict(ints(table.admit(), 2), ints(3, 3))
+
+
+@pytest.mark.parametrize("stored", [0, 1, 2, 3, 4, 9, 10, 20])
+def test_room_that_was_reserved_ahead_is_given_back_in_every_space(stored: int) -> None:
+    table = make_table()
+    row = table.admit()
+    grow(table, row, 0, stored)
+    table.mark_stored(ints(row), ints(stored))
+    table.evict(ints(row), ints(stored))
+    held = [table.pages_of(row, pages.space).tolist() for pages in table.spaces]
+    free = [pages.num_free_pages for pages in table.spaces]
+    table.reserve(row, 21)
+    assert [pages.num_free_pages for pages in table.spaces] != free or stored > 18
+    table.truncate(row, stored)
+    assert [table.pages_of(row, pages.space).tolist() for pages in table.spaces] == held
+    assert [pages.num_free_pages for pages in table.spaces] == free
+    assert table.tokens.stored_len[row] == stored
+    with pytest.raises(BadBatch, match=f"row {row} has room for {stored} tokens; call reserve"):
+        table.check_batch(StepBatch(ints(row), ints(stored + 1), ints(1)))
+    table.reserve(row, stored + 1)
+    table.check_batch(StepBatch(ints(row), ints(stored + 1), ints(1)))
+    table.check_stored(StepBatch(ints(row), ints(stored + 1), ints(1)))
 
 
 def test_a_table_of_one_space_has_no_other() -> None:

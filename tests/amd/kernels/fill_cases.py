@@ -18,7 +18,8 @@ MAX_PAGES = 5
 CAPACITY = 9
 AFTER = 70  # elements of garbage after each output
 
-REQUIRED = ("q_indptr", "last_token_of_seq", "position_of_token", "slot_of_token")
+OF_TOKEN = ("seq_of_token", "row_of_token", "position_of_token", "slot_of_token")
+REQUIRED = ("q_indptr", "last_token_of_seq", *OF_TOKEN)
 PAGE_LIST = ("page_indptr", "page_list", "last_page_len")
 GROUPS = ("group_indptr", "suffix_kv_len", "suffix_page")
 DERIVED = (*REQUIRED, *PAGE_LIST, "block_table", "kv_len_int64", "mask_indptr", *GROUPS)
@@ -59,6 +60,11 @@ class Case:
     @property
     def num_tokens(self) -> int:
         return sum(new for _, new in self.seqs)
+
+    @property
+    def rows(self) -> list[int]:
+        """Of each live sequence: shuffled."""
+        return random.Random(len(self.seqs)).sample(range(1, len(self.seqs) + 1), len(self.seqs))
 
     @property
     def prefix_len(self) -> list[int]:
@@ -115,7 +121,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 def tensors(case: Case, device: torch.device) -> StepTensors:
     """The step on the device: shuffled rows in a table with a free stride, garbage in and after the outputs."""
-    rows = random.Random(len(case.seqs)).sample(range(1, len(case.seqs) + 1), len(case.seqs))
+    rows = case.rows
     table = torch.full((len(rows) + 1, case.width + 3), GARBAGE, dtype=torch.int32)[:, : case.width]
     table[0] = 0
     for row, pages in zip(rows, case.pages, strict=True):
@@ -124,8 +130,7 @@ def tensors(case: Case, device: torch.device) -> StepTensors:
     shapes = {
         "q_indptr": (num_seqs + 1,),
         "last_token_of_seq": (num_seqs,),
-        "position_of_token": (case.num_tokens_padded,),
-        "slot_of_token": (case.num_tokens_padded,),
+        **dict.fromkeys(OF_TOKEN, (case.num_tokens_padded,)),
         "page_indptr": (num_seqs + 1,),
         "page_list": (case.list_len,),
         "last_page_len": (num_seqs,),
@@ -176,6 +181,8 @@ def derived_by_hand(case: Case) -> dict[str, object]:
     page_size = case.page_size
     q_indptr, page_indptr, mask_indptr = [0], [0], [0]
     last_token, last_page_len = [], []
+    seq_of_token: list[int] = []
+    row_of_token: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     page_list: list[int] = []
@@ -190,6 +197,8 @@ def derived_by_hand(case: Case) -> dict[str, object]:
                 positions.append(max(kv_index, 0))
                 slots.append(page * page_size + max(kv_index, 0) % page_size)
                 lost |= page == 0
+        seq_of_token += [seq] * new
+        row_of_token += [case.rows[seq] if seq < len(case.seqs) else 0] * new
         q_indptr.append(q_indptr[-1] + new)
         page_indptr.append(page_indptr[-1] + len(pages))
         mask_indptr.append(mask_indptr[-1] + new * length)
@@ -198,11 +207,16 @@ def derived_by_hand(case: Case) -> dict[str, object]:
         page_list += pages
         block_table.append([*pages, *[0] * (case.width + 2)][: case.width + 2])
     after = [0] * (case.num_tokens_padded - len(positions))
+    # Pads with a token may be more than there is room for; where there is more room, its tokens are of no sequence.
+    room = case.num_tokens_padded
+    of_no_sequence = room - len(seq_of_token)
     num_seqs, num_pads = len(case.seqs), case.num_seqs_padded - len(case.seqs)
     begins = [seq for seq in range(num_seqs) if seq == 0 or case.group_end[seq - 1] == seq]
     values: dict[str, object] = {
         "q_indptr": q_indptr,
         "last_token_of_seq": last_token,
+        "seq_of_token": (seq_of_token + [case.num_seqs_padded - 1] * of_no_sequence)[:room],
+        "row_of_token": (row_of_token + [0] * of_no_sequence)[:room],
         "position_of_token": positions + after,
         "slot_of_token": slots + after,
         "page_indptr": page_indptr,

@@ -19,6 +19,8 @@ READ_BY_FILL = ("counts", "row_of_seq", "kv_len", "q_len", "table", "prefix_len"
 WRITTEN_BY_FILL = (
     "q_indptr",
     "last_token_of_seq",
+    "seq_of_token",
+    "row_of_token",
     "position_of_token",
     "slot_of_token",
     "page_indptr",

@@ -102,7 +102,7 @@ def test_a_sequences_share_does_not_depend_on_its_place(
 
 
 @both
-@pytest.mark.parametrize("num_seqs", [1, 256, 513])
+@pytest.mark.parametrize("num_seqs", [1, 256, pytest.param(513, marks=pytest.mark.long)])
 def test_any_number_of_sequences_and_long_prompts(fill: Fill, num_seqs: int, kernel_device: torch.device) -> None:
     generator = random.Random(num_seqs)
     seqs = [(length := generator.randint(0, 20), min(length, generator.randint(0, 6) // 6)) for _ in range(num_seqs)]

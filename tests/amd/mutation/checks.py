@@ -272,7 +272,7 @@ def fill(memory: Memory) -> None:
     ):
         inputs = [ints([5, num_tokens, 1, 0]), ints([2, 1, 3, 3, 2]), ints(kv_len), ints(q_len), table]
         inputs += [ints([3, 3, 0, 6, 0]), ints([2, 2, 3, 5, 5])]
-        outputs = [garbage(size) for size in (6, 5, num_tokens_padded, num_tokens_padded, 6, list_len, 5)]
+        outputs = [garbage(size) for size in (6, 5, *[num_tokens_padded] * 4, 6, list_len, 5)]
         dense, wide, mask_indptr = garbage(25).view(5, 5), garbage(5).long(), garbage(6).long()
         groups = [garbage(size) for size in (6, 5, 5)]
         tensors = (*inputs, *outputs, dense, wide, mask_indptr, *groups)

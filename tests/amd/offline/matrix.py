@@ -285,6 +285,8 @@ def _launch_whole_fill(page_size: int) -> None:
         table=torch.empty(num_seqs + 1, width, dtype=torch.int32),
         q_indptr=of_boundary,
         last_token_of_seq=of_seq,
+        seq_of_token=of_seq,
+        row_of_token=of_seq,
         position_of_token=of_seq,
         slot_of_token=of_seq,
         page_indptr=of_boundary,

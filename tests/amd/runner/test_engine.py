@@ -122,6 +122,7 @@ def test_preemption_does_not_change_a_draw(seed: int, loaded: LoadedModel) -> No
 def test_all_pages_come_back(loaded: LoadedModel) -> None:
     served = engine(loaded, num_pages=20)
     served.generate(some_requests())
+    served.forget_prefixes()
     table = served.runtime.table
     assert (table.num_free_pages, table.num_free_rows) == (table.num_usable_pages, BASE.max_batch_size)
 

@@ -103,7 +103,13 @@ def given_to_attention() -> Iterator[list[tuple[Tensor, Tensor, Tensor, float]]]
         yield given
 
 
-@pytest.mark.parametrize(("published", "swa_pages"), [(GEMMA3N_E2B, 0), (GEMMA3N_E4B, 60)], ids=["E2B", "E4B"])
+@pytest.mark.parametrize(
+    ("published", "swa_pages"),
+    [
+        pytest.param(GEMMA3N_E2B, 0, id="E2B", marks=pytest.mark.nightly),
+        pytest.param(GEMMA3N_E4B, 60, id="E4B"),
+    ],
+)
 def test_layers_that_read_anothers_k_and_v_attend_as_transformers_do(published: dict[str, Any], swa_pages: int) -> None:
     geometry = attention_geometry(published)
     wanted = Reference(published["text_config"], geometry)

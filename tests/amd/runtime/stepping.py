@@ -17,6 +17,7 @@ from rocm_attn.guards.registry import guards_from_settings
 from rocm_attn.machine.target import Target
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.index_spaces import Space
+from rocm_attn.paging.kept_pages import KeptIds
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.select import Selection
 from rocm_attn.runtime import AttentionRuntime
@@ -171,6 +172,13 @@ class World:
         child = Request(row, [k[:kv_len] for k in request.k], [v[:kv_len] for v in request.v])
         self.requests.append(child)
         return child
+
+    def begin_over(self, kept: Request, ids: KeptIds, kv_len: int) -> Request:
+        """A request over kept pages with the first tokens of another one."""
+        row = self.runtime.table.admit_over(ids, kv_len)
+        request = Request(row, [k[:kv_len] for k in kept.k], [v[:kv_len] for v in kept.v])
+        self.requests.append(request)
+        return request
 
     def batch(self, requests: Sequence[Request], q_len: Sequence[int]) -> StepBatch:
         """A step in which each request gets q_len new tokens; pages are reserved."""

@@ -29,7 +29,7 @@ LAYERS: Mapping[str, Problem] = {
 # Of several problems so that pages, dims and ratios differ; each is told in every way.
 both = pytest.mark.parametrize("provider", deterministic_providers())
 every_layer = pytest.mark.parametrize(
-    "layer", [pytest.param(name, marks=[pytest.mark.long] * (name == "cap_slopes_fp16")) for name in LAYERS]
+    "layer", [pytest.param(name, marks=[pytest.mark.long] * (name != "window_sinks")) for name in LAYERS]
 )
 
 Way = Callable[[Teller, Story], Told]
@@ -154,6 +154,7 @@ def test_every_chunk_size_gives_the_same_bits(provider: str, device: torch.devic
         teller.free(told)
 
 
+@pytest.mark.long
 @both
 def test_the_log_sum_exp_that_is_not_asked_for_changes_no_output(provider: str, device: torch.device) -> None:
     problem = small_problem(has_sinks=True)

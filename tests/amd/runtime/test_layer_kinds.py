@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -27,7 +28,10 @@ FAMILIES = {"gemma2": GEMMA2, "gpt_oss": GPT_OSS, "bloom": BLOOM, "all": [*GEMMA
 
 
 @pytest.mark.parametrize("provider", providers())
-@pytest.mark.parametrize("problems", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize(
+    "problems",
+    [pytest.param(layers, id=name, marks=[pytest.mark.long] * (name != "all")) for name, layers in FAMILIES.items()],
+)
 def test_every_kind_of_layer_equals_the_oracle(problems: list[Problem], provider: str, device: torch.device) -> None:
     world = World.build(problems, device, provider)
     old, new = world.admit(), world.admit()
@@ -60,7 +64,7 @@ BAD_WEIGHTS = {
     "of another layer": (HeadWeights(torch.zeros(6), torch.zeros(6)), "alibi_slopes were given to layer 0, whose"),
     "too many": (HeadWeights(torch.zeros(7)), r"sinks has shape \[7\]; the layer needs \[6\], one a query head"),
     "one for each row": (HeadWeights(torch.zeros(6, 1)), r"sinks has shape \[6, 1\]"),
-    "half": (HeadWeights(torch.zeros(6, dtype=torch.float16)), "sinks is torch.float16; it must be torch.float32"),
+    "whole numbers": (HeadWeights(torch.zeros(6, dtype=torch.int32)), "sinks is torch.int32; it must be floating poin"),
 }
 
 
@@ -76,10 +80,41 @@ def test_weights_that_do_not_fit_are_refused_and_change_nothing(
     world.step([world.admit()], [3])
 
 
-def test_weights_with_gaps_are_refused(device: torch.device) -> None:
+GIVEN = {
+    "bfloat16": lambda: torch.arange(6, dtype=torch.bfloat16),
+    "float64": lambda: torch.arange(6, dtype=torch.float64),
+    "with gaps": lambda: torch.arange(12, dtype=torch.float32)[::2] / 2,
+    "a parameter": lambda: torch.nn.Parameter(torch.arange(6, dtype=torch.float32)),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
+def test_weights_are_copied_from_wherever_they_are(given: Callable[[], torch.Tensor], device: torch.device) -> None:
     world = World.build(GPT_OSS, device, "torch")
-    with pytest.raises(BadTensor, match="sinks has stride 2; it must be contiguous"):
-        world.runtime.head_weights.set(0, HeadWeights(torch.zeros(12, device=world.runtime.device)[::2]))
+    owned = world.runtime.head_weights.of(0).sinks
+    assert owned is not None
+    with torch.inference_mode():
+        world.runtime.head_weights.set(0, HeadWeights(given()))
+    sinks = given()
+    world.runtime.head_weights.set(0, HeadWeights(sinks))
+    with torch.no_grad():
+        sinks.fill_(9.0)  # the caller's own
+    now = world.runtime.head_weights.of(0).sinks
+    assert now is owned
+    assert now.tolist() == [0, 1, 2, 3, 4, 5]
+    assert (now.dtype, now.device, now.requires_grad) == (torch.float32, world.runtime.device, False)
+    world.step([world.admit()], [3])
+
+
+def test_weights_that_were_set_in_inference_mode_can_be_set_outside_of_it(device: torch.device) -> None:
+    options = RuntimeOptions(provider="torch", num_pages=8, max_num_seqs=2, max_kv_len=16)
+    runtime = build_runtime(GPT_OSS, options, device=device)
+    with torch.inference_mode():
+        runtime.head_weights.set(0, HeadWeights(torch.zeros(6)))
+    runtime.head_weights.set(0, HeadWeights(torch.ones(6)))
+    sinks = runtime.head_weights.of(0).sinks
+    assert sinks is not None
+    assert sinks.tolist() == [1] * 6
 
 
 def test_a_layer_that_does_not_exist_is_refused(device: torch.device) -> None:
@@ -88,9 +123,9 @@ def test_a_layer_that_does_not_exist_is_refused(device: torch.device) -> None:
         world.runtime.head_weights.set(2, HeadWeights())
 
 
-def test_weights_on_another_device_are_refused(device: torch.device) -> None:
+def test_weights_without_values_are_refused(device: torch.device) -> None:
     world = World.build(GPT_OSS, device, "torch")
-    with pytest.raises(BadTensor, match="sinks is on meta; the runtime is on"):
+    with pytest.raises(BadTensor, match="sinks is on meta, where tensors have no values; load it first"):
         world.runtime.head_weights.set(0, HeadWeights(torch.zeros(6, device="meta")))
 
 

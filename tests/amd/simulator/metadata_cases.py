@@ -106,7 +106,7 @@ def _launches() -> dict[str, _Launch]:
     step = _garbage(seqs), _garbage(seqs), _garbage(PADDED_TOKENS)
     prefixes, ids = (_garbage(seqs), _garbage(seqs)), _garbage(PADDED_TOKENS)
     read = counts, rows, kv_len, q_len, table, _ints(*PREFIX_LEN, 0, 0), _ints(*GROUP_END, 0, 0)
-    derived = _garbage(seqs + 1), _garbage(seqs), _garbage(PADDED_TOKENS), _garbage(PADDED_TOKENS)
+    derived = _garbage(seqs + 1), _garbage(seqs), *(_garbage(PADDED_TOKENS) for _ in range(4))
     lists = _garbage(seqs + 1), _garbage(90), _garbage(seqs), _garbage(seqs, 90)
     masks = _garbage(seqs, dtype=torch.int64), _garbage(seqs + 1, dtype=torch.int64)
     groups = _garbage(seqs + 1), _garbage(seqs), _garbage(seqs)

@@ -79,7 +79,7 @@ class Fuse:
         return True
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_sound_runtime_soaks_without_a_finding(seed: int, device: torch.device) -> None:
     report = soak(replace(Scenario.of_seed(seed), reopen_every=100), 300, seed, device, "auto")
     assert report.steps == 300
@@ -100,7 +100,7 @@ def test_narrow_types_stay_within_their_bounds(dtype: torch.dtype, device: torch
     assert 0.01 < report.worst_error <= 1
 
 
-@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.nightly), 3])
 def test_a_sound_deterministic_runtime_gives_the_bits_of_each_request_alone(seed: int, device: torch.device) -> None:
     scenario = replace(Scenario.of_seed(seed, LONG_KV_LEN), alone_every=2)
     report = Soak(scenario, seed=seed, device=device, provider="auto", dtype=torch.float32, deterministic=True).run(120)

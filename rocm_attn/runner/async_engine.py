@@ -1,0 +1,251 @@
+"""AsyncEngine: an engine that the tasks of an event loop share, as the handlers of a server do.
+
+The engine runs in a thread of its own, which detokenises too, so no step holds up the event loop. All that is here runs
+in the event loop; runner/engine_thread.py is the other side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from itertools import count
+from types import TracebackType
+from typing import Any, TypeVar
+
+from rocm_attn.errors import CapacityExceeded, RocmAttnError, WrongState
+from rocm_attn.runner.engine_thread import EngineThread, ServingEngine, Update
+from rocm_attn.runner.report import Report
+from rocm_attn.runner.request import Completion, Request
+from rocm_attn.runner.request_stream import Inbox, RequestStream
+from rocm_attn.step.metrics import Metrics
+
+T = TypeVar("T")
+
+
+class EngineEnded(RocmAttnError, RuntimeError):
+    """The engine serves no more: it was stopped, or an exception has ended it, which is the __cause__ then."""
+
+
+class TooManyRequests(CapacityExceeded):
+    """As many requests are in the engine as it may hold; another one can be given when one of them is done."""
+
+
+class AsyncEngine:
+    """Serves requests of many tasks with one engine.
+
+        async with AsyncEngine(engine) as front:
+            async for piece in front.stream(request):
+                print(piece.text, end="")
+
+    Leaving the `async with` waits for the requests that are served; leaving it by an exception, or a cancellation,
+    gives them up. Either way its thread has ended then. Until then the engine is the front's: what else is to be done
+    with it goes through between_steps().
+
+    engine:       an Engine, or what has its methods
+    max_requests: that are served or wait to be served at a time; more are refused
+
+    It is used in the event loop that it was started in. What takes a request raises BadRequest for one that the engine
+    can never serve, TooManyRequests, and EngineEnded; other requests do not notice.
+    """
+
+    def __init__(self, engine: ServingEngine, *, max_requests: int = 1024) -> None:
+        self._engine = engine
+        self._max_requests = max_requests
+        self._books = _Books()
+        self._numbers = count()
+        self._is_draining = False
+
+    async def __aenter__(self) -> AsyncEngine:
+        self._books.open()
+        self._thread = EngineThread(self._engine, self._books, asyncio.get_running_loop())
+        self._thread.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                await self.drain()
+        finally:
+            await self.stop()
+
+    def stream(self, request: Request) -> RequestStream:
+        """Serve a request; its pieces as they come. It is queued when this returns."""
+        self.check()
+        self._engine.check(request)
+        if self._is_draining:
+            raise EngineEnded("the engine takes no more requests: drain() was called")
+        if len(self._books.inboxes) >= self._max_requests:
+            raise TooManyRequests(
+                f"{self._max_requests} requests are served or wait, and max_requests allows no more; give this one "
+                "again when one of them is done"
+            )
+        number, inbox = next(self._numbers), Inbox()
+        self._books.add(number, inbox)
+        self._thread.submit(number, request)
+        return RequestStream(number, inbox, self._thread.forget)
+
+    async def complete(self, request: Request) -> Completion:
+        """Serve a request to its end. Raises RequestFailed as well. Where the task is cancelled, the request ends."""
+        async with self.stream(request) as stream:
+            return await stream.completion()
+
+    async def abort(self, number: int) -> None:
+        """End a request, which then has the finish reason "abort"; its pages are free when this returns.
+
+        number: RequestStream.number; nothing happens where that request has ended
+        """
+        self.check()
+        self._thread.abort(number)
+        await self.between_steps(_nothing)
+
+    async def between_steps(self, function: Callable[[], T]) -> T:
+        """What a function returns or raises that is called in the engine's thread, when no step runs.
+
+        Raises EngineEnded. Where the task is cancelled, the function may run nevertheless.
+        """
+        self.check()
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._books.calls.add(answer)
+        self._thread.call(function, answer)
+        try:
+            return await answer
+        finally:
+            self._books.calls.discard(answer)
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Inside of it no step runs: for weights that are changed in place.
+
+        Requests are taken, and wait for its end; so does the last piece of one that is aborted.
+        """
+        self.check()
+        self._thread.pause()
+        try:
+            await self.between_steps(_nothing)
+            yield
+        finally:
+            self._thread.resume()
+
+    def check(self) -> None:
+        """Raise EngineEnded if the engine does not serve, and WrongState outside of its event loop."""
+        self._books.check()
+
+    def report(self) -> Report:
+        """As Engine.report, at once: while a step runs, some of its counts may be in and others not."""
+        return self._engine.report()
+
+    def metrics(self) -> Metrics:
+        """report().metrics."""
+        return self.report().metrics
+
+    async def drain(self) -> None:
+        """Take no more requests, and wait until those that were taken are done."""
+        self._is_draining = True
+        await self._books.is_empty.wait()
+
+    async def stop(self) -> None:
+        """Give up all requests, whose readers get EngineEnded, and wait until the thread has ended.
+
+        It ends after the step that runs, also where the task is cancelled meanwhile.
+        """
+        self._books.close("it was stopped")
+        self._thread.stop()
+        await self._books.has_ended.wait()
+        self._thread.join()
+
+
+class _Books:
+    """Who waits for what: the Owner of an EngineThread.
+
+    inboxes:   number of a request that is in the engine -> where its pieces go
+    calls:     who waits for what runs between two steps
+    is_empty:  whether no request is in the engine
+    has_ended: whether the thread runs no more step
+    """
+
+    def __init__(self) -> None:
+        self.inboxes: dict[int, Inbox] = {}
+        self.calls: set[asyncio.Future[Any]] = set()
+        self.is_empty, self.has_ended = asyncio.Event(), asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._why_closed = "it was not started; use `async with`"
+        self._cause: BaseException | None = None
+
+    def open(self) -> None:
+        if self._loop is not None:
+            raise WrongState("an AsyncEngine is started once; build another one over the engine")
+        self._loop = asyncio.get_running_loop()
+        self._why_closed = ""
+        self.is_empty.set()
+
+    def close(self, why: str) -> None:
+        """Nothing more is taken. The first reason stays."""
+        self._why_closed = self._why_closed or why
+
+    def check(self) -> None:
+        """Raise EngineEnded, or WrongState outside of the event loop."""
+        if self._why_closed:
+            raise self._ending()
+        if asyncio.get_running_loop() is not self._loop:
+            raise WrongState("an AsyncEngine is used in the event loop that it was started in; this is another one")
+
+    def add(self, number: int, inbox: Inbox) -> None:
+        self.inboxes[number] = inbox
+        self.is_empty.clear()
+
+    def take(self, updates: Sequence[Update]) -> None:
+        """As Owner.take."""
+        for update in updates:
+            inbox = self.inboxes.get(update.ticket)
+            if inbox is not None:
+                inbox.add(update)
+                if inbox.has_ended:
+                    self.forget(update.ticket)
+
+    def refuse(self, ticket: int, error: Exception) -> None:
+        """As Owner.refuse."""
+        inbox = self.inboxes.get(ticket)
+        if inbox is not None:
+            inbox.fail(error)
+            self.forget(ticket)
+
+    def forget(self, ticket: int) -> None:
+        """As Owner.forget."""
+        self.inboxes.pop(ticket, None)
+        if not self.inboxes:
+            self.is_empty.set()
+
+    def answer(self, waiting: asyncio.Future[Any], result: object, error: Exception | None) -> None:
+        """As Owner.answer."""
+        if waiting.done():
+            return  # its task was cancelled
+        if error is not None:
+            waiting.set_exception(error)
+        else:
+            waiting.set_result(result)
+
+    def end(self, error: BaseException | None) -> None:
+        """As Owner.end: everybody who waits gets to know."""
+        self._cause = error
+        self._why_closed = "it was stopped" if error is None else f"{type(error).__name__}: {error}"
+        for inbox in self.inboxes.values():
+            inbox.fail(self._ending())
+        for waiting in self.calls:
+            if not waiting.done():
+                waiting.set_exception(self._ending())
+        self.inboxes.clear()
+        self.is_empty.set()
+        self.has_ended.set()
+
+    def _ending(self) -> EngineEnded:
+        """One for each who gets it: each adds its own traceback."""
+        ending = EngineEnded(f"the engine serves no more requests: {self._why_closed}")
+        ending.__cause__ = self._cause
+        return ending
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,258 @@
+"""EngineThread: one thread that runs an engine's steps, and what other threads may ask of it.
+
+Commands reach the thread through a queue, in the order in which they were given, and run between two steps. What the
+thread has to say it hands to the event loop of its owner. While there is no work it waits for a command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from rocm_attn.errors import DeviceFault, RocmAttnError
+from rocm_attn.runner.report import Report
+from rocm_attn.runner.request import Completion, Event, Request, TokenEvent
+
+# How often an idle thread looks whether its event loop was closed without a word.
+_LOOK_AT_LOOP_SECONDS = 1.0
+
+Command = Callable[[], None]
+
+
+class ServingEngine(Protocol):
+    """What an EngineThread asks of an engine; see Engine. One thread calls it, but for check() and report()."""
+
+    @property
+    def has_work(self) -> bool: ...
+    def check(self, request: Request) -> None: ...
+    def submit(self, request: Request) -> int: ...
+    def step(self) -> list[Event]: ...
+    def abort(self, number: int) -> None: ...
+    def cancel(self, number: int) -> None: ...
+    def completion(self, number: int) -> Completion: ...
+    def report(self) -> Report: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What a step has brought for one request.
+
+    ticket:     the owner's number of the request
+    completion: of a request that has ended, or None
+    """
+
+    ticket: int
+    token_ids: tuple[int, ...]
+    text: str
+    completion: Completion | None
+
+
+class Owner(Protocol):
+    """What an EngineThread tells its owner. All of it runs in the owner's event loop."""
+
+    def take(self, updates: Sequence[Update]) -> None:
+        """Requests have moved on."""
+
+    def refuse(self, ticket: int, error: Exception) -> None:
+        """The engine did not take a request."""
+
+    def forget(self, ticket: int) -> None:
+        """A request is not in the engine any more, and no update of it comes."""
+
+    def answer(self, waiting: asyncio.Future[Any], result: object, error: Exception | None) -> None:
+        """A call between two steps has returned, or raised."""
+
+    def end(self, error: BaseException | None) -> None:
+        """The thread has run its last step: it was stopped, or an exception has ended it."""
+
+
+class _LoopClosed(Exception):
+    """The owner's event loop takes nothing any more."""
+
+
+class EngineThread:
+    """Runs an engine's steps while there is work. Its methods may be called from any thread, and never wait.
+
+    A DeviceFault ends the requests that the engine says are concerned. Any other exception of the engine's ends the
+    thread; every request is given up then. So it is where the event loop was closed.
+    """
+
+    def __init__(self, engine: ServingEngine, owner: Owner, loop: asyncio.AbstractEventLoop) -> None:
+        self._engine, self._owner, self._loop = engine, owner, loop
+        # SimpleQueue.put may be called from a destructor, which garbage collection runs anywhere.
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._number_of: dict[int, int] = {}  # ticket -> the engine's number
+        self._ticket_of: dict[int, int] = {}
+        self._num_pauses = 0
+        self._is_stopping = False
+        # A process that ends without stopping it is not held up by a device that hangs.
+        self._thread = threading.Thread(target=self._run, name="rocm_attn engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self._thread.is_alive()
+
+    def join(self) -> None:
+        """Wait for the end of a thread that has called Owner.end, which is near."""
+        self._thread.join()
+
+    def submit(self, ticket: int, request: Request) -> None:
+        """Queue a request of the owner's."""
+        self._commands.put(partial(self._submit, ticket, request))
+
+    def abort(self, ticket: int) -> None:
+        """End a request; its completion comes as an update. Nothing happens where it has ended."""
+        self._commands.put(partial(self._abort, ticket))
+
+    def forget(self, ticket: int) -> None:
+        """End a request of which nothing more is wanted."""
+        self._commands.put(partial(self._forget, ticket))
+
+    def call(self, function: Callable[[], object], waiting: asyncio.Future[Any]) -> None:
+        """Call a function between two steps. waiting: who is answered"""
+        self._commands.put(partial(self._call, function, waiting))
+
+    def pause(self) -> None:
+        """Run no step from the next one on; commands run. Pauses are counted."""
+        self._commands.put(partial(self._add_pauses, 1))
+
+    def resume(self) -> None:
+        """Take one pause() back."""
+        self._commands.put(partial(self._add_pauses, -1))
+
+    def stop(self) -> None:
+        """Give up all requests and end, after the step that runs."""
+        self._commands.put(self._stop)
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            self._serve()
+        except _LoopClosed:
+            logging.getLogger(__name__).warning("the event loop was closed before the engine was stopped")
+        except BaseException as ending:  # it is the callers' to know of
+            error = ending
+            logging.getLogger(__name__).error("the engine has ended", exc_info=ending)
+        with suppress(_LoopClosed):
+            self._post(self._owner.end, error)
+        for number in self._ticket_of:
+            self._give_up(number)
+
+    def _give_up(self, number: int) -> None:
+        try:
+            self._engine.cancel(number)
+        except Exception as error:  # what has ended the engine may have broken its books
+            logging.getLogger(__name__).error("request %d could not be given up: %s", number, error)
+
+    def _serve(self) -> None:
+        while not self._is_stopping:
+            if self._num_pauses == 0 and self._engine.has_work:
+                self._step()
+            else:
+                self._wait()
+            while not self._is_stopping and not self._commands.empty():
+                self._commands.get()()
+
+    def _wait(self) -> None:
+        """Obey one command; return without one only now and then."""
+        try:
+            self._commands.get(timeout=_LOOK_AT_LOOP_SECONDS)()
+        except queue.Empty:
+            if self._loop.is_closed():
+                raise _LoopClosed from None
+
+    def _step(self) -> None:
+        try:
+            events = self._engine.step()
+        except DeviceFault as fault:
+            # The engine's next events say which requests have failed of it.
+            logging.getLogger(__name__).warning("a fault of the device: %s", fault)
+            return
+        updates = self._updates(events)
+        if updates:
+            self._post(self._owner.take, updates)
+
+    def _updates(self, events: Sequence[Event]) -> list[Update]:
+        """One for each request. A failure may follow a request's last token."""
+        tokens: dict[int, list[int]] = {}
+        texts: dict[int, str] = {}
+        ended = dict[int, None]()
+        for event in events:
+            number = event.request
+            if number not in self._ticket_of:
+                continue  # a request that somebody else has submitted
+            of_request = tokens.setdefault(number, [])
+            texts[number] = texts.get(number, "") + event.text
+            if isinstance(event, TokenEvent):
+                of_request.append(event.token_id)
+            if not isinstance(event, TokenEvent) or event.finish_reason is not None:
+                ended[number] = None
+        completions = {number: self._engine.completion(number) for number in ended}
+        updates = [
+            Update(self._ticket_of[number], tuple(new), texts[number], completions.get(number))
+            for number, new in tokens.items()
+        ]
+        for number in ended:
+            self._drop(number)
+        return updates
+
+    def _drop(self, number: int) -> None:
+        ticket = self._ticket_of.pop(number, None)
+        if ticket is not None:
+            del self._number_of[ticket]
+
+    def _submit(self, ticket: int, request: Request) -> None:
+        try:
+            number = self._engine.submit(request)
+        except RocmAttnError as error:
+            self._post(self._owner.refuse, ticket, error)
+            return
+        self._number_of[ticket], self._ticket_of[number] = number, ticket
+
+    def _abort(self, ticket: int) -> None:
+        number = self._number_of.get(ticket)
+        if number is not None:
+            self._engine.abort(number)
+
+    def _forget(self, ticket: int) -> None:
+        number = self._number_of.get(ticket)
+        if number is not None:
+            self._drop(number)
+            self._engine.cancel(number)
+        self._post(self._owner.forget, ticket)
+
+    def _call(self, function: Callable[[], object], waiting: asyncio.Future[Any]) -> None:
+        result: object = None
+        error: Exception | None = None
+        try:
+            result = function()
+        except Exception as raised:  # the caller's own
+            error = raised
+        self._post(self._owner.answer, waiting, result, error)
+
+    def _add_pauses(self, pauses: int) -> None:
+        self._num_pauses += pauses
+
+    def _stop(self) -> None:
+        self._is_stopping = True
+
+    def _post(self, function: Callable[..., None], *arguments: object) -> None:
+        """Call a function in the event loop, soon. Raises _LoopClosed."""
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError as error:
+            if self._loop.is_closed():
+                raise _LoopClosed from error
+            raise

@@ -1,0 +1,130 @@
+"""Graphs beside pages that outlast their rows, and beside rows that take no part in a step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.errors import BadSetting, NeverFits
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.problem import UNLIMITED_WINDOW
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
+from tests.amd.graphs.small_models import Requests, Tiny
+from tests.amd.runtime.stepping import small_problem
+
+CPU = torch.device("cpu")
+
+
+def kept_values(runtime: AttentionRuntime, ids: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> list[torch.Tensor]:
+    """K and V of kept pages in every layer, copied."""
+    values = []
+    for layer in range(2):
+        space = runtime.pool.space_of_layer(layer)
+        pages = torch.from_numpy(runtime.table.kept_pages(ids, space)).long().to(runtime.device)
+        values += [side[pages].clone() for side in (runtime.pool.layer(layer).k, runtime.pool.layer(layer).v)]
+    return values
+
+
+@pytest.mark.parametrize("swa_pages", [0, 60], ids=["one space", "two spaces"])
+def test_the_check_of_a_graph_leaves_kept_pages_alone(swa_pages: int, device: torch.device) -> None:
+    tiny = Tiny.build(
+        device, "torch", [1, 2], num_pages=60, window_left=9 if swa_pages else UNLIMITED_WINDOW, swa_pages=swa_pages
+    )
+    runtime, table = tiny.runtime, tiny.runtime.table
+    runner = StepRunner(runtime, tiny.forward, recorder_for(runtime.device))
+    requests = Requests(runtime)
+    requests.admit(1)
+    requests.run(runner, [12])
+    ids = table.keep(requests.rows[0], 0, 3)
+    table.free(requests.rows.pop())
+    requests.kv_len.pop()
+    before = kept_values(runtime, ids)
+    assert runner.capture_all().buckets
+    requests.admit(2)
+    requests.run(runner, [30, 30])
+    requests.run(runner, [1, 1])
+    assert runner.counters.replays > 0
+    for old, new in zip(before, kept_values(runtime, ids), strict=True):
+        assert torch.equal(old, new)
+    assert all(table.num_holders_of(ids, space.space).tolist() == [1, 1, 1] for space in table.spaces)
+
+
+def test_a_request_over_kept_pages_is_served_as_if_it_had_stored_them(device: torch.device) -> None:
+    outs = []
+    for over in (False, True):
+        tiny = Tiny.build(device, "torch", [1])
+        table = tiny.runtime.table
+        runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device))
+        first = table.admit()
+        ids = torch.randint(1, 50, (11,), generator=torch.Generator().manual_seed(5)).tolist()
+        run(tiny.runtime, runner, first, ids[:9], 0)
+        row = table.admit_over(table.keep(first, 0, 2), 8) if over else table.fork(first, 8)
+        table.free(first)
+        outs.append([run(tiny.runtime, runner, row, ids[at : at + 1], at).clone() for at in range(8, 11)])
+        assert runner.counters.replays > 0
+    for forked, begun in zip(*outs, strict=True):
+        assert torch.equal(forked, begun)
+
+
+def run(runtime: AttentionRuntime, runner: StepRunner, row: int, token_ids: list[int], start: int) -> torch.Tensor:
+    """The rows of a step of one sequence."""
+    kv_len = start + len(token_ids)
+    runtime.table.reserve(row, kv_len)
+    return runner.run(StepBatch([row], [kv_len], [len(token_ids)], token_ids))
+
+
+def runtime_of(max_num_seqs: int, max_num_rows: int) -> AttentionRuntime:
+    options = RuntimeOptions(
+        num_pages=60, max_num_seqs=max_num_seqs, max_num_rows=max_num_rows, max_kv_len=32, provider="torch"
+    )
+    return build_runtime([small_problem()] * 2, options, device=CPU)
+
+
+def test_graphs_follow_the_sequences_of_a_step_and_not_the_rows() -> None:
+    few, many = runtime_of(3, 0), runtime_of(3, 20)
+    assert (few.table.num_free_rows, many.table.num_free_rows) == (3, 20)
+    assert few.padding == many.padding
+    for runtime in (few, many):
+        runtime.seal()
+    sizes = [
+        {name: t.numel() for name, t in each.sealed_tensors().items() if "table" not in name} for each in (few, many)
+    ]
+    assert sizes[0] == sizes[1]
+    widths = [each.table.space(Space.FULL).entries.shape[0] for each in (few, many)]
+    assert widths == [4, 21]
+
+
+def test_rows_beyond_the_sequences_of_a_step_are_served_in_turns(device: torch.device) -> None:
+    tiny = Tiny.build(device, "torch", [1, 2], max_num_seqs=2, max_num_rows=7)
+    table = tiny.runtime.table
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device))
+    assert runner.capture_all().buckets
+    rows = [table.admit() for _ in range(7)]
+    prompts = {row: [row] * row for row in rows}
+    for row, prompt in prompts.items():
+        run(tiny.runtime, runner, row, prompt, 0)
+    for row in rows:
+        table.reserve(row, row + 1)
+    for pair in ([7, 1], [4, 6], [2, 3]):
+        out = runner.run(StepBatch(pair, [row + 1 for row in pair], [1, 1], pair)).clone()
+        for row, its in zip(pair, out, strict=True):
+            (alone,) = run(tiny.runtime, runner, row, [row], row)
+            torch.testing.assert_close(its, alone, rtol=1e-4, atol=1e-4)
+    assert runner.counters.replays > 0
+    with pytest.raises(NeverFits, match="3 sequences in one step; raise max_num_seqs = 2 or split it"):
+        runner.run(StepBatch([1, 2, 3], [2, 3, 4], [1, 1, 1], [1, 1, 1]))
+
+
+def test_fewer_rows_than_a_step_has_sequences_are_refused() -> None:
+    with pytest.raises(BadSetting, match="max_num_rows is 2 and max_num_seqs is 3; each sequence of a step has a row"):
+        RuntimeOptions(num_pages=8, max_num_seqs=3, max_num_rows=2, max_kv_len=16)
+    with pytest.raises(BadSetting, match="max_num_rows"):
+        RuntimeOptions(num_pages=8, max_num_seqs=3, max_num_rows=-1, max_kv_len=16)
+    with pytest.raises(BadSetting, match="max_num_rows"):
+        RuntimeOptions(num_pages=8, max_num_seqs=3, max_num_rows=4.5, max_kv_len=16)  # type: ignore[arg-type]

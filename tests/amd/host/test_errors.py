@@ -1,0 +1,79 @@
+"""What does not fit says whether it may fit later."""
+
+from __future__ import annotations
+
+import ast
+
+import numpy as np
+import pytest
+import torch
+
+from rocm_attn.errors import CapacityExceeded, FitsLater, NeverFits, OutOfPages, OutOfRows
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.paging.page_table import SpacePages
+from rocm_attn.paging.request_table import RequestTable
+from tests.amd.house.source_tree import ROOT
+
+
+def raised_names(source: str) -> set[str]:
+    """Names of what a module raises by calling them."""
+    raised = (node.exc for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise))
+    return {call.func.id for call in raised if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)}
+
+
+def test_every_error_of_capacity_says_whether_it_may_fit_later() -> None:
+    raised = {path: raised_names(path.read_text()) for path in (ROOT / "rocm_attn").rglob("*.py")}
+    assert {path.name for path, names in raised.items() if "CapacityExceeded" in names} == set()
+    every = set[str]().union(*raised.values())
+    assert {"OutOfPages", "OutOfRows", "NeverFits"} <= every
+    assert issubclass(FitsLater, CapacityExceeded)
+    assert issubclass(NeverFits, CapacityExceeded)
+    assert not issubclass(NeverFits, FitsLater)
+
+
+def make_table(num_pages: int, swa_pages: int) -> RequestTable:
+    """Two rows of up to 40 tokens in pages of 4; the SWA space has a window of 5."""
+    return RequestTable(
+        max_num_seqs=2,
+        max_kv_len=40,
+        num_pages=num_pages,
+        page_size=4,
+        device=torch.device("cpu"),
+        windows=[SpacePages(Space.SWA, swa_pages, "swa_pages", window_left=5)],
+    )
+
+
+def rows_of(*values: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+    return np.array(values, np.int32)
+
+
+def test_what_others_hold_fits_later_and_what_the_pool_cannot_hold_never() -> None:
+    table = make_table(num_pages=7, swa_pages=7)
+    one, other = table.admit(), table.admit()
+    with pytest.raises(OutOfRows, match="all 2 rows are taken") as later:
+        table.admit()
+    assert isinstance(later.value, FitsLater)
+    table.reserve(other, 8)
+    with pytest.raises(OutOfPages, match="row 1 needs 5 more pages for 20 tokens and 4 are free"):
+        table.reserve(one, 20)
+    with pytest.raises(OutOfPages, match="1 sequences need more pages than the 4 that are free"):
+        table.reserve_all(rows_of(one), rows_of(20))
+    for reserve in (table.reserve, lambda row, kv_len: table.reserve_all(rows_of(row), rows_of(kv_len))):
+        with pytest.raises(NeverFits, match="row 1 needs 7 pages for 28 tokens and there are 6; raise num_pages"):
+            reserve(one, 28)
+        with pytest.raises(NeverFits, match="41 tokens exceed the 40 that a row can hold; raise max_kv_len"):
+            reserve(one, 41)
+    table.free(other)
+    table.reserve(one, 20)
+
+
+def test_a_window_that_never_fits_says_how_a_row_gets_there_all_the_same() -> None:
+    table = make_table(num_pages=20, swa_pages=5)
+    row = table.admit()
+    message = r"row 1 needs 8 pages of the SWA space for 32 tokens and there are 4; raise swa_pages, or go on by fewer "
+    with pytest.raises(NeverFits, match=message):
+        table.reserve(row, 32)
+    for kv_len in range(8, 33, 4):
+        table.evict(rows_of(row), rows_of(kv_len - 4))
+        table.reserve(row, kv_len)
+    assert table.num_held(row, Space.SWA) == 3

@@ -1,0 +1,534 @@
+"""Pages that stay when their row is freed: kept under ids, begun over by other rows, and dropped once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.errors import BadBatch, BadSetting, CapacityExceeded, NeverFits, WrongState
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.paging.page_table import PageTable, SpacePages
+from rocm_attn.paging.request_table import RequestTable
+
+WINDOW, PAGE_SIZE, FULL_PAGES, SWA_PAGES, WIDTH = 5, 4, 16, 14, 8
+BOTH = (Space.FULL, Space.SWA)
+
+
+def make_table(*, windowed: bool = False, num_pages: int = FULL_PAGES, max_num_seqs: int = 4) -> RequestTable:
+    """Rows of up to 8 pages of 4 tokens; ids of the SWA space, if there is one, begin where those of the other end."""
+    swa = SpacePages(Space.SWA, FULL_PAGES + SWA_PAGES, "swa_pages", window_left=WINDOW, first_page=FULL_PAGES)
+    return RequestTable(
+        max_num_seqs=max_num_seqs,
+        max_kv_len=WIDTH * PAGE_SIZE - 1,
+        num_pages=num_pages,
+        page_size=PAGE_SIZE,
+        device=torch.device("cpu"),
+        windows=[swa] if windowed else [],
+    )
+
+
+def ints(*values: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+    return np.array(values, np.int32)
+
+
+def stored_row(table: RequestTable, kv_len: int) -> int:
+    """A row with so many stored tokens."""
+    row = table.admit()
+    table.reserve(row, kv_len)
+    table.mark_stored(ints(row), ints(kv_len))
+    return row
+
+
+def step_of(row: int, kv_len: int, q_len: int = 1) -> StepBatch:
+    return StepBatch(ints(row), ints(kv_len), ints(q_len))
+
+
+def state_of(table: RequestTable) -> object:
+    """What a refused call leaves as it was."""
+    spaces = [
+        (pages.entries_host.tolist(), list(pages._free), pages._holders.tolist(), list(pages.pending.cells))
+        for pages in table.spaces
+    ]
+    kept = table._kept
+    tokens = table.tokens.stored_len.tolist(), table.tokens.floor.tolist()
+    return spaces, tokens, kept._ids.tolist(), kept._pages.tolist(), list(table._free_rows)
+
+
+def test_kept_pages_stay_when_their_row_is_freed_and_until_they_are_dropped() -> None:
+    table = make_table()
+    row = stored_row(table, 10)
+    pages = table.pages_of(row).tolist()
+    ids = table.keep(row, 0, 2)
+    table.free(row)
+    assert table.kept_pages(ids).tolist() == pages[:2]
+    assert table.num_free_pages == FULL_PAGES - 1 - 2
+    assert [table.num_holders(page) for page in pages] == [1, 1, 0]
+    table.drop(ids)
+    assert table.num_free_pages == FULL_PAGES - 1
+    assert table.num_holders(pages[0]) == 0
+
+
+def test_a_row_begins_over_kept_pages_of_several_rows() -> None:
+    table = make_table()
+    one, other = stored_row(table, 8), stored_row(table, 12)
+    ids = np.concatenate([table.keep(one, 0, 1), table.keep(other, 1, 3)])
+    wanted = [table.pages_of(one)[0], *table.pages_of(other)[1:3]]
+    table.free(one)
+    table.free(other)
+    row = table.admit_over(ids, 12)
+    assert table.pages_of(row).tolist() == wanted
+    assert table.num_holders_of(ids).tolist() == [2, 2, 2]
+    table.reserve(row, 13)
+    batch = step_of(row, 13)
+    table.check_batch(batch)
+    table.check_stored(batch)
+    assert table.why_no_store(batch) == ""
+    again = table.admit_over(ids[:2].tolist(), 8)
+    assert table.pages_of(again).tolist() == wanted[:2]
+    assert table.num_holders_of(ids).tolist() == [3, 3, 2]
+    table.reserve(again, 9)
+    with pytest.raises(BadBatch, match=f"attends to the first 9 tokens of row {again}, of which 8 are stored"):
+        table.require_stored(step_of(again, 9))
+
+
+def test_a_row_that_begins_within_a_kept_page_copies_it_before_it_stores() -> None:
+    table = make_table()
+    ids = table.keep(stored_row(table, 8), 0, 2)
+    row = table.admit_over(ids, 7)
+    kept = int(table.kept_pages(ids)[1])
+    assert table.pages_of(row)[1] == kept
+    table.reserve(row, 8)
+    own = int(table.pages_of(row)[1])
+    assert own != kept
+    assert table.pending.copies == {own: kept}
+    assert table.why_no_store(step_of(row, 8)) == ""
+
+
+@pytest.mark.parametrize("whose", ["the row that was kept from", "a row over kept pages"])
+def test_a_row_stores_in_a_kept_page_only_after_it_went_back_to_a_copy(whose: str) -> None:
+    table = make_table()
+    row = stored_row(table, 8)
+    ids = table.keep(row, 0, 2)
+    if whose == "a row over kept pages":
+        row = table.admit_over(ids, 8)
+    message = rf"store token 6 of row {row} in a page that another row, or keep\(\), holds too; call truncate\({row}, 6"
+    with pytest.raises(AssertionError, match=message):
+        assert table.why_no_store(step_of(row, 7)) == "", table.why_no_store(step_of(row, 7))
+    assert table.floors(ints(row)).tolist() == [8]
+    table.truncate(row, 6)
+    table.reserve(row, 7)
+    assert table.pages_of(row)[1] not in table.kept_pages(ids)
+    assert table.why_no_store(step_of(row, 7)) == ""
+
+
+def test_a_row_may_store_again_where_nothing_is_kept_any_more() -> None:
+    table = make_table()
+    row = stored_row(table, 12)
+    first, second = table.keep(row, 0, 1), table.keep(row, 1, 3)
+    assert table.floors(ints(row)).tolist() == [12]
+    table.drop(second)
+    assert table.floors(ints(row)).tolist() == [4]
+    assert table.why_no_store(step_of(row, 5)) == ""
+    assert table.why_no_store(step_of(row, 4)) != ""
+    table.drop(first)
+    assert table.floors(ints(row)).tolist() == [0]
+
+
+def test_pages_that_are_not_full_of_stored_tokens_are_not_kept() -> None:
+    table = make_table()
+    row = stored_row(table, 7)
+    table.reserve(row, 12)
+    before = state_of(table)
+    with pytest.raises(
+        BadBatch, match="row 1 has 7 stored tokens, which fill the pages before page_no 1; page_no 1 ca"
+    ):
+        table.keep(row, 0, 2)
+    with pytest.raises(BadBatch, match=r"pages \[1, 0\) were to be kept"):
+        table.keep(row, 1, 0)
+    with pytest.raises(BadBatch, match="page_no -1 cannot be kept"):
+        table.keep_all(ints(row), ints(-1))
+    with pytest.raises(WrongState, match="row 3 is not admitted"):
+        table.keep(3, 0, 1)
+    assert state_of(table) == before
+    assert table.keep(row, 1, 1).tolist() == []
+
+
+def test_what_was_dropped_is_known_as_dropped_whatever_has_come_to_its_pages() -> None:
+    table = make_table()
+    row = stored_row(table, 8)
+    ids = table.keep(row, 0, 2)
+    others = table.keep(row, 0, 2)
+    table.drop(ids)
+    table.free(row)
+    newer = table.keep(stored_row(table, 8), 0, 2)  # in the places of those that were dropped
+    before = state_of(table)
+    for use in (table.drop, table.kept_pages, table.num_holders_of, lambda ids: table.admit_over(ids, 8)):
+        with pytest.raises(WrongState, match=f"{ids[0]} is not the id of a page that is kept: it was dropped already"):
+            use(ids)
+    for nonsense in ([1], [-int(ids[0])], [0], [2**62], [int(others.max()) + 1]):
+        with pytest.raises(WrongState, match=f"{nonsense[0]} is not the id of a page that is kept"):
+            table.drop(nonsense)
+    with pytest.raises(WrongState, match="a kept page is named twice"):
+        table.drop([others[0], others[0]])
+    assert state_of(table) == before
+    table.drop(np.concatenate([others, newer]))
+
+
+def test_a_row_begins_only_over_pages_that_make_a_sequence_of_its_length() -> None:
+    table = make_table()
+    ids = table.keep(stored_row(table, 12), 0, 3)
+    before = state_of(table)
+    for kv_len in (0, 4, 8, 13, -1):
+        with pytest.raises(BadBatch, match="give as many as the tokens need"):
+            table.admit_over(ids, kv_len)
+    with pytest.raises(BadBatch, match="kept page 0 was page_no 1 of its sequence; a row begins with page_no 0"):
+        table.admit_over(ids[1:], 8)
+    with pytest.raises(BadBatch, match="kept page 1 was page_no 2 of its sequence"):
+        table.admit_over(ids[::2], 8)
+    assert state_of(table) == before
+    assert table.pages_of(table.admit_over([], 0)).tolist() == []
+
+
+def test_a_row_over_kept_pages_is_as_long_as_any_row_and_takes_one() -> None:
+    table = make_table(max_num_seqs=2)
+    ids = table.keep(stored_row(table, 28), 0, 7)
+    table.admit_over(ids, 28)
+    before = state_of(table)
+    with pytest.raises(CapacityExceeded, match="all 2 rows are taken; free a request or raise max_num_rows"):
+        table.admit_over(ids, 28)
+    assert state_of(table) == before
+
+
+def test_pages_of_several_rows_are_kept_by_one_call() -> None:
+    table = make_table()
+    row = stored_row(table, 8)
+    child = table.fork(row, 8)
+    other = stored_row(table, 4)
+    ids = table.keep_all(ints(row, child, other, row), ints(0, 0, 0, 1))
+    held = [table.pages_of(row)[0], table.pages_of(row)[0], table.pages_of(other)[0], table.pages_of(row)[1]]
+    assert table.kept_pages(ids).tolist() == held
+    assert table.num_holders_of(ids).tolist() == [4, 4, 2, 3]
+    for each in (row, child, other):
+        table.free(each)
+    assert table.num_holders_of(ids).tolist() == [2, 2, 1, 1]
+    table.drop(ids)
+    assert table.num_free_pages == FULL_PAGES - 1
+
+
+def test_rows_over_the_same_last_page_alone_share_no_prefix() -> None:
+    table = make_table()
+    one, other = stored_row(table, 8), stored_row(table, 8)
+    first, second = table.keep(one, 0, 2), table.keep(other, 0, 2)
+    mixed = table.admit_over([first[0], second[1]], 8)
+    table.reserve_all(ints(other, mixed), ints(9, 9))
+    batch = StepBatch(ints(other, mixed), ints(9, 9), ints(1, 1), prefixes=SharedPrefixes([PrefixGroup(2, 8)]))
+    with pytest.raises(BadBatch, match="sequence 1 does not share the 8 tokens of sequence 0"):
+        table.check_batch(batch)
+    table.free(mixed)
+    same = table.admit_over(second, 8)
+    table.reserve(same, 9)
+    table.check_batch(StepBatch(ints(other, same), ints(9, 9), ints(1, 1), prefixes=batch.prefixes))
+
+
+def test_pages_that_left_the_window_are_kept_in_the_full_space_alone() -> None:
+    table = make_table(windowed=True)
+    row = stored_row(table, 16)
+    table.evict(ints(row), ints(15))  # tokens from 10 on are seen: page_no 0 and 1 have left
+    before = state_of(table)
+    with pytest.raises(BadBatch, match="page_no 0 of row 1 has left the window of the SWA space; keep it before"):
+        table.keep(row, 0, 4)
+    assert state_of(table) == before
+    ids = np.concatenate([table.keep(row, 0, 2, spaces=[Space.FULL]), table.keep(row, 2, 4)])
+    assert (table.kept_pages(ids, Space.SWA) > 0).tolist() == [False, False, True, True]
+    assert table.num_holders_of(ids, Space.SWA).tolist() == [0, 0, 2, 2]
+    table.free(row)
+    over = table.admit_over(ids, 16)
+    assert table.pages_of(over, Space.SWA).tolist() == [0, 0, *table.kept_pages(ids[2:], Space.SWA)]
+    with pytest.raises(BadBatch, match="page_no 1 is not kept in the SWA space any more, and steps after 12 tokens"):
+        table.admit_over(ids[:3], 12)
+
+
+@pytest.mark.parametrize("kv_len", range(1, 29))
+def test_a_row_over_kept_pages_holds_its_windows_and_nothing_before_them(kv_len: int) -> None:
+    table = make_table(windowed=True)
+    ids = table.keep(stored_row(table, 28), 0, 7)[: -(-kv_len // PAGE_SIZE)]
+    row = table.admit_over(ids, kv_len)
+    held = table.pages_of(row, Space.SWA) > 0
+    first_seen = max(0, kv_len - WINDOW) // PAGE_SIZE
+    assert held.tolist() == [page_no >= first_seen for page_no in range(len(ids))]
+    table.reserve(row, kv_len + 1)
+    table.check_batch(step_of(row, kv_len + 1))
+
+
+def test_a_space_can_be_dropped_before_the_other() -> None:
+    table = make_table(windowed=True)
+    row = stored_row(table, 12)
+    ids = table.keep(row, 0, 3)
+    table.free(row)
+    table.drop(ids[:1], spaces=[Space.SWA])
+    assert [pages.num_free_pages for pages in table.spaces] == [FULL_PAGES - 1 - 3, SWA_PAGES - 2]
+    before = state_of(table)
+    with pytest.raises(WrongState, match=f"{ids[0]} is kept, but not in SWA: it was dropped there already, or never"):
+        table.drop(ids, spaces=[Space.SWA])
+    assert state_of(table) == before
+    assert len(table.pages_of(table.admit_over(ids, 12))) == 3
+    table.drop(ids)
+    with pytest.raises(WrongState, match="dropped already"):
+        table.drop(ids[:1])
+
+
+def test_pages_that_do_not_exist_have_no_holders_to_count() -> None:
+    table = make_table()
+    for page in (0, -1, FULL_PAGES):
+        with pytest.raises(BadBatch, match=f"{page} is not a page; pages run from 1 to 15"):
+            table.num_holders(page)
+    with pytest.raises(BadSetting, match="no pages in the SWA space"):
+        table.num_holders(1, Space.SWA)
+
+
+def test_a_table_may_have_more_rows_than_a_step_has_sequences() -> None:
+    table = RequestTable(
+        max_num_seqs=2, max_num_rows=5, max_kv_len=8, num_pages=9, page_size=4, device=torch.device("cpu")
+    )
+    rows = [table.admit() for _ in range(5)]
+    with pytest.raises(CapacityExceeded, match="all 5 rows are taken"):
+        table.admit()
+    for row in rows:
+        table.reserve(row, 4)
+    table.check_batch(StepBatch(ints(*rows[3:]), ints(4, 4), ints(4, 4)))
+    with pytest.raises(NeverFits, match="3 sequences in one step; raise max_num_seqs = 2 or split it"):
+        table.check_batch(StepBatch(ints(*rows[:3]), ints(4, 4, 4), ints(4, 4, 4)))
+    with pytest.raises(CapacityExceeded, match="max_num_rows is 1 and a step may have max_num_seqs = 2"):
+        RequestTable(max_num_seqs=2, max_num_rows=1, max_kv_len=8, num_pages=9, page_size=4, device=torch.device("cpu"))
+
+
+@dataclass
+class Row:
+    """What the model knows of a row.
+
+    tokens:  that are stored
+    reached: the largest start of a step so far, before which windows have left
+    """
+
+    tokens: list[int]
+    reached: int
+
+
+@dataclass
+class Keep:
+    """A kept page: where it was of its sequence, its tokens, and its page in each space that it is kept in."""
+
+    page_no: int
+    tokens: list[int]
+    pages: dict[Space, int]
+
+
+class Keeps(RuleBasedStateMachine):
+    """Random steps, keeps, rows over kept pages, forks, frees and drops; free pages are overwritten at every step.
+
+    content: per space, page -> token of each offset, as the device would hold them
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = make_table(windowed=True)
+        self.content: dict[Space, dict[int, list[int]]] = {space: {} for space in BOTH}
+        self.rows: dict[int, Row] = {}
+        self.keeps: dict[int, Keep] = {}
+        self.dropped: list[int] = []
+        self.next_token = 1
+
+    def holders(self, space: Space) -> Counter[int]:
+        """Page -> rows and keeps that hold it, counted one by one."""
+        of_rows = [page for row in self.rows for page in self.table.pages_of(row, space).tolist() if page]
+        return Counter([*of_rows, *(keep.pages[space] for keep in self.keeps.values() if space in keep.pages)])
+
+    def flush(self) -> None:
+        """Changes reach the device; then every page that nothing holds is overwritten."""
+        for pages in self.table.spaces:
+            content = self.content[pages.space]
+            content.update({target: list(content[source]) for target, source in pages.pending.copies.items()})
+            pages.copies_made()
+            pages.pending.cells.clear()
+            held = self.holders(pages.space)
+            for page in set(content) - set(held):
+                content[page] = [-1] * PAGE_SIZE
+
+    def read(self, pages: PageTable, page: int) -> list[int]:
+        return self.content[pages.space][pages.pending.copies.get(page, page)]
+
+    @rule()
+    def admit(self) -> None:
+        if self.table.num_free_rows:
+            self.rows[self.table.admit()] = Row([], 0)
+
+    @rule(pick=st.integers(0, 3), new=st.integers(1, 7))
+    def step(self, pick: int, new: int) -> None:
+        row = self.pick(pick)
+        if row is None:
+            return
+        known = self.rows[row]
+        start, stop = len(known.tokens), len(known.tokens) + new
+        try:
+            self.table.reserve(row, stop)
+        except CapacityExceeded:
+            return
+        batch = step_of(row, stop, new)
+        self.table.check_batch(batch)
+        self.table.check_stored(batch)
+        assert self.table.why_no_store(batch) == ""
+        self.table.evict(ints(row), ints(start))
+        known.reached = max(known.reached, start)
+        self.flush()
+        for pages in self.table.spaces:
+            held = self.table.pages_of(row, pages.space).tolist()
+            for index in range(start, stop):
+                cells = self.content[pages.space].setdefault(held[index // PAGE_SIZE], [-1] * PAGE_SIZE)
+                cells[index % PAGE_SIZE] = self.next_token + index - start
+        known.tokens += range(self.next_token, self.next_token + new)
+        self.next_token += new
+        self.table.mark_stored(ints(row), ints(stop))
+
+    @rule(
+        pick=st.integers(0, 3),
+        first=st.integers(0, 7),
+        count=st.integers(0, 7),
+        spaces=st.sampled_from([BOTH, BOTH[:1]]),
+    )
+    def keep(self, pick: int, first: int, count: int, spaces: tuple[Space, ...]) -> None:
+        row = self.pick(pick)
+        if row is None:
+            return
+        tokens, end = self.rows[row].tokens, first + count
+        held = {space: self.table.pages_of(row, space).tolist()[first:end] for space in spaces}
+        if count and (end * PAGE_SIZE > len(tokens) or any(0 in pages for pages in held.values())):
+            with pytest.raises(BadBatch):
+                self.table.keep(row, first, end, spaces)
+            return
+        ids = self.table.keep(row, first, end, spaces).tolist()
+        assert len(ids) == count
+        assert not set(ids) & {*self.keeps, *self.dropped}
+        for at, id_ in enumerate(ids):
+            its = tokens[(first + at) * PAGE_SIZE : (first + at + 1) * PAGE_SIZE]
+            self.keeps[id_] = Keep(first + at, its, {space: pages[at] for space, pages in held.items()})
+
+    @rule(data=st.data(), less=st.integers(0, PAGE_SIZE - 1))
+    def admit_over(self, data: st.DataObject, less: int) -> None:
+        ids: list[int] = []
+        while found := [id_ for id_, keep in self.keeps.items() if keep.page_no == len(ids)]:
+            ids.append(data.draw(st.sampled_from(found)))
+        ids = ids[: data.draw(st.integers(0, len(ids)))]
+        kv_len = max(0, len(ids) * PAGE_SIZE - less)
+        if not self.table.num_free_rows or not ids:
+            return
+        seen = self.keeps_of(ids[max(0, kv_len - WINDOW) // PAGE_SIZE :])
+        whole = all(Space.SWA in keep.pages for keep in seen) and all(Space.FULL in k.pages for k in self.keeps_of(ids))
+        if not whole:
+            with pytest.raises(BadBatch):
+                self.table.admit_over(ids, kv_len)
+            return
+        row = self.table.admit_over(ids, kv_len)
+        self.rows[row] = Row([token for keep in self.keeps_of(ids) for token in keep.tokens][:kv_len], kv_len)
+
+    @rule(pick=st.integers(0, 3), length=st.integers(0, 31))
+    def fork(self, pick: int, length: int) -> None:
+        row = self.pick(pick)
+        if row is not None and self.table.num_free_rows and length <= len(self.rows[row].tokens):
+            try:
+                child = self.table.fork(row, length)
+            except BadBatch:
+                return
+            self.rows[child] = Row(self.rows[row].tokens[:length], length)
+
+    @rule(pick=st.integers(0, 3), length=st.integers(0, 31))
+    def truncate(self, pick: int, length: int) -> None:
+        row = self.pick(pick)
+        if row is not None and self.rows[row].reached <= length <= len(self.rows[row].tokens):
+            self.table.truncate(row, length)
+            del self.rows[row].tokens[length:]
+
+    @rule(pick=st.integers(0, 3))
+    def free(self, pick: int) -> None:
+        row = self.pick(pick)
+        if row is not None:
+            self.table.free(row)
+            del self.rows[row]
+
+    @rule(data=st.data(), spaces=st.sampled_from([BOTH, BOTH[:1], BOTH[1:]]))
+    def drop(self, data: st.DataObject, spaces: tuple[Space, ...]) -> None:
+        ids = data.draw(st.lists(st.sampled_from(sorted(self.keeps)), unique=True)) if self.keeps else []
+        if any(not {*spaces} & {*keep.pages} for keep in self.keeps_of(ids)):
+            with pytest.raises(WrongState, match="is kept, but not in"):
+                self.table.drop(ids, spaces)
+            return
+        self.table.drop(ids, spaces)
+        for id_ in ids:
+            for space in spaces:
+                self.keeps[id_].pages.pop(space, None)
+            if not self.keeps[id_].pages:
+                self.dropped.append(id_)
+                del self.keeps[id_]
+
+    @rule(data=st.data())
+    def use_after_drop(self, data: st.DataObject) -> None:
+        if self.dropped:
+            ids = [data.draw(st.sampled_from(self.dropped))]
+            for use in (self.table.drop, self.table.kept_pages, lambda ids: self.table.admit_over(ids, 1)):
+                with pytest.raises(WrongState, match="not the id of a page that is kept"):
+                    use(ids)
+
+    def pick(self, number: int) -> int | None:
+        rows = sorted(self.rows)
+        return rows[number % len(rows)] if rows else None
+
+    def keeps_of(self, ids: list[int]) -> list[Keep]:
+        return [self.keeps[id_] for id_ in ids]
+
+    @invariant()
+    def every_holder_is_counted_and_every_other_page_is_free(self) -> None:
+        for pages in self.table.spaces:
+            held = self.holders(pages.space)
+            first = pages.pages.first_page
+            counted = {page: self.table.num_holders(page, pages.space) for page in range(first, pages.pages.num_pages)}
+            assert {page: count for page, count in counted.items() if count} == held
+            assert len(held) + pages.num_free_pages + len(pages._sources) == pages.num_usable_pages
+
+    @invariant()
+    def every_row_reads_its_own_tokens(self) -> None:
+        for pages in self.table.spaces:
+            for row, known in self.rows.items():
+                first = max(0, len(known.tokens) - WINDOW) if pages.space is Space.SWA else 0
+                held = self.table.pages_of(row, pages.space).tolist()
+                at = [(held[i // PAGE_SIZE], i % PAGE_SIZE) for i in range(first, len(known.tokens))]
+                assert [self.read(pages, page)[offset] for page, offset in at] == known.tokens[first:]
+
+    @invariant()
+    def kept_pages_keep_their_tokens(self) -> None:
+        for pages in self.table.spaces:
+            for keep in self.keeps.values():
+                if pages.space in keep.pages:
+                    assert self.read(pages, keep.pages[pages.space]) == keep.tokens
+
+    def teardown(self) -> None:
+        for row in list(self.rows):
+            self.table.free(row)
+        self.rows.clear()
+        self.table.drop(list(self.keeps))
+        self.keeps.clear()
+        self.flush()
+        for pages in self.table.spaces:
+            assert pages.num_free_pages == pages.num_usable_pages
+            assert not pages.entries_host.any()
+
+
+TestKeeps = Keeps.TestCase
+TestKeeps.settings = settings(max_examples=80, stateful_step_count=40)

@@ -21,12 +21,14 @@ from rocm_attn.errors import BadSetting, DeviceFault
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.machine.agreement import RanksDiverged, SentFault, faults_of_any
 from rocm_attn.runner import engine as engine_module
+from rocm_attn.runner import engine_runtime, pool_size
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.ranks import RanksOfGroup
 from rocm_attn.runner.request import Completion, FailureEvent, Request
 from rocm_attn.runner.sampling import Sampling
 from tests.amd.ranks import NUM_RANKS, on_every_rank
+from tests.amd.runner.metered_memory import MeteredMemory
 from tests.amd.runner.tiny_model import tiny_model
 
 BASE = EngineOptions(
@@ -71,9 +73,12 @@ def on_few_pages(rank: int) -> list[str]:
 
 def memory_of_one_rank_is_short(rank: int) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "default_kv_bytes", lambda device: 20_000 if rank == 1 else 1 << 30)
-        serving = engine()
-    return [f"{serving.report().num_pages < 40}", str(serving.report().num_pages), *shown(serving.generate(REQUESTS))]
+        memory = MeteredMemory(30_000 if rank == 1 else 1 << 30)
+        patch.setattr(engine_runtime, "memory_of", lambda device: memory)
+        patch.setattr(pool_size, "_ALLOCATION_BYTES", 0)
+        serving = engine(gpu_memory_share=1.0)
+    num_pages = serving.report().num_pages
+    return [f"fewer than wanted: {num_pages < 1 + 4 * 16}", str(num_pages), *shown(serving.generate(REQUESTS))]
 
 
 class FailsAfterwards:
@@ -271,7 +276,7 @@ def test_preemption_is_the_same_on_all_ranks_and_changes_no_token(found: Found) 
 
 def test_all_ranks_have_as_many_pages_as_that_with_the_least_memory(found: Found, alone: list[str]) -> None:
     first, _, *tokens = same_on_all(found["short memory"])
-    assert (first, tokens) == ("True", alone)
+    assert (first, tokens) == ("fewer than wanted: True", alone)
 
 
 @pytest.mark.parametrize(

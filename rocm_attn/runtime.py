@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.halves import HALVES, split_batch
-from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
+from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import DeviceFault, NeverFits, NotCopied, WrongState
 from rocm_attn.guards.registry import Guards
-from rocm_attn.machine.agreement import Agree, alone
+from rocm_attn.machine.agreement import Agree, Agreement, alone
 from rocm_attn.machine.devices import StreamOrder, on_device, with_index
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.canary import what_was_written
@@ -35,6 +35,7 @@ from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.paging.stored_tokens import StepStores
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.core import StepCore
+from rocm_attn.step.echo import STEPS_UNTIL_ECHO
 from rocm_attn.step.head_weights import LayerHeadWeights
 from rocm_attn.step.holder import StepHolder
 from rocm_attn.step.layer_kinds import LayerKinds
@@ -61,7 +62,7 @@ class AttentionRuntime:
     kinds:   the layers, with the kernels that were chosen for them
     options: its sizes, and which steps may be captured
     guards:  the safeguards
-    agree:   how ranks that share a model's layers agree on graphs; see selection/build.py
+    agree:   how ranks that share a model's layers agree on graphs and faults; see selection/build.py
 
     Raises BadProblem and CapacityExceeded for a pool that cannot be.
     """
@@ -74,11 +75,13 @@ class AttentionRuntime:
         *,
         device: torch.device | str,
         guards: Guards,
-        agree: Agree = alone,
+        agree: Agreement = alone,
     ) -> None:
         if guards.off:
             logging.getLogger(__name__).warning("safeguards are switched off: %s", ", ".join(guards.off))
-        self.guards, self.options, self.agree = guards, options, agree
+        self.guards, self.options = guards, options
+        self.agree: Agree = agree
+        self.meetings = agree.new_meetings()
         self.device = with_index(device)
         problems, spaces = kinds.problems, kinds.spaces_of_layers
         windows = options.windows(problems)
@@ -99,7 +102,9 @@ class AttentionRuntime:
         self._check_stored, require_stored = guards.batch.stored(self.table)
         self._stores = StepStores(len(problems), self.table.tokens, require_stored)
         self._evict = guards.batch.evict(self.table) if windows else _keep_everything
-        self._publisher = Publisher(core.ops, self.table, self.pool, guards.publishing)
+        self._publisher = Publisher(
+            core.ops, self.table, self.pool, guards.publishing, holds_faults=self.meetings.holds_faults
+        )
         self._planner = core.new_planner(options.padding(problems))
         # Those that make graphs of this runtime's steps.
         self.graph_users: weakref.WeakSet[object] = weakref.WeakSet()
@@ -155,27 +160,46 @@ class AttentionRuntime:
         """The number of the step that was staged last, from 1 on; a DeviceFault names its step by it."""
         return self._publisher.step_number
 
+    @property
+    def steps_until_known(self) -> int:
+        """What went wrong in a step is raised by the step that comes so many steps after it, at the latest."""
+        return STEPS_UNTIL_ECHO + self.meetings.steps_late
+
     def check_device(self) -> None:
         """Wait for the device, and raise DeviceFault if steps went wrong that no later stage() has reported.
 
-        Also if something was written to row 0 of the table or to page 0 of a layer. For tests, debugging, and whenever
-        serving goes idle: while steps run, stage() reports a fault some steps later by itself, but no step comes to
+        Also if something was written to row 0 of the table or to page 0 of a layer. Ranks that share the layers
+        (`agree`) call it together, and raise what any of them has found. For tests, debugging, and whenever serving
+        goes idle: while steps run, stage() or meet() reports a fault some steps later by itself, but no step comes to
         report the last ones. One DeviceFault names all faults.
         """
         with self._alone("the device cannot be asked"):
             self._find_faults()
+            found = list(self._publisher.found)
             written = what_was_written(self.table, self.pool, range(len(self.core.layers)))
         if written:
-            self._publisher.report(
-                DeviceFault(f"{written}; padded sequences read it, so every later step may be wrong")
-            )
-        self._publisher.report()
+            found.append(DeviceFault(f"{written}; padded sequences read it, so every later step may be wrong"))
+        self._publisher.report(self.meetings.all_faults(self.step_number, found))
+
+    def meet(self) -> None:
+        """Before a step is staged, where ranks share the model's layers (`agree`): hear what the others have found.
+
+        Ranks that call begin_step(), or run steps by a StepRunner, meet there. Raises DeviceFault for an earlier step,
+        on all ranks alike, and RanksDiverged.
+        """
+        self._publisher.report(self.meetings.before_step(self.step_number, self._publisher.found))
 
     def report_faults(self) -> None:
         """As check_device, of steps alone: what padded sequences read is not looked at."""
         with self._alone("the device cannot be asked"):
             self._find_faults()
-        self._publisher.report()
+        self._publisher.report(self.meetings.all_faults(self.step_number, self._publisher.found))
+
+    def report_own_faults(self) -> None:
+        """As report_faults, of this rank alone: for steps that were tried out, which ranks may break off apart."""
+        with self._alone("the device cannot be asked"):
+            self._find_faults()
+        self._publisher.report(self._publisher.found)
 
     def forget_faults(self) -> None:
         """Wait for the device; what went wrong in steps and was not reported yet never is.
@@ -190,14 +214,15 @@ class AttentionRuntime:
         """Everything that a graph reads and the runtime owns, by name: buffers, workspace, table and pages."""
         return self.core.sealed_tensors()
 
-    def begin_step(self, batch: StepBatch, pad_to: int | None = None) -> Step:
+    def begin_step(self, batch: StepBatch, pad_to: PadTo | None = None) -> Step:
         """Stage a step and fill what follows from its inputs; then call its `layers`, one layer after the other.
 
-        pad_to: sequences to pad to, where ranks must agree; not given: the ladder decides
+        pad_to: what to pad to, where ranks must agree; not given: the ladders decide
         Raises BadBatch, CapacityExceeded, WrongState, and DeviceFault for an earlier step, once; no step is begun then.
         """
         self.require_idle()
         try:
+            self.meet()
             step = self.stage(batch, pad_to)
             self.fill()
             return step
@@ -205,13 +230,14 @@ class AttentionRuntime:
             self.end_step()
             raise
 
-    def begin_split_step(self, batch: StepBatch, pad_to: int | None = None) -> SplitStep:
+    def begin_split_step(self, batch: StepBatch, pad_to: PadTo | None = None) -> SplitStep:
         """As begin_step, in two halves; store and attend with their `layers`, in any order of the two.
 
-        pad_to: sequences of both halves together; even
+        pad_to: of both halves together; even
         """
         self.require_idle()
         try:
+            self.meet()
             step = self.stage_split(batch, pad_to)
             self.fill()
             return step
@@ -219,62 +245,85 @@ class AttentionRuntime:
             self.end_step()
             raise
 
-    def stage(self, batch: StepBatch, pad_to: int | None = None) -> Step:
+    def stage(self, batch: StepBatch, pad_to: PadTo | None = None) -> Step:
         """The part of begin_step that runs before a graph: check, plan, update the table, publish the inputs."""
         self._begin("a step cannot begin")
         try:
-            self._check_batch(batch)
-            refusal = "" if self.table.tokens.goes_on(batch) else self._check_tokens(batch)
-            plan = self._planner.plan(batch, pad_to, 1)
-            self._evict(batch)
-            with on_device(self.device):
-                self._streams.follow()
-                children = self.core.memory.device_steps(plan)
-                self._publisher.apply_table_changes()
-                self._publisher.publish_whole(batch, children[0])
-            self._plan, self._children, self._state = plan, children, _State.STAGED
-            self._stores.begin(batch, 1, refusal)
-            # Steps of equal sizes are equal, and a server decodes many in a row.
-            step, self._who_runs = self._last_step, children[0]
-            if step is None or not step.is_for(batch, children[0], plan):
-                layers = self._step_layers(children[0], plan, self._who_runs, 0)
-                step = self._last_step = Step.of(batch, children[0], plan, layers, 0)
-            return step
+            refusal = self._checked(batch)
+            return self._stage_whole(batch, self._planner.plan(batch, pad_to, 1), refusal)
         except BaseException:
             self.end_step()
             raise
 
-    def stage_split(self, batch: StepBatch, pad_to: int | None = None) -> SplitStep:
+    def stage_split(self, batch: StepBatch, pad_to: PadTo | None = None) -> SplitStep:
         """The part of begin_split_step that runs before a graph."""
         self._begin("a step cannot begin")
         try:
-            self._check_batch(batch)
-            refusal = "" if self.table.tokens.goes_on(batch) else self._check_tokens(batch)
-            plan = self._planner.plan(batch, pad_to, HALVES)
-            batches = split_batch(batch, plan.shape.child.num_seqs)
-            self._evict(batch)
-            with on_device(self.device):
-                self._streams.follow()
-                children = self.core.memory.device_steps(plan)
-                self._publisher.apply_table_changes()
-                for half, child in enumerate(children):
-                    self._publisher.publish(batches[half], child, half)
-            self._plan, self._children, self._state = plan, children, _State.STAGED
-            self._stores.begin(batch, HALVES, refusal)
-            # Not its views, which a later step of equal sizes has too: a half does not outlive its step.
-            self._who_runs = object()
-            first, second = (
-                Step.of(batches[half], child, plan, self._step_layers(child, plan, self._who_runs, half), half)
-                for half, child in enumerate(children)
-            )
-            return SplitStep((first, second), children[0].tensors.counts[0], plan)
+            refusal = self._checked(batch)
+            return self._stage_halves(batch, self._planner.plan(batch, pad_to, HALVES), refusal)
         except BaseException:
             self.end_step()
             raise
 
     def stage_as(self, shape: PaddedShape, batch: StepBatch) -> Step | SplitStep:
-        """Stage a batch whole or split, and padded to as many sequences, as steps of a shape are."""
-        return (self.stage if shape.num_children == 1 else self.stage_split)(batch, shape.num_seqs)
+        """Stage a batch whole or split, at a padded shape that it fits."""
+        return self._stage(batch, lambda: self._planner.plan_as(batch, shape))
+
+    def stage_like(self, plan: StepPlan, batch: StepBatch) -> Step | SplitStep:
+        """Stage a batch by the plan of another step, whose bounds it is within."""
+        return self._stage(batch, lambda: plan)
+
+    def _stage(self, batch: StepBatch, plan_of_step: Callable[[], StepPlan]) -> Step | SplitStep:
+        self._begin("a step cannot begin")
+        try:
+            refusal = self._checked(batch)
+            plan = plan_of_step()
+            stage = self._stage_whole if plan.shape.num_children == 1 else self._stage_halves
+            return stage(batch, plan, refusal)
+        except BaseException:
+            self.end_step()
+            raise
+
+    def _checked(self, batch: StepBatch) -> str:
+        """Why a step of the batch may not store, or nothing. Raises BadBatch."""
+        self._check_batch(batch)
+        return "" if self.table.tokens.goes_on(batch) else self._check_tokens(batch)
+
+    def _stage_whole(self, batch: StepBatch, plan: StepPlan, refusal: str) -> Step:
+        self._evict(batch)
+        with on_device(self.device):
+            self._streams.follow()
+            children = self.core.memory.device_steps(plan)
+            self._publisher.apply_table_changes()
+            self._publisher.publish_whole(batch, children[0])
+        self._plan, self._children, self._state = plan, children, _State.STAGED
+        self._stores.begin(batch, 1, refusal)
+        # Steps of equal sizes are equal, and a server decodes many in a row.
+        step, self._who_runs = self._last_step, children[0]
+        if step is None or not step.is_for(batch, children[0], plan):
+            layers = self._step_layers(children[0], plan, self._who_runs, 0)
+            step = self._last_step = Step.of(batch, children[0], plan, layers, 0)
+        return step
+
+    def _stage_halves(self, batch: StepBatch, plan: StepPlan, refusal: str) -> SplitStep:
+        batches = split_batch(batch, plan.shape.child.num_seqs)
+        self._evict(batch)
+        with on_device(self.device):
+            self._streams.follow()
+            children = self.core.memory.device_steps(plan)
+            self._publisher.apply_table_changes()
+            for half, child in enumerate(children):
+                self._publisher.publish(batches[half], child, half)
+        self._plan, self._children, self._state = plan, children, _State.STAGED
+        self._stores.begin(batch, HALVES, refusal)
+        # Not its views, which a later step of equal sizes has too: a half does not outlive its step.
+        self._who_runs = object()
+        first, second = (
+            Step.of(batches[half], child, plan, self._step_layers(child, plan, self._who_runs, half), half)
+            for half, child in enumerate(children)
+        )
+        num_first, num_first_tokens = children[0].tensors.counts[:2].unbind()
+        return SplitStep((first, second), num_first, num_first_tokens, plan)
 
     def fill(self) -> None:
         """Derive the step's metadata on the device; captured where a step is. Running it twice is harmless."""

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,16 +27,19 @@ from rocm_attn.capture.probe_requests import (
     ProbeLimits,
     ProbeRequests,
     forget_new_tokens,
+    has_room,
     kept_new_tokens,
     probe_limits,
+    stored_new_tokens,
 )
 from rocm_attn.oracle.numerics import BOUNDS, error_parts
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.outputs import Outputs, PerToken, leaves_of, real_rows, structure_of
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.step import SplitStep, Step
 
-Record = Callable[[Step | SplitStep], Callable[[], Tensor]]
-Eager = Callable[[Step | SplitStep], Tensor]
+Record = Callable[[Step | SplitStep], Callable[[], Outputs]]
+Eager = Callable[[Step | SplitStep], Outputs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +61,25 @@ class Verdict:
 class Check(Protocol):
     """Records a graph, and says whether it may serve."""
 
+    def has_steps(self, runtime: AttentionRuntime, plan: StepPlan, q_len: Int32Array, live: StepBatch | None) -> bool:
+        """Whether there is a step to record now. Arguments as in record()"""
+        ...
+
     def record(
         self,
         runtime: AttentionRuntime,
         plan: StepPlan,
         q_len: Int32Array,
         live: StepBatch | None,
-        record: Record,
-        eager: Eager,
+        record: Record[Outputs],
+        eager: Eager[Outputs],
     ) -> Verdict:
         """Stage steps of the plan, record the first one and judge the graph by the others.
 
         runtime: idle, and idle again afterwards; its table holds the same requests and as many free pages
         q_len:   int32 [num_seqs], new tokens of the sequences of some step with this plan
-        live:    a step that waits to be run, whose requests may be used when there is no room for others
+        live:    a step that waits to be run, whose requests may be used when there is no room for others; one without
+                 sequences where other ranks make their graphs too
         record:  records a staged step, once; returns what replays it. Not called when there is no step to record
         eager:   runs a staged step
         """
@@ -96,24 +104,36 @@ class CaptureCheck:
         plan: StepPlan,
         q_len: Int32Array,
         live: StepBatch | None,
-        record: Record,
-        eager: Eager,
+        record: Record[Outputs],
+        eager: Eager[Outputs],
     ) -> Verdict:
         """As Check.record: on probe requests, or on permutations of the live step where none can be admitted.
 
-        The largest lengths are recorded, two ragged draws are compared, then the largest lengths.
+        The largest lengths are recorded, two ragged draws are compared, then the largest lengths. Whatever is drawn and
+        whatever comes of it, as many steps run: on other ranks too, whose requests are others.
         """
         started, recording_seconds = time.perf_counter(), 0.0
         trial = _Trial(runtime, plan, eager)
-        limits = self._limits if self._limits is not None else probe_limits(runtime.target)
         inputs = HOST_INPUTS if live is None else live.inputs
         with ProbeRequests(runtime, vocabulary=self._vocabulary, seed=self._seed, inputs=inputs) as probes:
-            recording_seconds += trial.of_draws(probes.draws(plan, q_len, limits), record)
-            if not trial.num_compared and live is not None and _can_be_drawn(live):
+            if has_room(runtime, plan, q_len, self._limits_on(runtime)):
+                recording_seconds += trial.of_draws(probes.draws(plan, q_len, self._limits_on(runtime)), record)
+            elif live is not None and _can_be_drawn(live):
                 trial.of = " of the step itself"
                 with kept_new_tokens(runtime, live):
                     recording_seconds += trial.of_draws(_own_draws(live), record)
         return trial.verdict(time.perf_counter() - started - recording_seconds)
+
+    def has_steps(self, runtime: AttentionRuntime, plan: StepPlan, q_len: Int32Array, live: StepBatch | None) -> bool:
+        """As Check.has_steps."""
+        has_own = live is not None and _can_be_drawn(live)
+        return has_own or has_room(runtime, plan, q_len, self._limits_on(runtime))
+
+    def _limits_on(self, runtime: AttentionRuntime) -> ProbeLimits:
+        return self._limits if self._limits is not None else probe_limits(runtime.target)
+
+
+_SHORTEST = ProbeLimits(1, 1)
 
 
 class NoCheck:
@@ -125,27 +145,31 @@ class NoCheck:
         plan: StepPlan,
         q_len: Int32Array,
         live: StepBatch | None,
-        record: Record,
-        eager: Eager,
+        record: Record[Outputs],
+        eager: Eager[Outputs],
     ) -> Verdict:
         """As Check.record, without any comparison."""
         trial = _Trial(runtime, plan, eager)
         inputs = HOST_INPUTS if live is None else live.inputs
         with ProbeRequests(runtime, vocabulary=2, seed=0, inputs=inputs) as probes:
-            batch = live if live is not None else next(probes.draws(plan, q_len, ProbeLimits(1, 1)), None)
+            batch = live if live is not None else next(probes.draws(plan, q_len, _SHORTEST), None)
             if batch is not None:
                 trial.record(batch, record)
         return Verdict("", "not checked", 0.0, bitwise=True)
+
+    def has_steps(self, runtime: AttentionRuntime, plan: StepPlan, q_len: Int32Array, live: StepBatch | None) -> bool:
+        """As Check.has_steps."""
+        return live is not None or has_room(runtime, plan, q_len, _SHORTEST)
 
 
 NO_CHECK = NoCheck()
 
 
-class _Trial:
+class _Trial(Generic[Outputs]):
     """One graph under test. of: whose requests it is tried on, in words; empty for probe requests."""
 
-    def __init__(self, runtime: AttentionRuntime, plan: StepPlan, eager: Eager) -> None:
-        self.replay: Callable[[], Tensor] | None = None
+    def __init__(self, runtime: AttentionRuntime, plan: StepPlan, eager: Eager[Outputs]) -> None:
+        self.replay: Callable[[], Outputs] | None = None
         self.failure = self.of = ""
         self.num_compared = 0
         self._runtime = runtime
@@ -153,56 +177,60 @@ class _Trial:
         self._eager = eager
         self._most_seqs = self._longest = 0
         self._bitwise = True
+        self._had_sequences = False
 
-    def of_draws(self, batches: Iterable[StepBatch], record: Record) -> float:
-        """Record the first step that has the plan, and compare the others; the seconds that recording took."""
+    def of_draws(self, batches: Iterable[StepBatch], record: Record[Outputs]) -> float:
+        """Record the first step, and compare the others; the seconds that recording took."""
         seconds = 0.0
-        for batch in batches:
-            if self.failure:
-                break
+        for batch in batches:  # all of them: ranks run the same steps, also where only one has found a difference
             if self.replay is None:
                 seconds += self.record(batch, record)
             else:
                 self.compare(batch)
         return seconds
 
-    def record(self, batch: StepBatch, record: Record) -> float:
-        """Record a step, if it has the plan; the seconds that took."""
-        step = self._runtime.stage_as(self._plan.shape, batch)
+    def record(self, batch: StepBatch, record: Record[Outputs]) -> float:
+        """Record a step; the seconds that took."""
+        step = self._runtime.stage_like(self._plan, batch)
         started = time.perf_counter()
         try:
-            if step.plan is self._plan:
-                self.replay = record(step)
+            self.replay = record(step)
         finally:
             self._runtime.end_step()
         return time.perf_counter() - started
 
     def compare(self, batch: StepBatch) -> None:
-        """Replay a step and run it eagerly, if it has the plan."""
+        """Replay a step and run it eagerly. The first difference counts."""
         assert self.replay is not None
-        step = self._runtime.stage_as(self._plan.shape, batch)
+        step = self._runtime.stage_like(self._plan, batch)
         try:
-            if step.plan is not self._plan:
-                return
             # First the graph: the buffers still hold the step before, so what the graph forgets to fill shows.
             forget_new_tokens(self._runtime, batch)
-            replayed = self.replay()[: batch.num_seqs].clone()
-            wanted = self._eager(step)[: batch.num_seqs]
+            replayed = self._result(batch, self.replay())
+            wanted = self._result(batch, self._eager(step))
         finally:
             self._runtime.end_step()
-        if not bool(wanted.isfinite().any()) and not bool(replayed.isfinite().any()):
+        self._had_sequences |= batch.num_seqs > 0
+        if not wanted.has_number and not replayed.has_number:
             return  # NaN equals NaN here: as with pads, nothing is proved by it
         self.num_compared += 1
         self._most_seqs = max(self._most_seqs, batch.num_seqs)
         self._longest = max(self._longest, batch.max_kv_len)
-        if not bitwise_equal(replayed, wanted):
+        if not replayed.is_bitwise(wanted):
             self._bitwise = False
-            self.failure = self._difference(batch, replayed, wanted)
+            self.failure = self.failure or self._difference(batch, replayed, wanted)
+
+    def _result(self, batch: StepBatch, outputs: Outputs) -> _Result:
+        """What a run of a step gave, without pads; of a forward that returns no tensor, the K and V that it stored."""
+        tensors = tensors_of(real_rows(outputs, batch.num_seqs, batch.num_tokens))
+        if not tensors:
+            tensors = stored_new_tokens(self._runtime, batch)
+        return _Result(structure_of(outputs), {path: tensor.clone() for path, tensor in tensors.items()})
 
     def verdict(self, seconds: float) -> Verdict:
         """What came of it."""
         failure = self.failure
-        if self.replay is not None and not self.num_compared:
+        if self.replay is not None and not self.num_compared and self._had_sequences:
             failure = (
                 f"the graph of {shape_name(self._plan.shape)} could not be compared with the eager run: "
                 "forward gives no finite number"
@@ -214,16 +242,55 @@ class _Trial:
         )
         return Verdict(failure, summary, seconds, self._bitwise)
 
-    def _difference(self, batch: StepBatch, replayed: Tensor, wanted: Tensor) -> str:
-        wrong = rows_beyond_bounds(replayed, wanted)
-        if not wrong:
-            return ""
-        lengths = f"{int(batch.kv_len.min())} to {batch.max_kv_len}"
-        return (
-            f"the graph of {shape_name(self._plan.shape)} differs from the eager run in rows "
-            f"{', '.join(map(str, wrong[:8]))}{' ...' if len(wrong) > 8 else ''} of {batch.num_seqs} "
-            f"(KV lengths {lengths}); look for a host value, an address or a missing refill that the graph has frozen"
+    def _difference(self, batch: StepBatch, replayed: _Result, wanted: _Result) -> str:
+        if replayed.structure != wanted.structure:
+            return (
+                f"forward returned {replayed.structure} when the graph of {shape_name(self._plan.shape)} was made, and "
+                f"{wanted.structure} when it ran eagerly; it must return one tree in all steps of a padded shape"
+            )
+        for path, wanted_rows in wanted.tensors.items():
+            wrong = rows_beyond_bounds(replayed.tensors[path], wanted_rows)
+            if wrong:
+                lengths = f"{int(batch.kv_len.min())} to {batch.max_kv_len}"
+                return (
+                    f"the graph of {shape_name(self._plan.shape)} differs from the eager run in rows "
+                    f"{', '.join(map(str, wrong[:8]))}{' ...' if len(wrong) > 8 else ''} of {len(wanted_rows)}"
+                    f"{f' of {path}' if path else ''} (KV lengths {lengths}); "
+                    "look for a host value, an address or a missing refill that the graph has frozen"
+                )
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What a run of a step gave.
+
+    structure: of forward's outputs, in words
+    tensors:   what is compared, by where it is in the outputs
+    """
+
+    structure: str
+    tensors: dict[str, Tensor]
+
+    @property
+    def has_number(self) -> bool:
+        """Whether a finite number is among them."""
+        return any(bool(tensor.isfinite().any()) for tensor in self.tensors.values())
+
+    def is_bitwise(self, other: _Result) -> bool:
+        """Whether the other is the same, bit for bit."""
+        return self.structure == other.structure and all(
+            bitwise_equal(tensor, other.tensors[path]) for path, tensor in self.tensors.items()
         )
+
+
+def tensors_of(outputs: object) -> dict[str, Tensor]:
+    """The tensors of a forward's outputs, each by where it is in them."""
+    return {
+        path: leaf.tensor if isinstance(leaf, PerToken) else leaf
+        for path, leaf in leaves_of(outputs)
+        if leaf is not None
+    }
 
 
 def bitwise_equal(one: Tensor, other: Tensor) -> bool:
@@ -253,20 +320,19 @@ def rows_beyond_bounds(one: Tensor, other: Tensor) -> list[int]:
 
 def _can_be_drawn(live: StepBatch) -> bool:
     """Of a step that gives bounds in place of lengths, the host does not know which tokens are new; a mask is packed
-    for its own step alone."""
-    return live.num_seqs > 0 and live.inputs.lengths_on_host and live.mask is NO_MASK
+    for its own step alone. A step without sequences is like any other one."""
+    return live.num_seqs == 0 or (live.inputs.lengths_on_host and live.mask is NO_MASK)
 
 
 def _own_draws(live: StepBatch) -> Iterator[StepBatch]:
-    """The live step, half of it, the whole in another order, and itself again.
+    """The live step, half of it, the whole in another order, and itself again; as many as probe requests draw.
 
     All write K and V of its own new tokens only.
     """
     order = np.arange(live.num_seqs)
     yield live
-    if live.num_seqs > 1:
-        yield _select(live, order[: (live.num_seqs + 1) // 2][::-1])
-        yield _select(live, np.roll(order[::-1], 1))
+    yield live if live.num_seqs < 2 else _select(live, order[: (live.num_seqs + 1) // 2][::-1])
+    yield live if live.num_seqs < 2 else _select(live, np.roll(order[::-1], 1))
     yield live
 
 

@@ -196,6 +196,11 @@ class _Room:
         return kv_len
 
 
+def has_room(runtime: AttentionRuntime, plan: StepPlan, q_len: Int32Array, limits: ProbeLimits) -> bool:
+    """Whether ProbeRequests has steps of a plan to draw now."""
+    return _room(runtime, plan, q_len, limits) is not None
+
+
 def _fewest(q_len: Sequence[int]) -> int:
     """The sequence with the fewest new tokens."""
     return min(range(len(q_len)), key=q_len.__getitem__)
@@ -322,6 +327,20 @@ def kept_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterator[Non
     finally:
         for rows, page, offset, before in kept:
             rows.write_tokens(page, offset, before)
+
+
+def stored_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> dict[str, Tensor]:
+    """Copies of K and V at the places of a step's new tokens, [num_tokens, kv_heads, dim], by what they are."""
+    stored = {}
+    for space, page, offset in _places_of_new_tokens(runtime, batch):
+        for layer, pages in enumerate(runtime.pool.in_space(space).layers):
+            for side, rows in (("K", pages.keys), ("V", pages.values)):
+                cells = rows.cells.new_empty((len(page), rows.num_heads, rows.dim))
+                rows.read_tokens(page, offset, cells)
+                # A dtype of one byte has neither comparisons nor bounds, and is stored as it is.
+                name = f"{side} of layer {layer} of the {space.value} space"
+                stored[name] = cells.view(torch.uint8) if cells.element_size() == 1 else cells
+    return stored
 
 
 def _places_of_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterator[tuple[Space, Tensor, Tensor]]:

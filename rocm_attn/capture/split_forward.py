@@ -3,65 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor
 from rocm_attn.hip_graphs.forked import ForkedStream
+from rocm_attn.hip_graphs.tensor_trees import branches_of, with_branches
+from rocm_attn.step.outputs import Outputs, PerToken, structure_of
 from rocm_attn.step.step import SplitStep, Step
 
-Forward = Callable[[Step], Tensor]
-# The rows of each half, [S / 2, ...], as Forward gives them.
-SplitForward = Callable[[SplitStep], tuple[Tensor, Tensor]]
+Forward = Callable[[Step], Outputs]
+# What each half gives, S / 2 sequences and T / 2 tokens each, as Forward gives it.
+SplitForward = Callable[[SplitStep], tuple[Outputs, Outputs]]
 
 
-def one_after_the_other(forward: Forward) -> SplitForward:
+def one_after_the_other(forward: Forward[Outputs]) -> SplitForward[Outputs]:
     """The first half, then the second, on the stream of the step. forward: gets the halves in turn"""
 
-    def run(step: SplitStep) -> tuple[Tensor, Tensor]:
+    def run(step: SplitStep) -> tuple[Outputs, Outputs]:
         first, second = step.halves
         return forward(first), forward(second)
 
     return run
 
 
-def side_by_side(forward: Forward, side: ForkedStream) -> SplitForward:
+def side_by_side(forward: Forward[Outputs], side: ForkedStream) -> SplitForward[Outputs]:
     """The second half on a stream that is forked from the first one's and joined to it again.
 
     forward: gets both halves; what it writes besides its result must not be shared by them
     """
 
-    def run(step: SplitStep) -> tuple[Tensor, Tensor]:
+    def run(step: SplitStep) -> tuple[Outputs, Outputs]:
         first, second = step.halves
         return side.run_both(lambda: forward(first), lambda: forward(second))
 
     return run
 
 
-def require_rows(rows: object) -> None:
-    """Raise BadTensor unless this, which a forward has returned, is a tensor of rows."""
-    if not isinstance(rows, Tensor) or rows.dim() == 0:
-        what = "a tensor without dimensions" if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
-        raise BadTensor(
-            f"forward returned {what}; it returns one tensor [S, ...] with a row for each padded sequence of its step"
-        )
+def in_batch_order(step: SplitStep, outputs: tuple[Outputs, Outputs]) -> Outputs:
+    """What both halves gave, as one: rows of real sequences, or tokens, first and in the order of the batch.
 
-
-def in_batch_order(step: SplitStep, rows: tuple[Tensor, Tensor]) -> Tensor:
-    """The rows of both halves in one tensor [S, ...], those of real sequences first and in the order of the batch.
-
-    Device work only, of fixed shape: where the second half's rows go follows from a count on the device. Rows after
-    the real ones are any of the others. Raises BadTensor.
+    Device work only, of fixed shape: where the second half's rows go follows from counts on the device. Rows after
+    the real ones are any of the others. outputs: as require_rows() passes them. Raises BadTensor where the halves
+    returned different trees.
     """
-    first, second = rows
-    for half in rows:
-        require_rows(half)
-    num_rows = step.plan.shape.child.num_seqs
-    if first.shape[0] != num_rows or second.shape[0] != num_rows:
-        raise BadTensor(
-            f"forward returned {first.shape[0]} and {second.shape[0]} rows for halves of {num_rows} padded sequences"
-        )
+    first, second = (structure_of(half) for half in outputs)
+    if first != second:
+        raise BadTensor(f"forward returned {first} for one half and {second} for the other; both have one tree")
+    return cast(Outputs, _joined(step, *outputs))
+
+
+def _joined(step: SplitStep, first: Any, second: Any) -> Any:
+    """One tree of two with the same structure."""
+    if first is None:
+        return None
+    if isinstance(first, Tensor):
+        return _in_order(step.num_first, first, second)
+    if isinstance(first, PerToken):
+        return PerToken(_in_order(step.num_first_tokens, first.tensor, second.tensor))
+    pairs = zip(branches_of(first), branches_of(second), strict=True)
+    return with_branches(first, [_joined(step, one, other) for (_, one), (_, other) in pairs])
+
+
+def _in_order(num_first: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """The first `num_first` rows of one tensor, then the rows of another of the same shape, then the rest."""
+    num_rows = first.shape[0]
     place = torch.arange(2 * num_rows, device=first.device)
-    in_second = (place - step.num_first + num_rows).clamp(max=2 * num_rows - 1)
-    return torch.cat(rows).index_select(0, torch.where(place < step.num_first, place, in_second))
+    in_second = (place - num_first + num_rows).clamp(max=2 * num_rows - 1)
+    return torch.cat([first, second]).index_select(0, torch.where(place < num_first, place, in_second))

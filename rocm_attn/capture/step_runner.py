@@ -8,29 +8,30 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NoReturn
+from typing import Generic, NoReturn
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.padding import PaddedShape, PadTo
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.capture.check import CaptureCheck, Check, Verdict
 from rocm_attn.capture.graphs import CapturedBucket, CaptureReport, Progress, SkippedBucket, capture_shapes, shape_name
 from rocm_attn.capture.probe_requests import plan_of, typical_q_len
-from rocm_attn.capture.split_forward import Forward, SplitForward, in_batch_order, one_after_the_other, require_rows
-from rocm_attn.errors import BadTensor, DeviceFault, GraphStale, NotCopied, Unsupported
+from rocm_attn.capture.split_forward import Forward, SplitForward, in_batch_order, one_after_the_other
+from rocm_attn.errors import DeviceFault, GraphStale, NotCopied, Unsupported
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
 from rocm_attn.hip_graphs.graph_cache import Entry, GraphCache
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
-from rocm_attn.machine.agreement import alone
+from rocm_attn.machine.agreement import Agree, alone
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.metrics import Metrics
+from rocm_attn.step.outputs import Outputs, real_rows, require_rows
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER, Flight, Watch
 from rocm_attn.step.step import SplitStep, Step
@@ -39,17 +40,22 @@ from rocm_attn.step.step import SplitStep, Step
 CAPTURE_SECONDS = 300.0
 CAPTURE_WATCHDOG = Watchdog(CAPTURE_SECONDS)
 
-Stage = Callable[[StepBatch, int | None], Step | SplitStep]
+# Eager steps of a plan after which ranks ask each other again, where one of them had no room for the check of a graph.
+_STEPS_BEFORE_ANOTHER_TRY = 64
+_TOO_FEW_PAGES = "too few pages are free to check it on"
+
+Stage = Callable[[], Step | SplitStep]
 
 
-class StepRunner:
+class StepRunner(Generic[Outputs]):
     """Runs steps of one forward function.
 
     Several runners may share a runtime, each with its forward and its graphs. As the runtime, a runner is used by one
     thread at a time and cannot be copied or pickled.
 
-    forward:  Step -> tensor [S, ...], one row for each sequence. It must not synchronise, must not branch on lengths,
-              and must do the same work each time it is called with the same metadata. It runs the halves of a split
+    forward:  Step -> tensor [S, ...], one row for each sequence; or PerToken of a tensor [T, ...], a tree of these,
+              or None: step/outputs.py. It must not synchronise, must not branch on lengths, and must do the same work
+              and return the same tree each time it is called with the same metadata. It runs the halves of a split
               step one by one.
     split_forward: what graphs of split steps are made of; not given: forward, one half after the other. Such a graph
               serves if it gives bitwise what forward gives, one half after the other; else that is captured
@@ -64,10 +70,10 @@ class StepRunner:
     def __init__(
         self,
         runtime: AttentionRuntime,
-        forward: Forward,
+        forward: Forward[Outputs],
         recorder: Recorder | None,
         *,
-        split_forward: SplitForward | None = None,
+        split_forward: SplitForward[Outputs] | None = None,
         check: Check | None = None,
         watchdog: Watch = CAPTURE_WATCHDOG,
         flight: Flight = NO_FLIGHT_RECORDER,
@@ -86,7 +92,7 @@ class StepRunner:
         self._eager_steps: Counter[StepPlan] = Counter()
         self._pinned = runtime.guards.capture.new_pins()
         self._graphs = GraphCache(self._pinned)
-        self._entry_of_plan: dict[StepPlan, Entry[Tensor]] = {}
+        self._entry_of_plan: dict[StepPlan, Entry[Outputs]] = {}
         self._stored_layers: dict[StepPlan, int] = {}  # that a plan's graph stores in
         self._buckets: list[CapturedBucket] = []
         self.metrics = Metrics()  # what serves through this runner counts here too
@@ -103,31 +109,34 @@ class StepRunner:
         """A snapshot of what was done so far, and of the pages that are held now."""
         held = {table.space: table.num_usable_pages - table.num_free_pages for table in self._runtime.table.spaces}
         return self.metrics.snapshot(
+            usable_pages=self._runtime.table.num_usable_pages,
             pages_in_use=held[Space.FULL],
             swa_pages_in_use=held.get(Space.SWA, 0),
             graphs_off=self._why_no_graphs(),
         )
 
-    def run(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
-        """One step. Returns forward's rows for the real sequences, [num_seqs, ...]; valid until the next step.
+    def run(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
+        """One step. Returns what forward gave for real sequences, [num_seqs, ...], and of PerToken for real tokens.
+
+        Valid until the next step. Tokens are as many as the batch says, which may be an upper bound.
 
         Raises what begin_step and forward raise; the runtime is ready for another step then.
         """
-        return self._run(self._runtime.stage, batch, pad_to)
+        return self._run(partial(self._runtime.stage, batch, pad_to), batch)
 
-    def run_split(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
-        """As run, in two halves. pad_to: sequences of both together; even."""
-        return self._run(self._runtime.stage_split, batch, pad_to)
+    def run_split(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
+        """As run, in two halves. pad_to: of both together; even."""
+        return self._run(partial(self._runtime.stage_split, batch, pad_to), batch)
 
-    def run_as(self, shape: PaddedShape, batch: StepBatch) -> Tensor:
-        """run or run_split, padded to as many sequences as steps of a shape are."""
-        return (self.run if shape.num_children == 1 else self.run_split)(batch, shape.num_seqs)
+    def run_as(self, shape: PaddedShape, batch: StepBatch) -> Outputs:
+        """run or run_split, at a padded shape that the batch fits."""
+        return self._run(partial(self._runtime.stage_as, shape, batch), batch)
 
-    def _run(self, stage: Stage, batch: StepBatch, pad_to: int | None) -> Tensor:
+    def _run(self, stage: Stage, batch: StepBatch) -> Outputs:
         self._runtime.require_idle()  # from here on it is this call that has to end the step
         try:
             try:
-                rows, plan = self._staged_and_run(stage, batch, pad_to)
+                outputs, plan = self._staged_and_run(stage, batch)
             finally:
                 self._runtime.end_step()
         except BaseException as error:
@@ -136,19 +145,17 @@ class StepRunner:
             if isinstance(error, DeviceFault):
                 self._count_faults(error)
             raise
-        num_padded = plan.shape.num_seqs
-        if rows.shape[0] != num_padded:
-            raise BadTensor(f"forward returned {rows.shape[0]} rows for {num_padded} padded sequences")
         self.metrics.steps += 1
         self.metrics.real_seqs += batch.num_seqs
-        self.metrics.padded_seqs += num_padded - batch.num_seqs
-        return rows if num_padded == batch.num_seqs else rows[: batch.num_seqs]
+        self.metrics.padded_seqs += plan.shape.num_seqs - batch.num_seqs
+        return real_rows(outputs, batch.num_seqs, batch.num_tokens)
 
-    def _staged_and_run(self, stage: Stage, batch: StepBatch, pad_to: int | None) -> tuple[Tensor, StepPlan]:
-        """The rows of a step and its plan; the step is not ended."""
+    def _staged_and_run(self, stage: Stage, batch: StepBatch) -> tuple[Outputs, StepPlan]:
+        """What a step gives, with its pads, and its plan; the step is not ended."""
         self._follow_seal()
         try:
-            step = stage(batch, pad_to)
+            self._runtime.meet()
+            step = stage()
         except RuntimeError as fault:  # the device's: of this step, or of one before it
             self._flight.failed(fault)
             raise
@@ -158,22 +165,22 @@ class StepRunner:
             self._flight.note(batch, plan, entry is not None, self._pinned.epoch)
             if entry is not None:
                 return self._replay(plan, entry), plan
-            return self._first_run(step, stage, batch, pad_to), plan
+            return self._first_run(step, stage, batch), plan
         except BaseException as error:
             self._flight.failed(error)
             raise
 
-    def run_eagerly(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
+    def run_eagerly(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
         """run() without a graph and without a trace in the counters: a step again, to compare."""
         return self._eagerly(partial(self._runtime.stage, batch, pad_to), batch)
 
-    def run_eagerly_as(self, shape: PaddedShape, batch: StepBatch) -> Tensor:
+    def run_eagerly_as(self, shape: PaddedShape, batch: StepBatch) -> Outputs:
         """As run_eagerly, for run_as."""
         return self._eagerly(partial(self._runtime.stage_as, shape, batch), batch)
 
-    def _eagerly(self, stage: Callable[[], Step | SplitStep], batch: StepBatch) -> Tensor:
+    def _eagerly(self, stage: Stage, batch: StepBatch) -> Outputs:
         try:
-            return self._body(stage())[: batch.num_seqs]
+            return real_rows(self._body(stage()), batch.num_seqs, batch.num_tokens)
         except DeviceFault as fault:  # of a step before it
             self._count_faults(fault)
             raise
@@ -278,48 +285,84 @@ class StepRunner:
         self._graphs.drop_all()
         self._pinned.release()
 
-    def _body(self, step: Step | SplitStep) -> Tensor:
+    def _body(self, step: Step | SplitStep) -> Outputs:
         return self._body_with(self._half_by_half, step)
 
     @torch.no_grad()
-    def _body_with(self, split_forward: SplitForward, step: Step | SplitStep) -> Tensor:
+    def _body_with(self, split_forward: SplitForward[Outputs], step: Step | SplitStep) -> Outputs:
         self._runtime.fill()
+        child = step.plan.shape.child
         if isinstance(step, SplitStep):
-            return in_batch_order(step, split_forward(step))
-        rows = self._forward(step)
-        require_rows(rows)
-        return rows
+            of_halves = split_forward(step)
+            for half in of_halves:
+                require_rows(half, child.num_seqs, child.num_tokens)
+            return in_batch_order(step, of_halves)
+        outputs = self._forward(step)
+        require_rows(outputs, child.num_seqs, child.num_tokens)
+        return outputs
 
-    def _first_run(self, step: Step | SplitStep, stage: Stage, batch: StepBatch, pad_to: int | None) -> Tensor:
+    def _first_run(self, step: Step | SplitStep, stage: Stage, batch: StepBatch) -> Outputs:
         """A staged step that has no graph: run eagerly, or as a graph that is made now."""
-        plan = step.plan
-        # A step without sequences makes no graph: there may be no input to compare it on. capture_all() does.
-        # Nor does one that may not store: what compares graphs writes to the pages of new tokens.
-        can_be_made = plan.replayable and batch.num_seqs > 0 and self._can_capture and self._runtime.may_store
-        if self._recorder is None or not can_be_made or not self._is_due(plan):
-            return self._without_graph(step)
+        plan, may_store = step.plan, self._runtime.may_store
+        reason = self._why_not_now(plan, batch)
+        if reason:
+            return self._without_graph(step, reason)
         # The graph is made of other steps; this one is staged again when it has passed.
         self._runtime.abandon_step()
-        q_len = np.ones(plan.shape.num_seqs, np.int32) if plan.shape.kind.decodes else batch.q_len
-        self._capture(plan, q_len, batch)
-        step = stage(batch, pad_to)
+        q_len, live = self._new_tokens_like(plan, batch), batch if may_store else None
+        if self._why_not_tried(plan, q_len, live):
+            self._eager_steps[plan] = self._capture_after - _STEPS_BEFORE_ANOTHER_TRY
+        else:
+            self._capture(plan, q_len, live)
+        step = stage()
         entry = self._entry_of_plan.get(step.plan)
-        return self._without_graph(step) if entry is None else self._replay(step.plan, entry)
+        if entry is None:
+            return self._without_graph(step, "graphs are off" if self._recorder is None else "too few pages were free")
+        return self._replay(step.plan, entry)
 
-    def _without_graph(self, step: Step | SplitStep) -> Tensor:
-        self.metrics.fallbacks += self._wants_graphs and step.plan.replayable
+    def _new_tokens_like(self, plan: StepPlan, batch: StepBatch) -> Int32Array:
+        """New tokens of the sequences of a step that has the plan of a batch."""
+        if plan.shape.kind.decodes:
+            return np.ones(plan.shape.num_seqs, np.int32)
+        table = self._runtime.table
+        if batch.num_seqs:
+            return batch.q_len
+        typical = typical_q_len(plan.shape, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len)
+        return batch.q_len if typical is None else typical
+
+    def _why_not_now(self, plan: StepPlan, batch: StepBatch) -> str:
+        """Why no graph is made of a step, or nothing.
+
+        Ranks that agree make one at the same step, whatever each of them has in it: their collectives must meet.
+        """
+        if self._recorder is None:
+            return "graphs are off"
+        if not plan.replayable:
+            return "steps of its kind or size have none"
+        if batch.num_seqs == 0 and not self._agrees:  # there may be no input to compare it on; capture_all() makes one
+            return "it has no sequences"
+        if not self._can_capture:
+            return "the addresses are not sealed"
+        # What compares graphs writes to the pages of new tokens.
+        if not self._runtime.may_store and not self._agrees:
+            return "it may not store"
+        return "" if self._is_due(plan) else "eager steps come first"
+
+    def _without_graph(self, step: Step | SplitStep, reason: str) -> Outputs:
+        if self._wants_graphs and step.plan.replayable:
+            self.metrics.fallbacks[reason] = self.metrics.fallbacks.get(reason, 0) + 1
         return self._body(step)
 
-    def _replay(self, plan: StepPlan, entry: Entry[Tensor]) -> Tensor:
+    def _replay(self, plan: StepPlan, entry: Entry[Outputs]) -> Outputs:
         stored_layers = self._stored_layers[plan]
         self._runtime.begin_replay(stored_layers)
         try:
-            rows = self._graphs.replay(entry)
+            outputs = self._graphs.replay(entry)
         except StaleRecording as stale:
             raise GraphStale(str(stale)) from stale
         self._runtime.end_replay(stored_layers)
         self.metrics.replays += 1
-        return rows
+        return outputs
 
     def _is_due(self, plan: StepPlan) -> bool:
         """Whether a graph is to be made of the plan now; if not, its step is counted. Each attempt is paid anew."""
@@ -331,22 +374,55 @@ class StepRunner:
 
     def _capture_shape(self, shape: PaddedShape) -> str:
         """Make the graph of a shape, unless there is one; why none could be made, or nothing."""
-        table = self._runtime.table
+        plan, q_len, reason = self._typical_step(shape)
+        if self._agrees:
+            # Asked by every rank, whatever it found: what is free differs between the replicas of a model.
+            reason = self._why_not_tried(plan, q_len, None, reason)
+        if plan is None or reason:
+            return reason
+        if plan not in self._entry_of_plan:
+            self._capture(plan, q_len, None)
+        made = self._why_no_graphs() or plan in self._entry_of_plan
+        return "" if made else _TOO_FEW_PAGES
+
+    def _typical_step(self, shape: PaddedShape) -> tuple[StepPlan | None, Int32Array, str]:
+        """The plan and new tokens of a step of a shape, and why no graph can be made; there is a plan or a reason."""
+        table, nothing = self._runtime.table, np.empty(0, np.int32)
         q_len = typical_q_len(shape, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len)
         if q_len is None:
-            return "no request row is free" if not table.num_free_rows else "no free rows hold a step of this shape"
+            reason = "no request row is free" if not table.num_free_rows else "no free rows hold a step of this shape"
+            return None, nothing, reason
         try:
             plan = plan_of(self._runtime, shape, q_len)
         except Unsupported as refusal:
-            return "; ".join((refusal.summary, *refusal.reasons))
-        if plan is not None and not plan.replayable:
-            return f"{', '.join(kernel.row.name for kernel in plan.kernels)}: not every kernel can be captured"
-        if not self._can_capture:
-            return self._why_no_graphs()
-        if plan is not None and plan not in self._entry_of_plan:
-            self._capture(plan, q_len, None)
-        made = self._why_no_graphs() or plan in self._entry_of_plan
-        return "" if made else "too few pages are free to check it on"
+            return None, nothing, "; ".join((refusal.summary, *refusal.reasons))
+        if plan is None:
+            return None, nothing, _TOO_FEW_PAGES
+        if not plan.replayable:
+            return plan, q_len, f"{', '.join(k.row.name for k in plan.kernels)}: not every kernel can be captured"
+        return plan, q_len, "" if self._can_capture else self._why_no_graphs()
+
+    def _why_not_tried(self, plan: StepPlan | None, q_len: Int32Array, live: StepBatch | None, reason: str = "") -> str:
+        """Why no graph of a plan is made now, on this rank or on another one; nothing where it can be tried.
+
+        Ranks that agree run forward equally often for it, or a collective in it would wait for ever.
+        Raises DeviceFault of the steps before.
+        """
+        if not self._agrees:
+            return reason
+        try:
+            self._runtime.report_faults()
+        except BaseException as error:
+            self._runtime.agree({"not tried": f"{type(error).__name__}: {error}"})
+            raise
+        if plan is not None and not reason and not self._check.has_steps(self._runtime, plan, q_len, live):
+            reason = _TOO_FEW_PAGES
+        return self._runtime.agree({"not tried": reason} if reason else {}).get("not tried", "")
+
+    @property
+    def _agrees(self) -> bool:
+        """Whether other ranks make the same graphs at the same steps."""
+        return self._runtime.agree is not alone
 
     @property
     def _can_capture(self) -> bool:
@@ -381,49 +457,60 @@ class StepRunner:
             self._keep(plan, trial.graph, trial.verdict, note)
         return trial.refusal
 
-    def _try(self, split_forward: SplitForward, plan: StepPlan, q_len: Int32Array, live: StepBatch | None) -> _Trial:
-        """Make a graph and compare it with the eager run; no graph where there is no room to compare it."""
-        name = f"the capture of {shape_name(plan.shape)}"
-        fresh: list[_FreshGraph] = []
+    def _try(
+        self, split_forward: SplitForward[Outputs], plan: StepPlan, q_len: Int32Array, live: StepBatch | None
+    ) -> _Trial[Outputs]:
+        """Make a graph and compare it with the eager run; no graph where there is no room to compare it.
 
-        def record(step: Step | SplitStep) -> Callable[[], Tensor]:
+        Ranks agree twice: when the graph is recorded, so that all compare it or none does, and on what came of it.
+        """
+        name = f"the capture of {shape_name(plan.shape)}"
+        fresh: list[_FreshGraph[Outputs]] = []
+        recorded = _Once(self._runtime.agree)
+
+        def record(step: Step | SplitStep) -> Callable[[], Outputs]:
             assert self._recorder is not None
             body = partial(self._watched_body, name, split_forward, step)
+            refusal = ""
             try:
                 fresh.append(_FreshGraph.of(self._recorder, body, self._runtime))
-            except (RecordingRefused, StaleRecording):
-                raise
+            except (RecordingRefused, StaleRecording) as refused:
+                refusal = str(refused)
             except Exception as error:  # the eager step may do without what recording lacks
-                raise RecordingRefused(f"{type(error).__name__}: {error}") from error
+                refusal = f"{type(error).__name__}: {error}"
+            recorded.say(refusal)
             return fresh[0].replay
 
         try:
             with self._watchdog.watch(f"{name} and its check"):
                 verdict = self._check.record(self._runtime, plan, q_len, live, record, self._body)
+            recorded.say("")
             self._pinned.check()
-            self._runtime.report_faults()
+            self._runtime.report_own_faults()
         except (RecordingRefused, StaleRecording) as refusal:
-            return self._agreed(self._refused(str(refusal)))
+            return self._agreed(self._refused(str(refusal)), recorded)
         except (torch.OutOfMemoryError, DeviceFault) as refusal:  # of the steps that the graph was tried on
-            return self._agreed(self._refused(f"{type(refusal).__name__}: {refusal}"))
+            return self._agreed(self._refused(f"{type(refusal).__name__}: {refusal}"), recorded)
         except BaseException as error:
-            self._end_on_all_ranks(f"the check was broken off by {type(error).__name__}: {error}")
+            self._end_on_all_ranks(f"the check was broken off by {type(error).__name__}: {error}", recorded)
             raise
-        return self._agreed(_Trial(fresh[0] if fresh else None, verdict))
+        return self._agreed(_Trial(fresh[0] if fresh else None, verdict), recorded)
 
-    def _refused(self, reason: str) -> _Trial:
+    def _refused(self, reason: str) -> _Trial[Outputs]:
         """No graph, for this reason. Faults of the steps that it was tried on are no caller's."""
         self._runtime.forget_faults()
         return _Trial.refused(reason)
 
-    def _end_on_all_ranks(self, reason: str) -> None:
+    def _end_on_all_ranks(self, reason: str, recorded: _Once) -> None:
         """An exception leaves a capture here: other ranks, which wait for word of it, make no more graphs either."""
-        if self._runtime.agree is not alone:
-            self._agreed(_Trial.refused(reason, is_final=True))
+        if self._agrees:
+            self._agreed(_Trial.refused(reason, is_final=True), recorded)
             self._switch_off(reason)
 
-    def _agreed(self, trial: _Trial) -> _Trial:
+    def _agreed(self, trial: _Trial[Outputs], recorded: _Once) -> _Trial[Outputs]:
         """The trial, with what other ranks found out about theirs: a graph serves on all of them or on none."""
+        with suppress(RecordingRefused):  # which all of them say again
+            recorded.say(trial.refusal)
         found = {"failure": trial.refusal}
         found["not bitwise"] = "" if trial.verdict.bitwise else "it differs"
         found["not made"] = "" if trial.graph is not None else "there was no room to compare it"
@@ -432,7 +519,7 @@ class StepRunner:
         verdict = replace(trial.verdict, failure=agreed.get("failure", ""), bitwise="not bitwise" not in agreed)
         return _Trial(None if "not made" in agreed else trial.graph, verdict, "final" in agreed)
 
-    def _keep(self, plan: StepPlan, graph: _FreshGraph, verdict: Verdict, note: str) -> None:
+    def _keep(self, plan: StepPlan, graph: _FreshGraph[Outputs], verdict: Verdict, note: str) -> None:
         if all(kept.key != plan.key for kept in self._entry_of_plan):
             # An interrupt may have come after a graph was put there, and before its plan led to it.
             self._graphs.drop(plan.key)
@@ -442,7 +529,7 @@ class StepRunner:
         check = verdict.summary + note
         self._buckets.append(CapturedBucket(plan.key, graph.seconds, verdict.seconds, graph.recording.bytes, check))
 
-    def _watched_body(self, name: str, split_forward: SplitForward, step: Step | SplitStep) -> Tensor:
+    def _watched_body(self, name: str, split_forward: SplitForward[Outputs], step: Step | SplitStep) -> Outputs:
         with self._watchdog.watch(f"forward, run for {name},"):
             return self._body_with(split_forward, step)
 
@@ -457,8 +544,24 @@ class StepRunner:
             self._runtime.give_up_seal()
 
 
+class _Once:
+    """What ranks agree on once in each trial, wherever a rank leaves it: that all of them have recorded."""
+
+    def __init__(self, agree: Agree) -> None:
+        self._agree = agree
+        self._is_said = False
+
+    def say(self, refusal: str) -> None:
+        """Does nothing if it was said before. Raises RecordingRefused if a rank has refused."""
+        if not self._is_said:
+            self._is_said = True
+            found = self._agree({"failure": refusal} if refusal else {})
+            if found:
+                raise RecordingRefused(found["failure"])
+
+
 @dataclass(frozen=True, slots=True)
-class _FreshGraph:
+class _FreshGraph(Generic[Outputs]):
     """A graph that was not checked yet.
 
     seconds:       of warm-up and recording
@@ -466,34 +569,34 @@ class _FreshGraph:
     """
 
     recording: Recording
-    outputs: Tensor
+    outputs: Outputs
     seconds: float
     stored_layers: int
 
     @classmethod
-    def of(cls, recorder: Recorder, fn: Callable[[], Tensor], runtime: AttentionRuntime) -> _FreshGraph:
+    def of(cls, recorder: Recorder, fn: Callable[[], Outputs], runtime: AttentionRuntime) -> _FreshGraph[Outputs]:
         started = time.perf_counter()
         recording, outputs = recorder.record(fn)
         return cls(recording, outputs, time.perf_counter() - started, runtime.stored_layers)
 
-    def replay(self) -> Tensor:
+    def replay(self) -> Outputs:
         self.recording.replay()
         return self.outputs
 
 
 @dataclass(frozen=True, slots=True)
-class _Trial:
+class _Trial(Generic[Outputs]):
     """A graph, or none where there was no room to compare it, and what came of it.
 
     is_final: whether no other way to make the graph is tried
     """
 
-    graph: _FreshGraph | None
+    graph: _FreshGraph[Outputs] | None
     verdict: Verdict
     is_final: bool = False
 
     @classmethod
-    def refused(cls, reason: str, *, is_final: bool = False) -> _Trial:
+    def refused(cls, reason: str, *, is_final: bool = False) -> _Trial[Outputs]:
         """No graph, for this reason."""
         return cls(None, Verdict(reason, "", 0.0, bitwise=False), is_final)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rocm_attn.errors import BadModel
 from rocm_attn.runner.gates import Gate
 from rocm_attn.runner.geometry import AttentionGeometry, AttentionLayer
 from rocm_attn.runner.rope import Rope
+from rocm_attn.runner.shards import Shard
 
 
 class ExpertTensors(enum.Enum):
@@ -58,6 +59,12 @@ class LayerConfig:
     rope: Rope
     mlp: DenseMlp | ExpertMlp
 
+    def on_one_of(self, num_ranks: int) -> LayerConfig:
+        """The part of one tensor-parallel rank."""
+        inner = Shard(0, num_ranks).span(self.mlp.intermediate_size).size
+        mlp = replace(self.mlp, intermediate_size=inner)
+        return replace(self, attention=self.attention.on_one_of(num_ranks), mlp=mlp)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -89,6 +96,13 @@ class ModelConfig:
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
     logits_soft_cap: float = 0.0
+
+    def on_one_of(self, num_ranks: int) -> ModelConfig:
+        """The part of one tensor-parallel rank: with its heads, and its elements of each MLP; all else is the whole's.
+
+        Ranks' parts are all alike: what does not divide is filled up with zeros, see runner/shards.py.
+        """
+        return replace(self, layers=tuple(layer.on_one_of(num_ranks) for layer in self.layers))
 
     def __post_init__(self) -> None:
         for layer in self.layers:

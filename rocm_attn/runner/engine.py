@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
+from zlib import crc32
 
+import numpy as np
 from torch import Tensor
 
 from rocm_attn.capture.check import CaptureCheck
@@ -14,11 +16,11 @@ from rocm_attn.capture.graphs import CaptureReport, Progress, eager_steps_before
 from rocm_attn.capture.split_forward import Forward
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits, BadRequest, DeviceFault
-from rocm_attn.runner.engine_runtime import runtime_for
-from rocm_attn.runner.linears import AllRows, BlocksOfRows
+from rocm_attn.runner.engine_runtime import model_over, runtime_for
+from rocm_attn.runner.limits import RequestLimits
 from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.model import Model
 from rocm_attn.runner.options import EngineOptions
+from rocm_attn.runner.prefix_cache import CachedRow
 from rocm_attn.runner.recent_steps import RecentSteps
 from rocm_attn.runner.report import Report
 from rocm_attn.runner.request import (
@@ -28,13 +30,13 @@ from rocm_attn.runner.request import (
     FailureEvent,
     FinishReason,
     Request,
-    RequestsFailed,
-    RequestsFaulted,
     Sequence,
     TokenEvent,
 )
+from rocm_attn.runner.request_times import note_tokens
 from rocm_attn.runner.sampling import Sampler, pick_tokens
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
+from rocm_attn.runner.serving import serve_all
 from rocm_attn.runner.tokenizer import TextStream
 from rocm_attn.runner.watched import watched_steps
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER
@@ -48,6 +50,12 @@ class _Output:
     sequence: Sequence
     stream: TextStream | None
     text: str = ""
+
+    def last_text(self) -> str:
+        """What was held back of a character that will not be completed; it is part of the text now."""
+        piece = self.stream.finish() if self.stream is not None else ""
+        self.text += piece
+        return piece
 
     def completion(self, reason: FinishReason, error: str = "") -> Completion:
         """What it has come to in the end."""
@@ -64,7 +72,10 @@ class Engine:
     the device ends the requests that were in its step, and all that have run where that step is not known; what it
     leaves in the queue is served by the steps after it. Where only some of the step's requests can be wrong, and the
     others were not harmed (K or V that was infinite or no number), each is computed again alone, and those that show
-    the fault again end.
+    the fault again end. Pages that such a step may have written leave the prefix cache.
+
+    abort() ends a request early and says what it came to, cancel() leaves no trace of it. Both may be called between
+    two steps, and by the on_event of generate().
 
     Raises Unsupported when no kernel serves the model's layers, CapacityExceeded for a pool that cannot be.
     """
@@ -72,11 +83,10 @@ class Engine:
     def __init__(self, loaded: LoadedModel, options: EngineOptions | None = None) -> None:
         self._loaded = loaded
         self.options = options = options if options is not None else EngineOptions()
-        self.runtime = runtime_for(loaded, options)
+        self.runtime, self._measured = runtime_for(loaded, options)
         self.max_kv_len = self.runtime.max_kv_len
-        linears = BlocksOfRows() if options.deterministic else AllRows()
-        heads, path = self.runtime.head_weights, options.flight_record
-        model = Model(loaded.config, loaded.weights, heads, max_kv_len=self.max_kv_len, linears=linears)
+        self.limits = RequestLimits(loaded.config.context_len, self.max_kv_len, loaded.config.vocab_size)
+        path, model = options.flight_record, model_over(self.runtime, loaded, options)
         self.flight = FlightRecorder(self.runtime, path) if path is not None else NO_FLIGHT_RECORDER
         self._runner, self._steps = watched_steps(self.runtime, model.forward, options, self.flight, self._new_runner)
         self.metrics = self._runner.metrics
@@ -86,10 +96,12 @@ class Engine:
             max_batch_size=options.max_batch_size,
             chunk=options.chunk,
             max_kv_len=self.max_kv_len,
+            steps_until_known=self.runtime.steps_until_known,
         )
         self._outputs: dict[int, _Output] = {}
         self._done: dict[int, Completion] = {}
         self._events: list[Event] = []  # that no step() has returned yet
+        self._must_check = False  # whether a step has run since the device was waited for
         self._recent = RecentSteps()
         self._num_submitted = 0
 
@@ -112,8 +124,10 @@ class Engine:
     def capture_all(self, progress: Progress) -> CaptureReport:
         """Make every graph before the first request arrives, so that no request waits for one.
 
+        Cached prefixes are forgotten: graphs are checked on pages that are free.
         progress: as StepRunner.capture_all
         """
+        self.forget_prefixes()
         started = time.perf_counter()
         try:
             return self._runner.capture_all(progress)
@@ -129,45 +143,55 @@ class Engine:
         stops = request.stop_token_ids + (() if request.ignore_eos else self._loaded.config.eos_token_ids)
         tokenizer = self._loaded.tokenizer
         sequence = Sequence(
-            number, request, frozenset(stops), Sampler(request.sampling), list(request.prompt_token_ids)
+            number=number,
+            request=request,
+            stops=frozenset(stops),
+            sampler=Sampler(request.sampling),
+            token_ids=list(request.prompt_token_ids),
+            cached_row=CachedRow(request.cache_salt, is_cached=self.options.prefix_caching and request.prefix_caching),
         )
         self._outputs[number] = _Output(sequence, tokenizer.stream() if tokenizer is not None else None)
         self._scheduler.add(sequence)
         return number
 
+    def abort(self, number: int) -> None:
+        """End a request that waits or runs. It comes to what it has so far, with finish_reason "abort".
+
+        The next step() returns an AbortEvent, and its completion() can be had. Its pages are free again, or stay in the
+        prefix cache. Nothing happens to a request that has ended: it may have done so while the call was on its way.
+        Raises BadRequest for a number that submit() has not given.
+        """
+        if not 0 <= number < self._num_submitted:
+            raise BadRequest(
+                f"there is no request {number}; submit() has given the numbers below {self._num_submitted}"
+            )
+        output = self._outputs.pop(number, None)
+        if output is None:
+            return
+        self._scheduler.drop(output.sequence)
+        self.metrics.aborts += 1
+        piece = output.last_text()
+        self._done[number] = output.completion("abort")
+        self._events.append(AbortEvent(number, piece))
+
+    def forget_prefixes(self) -> None:
+        """Begin with an empty prefix cache: no request that comes later finds pages that were stored so far.
+
+        Call it where weights were changed in place, while no request runs.
+        """
+        self._scheduler.forget_pages()
+
     def cancel(self, number: int) -> None:
-        """Forget a request, finished or not; its pages are free again, and nothing more comes of it."""
+        """Forget a request, finished or not: its pages are given back as by abort(), and nothing more comes of it."""
         output = self._outputs.pop(number, None)
         if output is not None:
             self._scheduler.drop(output.sequence)
         self._done.pop(number, None)
         self._events = [event for event in self._events if event.request != number]
 
-    def abort(self, number: int) -> None:
-        """End a request that is not finished: finish reason "abort", and an event; its pages are free again."""
-        output = self._outputs.pop(number, None)
-        if output is not None:
-            self._scheduler.drop(output.sequence)
-            piece = output.stream.finish() if output.stream is not None else ""
-            output.text += piece
-            self._done[number] = output.completion("abort")
-            self._events.append(AbortEvent(number, piece))
-
     def check(self, request: Request) -> None:
         """Raise BadRequest for a request that this engine can never serve."""
-        prompt, config = request.prompt_token_ids, self._loaded.config
-        if len(prompt) > config.context_len:
-            raise BadRequest(
-                f"the prompt has {len(prompt)} tokens and the model's context is {config.context_len}; shorten it"
-            )
-        if len(prompt) > self.max_kv_len:
-            raise BadRequest(
-                f"the prompt has {len(prompt)} tokens and the KV pool holds sequences of up to {self.max_kv_len}; "
-                "shorten it, or raise max_kv_len, kv_bytes or num_pages"
-            )
-        for token in (*prompt, *request.stop_token_ids):
-            if not 0 <= token < config.vocab_size:
-                raise BadRequest(f"token {token} is not in the model's vocabulary, 0 to {config.vocab_size - 1}")
+        self.limits.check(request)
 
     def step(self) -> list[Event]:
         """Run one step; what came of it. There must be work.
@@ -176,13 +200,15 @@ class Engine:
         Raises DeviceFault, unless it is contained. The requests concerned have failed then, those included that had
         ended and were not handed over yet; the next step() returns their events, and goes on with the others.
         """
-        if not self._events:
-            try:
+        try:
+            if not self._events:
                 self._advance()
-            except DeviceFault as fault:
-                self._take_in(fault)
-                if not fault.is_contained:
-                    raise
+            if not self._scheduler.has_work:
+                self._check_device()
+        except DeviceFault as fault:
+            self._take_in(fault)
+            if not fault.is_contained:
+                raise
         events, self._events = self._events, []
         return events
 
@@ -193,30 +219,17 @@ class Engine:
     def generate(self, requests: Many[Request], on_event: Callable[[Event], None] | None = None) -> list[Completion]:
         """Serve requests to their end, in the order given.
 
-        on_event: called with every new token as it comes, and with every failure
+        on_event: called with every new token as it comes, and with every failure and abort; it may call abort()
         Raises BadRequest before anything runs when one of them cannot be served. Raises RequestsFailed, which holds all
         completions, when one of them has failed, and RequestsFaulted (a DeviceFault) when the device had a fault; the
         others were served to their end. After any other exception the engine has forgotten these requests.
         """
-        for request in requests:
-            self.check(request)
-        numbers = [self.submit(request) for request in requests]
-        try:
-            faults = self._serve(on_event)
-        except BaseException:
-            for number in numbers:
-                self.cancel(number)
-            raise
-        completions = [self.completion(number) for number in numbers]
-        if faults:
-            raise RequestsFaulted(completions, faults) from faults[0]
-        if any(completion.error for completion in completions):
-            raise RequestsFailed(completions)
-        return completions
+        return serve_all(self, requests, on_event)
 
     def report(self) -> Report:
         """What this engine runs on, and how it went so far."""
-        metrics, runtime = self._runner.counters, self.runtime
+        runtime, scheduler = self.runtime, self._scheduler
+        metrics = self._runner.counters.snapshot(running=scheduler.num_running, waiting=scheduler.num_waiting)
         graphs = f"off: {metrics.graphs_off}" if metrics.graphs_off else "on" if self.options.graphs else "off"
         return Report(
             provider=runtime.selections[0].provider,
@@ -228,52 +241,62 @@ class Engine:
             pools=tuple(dict.fromkeys(selection.problem.pool.value for selection in runtime.selections)),
             num_pages=runtime.pool.num_pages,
             swa_pages=runtime.options.swa_pages,
+            weights_bytes=self._loaded.weights.num_bytes,
+            step_bytes=self._measured.step,
+            graph_bytes=self._measured.graph,
+            kv_bytes=runtime.pool.num_bytes,
             max_kv_len=self.max_kv_len,
             max_batch_size=self.options.max_batch_size,
             chunk=self.options.chunk,
             graphs=graphs,
             deterministic=self.options.deterministic,
+            ranks=self._loaded.ranks.shard.num_ranks,
+            cost_of_ranks=self._loaded.cost,
             guards_off=runtime.guards.off,
             metrics=metrics,
         )
-
-    def _serve(self, on_event: Callable[[Event], None] | None) -> list[DeviceFault]:
-        """Step until there is no work; the faults that the device reported meanwhile."""
-        faults = []
-        while self.has_work:
-            try:
-                events = self.step()
-            except DeviceFault as fault:
-                faults.append(fault)
-                continue
-            for event in events:
-                if on_event is not None:
-                    on_event(event)
-        return faults
 
     def _advance(self) -> None:
         """Run one step and note the events that came out of it. Raises DeviceFault."""
         started = time.perf_counter()
         step = self._scheduler.next_step()
         logits = self._run(step)
+        launched = time.perf_counter()
         if step.is_of_a_suspect:
-            self._runner.check_device()  # before it gets a token, and before others run again
+            self._check_device()  # before it gets a token, and before others run again
         samplers = [sequence.sampler for sequence in step.picking]
         picks = pick_tokens(logits[: step.num_picks], samplers) if samplers else []
         reasons = self._scheduler.finish_step(step, picks)
-        self.metrics.seconds += time.perf_counter() - started
+        self._note_times(step, started, launched)
         for sequence, pick, reason in zip(step.picking, picks, reasons, strict=True):
             if isinstance(pick, BadLogits):
                 self._fail(sequence.number, str(pick))
             else:
                 self._publish(sequence.number, pick, reason)
-        if not self._scheduler.has_work:
+
+    def _note_times(self, step: ScheduledStep, started: float, launched: float) -> None:
+        """A step has run, and its sequences have their tokens; the device was not waited for when it was launched."""
+        now, metrics = time.perf_counter(), self.metrics
+        metrics.seconds += now - started
+        metrics.step_seconds.note(now - started)
+        metrics.host_seconds.note(launched - started)
+        note_tokens((sequence.times for sequence in step.picking), now, metrics)
+
+    def _check_device(self) -> None:
+        """Wait for the device, if a step has run since that was done last. Raises DeviceFault."""
+        if self._must_check:
+            self._must_check = False
             self._runner.check_device()
+            self._scheduler.all_is_right()
 
     def _run(self, step: ScheduledStep) -> Tensor:
-        before = self.runtime.step_number
+        before, batch = self.runtime.step_number, step.batch
+        self._must_check = True
+        if self._loaded.ranks.shard.num_ranks > 1:  # that they were given the same requests, and picked the same tokens
+            words = (batch.kv_len, batch.q_len, batch.token_ids)
+            self.runtime.meetings.digest = crc32(np.concatenate(words).tobytes())
         try:
-            return self._steps.run(step.batch)
+            return self._steps.run(batch)
         finally:
             requests = (sequence.number for sequence in step.sequences)
             self._recent.note(before, self.runtime.step_number, requests)
@@ -298,23 +321,27 @@ class Engine:
         if output is None:
             self._done[number] = replace(self._done[number], finish_reason="error", error=error)
         else:
-            piece = output.stream.finish() if output.stream is not None else ""
-            output.text += piece
+            piece = output.last_text()
             self._done[number] = output.completion("error", error)
         self._events.append(FailureEvent(number, piece, error))
 
     def _take_in(self, fault: DeviceFault) -> None:
         """Fail every request that was in the step of a fault and was not handed over; or see which are concerned."""
         faults = [fault, *self._more_faults()]
+        self._scheduler.forget_unknown_pages()
+        # Several of these faults may be of steps before a sequence became suspect: that it is alone shows nothing yet.
+        were_alone = {number for number, output in self._outputs.items() if output.sequence.is_suspect}
         for found in (one for fault in faults for one in fault.each):
             concerned = self._recent.requests_in(found.step)
+            if concerned is None:
+                self._scheduler.forget_pages()
             for number in self._have_run() if concerned is None else sorted(concerned):
                 output, done = self._outputs.get(number), self._done.get(number)
-                if output is not None and found.is_contained and not output.sequence.is_suspect:
+                if output is not None and found.is_contained and number not in were_alone:
                     self._scheduler.suspect(output.sequence)
                     continue
                 if output is not None:
-                    self._scheduler.drop(output.sequence)
+                    self._scheduler.fail(output.sequence)
                 if output is not None or (done is not None and not done.error):
                     self._fail(number, str(found))
 

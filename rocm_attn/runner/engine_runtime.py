@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
-import torch
-
+from rocm_attn.capture.check import CaptureCheck
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.target import detect_target
 from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.select import Selection, select
+from rocm_attn.runner.linears import linears_over
 from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.measured_memory import LargestSteps, measure, memory_of
+from rocm_attn.runner.model import Model
 from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.pool_size import PoolPages, default_kv_bytes, pool_pages
+from rocm_attn.runner.pool_size import CPU_BYTES, NOT_MEASURED, Measured, PoolPages, is_small, most_kv_bytes, pool_pages
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.selection.kernels import missing_kernels
@@ -21,9 +27,12 @@ from rocm_attn.selection.pages import PageChoice, choose_pages, open_page_sizes,
 from rocm_attn.step.options import RuntimeOptions
 
 
-def runtime_for(loaded: LoadedModel, options: EngineOptions) -> AttentionRuntime:
+def runtime_for(loaded: LoadedModel, options: EngineOptions) -> tuple[AttentionRuntime, Measured]:
     """A runtime whose pool holds max_batch_size sequences of full length, or as many as the memory allows.
 
+    Where neither kv_bytes nor num_pages is given, and a GPU has no plenty of room, the model's largest steps are run
+    over a small pool first, and what was measured is returned; else NOT_MEASURED. Ranks that share a model call this at
+    the same time.
     Raises BadSetting, Unsupported, CapacityExceeded.
     """
     config, weights = loaded.config, loaded.weights
@@ -34,52 +43,115 @@ def runtime_for(loaded: LoadedModel, options: EngineOptions) -> AttentionRuntime
         )
     geometry = config.attention.without_idle_windows(max_kv_len)
     over = geometry.problems(dtype=weights.dtype, page_size=1)
-    chosen = _page_choice(over, weights.device, options)
-    problems = chosen.problems(over)
-    pages = _pages(problems, options, max_kv_len, weights.device)
-    return build_runtime(
-        problems,
-        RuntimeOptions(
-            num_pages=pages.full,
-            swa_pages=pages.swa,
-            max_num_seqs=options.max_batch_size,
-            # a sequence cannot outgrow the pool
-            max_kv_len=min(max_kv_len, (pages.full - 1) * chosen.page_size),
-            provider=options.provider,
-            deterministic=options.deterministic,
-        ),
-        device=weights.device,
-    )
-
-
-def _page_choice(problems: Sequence[Problem], device: torch.device, options: EngineOptions) -> PageChoice:
-    """The pages of the options, chosen as far as they are left open. Raises Unsupported where none have kernels."""
-    target = detect_target(device)
-    missing = missing_kernels(target, options.provider)
-
-    def choose(problem: Problem) -> Selection:
-        return select(problem, target, options.provider, unavailable=missing, deterministic=options.deterministic)
-
-    return choose_pages(problems, choose, open_page_sizes(options.page_size), open_pools(options.pool))
-
-
-def _pages(problems: Sequence[Problem], options: EngineOptions, max_kv_len: int, device: torch.device) -> PoolPages:
-    """The pages that were asked for, and as many as there is use and room for of the others. Raises BadSetting."""
+    problems = _page_choice(over, loaded, options).problems(over)
     if options.swa_pages and all(problem.window_left == UNLIMITED_WINDOW for problem in problems):
         raise BadSetting(
             f"swa_pages is {options.swa_pages} and no layer of the model has a window that sequences of up to "
             f"{max_kv_len} tokens outgrow, so nothing would lie there; leave it out"
         )
-    kv_bytes = options.kv_bytes
-    if kv_bytes is None:
-        # What is asked for by number is not cut to the memory that is there.
-        kv_bytes = default_kv_bytes(device) if options.num_pages is None else options.num_pages * page_bytes(problems)
-    pages = pool_pages(
-        problems,
-        max_num_seqs=options.max_batch_size,
-        max_kv_len=max_kv_len,
-        chunk=options.chunk,
-        kv_bytes=kv_bytes,
+    sizing = _Sizing(loaded, options, problems, max_kv_len)
+    kv_bytes, measured = sizing.kv_bytes()
+    return sizing.runtime(sizing.pages(kv_bytes)), measured
+
+
+def model_over(runtime: AttentionRuntime, loaded: LoadedModel, options: EngineOptions) -> Model:
+    """The model, whose attention runs on a runtime."""
+    return Model(
+        loaded.config,
+        loaded.weights,
+        runtime.head_weights,
+        max_kv_len=runtime.max_kv_len,
+        ranks=loaded.ranks,
+        linears=linears_over(loaded.ranks, deterministic=options.deterministic),
     )
-    full = pages.full if options.num_pages is None else options.num_pages
-    return PoolPages(full, min(pages.swa, full) if options.swa_pages is None else options.swa_pages)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizing:
+    """How large a pool is. problems: one for each layer, over pages that were chosen"""
+
+    loaded: LoadedModel
+    options: EngineOptions
+    problems: Sequence[Problem]
+    max_kv_len: int
+
+    def kv_bytes(self) -> tuple[int, Measured]:
+        """Memory for K and V, and what was measured for it. What is asked for is not cut to what is there."""
+        options, device = self.options, self.loaded.weights.device
+        if options.kv_bytes is not None:
+            return options.kv_bytes, NOT_MEASURED
+        if options.num_pages is not None:
+            return options.num_pages * page_bytes(self.problems), NOT_MEASURED
+        memory = memory_of(device)
+        if memory is None:
+            return CPU_BYTES, NOT_MEASURED
+        ranks = self.loaded.ranks  # all of them have as many pages as the one with the least memory
+        free = ranks.least(memory.free())
+        wanted = most_kv_bytes(
+            self.problems, max_num_seqs=options.max_batch_size, max_kv_len=self.max_kv_len, chunk=options.chunk
+        )
+        if is_small(wanted, free):
+            return wanted, NOT_MEASURED
+        steps = self._largest_steps(free)
+        measured = measure(memory, partial(self._for_measuring, steps), steps, vocabulary=self.loaded.config.vocab_size)
+        return ranks.least(measured.kv_bytes(options.gpu_memory_share, self.problems)), measured
+
+    def pages(self, kv_bytes: int) -> PoolPages:
+        """The pages that were asked for, and as many as there is use and room for of the others."""
+        options = self.options
+        pages = pool_pages(
+            self.problems,
+            max_num_seqs=options.max_batch_size,
+            max_kv_len=self.max_kv_len,
+            chunk=options.chunk,
+            kv_bytes=kv_bytes,
+        )
+        full = pages.full if options.num_pages is None else options.num_pages
+        return PoolPages(full, min(pages.swa, full) if options.swa_pages is None else options.swa_pages)
+
+    def runtime(self, pages: PoolPages) -> AttentionRuntime:
+        """A runtime with these pages."""
+        return build_runtime(
+            self.problems,
+            RuntimeOptions(
+                num_pages=pages.full,
+                swa_pages=pages.swa,
+                max_num_seqs=self.options.max_batch_size,
+                # a sequence cannot outgrow the pool
+                max_kv_len=min(self.max_kv_len, (pages.full - 1) * self.problems[0].page_size),
+                provider=self.options.provider,
+                deterministic=self.options.deterministic,
+            ),
+            device=self.loaded.weights.device,
+            agree=self.loaded.ranks.agree,
+        )
+
+    def _largest_steps(self, free_bytes: int) -> LargestSteps:
+        """Steps whose small pool takes at most half of what is free."""
+        page_size, affordable = self.problems[0].page_size, free_bytes // page_bytes(self.problems)
+        num_seqs = self.options.max_batch_size
+        steps = LargestSteps(num_seqs, max(num_seqs, self.options.chunk), self.max_kv_len, affordable * page_size)
+        most = steps.longest - max(0, steps.pages(page_size) - affordable // 2) * page_size
+        return replace(steps, longest=max(most, page_size))
+
+    def _for_measuring(self, steps: LargestSteps) -> tuple[AttentionRuntime, StepRunner]:
+        """A runtime with a small pool, and a runner over it that makes a graph at the first chance."""
+        num_pages = steps.pages(self.problems[0].page_size)
+        has_swa = self.pages(page_bytes(self.problems) * num_pages).swa > 0
+        runtime = self.runtime(PoolPages(num_pages, num_pages if has_swa else 0))
+        recorder = recorder_for(runtime.device) if self.options.graphs else None
+        check = CaptureCheck(vocabulary=self.loaded.config.vocab_size)
+        return runtime, StepRunner(
+            runtime, model_over(runtime, self.loaded, self.options).forward, recorder, check=check
+        )
+
+
+def _page_choice(problems: Sequence[Problem], loaded: LoadedModel, options: EngineOptions) -> PageChoice:
+    """The pages of the options, chosen as far as they are left open. Raises Unsupported where none have kernels."""
+    target = detect_target(loaded.weights.device)
+    missing = loaded.ranks.agree(missing_kernels(target, options.provider))
+
+    def choose(problem: Problem) -> Selection:
+        return select(problem, target, options.provider, unavailable=missing, deterministic=options.deterministic)
+
+    return choose_pages(problems, choose, open_page_sizes(options.page_size), open_pools(options.pool))

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rocm_attn.errors import BadSetting
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
+from rocm_attn.runner.shards import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +30,9 @@ class AttentionLayer:
     latent_dim: int = 0
 
     def on_one_of(self, num_ranks: int) -> AttentionLayer:
-        """The part of one tensor-parallel rank. KV heads that are fewer than the ranks are held by several.
-
-        Raises BadSetting where the heads do not divide evenly.
-        """
-        kv_heads = max(self.num_kv_heads, num_ranks)  # one latent row is held by every rank too
-        if self.num_q_heads % num_ranks or kv_heads % num_ranks or kv_heads % self.num_kv_heads:
-            raise BadSetting(
-                f"{self.num_q_heads} query heads over {self.num_kv_heads} KV heads do not divide over {num_ranks} "
-                "ranks; choose another --tp"
-            )
-        return replace(self, num_q_heads=self.num_q_heads // num_ranks, num_kv_heads=kv_heads // num_ranks)
+        """The part of one tensor-parallel rank, as Shard.heads cuts it; one latent row is held by every rank."""
+        heads = Shard(0, num_ranks).heads(self.num_q_heads, self.num_kv_heads)
+        return replace(self, num_q_heads=heads.q.size, num_kv_heads=heads.kv.size)
 
     def problem(self, *, dtype: torch.dtype, page_size: int) -> Problem:
         """The layer as the attention runtime takes it. Raises BadProblem."""
@@ -80,7 +72,7 @@ class AttentionGeometry:
         return sum(layer == read for layer, read in enumerate(self.reads))
 
     def on_one_of(self, num_ranks: int) -> AttentionGeometry:
-        """The part of one tensor-parallel rank; see AttentionLayer. Raises BadSetting."""
+        """The part of one tensor-parallel rank; see AttentionLayer."""
         return replace(self, layers=tuple(layer.on_one_of(num_ranks) for layer in self.layers))
 
     def without_idle_windows(self, max_kv_len: int) -> AttentionGeometry:

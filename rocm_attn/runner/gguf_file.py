@@ -72,18 +72,37 @@ class GGUFFile:
             if name != _ROPE_DIVISORS
         }
 
-    def read(self, name: str) -> Tensor:
-        """One tensor in float32, rows in Hugging Face's order. Raises BadModel."""
-        tensor = self._tensors[name]
+    def read(self, name: str, *where: slice) -> Tensor:
+        """As TensorSource.read, in float32, rows in Hugging Face's order. Raises BadModel.
+
+        Of a part, its rows alone are dequantised; columns lie in blocks, and are cut afterwards.
+        """
+        tensor, shape = self._tensors[name], self.shapes()[name]
+        rows_of_head = self._rows_of_head(tensor, shape)
+        start, stop = 0, shape[0]
+        if where and len(shape) > 1:  # rows that turn together lie in one head
+            start = where[0].start // rows_of_head * rows_of_head
+            stop = -(-where[0].stop // rows_of_head) * rows_of_head
         try:
-            values = gguf.dequantize(tensor.data, tensor.tensor_type)
+            values = gguf.dequantize(tensor.data[start:stop] if len(shape) > 1 else tensor.data, tensor.tensor_type)
         except (NotImplementedError, *_DAMAGE) as error:
             raise BadModel(f"{self.name}: {tensor.name} cannot be dequantised ({error})") from error
-        values = values.reshape(self.shapes()[name])
-        heads_field = _HEADS_FIELD.get(tensor.name.split(".")[-2]) if self._interleaved else None
-        if heads_field is not None:
-            values = _halves_from_pairs(values, self.metadata.get(heads_field, self.metadata[_HEADS_FIELD["attn_q"]]))
+        values = values.reshape(stop - start, *shape[1:])
+        if rows_of_head > 1:
+            values = _halves_from_pairs(values, rows_of_head)
+        if where:
+            where = (slice(where[0].start - start, where[0].stop - start), *where[1:])
+            values = values[where]
         return torch.from_numpy(np.array(values, dtype=np.float32))
+
+    def _rows_of_head(self, tensor: gguf.ReaderTensor, shape: Shape) -> int:
+        """Rows of q or k that belong to one head, where their order is not Hugging Face's; 1 where it is."""
+        field = _HEADS_FIELD.get(tensor.name.split(".")[-2]) if self._interleaved else None
+        if field is None:
+            return 1
+        num_heads = self.metadata.get(field, self.metadata[_HEADS_FIELD["attn_q"]])
+        assert isinstance(num_heads, int)
+        return shape[0] // num_heads
 
     def rope_divisors(self) -> tuple[float, ...] | None:
         """What each rotary frequency is to be divided by, where the file says so (Llama 3's scaling)."""
@@ -104,13 +123,12 @@ def _hf_name(name: str) -> str:
     return f"{layer}{_HF_NAMES[match[2]]}.{match[3]}"
 
 
-def _halves_from_pairs(rows: Float32Array, num_heads: object) -> Float32Array:
-    """q or k rows in Hugging Face's order.
+def _halves_from_pairs(rows: Float32Array, rows_of_head: int) -> Float32Array:
+    """q or k rows of whole heads in Hugging Face's order.
 
     In llama files the two rows that turn together are neighbours; in Hugging Face's they are half a head apart.
     The wrong order raises no error: it only gives text without sense.
     """
-    assert isinstance(num_heads, int)
-    pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
+    pairs = rows.reshape(-1, rows_of_head // 2, 2, *rows.shape[1:])
     halves: Float32Array = pairs.swapaxes(1, 2).reshape(rows.shape)
     return halves

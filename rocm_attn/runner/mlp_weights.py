@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from rocm_attn.runner.config import DenseMlp, ExpertMlp, ExpertTensors
-from rocm_attn.runner.tensors import Shape, TensorReader
+from rocm_attn.runner.shards import Span
+from rocm_attn.runner.tensors import Piece, Shape, TensorReader
 
 Named = Iterator[tuple[str, Shape]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MlpWeights:
-    """One layer's. A matrix is [out, in]; what the model has not is None.
+    """One layer's, or a rank's part of it. A matrix is [out, in]; what the model has not is None.
 
     Experts are one wide MLP: elements 0 to intermediate_size - 1 of `inner` belong to expert 0, and so on. Of a dense
     MLP, inner is intermediate_size.
@@ -65,51 +66,57 @@ def _dense_shapes(prefix: str, inner: int, hidden: int, has_bias: bool) -> Named
         yield from with_bias(prefix + name, shape, has_bias)
 
 
-def read_mlp(reader: TensorReader, mlp: DenseMlp | ExpertMlp, prefix: str) -> MlpWeights:
-    """The MLP whose tensors' names start with a layer's prefix. Raises BadModel."""
+def read_mlp(reader: TensorReader, mlp: DenseMlp | ExpertMlp, prefix: str, inner: Span) -> MlpWeights:
+    """The MLP whose tensors' names start with a layer's prefix. Raises BadModel.
+
+    mlp:   of the whole model
+    inner: what is read of its intermediate_size elements, of each expert alike
+    """
     if isinstance(mlp, DenseMlp):
-        return _read_dense(reader, mlp, f"{prefix}mlp.")
+        return _read_dense(reader, mlp, f"{prefix}mlp.", inner)
     if mlp.tensors is ExpertTensors.EACH:
-        return _read_each(reader, mlp, f"{prefix}mlp.")
-    return _read_stacked(reader, mlp, f"{prefix}mlp.")
+        return _read_each(reader, mlp, f"{prefix}mlp.", inner)
+    return _read_stacked(reader, mlp, f"{prefix}mlp.", inner)
 
 
-def _read_dense(reader: TensorReader, mlp: DenseMlp, prefix: str) -> MlpWeights:
-    gate_up = [f"{prefix}gate_proj", f"{prefix}up_proj"]
+def _read_dense(reader: TensorReader, mlp: DenseMlp, prefix: str, inner: Span) -> MlpWeights:
+    gate_up, down = [f"{prefix}gate_proj", f"{prefix}up_proj"], f"{prefix}down_proj"
+    hidden = Span.whole(reader.shapes[f"{down}.weight"][0])
     return MlpWeights(
-        gate_up=reader.join(*(f"{name}.weight" for name in gate_up)),
-        gate_up_bias=reader.join(*(f"{name}.bias" for name in gate_up)) if mlp.has_bias else None,
-        down=reader.join(f"{prefix}down_proj.weight"),
-        down_bias=reader.join(f"{prefix}down_proj.bias") if mlp.has_bias else None,
+        gate_up=reader.join(*(Piece(f"{name}.weight", (inner,)) for name in gate_up)),
+        gate_up_bias=reader.join(*(Piece(f"{name}.bias", (inner,)) for name in gate_up)) if mlp.has_bias else None,
+        down=reader.join(Piece(f"{down}.weight", (hidden, inner))),
+        down_bias=reader.join(Piece(f"{down}.bias")) if mlp.has_bias else None,
     )
 
 
-def _read_each(reader: TensorReader, mlp: ExpertMlp, prefix: str) -> MlpWeights:
+def _read_each(reader: TensorReader, mlp: ExpertMlp, prefix: str, inner: Span) -> MlpWeights:
     experts = [f"{prefix}experts.{expert}." for expert in range(mlp.num_experts)]
     hidden = reader.shapes[f"{prefix}gate.weight"][1]
-    down = torch.empty(hidden, mlp.num_experts, mlp.intermediate_size, dtype=reader.dtype, device=reader.device)
+    down = torch.empty(hidden, mlp.num_experts, inner.size, dtype=reader.dtype, device=reader.device)
     for number, expert in enumerate(experts):
-        reader.copy_into(down[:, number], f"{expert}down_proj.weight")
+        reader.copy_into(down[:, number], Piece(f"{expert}down_proj.weight", (Span.whole(hidden), inner)))
+    gate_up = [Piece(f"{expert}{name}_proj.weight", (inner,)) for name in ("gate", "up") for expert in experts]
     return MlpWeights(
-        gate_up=reader.join(*(f"{expert}{name}_proj.weight" for name in ("gate", "up") for expert in experts)),
+        gate_up=reader.join(*gate_up),
         gate_up_bias=None,
         down=down.flatten(1),
         down_bias=None,
-        router=reader.join(f"{prefix}gate.weight"),
+        router=reader.join(Piece(f"{prefix}gate.weight")),
     )
 
 
-def _read_stacked(reader: TensorReader, mlp: ExpertMlp, prefix: str) -> MlpWeights:
-    experts, inner = mlp.num_experts, mlp.intermediate_size
-    hidden = reader.shapes[f"{prefix}router.weight"][1]
-    gate_up = reader.join(f"{prefix}experts.gate_up_proj").view(experts, hidden, inner, 2)
-    gate_up_bias = reader.join(f"{prefix}experts.gate_up_proj_bias").view(experts, inner, 2)
-    down = reader.join(f"{prefix}experts.down_proj").view(experts * inner, hidden)
+def _read_stacked(reader: TensorReader, mlp: ExpertMlp, prefix: str, inner: Span) -> MlpWeights:
+    experts, hidden = reader.shapes[f"{prefix}router.weight"]
+    every, pairs = Span.whole(experts), inner.of_elements(2)
+    gate_up = reader.join(Piece(f"{prefix}experts.gate_up_proj", (every, Span.whole(hidden), pairs)))
+    gate_up_bias = reader.join(Piece(f"{prefix}experts.gate_up_proj_bias", (every, pairs)))
+    down = reader.join(Piece(f"{prefix}experts.down_proj", (every, inner)))
     return MlpWeights(
-        gate_up=gate_up.permute(3, 0, 2, 1).reshape(2 * experts * inner, hidden),
-        gate_up_bias=gate_up_bias.permute(2, 0, 1).flatten(),
-        down=down.t(),
-        down_bias=reader.join(f"{prefix}experts.down_proj_bias"),
-        router=reader.join(f"{prefix}router.weight"),
-        router_bias=reader.join(f"{prefix}router.bias"),
+        gate_up=gate_up.view(experts, hidden, inner.size, 2).permute(3, 0, 2, 1).reshape(-1, hidden),
+        gate_up_bias=gate_up_bias.view(experts, inner.size, 2).permute(2, 0, 1).flatten(),
+        down=down.view(-1, hidden).t(),
+        down_bias=reader.join(Piece(f"{prefix}experts.down_proj_bias")),
+        router=reader.join(Piece(f"{prefix}router.weight")),
+        router_bias=reader.join(Piece(f"{prefix}router.bias")),
     )

@@ -2,7 +2,8 @@
 
 What an author of another model takes from here: forward() gets a Step whose tensors have padded sizes, hands every
 layer's q, k and v to the step's layers, never asks how long anything is and never waits for the device. So the same
-code runs eagerly, is captured, and runs the halves of a split step.
+code runs eagerly, is captured, and runs the halves of a split step. Of tensor parallelism it knows the places where
+ranks sum, in its linear layers, and gather: the sizes of a rank's part are in its config and weights.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rocm_attn.runner.config import ModelConfig
-from rocm_attn.runner.linears import AllRows, Linears
+from rocm_attn.runner.linears import Linears, linears_over
 from rocm_attn.runner.mlp import inner_and_bias
+from rocm_attn.runner.ranks import ONE_RANK, Ranks
 from rocm_attn.runner.rope import rotate
 from rocm_attn.runner.weights import LayerWeights, ModelWeights
 from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
@@ -54,9 +56,11 @@ class Attention(Protocol):
 class Model:
     """A decoder.
 
+    config:       of a tensor-parallel rank's part, where ranks share the model; the weights are that part too
     head_weights: the runtime's, which get what the weights hold of them
     max_kv_len:   the longest sequence that positions are prepared for
-    linears:      how linear layers are computed
+    ranks:        that share the model
+    linears:      how linear layers are computed; not given: all rows in one product
     """
 
     def __init__(
@@ -66,11 +70,13 @@ class Model:
         head_weights: LayerHeadWeights,
         *,
         max_kv_len: int,
+        ranks: Ranks = ONE_RANK,
         linears: Linears | None = None,
     ) -> None:
         self.config = config
         self.weights = weights
-        self._linears = linears if linears is not None else AllRows()
+        self._ranks = ranks
+        self._linears = linears if linears is not None else linears_over(ranks, deterministic=False)
         dtype = weights.dtype
         self._cos_sin = {layer.rope: layer.rope.table(max_kv_len, dtype, weights.device) for layer in config.layers}
         # rounded as the embeddings are: models with a scale were trained so
@@ -90,7 +96,8 @@ class Model:
             inner, bias = inner_and_bias(self._norm(hidden, weights.mlp_norm), layer.mlp, weights.mlp, self._linears)
             hidden = self._add(hidden, inner, weights.mlp.down, bias, weights.mlp_out_norm)
         last = hidden.index_select(0, step.last_token_of_seq)
-        return self._capped(self._linears.linear(self._norm(last, self.weights.final_norm), self.weights.head))
+        own = self._capped(self._linears.linear(self._norm(last, self.weights.final_norm), self.weights.head))
+        return self._ranks.gathered(own)[:, : self.config.vocab_size]  # all ranks pick from the same bits
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T, hidden]: what the first layer gets. token_ids: integer [T]"""
@@ -115,9 +122,8 @@ class Model:
     def _add(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None) -> Tensor:
         """residual + x @ weight.T + bias, the latter two normalised where there is a norm for them."""
         if norm is not None:
-            product = self._linears.linear(x, weight)
-            return residual + self._norm(product if bias is None else product + bias, norm)
-        return self._linears.add_linear(residual, x, weight, bias)
+            return residual + self._norm(self._linears.summed_linear(x, weight, bias), norm)
+        return self._linears.add_summed_linear(residual, x, weight, bias)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Over the last dimension, in the dtype of the weight if that is the wider one."""

@@ -109,8 +109,14 @@ class EngineOptions:
         "most memory for K and V",
         kind=int,
         unit="BYTES",
-        default_is="1 GiB on a CPU, most of the free memory on a GPU",
+        default_is="1 GiB on a CPU; on a GPU what gpu_memory_share leaves",
         on_generate=False,
+    )
+    gpu_memory_share: float = option(
+        0.9,
+        "share of a GPU's memory that may be in use, above 0 and up to 1: K and V get what weights, the largest step "
+        "and graphs leave of it, as it is measured",
+        unit="SHARE",
     )
     num_pages: int | None = option(
         None,
@@ -127,6 +133,12 @@ class EngineOptions:
         unit="PAGES",
         least=0,
         default_is="what the windows and a chunk need",
+    )
+    prefix_caching: bool = option(
+        True,
+        "keep K and V of requests in pages that are not needed otherwise, and begin later requests with them where the "
+        "first tokens are the same",
+        default_is="on",
     )
     deterministic: bool = option(
         False, "a prompt's tokens are the same bit by bit whatever is served beside it, at some cost in speed"
@@ -166,3 +178,5 @@ class EngineOptions:
                 raise BadSetting(f"{name} {value!r} is not known; choose one of {', '.join(text.choices)}")
             if text.least is not None and value < text.least:
                 raise BadSetting(f"{name} is {value}; it must be at least {text.least}")
+        if not 0 < self.gpu_memory_share <= 1:
+            raise BadSetting(f"gpu_memory_share is {self.gpu_memory_share}; it must be above 0 and at most 1")

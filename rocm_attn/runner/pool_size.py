@@ -5,24 +5,57 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from rocm_attn.errors import NeverFits
 from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.paging.kv_pool import page_bytes
-from rocm_attn.problem import UNLIMITED_WINDOW, Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 
-_CPU_BYTES = 1 << 30
-# the rest of a GPU's free memory is for activations, graphs and workspaces
-_GPU_SHARE = 0.8
+CPU_BYTES = 1 << 30
+# torch's allocator takes memory for a large tensor in multiples of this.
+_ALLOCATION_BYTES = 2 << 20
+# The pool is not cut, and nothing is measured, where it takes at most this part of what is free.
+_SMALL_PART = 4
 
 
-def default_kv_bytes(device: torch.device) -> int:
-    """Memory for K and V where it is not given: 1 GiB on a CPU, most of what is free on a GPU."""
-    if device.type == "cpu":
-        return _CPU_BYTES
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    return int(free_bytes * _GPU_SHARE)
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a GPU's memory is needed for beside K and V, in bytes.
+
+    total: of the GPU
+    free:  with the weights in place
+    step:  the most that a step takes, with what the runtime keeps for it
+    graph: what graphs of all sizes will take
+    """
+
+    total: int
+    free: int
+    step: int
+    graph: int
+
+    def kv_bytes(self, share: float, problems: Sequence[Problem]) -> int:
+        """Memory for K and V, so that `share` of the GPU's memory is in use at most. Raises NeverFits."""
+        num_tensors = sum(1 if problem.pool is PoolKind.LATENT else 2 for problem in problems)
+        kept = self.total - int(share * self.total)
+        left = self.free - kept - self.step - self.graph - num_tensors * _ALLOCATION_BYTES
+        if left <= 0:
+            raise NeverFits(
+                f"nothing is left for K and V: of {_gib(self.total)} GiB {_gib(self.free)} are free, a step takes "
+                f"{_gib(self.step)}, graphs take {_gib(self.graph)}, and {_gib(kept)} are to stay free; lower "
+                "max_batch_size or chunk, raise gpu_memory_share, or take a smaller model"
+            )
+        return left
+
+
+NOT_MEASURED = Measured(0, 0, 0, 0)
+
+
+def is_small(wanted_bytes: int, free_bytes: int) -> bool:
+    """Whether a pool of all pages that sequences can use is so small that steps and graphs surely fit beside it."""
+    return wanted_bytes <= free_bytes // _SMALL_PART
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +70,14 @@ class PoolPages:
     swa: int
 
 
+def most_kv_bytes(problems: Sequence[Problem], *, max_num_seqs: int, max_kv_len: int, chunk: int) -> int:
+    """Memory of a pool in which max_num_seqs sequences of max_kv_len tokens have room."""
+    no_limit = (1 + max_num_seqs * num_pages(max_kv_len, problems[0].page_size)) * page_bytes(problems)
+    pages = pool_pages(problems, max_num_seqs=max_num_seqs, max_kv_len=max_kv_len, chunk=chunk, kv_bytes=no_limit)
+    windowed = page_bytes([problem for problem in problems if problem.window_left != UNLIMITED_WINDOW])
+    return pages.full * (page_bytes(problems) - windowed) + (pages.swa or pages.full) * windowed
+
+
 def pool_pages(
     problems: Sequence[Problem], *, max_num_seqs: int, max_kv_len: int, chunk: int, kv_bytes: int
 ) -> PoolPages:
@@ -44,7 +85,7 @@ def pool_pages(
 
     chunk: new tokens of a step, which lie in the SWA space beside the windows before them
     Where memory is short the SWA space has at most as many pages as the full one: no sequence needs more there.
-    Raises CapacityExceeded when not even one page for tokens fits.
+    Raises NeverFits when not even one page for tokens fits.
     """
     windowed = [problem for problem in problems if problem.window_left != UNLIMITED_WINDOW]
     full_bytes, swa_bytes = page_bytes(problems) - page_bytes(windowed), page_bytes(windowed)

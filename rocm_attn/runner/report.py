@@ -18,9 +18,15 @@ class Report:
     pools:           how layers keep K and V, in words
     num_pages:       pages of the KV pool, the reserved one included
     swa_pages:       likewise, of the pool of layers with a window; 0: they share the other layers' pool
+    weights_bytes:   of the model
+    step_bytes:      what the largest steps take of a GPU's memory, where the pool was sized by it; 0: not measured
+    graph_bytes:     likewise, what graphs take
+    kv_bytes:        of the pools
     max_kv_len:      tokens of the longest sequence
     graphs:          "on", "off", or "off: " and why they were switched off
     deterministic:   whether a request's tokens are independent of those beside it
+    ranks:           that share the model by tensor parallelism; what the rest says is of rank 0
+    cost_of_ranks:   what the cut over them costs, in sentences
     guards_off:      safeguards that are switched off, by id
     metrics:         what steps have come to
     """
@@ -34,13 +40,29 @@ class Report:
     pools: tuple[str, ...]
     num_pages: int
     swa_pages: int
+    weights_bytes: int
+    step_bytes: int
+    graph_bytes: int
+    kv_bytes: int
     max_kv_len: int
     max_batch_size: int
     chunk: int
     graphs: str
     deterministic: bool
+    ranks: int
+    cost_of_ranks: tuple[str, ...]
     guards_off: tuple[str, ...]
     metrics: Metrics
+
+    def memory_line(self) -> str:
+        """What the memory is given to, in words."""
+        parts = {
+            "weights": self.weights_bytes,
+            "a step": self.step_bytes,
+            "graphs": self.graph_bytes,
+            "K and V": self.kv_bytes,
+        }
+        return ", ".join(f"{what} {num_bytes / 2**30:.2f} GiB" for what, num_bytes in parts.items() if num_bytes)
 
     def as_dict(self) -> dict[str, object]:
         """For JSON, with the metrics beside the facts."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rocm_attn.errors import BadRequest, DeviceFault, RocmAttnError
+from rocm_attn.runner.prefix_cache import CachedRow
+from rocm_attn.runner.request_times import RequestTimes
 from rocm_attn.runner.sampling import Sampler, Sampling
 
 FinishReason = Literal["stop", "length", "error", "abort"]
@@ -20,6 +22,11 @@ class Request:
     max_new_tokens:   the text ends after so many, at the latest; at least 1
     stop_token_ids:   tokens that end the text, on top of the model's own
     ignore_eos:       whether the model's own end tokens are passed over
+    priority:         a request with a lower number is served first, and takes the pages and the place of running ones
+                      with higher numbers; among equals the order of submission counts
+    cache_salt:       cached prefixes are shared by requests of one salt: give each tenant one of its own, so that none
+                      can tell by the time that it takes which prompts another one has sent
+    prefix_caching:   whether this request may find cached prefixes and leave its own in the cache
 
     Raises BadRequest.
     """
@@ -29,6 +36,9 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    priority: int = 0
+    cache_salt: str = ""
+    prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
@@ -44,7 +54,7 @@ class Completion:
     token_ids:     the new tokens, the stop token included
     text:          of the new tokens, without the stop token and other special ones; empty without a tokenizer
     finish_reason: "stop" after a stop token, "length" at max_new_tokens or where the KV may not grow any more, "error"
-                   where the request failed
+                   where the request failed, "abort" where Engine.abort() has ended it
     error:         why it failed; empty where it did not. After a fault of the device the tokens may be wrong
     """
 
@@ -86,7 +96,7 @@ class FailureEvent:
 
 @dataclass(frozen=True, slots=True)
 class AbortEvent:
-    """A request was aborted, and no more tokens come.
+    """Engine.abort() has ended a request, and no more tokens come.
 
     request: as in TokenEvent
     text:    what was held back of a character that will not be completed
@@ -124,8 +134,10 @@ class Sequence:
     stops:      tokens that end the text
     token_ids:  the prompt and what was generated
     num_stored: tokens whose K and V are in the pool
+    cached_row: what the prefix cache knows of it
     row:        of the request table; 0 while it waits
     is_suspect: whether a step in which it was had a fault that may be its own; then it is computed again alone
+    times:      since the request was taken
     """
 
     number: int
@@ -133,14 +145,26 @@ class Sequence:
     stops: frozenset[int]
     sampler: Sampler
     token_ids: list[int]
+    cached_row: CachedRow
     num_stored: int = 0
     row: int = 0
     is_suspect: bool = False
+    times: RequestTimes = field(default_factory=RequestTimes)
 
     @property
     def num_left(self) -> int:
         """Tokens to be stored before the next one can be picked; 1 while it decodes."""
         return len(self.token_ids) - self.num_stored
+
+    @property
+    def urgency(self) -> tuple[int, int]:
+        """Sequences are served in this order: by priority, then by age."""
+        return self.request.priority, self.number
+
+    @property
+    def num_new(self) -> int:
+        """Tokens that were generated so far."""
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
     def new_token_ids(self) -> tuple[int, ...]:

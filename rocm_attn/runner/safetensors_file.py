@@ -44,10 +44,10 @@ class SafetensorsFiles:
         """name -> shape of every tensor in the files."""
         return self._shapes
 
-    def read(self, name: str) -> Tensor:
-        """One tensor in the dtype of its file. Raises BadModel."""
+    def read(self, name: str, *where: slice) -> Tensor:
+        """As TensorSource.read, in the dtype of its file; of a part, no more is read. Raises BadModel."""
         with _opened(self._file_of[name]) as file:
-            tensor: Tensor = file.get_tensor(name)
+            tensor: Tensor = file.get_slice(name)[where] if where else file.get_tensor(name)
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             raise BadModel(
                 f"{self._file_of[name]}: {name} holds {tensor.dtype}; the runner reads float32, float16 and bfloat16"

@@ -94,10 +94,15 @@ def pick_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | BadLo
     ]
     if drawing:
         index = torch.tensor(drawing, device=logits.device)
-        rows = logits.index_select(0, index).float().cpu().numpy()
+        rows = in_float32(logits.index_select(0, index)).cpu().numpy()
         for row, values in zip(drawing, rows, strict=True):
             picks[row] = samplers[row].draw(values)
     return picks
+
+
+def in_float32(logits: Tensor) -> Tensor:
+    """The rows that draw, as they come to the host; on a GPU that is the largest thing that picking tokens takes."""
+    return logits.float()
 
 
 def _bad_logits(best: float) -> BadLogits:

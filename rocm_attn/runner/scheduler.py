@@ -1,27 +1,42 @@
 """Scheduler: which sequences run in the next step, with how many tokens. Host values only.
 
-Every step holds all sequences that decode, one token each, and fills up to `chunk` tokens with prompts, oldest first.
-A sequence is admitted when the pages for all of its tokens are free, and in the SWA space those for its window and a
-chunk; it takes them chunk by chunk. When pages run out the youngest sequence gives its own back and waits. It is
-computed again later from its prompt and the tokens it has generated, so it goes on with the token that it would have
-had. So is a suspect one, which a fault of the device may be due to: alone, in steps of its own, up to its next token.
+Every step holds all sequences that decode, one token each, and fills up to `chunk` tokens with prompts, in the order of
+their requests' priorities and then of their age. A sequence is admitted when there are pages for all of its tokens, and
+in the SWA space those for its window and a chunk; it begins with the pages that the prefix cache has of it, and takes
+the others chunk by chunk. When pages run out, those that only the cache holds are given back; then the sequence that is
+the last in order gives its own back and waits. It is computed again later from its prompt and the tokens it has
+generated, so it goes on with the token that it would have had. So is a suspect one, which a fault of the device may be
+due to: alone, in steps of its own, up to its next token, and without pages of the cache.
+
+A sequence that waits and has a better priority than some that run takes their places and pages, where that lets it in.
+No sequence ever gives way to one that comes after it in order, so the first of all always moves on, and all come to
+their end unless better ones keep coming.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.errors import BadLogits, NeverFits, OutOfPages
-from rocm_attn.paging.index_spaces import RESERVED_ROW
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
+from rocm_attn.paging.index_spaces import RESERVED_PAGE, RESERVED_ROW, num_pages
 from rocm_attn.paging.page_table import PageTable
 from rocm_attn.paging.request_table import RequestTable
+from rocm_attn.runner.prefix_cache import CachedPage, PrefixCache
 from rocm_attn.runner.request import FinishReason, Sequence
 from rocm_attn.step.metrics import Metrics
+
+_by_urgency = attrgetter("urgency")
+
+# A space of so many pages has one more given back each time that idle ones are: these calls are fewer then, and there
+# is some room for the probe requests on which a fresh graph is checked.
+_PAGES_PER_SPARE_ONE = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,24 +65,38 @@ class ScheduledStep:
 class Scheduler:
     """The sequences that wait and those that run.
 
-    metrics:        in which preemptions are counted
-    max_batch_size: sequences that run at a time
-    chunk:          tokens of a step, at least 1; decodes always run, and a prompt gets at least one token a step
-    max_kv_len:     tokens of a sequence's KV; one that is full picks its last token
+    What it decides follows from the calls and their arguments alone: schedulers of several ranks that get the same ones
+    decide the same.
+
+    metrics:           in which preemptions and the use of the prefix cache are counted
+    max_batch_size:    sequences that run at a time
+    chunk:             tokens of a step, at least 1; decodes always run, and a prompt gets at least one token a step
+    max_kv_len:        tokens of a sequence's KV; one that is full picks its last token
+    steps_until_known: AttentionRuntime.steps_until_known
 
     Raises CapacityExceeded for a table that cannot hold even one such sequence.
     """
 
     def __init__(
-        self, table: RequestTable, metrics: Metrics, *, max_batch_size: int, chunk: int, max_kv_len: int
+        self,
+        table: RequestTable,
+        metrics: Metrics,
+        *,
+        max_batch_size: int,
+        chunk: int,
+        max_kv_len: int,
+        steps_until_known: int,
     ) -> None:
         self._metrics = metrics
         self._table = table
+        self._cache = PrefixCache(table, steps_until_known)
         self._max_batch_size = max_batch_size
         self._chunk = chunk
         self._max_kv_len = max_kv_len
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []  # in the order of admission
+        # All three in the order of urgency.
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._suspects: list[Sequence] = []
         for pages in table.spaces:
             needed = self._most_pages(max_kv_len, chunk, pages)
             if needed > pages.num_usable_pages:
@@ -82,52 +111,104 @@ class Scheduler:
         """Whether any sequence runs or waits."""
         return bool(self._running or self._waiting)
 
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold a row."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that hold none."""
+        return len(self._waiting)
+
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence whose prompt fits max_kv_len and the pool."""
-        self._waiting.append(sequence)
+        insort(self._waiting, sequence, key=_by_urgency)
 
     def next_step(self) -> ScheduledStep:
         """The next step. There must be work."""
-        suspect = next((sequence for sequence in (*self._waiting, *self._running) if sequence.is_suspect), None)
-        if suspect is not None:
+        if self._suspects:
+            suspect = self._suspects[0]
             self._admit_alone(suspect)
             return _step_of(self._continue([suspect])[0])
+        self._admit_urgent()
         scheduled, budget = self._continue(self._running)
-        while budget > 0 and self._can_admit():
-            budget -= self._add_prompt(scheduled, self._admit(budget), budget)
+        while budget > 0 and self._waiting and len(self._running) < self._max_batch_size:
+            newcomer = self._waiting[0]
+            found = self._cache.find(newcomer.cached_row, newcomer.token_ids)
+            if not self._has_room(newcomer, found):
+                break
+            self._admit(newcomer, found, budget)
+            budget -= self._add_prompt(scheduled, newcomer, budget)
         assert scheduled, "a running sequence always gets a token, and a lone waiting one is always admitted"
         return _step_of(scheduled)
 
     def finish_step(self, step: ScheduledStep, picks: Many[int | BadLogits]) -> list[FinishReason | None]:
         """Take in a token for each of step.picking: why that sequence ends, or None. Ended ones leave their pages."""
-        for sequence, q_len in zip(step.sequences, step.batch.q_len.tolist(), strict=True):
-            sequence.num_stored += q_len
-        for sequence in step.picking:
-            sequence.is_suspect = False
-        return [self._take(sequence, pick) for sequence, pick in zip(step.picking, picks, strict=True)]
+        for sequence, kv_len in zip(step.sequences, step.batch.kv_len.tolist(), strict=True):
+            sequence.num_stored = kv_len
+        self._enter_pages(step)
+        if step.is_of_a_suspect:
+            for sequence in step.picking:
+                self._clear_of_suspicion(sequence)
+        reasons = [self._take(sequence, pick) for sequence, pick in zip(step.picking, picks, strict=True)]
+        self._count_cached_pages()
+        return reasons
 
     def suspect(self, sequence: Sequence) -> None:
         """Compute a sequence again, alone, from the tokens that are known. What it has stored is given up."""
-        sequence.is_suspect = True
-        if sequence in self._running:
+        if not sequence.is_suspect:
+            sequence.is_suspect = True
+            insort(self._suspects, sequence, key=_by_urgency)
+        if sequence.row != RESERVED_ROW:
             self._preempt(sequence)
+        self._count_cached_pages()
 
     def drop(self, sequence: Sequence) -> None:
-        """Give up a sequence that waits or runs; it leaves its pages."""
-        if sequence in self._waiting:
+        """Give up a sequence that waits or runs; it leaves its pages, which may be found by others."""
+        self._clear_of_suspicion(sequence)
+        if sequence.row == RESERVED_ROW:
             self._waiting.remove(sequence)
         else:
             self._end(sequence)
+        self._count_cached_pages()
+
+    def fail(self, sequence: Sequence) -> None:
+        """Give up a sequence that waits or runs and has failed: none of its pages is found by others."""
+        self._cache.forget_row(sequence.cached_row)
+        self.drop(sequence)
+
+    def forget_unknown_pages(self) -> None:
+        """A step has gone wrong: no page is found that was stored since the last one that is known to be right."""
+        self._cache.forget_unknown()
+        self._count_cached_pages()
+
+    def forget_pages(self) -> None:
+        """No page that was stored so far is found by a request that comes later."""
+        self._cache.clear()
+        self._count_cached_pages()
+
+    def all_is_right(self) -> None:
+        """The device was waited for: no step has gone wrong that was not reported."""
+        self._cache.all_is_right()
+
+    def _enter_pages(self, step: ScheduledStep) -> None:
+        """Let the pages be found that a step has completed."""
+        self._cache.end_step()
+        kv_len, page_size = step.batch.kv_len, self._table.page_size
+        completed = kv_len // page_size > (kv_len - step.batch.q_len) // page_size
+        sequences = [step.sequences[seq] for seq in np.flatnonzero(completed).tolist()]
+        self._cache.enter((each.cached_row, each.row, each.token_ids, each.num_stored) for each in sequences)
 
     def _take(self, sequence: Sequence, token: int | BadLogits) -> FinishReason | None:
         if isinstance(token, BadLogits):
-            self._end(sequence)
+            self.fail(sequence)
             return "error"
         sequence.token_ids.append(token)
         reason: FinishReason | None = None
         if token in sequence.stops:
             reason = "stop"
-        elif len(sequence.new_token_ids) >= sequence.request.max_new_tokens or sequence.num_stored >= self._max_kv_len:
+        elif sequence.num_new >= sequence.request.max_new_tokens or sequence.num_stored >= self._max_kv_len:
             reason = "length"
         if reason is not None:
             self._end(sequence)
@@ -135,13 +216,19 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
+        self._cache.leave(sequence.cached_row)
         self._table.free(sequence.row)
         sequence.row = RESERVED_ROW
+
+    def _clear_of_suspicion(self, sequence: Sequence) -> None:
+        if sequence.is_suspect:
+            sequence.is_suspect = False
+            self._suspects.remove(sequence)
 
     def _continue(self, running: list[Sequence]) -> tuple[list[tuple[Sequence, int]], int]:
         """What some that run do next, with room for it, and how many more tokens the step takes.
 
-        The youngest that is not a suspect gives up its pages. A lone sequence has the pools to itself.
+        The last one that is not a suspect gives up its pages. A lone sequence has the pools to itself.
         running: all that run, or one of them
         """
         while True:
@@ -153,7 +240,9 @@ class Scheduler:
             rows = np.array([sequence.row for sequence, _ in scheduled], np.int32)
             stored = np.array([sequence.num_stored for sequence, _ in scheduled], np.int32)
             new = np.array([q_len for _, q_len in scheduled], np.int32)
-            self._table.evict(rows, stored)
+            self._evict(scheduled, rows, stored)
+            page_size = self._table.page_size
+            self._make_room(int((num_pages(stored + new, page_size) - num_pages(stored, page_size)).sum()))
             try:
                 self._table.reserve_all(rows, stored + new)
             except OutOfPages:
@@ -161,38 +250,82 @@ class Scheduler:
             else:
                 return scheduled, budget
 
+    def _evict(self, scheduled: list[tuple[Sequence, int]], rows: Int32Array, stored: Int32Array) -> None:
+        """Give back the pages that have left the windows of some rows, before others are taken."""
+        self._table.evict(rows, stored)
+        if self._cache.has_windows:
+            for sequence, _ in scheduled:
+                if sequence.num_stored >= sequence.cached_row.moves_at:
+                    self._cache.move_windows(sequence.cached_row, sequence.num_stored)
+
+    def _make_room(self, needed: int) -> None:
+        """Have so many pages free in every space, if enough of them are held by the cache alone."""
+        for space, pages in enumerate(self._table.spaces):
+            if pages.num_free_pages < needed:
+                self._cache.make_room(space, needed + pages.num_usable_pages // _PAGES_PER_SPARE_ONE)
+
+    def _admit_urgent(self) -> None:
+        """Let in what waits and has a better priority than what runs, which gives way where that is of use.
+
+        As many as get tokens in the next step. What comes after that step's other sequences is admitted later.
+        """
+        while self._waiting and self._running:
+            newcomer = self._waiting[0]
+            if newcomer.request.priority >= self._running[-1].request.priority or not self._gets_tokens(newcomer):
+                return
+            found = self._cache.find(newcomer.cached_row, newcomer.token_ids)
+            if len(self._running) < self._max_batch_size and self._has_room(newcomer, found):
+                self._admit(newcomer, found, self._chunk)
+            elif self._fits_beside_better(newcomer):
+                self._preempt(self._running[-1])
+            else:
+                return
+
+    def _gets_tokens(self, newcomer: Sequence) -> bool:
+        """Whether those that come before a sequence leave it any of the next step's tokens."""
+        decodes = sum(sequence.num_left == 1 for sequence in self._running)
+        before = (sequence.num_left for sequence in self._running if sequence.urgency < newcomer.urgency)
+        return sum(num_left for num_left in before if num_left > 1) < max(self._chunk - decodes, 1)
+
+    def _fits_beside_better(self, newcomer: Sequence) -> bool:
+        """Whether a sequence has room once all that run with a worse priority have given way."""
+        staying = [held for held in self._running if held.request.priority <= newcomer.request.priority]
+        if len(staying) >= self._max_batch_size:
+            return False
+        rows = np.array([held.row for held in staying], np.int32)
+        for pages in self._table.spaces:
+            needed = self._most_pages(len(newcomer.token_ids), self._chunk, pages)
+            claimed = sum(self._pages_to_come(held, pages) for held in staying)
+            is_held = np.zeros(pages.pages.num_pages, np.bool_)
+            is_held[pages.entries_host[rows]] = True
+            if needed + claimed + np.count_nonzero(is_held[RESERVED_PAGE + 1 :]) > pages.num_usable_pages:
+                return False
+        return True
+
     def _admit_alone(self, suspect: Sequence) -> None:
         """Let a suspect run, whatever others have to wait for it."""
-        if suspect in self._running:
+        if suspect.row != RESERVED_ROW:
             return
-        self._put_first(suspect)
-        while not self._can_admit():
+        while len(self._running) >= self._max_batch_size or not self._has_room(suspect, []):
             self._preempt(self._running[-1])
-            self._put_first(suspect)
-        self._admit(self._chunk)
-
-    def _put_first(self, sequence: Sequence) -> None:
-        """Of those that wait."""
-        self._waiting.remove(sequence)
-        self._waiting.appendleft(sequence)
+        self._admit(suspect, [], self._chunk)
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
-        self._table.free(sequence.row)
-        sequence.row, sequence.num_stored = RESERVED_ROW, 0
-        self._waiting.appendleft(sequence)
+        self._end(sequence)
+        sequence.num_stored = 0
+        insort(self._waiting, sequence, key=_by_urgency)
         self._metrics.preemptions += 1
 
-    def _can_admit(self) -> bool:
-        if not self._waiting or len(self._running) >= self._max_batch_size:
-            return False
-        return all(self._has_room(pages) for pages in self._table.spaces)
-
-    def _has_room(self, pages: PageTable) -> bool:
-        """Whether the first that waits can be admitted, as far as one space is concerned."""
-        needed = self._most_pages(len(self._waiting[0].token_ids), self._chunk, pages)
-        claimed = sum(self._pages_to_come(held, pages) for held in self._running)
-        return needed + claimed <= pages.num_free_pages
+    def _has_room(self, newcomer: Sequence, found: Many[CachedPage]) -> bool:
+        """Whether there are pages for a sequence that begins with what was found, beside those that run."""
+        for space, pages in enumerate(self._table.spaces):
+            needed = self._most_pages(len(newcomer.token_ids), self._chunk, pages)
+            if pages.window_left == ALL_KEYS:
+                needed -= sum(page.num_rows[space] > 0 for page in found)  # other rows hold these already
+            claimed = sum(self._pages_to_come(held, pages) for held in self._running)
+            if needed + claimed > pages.num_free_pages + self._cache.num_idle(space):
+                return False
+        return True
 
     def _pages_to_come(self, held: Sequence, pages: PageTable) -> int:
         """What a running sequence has a claim on: the rest of its prompt, and a page if it will want one.
@@ -213,12 +346,27 @@ class Scheduler:
         request = sequence.request
         return min(len(request.prompt_token_ids) + request.max_new_tokens - 1, self._max_kv_len)
 
-    def _admit(self, budget: int) -> Sequence:
-        sequence = self._waiting.popleft()
-        sequence.row = self._table.admit()
-        self._table.reserve(sequence.row, min(len(sequence.token_ids), budget))
-        self._running.append(sequence)
-        return sequence
+    def _admit(self, sequence: Sequence, found: Many[CachedPage], budget: int) -> None:
+        """Let a sequence that waits run.
+
+        found:  the cached pages that it begins with
+        budget: tokens of its next step
+        """
+        page_size = self._table.page_size
+        self._waiting.remove(sequence)
+        sequence.times.begin(self._metrics.queue_seconds)
+        sequence.row = self._cache.admit(sequence.cached_row, found)
+        sequence.num_stored = len(found) * page_size
+        insort(self._running, sequence, key=_by_urgency)
+        kv_len = min(len(sequence.token_ids), sequence.num_stored + budget)
+        self._make_room(num_pages(kv_len, page_size) - len(found))
+        self._table.reserve(sequence.row, kv_len)
+        if sequence.cached_row.is_cached and not sequence.is_suspect:
+            self._metrics.prefix_lookups += len(sequence.token_ids)
+            self._metrics.prefix_hits += sequence.num_stored
+
+    def _count_cached_pages(self) -> None:
+        self._metrics.cached_pages = self._cache.num_idle(0)
 
     @staticmethod
     def _add_prompt(scheduled: list[tuple[Sequence, int]], sequence: Sequence, budget: int) -> int:

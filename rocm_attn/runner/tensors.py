@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadModel
+from rocm_attn.runner.shards import Span
 
 Shape = tuple[int, ...]
 
@@ -24,13 +25,31 @@ class TensorSource(Protocol):
     def shapes(self) -> Mapping[str, Shape]:
         """name -> shape of every tensor in the file."""
 
-    def read(self, name: str) -> Tensor:
-        """One tensor, of any floating dtype, on the CPU. Raises BadModel."""
+    def read(self, name: str, *where: slice) -> Tensor:
+        """One tensor, of any floating dtype, on the CPU. Raises BadModel.
+
+        where: the part of each of its first dimensions, start:stop within it; none: the whole tensor
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A named tensor, or a part of it.
+
+    cut: what is taken of its first dimensions; the others, and all where there is none, are whole
+    """
+
+    name: str
+    cut: tuple[Span, ...] = ()
+
+    def shape(self, whole: Shape) -> Shape:
+        """Its shape, with padding. whole: the tensor's"""
+        return (*(span.size for span in self.cut), *whole[len(self.cut) :])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorReader:
-    """Reads tensors into joined ones, so that no more than one tensor exists twice.
+    """Reads pieces of tensors into joined ones, so that no more than one piece exists twice.
 
     shapes: name -> shape of every tensor that may be asked for
     dtype:  of what is read, but where a method says otherwise
@@ -41,31 +60,42 @@ class TensorReader:
     dtype: torch.dtype
     device: torch.device
 
-    def join(self, *names: str) -> Tensor:
-        """The named tensors below each other. Raises BadModel where one is not finite."""
-        rows = [self.shapes[name][0] for name in names]
-        joined = torch.empty((sum(rows), *self.shapes[names[0]][1:]), dtype=self.dtype, device=self.device)
-        end = 0
-        for name, num_rows in zip(names, rows, strict=True):
-            end += num_rows
-            joined[end - num_rows : end] = self.source.read(name)
-        self._check(joined, *names)
+    def join(self, *pieces: Piece) -> Tensor:
+        """The pieces below each other. Raises BadModel where one is not finite."""
+        shapes = [piece.shape(self.shapes[piece.name]) for piece in pieces]
+        num_rows = sum(shape[0] for shape in shapes)
+        joined = torch.empty((num_rows, *shapes[0][1:]), dtype=self.dtype, device=self.device)
+        for piece, target in zip(pieces, torch.split(joined, [shape[0] for shape in shapes]), strict=True):
+            self._copy(target, piece)
+        self._check(joined, *pieces)
         return joined
 
-    def in_float32(self, name: str) -> Tensor:
-        """One tensor in float32. Raises BadModel where it is not finite."""
-        tensor = self.source.read(name).to(self.device, torch.float32).contiguous()
-        self._check(tensor, name)
+    def in_float32(self, piece: Piece) -> Tensor:
+        """One piece in float32. Raises BadModel where it is not finite."""
+        shape = piece.shape(self.shapes[piece.name])
+        tensor = torch.empty(shape, dtype=torch.float32, device=self.device)
+        self._copy(tensor, piece)
+        self._check(tensor, piece)
         return tensor
 
-    def copy_into(self, target: Tensor, name: str) -> None:
-        """Read one tensor to its place in a larger one. Raises BadModel where it is not finite."""
-        target.copy_(self.source.read(name))
-        self._check(target, name)
+    def copy_into(self, target: Tensor, piece: Piece) -> None:
+        """Read a piece to its place in a larger tensor. Raises BadModel where it is not finite."""
+        self._copy(target, piece)
+        self._check(target, piece)
 
-    def _check(self, tensor: Tensor, *names: str) -> None:
+    def _copy(self, target: Tensor, piece: Piece) -> None:
+        whole = self.shapes[piece.name]
+        if any(span.num_real < span.size for span in piece.cut):
+            target.zero_()
+        if all(span.num_real for span in piece.cut):
+            is_cut = any(span.num_real < size for span, size in zip(piece.cut, whole, strict=False))
+            where = [slice(span.start, span.stop) for span in piece.cut] if is_cut else []
+            target[tuple(slice(span.num_real) for span in piece.cut)] = self.source.read(piece.name, *where)
+
+    def _check(self, tensor: Tensor, *pieces: Piece) -> None:
         if not torch.isfinite(tensor).all():
+            names = " or ".join(piece.name for piece in pieces)
             raise BadModel(
-                f"{self.source.name}: {' or '.join(names)} holds NaN or infinity as {tensor.dtype}; "
+                f"{self.source.name}: {names} holds NaN or infinity as {tensor.dtype}; "
                 "the file is damaged, or the dtype too narrow for it"
             )

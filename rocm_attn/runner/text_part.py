@@ -30,9 +30,9 @@ class TextPart:
         shapes = self._whole.shapes()
         return {text_name: shapes[name] for text_name, name in self._names.items()}
 
-    def read(self, name: str) -> Tensor:
-        """One tensor. Raises BadModel."""
-        return self._whole.read(self._names[name])
+    def read(self, name: str, *where: slice) -> Tensor:
+        """As TensorSource.read. Raises BadModel."""
+        return self._whole.read(self._names[name], *where)
 
 
 def _text_name(name: str) -> str:

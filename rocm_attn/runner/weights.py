@@ -1,11 +1,13 @@
 """A model's weights as the forward pass wants them, and how they are put together from a file's tensors.
 
 Files name and split the matrices in many ways. A TensorSource gives them Hugging Face's names and shapes; here the
-matrices that meet the same input are joined, so that a layer makes four matrix products.
+matrices that meet the same input are joined, so that a layer makes four matrix products. A tensor-parallel rank reads
+its part alone: rows of what a token's elements go into, columns of what they come out of, rows of the output matrix.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,7 +17,8 @@ from torch import Tensor
 from rocm_attn.errors import BadModel
 from rocm_attn.runner.config import LayerConfig, ModelConfig
 from rocm_attn.runner.mlp_weights import MlpWeights, mlp_shapes, read_mlp, with_bias
-from rocm_attn.runner.tensors import Shape, TensorReader, TensorSource
+from rocm_attn.runner.shards import WHOLE, Shard, Span
+from rocm_attn.runner.tensors import Piece, Shape, TensorReader, TensorSource
 
 # Six times those of 61 layers with 256 experts; their names alone take a hundred megabytes.
 _MOST_TENSORS = 300_000
@@ -23,7 +26,8 @@ _MOST_TENSORS = 300_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """One layer. A matrix is [out, in]; what the model has not is None.
+    """One layer, or a rank's part of it: then the heads are its own. A matrix is [out, in]; what the model has not is
+    None.
 
     qkv:   [(num_q_heads + 2 * num_kv_heads) * head_dim, hidden]; rows of q, then k, then v
     out:   [hidden, num_q_heads * head_dim]
@@ -48,10 +52,10 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelWeights:
-    """All weights of a model on one device, of one dtype but for what load_weights() says.
+    """All weights of a model on one device, or a rank's part of them, of one dtype but for what load_weights() says.
 
-    embedding: [vocab, hidden]
-    head:      [vocab, hidden]; the embedding itself where the model ties them
+    embedding: [vocab, hidden]; with a row of zeros for each element that pads the vocabulary, if it is the head too
+    head:      [vocab, hidden]; a rank's rows of it; those of the embedding itself where the model ties them
     """
 
     embedding: Tensor
@@ -68,6 +72,24 @@ class ModelWeights:
     def device(self) -> torch.device:
         """Where every weight lies."""
         return self.embedding.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all weights; what shares memory is counted once."""
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in _tensors(self)}
+        return sum(storages.values())
+
+
+def _tensors(weights: object) -> Iterator[Tensor]:
+    """Every tensor in a dataclass, and in the dataclasses and tuples in it."""
+    if isinstance(weights, Tensor):
+        yield weights
+    elif isinstance(weights, tuple):
+        for each in weights:
+            yield from _tensors(each)
+    elif dataclasses.is_dataclass(weights):
+        for part in dataclasses.fields(weights):
+            yield from _tensors(getattr(weights, part.name))
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -118,21 +140,27 @@ def _norm_names(config: ModelConfig) -> dict[str, str]:
 
 
 def load_weights(
-    source: TensorSource, config: ModelConfig, *, dtype: torch.dtype, device: torch.device
+    source: TensorSource, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, shard: Shard = WHOLE
 ) -> ModelWeights:
-    """Every weight of the model, read one tensor at a time.
+    """A rank's part of the weights of the model, read one tensor at a time.
 
-    dtype: of all weights but sinks and norms with an offset, which are float32: 1 + w needs more digits than w
+    config: of the whole model
+    dtype:  of all weights but sinks and norms with an offset, which are float32: 1 + w needs more digits than w
+    shard:  which part; each rank holds the whole embedding
     Raises BadModel for a tensor that is missing, not expected, of another shape, or not finite.
     """
     _check_shapes(source, config)
     reader = TensorReader(source, expected_shapes(config), dtype, device)
-    embedding = reader.join("model.embed_tokens.weight")
+    rows, vocab = shard.span(config.vocab_size), config.vocab_size
+    held = Span(0, vocab, rows.size * shard.num_ranks if config.tied_embeddings else vocab)
+    embedding = reader.join(Piece("model.embed_tokens.weight", (held,)))
     return ModelWeights(
         embedding=embedding,
-        layers=tuple(_layer(reader, config, number) for number in range(config.num_layers)),
+        layers=tuple(_layer(reader, config, number, shard) for number in range(config.num_layers)),
         final_norm=_norm(reader, config, "model.norm"),
-        head=embedding if config.tied_embeddings else reader.join("lm_head.weight"),
+        head=torch.split(embedding, rows.size)[shard.rank]
+        if config.tied_embeddings
+        else reader.join(Piece("lm_head.weight", (rows,))),
     )
 
 
@@ -160,27 +188,31 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
 
 
-def _layer(reader: TensorReader, config: ModelConfig, number: int) -> LayerWeights:
+def _layer(reader: TensorReader, config: ModelConfig, number: int, shard: Shard) -> LayerWeights:
     layer, prefix = config.layers[number], f"model.layers.{number}."
-    qkv, out = [f"{prefix}self_attn.{name}_proj" for name in "qkv"], f"{prefix}self_attn.o_proj"
+    heads = shard.heads(layer.attention.num_q_heads, layer.attention.num_kv_heads)
+    q, kv = (span.of_elements(layer.attention.head_dim) for span in (heads.q, heads.kv))
+    qkv = [(f"{prefix}self_attn.{name}_proj", span) for name, span in (("q", q), ("k", kv), ("v", kv))]
+    out = f"{prefix}self_attn.o_proj"
     norms = {field: _norm(reader, config, prefix + name) for field, name in _norm_names(config).items()}
+    sinks = Piece(f"{prefix}self_attn.sinks", (heads.q,))
     return LayerWeights(
         attention_norm=norms["attention_norm"],
-        qkv=reader.join(*(f"{name}.weight" for name in qkv)),
-        qkv_bias=reader.join(*(f"{name}.bias" for name in qkv)) if config.qkv_bias else None,
+        qkv=reader.join(*(Piece(f"{name}.weight", (span,)) for name, span in qkv)),
+        qkv_bias=reader.join(*(Piece(f"{name}.bias", (span,)) for name, span in qkv)) if config.qkv_bias else None,
         q_norm=norms.get("q_norm"),
         k_norm=norms.get("k_norm"),
-        sinks=reader.in_float32(f"{prefix}self_attn.sinks") if layer.attention.has_sinks else None,
-        out=reader.join(f"{out}.weight"),
-        out_bias=reader.join(f"{out}.bias") if config.out_bias else None,
+        sinks=reader.in_float32(sinks) if layer.attention.has_sinks else None,
+        out=reader.join(Piece(f"{out}.weight", (Span.whole(config.hidden_size), q))),
+        out_bias=reader.join(Piece(f"{out}.bias")) if config.out_bias else None,
         attention_out_norm=norms.get("attention_out_norm"),
         mlp_norm=norms["mlp_norm"],
-        mlp=read_mlp(reader, layer.mlp, prefix),
+        mlp=read_mlp(reader, layer.mlp, prefix, shard.span(layer.mlp.intermediate_size)),
         mlp_out_norm=norms.get("mlp_out_norm"),
     )
 
 
 def _norm(reader: TensorReader, config: ModelConfig, name: str) -> Tensor:
     if not config.norm_offset:
-        return reader.join(f"{name}.weight")
-    return reader.in_float32(f"{name}.weight") + config.norm_offset
+        return reader.join(Piece(f"{name}.weight"))
+    return reader.in_float32(Piece(f"{name}.weight")) + config.norm_offset

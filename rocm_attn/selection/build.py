@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from rocm_attn.guards.registry import Guards, guards_from_settings
-from rocm_attn.machine.agreement import Agree, alone
+from rocm_attn.machine.agreement import Agreement, alone
 from rocm_attn.machine.devices import with_index
 from rocm_attn.machine.target import Target, detect_target
 from rocm_attn.problem import Problem
@@ -24,15 +24,15 @@ def build_runtime(
     device: torch.device | str,
     target: Target | None = None,
     guards: Guards | None = None,
-    agree: Agree = alone,
+    agree: Agreement = alone,
 ) -> AttentionRuntime:
     """A runtime with pages of its own.
 
     problems: one for each layer; layers with equal problems share a plan
     target:   the hardware; detected when not given
     guards:   the safeguards; not given: all, less those that the environment switches off (machine/settings.py)
-    agree:    how ranks that share a model's layers agree on kernels and graphs: agreement.among(group); all of them
-              then build their runtimes and make their graphs at the same time
+    agree:    how ranks that share a model's layers agree on kernels, graphs and faults: agreement.among(group); all of
+              them then build their runtimes, make their graphs and begin their steps in the same order
 
     Raises Unsupported when no kernel serves a layer, BadProblem and CapacityExceeded for a pool that cannot be, and
     BadSetting for safeguards that do not exist.

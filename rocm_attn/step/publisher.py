@@ -156,7 +156,10 @@ class PublishingGuards:
 
 
 class Publisher:
-    """Writes ring slots and launches the kernels that read them."""
+    """Writes ring slots and launches the kernels that read them.
+
+    holds_faults: as of Meetings
+    """
 
     def __init__(
         self,
@@ -164,7 +167,10 @@ class Publisher:
         table: RequestTable,
         pool: HybridKVPool,
         guards: PublishingGuards,
+        *,
+        holds_faults: bool = False,
     ) -> None:
+        self._holds_faults = holds_faults
         self._ops = ops
         self._table = table
         self._pool = pool
@@ -220,7 +226,7 @@ class Publisher:
         """Write the inputs of a child of a step, pads included, to their fixed addresses.
 
         batch: the sequences of this child; a step that is not split is child 0 of itself
-        Raises DeviceFault for an earlier step.
+        Raises DeviceFault for an earlier step, unless faults are held.
         """
         if self._launching is not None:
             self._settle()
@@ -230,8 +236,7 @@ class Publisher:
         slot, words = line.ring.acquire(parts.floor.stop)
         if words[ECHO]:
             line.look(words, self._found)
-        if self._found:
-            self.report()
+        self._report_at_once()
         number = (self.step_number + 1) & INT32_MAX
         words[NUM_SEQS], words[NUM_TOKENS], words[HAS_IDS] = num_seqs, batch.num_tokens, num_ids > 0
         words[STEP], words[STEP_BEFORE] = number, line.number
@@ -281,15 +286,24 @@ class Publisher:
         for line in self._lines:
             line.find_all(self._found, self._of_last_step)
 
-    def report(self, *others: DeviceFault) -> None:
-        """Raise one DeviceFault of what was found and of others, if there is any."""
-        faults = [*self._found, *others]
+    @property
+    def found(self) -> Sequence[DeviceFault]:
+        """What was found and not reported yet."""
+        return self._found
+
+    def report(self, faults: Sequence[DeviceFault]) -> None:
+        """Raise one DeviceFault of these, which hold what was found, if there are any."""
         if faults:
             try:
                 raise DeviceFault.of_all(faults)
             except DeviceFault:  # not an interrupt that comes first
                 self._found.clear()
                 raise
+
+    def _report_at_once(self) -> None:
+        """Raise what was found, unless other ranks run this step too: then it is raised between two steps."""
+        if self._found and not self._holds_faults:
+            self.report(self._found)
 
     def forget_faults(self) -> None:
         """What was found is not reported."""
@@ -317,7 +331,7 @@ class Publisher:
             slot, words = line.ring.acquire(HEADER_WORDS)
             if words[ECHO]:
                 line.look(words, self._found)
-            self.report()
+            self._report_at_once()
             words[:HEADER_WORDS] = 0
             words[STEP], words[STEP_BEFORE] = self.step_number, line.number
             words[ECHO], self._launching = NO_ECHO, (line, words, line.rest.counts, self.step_number)
@@ -330,7 +344,7 @@ class Publisher:
             for words in line.ring.written():
                 if words[ECHO]:
                     line.look(words, self._found)
-                    self.report()
+                    self._report_at_once()
         self._steps_to_answer -= 1
 
     def _place(self, inputs: DeviceInputs, slot: Tensor, parts: SlotParts, to: StepTensors) -> None:

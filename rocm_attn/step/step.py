@@ -85,11 +85,13 @@ class Step:
 class SplitStep:
     """A step that runs as two halves, which share nothing but the table and the pages.
 
-    halves:    the first sequences of the batch and the others; either may be empty, both have one padded shape
-    num_first: int32 [], sequences of the first half, on the device: for forwards that are captured
-    plan:      how the step runs
+    halves:           the first sequences of the batch and the others; either may be empty, both have one padded shape
+    num_first:        int32 [], sequences of the first half, on the device: for forwards that are captured
+    num_first_tokens: int32 [], its tokens
+    plan:             how the step runs
     """
 
     halves: tuple[Step, Step]
     num_first: Tensor
+    num_first_tokens: Tensor
     plan: StepPlan

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol
 
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadSetting
+from rocm_attn.step.outputs import Outputs
 from rocm_attn.step.protocols import LayerCalls, Steps
 
 
@@ -45,14 +47,14 @@ def device_ranges() -> Ranges:
     return _Markers(torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)
 
 
-class RangedSteps:
+class RangedSteps(Generic[Outputs]):
     """Runs each step in a range that says how large it is."""
 
-    def __init__(self, steps: Steps, ranges: Ranges) -> None:
+    def __init__(self, steps: Steps[Outputs], ranges: Ranges) -> None:
         self._steps = steps
         self._ranges = ranges
 
-    def run(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
+    def run(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
         """As StepRunner.run."""
         self._ranges.push(f"step: {batch.num_seqs} sequences, {batch.num_tokens} tokens")
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Generic
 
 import numpy as np
 import torch
@@ -17,13 +18,15 @@ from torch import Tensor
 
 from rocm_attn.batch.inputs import HOST_INPUTS
 from rocm_attn.batch.mask import NO_MASK
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.capture.check import rows_beyond_bounds
+from rocm_attn.capture.check import rows_beyond_bounds, tensors_of
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.paging.canary import what_was_written
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.metrics import Metrics
+from rocm_attn.step.outputs import Outputs
 from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.watch.few_sequences import MOST_SEQS, LayerOfStep
 
@@ -72,7 +75,7 @@ class LayerTap:
         self.attend(layer, q, out, lse)
 
 
-class SampledCheck:
+class SampledCheck(Generic[Outputs]):
     """Runs steps, and compares one in `every`. What differs is logged, and counted in the runner's metrics.
 
     problems: the runtime's, one for each layer
@@ -82,7 +85,7 @@ class SampledCheck:
 
     def __init__(
         self,
-        runner: StepRunner,
+        runner: StepRunner[Outputs],
         runtime: AttentionRuntime,
         problems: Sequence[Problem],
         tap: LayerTap,
@@ -104,9 +107,9 @@ class SampledCheck:
         """As StepRunner.counters."""
         return self._runner.counters
 
-    def run(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
+    def run(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
         """As StepRunner.run. Returns what the step gave, whatever the comparison says."""
-        rows = self._runner.run(batch, pad_to)
+        outputs = self._runner.run(batch, pad_to)
         self._until_next -= 1
         if self._until_next == 0:
             self._until_next = self._every
@@ -114,8 +117,8 @@ class SampledCheck:
             self._runner.metrics.samples += 1
             self._look_at_reserved(layer)
             if batch.inputs is HOST_INPUTS and batch.mask is NO_MASK:
-                self._compare(batch, pad_to, rows, layer)
-        return rows
+                self._compare(batch, pad_to, outputs, layer)
+        return outputs
 
     def _look_at_reserved(self, layer: int) -> None:
         written = what_was_written(self._runtime.table, self._runtime.pool, [layer])
@@ -123,16 +126,18 @@ class SampledCheck:
             self._runner.metrics.reserved_written += 1
             self._note(written)
 
-    def _compare(self, batch: StepBatch, pad_to: int | None, rows: Tensor, layer: int) -> None:
+    def _compare(self, batch: StepBatch, pad_to: PadTo | None, outputs: Outputs, layer: int) -> None:
         self._tap.expect(layer)
         try:
             again = self._runner.run_eagerly(batch, pad_to)
         finally:
             taken = self._tap.take()
-        wrong_rows = rows_beyond_bounds(rows, again)
-        if wrong_rows:
-            self._runner.metrics.rows_differ += 1
-            self._note(f"rows {wrong_rows[:8]} of a step of {batch.num_seqs} sequences differ from the eager run's")
+        given, eager = tensors_of(outputs), tensors_of(again)
+        wrong_rows = {path: rows for path in eager if (rows := rows_beyond_bounds(given[path], eager[path]))}
+        self._runner.metrics.rows_differ += bool(wrong_rows)
+        for path, rows in wrong_rows.items():
+            what = f"rows {rows[:8]}{f' of {path}' if path else ''} of a step of {batch.num_seqs} sequences"
+            self._note(f"{what} differ from the eager run's")
         wrong_seqs = [] if taken is None else self._wrong_seqs(batch, layer, *taken)
         if wrong_seqs:
             self._runner.metrics.attention_differs += 1

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Generic
 
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.step.outputs import Outputs
 from rocm_attn.step.protocols import Steps, Watch
 
 
-class WatchedSteps:
+class WatchedSteps(Generic[Outputs]):
     """Runs steps under a watchdog. A replay that hangs is named by the step that waits for it, one or two later."""
 
-    def __init__(self, steps: Steps, watchdog: Watch) -> None:
+    def __init__(self, steps: Steps[Outputs], watchdog: Watch) -> None:
         self._steps = steps
         self._watchdog = watchdog
         self._num_steps = 0
 
-    def run(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
+    def run(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
         """As StepRunner.run."""
         self._num_steps += 1
         with self._watchdog.watch(f"step {self._num_steps} ({batch.num_seqs} sequences, {batch.num_tokens} tokens)"):

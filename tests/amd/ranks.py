@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed
 
-from rocm_attn.machine.agreement import Agree, among
+from rocm_attn.machine.agreement import Agreement, among
 
 NUM_RANKS = 2
 
 
-def among_all() -> Agree:
+def among_all() -> Agreement:
     """All ranks agree."""
     group = torch.distributed.group.WORLD
     assert group is not None

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.amd.house.source_tree import FLOORS, ROOT, python_files, sources
+from tests.amd.house.test_readme import code_blocks
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -20,6 +24,8 @@ else:
 
 # Hugging Face's package of the name that a folder of this repository has; SGLang needs it.
 HF_KERNELS = "kernels==0.17.2"
+# What the README's example takes types from.
+LIBRARIES = ("torch", "numpy", "typing_extensions")
 
 
 def run_python(code: str, *, path: Path, folder: Path) -> str:
@@ -37,14 +43,34 @@ def pip(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "pip", "--quiet", *arguments], check=True)
 
 
+def new_interpreter(folder: Path, libraries: Sequence[str]) -> Path:
+    """The interpreter of a virtual environment that has these libraries of this one's and nothing else."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (site_packages,) = folder.glob("lib/python*/site-packages")
+    for name in libraries:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.origin is not None
+        place = Path(spec.origin).parent if spec.submodule_search_locations else Path(spec.origin)
+        (site_packages / place.name).symlink_to(place)
+    return folder / "bin" / "python"
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of this tree, built from a copy that leaves no traces in it."""
-    tree, dist = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("dist")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what is installed of this tree, so that building leaves no traces in it."""
+    tree = tmp_path_factory.mktemp("tree")
     for folder in FLOORS:
         shutil.copytree(ROOT / folder, tree / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, tree)
+    return tree
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of this tree."""
+    dist = tmp_path_factory.mktemp("dist")
     pip("wheel", "--no-deps", "--wheel-dir", str(dist), str(tree))
     (built,) = dist.glob("*.whl")
     return built
@@ -74,7 +100,7 @@ def test_every_folder_of_the_package_with_python_in_it_is_a_package() -> None:
 def test_the_wheel_holds_every_module_once_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
-    expected = {"rocm_attn/py.typed"}
+    expected = {"rocm_attn/py.typed", "rocm_attn/__init__.pyi"}
     for folder, package in FLOORS.items():
         expected |= {
             f"{package.replace('.', '/')}/{path.relative_to(ROOT / folder).as_posix()}"
@@ -115,6 +141,25 @@ def test_hugging_face_kernels_and_ours_import_side_by_side(
         assert Path(theirs).is_relative_to(target)
         assert Path(ours).as_posix().endswith("kernels/launch.py")
         assert Path(ours) != Path(theirs).parent / "launch.py"
+
+
+def test_type_checkers_read_a_wheel_and_an_editable_install_as_they_come(
+    tree: Path, wheel: Path, tmp_path: Path
+) -> None:
+    """mypy --strict passes the README's example, and finds the mistakes of a file beside it."""
+    (tmp_path / "example.py").write_text(*code_blocks("python"))
+    (tmp_path / "wrong.py").write_text("import rocm_attn as ra\n\nra.StepBatch(1, [1], [1])\nra.Pages\n")
+    for name, options in (("wheel", [str(wheel)]), ("editable", ["--editable", str(tree)])):
+        python = new_interpreter(tmp_path / name, LIBRARIES)
+        pip("--python", str(python), "install", "--no-deps", *options)
+        where = "import importlib.util as u; print(u.find_spec('rocm_attn.kernels.launch').origin)"
+        found = subprocess.run([python, "-Ic", where], cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert Path(found.stdout.strip()).is_relative_to(tree if name == "editable" else tmp_path / name)
+        command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python)]
+        command += ["--cache-dir", str(tmp_path / "cache"), "example.py", "wrong.py"]
+        checked = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True, check=False)
+        errors = re.findall(r"^(\w+\.py:\d+): error: .*\[([\w-]+)\]$", checked.stdout, re.MULTILINE)
+        assert errors == [("wrong.py:3", "arg-type"), ("wrong.py:4", "attr-defined")], checked.stdout + checked.stderr
 
 
 def test_importing_takes_torch_and_nothing_else_and_touches_no_gpu() -> None:

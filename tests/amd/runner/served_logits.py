@@ -43,7 +43,7 @@ def served_logits(
         ),
         device=loaded.weights.device,
     )
-    model = Model(loaded.config, loaded.weights, runtime.head_weights, max_kv_len=longest)
+    model = Model(loaded.config, loaded.weights, runtime.head_weights, max_kv_len=longest, ranks=loaded.ranks)
     runner = StepRunner(runtime, model.forward, recorder_for(loaded.weights.device) if graphs else None)
     rows = [runtime.table.admit() for _ in texts]
     logits: list[dict[int, Tensor]] = [{} for _ in texts]

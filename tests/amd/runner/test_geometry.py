@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers.masking_utils import sliding_window_causal_mask_function
 
-from rocm_attn.errors import BadModel, BadSetting, Unsupported
+from rocm_attn.errors import BadModel, Unsupported
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.runner.families import attention_geometry
 from rocm_attn.runner.geometry import window_left
@@ -160,11 +160,11 @@ def test_ranks_share_the_heads_and_a_kv_head_is_never_cut(num_ranks: int, heads:
     assert (layer.num_q_heads, layer.num_kv_heads) == heads
 
 
-@pytest.mark.parametrize("num_ranks", [3, 12, 128])
-def test_heads_that_do_not_divide_over_the_ranks_are_refused(num_ranks: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "heads"), [(3, (24, 3)), (12, (8, 1)), (128, (1, 1))])
+def test_heads_that_do_not_divide_over_the_ranks_are_filled_up(num_ranks: int, heads: tuple[int, int]) -> None:
     config = {"num_attention_heads": 64, "hidden_size": 8192, "num_hidden_layers": 1, "num_key_value_heads": 8}
-    with pytest.raises(BadSetting, match="choose another --tp"):
-        attention_geometry({**config, "architectures": ["LlamaForCausalLM"]}).on_one_of(num_ranks)
+    (layer,) = attention_geometry({**config, "architectures": ["LlamaForCausalLM"]}).on_one_of(num_ranks).layers
+    assert (layer.num_q_heads, layer.num_kv_heads) == heads
 
 
 @pytest.mark.parametrize(("max_kv_len", "left"), [(8, -1), (9, 7)])

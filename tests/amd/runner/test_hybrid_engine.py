@@ -14,7 +14,7 @@ from rocm_attn.guards.registry import Guards
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import Problem
-from rocm_attn.runner import engine as engine_module
+from rocm_attn.runner import engine_runtime
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
@@ -75,6 +75,7 @@ def test_the_pool_of_the_windows_changes_no_token(
     engine = Engine(loaded, replace(BASE, **changes))
     assert engine.report().swa_pages > 0
     assert tokens(engine, some_requests(10)) == expected
+    engine.forget_prefixes()
     for table in engine.runtime.table.spaces:
         assert table.num_free_pages == table.num_usable_pages
     engine.runtime.check_device()
@@ -83,16 +84,16 @@ def test_the_pool_of_the_windows_changes_no_token(
 def disjoint(monkeypatch: pytest.MonkeyPatch, guards: Guards) -> None:
     """Engines hand out no id in both spaces; pages that no request was given hold large numbers."""
 
-    def build(problems: list[Problem], options: RuntimeOptions, *, device: torch.device) -> AttentionRuntime:
+    def build(problems: list[Problem], options: RuntimeOptions, **others: Any) -> AttentionRuntime:
         num_pages = options.num_pages
         apart = replace(options, swa_pages=num_pages + options.swa_pages, first_swa_page=num_pages)
-        made = build_runtime(problems, apart, device=device, guards=guards)
+        made = build_runtime(problems, apart, **others, guards=guards)
         for layer in range(len(problems)):
             made.pool.layer(layer).k[1:] = 100.0
             made.pool.layer(layer).v[1:] = 100.0
         return made
 
-    monkeypatch.setattr(engine_module, "build_runtime", build)
+    monkeypatch.setattr(engine_runtime, "build_runtime", build)
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["normal", "deterministic"])
@@ -154,7 +155,7 @@ def test_windows_take_what_they_need_and_leave_the_rest_to_the_full_space() -> N
 
 
 def test_a_long_prompt_needs_only_a_window_and_a_chunk(loaded: LoadedModel) -> None:
-    engine = Engine(loaded, replace(BASE, swa_pages=10, max_batch_size=2))
+    engine = Engine(loaded, replace(BASE, swa_pages=10, max_batch_size=2, prefix_caching=False))
     engine.submit(Request(tuple(range(60)), 4))
     most = 0
     while engine.has_work:

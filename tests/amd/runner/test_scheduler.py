@@ -1,10 +1,12 @@
 """The scheduler with a model that costs nothing: its KV is a dict of slots, its next token a hash of what it reads.
 
-So a token that was stored in a wrong page, not stored at all, or stored twice changes everything that comes after.
+So a token that was stored in a wrong page, not stored at all, or stored twice changes everything that comes after. So
+does a page that came out of the prefix cache and holds other tokens, or those of another tenant.
 """
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
@@ -16,11 +18,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.request_table import RequestTable
+from rocm_attn.runner.prefix_cache import CachedRow
 from rocm_attn.runner.request import FinishReason, Request, Sequence
 from rocm_attn.runner.sampling import Sampler
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
+from rocm_attn.step.echo import STEPS_UNTIL_ECHO
 from rocm_attn.step.metrics import Metrics
+from tests.amd.runner.cache_invariants import check_cache
 
 VOCAB = 50
 
@@ -50,7 +57,9 @@ class World:
     max_batch_size: int
     chunk: int
     max_kv_len: int
-    slots: dict[int, int] = field(default_factory=dict)
+    windows: tuple[SpacePages, ...] = ()
+    slots: dict[tuple[Space, int], tuple[str, int]] = field(default_factory=dict)  # the salt, and the token
+    sequences: dict[int, Sequence] = field(default_factory=dict)
     steps: list[ScheduledStep] = field(default_factory=list)
     results: dict[int, tuple[list[int], FinishReason]] = field(default_factory=dict)
 
@@ -61,6 +70,7 @@ class World:
             num_pages=self.num_pages,
             page_size=self.page_size,
             device=torch.device("cpu"),
+            windows=self.windows,
         )
         self.metrics = Metrics()
         self.scheduler = Scheduler(
@@ -69,12 +79,15 @@ class World:
             max_batch_size=self.max_batch_size,
             chunk=self.chunk,
             max_kv_len=self.max_kv_len,
+            steps_until_known=STEPS_UNTIL_ECHO,
         )
 
     def add(self, number: int, request: Request) -> None:
         stops = frozenset(request.stop_token_ids)
-        sampler = Sampler(request.sampling)
-        self.scheduler.add(Sequence(number, request, stops, sampler, list(request.prompt_token_ids)))
+        row = CachedRow(request.cache_salt, is_cached=request.prefix_caching)
+        sequence = Sequence(number, request, stops, Sampler(request.sampling), list(request.prompt_token_ids), row)
+        self.sequences[number] = sequence
+        self.scheduler.add(sequence)
 
     def step(self) -> None:
         step = self.scheduler.next_step()
@@ -95,47 +108,92 @@ class World:
     def _forward(self, step: ScheduledStep) -> list[int]:
         batch, outputs = step.batch, []
         new = iter(batch.token_ids.tolist())
-        for row, kv_len, q_len in zip(batch.rows.tolist(), batch.kv_len.tolist(), batch.q_len.tolist(), strict=True):
-            pages = self.table.pages_of(row).tolist()
-            slots = [pages[i // self.page_size] * self.page_size + i % self.page_size for i in range(kv_len)]
-            self.slots.update((slot, next(new)) for slot in slots[kv_len - q_len :])
-            outputs.append(next_token([self.slots[slot] for slot in slots]))
+        for sequence, kv_len, q_len in zip(step.sequences, batch.kv_len.tolist(), batch.q_len.tolist(), strict=True):
+            salt, start = sequence.request.cache_salt, kv_len - q_len
+            stored = [(salt, next(new)) for _ in range(q_len)]
+            for table in self.table.spaces:
+                slots = self._slots(sequence.row, table.space, kv_len)
+                self.slots.update(zip(slots[start:], stored, strict=True))
+                read = [self.slots[slot] for slot in slots[max(0, start - table.window_left) :]]
+                assert {of for of, _ in read} == {salt}, "nothing of another tenant's is read"
+                if table.space is Space.FULL:
+                    outputs.append(next_token([token for _, token in read]))
+                else:
+                    seen = sequence.token_ids[max(0, start - table.window_left) : kv_len]
+                    assert [token for _, token in read] == seen, "a window is not what it was"
+        self.table.mark_stored(batch.rows, batch.kv_len)
         return outputs
 
+    def _slots(self, row: int, space: Space, kv_len: int) -> list[tuple[Space, int]]:
+        pages = self.table.pages_of(row, space).tolist()
+        return [(space, pages[i // self.page_size] * self.page_size + i % self.page_size) for i in range(kv_len)]
 
+    def abort(self, number: int) -> None:
+        """Of a sequence that waits or runs."""
+        self.scheduler.drop(self.sequences[number])
+        self.results[number] = list(self.sequences[number].new_token_ids), "abort"
+
+
+# Two letters: prompts often begin with the same ones.
+prompts = st.one_of(
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=24).map(tuple),
+    st.lists(st.sampled_from([0, 1]), min_size=1, max_size=24).map(tuple),
+    st.integers(1, 24).map(lambda length: (3,) * length),
+)
 requests = st.builds(
     Request,
-    prompt_token_ids=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=24).map(tuple),
+    prompt_token_ids=prompts,
     max_new_tokens=st.integers(1, 20),
     stop_token_ids=st.lists(st.integers(0, VOCAB - 1), max_size=3).map(tuple),
+    priority=st.sampled_from([0, 0, 0, -1, 2]),
+    cache_salt=st.sampled_from(["", "", "tenant"]),
+    prefix_caching=st.sampled_from([True, True, True, False]),
 )
 
 
 @given(
     arrivals=st.lists(st.tuples(st.integers(0, 6), requests), min_size=1, max_size=12),
+    aborts=st.dictionaries(st.integers(0, 30), st.integers(0, 11), max_size=3),
     page_size=st.sampled_from([1, 3, 16]),
     max_batch_size=st.integers(1, 6),
     chunk=st.integers(1, 40),
     spare_pages=st.integers(0, 12),
+    window_left=st.sampled_from([None, 0, 4, 7]),
 )
 @settings(max_examples=150)
 def test_every_request_comes_to_what_it_would_alone(
-    arrivals: list[tuple[int, Request]], page_size: int, max_batch_size: int, chunk: int, spare_pages: int
+    arrivals: list[tuple[int, Request]],
+    aborts: dict[int, int],
+    page_size: int,
+    max_batch_size: int,
+    chunk: int,
+    spare_pages: int,
+    window_left: int | None,
 ) -> None:
     """Random lengths and arrivals over few pages: nothing is lost, leaked, mixed up or starved."""
     max_kv_len = 40
     num_pages = 1 + -(-max_kv_len // page_size) + spare_pages
-    world = World(page_size, num_pages, max_batch_size, chunk, max_kv_len)
-    for number, (steps_before, request) in enumerate(arrivals):
-        for _ in range(steps_before):
-            if world.scheduler.has_work:
-                world.step()
-        world.add(number, request)
-    while world.scheduler.has_work:
-        world.step()
-        assert len(world.steps) < 10_000
-    assert world.results == {i: expected_tokens(request, max_kv_len) for i, (_, request) in enumerate(arrivals)}
-    assert world.table.num_free_pages == world.table.num_usable_pages
+    windows = () if window_left is None else (SpacePages(Space.SWA, num_pages, window_left=window_left),)
+    world = World(page_size, num_pages, max_batch_size, chunk, max_kv_len, windows)
+    late = [(sum(steps for steps, _ in arrivals[: n + 1]), n, request) for n, (_, request) in enumerate(arrivals)]
+    for now in itertools.count():
+        for _, number, request in (one for one in late if one[0] == now):
+            world.add(number, request)
+        unlucky = aborts.get(now)
+        if unlucky in world.sequences and unlucky not in world.results:
+            world.abort(unlucky)
+        if world.scheduler.has_work:
+            world.step()
+            check_cache(world.scheduler._cache, world.table)
+        elif now > late[-1][0]:
+            break
+        assert now < 10_000
+    for number, (_, request) in enumerate(arrivals):
+        tokens, reason = expected_tokens(request, max_kv_len)
+        came_to, why = world.results[number]
+        assert (came_to, why) == ((tokens[: len(came_to)], "abort") if why == "abort" else (tokens, reason))
+    world.scheduler.forget_pages()
+    assert all(pages.num_free_pages == pages.num_usable_pages for pages in world.table.spaces)
     assert world.table.num_free_rows == max_batch_size
     for step in world.steps:
         decodes = int((step.batch.q_len == 1).sum())
@@ -149,6 +207,11 @@ def request(prompt_len: int, max_new_tokens: int = 5) -> Request:
 
 def world(*, num_pages: int = 65, chunk: int = 8, max_kv_len: int = 64) -> World:
     return World(page_size=4, num_pages=num_pages, max_batch_size=4, chunk=chunk, max_kv_len=max_kv_len)
+
+
+def running(served: World) -> list[int]:
+    """Numbers of the sequences in the last step."""
+    return [sequence.number for sequence in served.steps[-1].sequences]
 
 
 def test_prompts_are_cut_into_chunks_and_mixed_with_decodes() -> None:
@@ -179,7 +242,7 @@ def test_requests_are_admitted_in_the_order_they_came() -> None:
     served.add(1, request(20))  # does not fit beside the first
     served.add(2, request(1))  # would, but came later
     served.step()
-    assert [sequence.number for sequence in served.steps[-1].sequences] == [0]
+    assert running(served) == [0]
 
 
 def test_the_youngest_gives_way_and_goes_on_with_the_same_tokens() -> None:
@@ -208,7 +271,7 @@ def test_one_that_gave_way_goes_on_before_newcomers() -> None:
 def test_a_newcomer_waits_while_those_who_run_would_soon_need_its_pages() -> None:
     served = world(chunk=64, num_pages=1 + 8, max_kv_len=32)
     served.add(0, Request(tuple(range(16)), 9))  # 4 pages now, 6 in the end
-    served.add(1, Request(tuple(range(16)), 9))  # the other 4 now
+    served.add(1, Request(tuple(range(16, 32)), 9))  # the other 4 now
     while served.scheduler.has_work:
         served.step()
     assert served.metrics.preemptions == 0
@@ -242,3 +305,115 @@ def test_a_sequence_ends_where_its_kv_is_full(prompt_len: int, new_tokens: int) 
         served.step()
     tokens, reason = served.results[0]
     assert (len(tokens), reason) == (new_tokens, "length")
+
+
+def served_in_turn(served: World) -> list[int]:
+    """Serve all; the numbers in the order in which they were first part of a step."""
+    while served.scheduler.has_work:
+        served.step()
+    return list(dict.fromkeys(sequence.number for step in served.steps for sequence in step.sequences))
+
+
+def test_lower_priorities_are_served_first_and_equal_ones_in_the_order_they_came() -> None:
+    served = World(page_size=4, num_pages=65, max_batch_size=1, chunk=8, max_kv_len=64)
+    for number, priority in enumerate([5, 0, 5, -3, 0]):
+        served.add(number, Request((number, 1, 2), 3, priority=priority))
+    assert served_in_turn(served) == [3, 1, 4, 0, 2]
+    assert served.metrics.preemptions == 0
+
+
+@pytest.mark.parametrize("short_of", ["places", "pages"])
+def test_one_of_better_priority_takes_the_place_of_the_youngest_that_is_worse(short_of: str) -> None:
+    served = (
+        World(page_size=4, num_pages=65, max_batch_size=3, chunk=64, max_kv_len=64)
+        if short_of == "places"
+        else world(num_pages=1 + 15, chunk=64, max_kv_len=32)
+    )
+    for number, priority in enumerate([1, 2, 2]):
+        served.add(number, Request((number, *range(14)), 8, priority=priority))
+    served.step()
+    assert running(served) == [0, 1, 2]
+    served.add(3, Request((9, 8, 7, 6, 5), 4, priority=1))
+    served.step()
+    assert running(served) == [0, 1, 3], "the youngest of priority 2 has given way"
+    served.add(4, Request((9, 9, 9, 9, 9), 4, priority=2))
+    served.step()
+    assert 4 not in running(served), "an equal one does not"
+    served_in_turn(served)
+    wanted = {n: expected_tokens(sequence.request, served.max_kv_len) for n, sequence in served.sequences.items()}
+    assert served.results == wanted
+    assert served.metrics.preemptions == 1
+
+
+def test_a_prompt_of_better_priority_is_computed_before_those_that_run() -> None:
+    served = world(chunk=8)
+    served.add(0, Request(tuple(range(40)), 2, priority=1))
+    served.step()
+    served.add(1, Request(tuple(range(10)), 2))
+    served.step()
+    assert (running(served), served.steps[-1].batch.q_len.tolist()) == ([1], [8])
+    served.step()
+    assert (running(served), served.steps[-1].batch.q_len.tolist()) == ([1, 0], [2, 6])
+
+
+def test_none_gives_way_to_one_that_would_have_to_wait_all_the_same() -> None:
+    served = world(num_pages=1 + 8, chunk=64, max_kv_len=32)
+    served.add(0, Request(tuple(range(16)), 9))
+    served.add(1, Request((7, 7, 7), 2, priority=1))
+    served.step()
+    assert running(served) == [0, 1]
+    served.add(2, Request((*range(20), 1), 2))  # does not fit beside the first, whatever becomes of the second
+    served.step()
+    assert running(served) == [0, 1]
+    served_in_turn(served)
+    assert served.metrics.preemptions == 0
+
+
+@given(
+    requests_of=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 24), st.integers(1, 8)), min_size=1, max_size=40),
+    max_batch_size=st.integers(1, 5),
+    spare_pages=st.integers(0, 6),
+)
+@settings(max_examples=60)
+def test_preemptions_for_better_priorities_come_to_an_end(
+    requests_of: list[tuple[int, int, int]], max_batch_size: int, spare_pages: int
+) -> None:
+    """One request arrives a step, in the worst order: each is at least as good as those before it.
+
+    The first of all is in every step. So it comes to its end, and then the next one is the first: no livelock.
+    """
+    served = World(4, 1 + 8 + spare_pages, max_batch_size, chunk=6, max_kv_len=32)
+    queue = sorted(requests_of, reverse=True)
+    while queue or served.scheduler.has_work:
+        if queue:
+            priority, length, new = queue.pop(0)
+            served.add(len(served.sequences), Request(tuple(range(length)), new, priority=priority))
+        alive = [sequence for number, sequence in served.sequences.items() if number not in served.results]
+        served.step()
+        assert min(alive, key=lambda sequence: sequence.urgency).number in running(served)
+    assert len(served.steps) <= sum(length + new for _, length, new in requests_of) * 4 + 4
+
+
+def test_a_starving_request_is_served_as_soon_as_better_ones_stop_coming() -> None:
+    served = World(page_size=4, num_pages=65, max_batch_size=1, chunk=64, max_kv_len=64)
+    served.add(0, Request((1, 2, 3), 3, priority=1))
+    for number in range(1, 30):
+        served.add(number, Request((number,), 3))
+        served.step()
+        assert running(served) != [0]
+    served_in_turn(served)
+    assert list(served.results)[-1] == 0
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_sequence_that_is_dropped_leaves_its_place_and_pages(steps: int) -> None:
+    served = World(page_size=4, num_pages=9, max_batch_size=1, chunk=6, max_kv_len=32)
+    served.add(0, Request(tuple(range(14)), 9))
+    served.add(1, Request((5, 6), 3))
+    for _ in range(steps):
+        served.step()
+    served.abort(0)
+    served_in_turn(served)
+    assert served.results[1] == expected_tokens(served.sequences[1].request, 32)
+    served.scheduler.forget_pages()
+    assert served.table.num_free_pages == served.table.num_usable_pages

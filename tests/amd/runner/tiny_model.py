@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import tokenizers
 import torch
 from torch import Tensor
 
+from rocm_attn.runner.chat_template import ChatTemplate
 from rocm_attn.runner.config import DenseMlp, LayerConfig, ModelConfig
 from rocm_attn.runner.gates import SwiGLU
 from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.ranks import ONE_RANK, Ranks
 from rocm_attn.runner.rope import Rope
 from rocm_attn.runner.tensors import Shape
 from rocm_attn.runner.tokenizer import Tokenizer
@@ -28,6 +31,18 @@ CONFIG = ModelConfig(
     tied_embeddings=False,
     eos_token_ids=(),
 )
+
+
+WORDS = [f"w{number}" for number in range(CONFIG.vocab_size)]
+
+
+def word_tokenizer() -> Tokenizer:
+    """Token 5 is the word w5, and so on; a word that is none of them is w0. A conversation begins with w63."""
+    vocabulary = {word: number for number, word in enumerate(WORDS)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    template = ChatTemplate("{{ 'w63 ' + messages[0]['content'] }}", "", "")
+    return Tokenizer(backend=backend, bos_token_id=None, chat_template=template)
 
 
 def with_windows(config: ModelConfig, *window_left: int) -> ModelConfig:
@@ -51,11 +66,11 @@ class RandomTensors:
     def shapes(self) -> Mapping[str, Shape]:
         return self._shapes
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, *where: slice) -> Tensor:
         shape = self._shapes[name]
         if "norm" in name:
-            return torch.ones(shape)
-        return torch.randn(shape, generator=self._random) * 0.4
+            return torch.ones(shape)[where]
+        return (torch.randn(shape, generator=self._random) * 0.4)[where]
 
 
 def tiny_model(
@@ -67,8 +82,9 @@ def tiny_model(
     base: ModelConfig = CONFIG,
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
+    ranks: Ranks = ONE_RANK,
 ) -> LoadedModel:
     config = replace(base, eos_token_ids=eos_token_ids, context_len=context_len)
     place = torch.device("cpu") if device is None else device
-    weights = load_weights(RandomTensors(config, seed), config, dtype=dtype, device=place)
-    return LoadedModel(config, weights, tokenizer)
+    weights = load_weights(RandomTensors(config, seed), config, dtype=dtype, device=place, shard=ranks.shard)
+    return LoadedModel(config.on_one_of(ranks.shard.num_ranks), weights, tokenizer, ranks)

@@ -1,0 +1,119 @@
+# The stable names, each once, in the groups of docs/names.md. Type checkers read this file, and so does __init__.py.
+# isort: off
+
+# A model's layers
+from rocm_attn.problem import UNLIMITED_WINDOW as UNLIMITED_WINDOW
+from rocm_attn.problem import PoolKind as PoolKind
+from rocm_attn.problem import Problem as Problem
+from rocm_attn.step.head_weights import HeadWeights as HeadWeights
+
+# A runtime, its rows and its pages
+from rocm_attn.runtime import AttentionRuntime as AttentionRuntime
+from rocm_attn.selection.build import build_runtime as build_runtime
+from rocm_attn.step.options import RuntimeOptions as RuntimeOptions
+from rocm_attn.paging.request_table import RequestTable as RequestTable
+from rocm_attn.paging.index_spaces import Space as Space
+
+# A step
+from rocm_attn.batch.step_batch import StepBatch as StepBatch
+from rocm_attn.batch.inputs import ON_HOST as ON_HOST
+from rocm_attn.batch.inputs import DeviceInputs as DeviceInputs
+from rocm_attn.batch.mask import StepMask as StepMask
+from rocm_attn.batch.prefixes import PrefixGroup as PrefixGroup
+from rocm_attn.batch.prefixes import SharedPrefixes as SharedPrefixes
+from rocm_attn.step.step import SplitStep as SplitStep
+from rocm_attn.step.step import Step as Step
+from rocm_attn.step.outputs import PerToken as PerToken
+from rocm_attn.step.protocols import LayerCalls as LayerCalls
+from rocm_attn.step.merging import merge_states as merge_states
+
+# Graphs
+from rocm_attn.capture.step_runner import StepRunner as StepRunner
+from rocm_attn.capture.check import NO_CHECK as NO_CHECK
+from rocm_attn.capture.check import CaptureCheck as CaptureCheck
+from rocm_attn.capture.graphs import CaptureReport as CaptureReport
+from rocm_attn.capture.graphs import eager_steps_before_capture as eager_steps_before_capture
+from rocm_attn.capture.graphs import recorder_for as recorder_for
+from rocm_attn.hip_graphs.size_ladder import default_ladder as default_ladder
+from rocm_attn.step.metrics import Metrics as Metrics
+from rocm_attn.step.durations import Durations as Durations
+
+# An engine's own pages, tables and graphs
+from rocm_attn.external import Bounds as Bounds
+from rocm_attn.external import ExternalAttention as ExternalAttention
+from rocm_attn.external import ExternalOptions as ExternalOptions
+from rocm_attn.external import LayerSource as LayerSource
+from rocm_attn.external import LogAndCount as LogAndCount
+from rocm_attn.paging.adopted import CsrSource as CsrSource
+from rocm_attn.paging.adopted import TableSource as TableSource
+from rocm_attn.paging.adopted import TableUnit as TableUnit
+from rocm_attn.step.external_step import ONE_EACH as ONE_EACH
+from rocm_attn.step.external_step import BoolCells as BoolCells
+from rocm_attn.step.external_step import Boundaries as Boundaries
+from rocm_attn.step.external_step import Causality as Causality
+from rocm_attn.step.external_step import ExternalStep as ExternalStep
+from rocm_attn.step.external_step import Lengths as Lengths
+
+# Sampling
+from rocm_attn.runner.sampling import Sampler as Sampler
+from rocm_attn.runner.sampling import Sampling as Sampling
+from rocm_attn.runner.sampling import pick_tokens as pick_tokens
+
+# Machines and ranks
+from rocm_attn.machine.agreement import Agreement as Agreement
+from rocm_attn.machine.agreement import RanksDiverged as RanksDiverged
+from rocm_attn.machine.agreement import alone as alone
+from rocm_attn.machine.agreement import among as among
+from rocm_attn.machine.target import Target as Target
+from rocm_attn.machine.target import known_target as known_target
+
+# Looking on
+from rocm_attn.guards.registry import Guards as Guards
+from rocm_attn.guards.registry import guards_from_settings as guards_from_settings
+from rocm_attn.machine.watchdog import Watchdog as Watchdog
+from rocm_attn.watch.flight_recorder import FlightRecorder as FlightRecorder
+from rocm_attn.watch.sampled_check import SampledCheck as SampledCheck
+from rocm_attn.watch.shadow_check import shadow_check as shadow_check
+
+# The engine, which needs the extra [runner]
+from rocm_attn.runner.engine import Engine as Engine
+from rocm_attn.runner.async_engine import AsyncEngine as AsyncEngine
+from rocm_attn.runner.async_engine import EngineEnded as EngineEnded
+from rocm_attn.runner.async_engine import TooManyRequests as TooManyRequests
+from rocm_attn.runner.loading import load_model as load_model
+from rocm_attn.runner.parallel.messages import RankError as RankError
+from rocm_attn.runner.parallel.processes import RankFailed as RankFailed
+from rocm_attn.runner.parallel.ranked_engine import RankedEngine as RankedEngine
+from rocm_attn.runner.options import EngineOptions as EngineOptions
+from rocm_attn.runner.report import Report as Report
+from rocm_attn.runner.request import AbortEvent as AbortEvent
+from rocm_attn.runner.request import Completion as Completion
+from rocm_attn.runner.request import FailureEvent as FailureEvent
+from rocm_attn.runner.request import Request as Request
+from rocm_attn.runner.request import RequestsFailed as RequestsFailed
+from rocm_attn.runner.request import RequestsFaulted as RequestsFaulted
+from rocm_attn.runner.request import TokenEvent as TokenEvent
+from rocm_attn.runner.engine_thread import ServingEngine as ServingEngine
+from rocm_attn.runner.request_stream import Piece as Piece
+from rocm_attn.runner.request_stream import RequestFailed as RequestFailed
+from rocm_attn.runner.request_stream import RequestStream as RequestStream
+
+# Errors
+from rocm_attn.errors import BadBatch as BadBatch
+from rocm_attn.errors import BadLogits as BadLogits
+from rocm_attn.errors import BadModel as BadModel
+from rocm_attn.errors import BadProblem as BadProblem
+from rocm_attn.errors import BadRequest as BadRequest
+from rocm_attn.errors import BadSetting as BadSetting
+from rocm_attn.errors import BadTensor as BadTensor
+from rocm_attn.errors import CapacityExceeded as CapacityExceeded
+from rocm_attn.errors import DeviceFault as DeviceFault
+from rocm_attn.errors import FitsLater as FitsLater
+from rocm_attn.errors import GraphStale as GraphStale
+from rocm_attn.errors import NeverFits as NeverFits
+from rocm_attn.errors import NotCopied as NotCopied
+from rocm_attn.errors import OutOfPages as OutOfPages
+from rocm_attn.errors import OutOfRows as OutOfRows
+from rocm_attn.errors import RocmAttnError as RocmAttnError
+from rocm_attn.errors import Unsupported as Unsupported
+from rocm_attn.errors import WrongState as WrongState

@@ -1,0 +1,38 @@
+"""RequestLimits: which requests an engine can serve at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rocm_attn.errors import BadRequest
+from rocm_attn.runner.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Of one engine.
+
+    context_len: tokens that the model was made for
+    max_kv_len:  tokens of the longest sequence in the pool
+    vocab_size:  tokens have ids below it
+    """
+
+    context_len: int
+    max_kv_len: int
+    vocab_size: int
+
+    def check(self, request: Request) -> None:
+        """Raise BadRequest for a request that the engine can never serve."""
+        prompt = request.prompt_token_ids
+        if len(prompt) > self.context_len:
+            raise BadRequest(
+                f"the prompt has {len(prompt)} tokens and the model's context is {self.context_len}; shorten it"
+            )
+        if len(prompt) > self.max_kv_len:
+            raise BadRequest(
+                f"the prompt has {len(prompt)} tokens and the KV pool holds sequences of up to {self.max_kv_len}; "
+                "shorten it, or raise max_kv_len, kv_bytes or num_pages"
+            )
+        for token in (*prompt, *request.stop_token_ids):
+            if not 0 <= token < self.vocab_size:
+                raise BadRequest(f"token {token} is not in the model's vocabulary, 0 to {self.vocab_size - 1}")

@@ -1,0 +1,191 @@
+"""What a model's largest steps take of a GPU's memory: they are run over a small pool before the real one is made.
+
+The pool then gets what is left of the GPU's memory, whatever an expert, a large vocabulary or a library's workspace
+takes. Peaks are those of torch's allocator as it holds memory from the device, not of the tensors in it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from rocm_attn.capture.graphs import capture_shapes
+from rocm_attn.capture.probe_requests import ProbeRequests
+from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.errors import NeverFits
+from rocm_attn.machine.devices import on_device
+from rocm_attn.paging.index_spaces import num_pages
+from rocm_attn.runner.pool_size import Measured
+from rocm_attn.runner.sampling import in_float32
+from rocm_attn.runtime import AttentionRuntime
+
+# Graphs share one pool of memory, and each takes what the others leave. Made in any order, they took up to twice what
+# the largest takes alone: the sizes of a ladder double.
+_GRAPHS_OF_ANY_ORDER = 2
+
+
+class DeviceMemory(Protocol):
+    """A device's memory, in bytes."""
+
+    def total(self) -> int:
+        """All that the device has."""
+        ...
+
+    def free(self) -> int:
+        """What nothing on the device holds: no other process either."""
+        ...
+
+    def held(self) -> int:
+        """What this process's allocator holds of the device."""
+        ...
+
+    def most_held(self) -> int:
+        """The most that it has held since start_peak()."""
+        ...
+
+    def start_peak(self) -> None:
+        """most_held() counts from now on."""
+        ...
+
+    def give_back(self) -> None:
+        """Wait for the device, and let the allocator hold nothing that no tensor needs."""
+        ...
+
+
+class TorchMemory:
+    """The memory of a GPU, and torch's allocator of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def total(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[1]
+
+    def free(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def held(self) -> int:
+        return torch.cuda.memory_reserved(self._device)
+
+    def most_held(self) -> int:
+        return torch.cuda.max_memory_reserved(self._device)
+
+    def start_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def give_back(self) -> None:
+        torch.cuda.synchronize(self._device)
+        with on_device(self._device):
+            torch.cuda.empty_cache()
+
+
+def memory_of(device: torch.device) -> DeviceMemory | None:
+    """The memory of a GPU; None for a CPU, whose free memory says nothing of what a process may take."""
+    return TorchMemory(device) if device.type == "cuda" else None
+
+
+@dataclass(frozen=True, slots=True)
+class LargestSteps:
+    """The steps of a model that take the most memory.
+
+    num_seqs:   sequences of a step, at most
+    num_tokens: new tokens of a step, at most; at least num_seqs
+    longest:    tokens of the longest sequence
+    total:      tokens of all sequences in the pool that is to be, about
+    """
+
+    num_seqs: int
+    num_tokens: int
+    longest: int
+    total: int
+
+    def lengths(self) -> Iterator[tuple[list[int], list[int]]]:
+        """kv_len and q_len of each: a prompt beside sequences that decode, one prompt, many prompts, all decoding."""
+        usual = min(self.longest, self.total // self.num_seqs)
+        most = min(self.num_tokens, self.num_seqs * self.longest)
+        for num_seqs in (self.num_seqs, 1):
+            q_len = _one_after_the_other(most, num_seqs, self.longest)
+            yield [self.longest, *(max(usual, new) for new in q_len[1:])], q_len
+        prompts = [len(part) for part in np.array_split(np.arange(most), min(self.num_seqs, max(1, most // 2)))]
+        yield prompts, prompts
+        yield [self.longest, *[max(usual, 1)] * (self.num_seqs - 1)], [1] * self.num_seqs
+
+    def pages(self, page_size: int) -> int:
+        """Pages that hold the sequences of any of these steps, which share all pages but those of their new tokens."""
+        return 1 + num_pages(self.longest, page_size) + num_pages(self.num_tokens, page_size) + 2 * self.num_seqs
+
+
+def _one_after_the_other(num_tokens: int, num_seqs: int, most: int) -> list[int]:
+    """num_tokens cut over num_seqs: the first get as many as they can take, and the others one."""
+    q_len: list[int] = []
+    for left in range(num_seqs - 1, -1, -1):
+        q_len.append(max(1, min(most, num_tokens - sum(q_len) - left)))
+    return q_len
+
+
+def measure(
+    memory: DeviceMemory,
+    build: Callable[[], tuple[AttentionRuntime, StepRunner]],
+    largest: LargestSteps,
+    *,
+    vocabulary: int,
+) -> Measured:
+    """What the largest steps and the graphs take. Everything that was built for it is gone afterwards.
+
+    build:      a runtime with room for these steps, and a runner of the model over it, which makes a graph of a decode
+                step at its first run or makes none
+    vocabulary: of the model
+    Raises NeverFits when a step does not fit beside the weights.
+    """
+    gc.collect()  # a runner and its graphs refer to each other: those of an engine that is gone may still be there
+    memory.give_back()
+    held = memory.held()
+    try:
+        step_bytes, graph_bytes = _run(memory, held, build, largest, vocabulary)
+    except torch.OutOfMemoryError as full:
+        raise NeverFits(
+            f"a step of {largest.num_tokens} tokens in {largest.num_seqs} sequences does not fit beside the weights; "
+            "lower max_batch_size or chunk, or take a smaller model"
+        ) from full
+    gc.collect()
+    memory.give_back()
+    return Measured(memory.total(), memory.free(), step_bytes, graph_bytes)
+
+
+def _run(
+    memory: DeviceMemory,
+    held: int,
+    build: Callable[[], tuple[AttentionRuntime, StepRunner]],
+    largest: LargestSteps,
+    vocabulary: int,
+) -> tuple[int, int]:
+    """Bytes of a step, with what a runtime keeps for it, and of all graphs. held: by the allocator before."""
+    runtime, runner = build()
+    held += runtime.pool.num_bytes
+    step_bytes = 0
+    with ProbeRequests(runtime, vocabulary=vocabulary, seed=0) as probes:
+        for kv_len, q_len in largest.lengths():
+            batch = probes.admit(kv_len, q_len)
+            memory.give_back()  # what random K and V were drawn in
+            memory.start_peak()
+            in_float32(runner.run_eagerly(batch))
+            step_bytes = max(step_bytes, memory.most_held() - held)
+            runtime.forget_faults()  # random K and V may overflow
+        memory.give_back()
+        free, held_before = memory.free(), memory.held()
+        memory.start_peak()
+        runner.run(batch)  # the last one decodes: it is captured, and the graph is compared with the eager run
+        runtime.forget_faults()
+        buckets = runner.capture_report().buckets
+        of_largest = sum(bucket.num_bytes for bucket in buckets)
+        step_bytes = max(step_bytes, memory.most_held() - held - of_largest)
+        memory.give_back()
+        # what the driver keeps of a graph is not the allocator's
+        of_each = max(0, free - memory.free() - (memory.held() - held_before)) if buckets else 0
+    num_graphs = len(capture_shapes(runtime.padding))
+    return step_bytes, _GRAPHS_OF_ANY_ORDER * of_largest + num_graphs * of_each

@@ -1,0 +1,1 @@
+"""One process for each tensor-parallel rank, and an engine in front of them."""

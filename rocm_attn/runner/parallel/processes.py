@@ -1,0 +1,243 @@
+"""RankProcesses: the processes of the ranks, as the process in front sees them.
+
+A rank that dies, and one that raises what others do not, leaves the others in a collective that never ends. So the
+front, which takes part in none, watches them all: it ends every rank and raises RankFailed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import selectors
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rocm_attn.errors import RocmAttnError
+from rocm_attn.runner.limits import RequestLimits
+from rocm_attn.runner.parallel.messages import Command, Done, OnProgress, Progressed, Raised, RankSetup, in_words
+from rocm_attn.runner.parallel.rank_process import CLOSE, run_rank
+
+# How long the ranks have to raise what one of them has raised, before those that have not count as stuck.
+GRACE_SECONDS = 5.0
+# How long a rank has to end when it is asked to, and its last words to arrive when it is dead.
+_END_SECONDS = 10.0
+_WORDS_SECONDS = 1.0
+_KEPT_LINES = 20
+
+
+class RankFailed(RocmAttnError, RuntimeError):
+    """A rank of a model has died, or has raised what other ranks have not; all ranks were ended.
+
+    rank: which one
+    """
+
+    def __init__(self, sentence: str, rank: int) -> None:
+        self.rank = rank
+        super().__init__(sentence)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rank:
+    """One rank. last_lines: of what it wrote to stdout and stderr"""
+
+    number: int
+    process: BaseProcess
+    commands: Connection
+    last_lines: deque[str]
+    listener: threading.Thread
+
+
+class RankProcesses:
+    """Ranks that run, each in a process of its own.
+
+    has_work: the engines', after their last answer
+    unheard:  what rank 0 returned from a method whose caller was interrupted, and the method's name
+    """
+
+    def __init__(self) -> None:
+        self.has_work = False
+        self.unheard: list[tuple[str, Any]] = []
+        self._folder = tempfile.mkdtemp(prefix="rocm_attn_ranks_")
+        self._ranks: list[_Rank] = []
+        self._selector = selectors.DefaultSelector()
+        self._lock = threading.Lock()
+        self._awaited = ""  # the method whose answers are still to come
+        self._is_torn = False  # a message is on its way, which an interrupt may cut
+        self._answers: dict[int, Done | Raised] = {}
+
+    @property
+    def store(self) -> str:
+        """The file by which the ranks find each other."""
+        return str(Path(self._folder) / "store")
+
+    def start(self, setups: Sequence[RankSetup]) -> RequestLimits:
+        """Begin the ranks, one for each setup, and wait until all of them have built their engines.
+
+        Returns what the engines serve.
+
+        Raises RankFailed, and what all ranks raise when they load their parts; there are none then.
+        """
+        atexit.register(self.kill)  # before multiprocessing waits for its children
+        try:
+            for setup in setups:
+                self._start(setup)
+            self._awaited = "while its engine was built"
+            limits: RequestLimits = self._collect(_no_progress)
+        except BaseException:
+            self.kill()
+            raise
+        return limits
+
+    def call(self, method: str, *arguments: Any, on_progress: OnProgress | None = None) -> Any:
+        """Call a method of every rank's engine; what rank 0 returns.
+
+        A call of another thread waits until this one has ended. An interrupt leaves the method running: the next call
+        waits for its end, and raises what it raises.
+        Raises what all ranks raise, and RankFailed, after which there are no ranks.
+        """
+        with self._lock:
+            self._require_whole()
+            if self._awaited:
+                interrupted = self._awaited
+                self.unheard.append((interrupted, self._collect(_no_progress)))
+            self._is_torn, self._awaited = True, f"in {method}()"
+            for rank in self._ranks:
+                try:
+                    rank.commands.send(Command(method, arguments))
+                except OSError:
+                    self._fail_of_dead(rank)
+            self._is_torn = False
+            return self._collect(on_progress if on_progress is not None else _no_progress)
+
+    def close(self) -> None:
+        """End the ranks; those that are busy, or do not end by themselves, are killed."""
+        if not self._awaited and not self._is_torn:
+            for rank in self._ranks:
+                with suppress(OSError):
+                    rank.commands.send(CLOSE)
+            for rank in self._ranks:
+                rank.process.join(_END_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the ranks at once. Does nothing where there are none."""
+        atexit.unregister(self.kill)
+        ranks, self._ranks = self._ranks, []
+        for rank in ranks:
+            rank.process.kill()
+        for rank in ranks:
+            rank.process.join()
+            rank.listener.join(_WORDS_SECONDS)
+            rank.commands.close()
+        self._selector.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, setup: RankSetup) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        words, written = context.Pipe(duplex=False)
+        process = context.Process(target=run_rank, args=(setup, theirs, written), name=f"rank {setup.rank}")
+        process.start()
+        theirs.close()  # so that a pipe ends when the process does
+        written.close()
+        last_lines = deque[str](maxlen=_KEPT_LINES)
+        listener = threading.Thread(target=_listen, args=(words, setup.rank, last_lines), daemon=True)
+        listener.start()
+        rank = _Rank(setup.rank, process, ours, last_lines, listener)
+        self._ranks.append(rank)
+        self._selector.register(ours, selectors.EVENT_READ, rank)
+        self._selector.register(process.sentinel, selectors.EVENT_READ, rank)
+
+    def _collect(self, on_progress: OnProgress) -> Any:
+        """What rank 0 answers, when all ranks have answered. Raises as call()."""
+        deadline: float | None = None
+        while len(self._answers) < len(self._ranks):
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            for key, _ in self._selector.select(left):
+                answer = self._hear(key.data, key.fileobj)
+                if isinstance(answer, Progressed):
+                    on_progress(*answer.arguments)
+            if any(isinstance(answer, Raised) for answer in self._answers.values()):
+                deadline = deadline if deadline is not None else time.monotonic() + GRACE_SECONDS
+                if time.monotonic() >= deadline and len(self._answers) < len(self._ranks):
+                    self._fail_of_one_error()
+        errors = [answer.error for answer in self._answers.values() if isinstance(answer, Raised)]
+        if errors and (len(errors) < len(self._ranks) or len(set(map(type, errors))) > 1):
+            self._fail_of_one_error()
+        first = self._answers[0]
+        self.has_work, self._answers, self._awaited = first.has_work, {}, ""
+        if isinstance(first, Raised):
+            raise first.error
+        return first.value
+
+    def _hear(self, rank: _Rank, source: object) -> Progressed | Done | Raised:
+        """The message of a rank that has sent one; answers are kept. Raises RankFailed for one that is dead."""
+        try:
+            if source is not rank.commands and not rank.commands.poll():
+                raise EOFError
+            self._is_torn = True
+            message: Progressed | Done | Raised = rank.commands.recv()
+        except (EOFError, OSError):
+            self._fail_of_dead(rank)
+        if not isinstance(message, Progressed):
+            self._answers[rank.number] = message
+        self._is_torn = False
+        return message
+
+    def _require_whole(self) -> None:
+        """Raise RankFailed where there are no ranks, or none that can be talked to."""
+        if self._is_torn and self._ranks:
+            self.kill()
+            raise RankFailed("an interrupt cut a message to or from a rank, and all ranks were ended", 0)
+        if not self._ranks:
+            raise RankFailed("the ranks of this engine were ended; make another engine", 0)
+
+    def _fail_of_dead(self, rank: _Rank) -> NoReturn:
+        rank.process.join(_WORDS_SECONDS)
+        rank.listener.join(_WORDS_SECONDS)
+        code = rank.process.exitcode
+        how = "has closed its pipe" if code is None else f"ended with exit code {code}"
+        if code is not None and code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        awaited, lines = self._awaited, [line for line in rank.last_lines if line.strip()]
+        self.kill()
+        last = f"; its last words were: {lines[-1].strip()}" if lines else ""
+        raise RankFailed(f"rank {rank.number} {how} {awaited}, and all ranks were ended{last}", rank.number)
+
+    def _fail_of_one_error(self) -> NoReturn:
+        number, error = next(
+            (number, answer.error) for number, answer in sorted(self._answers.items()) if isinstance(answer, Raised)
+        )
+        awaited = self._awaited
+        self.kill()
+        raise RankFailed(
+            f"rank {number} raised {in_words(error)} {awaited}, which not all ranks did, so they are no longer in step "
+            "and were ended",
+            number,
+        ) from error
+
+
+def _no_progress(*arguments: Any) -> None:
+    """Nothing is shown."""
+
+
+def _listen(words: Connection, rank: int, last_lines: deque[str]) -> None:
+    """Pass on what a rank writes, line by line, until it ends."""
+    with words, open(words.fileno(), encoding="utf-8", errors="replace", closefd=False) as lines:
+        for line in lines:
+            last_lines.append(line.rstrip("\n"))
+            with suppress(ValueError, OSError, AttributeError):  # a stderr that is closed, or none
+                sys.stderr.write(f"rank {rank}: {line}")
+                sys.stderr.flush()

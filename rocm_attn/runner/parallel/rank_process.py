@@ -1,0 +1,134 @@
+"""What a rank's process runs: an engine over its part of the model, one command after the other.
+
+The process in front commands all ranks alike; rank 0 answers with results, the others that they are done. A rank ends
+when it is told so, when its pipe ends, or when the process in front is gone, in whatever collective it may be then.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from rocm_attn.errors import RocmAttnError
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.limits import RequestLimits
+from rocm_attn.runner.options import EngineOptions
+from rocm_attn.runner.parallel.messages import Command, Done, Progressed, Raised, RankSetup, sendable
+from rocm_attn.runner.ranks import RanksOfGroup
+from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal
+
+CLOSE = Command("close")
+
+# What torch's own watch of NCCL would do, the process in front does; and does sooner. Set unless it is set already.
+_ENVIRONMENT = {
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # it ends a process that compiles kernels for long
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+
+
+def run_rank(setup: RankSetup, commands: Connection, words: Connection) -> None:
+    """Serve commands until there are no more; does not return.
+
+    words: takes what the process writes to stdout and stderr
+    """
+    threading.Thread(target=_end_with_the_front, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal; the front ends us
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(words.fileno(), stream.fileno())
+        assert hasattr(stream, "reconfigure")
+        stream.reconfigure(line_buffering=True)
+    words.close()
+    faulthandler.enable()
+    engine: list[Engine] = []
+
+    def build() -> RequestLimits:
+        engine.append(_engine(setup))
+        return engine[0].limits
+
+    if _answered(commands, setup.rank, build, engine):
+        try:
+            while (command := commands.recv()) != CLOSE:
+                given = list(command.arguments)
+                if command.method == "capture_all":
+                    given.append(_progress(commands, setup.rank))
+                _answered(commands, setup.rank, partial(getattr(engine[0], command.method), *given), engine)
+        except (EOFError, OSError):  # the front has closed the pipe
+            pass
+    sys.stderr.flush()
+    os._exit(0)  # graphs that hold collectives, and groups, need no order in which they are taken down
+
+
+def _end_with_the_front() -> None:
+    front = multiprocessing.parent_process()
+    assert front is not None
+    front.join()
+    os._exit(1)
+
+
+def _answered(commands: Connection, rank: int, method: Callable[[], Any], engine: list[Engine]) -> bool:
+    """Call a method and send what came of it; whether it has returned."""
+    try:
+        value = method()
+    except BaseException as error:  # the front decides what it means
+        if not isinstance(error, RocmAttnError):
+            traceback.print_exc()
+        commands.send(Raised(sendable(error), _has_work(engine)))
+        return False
+    commands.send(Done(value if rank == 0 else None, _has_work(engine)))
+    return True
+
+
+def _has_work(engine: list[Engine]) -> bool:
+    return bool(engine) and engine[0].has_work
+
+
+def _progress(commands: Connection, rank: int) -> Callable[..., None]:
+    def tell(*arguments: Any) -> None:
+        if rank == 0:
+            commands.send(Progressed(arguments))
+
+    return tell
+
+
+def _engine(setup: RankSetup) -> Engine:
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks of one host; its name need not be known to DNS
+    device, backend = torch.device("cpu"), "gloo"
+    if setup.device_type == "cuda":
+        device, backend = torch.device("cuda", setup.rank), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    torch.set_num_threads(setup.num_threads)
+    dist.init_process_group(
+        backend, store=FileStore(setup.store, setup.num_ranks), rank=setup.rank, world_size=setup.num_ranks
+    )
+    assert dist.group.WORLD is not None
+    ranks = RanksOfGroup(dist.group.WORLD)
+    engine = Engine(setup.load(device=device, ranks=ranks), _of_rank(setup.options, setup.rank))
+    if isinstance(engine.flight, FlightRecorder):
+        dump_on_signal(engine.flight)
+    return engine
+
+
+def _of_rank(options: EngineOptions, rank: int) -> EngineOptions:
+    """The options, with a file of its own for each rank's last steps."""
+    if options.flight_record is None:
+        return options
+    path = Path(options.flight_record)
+    return replace(options, flight_record=path.with_name(f"{path.stem}.rank{rank}{path.suffix}"))

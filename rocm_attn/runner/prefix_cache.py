@@ -1,0 +1,355 @@
+"""PrefixCache: full pages of K and V, found by the tokens that they hold, so that no request computes them again.
+
+A page is known by its key: a hash of its tokens and of the key of the page before it. So a key stands for all tokens up
+to the end of its page, and for the salt that the first page begins with. The cache keeps pages beyond their rows, and
+gives those back that no row holds, the least recently used first, when pages run out. A page is given back before the
+page that it comes after: what remains can be found.
+
+In the SWA space a row needs the pages of a window alone. There pages are given back one by one, and a prefix can be
+used up to a length whose window is wholly there.
+
+A fault of the device is reported some steps after its own: three, and five where ranks share a model. So a page is
+found later than that after the step that completed it, and never if that step went wrong.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+
+from rocm_attn.batch.step_batch import INT32_MAX
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
+from rocm_attn.paging.request_table import RequestTable
+
+# 32 bytes: two chains of one key cannot be found, not even by one who looks for them to read another tenant's pages.
+_KEY_BYTES = 32
+
+_FULL = 0  # of table.spaces
+
+_NOT_KEPT = -1
+
+
+_SALT = blake2b(digest_size=_KEY_BYTES, person=b"salt")
+_PAGE = blake2b(digest_size=_KEY_BYTES, person=b"page")
+
+
+def salt_key(salt: str) -> bytes:
+    """What stands for the page before the first one."""
+    salted = _SALT.copy()
+    salted.update(salt.encode("utf-8", "surrogatepass"))
+    return salted.digest()
+
+
+def page_key(before: bytes, token_ids: Sequence[int]) -> bytes:
+    """The key of a full page. before: the key of the page before it, or of the salt; token_ids: of the page"""
+    page = _PAGE.copy()  # a third of the time that a new one takes
+    page.update(before + array("i", token_ids).tobytes())
+    return page.digest()
+
+
+@dataclass(slots=True, eq=False)
+class CachedPage:
+    """A page that can be found.
+
+    before:   the page before it; None: it is a first one
+    after:    key -> a page that comes after it
+    kept_id:  what RequestTable.keep() gave
+    step:     in which it was entered
+    num_rows: of each space: rows that hold it there; _NOT_KEPT where the cache does not keep it
+    """
+
+    key: bytes
+    before: CachedPage | None
+    kept_id: int
+    step: int
+    num_rows: list[int]
+    after: dict[bytes, CachedPage] = field(default_factory=dict)
+
+
+class CachedRow:
+    """A sequence as the cache knows it: the keys of its pages, and the cached pages that its row holds while it runs.
+
+    salt:      prefixes are shared among sequences of one salt
+    is_cached: whether its pages are looked up and entered at all
+    """
+
+    __slots__ = ("first_held", "is_cached", "keys", "moves_at", "pages", "salt")
+
+    def __init__(self, salt: str = "", *, is_cached: bool = True) -> None:
+        self.salt = salt
+        self.is_cached = is_cached
+        self.keys: list[bytes] = []  # page_no -> key, as far as it was asked for
+        # page_no -> the page, None where row holds one of its own with the same tokens, or one that is not cached
+        self.pages: list[CachedPage | None] = []
+        self.first_held: list[int] = []  # of each space: page_no of the first page that row has not given back
+        self.moves_at = 0  # stored tokens at which the next page leaves a window
+
+    def keys_up_to(self, num_pages: int, token_ids: Sequence[int], page_size: int) -> list[bytes]:
+        """The keys of the first num_pages pages, at least."""
+        keys = self.keys
+        if len(keys) < num_pages:
+            key = keys[-1] if keys else salt_key(self.salt)
+            for first in range(len(keys) * page_size, num_pages * page_size, page_size):
+                key = page_key(key, token_ids[first : first + page_size])
+                keys.append(key)
+        return keys
+
+
+class PrefixCache:
+    """The pages of a request table that can be found by their tokens.
+
+    The owner of the rows says when a row is admitted, has stored tokens, moves its windows and is freed. Steps are
+    counted by end_step(); all ranks that call the same methods in the same order find the same pages.
+
+    steps_until_known: AttentionRuntime.steps_until_known
+    """
+
+    def __init__(self, table: RequestTable, steps_until_known: int) -> None:
+        self._table = table
+        self._steps_until_known = steps_until_known
+        self._page_size = table.page_size
+        self._windowed = [
+            (space, pages) for space, pages in enumerate(table.spaces) if pages.pages.window_left != ALL_KEYS
+        ]
+        self._pages: dict[bytes, CachedPage] = {}
+        # Of each space: pages that only the cache holds, the least recently used first. In the full space a page comes
+        # before the page that it comes after: all rows that held it held that one, too, and let go of it later.
+        self._idle: tuple[OrderedDict[CachedPage, None], ...] = tuple(OrderedDict() for _ in table.spaces)
+        self._step = 0
+        self._right_until = 0
+
+    def __len__(self) -> int:
+        """Pages that can be found, or could be once their steps are known to have gone well."""
+        return len(self._pages)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether rows give pages back while they run."""
+        return bool(self._windowed)
+
+    def num_idle(self, space: int) -> int:
+        """Pages that only the cache holds. space: by its number in table.spaces"""
+        return len(self._idle[space])
+
+    def find(self, row: CachedRow, token_ids: Sequence[int]) -> list[CachedPage]:
+        """The pages of the longest prefix that is there, without the last token: that one is always computed."""
+        if not (row.is_cached and self._pages):
+            return []
+        most = (len(token_ids) - 1) // self._page_size
+        found: list[CachedPage] = []
+        for key in row.keys_up_to(most, token_ids, self._page_size)[:most]:
+            page = self._pages.get(key)
+            if page is None or page.step > self._right_until:
+                break
+            found.append(page)
+        return found[: self._longest(found)] if self._windowed else found
+
+    def admit(self, row: CachedRow, found: Sequence[CachedPage]) -> int:
+        """A new row of the table that begins with the pages that were found."""
+        start = len(found) * self._page_size
+        number = self._table.admit_over([page.kept_id for page in found], start) if found else self._table.admit()
+        row.pages = list(found)
+        row.first_held = [pages.pages.first_needed(start, self._page_size) for pages in self._table.spaces]
+        row.moves_at = self._next_move(row)
+        for space, first in enumerate(row.first_held):
+            for page in found[first:]:
+                self._hold(page, space)
+        return number
+
+    def enter(self, rows: Iterable[tuple[CachedRow, int, Sequence[int], int]]) -> None:
+        """Let full pages be found that were completed by the step that has ended.
+
+        rows: of each row the CachedRow, its number, its sequence's tokens, and how many of them are stored
+        """
+        fresh: dict[bytes, CachedPage] = {}
+        numbers: list[int] = []
+        page_nos: list[int] = []
+        for row, number, token_ids, num_stored in rows:
+            if row.is_cached:
+                missing = self._missing(row, token_ids, num_stored // self._page_size, fresh)
+                numbers += [number] * len(missing)
+                page_nos += missing
+        if not numbers:
+            return
+        ids = self._table.keep_all(np.array(numbers, np.int32), np.array(page_nos, np.int32)).tolist()
+        for page, kept_id in zip(fresh.values(), ids, strict=True):
+            page.kept_id = kept_id
+            self._put(page)
+
+    def move_windows(self, row: CachedRow, num_stored: int) -> None:
+        """The row has given back what no step needs that begins after num_stored tokens.
+
+        To be called when num_stored has come to row.moves_at; before that, nothing has left a window.
+        """
+        for space, pages in self._windowed:
+            first = pages.pages.first_needed(num_stored, self._page_size)
+            for page in row.pages[row.first_held[space] : first]:
+                if page is not None:
+                    self._let_go(page, space)
+            row.first_held[space] = max(first, row.first_held[space])
+        row.moves_at = self._next_move(row)
+
+    def leave(self, row: CachedRow) -> None:
+        """The row is freed. Its pages stay, and count as used now."""
+        for page_no in range(len(row.pages) - 1, -1, -1):
+            page = row.pages[page_no]
+            if page is not None:
+                for space, first in enumerate(row.first_held):
+                    if page_no >= first:
+                        self._let_go(page, space)
+            # Another row's page of these tokens is as useful as if this row had held it.
+            there = self._pages.get(row.keys[page_no])
+            if there is not None and there.num_rows[_FULL] == 0:
+                self._idle[_FULL].move_to_end(there)
+        row.pages = []
+
+    def make_room(self, space: int, num_pages: int) -> None:
+        """Give idle pages back until so many are free in a space, or no idle one is left."""
+        idle, missing = self._idle[space], num_pages - self._table.spaces[space].num_free_pages
+        given_back: list[int] = []
+        if space == _FULL:
+            while idle and missing > 0:
+                missing -= self._remove(next(iter(idle)), given_back)
+            self._table.drop(given_back)
+            return
+        while idle and missing > 0:
+            page, _ = idle.popitem(last=False)
+            page.num_rows[space] = _NOT_KEPT
+            given_back.append(page.kept_id)
+            missing -= 1
+        if given_back:
+            self._table.drop(given_back, (self._table.spaces[space].space,))
+
+    def end_step(self) -> None:
+        """One more step has run, and reported no fault of the steps before it."""
+        self._step += 1
+        self._right_until = max(self._right_until, self._step - self._steps_until_known)
+
+    def all_is_right(self) -> None:
+        """The device was waited for, and no step has gone wrong."""
+        self._right_until = self._step
+
+    def forget_unknown(self) -> None:
+        """A step has gone wrong: what was entered since it is not to be found any more."""
+        self._forget([page for page in self._pages.values() if page.step > self._right_until])
+
+    def forget_row(self, row: CachedRow) -> None:
+        """The row's sequence has failed: what it holds, and what comes after that, is not to be found any more."""
+        self._forget([page for page in row.pages if page is not None])
+
+    def clear(self) -> None:
+        """Nothing is to be found any more. Rows go on; what comes after their pages is not entered."""
+        self._forget(list(self._pages.values()))
+
+    def _missing(self, row: CachedRow, token_ids: Sequence[int], end: int, fresh: dict[bytes, CachedPage]) -> list[int]:
+        """Which of the pages [., end) that row has completed are to be entered: page_no. They are put into fresh."""
+        first = len(row.pages)
+        keys = row.keys_up_to(end, token_ids, self._page_size)
+        before = (fresh.get(keys[first - 1]) or self._pages.get(keys[first - 1])) if first else None
+        missing = []
+        for page_no in range(first, end):
+            key = keys[page_no]
+            page = fresh.get(key)
+            if page is None:
+                there = self._pages.get(key)
+                if there is None and page_no and before is None:
+                    # Nothing leads to it: the page before it was given back, or has failed.
+                    row.pages += [None] * (end - page_no)
+                    break
+                if there is None or self._lacks_a_window(there):
+                    page = CachedPage(key, before, 0, self._step, [_NOT_KEPT] * len(self._idle))
+                    fresh[key] = before = page
+                    missing.append(page_no)
+                    row.pages.append(page)
+                    continue
+                page = there
+            row.pages.append(None)
+            before = page
+        return missing
+
+    def _put(self, page: CachedPage) -> None:
+        """Let a page be found that is kept in every space and held by one row."""
+        old = self._pages.get(page.key)
+        if old is not None:  # it lacks a window
+            page.after, old.after = old.after, {}
+            for after in page.after.values():
+                after.before = page
+            self._table.drop([self._give_up(old)])
+        page.num_rows = [1] * len(self._idle)
+        self._pages[page.key] = page
+        if page.before is not None:
+            page.before.after[page.key] = page
+
+    def _longest(self, found: Sequence[CachedPage]) -> int:
+        """How many of these pages a row can begin with, so that all that its windows see is there."""
+        longest, present = 0, [0] * len(self._windowed)
+        for num_pages, page in enumerate(found, 1):
+            is_whole = True
+            for at, (space, pages) in enumerate(self._windowed):
+                present[at] = 0 if page.num_rows[space] == _NOT_KEPT else present[at] + 1
+                first = pages.pages.first_needed(num_pages * self._page_size, self._page_size)
+                is_whole &= present[at] >= num_pages - first
+            if is_whole:
+                longest = num_pages
+        return longest
+
+    def _next_move(self, row: CachedRow) -> int:
+        """How many tokens row will have stored when the next page leaves a window."""
+        moves = (
+            (row.first_held[space] + 1) * self._page_size + pages.pages.window_left + pages.pages.kept
+            for space, pages in self._windowed
+        )
+        return min(moves, default=INT32_MAX)
+
+    def _lacks_a_window(self, page: CachedPage) -> bool:
+        return any(page.num_rows[space] == _NOT_KEPT for space, _ in self._windowed)
+
+    def _hold(self, page: CachedPage, space: int) -> None:
+        if page.num_rows[space] == 0:
+            del self._idle[space][page]
+        page.num_rows[space] += 1
+
+    def _let_go(self, page: CachedPage, space: int) -> None:
+        """One row less holds a page, unless the cache has forgotten it."""
+        if page.num_rows[space] > 0:
+            page.num_rows[space] -= 1
+            if page.num_rows[space] == 0:
+                self._idle[space][page] = None
+
+    def _forget(self, pages: Iterable[CachedPage]) -> None:
+        given_back: list[int] = []
+        for page in pages:
+            if page.num_rows[_FULL] != _NOT_KEPT:
+                self._remove(page, given_back)
+        self._table.drop(given_back)
+
+    def _remove(self, page: CachedPage, given_back: list[int]) -> int:
+        """Let a page be found no more, nor any page after it; how many pages of the full space become free.
+
+        given_back: gets the ids that are to be dropped
+        """
+        if page.before is not None:
+            del page.before.after[page.key]
+        num_free, pages = 0, [page]
+        while pages:
+            page = pages.pop()
+            pages += page.after.values()
+            page.after = {}
+            del self._pages[page.key]
+            num_free += page.num_rows[_FULL] == 0
+            given_back.append(self._give_up(page))
+        return num_free
+
+    def _give_up(self, page: CachedPage) -> int:
+        """Forget which rows hold a page; its id, which is to be dropped."""
+        for space, num_rows in enumerate(page.num_rows):
+            if num_rows == 0:
+                del self._idle[space][page]
+            page.num_rows[space] = _NOT_KEPT
+        page.before = None
+        return page.kept_id

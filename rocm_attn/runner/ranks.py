@@ -1,0 +1,113 @@
+"""Ranks: what those that share a model by tensor parallelism do together.
+
+Each holds a Shard of the model and runs the same steps as all others, at the same time and in the same order. What
+they sum and gather is the same on all of them, bit by bit, so they pick the same tokens without asking each other.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rocm_attn.errors import BadSetting
+from rocm_attn.machine.agreement import Agreement, all_gather_into, alone, among
+from rocm_attn.runner.shards import WHOLE, Shard
+
+
+class Ranks(Protocol):
+    """The ranks that share a model, as one of them sees them.
+
+    shard: which one it is
+    agree: how they agree on kernels, graphs and faults
+    """
+
+    @property
+    def shard(self) -> Shard: ...
+    @property
+    def agree(self) -> Agreement: ...
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of every rank's x, in the place of x. The order of the sum may depend on the size of x."""
+        ...
+
+    def sum_in_order(self, x: Tensor) -> Tensor:
+        """The sum of every rank's x, from rank 0 up: what an element comes to does not depend on those beside it."""
+        ...
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """[rows, num_ranks * columns]: the columns of every rank's x [rows, columns], from rank 0 up."""
+        ...
+
+    def least(self, number: int) -> int:
+        """The smallest of every rank's number, of the host."""
+        ...
+
+
+class OneRank:
+    """A model that is not shared."""
+
+    shard = WHOLE
+    agree: Agreement = alone
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x
+
+    def sum_in_order(self, x: Tensor) -> Tensor:
+        return x
+
+    def gathered(self, x: Tensor) -> Tensor:
+        return x
+
+    def least(self, number: int) -> int:
+        return number
+
+
+ONE_RANK = OneRank()
+
+
+class RanksOfGroup:
+    """The ranks of a process group of torch.distributed.
+
+    group: of the ranks that share the model and no others. It needs a backend for tensors of the host, by which ranks
+           agree, beside that of the GPUs: init_process_group("cpu:gloo,cuda:nccl"), where nccl is RCCL on ROCm
+    Raises BadSetting for a group without one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        if "cpu" not in {device.type for device in group._device_types}:
+            raise BadSetting(
+                "the process group has no backend for tensors of the host, by which ranks agree on kernels, graphs and "
+                'faults; make it with init_process_group("cpu:gloo,cuda:nccl")'
+            )
+        self.shard = Shard(group.rank(), group.size())
+        self.agree = among(group)
+        self._group = group
+
+    def sum(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x, group=self._group)
+        return x
+
+    def sum_in_order(self, x: Tensor) -> Tensor:
+        first, *others = self._all(x)
+        for other in others:
+            first += other
+        return first
+
+    def gathered(self, x: Tensor) -> Tensor:
+        return torch.cat(self._all(x), -1)
+
+    def least(self, number: int) -> int:
+        least = torch.tensor(number, dtype=torch.int64)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._group)
+        return int(least)
+
+    def _all(self, x: Tensor) -> list[Tensor]:
+        """Every rank's x."""
+        x = x.contiguous()
+        rows = x.shape[0]
+        everything = torch.empty((self.shard.num_ranks * rows, *x.shape[1:]), dtype=x.dtype, device=x.device)
+        all_gather_into(everything, x, group=self._group)
+        return list(torch.split(everything, rows))

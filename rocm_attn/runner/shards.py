@@ -1,0 +1,92 @@
+"""How a model is cut over tensor-parallel ranks: which elements of its matrices each of them holds.
+
+Every model is cut over any number of ranks. Where heads or an MLP do not divide, the last ranks hold zeros in the place
+of what is missing: a head of zeros gives zeros, and so does an element of an MLP. runner/cut.py says what they cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Matrix units take rows and columns of bf16 by 16 bytes; what divides evenly is left as the model has it.
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a rank holds of one dimension: elements start to stop - 1 of the whole, then zeros up to size."""
+
+    start: int
+    stop: int
+    size: int
+
+    @classmethod
+    def whole(cls, size: int) -> Span:
+        """All of a dimension."""
+        return cls(0, size, size)
+
+    @property
+    def num_real(self) -> int:
+        """Elements that are not padding; 0 on a rank that holds nothing else."""
+        return self.stop - self.start
+
+    def of_elements(self, per_unit: int) -> Span:
+        """The same span counted in elements, of which a unit (a head, an expert's row) has so many."""
+        return Span(self.start * per_unit, self.stop * per_unit, self.size * per_unit)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSpans:
+    """The heads of one rank. Query head i reads KV head i // (q.size // kv.size), as on one rank."""
+
+    q: Span
+    kv: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One of the ranks that share a model: rank, of 0 to num_ranks - 1."""
+
+    rank: int
+    num_ranks: int
+
+    def span(self, size: int) -> Span:
+        """The rank's part of a dimension of `size` elements that are cut in order, as even as they go."""
+        per_rank = -(-size // self.num_ranks)
+        if size % self.num_ranks:
+            per_rank = -(-per_rank // _ALIGNMENT) * _ALIGNMENT
+        return _cut(size, self.rank * per_rank, per_rank)
+
+    def heads(self, num_q_heads: int, num_kv_heads: int) -> HeadSpans:
+        """The rank's query heads, with the KV heads that they read.
+
+        A KV head is never cut. Where there are fewer of them than ranks, each is held by as many ranks as share its
+        query heads out, all equally many. For that the KV heads are filled up to the next number that divides the
+        ranks or is a multiple of them, and the query heads of each to a multiple of the ranks that hold it.
+        """
+        group = num_q_heads // num_kv_heads
+        filled = self._filled_kv_heads(num_kv_heads)
+        holders = max(1, self.num_ranks // filled)
+        if holders == 1:
+            kv = _cut(num_kv_heads, self.rank * filled // self.num_ranks, filled // self.num_ranks)
+            return HeadSpans(q=kv.of_elements(group), kv=kv)
+        kv_head, part = divmod(self.rank, holders)
+        per_rank = -(-group // holders)
+        of_group = _cut(group if kv_head < num_kv_heads else 0, part * per_rank, per_rank)
+        first = kv_head * group
+        q = Span(first + of_group.start, first + of_group.stop, per_rank)
+        return HeadSpans(q=q, kv=_cut(num_kv_heads, kv_head, 1))
+
+    def _filled_kv_heads(self, num_kv_heads: int) -> int:
+        ranks = self.num_ranks
+        if num_kv_heads >= ranks:
+            return -(-num_kv_heads // ranks) * ranks
+        return next(number for number in range(num_kv_heads, ranks + 1) if ranks % number == 0)
+
+
+def _cut(whole: int, start: int, size: int) -> Span:
+    """`size` elements from `start` on, of which those at or after `whole` are padding."""
+    return Span(min(start, whole), min(start + size, whole), size)
+
+
+WHOLE = Shard(0, 1)

@@ -1,0 +1,113 @@
+"""What a forward returns: a tensor, PerToken, None, or a tree of these: lists, tuples, dicts and dataclasses.
+
+A tensor has a row for each sequence, [S, ...]; PerToken wraps one with a row for each token, [T, ...]. Shapes cannot
+say which it is: in a decode step S and T are equal, and in others they may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor
+from typing_extensions import TypeVar
+
+from rocm_attn.errors import BadTensor
+from rocm_attn.hip_graphs.tensor_trees import branches_of, is_tree, with_branches
+
+# What a forward returns; where nothing else is said, one tensor [S, ...].
+Outputs = TypeVar("Outputs", default=Tensor)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PerToken:
+    """A tensor of what a forward returns that has a row for each padded token of its step, [T, ...].
+
+    Of what a step gives, a row for each real token, [num_tokens, ...], in the order of the batch.
+    """
+
+    tensor: Tensor
+
+
+Leaf = Tensor | PerToken | None
+
+
+def leaves_of(outputs: object, path: str = "") -> Iterator[tuple[str, Leaf]]:
+    """(path, leaf) for each leaf, in order; the path is what is written after forward's result to reach it.
+
+    Raises BadTensor for a leaf that is none of Leaf.
+    """
+    if outputs is None or isinstance(outputs, (Tensor, PerToken)):
+        yield path, outputs
+    elif is_tree(outputs):
+        for name, branch in branches_of(outputs):
+            yield from leaves_of(branch, path + name)
+    else:
+        raise BadTensor(f"forward returned {_article(type(outputs).__name__)}{_at(path)}; {_ALLOWED}")
+
+
+def map_leaves(outputs: Outputs, per_seq: Callable[[Tensor], Tensor], per_token: Callable[[Tensor], Tensor]) -> Outputs:
+    """The same tree with its tensors changed, those with a row for each sequence by one function, PerToken by another.
+
+    outputs: as leaves_of() takes it
+    """
+    return cast(Outputs, _mapped(outputs, per_seq, per_token))
+
+
+def _mapped(tree: Any, per_seq: Callable[[Tensor], Tensor], per_token: Callable[[Tensor], Tensor]) -> Any:
+    if tree is None:
+        return None
+    if isinstance(tree, Tensor):
+        return per_seq(tree)
+    if isinstance(tree, PerToken):
+        return PerToken(per_token(tree.tensor))
+    return with_branches(tree, [_mapped(branch, per_seq, per_token) for _, branch in branches_of(tree)])
+
+
+def real_rows(outputs: Outputs, num_seqs: int, num_tokens: int) -> Outputs:
+    """The outputs without what they hold for pads: [num_seqs, ...], and [num_tokens, ...] of PerToken. No copies."""
+    if isinstance(outputs, Tensor):  # of most forwards
+        return cast(Outputs, outputs if outputs.shape[0] == num_seqs else outputs[:num_seqs])
+    return map_leaves(outputs, lambda rows: rows[:num_seqs], lambda rows: rows[:num_tokens])
+
+
+def require_rows(outputs: object, num_seqs: int, num_tokens: int) -> None:
+    """Raise BadTensor unless each leaf has a row for each padded sequence, or for each padded token."""
+    for path, leaf in leaves_of(outputs):
+        if leaf is None:
+            continue
+        tensor, wanted, of = (
+            (leaf.tensor, num_tokens, "tokens") if isinstance(leaf, PerToken) else (leaf, num_seqs, "sequences")
+        )
+        if not isinstance(tensor, Tensor):
+            raise BadTensor(f"forward returned a PerToken of {_article(type(tensor).__name__)}{_at(path)}; {_ALLOWED}")
+        if tensor.dim() == 0:
+            raise BadTensor(f"forward returned a tensor without dimensions{_at(path)}; {_ALLOWED}")
+        if tensor.shape[0] != wanted:
+            is_per_token = of == "sequences" and tensor.shape[0] == num_tokens
+            hint = "; wrap a tensor that has a row for each token in PerToken" if is_per_token else ""
+            raise BadTensor(f"forward returned {tensor.shape[0]} rows{_at(path)} for {wanted} padded {of}{hint}")
+
+
+def structure_of(outputs: object) -> str:
+    """The tree in words, without sizes; equal for outputs that have their leaves at the same places."""
+    if isinstance(outputs, Tensor):
+        return "Tensor"
+    if outputs is None or isinstance(outputs, PerToken) or not is_tree(outputs):
+        return type(outputs).__name__
+    return f"{type(outputs).__name__}({', '.join(f'{at}: {structure_of(leaf)}' for at, leaf in branches_of(outputs))})"
+
+
+_ALLOWED = (
+    "it returns tensors [S, ...] with a row for each padded sequence of its step, PerToken of tensors [T, ...] with a "
+    "row for each padded token, None, or lists, tuples, dicts and dataclasses of these"
+)
+
+
+def _article(name: str) -> str:
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def _at(path: str) -> str:
+    return f" at {path}" if path else ""

@@ -1,0 +1,112 @@
+"""The page of stable names: what each is, and everything of it that a caller may use, read from the sources.
+
+python -m tests.amd.house.interface writes it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from tests.amd.house.source_tree import ROOT, sources
+
+PAGE = ROOT / "docs" / "names.md"
+STUB = ROOT / "rocm_attn" / "__init__.pyi"
+
+_HEAD = """# Stable names
+
+What `import rocm_attn as ra` gives, as `ra.NAME`; [stability](stability.md) says what may be counted on. Shapes, units
+and errors are in the docstrings: `help(ra.NAME)`. `python -m tests.amd.house.interface` writes this page, and a test
+compares it: what changes the page changes what callers use, and needs a line in the [changes](../CHANGELOG.md).
+"""
+
+
+def groups() -> dict[str, dict[str, str]]:
+    """The headings of __init__.pyi; under each, the names and their modules."""
+    found: dict[str, dict[str, str]] = {}
+    for line in STUB.read_text().partition("# isort: off\n")[2].splitlines():
+        if line.startswith("# "):
+            found[line[2:]] = {}
+        elif line.startswith("from "):
+            _, module, _, name, *_ = line.split()
+            found[list(found)[-1]][name] = module
+    return found
+
+
+def page() -> str:
+    """The text of docs/names.md."""
+    parts = [_HEAD]
+    for heading, names in groups().items():
+        parts.append(f"\n## {heading}\n\n| name | what it is |\n|---|---|\n")
+        parts += [f"| `{name}` | {summary(name, module)} |\n" for name, module in names.items()]
+        parts.append("\n```text\n")
+        parts += [f"{line}\n" for name, module in names.items() for line in described(definition(name, module))]
+        parts.append("```\n")
+    return "".join(parts)
+
+
+def definition(name: str, module: str) -> ast.stmt:
+    """The statement at the top of a module that gives a name its value."""
+    (source,) = (source for source in sources() if source.module == module)
+    for node in source.tree.body:
+        match node:
+            case ast.FunctionDef(name=found) | ast.ClassDef(name=found) if found == name:
+                return node
+            case ast.Assign(targets=[ast.Name(id=found)]) | ast.AnnAssign(target=ast.Name(id=found)) if found == name:
+                return node
+    raise AssertionError(f"{module} has no {name} of its own; name the module that it is written in")
+
+
+def summary(name: str, module: str) -> str:
+    """The first paragraph of a docstring: its own, or that of the class that it is a value of; else its value."""
+    node = definition(name, module)
+    match node:
+        case ast.Assign(value=ast.Call(func=ast.Name(id=its_class), args=[], keywords=[])):
+            node = definition(its_class, module)
+        case ast.Assign(value=value):
+            return f"the value `{ast.unparse(value)}`"
+    assert isinstance(node, ast.FunctionDef | ast.ClassDef)
+    text = ast.get_docstring(node)
+    assert text, f"{name} has no docstring"
+    return " ".join(text.partition("\n\n")[0].split()).replace("|", "\\|")
+
+
+def described(node: ast.stmt) -> list[str]:
+    """A name as it is written: a function's parameters; a class's fields and public methods, in their order."""
+    match node:
+        case ast.FunctionDef():
+            return [_called(node)]
+        case ast.ClassDef():
+            bases = ", ".join(ast.unparse(base) for base in node.bases)
+            return [f"class {node.name}({bases})" if bases else f"class {node.name}", *_members(node)]
+    return [ast.unparse(node)]
+
+
+def _members(node: ast.ClassDef) -> Iterator[str]:
+    for member in node.body:
+        match member:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if (
+                name == "__init__" or not name.startswith("_")
+            ):
+                decorators = [ast.unparse(each) for each in member.decorator_list]
+                if "property" in decorators:
+                    assert member.returns is not None
+                    yield f"    {name}: {ast.unparse(member.returns)}"
+                else:
+                    yield f"    {_called(member)}"
+            case ast.AnnAssign(target=ast.Name(id=name)) if not name.startswith("_"):
+                yield f"    {ast.unparse(member)}"
+            case ast.Assign(targets=[ast.Name(id=name)]) if not name.startswith("_"):
+                yield f"    {ast.unparse(member)}"
+
+
+def _called(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    arguments = ast.unparse(node.args)
+    for own in ("self", "cls"):
+        arguments = arguments.removeprefix(own).removeprefix(", ") if arguments.startswith(own) else arguments
+    returns = "" if node.returns is None or node.name == "__init__" else f" -> {ast.unparse(node.returns)}"
+    return f"{'async ' if isinstance(node, ast.AsyncFunctionDef) else ''}{node.name}({arguments}){returns}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,90 @@
+"""The names that `import rocm_attn` gives: each is there, is explained, and costs nothing until it is used."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+import rocm_attn as ra
+from rocm_attn import errors
+from tests.amd.house import interface
+from tests.amd.house.source_tree import ROOT
+
+
+def run_python(code: str) -> str:
+    """What code prints in a fresh interpreter, at the root of the checkout."""
+    finished = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout.strip()
+
+
+NAMES = [name for names in interface.groups().values() for name in names]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_what_its_module_has_and_says_what_it_is(name: str) -> None:
+    (module,) = (names[name] for names in interface.groups().values() if name in names)
+    value = getattr(ra, name)
+    assert value is getattr(importlib.import_module(module), name)
+    assert name in dir(ra)
+    if isinstance(value, type) or inspect.isfunction(value):
+        assert value.__module__ == module
+        assert inspect.getdoc(value)
+
+
+def test_each_name_is_in_one_group_once() -> None:
+    assert Counter(NAMES) == Counter(vars(ra)["__all__"])
+    assert max(Counter(NAMES).values()) == 1
+
+
+def test_every_error_is_a_stable_name() -> None:
+    raised = {name for name, value in vars(errors).items() if isinstance(value, type) and name[0] != "_"}
+    assert {name for name in raised if issubclass(getattr(errors, name), Exception)} <= set(NAMES)
+
+
+def test_the_page_of_names_is_current() -> None:
+    said = interface.PAGE.read_text()
+    assert said == interface.page(), "run python -m tests.amd.house.interface, and say in CHANGELOG.md what changed"
+
+
+def test_importing_rocm_attn_imports_none_of_its_modules_and_no_torch() -> None:
+    code = (
+        "import sys, rocm_attn as ra\n"
+        "dir(ra), ra.__all__\n"
+        "print(sorted({'torch', 'numpy', 'triton'} & set(sys.modules)))\n"
+        "print([name for name in sys.modules if name.startswith('rocm_attn.')])\n"
+        "ra.BadBatch\n"
+        "print([name for name in sys.modules if name.startswith('rocm_attn.')], 'torch' in sys.modules)\n"
+    )
+    assert run_python(code).splitlines() == ["[]", "[]", "['rocm_attn.errors'] False"]
+
+
+def test_an_author_of_a_runner_needs_no_extra_and_no_triton() -> None:
+    """All that does not serve whole models is there without the libraries of the extra [runner]."""
+    code = (
+        "import sys\n"
+        "for missing in ('gguf', 'jinja2', 'safetensors', 'tokenizers', 'triton'): sys.modules[missing] = None\n"
+        "import rocm_attn as ra\n"
+        "from tests.amd.house.interface import groups\n"
+        "names = [n for heading, names in groups().items() if 'extra [runner]' not in heading for n in names]\n"
+        "print(len([getattr(ra, name) for name in names]) == len(names) > 50)\n"
+    )
+    assert run_python(code) == "True"
+
+
+def test_a_name_that_is_not_there_is_refused_as_python_does() -> None:
+    with pytest.raises(AttributeError, match=r"module 'rocm_attn' has no attribute 'Pages'; docs/names.md lists"):
+        ra.Pages  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(ImportError):
+        from rocm_attn import Pages  # type: ignore[attr-defined]  # noqa: F401
+
+
+def test_all_names_come_with_a_star() -> None:
+    namespace: dict[str, object] = {}
+    exec("from rocm_attn import *", namespace)
+    assert set(NAMES) <= set(namespace)

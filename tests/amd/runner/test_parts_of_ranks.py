@@ -1,0 +1,157 @@
+"""What each tensor-parallel rank holds of a model, and that all parts together give what the whole model gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.runner.cut import cost_of_cut
+from rocm_attn.runner.geometry import AttentionLayer
+from rocm_attn.runner.loading import load_model, open_model
+from rocm_attn.runner.shards import Shard, Span
+from rocm_attn.runner.tensors import Shape, TensorSource
+from rocm_attn.runner.weights import expected_shapes, load_weights
+from tests.amd.runner.families import FAMILIES, family_model
+from tests.amd.runner.hf_models import hf_logits, random_tokens, save, small_hf_model, write_gguf
+from tests.amd.runner.served_logits import served_logits
+from tests.amd.runner.thread_ranks import ThreadRank, on_threads
+from tests.amd.runner.tiny_model import CONFIG
+from tests.amd.tolerances import assert_layers_close
+
+CPU = torch.device("cpu")
+NINE_OVER_THREE = AttentionLayer(num_q_heads=9, num_kv_heads=3, head_dim=8, scale=8**-0.5)
+HEADS = [(9, 3), (32, 8), (8, 1), (71, 1), (12, 4), (10, 5), (4, 4)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), HEADS)
+def test_every_query_head_is_held_once_beside_the_kv_head_that_it_reads(
+    num_q_heads: int, num_kv_heads: int, num_ranks: int
+) -> None:
+    held = []
+    sizes = set()
+    for rank in range(num_ranks):
+        heads = Shard(rank, num_ranks).heads(num_q_heads, num_kv_heads)
+        sizes.add((heads.q.size, heads.kv.size))
+        readers = heads.q.size // heads.kv.size
+        assert readers * heads.kv.size == heads.q.size
+        for place, q_head in enumerate(range(heads.q.start, heads.q.stop)):
+            held.append(q_head)
+            assert place // readers < heads.kv.num_real
+            assert q_head // (num_q_heads // num_kv_heads) == heads.kv.start + place // readers
+    assert sorted(held) == list(range(num_q_heads))
+    assert len(sizes) == 1, "all ranks' parts are of one shape, so they take the same kernels"
+
+
+@pytest.mark.parametrize("size", [1, 7, 40, 101, 49152])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_a_dimension_is_cut_in_order_and_padded_at_its_end_alone(size: int, num_ranks: int) -> None:
+    spans = [Shard(rank, num_ranks).span(size) for rank in range(num_ranks)]
+    assert [element for span in spans for element in range(span.start, span.stop)] == list(range(size))
+    assert len({span.size for span in spans}) == 1
+    full = [span.num_real == span.size for span in spans]
+    assert full == sorted(full, reverse=True)
+    if size % num_ranks == 0:
+        assert all(full), "what divides is left as the model has it"
+
+
+def test_the_cost_of_a_cut_is_said() -> None:
+    smollm2 = replace(CONFIG, layers=(replace(CONFIG.layers[0], attention=NINE_OVER_THREE),), vocab_size=49152)
+    assert Shard(3, 4).heads(9, 3).q == Span(9, 9, 3)
+    assert cost_of_cut(smollm2, 1) == ()
+    assert cost_of_cut(smollm2, 4) == ("9 query heads over 3 KV heads take the place of 12 over 4, 25% of them zeros",)
+    assert cost_of_cut(CONFIG, 4)[0] == "4 query heads over 2 KV heads: each KV head is held by 2 ranks"
+    assert cost_of_cut(replace(CONFIG, vocab_size=101), 2) == (
+        "the output matrix of 101 tokens takes the place of 112, 10% of them zeros",
+    )
+
+
+PROMPT_LEN = 9
+
+
+def logits_of_ranks(directory: Path, texts: list[Tensor], num_ranks: int) -> list[list[dict[int, Tensor]]]:
+    """rank -> text -> place -> logits, served in chunks and token by token."""
+
+    def serve(rank: ThreadRank) -> list[dict[int, Tensor]]:
+        loaded = load_model(directory, dtype=torch.float32, device=CPU, ranks=rank)
+        logits, _ = served_logits(loaded, texts, PROMPT_LEN, chunk=5, page_size=4, graphs=False)
+        return logits
+
+    return on_threads(num_ranks, serve)
+
+
+@pytest.mark.parametrize("num_ranks", [3, 8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_gives_the_logits_of_transformers_on_every_rank(
+    family: str, num_ranks: int, tmp_path: Path
+) -> None:
+    """4 query heads, 2 KV heads, MLPs of 80 or 24 and 101 tokens: over 3 ranks nothing divides, over 8 hardly."""
+    torch.manual_seed(3)
+    reference = family_model(family)
+    texts = [random_tokens(12), random_tokens(7)]
+    expected = [hf_logits(reference, text) for text in texts]
+    of_ranks = logits_of_ranks(save(reference, tmp_path), texts, num_ranks)
+    for of_text, logits in zip(of_ranks[0], expected, strict=True):
+        for place, row in of_text.items():
+            assert_layers_close(row, logits[place])
+    for others in of_ranks[1:]:
+        for one, other in zip(of_ranks[0], others, strict=True):
+            assert all(torch.equal(row, other[place]) for place, row in one.items()), "ranks pick from the same bits"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}], ids=str
+)
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_ties_biases_and_rows_in_ggufs_order_are_cut_right(
+    kind: str, settings: dict[str, bool], tmp_path: Path
+) -> None:
+    torch.manual_seed(3)
+    reference = small_hf_model("Llama", **settings)
+    place = save(reference, tmp_path) if kind == "safetensors" else write_gguf(reference, tmp_path / "model.gguf")
+    text = random_tokens(12)
+    (of_text,) = logits_of_ranks(place, [text], 3)[2]
+    expected = hf_logits(reference, text)
+    for at, row in of_text.items():
+        assert_layers_close(row, expected[at])
+
+
+class Counted:
+    """A TensorSource that counts the elements that are read of each tensor."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self.name = source.name
+        self.num_read: dict[str, int] = {}
+        self._source = source
+
+    def shapes(self) -> Mapping[str, Shape]:
+        return self._source.shapes()
+
+    def read(self, name: str, *where: slice) -> Tensor:
+        tensor = self._source.read(name, *where)
+        self.num_read[name] = tensor.numel()
+        return tensor
+
+
+def test_a_rank_reads_its_part_and_no_more(tmp_path: Path) -> None:
+    files = open_model(save(small_hf_model("Llama"), tmp_path))
+    source, shapes = Counted(files.source), expected_shapes(files.config)
+    load_weights(source, files.config, dtype=torch.float32, device=CPU, shard=Shard(1, 2))
+    for name, num_read in source.num_read.items():
+        whole = torch.Size(shapes[name]).numel()
+        is_cut = name.endswith("_proj.weight") or name == "lm_head.weight"
+        assert num_read <= whole // 2 if is_cut else num_read == whole, name
+
+
+def test_parts_of_a_gguf_file_are_those_of_its_whole_tensors(tmp_path: Path) -> None:
+    files = open_model(write_gguf(small_hf_model("Llama"), tmp_path / "model.gguf"))
+    for name, shape in files.source.shapes().items():
+        whole = files.source.read(name)
+        where = tuple(slice(size // 3, size - size // 4) for size in shape)
+        assert torch.equal(files.source.read(name, *where), whole[where]), name
+        assert torch.equal(files.source.read(name, where[0]), whole[where[0]]), name

@@ -1,0 +1,267 @@
+"""The pool gets what a model's largest step and its graphs leave, and an engine stays within it whatever it serves.
+
+On a CPU the memory is that of tensors, metered, of a made-up size; on a GPU it is the GPU's.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.errors import BadSetting, CapacityExceeded
+from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.runner import engine_runtime, pool_size
+from rocm_attn.runner.config import DenseMlp, LayerConfig
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.engine_runtime import runtime_for
+from rocm_attn.runner.gates import SwiGLU
+from rocm_attn.runner.geometry import AttentionLayer
+from rocm_attn.runner.measured_memory import LargestSteps, TorchMemory, memory_of
+from rocm_attn.runner.options import EngineOptions
+from rocm_attn.runner.pool_size import NOT_MEASURED, Measured, is_small, most_kv_bytes
+from rocm_attn.runner.ranks import OneRank
+from rocm_attn.runner.request import Request
+from rocm_attn.runner.rope import Rope
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from tests.amd.runner.metered_memory import MeteredMemory
+from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
+
+GIB = 2**30
+LAYER = Problem(
+    num_q_heads=4, num_kv_heads=2, head_dim=8, v_head_dim=8, dtype=torch.float32, page_size=16, scale=8**-0.5
+)
+CONTEXT = 512
+MANY = EngineOptions(provider="torch", page_size=4, max_batch_size=32, chunk=32, graphs=False, capture_after=0)
+BASE = EngineOptions(provider="torch", page_size=4, max_batch_size=4, chunk=16, graphs=False, capture_after=0)
+
+
+@pytest.fixture
+def metered(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], MeteredMemory]]:
+    """A memory of so many bytes, which engines on the CPU take for the device's; without an allocator's roundings.
+
+    What the process has made before is no garbage meanwhile, so that collecting takes no time.
+    """
+
+    def of(total: int) -> MeteredMemory:
+        memory = MeteredMemory(total)
+        monkeypatch.setattr(engine_runtime, "memory_of", lambda device: memory)
+        monkeypatch.setattr(pool_size, "_ALLOCATION_BYTES", 0)
+        return memory
+
+    gc.freeze()
+    yield of
+    gc.unfreeze()
+
+
+def test_k_and_v_get_what_is_left_of_the_share() -> None:
+    measured = Measured(total=100 * GIB, free=80 * GIB, step=6 * GIB, graph=2 * GIB)
+    roundings = 2 * 2 * 2**20  # two tensors of a layer
+    assert measured.kv_bytes(1.0, [LAYER]) == 72 * GIB - roundings
+    assert measured.kv_bytes(0.75, [LAYER]) == (72 - 25) * GIB - roundings
+    latent = replace(LAYER, pool=PoolKind.LATENT, num_kv_heads=1)
+    assert measured.kv_bytes(1.0, [latent] * 3) == 72 * GIB - 3 * 2 * 2**20
+
+
+def test_where_nothing_is_left_the_numbers_say_why() -> None:
+    measured = Measured(total=100 * GIB, free=17 * GIB, step=6 * GIB, graph=2 * GIB)
+    with pytest.raises(CapacityExceeded) as why:
+        measured.kv_bytes(0.9, [LAYER])
+    assert str(why.value) == (
+        "nothing is left for K and V: of 100.00 GiB 17.00 are free, a step takes 6.00, graphs take 2.00, and 10.00 are "
+        "to stay free; lower max_batch_size or chunk, raise gpu_memory_share, or take a smaller model"
+    )
+
+
+@pytest.mark.parametrize("share", [0, -0.5, 1.01])
+def test_a_share_is_above_0_and_at_most_1(share: float) -> None:
+    with pytest.raises(BadSetting, match=r"gpu_memory_share is .*; it must be above 0 and at most 1"):
+        EngineOptions(gpu_memory_share=share)
+
+
+def test_a_pool_that_takes_a_quarter_of_what_is_free_is_small() -> None:
+    assert is_small(25, 100)
+    assert not is_small(26, 100)
+
+
+def test_the_most_that_sequences_can_use_is_what_an_endless_memory_gives_them() -> None:
+    page_bytes = 2 * 16 * 2 * 8 * 4
+    assert most_kv_bytes([LAYER] * 3, max_num_seqs=5, max_kv_len=33, chunk=8) == 3 * (1 + 5 * 3) * page_bytes
+    windowed = [LAYER, replace(LAYER, window_left=15)]
+    # A window of 16 tokens lies in up to 3 pages, and a chunk in one.
+    assert most_kv_bytes(windowed, max_num_seqs=5, max_kv_len=320, chunk=8) == (1 + 5 * 20 + 1 + 5 * 3 + 1) * page_bytes
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [LargestSteps(4, 16, 40, 100), LargestSteps(1, 1, 5, 5), LargestSteps(8, 8, 3, 1000), LargestSteps(3, 90, 20, 10)],
+    ids=str,
+)
+def test_the_largest_steps_fill_every_bound(steps: LargestSteps) -> None:
+    lengths = list(steps.lengths())
+    most = min(steps.num_tokens, steps.num_seqs * steps.longest)
+    assert max(sum(q_len) for _, q_len in lengths) == most
+    assert {len(q_len) for _, q_len in lengths} >= {steps.num_seqs, 1}
+    assert any(len(q_len) == steps.num_seqs and sum(q_len) == most for _, q_len in lengths)
+    for kv_len, q_len in lengths:
+        assert len(kv_len) == len(q_len) <= steps.num_seqs
+        assert all(1 <= new <= length <= steps.longest for new, length in zip(q_len, kv_len, strict=True))
+    assert max(max(kv_len) for kv_len, _ in lengths) == steps.longest
+    assert lengths[-1][1] == [1] * steps.num_seqs
+    for page_size in (1, 4):
+        own = [sum(-(-new // page_size) + 1 for new in q_len) for _, q_len in lengths]
+        assert steps.pages(page_size) > -(-steps.longest // page_size) + max(own) - 2
+
+
+@pytest.mark.parametrize("windows", [(), (9, -1)], ids=["full", "windows"])
+def test_an_engine_fills_its_share_and_never_takes_more(
+    windows: tuple[int, ...], metered: Callable[[int], MeteredMemory]
+) -> None:
+    """The sequences could use far more: the pool is cut, all of it is filled with tokens, and steps are the largest."""
+    memory = metered(6_000_000)
+    with memory:
+        loaded = tiny_model(base=with_windows(CONFIG, *windows) if windows else CONFIG, context_len=CONTEXT)
+        served = Engine(loaded, replace(MANY, gpu_memory_share=0.8))
+        report, pool = served.report(), served.runtime.pool
+        assert (report.kv_bytes, report.weights_bytes) == (pool.num_bytes, loaded.weights.num_bytes)
+        assert report.step_bytes > 0
+        memory.start_peak()
+        served.generate([Request((number,) * (480 if number == 0 else 4), 4) for number in range(34)])
+        run_largest_steps(served)
+        assert 0.9 * 0.8 * memory.total() < memory.most_held() <= 0.8 * memory.total()
+
+
+def test_nothing_of_the_measuring_stays(
+    metered: Callable[[int], MeteredMemory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[weakref.ref[AttentionRuntime]] = []
+    counted: list[int] = []
+
+    def watched(*arguments: Any, **named: Any) -> AttentionRuntime:
+        counted.append(sum(made() is not None for made in alive))
+        made = build_runtime(*arguments, **named)
+        alive.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(engine_runtime, "build_runtime", watched)
+    with metered(100_000_000):
+        runtime, measured = runtime_for(tiny_model(context_len=30_000), replace(BASE, graphs=True))
+    assert counted == [0, 0], "the small runtime is gone before the pool is made"
+    assert measured.step > 0
+    assert measured.graph > 0
+    assert runtime.step_number == 0
+
+
+def test_what_is_measured_grows_with_the_step_and_the_vocabulary(metered: Callable[[int], MeteredMemory]) -> None:
+    def step_bytes(vocab_size: int = 64, **changes: Any) -> int:
+        loaded = tiny_model(context_len=CONTEXT, base=replace(CONFIG, vocab_size=vocab_size))
+        return runtime_for(loaded, replace(MANY, **changes))[1].step
+
+    with metered(16_000_000):
+        small = step_bytes()
+        assert step_bytes(chunk=64) > small
+        assert step_bytes(vocab_size=30_000) > small
+
+
+def test_a_step_that_does_not_fit_is_refused_in_a_sentence(
+    metered: Callable[[int], MeteredMemory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("HIP out of memory")
+
+    monkeypatch.setattr(StepRunner, "run_eagerly", full)
+    with metered(1_200_000), pytest.raises(CapacityExceeded, match="a step of 16 tokens in 4 sequences does not fit"):
+        runtime_for(tiny_model(context_len=4096), BASE)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"kv_bytes": 60_000}, {"num_pages": 30}, {"max_kv_len": 32}], ids=["bytes", "pages", "small"]
+)
+def test_what_is_given_or_small_is_not_measured(
+    changes: dict[str, Any], metered: Callable[[int], MeteredMemory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_runtime, "measure", None)
+    with metered(1_200_000):
+        runtime, measured = runtime_for(tiny_model(context_len=4096), replace(BASE, **changes))
+    assert measured == NOT_MEASURED
+    pages = {"kv_bytes": 60_000 // 1024, "num_pages": 30, "max_kv_len": 1 + 4 * 8}
+    assert runtime.pool.num_pages == pages[next(iter(changes))]
+
+
+def test_ranks_take_the_smallest_pool_of_all(metered: Callable[[int], MeteredMemory]) -> None:
+    asked: list[int] = []
+
+    class BesideASmallOne(OneRank):
+        def least(self, number: int) -> int:
+            asked.append(number)
+            return number if len(asked) == 1 else 100 * 1024
+
+    with metered(6_000_000):
+        runtime, _ = runtime_for(tiny_model(context_len=CONTEXT, ranks=BesideASmallOne()), MANY)
+    assert len(asked) == 2, "of what is free, by which the steps are chosen, and of what is left"
+    assert runtime.pool.num_pages == 100 < asked[1] // 1024
+
+
+def test_a_cpu_is_not_measured() -> None:
+    assert memory_of(torch.device("cpu")) is None
+    runtime, measured = runtime_for(tiny_model(context_len=4096), BASE)
+    assert measured == NOT_MEASURED
+    assert runtime.pool.num_pages == 1 + 4 * 1024
+
+
+def run_largest_steps(served: Engine) -> None:
+    """With every page taken: a prompt beside sequences that decode, many prompts, all decoding."""
+    runtime, options = served.runtime, served.options
+    table, num_seqs = runtime.table, options.max_batch_size
+    served.forget_prefixes()
+    for layer in range(len(runtime.kinds.problems)):
+        runtime.pool.layer(layer).k.zero_()
+        runtime.pool.layer(layer).v.zero_()
+    rows = np.array([table.admit() for _ in range(num_seqs)], np.int32)
+    each = min(served.max_kv_len, table.fewest_free_pages // num_seqs * table.page_size)
+    others = (num_seqs - 1) * each // table.page_size
+    longest = min(served.max_kv_len, (table.fewest_free_pages - others) * table.page_size)
+    kv_len = np.array([longest] + [each] * (num_seqs - 1), np.int32)
+    table.reserve_all(rows, kv_len)
+    table.mark_stored(rows, kv_len)
+    share = options.chunk // num_seqs
+    for q_len in ([max(1, options.chunk - num_seqs + 1)] + [1] * (num_seqs - 1), [share] * num_seqs, [1] * num_seqs):
+        batch = StepBatch(rows, kv_len, q_len, token_ids=[1] * sum(q_len))
+        served._runner.run(batch).float()
+    runtime.check_device()
+    for row in rows.tolist():
+        table.free(row)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_a_gpu_is_filled_to_its_share_and_serves_at_the_limit(graphs: bool, device: torch.device) -> None:
+    """Every page is written, all graphs are made, and the largest steps run: nothing runs out of memory."""
+    memory = TorchMemory(device)
+    memory.give_back()
+    attention = AttentionLayer(num_q_heads=8, num_kv_heads=8, head_dim=128, scale=128**-0.5)
+    layer = LayerConfig(attention, Rope(theta=10000.0, head_dim=128), DenseMlp(4096, SwiGLU()))
+    base = replace(CONFIG, layers=(layer,) * 8, hidden_size=1024, vocab_size=128_000)
+    loaded = tiny_model(base=base, context_len=1 << 20, dtype=torch.bfloat16, device=device)
+    served = Engine(loaded, EngineOptions(graphs=graphs, max_batch_size=256, chunk=8192, provider="triton"))
+    report = served.report()
+    assert report.step_bytes > 256 * 128_000 * 4
+    assert (report.graph_bytes > 0) == graphs
+    if graphs:
+        made = served.capture_all(lambda done, total, name: None)
+        assert made.graphs_off == ""
+        assert made.num_bytes <= report.graph_bytes
+    run_largest_steps(served)
+    served.generate([Request((number + 1,) * 3000, 20) for number in range(300)])
+    used = memory.total() - memory.free()
+    assert 0.87 * memory.total() <= used <= 0.9 * memory.total(), report.memory_line()

@@ -1,0 +1,321 @@
+"""The prefix cache beside a brute force over strings of tokens, with a real request table and no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rocm_attn.errors import CapacityExceeded
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.paging.page_table import SpacePages
+from rocm_attn.paging.request_table import RequestTable
+from rocm_attn.runner.prefix_cache import CachedRow, PrefixCache, page_key, salt_key
+from tests.amd.runner.cache_invariants import check_cache
+
+PAGE = 2
+STEPS_UNTIL_KNOWN = 3
+GOLDEN = "6a7d333e7c7a6663cc52fc881003735659a3cddff3e90369291e88113172b2be"
+
+
+@dataclass
+class Row:
+    """One sequence that runs."""
+
+    number: int
+    cached: CachedRow
+    tokens: tuple[int, ...]
+    salt: str
+
+
+@dataclass
+class Pages:
+    """A table and its cache, and which strings of tokens it must know.
+
+    known: (salt, tokens up to the end of a page) -> the step that completed it
+    """
+
+    num_pages: int
+    swa_pages: int = 0
+    window_left: int = 0
+    known: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        window = SpacePages(Space.SWA, self.swa_pages, window_left=self.window_left) if self.swa_pages else None
+        self.table = RequestTable(
+            max_num_seqs=8,
+            max_kv_len=64,
+            num_pages=self.num_pages,
+            page_size=PAGE,
+            device=torch.device("cpu"),
+            windows=() if window is None else (window,),
+        )
+        self.cache = PrefixCache(self.table, STEPS_UNTIL_KNOWN)
+
+    def longest_known(self, tokens: Sequence[int], salt: str) -> int:
+        """Tokens of the longest prefix, in whole pages and without the last token, that an unlimited cache knows."""
+        length = 0
+        while length + PAGE < len(tokens):
+            step = self.known.get((salt, tuple(tokens[: length + PAGE])))
+            if step is None or step > self.step - STEPS_UNTIL_KNOWN:
+                break
+            length += PAGE
+        return length
+
+    def find(self, tokens: Sequence[int], salt: str = "") -> int:
+        """Tokens that the cache finds."""
+        return len(self.cache.find(CachedRow(salt), tokens)) * PAGE
+
+    def serve(self, tokens: tuple[int, ...], salt: str = "") -> tuple[Row, int]:
+        """A row for these tokens, all stored in one step, and how many of them were found."""
+        cached = CachedRow(salt)
+        found = self.cache.find(cached, tokens)
+        row = Row(self.cache.admit(cached, found), cached, (), salt)
+        row.tokens = tokens[: len(found) * PAGE]
+        try:
+            self.extend(row, tokens[len(found) * PAGE :])
+        except CapacityExceeded:
+            self.leave(row)
+            raise
+        return row, len(found) * PAGE
+
+    def extend(self, row: Row, tokens: tuple[int, ...]) -> None:
+        """One step in which a row stores more tokens."""
+        whole = row.tokens + tokens
+        number, start, end = (np.array([value], np.int32) for value in (row.number, len(row.tokens), len(whole)))
+        self.table.evict(number, start)
+        if self.cache.has_windows and len(row.tokens) >= row.cached.moves_at:
+            self.cache.move_windows(row.cached, len(row.tokens))
+        for space in range(len(self.table.spaces)):
+            self.cache.make_room(space, len(tokens) // PAGE + 1)
+        try:
+            self.table.reserve(row.number, len(whole))
+        except CapacityExceeded:
+            idle = [self.cache.num_idle(space) for space in range(len(self.table.spaces))]
+            assert 0 in idle, "pages that no row holds are given back first"
+            raise
+        self.table.mark_stored(number, end)
+        row.tokens = whole
+        self.step += 1
+        self.cache.end_step()
+        self.cache.enter([(row.cached, row.number, whole, len(whole))])
+        for length in range(PAGE, len(whole) + 1, PAGE):
+            self.known.setdefault((row.salt, whole[:length]), self.step)
+
+    def leave(self, row: Row) -> None:
+        self.cache.leave(row.cached)
+        self.table.free(row.number)
+
+    def idle_steps(self, num: int = STEPS_UNTIL_KNOWN) -> None:
+        """Steps in which others run."""
+        for _ in range(num):
+            self.step += 1
+            self.cache.end_step()
+
+
+texts = st.lists(st.sampled_from([0, 1]), min_size=1, max_size=14).map(tuple)
+actions = st.lists(
+    st.tuples(
+        st.sampled_from(["serve", "extend", "leave", "fail", "idle", "right"]), texts, st.sampled_from(["", "x"])
+    ),
+    max_size=50,
+)
+
+
+@given(actions=actions, num_pages=st.sampled_from([9, 17, 600]))
+@settings(max_examples=120)
+def test_what_is_found_is_what_a_brute_force_finds(
+    actions: list[tuple[str, tuple[int, ...], str]], num_pages: int
+) -> None:
+    """With pages for everything, exactly that; with few, never more, and all of what is still there."""
+    pages, rows = Pages(num_pages), list[Row]()
+    for action, tokens, salt in actions:
+        if action == "serve" and len(rows) < 8:
+            wanted = pages.longest_known(tokens, salt)
+            assert pages.find(tokens, salt) <= wanted
+            assert num_pages < 600 or pages.find(tokens, salt) == wanted
+            try:
+                rows.append(pages.serve(tokens, salt)[0])
+            except CapacityExceeded:
+                assert num_pages < 600
+        elif action == "extend" and rows and len(rows[0].tokens) + len(tokens) <= 64:
+            with suppress(CapacityExceeded):
+                pages.extend(rows[0], tokens)
+        elif action == "leave" and rows:
+            pages.leave(rows.pop(len(tokens) % len(rows)))
+        elif action == "fail" and num_pages < 600 and rows:
+            pages.cache.forget_row(rows[0].cached)
+            pages.leave(rows.pop(0))
+        elif action == "idle":
+            pages.idle_steps(1)
+        elif action == "right":
+            pages.cache.all_is_right()
+            pages.known = dict.fromkeys(pages.known, -STEPS_UNTIL_KNOWN)
+        check_cache(pages.cache, pages.table)
+    for row in rows:
+        pages.leave(row)
+    pages.cache.clear()
+    assert pages.table.num_free_pages == pages.table.num_usable_pages
+
+
+@given(
+    prompts=st.lists(texts, min_size=1, max_size=20), window_left=st.integers(0, 6), swa_pages=st.sampled_from([9, 12])
+)
+@settings(max_examples=120)
+def test_a_prefix_is_as_long_as_there_are_windows_for_it(
+    prompts: list[tuple[int, ...]], window_left: int, swa_pages: int
+) -> None:
+    """Rows come and go, and pages of their windows with them: the longest prefix that a row could be admitted over."""
+    pages, rows = Pages(100, swa_pages, window_left), list[Row]()
+    for tokens in prompts:
+        found = pages.cache.find(CachedRow(), tokens)
+        keys = CachedRow().keys_up_to(pages.longest_known(tokens, "") // PAGE, tokens, PAGE)
+        known = [pages.cache._pages[key].kept_id for key in keys]
+        kept = pages.table.kept_pages(known, Space.SWA)
+        lengths = range(len(known) + 1)
+        assert len(found) == max(num for num in lengths if kept[max(0, num * PAGE - window_left) // PAGE : num].all())
+        with suppress(CapacityExceeded):
+            rows.append(pages.serve(tokens)[0])
+        if len(rows) > 1:
+            pages.leave(rows.pop(0))
+        pages.idle_steps()
+        check_cache(pages.cache, pages.table)
+    for row in rows:
+        pages.leave(row)
+    pages.cache.clear()
+    assert all(space.num_free_pages == space.num_usable_pages for space in pages.table.spaces)
+
+
+def test_a_page_of_a_window_comes_back_when_it_is_computed_again() -> None:
+    pages = Pages(40, swa_pages=8, window_left=3)
+    tokens = tuple(range(12))
+    pages.leave(pages.serve(tokens)[0])
+    pages.idle_steps()
+    assert pages.find((*tokens, 1)) == 12
+    pages.cache.make_room(1, 7)  # the windows' pages are gone, those of the full space are there
+    assert pages.find((*tokens, 1)) == 0
+    pages.leave(pages.serve(tokens)[0])
+    pages.idle_steps()
+    assert pages.find((*tokens, 1)) == 12
+    assert len(pages.cache) == 6
+    check_cache(pages.cache, pages.table)
+
+
+def test_a_page_is_found_from_the_fourth_step_on_after_its_own() -> None:
+    pages = Pages(40)
+    pages.serve((1, 2, 3, 4, 5))
+    for found in (0, 0, 0, 4):
+        assert pages.find((1, 2, 3, 4, 9)) == found
+        pages.idle_steps(1)
+
+
+def test_what_has_waited_for_the_device_is_found_at_once() -> None:
+    pages = Pages(40)
+    pages.serve((1, 2, 3, 4, 5))
+    pages.cache.all_is_right()
+    assert pages.find((1, 2, 3, 4, 9)) == 4
+
+
+def test_the_last_token_is_never_found() -> None:
+    pages = Pages(40)
+    pages.serve((1, 2, 3, 4))
+    pages.idle_steps()
+    assert [pages.find((1, 2, 3, 4)[:length]) for length in (1, 2, 3, 4)] == [0, 0, 2, 2]
+
+
+def test_a_salt_keeps_tenants_apart() -> None:
+    pages = Pages(40)
+    pages.serve((1, 2, 3, 4, 5), "one")
+    pages.idle_steps()
+    assert pages.find((1, 2, 3, 4, 5), "one") == 4
+    assert pages.find((1, 2, 3, 4, 5), "two") == pages.find((1, 2, 3, 4, 5)) == 0
+
+
+def test_keys_are_the_same_in_every_process_and_a_salt_is_no_page() -> None:
+    assert page_key(salt_key(""), (1, 2)).hex() == GOLDEN
+    before = salt_key("a")
+    assert page_key(before, (1, 2)) != salt_key((before + np.array([1, 2], np.int32).tobytes()).decode("latin-1"))
+
+
+def test_the_least_recently_used_chain_goes_first_and_its_end_before_its_beginning() -> None:
+    pages = Pages(40)
+    for first in (10, 20, 30):
+        pages.leave(pages.serve((first, 1, 2, 3, 4, 5))[0])
+    pages.idle_steps()
+    pages.leave(pages.serve((10, 1, 2, 3, 9))[0])  # its first two pages are used again
+    lengths = []
+    for freed in range(9):
+        lengths.append([pages.find((first, 1, 2, 3, 4, 5, 0)) // PAGE for first in (10, 20, 30)])
+        pages.cache.make_room(0, pages.table.num_free_pages + 1)
+        assert pages.cache.num_idle(0) == 8 - freed
+    assert lengths == [
+        [3, 3, 3],
+        [2, 3, 3],
+        [2, 2, 3],
+        [2, 1, 3],
+        [2, 0, 3],
+        [2, 0, 2],
+        [2, 0, 1],
+        [2, 0, 0],
+        [1, 0, 0],
+    ]
+
+
+def test_two_rows_that_compute_the_same_page_enter_it_once() -> None:
+    pages = Pages(40)
+    one, other = pages.serve((1, 2, 3, 4, 5))[0], pages.serve((1, 2, 3, 4, 5))[0]
+    assert len(pages.cache) == 2
+    pages.leave(one)
+    pages.leave(other)
+    assert pages.table.num_free_pages == pages.table.num_usable_pages - 2
+
+
+@pytest.mark.parametrize("what", ["fails", "went wrong"])
+def test_what_may_be_wrong_is_not_found_and_what_was_right_before_is(what: str) -> None:
+    pages = Pages(40)
+    shared, _ = pages.serve((1, 2, 3, 4, 5))
+    pages.idle_steps()
+    bad, found = pages.serve((1, 2, 3, 4, 6, 7, 8, 9, 0))
+    assert found == 4
+    if what == "fails":
+        pages.cache.forget_row(bad.cached)
+    else:
+        pages.cache.forget_unknown()
+    pages.leave(bad)
+    pages.idle_steps()
+    assert pages.find((1, 2, 3, 4, 6, 7, 8, 9, 0)) == (0 if what == "fails" else 4)
+    check_cache(pages.cache, pages.table)
+    pages.leave(shared)
+    assert pages.table.num_free_pages == pages.table.num_usable_pages - len(pages.cache)
+
+
+def test_after_clear_rows_go_on_and_leave_nothing() -> None:
+    pages = Pages(40)
+    row, _ = pages.serve((1, 2, 3, 4, 5))
+    pages.cache.clear()
+    pages.extend(row, (6, 7, 8))
+    pages.idle_steps()
+    assert len(pages.cache) == pages.find((1, 2, 3, 4, 5, 6)) == 0
+    pages.leave(row)
+    assert pages.table.num_free_pages == pages.table.num_usable_pages
+
+
+def test_a_row_that_opts_out_finds_and_leaves_nothing() -> None:
+    pages = Pages(40)
+    pages.serve((1, 2, 3, 4, 5))
+    pages.idle_steps()
+    out = CachedRow(is_cached=False)
+    assert pages.cache.find(out, (1, 2, 3, 4, 5)) == []
+    number = pages.cache.admit(out, [])
+    pages.table.reserve(number, 4)
+    pages.table.mark_stored(np.array([number], np.int32), np.array([4], np.int32))
+    pages.cache.enter([(out, number, (7, 7, 7, 7), 4)])
+    assert len(pages.cache) == 2
+    pages.cache.leave(out)

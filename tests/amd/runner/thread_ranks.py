@@ -1,0 +1,68 @@
+"""Ranks of one model as threads of one process: the sums and gathers of tensor parallelism without any processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from rocm_attn.machine.agreement import Agreement, alone
+from rocm_attn.runner.shards import Shard
+
+T = TypeVar("T")
+
+
+class _Meeting:
+    """Where the threads hand each other tensors."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.barrier = threading.Barrier(num_ranks)
+        self.brought: list[Tensor] = [torch.empty(0)] * num_ranks
+
+
+class ThreadRank:
+    """One of them; it serves eager steps, since no recording sees what passes between threads."""
+
+    agree: Agreement = alone
+
+    def __init__(self, shard: Shard, meeting: _Meeting) -> None:
+        self.shard = shard
+        self._meeting = meeting
+
+    def sum(self, x: Tensor) -> Tensor:
+        return self.sum_in_order(x)
+
+    def sum_in_order(self, x: Tensor) -> Tensor:
+        return torch.stack(self._all(x)).sum(0)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        return torch.cat(self._all(x), -1)
+
+    def least(self, number: int) -> int:
+        return int(torch.stack(self._all(torch.tensor(number))).min())
+
+    def _all(self, x: Tensor) -> list[Tensor]:
+        self._meeting.brought[self.shard.rank] = x
+        self._meeting.barrier.wait()
+        everything = list(self._meeting.brought)
+        self._meeting.barrier.wait()  # before one of them brings the next
+        return everything
+
+
+def on_threads(num_ranks: int, body: Callable[[ThreadRank], T]) -> list[T]:
+    """What body gives on each rank."""
+    meeting = _Meeting(num_ranks)
+
+    def run(rank: int) -> T:
+        try:
+            return body(ThreadRank(Shard(rank, num_ranks), meeting))
+        except BaseException:
+            meeting.barrier.abort()  # the others are not left waiting
+            raise
+
+    with ThreadPoolExecutor(num_ranks) as threads:
+        return list(threads.map(run, range(num_ranks)))

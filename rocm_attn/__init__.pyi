@@ -35,6 +35,7 @@ from rocm_attn.capture.graphs import eager_steps_before_capture as eager_steps_b
 from rocm_attn.capture.graphs import recorder_for as recorder_for
 from rocm_attn.hip_graphs.size_ladder import default_ladder as default_ladder
 from rocm_attn.step.metrics import Metrics as Metrics
+from rocm_attn.step.durations import Durations as Durations
 
 # An engine's own pages, tables and graphs
 from rocm_attn.external import Bounds as Bounds
@@ -72,11 +73,19 @@ from rocm_attn.runner.options import EngineOptions as EngineOptions
 from rocm_attn.runner.report import Report as Report
 from rocm_attn.runner.request import AbortEvent as AbortEvent
 from rocm_attn.runner.request import Completion as Completion
+from rocm_attn.runner.request import AbortEvent as AbortEvent
 from rocm_attn.runner.request import FailureEvent as FailureEvent
 from rocm_attn.runner.request import Request as Request
 from rocm_attn.runner.request import RequestsFailed as RequestsFailed
 from rocm_attn.runner.request import RequestsFaulted as RequestsFaulted
 from rocm_attn.runner.request import TokenEvent as TokenEvent
+from rocm_attn.runner.async_engine import AsyncEngine as AsyncEngine
+from rocm_attn.runner.async_engine import EngineEnded as EngineEnded
+from rocm_attn.runner.async_engine import TooManyRequests as TooManyRequests
+from rocm_attn.runner.engine_thread import ServingEngine as ServingEngine
+from rocm_attn.runner.request_stream import Piece as Piece
+from rocm_attn.runner.request_stream import RequestFailed as RequestFailed
+from rocm_attn.runner.request_stream import RequestStream as RequestStream
 from rocm_attn.runner.sampling import Sampler as Sampler
 from rocm_attn.runner.sampling import Sampling as Sampling
 from rocm_attn.runner.sampling import pick_tokens as pick_tokens
@@ -91,9 +100,12 @@ from rocm_attn.errors import BadSetting as BadSetting
 from rocm_attn.errors import BadTensor as BadTensor
 from rocm_attn.errors import CapacityExceeded as CapacityExceeded
 from rocm_attn.errors import DeviceFault as DeviceFault
+from rocm_attn.errors import FitsLater as FitsLater
 from rocm_attn.errors import GraphStale as GraphStale
+from rocm_attn.errors import NeverFits as NeverFits
 from rocm_attn.errors import NotCopied as NotCopied
 from rocm_attn.errors import OutOfPages as OutOfPages
+from rocm_attn.errors import OutOfRows as OutOfRows
 from rocm_attn.errors import RocmAttnError as RocmAttnError
 from rocm_attn.errors import Unsupported as Unsupported
 from rocm_attn.errors import WrongState as WrongState

@@ -33,6 +33,7 @@ from rocm_attn.runner.request import (
     Sequence,
     TokenEvent,
 )
+from rocm_attn.runner.request_times import note_tokens
 from rocm_attn.runner.sampling import Sampler, pick_tokens
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
 from rocm_attn.runner.serving import serve_all
@@ -227,7 +228,8 @@ class Engine:
 
     def report(self) -> Report:
         """What this engine runs on, and how it went so far."""
-        metrics, runtime = self._runner.counters, self.runtime
+        runtime, scheduler = self.runtime, self._scheduler
+        metrics = self._runner.counters.snapshot(running=scheduler.num_running, waiting=scheduler.num_waiting)
         graphs = f"off: {metrics.graphs_off}" if metrics.graphs_off else "on" if self.options.graphs else "off"
         return Report(
             provider=runtime.selections[0].provider,
@@ -257,17 +259,26 @@ class Engine:
         started = time.perf_counter()
         step = self._scheduler.next_step()
         logits = self._run(step)
+        launched = time.perf_counter()
         if step.is_of_a_suspect:
             self._check_device()  # before it gets a token, and before others run again
         samplers = [sequence.sampler for sequence in step.picking]
         picks = pick_tokens(logits[: step.num_picks], samplers) if samplers else []
         reasons = self._scheduler.finish_step(step, picks)
-        self.metrics.seconds += time.perf_counter() - started
+        self._note_times(step, started, launched)
         for sequence, pick, reason in zip(step.picking, picks, reasons, strict=True):
             if isinstance(pick, BadLogits):
                 self._fail(sequence.number, str(pick))
             else:
                 self._publish(sequence.number, pick, reason)
+
+    def _note_times(self, step: ScheduledStep, started: float, launched: float) -> None:
+        """A step has run, and its sequences have their tokens; the device was not waited for when it was launched."""
+        now, metrics = time.perf_counter(), self.metrics
+        metrics.seconds += now - started
+        metrics.step_seconds.note(now - started)
+        metrics.host_seconds.note(launched - started)
+        note_tokens((sequence.times for sequence in step.picking), now, metrics)
 
     def _check_device(self) -> None:
         """Wait for the device, if a step has run since that was done last. Raises DeviceFault."""

@@ -111,6 +111,16 @@ class Scheduler:
         """Whether any sequence runs or waits."""
         return bool(self._running or self._waiting)
 
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold a row."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that hold none."""
+        return len(self._waiting)
+
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence whose prompt fits max_kv_len and the pool."""
         insort(self._waiting, sequence, key=_by_urgency)
@@ -344,6 +354,7 @@ class Scheduler:
         """
         page_size = self._table.page_size
         self._waiting.remove(sequence)
+        sequence.times.begin(self._metrics.queue_seconds)
         sequence.row = self._cache.admit(sequence.cached_row, found)
         sequence.num_stored = len(found) * page_size
         insort(self._running, sequence, key=_by_urgency)

@@ -20,7 +20,7 @@ import torch
 
 from rocm_attn.batch.halves import HALVES
 from rocm_attn.batch.mask import NO_MASK
-from rocm_attn.batch.padding import PaddedShape, token_places
+from rocm_attn.batch.padding import PaddedShape, PadTo, token_places
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
@@ -41,6 +41,9 @@ from rocm_attn.step.options import RuntimeOptions
 # exact; buffers that grow to a power of two with the largest eager step need less than this.
 MAX_HOST_GROWTH_BYTES = 32 << 20
 MAX_DEVICE_GROWTH_BYTES = 1 << 20
+
+# One in so many of the steps that are padded to a given size is given its tokens too.
+_TOKENS_EVERY = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,14 +267,14 @@ class Soak:
         if len(self._unchecked) >= self._scenario.max_unchecked:
             self._check()
 
-    def _shape(self, number: int, batch: StepBatch, pad_to: int | None) -> PaddedShape:
-        """What a step is padded to, whole or as two halves."""
+    def _shape(self, number: int, batch: StepBatch, seqs: int | None) -> PaddedShape:
+        """What a step is padded to, whole or as two halves. seqs: None where the ladder decides"""
         padding = self._runtime.padding
         # Neither is a mask cut, nor prefixes, which both halves would read.
         whole = batch.mask is not NO_MASK or batch.prefixes is not NO_PREFIXES
         if number % self._scenario.split_every or whole:
-            return padding.shape(batch, pad_to)
-        return padding.split_shape(batch, pad_to if pad_to is None else round_up(pad_to, HALVES))
+            return padding.shape(batch, _pad_to(number, batch, seqs, 1))
+        return padding.split_shape(batch, _pad_to(number, batch, seqs, HALVES))
 
     def _check(self) -> None:
         """Compare the steps that were played since the last time: until here the host ran ahead of the device."""
@@ -374,3 +377,11 @@ class Soak:
             seconds=seconds,
             guards_off=self._runtime.guards.off,
         )
+
+
+def _pad_to(number: int, batch: StepBatch, seqs: int | None, num_children: int) -> PadTo | None:
+    """So many sequences; in one step of three with tokens too, as where another rank does not decode."""
+    if seqs is None:
+        return None
+    takes_tokens = number % _TOKENS_EVERY == 0 and batch.prefixes is NO_PREFIXES
+    return PadTo(round_up(seqs, num_children), HALVES * max(1, batch.num_tokens) if takes_tokens else 0)

@@ -83,7 +83,9 @@ def described(node: ast.stmt) -> list[str]:
 def _members(node: ast.ClassDef) -> Iterator[str]:
     for member in node.body:
         match member:
-            case ast.FunctionDef(name=name) if name == "__init__" or not name.startswith("_"):
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if (
+                name == "__init__" or not name.startswith("_")
+            ):
                 decorators = [ast.unparse(each) for each in member.decorator_list]
                 if "property" in decorators:
                     assert member.returns is not None
@@ -96,12 +98,12 @@ def _members(node: ast.ClassDef) -> Iterator[str]:
                 yield f"    {ast.unparse(member)}"
 
 
-def _called(node: ast.FunctionDef) -> str:
+def _called(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     arguments = ast.unparse(node.args)
     for own in ("self", "cls"):
         arguments = arguments.removeprefix(own).removeprefix(", ") if arguments.startswith(own) else arguments
     returns = "" if node.returns is None or node.name == "__init__" else f" -> {ast.unparse(node.returns)}"
-    return f"{node.name}({arguments}){returns}"
+    return f"{'async ' if isinstance(node, ast.AsyncFunctionDef) else ''}{node.name}({arguments}){returns}"
 
 
 if __name__ == "__main__":

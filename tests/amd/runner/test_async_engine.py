@@ -484,6 +484,7 @@ def test_more_requests_than_are_allowed_are_refused_until_one_is_done(loaded: Lo
                 streams.append(front.stream(LONG))
                 with pytest.raises(TooManyRequests):
                     front.stream(LONG)
+                assert (front.metrics().refusals, front.report().metrics.refusals) == (2, 0)
             await asyncio.gather(*(stream.completion() for stream in streams))
 
     run(main)

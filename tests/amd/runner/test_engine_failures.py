@@ -13,6 +13,7 @@ import torch
 from tokenizers import decoders, models
 from torch import Tensor
 
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import INT32_MAX, StepBatch
 from rocm_attn.errors import BadRequest, DeviceFault
 from rocm_attn.runner.engine import Engine
@@ -135,7 +136,7 @@ class _Wiped:
         self._engine, self._steps, self._numbers = engine, steps, count(1)
         self._run = engine._runner.run
 
-    def __call__(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
+    def __call__(self, batch: StepBatch, pad_to: PadTo | None = None) -> Tensor:
         if next(self._numbers) in self._steps:
             self._engine.runtime._publisher.apply_table_changes()
             self._engine.runtime.table.entries.zero_()

@@ -71,7 +71,6 @@ from rocm_attn.runner.engine import Engine as Engine
 from rocm_attn.runner.loading import load_model as load_model
 from rocm_attn.runner.options import EngineOptions as EngineOptions
 from rocm_attn.runner.report import Report as Report
-from rocm_attn.runner.request import AbortEvent as AbortEvent
 from rocm_attn.runner.request import Completion as Completion
 from rocm_attn.runner.request import AbortEvent as AbortEvent
 from rocm_attn.runner.request import FailureEvent as FailureEvent

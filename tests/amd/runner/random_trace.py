@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
@@ -65,7 +66,7 @@ class NoNumbersInPassing:
         self._token = -1
         self.hit: set[int] = set()
 
-    def run(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
+    def run(self, batch: StepBatch, pad_to: PadTo | None = None) -> Tensor:
         """As the steps that it takes the place of."""
         long = np.flatnonzero(batch.q_len > 1)
         if len(long) and self._random.random() < 0.08:

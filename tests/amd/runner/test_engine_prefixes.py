@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadLogits, DeviceFault
 from rocm_attn.runner import engine as engine_module
@@ -177,7 +178,7 @@ class Poison:
         monkeypatch.setattr(engine, "_steps", self)
         monkeypatch.setattr(Model, "embed", lambda model, token_ids: self.embed(model, token_ids))
 
-    def run(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
+    def run(self, batch: StepBatch, pad_to: PadTo | None = None) -> Tensor:
         rows = {each.row for each in self._engine._scheduler._running if each.number == self._number}
         found = [seq for seq in np.flatnonzero(batch.kv_len == batch.q_len) if batch.rows[seq] in rows]
         if found and self._times:

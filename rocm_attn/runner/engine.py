@@ -250,6 +250,8 @@ class Engine:
             chunk=self.options.chunk,
             graphs=graphs,
             deterministic=self.options.deterministic,
+            ranks=self._loaded.ranks.shard.num_ranks,
+            cost_of_ranks=self._loaded.cost,
             guards_off=runtime.guards.off,
             metrics=metrics,
         )

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PadTo

@@ -406,15 +406,9 @@ class StepRunner(Generic[Outputs]):
         """Why no graph of a plan is made now, on this rank or on another one; nothing where it can be tried.
 
         Ranks that agree run forward equally often for it, or a collective in it would wait for ever.
-        Raises DeviceFault of the steps before.
         """
         if not self._agrees:
             return reason
-        try:
-            self._runtime.report_faults()
-        except BaseException as error:
-            self._runtime.agree({"not tried": f"{type(error).__name__}: {error}"})
-            raise
         if plan is not None and not reason and not self._check.has_steps(self._runtime, plan, q_len, live):
             reason = _TOO_FEW_PAGES
         return self._runtime.agree({"not tried": reason} if reason else {}).get("not tried", "")

@@ -113,7 +113,8 @@ class _Among:
 
 
 def among(group: dist.ProcessGroup) -> Agreement:
-    """All ranks of a group, which must be those that run one model in step: not those of another data-parallel replica.
+    """All ranks of a group, which must be those that run one model in step: not those of another data-parallel replica,
+    unless its forward meets theirs in a collective, as over shared experts.
 
     group: one with a backend for tensors of the host, such as Gloo
     """

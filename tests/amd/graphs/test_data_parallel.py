@@ -12,6 +12,7 @@ import torch.distributed
 from torch import Tensor
 
 from rocm_attn.batch.inputs import DeviceInputs
+from rocm_attn.batch.mask import StepMask, kv_positions
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import StepBatch
@@ -203,6 +204,8 @@ def test_halves_of_one_size_are_asked_for() -> None:
 
 def test_a_number_is_no_pad_to() -> None:
     tiny = Tiny.build(CPU, "torch")
+    tiny.runtime.begin_step(StepBatch([], [], []))
+    tiny.runtime.end_step()
     with pytest.raises(BadBatch, match=r"pad_to is 4; give PadTo\(seqs\), or PadTo\(seqs, tokens\) where a rank"):
         tiny.runtime.begin_step(StepBatch([], [], []), 4)  # type: ignore[arg-type]
 
@@ -212,6 +215,25 @@ def test_a_step_that_shares_prefixes_runs_beside_decode_steps_alone() -> None:
     assert POLICY.shape(batch, PadTo(4)).kind is StepKind.SHARED
     with pytest.raises(BadBatch, match="leave its prefixes out while another rank does not decode"):
         POLICY.shape(batch, PadTo(4, 8))
+
+
+def test_a_rank_without_sequences_runs_masked_steps_beside_others() -> None:
+    tiny = Tiny.build(CPU, "torch", [2], [8], custom_mask=True)
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(CPU))
+    runner.capture_all()
+    requests = Requests(tiny.runtime)
+    requests.admit(1)
+    plans, padding = [], tiny.runtime.padding
+    for q_len in ([3], []):
+        batch = requests.batch(q_len)
+        visible = torch.ones(-(-int((batch.kv_len * batch.q_len).sum()) // 8), dtype=torch.uint8) * 255
+        batch = replace(batch, mask=StepMask(visible, kv_positions(batch.kv_len, batch.q_len, CPU)))
+        pad_to = PadTo.all_of([PadTo.of(batch, padding), PadTo(2, 8, 3)], padding)
+        plans.append(tiny.runtime.begin_step(batch, pad_to).plan)
+        tiny.runtime.end_step()
+        assert len(runner.run(batch, pad_to)) == len(q_len)
+    assert plans[0] is plans[1]
+    assert runner.counters.replays == 2
 
 
 def test_ranks_share_the_bucket_of_the_longest_sequence_of_any() -> None:
@@ -225,6 +247,16 @@ def test_ranks_share_the_bucket_of_the_longest_sequence_of_any() -> None:
     assert [plan.key.max_kv_len for plan in plans] == [64, 128]
     with pytest.raises(CapacityExceeded, match="a sequence has 5 tokens and pad_to says that none has more than 4"):
         runner.run(batch, PadTo(1, 8, 4))
+
+
+def test_plans_do_not_grow_in_number_with_the_lengths_of_other_ranks() -> None:
+    tiny = Tiny.build(CPU, "torch", [2])
+    requests = Requests(tiny.runtime)
+    requests.admit(1)
+    batch = requests.batch([1])
+    plans = [tiny.runtime.begin_step(batch, pad_to).plan for pad_to in _ended(tiny, [PadTo(2, 0, n) for n in (9, 64)])]
+    assert plans[0] is plans[1]
+    assert len(tiny.runtime._planner._plan_of_sizes) == 1
 
 
 def _ended(tiny: Tiny, pad_tos: Sequence[PadTo | None]) -> Iterator[PadTo | None]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.split_forward import one_after_the_other
@@ -172,7 +173,7 @@ def the_table_of_one_rank_is_wiped(rank: int) -> list[str]:
     serving, number = engine(), 0
     run = serving._runner.run
 
-    def wiping(batch: StepBatch, pad_to: int | None = None) -> Tensor:
+    def wiping(batch: StepBatch, pad_to: PadTo | None = None) -> Tensor:
         nonlocal number
         number += 1
         if rank == 1 and number == 3:

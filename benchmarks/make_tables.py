@@ -28,6 +28,7 @@ def main() -> None:
         ("fill_time_h200.json", fill_time),
         ("deterministic_cost_h200.json", deterministic_cost),
         ("score_cost_h200.json", score_cost),
+        ("tensor_parallel_h200.json", tensor_parallel),
         ("soak_h200.json", soak),
         ("runner_cpu.json", runner),
     ):
@@ -203,6 +204,38 @@ def score_cost(result: dict[str, Any]) -> str:
         f"| {row['case']} | {row['plain_us']:.1f} | {row['us']:.1f} | {row['times']:.3f} |" for row in result["rows"]
     ]
     return "\n".join(lines) + "\n"
+
+
+def tensor_parallel(result: dict[str, Any]) -> str:
+    """A decode step on several ranks, and its parts alone."""
+    lines = [
+        "## Tensor parallelism, Llama-3.1-8B's sizes, random weights, bf16, CUDA-graph replay\n",
+        machine_line(result["machine"]),
+        "A decode step of all 32 layers, and each of its parts alone in a graph: attention with the fill, the matrix "
+        "products, NCCL's sums over ranks and its gathering of logits; microseconds. The rest is what is left of the "
+        f"step, by layer; at most {result['allowed_rest_us']:.0f} us are allowed.\n",
+        "| ranks | sequences | tokens | step | attention | products | sums | one sum | gathering | rest a layer |",
+        f"|{'---|' * 10}",
+    ]
+    for run in result["results"]:
+        lines += [
+            f"| {run['ranks']} | {row['num_seqs']} | {row['kv_len']} | {row['step_us']} | {row['attention_us']} "
+            f"| {row['gemm_us']} | {row['all_reduce_us']} | {row['one_all_reduce_us']} | {row['all_gather_us']} "
+            f"| {row['rest_us_a_layer']} |"
+            for row in run["rows"]
+        ]
+    lines += [
+        "\nBefore it: greedy tokens in float32 of a small model whose heads do not divide, beside those of one rank; "
+        "and logits in bf16, by how much of their size they differ from those in float32 on one rank.\n",
+        "| ranks | tokens | mean error | worst error |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {run['ranks']} | {'equal' if run['tokens_equal'] else 'NOT EQUAL'} | {run['mean_error']:.4f} "
+        f"| {run['worst_error']:.4f} |"
+        for run in result["results"]
+    ]
+    return "\n".join([*lines, ""])
 
 
 def soak(result: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ measure fill_time
 measure graph_cost
 measure deterministic_cost
 measure score_cost
+measure tensor_parallel
 measure soak --steps 20000 --seed 11
 python -m benchmarks.make_tables
 exit $((failures > 0))

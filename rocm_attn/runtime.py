@@ -35,6 +35,7 @@ from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.paging.stored_tokens import StepStores
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.core import StepCore
+from rocm_attn.step.echo import STEPS_UNTIL_ECHO
 from rocm_attn.step.head_weights import LayerHeadWeights
 from rocm_attn.step.holder import StepHolder
 from rocm_attn.step.layer_kinds import LayerKinds
@@ -158,6 +159,11 @@ class AttentionRuntime:
     def step_number(self) -> int:
         """The number of the step that was staged last, from 1 on; a DeviceFault names its step by it."""
         return self._publisher.step_number
+
+    @property
+    def steps_until_known(self) -> int:
+        """What went wrong in a step is raised by the step that comes so many steps after it, at the latest."""
+        return STEPS_UNTIL_ECHO + self.meetings.steps_late
 
     def check_device(self) -> None:
         """Wait for the device, and raise DeviceFault if steps went wrong that no later stage() has reported.

@@ -188,10 +188,14 @@ def token_places(batch: StepBatch, shape: PaddedShape) -> npt.NDArray[np.int64]:
     return np.concatenate([places[is_real], places[~is_real]])
 
 
-def _check(batch: StepBatch, pad_to: PadTo, num_children: int) -> None:
-    """Refuse what a batch cannot be padded to."""
+def require_pad_to(pad_to: object) -> None:
+    """Raise BadBatch for what is no PadTo, as a number alone."""
     if not isinstance(pad_to, PadTo):
         raise BadBatch(f"pad_to is {pad_to!r}; give PadTo(seqs), or PadTo(seqs, tokens) where a rank does not decode")
+
+
+def _check(batch: StepBatch, pad_to: PadTo, num_children: int) -> None:
+    """Refuse what a batch cannot be padded to."""
     wanted = max(1, batch.num_seqs)
     if pad_to.seqs < wanted:
         raise NeverFits(f"{batch.num_seqs} sequences cannot be padded to {pad_to.seqs}; pad to at least {wanted}")

@@ -182,7 +182,7 @@ class _Trial(Generic[Outputs]):
     def of_draws(self, batches: Iterable[StepBatch], record: Record[Outputs]) -> float:
         """Record the first step, and compare the others; the seconds that recording took."""
         seconds = 0.0
-        for batch in batches:
+        for batch in batches:  # all of them: ranks run the same steps, also where only one has found a difference
             if self.replay is None:
                 seconds += self.record(batch, record)
             else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, NoReturn
@@ -25,7 +26,7 @@ from rocm_attn.errors import DeviceFault, GraphStale, NotCopied, Unsupported
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
 from rocm_attn.hip_graphs.graph_cache import Entry, GraphCache
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
-from rocm_attn.machine.agreement import alone
+from rocm_attn.machine.agreement import Agree, alone
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.runtime import AttentionRuntime
@@ -405,15 +406,9 @@ class StepRunner(Generic[Outputs]):
         """Why no graph of a plan is made now, on this rank or on another one; nothing where it can be tried.
 
         Ranks that agree run forward equally often for it, or a collective in it would wait for ever.
-        Raises DeviceFault of the steps before.
         """
         if not self._agrees:
             return reason
-        try:
-            self._runtime.report_faults()
-        except BaseException as error:
-            self._runtime.agree({"not tried": f"{type(error).__name__}: {error}"})
-            raise
         if plan is not None and not reason and not self._check.has_steps(self._runtime, plan, q_len, live):
             reason = _TOO_FEW_PAGES
         return self._runtime.agree({"not tried": reason} if reason else {}).get("not tried", "")
@@ -459,48 +454,57 @@ class StepRunner(Generic[Outputs]):
     def _try(
         self, split_forward: SplitForward[Outputs], plan: StepPlan, q_len: Int32Array, live: StepBatch | None
     ) -> _Trial[Outputs]:
-        """Make a graph and compare it with the eager run; no graph where there is no room to compare it."""
+        """Make a graph and compare it with the eager run; no graph where there is no room to compare it.
+
+        Ranks agree twice: when the graph is recorded, so that all compare it or none does, and on what came of it.
+        """
         name = f"the capture of {shape_name(plan.shape)}"
         fresh: list[_FreshGraph[Outputs]] = []
+        recorded = _Once(self._runtime.agree)
 
         def record(step: Step | SplitStep) -> Callable[[], Outputs]:
             assert self._recorder is not None
             body = partial(self._watched_body, name, split_forward, step)
+            refusal = ""
             try:
                 fresh.append(_FreshGraph.of(self._recorder, body, self._runtime))
-            except (RecordingRefused, StaleRecording):
-                raise
+            except (RecordingRefused, StaleRecording) as refused:
+                refusal = str(refused)
             except Exception as error:  # the eager step may do without what recording lacks
-                raise RecordingRefused(f"{type(error).__name__}: {error}") from error
+                refusal = f"{type(error).__name__}: {error}"
+            recorded.say(refusal)
             return fresh[0].replay
 
         try:
             with self._watchdog.watch(f"{name} and its check"):
                 verdict = self._check.record(self._runtime, plan, q_len, live, record, self._body)
+            recorded.say("")
             self._pinned.check()
             self._runtime.report_own_faults()
         except (RecordingRefused, StaleRecording) as refusal:
-            return self._agreed(self._refused(str(refusal)))
+            return self._agreed(self._refused(str(refusal)), recorded)
         except (torch.OutOfMemoryError, DeviceFault) as refusal:  # of the steps that the graph was tried on
-            return self._agreed(self._refused(f"{type(refusal).__name__}: {refusal}"))
+            return self._agreed(self._refused(f"{type(refusal).__name__}: {refusal}"), recorded)
         except BaseException as error:
-            self._end_on_all_ranks(f"the check was broken off by {type(error).__name__}: {error}")
+            self._end_on_all_ranks(f"the check was broken off by {type(error).__name__}: {error}", recorded)
             raise
-        return self._agreed(_Trial(fresh[0] if fresh else None, verdict))
+        return self._agreed(_Trial(fresh[0] if fresh else None, verdict), recorded)
 
     def _refused(self, reason: str) -> _Trial[Outputs]:
         """No graph, for this reason. Faults of the steps that it was tried on are no caller's."""
         self._runtime.forget_faults()
         return _Trial.refused(reason)
 
-    def _end_on_all_ranks(self, reason: str) -> None:
+    def _end_on_all_ranks(self, reason: str, recorded: _Once) -> None:
         """An exception leaves a capture here: other ranks, which wait for word of it, make no more graphs either."""
         if self._agrees:
-            self._agreed(_Trial.refused(reason, is_final=True))
+            self._agreed(_Trial.refused(reason, is_final=True), recorded)
             self._switch_off(reason)
 
-    def _agreed(self, trial: _Trial[Outputs]) -> _Trial[Outputs]:
+    def _agreed(self, trial: _Trial[Outputs], recorded: _Once) -> _Trial[Outputs]:
         """The trial, with what other ranks found out about theirs: a graph serves on all of them or on none."""
+        with suppress(RecordingRefused):  # which all of them say again
+            recorded.say(trial.refusal)
         found = {"failure": trial.refusal}
         found["not bitwise"] = "" if trial.verdict.bitwise else "it differs"
         found["not made"] = "" if trial.graph is not None else "there was no room to compare it"
@@ -532,6 +536,22 @@ class StepRunner(Generic[Outputs]):
         self._runtime.graph_users.discard(self)
         if not self._runtime.graph_users:
             self._runtime.give_up_seal()
+
+
+class _Once:
+    """What ranks agree on once in each trial, wherever a rank leaves it: that all of them have recorded."""
+
+    def __init__(self, agree: Agree) -> None:
+        self._agree = agree
+        self._is_said = False
+
+    def say(self, refusal: str) -> None:
+        """Does nothing if it was said before. Raises RecordingRefused if a rank has refused."""
+        if not self._is_said:
+            self._is_said = True
+            found = self._agree({"failure": refusal} if refusal else {})
+            if found:
+                raise RecordingRefused(found["failure"])
 
 
 @dataclass(frozen=True, slots=True)

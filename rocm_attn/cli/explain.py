@@ -18,6 +18,7 @@ from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from rocm_attn.providers.select import Selection, select
+from rocm_attn.runner.cut import cost_of_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,8 @@ def run(options: argparse.Namespace) -> None:
     """Print the choice for options.config on options.arch. Raises Unsupported where a kind of layer has no kernel."""
     target = _target(options)
     pool = SMALLEST_POOL if options.num_pages is None else replace(SMALLEST_POOL, num_pages=options.num_pages)
-    geometry = described_model(options.config).geometry.on_one_of(options.tp)
+    whole = described_model(options.config).geometry
+    geometry = whole.on_one_of(options.tp)
 
     def choose(problem: Problem) -> Selection:
         return select(problem, target, options.provider, pool=pool, deterministic=options.deterministic)
@@ -55,6 +57,8 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps({**described, "layer_kinds": [_as_json(kind) for kind in kinds]}, indent=2))
     else:
         print(f"{options.config} on {target.arch}, provider {options.provider}")
+        for sentence in cost_of_heads(whole, options.tp):
+            print(f"over {options.tp} ranks, {sentence}")
         if pages.lines:
             print("\n  ".join([f"{pages.describe()} were chosen:", *pages.lines]))
         if target.is_amd and options.provider in ("auto", "aiter"):

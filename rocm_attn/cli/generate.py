@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -20,8 +21,9 @@ from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.cli.streams import say
 from rocm_attn.errors import BadModel, BadRequest, BadSetting, NeverFits, RocmAttnError
 from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel, default_dtype, load_model, model_kind
+from rocm_attn.runner.loading import LoadedModel, ModelFiles, default_dtype, load_model, model_kind, open_model
 from rocm_attn.runner.options import EngineOptions
+from rocm_attn.runner.parallel.ranked_engine import RankedEngine
 from rocm_attn.runner.report import Report
 from rocm_attn.runner.request import AbortEvent, Completion, Event, FailureEvent, Request, RequestsFailed
 from rocm_attn.runner.sampling import Sampling
@@ -109,12 +111,39 @@ def _in_unicode(number: int, prompt: str) -> str:
 def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     device = device_named(options.device)
     dtype = dtype_of(options.dtype, options.model, device)
-    say(f"loading {options.model} on {device} in {str(dtype).removeprefix('torch.')}")
-    loaded = load_model(options.model, dtype=dtype, device=device)
-    requests = [_request(options, loaded, prompt) for prompt in prompts]
-    engine = _engine(options, loaded, requests)
-    if isinstance(engine.flight, FlightRecorder):
-        dump_on_signal(engine.flight)
+    on = f"{device}" if options.tp == 1 else f"{options.tp} ranks of {device.type}"
+    say(f"loading {options.model} on {on} in {str(dtype).removeprefix('torch.')}")
+    if options.tp == 1:
+        loaded = load_model(options.model, dtype=dtype, device=device)
+        requests = [_request(options, loaded, prompt) for prompt in prompts]
+        engine = Engine(loaded, _engine_options(options, loaded, requests))
+        if isinstance(engine.flight, FlightRecorder):
+            dump_on_signal(engine.flight)
+        _serve(options, engine, prompts, requests, device)
+        return
+    if device.index is not None:
+        raise BadSetting(
+            f"--device is {device} and --tp {options.tp}; ranks take the first GPUs, so give --device cuda"
+        )
+    files = open_model(options.model)
+    requests = [_request(options, files, prompt) for prompt in prompts]
+    with RankedEngine(
+        partial(load_model, options.model, dtype=dtype),
+        _engine_options(options, files, requests),
+        num_ranks=options.tp,
+        device_type=device.type,
+    ) as ranked:
+        _serve(options, ranked, prompts, requests, device)
+
+
+def _serve(
+    options: argparse.Namespace,
+    engine: Engine | RankedEngine,
+    prompts: list[str],
+    requests: list[Request],
+    device: torch.device,
+) -> None:
+    """Serve the requests and print what came of them. Raises PromptsFailed."""
     if device.type == "cuda":  # a CPU makes a graph when enough steps have paid for it: there it saves little
         engine.capture_all(ProgressBar(sys.stderr))
     show = _progress(len(prompts)) if options.json else _texts(prompts)
@@ -147,12 +176,12 @@ def dtype_of(name: str | None, model: str, device: torch.device) -> torch.dtype:
     return default_dtype(model_kind(model), device.type)
 
 
-def _request(options: argparse.Namespace, loaded: LoadedModel, prompt: str) -> Request:
-    if loaded.tokenizer is None:
+def _request(options: argparse.Namespace, model: LoadedModel | ModelFiles, prompt: str) -> Request:
+    if model.tokenizer is None:
         raise BadModel(f"{options.model} has no tokenizer.json, which prompts need")
     if not prompt.strip():
         raise BadRequest("a prompt is empty; give at least one word")
-    token_ids = loaded.tokenizer.encode(prompt) if options.raw else loaded.tokenizer.encode_chat(prompt)
+    token_ids = model.tokenizer.encode(prompt) if options.raw else model.tokenizer.encode_chat(prompt)
     return Request(
         prompt_token_ids=tuple(token_ids),
         max_new_tokens=options.max_new_tokens,
@@ -161,12 +190,14 @@ def _request(options: argparse.Namespace, loaded: LoadedModel, prompt: str) -> R
     )
 
 
-def _engine(options: argparse.Namespace, loaded: LoadedModel, requests: Sequence[Request]) -> Engine:
-    """An engine with room for these requests, so that a short prompt does not claim all of the memory."""
+def _engine_options(
+    options: argparse.Namespace, model: LoadedModel | ModelFiles, requests: Sequence[Request]
+) -> EngineOptions:
+    """Of an engine with room for these requests, so that a short prompt does not claim all of the memory."""
     longest = max(len(request.prompt_token_ids) for request in requests) + options.max_new_tokens
     given = {name: getattr(options, name) for name in ON_GENERATE}
     given["max_batch_size"] = min(options.max_batch_size, len(requests))
-    return Engine(loaded, EngineOptions(**given, max_kv_len=min(longest, loaded.config.context_len)))
+    return EngineOptions(**given, max_kv_len=min(longest, model.config.context_len))
 
 
 def _progress(num_prompts: int) -> Callable[[Event], None]:
@@ -223,6 +254,8 @@ def _lines(report: Report) -> list[str]:
         *(f"  {line}" for line in report.kernels),
         f"{report.num_pages} pages"
         + (f", and {report.swa_pages} for layers with a window" if report.swa_pages else ""),
+        *([f"{report.ranks} ranks share the model"] if report.ranks > 1 else []),
+        *(f"  {sentence}" for sentence in report.cost_of_ranks),
         report.memory_line(),
         *(["deterministic: a prompt's tokens do not depend on the prompts beside it"] if report.deterministic else []),
         *([f"SAFEGUARDS OFF: {', '.join(report.guards_off)}"] if report.guards_off else []),

@@ -15,6 +15,7 @@ _GENERATE_EXAMPLES = """\
 examples:
   rocm-attn generate "What is the capital of France?"
   rocm-attn generate --model ./Llama-3.1-8B-Instruct --device cuda --dtype bfloat16 "Hello" "Tell me a joke."
+  rocm-attn generate --model ./Llama-3.1-70B-Instruct --device cuda --tp 8 "Hello"
   rocm-attn generate --json --prompts-file prompts.txt --max-new-tokens 32 > results.json
   echo "Once upon a time" | rocm-attn generate --raw --temperature 0.8 --seed 7
   rocm-attn generate --check-every 100 --hang-after 60 --flight-record last_steps.json "Hello"
@@ -103,7 +104,8 @@ def _add_generate(commands: Commands[argparse.ArgumentParser]) -> None:
         "quantised weights bfloat16 blurs; on a CPU float32)",
     )
     _add_options(parser, (o.PROMPTS, o.PROMPTS_FILE, o.RAW, json))
-    _add_options(parser.add_argument_group("model"), (o.MODEL, o.DEVICE, dtype))
+    tp = o.RANKS.but(help="ranks that share the model by tensor parallelism, on a GPU each or on this CPU (1)")
+    _add_options(parser.add_argument_group("model"), (o.MODEL, o.DEVICE, tp, dtype))
     _add_options(parser.add_argument_group("serving"), (o.OF_ENGINE[name] for name in o.ON_GENERATE))
     sampling = (o.MAX_NEW_TOKENS, o.TEMPERATURE, o.TOP_P, o.SAMPLING_SEED)
     _add_options(parser.add_argument_group("sampling"), sampling)

@@ -33,11 +33,14 @@ class Meetings(Protocol):
     """What the ranks of one model tell each other between steps; one for each runtime. All ranks call it alike.
 
     holds_faults: whether a fault that a step finds waits for a meeting, instead of being raised by that step
+    steps_late:   how many steps after the one that has found a fault it is raised, at the latest
     digest:       of what the next step must have in common with that of other ranks; 0: nothing is compared
     """
 
     @property
     def holds_faults(self) -> bool: ...
+    @property
+    def steps_late(self) -> int: ...
 
     digest: int
 
@@ -69,6 +72,7 @@ class _NoMeetings:
     """Of a rank alone, which raises a fault when it finds it."""
 
     holds_faults = False
+    steps_late = 0
 
     def __init__(self) -> None:
         self.digest = 0
@@ -109,7 +113,8 @@ class _Among:
 
 
 def among(group: dist.ProcessGroup) -> Agreement:
-    """All ranks of a group, which must be those that run one model in step: not those of another data-parallel replica.
+    """All ranks of a group, which must be those that run one model in step: not those of another data-parallel replica,
+    unless its forward meets theirs in a collective, as over shared experts.
 
     group: one with a backend for tensors of the host, such as Gloo
     """
@@ -127,13 +132,14 @@ def found_by_any(findings_of_rank: Sequence[Mapping[str, str]]) -> dict[str, str
 
 
 # A fault as it is sent: what, step, rows, is_contained.
-_SentFault = tuple[str, int | None, tuple[int, ...], bool]
+SentFault = tuple[str, int | None, tuple[int, ...], bool]
 
 
 class _GroupMeetings:
     """Of a group. What a rank says before a step is heard before the next one, when it has long arrived."""
 
     holds_faults = True
+    steps_late = 2  # it is said before the next step, and heard before the one after that
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.digest = 0
@@ -163,19 +169,19 @@ class _GroupMeetings:
 
     def all_faults(self, number: int, found: Sequence[DeviceFault]) -> Sequence[DeviceFault]:
         sent = [(str(fault), fault.step, fault.rows, fault.is_contained) for each in found for fault in each.each]
-        of_rank: list[tuple[int, list[_SentFault]]] = [(0, []) for _ in range(self._group.size())]
+        of_rank: list[tuple[int, list[SentFault]]] = [(0, []) for _ in range(self._group.size())]
         dist.all_gather_object(of_rank, (number, sent), group=self._group)
         return faults_of_any(of_rank, number)
 
 
-def faults_of_any(of_rank: Sequence[tuple[int, Sequence[_SentFault]]], number: int) -> list[DeviceFault]:
+def faults_of_any(of_rank: Sequence[tuple[int, Sequence[SentFault]]], number: int) -> list[DeviceFault]:
     """One fault for each step that some rank found a fault of, by this rank's numbers of steps.
 
     of_rank: number of each rank's last step, and its faults. Trials of graphs count as steps, and one that failed early
              on a rank has left it with lower numbers
     number:  of this rank's last step
     """
-    by_step: dict[int | None, list[tuple[int, _SentFault]]] = {}
+    by_step: dict[int | None, list[tuple[int, SentFault]]] = {}
     for rank, (theirs, faults) in enumerate(of_rank):
         for fault in faults:
             step = None if fault[1] is None else (fault[1] - theirs + number) & _STEPS_WRAP

@@ -96,6 +96,7 @@ class Engine:
             max_batch_size=options.max_batch_size,
             chunk=options.chunk,
             max_kv_len=self.max_kv_len,
+            steps_until_known=self.runtime.steps_until_known,
         )
         self._outputs: dict[int, _Output] = {}
         self._done: dict[int, Completion] = {}
@@ -249,6 +250,8 @@ class Engine:
             chunk=self.options.chunk,
             graphs=graphs,
             deterministic=self.options.deterministic,
+            ranks=self._loaded.ranks.shard.num_ranks,
+            cost_of_ranks=self._loaded.cost,
             guards_off=runtime.guards.off,
             metrics=metrics,
         )
@@ -326,13 +329,15 @@ class Engine:
         """Fail every request that was in the step of a fault and was not handed over; or see which are concerned."""
         faults = [fault, *self._more_faults()]
         self._scheduler.forget_unknown_pages()
+        # Several of these faults may be of steps before a sequence became suspect: that it is alone shows nothing yet.
+        were_alone = {number for number, output in self._outputs.items() if output.sequence.is_suspect}
         for found in (one for fault in faults for one in fault.each):
             concerned = self._recent.requests_in(found.step)
             if concerned is None:
                 self._scheduler.forget_pages()
             for number in self._have_run() if concerned is None else sorted(concerned):
                 output, done = self._outputs.get(number), self._done.get(number)
-                if output is not None and found.is_contained and not output.sequence.is_suspect:
+                if output is not None and found.is_contained and number not in were_alone:
                     self._scheduler.suspect(output.sequence)
                     continue
                 if output is not None:

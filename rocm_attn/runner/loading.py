@@ -15,6 +15,7 @@ from rocm_attn.errors import BadModel, BadSetting
 from rocm_attn.problem import DTYPES
 from rocm_attn.runner.chat_template import ChatTemplate
 from rocm_attn.runner.config import ModelConfig
+from rocm_attn.runner.cut import cost_of_cut
 from rocm_attn.runner.fields import Fields, read_json, read_text
 from rocm_attn.runner.gguf_config import config_from_gguf
 from rocm_attn.runner.gguf_file import GGUFFile
@@ -38,12 +39,14 @@ class LoadedModel:
     config:    of the part
     tokenizer: None where a directory has none: then prompts must be token ids
     ranks:     that share the model
+    cost:      of the cut, in sentences
     """
 
     config: ModelConfig
     weights: ModelWeights
     tokenizer: Tokenizer | None
     ranks: Ranks = ONE_RANK
+    cost: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,9 +66,10 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device, ra
     Raises BadModel for a model that is missing, damaged or not known, BadSetting for a dtype or device that cannot be.
     """
     _check_dtype_and_device(dtype, device)
-    files = open_model(path)
+    files, num_ranks = open_model(path), ranks.shard.num_ranks
     weights = load_weights(files.source, files.config, dtype=dtype, device=device, shard=ranks.shard)
-    return LoadedModel(files.config.on_one_of(ranks.shard.num_ranks), weights, files.tokenizer, ranks)
+    part, cost = files.config.on_one_of(num_ranks), cost_of_cut(files.config, num_ranks)
+    return LoadedModel(part, weights, files.tokenizer, ranks, cost)
 
 
 def open_model(path: str | Path) -> ModelFiles:

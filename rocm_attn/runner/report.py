@@ -25,6 +25,8 @@ class Report:
     max_kv_len:      tokens of the longest sequence
     graphs:          "on", "off", or "off: " and why they were switched off
     deterministic:   whether a request's tokens are independent of those beside it
+    ranks:           that share the model by tensor parallelism; what the rest says is of rank 0
+    cost_of_ranks:   what the cut over them costs, in sentences
     guards_off:      safeguards that are switched off, by id
     metrics:         what steps have come to
     """
@@ -47,6 +49,8 @@ class Report:
     chunk: int
     graphs: str
     deterministic: bool
+    ranks: int
+    cost_of_ranks: tuple[str, ...]
     guards_off: tuple[str, ...]
     metrics: Metrics
 

@@ -1,8 +1,7 @@
 """How a model is cut over tensor-parallel ranks: which elements of its matrices each of them holds.
 
 Every model is cut over any number of ranks. Where heads or an MLP do not divide, the last ranks hold zeros in the place
-of what is missing: a head of zeros gives zeros, and so does an element of an MLP. What they cost is said by
-`padded_share`.
+of what is missing: a head of zeros gives zeros, and so does an element of an MLP. runner/cut.py says what they cost.
 """
 
 from __future__ import annotations
@@ -88,11 +87,6 @@ class Shard:
 def _cut(whole: int, start: int, size: int) -> Span:
     """`size` elements from `start` on, of which those at or after `whole` are padding."""
     return Span(min(start, whole), min(start + size, whole), size)
-
-
-def padded_share(num_real: int, per_rank: int, num_ranks: int) -> float:
-    """Zeros among what all ranks hold together of num_real heads or elements."""
-    return 1 - num_real / (per_rank * num_ranks)
 
 
 WHOLE = Shard(0, 1)

@@ -153,6 +153,7 @@ def _runtime_options(scenario: Scenario, provider: str, deterministic: bool) -> 
         first_swa_page=scenario.num_pages,
         swa_kept=scenario.verify_len,
         max_num_seqs=scenario.max_num_seqs,
+        max_num_rows=scenario.max_num_rows,
         max_kv_len=scenario.max_kv_len,
         provider=provider,
         capture_sizes=first.seqs,
@@ -303,7 +304,8 @@ class Soak:
             free = len(self._free_pages(table))
             if free != table.num_free_pages:
                 what = (
-                    f"{free} pages{table.pages.of} are held by no row, but {table.num_free_pages} are said to be free"
+                    f"{free} pages{table.pages.of} are held by no row nor kept, but "
+                    f"{table.num_free_pages} are said to be free"
                 )
                 raise self._failure(number, f"after step {number}", what)
         self._poison_free_pages()
@@ -327,14 +329,14 @@ class Soak:
         self._reopen(number)
         table = self._runtime.table
         missing = sum(pages.num_usable_pages - pages.num_free_pages for pages in table.spaces)
-        if missing or table.num_free_rows != self._scenario.max_num_seqs:
+        if missing or table.num_free_rows != self._scenario.max_num_rows:
             what = f"{missing} pages are held and {table.num_free_rows} rows are free when no request is left"
             raise self._failure(number, f"after step {number}", what)
 
     def _free_pages(self, table: PageTable) -> list[int]:
-        """The pages of a space that no row holds."""
-        held = (self._runtime.table.pages_of(request.row, table.space).tolist() for request in self._world.requests)
-        return sorted(set(range(table.pages.first_page, table.pages.num_pages)).difference(*held))
+        """The pages of a space that no row holds and that are not kept."""
+        every = set(range(table.pages.first_page, table.pages.num_pages))
+        return sorted(every - self._world.held_pages(table.space))
 
     def _poison_free_pages(self) -> None:
         """Whatever reads what was not stored, or has left its window, meets NaN."""

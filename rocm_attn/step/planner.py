@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.mask import NO_MASK
-from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo, is_prefill
+from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo, is_prefill, require_pad_to
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
@@ -77,7 +77,7 @@ class Planner:
         self._bakes_q_len = Baked.MAX_Q_LEN in bakes
         self._has_prefill = any(row.kind is StepKind.PREFILL for row in rows)
         self._plan_of_key: dict[GraphKey, StepPlan] = {}
-        self._plan_of_sizes: dict[tuple[int | PadTo | torch.device | None, ...], StepPlan] = {}
+        self._plan_of_sizes: dict[tuple[int | tuple[int, int] | torch.device | None, ...], StepPlan] = {}
 
     def start_over(self, padding: PaddingPolicy) -> None:
         """Forget every plan and pad by another policy."""
@@ -90,6 +90,8 @@ class Planner:
         Raises CapacityExceeded, BadBatch; BadTensor, Unsupported for inputs on a device that cannot be taken;
         Unsupported for prefixes that no layer can share.
         """
+        if pad_to is not None:
+            require_pad_to(pad_to)
         max_kv_len = self._max_kv_len_of(batch, pad_to)
         # All that a plan depends on, so that a step of known sizes costs one look-up.
         sizes = (
@@ -98,7 +100,8 @@ class Planner:
             batch.min_q_len,
             batch.max_q_len,
             max_kv_len,
-            pad_to,
+            # Its kv_len is another one in each step, and is in max_kv_len.
+            pad_to and pad_to[:2],
             num_children,
             batch.inputs.device,
             batch.mask is NO_MASK,
@@ -124,7 +127,7 @@ class Planner:
         if not self._bakes_kv_len:
             return self._max_kv_len
         longest = self._longest(batch)
-        if isinstance(pad_to, PadTo) and pad_to.kv_len:
+        if pad_to is not None and pad_to.kv_len:
             if pad_to.kv_len < longest:
                 raise CapacityExceeded(
                     f"a sequence has {longest} tokens and pad_to says that none has more than {pad_to.kv_len}; "

@@ -38,6 +38,21 @@ BOUNDS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class LogitBound:
+    """|logits - reference| as a share of |reference|, the reference computed in float32: at a mean token, at the worst.
+
+    The torch provider, which rounds where a model must, reached 0.021 and 0.110 in bf16, 0.0023 and 0.0096 in fp16 on
+    SmolLM2's first 16 tokens on a CPU.
+    """
+
+    mean: float
+    worst: float
+
+
+LOGITS = {torch.bfloat16: LogitBound(0.035, 0.2), torch.float16: LogitBound(0.004, 0.02)}
+
+
 def assert_attention_close(out: Tensor, reference: Tensor, dtype: torch.dtype) -> None:
     """out, computed from inputs of this dtype, is as close to the float64 reference as the table demands."""
     bound = BOUNDS[dtype]

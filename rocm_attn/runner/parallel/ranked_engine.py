@@ -81,6 +81,14 @@ class RankedEngine:
         number: int = self._processes.call("submit", request)
         return number
 
+    def abort(self, number: int) -> None:
+        """As Engine.abort."""
+        self._processes.call("abort", number)
+
+    def forget_prefixes(self) -> None:
+        """As Engine.forget_prefixes."""
+        self._processes.call("forget_prefixes")
+
     def cancel(self, number: int) -> None:
         """As Engine.cancel."""
         self._processes.call("cancel", number)

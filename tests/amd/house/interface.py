@@ -58,15 +58,17 @@ def definition(name: str, module: str) -> ast.stmt:
 
 
 def summary(name: str, module: str) -> str:
-    """The first paragraph of a docstring, or the value of a constant."""
+    """The first paragraph of a docstring: its own, or that of the class that it is a value of; else its value."""
     node = definition(name, module)
-    if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        text = ast.get_docstring(node)
-        assert text, f"{name} has no docstring"
-        return " ".join(text.partition("\n\n")[0].split()).replace("|", "\\|")
-    assert isinstance(node, ast.Assign | ast.AnnAssign)
-    assert node.value is not None
-    return f"the value `{ast.unparse(node.value)}`"
+    match node:
+        case ast.Assign(value=ast.Call(func=ast.Name(id=its_class), args=[], keywords=[])):
+            node = definition(its_class, module)
+        case ast.Assign(value=value):
+            return f"the value `{ast.unparse(value)}`"
+    assert isinstance(node, ast.FunctionDef | ast.ClassDef)
+    text = ast.get_docstring(node)
+    assert text, f"{name} has no docstring"
+    return " ".join(text.partition("\n\n")[0].split()).replace("|", "\\|")
 
 
 def described(node: ast.stmt) -> list[str]:

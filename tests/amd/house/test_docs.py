@@ -7,7 +7,6 @@ import re
 import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -182,8 +181,10 @@ def load_tiny(path: str, *, dtype: torch.dtype, device: torch.device) -> LoadedM
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "```python" in page.read_text()], ids=name_of)
 def test_the_code_of_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its blocks one after the other; what they promise they assert themselves. A tiny model stands for any other."""
+    """Its blocks are one program, and a class may go on in the next block; what they promise they assert themselves.
+
+    A tiny model stands for any other.
+    """
     monkeypatch.setattr(rocm_attn, "load_model", load_tiny)
-    namespace: dict[str, Any] = {}
-    for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
-        exec(compile(block, name_of(page), "exec"), namespace)
+    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    exec(compile("\n".join(blocks), name_of(page), "exec", dont_inherit=True), {"__name__": "__main__"})

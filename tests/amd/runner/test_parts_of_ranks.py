@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.runner.cut import cost_of_cut
+from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.loading import load_model, open_model
-from rocm_attn.runner.shards import Shard, Span, padded_share
+from rocm_attn.runner.shards import Shard, Span
 from rocm_attn.runner.tensors import Shape, TensorSource
 from rocm_attn.runner.weights import expected_shapes, load_weights
 from tests.amd.runner.families import FAMILIES, family_model
 from tests.amd.runner.hf_models import hf_logits, random_tokens, save, small_hf_model, write_gguf
 from tests.amd.runner.served_logits import served_logits
 from tests.amd.runner.thread_ranks import ThreadRank, on_threads
+from tests.amd.runner.tiny_model import CONFIG
 from tests.amd.tolerances import assert_layers_close
 
 CPU = torch.device("cpu")
+NINE_OVER_THREE = AttentionLayer(num_q_heads=9, num_kv_heads=3, head_dim=8, scale=8**-0.5)
 HEADS = [(9, 3), (32, 8), (8, 1), (71, 1), (12, 4), (10, 5), (4, 4)]
 
 
@@ -55,10 +60,15 @@ def test_a_dimension_is_cut_in_order_and_padded_at_its_end_alone(size: int, num_
         assert all(full), "what divides is left as the model has it"
 
 
-def test_the_share_of_padding_is_counted_over_all_ranks() -> None:
-    heads = Shard(3, 4).heads(9, 3)
-    assert (heads.q, heads.kv) == (Span(9, 9, 3), Span(3, 3, 1))
-    assert padded_share(9, heads.q.size, 4) == 0.25
+def test_the_cost_of_a_cut_is_said() -> None:
+    smollm2 = replace(CONFIG, layers=(replace(CONFIG.layers[0], attention=NINE_OVER_THREE),), vocab_size=49152)
+    assert Shard(3, 4).heads(9, 3).q == Span(9, 9, 3)
+    assert cost_of_cut(smollm2, 1) == ()
+    assert cost_of_cut(smollm2, 4) == ("9 query heads over 3 KV heads take the place of 12 over 4, 25% of them zeros",)
+    assert cost_of_cut(CONFIG, 4)[0] == "4 query heads over 2 KV heads: each KV head is held by 2 ranks"
+    assert cost_of_cut(replace(CONFIG, vocab_size=101), 2) == (
+        "the output matrix of 101 tokens takes the place of 112, 10% of them zeros",
+    )
 
 
 PROMPT_LEN = 9

@@ -1,0 +1,334 @@
+"""Two ranks of a model over Gloo, each with an Engine of its own, as torchrun starts them: tokens, graphs and faults.
+
+All that is looked at runs in one pair of processes; each test reads what came of one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rocm_attn.batch.padding import PadTo
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.split_forward import one_after_the_other
+from rocm_attn.errors import BadSetting, DeviceFault
+from rocm_attn.hip_graphs.recorder import Recorder, Recording
+from rocm_attn.machine.agreement import RanksDiverged, SentFault, faults_of_any
+from rocm_attn.runner import engine as engine_module
+from rocm_attn.runner import engine_runtime, pool_size
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.options import EngineOptions
+from rocm_attn.runner.ranks import RanksOfGroup
+from rocm_attn.runner.request import Completion, FailureEvent, Request
+from rocm_attn.runner.sampling import Sampling
+from tests.amd.ranks import NUM_RANKS, on_every_rank
+from tests.amd.runner.metered_memory import MeteredMemory
+from tests.amd.runner.tiny_model import tiny_model
+
+BASE = EngineOptions(
+    provider="torch", page_size=4, max_batch_size=4, chunk=16, graphs=False, max_kv_len=64, capture_after=0
+)
+NAN_TOKEN = 7
+REQUESTS = tuple(
+    Request(tuple(range(10 + number, 14 + 3 * number)), 8, Sampling(temperature=0.7 * (number % 2), seed=number))
+    for number in range(4)
+)
+LONG = tuple(replace(request, max_new_tokens=30) for request in REQUESTS)
+POISONED = Request((3, NAN_TOKEN, 4), 6)
+
+
+def ranks() -> RanksOfGroup:
+    assert dist.group.WORLD is not None
+    return RanksOfGroup(dist.group.WORLD)
+
+
+def engine(**changes: Any) -> Engine:
+    return Engine(tiny_model(ranks=ranks()), replace(BASE, **changes))
+
+
+def shown(completions: Sequence[Completion]) -> list[str]:
+    return [f"{completion.token_ids} {completion.finish_reason}" for completion in completions]
+
+
+def served(rank: int, **changes: Any) -> list[str]:
+    """What the requests come to, and whether steps were replayed."""
+    serving = engine(**changes)
+    return [*shown(serving.generate(REQUESTS)), f"replays {serving.metrics.replays > 0}"]
+
+
+def one_at_a_time(rank: int) -> list[str]:
+    return [line for request in REQUESTS for line in shown(engine(deterministic=True).generate([request]))]
+
+
+def on_few_pages(rank: int) -> list[str]:
+    serving = engine(num_pages=17)
+    return [*shown(serving.generate(LONG)), f"preempted {serving.metrics.preemptions > 0}"]
+
+
+def memory_of_one_rank_is_short(rank: int) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        memory = MeteredMemory(30_000 if rank == 1 else 1 << 30)
+        patch.setattr(engine_runtime, "memory_of", lambda device: memory)
+        patch.setattr(pool_size, "_ALLOCATION_BYTES", 0)
+        serving = engine(gpu_memory_share=1.0)
+    num_pages = serving.report().num_pages
+    return [f"fewer than wanted: {num_pages < 1 + 4 * 16}", str(num_pages), *shown(serving.generate(REQUESTS))]
+
+
+class FailsAfterwards:
+    """A recorder that makes its graph with the other ranks, and then raises."""
+
+    def __init__(self) -> None:
+        self._inner = recorder_for(torch.device("cpu"))
+
+    def record(self, fn: Callable[[], Any]) -> tuple[Recording, Any]:
+        self._inner.record(fn)
+        raise RuntimeError("the driver is out of handles")
+
+    def release_memory(self) -> None:
+        self._inner.release_memory()
+
+
+class GivesOthers:
+    """A recorder whose graphs give other numbers than what they were recorded from."""
+
+    def __init__(self) -> None:
+        self._inner = recorder_for(torch.device("cpu"))
+
+    def record(self, fn: Callable[[], Any]) -> tuple[Recording, Any]:
+        recording, rows = self._inner.record(fn)
+        replay = recording.replay
+
+        def other() -> None:
+            replay()
+            rows.add_(1)
+
+        recording.replay = other  # type: ignore[method-assign]
+        return recording, rows
+
+    def release_memory(self) -> None:
+        self._inner.release_memory()
+
+
+def a_graph_is_wrong_on_one_rank(rank: int, wrong: Callable[[], Recorder]) -> list[str]:
+    def recorder(device: torch.device) -> Recorder:
+        return wrong() if rank == 1 else recorder_for(device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "recorder_for", recorder)
+        serving = engine(graphs=True)
+    completions = serving.generate(REQUESTS)
+    return [serving.report().graphs, *shown(completions)]
+
+
+class PoisonedLayers:
+    """Layers of a step whose K is no number for one token."""
+
+    def __init__(self, layers: Any, token_ids: Tensor) -> None:
+        self._layers = layers
+        self._is_nan = (token_ids == NAN_TOKEN)[:, None, None]
+
+    def store_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        self._layers.store_and_attend(layer, q, k.masked_fill(self._is_nan, float("nan")), v, out)
+
+
+def nan_in_the_kv_of_one_rank(rank: int, **changes: Any) -> list[str]:
+    """Which requests fail, and what the others come to."""
+    serving = engine(**changes)
+    if rank == 1:
+        forward = serving._runner._forward
+
+        def poisoned(step: Any) -> Tensor:
+            return forward(replace(step, layers=PoisonedLayers(step.layers, step.token_ids)))
+
+        serving._runner._forward = poisoned
+        serving._runner._split_forward = serving._runner._half_by_half = one_after_the_other(poisoned)
+    return ended(serving, [REQUESTS[0], POISONED, *REQUESTS[1:]])
+
+
+def ended(serving: Engine, requests: Sequence[Request]) -> list[str]:
+    """Serve requests with faults on the way: at which step each fault came, and what each request came to."""
+    numbers = [serving.submit(request) for request in requests]
+    lines, steps = list[str](), 0
+    while serving.has_work:
+        steps += 1
+        try:
+            events = serving.step()
+        except DeviceFault as fault:
+            lines.append(f"fault at step {steps}: rows {fault.rows}, contained {fault.is_contained}, {fault}")
+            continue
+        failed = [event.request for event in events if isinstance(event, FailureEvent)]
+        lines += [f"request {number} failed at step {steps}" for number in failed]
+    return [*lines, *shown([serving.completion(number) for number in numbers])]
+
+
+def the_table_of_one_rank_is_wiped(rank: int) -> list[str]:
+    serving, number = engine(), 0
+    run = serving._runner.run
+
+    def wiping(batch: StepBatch, pad_to: PadTo | None = None) -> Tensor:
+        nonlocal number
+        number += 1
+        if rank == 1 and number == 3:
+            serving.runtime._publisher.apply_table_changes()
+            serving.runtime.table.entries.zero_()
+        return run(batch, pad_to)
+
+    serving._runner.run = wiping  # type: ignore[method-assign]
+    lines = ended(serving, REQUESTS)
+    return [*lines, "afterwards", *shown(serving.generate([REQUESTS[0]]))]
+
+
+def given_other_requests(rank: int) -> list[str]:
+    """Of equal length, so that the collectives of the ranks still meet."""
+    serving = engine()
+    serving.submit(Request((1, 2, 3 + rank), 8))
+    try:
+        while serving.has_work:
+            serving.step()
+    except RanksDiverged as error:
+        return [str(error)]
+    return ["served"]
+
+
+def a_group_without_the_host(rank: int) -> list[str]:
+    class OfGpus:
+        _device_types = (torch.device("cuda"),)
+
+    try:
+        RanksOfGroup(OfGpus())  # type: ignore[arg-type]
+    except BadSetting as error:
+        return [str(error)]
+    return ["taken"]
+
+
+BODIES: Mapping[str, Callable[[int], list[str]]] = {
+    "eager": lambda rank: served(rank),
+    "graphs": lambda rank: served(rank, graphs=True),
+    "deterministic": lambda rank: served(rank, deterministic=True),
+    "one at a time": one_at_a_time,
+    "few pages": on_few_pages,
+    "short memory": memory_of_one_rank_is_short,
+    "failed graph": lambda rank: a_graph_is_wrong_on_one_rank(rank, FailsAfterwards),
+    "other graph": lambda rank: a_graph_is_wrong_on_one_rank(rank, GivesOthers),
+    "nan, eager": lambda rank: nan_in_the_kv_of_one_rank(rank),
+    "nan, graphs": lambda rank: nan_in_the_kv_of_one_rank(rank, graphs=True),
+    "wiped": the_table_of_one_rank_is_wiped,
+    "diverged": given_other_requests,
+    "group": a_group_without_the_host,
+}
+_SEPARATOR = "---"
+
+
+def everything(rank: int) -> list[str]:
+    return [line for body in BODIES.values() for line in (*body(rank), _SEPARATOR)]
+
+
+Found = Mapping[str, list[list[str]]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """name of a body -> what it gave on each rank."""
+    of_rank = []
+    for lines in on_every_rank(everything, tmp_path_factory.mktemp("ranks")):
+        parts: list[list[str]] = [[]]
+        for line in lines:
+            if line == _SEPARATOR:
+                parts.append([])
+            else:
+                parts[-1].append(line)
+        of_rank.append(dict(zip(BODIES, parts, strict=False)))
+    return {name: [parts[name] for parts in of_rank] for name in BODIES}
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[str]:
+    """What one rank makes of the requests."""
+    return shown(Engine(tiny_model(), BASE).generate(REQUESTS))
+
+
+def same_on_all(lines: list[list[str]]) -> list[str]:
+    assert len(lines) == NUM_RANKS
+    assert all(other == lines[0] for other in lines)
+    return lines[0]
+
+
+@pytest.mark.parametrize("name", ["eager", "graphs", "deterministic"])
+def test_tokens_are_those_of_one_rank(name: str, found: Found, alone: list[str]) -> None:
+    assert same_on_all(found[name]) == [*alone, f"replays {name == 'graphs'}"]
+
+
+def test_what_a_prompt_gives_deterministically_does_not_depend_on_those_beside_it(found: Found) -> None:
+    assert same_on_all(found["one at a time"]) == found["deterministic"][0][: len(REQUESTS)]
+
+
+def test_preemption_is_the_same_on_all_ranks_and_changes_no_token(found: Found) -> None:
+    one_rank = shown(Engine(tiny_model(), BASE).generate(LONG))
+    assert same_on_all(found["few pages"]) == [*one_rank, "preempted True"]
+
+
+def test_all_ranks_have_as_many_pages_as_that_with_the_least_memory(found: Found, alone: list[str]) -> None:
+    first, _, *tokens = same_on_all(found["short memory"])
+    assert (first, tokens) == ("fewer than wanted: True", alone)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("failed graph", "off: on rank 1: RuntimeError: the driver is out of handles"),
+        ("other graph", "off: on rank 1: the graph of decode of 4 sequences differs from the eager run"),
+    ],
+)
+def test_a_graph_that_fails_on_one_rank_serves_on_none(name: str, why: str, found: Found, alone: list[str]) -> None:
+    """The ranks sum in every layer, so each must make and compare it as often as the others."""
+    graphs, *tokens = same_on_all(found[name])
+    assert graphs.startswith(why)
+    assert tokens == alone
+
+
+@pytest.mark.parametrize("name", ["nan, eager", "nan, graphs"])
+def test_numbers_that_are_none_on_one_rank_fail_their_request_alone_on_all(
+    name: str, found: Found, alone: list[str]
+) -> None:
+    lines = same_on_all(found[name])
+    assert [line.partition(" at")[0] for line in lines if "failed" in line] == ["request 1 failed"]
+    first, poisoned, *others = lines[-len(REQUESTS) - 1 :]
+    assert [first, *others] == alone
+    assert poisoned.endswith("error")
+
+
+def test_a_fault_of_one_rank_is_raised_by_all_between_the_same_two_steps(found: Found, alone: list[str]) -> None:
+    lines = same_on_all(found["wiped"])
+    faults = [line for line in lines if line.startswith("fault")]
+    assert len(faults) == 1
+    assert "contained False, on rank 1: step" in faults[0]
+    assert "a new token had no page" in faults[0]
+    assert lines[-1] == alone[0], "all ranks go on afterwards"
+
+
+def test_ranks_that_were_given_other_requests_are_told_apart(found: Found) -> None:
+    (error,) = same_on_all(found["diverged"])
+    assert error.startswith("rank 1 ran another step than rank 0 after step ")
+
+
+def test_a_group_that_cannot_carry_what_ranks_say_is_refused(found: Found) -> None:
+    (error,) = same_on_all(found["group"])
+    assert 'init_process_group("cpu:gloo,cuda:nccl")' in error
+
+
+def test_faults_are_told_in_each_ranks_own_numbers_of_steps() -> None:
+    """A graph that was given up early has left rank 1 two steps short."""
+    wrong, anywhere = ("step 9: wrong", 9, (3, 4), True), ("page 0 was written", None, (), False)
+    of_rank: list[tuple[int, list[SentFault]]] = [(12, [("step 11: wrong", 11, (3,), True)]), (10, [wrong, anywhere])]
+    (fault, everywhere), (theirs, _) = faults_of_any(of_rank, 12), faults_of_any(of_rank, 10)
+    assert (fault.step, theirs.step, everywhere.step) == (11, 9, None)
+    assert (fault.rows, fault.is_contained, everywhere.is_contained) == ((3, 4), True, False)
+    assert str(fault) == "on rank 0: step 11: wrong; on rank 1: step 9: wrong"

@@ -72,6 +72,24 @@ def on_few_pages(rank: int) -> list[str]:
     return [*shown(serving.generate(LONG)), f"preempted {serving.metrics.preemptions > 0}"]
 
 
+def second_turns(serving: Engine) -> list[str]:
+    """Each request goes on where it ended, over few pages, with priorities; one is aborted on the way."""
+    first = serving.generate(REQUESTS)
+    numbers = [
+        serving.submit(
+            replace(request, prompt_token_ids=done.prompt_token_ids + done.token_ids + (9,), priority=number % 2)
+        )
+        for number, (request, done) in enumerate(zip(REQUESTS, first, strict=True))
+    ]
+    for _ in range(3):
+        serving.step()
+    serving.abort(numbers[2])
+    while serving.has_work:
+        serving.step()
+    metrics = serving.metrics
+    return [*shown([serving.completion(number) for number in numbers]), f"hits {metrics.prefix_hits}"]
+
+
 def memory_of_one_rank_is_short(rank: int) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         memory = MeteredMemory(30_000 if rank == 1 else 1 << 30)
@@ -216,6 +234,7 @@ BODIES: Mapping[str, Callable[[int], list[str]]] = {
     "deterministic": lambda rank: served(rank, deterministic=True),
     "one at a time": one_at_a_time,
     "few pages": on_few_pages,
+    "second turns": lambda rank: second_turns(engine(num_pages=19)),
     "short memory": memory_of_one_rank_is_short,
     "failed graph": lambda rank: a_graph_is_wrong_on_one_rank(rank, FailsAfterwards),
     "other graph": lambda rank: a_graph_is_wrong_on_one_rank(rank, GivesOthers),
@@ -274,6 +293,13 @@ def test_what_a_prompt_gives_deterministically_does_not_depend_on_those_beside_i
 def test_preemption_is_the_same_on_all_ranks_and_changes_no_token(found: Found) -> None:
     one_rank = shown(Engine(tiny_model(), BASE).generate(LONG))
     assert same_on_all(found["few pages"]) == [*one_rank, "preempted True"]
+
+
+def test_ranks_find_the_same_prefixes_admit_in_the_same_order_and_abort_together(found: Found) -> None:
+    lines = same_on_all(found["second turns"])
+    one_rank = second_turns(Engine(tiny_model(), replace(BASE, num_pages=19)))
+    assert lines == one_rank, "though ranks wait longer until a step is known to be right"
+    assert int(lines[-1].removeprefix("hits ")) > 20
 
 
 def test_all_ranks_have_as_many_pages_as_that_with_the_least_memory(found: Found, alone: list[str]) -> None:

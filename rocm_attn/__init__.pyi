@@ -23,6 +23,7 @@ from rocm_attn.batch.prefixes import PrefixGroup as PrefixGroup
 from rocm_attn.batch.prefixes import SharedPrefixes as SharedPrefixes
 from rocm_attn.step.step import SplitStep as SplitStep
 from rocm_attn.step.step import Step as Step
+from rocm_attn.step.outputs import PerToken as PerToken
 from rocm_attn.step.protocols import LayerCalls as LayerCalls
 from rocm_attn.step.merging import merge_states as merge_states
 
@@ -35,6 +36,7 @@ from rocm_attn.capture.graphs import eager_steps_before_capture as eager_steps_b
 from rocm_attn.capture.graphs import recorder_for as recorder_for
 from rocm_attn.hip_graphs.size_ladder import default_ladder as default_ladder
 from rocm_attn.step.metrics import Metrics as Metrics
+from rocm_attn.step.durations import Durations as Durations
 
 # An engine's own pages, tables and graphs
 from rocm_attn.external import Bounds as Bounds
@@ -52,7 +54,15 @@ from rocm_attn.step.external_step import Causality as Causality
 from rocm_attn.step.external_step import ExternalStep as ExternalStep
 from rocm_attn.step.external_step import Lengths as Lengths
 
+# Sampling
+from rocm_attn.runner.sampling import Sampler as Sampler
+from rocm_attn.runner.sampling import Sampling as Sampling
+from rocm_attn.runner.sampling import pick_tokens as pick_tokens
+
 # Machines and ranks
+from rocm_attn.machine.agreement import Agreement as Agreement
+from rocm_attn.machine.agreement import RanksDiverged as RanksDiverged
+from rocm_attn.machine.agreement import alone as alone
 from rocm_attn.machine.agreement import among as among
 from rocm_attn.machine.target import Target as Target
 from rocm_attn.machine.target import known_target as known_target
@@ -67,7 +77,13 @@ from rocm_attn.watch.shadow_check import shadow_check as shadow_check
 
 # The engine, which needs the extra [runner]
 from rocm_attn.runner.engine import Engine as Engine
+from rocm_attn.runner.async_engine import AsyncEngine as AsyncEngine
+from rocm_attn.runner.async_engine import EngineEnded as EngineEnded
+from rocm_attn.runner.async_engine import TooManyRequests as TooManyRequests
 from rocm_attn.runner.loading import load_model as load_model
+from rocm_attn.runner.parallel.messages import RankError as RankError
+from rocm_attn.runner.parallel.processes import RankFailed as RankFailed
+from rocm_attn.runner.parallel.ranked_engine import RankedEngine as RankedEngine
 from rocm_attn.runner.options import EngineOptions as EngineOptions
 from rocm_attn.runner.report import Report as Report
 from rocm_attn.runner.request import Completion as Completion
@@ -76,9 +92,10 @@ from rocm_attn.runner.request import Request as Request
 from rocm_attn.runner.request import RequestsFailed as RequestsFailed
 from rocm_attn.runner.request import RequestsFaulted as RequestsFaulted
 from rocm_attn.runner.request import TokenEvent as TokenEvent
-from rocm_attn.runner.sampling import Sampler as Sampler
-from rocm_attn.runner.sampling import Sampling as Sampling
-from rocm_attn.runner.sampling import pick_tokens as pick_tokens
+from rocm_attn.runner.engine_thread import ServingEngine as ServingEngine
+from rocm_attn.runner.request_stream import Piece as Piece
+from rocm_attn.runner.request_stream import RequestFailed as RequestFailed
+from rocm_attn.runner.request_stream import RequestStream as RequestStream
 
 # Errors
 from rocm_attn.errors import BadBatch as BadBatch
@@ -90,9 +107,12 @@ from rocm_attn.errors import BadSetting as BadSetting
 from rocm_attn.errors import BadTensor as BadTensor
 from rocm_attn.errors import CapacityExceeded as CapacityExceeded
 from rocm_attn.errors import DeviceFault as DeviceFault
+from rocm_attn.errors import FitsLater as FitsLater
 from rocm_attn.errors import GraphStale as GraphStale
+from rocm_attn.errors import NeverFits as NeverFits
 from rocm_attn.errors import NotCopied as NotCopied
 from rocm_attn.errors import OutOfPages as OutOfPages
+from rocm_attn.errors import OutOfRows as OutOfRows
 from rocm_attn.errors import RocmAttnError as RocmAttnError
 from rocm_attn.errors import Unsupported as Unsupported
 from rocm_attn.errors import WrongState as WrongState

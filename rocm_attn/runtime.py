@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.halves import HALVES, split_batch
-from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
+from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import DeviceFault, NeverFits, NotCopied, WrongState
 from rocm_attn.guards.registry import Guards
@@ -35,6 +35,7 @@ from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.paging.stored_tokens import StepStores
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.core import StepCore
+from rocm_attn.step.echo import STEPS_UNTIL_ECHO
 from rocm_attn.step.head_weights import LayerHeadWeights
 from rocm_attn.step.holder import StepHolder
 from rocm_attn.step.layer_kinds import LayerKinds
@@ -159,6 +160,11 @@ class AttentionRuntime:
         """The number of the step that was staged last, from 1 on; a DeviceFault names its step by it."""
         return self._publisher.step_number
 
+    @property
+    def steps_until_known(self) -> int:
+        """What went wrong in a step is raised by the step that comes so many steps after it, at the latest."""
+        return STEPS_UNTIL_ECHO + self.meetings.steps_late
+
     def check_device(self) -> None:
         """Wait for the device, and raise DeviceFault if steps went wrong that no later stage() has reported.
 
@@ -208,10 +214,10 @@ class AttentionRuntime:
         """Everything that a graph reads and the runtime owns, by name: buffers, workspace, table and pages."""
         return self.core.sealed_tensors()
 
-    def begin_step(self, batch: StepBatch, pad_to: int | None = None) -> Step:
+    def begin_step(self, batch: StepBatch, pad_to: PadTo | None = None) -> Step:
         """Stage a step and fill what follows from its inputs; then call its `layers`, one layer after the other.
 
-        pad_to: sequences to pad to, where ranks must agree; not given: the ladder decides
+        pad_to: what to pad to, where ranks must agree; not given: the ladders decide
         Raises BadBatch, CapacityExceeded, WrongState, and DeviceFault for an earlier step, once; no step is begun then.
         """
         self.require_idle()
@@ -224,10 +230,10 @@ class AttentionRuntime:
             self.end_step()
             raise
 
-    def begin_split_step(self, batch: StepBatch, pad_to: int | None = None) -> SplitStep:
+    def begin_split_step(self, batch: StepBatch, pad_to: PadTo | None = None) -> SplitStep:
         """As begin_step, in two halves; store and attend with their `layers`, in any order of the two.
 
-        pad_to: sequences of both halves together; even
+        pad_to: of both halves together; even
         """
         self.require_idle()
         try:
@@ -239,63 +245,85 @@ class AttentionRuntime:
             self.end_step()
             raise
 
-    def stage(self, batch: StepBatch, pad_to: int | None = None) -> Step:
+    def stage(self, batch: StepBatch, pad_to: PadTo | None = None) -> Step:
         """The part of begin_step that runs before a graph: check, plan, update the table, publish the inputs."""
         self._begin("a step cannot begin")
         try:
-            self._check_batch(batch)
-            refusal = "" if self.table.tokens.goes_on(batch) else self._check_tokens(batch)
-            plan = self._planner.plan(batch, pad_to, 1)
-            self._evict(batch)
-            with on_device(self.device):
-                self._streams.follow()
-                children = self.core.memory.device_steps(plan)
-                self._publisher.apply_table_changes()
-                self._publisher.publish_whole(batch, children[0])
-            self._plan, self._children, self._state = plan, children, _State.STAGED
-            self._stores.begin(batch, 1, refusal)
-            # Steps of equal sizes are equal, and a server decodes many in a row.
-            step, self._who_runs = self._last_step, children[0]
-            if step is None or not step.is_for(batch, children[0], plan):
-                layers = self._step_layers(children[0], plan, self._who_runs, 0)
-                step = self._last_step = Step.of(batch, children[0], plan, layers, 0)
-            return step
+            refusal = self._checked(batch)
+            return self._stage_whole(batch, self._planner.plan(batch, pad_to, 1), refusal)
         except BaseException:
             self.end_step()
             raise
 
-    def stage_split(self, batch: StepBatch, pad_to: int | None = None) -> SplitStep:
+    def stage_split(self, batch: StepBatch, pad_to: PadTo | None = None) -> SplitStep:
         """The part of begin_split_step that runs before a graph."""
         self._begin("a step cannot begin")
         try:
-            self._check_batch(batch)
-            refusal = "" if self.table.tokens.goes_on(batch) else self._check_tokens(batch)
-            plan = self._planner.plan(batch, pad_to, HALVES)
-            batches = split_batch(batch, plan.shape.child.num_seqs)
-            self._evict(batch)
-            with on_device(self.device):
-                self._streams.follow()
-                children = self.core.memory.device_steps(plan)
-                self._publisher.apply_table_changes()
-                for half, child in enumerate(children):
-                    self._publisher.publish(batches[half], child, half)
-            self._plan, self._children, self._state = plan, children, _State.STAGED
-            self._stores.begin(batch, HALVES, refusal)
-            # Not its views, which a later step of equal sizes has too: a half does not outlive its step.
-            self._who_runs = object()
-            first, second = (
-                Step.of(batches[half], child, plan, self._step_layers(child, plan, self._who_runs, half), half)
-                for half, child in enumerate(children)
-            )
-            num_first, num_first_tokens = children[0].tensors.counts[:2].unbind()
-            return SplitStep((first, second), num_first, num_first_tokens, plan)
+            refusal = self._checked(batch)
+            return self._stage_halves(batch, self._planner.plan(batch, pad_to, HALVES), refusal)
         except BaseException:
             self.end_step()
             raise
 
     def stage_as(self, shape: PaddedShape, batch: StepBatch) -> Step | SplitStep:
-        """Stage a batch whole or split, and padded to as many sequences, as steps of a shape are."""
-        return (self.stage if shape.num_children == 1 else self.stage_split)(batch, shape.num_seqs)
+        """Stage a batch whole or split, at a padded shape that it fits."""
+        return self._stage(batch, lambda: self._planner.plan_as(batch, shape))
+
+    def stage_like(self, plan: StepPlan, batch: StepBatch) -> Step | SplitStep:
+        """Stage a batch by the plan of another step, whose bounds it is within."""
+        return self._stage(batch, lambda: plan)
+
+    def _stage(self, batch: StepBatch, plan_of_step: Callable[[], StepPlan]) -> Step | SplitStep:
+        self._begin("a step cannot begin")
+        try:
+            refusal = self._checked(batch)
+            plan = plan_of_step()
+            stage = self._stage_whole if plan.shape.num_children == 1 else self._stage_halves
+            return stage(batch, plan, refusal)
+        except BaseException:
+            self.end_step()
+            raise
+
+    def _checked(self, batch: StepBatch) -> str:
+        """Why a step of the batch may not store, or nothing. Raises BadBatch."""
+        self._check_batch(batch)
+        return "" if self.table.tokens.goes_on(batch) else self._check_tokens(batch)
+
+    def _stage_whole(self, batch: StepBatch, plan: StepPlan, refusal: str) -> Step:
+        self._evict(batch)
+        with on_device(self.device):
+            self._streams.follow()
+            children = self.core.memory.device_steps(plan)
+            self._publisher.apply_table_changes()
+            self._publisher.publish_whole(batch, children[0])
+        self._plan, self._children, self._state = plan, children, _State.STAGED
+        self._stores.begin(batch, 1, refusal)
+        # Steps of equal sizes are equal, and a server decodes many in a row.
+        step, self._who_runs = self._last_step, children[0]
+        if step is None or not step.is_for(batch, children[0], plan):
+            layers = self._step_layers(children[0], plan, self._who_runs, 0)
+            step = self._last_step = Step.of(batch, children[0], plan, layers, 0)
+        return step
+
+    def _stage_halves(self, batch: StepBatch, plan: StepPlan, refusal: str) -> SplitStep:
+        batches = split_batch(batch, plan.shape.child.num_seqs)
+        self._evict(batch)
+        with on_device(self.device):
+            self._streams.follow()
+            children = self.core.memory.device_steps(plan)
+            self._publisher.apply_table_changes()
+            for half, child in enumerate(children):
+                self._publisher.publish(batches[half], child, half)
+        self._plan, self._children, self._state = plan, children, _State.STAGED
+        self._stores.begin(batch, HALVES, refusal)
+        # Not its views, which a later step of equal sizes has too: a half does not outlive its step.
+        self._who_runs = object()
+        first, second = (
+            Step.of(batches[half], child, plan, self._step_layers(child, plan, self._who_runs, half), half)
+            for half, child in enumerate(children)
+        )
+        num_first, num_first_tokens = children[0].tensors.counts[:2].unbind()
+        return SplitStep((first, second), num_first, num_first_tokens, plan)
 
     def fill(self) -> None:
         """Derive the step's metadata on the device; captured where a step is. Running it twice is harmless."""

@@ -11,7 +11,9 @@ slot         0                                 page 0: the store drops it
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +24,7 @@ from rocm_attn.batch.mask import NO_MASK
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
-from rocm_attn.errors import NeverFits
+from rocm_attn.errors import BadBatch, NeverFits
 from rocm_attn.hip_graphs.size_ladder import SizeLadder, round_up
 
 _NO_EXTRAS = frozenset({Extra.NOTHING})
@@ -54,6 +56,39 @@ class PaddedShape:
         return 1 if self.kind.decodes else 0
 
 
+class PadTo(NamedTuple):
+    """What a step is padded to, where ranks that run in step must agree: whole numbers, to be sent as they are.
+
+    seqs:   padded sequences
+    tokens: padded tokens of a step in which some rank has more or fewer new tokens than one a sequence. A rank that
+            decodes, or has no sequence, has as many. Where such steps may be captured, all ranks run mixed ones, so
+            that all have one graph. 0: kind and tokens are the batch's, as where each rank decodes or has no sequence
+    kv_len: tokens of the longest sequence of any rank, for kernels that freeze it; 0: of the batch
+    """
+
+    seqs: int
+    tokens: int = 0
+    kv_len: int = 0
+
+    @classmethod
+    def of(cls, batch: StepBatch, padding: PaddingPolicy, num_children: int = 1) -> PadTo:
+        """What a batch is padded to by itself. num_children: 2 where it runs as halves"""
+        shape = padding.shape(batch) if num_children == 1 else padding.split_shape(batch)
+        return cls(shape.num_seqs, 0 if shape.kind.decodes else shape.num_tokens, batch.max_kv_len)
+
+    @classmethod
+    def all_of(cls, each: Iterable[PadTo], padding: PaddingPolicy, num_children: int = 1) -> PadTo:
+        """What holds the steps of all ranks. each: PadTo.of() of every rank, in any order"""
+        each = [cls(*one) for one in each]
+        seqs, kv_len = max(one.seqs for one in each), max(one.kv_len for one in each)
+        if not any(one.tokens for one in each):
+            return cls(seqs, 0, kv_len)
+        # A sequence more than one of a kind alone has, since capture_all() makes graphs of steps that mix two kinds.
+        seqs = padding.round_seqs(max(seqs, num_children + 1), num_children)
+        most = max(one.tokens or one.seqs for one in each)
+        return cls(seqs, padding.round_tokens(most, num_children), kv_len)
+
+
 @dataclass(frozen=True, slots=True)
 class PaddingPolicy:
     """Pads sequence and token counts to ladders; a count above its ladder keeps its own size.
@@ -74,33 +109,48 @@ class PaddingPolicy:
         """The kinds of steps that may be captured whole, or in so many parts."""
         return tuple(kind for kind in StepKind if self._captures(kind, num_children))
 
-    def shape(self, batch: StepBatch, pad_to: int | None = None) -> PaddedShape:
-        """The padded shape of a batch.
+    def round_seqs(self, num_seqs: int, num_children: int) -> int:
+        """The padded sequences, of all children together."""
+        return _pad(num_seqs, self.seqs) if num_children == 1 else _pad_even(num_seqs, self.seqs)
 
-        pad_to: sequences to pad to instead of the ladder's choice (ranks that run in step must agree);
-                raises CapacityExceeded when the batch has more
+    def round_tokens(self, num_tokens: int, num_children: int) -> int:
+        """The padded tokens, of all children together, of a step whose children each have room for their share."""
+        return _pad(num_tokens, self.tokens) if num_children == 1 else _pad_even(num_tokens, self.tokens)
+
+    def shape(self, batch: StepBatch, pad_to: PadTo | None = None) -> PaddedShape:
+        """The padded shape of a batch. pad_to: instead of the ladders' choice
+
+        Raises NeverFits where the batch has more than pad_to, and BadBatch for shared prefixes in a step with
+        more than one new token a sequence.
         """
-        kind = step_kind(batch)
-        num_seqs = _pad(max(1, batch.num_seqs), self.seqs) if pad_to is None else _forced(batch, pad_to)
-        num_tokens = num_seqs if kind.decodes else _pad(max(1, batch.num_tokens), self.tokens)
-        return PaddedShape(kind, num_seqs, num_tokens)
+        return self._shape(batch, pad_to, 1)
 
-    def split_shape(self, batch: StepBatch, pad_to: int | None = None) -> PaddedShape:
+    def split_shape(self, batch: StepBatch, pad_to: PadTo | None = None) -> PaddedShape:
         """The padded shape of a batch that runs as two halves, either of which may be empty.
 
-        pad_to: as in shape(), and even; raises CapacityExceeded for an odd one
+        pad_to: as in shape(), of both halves together; even numbers, or NeverFits is raised
         """
+        return self._shape(batch, pad_to, HALVES)
+
+    def _shape(self, batch: StepBatch, pad_to: PadTo | None, num_children: int) -> PaddedShape:
         kind = step_kind(batch)
-        if pad_to is not None and pad_to % HALVES:
-            raise NeverFits(f"{pad_to} sequences cannot be split into halves of one size; pad to an even number")
-        num_seqs = _pad_even(max(1, batch.num_seqs), self.seqs) if pad_to is None else _forced(batch, pad_to)
-        num_tokens = num_seqs
-        if not (kind.decodes and kind.splits):
-            halves = split_batch(batch, num_seqs // HALVES)
-            # Both halves have the larger one's room: they have one shape, and so one plan.
-            most = max(1, *(half.num_tokens for half in halves))
-            num_tokens = _pad_even(HALVES * most, self.tokens)
-        return PaddedShape(kind, num_seqs, num_tokens, HALVES)
+        if pad_to is None:
+            num_seqs = self.round_seqs(max(1, batch.num_seqs), num_children)
+        else:
+            _check(batch, pad_to, num_children)
+            num_seqs = pad_to.seqs
+        if pad_to is None or not pad_to.tokens:
+            if kind.decodes and (num_children == 1 or kind.splits):
+                return PaddedShape(kind, num_seqs, num_seqs, num_children)
+            needed = _tokens_of_children(batch, num_seqs, num_children)
+            return PaddedShape(kind, num_seqs, self.round_tokens(needed, num_children), num_children)
+        needed = _tokens_of_children(batch, num_seqs, num_children)
+        if pad_to.tokens < needed:
+            raise NeverFits(f"{batch.num_tokens} tokens cannot be padded to {pad_to.tokens}; pad to at least {needed}")
+        mixed = PaddedShape(StepKind.MIXED, num_seqs, pad_to.tokens, num_children)
+        if kind.extra is Extra.NOTHING and (kind.decodes or self.captures(mixed)):
+            return mixed
+        return PaddedShape(kind, num_seqs, pad_to.tokens, num_children)
 
     def captures(self, shape: PaddedShape) -> bool:
         """Whether steps of this shape may be captured: none of its sizes lies above its ladder."""
@@ -138,11 +188,32 @@ def token_places(batch: StepBatch, shape: PaddedShape) -> npt.NDArray[np.int64]:
     return np.concatenate([places[is_real], places[~is_real]])
 
 
-def _forced(batch: StepBatch, pad_to: int) -> int:
+def require_pad_to(pad_to: object) -> None:
+    """Raise BadBatch for what is no PadTo, as a number alone."""
+    if not isinstance(pad_to, PadTo):
+        raise BadBatch(f"pad_to is {pad_to!r}; give PadTo(seqs), or PadTo(seqs, tokens) where a rank does not decode")
+
+
+def _check(batch: StepBatch, pad_to: PadTo, num_children: int) -> None:
+    """Refuse what a batch cannot be padded to."""
     wanted = max(1, batch.num_seqs)
-    if pad_to < wanted:
-        raise NeverFits(f"{batch.num_seqs} sequences cannot be padded to {pad_to}; pad to at least {wanted}")
-    return pad_to
+    if pad_to.seqs < wanted:
+        raise NeverFits(f"{batch.num_seqs} sequences cannot be padded to {pad_to.seqs}; pad to at least {wanted}")
+    for count, what in ((pad_to.seqs, "sequences"), (pad_to.tokens, "tokens")):
+        if count % num_children:
+            raise NeverFits(f"{count} {what} cannot be split into halves of one size; pad to an even number")
+    if pad_to.tokens and batch.prefixes is not NO_PREFIXES:
+        raise BadBatch(
+            f"a step that shares prefixes decodes, and cannot be padded to {pad_to.tokens} tokens; "
+            "leave its prefixes out while another rank does not decode"
+        )
+
+
+def _tokens_of_children(batch: StepBatch, num_seqs: int, num_children: int) -> int:
+    """Tokens that all children of a batch need room for together; both have the larger one's, and so one plan."""
+    if num_children == 1:
+        return max(1, batch.num_tokens)
+    return HALVES * max(1, *(half.num_tokens for half in split_batch(batch, num_seqs // HALVES)))
 
 
 def _pad(count: int, ladder: SizeLadder) -> int:

@@ -27,6 +27,7 @@ from rocm_attn.capture.probe_requests import (
     ProbeLimits,
     ProbeRequests,
     forget_new_tokens,
+    has_room,
     kept_new_tokens,
     probe_limits,
     stored_new_tokens,
@@ -60,6 +61,10 @@ class Verdict:
 class Check(Protocol):
     """Records a graph, and says whether it may serve."""
 
+    def has_steps(self, runtime: AttentionRuntime, plan: StepPlan, q_len: Int32Array, live: StepBatch | None) -> bool:
+        """Whether there is a step to record now. Arguments as in record()"""
+        ...
+
     def record(
         self,
         runtime: AttentionRuntime,
@@ -73,7 +78,8 @@ class Check(Protocol):
 
         runtime: idle, and idle again afterwards; its table holds the same requests and as many free pages
         q_len:   int32 [num_seqs], new tokens of the sequences of some step with this plan
-        live:    a step that waits to be run, whose requests may be used when there is no room for others
+        live:    a step that waits to be run, whose requests may be used when there is no room for others; one without
+                 sequences where other ranks make their graphs too
         record:  records a staged step, once; returns what replays it. Not called when there is no step to record
         eager:   runs a staged step
         """
@@ -103,19 +109,31 @@ class CaptureCheck:
     ) -> Verdict:
         """As Check.record: on probe requests, or on permutations of the live step where none can be admitted.
 
-        The largest lengths are recorded, two ragged draws are compared, then the largest lengths.
+        The largest lengths are recorded, two ragged draws are compared, then the largest lengths. Whatever is drawn and
+        whatever comes of it, as many steps run: on other ranks too, whose requests are others.
         """
         started, recording_seconds = time.perf_counter(), 0.0
         trial = _Trial(runtime, plan, eager)
-        limits = self._limits if self._limits is not None else probe_limits(runtime.target)
         inputs = HOST_INPUTS if live is None else live.inputs
         with ProbeRequests(runtime, vocabulary=self._vocabulary, seed=self._seed, inputs=inputs) as probes:
-            recording_seconds += trial.of_draws(probes.draws(plan, q_len, limits), record)
-            if not trial.num_compared and live is not None and _can_be_drawn(live):
+            if has_room(runtime, plan, q_len, self._limits_on(runtime)):
+                recording_seconds += trial.of_draws(probes.draws(plan, q_len, self._limits_on(runtime)), record)
+            elif live is not None and _can_be_drawn(live):
                 trial.of = " of the step itself"
                 with kept_new_tokens(runtime, live):
                     recording_seconds += trial.of_draws(_own_draws(live), record)
         return trial.verdict(time.perf_counter() - started - recording_seconds)
+
+    def has_steps(self, runtime: AttentionRuntime, plan: StepPlan, q_len: Int32Array, live: StepBatch | None) -> bool:
+        """As Check.has_steps."""
+        has_own = live is not None and _can_be_drawn(live)
+        return has_own or has_room(runtime, plan, q_len, self._limits_on(runtime))
+
+    def _limits_on(self, runtime: AttentionRuntime) -> ProbeLimits:
+        return self._limits if self._limits is not None else probe_limits(runtime.target)
+
+
+_SHORTEST = ProbeLimits(1, 1)
 
 
 class NoCheck:
@@ -134,10 +152,14 @@ class NoCheck:
         trial = _Trial(runtime, plan, eager)
         inputs = HOST_INPUTS if live is None else live.inputs
         with ProbeRequests(runtime, vocabulary=2, seed=0, inputs=inputs) as probes:
-            batch = live if live is not None else next(probes.draws(plan, q_len, ProbeLimits(1, 1)), None)
+            batch = live if live is not None else next(probes.draws(plan, q_len, _SHORTEST), None)
             if batch is not None:
                 trial.record(batch, record)
         return Verdict("", "not checked", 0.0, bitwise=True)
+
+    def has_steps(self, runtime: AttentionRuntime, plan: StepPlan, q_len: Int32Array, live: StepBatch | None) -> bool:
+        """As Check.has_steps."""
+        return live is not None or has_room(runtime, plan, q_len, _SHORTEST)
 
 
 NO_CHECK = NoCheck()
@@ -155,9 +177,10 @@ class _Trial(Generic[Outputs]):
         self._eager = eager
         self._most_seqs = self._longest = 0
         self._bitwise = True
+        self._had_sequences = False
 
     def of_draws(self, batches: Iterable[StepBatch], record: Record[Outputs]) -> float:
-        """Record the first step that has the plan, and compare the others; the seconds that recording took."""
+        """Record the first step, and compare the others; the seconds that recording took."""
         seconds = 0.0
         for batch in batches:  # all of them: ranks run the same steps, also where only one has found a difference
             if self.replay is None:
@@ -167,29 +190,27 @@ class _Trial(Generic[Outputs]):
         return seconds
 
     def record(self, batch: StepBatch, record: Record[Outputs]) -> float:
-        """Record a step, if it has the plan; the seconds that took."""
-        step = self._runtime.stage_as(self._plan.shape, batch)
+        """Record a step; the seconds that took."""
+        step = self._runtime.stage_like(self._plan, batch)
         started = time.perf_counter()
         try:
-            if step.plan is self._plan:
-                self.replay = record(step)
+            self.replay = record(step)
         finally:
             self._runtime.end_step()
         return time.perf_counter() - started
 
     def compare(self, batch: StepBatch) -> None:
-        """Replay a step and run it eagerly, if it has the plan."""
+        """Replay a step and run it eagerly. The first difference counts."""
         assert self.replay is not None
-        step = self._runtime.stage_as(self._plan.shape, batch)
+        step = self._runtime.stage_like(self._plan, batch)
         try:
-            if step.plan is not self._plan:
-                return
             # First the graph: the buffers still hold the step before, so what the graph forgets to fill shows.
             forget_new_tokens(self._runtime, batch)
             replayed = self._result(batch, self.replay())
             wanted = self._result(batch, self._eager(step))
         finally:
             self._runtime.end_step()
+        self._had_sequences |= batch.num_seqs > 0
         if not wanted.has_number and not replayed.has_number:
             return  # NaN equals NaN here: as with pads, nothing is proved by it
         self.num_compared += 1
@@ -209,7 +230,7 @@ class _Trial(Generic[Outputs]):
     def verdict(self, seconds: float) -> Verdict:
         """What came of it."""
         failure = self.failure
-        if self.replay is not None and not self.num_compared:
+        if self.replay is not None and not self.num_compared and self._had_sequences:
             failure = (
                 f"the graph of {shape_name(self._plan.shape)} could not be compared with the eager run: "
                 "forward gives no finite number"
@@ -299,20 +320,19 @@ def rows_beyond_bounds(one: Tensor, other: Tensor) -> list[int]:
 
 def _can_be_drawn(live: StepBatch) -> bool:
     """Of a step that gives bounds in place of lengths, the host does not know which tokens are new; a mask is packed
-    for its own step alone."""
-    return live.num_seqs > 0 and live.inputs.lengths_on_host and live.mask is NO_MASK
+    for its own step alone. A step without sequences is like any other one."""
+    return live.num_seqs == 0 or (live.inputs.lengths_on_host and live.mask is NO_MASK)
 
 
 def _own_draws(live: StepBatch) -> Iterator[StepBatch]:
-    """The live step, half of it, the whole in another order, and itself again.
+    """The live step, half of it, the whole in another order, and itself again; as many as probe requests draw.
 
     All write K and V of its own new tokens only.
     """
     order = np.arange(live.num_seqs)
     yield live
-    if live.num_seqs > 1:
-        yield _select(live, order[: (live.num_seqs + 1) // 2][::-1])
-        yield _select(live, np.roll(order[::-1], 1))
+    yield live if live.num_seqs < 2 else _select(live, order[: (live.num_seqs + 1) // 2][::-1])
+    yield live if live.num_seqs < 2 else _select(live, np.roll(order[::-1], 1))
     yield live
 
 

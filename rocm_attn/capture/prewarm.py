@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.padding import PaddedShape, PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.capture.graphs import Progress, capture_shapes, shape_name
@@ -161,7 +161,7 @@ def _run(runtime: AttentionRuntime, q_len: list[int], shape: PaddedShape) -> Non
         tokens = np.array(q_len, np.int32)
         batch = StepBatch(np.array(rows, np.int32), tokens, tokens)
         batch = with_extra(batch, shape.kind, torch.Generator(runtime.device))
-        step = runtime.begin_step(batch, max(shape.num_seqs, len(q_len)))
+        step = runtime.begin_step(batch, PadTo(max(shape.num_seqs, len(q_len))))
         try:
             for layer, selection in enumerate(runtime.selections):
                 _attend(step, layer, selection.problem)

@@ -196,6 +196,11 @@ class _Room:
         return kv_len
 
 
+def has_room(runtime: AttentionRuntime, plan: StepPlan, q_len: Int32Array, limits: ProbeLimits) -> bool:
+    """Whether ProbeRequests has steps of a plan to draw now."""
+    return _room(runtime, plan, q_len, limits) is not None
+
+
 def _fewest(q_len: Sequence[int]) -> int:
     """The sequence with the fewest new tokens."""
     return min(range(len(q_len)), key=q_len.__getitem__)

@@ -16,7 +16,7 @@ from typing import Generic, NoReturn
 import numpy as np
 import torch
 
-from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.padding import PaddedShape, PadTo
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.capture.check import CaptureCheck, Check, Verdict
 from rocm_attn.capture.graphs import CapturedBucket, CaptureReport, Progress, SkippedBucket, capture_shapes, shape_name
@@ -40,7 +40,11 @@ from rocm_attn.step.step import SplitStep, Step
 CAPTURE_SECONDS = 300.0
 CAPTURE_WATCHDOG = Watchdog(CAPTURE_SECONDS)
 
-Stage = Callable[[StepBatch, int | None], Step | SplitStep]
+# Eager steps of a plan after which ranks ask each other again, where one of them had no room for the check of a graph.
+_STEPS_BEFORE_ANOTHER_TRY = 64
+_TOO_FEW_PAGES = "too few pages are free to check it on"
+
+Stage = Callable[[], Step | SplitStep]
 
 
 class StepRunner(Generic[Outputs]):
@@ -105,33 +109,34 @@ class StepRunner(Generic[Outputs]):
         """A snapshot of what was done so far, and of the pages that are held now."""
         held = {table.space: table.num_usable_pages - table.num_free_pages for table in self._runtime.table.spaces}
         return self.metrics.snapshot(
+            usable_pages=self._runtime.table.num_usable_pages,
             pages_in_use=held[Space.FULL],
             swa_pages_in_use=held.get(Space.SWA, 0),
             graphs_off=self._why_no_graphs(),
         )
 
-    def run(self, batch: StepBatch, pad_to: int | None = None) -> Outputs:
+    def run(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
         """One step. Returns what forward gave for real sequences, [num_seqs, ...], and of PerToken for real tokens.
 
         Valid until the next step. Tokens are as many as the batch says, which may be an upper bound.
 
         Raises what begin_step and forward raise; the runtime is ready for another step then.
         """
-        return self._run(self._runtime.stage, batch, pad_to)
+        return self._run(partial(self._runtime.stage, batch, pad_to), batch)
 
-    def run_split(self, batch: StepBatch, pad_to: int | None = None) -> Outputs:
-        """As run, in two halves. pad_to: sequences of both together; even."""
-        return self._run(self._runtime.stage_split, batch, pad_to)
+    def run_split(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
+        """As run, in two halves. pad_to: of both together; even."""
+        return self._run(partial(self._runtime.stage_split, batch, pad_to), batch)
 
     def run_as(self, shape: PaddedShape, batch: StepBatch) -> Outputs:
-        """run or run_split, padded to as many sequences as steps of a shape are."""
-        return (self.run if shape.num_children == 1 else self.run_split)(batch, shape.num_seqs)
+        """run or run_split, at a padded shape that the batch fits."""
+        return self._run(partial(self._runtime.stage_as, shape, batch), batch)
 
-    def _run(self, stage: Stage, batch: StepBatch, pad_to: int | None) -> Outputs:
+    def _run(self, stage: Stage, batch: StepBatch) -> Outputs:
         self._runtime.require_idle()  # from here on it is this call that has to end the step
         try:
             try:
-                outputs, plan = self._staged_and_run(stage, batch, pad_to)
+                outputs, plan = self._staged_and_run(stage, batch)
             finally:
                 self._runtime.end_step()
         except BaseException as error:
@@ -145,12 +150,12 @@ class StepRunner(Generic[Outputs]):
         self.metrics.padded_seqs += plan.shape.num_seqs - batch.num_seqs
         return real_rows(outputs, batch.num_seqs, batch.num_tokens)
 
-    def _staged_and_run(self, stage: Stage, batch: StepBatch, pad_to: int | None) -> tuple[Outputs, StepPlan]:
+    def _staged_and_run(self, stage: Stage, batch: StepBatch) -> tuple[Outputs, StepPlan]:
         """What a step gives, with its pads, and its plan; the step is not ended."""
         self._follow_seal()
         try:
             self._runtime.meet()
-            step = stage(batch, pad_to)
+            step = stage()
         except RuntimeError as fault:  # the device's: of this step, or of one before it
             self._flight.failed(fault)
             raise
@@ -160,12 +165,12 @@ class StepRunner(Generic[Outputs]):
             self._flight.note(batch, plan, entry is not None, self._pinned.epoch)
             if entry is not None:
                 return self._replay(plan, entry), plan
-            return self._first_run(step, stage, batch, pad_to), plan
+            return self._first_run(step, stage, batch), plan
         except BaseException as error:
             self._flight.failed(error)
             raise
 
-    def run_eagerly(self, batch: StepBatch, pad_to: int | None = None) -> Outputs:
+    def run_eagerly(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
         """run() without a graph and without a trace in the counters: a step again, to compare."""
         return self._eagerly(partial(self._runtime.stage, batch, pad_to), batch)
 
@@ -173,7 +178,7 @@ class StepRunner(Generic[Outputs]):
         """As run_eagerly, for run_as."""
         return self._eagerly(partial(self._runtime.stage_as, shape, batch), batch)
 
-    def _eagerly(self, stage: Callable[[], Step | SplitStep], batch: StepBatch) -> Outputs:
+    def _eagerly(self, stage: Stage, batch: StepBatch) -> Outputs:
         try:
             return real_rows(self._body(stage()), batch.num_seqs, batch.num_tokens)
         except DeviceFault as fault:  # of a step before it
@@ -296,24 +301,56 @@ class StepRunner(Generic[Outputs]):
         require_rows(outputs, child.num_seqs, child.num_tokens)
         return outputs
 
-    def _first_run(self, step: Step | SplitStep, stage: Stage, batch: StepBatch, pad_to: int | None) -> Outputs:
+    def _first_run(self, step: Step | SplitStep, stage: Stage, batch: StepBatch) -> Outputs:
         """A staged step that has no graph: run eagerly, or as a graph that is made now."""
-        plan = step.plan
-        # A step without sequences makes no graph: there may be no input to compare it on. capture_all() does.
-        # Nor does one that may not store: what compares graphs writes to the pages of new tokens.
-        can_be_made = plan.replayable and batch.num_seqs > 0 and self._can_capture and self._runtime.may_store
-        if self._recorder is None or not can_be_made or not self._is_due(plan):
-            return self._without_graph(step)
+        plan, may_store = step.plan, self._runtime.may_store
+        reason = self._why_not_now(plan, batch)
+        if reason:
+            return self._without_graph(step, reason)
         # The graph is made of other steps; this one is staged again when it has passed.
         self._runtime.abandon_step()
-        q_len = np.ones(plan.shape.num_seqs, np.int32) if plan.shape.kind.decodes else batch.q_len
-        self._capture(plan, q_len, batch)
-        step = stage(batch, pad_to)
+        q_len, live = self._new_tokens_like(plan, batch), batch if may_store else None
+        if self._why_not_tried(plan, q_len, live):
+            self._eager_steps[plan] = self._capture_after - _STEPS_BEFORE_ANOTHER_TRY
+        else:
+            self._capture(plan, q_len, live)
+        step = stage()
         entry = self._entry_of_plan.get(step.plan)
-        return self._without_graph(step) if entry is None else self._replay(step.plan, entry)
+        if entry is None:
+            return self._without_graph(step, "graphs are off" if self._recorder is None else "too few pages were free")
+        return self._replay(step.plan, entry)
 
-    def _without_graph(self, step: Step | SplitStep) -> Outputs:
-        self.metrics.fallbacks += self._wants_graphs and step.plan.replayable
+    def _new_tokens_like(self, plan: StepPlan, batch: StepBatch) -> Int32Array:
+        """New tokens of the sequences of a step that has the plan of a batch."""
+        if plan.shape.kind.decodes:
+            return np.ones(plan.shape.num_seqs, np.int32)
+        table = self._runtime.table
+        if batch.num_seqs:
+            return batch.q_len
+        typical = typical_q_len(plan.shape, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len)
+        return batch.q_len if typical is None else typical
+
+    def _why_not_now(self, plan: StepPlan, batch: StepBatch) -> str:
+        """Why no graph is made of a step, or nothing.
+
+        Ranks that agree make one at the same step, whatever each of them has in it: their collectives must meet.
+        """
+        if self._recorder is None:
+            return "graphs are off"
+        if not plan.replayable:
+            return "steps of its kind or size have none"
+        if batch.num_seqs == 0 and not self._agrees:  # there may be no input to compare it on; capture_all() makes one
+            return "it has no sequences"
+        if not self._can_capture:
+            return "the addresses are not sealed"
+        # What compares graphs writes to the pages of new tokens.
+        if not self._runtime.may_store and not self._agrees:
+            return "it may not store"
+        return "" if self._is_due(plan) else "eager steps come first"
+
+    def _without_graph(self, step: Step | SplitStep, reason: str) -> Outputs:
+        if self._wants_graphs and step.plan.replayable:
+            self.metrics.fallbacks[reason] = self.metrics.fallbacks.get(reason, 0) + 1
         return self._body(step)
 
     def _replay(self, plan: StepPlan, entry: Entry[Outputs]) -> Outputs:
@@ -337,22 +374,49 @@ class StepRunner(Generic[Outputs]):
 
     def _capture_shape(self, shape: PaddedShape) -> str:
         """Make the graph of a shape, unless there is one; why none could be made, or nothing."""
-        table = self._runtime.table
+        plan, q_len, reason = self._typical_step(shape)
+        if self._agrees:
+            # Asked by every rank, whatever it found: what is free differs between the replicas of a model.
+            reason = self._why_not_tried(plan, q_len, None, reason)
+        if plan is None or reason:
+            return reason
+        if plan not in self._entry_of_plan:
+            self._capture(plan, q_len, None)
+        made = self._why_no_graphs() or plan in self._entry_of_plan
+        return "" if made else _TOO_FEW_PAGES
+
+    def _typical_step(self, shape: PaddedShape) -> tuple[StepPlan | None, Int32Array, str]:
+        """The plan and new tokens of a step of a shape, and why no graph can be made; there is a plan or a reason."""
+        table, nothing = self._runtime.table, np.empty(0, np.int32)
         q_len = typical_q_len(shape, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len)
         if q_len is None:
-            return "no request row is free" if not table.num_free_rows else "no free rows hold a step of this shape"
+            reason = "no request row is free" if not table.num_free_rows else "no free rows hold a step of this shape"
+            return None, nothing, reason
         try:
             plan = plan_of(self._runtime, shape, q_len)
         except Unsupported as refusal:
-            return "; ".join((refusal.summary, *refusal.reasons))
-        if plan is not None and not plan.replayable:
-            return f"{', '.join(kernel.row.name for kernel in plan.kernels)}: not every kernel can be captured"
-        if not self._can_capture:
-            return self._why_no_graphs()
-        if plan is not None and plan not in self._entry_of_plan:
-            self._capture(plan, q_len, None)
-        made = self._why_no_graphs() or plan in self._entry_of_plan
-        return "" if made else "too few pages are free to check it on"
+            return None, nothing, "; ".join((refusal.summary, *refusal.reasons))
+        if plan is None:
+            return None, nothing, _TOO_FEW_PAGES
+        if not plan.replayable:
+            return plan, q_len, f"{', '.join(k.row.name for k in plan.kernels)}: not every kernel can be captured"
+        return plan, q_len, "" if self._can_capture else self._why_no_graphs()
+
+    def _why_not_tried(self, plan: StepPlan | None, q_len: Int32Array, live: StepBatch | None, reason: str = "") -> str:
+        """Why no graph of a plan is made now, on this rank or on another one; nothing where it can be tried.
+
+        Ranks that agree run forward equally often for it, or a collective in it would wait for ever.
+        """
+        if not self._agrees:
+            return reason
+        if plan is not None and not reason and not self._check.has_steps(self._runtime, plan, q_len, live):
+            reason = _TOO_FEW_PAGES
+        return self._runtime.agree({"not tried": reason} if reason else {}).get("not tried", "")
+
+    @property
+    def _agrees(self) -> bool:
+        """Whether other ranks make the same graphs at the same steps."""
+        return self._runtime.agree is not alone
 
     @property
     def _can_capture(self) -> bool:
@@ -433,7 +497,7 @@ class StepRunner(Generic[Outputs]):
 
     def _end_on_all_ranks(self, reason: str, recorded: _Once) -> None:
         """An exception leaves a capture here: other ranks, which wait for word of it, make no more graphs either."""
-        if self._runtime.agree is not alone:
+        if self._agrees:
             self._agreed(_Trial.refused(reason, is_final=True), recorded)
             self._switch_off(reason)
 

@@ -260,5 +260,5 @@ def _lines(report: Report) -> list[str]:
         *(["deterministic: a prompt's tokens do not depend on the prompts beside it"] if report.deterministic else []),
         *([f"SAFEGUARDS OFF: {', '.join(report.guards_off)}"] if report.guards_off else []),
         *([] if report.metrics.graphs_off else [f"graphs {report.graphs}"]),
-        str(report.metrics),
+        *report.metrics.lines(),
     ]

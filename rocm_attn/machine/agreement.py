@@ -38,11 +38,14 @@ class Meetings(Protocol):
     """What the ranks of one model tell each other between steps; one for each runtime. All ranks call it alike.
 
     holds_faults: whether a fault that a step finds waits for a meeting, instead of being raised by that step
+    steps_late:   how many steps after the one that has found a fault it is raised, at the latest
     digest:       of what the next step must have in common with that of other ranks; 0: nothing is compared
     """
 
     @property
     def holds_faults(self) -> bool: ...
+    @property
+    def steps_late(self) -> int: ...
 
     digest: int
 
@@ -80,6 +83,7 @@ class _NoMeetings:
     """Of a rank alone, which raises a fault when it finds it."""
 
     holds_faults = False
+    steps_late = 0
 
     def __init__(self) -> None:
         self.digest = 0
@@ -130,7 +134,8 @@ def say_who_waits(reason: str) -> None:
 
 
 def among(group: dist.ProcessGroup, on_wait: OnWait = say_who_waits) -> Agreement:
-    """All ranks of a group, which must be those that run one model in step: not those of another data-parallel replica.
+    """All ranks of a group, which must be those that run one model in step: not those of another data-parallel replica,
+    unless its forward meets theirs in a collective, as over shared experts.
 
     group:   one with a backend for tensors of the host, such as Gloo; best one that nothing else uses
     on_wait: called with a reason when this rank waits for the others although something went wrong on it, and with
@@ -157,6 +162,7 @@ class _GroupMeetings:
     """Of a group. What a rank says before a step is heard before the next one, when it has long arrived."""
 
     holds_faults = True
+    steps_late = 2  # it is said before the next step, and heard before the one after that
 
     def __init__(self, group: dist.ProcessGroup, on_wait: OnWait) -> None:
         self.digest = 0

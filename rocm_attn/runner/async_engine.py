@@ -13,7 +13,7 @@ from itertools import count
 from types import TracebackType
 from typing import Any, TypeVar
 
-from rocm_attn.errors import CapacityExceeded, RocmAttnError, WrongState
+from rocm_attn.errors import FitsLater, RocmAttnError, WrongState
 from rocm_attn.runner.engine_thread import EngineThread, ServingEngine, Update
 from rocm_attn.runner.report import Report
 from rocm_attn.runner.request import Completion, Request
@@ -27,7 +27,7 @@ class EngineEnded(RocmAttnError, RuntimeError):
     """The engine serves no more: it was stopped, or an exception has ended it, which is the __cause__ then."""
 
 
-class TooManyRequests(CapacityExceeded):
+class TooManyRequests(FitsLater):
     """As many requests are in the engine as it may hold; another one can be given when one of them is done."""
 
 
@@ -55,6 +55,7 @@ class AsyncEngine:
         self._books = _Books()
         self._numbers = count()
         self._is_draining = False
+        self._num_refusals = 0
 
     async def __aenter__(self) -> AsyncEngine:
         self._books.open()
@@ -78,6 +79,7 @@ class AsyncEngine:
         if self._is_draining:
             raise EngineEnded("the engine takes no more requests: drain() was called")
         if len(self._books.inboxes) >= self._max_requests:
+            self._num_refusals += 1
             raise TooManyRequests(
                 f"{self._max_requests} requests are served or wait, and max_requests allows no more; give this one "
                 "again when one of them is done"
@@ -138,11 +140,12 @@ class AsyncEngine:
         return self._engine.report()
 
     def metrics(self) -> Metrics:
-        """report().metrics."""
-        return self.report().metrics
+        """report().metrics, with the requests that were refused."""
+        return self.report().metrics.snapshot(refusals=self._num_refusals)
 
     async def drain(self) -> None:
         """Take no more requests, and wait until those that were taken are done."""
+        self._books.require_start()
         self._is_draining = True
         await self._books.is_empty.wait()
 
@@ -151,6 +154,7 @@ class AsyncEngine:
 
         It ends after the step that runs, also where the task is cancelled meanwhile.
         """
+        self._books.require_start()
         self._books.close("it was stopped")
         self._thread.stop()
         await self._books.has_ended.wait()
@@ -180,6 +184,11 @@ class _Books:
         self._loop = asyncio.get_running_loop()
         self._why_closed = ""
         self.is_empty.set()
+
+    def require_start(self) -> None:
+        """Raise EngineEnded for one that never began."""
+        if self._loop is None:
+            raise self._ending()
 
     def close(self, why: str) -> None:
         """Nothing more is taken. The first reason stays."""

@@ -33,6 +33,7 @@ from rocm_attn.runner.request import (
     Sequence,
     TokenEvent,
 )
+from rocm_attn.runner.request_times import note_tokens
 from rocm_attn.runner.sampling import Sampler, pick_tokens
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
 from rocm_attn.runner.serving import serve_all
@@ -95,6 +96,7 @@ class Engine:
             max_batch_size=options.max_batch_size,
             chunk=options.chunk,
             max_kv_len=self.max_kv_len,
+            steps_until_known=self.runtime.steps_until_known,
         )
         self._outputs: dict[int, _Output] = {}
         self._done: dict[int, Completion] = {}
@@ -226,7 +228,8 @@ class Engine:
 
     def report(self) -> Report:
         """What this engine runs on, and how it went so far."""
-        metrics, runtime = self._runner.counters, self.runtime
+        runtime, scheduler = self.runtime, self._scheduler
+        metrics = self._runner.counters.snapshot(running=scheduler.num_running, waiting=scheduler.num_waiting)
         graphs = f"off: {metrics.graphs_off}" if metrics.graphs_off else "on" if self.options.graphs else "off"
         return Report(
             provider=runtime.selections[0].provider,
@@ -258,17 +261,26 @@ class Engine:
         started = time.perf_counter()
         step = self._scheduler.next_step()
         logits = self._run(step)
+        launched = time.perf_counter()
         if step.is_of_a_suspect:
             self._check_device()  # before it gets a token, and before others run again
         samplers = [sequence.sampler for sequence in step.picking]
         picks = pick_tokens(logits[: step.num_picks], samplers) if samplers else []
         reasons = self._scheduler.finish_step(step, picks)
-        self.metrics.seconds += time.perf_counter() - started
+        self._note_times(step, started, launched)
         for sequence, pick, reason in zip(step.picking, picks, reasons, strict=True):
             if isinstance(pick, BadLogits):
                 self._fail(sequence.number, str(pick))
             else:
                 self._publish(sequence.number, pick, reason)
+
+    def _note_times(self, step: ScheduledStep, started: float, launched: float) -> None:
+        """A step has run, and its sequences have their tokens; the device was not waited for when it was launched."""
+        now, metrics = time.perf_counter(), self.metrics
+        metrics.seconds += now - started
+        metrics.step_seconds.note(now - started)
+        metrics.host_seconds.note(launched - started)
+        note_tokens((sequence.times for sequence in step.picking), now, metrics)
 
     def _check_device(self) -> None:
         """Wait for the device, if a step has run since that was done last. Raises DeviceFault."""
@@ -317,13 +329,15 @@ class Engine:
         """Fail every request that was in the step of a fault and was not handed over; or see which are concerned."""
         faults = [fault, *self._more_faults()]
         self._scheduler.forget_unknown_pages()
+        # Several of these faults may be of steps before a sequence became suspect: that it is alone shows nothing yet.
+        were_alone = {number for number, output in self._outputs.items() if output.sequence.is_suspect}
         for found in (one for fault in faults for one in fault.each):
             concerned = self._recent.requests_in(found.step)
             if concerned is None:
                 self._scheduler.forget_pages()
             for number in self._have_run() if concerned is None else sorted(concerned):
                 output, done = self._outputs.get(number), self._done.get(number)
-                if output is not None and found.is_contained and not output.sequence.is_suspect:
+                if output is not None and found.is_contained and number not in were_alone:
                     self._scheduler.suspect(output.sequence)
                     continue
                 if output is not None:

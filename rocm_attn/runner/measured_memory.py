@@ -17,7 +17,7 @@ import torch
 from rocm_attn.capture.graphs import capture_shapes
 from rocm_attn.capture.probe_requests import ProbeRequests
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import CapacityExceeded
+from rocm_attn.errors import NeverFits
 from rocm_attn.machine.devices import on_device
 from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.runner.pool_size import Measured
@@ -140,7 +140,7 @@ def measure(
     build:      a runtime with room for these steps, and a runner of the model over it, which makes a graph of a decode
                 step at its first run or makes none
     vocabulary: of the model
-    Raises CapacityExceeded when a step does not fit beside the weights.
+    Raises NeverFits when a step does not fit beside the weights.
     """
     gc.collect()  # a runner and its graphs refer to each other: those of an engine that is gone may still be there
     memory.give_back()
@@ -148,7 +148,7 @@ def measure(
     try:
         step_bytes, graph_bytes = _run(memory, held, build, largest, vocabulary)
     except torch.OutOfMemoryError as full:
-        raise CapacityExceeded(
+        raise NeverFits(
             f"a step of {largest.num_tokens} tokens in {largest.num_seqs} sequences does not fit beside the weights; "
             "lower max_batch_size or chunk, or take a smaller model"
         ) from full

@@ -2,14 +2,14 @@
 
 A page is known by its key: a hash of its tokens and of the key of the page before it. So a key stands for all tokens up
 to the end of its page, and for the salt that the first page begins with. The cache keeps pages beyond their rows, and
-gives those back that no row holds, the least recently used first, when pages run out. A page is given back before the
-page that it comes after: what remains can be found.
+gives those back that no row holds, the least recently used first, when pages run out. Of a chain the end is given back
+first: what remains can be found.
 
 In the SWA space a row needs the pages of a window alone. There pages are given back one by one, and a prefix can be
 used up to a length whose window is wholly there.
 
-A fault of the device is reported by the second step after its own. So a page is found from the third step on after the
-one that it was completed in, and never if that step, or one before it, went wrong.
+A fault of the device is reported some steps after its own. So a page is found only after as many steps, and never if
+the step that completed it went wrong.
 """
 
 from __future__ import annotations
@@ -31,21 +31,24 @@ _KEY_BYTES = 32
 
 _FULL = 0  # of table.spaces
 
-# Steps after which a step is known to have gone well: see rocm_attn/step/echo.py.
-_STEPS_UNTIL_KNOWN = 2
-
 _NOT_KEPT = -1
+
+_SALT = blake2b(digest_size=_KEY_BYTES, person=b"salt")
+_PAGE = blake2b(digest_size=_KEY_BYTES, person=b"page")
 
 
 def salt_key(salt: str) -> bytes:
     """What stands for the page before the first one."""
-    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=_KEY_BYTES, person=b"salt").digest()
+    salted = _SALT.copy()
+    salted.update(salt.encode("utf-8", "surrogatepass"))
+    return salted.digest()
 
 
 def page_key(before: bytes, token_ids: Sequence[int]) -> bytes:
     """The key of a full page. before: the key of the page before it, or of the salt; token_ids: of the page"""
-    tokens = array("i", token_ids).tobytes()
-    return blake2b(before + tokens, digest_size=_KEY_BYTES, person=b"page").digest()
+    page = _PAGE.copy()  # a third of the time that a new one takes
+    page.update(before + array("i", token_ids).tobytes())
+    return page.digest()
 
 
 @dataclass(slots=True, eq=False)
@@ -101,17 +104,20 @@ class PrefixCache:
 
     The owner of the rows says when a row is admitted, has stored tokens, moves its windows and is freed. Steps are
     counted by end_step(); all ranks that call the same methods in the same order find the same pages.
+
+    steps_until_known: AttentionRuntime.steps_until_known
     """
 
-    def __init__(self, table: RequestTable) -> None:
+    def __init__(self, table: RequestTable, steps_until_known: int) -> None:
         self._table = table
+        self._steps_until_known = steps_until_known
         self._page_size = table.page_size
         self._windowed = [
             (space, pages) for space, pages in enumerate(table.spaces) if pages.pages.window_left != ALL_KEYS
         ]
         self._pages: dict[bytes, CachedPage] = {}
-        # Of each space: pages that only the cache holds, the least recently used first. In the full space a page comes
-        # before the page that it comes after: all rows that held it held that one, too, and let go of it later.
+        # Of each space: pages that only the cache holds, the least recently used first. In the full space the end of a
+        # chain comes before its beginning: a row that held a page held those before it, too, and let go of them later.
         self._idle: tuple[OrderedDict[CachedPage, None], ...] = tuple(OrderedDict() for _ in table.spaces)
         self._step = 0
         self._right_until = 0
@@ -221,7 +227,7 @@ class PrefixCache:
     def end_step(self) -> None:
         """One more step has run, and reported no fault of the steps before it."""
         self._step += 1
-        self._right_until = max(self._right_until, self._step - _STEPS_UNTIL_KNOWN)
+        self._right_until = max(self._right_until, self._step - self._steps_until_known)
 
     def all_is_right(self) -> None:
         """The device was waited for, and no step has gone wrong."""

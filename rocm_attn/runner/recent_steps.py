@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rocm_attn.batch.step_batch import INT32_MAX
+from rocm_attn.step.echo import STEPS_UNTIL_ECHO
 
-# A fault is reported when the ring slot of its step comes round again, two steps later; four times that are kept.
-_KEPT = 8
+# Twice as many steps as it takes until a fault is found, and two for the ranks that hear of it from another one.
+_KEPT = 2 * STEPS_UNTIL_ECHO + 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Literal
 
 from rocm_attn.errors import BadRequest, DeviceFault, RocmAttnError
 from rocm_attn.runner.prefix_cache import CachedRow
+from rocm_attn.runner.request_times import RequestTimes
 from rocm_attn.runner.sampling import Sampler, Sampling
 
 FinishReason = Literal["stop", "length", "error", "abort"]
@@ -136,6 +137,7 @@ class Sequence:
     cached_row: what the prefix cache knows of it
     row:        of the request table; 0 while it waits
     is_suspect: whether a step in which it was had a fault that may be its own; then it is computed again alone
+    times:      since the request was taken
     """
 
     number: int
@@ -147,6 +149,7 @@ class Sequence:
     num_stored: int = 0
     row: int = 0
     is_suspect: bool = False
+    times: RequestTimes = field(default_factory=RequestTimes)
 
     @property
     def num_left(self) -> int:

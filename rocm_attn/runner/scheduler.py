@@ -68,20 +68,28 @@ class Scheduler:
     What it decides follows from the calls and their arguments alone: schedulers of several ranks that get the same ones
     decide the same.
 
-    metrics:        in which preemptions and the use of the prefix cache are counted
-    max_batch_size: sequences that run at a time
-    chunk:          tokens of a step, at least 1; decodes always run, and a prompt gets at least one token a step
-    max_kv_len:     tokens of a sequence's KV; one that is full picks its last token
+    metrics:           in which preemptions and the use of the prefix cache are counted
+    max_batch_size:    sequences that run at a time
+    chunk:             tokens of a step, at least 1; decodes always run, and a prompt gets at least one token a step
+    max_kv_len:        tokens of a sequence's KV; one that is full picks its last token
+    steps_until_known: AttentionRuntime.steps_until_known
 
     Raises CapacityExceeded for a table that cannot hold even one such sequence.
     """
 
     def __init__(
-        self, table: RequestTable, metrics: Metrics, *, max_batch_size: int, chunk: int, max_kv_len: int
+        self,
+        table: RequestTable,
+        metrics: Metrics,
+        *,
+        max_batch_size: int,
+        chunk: int,
+        max_kv_len: int,
+        steps_until_known: int,
     ) -> None:
         self._metrics = metrics
         self._table = table
-        self._cache = PrefixCache(table)
+        self._cache = PrefixCache(table, steps_until_known)
         self._max_batch_size = max_batch_size
         self._chunk = chunk
         self._max_kv_len = max_kv_len
@@ -102,6 +110,16 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether any sequence runs or waits."""
         return bool(self._running or self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold a row."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that hold none."""
+        return len(self._waiting)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence whose prompt fits max_kv_len and the pool."""
@@ -163,6 +181,7 @@ class Scheduler:
     def forget_unknown_pages(self) -> None:
         """A step has gone wrong: no page is found that was stored since the last one that is known to be right."""
         self._cache.forget_unknown()
+        self._count_cached_pages()
 
     def forget_pages(self) -> None:
         """No page that was stored so far is found by a request that comes later."""
@@ -335,6 +354,7 @@ class Scheduler:
         """
         page_size = self._table.page_size
         self._waiting.remove(sequence)
+        sequence.times.begin(self._metrics.queue_seconds)
         sequence.row = self._cache.admit(sequence.cached_row, found)
         sequence.num_stored = len(found) * page_size
         insort(self._running, sequence, key=_by_urgency)

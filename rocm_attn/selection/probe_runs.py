@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import RocmAttnError
@@ -188,7 +189,7 @@ class _Run:
         for row, length in zip(self.rows, kv_len, strict=True):
             self.runtime.table.reserve(row, length)
         as_int32 = (np.array(each, np.int32) for each in (self.rows, kv_len, q_len))
-        step = self.runtime.begin_step(StepBatch(*as_int32), pad_to)
+        step = self.runtime.begin_step(StepBatch(*as_int32), PadTo(pad_to))
         try:
             yield step
         finally:

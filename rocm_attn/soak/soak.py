@@ -20,7 +20,7 @@ import torch
 
 from rocm_attn.batch.halves import HALVES
 from rocm_attn.batch.mask import NO_MASK
-from rocm_attn.batch.padding import PaddedShape, token_places
+from rocm_attn.batch.padding import PaddedShape, PadTo, token_places
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
@@ -41,6 +41,9 @@ from rocm_attn.step.options import RuntimeOptions
 # exact; buffers that grow to a power of two with the largest eager step need less than this.
 MAX_HOST_GROWTH_BYTES = 32 << 20
 MAX_DEVICE_GROWTH_BYTES = 1 << 20
+
+# One in so many of the steps that are padded to a given size is given its tokens too.
+_TOKENS_EVERY = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,7 @@ def _runtime_options(scenario: Scenario, provider: str, deterministic: bool) -> 
         first_swa_page=scenario.num_pages,
         swa_kept=scenario.verify_len,
         max_num_seqs=scenario.max_num_seqs,
+        max_num_rows=scenario.max_num_rows,
         max_kv_len=scenario.max_kv_len,
         provider=provider,
         capture_sizes=first.seqs,
@@ -264,14 +268,14 @@ class Soak:
         if len(self._unchecked) >= self._scenario.max_unchecked:
             self._check()
 
-    def _shape(self, number: int, batch: StepBatch, pad_to: int | None) -> PaddedShape:
-        """What a step is padded to, whole or as two halves."""
+    def _shape(self, number: int, batch: StepBatch, seqs: int | None) -> PaddedShape:
+        """What a step is padded to, whole or as two halves. seqs: None where the ladder decides"""
         padding = self._runtime.padding
         # Neither is a mask cut, nor prefixes, which both halves would read.
         whole = batch.mask is not NO_MASK or batch.prefixes is not NO_PREFIXES
         if number % self._scenario.split_every or whole:
-            return padding.shape(batch, pad_to)
-        return padding.split_shape(batch, pad_to if pad_to is None else round_up(pad_to, HALVES))
+            return padding.shape(batch, _pad_to(number, batch, seqs, 1))
+        return padding.split_shape(batch, _pad_to(number, batch, seqs, HALVES))
 
     def _check(self) -> None:
         """Compare the steps that were played since the last time: until here the host ran ahead of the device."""
@@ -300,7 +304,8 @@ class Soak:
             free = len(self._free_pages(table))
             if free != table.num_free_pages:
                 what = (
-                    f"{free} pages{table.pages.of} are held by no row, but {table.num_free_pages} are said to be free"
+                    f"{free} pages{table.pages.of} are held by no row nor kept, but "
+                    f"{table.num_free_pages} are said to be free"
                 )
                 raise self._failure(number, f"after step {number}", what)
         self._poison_free_pages()
@@ -324,14 +329,14 @@ class Soak:
         self._reopen(number)
         table = self._runtime.table
         missing = sum(pages.num_usable_pages - pages.num_free_pages for pages in table.spaces)
-        if missing or table.num_free_rows != self._scenario.max_num_seqs:
+        if missing or table.num_free_rows != self._scenario.max_num_rows:
             what = f"{missing} pages are held and {table.num_free_rows} rows are free when no request is left"
             raise self._failure(number, f"after step {number}", what)
 
     def _free_pages(self, table: PageTable) -> list[int]:
-        """The pages of a space that no row holds."""
-        held = (self._runtime.table.pages_of(request.row, table.space).tolist() for request in self._world.requests)
-        return sorted(set(range(table.pages.first_page, table.pages.num_pages)).difference(*held))
+        """The pages of a space that no row holds and that are not kept."""
+        every = set(range(table.pages.first_page, table.pages.num_pages))
+        return sorted(every - self._world.held_pages(table.space))
 
     def _poison_free_pages(self) -> None:
         """Whatever reads what was not stored, or has left its window, meets NaN."""
@@ -374,3 +379,11 @@ class Soak:
             seconds=seconds,
             guards_off=self._runtime.guards.off,
         )
+
+
+def _pad_to(number: int, batch: StepBatch, seqs: int | None, num_children: int) -> PadTo | None:
+    """So many sequences; in one step of three with tokens too, as where another rank does not decode."""
+    if seqs is None:
+        return None
+    takes_tokens = number % _TOKENS_EVERY == 0 and batch.prefixes is NO_PREFIXES
+    return PadTo(round_up(seqs, num_children), HALVES * max(1, batch.num_tokens) if takes_tokens else 0)

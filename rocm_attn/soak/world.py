@@ -19,6 +19,7 @@ from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes, PrefixGroup, SharedP
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.batch.tree_mask import NO_PARENT, tree_mask
 from rocm_attn.errors import BadBatch, BadSetting, OutOfPages
+from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.soak.model import SequenceTruth, chain
 
@@ -29,6 +30,9 @@ class Action(enum.Enum):
     ADMIT = "admit"  # a request with a new prompt
     RESUME = "resume"  # a preempted request, to be computed again
     FORK = "fork"  # requests that share the first tokens of another
+    KEEP = "keep"  # the full pages of a request stay when it goes
+    BEGIN = "begin"  # a request over kept pages, of several requests where these began alike
+    DROP = "drop"  # kept pages go, or those of the SWA space alone
     RESERVE = "reserve"  # pages that no step needs yet
     REJECT = "reject"  # the last tokens of a request are taken back, as after a verify step
     ABORT = "abort"
@@ -71,6 +75,9 @@ _WEIGHTS: Mapping[Action, float] = {
     Action.ADMIT: 5,
     Action.RESUME: 2,
     Action.FORK: 1.5,
+    Action.KEEP: 2.5,
+    Action.BEGIN: 4,
+    Action.DROP: 0.5,
     Action.RESERVE: 1,
     Action.REJECT: 1,
     Action.ABORT: 1,
@@ -92,7 +99,8 @@ class Scenario:
 
     page_size, num_pages: of the pool, the reserved page included; few, so that they run out
     swa_pages:            pages that are handed out to the layer with a window
-    max_num_seqs:         requests at a time
+    max_num_seqs:         sequences of a step
+    max_num_rows:         requests at a time
     max_kv_len:           tokens of a request
     vocabulary:           token ids, the reserved id 0 included
     ladders:              capture sizes; each reopen goes on to the next
@@ -112,6 +120,7 @@ class Scenario:
     num_pages: int = 65
     swa_pages: int = 32
     max_num_seqs: int = 10
+    max_num_rows: int = 12
     max_kv_len: int = SHORT_KV_LEN
     vocabulary: int = 40
     ladders: tuple[Ladders, ...] = (
@@ -170,7 +179,8 @@ class Request:
 
     token_ids:  known so far; a request that was preempted knows more than it has stored
     num_stored: tokens in its KV
-    num_shared: tokens that other rows may share: where it goes back before their end, it is truncated first
+    num_shared: tokens that other rows may share, or that may be kept: where it goes back before their end, it is
+                truncated first
     reached:    where the new tokens of a step began at most; no more than verify_len before it are taken back
     limit:      tokens at which it ends
     """
@@ -190,6 +200,18 @@ class Request:
         """Forget the last tokens, at least one, and what was known after them; their K and V stay where they are."""
         self.num_stored -= taken
         del self.token_ids[self.num_stored :]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTokens:
+    """Full pages that stay without a row.
+
+    ids:       page_no -> the id under which it is kept
+    token_ids: that lie in them
+    """
+
+    ids: list[int]
+    token_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,15 +276,19 @@ class World:
     def __init__(self, scenario: Scenario, table: RequestTable, seed: int) -> None:
         self.scenario = scenario
         self.requests: list[Request] = []
+        self.kept: list[KeptTokens] = []
         self.counts: Counter[Action] = Counter()
         self.history: deque[str] = deque(maxlen=12)
         self._table = table
         self._random = np.random.default_rng(seed)
-        self._preempted: deque[list[int]] = deque(maxlen=scenario.max_num_seqs)
+        self._preempted: deque[list[int]] = deque(maxlen=scenario.max_num_rows)
         self._changes: Mapping[Action, Callable[[], None]] = {
             Action.ADMIT: self._admit,
             Action.RESUME: self._resume,
             Action.FORK: self._fork_family,
+            Action.KEEP: self._keep,
+            Action.BEGIN: self._begin_over,
+            Action.DROP: self._drop_any,
             Action.RESERVE: self._reserve_any,
             Action.REJECT: self._reject,
             Action.ABORT: self._abort,
@@ -293,9 +319,16 @@ class World:
                 self._free(request)
 
     def free_all(self) -> None:
-        """Every request goes."""
+        """Every request goes, and all that is kept."""
         while self.requests:
             self._free(self.requests[-1])
+        while self.kept:
+            self._drop(self.kept[-1])
+
+    def held_pages(self, space: Space) -> set[int]:
+        """The pages of a space that requests hold, or that are kept; page 0 may be among them."""
+        of_requests = (self._table.pages_of(request.row, space).tolist() for request in self.requests)
+        return set().union(*of_requests, *(self._table.kept_pages(kept.ids, space).tolist() for kept in self.kept))
 
     def _draw(self, action: Action, bucket_sizes: tuple[int, ...]) -> DrawnStep:
         new = self._reserve(self._draw_sequences(action))
@@ -335,7 +368,8 @@ class World:
         if action is Action.EMPTY or not self.requests:
             return []
         num_requests = len(self.requests)
-        wanted = num_requests if self._chance(0.5) else 1 + self._below(num_requests)
+        most = min(num_requests, self.scenario.max_num_seqs)
+        wanted = most if self._chance(0.5) else 1 + self._below(most)
         if action is Action.EXTEND:
             wanted = min(wanted, 3)
         chosen = [self.requests[i] for i in self._random.permutation(num_requests)[:wanted]]
@@ -378,7 +412,10 @@ class World:
         ]
 
     def _reserve(self, new: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
-        """Make room for the step, at the cost of the youngest requests; those of them that are in the step drop out."""
+        """Make room for the step, at the cost of the youngest requests, and of what was kept first.
+
+        Those of them that are in the step drop out.
+        """
         while True:
             rows = np.array([request.row for request, _ in new], np.int32)
             kv_lens = np.array([request.num_stored + q_len for request, q_len in new], np.int32)
@@ -388,6 +425,9 @@ class World:
             try:
                 self._table.reserve_all(rows, kv_lens)
             except OutOfPages:
+                if self.kept and (not self.requests or self._chance(0.3)):
+                    self._drop(self.kept[0])
+                    continue
                 victim = self.requests[-1]
                 self._preempt(victim)
                 new = [(request, q_len) for request, q_len in new if request is not victim]
@@ -438,6 +478,61 @@ class World:
         self.requests.append(child)
         self._happened(Action.FORK, f"row {row} shares {shared} tokens of row {parent.row}")
         return [child]
+
+    def _keep(self) -> None:
+        """The first full pages of a request; in the SWA space those that its window has not left."""
+        for request in self._any_request():
+            page_size = self.scenario.page_size
+            end = self._below(request.num_stored // page_size + 1)
+            has_swa = self._table.pages_of(request.row, Space.SWA)[:end] > 0
+            first = int(np.argmax(has_swa)) if has_swa.any() else end
+            ids = [
+                *self._table.keep(request.row, 0, first, [Space.FULL]).tolist(),
+                *self._table.keep(request.row, first, end).tolist(),
+            ]
+            if ids:
+                self.kept.append(KeptTokens(ids, request.token_ids[: end * page_size]))
+                request.num_shared = max(request.num_shared, end * page_size)
+                self._happened(Action.KEEP, f"{end} pages of row {request.row}")
+
+    def _begin_over(self) -> None:
+        """A request over the first pages of what is kept, or of what else is kept with the same tokens."""
+        if not self.kept or not self._table.num_free_rows:
+            return
+        kept, page_size = self.kept[self._below(len(self.kept))], self.scenario.page_size
+        end = self._between(1, len(kept.ids))
+        back = self._below(page_size) if self._chance(0.3) else 0
+        kv_len = min(end * page_size - back, self.scenario.max_kv_len - 1)
+        ids = [self._any_like(kept, page_no) for page_no in range(-(-kv_len // page_size))]
+        try:
+            row = self._table.admit_over(ids, kv_len)
+        except BadBatch:  # what its window needs is not kept; a refusal must leave everything as it is
+            return
+        limit = self._between(kv_len + 1, self.scenario.max_kv_len)
+        self.requests.append(Request(row, kept.token_ids[:kv_len], kv_len, kv_len, limit, reached=kv_len))
+        self._happened(Action.BEGIN, f"row {row} over {kv_len} kept tokens")
+
+    def _any_like(self, kept: KeptTokens, page_no: int) -> int:
+        """The id of a page of what is kept, or of another one with the same tokens up to its end."""
+        stop = (page_no + 1) * self.scenario.page_size
+        like = [other for other in self.kept if other.token_ids[:stop] == kept.token_ids[:stop]]
+        return like[self._below(len(like))].ids[page_no]
+
+    def _drop_any(self) -> None:
+        if not self.kept:
+            return
+        kept = self.kept[self._below(len(self.kept))]
+        in_swa = [id_ for id_, page in zip(kept.ids, self._table.kept_pages(kept.ids, Space.SWA), strict=True) if page]
+        if in_swa and self._chance(0.4):
+            self._table.drop(in_swa, [Space.SWA])
+            self._happened(Action.DROP, f"{len(in_swa)} kept pages of the SWA space")
+        else:
+            self._drop(kept)
+
+    def _drop(self, kept: KeptTokens) -> None:
+        self._table.drop(kept.ids)
+        self.kept.remove(kept)
+        self._happened(Action.DROP, f"{len(kept.ids)} kept pages")
 
     def _reserve_any(self) -> None:
         for request in self._any_request():

@@ -21,6 +21,10 @@ from rocm_attn.kernels.metadata.error_word import (
 )
 from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, NO_ECHO, STEP, STEP_BEFORE, WRONG_STEP
 
+# Steps until the echo of a step is read. It lies in the slot of the next one, which is written again two steps later:
+# the ring has two slots.
+STEPS_UNTIL_ECHO = 3
+
 _WHAT = {
     TOKEN_WITHOUT_PAGE: "a new token had no page of its own, its row led to page 0, and its K and V were dropped; "
     "look for what changed the request table on the device",

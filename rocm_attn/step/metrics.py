@@ -1,77 +1,120 @@
 """Metrics: what steps have come to so far, in numbers.
 
-A metric is one field of Metrics. The object that sees an event counts it there; snapshots, their text, their JSON and
-the reports of the engine and the command line follow from the field.
+A metric is one field of Metrics: its help, its words and its kind. The object that sees an event counts it there;
+snapshots, their text, their JSON, what Prometheus reads, and the reports of the engine and the command line follow from
+the field.
 """
+
+# ruff: noqa: RUF009  # what is called in a default makes a field
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, asdict, dataclass, field, fields
+import enum
+from dataclasses import FrozenInstanceError, dataclass, field, fields
 from typing import Any, NoReturn
 
+from rocm_attn.step.durations import BOUNDS, Durations
 
-def _metric(words: str, start: int | float | str = 0) -> Any:
-    """A field that counts from `start`. words: its text, with the value in the place of {}."""
-    return field(default=start, metadata={"words": words})
+
+class MetricKind(enum.Enum):
+    """How a metric moves, in Prometheus' words. A state is a text, empty where there is nothing to say."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+    STATE = "state"
+
+
+def _metric(help: str, words: str, start: int | float | str = 0, kind: MetricKind = MetricKind.COUNTER) -> Any:
+    """A field that begins with `start`. help: what it is; words: its text, with the value in the place of {}"""
+    return field(default=start, metadata={"help": help, "words": words, "kind": kind})
+
+
+def _counter(help: str, words: str, start: int | float = 0) -> Any:
+    """What has happened since a runner was built."""
+    return _metric(help, words, start)
+
+
+def _gauge(help: str, words: str) -> Any:
+    """What is so at the moment of a snapshot."""
+    return _metric(help, words, 0, MetricKind.GAUGE)
+
+
+def _state(help: str, words: str) -> Any:
+    """A sentence."""
+    return _metric(help, words, "", MetricKind.STATE)
+
+
+def _reasons(help: str, words: str) -> Any:
+    """Counts by reason."""
+    return field(default_factory=dict, metadata={"help": help, "words": words, "kind": MetricKind.COUNTER})
+
+
+def _durations(help: str, words: str) -> Any:
+    """How long something took each time."""
+    return field(default_factory=Durations, metadata={"help": help, "words": words, "kind": MetricKind.HISTOGRAM})
 
 
 @dataclass(slots=True)
 class Metrics:
-    """Counts since a runner was built, and what is so at the moment of a snapshot.
+    """Counts since a runner was built, and what is so at the moment of a snapshot; each field's help says what it is.
 
     One runner owns it; what serves through that runner (engine, scheduler, sampled check) counts in the same object.
-
-    steps:             steps that were run
-    replays:           of them, run as a graph
-    fallbacks:         of them, run without a graph although steps of their kind and size may have one
-    captures:          graphs made
-    capture_seconds:   spent making and checking them
-    real_seqs:         sequences over all steps
-    padded_seqs:       padded sequences that came on top of them
-    faults:            faults that the device has reported
-    preemptions:       sequences that gave their pages back and were computed again
-    aborts:            requests that were ended by Engine.abort()
-    prefix_lookups:    tokens of sequences that were looked up in the prefix cache when they were admitted
-    prefix_hits:       of them, tokens whose K and V were there and were not computed again
-    prompt_tokens:     of all requests that were taken
-    new_tokens:        generated
-    seconds:           spent in steps, capture_seconds included
-    samples:           steps that the sampled check looked at
-    rows_differ:       of them, those whose rows differ from the eager run's
-    attention_differs: of them, those whose attention in the sampled layer differs from the oracle's
-    reserved_written:  of them, those after which row 0 of the table or page 0 of the sampled layer was not zero
-    finding:           the last of these findings in words; empty while there was none
-    pages_in_use:      at the moment: pages that request rows or the prefix cache hold, without the reserved one
-    swa_pages_in_use:  likewise, of the pool of layers with a window
-    cached_pages:      at the moment: of pages_in_use, those that only the prefix cache holds, and gives back when pages
-                       run out
-    graphs_off:        at the moment: why graphs are switched off; empty while they are on or were never asked for
     """
 
-    steps: int = _metric("{} steps")
-    replays: int = _metric("{} replayed")
-    fallbacks: int = _metric("{} of a captured size without a graph")
-    captures: int = _metric("{} graphs made")
-    capture_seconds: float = _metric("{:.1f} s making graphs", 0.0)
-    real_seqs: int = _metric("{} sequences in all steps")
-    padded_seqs: int = _metric("{} padded sequences beside them")
-    faults: int = _metric("{} device faults")
-    preemptions: int = _metric("{} preemptions")
-    aborts: int = _metric("{} aborts")
-    prefix_lookups: int = _metric("{} tokens looked up in the prefix cache")
-    prefix_hits: int = _metric("{} tokens found there")
-    prompt_tokens: int = _metric("{} prompt tokens")
-    new_tokens: int = _metric("{} new tokens")
-    seconds: float = _metric("{:.1f} s in steps", 0.0)
-    samples: int = _metric("{} steps sampled")
-    rows_differ: int = _metric("{} DIFFER FROM THE EAGER RUN")
-    attention_differs: int = _metric("{} DIFFER FROM THE ORACLE")
-    reserved_written: int = _metric("{} FOUND WHAT IS RESERVED WRITTEN")
-    finding: str = _metric("last finding: {}", "")
-    pages_in_use: int = _metric("{} pages in use")
-    cached_pages: int = _metric("{} of them held by the prefix cache alone")
-    swa_pages_in_use: int = _metric("{} pages for layers with a window in use")
-    graphs_off: str = _metric("graphs off: {}", "")
+    steps: int = _counter("steps that were run", "{} steps")
+    replays: int = _counter("steps that were run as a graph", "{} replayed")
+    fallbacks: dict[str, int] = _reasons(
+        "steps that were run without a graph although steps of their kind and size may have one, by reason",
+        "{} without the graph that their size may have",
+    )
+    captures: int = _counter("graphs made", "{} graphs made")
+    capture_seconds: float = _counter("time spent making and checking graphs", "{:.1f} s making graphs", 0.0)
+    real_seqs: int = _counter("sequences over all steps", "{} sequences in all steps")
+    padded_seqs: int = _counter("padded sequences that came on top of them", "{} padded sequences beside them")
+    faults: int = _counter("faults that the device has reported", "{} device faults")
+    preemptions: int = _counter("sequences that gave their pages back and were computed again", "{} preemptions")
+    aborts: int = _counter("requests that were aborted", "{} aborts")
+    refusals: int = _counter("requests that were refused because too many were there", "{} requests refused")
+    prefix_lookups: int = _counter(
+        "tokens of sequences that were looked up in the prefix cache when they were admitted",
+        "{} tokens looked up in the prefix cache",
+    )
+    prefix_hits: int = _counter(
+        "tokens whose K and V were found in the prefix cache and not computed again", "{} tokens found there"
+    )
+    prompt_tokens: int = _counter("tokens of the prompts of all requests that were taken", "{} prompt tokens")
+    new_tokens: int = _counter("tokens generated", "{} new tokens")
+    seconds: float = _counter("time spent in steps, making graphs included", "{:.1f} s in steps", 0.0)
+    step_seconds: Durations = _durations("wall time of a step, from scheduling it to its tokens", "a step {}")
+    host_seconds: Durations = _durations(
+        "time that the host took to schedule and launch a step; a CPU computes it in that time", "of it the host {}"
+    )
+    queue_seconds: Durations = _durations("from taking a request to its first step", "in the queue {}")
+    first_token_seconds: Durations = _durations("from taking a request to its first token", "to the first token {}")
+    token_gap_seconds: Durations = _durations("from one token of a request to its next", "between tokens {}")
+    samples: int = _counter("steps that the sampled check looked at", "{} steps sampled")
+    rows_differ: int = _counter("sampled steps whose rows differ from the eager run's", "{} DIFFER FROM THE EAGER RUN")
+    attention_differs: int = _counter(
+        "sampled steps whose attention in the sampled layer differs from the oracle's", "{} DIFFER FROM THE ORACLE"
+    )
+    reserved_written: int = _counter(
+        "sampled steps after which row 0 of the table or page 0 of the sampled layer was not zero",
+        "{} FOUND WHAT IS RESERVED WRITTEN",
+    )
+    finding: str = _state("the last finding of the sampled check", "last finding: {}")
+    running: int = _gauge("requests whose K and V are in the pool", "{} requests running")
+    waiting: int = _gauge("requests that wait for room", "{} waiting")
+    usable_pages: int = _gauge("pages of the pool, without the reserved one", "{} pages")
+    pages_in_use: int = _gauge("pages that request rows or the prefix cache hold", "{} pages in use")
+    cached_pages: int = _gauge(
+        "pages in use that only the prefix cache holds, and gives back when pages run out",
+        "{} of them held by the prefix cache alone",
+    )
+    swa_pages_in_use: int = _gauge(
+        "pages in use, of the pool of layers with a window", "{} pages for layers with a window in use"
+    )
+    graphs_off: str = _state("why graphs are switched off", "graphs off: {}")
 
     @property
     def padded_share(self) -> float:
@@ -87,19 +130,53 @@ class Metrics:
 
     def snapshot(self, **now: int | str) -> Metrics:
         """A copy that never changes. now: the metrics that are read at this moment, by name"""
-        return _Snapshot.of({**asdict(self), **now})
+        values = self._values()
+        owned = {name: value.copy() for name, value in values.items() if isinstance(value, dict | Durations)}
+        return _Snapshot.of({**values, **owned, **now})
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
-        return {**asdict(self), "padded_share": self.padded_share, "tokens_per_s": self.tokens_per_s}
+        plain = {
+            name: value.as_dict() if isinstance(value, Durations) else value for name, value in self._values().items()
+        }
+        return {**plain, "padded_share": self.padded_share, "tokens_per_s": self.tokens_per_s}
+
+    def as_prometheus(self, prefix: str = "rocm_attn") -> str:
+        """The metrics in Prometheus' text format, version 0.0.4. prefix: of every name"""
+        lines: list[str] = []
+        for each in fields(self):
+            kind, value = each.metadata["kind"], getattr(self, each.name)
+            name = f"{prefix}_{each.name}_total" if kind is MetricKind.COUNTER else f"{prefix}_{each.name}"
+            of_type = "gauge" if kind is MetricKind.STATE else kind.value
+            lines += [f"# HELP {name} {each.metadata['help']}", f"# TYPE {name} {of_type}"]
+            if isinstance(value, Durations):
+                lines += _histogram(name, value)
+            elif isinstance(value, dict):
+                lines += [f"{name}{_label('reason', reason)} {count}" for reason, count in sorted(value.items())]
+            elif isinstance(value, str):
+                lines.append(f"{name}{_label('reason', value)} {int(bool(value))}")
+            else:
+                lines.append(f"{name} {value}")
+        return "\n".join(lines) + "\n"
+
+    def _values(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    def lines(self) -> list[str]:
+        """Every metric that is not zero or empty, in words: a line of counts, and a line of times."""
+        counts: list[str] = []
+        times: list[str] = []
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value:
+                part = each.metadata["words"].format(_in_words(value))
+                (times if isinstance(value, Durations) else counts).append(part)
+        if self.tokens_per_s:
+            counts.append(f"{self.tokens_per_s:.1f} tokens/s")
+        return [line for line in (", ".join(counts), "; ".join(times)) if line]
 
     def __str__(self) -> str:
-        """Every metric that is not zero or empty, in words."""
-        values = ((each.metadata["words"], getattr(self, each.name)) for each in fields(self))
-        parts = [words.format(value) for words, value in values if value]
-        if self.tokens_per_s:
-            parts.append(f"{self.tokens_per_s:.1f} tokens/s")
-        return ", ".join(parts)
+        return "; ".join(self.lines())
 
 
 class _Snapshot(Metrics):
@@ -116,7 +193,27 @@ class _Snapshot(Metrics):
         return made
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _Snapshot.of, (asdict(self),)
+        return _Snapshot.of, (self._values(),)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise FrozenInstanceError(f"{name} of a snapshot cannot be set; the runner that it was taken of counts on")
+
+
+def _in_words(value: object) -> object:
+    """A value as it is put into the words of its metric."""
+    if isinstance(value, dict):
+        return f"{sum(value.values())} ({', '.join(f'{count}: {reason}' for reason, count in value.items())})"
+    return value
+
+
+def _histogram(name: str, value: Durations) -> list[str]:
+    lines, below = [], 0
+    for bound, count in zip((*BOUNDS, float("inf")), value.counts, strict=True):
+        below += count
+        lines.append(f'{name}_bucket{{le="{"+Inf" if bound == float("inf") else format(bound, "g")}"}} {below}')
+    return [*lines, f"{name}_sum {value.total}", f"{name}_count {below}"]
+
+
+def _label(name: str, value: str) -> str:
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'{{{name}="{escaped}"}}'

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.mask import NO_MASK
-from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, is_prefill
+from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo, is_prefill, require_pad_to
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
-from rocm_attn.errors import BadBatch, BadTensor, Unsupported
+from rocm_attn.errors import BadBatch, BadTensor, CapacityExceeded, Unsupported
 from rocm_attn.providers.contract import Baked
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.plan import GraphKey, StepPlan, kv_len_bucket, make_plan, q_len_bucket
@@ -77,22 +77,22 @@ class Planner:
         self._bakes_q_len = Baked.MAX_Q_LEN in bakes
         self._has_prefill = any(row.kind is StepKind.PREFILL for row in rows)
         self._plan_of_key: dict[GraphKey, StepPlan] = {}
-        self._plan_of_sizes: dict[tuple[int | torch.device | None, ...], StepPlan] = {}
+        self._plan_of_sizes: dict[tuple[int | tuple[int, int] | torch.device | None, ...], StepPlan] = {}
 
     def start_over(self, padding: PaddingPolicy) -> None:
         """Forget every plan and pad by another policy."""
         # One statement: no interrupt leaves plans of one policy under another.
         self.padding, self._plan_of_key, self._plan_of_sizes = padding, {}, {}
 
-    def plan(self, batch: StepBatch, pad_to: int | None, num_children: int) -> StepPlan:
+    def plan(self, batch: StepBatch, pad_to: PadTo | None, num_children: int) -> StepPlan:
         """The plan of a batch that runs whole, or as two halves. pad_to: as in PaddingPolicy.
 
-        Raises CapacityExceeded; BadTensor, Unsupported for inputs on a device that cannot be taken; Unsupported for
-        prefixes that no layer can share.
+        Raises CapacityExceeded, BadBatch; BadTensor, Unsupported for inputs on a device that cannot be taken;
+        Unsupported for prefixes that no layer can share.
         """
-        max_kv_len = self._max_kv_len
-        if self._bakes_kv_len:
-            max_kv_len = kv_len_bucket(self._longest(batch), max_kv_len)
+        if pad_to is not None:
+            require_pad_to(pad_to)
+        max_kv_len = self._max_kv_len_of(batch, pad_to)
         # All that a plan depends on, so that a step of known sizes costs one look-up.
         sizes = (
             batch.num_seqs,
@@ -100,7 +100,8 @@ class Planner:
             batch.min_q_len,
             batch.max_q_len,
             max_kv_len,
-            pad_to,
+            # Its kv_len is another one in each step, and is in max_kv_len.
+            pad_to and pad_to[:2],
             num_children,
             batch.inputs.device,
             batch.mask is NO_MASK,
@@ -109,18 +110,41 @@ class Planner:
         plan = self._plan_of_sizes.get(sizes)
         if plan is None:
             shape_of = self.padding.shape if num_children == 1 else self.padding.split_shape
-            plan = self._make_plan(shape_of(batch, pad_to), batch, max_kv_len)
+            shape = shape_of(batch, pad_to)
+            # Where ranks agree, none of them has a bucket of its own.
+            longest = shape.child.num_tokens if pad_to is not None and pad_to.tokens else batch.max_q_len
+            plan = self._make_plan(shape, batch, longest, max_kv_len)
             if plan.replayable and plan.shape.kind.decodes:  # ragged sizes are too many to keep
                 self._plan_of_sizes[sizes] = plan
         return plan
 
-    def _make_plan(self, shape: PaddedShape, batch: StepBatch, max_kv_len: int) -> StepPlan:
+    def plan_as(self, batch: StepBatch, shape: PaddedShape) -> StepPlan:
+        """The plan of a batch that is padded to a shape which it fits. Raises what plan() raises."""
+        return self._make_plan(shape, batch, batch.max_q_len, self._max_kv_len_of(batch, None))
+
+    def _max_kv_len_of(self, batch: StepBatch, pad_to: PadTo | None) -> int:
+        """Tokens of the longest sequence, as a plan has them."""
+        if not self._bakes_kv_len:
+            return self._max_kv_len
+        longest = self._longest(batch)
+        if pad_to is not None and pad_to.kv_len:
+            if pad_to.kv_len < longest:
+                raise CapacityExceeded(
+                    f"a sequence has {longest} tokens and pad_to says that none has more than {pad_to.kv_len}; "
+                    "take the largest number of all ranks, as PadTo.all_of() does"
+                )
+            longest = pad_to.kv_len
+        return kv_len_bucket(longest, self._max_kv_len)
+
+    def _make_plan(self, shape: PaddedShape, batch: StepBatch, max_q_len: int, max_kv_len: int) -> StepPlan:
+        """max_q_len: new tokens of a sequence at most, for kernels that bake them"""
         may_capture = self.padding.captures(shape)
         if self._has_prefill and not may_capture and shape.kind is StepKind.EXTEND and is_prefill(batch):
             shape = replace(shape, kind=StepKind.PREFILL)
-        max_q_len = 1 if shape.kind.decodes else shape.child.num_tokens
-        if self._bakes_q_len:
-            max_q_len = q_len_bucket(batch.max_q_len) if may_capture else max(1, batch.max_q_len)
+        if not self._bakes_q_len:
+            max_q_len = 1 if shape.kind.decodes else shape.child.num_tokens
+        else:
+            max_q_len = q_len_bucket(max_q_len) if may_capture else max(1, batch.max_q_len)
         plan = make_plan(
             shape,
             [selection.kernel(shape.kind) for selection in self._selections],

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 from typing_extensions import TypeVar
 
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.step.plan import StepPlan
 
@@ -17,7 +18,7 @@ Outputs_co = TypeVar("Outputs_co", covariant=True, default=Tensor)
 class Steps(Protocol[Outputs_co]):
     """Whatever runs steps: a StepRunner, or something around one."""
 
-    def run(self, batch: StepBatch, pad_to: int | None = None) -> Outputs_co:
+    def run(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs_co:
         """As StepRunner.run."""
         ...
 

@@ -13,6 +13,7 @@ from typing import Generic, Protocol
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadSetting
 from rocm_attn.step.outputs import Outputs
@@ -53,7 +54,7 @@ class RangedSteps(Generic[Outputs]):
         self._steps = steps
         self._ranges = ranges
 
-    def run(self, batch: StepBatch, pad_to: int | None = None) -> Outputs:
+    def run(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
         """As StepRunner.run."""
         self._ranges.push(f"step: {batch.num_seqs} sequences, {batch.num_tokens} tokens")
         try:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rocm_attn.batch.inputs import HOST_INPUTS
 from rocm_attn.batch.mask import NO_MASK
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.check import rows_beyond_bounds, tensors_of
 from rocm_attn.capture.step_runner import StepRunner
@@ -106,7 +107,7 @@ class SampledCheck(Generic[Outputs]):
         """As StepRunner.counters."""
         return self._runner.counters
 
-    def run(self, batch: StepBatch, pad_to: int | None = None) -> Outputs:
+    def run(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
         """As StepRunner.run. Returns what the step gave, whatever the comparison says."""
         outputs = self._runner.run(batch, pad_to)
         self._until_next -= 1
@@ -125,7 +126,7 @@ class SampledCheck(Generic[Outputs]):
             self._runner.metrics.reserved_written += 1
             self._note(written)
 
-    def _compare(self, batch: StepBatch, pad_to: int | None, outputs: Outputs, layer: int) -> None:
+    def _compare(self, batch: StepBatch, pad_to: PadTo | None, outputs: Outputs, layer: int) -> None:
         self._tap.expect(layer)
         try:
             again = self._runner.run_eagerly(batch, pad_to)

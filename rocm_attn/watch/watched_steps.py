@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Generic
 
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.step.outputs import Outputs
 from rocm_attn.step.protocols import Steps, Watch
@@ -17,7 +18,7 @@ class WatchedSteps(Generic[Outputs]):
         self._watchdog = watchdog
         self._num_steps = 0
 
-    def run(self, batch: StepBatch, pad_to: int | None = None) -> Outputs:
+    def run(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
         """As StepRunner.run."""
         self._num_steps += 1
         with self._watchdog.watch(f"step {self._num_steps} ({batch.num_seqs} sequences, {batch.num_tokens} tokens)"):

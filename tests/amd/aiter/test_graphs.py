@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for
@@ -53,7 +54,7 @@ class InHalves:
     def __init__(self, runner: StepRunner) -> None:
         self._runner = runner
 
-    def run(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
+    def run(self, batch: StepBatch, pad_to: PadTo | None = None) -> Tensor:
         return self._runner.run_split(batch, pad_to)
 
 

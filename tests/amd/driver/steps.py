@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.padding import PaddedShape, PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.split_forward import in_batch_order
 from rocm_attn.errors import DeviceFault, RocmAttnError
@@ -17,6 +17,7 @@ from tests.amd.driver.faults import OutOfMemory, interrupt
 from tests.amd.driver.finding import Finding
 from tests.amd.driver.judge import judge
 from tests.amd.driver.world import ExpectedFault, Held, World
+from tests.amd.runtime.stepping import padded_to
 
 WAYS = ("run", "run", "run", "run eagerly", "call by call", "split", "split", "split, call by call")
 MOST_STEPS_IN_A_MOVE = 100  # graphs are made and compared on steps of their own
@@ -42,7 +43,7 @@ def run(world: World, draft: Draft, way: str) -> bool:
         try:
             world.model.forget()
             with _outside(world, draft):
-                rows = _WAYS[way](world, batch, draft.pad_to)
+                rows = _WAYS[way](world, batch, padded_to(draft.pad_to))
         except DeviceFault as fault:
             _unchanged(world, before, fault)
             world.heard(fault)
@@ -73,7 +74,7 @@ def _give_up(world: World, draft: Draft, fault: ExpectedFault) -> None:
 
 def _shape(world: World, draft: Draft, batch: StepBatch, way: str) -> PaddedShape:
     padding = world.runtime.padding
-    return (padding.split_shape if way.startswith("split") else padding.shape)(batch, draft.pad_to)
+    return (padding.split_shape if way.startswith("split") else padding.shape)(batch, padded_to(draft.pad_to))
 
 
 def _refused(world: World, draft: Draft, why: str) -> bool:
@@ -163,19 +164,19 @@ def _outside(world: World, draft: Draft) -> AbstractContextManager[object]:
     return OutOfMemory(operation)
 
 
-def _run(world: World, batch: StepBatch, pad_to: int | None) -> Tensor:
+def _run(world: World, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
     return world.runner.run(batch, pad_to)
 
 
-def _run_eagerly(world: World, batch: StepBatch, pad_to: int | None) -> Tensor:
+def _run_eagerly(world: World, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
     return world.runner.run_eagerly(batch, pad_to)
 
 
-def _run_split(world: World, batch: StepBatch, pad_to: int | None) -> Tensor:
+def _run_split(world: World, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
     return world.runner.run_split(batch, pad_to)
 
 
-def _call_by_call(world: World, batch: StepBatch, pad_to: int | None) -> Tensor:
+def _call_by_call(world: World, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
     try:
         step = world.runtime.begin_step(batch, pad_to)
         if world.rng.random() < 0.2:
@@ -185,7 +186,7 @@ def _call_by_call(world: World, batch: StepBatch, pad_to: int | None) -> Tensor:
         world.runtime.end_step()
 
 
-def _split_call_by_call(world: World, batch: StepBatch, pad_to: int | None) -> Tensor:
+def _split_call_by_call(world: World, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
     """The second half first, or both layer by layer."""
     try:
         split = world.runtime.begin_split_step(batch, pad_to)
@@ -200,7 +201,7 @@ def _split_call_by_call(world: World, batch: StepBatch, pad_to: int | None) -> T
         world.runtime.end_step()
 
 
-_WAYS: dict[str, Callable[[World, StepBatch, int | None], Tensor]] = {
+_WAYS: dict[str, Callable[[World, StepBatch, PadTo | None], Tensor]] = {
     "run": _run,
     "run eagerly": _run_eagerly,
     "call by call": _call_by_call,

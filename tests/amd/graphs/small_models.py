@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
@@ -17,9 +18,10 @@ from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.protocols import LayerCalls, Steps
-from rocm_attn.step.step import Step
-from tests.amd.runtime.stepping import small_problem
+from rocm_attn.step.step import SplitStep, Step
+from tests.amd.runtime.stepping import padded_to, small_problem
 
 VOCABULARY = 50
 
@@ -146,7 +148,7 @@ class Requests:
         ]
 
     def run(self, steps: Steps, q_len: Sequence[int], pad_to: int | None = None) -> Tensor:
-        return steps.run(self.batch(q_len), pad_to).clone()
+        return steps.run(self.batch(q_len), padded_to(pad_to)).clone()
 
 
 # New tokens of three requests, step by step: prompts, then decode steps of different counts.
@@ -237,12 +239,24 @@ def counts_on_the_host(tiny: Tiny) -> Callable[[Step], Tensor]:
 
 def takes_another_bias_each_step(tiny: Tiny) -> Callable[[Step], Tensor]:
     """A forward that reads a tensor which the host replaces before every step: a graph keeps the old address."""
-    stage, biases = tiny.runtime.stage, [torch.zeros(96, device=tiny.runtime.device)]
+    stage, stage_like, biases = (
+        tiny.runtime.stage,
+        tiny.runtime.stage_like,
+        [torch.zeros(96, device=tiny.runtime.device)],
+    )
 
-    def staged(batch: StepBatch, pad_to: int | None = None) -> Step:
+    def replace_bias(batch: StepBatch) -> None:
         # Kept, so that no two of them share an address.
         biases.append(torch.full((96,), float(batch.max_kv_len), device=tiny.runtime.device))
+
+    def staged(batch: StepBatch, pad_to: PadTo | None = None) -> Step:
+        replace_bias(batch)
         return stage(batch, pad_to)
 
+    def staged_like(plan: StepPlan, batch: StepBatch) -> Step | SplitStep:
+        replace_bias(batch)
+        return stage_like(plan, batch)
+
     tiny.runtime.stage = staged  # type: ignore[method-assign]
+    tiny.runtime.stage_like = staged_like  # type: ignore[method-assign]
     return lambda step: tiny.forward(step) + biases[-1]

@@ -60,6 +60,25 @@ def test_an_error_of_recording_switches_graphs_off_and_serving_goes_on(error: Ex
     assert runner.counters.replays == 0
 
 
+def test_runners_of_one_runtime_keep_their_graphs_while_anothers_are_switched_off() -> None:
+    tiny = Tiny.build(CPU, "torch", [4])
+    first = StepRunner(tiny.runtime, tiny.forward, recorder_for(CPU))
+    second = StepRunner(tiny.runtime, lambda step: tiny.forward(step) * 2, recorder_for(CPU))
+    third = StepRunner(tiny.runtime, tiny.forward, Fails(RuntimeError("not while capturing")))
+    requests, outs = Requests(tiny.runtime), []
+    requests.admit(3)
+    first.capture_all()
+    for q_len in SERVED:
+        batch = requests.batch(q_len)
+        outs.append(first.run(batch).clone())
+        assert torch.equal(second.run(batch), 2 * outs[-1])
+        assert torch.equal(third.run(batch), outs[-1])
+    assert same(outs, eager())
+    assert [runner.counters.graphs_off for runner in (first, second)] == ["", ""]
+    assert [runner.counters.replays for runner in (first, second, third)] == [len(SERVED) - 1, len(SERVED) - 1, 0]
+    first.check_addresses()
+
+
 def test_a_check_that_runs_out_of_memory_switches_graphs_off_and_serving_goes_on() -> None:
     tiny, runs = Tiny.build(CPU, "torch", [4]), 0
 
@@ -117,7 +136,8 @@ def test_an_exception_that_leaves_a_capture_is_sent_to_the_other_ranks_first(err
     runner = StepRunner(tiny.runtime, forward, recorder_for(CPU))
     with pytest.raises(type(error)):
         runner.capture_all()
-    *_, sent = agree.sent
+    before, *_, sent = agree.sent
+    assert before == {}
     assert sent["failure"] == f"the check was broken off by {type(error).__name__}: {error}"
     assert sent["failure"] in runner.counters.graphs_off
     assert same(serve(runner, tiny.runtime), eager())

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
@@ -119,7 +120,7 @@ def test_a_fault_of_the_device_that_surfaces_later_writes_a_dump(device: torch.d
     runner, _ = flown(tiny, path, graphs=False)
     serve(runner, tiny.runtime)
 
-    def faults(batch: StepBatch, pad_to: int | None = None) -> Step:
+    def faults(batch: StepBatch, pad_to: PadTo | None = None) -> Step:
         raise RuntimeError("an illegal memory access was encountered")
 
     tiny.runtime.stage = faults  # type: ignore[method-assign]

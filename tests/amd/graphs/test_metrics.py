@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import FrozenInstanceError, fields
 
 import pytest
@@ -10,29 +12,93 @@ import torch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import DeviceFault
+from rocm_attn.step.durations import BOUNDS, Durations
 from rocm_attn.step.metrics import Metrics
 from tests.amd.graphs.small_models import Requests, Tiny
 
 CPU = torch.device("cpu")
 
 
-def test_every_metric_that_counted_is_in_the_text_and_all_are_in_the_json() -> None:
+def numbered() -> Metrics:
+    """Every metric has a value of its own: the place of its field, and 1000."""
     metrics = Metrics()
-    assert str(metrics) == ""
-    for place, metric in enumerate(fields(metrics)):
-        setattr(metrics, metric.name, f"reason {1000 + place}" if isinstance(metric.default, str) else 1000 + place)
-    text = str(metrics.snapshot())
-    for place, metric in enumerate(fields(metrics)):
-        assert str(1000 + place) in text, metric.name
-    assert set(metrics.as_dict()) >= {metric.name for metric in fields(metrics)}
+    for number, metric in enumerate(fields(metrics), 1000):
+        start = getattr(metrics, metric.name)
+        if isinstance(start, Durations):
+            start.note(number)
+        elif isinstance(start, dict):
+            start[f"reason {number}"] = number
+        else:
+            setattr(metrics, metric.name, f"reason {number}" if isinstance(start, str) else number)
+    return metrics
+
+
+def test_every_metric_that_counted_is_in_the_text_and_all_are_in_the_json() -> None:
+    assert str(Metrics()) == ""
+    text = str(numbered().snapshot())
+    for number, metric in enumerate(fields(Metrics), 1000):
+        assert str(number) in text, metric.name
+    assert set(Metrics().as_dict()) >= {metric.name for metric in fields(Metrics)}
+    json.dumps(numbered().as_dict())
+
+
+def test_prometheus_reads_every_metric_with_its_help_and_type() -> None:
+    lines = numbered().snapshot().as_prometheus().splitlines()
+    for number, metric in enumerate(fields(Metrics), 1000):
+        (help,) = [line for line in lines if re.match(rf"# HELP rocm_attn_{metric.name}(_total)? \S", line)]
+        (of_type,) = [line for line in lines if re.match(rf"# TYPE rocm_attn_{metric.name}(_total)? ", line)]
+        assert help.endswith(metric.metadata["help"])
+        value = getattr(Metrics(), metric.name)
+        name = of_type.split()[2]
+        samples = [line for line in lines if re.match(rf"{name}(_bucket|_sum|_count)?(\{{.*\}})? ", line)]
+        if isinstance(value, Durations):
+            assert of_type.split()[3] == "histogram"
+            assert samples[-3:] == [f'{name}_bucket{{le="+Inf"}} 1', f"{name}_sum {float(number)}", f"{name}_count 1"]
+            assert samples[len(BOUNDS) - 1] == f'{name}_bucket{{le="500"}} 0'
+        elif isinstance(value, str):
+            assert (of_type.split()[3], samples) == ("gauge", [f'{name}{{reason="reason {number}"}} 1'])
+        elif isinstance(value, dict):
+            assert samples == [f'{name}{{reason="reason {number}"}} {number}']
+        else:
+            assert samples == [f"{name} {number}"]
+            assert name.endswith("_total") == (of_type.split()[3] == "counter")
+
+
+def test_a_reason_of_any_text_stays_on_its_line() -> None:
+    text = Metrics(graphs_off='it said "no"\nand \\').snapshot().as_prometheus()
+    assert 'rocm_attn_graphs_off{reason="it said \\"no\\"\\nand \\\\"} 1\n' in text
+
+
+def test_durations_count_sum_and_know_their_quantiles() -> None:
+    durations = Durations()
+    assert (bool(durations), durations.count, durations.quantile(0.5)) == (False, 0, 0.0)
+    for milliseconds in range(1, 101):
+        durations.note(milliseconds / 1000)
+    assert durations.count == 100
+    assert durations.total == pytest.approx(5.05)
+    assert durations.longest == 0.1
+    # of the bucket that holds it: above 20 and up to 50 ms; above 50 and up to 100 ms
+    assert [durations.quantile(share) for share in (0.0, 0.01, 0.5, 0.51, 1.0)] == [1e-5, 0.001, 0.05, 0.1, 0.1]
+    durations.note(7.0, 100)
+    assert durations.total == pytest.approx(705.05)
+    assert (durations.count, durations.quantile(0.99)) == (200, 7.0)
+    durations.note(10_000.0)
+    assert durations.quantile(1.0) == 10_000.0
+    before = durations.copy()
+    durations.note(1.0)
+    assert (before.count, durations.count) == (201, 202)
 
 
 def test_a_snapshot_stays_as_it_was_and_cannot_be_written() -> None:
     metrics = Metrics(steps=2)
+    metrics.step_seconds.note(1.0)
     snapshot = metrics.snapshot(pages_in_use=5)
     metrics.steps += 1
+    metrics.step_seconds.note(1.0)
+    metrics.fallbacks["a reason"] = 1
+    assert (snapshot.step_seconds.count, snapshot.fallbacks) == (1, {})
     assert (snapshot.steps, snapshot.pages_in_use, metrics.pages_in_use) == (2, 5, 0)
-    assert snapshot == Metrics(steps=2, pages_in_use=5).snapshot()
+    assert snapshot == Metrics(steps=2, pages_in_use=5, step_seconds=snapshot.step_seconds).snapshot()
     with pytest.raises(FrozenInstanceError, match="steps of a snapshot"):
         snapshot.steps = 3
     with pytest.raises(AttributeError):
@@ -67,11 +133,12 @@ def test_a_step_that_goes_without_its_graph_is_a_fallback(graphs: bool) -> None:
     requests = Requests(tiny.runtime)
     requests.admit(2)
     requests.run(runner, [3, 4])
-    assert runner.counters.fallbacks == 0, "steps of this kind get no graph"
+    assert runner.counters.fallbacks == {}, "steps of this kind get no graph"
     for _ in range(4):
         requests.run(runner, [1, 1])
     counters = runner.counters
-    assert (counters.fallbacks, counters.replays, counters.captures) == ((2, 2, 1) if graphs else (0, 0, 0))
+    fallbacks = {"eager steps come first": 2} if graphs else {}
+    assert (counters.fallbacks, counters.replays, counters.captures) == ((fallbacks, 2, 1) if graphs else ({}, 0, 0))
     assert (counters.steps, counters.real_seqs, counters.padded_seqs) == (5, 10, 0)
 
 

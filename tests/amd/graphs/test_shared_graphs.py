@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.padding import PaddedShape, PadTo
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
@@ -173,7 +173,7 @@ def test_an_idle_rank_replays_the_graph_of_the_others(device: torch.device) -> N
     runner, requests = served(tiny, recorder_for(device))
     runner.run(shared(requests, [(3, 12)]))
     before = runner.counters.replays
-    rows: Tensor = runner.run(shared(requests, []), pad_to=4)
+    rows: Tensor = runner.run(shared(requests, []), pad_to=PadTo(4))
     assert len(rows) == 0
     assert runner.counters.replays == before + 1
 

@@ -10,6 +10,7 @@ from typing import IO, Any
 import pytest
 import torch
 
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
@@ -84,7 +85,7 @@ class SlowSteps:
         self._reports = reports
         self._num_steps = 0
 
-    def run(self, batch: StepBatch, pad_to: int | None = None) -> torch.Tensor:
+    def run(self, batch: StepBatch, pad_to: PadTo | None = None) -> torch.Tensor:
         self._num_steps += 1
         self._reports.wait_for(f"step {self._num_steps} (")
         return self._inner.run(batch, pad_to)

@@ -28,7 +28,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Step
 from tests.amd.house.source_tree import ROOT
-from tests.amd.runtime.stepping import Request, World, first_swa_page, providers, small_problem
+from tests.amd.runtime.stepping import Request, World, first_swa_page, padded_to, providers, small_problem
 
 # How torch and Triton say that a kernel on a GPU has left its memory.
 DEVICE_FAULT = r"an illegal memory access|device-side assert|misaligned address"
@@ -166,7 +166,7 @@ class Serving:
     ) -> None:
         """One step as described by a batch; the requests get q_len new tokens by it."""
         padding = self.runtime.padding
-        shape = (padding.split_shape if halves else padding.shape)(batch, pad_to)
+        shape = (padding.split_shape if halves else padding.shape)(batch, padded_to(pad_to))
         self.places = token_places(batch, shape)
         num_tokens = sum(q_len)
         real = torch.from_numpy(self.places[:num_tokens]).to(self.runtime.device)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rocm_attn.batch.inputs import DeviceInputs
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch, CapacityExceeded, DeviceFault
 from rocm_attn.guards.registry import Guards
@@ -145,7 +146,7 @@ def test_a_freed_row_is_not_read(guards: Guards, device: torch.device) -> None:
         with pytest.raises(BadBatch, match="row 1 of sequence 0 is not admitted"):
             serving.runtime.begin_step(batch)
     else:
-        serving.runtime.begin_step(batch, pad_to=8)
+        serving.runtime.begin_step(batch, pad_to=PadTo(8))
         serving.runtime.end_step()
         # Page 0, which drops the token, and reads as zeros: an answer out of nothing.
         assert serving.runtime.sealed_tensors()["slot_of_token"][0] < serving.problem.page_size

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rocm_attn.batch.inputs import HOST_INPUTS, ON_HOST, DeviceInputs
 from rocm_attn.batch.mask import NO_MASK
-from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, step_kind
+from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo, step_kind
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
@@ -137,9 +137,9 @@ def test_a_padded_shape_holds_its_batch(q_len: list[int]) -> None:
 
 def test_a_forced_bucket_that_is_too_small_is_refused() -> None:
     policy = PaddingPolicy(SizeLadder((2, 4)), SizeLadder((1,)))
-    assert policy.shape(batch([1, 1]), pad_to=3).num_seqs == 3
+    assert policy.shape(batch([1, 1]), pad_to=PadTo(3)).num_seqs == 3
     with pytest.raises(CapacityExceeded, match="pad to at least 2"):
-        policy.shape(batch([1, 1]), pad_to=1)
+        policy.shape(batch([1, 1]), pad_to=PadTo(1))
 
 
 SIZES = TableSizes(row_width=3, list_tail=0, table_width=3, row_tokens=0)

@@ -58,15 +58,17 @@ def definition(name: str, module: str) -> ast.stmt:
 
 
 def summary(name: str, module: str) -> str:
-    """The first paragraph of a docstring, or the value of a constant."""
+    """The first paragraph of a docstring: its own, or that of the class that it is a value of; else its value."""
     node = definition(name, module)
-    if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        text = ast.get_docstring(node)
-        assert text, f"{name} has no docstring"
-        return " ".join(text.partition("\n\n")[0].split()).replace("|", "\\|")
-    assert isinstance(node, ast.Assign | ast.AnnAssign)
-    assert node.value is not None
-    return f"the value `{ast.unparse(node.value)}`"
+    match node:
+        case ast.Assign(value=ast.Call(func=ast.Name(id=its_class), args=[], keywords=[])):
+            node = definition(its_class, module)
+        case ast.Assign(value=value):
+            return f"the value `{ast.unparse(value)}`"
+    assert isinstance(node, ast.FunctionDef | ast.ClassDef)
+    text = ast.get_docstring(node)
+    assert text, f"{name} has no docstring"
+    return " ".join(text.partition("\n\n")[0].split()).replace("|", "\\|")
 
 
 def described(node: ast.stmt) -> list[str]:
@@ -83,7 +85,9 @@ def described(node: ast.stmt) -> list[str]:
 def _members(node: ast.ClassDef) -> Iterator[str]:
     for member in node.body:
         match member:
-            case ast.FunctionDef(name=name) if name == "__init__" or not name.startswith("_"):
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if (
+                name == "__init__" or not name.startswith("_")
+            ):
                 decorators = [ast.unparse(each) for each in member.decorator_list]
                 if "property" in decorators:
                     assert member.returns is not None
@@ -96,12 +100,12 @@ def _members(node: ast.ClassDef) -> Iterator[str]:
                 yield f"    {ast.unparse(member)}"
 
 
-def _called(node: ast.FunctionDef) -> str:
+def _called(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     arguments = ast.unparse(node.args)
     for own in ("self", "cls"):
         arguments = arguments.removeprefix(own).removeprefix(", ") if arguments.startswith(own) else arguments
     returns = "" if node.returns is None or node.name == "__init__" else f" -> {ast.unparse(node.returns)}"
-    return f"{node.name}({arguments}){returns}"
+    return f"{'async ' if isinstance(node, ast.AsyncFunctionDef) else ''}{node.name}({arguments}){returns}"
 
 
 if __name__ == "__main__":

@@ -10,18 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
 
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.cli.generate import dtype_of
-from rocm_attn.runner.chat_template import ChatTemplate
 from rocm_attn.runner.loading import LoadedModel, ModelKind
-from rocm_attn.runner.tokenizer import Tokenizer
 from rocm_attn.watch.flight_recorder import read_dump
-from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
+from tests.amd.runner.tiny_model import CONFIG, WORDS, tiny_model, with_windows, word_tokenizer
 
-WORDS = [f"w{number}" for number in range(CONFIG.vocab_size)]
 RESULT_KEYS = ["prompt", "prompt_token_ids", "token_ids", "text", "finish_reason", "error"]
 
 
@@ -37,15 +33,9 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever model is asked for, a tiny one is served; "windowed" has a window, and token
-    w7 gives NaN to "poisoned". Token i is the word wi; a chat starts
-    with w63."""
-    backend = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="w0")
-    )
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    template = ChatTemplate("{{ 'w63 ' + messages[0]['content'] }}", "", "")
-    tokenizer = Tokenizer(backend=backend, bos_token_id=None, chat_template=template)
+    """Whatever model is asked for, a tiny one is served, whose tokens are words; "windowed" has a window, and token w7
+    gives NaN to "poisoned"."""
+    tokenizer = word_tokenizer()
 
     def load_tiny(path: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
         base = with_windows(CONFIG, 9, -1) if path == "windowed" else CONFIG

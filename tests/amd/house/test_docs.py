@@ -7,13 +7,16 @@ import re
 import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
+import rocm_attn
 from rocm_attn.guards.registry import GUARDS
+from rocm_attn.runner.loading import LoadedModel
 from tests.amd.house.source_tree import ROOT
 from tests.amd.house.test_import_rules import FLOORS_UP
+from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
 
 DOCS = ROOT / "docs"
 README, CONTRIBUTING, ARCHITECTURE = ROOT / "README.md", ROOT / "CONTRIBUTING.md", DOCS / "architecture.md"
@@ -171,9 +174,17 @@ def test_a_question_is_answered_in_two_hops(question: str, pages: str, answers: 
         assert name in names_in(ROOT / path), f"{path} has no {name}"
 
 
+def load_tiny(path: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    """As ra.load_model, at once."""
+    return tiny_model(context_len=512, dtype=dtype, device=device, tokenizer=word_tokenizer())
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if "```python" in page.read_text()], ids=name_of)
-def test_the_code_of_a_page_runs(page: Path) -> None:
-    """Its blocks one after the other; what they promise they assert themselves."""
-    namespace: dict[str, Any] = {}
-    for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
-        exec(compile(block, name_of(page), "exec"), namespace)
+def test_the_code_of_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks are one program, and a class may go on in the next block; what they promise they assert themselves.
+
+    A tiny model stands for any other.
+    """
+    monkeypatch.setattr(rocm_attn, "load_model", load_tiny)
+    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    exec(compile("\n".join(blocks), name_of(page), "exec", dont_inherit=True), {"__name__": "__main__"})

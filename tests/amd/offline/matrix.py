@@ -41,6 +41,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.kernels.launches_of_tensors import of_pack_mask
+from tests.amd.runtime.stepping import padded_to
 
 SMALL_POOL_BYTES = 64 << 20
 # Above this Triton can no longer assume that an offset fits 32 bits, and generates other code.
@@ -219,7 +220,7 @@ def _batch(rows: list[int], q_lens: list[int]) -> StepBatch:
 def _launch_step(
     runtime: AttentionRuntime, batch: StepBatch, *, pad_to: int | None = None, with_lse: bool = False
 ) -> None:
-    step = runtime.begin_step(batch, pad_to)
+    step = runtime.begin_step(batch, padded_to(pad_to))
     num_tokens = step.token_ids.shape[0]
     for layer, problem in enumerate(selection.problem for selection in runtime.selections):
 

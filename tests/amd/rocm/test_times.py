@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.oracle.reference import attend_sequence
@@ -61,7 +62,7 @@ def test_one_layer(model: str, shape: Shape, device: torch.device, measured: Mea
         runtime.table.reserve(row, shape.kv_len)
     runtime.table.mark_stored(np.array(rows), np.full(shape.num_seqs, shape.kv_len))
     lengths = [np.full(shape.num_seqs, tokens, np.int32) for tokens in (shape.kv_len, shape.q_len)]
-    step = runtime.begin_step(StepBatch(np.array(rows, np.int32), *lengths), shape.num_seqs)
+    step = runtime.begin_step(StepBatch(np.array(rows, np.int32), *lengths), PadTo(shape.num_seqs))
     q = torch.randn(step.token_ids.shape[0], num_q_heads, head_dim, device=device, dtype=problem.dtype)
     out = torch.full_like(q, float("nan"))
 

@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
+from tokenizers import decoders, models
 from torch import Tensor
 
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import INT32_MAX, StepBatch
-from rocm_attn.errors import DeviceFault
+from rocm_attn.errors import BadRequest, DeviceFault
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.recent_steps import RecentSteps
 from rocm_attn.runner.request import (
+    AbortEvent,
     Completion,
     Event,
     FailureEvent,
@@ -27,6 +31,7 @@ from rocm_attn.runner.request import (
     TokenEvent,
 )
 from rocm_attn.runner.sampling import Sampling
+from rocm_attn.runner.tokenizer import Tokenizer
 from rocm_attn.watch.flight_recorder import read_dump
 from tests.amd.runner.test_tokenizer import from_gguf, sentencepiece_fields
 from tests.amd.runner.tiny_model import tiny_model
@@ -131,7 +136,7 @@ class _Wiped:
         self._engine, self._steps, self._numbers = engine, steps, count(1)
         self._run = engine._runner.run
 
-    def __call__(self, batch: StepBatch, pad_to: int | None = None) -> Tensor:
+    def __call__(self, batch: StepBatch, pad_to: PadTo | None = None) -> Tensor:
         if next(self._numbers) in self._steps:
             self._engine.runtime._publisher.apply_table_changes()
             self._engine.runtime.table.entries.zero_()
@@ -272,6 +277,114 @@ def test_after_an_exception_of_the_callback_nothing_of_its_requests_is_left(load
     assert engine.generate(requests())[1] == alone(loaded, requests()[1])
 
 
+def until_done(engine: Engine) -> list[Event]:
+    """Serve all that is left."""
+    events: list[Event] = []
+    while engine.has_work:
+        events += engine.step()
+    return events
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_an_aborted_request_comes_to_what_it_has_so_far(steps: int, loaded: LoadedModel) -> None:
+    """One that runs, after so many tokens, and one that still waits."""
+    engine = Engine(loaded, replace(BASE, max_batch_size=2))
+    runs, beside, waits, last = (engine.submit(Request((3, 4, n), 6)) for n in range(4))
+    events = [event for _ in range(steps) for event in engine.step()]
+    for number in (runs, waits, runs):  # a second time is of no use and does no harm
+        engine.abort(number)
+    events += until_done(engine)
+    assert [event.request for event in events if isinstance(event, AbortEvent)] == [runs, waits]
+    expected = [alone(loaded, Request((3, 4, n), 6)) for n in range(4)]
+    stopped = replace(expected[0], token_ids=expected[0].token_ids[:steps], finish_reason="abort")
+    assert engine.completion(runs) == stopped
+    assert engine.completion(waits) == replace(expected[2], token_ids=(), finish_reason="abort")
+    assert [engine.completion(number) for number in (beside, last)] == [expected[1], expected[3]]
+    assert engine.report().metrics.aborts == 2
+    assert all_pages_are_free(engine)
+
+
+def test_an_abort_gives_out_the_text_that_was_held_back(loaded: LoadedModel) -> None:
+    letters = [chr(byte) for byte in range(0xC0, 0xC0 + 64)]  # each the first byte of a longer character
+    backend = tokenizers.Tokenizer(models.BPE({letter: token for token, letter in enumerate(letters)}, []))
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(backend=backend, bos_token_id=None, chat_template=None)
+    engine = Engine(replace(loaded, tokenizer=tokenizer), BASE)
+    number = engine.submit(Request((3, 4), 6))
+    engine.step()
+    engine.abort(number)
+    (event,) = engine.step()
+    assert isinstance(event, AbortEvent)
+    done = engine.completion(number)
+    assert done.text == tokenizer.decode(done.token_ids)
+    assert done.text.endswith(event.text)
+    assert event.text != ""
+
+
+def test_a_callback_may_abort_any_request(loaded: LoadedModel) -> None:
+    """At its third token the first request ends itself, and the one that comes after it."""
+    engine, seen = Engine(loaded, BASE), list[Event]()
+
+    def on_event(event: Event) -> None:
+        seen.append(event)
+        if sum(each.request == 0 for each in seen) == 3:
+            engine.abort(0)
+            engine.abort(1)
+
+    completions = engine.generate(requests(), on_event)
+    expected = [alone(loaded, request) for request in requests()]
+    assert completions[2] == expected[2]
+    assert [done.finish_reason for done in completions] == ["abort", "abort", "length"]
+    assert completions[0].token_ids == expected[0].token_ids[:3]
+    assert completions[1].token_ids == expected[1].token_ids[: len(completions[1].token_ids)]
+    tokens = [event.token_id for event in seen if isinstance(event, TokenEvent) and event.request == 1]
+    assert tuple(tokens) == completions[1].token_ids
+    assert [event.request for event in seen if isinstance(event, AbortEvent)] == [0, 1]
+    assert all_pages_are_free(engine)
+
+
+def test_an_abort_of_what_has_ended_changes_nothing_and_one_of_no_request_is_refused(loaded: LoadedModel) -> None:
+    engine = Engine(loaded, BASE)
+    number = engine.submit(Request((3, 4), 2))
+    until_done(engine)
+    engine.abort(number)
+    assert not engine.has_work
+    assert engine.completion(number) == alone(loaded, Request((3, 4), 2))
+    engine.abort(number)
+    for unknown in (-1, number + 1):
+        with pytest.raises(
+            BadRequest, match=rf"there is no request {unknown}; submit\(\) has given the numbers below 1"
+        ):
+            engine.abort(unknown)
+
+
+def test_the_fault_of_a_step_is_reported_although_an_abort_leaves_no_work(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = wiped(monkeypatch, Engine(loaded, BASE), 1)
+    ended, aborted = engine.submit(Request((3, 4), 1)), engine.submit(Request((5, 6), 9))
+    engine.step()
+    engine.abort(aborted)
+    with pytest.raises(DeviceFault, match="step 1"):
+        engine.step()
+    until_done(engine)
+    assert engine.completion(ended).finish_reason == engine.completion(aborted).finish_reason == "error"
+    assert all_pages_are_free(engine)
+
+
+@pytest.mark.parametrize("num_pages", [None, 17])
+def test_a_suspect_may_be_aborted(num_pages: int | None, poisoned: LoadedModel) -> None:
+    engine = Engine(poisoned, replace(BASE, num_pages=num_pages))
+    good, bad = engine.submit(requests()[0]), engine.submit(Request((3, NAN_TOKEN, 4), 6))
+    while not engine._scheduler._suspects:
+        engine.step()
+    engine.abort(bad)
+    until_done(engine)
+    assert engine.completion(bad).finish_reason == "abort"
+    assert engine.completion(good) == alone(poisoned, requests()[0])
+    assert all_pages_are_free(engine)
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2, 4])
 def test_a_cancelled_request_leaves_its_pages_and_no_trace(steps: int, loaded: LoadedModel) -> None:
     """One that waits, one that runs, and one that is done."""
@@ -292,6 +405,22 @@ def test_a_cancelled_request_leaves_its_pages_and_no_trace(steps: int, loaded: L
         with pytest.raises(KeyError):
             engine.completion(number)
     assert all_pages_are_free(engine)
+
+
+def test_faults_of_two_steps_that_are_reported_together_fail_none_that_was_only_beside_them(
+    poisoned: LoadedModel,
+) -> None:
+    """One request fails in step 1 and one in step 2; the others were in both."""
+    engine = Engine(poisoned, replace(BASE, max_batch_size=8, chunk=64))
+    good = [engine.submit(request) for request in requests()]
+    bad = []
+    for _ in range(2):
+        bad.append(engine.submit(Request((3, NAN_TOKEN, 4), 6)))
+        engine.step()
+    while engine.has_work:
+        engine.step()
+    assert [engine.completion(number).finish_reason for number in bad] == ["error"] * 2
+    assert [engine.completion(number) for number in good] == [alone(poisoned, request) for request in requests()]
 
 
 def test_a_step_is_found_across_the_wrap_of_its_number() -> None:

@@ -5,8 +5,9 @@ On a CPU the memory is that of tensors, metered, of a made-up size; on a GPU it 
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -45,8 +46,11 @@ BASE = EngineOptions(provider="torch", page_size=4, max_batch_size=4, chunk=16, 
 
 
 @pytest.fixture
-def metered(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], MeteredMemory]:
-    """A memory of so many bytes, which engines on the CPU take for the device's; without an allocator's roundings."""
+def metered(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], MeteredMemory]]:
+    """A memory of so many bytes, which engines on the CPU take for the device's; without an allocator's roundings.
+
+    What the process has made before is no garbage meanwhile, so that collecting takes no time.
+    """
 
     def of(total: int) -> MeteredMemory:
         memory = MeteredMemory(total)
@@ -54,7 +58,9 @@ def metered(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], MeteredMemory]:
         monkeypatch.setattr(pool_size, "_ALLOCATION_BYTES", 0)
         return memory
 
-    return of
+    gc.freeze()
+    yield of
+    gc.unfreeze()
 
 
 def test_k_and_v_get_what_is_left_of_the_share() -> None:
@@ -134,9 +140,8 @@ def test_an_engine_fills_its_share_and_never_takes_more(
         assert 0.9 * 0.8 * memory.total() < memory.most_held() <= 0.8 * memory.total()
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_nothing_of_the_measuring_stays(
-    graphs: bool, metered: Callable[[int], MeteredMemory], monkeypatch: pytest.MonkeyPatch
+    metered: Callable[[int], MeteredMemory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive: list[weakref.ref[AttentionRuntime]] = []
     counted: list[int] = []
@@ -149,10 +154,10 @@ def test_nothing_of_the_measuring_stays(
 
     monkeypatch.setattr(engine_runtime, "build_runtime", watched)
     with metered(100_000_000):
-        runtime, measured = runtime_for(tiny_model(context_len=30_000), replace(BASE, graphs=graphs))
+        runtime, measured = runtime_for(tiny_model(context_len=30_000), replace(BASE, graphs=True))
     assert counted == [0, 0], "the small runtime is gone before the pool is made"
     assert measured.step > 0
-    assert (measured.graph > 0) == graphs
+    assert measured.graph > 0
     assert runtime.step_number == 0
 
 
@@ -164,7 +169,6 @@ def test_what_is_measured_grows_with_the_step_and_the_vocabulary(metered: Callab
     with metered(16_000_000):
         small = step_bytes()
         assert step_bytes(chunk=64) > small
-        assert step_bytes(max_batch_size=40) > small
         assert step_bytes(vocab_size=30_000) > small
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rocm_attn.errors import OutOfPages
+from rocm_attn.errors import CapacityExceeded
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.request_table import RequestTable
@@ -20,6 +20,7 @@ from rocm_attn.runner.prefix_cache import CachedRow, PrefixCache, page_key, salt
 from tests.amd.runner.cache_invariants import check_cache
 
 PAGE = 2
+STEPS_UNTIL_KNOWN = 3
 GOLDEN = "6a7d333e7c7a6663cc52fc881003735659a3cddff3e90369291e88113172b2be"
 
 
@@ -56,14 +57,14 @@ class Pages:
             device=torch.device("cpu"),
             windows=() if window is None else (window,),
         )
-        self.cache = PrefixCache(self.table)
+        self.cache = PrefixCache(self.table, STEPS_UNTIL_KNOWN)
 
     def longest_known(self, tokens: Sequence[int], salt: str) -> int:
         """Tokens of the longest prefix, in whole pages and without the last token, that an unlimited cache knows."""
         length = 0
         while length + PAGE < len(tokens):
             step = self.known.get((salt, tuple(tokens[: length + PAGE])))
-            if step is None or step > self.step - 2:
+            if step is None or step > self.step - STEPS_UNTIL_KNOWN:
                 break
             length += PAGE
         return length
@@ -80,7 +81,7 @@ class Pages:
         row.tokens = tokens[: len(found) * PAGE]
         try:
             self.extend(row, tokens[len(found) * PAGE :])
-        except OutOfPages:
+        except CapacityExceeded:
             self.leave(row)
             raise
         return row, len(found) * PAGE
@@ -96,7 +97,7 @@ class Pages:
             self.cache.make_room(space, len(tokens) // PAGE + 1)
         try:
             self.table.reserve(row.number, len(whole))
-        except OutOfPages:
+        except CapacityExceeded:
             idle = [self.cache.num_idle(space) for space in range(len(self.table.spaces))]
             assert 0 in idle, "pages that no row holds are given back first"
             raise
@@ -112,7 +113,7 @@ class Pages:
         self.cache.leave(row.cached)
         self.table.free(row.number)
 
-    def idle_steps(self, num: int = 2) -> None:
+    def idle_steps(self, num: int = STEPS_UNTIL_KNOWN) -> None:
         """Steps in which others run."""
         for _ in range(num):
             self.step += 1
@@ -142,10 +143,10 @@ def test_what_is_found_is_what_a_brute_force_finds(
             assert num_pages < 600 or pages.find(tokens, salt) == wanted
             try:
                 rows.append(pages.serve(tokens, salt)[0])
-            except OutOfPages:
+            except CapacityExceeded:
                 assert num_pages < 600
         elif action == "extend" and rows and len(rows[0].tokens) + len(tokens) <= 64:
-            with suppress(OutOfPages):
+            with suppress(CapacityExceeded):
                 pages.extend(rows[0], tokens)
         elif action == "leave" and rows:
             pages.leave(rows.pop(len(tokens) % len(rows)))
@@ -156,7 +157,7 @@ def test_what_is_found_is_what_a_brute_force_finds(
             pages.idle_steps(1)
         elif action == "right":
             pages.cache.all_is_right()
-            pages.known = dict.fromkeys(pages.known, -2)
+            pages.known = dict.fromkeys(pages.known, -STEPS_UNTIL_KNOWN)
         check_cache(pages.cache, pages.table)
     for row in rows:
         pages.leave(row)
@@ -180,7 +181,7 @@ def test_a_prefix_is_as_long_as_there_are_windows_for_it(
         kept = pages.table.kept_pages(known, Space.SWA)
         lengths = range(len(known) + 1)
         assert len(found) == max(num for num in lengths if kept[max(0, num * PAGE - window_left) // PAGE : num].all())
-        with suppress(OutOfPages):
+        with suppress(CapacityExceeded):
             rows.append(pages.serve(tokens)[0])
         if len(rows) > 1:
             pages.leave(rows.pop(0))
@@ -207,10 +208,10 @@ def test_a_page_of_a_window_comes_back_when_it_is_computed_again() -> None:
     check_cache(pages.cache, pages.table)
 
 
-def test_a_page_is_found_from_the_third_step_on_after_its_own() -> None:
+def test_a_page_is_found_from_the_fourth_step_on_after_its_own() -> None:
     pages = Pages(40)
     pages.serve((1, 2, 3, 4, 5))
-    for found in (0, 0, 4):
+    for found in (0, 0, 0, 4):
         assert pages.find((1, 2, 3, 4, 9)) == found
         pages.idle_steps(1)
 

@@ -25,6 +25,7 @@ from rocm_attn.runner.prefix_cache import CachedRow
 from rocm_attn.runner.request import FinishReason, Request, Sequence
 from rocm_attn.runner.sampling import Sampler
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
+from rocm_attn.step.echo import STEPS_UNTIL_ECHO
 from rocm_attn.step.metrics import Metrics
 from tests.amd.runner.cache_invariants import check_cache
 
@@ -78,6 +79,7 @@ class World:
             max_batch_size=self.max_batch_size,
             chunk=self.chunk,
             max_kv_len=self.max_kv_len,
+            steps_until_known=STEPS_UNTIL_ECHO,
         )
 
     def add(self, number: int, request: Request) -> None:

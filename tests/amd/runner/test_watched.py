@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
@@ -84,7 +85,7 @@ def test_a_fault_that_the_second_run_of_a_step_reports_ends_the_requests_of_its_
     checked = engine(loaded, check_every=1)
     again, calls = checked._runner.run_eagerly, []
 
-    def faulty(batch: StepBatch, pad_to: int | None = None) -> Tensor:
+    def faulty(batch: StepBatch, pad_to: PadTo | None = None) -> Tensor:
         calls.append(batch)
         if len(calls) == 2:
             raise DeviceFault("a fault of step 1", 1)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import tokenizers
 import torch
 from torch import Tensor
 
+from rocm_attn.runner.chat_template import ChatTemplate
 from rocm_attn.runner.config import DenseMlp, LayerConfig, ModelConfig
 from rocm_attn.runner.gates import SwiGLU
 from rocm_attn.runner.geometry import AttentionLayer
@@ -29,6 +31,18 @@ CONFIG = ModelConfig(
     tied_embeddings=False,
     eos_token_ids=(),
 )
+
+
+WORDS = [f"w{number}" for number in range(CONFIG.vocab_size)]
+
+
+def word_tokenizer() -> Tokenizer:
+    """Token 5 is the word w5, and so on; a word that is none of them is w0. A conversation begins with w63."""
+    vocabulary = {word: number for number, word in enumerate(WORDS)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    template = ChatTemplate("{{ 'w63 ' + messages[0]['content'] }}", "", "")
+    return Tokenizer(backend=backend, bos_token_id=None, chat_template=template)
 
 
 def with_windows(config: ModelConfig, *window_left: int) -> ModelConfig:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.mask import StepMask, kv_positions
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.guards.registry import guards_from_settings
@@ -90,6 +91,11 @@ class Request:
     @property
     def kv_len(self) -> int:
         return self.k[0].shape[0]
+
+
+def padded_to(num_seqs: int | None) -> PadTo | None:
+    """So many sequences; None where the ladder decides."""
+    return None if num_seqs is None else PadTo(num_seqs)
 
 
 def take_back(request: Request, tokens: int) -> None:
@@ -208,7 +214,7 @@ class World:
             places = kv_positions(batch.kv_len, batch.q_len, self.runtime.device)
             positions = places if positions is None else positions
             batch = replace(batch, mask=StepMask(packed(visible, self.runtime.device), positions))
-        step = self.runtime.begin_step(batch, pad_to)
+        step = self.runtime.begin_step(batch, padded_to(pad_to))
         poison_free_pages(self.runtime)
         try:
             for layer, problem in enumerate(self.problems):

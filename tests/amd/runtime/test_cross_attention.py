@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch
 from rocm_attn.oracle.reference import attend_sequence
@@ -78,7 +79,7 @@ def test_a_prompt_that_is_longer_than_the_encoder_goes_in_chunks(device: torch.d
     for part in (slice(0, 4), slice(4, 6)):
         new = part.stop - part.start
         batch = StepBatch(row, np.array([4], np.int32), np.array([new], np.int32))
-        step = world.runtime.begin_step(batch, pad_to=1)
+        step = world.runtime.begin_step(batch, pad_to=PadTo(1))
         step.layers.attend(0, q[part], out[part])
         world.runtime.end_step()
     assert_attention_close(out, want, torch.float32)

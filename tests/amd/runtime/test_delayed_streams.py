@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.inputs import DeviceInputs
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
@@ -64,7 +65,7 @@ def sleep_after_stage(decoding: Decoding) -> None:
     """From now on the stream sleeps between what a step publishes and its replay."""
     stage = decoding.tiny.runtime.stage
 
-    def staged(batch: StepBatch, pad_to: int | None = None) -> Step:
+    def staged(batch: StepBatch, pad_to: PadTo | None = None) -> Step:
         step = stage(batch, pad_to)
         sleep()
         return step

@@ -11,6 +11,7 @@ import torch
 
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.mask import NO_MASK, StepMask, kv_positions
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.batch.tree_mask import NO_PARENT, tree_mask
 from rocm_attn.errors import BadBatch, BadTensor, Unsupported
@@ -144,14 +145,14 @@ def test_a_branch_is_what_a_chain_of_its_tokens_would_be(provider: str, device: 
     out = torch.full_like(q, float("nan"))
     batch = world.batch([trunk], [7])
     mask = tree_mask(batch, torch.tensor(parents, dtype=torch.int32, device=device))
-    step = world.runtime.begin_step(replace(batch, mask=mask), pad_to=1)
+    step = world.runtime.begin_step(replace(batch, mask=mask), pad_to=PadTo(1))
     step.layers.store_and_attend(0, q, k, v, out)
     world.runtime.end_step()
     for token, request in chains.items():
         branch = [token]
         while parents[branch[0]] != NO_PARENT:
             branch.insert(0, parents[branch[0]])
-        step = world.runtime.begin_step(world.batch([request], [len(branch)]), pad_to=1)
+        step = world.runtime.begin_step(world.batch([request], [len(branch)]), pad_to=PadTo(1))
         chain = torch.full_like(q[branch], float("nan"))
         assert step.positions.tolist() == list(range(11, 11 + len(branch)))
         step.layers.store_and_attend(0, q[branch], k[branch], v[branch], chain)

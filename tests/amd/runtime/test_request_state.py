@@ -17,7 +17,7 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.step.step import Step
 from tests.amd.graphs.small_models import VOCABULARY, Requests, Tiny
-from tests.amd.runtime.stepping import providers
+from tests.amd.runtime.stepping import padded_to, providers
 
 pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.long]
 
@@ -77,7 +77,7 @@ def test_a_step_says_which_row_each_sequence_and_each_token_has(
     q_len: list[int], pad_to: int | None, provider: str, device: torch.device
 ) -> None:
     tiny, requests = served(device, provider, len(q_len))
-    step = tiny.runtime.begin_step(requests.batch(q_len), pad_to)
+    step = tiny.runtime.begin_step(requests.batch(q_len), padded_to(pad_to))
     assert held(step) == by_hand(requests.rows, q_len, step)
     assert all(tensor.dtype == torch.int32 for tensor in (step.row_of_seq, step.q_indptr, step.seq_of_token))
     tiny.runtime.end_step()

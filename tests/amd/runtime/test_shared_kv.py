@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
@@ -28,7 +29,7 @@ def test_a_layer_that_stores_nothing_sees_what_another_stored(provider: str, dev
     world = World.build(STORING, device, provider)
     old, new = world.admit(), world.admit()
     for requests, q_len in (([old], [9]), ([old, new], [1, 12]), ([new, old], [1, 1]), ([old, new], [3, 1])):
-        step = world.runtime.begin_step(world.batch(requests, q_len), pad_to=4)
+        step = world.runtime.begin_step(world.batch(requests, q_len), pad_to=PadTo(4))
         for layer, read in enumerate(READS):
             q, k, v = world.qkv(STORING[read], step)
             if layer < len(STORING):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.mask import random_mask
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.prefixes import NO_PREFIXES, PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadBatch, Unsupported
@@ -229,7 +230,7 @@ def test_token_ids_of_the_host_lie_before_the_prefixes(device: torch.device) -> 
     world, requests = world_of(device)
     batch = world.batch(requests, [1, 1])
     batch = replace(batch, token_ids=np.array([7, 9], np.int32), prefixes=SharedPrefixes([PrefixGroup(2, 8)]))
-    step = world.runtime.begin_step(batch, pad_to=3)
+    step = world.runtime.begin_step(batch, pad_to=PadTo(3))
     assert step.token_ids.tolist() == [7, 9, 0]
     metadata = world.runtime._children[0].tensors
     assert metadata.prefix_len.tolist() == [8, 8, 0]

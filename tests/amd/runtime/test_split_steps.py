@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.errors import BadTensor, CapacityExceeded, WrongState
 from rocm_attn.step.step import SplitStep, Step
-from tests.amd.runtime.stepping import Request, World, providers, small_problem
+from tests.amd.runtime.stepping import Request, World, padded_to, providers, small_problem
 from tests.amd.tolerances import assert_same_but_for_rounding
 
 pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.long]
@@ -45,7 +46,7 @@ def split_step(
     order: Sequence[tuple[int, int]] = ((0, 0), (0, 1), (1, 0), (1, 1)),
 ) -> SplitStep:
     """Run a split step and check it. order: (half, layer), each once."""
-    step = world.runtime.begin_split_step(world.batch(requests, q_len), pad_to)
+    step = world.runtime.begin_split_step(world.batch(requests, q_len), padded_to(pad_to))
     try:
         cut = step.halves[0].num_seqs
         parts = [slice(0, cut), slice(cut, None)]
@@ -106,7 +107,7 @@ def test_a_split_step_stores_and_gives_what_a_whole_one_does(provider: str, devi
         batch = world.batch(requests, [1] * 5)
         rows = torch.randn(5, 6, 16, generator=torch.Generator().manual_seed(1)).to(device)
         step: Step | SplitStep
-        step = world.runtime.begin_split_step(batch, 8) if split else world.runtime.begin_step(batch, 8)
+        step = world.runtime.begin_split_step(batch, PadTo(8)) if split else world.runtime.begin_step(batch, PadTo(8))
         parts: list[tuple[Step, Tensor]]
         parts = [(step, rows)] if isinstance(step, Step) else list(zip(step.halves, (rows[:3], rows[3:]), strict=True))
         real = []
@@ -130,7 +131,7 @@ def test_token_ids_and_positions_go_with_their_half(provider: str, device: torch
     world.step(requests, [2, 5, 3])
     plain = world.batch(requests, [2, 1, 4])
     ids = np.arange(11, 18, dtype=np.int32)
-    step = world.runtime.begin_split_step(type(plain)(plain.rows, plain.kv_len, plain.q_len, ids), 4)
+    step = world.runtime.begin_split_step(type(plain)(plain.rows, plain.kv_len, plain.q_len, ids), PadTo(4))
     first, second = step.halves
     # Three tokens and four, both padded to four.
     assert [first.token_ids.tolist(), second.token_ids.tolist()] == [[11, 12, 13, 0], [14, 15, 16, 17]]
@@ -161,5 +162,5 @@ def test_calls_on_the_wrong_half_or_step_are_refused_in_one_sentence(provider: s
             staged.halves[0].layers.store(0, rows, rows)
         world.runtime.end_step()
     with pytest.raises(CapacityExceeded, match="pad to an even number"):
-        world.runtime.begin_split_step(world.batch(requests, [0, 0, 0]), 7)
+        world.runtime.begin_split_step(world.batch(requests, [0, 0, 0]), PadTo(7))
     split_step(world, requests, [1, 1, 1])

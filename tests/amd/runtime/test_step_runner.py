@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
@@ -20,7 +21,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Step
-from tests.amd.runtime.stepping import providers, small_problem
+from tests.amd.runtime.stepping import padded_to, providers, small_problem
 from tests.amd.tolerances import assert_same_but_for_rounding
 
 pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.long]
@@ -86,7 +87,9 @@ def serve(model: Model, runner: StepRunner, counts: list[int], pad_to: int | Non
             kv_len[row] = prompt
             ids = random.integers(1, VOCABULARY, prompt, dtype=np.int32)
             outs.append(
-                runner.run(StepBatch(np.array([row]), np.array([prompt]), np.array([prompt]), ids), pad_to).clone()
+                runner.run(
+                    StepBatch(np.array([row]), np.array([prompt]), np.array([prompt]), ids), padded_to(pad_to)
+                ).clone()
             )
         for row in rows:
             kv_len[row] += 1
@@ -94,7 +97,7 @@ def serve(model: Model, runner: StepRunner, counts: list[int], pad_to: int | Non
         lengths = np.array([kv_len[row] for row in rows], np.int32)
         ids = random.integers(1, VOCABULARY, count, dtype=np.int32)
         batch = StepBatch(np.array(rows, np.int32), lengths, np.ones(count, np.int32), ids)
-        outs.append(runner.run(batch, pad_to).clone())
+        outs.append(runner.run(batch, padded_to(pad_to)).clone())
     for row in rows:
         table.free(row)
     return outs
@@ -171,7 +174,7 @@ def test_a_graph_recomputes_whatever_was_left_in_its_buffers(provider: str, devi
         if poison:
 
             def poisoned_run(
-                batch: StepBatch, pad_to: int | None = None, model: Model = model, run: object = plain_run
+                batch: StepBatch, pad_to: PadTo | None = None, model: Model = model, run: object = plain_run
             ) -> Tensor:
                 for name, tensor in model.runtime.sealed_tensors().items():
                     if name not in ("table", "counts") and "pages" not in name:
@@ -263,12 +266,12 @@ def test_reopening_grows_what_was_sealed_and_goes_on_with_the_same_requests(
         model.runtime.table.reserve(row, 6)
         prompt = StepBatch(np.array([row]), np.array([5]), np.array([5]), np.arange(1, 6, dtype=np.int32))
         next_token = StepBatch(np.array([row]), np.array([6]), np.array([1]), np.array([7]))
-        out.append(runner.run(prompt, 2).clone())
+        out.append(runner.run(prompt, PadTo(2)).clone())
         if sizes == [2]:
             old = weakref.ref(model.runtime.sealed_tensors()["kv_len"])
             runner.reopen([1, 2, 4, 8])
             assert old() is None, "the old buffers are still held"
-        out.append(runner.run(next_token, 2).clone())
+        out.append(runner.run(next_token, PadTo(2)).clone())
         model.runtime.table.free(row)
         out += serve(model, runner, [8, 3, 1])
         assert runner.counters.replays == 6

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_kinds import StepKind
 from tests.amd.runtime.stepping import World, providers, small_problem
 from tests.amd.tolerances import assert_same_but_for_rounding
@@ -186,7 +187,7 @@ def test_the_last_token_of_a_pad_is_its_own_padded_token_and_0_where_it_has_none
     requests = [world.admit() for _ in range(2)]
     for q_len, last in (([3, 2], [2, 4, 0, 0]), ([1, 1], [0, 1, 2, 3])):
         batch = world.batch(requests, q_len)
-        assert world.runtime.begin_step(batch, 4).last_token_of_seq.tolist() == last
+        assert world.runtime.begin_step(batch, PadTo(4)).last_token_of_seq.tolist() == last
         world.runtime.end_step()
         world.runtime.table.mark_stored(batch.rows, batch.kv_len)
 
@@ -200,9 +201,11 @@ def test_token_ids_arrive_and_pads_are_zero(provider: str, device: torch.device)
     assert step.token_ids.tolist() == [11, 12, 13, 14, 15, 16]
     world.runtime.end_step()
     world.runtime.table.mark_stored(plain.rows, plain.kv_len)
-    step = world.runtime.begin_step(type(plain)(plain.rows, plain.kv_len, np.ones(3, np.int32), np.array([7, 8, 9])), 5)
+    step = world.runtime.begin_step(
+        type(plain)(plain.rows, plain.kv_len, np.ones(3, np.int32), np.array([7, 8, 9])), PadTo(5)
+    )
     assert step.token_ids.tolist() == [7, 8, 9, 0, 0]
     world.runtime.end_step()
-    step = world.runtime.begin_step(plain, 5)
+    step = world.runtime.begin_step(plain, PadTo(5))
     assert not step.token_ids.any()
     world.runtime.end_step()

@@ -25,6 +25,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Step
+from tests.amd.runtime.stepping import padded_to
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 ALL_ON = Guards()
@@ -145,7 +146,7 @@ class Teller:
         rows, q_len = [told.row for told, _ in turns], [new for _, new in turns]
         batch = StepBatch(np.array(rows, np.int32), np.array(kv_len, np.int32), np.array(q_len, np.int32))
         padding = self.runtime.padding
-        shape = (padding.split_shape if halves else padding.shape)(batch, pad_to)
+        shape = (padding.split_shape if halves else padding.shape)(batch, padded_to(pad_to))
         places = torch.from_numpy(token_places(batch, shape)[: batch.num_tokens]).to(self.runtime.device)
         for tensor, name in ((self._q, "q"), (self._k, "k"), (self._v, "v")):
             tensor.fill_(float("nan"))

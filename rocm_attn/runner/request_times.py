@@ -1,0 +1,38 @@
+"""When requests get how far, and the metrics that follow from it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rocm_attn.step.durations import Durations
+from rocm_attn.step.metrics import Metrics
+
+
+@dataclass(slots=True, eq=False)
+class RequestTimes:
+    """One request's, in seconds of time.perf_counter(); 0 for what has not come yet."""
+
+    taken: float = field(default_factory=time.perf_counter)
+    first_step: float = 0.0
+    last_token: float = 0.0
+
+    def begin(self, queue_seconds: Durations) -> None:
+        """It is in the next step. A request that begins again, because it was preempted, has waited once."""
+        if not self.first_step:
+            self.first_step = time.perf_counter()
+            queue_seconds.note(self.first_step - self.taken)
+
+
+def note_tokens(times: Iterable[RequestTimes], now: float, metrics: Metrics) -> None:
+    """Each of these requests has got a token now. Those that got one in the same step before are noted together."""
+    num_since: dict[float, int] = {}
+    for each in times:
+        last, each.last_token = each.last_token, now
+        if last:
+            num_since[last] = num_since.get(last, 0) + 1
+        else:
+            metrics.first_token_seconds.note(now - each.taken)
+    for last, num in num_since.items():
+        metrics.token_gap_seconds.note(now - last, num)

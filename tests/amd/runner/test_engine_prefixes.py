@@ -1,0 +1,266 @@
+"""The prefix cache of an engine: which tokens are not computed again, and that no wrong page is ever found."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.padding import PadTo
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.errors import BadLogits, DeviceFault
+from rocm_attn.runner import engine as engine_module
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.model import Model
+from rocm_attn.runner.options import EngineOptions
+from rocm_attn.runner.request import Completion, Request
+from rocm_attn.runner.sampling import Sampler, pick_tokens
+from rocm_attn.step.echo import STEPS_UNTIL_ECHO
+from tests.amd.runner.float64_llama import Float64Llama, assert_greedy
+from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
+
+PAGE = 4
+BASE = EngineOptions(
+    provider="torch", page_size=PAGE, max_batch_size=8, chunk=16, graphs=False, max_kv_len=96, capture_after=0
+)
+SHARED = tuple(range(20, 33))  # three pages, and a token
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return tiny_model()
+
+
+def engine(loaded: LoadedModel, **changes: Any) -> Engine:
+    return Engine(loaded, replace(BASE, **changes))
+
+
+def hits(engine: Engine) -> int:
+    return engine.report().metrics.prefix_hits
+
+
+def chats(seed: int, num: int) -> list[Request]:
+    """Requests with one of two system prompts, a few questions, and salts."""
+    chooser = random.Random(seed)
+    systems = [tuple(chooser.randrange(CONFIG.vocab_size) for _ in range(length)) for length in (23, 8)]
+    questions = [tuple(chooser.randrange(CONFIG.vocab_size) for _ in range(length)) for length in (1, 4, 9, 15)]
+    return [
+        Request(
+            chooser.choice(systems) + chooser.choice(questions),
+            max_new_tokens=chooser.randrange(1, 12),
+            cache_salt=chooser.choice(["", "", "tenant"]),
+            prefix_caching=chooser.random() < 0.9,
+        )
+        for _ in range(num)
+    ]
+
+
+class IdealCache:
+    """Every full page of stored tokens, known at once and for ever: strings of tokens, nothing else."""
+
+    def __init__(self) -> None:
+        self._known: set[tuple[str, tuple[int, ...]]] = set()
+        self.hits = 0
+
+    def serve(self, request: Request, new: tuple[int, ...]) -> None:
+        if not request.prefix_caching:
+            return
+        salt, prompt, stored = request.cache_salt, request.prompt_token_ids, request.prompt_token_ids + new[:-1]
+        length = 0
+        while length + PAGE < len(prompt) and (salt, prompt[: length + PAGE]) in self._known:
+            length += PAGE
+        self.hits += length
+        self._known |= {(salt, stored[:end]) for end in range(PAGE, len(stored) + 1, PAGE)}
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_hits_are_those_of_an_ideal_cache_where_there_are_pages_for_everything(turns: int, loaded: LoadedModel) -> None:
+    served, ideal = engine(loaded, num_pages=4000), IdealCache()
+    for request in chats(1, 40):
+        for _ in range(turns):
+            (done,) = served.generate([request])
+            ideal.serve(request, done.token_ids)
+            request = replace(request, prompt_token_ids=done.prompt_token_ids + done.token_ids + (5,))
+    assert hits(served) == ideal.hits > 500
+
+
+@pytest.mark.parametrize("windows", [False, True], ids=["", "windows"])
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_hits_change_no_token(graphs: bool, windows: bool) -> None:
+    loaded = tiny_model(base=with_windows(CONFIG, 9, -1)) if windows else tiny_model()
+    oracle, served = Float64Llama(loaded), engine(loaded, graphs=graphs)
+    for _ in range(2):
+        for request, done in zip(chats(2, 20), served.generate(chats(2, 20)), strict=True):
+            assert_greedy(oracle, request.prompt_token_ids, done.token_ids)
+    assert hits(served) > 100
+    assert served.report().metrics.cached_pages > 0
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_in_deterministic_mode_a_hit_changes_no_bit(
+    graphs: bool, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hit moves the boundaries of chunks; the logits that tokens are picked from are the same bit by bit."""
+    seen: list[Tensor] = []
+
+    def watched(logits: Tensor, samplers: list[Sampler]) -> list[int | BadLogits]:
+        seen.append(logits.clone())
+        return pick_tokens(logits, samplers)
+
+    monkeypatch.setattr(engine_module, "pick_tokens", watched)
+    logits = []
+    for prefix_caching in (True, False):
+        served = engine(loaded, deterministic=True, graphs=graphs, prefix_caching=prefix_caching)
+        served.generate([Request(SHARED + tuple(range(17)), 6)])
+        seen.clear()
+        served.generate([Request((*SHARED, 3, 1, 4, 1, 5), 8)])
+        logits.append(torch.cat(seen))
+        assert hits(served) == (12 if prefix_caching else 0)
+    assert len(logits[0]) == 8
+    assert torch.equal(logits[0], logits[1])
+
+
+def test_without_the_option_nothing_is_looked_up_or_kept(loaded: LoadedModel) -> None:
+    served = engine(loaded, prefix_caching=False)
+    for _ in range(2):
+        served.generate([Request(SHARED, 5)])
+    metrics = served.report().metrics
+    assert (metrics.prefix_lookups, metrics.prefix_hits, metrics.cached_pages, metrics.pages_in_use) == (0, 0, 0, 0)
+
+
+def test_pages_of_the_cache_are_given_back_before_a_sequence_is_preempted(loaded: LoadedModel) -> None:
+    served = engine(loaded, num_pages=25)
+    for first in range(12):
+        served.generate([Request((first, *SHARED), 12)])
+    metrics = served.report().metrics
+    assert metrics.preemptions == 0
+    assert metrics.cached_pages > 20
+
+
+def test_one_that_gave_way_finds_its_own_pages_again(loaded: LoadedModel) -> None:
+    served = engine(loaded, max_batch_size=1)
+    low = served.submit(Request(SHARED, 20, priority=1))
+    for _ in range(10):
+        served.step()
+    high = served.submit(Request((1, 2, 3), 12))
+    while served.has_work:
+        served.step()
+    assert served.report().metrics.preemptions == 1
+    assert hits(served) == 20, "the pages of 13 + 9 tokens"
+    oracle = Float64Llama(loaded)
+    for number in (low, high):
+        done = served.completion(number)
+        assert_greedy(oracle, done.prompt_token_ids, done.token_ids)
+
+
+def test_a_forgotten_prefix_is_not_found_and_weights_may_have_changed(loaded: LoadedModel) -> None:
+    served = engine(loaded)
+    served.generate([Request(SHARED, 5)])
+    served.forget_prefixes()
+    assert served.report().metrics.pages_in_use == 0
+    served.generate([Request(SHARED, 5)])
+    assert hits(served) == 0
+
+
+class Poison:
+    """In each step of an engine's that stores the first tokens of a request, the model finds NaN in their place."""
+
+    def __init__(self, engine: Engine, number: int, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+        self._engine, self._number, self._times = engine, number, times
+        self._run, self._embed = engine._steps.run, Model.embed
+        self._token = -1
+        monkeypatch.setattr(engine, "_steps", self)
+        monkeypatch.setattr(Model, "embed", lambda model, token_ids: self.embed(model, token_ids))
+
+    def run(self, batch: StepBatch, pad_to: PadTo | None = None) -> Tensor:
+        rows = {each.row for each in self._engine._scheduler._running if each.number == self._number}
+        found = [seq for seq in np.flatnonzero(batch.kv_len == batch.q_len) if batch.rows[seq] in rows]
+        if found and self._times:
+            self._times -= 1
+            self._token = int(batch.q_len[: found[0]].sum())
+        return self._run(batch, pad_to)
+
+    def embed(self, model: Model, token_ids: Tensor) -> Tensor:
+        rows = self._embed(model, token_ids)
+        if self._token >= 0:
+            rows[self._token] = float("nan")
+            self._token = -1
+        return rows
+
+
+@pytest.mark.parametrize("late_by", range(STEPS_UNTIL_ECHO + 3))
+@pytest.mark.parametrize("times", [1, 100], ids=["once", "always"])
+def test_pages_of_a_step_with_a_fault_are_never_found(
+    times: int, late_by: int, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others begin with the same tokens, one after each step: none reads what the poisoned one has stored."""
+    served, oracle = engine(loaded), Float64Llama(loaded)
+    poisoned = served.submit(Request(SHARED, 9))
+    Poison(served, poisoned, monkeypatch, times)
+    for _ in range(late_by):
+        served.step()
+    others = []
+    for first in range(3):
+        others.append(served.submit(Request((*SHARED, first), 9)))
+        served.step()
+    while served.has_work:
+        served.step()
+    for number in others:
+        done = served.completion(number)
+        assert_greedy(oracle, done.prompt_token_ids, done.token_ids)
+        assert len(done.token_ids) == 9
+    reasons = {1: "length", 100: "error"}
+    assert served.completion(poisoned).finish_reason == reasons[times]
+    (again,) = served.generate([Request((*SHARED, 60), 9)])
+    assert_greedy(oracle, again.prompt_token_ids, again.token_ids)
+    assert hits(served) >= 12, "the others' pages are found"
+
+
+def test_only_the_request_that_fails_fails_though_its_prefix_is_shared() -> None:
+    loaded = tiny_model()
+    loaded.weights.embedding[7] = float("nan")
+    loaded.weights.head[7] = 0.0  # it is not generated
+    served, alone = engine(loaded), engine(loaded, prefix_caching=False)
+    requests = [Request((*SHARED, last, 1, 2), 20) for last in range(8)]  # none ends before the fault is known
+    served.generate([replace(requests[0], prompt_token_ids=SHARED)])
+    numbers = []
+    for request in requests:
+        numbers.append(served.submit(request))
+        served.step()
+    while served.has_work:
+        served.step()
+    done: list[Completion] = [served.completion(number) for number in numbers]
+    assert [each.finish_reason for each in done] == ["error" if number == 7 else "length" for number in range(8)]
+    assert [each.token_ids for number, each in enumerate(done) if number != 7] == [
+        alone.generate([request])[0].token_ids for number, request in enumerate(requests) if number != 7
+    ]
+    assert hits(served) > 0
+
+
+def test_what_a_failed_request_held_leaves_the_cache(loaded: LoadedModel) -> None:
+    """Its pages may be what was wrong."""
+    served = engine(tiny_model())
+    served.generate([Request(SHARED, 2)])
+    number = served.submit(Request((*SHARED, 1), 5))
+    served.step()
+    for layer in range(2):
+        served.runtime.pool.layer(layer).k[1:] = float("nan")
+    served.step()
+    assert served.completion(number).finish_reason == "error"
+    assert served.report().metrics.pages_in_use == 0
+    (again,) = served.generate([Request((*SHARED, 1), 5)])
+    assert_greedy(Float64Llama(loaded), again.prompt_token_ids, again.token_ids)
+
+
+def test_a_fault_of_no_step_empties_the_cache(loaded: LoadedModel) -> None:
+    served = engine(loaded)
+    served.generate([Request(SHARED, 5)])
+    assert served.report().metrics.cached_pages > 0
+    served._take_in(DeviceFault("something wrote to page 0"))
+    assert served.report().metrics.pages_in_use == 0

@@ -86,7 +86,6 @@ from rocm_attn.runner.parallel.processes import RankFailed as RankFailed
 from rocm_attn.runner.parallel.ranked_engine import RankedEngine as RankedEngine
 from rocm_attn.runner.options import EngineOptions as EngineOptions
 from rocm_attn.runner.report import Report as Report
-from rocm_attn.runner.request import AbortEvent as AbortEvent
 from rocm_attn.runner.request import Completion as Completion
 from rocm_attn.runner.request import FailureEvent as FailureEvent
 from rocm_attn.runner.request import Request as Request

@@ -145,6 +145,7 @@ class AsyncEngine:
 
     async def drain(self) -> None:
         """Take no more requests, and wait until those that were taken are done."""
+        self._books.require_start()
         self._is_draining = True
         await self._books.is_empty.wait()
 
@@ -153,6 +154,7 @@ class AsyncEngine:
 
         It ends after the step that runs, also where the task is cancelled meanwhile.
         """
+        self._books.require_start()
         self._books.close("it was stopped")
         self._thread.stop()
         await self._books.has_ended.wait()
@@ -182,6 +184,11 @@ class _Books:
         self._loop = asyncio.get_running_loop()
         self._why_closed = ""
         self.is_empty.set()
+
+    def require_start(self) -> None:
+        """Raise EngineEnded for one that never began."""
+        if self._loop is None:
+            raise self._ending()
 
     def close(self, why: str) -> None:
         """Nothing more is taken. The first reason stays."""

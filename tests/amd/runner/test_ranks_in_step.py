@@ -183,7 +183,8 @@ def the_table_of_one_rank_is_wiped(rank: int) -> list[str]:
 
     serving._runner.run = wiping  # type: ignore[method-assign]
     lines = ended(serving, REQUESTS)
-    return [*lines, "afterwards", *shown(serving.generate([REQUESTS[0]]))]
+    known_by = f"known by step {3 + serving.runtime.steps_until_known}"
+    return [*lines, known_by, *shown(serving.generate([REQUESTS[0]]))]
 
 
 def given_other_requests(rank: int) -> list[str]:
@@ -311,6 +312,7 @@ def test_a_fault_of_one_rank_is_raised_by_all_between_the_same_two_steps(found: 
     assert len(faults) == 1
     assert "contained False, on rank 1: step" in faults[0]
     assert "a new token had no page" in faults[0]
+    assert lines[-2] == faults[0].partition(": ")[0].replace("fault at", "known by"), "at the latest, and no sooner"
     assert lines[-1] == alone[0], "all ranks go on afterwards"
 
 

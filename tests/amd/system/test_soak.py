@@ -324,7 +324,7 @@ def test_a_buffer_that_moved_under_a_graph_shows_in_the_outputs_too(monkeypatch:
             table.entries = table.entries.clone()
         return original(runtime, *args)
 
-    wrap(monkeypatch, AttentionRuntime, "stage", stage)
+    wrap(monkeypatch, AttentionRuntime, "stage_as", stage)
     failed = found()
     assert failed.finding.step >= 160
     # The graph reads the table of before: its new tokens are in other pages, or in none.

@@ -18,7 +18,7 @@ from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.split_forward import one_after_the_other
-from rocm_attn.errors import BadSetting, DeviceFault
+from rocm_attn.errors import DeviceFault
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.machine.agreement import RanksDiverged, SentFault, faults_of_any
 from rocm_attn.runner import engine as engine_module
@@ -217,17 +217,6 @@ def given_other_requests(rank: int) -> list[str]:
     return ["served"]
 
 
-def a_group_without_the_host(rank: int) -> list[str]:
-    class OfGpus:
-        _device_types = (torch.device("cuda"),)
-
-    try:
-        RanksOfGroup(OfGpus())  # type: ignore[arg-type]
-    except BadSetting as error:
-        return [str(error)]
-    return ["taken"]
-
-
 BODIES: Mapping[str, Callable[[int], list[str]]] = {
     "eager": lambda rank: served(rank),
     "graphs": lambda rank: served(rank, graphs=True),
@@ -242,7 +231,6 @@ BODIES: Mapping[str, Callable[[int], list[str]]] = {
     "nan, graphs": lambda rank: nan_in_the_kv_of_one_rank(rank, graphs=True),
     "wiped": the_table_of_one_rank_is_wiped,
     "diverged": given_other_requests,
-    "group": a_group_without_the_host,
 }
 _SEPARATOR = "---"
 
@@ -345,11 +333,6 @@ def test_a_fault_of_one_rank_is_raised_by_all_between_the_same_two_steps(found: 
 def test_ranks_that_were_given_other_requests_are_told_apart(found: Found) -> None:
     (error,) = same_on_all(found["diverged"])
     assert error.startswith("rank 1 ran another step than rank 0 after step ")
-
-
-def test_a_group_that_cannot_carry_what_ranks_say_is_refused(found: Found) -> None:
-    (error,) = same_on_all(found["group"])
-    assert 'init_process_group("cpu:gloo,cuda:nccl")' in error
 
 
 def test_faults_are_told_in_each_ranks_own_numbers_of_steps() -> None:

@@ -240,6 +240,8 @@ class _Trial(Generic[Outputs]):
             f"equal to eager {how} in {self.num_compared} draws of up to {self._most_seqs} sequences "
             f"and {self._longest} tokens{self.of}"
         )
+        if not self._had_sequences:
+            summary = "not compared: the step has no sequences here, and no others could be admitted"
         return Verdict(failure, summary, seconds, self._bitwise)
 
     def _difference(self, batch: StepBatch, replayed: _Result, wanted: _Result) -> str:
@@ -274,8 +276,9 @@ class _Result:
 
     @property
     def has_number(self) -> bool:
-        """Whether a finite number is among them."""
-        return any(bool(tensor.isfinite().any()) for tensor in self.tensors.values())
+        """Whether a finite number is among them. Ids that were picked from NaN are none, so integers count alone."""
+        floats = [tensor for tensor in self.tensors.values() if tensor.is_floating_point()]
+        return any(bool(tensor.isfinite().any()) for tensor in floats or self.tensors.values())
 
     def is_bitwise(self, other: _Result) -> bool:
         """Whether the other is the same, bit for bit."""

@@ -135,13 +135,13 @@ class AsyncEngine:
         """Raise EngineEnded if the engine does not serve, and WrongState outside of its event loop."""
         self._books.check()
 
-    def report(self) -> Report:
-        """As Engine.report, at once: while a step runs, some of its counts may be in and others not."""
-        return self._engine.report()
+    async def report(self) -> Report:
+        """As Engine.report, read while steps run: of the last one some counts may be in, and others not yet."""
+        return await asyncio.to_thread(self._engine.report)
 
-    def metrics(self) -> Metrics:
-        """report().metrics, with the requests that were refused."""
-        return self.report().metrics.snapshot(refusals=self._num_refusals)
+    async def metrics(self) -> Metrics:
+        """Those of report(), with the requests that were refused."""
+        return (await self.report()).metrics.snapshot(refusals=self._num_refusals)
 
     async def drain(self) -> None:
         """Take no more requests, and wait until those that were taken are done."""

@@ -200,6 +200,17 @@ def test_a_forward_whose_tree_changes_between_calls_serves_without_graphs() -> N
     assert rows.shape == (1, 96)
 
 
+def test_ids_that_were_picked_from_nan_prove_nothing() -> None:
+    tiny = Tiny.build(CPU, "torch", [4])
+
+    def forward(step: Step) -> tuple[Tensor, Tensor]:
+        rows = tiny.forward(step) * float("nan")
+        return rows, rows.argmax(1)
+
+    off = StepRunner(tiny.runtime, forward, recorder_for(CPU)).capture_all().graphs_off
+    assert off.endswith("could not be compared with the eager run: forward gives no finite number")
+
+
 def test_a_graph_that_is_wrong_in_one_leaf_is_refused_by_its_name() -> None:
     tiny = Tiny.build(CPU, "torch", [4], [8])
 

@@ -307,7 +307,8 @@ def test_the_event_loop_goes_on_while_a_step_runs(loaded: LoadedModel, monkeypat
             with pytest.raises(BadRequest):
                 front.stream(Request((1,) * 97))
             front.check()
-            assert (front.metrics().steps, front.metrics().running) == (0, 0)
+            metrics = await front.metrics()
+            assert (metrics.steps, metrics.running) == (0, 0)
             first.close()
             gated.let(200)
             return await second
@@ -500,7 +501,7 @@ def test_an_exception_that_ends_the_engine_reaches_all_and_later_calls_are_refus
                 await front.between_steps(lambda: None)
             with pytest.raises(EngineEnded, match="has fallen off"):
                 await front.abort(streams[0].number)
-            assert front.metrics().steps == steps
+            assert (await front.metrics()).steps == steps
 
     run(main)
     assert is_empty(served), "it may serve again"
@@ -570,7 +571,7 @@ def test_more_requests_than_are_allowed_are_refused_until_one_is_done(loaded: Lo
                 streams.append(front.stream(LONG))
                 with pytest.raises(TooManyRequests):
                     front.stream(LONG)
-                assert (front.metrics().refusals, front.report().metrics.refusals) == (2, 0)
+                assert ((await front.metrics()).refusals, (await front.report()).metrics.refusals) == (2, 0)
             await asyncio.gather(*(stream.completion() for stream in streams))
 
     run(main)
@@ -584,11 +585,11 @@ def test_no_step_runs_while_it_is_paused(loaded: LoadedModel) -> None:
             stream = front.stream(LONG)
             await anext(stream)
             async with front.paused(), front.paused():
-                steps = front.metrics().steps
+                steps = (await front.metrics()).steps
                 await front.between_steps(lambda: None)
                 waits = front.stream(LONG)
                 await front.between_steps(lambda: None)
-                assert front.metrics().steps == steps
+                assert (await front.metrics()).steps == steps
             assert await stream.completion() == await waits.completion()
 
     run(main)

@@ -356,7 +356,7 @@ def _joined(rank: int, num_ranks: int, folder: Path, device: torch.device) -> tu
     if num_ranks == 1:
         return ONE_RANK, lambda: None
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    backend = "gloo" if device.type == "cpu" else "nccl"
     meeting = folder / f"ranks{num_ranks}"
     dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
     assert dist.group.WORLD is not None

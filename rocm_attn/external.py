@@ -29,7 +29,7 @@ from rocm_attn.machine.agreement import Agree, alone
 from rocm_attn.machine.devices import on_device, with_index
 from rocm_attn.machine.settings import whole_number
 from rocm_attn.machine.target import Target, detect_target
-from rocm_attn.paging.adopted import AdoptedPages, AdoptedTables, Source
+from rocm_attn.paging.adopted import AdoptedPages, AdoptedTables, Source, layer_pages
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.contract import Baked, PoolSize, PoolTerms
@@ -177,7 +177,7 @@ class ExternalAttention:
     One thread at a time, and everything on the current stream.
 
     layers:  of the model, in order; all pages have one size
-    tables:  space -> the engine's table, for every space that layers live in
+    tables:  space -> the engine's table, for every space that layers live in; a table alone is the full space's
     bounds:  of the largest step
     target:  the hardware; detected when not given
     guards:  the safeguards; not given: all, less those that the environment switches off
@@ -190,7 +190,7 @@ class ExternalAttention:
     def __init__(
         self,
         layers: Sequence[LayerSource],
-        tables: Mapping[Space, Source],
+        tables: Mapping[Space, Source] | Source,
         *,
         device: torch.device | str,
         bounds: Bounds,
@@ -206,6 +206,7 @@ class ExternalAttention:
             logging.getLogger(__name__).warning("safeguards are switched off: %s", ", ".join(guards.off))
         problems, spaces = [layer.problem for layer in layers], [layer.space for layer in layers]
         page_size = _page_size(problems)
+        tables = tables if isinstance(tables, Mapping) else {Space.FULL: tables}
         _check_spaces(spaces, tables)
         self._tables = AdoptedTables(
             tables,
@@ -271,9 +272,35 @@ class ExternalAttention:
         self._require_layer(layer)
         self._pages.bind(layer, k, v)
 
-    def use_table(self, space: Space, source: Source) -> None:
+    def bind_all(self, kv: Tensor | Sequence[Tensor], axes: str) -> None:
+        """Use an engine's KV cache for all layers, from now on: bind() of views of it, layer after layer.
+
+        kv:   one tensor for all layers, or one for each, in order
+        axes: what the dimensions of a tensor are, in order: kv (K, then V), page, token, head and dim, each once, and
+              layer where one tensor has all of them. "kv layer page token head dim" is nano-vllm's, "kv page token head
+              dim" and "page kv token head dim" are vLLM's for each layer, "page kv head token dim" is FlashInfer's HND
+        Raises as bind() does, and BadTensor for other axes, or another number of layers; nothing has changed then,
+        unless a layer's pages are refused: those before it are bound.
+        """
+        layers = layer_pages(kv, axes)
+        if len(layers) != len(self._first_core.layers):
+            raise BadTensor(f"the KV cache has {len(layers)} layers, the model {len(self._first_core.layers)}")
+        for layer, pages in enumerate(layers):
+            self.bind(layer, pages.k, pages.v)
+
+    def write_table(self, pages: Sequence[Sequence[int]], space: Space = Space.FULL) -> None:
+        """Write the pages of sequences into the rows of the engine's table, from row 0 on: pages[i] begins row i.
+
+        What a row has after them stays; no step reads it. One copy to the device, on the current stream, without a
+        wait. Raises BadTensor for more rows or pages than the table has, for a table of slots, and for lists of pages;
+        nothing is written then.
+        """
+        self._tables.write(space, pages)
+
+    def use_table(self, source: Source | Tensor, space: Space = Space.FULL) -> None:
         """Read another table, or the same one with other rows, in a space from now on.
 
+        source: a tensor takes the place of the entries of the table that there is
         Raises BadTensor, NeverFits, and WrongState where graphs read another.
         """
         if self._tables.use(space, source) and not self._is_sealed:

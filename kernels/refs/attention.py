@@ -288,5 +288,6 @@ def _gather(rows: PageRows, pages: Tensor) -> Tensor:
     Heads first, so that a batched product copies no more; picked in the pool's own order, whole pages at a time.
     """
     num_keys = pages.shape[1] * rows.page_size
-    picked = rows.read(pages.flatten()).reshape(len(pages), num_keys, rows.num_heads, rows.dim)
+    # An engine may pad the lines of its table with -1.
+    picked = rows.read(pages.flatten().clamp(min=0)).reshape(len(pages), num_keys, rows.num_heads, rows.dim)
     return picked.permute(2, 0, 1, 3).contiguous()

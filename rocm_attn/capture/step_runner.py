@@ -26,7 +26,7 @@ from rocm_attn.errors import DeviceFault, GraphStale, NotCopied, Unsupported
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
 from rocm_attn.hip_graphs.graph_cache import Entry, GraphCache
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
-from rocm_attn.machine.agreement import Agree, alone
+from rocm_attn.machine.agreement import alone
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.runtime import AttentionRuntime
@@ -460,7 +460,7 @@ class StepRunner(Generic[Outputs]):
         """
         name = f"the capture of {shape_name(plan.shape)}"
         fresh: list[_FreshGraph[Outputs]] = []
-        recorded = _Once(self._runtime.agree)
+        recorded = _Once(self._runtime)
 
         def record(step: Step | SplitStep) -> Callable[[], Outputs]:
             assert self._recorder is not None
@@ -509,7 +509,8 @@ class StepRunner(Generic[Outputs]):
         found["not bitwise"] = "" if trial.verdict.bitwise else "it differs"
         found["not made"] = "" if trial.graph is not None else "there was no room to compare it"
         found["final"] = "it is over" if trial.is_final else ""
-        agreed = self._runtime.agree({name: what for name, what in found.items() if what})
+        with self._runtime.meetings.waiting(trial.refusal):
+            agreed = self._runtime.agree({name: what for name, what in found.items() if what})
         verdict = replace(trial.verdict, failure=agreed.get("failure", ""), bitwise="not bitwise" not in agreed)
         return _Trial(None if "not made" in agreed else trial.graph, verdict, "final" in agreed)
 
@@ -541,15 +542,16 @@ class StepRunner(Generic[Outputs]):
 class _Once:
     """What ranks agree on once in each trial, wherever a rank leaves it: that all of them have recorded."""
 
-    def __init__(self, agree: Agree) -> None:
-        self._agree = agree
+    def __init__(self, runtime: AttentionRuntime) -> None:
+        self._runtime = runtime
         self._is_said = False
 
     def say(self, refusal: str) -> None:
         """Does nothing if it was said before. Raises RecordingRefused if a rank has refused."""
         if not self._is_said:
             self._is_said = True
-            found = self._agree({"failure": refusal} if refusal else {})
+            with self._runtime.meetings.waiting(refusal):
+                found = self._runtime.agree({"failure": refusal} if refusal else {})
             if found:
                 raise RecordingRefused(found["failure"])
 

@@ -8,7 +8,9 @@ meeting before the next step but one, so that all ranks raise it between the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +23,9 @@ Agree = Callable[[Mapping[str, str]], Mapping[str, str]]
 
 # One operation by two names: the first is the older one, which warns from torch 2.13 on.
 all_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+# Called with why a rank waits for the others, and with an empty string when it does not any more.
+OnWait = Callable[[str], None]
 
 _STEPS_WRAP = 2**31 - 1
 
@@ -57,6 +62,12 @@ class Meetings(Protocol):
         """What any rank has found. Waits for all of them."""
         ...
 
+    def waiting(self, reason: str) -> AbstractContextManager[None]:
+        """Inside of it this rank waits for the others although something went wrong on it, which may have left them in
+        a collective. reason: what; empty: nothing did
+        """
+        ...
+
 
 class Agreement(Protocol):
     """How ranks agree: called as Agree is, on kernels and graphs; and by meetings, on faults."""
@@ -83,6 +94,9 @@ class _NoMeetings:
     def all_faults(self, number: int, found: Sequence[DeviceFault]) -> Sequence[DeviceFault]:
         return found
 
+    def waiting(self, reason: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
 
 class _Alone:
     """A model on one rank, or ranks that need not agree: what was found."""
@@ -100,8 +114,9 @@ alone = _Alone()
 class _Among:
     """All ranks of a group."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, on_wait: OnWait) -> None:
         self._group = group
+        self._on_wait = on_wait
 
     def __call__(self, findings: Mapping[str, str]) -> Mapping[str, str]:
         of_rank: list[Mapping[str, str]] = [{} for _ in range(self._group.size())]
@@ -109,16 +124,24 @@ class _Among:
         return found_by_any(of_rank)
 
     def new_meetings(self) -> Meetings:
-        return _GroupMeetings(self._group)
+        return _GroupMeetings(self._group, self._on_wait)
 
 
-def among(group: dist.ProcessGroup) -> Agreement:
+def say_who_waits(reason: str) -> None:
+    """Log what went wrong on a rank that waits for the others: they may be in a collective that never ends."""
+    if reason:
+        logging.getLogger(__name__).warning("this rank waits for the others to agree, because %s", reason)
+
+
+def among(group: dist.ProcessGroup, on_wait: OnWait = say_who_waits) -> Agreement:
     """All ranks of a group, which must be those that run one model in step: not those of another data-parallel replica,
     unless its forward meets theirs in a collective, as over shared experts.
 
-    group: one with a backend for tensors of the host, such as Gloo
+    group:   one with a backend for tensors of the host, such as Gloo; best one that nothing else uses
+    on_wait: called with a reason when this rank waits for the others although something went wrong on it, and with
+             nothing when they have agreed
     """
-    return _Among(group)
+    return _Among(group, on_wait)
 
 
 def found_by_any(findings_of_rank: Sequence[Mapping[str, str]]) -> dict[str, str]:
@@ -141,9 +164,10 @@ class _GroupMeetings:
     holds_faults = True
     steps_late = 2  # it is said before the next step, and heard before the one after that
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, on_wait: OnWait) -> None:
         self.digest = 0
         self._group = group
+        self._on_wait = on_wait
         self._said = torch.zeros(2, dtype=torch.int64)  # number of faults, digest
         self._heard = torch.zeros(group.size(), 2, dtype=torch.int64)
         self._work: dist.Work | None = None  # of what was said before the last step
@@ -172,6 +196,14 @@ class _GroupMeetings:
         of_rank: list[tuple[int, list[SentFault]]] = [(0, []) for _ in range(self._group.size())]
         dist.all_gather_object(of_rank, (number, sent), group=self._group)
         return faults_of_any(of_rank, number)
+
+    @contextmanager
+    def waiting(self, reason: str) -> Iterator[None]:
+        if reason:
+            self._on_wait(reason)
+        yield
+        if reason:
+            self._on_wait("")
 
 
 def faults_of_any(of_rank: Sequence[tuple[int, Sequence[SentFault]]], number: int) -> list[DeviceFault]:

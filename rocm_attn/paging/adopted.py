@@ -8,9 +8,11 @@ seq + 1 and row 0 stays 0. Where one space is gathered all are, because a sequen
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -228,16 +230,37 @@ class AdoptedTables:
         """Where rows begin in lists of pages; None for tables of rows."""
         return next((space.source.indptr for space in self.spaces if isinstance(space.source, CsrSource)), None)
 
-    def use(self, space: Space, source: Source) -> bool:
+    def write(self, space: Space, pages: Sequence[Sequence[int]]) -> None:
+        """Write pages[i] to the beginning of row i of the engine's table. Raises BadTensor."""
+        source = self._of(space).source
+        if not isinstance(source, TableSource) or source.unit is not TableUnit.PAGE:
+            raise BadTensor(f"the table of the {space.name} space has no rows of pages; write into it yourself")
+        lens = np.array([len(row) for row in pages], np.int64)
+        width = int(lens.max(initial=0))
+        if len(pages) > source.num_rows or width > source.entries.shape[1]:
+            raise BadTensor(
+                f"{len(pages)} rows of up to {width} pages do not fit the table of the {space.name} space, "
+                f"{list(source.entries.shape)}; give it more rows or columns"
+            )
+        if width:
+            cells = torch.zeros((len(pages), width), dtype=source.entries.dtype, pin_memory=self.device.type == "cuda")
+            cells.numpy()[np.arange(width) < lens[:, None]] = np.fromiter(
+                itertools.chain.from_iterable(pages), np.int64
+            )
+            source.entries[: len(pages), :width].copy_(cells, non_blocking=True)
+
+    def use(self, space: Space, source: Source | Tensor) -> bool:
         """Read another table in a space from now on; whether memory that kernels read has moved.
 
-        A longer or shorter one at the same address is the same table with other rows.
+        A longer or shorter one at the same address is the same table with other rows. A tensor is a table with these
+        entries, and otherwise as before.
         Raises BadTensor for one of another kind, WrongState where graphs read the old one.
         """
-        table = next((table for table in self.spaces if table.space == space), None)
-        if table is None:
-            named = ", ".join(table.space.name for table in self.spaces)
-            raise BadTensor(f"no layer lives in the {space.name} space; the spaces are {named}")
+        table = self._of(space)
+        if isinstance(source, Tensor):
+            if isinstance(table.source, CsrSource):
+                raise BadTensor(f"the table of the {space.name} space is lists of pages; give a CsrSource")
+            source = replace(table.source, entries=source)
         self._check_device(space, source)
         if type(source) is not type(table.source) or source.null_page != table.source.null_page:
             raise BadTensor(f"the table of the {space.name} space is another kind of table than before; build anew")
@@ -266,6 +289,13 @@ class AdoptedTables:
         """Graphs may read the tables from now on."""
         self._sealed = True
 
+    def _of(self, space: Space) -> AdoptedSpace:
+        table = next((table for table in self.spaces if table.space == space), None)
+        if table is None:
+            named = ", ".join(table.space.name for table in self.spaces)
+            raise BadTensor(f"no layer lives in the {space.name} space; the spaces are {named}")
+        return table
+
     def _check_device(self, space: Space, source: Source) -> None:
         for tensor in _tensors(source):
             if tensor.device != self.device:
@@ -280,6 +310,32 @@ def _tensors(source: Source) -> list[Tensor]:
 def _places(source: Source) -> list[tuple[int, torch.dtype, tuple[int, ...]]]:
     """What a graph has frozen of a table."""
     return [(tensor.data_ptr(), tensor.dtype, tensor.stride()) for tensor in _tensors(source)]
+
+
+_AXES = "kv", "page", "token", "head", "dim"
+
+
+def layer_pages(kv: Tensor | Sequence[Tensor], axes: str) -> tuple[LayerPages, ...]:
+    """The pages of each layer as views of an engine's KV cache; ExternalAttention.bind_all says what is what."""
+    named = axes.split()
+    wanted = {*_AXES, "layer"} if isinstance(kv, Tensor) else {*_AXES}
+    if len(named) != len(wanted) or set(named) != wanted:
+        raise BadTensor(
+            f"the axes are {axes!r}; name each of {', '.join(_AXES)} once, and layer too where one tensor has all "
+            "layers"
+        )
+    tensors = [kv] if isinstance(kv, Tensor) else kv
+    for tensor in tensors:
+        if tensor.dim() != len(named) or tensor.shape[named.index("kv")] != 2:
+            raise BadTensor(
+                f"a KV cache of shape {list(tensor.shape)} has not the axes {axes!r}: that is {len(named)} dimensions, "
+                "and kv has 2 entries"
+            )
+    if isinstance(kv, Tensor):
+        tensors = kv.unbind(named.index("layer"))
+        named.remove("layer")
+    order = [named.index(axis) for axis in _AXES]
+    return tuple(LayerPages(*tensor.permute(order).unbind(0)) for tensor in tensors)
 
 
 class AdoptedPages:

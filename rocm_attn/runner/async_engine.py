@@ -135,16 +135,17 @@ class AsyncEngine:
         """Raise EngineEnded if the engine does not serve, and WrongState outside of its event loop."""
         self._books.check()
 
-    def report(self) -> Report:
-        """As Engine.report, at once: while a step runs, some of its counts may be in and others not."""
-        return self._engine.report()
+    async def report(self) -> Report:
+        """As Engine.report, read while steps run: of the last one some counts may be in, and others not yet."""
+        return await asyncio.to_thread(self._engine.report)
 
-    def metrics(self) -> Metrics:
-        """report().metrics, with the requests that were refused."""
-        return self.report().metrics.snapshot(refusals=self._num_refusals)
+    async def metrics(self) -> Metrics:
+        """Those of report(), with the requests that were refused."""
+        return (await self.report()).metrics.snapshot(refusals=self._num_refusals)
 
     async def drain(self) -> None:
         """Take no more requests, and wait until those that were taken are done."""
+        self._books.require_start()
         self._is_draining = True
         await self._books.is_empty.wait()
 
@@ -153,6 +154,7 @@ class AsyncEngine:
 
         It ends after the step that runs, also where the task is cancelled meanwhile.
         """
+        self._books.require_start()
         self._books.close("it was stopped")
         self._thread.stop()
         await self._books.has_ended.wait()
@@ -182,6 +184,11 @@ class _Books:
         self._loop = asyncio.get_running_loop()
         self._why_closed = ""
         self.is_empty.set()
+
+    def require_start(self) -> None:
+        """Raise EngineEnded for one that never began."""
+        if self._loop is None:
+            raise self._ending()
 
     def close(self, why: str) -> None:
         """Nothing more is taken. The first reason stays."""

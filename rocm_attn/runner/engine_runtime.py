@@ -51,7 +51,9 @@ def runtime_for(loaded: LoadedModel, options: EngineOptions) -> tuple[AttentionR
         )
     sizing = _Sizing(loaded, options, problems, max_kv_len)
     kv_bytes, measured = sizing.kv_bytes()
-    return sizing.runtime(sizing.pages(kv_bytes)), measured
+    pages = sizing.pages(kv_bytes)
+    # a sequence cannot outgrow the pool
+    return sizing.runtime(pages, min(max_kv_len, (pages.full - 1) * problems[0].page_size)), measured
 
 
 def model_over(runtime: AttentionRuntime, loaded: LoadedModel, options: EngineOptions) -> Model:
@@ -109,16 +111,15 @@ class _Sizing:
         full = pages.full if options.num_pages is None else options.num_pages
         return PoolPages(full, min(pages.swa, full) if options.swa_pages is None else options.swa_pages)
 
-    def runtime(self, pages: PoolPages) -> AttentionRuntime:
-        """A runtime with these pages."""
+    def runtime(self, pages: PoolPages, max_kv_len: int) -> AttentionRuntime:
+        """A runtime with these pages. max_kv_len: of a sequence, by which tables and other memory are sized"""
         return build_runtime(
             self.problems,
             RuntimeOptions(
                 num_pages=pages.full,
                 swa_pages=pages.swa,
                 max_num_seqs=self.options.max_batch_size,
-                # a sequence cannot outgrow the pool
-                max_kv_len=min(self.max_kv_len, (pages.full - 1) * self.problems[0].page_size),
+                max_kv_len=max_kv_len,
                 provider=self.options.provider,
                 deterministic=self.options.deterministic,
             ),
@@ -138,7 +139,7 @@ class _Sizing:
         """A runtime with a small pool, and a runner over it that makes a graph at the first chance."""
         num_pages = steps.pages(self.problems[0].page_size)
         has_swa = self.pages(page_bytes(self.problems) * num_pages).swa > 0
-        runtime = self.runtime(PoolPages(num_pages, num_pages if has_swa else 0))
+        runtime = self.runtime(PoolPages(num_pages, num_pages if has_swa else 0), self.max_kv_len)
         recorder = recorder_for(runtime.device) if self.options.graphs else None
         check = CaptureCheck(vocabulary=self.loaded.config.vocab_size)
         return runtime, StepRunner(

@@ -27,7 +27,10 @@ Command = Callable[[], None]
 
 
 class ServingEngine(Protocol):
-    """What an EngineThread asks of an engine; see Engine. One thread calls it, but for check() and report()."""
+    """What an EngineThread asks of an engine; see Engine and RankedEngine.
+
+    One thread calls it, but for check() and report(), which are called while that one is in step() too.
+    """
 
     @property
     def has_work(self) -> bool: ...
@@ -147,14 +150,11 @@ class EngineThread:
             logging.getLogger(__name__).error("the engine has ended", exc_info=ending)
         with suppress(_LoopClosed):
             self._post(self._owner.end, error)
-        for number in self._ticket_of:
-            self._give_up(number)
-
-    def _give_up(self, number: int) -> None:
         try:
-            self._engine.cancel(number)
+            for number in self._ticket_of:
+                self._engine.cancel(number)
         except Exception as error:  # what has ended the engine may have broken its books
-            logging.getLogger(__name__).error("request %d could not be given up: %s", number, error)
+            logging.getLogger(__name__).error("requests could not be given up: %s", error)
 
     def _serve(self) -> None:
         while not self._is_stopping:

@@ -2,14 +2,14 @@
 
 A page is known by its key: a hash of its tokens and of the key of the page before it. So a key stands for all tokens up
 to the end of its page, and for the salt that the first page begins with. The cache keeps pages beyond their rows, and
-gives those back that no row holds, the least recently used first, when pages run out. A page is given back before the
-page that it comes after: what remains can be found.
+gives those back that no row holds, the least recently used first, when pages run out. Of a chain the end is given back
+first: what remains can be found.
 
 In the SWA space a row needs the pages of a window alone. There pages are given back one by one, and a prefix can be
 used up to a length whose window is wholly there.
 
-A fault of the device is reported some steps after its own: three, and five where ranks share a model. So a page is
-found later than that after the step that completed it, and never if that step went wrong.
+A fault of the device is reported some steps after its own. So a page is found only after as many steps, and never if
+the step that completed it went wrong.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ _KEY_BYTES = 32
 _FULL = 0  # of table.spaces
 
 _NOT_KEPT = -1
-
 
 _SALT = blake2b(digest_size=_KEY_BYTES, person=b"salt")
 _PAGE = blake2b(digest_size=_KEY_BYTES, person=b"page")
@@ -117,8 +116,8 @@ class PrefixCache:
             (space, pages) for space, pages in enumerate(table.spaces) if pages.pages.window_left != ALL_KEYS
         ]
         self._pages: dict[bytes, CachedPage] = {}
-        # Of each space: pages that only the cache holds, the least recently used first. In the full space a page comes
-        # before the page that it comes after: all rows that held it held that one, too, and let go of it later.
+        # Of each space: pages that only the cache holds, the least recently used first. In the full space the end of a
+        # chain comes before its beginning: a row that held a page held those before it, too, and let go of them later.
         self._idle: tuple[OrderedDict[CachedPage, None], ...] = tuple(OrderedDict() for _ in table.spaces)
         self._step = 0
         self._right_until = 0

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rocm_attn.errors import BadSetting
-from rocm_attn.machine.agreement import Agreement, all_gather_into, alone, among
+from rocm_attn.machine.agreement import Agreement, OnWait, all_gather_into, alone, among, say_who_waits
 from rocm_attn.runner.shards import WHOLE, Shard
 
 
@@ -69,21 +68,20 @@ ONE_RANK = OneRank()
 
 
 class RanksOfGroup:
-    """The ranks of a process group of torch.distributed.
+    """The ranks of a process group of torch.distributed, all of which make one at the same time.
 
-    group: of the ranks that share the model and no others. It needs a backend for tensors of the host, by which ranks
-           agree, beside that of the GPUs: init_process_group("cpu:gloo,cuda:nccl"), where nccl is RCCL on ROCm
-    Raises BadSetting for a group without one.
+    They agree by a group of their own, over Gloo, so that a rank that is left in a collective is not taken for one that
+    agrees.
+    group:   of the ranks that share the model and no others, with a backend for the model's device: NCCL, which is RCCL
+             on ROCm, or Gloo
+    on_wait: as of agreement.among
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        if "cpu" not in {device.type for device in group._device_types}:
-            raise BadSetting(
-                "the process group has no backend for tensors of the host, by which ranks agree on kernels, graphs and "
-                'faults; make it with init_process_group("cpu:gloo,cuda:nccl")'
-            )
+    def __init__(self, group: dist.ProcessGroup, on_wait: OnWait = say_who_waits) -> None:
         self.shard = Shard(group.rank(), group.size())
-        self.agree = among(group)
+        members = dist.get_process_group_ranks(group)
+        self._host = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        self.agree = among(self._host, on_wait)
         self._group = group
 
     def sum(self, x: Tensor) -> Tensor:
@@ -101,7 +99,7 @@ class RanksOfGroup:
 
     def least(self, number: int) -> int:
         least = torch.tensor(number, dtype=torch.int64)
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._group)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._host)
         return int(least)
 
     def _all(self, x: Tensor) -> list[Tensor]:

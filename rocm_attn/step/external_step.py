@@ -114,6 +114,23 @@ class ExternalStep:
     shape: PaddedShape = field(init=False)
     lengths: EngineLengths = field(init=False)
 
+    @classmethod
+    def decode(cls, kv_len: Tensor, *, num_seqs: int, max_kv_len: int, captured: bool = False) -> ExternalStep:
+        """One new token in each sequence, padded to the entries of kv_len; sequence i has row i."""
+        padded = kv_len.shape[0]
+        return cls(num_seqs, padded, padded, kv_len, ONE_EACH, None, 1, 1, max_kv_len, captured)
+
+    @classmethod
+    def extend(
+        cls, q_indptr: Tensor, kv_len: Tensor, *, num_tokens: int, max_q_len: int, max_kv_len: int
+    ) -> ExternalStep:
+        """Any new tokens, at boundaries q_indptr (cu_seqlens_q elsewhere), without pads; sequence i has row i.
+
+        num_tokens: of q; the last of q_indptr
+        """
+        num_seqs = kv_len.shape[0]
+        return cls(num_seqs, num_seqs, num_tokens, kv_len, Boundaries(q_indptr), None, 1, max_q_len, max_kv_len)
+
     def __post_init__(self) -> None:
         if not 0 <= self.num_seqs <= self.padded_seqs or self.padded_seqs < 1 or self.padded_tokens < 1:
             raise BadBatch(

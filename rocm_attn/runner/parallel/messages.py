@@ -55,6 +55,13 @@ class Progressed:
 
 
 @dataclass(frozen=True, slots=True)
+class Waits:
+    """A rank waits for the others although something went wrong on it; reason: what, empty: it waits no more."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """A method has ended well.
 

@@ -26,11 +26,13 @@ from typing import Any, NoReturn
 
 from rocm_attn.errors import RocmAttnError
 from rocm_attn.runner.limits import RequestLimits
-from rocm_attn.runner.parallel.messages import Command, Done, OnProgress, Progressed, Raised, RankSetup, in_words
+from rocm_attn.runner.parallel.messages import Command, Done, OnProgress, Progressed, Raised, RankSetup, Waits, in_words
 from rocm_attn.runner.parallel.rank_process import CLOSE, run_rank
 
 # How long the ranks have to raise what one of them has raised, before those that have not count as stuck.
 GRACE_SECONDS = 5.0
+# Likewise until they agree with one that could not make a graph. They may have kernels to compile before.
+AGREE_SECONDS = 20.0
 # How long a rank has to end when it is asked to, and its last words to arrive when it is dead.
 _END_SECONDS = 10.0
 _WORDS_SECONDS = 1.0
@@ -46,6 +48,9 @@ class RankFailed(RocmAttnError, RuntimeError):
     def __init__(self, sentence: str, rank: int) -> None:
         self.rank = rank
         super().__init__(sentence)
+
+
+Message = Progressed | Waits | Done | Raised
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +81,7 @@ class RankProcesses:
         self._awaited = ""  # the method whose answers are still to come
         self._is_torn = False  # a message is on its way, which an interrupt may cut
         self._answers: dict[int, Done | Raised] = {}
+        self._troubled: dict[int, tuple[str, float]] = {}  # rank -> what went wrong there, and until when others may be
 
     @property
     def store(self) -> str:
@@ -99,6 +105,11 @@ class RankProcesses:
             self.kill()
             raise
         return limits
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there are ranks."""
+        return bool(self._ranks)
 
     def call(self, method: str, *arguments: Any, on_progress: OnProgress | None = None) -> Any:
         """Call a method of every rank's engine; what rank 0 returns.
@@ -134,7 +145,7 @@ class RankProcesses:
     def kill(self) -> None:
         """End the ranks at once. Does nothing where there are none."""
         atexit.unregister(self.kill)
-        ranks, self._ranks = self._ranks, []
+        ranks, self._ranks, self.has_work = self._ranks, [], False
         for rank in ranks:
             rank.process.kill()
         for rank in ranks:
@@ -162,37 +173,40 @@ class RankProcesses:
 
     def _collect(self, on_progress: OnProgress) -> Any:
         """What rank 0 answers, when all ranks have answered. Raises as call()."""
-        deadline: float | None = None
         while len(self._answers) < len(self._ranks):
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            for key, _ in self._selector.select(left):
-                answer = self._hear(key.data, key.fileobj)
-                if isinstance(answer, Progressed):
-                    on_progress(*answer.arguments)
-            if any(isinstance(answer, Raised) for answer in self._answers.values()):
-                deadline = deadline if deadline is not None else time.monotonic() + GRACE_SECONDS
-                if time.monotonic() >= deadline and len(self._answers) < len(self._ranks):
-                    self._fail_of_one_error()
+            deadline = min((when for _, when in self._troubled.values()), default=None)
+            for key, _ in self._selector.select(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                message = self._hear(key.data, key.fileobj)
+                if isinstance(message, Progressed):
+                    on_progress(*message.arguments)
+            if deadline is not None and time.monotonic() >= deadline and len(self._answers) < len(self._ranks):
+                self._fail_of_trouble()
         errors = [answer.error for answer in self._answers.values() if isinstance(answer, Raised)]
         if errors and (len(errors) < len(self._ranks) or len(set(map(type, errors))) > 1):
-            self._fail_of_one_error()
+            self._fail_of_trouble()
         first = self._answers[0]
-        self.has_work, self._answers, self._awaited = first.has_work, {}, ""
+        self.has_work, self._answers, self._troubled, self._awaited = first.has_work, {}, {}, ""
         if isinstance(first, Raised):
             raise first.error
         return first.value
 
-    def _hear(self, rank: _Rank, source: object) -> Progressed | Done | Raised:
+    def _hear(self, rank: _Rank, source: object) -> Message:
         """The message of a rank that has sent one; answers are kept. Raises RankFailed for one that is dead."""
         try:
             if source is not rank.commands and not rank.commands.poll():
                 raise EOFError
             self._is_torn = True
-            message: Progressed | Done | Raised = rank.commands.recv()
+            message: Message = rank.commands.recv()
         except (EOFError, OSError):
             self._fail_of_dead(rank)
-        if not isinstance(message, Progressed):
+        if isinstance(message, Waits):
+            self._troubled.pop(rank.number, None)
+            if message.reason:
+                self._troubled[rank.number] = (message.reason, time.monotonic() + AGREE_SECONDS)
+        elif not isinstance(message, Progressed):
             self._answers[rank.number] = message
+            if isinstance(message, Raised):
+                self._troubled[rank.number] = (in_words(message.error), time.monotonic() + GRACE_SECONDS)
         self._is_torn = False
         return message
 
@@ -216,17 +230,22 @@ class RankProcesses:
         last = f"; its last words were: {lines[-1].strip()}" if lines else ""
         raise RankFailed(f"rank {rank.number} {how} {awaited}, and all ranks were ended{last}", rank.number)
 
-    def _fail_of_one_error(self) -> NoReturn:
-        number, error = next(
-            (number, answer.error) for number, answer in sorted(self._answers.items()) if isinstance(answer, Raised)
-        )
-        awaited = self._awaited
+    def _fail_of_trouble(self) -> NoReturn:
+        """Of the lowest rank that has raised, or that waits in vain."""
+        number, (reason, _) = min(self._troubled.items())
+        awaited, answer = self._awaited, self._answers.get(number)
         self.kill()
+        if isinstance(answer, Raised):
+            raise RankFailed(
+                f"rank {number} raised {reason} {awaited}, which not all ranks did, so they are no longer in step and "
+                "were ended",
+                number,
+            ) from answer.error
         raise RankFailed(
-            f"rank {number} raised {in_words(error)} {awaited}, which not all ranks did, so they are no longer in step "
-            "and were ended",
+            f"rank {number} could not make a graph {awaited} ({reason}), and the others wait for it elsewhere; all "
+            "ranks were ended",
             number,
-        ) from error
+        )
 
 
 def _no_progress(*arguments: Any) -> None:

@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -25,10 +26,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from rocm_attn.errors import RocmAttnError
+from rocm_attn.machine.agreement import OnWait
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.limits import RequestLimits
 from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.parallel.messages import Command, Done, Progressed, Raised, RankSetup, sendable
+from rocm_attn.runner.parallel.messages import Command, Done, Progressed, Raised, RankSetup, Waits, sendable
 from rocm_attn.runner.ranks import RanksOfGroup
 from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal
 
@@ -57,18 +59,16 @@ def run_rank(setup: RankSetup, commands: Connection, words: Connection) -> None:
     engine: list[Engine] = []
 
     def build() -> RequestLimits:
-        engine.append(_engine(setup))
+        engine.append(_engine(setup, lambda reason: commands.send(Waits(reason))))
         return engine[0].limits
 
-    if _answered(commands, setup.rank, build, engine):
-        try:
-            while (command := commands.recv()) != CLOSE:
-                given = list(command.arguments)
-                if command.method == "capture_all":
-                    given.append(_progress(commands, setup.rank))
-                _answered(commands, setup.rank, partial(getattr(engine[0], command.method), *given), engine)
-        except (EOFError, OSError):  # the front has closed the pipe
-            pass
+    with suppress(EOFError, OSError):  # the front has closed the pipe
+        _answer(commands, setup.rank, build, engine)
+        while (command := commands.recv()) != CLOSE:
+            given = list(command.arguments)
+            if command.method == "capture_all":
+                given.append(_progress(commands, setup.rank))
+            _answer(commands, setup.rank, partial(getattr(engine[0], command.method), *given), engine)
     sys.stderr.flush()
     os._exit(0)  # graphs that hold collectives, and groups, need no order in which they are taken down
 
@@ -80,17 +80,16 @@ def _end_with_the_front() -> None:
     os._exit(1)
 
 
-def _answered(commands: Connection, rank: int, method: Callable[[], Any], engine: list[Engine]) -> bool:
-    """Call a method and send what came of it; whether it has returned."""
+def _answer(commands: Connection, rank: int, method: Callable[[], Any], engine: list[Engine]) -> None:
+    """Call a method and send what came of it."""
     try:
         value = method()
     except BaseException as error:  # the front decides what it means
         if not isinstance(error, RocmAttnError):
             traceback.print_exc()
         commands.send(Raised(sendable(error), _has_work(engine)))
-        return False
-    commands.send(Done(value if rank == 0 else None, _has_work(engine)))
-    return True
+    else:
+        commands.send(Done(value if rank == 0 else None, _has_work(engine)))
 
 
 def _has_work(engine: list[Engine]) -> bool:
@@ -105,21 +104,21 @@ def _progress(commands: Connection, rank: int) -> Callable[..., None]:
     return tell
 
 
-def _engine(setup: RankSetup) -> Engine:
+def _engine(setup: RankSetup, on_wait: OnWait) -> Engine:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks of one host; its name need not be known to DNS
     device, backend = torch.device("cpu"), "gloo"
     if setup.device_type == "cuda":
-        device, backend = torch.device("cuda", setup.rank), "cpu:gloo,cuda:nccl"
+        device, backend = torch.device("cuda", setup.rank), "nccl"
         torch.cuda.set_device(device)
     torch.set_num_threads(setup.num_threads)
     dist.init_process_group(
         backend, store=FileStore(setup.store, setup.num_ranks), rank=setup.rank, world_size=setup.num_ranks
     )
     assert dist.group.WORLD is not None
-    ranks = RanksOfGroup(dist.group.WORLD)
+    ranks = RanksOfGroup(dist.group.WORLD, on_wait)
     engine = Engine(setup.load(device=device, ranks=ranks), _of_rank(setup.options, setup.rank))
     if isinstance(engine.flight, FlightRecorder):
         dump_on_signal(engine.flight)

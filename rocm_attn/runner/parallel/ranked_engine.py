@@ -90,8 +90,9 @@ class RankedEngine:
         self._processes.call("forget_prefixes")
 
     def cancel(self, number: int) -> None:
-        """As Engine.cancel."""
-        self._processes.call("cancel", number)
+        """As Engine.cancel. Does nothing where a rank has failed: then nothing is left of any request."""
+        if self._processes.is_alive:
+            self._processes.call("cancel", number)
 
     def step(self) -> list[Event]:
         """As Engine.step."""

@@ -189,7 +189,7 @@ def moved_table(make: Make) -> None:
     engine = build(VLLM, make)
     engine.attention.seal()
     with pytest.raises(WrongState, match="has moved, and graphs read the old one"):
-        engine.attention.use_table(Space.FULL, TableSource(engine.block_tables[Space.FULL].clone()))  # type: ignore[attr-defined]
+        engine.attention.use_table(TableSource(engine.block_tables[Space.FULL].clone()))  # type: ignore[attr-defined]
 
 
 def late_fault(make: Make) -> None:

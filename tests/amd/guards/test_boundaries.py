@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.errors import BadBatch
+from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.errors import BadBatch, NeverFits
 from tests.amd.guards.serving import PROVIDERS, Serving
 from tests.amd.runtime.stepping import Request, small_problem
 
@@ -68,7 +68,9 @@ def test_more_sequences_than_requests_can_be_are_refused(device: torch.device) -
     requests = serving.admit(POOL)
     serving.step(requests, [2] * POOL)
     twice = np.array([request.row for request in requests] * 2, np.int32)
-    for batch_rows in (twice, np.arange(1, 2 * POOL + 1, dtype=np.int32)):
-        with pytest.raises(BadBatch):
+    beyond_the_table = np.arange(1, 2 * POOL + 1, dtype=np.int32)
+    refused: list[tuple[type[Exception], Int32Array]] = [(NeverFits, twice), (BadBatch, beyond_the_table)]
+    for error, batch_rows in refused:
+        with pytest.raises(error):
             serving.runtime.begin_step(StepBatch(batch_rows, np.full(2 * POOL, 2), np.ones(2 * POOL, np.int32)))
     serving.step(requests, [1] * POOL)

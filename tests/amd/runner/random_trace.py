@@ -1,20 +1,16 @@
-"""python -m tests.amd.runner.random_trace --seeds 4:200
+"""Requests that come at random to a real engine with few pages, and what a float64 model says of each output.
 
-Requests that come at random to a real engine with few pages: shared beginnings, second turns, tenants, priorities,
-aborts, prompts in chunks, some whose K and V are no numbers, and some that lose one token's K and V in passing. What
-each of the others comes to is compared with a float64 model that shares no code with the engine. Prints a line for each
-seed; an AssertionError ends the run.
+Shared beginnings, second turns, tenants, priorities, aborts, prompts in chunks, some whose K and V are no numbers, and
+some that lose one token's K and V in passing. The model that judges the others shares no code with the engine.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PadTo
@@ -198,17 +194,3 @@ def _is_last(event: Event) -> bool:
 def run_trace(seed: int, num_requests: int) -> Served:
     """Serve the requests of a seed. Raises AssertionError for an output that is not the oracle's."""
     return Trace(seed, num_requests).run()
-
-
-def main() -> None:
-    """Run the seeds that were asked for."""
-    parser = argparse.ArgumentParser(prog="python -m tests.amd.runner.random_trace")
-    parser.add_argument("--seeds", default="4:200", help="first:end")
-    first, end = map(int, parser.parse_args().seeds.split(":"))
-    torch.set_num_threads(1)
-    for seed in range(first, end):
-        print(f"seed {seed}: {run_trace(seed, 150).metrics}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

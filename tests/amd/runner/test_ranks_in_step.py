@@ -18,7 +18,7 @@ from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.split_forward import one_after_the_other
-from rocm_attn.errors import BadSetting, DeviceFault
+from rocm_attn.errors import DeviceFault
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.machine.agreement import RanksDiverged, SentFault, faults_of_any
 from rocm_attn.runner import engine as engine_module
@@ -70,6 +70,24 @@ def one_at_a_time(rank: int) -> list[str]:
 def on_few_pages(rank: int) -> list[str]:
     serving = engine(num_pages=17)
     return [*shown(serving.generate(LONG)), f"preempted {serving.metrics.preemptions > 0}"]
+
+
+def second_turns(serving: Engine) -> list[str]:
+    """Each request goes on where it ended, over few pages, with priorities; one is aborted on the way."""
+    first = serving.generate(REQUESTS)
+    numbers = [
+        serving.submit(
+            replace(request, prompt_token_ids=done.prompt_token_ids + done.token_ids + (9,), priority=number % 2)
+        )
+        for number, (request, done) in enumerate(zip(REQUESTS, first, strict=True))
+    ]
+    for _ in range(3):
+        serving.step()
+    serving.abort(numbers[2])
+    while serving.has_work:
+        serving.step()
+    metrics = serving.metrics
+    return [*shown([serving.completion(number) for number in numbers]), f"hits {metrics.prefix_hits}"]
 
 
 def memory_of_one_rank_is_short(rank: int) -> list[str]:
@@ -183,7 +201,8 @@ def the_table_of_one_rank_is_wiped(rank: int) -> list[str]:
 
     serving._runner.run = wiping  # type: ignore[method-assign]
     lines = ended(serving, REQUESTS)
-    return [*lines, "afterwards", *shown(serving.generate([REQUESTS[0]]))]
+    known_by = f"known by step {3 + serving.runtime.steps_until_known}"
+    return [*lines, known_by, *shown(serving.generate([REQUESTS[0]]))]
 
 
 def given_other_requests(rank: int) -> list[str]:
@@ -198,23 +217,13 @@ def given_other_requests(rank: int) -> list[str]:
     return ["served"]
 
 
-def a_group_without_the_host(rank: int) -> list[str]:
-    class OfGpus:
-        _device_types = (torch.device("cuda"),)
-
-    try:
-        RanksOfGroup(OfGpus())  # type: ignore[arg-type]
-    except BadSetting as error:
-        return [str(error)]
-    return ["taken"]
-
-
 BODIES: Mapping[str, Callable[[int], list[str]]] = {
     "eager": lambda rank: served(rank),
     "graphs": lambda rank: served(rank, graphs=True),
     "deterministic": lambda rank: served(rank, deterministic=True),
     "one at a time": one_at_a_time,
     "few pages": on_few_pages,
+    "second turns": lambda rank: second_turns(engine(num_pages=19)),
     "short memory": memory_of_one_rank_is_short,
     "failed graph": lambda rank: a_graph_is_wrong_on_one_rank(rank, FailsAfterwards),
     "other graph": lambda rank: a_graph_is_wrong_on_one_rank(rank, GivesOthers),
@@ -222,7 +231,6 @@ BODIES: Mapping[str, Callable[[int], list[str]]] = {
     "nan, graphs": lambda rank: nan_in_the_kv_of_one_rank(rank, graphs=True),
     "wiped": the_table_of_one_rank_is_wiped,
     "diverged": given_other_requests,
-    "group": a_group_without_the_host,
 }
 _SEPARATOR = "---"
 
@@ -275,6 +283,13 @@ def test_preemption_is_the_same_on_all_ranks_and_changes_no_token(found: Found) 
     assert same_on_all(found["few pages"]) == [*one_rank, "preempted True"]
 
 
+def test_ranks_find_the_same_prefixes_admit_in_the_same_order_and_abort_together(found: Found) -> None:
+    lines = same_on_all(found["second turns"])
+    one_rank = second_turns(Engine(tiny_model(), replace(BASE, num_pages=19)))
+    assert lines == one_rank, "though ranks wait longer until a step is known to be right"
+    assert int(lines[-1].removeprefix("hits ")) > 20
+
+
 def test_all_ranks_have_as_many_pages_as_that_with_the_least_memory(found: Found, alone: list[str]) -> None:
     first, _, *tokens = same_on_all(found["short memory"])
     assert (first, tokens) == ("fewer than wanted: True", alone)
@@ -311,17 +326,13 @@ def test_a_fault_of_one_rank_is_raised_by_all_between_the_same_two_steps(found: 
     assert len(faults) == 1
     assert "contained False, on rank 1: step" in faults[0]
     assert "a new token had no page" in faults[0]
+    assert lines[-2] == faults[0].partition(": ")[0].replace("fault at", "known by"), "at the latest, and no sooner"
     assert lines[-1] == alone[0], "all ranks go on afterwards"
 
 
 def test_ranks_that_were_given_other_requests_are_told_apart(found: Found) -> None:
     (error,) = same_on_all(found["diverged"])
     assert error.startswith("rank 1 ran another step than rank 0 after step ")
-
-
-def test_a_group_that_cannot_carry_what_ranks_say_is_refused(found: Found) -> None:
-    (error,) = same_on_all(found["group"])
-    assert 'init_process_group("cpu:gloo,cuda:nccl")' in error
 
 
 def test_faults_are_told_in_each_ranks_own_numbers_of_steps() -> None:

@@ -1,0 +1,211 @@
+"""What the author of an engine has to write: a line for its KV cache, one for its table, one for each kind of step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadTensor, WrongState
+from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
+from rocm_attn.paging.adopted import CsrSource, TableSource, TableUnit, layer_pages
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.problem import Problem
+from rocm_attn.step.external_step import ExternalStep
+
+LAYERS, BLOCKS, BLOCK_SIZE, KV_HEADS, DIM = 3, 7, 4, 2, 16
+PROBLEM = Problem(
+    num_q_heads=4,
+    num_kv_heads=KV_HEADS,
+    head_dim=DIM,
+    v_head_dim=DIM,
+    dtype=torch.float32,
+    page_size=BLOCK_SIZE,
+    scale=DIM**-0.5,
+)
+SIZES = {"kv": 2, "layer": LAYERS, "page": BLOCKS, "token": BLOCK_SIZE, "head": KV_HEADS, "dim": DIM}
+
+
+def build(
+    device: torch.device,
+    table: TableSource | CsrSource | None = None,
+    *,
+    page_strides: bool = False,
+    provider: str = "torch",
+) -> ExternalAttention:
+    """Block 0 is one like others, as nano-vllm's."""
+    source = table or TableSource(torch.full((4, 6), -1, dtype=torch.int32, device=device), null_page=False)
+    return ExternalAttention(
+        [LayerSource(PROBLEM)] * LAYERS,
+        source,
+        device=device,
+        bounds=Bounds(num_seqs=4, num_tokens=40, kv_len=24, num_pages=BLOCKS),
+        options=ExternalOptions(provider=provider, page_strides=page_strides),
+    )
+
+
+AXES = [
+    "kv layer page token head dim",
+    "layer kv page token head dim",
+    "layer page kv token head dim",
+    "page layer kv head token dim",
+    "kv page token head dim",
+    "page kv token head dim",
+    "page kv head token dim",
+]
+
+
+@pytest.mark.parametrize("axes", AXES)
+def test_a_kv_cache_of_any_axes_is_bound_in_one_line(axes: str, device: torch.device) -> None:
+    shape = [SIZES[axis] for axis in axes.split()]
+    count = 1 if "layer" in axes else LAYERS
+    caches = [torch.arange(math.prod(shape), dtype=torch.float32).view(*shape).to(device) + i for i in range(count)]
+    attention = build(device, page_strides=True)
+    attention.bind_all(caches[0] if count == 1 else caches, axes)
+    at = {"kv": 1, "layer": 2, "page": 5, "token": 3, "head": 1, "dim": 9}
+    cell = caches[0 if count == 1 else 2][tuple(at[axis] for axis in axes.split())]
+    bound = attention._pages.layer(2)
+    assert bound.v[5, 3, 1, 9] == cell
+    assert bound.k.shape == bound.v.shape == (BLOCKS, BLOCK_SIZE, KV_HEADS, DIM)
+    bound.v[5, 3, 1, 9] = -7
+    assert cell == -7, "it is a view"
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "message"),
+    [
+        (
+            "kv page token head dim",
+            (2, LAYERS, BLOCKS, 4, 2, 16),
+            "the axes are 'kv page token head dim'; name each of",
+        ),
+        (
+            "kv layer page token head head",
+            (2, LAYERS, BLOCKS, 4, 2, 16),
+            "name each of kv, page, token, head, dim once",
+        ),
+        ("layer kv page token head dim", (2, LAYERS, BLOCKS, 4, 2, 16), "kv has 2 entries"),
+        ("kv layer page token head dim", (2, LAYERS, BLOCKS, 4, 32), "that is 6 dimensions"),
+        ("kv layer page token head dim", (2, 5, BLOCKS, 4, 2, 16), "the KV cache has 5 layers, the model 3"),
+        ("kv layer page token head dim", (2, LAYERS, BLOCKS, 2, 4, 16), "k of layer 0 has pages of 2 tokens, 4 heads"),
+        ("page layer kv token head dim", (BLOCKS, LAYERS, 2, 4, 2, 16), "build with page_strides=True"),
+    ],
+)
+def test_a_kv_cache_of_other_axes_is_refused(
+    axes: str, shape: tuple[int, ...], message: str, device: torch.device
+) -> None:
+    attention = build(device)
+    with pytest.raises(BadTensor, match=message):
+        attention.bind_all(torch.zeros(shape, device=device), axes)
+    with pytest.raises(WrongState, match="layer 0 has no pages yet"):
+        attention.seal()
+    with pytest.raises(BadTensor, match="name each of"):
+        layer_pages([torch.zeros(shape)], "layer " + axes.replace("layer ", ""))
+
+
+def test_a_table_is_written_from_lists_and_replaced_by_a_tensor(device: torch.device) -> None:
+    table = torch.full((4, 6), -1, dtype=torch.int32, device=device)
+    attention = build(device, TableSource(table, null_page=False))
+    attention.write_table([[3, 1, 2], [], [5]])
+    assert table[:3, :3].tolist() == [[3, 1, 2], [0, 0, 0], [5, 0, 0]]
+    assert table[3].tolist() == [-1] * 6
+    attention.write_table([])
+    attention.write_table([[], []])
+    for pages in ([[1]] * 5, [[1] * 7]):
+        with pytest.raises(BadTensor, match="do not fit the table of the FULL space"):
+            attention.write_table(pages)
+    with pytest.raises(BadTensor, match="no layer lives in the SWA space"):
+        attention.write_table([[1]], Space.SWA)
+    other = torch.zeros((2, 8), dtype=torch.int32, device=device)
+    attention.use_table(other)
+    attention.write_table([[6]])
+    assert other[0, 0] == 6
+    with pytest.raises(BadTensor, match="int32 or int64 with 2 dimensions"):
+        attention.use_table(torch.zeros(6, dtype=torch.int32, device=device))
+
+
+def test_tables_that_are_not_rows_of_pages_are_written_by_their_engine(device: torch.device) -> None:
+    ids = torch.arange(8, dtype=torch.int32, device=device)
+    lists = build(device, CsrSource(ids[:5], ids))
+    slots = build(device, TableSource(torch.zeros((4, 24), dtype=torch.int32, device=device), TableUnit.SLOT))
+    for attention in (lists, slots):
+        with pytest.raises(BadTensor, match="has no rows of pages; write into it yourself"):
+            attention.write_table([[1]])
+    with pytest.raises(BadTensor, match="lists of pages; give a CsrSource"):
+        lists.use_table(torch.zeros((4, 6), dtype=torch.int32, device=device))
+
+
+class Engine:
+    """As nano-vllm does it: one KV tensor, block tables as lists, prefill by boundaries, then decodes."""
+
+    def __init__(self, device: torch.device, provider: str) -> None:
+        self.device = device
+        kv_cache = torch.full((2, LAYERS, BLOCKS, BLOCK_SIZE, KV_HEADS, DIM), float("nan"), device=device)
+        self.attention = build(device, provider=provider)
+        self.attention.bind_all(kv_cache, "kv layer page token head dim")
+        self.attention.seal()
+        self.generator = torch.Generator().manual_seed(0)
+        self.block_tables = [[0, 3], [6, 2, 4]]
+        self.stored: list[list[list[Tensor]]] = [[[], []] for _ in self.block_tables]
+
+    def ints(self, *values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def slots(self, starts: list[int], ends: list[int]) -> Tensor:
+        return self.ints(
+            *(
+                blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+                for blocks, start, end in zip(self.block_tables, starts, ends, strict=True)
+                for at in range(start, end)
+            )
+        )
+
+    def run(self, step: ExternalStep, starts: list[int], ends: list[int]) -> None:
+        """One step, every layer of which is compared with dense attention."""
+        self.attention.write_table(self.block_tables)
+        self.attention.begin(step)
+        self.attention.fill(self.slots(starts, ends))
+        q_lens = [end - start for start, end in zip(starts, ends, strict=True)]
+        for layer in range(LAYERS):
+            q, k, v, out = (
+                torch.randn(sum(q_lens), heads, DIM, generator=self.generator).to(self.device)
+                for heads in (4, KV_HEADS, KV_HEADS, 4)
+            )
+            self.attention.store(layer, k, v)
+            self.attention.attend(layer, q, out)
+            if layer == 1:
+                self.compare(q_lens, q, k, v, out)
+
+    def compare(self, q_lens: list[int], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        for seq, parts in enumerate(zip(*(torch.split(each, q_lens) for each in (q, k, v, out)), strict=True)):
+            queries, keys, values, its_out = parts
+            for stored, new in zip(self.stored[seq], (keys, values), strict=True):
+                stored.append(new)
+            every_k, every_v = (torch.cat(each).repeat_interleave(2, 1).transpose(0, 1) for each in self.stored[seq])
+            place = torch.arange(every_k.shape[1], device=self.device)
+            seen = place <= place[-len(queries) :, None]
+            wanted = torch.nn.functional.scaled_dot_product_attention(
+                queries.transpose(0, 1), every_k, every_v, attn_mask=seen
+            )
+            torch.testing.assert_close(its_out, wanted.transpose(0, 1), rtol=1e-4, atol=1e-4)
+
+
+def test_an_engine_with_one_kv_tensor_and_lists_of_blocks_takes_few_lines(device: torch.device, provider: str) -> None:
+    engine = Engine(device, provider)
+    prefill = ExternalStep.extend(engine.ints(0, 5, 14), engine.ints(5, 9), num_tokens=14, max_q_len=9, max_kv_len=9)
+    engine.run(prefill, [0, 0], [5, 9])
+    for new in range(3):
+        kv_len = engine.ints(6 + new, 10 + new)
+        engine.run(
+            ExternalStep.decode(kv_len, num_seqs=2, max_kv_len=10 + new), [5 + new, 9 + new], [6 + new, 10 + new]
+        )
+    engine.attention.check_device()
+
+
+def test_a_captured_decode_is_padded_to_its_lengths(device: torch.device) -> None:
+    lengths = torch.tensor([7, 3, 0, 0], device=device)
+    step = ExternalStep.decode(lengths, num_seqs=2, max_kv_len=7, captured=True)
+    assert (step.num_seqs, step.padded_seqs, step.padded_tokens, step.captured) == (2, 4, 4, True)
+    assert step.shape.kind.decodes

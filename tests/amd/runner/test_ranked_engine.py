@@ -1,0 +1,300 @@
+"""RankedEngine: what an Engine gives, from a process for each rank; and nothing is left waiting when one goes wrong."""
+
+from __future__ import annotations
+
+import os
+import select
+import selectors
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadRequest, BadSetting, CapacityExceeded
+from rocm_attn.machine.agreement import Agreement
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.options import EngineOptions
+from rocm_attn.runner.parallel import processes
+from rocm_attn.runner.parallel.messages import RankError, sendable
+from rocm_attn.runner.parallel.processes import RankFailed
+from rocm_attn.runner.parallel.ranked_engine import RankedEngine
+from rocm_attn.runner.ranks import Ranks
+from rocm_attn.runner.request import AbortEvent, Completion, Event, Request, RequestsFailed, TokenEvent
+from rocm_attn.runner.sampling import Sampling
+from tests.amd.house.source_tree import ROOT
+from tests.amd.runner.tiny_model import tiny_model
+
+BASE = EngineOptions(
+    provider="torch", page_size=4, max_batch_size=4, chunk=16, graphs=True, max_kv_len=64, capture_after=0
+)
+NAN_TOKEN = 7
+REQUESTS = tuple(
+    Request(tuple(range(10 + number, 14 + 3 * number)), 8, Sampling(temperature=0.7 * (number % 2), seed=number))
+    for number in range(4)
+)
+
+
+def load_poisoned(*, device: torch.device, ranks: Ranks) -> LoadedModel:
+    """A tiny model in which token 7 has K, V and logits that are NaN."""
+    loaded = tiny_model(device=device, ranks=ranks)
+    loaded.weights.embedding[NAN_TOKEN] = float("nan")
+    return loaded
+
+
+@dataclass
+class Sabotaged:
+    """Ranks that sum; on rank 1 something happens in place of one of the sums.
+
+    what:  "dies", "raises" or "hangs"
+    after: so many sums
+    """
+
+    ranks: Ranks
+    what: str
+    after: int
+
+    @property
+    def shard(self) -> Any:
+        return self.ranks.shard
+
+    @property
+    def agree(self) -> Agreement:
+        return self.ranks.agree
+
+    def sum(self, x: Tensor) -> Tensor:
+        self.after -= 1
+        if self.after == 0 and self.ranks.shard.rank == 1:
+            if self.what == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.what == "hangs":
+                signal.pause()
+            raise torch.OutOfMemoryError("rank 1 has no memory left")
+        return self.ranks.sum(x)
+
+    def sum_in_order(self, x: Tensor) -> Tensor:
+        return self.ranks.sum_in_order(x)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        return self.ranks.gathered(x)
+
+    def least(self, number: int) -> int:
+        return self.ranks.least(number)
+
+
+@dataclass(frozen=True)
+class LoadSabotaged:
+    """Loads a tiny model for such ranks."""
+
+    what: str
+    after: int
+
+    def __call__(self, *, device: torch.device, ranks: Ranks) -> LoadedModel:
+        return replace(tiny_model(device=device, ranks=ranks), ranks=Sabotaged(ranks, self.what, self.after))
+
+
+def load_not_on_rank_1(*, device: torch.device, ranks: Ranks) -> LoadedModel:
+    if ranks.shard.rank == 1:
+        raise CapacityExceeded("the weights do not fit beside what another process holds")
+    return tiny_model(device=device, ranks=ranks)
+
+
+@pytest.fixture(scope="module")
+def ranked() -> Iterator[RankedEngine]:
+    with RankedEngine(load_poisoned, BASE, num_ranks=2) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[Completion]:
+    return Engine(tiny_model(), BASE).generate(REQUESTS)
+
+
+def pids(engine: RankedEngine) -> list[int]:
+    found = [rank.process.pid for rank in engine._processes._ranks]
+    assert None not in found
+    return [pid for pid in found if pid is not None]
+
+
+def assert_all_end(processes: list[int]) -> None:
+    """Wait until processes are gone; the minute is the end of a hang."""
+    for pid in processes:
+        try:
+            watched = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            assert select.select([watched], [], [], 60)[0], f"process {pid} did not end"
+        finally:
+            os.close(watched)
+
+
+def serve(engine: RankedEngine, method: str) -> None:
+    """Until something goes wrong in that method."""
+    if method == "step":
+        engine.generate(REQUESTS)
+    else:
+        engine.capture_all(lambda *_: None)
+
+
+def test_ranks_give_the_tokens_of_one_rank(ranked: RankedEngine, alone: list[Completion]) -> None:
+    events: list[Event] = []
+    assert ranked.generate(REQUESTS, events.append) == alone
+    for number, completion in enumerate(alone):
+        tokens = [event.token_id for event in events if isinstance(event, TokenEvent) and event.request == number]
+        assert tuple(tokens) == completion.token_ids
+    report = ranked.report()
+    assert (report.ranks, report.graphs) == (2, "on")
+    assert report.metrics.replays > 0
+    assert not ranked.has_work
+
+
+def test_what_cannot_be_served_is_refused_and_the_ranks_go_on(ranked: RankedEngine, alone: list[Completion]) -> None:
+    with pytest.raises(BadRequest, match="token 64 is not in the model's vocabulary"):
+        ranked.generate([Request((1, 64), 4)])
+    with pytest.raises(BadRequest, match="there is no request 999"):
+        ranked.abort(999)
+    assert ranked.generate(REQUESTS[:1]) == alone[:1]
+
+
+def test_a_request_of_numbers_that_are_none_fails_alone(ranked: RankedEngine, alone: list[Completion]) -> None:
+    with pytest.raises(RequestsFailed, match=r"^1 of 5 requests failed; request 1: ") as why:
+        ranked.generate([REQUESTS[0], Request((3, NAN_TOKEN, 4), 6), *REQUESTS[1:]])
+    first, failed, *others = why.value.completions
+    assert failed.finish_reason == "error"
+    assert [first, *others] == alone
+
+
+def test_an_aborted_request_ends_on_all_ranks_and_the_others_go_on(
+    ranked: RankedEngine, alone: list[Completion]
+) -> None:
+    numbers = [ranked.submit(request) for request in REQUESTS]
+    ranked.step()
+    ranked.step()
+    ranked.abort(numbers[2])
+    events = [event for event in ranked.step() if isinstance(event, AbortEvent)]
+    assert [event.request for event in events] == [numbers[2]]
+    while ranked.has_work:
+        ranked.step()
+    completions = [ranked.completion(number) for number in numbers]
+    assert completions[2].finish_reason == "abort"
+    assert completions[2].token_ids == alone[2].token_ids[: len(completions[2].token_ids)]
+    assert completions[:2] + completions[3:] == alone[:2] + alone[3:]
+
+
+def test_no_event_is_lost_to_an_interrupt(
+    ranked: RankedEngine, alone: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes while the ranks run a step; the next call has that step's events too."""
+    number = ranked.submit(REQUESTS[0])
+    tokens = [event.token_id for event in ranked.step() if isinstance(event, TokenEvent)]
+
+    class Interrupted:
+        def __init__(self, inner: selectors.BaseSelector) -> None:
+            self._inner = inner
+
+        def select(self, timeout: float | None) -> list[Any]:
+            monkeypatch.setattr(ranked._processes, "_selector", self._inner)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ranked._processes, "_selector", Interrupted(ranked._processes._selector))
+    with pytest.raises(KeyboardInterrupt):
+        ranked.step()
+    while ranked.has_work:
+        tokens += [event.token_id for event in ranked.step() if isinstance(event, TokenEvent)]
+    assert tuple(tokens) == ranked.completion(number).token_ids == alone[0].token_ids
+
+
+def test_the_ranks_end_when_the_engine_is_closed() -> None:
+    """And those that sit in a collective, whose engine was never closed, when the process in front is killed."""
+    script = (
+        "import os, signal\n"
+        "from rocm_attn.runner.parallel.ranked_engine import RankedEngine\n"
+        "from tests.amd.runner.test_ranked_engine import BASE, LoadSabotaged, REQUESTS, pids\n"
+        "if __name__ == '__main__':\n"
+        "    engine = RankedEngine(LoadSabotaged('hangs', 6), BASE, num_ranks=2)\n"
+        "    print(*pids(engine), flush=True)\n"
+        "    engine.submit(REQUESTS[0])\n"
+        "    signal.setitimer(signal.ITIMER_REAL, 0.5)\n"
+        "    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))\n"
+        "    while True:\n"
+        "        engine.step()\n"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == -signal.SIGKILL, finished.stderr
+    assert_all_end([int(pid) for pid in finished.stdout.split()])
+
+
+@pytest.mark.parametrize("where", ["step", pytest.param("capture_all", marks=pytest.mark.long)])
+def test_a_rank_that_is_killed_ends_all_with_a_sentence(where: str) -> None:
+    """In mid-step, or while a graph is made: in either case rank 0 waits for its sum."""
+    with RankedEngine(LoadSabotaged("dies", 6), BASE, num_ranks=2) as engine:
+        ranks = pids(engine)
+        with pytest.raises(RankFailed, match=rf"^rank 1 was killed by SIGKILL in {where}\(\), and all") as why:
+            serve(engine, where)
+        assert why.value.rank == 1
+        assert_all_end(ranks)
+        with pytest.raises(RankFailed, match="the ranks of this engine were ended; make another engine"):
+            engine.submit(REQUESTS[0])
+        assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("where", "sentence"),
+    [
+        pytest.param("step", r"^rank 1 raised {} in step\(\), which not all ranks did", marks=pytest.mark.long),
+        ("capture_all", r"^rank 1 could not make a graph in capture_all\(\) \({}\), and the others wait for it"),
+    ],
+)
+def test_an_exception_of_one_rank_inside_of_a_collective_ends_all_with_a_sentence(
+    where: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(processes, "AGREE_SECONDS", 0.5)
+    with RankedEngine(LoadSabotaged("raises", 6), BASE, num_ranks=2) as engine:
+        ranks = pids(engine)
+        with pytest.raises(RankFailed, match=sentence.format("OutOfMemoryError: rank 1 has no memory left")):
+            serve(engine, where)
+        assert_all_end(ranks)
+
+
+def test_a_rank_that_cannot_load_its_part_ends_all_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits for it meanwhile, to agree on kernels."""
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
+    what = "rank 1 raised CapacityExceeded: the weights do not fit beside what another process holds while its engine"
+    with pytest.raises(RankFailed, match=what) as why:
+        RankedEngine(load_not_on_rank_1, BASE, num_ranks=2)
+    assert isinstance(why.value.__cause__, CapacityExceeded)
+
+
+def test_ranks_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadSetting, match="num_ranks is 0; it must be at least 1"):
+        RankedEngine(load_poisoned, BASE, num_ranks=0)
+    with pytest.raises(BadSetting, match="device_type 'xpu' is not served"):
+        RankedEngine(load_poisoned, BASE, num_ranks=2, device_type="xpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(BadSetting, match="4 ranks need a GPU each, and torch sees 2"):
+        RankedEngine(load_poisoned, BASE, num_ranks=4, device_type="cuda")
+
+
+class TwoWords(Exception):
+    """Cannot be unpickled: it takes more than its message."""
+
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(f"{one} and {other}")
+
+
+def test_an_exception_that_cannot_be_sent_is_sent_in_words() -> None:
+    sent = sendable(TwoWords("this", "that"))
+    assert isinstance(sent, RankError)
+    assert str(sent) == "TwoWords: this and that"
+    error = BadRequest("no")
+    assert sendable(error) is error

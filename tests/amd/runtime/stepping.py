@@ -93,9 +93,9 @@ class Request:
         return self.k[0].shape[0]
 
 
-def padded_to(num_seqs: int | None) -> PadTo | None:
-    """So many sequences; None where the ladder decides."""
-    return None if num_seqs is None else PadTo(num_seqs)
+def padded_to(pad_to: int | PadTo | None) -> PadTo | None:
+    """So many sequences, or what is given; None where the ladder decides."""
+    return PadTo(pad_to) if isinstance(pad_to, int) else pad_to
 
 
 def take_back(request: Request, tokens: int) -> None:
@@ -199,7 +199,7 @@ class World:
         self,
         requests: Sequence[Request],
         q_len: Sequence[int],
-        pad_to: int | None = None,
+        pad_to: int | PadTo | None = None,
         visible: Sequence[Tensor] | None = None,
         positions: Tensor | None = None,
         prefixes: Prefixes = NO_PREFIXES,

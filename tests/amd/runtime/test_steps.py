@@ -71,6 +71,16 @@ def test_padding_beyond_the_pools_rows_changes_nothing(provider: str, pad_to: in
     assert world.page_zero_is_zero()
 
 
+def test_a_step_that_is_padded_as_other_ranks_are_equals_dense_attention(provider: str, device: torch.device) -> None:
+    """One token each, several, a sequence alone, and none, with room for tokens that another rank may have."""
+    world = World.build([small_problem()], device, provider, capture_sizes=[4], capture_tokens=[16])
+    requests = [world.admit() for _ in range(3)]
+    world.step(requests, [5, 1, 7], pad_to=PadTo(4, 16, 64))
+    for count, q_len in ((3, [1, 1, 1]), (0, []), (1, [1]), (1, [6]), (3, [1, 0, 3])):
+        world.step(requests[:count], q_len, pad_to=PadTo(4, 16, 64))
+    assert world.page_zero_is_zero()
+
+
 def test_a_large_step_leaves_nothing_after_for_a_small_one(provider: str, device: torch.device) -> None:
     world = World.build([small_problem()], device, provider, capture_sizes=[8])
     crowd = [world.admit() for _ in range(8)]

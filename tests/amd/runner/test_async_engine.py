@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from rocm_attn.errors import BadRequest, DeviceFault, WrongState
+from rocm_attn.errors import BadRequest, BadSetting, DeviceFault, WrongState
 from rocm_attn.runner.async_engine import AsyncEngine, EngineEnded, TooManyRequests
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
@@ -416,6 +416,11 @@ def test_more_requests_than_are_allowed_are_refused_until_one_is_done(loaded: Lo
             await asyncio.gather(*(stream.completion() for stream in streams))
 
     run(main)
+
+
+def test_a_front_for_no_requests_is_refused(loaded: LoadedModel) -> None:
+    with pytest.raises(BadSetting, match="max_requests is 0; it must be at least 1"):
+        AsyncEngine(engine(loaded), max_requests=0)
 
 
 def test_no_step_runs_while_it_is_paused(loaded: LoadedModel) -> None:

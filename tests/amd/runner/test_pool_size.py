@@ -172,6 +172,13 @@ def test_what_is_measured_grows_with_the_step_and_the_vocabulary(metered: Callab
         assert step_bytes(vocab_size=30_000) > small
 
 
+def test_pages_may_be_longer_than_sequences(metered: Callable[[int], MeteredMemory]) -> None:
+    with metered(6_000_000):
+        runtime, measured = runtime_for(tiny_model(context_len=20), replace(MANY, page_size=256))
+    assert measured.step > 0
+    assert runtime.max_kv_len == 20
+
+
 def test_a_step_that_does_not_fit_is_refused_in_a_sentence(
     metered: Callable[[int], MeteredMemory], monkeypatch: pytest.MonkeyPatch
 ) -> None:

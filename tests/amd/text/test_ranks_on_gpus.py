@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks, each on a GPU of its own: NCCL or RCCL in graphs, and what ends a rank that waits there."""
+"""Two tensor-parallel ranks, each on a GPU of its own: NCCL or RCCL in graphs, and what ends a rank that waits."""
 
 from __future__ import annotations
 

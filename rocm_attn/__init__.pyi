@@ -16,12 +16,12 @@ from rocm_attn.paging.index_spaces import Space as Space
 
 # A step
 from rocm_attn.batch.step_batch import StepBatch as StepBatch
+from rocm_attn.batch.padding import PadTo as PadTo
 from rocm_attn.batch.inputs import ON_HOST as ON_HOST
 from rocm_attn.batch.inputs import DeviceInputs as DeviceInputs
 from rocm_attn.batch.mask import StepMask as StepMask
 from rocm_attn.batch.prefixes import PrefixGroup as PrefixGroup
 from rocm_attn.batch.prefixes import SharedPrefixes as SharedPrefixes
-from rocm_attn.batch.padding import PadTo as PadTo
 from rocm_attn.step.step import SplitStep as SplitStep
 from rocm_attn.step.step import Step as Step
 from rocm_attn.step.outputs import PerToken as PerToken
@@ -87,6 +87,7 @@ from rocm_attn.runner.parallel.processes import RankFailed as RankFailed
 from rocm_attn.runner.parallel.ranked_engine import RankedEngine as RankedEngine
 from rocm_attn.runner.options import EngineOptions as EngineOptions
 from rocm_attn.runner.report import Report as Report
+from rocm_attn.runner.request import AbortEvent as AbortEvent
 from rocm_attn.runner.request import Completion as Completion
 from rocm_attn.runner.request import FailureEvent as FailureEvent
 from rocm_attn.runner.request import Request as Request

@@ -22,7 +22,6 @@ from rocm_attn.batch.inputs import DeviceInputs as DeviceInputs
 from rocm_attn.batch.mask import StepMask as StepMask
 from rocm_attn.batch.prefixes import PrefixGroup as PrefixGroup
 from rocm_attn.batch.prefixes import SharedPrefixes as SharedPrefixes
-from rocm_attn.batch.padding import PadTo as PadTo
 from rocm_attn.step.step import SplitStep as SplitStep
 from rocm_attn.step.step import Step as Step
 from rocm_attn.step.outputs import PerToken as PerToken

@@ -213,7 +213,8 @@ def tensor_parallel(result: dict[str, Any]) -> str:
         machine_line(result["machine"]),
         "A decode step of all 32 layers, and each of its parts alone in a graph: attention with the fill, the matrix "
         "products, NCCL's sums over ranks and its gathering of logits; microseconds. The rest is what is left of the "
-        f"step, by layer; at most {result['allowed_rest_us']:.0f} us are allowed.\n",
+        f"step, by layer; at most {result['allowed_rest_us']:.0f} us are allowed. It is too small by what parts take "
+        "longer when they follow one another alone: sums then wait for each other's ranks.\n",
         "| ranks | sequences | tokens | step | attention | products | sums | one sum | gathering | rest a layer |",
         f"|{'---|' * 10}",
     ]

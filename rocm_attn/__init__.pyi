@@ -85,6 +85,7 @@ from rocm_attn.runner.loading import load_model as load_model
 from rocm_attn.runner.parallel.messages import RankError as RankError
 from rocm_attn.runner.parallel.processes import RankFailed as RankFailed
 from rocm_attn.runner.parallel.ranked_engine import RankedEngine as RankedEngine
+from rocm_attn.runner.ranks import RanksOfGroup as RanksOfGroup
 from rocm_attn.runner.options import EngineOptions as EngineOptions
 from rocm_attn.runner.report import Report as Report
 from rocm_attn.runner.request import AbortEvent as AbortEvent

@@ -14,6 +14,7 @@ import torch
 import rocm_attn
 from rocm_attn.guards.registry import GUARDS
 from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.ranks import ONE_RANK, Ranks
 from tests.amd.house.source_tree import ROOT
 from tests.amd.house.test_import_rules import FLOORS_UP
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
@@ -174,9 +175,9 @@ def test_a_question_is_answered_in_two_hops(question: str, pages: str, answers: 
         assert name in names_in(ROOT / path), f"{path} has no {name}"
 
 
-def load_tiny(path: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+def load_tiny(path: str, *, dtype: torch.dtype, device: torch.device, ranks: Ranks = ONE_RANK) -> LoadedModel:
     """As ra.load_model, at once."""
-    return tiny_model(context_len=512, dtype=dtype, device=device, tokenizer=word_tokenizer())
+    return tiny_model(context_len=512, dtype=dtype, device=device, tokenizer=word_tokenizer(), ranks=ranks)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "```python" in page.read_text()], ids=name_of)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import select
 import selectors
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from rocm_attn.errors import BadRequest, BadSetting, CapacityExceeded
-from rocm_attn.machine.agreement import Agreement
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
@@ -29,6 +24,7 @@ from rocm_attn.runner.ranks import Ranks
 from rocm_attn.runner.request import AbortEvent, Completion, Event, Request, RequestsFailed, TokenEvent
 from rocm_attn.runner.sampling import Sampling
 from tests.amd.house.source_tree import ROOT
+from tests.amd.runner.sabotaged_ranks import LoadSabotaged, assert_all_end, pids
 from tests.amd.runner.tiny_model import tiny_model
 
 BASE = EngineOptions(
@@ -48,57 +44,6 @@ def load_poisoned(*, device: torch.device, ranks: Ranks) -> LoadedModel:
     return loaded
 
 
-@dataclass
-class Sabotaged:
-    """Ranks that sum; on rank 1 something happens in place of one of the sums.
-
-    what:  "dies", "raises" or "hangs"
-    after: so many sums
-    """
-
-    ranks: Ranks
-    what: str
-    after: int
-
-    @property
-    def shard(self) -> Any:
-        return self.ranks.shard
-
-    @property
-    def agree(self) -> Agreement:
-        return self.ranks.agree
-
-    def sum(self, x: Tensor) -> Tensor:
-        self.after -= 1
-        if self.after == 0 and self.ranks.shard.rank == 1:
-            if self.what == "dies":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if self.what == "hangs":
-                signal.pause()
-            raise torch.OutOfMemoryError("rank 1 has no memory left")
-        return self.ranks.sum(x)
-
-    def sum_in_order(self, x: Tensor) -> Tensor:
-        return self.ranks.sum_in_order(x)
-
-    def gathered(self, x: Tensor) -> Tensor:
-        return self.ranks.gathered(x)
-
-    def least(self, number: int) -> int:
-        return self.ranks.least(number)
-
-
-@dataclass(frozen=True)
-class LoadSabotaged:
-    """Loads a tiny model for such ranks."""
-
-    what: str
-    after: int
-
-    def __call__(self, *, device: torch.device, ranks: Ranks) -> LoadedModel:
-        return replace(tiny_model(device=device, ranks=ranks), ranks=Sabotaged(ranks, self.what, self.after))
-
-
 def load_not_on_rank_1(*, device: torch.device, ranks: Ranks) -> LoadedModel:
     if ranks.shard.rank == 1:
         raise CapacityExceeded("the weights do not fit beside what another process holds")
@@ -114,25 +59,6 @@ def ranked() -> Iterator[RankedEngine]:
 @pytest.fixture(scope="module")
 def alone() -> list[Completion]:
     return Engine(tiny_model(), BASE).generate(REQUESTS)
-
-
-def pids(engine: RankedEngine) -> list[int]:
-    found = [rank.process.pid for rank in engine._processes._ranks]
-    assert None not in found
-    return [pid for pid in found if pid is not None]
-
-
-def assert_all_end(processes: list[int]) -> None:
-    """Wait until processes are gone; the minute is the end of a hang."""
-    for pid in processes:
-        try:
-            watched = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        try:
-            assert select.select([watched], [], [], 60)[0], f"process {pid} did not end"
-        finally:
-            os.close(watched)
 
 
 def serve(engine: RankedEngine, method: str) -> None:
@@ -216,7 +142,8 @@ def test_the_ranks_end_when_the_engine_is_closed() -> None:
     script = (
         "import os, signal\n"
         "from rocm_attn.runner.parallel.ranked_engine import RankedEngine\n"
-        "from tests.amd.runner.test_ranked_engine import BASE, LoadSabotaged, REQUESTS, pids\n"
+        "from tests.amd.runner.sabotaged_ranks import LoadSabotaged, pids\n"
+        "from tests.amd.runner.test_ranked_engine import BASE, REQUESTS\n"
         "if __name__ == '__main__':\n"
         "    engine = RankedEngine(LoadSabotaged('hangs', 6), BASE, num_ranks=2)\n"
         "    print(*pids(engine), flush=True)\n"

@@ -1,0 +1,71 @@
+"""Two tensor-parallel ranks, each on a GPU of its own: NCCL or RCCL in graphs, and what ends a rank that waits."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.loading import LoadedModel, load_model
+from rocm_attn.runner.options import EngineOptions
+from rocm_attn.runner.parallel import processes
+from rocm_attn.runner.parallel.processes import RankFailed
+from rocm_attn.runner.parallel.ranked_engine import RankedEngine
+from rocm_attn.runner.ranks import Ranks
+from rocm_attn.runner.request import Request
+from tests.amd.runner.sabotaged_ranks import LoadSabotaged, assert_all_end, pids
+from tests.amd.runner.tiny_model import CONFIG, tiny_model
+from tests.amd.text.test_text_equality import PLAIN_FACTS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+
+BASE = EngineOptions(max_batch_size=4, chunk=16, max_kv_len=64)
+REQUESTS = [Request(tuple(range(10 + number, 14 + 3 * number)), 12) for number in range(4)]
+
+
+def load_tiny(*, device: torch.device, ranks: Ranks) -> LoadedModel:
+    return tiny_model(device=device, ranks=ranks)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_tokens_in_float32_are_those_of_one_gpu(graphs: bool, deterministic: bool) -> None:
+    options = EngineOptions(max_batch_size=4, chunk=16, max_kv_len=64, graphs=graphs, deterministic=deterministic)
+    one = Engine(tiny_model(device=torch.device("cuda", 0)), options).generate(REQUESTS)
+    with RankedEngine(load_tiny, options, num_ranks=2, device_type="cuda") as engine:
+        if graphs:
+            engine.capture_all(lambda *_: None)
+        assert engine.generate(REQUESTS) == one
+        report = engine.report()
+    assert (report.metrics.replays > 0) == graphs
+    assert report.metrics.graphs_off == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_text_makes_sense(dtype: torch.dtype) -> None:
+    load = partial(load_model, "smollm2", dtype=dtype)
+    tokenizer = load(device=torch.device("cpu")).tokenizer
+    assert tokenizer is not None
+    requests = [Request(tuple(tokenizer.encode(prompt)), 6) for prompt, _ in PLAIN_FACTS]
+    with RankedEngine(load, BASE, num_ranks=2, device_type="cuda") as engine:
+        for completion, (_, word) in zip(engine.generate(requests), PLAIN_FACTS, strict=True):
+            assert completion.text.startswith(word)
+        assert engine.report().metrics.replays > 0
+
+
+@pytest.mark.parametrize("where", ["step", "capture_all"])
+@pytest.mark.parametrize(("what", "sentence"), [("dies", "^rank 1 was killed by SIGKILL"), ("raises", "^rank 1 ")])
+def test_a_rank_that_leaves_the_other_in_a_collective_ends_both(
+    what: str, sentence: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first sum of the first layer's second half: the other rank's GPU waits for it."""
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(processes, "AGREE_SECONDS", 1.0)
+    with RankedEngine(LoadSabotaged(what, 2 * CONFIG.num_layers + 2), BASE, num_ranks=2, device_type="cuda") as engine:
+        ranks = pids(engine)
+        serve = partial(engine.generate, REQUESTS) if where == "step" else partial(engine.capture_all, lambda *_: None)
+        with pytest.raises(RankFailed, match=sentence):
+            serve()
+        assert_all_end(ranks)

@@ -16,7 +16,7 @@ import torch
 
 from rocm_attn.batch.inputs import ON_HOST, DeviceInputs
 from rocm_attn.batch.prefixes import SharedPrefixes
-from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch
+from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, Integers, StepBatch
 from rocm_attn.errors import BadBatch, BadSetting, NeverFits, OutOfPages, OutOfRows, WrongState
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, RESERVED_ROW, Space, num_pages
@@ -261,13 +261,16 @@ class RequestTable:
         page_no = np.arange(first_page_no, end_page_no, dtype=np.int32)
         return self.keep_all(np.full(len(page_no), row, np.int32), page_no, spaces)
 
-    def keep_all(self, rows: Int32Array, page_no: Int32Array, spaces: Collection[Space] = EVERY_SPACE) -> KeptIds:
+    def keep_all(self, rows: Integers, page_no: Integers, spaces: Collection[Space] = EVERY_SPACE) -> KeptIds:
         """keep(rows[i], page_no[i], page_no[i] + 1) for every i, or for none. A row may be named several times.
 
-        rows, page_no: int32 [n]
+        rows, page_no: integers [n]
         """
         if len(rows) == 0:
             return np.empty(0, np.int64)
+        return self._keep(np.asarray(rows, np.int32), np.asarray(page_no, np.int32), spaces)
+
+    def _keep(self, rows: Int32Array, page_no: Int32Array, spaces: Collection[Space]) -> KeptIds:
         self._must_all_be_admitted(rows)
         stored_len, kv_len = self.tokens.of(rows), (page_no + 1) * self.page_size
         wrong = (kv_len > stored_len) | (page_no < 0)
@@ -395,7 +398,7 @@ class RequestTable:
             table.cut(row, new_end, end)
         self.tokens.lower_from(row, kv_len)
 
-    def mark_stored(self, rows: Int32Array, kv_len: Int32Array) -> None:
+    def mark_stored(self, rows: Integers, kv_len: Integers) -> None:
         """Say that the K and V of the first kv_len[i] tokens of rows[i] are in their pages, in every layer.
 
         For a caller who filled the pages by other means than steps that store in every layer: KV that was computed
@@ -404,9 +407,10 @@ class RequestTable:
         rows, kv_len: integers [num_seqs]; rows are distinct and have room for kv_len
         Raises WrongState, BadBatch.
         """
-        rows, kv_len = np.asarray(rows, np.int32), np.asarray(kv_len, np.int32)
-        if len(rows) == 0:
-            return
+        if len(rows):
+            self._mark_stored(np.asarray(rows, np.int32), np.asarray(kv_len, np.int32))
+
+    def _mark_stored(self, rows: Int32Array, kv_len: Int32Array) -> None:
         self._must_all_be_admitted(rows)
         short = (kv_len > self._reserved_len[rows]) | (kv_len < 0)
         if short.any():

@@ -14,7 +14,7 @@ from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo, is_prefil
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
-from rocm_attn.errors import BadBatch, BadTensor, CapacityExceeded, Unsupported
+from rocm_attn.errors import BadBatch, BadTensor, NeverFits, Unsupported
 from rocm_attn.providers.contract import Baked
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.plan import GraphKey, StepPlan, kv_len_bucket, make_plan, q_len_bucket
@@ -87,7 +87,7 @@ class Planner:
     def plan(self, batch: StepBatch, pad_to: PadTo | None, num_children: int) -> StepPlan:
         """The plan of a batch that runs whole, or as two halves. pad_to: as in PaddingPolicy.
 
-        Raises CapacityExceeded, BadBatch; BadTensor, Unsupported for inputs on a device that cannot be taken;
+        Raises NeverFits, BadBatch; BadTensor, Unsupported for inputs on a device that cannot be taken;
         Unsupported for prefixes that no layer can share.
         """
         if pad_to is not None:
@@ -129,7 +129,7 @@ class Planner:
         longest = self._longest(batch)
         if pad_to is not None and pad_to.kv_len:
             if pad_to.kv_len < longest:
-                raise CapacityExceeded(
+                raise NeverFits(
                     f"a sequence has {longest} tokens and pad_to says that none has more than {pad_to.kv_len}; "
                     "take the largest number of all ranks, as PadTo.all_of() does"
                 )

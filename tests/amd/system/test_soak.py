@@ -9,10 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadSetting
@@ -23,7 +25,7 @@ from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.refs import attention, cache, metadata
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.kv_pool import KVPool
-from rocm_attn.paging.page_table import SpacePages
+from rocm_attn.paging.page_table import PageTable, SpacePages
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.providers.torch_ref import TorchExtend, TorchMasked
 from rocm_attn.runtime import AttentionRuntime
@@ -341,6 +343,19 @@ def test_a_fault_of_the_last_step_is_a_finding(monkeypatch: pytest.MonkeyPatch) 
 
     wrap(monkeypatch, Soak, "_close", close)
     assert "a new token had no page of its own" in str(found(steps=5))
+
+
+def test_kept_pages_that_are_handed_out_again_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keep(
+        original: Callable[..., Int32Array], table: PageTable, rows: Int32Array, page_no: Int32Array
+    ) -> Int32Array:
+        pages = original(table, rows, page_no)
+        np.subtract.at(table._holders, pages, 1)
+        return pages
+
+    wrap(monkeypatch, PageTable, "keep", keep)
+    monkeypatch.setattr(Soak, "_audit", lambda *_: None)  # what it would see first
+    assert "differs from the reference" in str(found(SMALL.without(Action.SHARE)))
 
 
 def test_pages_that_are_never_given_back_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

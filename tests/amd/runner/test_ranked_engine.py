@@ -137,8 +137,8 @@ def test_no_event_is_lost_to_an_interrupt(
     assert tuple(tokens) == ranked.completion(number).token_ids == alone[0].token_ids
 
 
-def test_the_ranks_end_when_the_engine_is_closed() -> None:
-    """And those that sit in a collective, whose engine was never closed, when the process in front is killed."""
+@pytest.mark.nightly
+def test_ranks_in_a_collective_end_when_the_process_in_front_is_killed() -> None:
     script = (
         "import os, signal\n"
         "from rocm_attn.runner.parallel.ranked_engine import RankedEngine\n"
@@ -160,7 +160,7 @@ def test_the_ranks_end_when_the_engine_is_closed() -> None:
     assert_all_end([int(pid) for pid in finished.stdout.split()])
 
 
-@pytest.mark.parametrize("where", ["step", pytest.param("capture_all", marks=pytest.mark.long)])
+@pytest.mark.parametrize("where", ["step", pytest.param("capture_all", marks=pytest.mark.nightly)])
 def test_a_rank_that_is_killed_ends_all_with_a_sentence(where: str) -> None:
     """In mid-step, or while a graph is made: in either case rank 0 waits for its sum."""
     with RankedEngine(LoadSabotaged("dies", 6), BASE, num_ranks=2) as engine:
@@ -177,7 +177,7 @@ def test_a_rank_that_is_killed_ends_all_with_a_sentence(where: str) -> None:
 @pytest.mark.parametrize(
     ("where", "sentence"),
     [
-        pytest.param("step", r"^rank 1 raised {} in step\(\), which not all ranks did", marks=pytest.mark.long),
+        pytest.param("step", r"^rank 1 raised {} in step\(\), which not all ranks did", marks=pytest.mark.nightly),
         ("capture_all", r"^rank 1 could not make a graph in capture_all\(\) \({}\), and the others wait for it"),
     ],
 )
@@ -193,6 +193,7 @@ def test_an_exception_of_one_rank_inside_of_a_collective_ends_all_with_a_sentenc
         assert_all_end(ranks)
 
 
+@pytest.mark.nightly
 def test_a_rank_that_cannot_load_its_part_ends_all_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits for it meanwhile, to agree on kernels."""
     monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)

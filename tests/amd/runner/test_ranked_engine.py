@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import selectors
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from rocm_attn.errors import BadRequest, BadSetting, CapacityExceeded
+from rocm_attn.runner.async_engine import AsyncEngine
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
@@ -79,6 +81,16 @@ def test_ranks_give_the_tokens_of_one_rank(ranked: RankedEngine, alone: list[Com
     assert (report.ranks, report.graphs) == (2, "on")
     assert report.metrics.replays > 0
     assert not ranked.has_work
+
+
+def test_tasks_of_an_event_loop_share_ranks(ranked: RankedEngine, alone: list[Completion]) -> None:
+    async def serve() -> list[Completion]:
+        async with AsyncEngine(ranked) as front:
+            completions = await asyncio.gather(*(front.complete(request) for request in REQUESTS))
+            assert (await front.report()).ranks == 2
+            return completions
+
+    assert asyncio.run(serve()) == alone
 
 
 def test_what_cannot_be_served_is_refused_and_the_ranks_go_on(ranked: RankedEngine, alone: list[Completion]) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.halves import HALVES, split_batch
-from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo
+from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo, fits
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import DeviceFault, NeverFits, NotCopied, WrongState
 from rocm_attn.guards.registry import Guards
@@ -266,16 +266,21 @@ class AttentionRuntime:
             raise
 
     def stage_as(self, shape: PaddedShape, batch: StepBatch) -> Step | SplitStep:
-        """Stage a batch whole or split, at a padded shape that it fits."""
-        return self._stage(batch, lambda: self._planner.plan_as(batch, shape))
+        """Stage a batch whole or split, at a padded shape. Raises NeverFits where it does not fit that."""
+        return self._stage(batch, shape, lambda: self._planner.plan_as(batch, shape))
 
     def stage_like(self, plan: StepPlan, batch: StepBatch) -> Step | SplitStep:
-        """Stage a batch by the plan of another step, whose bounds it is within."""
-        return self._stage(batch, lambda: plan)
+        """As stage_as, by the plan of another step, whose bounds on lengths the batch is within."""
+        return self._stage(batch, plan.shape, lambda: plan)
 
-    def _stage(self, batch: StepBatch, plan_of_step: Callable[[], StepPlan]) -> Step | SplitStep:
+    def _stage(self, batch: StepBatch, shape: PaddedShape, plan_of_step: Callable[[], StepPlan]) -> Step | SplitStep:
         self._begin("a step cannot begin")
         try:
+            if not fits(batch, shape):
+                raise NeverFits(
+                    f"{batch.num_seqs} sequences with {batch.num_tokens} new tokens do not fit {shape}; "
+                    "take the shape that runtime.padding gives for them"
+                )
             refusal = self._checked(batch)
             plan = plan_of_step()
             stage = self._stage_whole if plan.shape.num_children == 1 else self._stage_halves

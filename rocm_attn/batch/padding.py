@@ -176,6 +176,13 @@ class PaddingPolicy:
         return tuple(shapes)
 
 
+def fits(batch: StepBatch, shape: PaddedShape) -> bool:
+    """Whether a batch can run at a padded shape, each of its parts in a child of it."""
+    if batch.num_seqs > shape.num_seqs or (shape.kind.decodes and step_kind(batch).decodes != shape.kind.decodes):
+        return False
+    return shape.kind.decodes or _tokens_of_children(batch, shape.num_seqs, shape.num_children) <= shape.num_tokens
+
+
 def token_places(batch: StepBatch, shape: PaddedShape) -> npt.NDArray[np.int64]:
     """int64 [T]; places of a step's tokens among its padded ones, one half after the other: real tokens, then pads."""
     places = np.arange(shape.num_tokens)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rocm_attn.batch.inputs import HOST_INPUTS
 from rocm_attn.batch.mask import NO_MASK
+from rocm_attn.batch.padding import PaddedShape, fits
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.capture.graphs import shape_name
 from rocm_attn.capture.probe_requests import (
@@ -121,7 +122,7 @@ class CaptureCheck:
             elif live is not None and _can_be_drawn(live):
                 trial.of = " of the step itself"
                 with kept_new_tokens(runtime, live):
-                    recording_seconds += trial.of_draws(_own_draws(live), record)
+                    recording_seconds += trial.of_draws(_own_draws(live, plan.shape), record)
         return trial.verdict(time.perf_counter() - started - recording_seconds)
 
     def has_steps(self, runtime: AttentionRuntime, plan: StepPlan, q_len: Int32Array, live: StepBatch | None) -> bool:
@@ -327,15 +328,17 @@ def _can_be_drawn(live: StepBatch) -> bool:
     return live.num_seqs == 0 or (live.inputs.lengths_on_host and live.mask is NO_MASK)
 
 
-def _own_draws(live: StepBatch) -> Iterator[StepBatch]:
+def _own_draws(live: StepBatch, shape: PaddedShape) -> Iterator[StepBatch]:
     """The live step, half of it, the whole in another order, and itself again; as many as probe requests draw.
 
-    All write K and V of its own new tokens only.
+    All write K and V of its own new tokens only. In halves another order may need more room than there is: then the
+    step itself comes in its place.
     """
     order = np.arange(live.num_seqs)
     yield live
-    yield live if live.num_seqs < 2 else _select(live, order[: (live.num_seqs + 1) // 2][::-1])
-    yield live if live.num_seqs < 2 else _select(live, np.roll(order[::-1], 1))
+    for other in (order[: (live.num_seqs + 1) // 2][::-1], np.roll(order[::-1], 1)):
+        drawn = _select(live, other) if live.num_seqs > 1 else live
+        yield drawn if fits(drawn, shape) else live
     yield live
 
 

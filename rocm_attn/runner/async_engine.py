@@ -13,7 +13,7 @@ from itertools import count
 from types import TracebackType
 from typing import Any, TypeVar
 
-from rocm_attn.errors import FitsLater, RocmAttnError, WrongState
+from rocm_attn.errors import BadSetting, FitsLater, RocmAttnError, WrongState
 from rocm_attn.runner.engine_thread import EngineThread, ServingEngine, Update
 from rocm_attn.runner.report import Report
 from rocm_attn.runner.request import Completion, Request
@@ -43,13 +43,17 @@ class AsyncEngine:
     with it goes through between_steps().
 
     engine:       an Engine, or what has its methods
-    max_requests: that are served or wait to be served at a time; more are refused
+    max_requests: that are served or wait to be served at a time, at least 1; more are refused
 
     It is used in the event loop that it was started in. What takes a request raises BadRequest for one that the engine
     can never serve, TooManyRequests, and EngineEnded; other requests do not notice.
+
+    Raises BadSetting.
     """
 
     def __init__(self, engine: ServingEngine, *, max_requests: int = 1024) -> None:
+        if max_requests < 1:
+            raise BadSetting(f"max_requests is {max_requests}; it must be at least 1")
         self._engine = engine
         self._max_requests = max_requests
         self._books = _Books()

@@ -133,7 +133,7 @@ class _Sizing:
         num_seqs = self.options.max_batch_size
         steps = LargestSteps(num_seqs, max(num_seqs, self.options.chunk), self.max_kv_len, affordable * page_size)
         most = steps.longest - max(0, steps.pages(page_size) - affordable // 2) * page_size
-        return replace(steps, longest=max(most, page_size))
+        return replace(steps, longest=min(steps.longest, max(most, page_size)))
 
     def _for_measuring(self, steps: LargestSteps) -> tuple[AttentionRuntime, StepRunner]:
         """A runtime with a small pool, and a runner over it that makes a graph at the first chance."""

@@ -199,7 +199,7 @@ def bad(world: World) -> Draft | None:
         "row 0": lambda: setattr(seq, "row", 0),
         "a negative row": lambda: setattr(seq, "row", -1),
         "a row that is not admitted": lambda: setattr(
-            seq, "row", min({*range(1, world.setting.options.max_num_seqs + 2)} - taken)
+            seq, "row", min({*range(1, world.setting.options.num_rows + 2)} - taken)
         ),
         "more than reserved": lambda: setattr(seq, "kv_bound", world.requests[seq.row].reserved + 1),
         "more new tokens than KV": lambda: setattr(seq, "kv_bound", 0),
@@ -246,6 +246,7 @@ def _some(world: World) -> list[int]:
     """Some requests, in any order."""
     rows = list(world.requests)
     world.rng.shuffle(rows)
+    rows = rows[: world.setting.options.max_num_seqs]
     return rows if world.rng.random() < 0.5 else rows[: world.rng.randint(0, len(rows))]
 
 
@@ -262,12 +263,17 @@ def _reserve(world: World, seqs: list[Member]) -> bool:
     if world.rng.random() < 0.1:
         stored = [world.end(row) for row in rows]
         world.runtime.table.evict(np.array(rows, np.int32), np.array(stored, np.int32))
-    for _ in range(len(world.requests) + 1):
+    for _ in range(len(world.requests) + 2):
         refusal = world.refusal(lambda: world.reserve(rows, lengths))
         if not refusal:
             return True
         if not refusal.startswith(OutOfPages.__name__):
             raise Finding(f"room for {lengths} tokens in rows {rows} was refused: {refusal}")
+        if world.kept and world.rng.random() < 0.5:
+            world.say("dropped all that was kept")
+            for id_ in list(world.kept):
+                world.drop([id_], world.spaces())
+            continue
         others = [row for row in world.requests if row not in rows]
         if not others:
             world.say(f"no room: {refusal}")

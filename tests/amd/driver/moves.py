@@ -15,6 +15,7 @@ from tests.amd.driver.draft import Draft
 from tests.amd.driver.drafts import DRAFTS, beyond, going_on, not_finite, plain
 from tests.amd.driver.faults import OutOfMemory, interrupt
 from tests.amd.driver.finding import Finding
+from tests.amd.driver.keeps import begin_over, drop, dropped_twice, keep
 from tests.amd.driver.oracle import UNKNOWN, merged
 from tests.amd.driver.setting import random_ladder
 from tests.amd.driver.steps import FROM_OUTSIDE, WAYS, run
@@ -35,7 +36,7 @@ def step(world: World) -> None:
 
 def admit(world: World) -> None:
     """A request comes, mostly with a prompt."""
-    full = len(world.requests) == world.setting.options.max_num_seqs
+    full = len(world.requests) == world.setting.options.num_rows
     refusal = world.refusal(world.admit)
     if bool(refusal) != full and not (refusal and world.was_interrupted):
         raise Finding(f"admit() with {len(world.requests)} requests: {refusal or 'a row came'}")
@@ -342,8 +343,24 @@ MOVES: dict[Callable[[World], None], int] = {
     stray_write: 2,
     merge: 2,
     copied: 1,
+    keep: 10,
+    begin_over: 14,
+    drop: 4,
+    dropped_twice: 4,
 }
-NEED_REQUESTS = {fork, free, reserve, reserve_many, truncate, twin, stray_write, wiped_table, steps_overlap, copied}
+NEED_REQUESTS = {
+    keep,
+    fork,
+    free,
+    reserve,
+    reserve_many,
+    truncate,
+    twin,
+    stray_write,
+    wiped_table,
+    steps_overlap,
+    copied,
+}
 
 
 def move(world: World) -> None:
@@ -366,6 +383,8 @@ def finish(world: World) -> None:
         raise Finding(f"the fault of step {unreported[0]} was never reported")
     for row in list(world.requests):
         world.free(row)
+    for id_ in list(world.kept):
+        world.drop([id_], world.spaces())
     run(world, Draft([], is_plain=True), "run eagerly")
     world.check_counts(nothing_waits=True)
 
@@ -400,9 +419,5 @@ def _must_raise_wrong_state(call: Callable[[], object]) -> None:
 
 
 def _shares_page(world: World, row: int, page_no: int) -> bool:
-    return any(
-        page == world.runtime.table.pages_of(row).tolist()[page_no]
-        for other in world.requests
-        if other != row
-        for page in world.runtime.table.pages_of(other).tolist()
-    )
+    table = world.runtime.table
+    return table.num_holders(int(table.pages_of(row)[page_no])) > 1

@@ -96,6 +96,15 @@ class Oracle:
         """A request that begins with the first tokens of another."""
         self.kv[child] = self.kv[request][:num_tokens]
 
+    def begin(self, request: int, looked_up: Sequence[int]) -> None:
+        """A request whose first tokens are stored already."""
+        self.kv[request] = list(looked_up)
+
+    def page(self, request: int, page_no: int, page_size: int) -> list[int]:
+        """What the tokens of one page looked up."""
+        found = self.kv[request][page_no * page_size : (page_no + 1) * page_size]
+        return found + [UNKNOWN] * (page_size - len(found))
+
     def free(self, request: int) -> None:
         """The request is gone."""
         del self.kv[request]

@@ -56,6 +56,7 @@ class Setting:
             swa_kept=rng.choice((0, 0, 2, 5)),
             first_swa_page=first_swa_page,
             max_num_seqs=max_num_seqs,
+            max_num_rows=rng.choice((0, 0, max_num_seqs + 1, max_num_seqs + 3)),
             max_kv_len=max_kv_len,
             provider=rng.choice(("triton", "auto")) if on_gpu else "torch",
             capture_sizes=random_ladder(rng, max_num_seqs + 3),

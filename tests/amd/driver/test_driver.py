@@ -23,7 +23,9 @@ def test_a_seed_is_the_same_every_time(device: torch.device) -> None:
     assert run_seed(7, device) == run_seed(7, device)
 
 
-@pytest.mark.parametrize("guard", ["batch_check", "copy_on_write", "echo_check", "full_refresh", "table_first"])
+@pytest.mark.parametrize(
+    "guard", ["batch_check", "copy_on_write", "echo_check", "full_refresh", "kept_ids", "table_first"]
+)
 def test_a_safeguard_that_is_off_is_found_within_thirty_seeds(guard: str, device: torch.device) -> None:
     guards = Guards().without(guard)
     assert any(run_seed(seed, device, guards).finding for seed in range(30))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,22 @@ class Request:
     may_be_refused: bool = False
 
 
+@dataclass(slots=True)
+class Kept:
+    """A page that is kept.
+
+    looked_up: what the tokens in it looked up; UNKNOWN where that is not known
+    spaces:    in which it is kept
+    script, ancestor: of the request that it is of
+    """
+
+    page_no: int
+    looked_up: list[int]
+    spaces: set[Space]
+    script: list[int]
+    ancestor: int
+
+
 @dataclass(slots=True, eq=False)
 class ExpectedFault:
     """A step that was made to go wrong on the device.
@@ -80,15 +97,16 @@ def served(rng: random.Random, device: torch.device, guards: Guards | None) -> t
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Rows and pages that are free, and the pages of each row."""
+    """Rows and pages that are free, the pages of each row, and those that are kept."""
 
     free_rows: int
     free_pages: dict[Space, int]
     pages: Pages
+    kept: dict[Space, tuple[int, ...]]
 
     def is_but_evictions(self, before: Held) -> bool:
         """Whether it is what it was before, but for pages that have left a window, or that were kept to be copied."""
-        if self.free_rows != before.free_rows or self.pages.keys() != before.pages.keys():
+        if self.free_rows != before.free_rows or self.pages.keys() != before.pages.keys() or self.kept != before.kept:
             return False
         for (_, space), pages in self.pages.items():
             then = before.pages[_, space]
@@ -115,6 +133,8 @@ class World:
         self.oracle = Oracle([])
         self.set_weights()
         self.requests: dict[int, Request] = {}
+        self.kept: dict[int, Kept] = {}
+        self.dropped: list[int] = []
         self.faults: list[ExpectedFault] = []
         self.is_disturbed = False  # whether memory ran out or the user interrupted
         self.was_interrupted = False  # pages and rows that were changing hands may be lost
@@ -165,24 +185,36 @@ class World:
             (row, space): tuple(table.pages_of(row, space).tolist()) for row in self.requests for space in self.spaces()
         }
 
+    def kept_pages(self) -> dict[Space, tuple[int, ...]]:
+        """What is kept; 0 where that is nothing."""
+        return {space: tuple(self.runtime.table.kept_pages([*self.kept], space).tolist()) for space in self.spaces()}
+
     def state(self) -> Held:
         """What a refused call must leave as it was."""
         table = self.runtime.table
         free = {space: table.space(space).num_free_pages for space in self.spaces()}
-        return Held(table.num_free_rows, free, self.pages())
+        return Held(table.num_free_rows, free, self.pages(), self.kept_pages())
 
     def check_counts(self, *, nothing_waits: bool) -> None:
-        """No row and no page is lost, and none is both held and free.
+        """No row and no page is lost, none is both held and free, and holders are counted as there are.
 
         nothing_waits: whether no page is kept back because it has still to be copied
         """
-        table, held = self.runtime.table, self.pages()
+        table, held, kept = self.runtime.table, self.pages(), self.kept_pages()
         rows = table.num_free_rows + len(self.requests)
-        if not self._is_all(rows, self.setting.options.max_num_seqs):
+        if not self._is_all(rows, self.setting.options.num_rows):
             raise Finding(f"{table.num_free_rows} rows are free beside {len(self.requests)} requests")
         for space in self.spaces():
-            pages = {page for (_, at), pages in held.items() if at is space for page in pages} - {0}
+            holders = Counter(page for (_, at), pages in held.items() if at is space for page in pages)
+            holders.update(kept[space])
+            del holders[0]
+            pages = set(holders)
             of_space = table.space(space)
+            counted = {page: table.num_holders(page, space) for page in holders}
+            if counted != holders and not (
+                self.was_interrupted and all(holders[page] <= counted[page] for page in pages)
+            ):
+                raise Finding(f"{space.name}: pages have the holders {holders}, and are said to have {counted}")
             count = of_space.num_free_pages + len(pages)
             if count > of_space.num_usable_pages or (
                 nothing_waits and not self._is_all(count, of_space.num_usable_pages)
@@ -196,10 +228,10 @@ class World:
         return count <= all_of_them if self.was_interrupted else count == all_of_them
 
     def poison(self) -> None:
-        """NaN in every page that no row holds; only right after a step, when no page waits to be copied."""
-        held, pool = self.pages(), self.runtime.pool
+        """NaN in every page without holders; only right after a step, when no page waits to be copied."""
+        held, kept, pool = self.pages(), self.kept_pages(), self.runtime.pool
         for space in self.spaces():
-            of_space = {page for (_, at), pages in held.items() if at is space for page in pages}
+            of_space = {page for (_, at), pages in held.items() if at is space for page in pages} | {*kept[space]}
             free = [page for page in range(1, pool.in_space(space).num_pages) if page not in of_space]
             if free:
                 index = torch.tensor(free, device=self.device)
@@ -279,6 +311,33 @@ class World:
         )
         self.oracle.fork(row, child, kv_len)
         return child
+
+    def keep(self, row: int, first: int, end: int, spaces: Sequence[Space]) -> None:
+        """Keep pages of a request. Raises what the table does."""
+        table, request = self.runtime.table, self.requests[row]
+        ids = table.keep(row, first, end, spaces).tolist()
+        # What a step that is said to have gone back would store again is refused.
+        request.may_be_refused |= end * table.page_size > request.end
+        for page_no, id_ in enumerate(ids, first):
+            tokens = self.oracle.page(row, page_no, table.page_size)
+            self.kept[id_] = Kept(page_no, tokens, {*spaces}, request.script, request.ancestor)
+
+    def begin_over(self, ids: Sequence[int], kv_len: int) -> int:
+        """A request over kept pages. Raises what the table does."""
+        row = self.runtime.table.admit_over(ids, kv_len)
+        last = self.kept[ids[-1]]
+        self.requests[row] = Request(last.script, kv_len, kv_len, kv_len, last.ancestor)
+        self.oracle.begin(row, [token for id_ in ids for token in self.kept[id_].looked_up][:kv_len])
+        return row
+
+    def drop(self, ids: Sequence[int], spaces: Sequence[Space]) -> None:
+        """Let go of kept pages. Raises what the table does."""
+        self.runtime.table.drop(ids, spaces)
+        for id_ in ids:
+            self.kept[id_].spaces -= {*spaces}
+            if not self.kept[id_].spaces:
+                del self.kept[id_]
+                self.dropped.append(id_)
 
     def free(self, row: int) -> None:
         """Give a request back."""

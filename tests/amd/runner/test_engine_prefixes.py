@@ -21,6 +21,7 @@ from rocm_attn.runner.model import Model
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Completion, Request
 from rocm_attn.runner.sampling import Sampler, pick_tokens
+from rocm_attn.runner.scheduler import ScheduledStep
 from rocm_attn.step.echo import STEPS_UNTIL_ECHO
 from tests.amd.runner.float64_llama import Float64Llama, assert_greedy
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
@@ -241,6 +242,29 @@ def test_only_the_request_that_fails_fails_though_its_prefix_is_shared() -> None
         alone.generate([request])[0].token_ids for number, request in enumerate(requests) if number != 7
     ]
     assert hits(served) > 0
+
+
+def test_what_is_computed_again_alone_uses_no_page_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = tiny_model()
+    loaded.weights.embedding[7] = float("nan")
+    loaded.weights.head[7] = 0.0
+    served, starts = engine(loaded), set[int]()
+    served.generate([Request(SHARED, 4)])
+    for last in (1, 7):
+        served.submit(Request((*SHARED, last, 1, 2), 20))
+    next_step = served._scheduler.next_step
+
+    def watched() -> ScheduledStep:
+        step = next_step()
+        if step.is_of_a_suspect:
+            starts.add(int(step.batch.kv_len[0] - step.batch.q_len[0]))
+        return step
+
+    monkeypatch.setattr(served._scheduler, "next_step", watched)
+    while served.has_work:
+        served.step()
+    assert hits(served) == 2 * 12, "when they were admitted, and not again"
+    assert starts == {0, 16}, "whole prompts in chunks of 16"
 
 
 def test_what_a_failed_request_held_leaves_the_cache(loaded: LoadedModel) -> None:

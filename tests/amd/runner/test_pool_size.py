@@ -1,6 +1,6 @@
 """The pool gets what a model's largest step and its graphs leave, and an engine stays within it whatever it serves.
 
-On a CPU the memory is that of tensors, metered, of a made-up size; on a GPU it is the GPU's.
+The memory is that of tensors on the CPU, metered, of a made-up size; tests/amd/system/test_pool_on_gpu.py has a GPU's.
 """
 
 from __future__ import annotations
@@ -11,28 +11,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadSetting, CapacityExceeded
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.runner import engine_runtime, pool_size
-from rocm_attn.runner.config import DenseMlp, LayerConfig
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.engine_runtime import runtime_for
-from rocm_attn.runner.gates import SwiGLU
-from rocm_attn.runner.geometry import AttentionLayer
-from rocm_attn.runner.measured_memory import LargestSteps, TorchMemory, memory_of
+from rocm_attn.runner.measured_memory import LargestSteps, memory_of
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.pool_size import NOT_MEASURED, Measured, is_small, most_kv_bytes
 from rocm_attn.runner.ranks import OneRank
 from rocm_attn.runner.request import Request
-from rocm_attn.runner.rope import Rope
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
+from tests.amd.runner.largest_steps import run_largest_steps
 from tests.amd.runner.metered_memory import MeteredMemory
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
 
@@ -172,6 +167,13 @@ def test_what_is_measured_grows_with_the_step_and_the_vocabulary(metered: Callab
         assert step_bytes(vocab_size=30_000) > small
 
 
+def test_pages_may_be_longer_than_sequences(metered: Callable[[int], MeteredMemory]) -> None:
+    with metered(6_000_000):
+        runtime, measured = runtime_for(tiny_model(context_len=20), replace(MANY, page_size=256))
+    assert measured.step > 0
+    assert runtime.max_kv_len == 20
+
+
 def test_a_step_that_does_not_fit_is_refused_in_a_sentence(
     metered: Callable[[int], MeteredMemory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,52 +218,3 @@ def test_a_cpu_is_not_measured() -> None:
     runtime, measured = runtime_for(tiny_model(context_len=4096), BASE)
     assert measured == NOT_MEASURED
     assert runtime.pool.num_pages == 1 + 4 * 1024
-
-
-def run_largest_steps(served: Engine) -> None:
-    """With every page taken: a prompt beside sequences that decode, many prompts, all decoding."""
-    runtime, options = served.runtime, served.options
-    table, num_seqs = runtime.table, options.max_batch_size
-    served.forget_prefixes()
-    for layer in range(len(runtime.kinds.problems)):
-        runtime.pool.layer(layer).k.zero_()
-        runtime.pool.layer(layer).v.zero_()
-    rows = np.array([table.admit() for _ in range(num_seqs)], np.int32)
-    each = min(served.max_kv_len, table.fewest_free_pages // num_seqs * table.page_size)
-    others = (num_seqs - 1) * each // table.page_size
-    longest = min(served.max_kv_len, (table.fewest_free_pages - others) * table.page_size)
-    kv_len = np.array([longest] + [each] * (num_seqs - 1), np.int32)
-    table.reserve_all(rows, kv_len)
-    table.mark_stored(rows, kv_len)
-    share = options.chunk // num_seqs
-    for q_len in ([max(1, options.chunk - num_seqs + 1)] + [1] * (num_seqs - 1), [share] * num_seqs, [1] * num_seqs):
-        batch = StepBatch(rows, kv_len, q_len, token_ids=[1] * sum(q_len))
-        served._runner.run(batch).float()
-    runtime.check_device()
-    for row in rows.tolist():
-        table.free(row)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-def test_a_gpu_is_filled_to_its_share_and_serves_at_the_limit(graphs: bool, device: torch.device) -> None:
-    """Every page is written, all graphs are made, and the largest steps run: nothing runs out of memory."""
-    memory = TorchMemory(device)
-    memory.give_back()
-    attention = AttentionLayer(num_q_heads=8, num_kv_heads=8, head_dim=128, scale=128**-0.5)
-    layer = LayerConfig(attention, Rope(theta=10000.0, head_dim=128), DenseMlp(4096, SwiGLU()))
-    base = replace(CONFIG, layers=(layer,) * 8, hidden_size=1024, vocab_size=128_000)
-    loaded = tiny_model(base=base, context_len=1 << 20, dtype=torch.bfloat16, device=device)
-    served = Engine(loaded, EngineOptions(graphs=graphs, max_batch_size=256, chunk=8192, provider="triton"))
-    report = served.report()
-    assert report.step_bytes > 256 * 128_000 * 4
-    assert (report.graph_bytes > 0) == graphs
-    if graphs:
-        made = served.capture_all(lambda done, total, name: None)
-        assert made.graphs_off == ""
-        assert made.num_bytes <= report.graph_bytes
-    run_largest_steps(served)
-    served.generate([Request((number + 1,) * 3000, 20) for number in range(300)])
-    used = memory.total() - memory.free()
-    assert 0.87 * memory.total() <= used <= 0.9 * memory.total(), report.memory_line()

@@ -1,0 +1,97 @@
+"""What the tests of AsyncEngine have in common: a small engine, requests, steps that wait for the test."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.options import EngineOptions
+from rocm_attn.runner.request import Completion, Event, Request
+from rocm_attn.runner.request_stream import RequestStream
+from rocm_attn.runner.sampling import Sampling
+from tests.amd.runner.tiny_model import CONFIG
+
+T = TypeVar("T")
+
+BASE = EngineOptions(
+    provider="torch", page_size=4, max_batch_size=8, chunk=16, graphs=False, max_kv_len=64, capture_after=0
+)
+NAN_TOKEN = 7
+LONG = Request((5, 6, 8), 60)
+
+
+def engine(loaded: LoadedModel, **changes: Any) -> Engine:
+    return Engine(loaded, replace(BASE, **changes))
+
+
+def some_requests(num: int, seed: int = 3) -> list[Request]:
+    chooser = random.Random(seed)
+    return [
+        Request(
+            tuple(chooser.choices(range(NAN_TOKEN + 1, CONFIG.vocab_size), k=chooser.randrange(1, 20))),
+            chooser.randrange(1, 12),
+            Sampling(temperature=chooser.choice((0.0, 0.9)), seed=chooser.randrange(9)),
+        )
+        for _ in range(num)
+    ]
+
+
+def run(main: Callable[[], Awaitable[T]]) -> T:
+    """Run a test's tasks; afterwards no thread of an engine's is left."""
+
+    async def awaited() -> T:
+        return await main()
+
+    result = asyncio.run(awaited())
+    assert [thread.name for thread in threading.enumerate() if "engine" in thread.name] == []
+    return result
+
+
+def is_empty(served: Engine) -> bool:
+    """Whether the engine holds nothing of any request, but for cached prefixes, which it forgets here."""
+    if (served.has_work, served._outputs, served._done, served._events) != (False, {}, {}, []):
+        return False
+    served.forget_prefixes()
+    table = served.runtime.table
+    return (table.num_free_pages, table.num_free_rows) == (table.num_usable_pages, served.options.max_batch_size)
+
+
+async def read(stream: RequestStream) -> Completion:
+    """The pieces put together."""
+    pieces = [piece async for piece in stream]
+    assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    reason = pieces[-1].finish_reason
+    assert reason is not None
+    tokens = tuple(token for piece in pieces for token in piece.token_ids)
+    return Completion((await stream.completion()).prompt_token_ids, tokens, "".join(p.text for p in pieces), reason)
+
+
+class Broken(Exception):
+    """What a test raises."""
+
+
+class Gated:
+    """An engine that waits before each step for the test's word."""
+
+    def __init__(self, served: Engine) -> None:
+        self._step, self._gate, self._begun = served.step, threading.Semaphore(0), threading.Semaphore(0)
+        served.step = self.step  # type: ignore[method-assign]
+
+    def step(self) -> list[Event]:
+        self._begun.release()
+        self._gate.acquire()
+        return self._step()
+
+    async def begun(self) -> None:
+        """Wait until another step has begun."""
+        await asyncio.to_thread(self._begun.acquire)
+
+    def let(self, steps: int) -> None:
+        for _ in range(steps):
+            self._gate.release()

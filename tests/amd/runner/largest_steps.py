@@ -1,0 +1,32 @@
+"""The largest steps that an engine can be asked for, run with every page taken."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.runner.engine import Engine
+
+
+def run_largest_steps(served: Engine) -> None:
+    """With every page taken: a prompt beside sequences that decode, many prompts, all decoding."""
+    runtime, options = served.runtime, served.options
+    table, num_seqs = runtime.table, options.max_batch_size
+    served.forget_prefixes()
+    for layer in range(len(runtime.kinds.problems)):
+        runtime.pool.layer(layer).k.zero_()
+        runtime.pool.layer(layer).v.zero_()
+    rows = np.array([table.admit() for _ in range(num_seqs)], np.int32)
+    each = min(served.max_kv_len, table.fewest_free_pages // num_seqs * table.page_size)
+    others = (num_seqs - 1) * each // table.page_size
+    longest = min(served.max_kv_len, (table.fewest_free_pages - others) * table.page_size)
+    kv_len = np.array([longest] + [each] * (num_seqs - 1), np.int32)
+    table.reserve_all(rows, kv_len)
+    table.mark_stored(rows, kv_len)
+    share = options.chunk // num_seqs
+    for q_len in ([max(1, options.chunk - num_seqs + 1)] + [1] * (num_seqs - 1), [share] * num_seqs, [1] * num_seqs):
+        batch = StepBatch(rows, kv_len, q_len, token_ids=[1] * sum(q_len))
+        served._runner.run(batch).float()
+    runtime.check_device()
+    for row in rows.tolist():
+        table.free(row)

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.parallel import processes
 from rocm_attn.runner.parallel.messages import RankError, sendable
 from rocm_attn.runner.parallel.processes import RankFailed
+from rocm_attn.runner.parallel.rank_process import options_of_rank
 from rocm_attn.runner.parallel.ranked_engine import RankedEngine
 from rocm_attn.runner.ranks import Ranks
 from rocm_attn.runner.request import AbortEvent, Completion, Event, Request, RequestsFailed, TokenEvent
@@ -180,6 +183,7 @@ def test_a_rank_that_is_killed_ends_all_with_a_sentence(where: str) -> None:
         with pytest.raises(RankFailed, match=rf"^rank 1 was killed by SIGKILL in {where}\(\), and all") as why:
             serve(engine, where)
         assert why.value.rank == 1
+        assert str(why.value).endswith("and all ranks were ended; its last words were: rank 1 gives up")
         assert_all_end(ranks)
         with pytest.raises(RankFailed, match="the ranks of this engine were ended; make another engine"):
             engine.submit(REQUESTS[0])
@@ -223,6 +227,12 @@ def test_ranks_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(BadSetting, match="4 ranks need a GPU each, and torch sees 2"):
         RankedEngine(load_poisoned, BASE, num_ranks=4, device_type="cuda")
+
+
+def test_each_rank_has_a_flight_record_of_its_own() -> None:
+    options = replace(BASE, flight_record=Path("records/last.json"))
+    assert options_of_rank(options, 1).flight_record == Path("records/last.rank1.json")
+    assert options_of_rank(BASE, 1) is BASE
 
 
 class TwoWords(Exception):

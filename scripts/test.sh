@@ -13,7 +13,7 @@
 #   offline          every kernel compiled for gfx942, gfx950 and sm_90 with the installed Triton, pools below 2 GiB
 #   simulator        every kernel executed as gfx942 and gfx950 machine code, with every address checked
 #   oldest           one compile a kernel with the oldest supported Triton
-#   host-long, interpreter-long, mutation-long, offline-long, driver-long  what these leave out to stay short (not part
+#   host-long, interpreter-long, mutation-long, text-long, offline-long, driver-long  what these leave out (not part
 #                    of the default)
 #   tuning           no AMD tuning row costs much more than a candidate; needs llvm-mca (not part of the default)
 #   offline@VERSION  all AMD compiles with another Triton, for instance offline@3.7.1 (not part of the default)
@@ -100,7 +100,8 @@ run_stage() {
     offline-long) run_pytest tests/amd/offline -m long ;;
     driver) run_pytest -n auto tests/amd/driver ;;
     driver-long) python -m tests.amd.driver --seeds 300:2000 | tee -a "$verdicts" ;;
-    text) run_pytest -n auto tests/amd/text ;;
+    text) run_pytest -n auto -m "not nightly" tests/amd/text ;;
+    text-long) run_pytest -n auto -m nightly tests/amd/text ;;
     soak) rocm-attn soak --steps 2000 --seed 0 ;;
     offline) run_pytest tests/amd/offline -m "not llvm_mca and not long" ;;
     tuning) run_pytest tests/amd/offline -m llvm_mca ;;
@@ -109,7 +110,7 @@ run_stage() {
     simulator) run_pytest -n auto tests/amd/simulator ;;
     simulator@*) with_triton "${1#simulator@}" python -m tests.amd.simulator.record docs/simulator.md ;;
     aiter-source) run_aiters_kernels ;;
-    device) run_pytest tests/amd/{kernels,hip_graphs,runtime,external,guards,graphs,system,text,doctor} ;;
+    device) run_pytest -m "not nightly" tests/amd/{kernels,hip_graphs,runtime,external,guards,graphs,system,text,doctor} ;;
     rocm) report_from_gpu tests/amd/{rocm,kernels,hip_graphs,runtime,external,guards,graphs,system,text,doctor} ;;
     images)
         hadolint docker/{,stand_in/}Dockerfile

@@ -169,7 +169,9 @@ class _GroupMeetings:
         self._group = group
         self._on_wait = on_wait
         self._said = torch.zeros(2, dtype=torch.int64)  # number of faults, digest
-        self._heard = torch.zeros(group.size(), 2, dtype=torch.int64)
+        self._heard = torch.zeros(2 * group.size(), dtype=torch.int64)
+        # the same memory, whose elements NumPy reads and writes in a tenth of the time
+        self._said_words, self._heard_words = self._said.numpy(), self._heard.numpy().reshape(-1, 2)
         self._work: dist.Work | None = None  # of what was said before the last step
 
     def before_step(self, number: int, found: Sequence[DeviceFault]) -> Sequence[DeviceFault]:
@@ -177,7 +179,7 @@ class _GroupMeetings:
         if self._work is not None:
             self._work.wait()
             self._work = None
-            heard = self._heard.tolist()
+            heard = self._heard_words.tolist()
             for rank, (_, digest) in enumerate(heard):
                 if digest != heard[0][1]:
                     raise RanksDiverged(
@@ -187,8 +189,8 @@ class _GroupMeetings:
             if any(num_faults for num_faults, _ in heard):
                 faults = self.all_faults(number, found)
         if not faults:
-            self._said[0], self._said[1] = len(found), self.digest
-            self._work = all_gather_into(self._heard.view(-1), self._said, group=self._group, async_op=True)
+            self._said_words[:] = len(found), self.digest
+            self._work = all_gather_into(self._heard, self._said, group=self._group, async_op=True)
         return faults
 
     def all_faults(self, number: int, found: Sequence[DeviceFault]) -> Sequence[DeviceFault]:

@@ -119,13 +119,13 @@ def _engine(setup: RankSetup, on_wait: OnWait) -> Engine:
     )
     assert dist.group.WORLD is not None
     ranks = RanksOfGroup(dist.group.WORLD, on_wait)
-    engine = Engine(setup.load(device=device, ranks=ranks), _of_rank(setup.options, setup.rank))
+    engine = Engine(setup.load(device=device, ranks=ranks), options_of_rank(setup.options, setup.rank))
     if isinstance(engine.flight, FlightRecorder):
         dump_on_signal(engine.flight)
     return engine
 
 
-def _of_rank(options: EngineOptions, rank: int) -> EngineOptions:
+def options_of_rank(options: EngineOptions, rank: int) -> EngineOptions:
     """The options, with a file of its own for each rank's last steps."""
     if options.flight_record is None:
         return options

@@ -42,6 +42,7 @@ class Sabotaged:
         self.after -= 1
         if self.after == 0 and self.ranks.shard.rank == 1:
             if self.what == "dies":
+                print("rank 1 gives up", flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.what == "hangs":
                 signal.pause()

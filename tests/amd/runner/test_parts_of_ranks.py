@@ -12,7 +12,9 @@ from torch import Tensor
 
 from rocm_attn.runner.cut import cost_of_cut
 from rocm_attn.runner.geometry import AttentionLayer
+from rocm_attn.runner.linears import linears_over
 from rocm_attn.runner.loading import load_model, open_model
+from rocm_attn.runner.ranks import RanksOfGroup
 from rocm_attn.runner.shards import Shard, Span
 from rocm_attn.runner.tensors import Shape, TensorSource
 from rocm_attn.runner.weights import expected_shapes, load_weights
@@ -155,3 +157,19 @@ def test_parts_of_a_gguf_file_are_those_of_its_whole_tensors(tmp_path: Path) -> 
         where = tuple(slice(size // 3, size - size // 4) for size in shape)
         assert torch.equal(files.source.read(name, *where), whole[where]), name
         assert torch.equal(files.source.read(name, where[0]), whole[where[0]]), name
+
+
+def test_deterministic_sums_take_the_ranks_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the sizes are. In any other order these three give 1, or lie in another chunk of NCCL's ring."""
+    ranks = object.__new__(RanksOfGroup)
+    ranks.shard = Shard(0, 3)
+    of_ranks = [torch.tensor([[1e8]]), torch.tensor([[1.0]]), torch.tensor([[-1e8]])]
+    monkeypatch.setattr(ranks, "_all", lambda x: [each.clone() for each in of_ranks])
+    monkeypatch.setattr(ranks, "sum", lambda x: torch.tensor([[1.0]]))
+    x = weight = torch.ones(1, 1)
+    for deterministic, total in ((True, 0.0), (False, 1.0)):
+        linears = linears_over(ranks, deterministic=deterministic)
+        assert linears.summed_linear(x, weight, None).tolist() == [[total]]
+        assert linears.add_summed_linear(torch.tensor([[5.0]]), x, weight, torch.tensor([2.0])).tolist() == [
+            [7.0 + total]
+        ]

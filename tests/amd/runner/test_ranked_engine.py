@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import selectors
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from rocm_attn.errors import BadRequest, BadSetting, CapacityExceeded
+from rocm_attn.runner.async_engine import AsyncEngine
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.parallel import processes
 from rocm_attn.runner.parallel.messages import RankError, sendable
 from rocm_attn.runner.parallel.processes import RankFailed
+from rocm_attn.runner.parallel.rank_process import options_of_rank
 from rocm_attn.runner.parallel.ranked_engine import RankedEngine
 from rocm_attn.runner.ranks import Ranks
 from rocm_attn.runner.request import AbortEvent, Completion, Event, Request, RequestsFailed, TokenEvent
@@ -81,6 +86,16 @@ def test_ranks_give_the_tokens_of_one_rank(ranked: RankedEngine, alone: list[Com
     assert not ranked.has_work
 
 
+def test_tasks_of_an_event_loop_share_ranks(ranked: RankedEngine, alone: list[Completion]) -> None:
+    async def serve() -> list[Completion]:
+        async with AsyncEngine(ranked) as front:
+            completions = await asyncio.gather(*(front.complete(request) for request in REQUESTS))
+            assert (await front.report()).ranks == 2
+            return completions
+
+    assert asyncio.run(serve()) == alone
+
+
 def test_what_cannot_be_served_is_refused_and_the_ranks_go_on(ranked: RankedEngine, alone: list[Completion]) -> None:
     with pytest.raises(BadRequest, match="token 64 is not in the model's vocabulary"):
         ranked.generate([Request((1, 64), 4)])
@@ -137,8 +152,8 @@ def test_no_event_is_lost_to_an_interrupt(
     assert tuple(tokens) == ranked.completion(number).token_ids == alone[0].token_ids
 
 
-def test_the_ranks_end_when_the_engine_is_closed() -> None:
-    """And those that sit in a collective, whose engine was never closed, when the process in front is killed."""
+@pytest.mark.nightly
+def test_ranks_in_a_collective_end_when_the_process_in_front_is_killed() -> None:
     script = (
         "import os, signal\n"
         "from rocm_attn.runner.parallel.ranked_engine import RankedEngine\n"
@@ -160,7 +175,7 @@ def test_the_ranks_end_when_the_engine_is_closed() -> None:
     assert_all_end([int(pid) for pid in finished.stdout.split()])
 
 
-@pytest.mark.parametrize("where", ["step", pytest.param("capture_all", marks=pytest.mark.long)])
+@pytest.mark.parametrize("where", ["step", pytest.param("capture_all", marks=pytest.mark.nightly)])
 def test_a_rank_that_is_killed_ends_all_with_a_sentence(where: str) -> None:
     """In mid-step, or while a graph is made: in either case rank 0 waits for its sum."""
     with RankedEngine(LoadSabotaged("dies", 6), BASE, num_ranks=2) as engine:
@@ -168,6 +183,7 @@ def test_a_rank_that_is_killed_ends_all_with_a_sentence(where: str) -> None:
         with pytest.raises(RankFailed, match=rf"^rank 1 was killed by SIGKILL in {where}\(\), and all") as why:
             serve(engine, where)
         assert why.value.rank == 1
+        assert str(why.value).endswith("and all ranks were ended; its last words were: rank 1 gives up")
         assert_all_end(ranks)
         with pytest.raises(RankFailed, match="the ranks of this engine were ended; make another engine"):
             engine.submit(REQUESTS[0])
@@ -177,7 +193,7 @@ def test_a_rank_that_is_killed_ends_all_with_a_sentence(where: str) -> None:
 @pytest.mark.parametrize(
     ("where", "sentence"),
     [
-        pytest.param("step", r"^rank 1 raised {} in step\(\), which not all ranks did", marks=pytest.mark.long),
+        pytest.param("step", r"^rank 1 raised {} in step\(\), which not all ranks did", marks=pytest.mark.nightly),
         ("capture_all", r"^rank 1 could not make a graph in capture_all\(\) \({}\), and the others wait for it"),
     ],
 )
@@ -193,6 +209,7 @@ def test_an_exception_of_one_rank_inside_of_a_collective_ends_all_with_a_sentenc
         assert_all_end(ranks)
 
 
+@pytest.mark.nightly
 def test_a_rank_that_cannot_load_its_part_ends_all_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits for it meanwhile, to agree on kernels."""
     monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
@@ -210,6 +227,12 @@ def test_ranks_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(BadSetting, match="4 ranks need a GPU each, and torch sees 2"):
         RankedEngine(load_poisoned, BASE, num_ranks=4, device_type="cuda")
+
+
+def test_each_rank_has_a_flight_record_of_its_own() -> None:
+    options = replace(BASE, flight_record=Path("records/last.json"))
+    assert options_of_rank(options, 1).flight_record == Path("records/last.rank1.json")
+    assert options_of_rank(BASE, 1) is BASE
 
 
 class TwoWords(Exception):

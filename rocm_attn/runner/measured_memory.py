@@ -24,8 +24,8 @@ from rocm_attn.runner.pool_size import Measured
 from rocm_attn.runner.sampling import in_float32
 from rocm_attn.runtime import AttentionRuntime
 
-# Graphs share one pool of memory, and each takes what the others leave. Made in any order, they took up to twice what
-# the largest takes alone: the sizes of a ladder double.
+# Graphs share one pool of memory, in which each keeps its outputs; the rest of it takes what the other graphs leave.
+# Made in any order, they took up to twice the rest of the largest: the sizes of a ladder double.
 _GRAPHS_OF_ANY_ORDER = 2
 
 
@@ -179,7 +179,8 @@ def _run(
         memory.give_back()
         free, held_before = memory.free(), memory.held()
         memory.start_peak()
-        runner.run(batch)  # the last one decodes: it is captured, and the graph is compared with the eager run
+        rows = runner.run(batch)  # the last one decodes: it is captured, and the graph is compared with the eager run
+        row_bytes = rows.nbytes // len(rows)
         runtime.forget_faults()
         buckets = runner.capture_report().buckets
         of_largest = sum(bucket.num_bytes for bucket in buckets)
@@ -187,5 +188,8 @@ def _run(
         memory.give_back()
         # what the driver keeps of a graph is not the allocator's
         of_each = max(0, free - memory.free() - (memory.held() - held_before)) if buckets else 0
-    num_graphs = len(capture_shapes(runtime.padding))
-    return step_bytes, _GRAPHS_OF_ANY_ORDER * of_largest + num_graphs * of_each
+    if not buckets:
+        return step_bytes, 0
+    sizes = [shape.num_seqs for shape in capture_shapes(runtime.padding)]
+    shared = max(0, of_largest - row_bytes * max(sizes))
+    return step_bytes, _GRAPHS_OF_ANY_ORDER * shared + row_bytes * sum(sizes) + len(sizes) * of_each

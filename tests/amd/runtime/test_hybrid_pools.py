@@ -16,7 +16,7 @@ from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadBatch, BadProblem, BadSetting, CapacityExceeded, DeviceFault, OutOfPages
+from rocm_attn.errors import BadBatch, BadProblem, BadSetting, CapacityExceeded, DeviceFault, NeverFits, OutOfPages
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
@@ -287,7 +287,7 @@ def test_a_pool_for_windows_that_cannot_be_is_refused(device: torch.device) -> N
         build(device, [windowed], swa_pages=4, swa_kept=-1)
     table = build(device, [windowed], swa_pages=4).table
     row = table.admit()
-    with pytest.raises(OutOfPages, match=r"4 more pages of the SWA space for 16 tokens and 3 are free; .* swa_pages"):
+    with pytest.raises(NeverFits, match=r"4 pages of the SWA space for 16 tokens and there are 3; raise swa_pages"):
         table.reserve(row, 16)
 
 

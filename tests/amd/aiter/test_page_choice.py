@@ -15,7 +15,7 @@ from rocm_attn.machine.choices import AUTO
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import Selection, select
-from rocm_attn.runner import engine
+from rocm_attn.runner import engine_runtime
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.selection import build
@@ -174,7 +174,7 @@ def test_an_engine_chooses_its_page_size(aiter: StandIn, monkeypatch: pytest.Mon
     def on_mi300(device: torch.device) -> Target:
         return GFX942
 
-    for module in (build, engine):
+    for module in (build, engine_runtime):
         monkeypatch.setattr(module, "detect_target", on_mi300)
     loaded = tiny_model(dtype=torch.float16)
     options = EngineOptions(page_size=AUTO, max_batch_size=4, max_kv_len=64, graphs=False, provider="torch")

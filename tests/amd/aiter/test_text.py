@@ -9,7 +9,7 @@ import torch
 
 from rocm_attn.machine.choices import AUTO
 from rocm_attn.machine.target import Target
-from rocm_attn.runner import engine as engine_module
+from rocm_attn.runner import engine_runtime
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.loading import LoadedModel
@@ -90,9 +90,9 @@ def test_an_engine_chooses_vectorised_pages_where_more_is_served_over_them(
     def missing(target: Target, provider: str) -> dict[str, str]:
         return {"aiter.paged_attention_ragged": "missing", "aiter.unified_attention": "missing"}
 
-    for module in (engine_module, kernel_choice):
+    for module in (engine_runtime, kernel_choice):
         monkeypatch.setattr(module, "missing_kernels", missing)
-    monkeypatch.setattr(engine_module, "detect_target", lambda device: GFX942)
+    monkeypatch.setattr(engine_runtime, "detect_target", lambda device: GFX942)
     loaded = wide_model(torch.float16)
     engine = Engine(loaded, replace(TORCH, provider="aiter", page_size=AUTO, pool=AUTO))
     assert engine.report().pools == ("vectorised pages",)

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Sets up .venv-test and runs every check, or only the stages named:
 #   bash scripts/test.sh [STAGE...]
+# An argument may name several stages, 'types soak': they run side by side.
 #
 #   lint             ruff, format and lint
 #   types            mypy --strict over the package, the tests and the benchmarks
 #   host             everything that needs neither a GPU nor Triton's interpreter
 #   interpreter      the kernels, and the runtime on top of them, under Triton's interpreter
-#   mutation         every fourth mask of the kernels removed in a copy: a check under Triton's interpreter must notice
+#   mutation         every sixth mask of the kernels removed in a copy: a check under Triton's interpreter must notice
 #   soak             2,000 random steps of a tiny model, every output checked against the oracle
 #   driver           300 seeds of a random driver whose oracle shares no code with the project
 #   text             greedy text against transformers, and the command line on real weights
@@ -128,28 +129,45 @@ log=$VENV/log verdicts=$VENV/verdicts
 : >"$verdicts"
 
 if [ $# -eq 0 ]; then
-    set -- lint types images host interpreter mutation soak driver text offline oldest simulator
+    # Stages of one process each run beside another.
+    set -- lint 'types soak' images host interpreter mutation driver text offline oldest simulator
     if python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
         set -- "$@" device
     fi
 fi
 
-summary="" failures=0
-for stage in "$@"; do
-    echo "=== $stage"
-    started=$SECONDS verdict=passed
+# time_stage STAGE: runs it and writes what came of it into $VENV/stage-STAGE.
+time_stage() {
+    local started=$SECONDS verdict=passed
     # In a subshell of its own: `set -e` holds inside, and no stage's environment reaches the next.
     set +e
     (
         set -e
-        run_stage "$stage"
+        run_stage "$1"
     )
     # shellcheck disable=SC2181 # in a condition, `set -e` would not hold inside
-    [ $? -eq 0 ] || { verdict=FAILED failures=$((failures + 1)); }
+    [ $? -eq 0 ] || verdict=FAILED
     set -e
-    summary+=$(printf '%-16s %-6s %4d s' "$stage" $verdict $((SECONDS - started)))$'\n'
+    printf '%-16s %-6s %4d s\n' "$1" $verdict $((SECONDS - started)) >"$VENV/stage-$1"
+}
+
+summary=""
+for stages in "$@"; do
+    echo "=== $stages"
+    for stage in $stages; do
+        if [ "$stage" = "$stages" ]; then
+            time_stage "$stage"
+        else
+            time_stage "$stage" >"$VENV/output-$stage" 2>&1 &
+        fi
+    done
+    wait
+    for stage in $stages; do
+        [ "$stage" = "$stages" ] || cat "$VENV/output-$stage"
+        summary+=$(cat "$VENV/stage-$stage")$'\n'
+    done
 done
 
 printf '\n%s' "$summary"
 cat "$verdicts"
-exit $((failures > 0))
+[[ $summary != *FAILED* ]]

@@ -17,7 +17,10 @@ from rocm_attn.paging.index_spaces import Space
 from rocm_attn.step.external_step import ONE_EACH, ExternalStep
 from tests.amd.external.engines import ENGINES, ROOM, VLLM, Engine, FlashInfer, MakeEngine, SGLang
 
-each_engine = pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
+each_engine = pytest.mark.parametrize(
+    "make",
+    [pytest.param(make, id=name, marks=[pytest.mark.long] * (name != "sglang")) for name, make in ENGINES.items()],
+)
 
 # Under Triton's interpreter pages of 16 in every run, and the others in the nightly one.
 each_page_size = pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.long), 16])

@@ -64,7 +64,10 @@ def test_eager_steps_of_an_engine_are_right(build: Build, layout: Layout, page_s
     engine.attention.check_device()
 
 
-@each_layout
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(layout, id=name, marks=[LONG] * (name != "sglang two pools")) for name, layout in LAYOUTS.items()],
+)
 @each_page_size
 @pytest.mark.parametrize("width", [1, pytest.param(3, marks=LONG)])
 def test_an_engines_own_graphs_serve_any_length_and_number(

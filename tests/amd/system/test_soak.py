@@ -82,7 +82,8 @@ class Fuse:
         return True
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", [0, 1])
 def test_a_sound_runtime_soaks_without_a_finding(seed: int, device: torch.device) -> None:
     report = soak(replace(Scenario.of_seed(seed), reopen_every=100), 300, seed, device, "auto")
     assert report.steps == 300

@@ -17,8 +17,8 @@ def rows_for(archs: tuple[str, ...]) -> pytest.MarkDecorator:
     """Runs a test with every row for these archs; rows that the oldest Triton compiles too are marked so.
 
     Large pools are long, as the simulator runs code for them too, and so are the NVIDIA GPU that is not the target and
-    other dtypes than bfloat16, in which most models are served, on other archs than the first. So is float16, whose code
-    is bfloat16's but for conversions.
+    other dtypes than bfloat16, in which most models are served, on other archs than the first. So is float16, whose
+    code is bfloat16's but for conversions.
     """
     return pytest.mark.parametrize(
         "row",

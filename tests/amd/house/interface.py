@@ -95,9 +95,25 @@ def _members(node: ast.ClassDef) -> Iterator[str]:
                 else:
                     yield f"    {_called(member)}"
             case ast.AnnAssign(target=ast.Name(id=name)) if not name.startswith("_"):
-                yield f"    {ast.unparse(member)}"
+                yield f"    {name}: {ast.unparse(member.annotation)}{_default(member.value)}"
             case ast.Assign(targets=[ast.Name(id=name)]) if not name.startswith("_"):
                 yield f"    {ast.unparse(member)}"
+
+
+def _default(value: ast.expr | None) -> str:
+    """What a field is when it is not given; not the help of an option, nor where a metric begins to count."""
+    match value:
+        case None:
+            return ""
+        case ast.Call(func=ast.Name(id="option"), args=[default, *_]):
+            return f" = {ast.unparse(default)}"
+        case ast.Call(func=ast.Name(id="field"), keywords=[ast.keyword(arg="default_factory", value=factory)]):
+            return (
+                f" = {ast.unparse(factory.body)}" if isinstance(factory, ast.Lambda) else f" = {ast.unparse(factory)}()"
+            )
+        case ast.Call(func=ast.Name(id=maker)) if maker.startswith("_"):
+            return ""
+    return f" = {ast.unparse(value)}"
 
 
 def _called(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:

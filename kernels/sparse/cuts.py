@@ -1,4 +1,4 @@
-"""How sparse attention's work is cut, and the scratch that it takes: by shapes alone, so that a graph serves all lengths.
+"""How sparse attention's work is cut, and the scratch that it takes: by shapes alone, so a graph serves all lengths.
 
 Without Triton, so that a provider can choose and describe a kernel where there is none.
 """

@@ -84,6 +84,7 @@ class Step:
             torch.tensor([self.row(seq) for seq, _ in self.places] + pad, dtype=torch.int32, device=device),
             torch.tensor([position for _, position in self.places] + pad, dtype=torch.int32, device=device),
             torch.tensor([len(self.places)], dtype=torch.int32, device=device),
+            max_q_len=max(self.q_len),
             max_kv_len=self.table.shape[1] * self.page_size,
         )
 

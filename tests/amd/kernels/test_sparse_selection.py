@@ -60,7 +60,7 @@ def tokens_at(positions: list[int], device: torch.device) -> TokenPlaces:
     numbers = torch.tensor(positions, dtype=torch.int32, device=device)
     rows = torch.arange(len(positions), dtype=torch.int32, device=device)
     return TokenPlaces(
-        rows, numbers, torch.tensor([len(positions)], dtype=torch.int32, device=device), max(positions) + 1
+        rows, numbers, torch.tensor([len(positions)], dtype=torch.int32, device=device), 1, max(positions) + 1
     )
 
 

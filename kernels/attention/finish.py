@@ -103,7 +103,9 @@ def launch_finish(out: Tensor, gate: Tensor | None, rope: RopeTable | None, posi
     """
     num_tokens, heads, dim = out.shape
     row = RowGeometry.of(dim, rope, None)
-    block = max(1, min(next_power_of_2(heads), _ELEMENTS // next_power_of_2(row.columns)))
+    # Without a gate, only pairs are touched.
+    rest = 0 if gate is None else row.REST_COLUMNS
+    block = max(1, min(next_power_of_2(heads), _ELEMENTS // next_power_of_2(rest + 2 * row.PAIR_COLUMNS)))
     geometry = FinishGeometry(row, heads, block, gate is not None, gate is not None and gate.dim() == 3)
     gates = out if gate is None else gate
     launch(
@@ -118,5 +120,5 @@ def launch_finish(out: Tensor, gate: Tensor | None, rope: RopeTable | None, posi
         *out.stride()[:2],
         *gates.stride()[:2],
         G=geometry,
-        num_warps=warps_in_place(row, block),
+        num_warps=warps_in_place(block, row.PAIR_COLUMNS, rest),
     )

@@ -25,9 +25,9 @@ class RowGeometry(NamedTuple):
     """What a kernel that carries rows is compiled for.
 
     DIM:            elements of a row
-    PAIRS:          pairs that turn; PAIR_COLUMNS: with padding; PAIR_FIRST: the first element that turns
+    PAIRS:          pairs that turn; PAIR_COLUMNS: with padding, or 0; PAIR_FIRST: the first element that turns
     NEIGHBOURS:     whether a pair's elements lie beside each other
-    REST:           elements that do not turn; REST_COLUMNS: with padding; REST_FIRST: the first of them
+    REST:           elements that do not turn; REST_COLUMNS: with padding, or 0; REST_FIRST: the first of them
     NORM_DIM:       elements that are normalised, the first of the row; 0: none
     EPS, OFFSET:    of the norm
     """
@@ -53,11 +53,11 @@ class RowGeometry(NamedTuple):
         return cls(
             DIM=dim,
             PAIRS=turned // 2,
-            PAIR_COLUMNS=next_power_of_2(turned // 2),
+            PAIR_COLUMNS=_columns(turned // 2),
             PAIR_FIRST=rest if at_end else 0,
             NEIGHBOURS=rope is not None and rope.pairs is RopePairs.NEIGHBOURS,
             REST=rest,
-            REST_COLUMNS=next_power_of_2(rest),
+            REST_COLUMNS=_columns(rest),
             REST_FIRST=0 if at_end else turned,
             NORM_DIM=0 if norm is None else norm.dim,
             EPS=0.0 if norm is None else norm.eps,
@@ -67,18 +67,20 @@ class RowGeometry(NamedTuple):
     @property
     def columns(self) -> int:
         """Elements that a program holds of a row, padding included."""
-        return 2 * self.PAIR_COLUMNS * (self.PAIRS > 0) + self.REST_COLUMNS * (self.REST > 0)
+        return 2 * self.PAIR_COLUMNS + self.REST_COLUMNS
 
 
-def warps_in_place(row: RowGeometry, heads_block: int) -> int:
-    """Warps of a program that writes rows where it has read them.
+def _columns(elements: int) -> int:
+    return next_power_of_2(elements) if elements else 0
+
+
+def warps_in_place(heads_block: int, *parts: int) -> int:
+    """Warps of a program that writes rows where it has read them; parts: columns of the blocks that it holds, or 0.
 
     Several only where each element has a lane of its own: of two warps that hold the same element, one would read what
     the other has written.
     """
-    parts = (row.PAIR_COLUMNS * (row.PAIRS > 0), row.REST_COLUMNS * (row.REST > 0))
-    elements = heads_block * min(part for part in parts if part)
-    return 4 if elements >= 4 * _WAVE else 1
+    return 4 if heads_block * min(part for part in parts if part) >= 4 * _WAVE else 1
 
 
 @triton.jit

@@ -4,8 +4,8 @@ attention.
     q_out[token] = turn(norm(q[token]))
     k_pages[slot // page_size, slot % page_size] = turn(norm(k[token]))      v without a turn
 
-What is stored where, which tokens are dropped, and what becomes of numbers that are not finite is as in store.py. Of a
-latent layer a row is normalised in front and turns at its end, and is stored once.
+What is stored where and in which encoding, which tokens are dropped, and what becomes of numbers that are not finite is
+as in store.py. Of a latent layer a row is normalised in front and turns at its end, and is stored once.
 
 Sums and products are float32; a result is rounded once, to the dtype of what was given. Every element is read by the
 warp that writes it, and both elements of a pair by one lane: q_out may be q.
@@ -20,8 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.cache.cells import element_cell, token_cell
+from rocm_attn.kernels.cache.codes import encoded, is_coded, scale_of_rows
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.cache.page_format import PoolKind
+from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
+from rocm_attn.kernels.cache.page_rows import PageRows
 from rocm_attn.kernels.cache.rope import RowGeometry, angles_at, places_of_pairs, turned, warps_in_place
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, TokenPlaces
 from rocm_attn.kernels.launch import launch
@@ -43,6 +45,7 @@ class SideGeometry(NamedTuple):
     ELEMENTS:    elements of a vector of the row that is written
     TOKENS:      tokens of a group, between which its elements lie
     CHECKED:     whether what is not finite becomes 0
+    ENCODING, SCALES: Encoding's value, and Scales' name, of what is written
     """
 
     row: RowGeometry
@@ -51,6 +54,8 @@ class SideGeometry(NamedTuple):
     ELEMENTS: int
     TOKENS: int
     CHECKED: bool
+    ENCODING: str
+    SCALES: str
 
     @property
     def blocks(self) -> int:
@@ -60,7 +65,7 @@ class SideGeometry(NamedTuple):
     @property
     def num_warps(self) -> int:
         """Warps of a program that may write where it has read; see warps_in_place."""
-        return warps_in_place(self.row, self.HEADS_BLOCK)
+        return warps_in_place(self.HEADS_BLOCK, self.row.PAIR_COLUMNS, self.row.REST_COLUMNS)
 
 
 class RopeStoreGeometry(NamedTuple):
@@ -83,40 +88,49 @@ class RopeStoreGeometry(NamedTuple):
 
 
 @triton.jit
-def _write(x, to, place, mask, vector_stride, dtype: tl.constexpr, S: tl.constexpr):
-    """x, float32 [HEADS_BLOCK, n], to its places in rows; whether each head had what is not finite."""
-    R: tl.constexpr = S.row
-    HEADS_BLOCK: tl.constexpr = S.HEADS_BLOCK
-    value = x.to(dtype)
-    strange = tl.zeros([HEADS_BLOCK], tl.int32)
-    if S.CHECKED:
-        finite = tl.abs(value.to(tl.float32)) < float("inf")
-        value = tl.where(finite, value, 0.0)
-        strange = tl.max((mask & ~finite).to(tl.int32), 1)
-    tl.store(to + element_cell(place, vector_stride, S.ELEMENTS, S.TOKENS, R.DIM), value, mask=mask)
-    return strange
-
-
-@triton.jit
 def _weights(weight, place, mask, R: tl.constexpr):
     """What normalised elements at places of a row are multiplied by."""
     return tl.load(weight + place, mask=mask & (place < R.NORM_DIM), other=0.0).to(tl.float32) + R.OFFSET
 
 
 @triton.jit
-def _carry(rows, to, is_head, weight, cos, sin, vector_stride, S: tl.constexpr):
+def _rounded(x, mask, dtype: tl.constexpr, CHECKED: tl.constexpr):
+    """float32 [HEADS_BLOCK, n] as dtype, 0 in the place of what is not finite; whether each head had any of that."""
+    value = x.to(dtype)
+    finite = tl.abs(value.to(tl.float32)) < float("inf")
+    if CHECKED:
+        value = tl.where(finite, value, 0.0)
+    return value, tl.max((mask & ~finite).to(tl.int32), 1)
+
+
+@triton.jit
+def _put(x, to, place, mask, vector_stride, reciprocal, S: tl.constexpr):
+    """Elements to their places in rows, as codes where the pages have codes: x times the reciprocal of its factor."""
+    R: tl.constexpr = S.row
+    element = x
+    if is_coded(S.ENCODING):
+        element = encoded(x.to(tl.float32) * reciprocal, S.ENCODING)
+    tl.store(to + element_cell(place, vector_stride, S.ELEMENTS, S.TOKENS, R.DIM), element, mask=mask)
+
+
+@triton.jit
+def _carry(rows, to, head, weight, cos, sin, vector_stride, scale, first_scale, S: tl.constexpr):
     """Rows of a block of heads, normalised and turned, from one place to another.
 
-    rows, to:  [HEADS_BLOCK, 1], a row's first element
-    is_head:   bool [HEADS_BLOCK, 1]
-    cos, sin:  [1, PAIR_COLUMNS]
+    rows, to:           [HEADS_BLOCK, 1], a row's first element
+    head:               [HEADS_BLOCK, 1]
+    cos, sin:           [1, PAIR_COLUMNS]
+    scale, first_scale: of pages that have codes: factors, and where a token's begin
     Returns whether each head had what is not finite, [HEADS_BLOCK].
     """
     R: tl.constexpr = S.row
     HEADS_BLOCK: tl.constexpr = S.HEADS_BLOCK
+    ENCODING: tl.constexpr = S.ENCODING
     dtype: tl.constexpr = rows.dtype.element_ty
+    is_head = head < S.HEADS
     strange = tl.zeros([HEADS_BLOCK], tl.int32)
     squares = tl.zeros([HEADS_BLOCK], tl.float32)
+    factor = tl.zeros([HEADS_BLOCK], tl.float32)
     if R.REST > 0:
         lane = tl.arange(0, R.REST_COLUMNS)[None, :]
         place = R.REST_FIRST + lane
@@ -133,22 +147,51 @@ def _carry(rows, to, is_head, weight, cos, sin, vector_stride, S: tl.constexpr):
             squares += tl.sum(tl.where(near_place < R.NORM_DIM, near * near, 0.0), 1)
             squares += tl.sum(tl.where(far_place < R.NORM_DIM, far * far, 0.0), 1)
     if R.NORM_DIM > 0:
-        factor = tl.rsqrt(squares * (1.0 / R.NORM_DIM) + R.EPS)[:, None]
+        norm = tl.rsqrt(squares * (1.0 / R.NORM_DIM) + R.EPS)[:, None]
     if R.REST > 0:
         if R.NORM_DIM > 0:
-            scaled = rest * factor * _weights(weight, place, lane < R.REST, R)
+            scaled = rest * norm * _weights(weight, place, lane < R.REST, R)
             rest = tl.where(place < R.NORM_DIM, scaled, rest)
-        strange |= _write(rest, to, place, is_rest, vector_stride, dtype, S)
+        rest, rest_strange = _rounded(rest, is_rest, dtype, S.CHECKED)
+        strange |= rest_strange
+        if S.SCALES == "TOKEN":
+            factor = tl.maximum(factor, scale_of_rows(rest.to(tl.float32), ENCODING))
     if R.PAIRS > 0:
         if R.NORM_DIM > 0:
-            scaled = near * factor * _weights(weight, near_place, pair < R.PAIRS, R)
+            scaled = near * norm * _weights(weight, near_place, pair < R.PAIRS, R)
             near = tl.where(near_place < R.NORM_DIM, scaled, near)
-            scaled = far * factor * _weights(weight, far_place, pair < R.PAIRS, R)
+            scaled = far * norm * _weights(weight, far_place, pair < R.PAIRS, R)
             far = tl.where(far_place < R.NORM_DIM, scaled, far)
         near, far = turned(near, far, cos, sin)
-        strange |= _write(near, to, near_place, is_pair, vector_stride, dtype, S)
-        strange |= _write(far, to, far_place, is_pair, vector_stride, dtype, S)
+        near, near_strange = _rounded(near, is_pair, dtype, S.CHECKED)
+        far, far_strange = _rounded(far, is_pair, dtype, S.CHECKED)
+        strange |= near_strange | far_strange
+        if S.SCALES == "TOKEN":
+            factor = tl.maximum(factor, scale_of_rows(near.to(tl.float32), ENCODING))
+            factor = tl.maximum(factor, scale_of_rows(far.to(tl.float32), ENCODING))
+    reciprocal = 1.0
+    if S.SCALES != "NONE":
+        # The rows of a token share the largest of its parts' factors, which is that of their largest element.
+        reciprocal = tl.div_rn(1.0, _factors(scale, first_scale, head, factor[:, None], is_head, S.SCALES))
+    if R.REST > 0:
+        _put(rest, to, place, is_rest, vector_stride, reciprocal, S)
+    if R.PAIRS > 0:
+        _put(near, to, near_place, is_pair, vector_stride, reciprocal, S)
+        _put(far, to, far_place, is_pair, vector_stride, reciprocal, S)
     return strange
+
+
+@triton.jit
+def _factors(scale, first_scale, head, own, is_head, SCALES: tl.constexpr):
+    """The factor of each head's row, [HEADS_BLOCK, 1] or of the layer; own: of tokens, which are written."""
+    if SCALES == "TOKEN":
+        tl.store(scale + first_scale + head, own, mask=is_head)
+        factor = own
+    elif SCALES == "HEAD":
+        factor = tl.load(scale + head, mask=is_head, other=1.0)
+    else:
+        factor = tl.load(scale)
+    return factor
 
 
 @triton.jit
@@ -166,6 +209,8 @@ def _rope_store_kernel(
     counts,
     k_pages,
     v_pages,
+    k_scale,
+    v_scale,
     num_positions,
     q_token,
     q_head,
@@ -201,7 +246,7 @@ def _rope_store_kernel(
         head = tl.program_id(1) * Q.HEADS_BLOCK + tl.arange(0, Q.HEADS_BLOCK)[:, None]
         rows = q + t * q_token + head.to(tl.int64) * q_head
         to = q_out + t * out_token + head.to(tl.int64) * out_head
-        _carry(rows, to, head < Q.HEADS, q_weight, cos, sin, 0, Q)
+        _carry(rows, to, head, q_weight, cos, sin, 0, None, 0, Q)
     elif G.STORES:
         slot = tl.load(slot_of_token + token).to(tl.int64)
         if (token < tl.load(counts + 1)) & (slot >= G.FIRST_SLOT):
@@ -211,11 +256,11 @@ def _rope_store_kernel(
             head64 = head.to(tl.int64)
             rows = k + t * k_token + head64 * k_head
             to = k_pages + page * kp_page + token_cell(offset, kp_group, K.TOKENS) + head64 * kp_head
-            strange = _carry(rows, to, head < K.HEADS, k_weight, cos, sin, kp_vector, K)
+            strange = _carry(rows, to, head, k_weight, cos, sin, kp_vector, k_scale, slot * K.HEADS, K)
             if not G.LATENT:
                 rows = v + t * v_token + head64 * v_head
                 to = v_pages + page * vp_page + token_cell(offset, vp_group, V.TOKENS) + head64 * vp_head
-                strange |= _carry(rows, to, head < V.HEADS, v_weight, cos, sin, vp_vector, V)
+                strange |= _carry(rows, to, head, v_weight, cos, sin, vp_vector, v_scale, slot * V.HEADS, V)
             if tl.max(strange, 0) > 0:
                 tl.atomic_or(counts + _ERROR_WORD, _NOT_FINITE, sem="relaxed")
 
@@ -230,35 +275,42 @@ def launch_rope_store(
     pages:     linear, with any strides but the last, or vectorised; written in place
     null_page: whether page 0 belongs to no one
     """
-    keys, values = pages.keys, pages.values
-    kv_heads, k_dim, v_dim = given.k.shape[1], given.k.shape[2], given.v.shape[2]
-    k_row = RowGeometry.of(k_dim, work.rope, work.k_norm)
-    v_row = RowGeometry.of(v_dim, None, work.v_norm)
-    block = _heads_block(kv_heads, max(k_row.columns, v_row.columns))
+    form = pages.format
+    k_row = RowGeometry.of(form.head_dim, work.rope, work.k_norm)
+    v_row = RowGeometry.of(form.v_head_dim, None, work.v_norm)
+    block = _heads_block(form.num_kv_heads, max(k_row.columns, v_row.columns))
     geometry = _geometry(given.q, work)._replace(
-        k=SideGeometry(k_row, kv_heads, block, keys.vector_elements, keys.group_tokens, True),
-        v=SideGeometry(v_row, kv_heads, block, values.vector_elements, values.group_tokens, True),
+        k=_side_of_pages(k_row, block, pages.keys, form),
+        v=_side_of_pages(v_row, block, pages.values, form),
         STORES=True,
-        LATENT=pages.format.kind is PoolKind.LATENT,
-        PAGE_SIZE=keys.page_size,
-        FIRST_SLOT=keys.page_size if null_page else 0,
+        LATENT=form.kind is PoolKind.LATENT,
+        PAGE_SIZE=form.page_size,
+        FIRST_SLOT=form.page_size if null_page else 0,
     )
-    page_strides = *keys.cells.stride()[:4], *values.cells.stride()[:4]
-    _launch(given, tokens, work, (pages.k, pages.v), page_strides, geometry)
+    page_strides = *pages.keys.cells.stride()[:4], *pages.values.cells.stride()[:4]
+    memory = pages.raw_k, pages.raw_v, pages.k_scale, pages.v_scale
+    _launch(given, tokens, work, memory, page_strides, geometry)
 
 
 def launch_rope_queries(q: Tensor, q_out: Tensor, positions: Tensor, work: QkvWork) -> None:
     """q_out alone, of a layer that reads what another one stores. See launch_rope_store."""
     geometry = _geometry(q, work)
     given, tokens = Projected(q, q, q, q_out), TokenPlaces(positions, positions, positions)
-    _launch(given, tokens, work, (q, q), (0,) * 8, geometry)
+    _launch(given, tokens, work, (q, q, None, None), (0,) * 8, geometry)
 
 
 def _geometry(q: Tensor, work: QkvWork) -> RopeStoreGeometry:
     """Of queries alone."""
     row = RowGeometry.of(q.shape[2], work.rope, work.q_norm)
-    side = SideGeometry(row, q.shape[1], _heads_block(q.shape[1], row.columns), row.DIM, 1, False)
+    block = _heads_block(q.shape[1], row.columns)
+    side = SideGeometry(row, q.shape[1], block, row.DIM, 1, False, Encoding.of(q.dtype).value, Scales.NONE.name)
     return RopeStoreGeometry(side, side, side, side.blocks, False, False, 0, 0)
+
+
+def _side_of_pages(row: RowGeometry, heads_block: int, rows: PageRows, form: PageFormat) -> SideGeometry:
+    """K or V on its way into pages."""
+    cells = rows.vector_elements, rows.group_tokens
+    return SideGeometry(row, form.num_kv_heads, heads_block, *cells, True, form.encoding.value, form.scales.name)
 
 
 def _heads_block(heads: int, columns: int) -> int:
@@ -269,7 +321,7 @@ def _launch(
     given: Projected,
     tokens: TokenPlaces,
     work: QkvWork,
-    pages: tuple[Tensor, Tensor],
+    pages: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     page_strides: tuple[int, ...],
     geometry: RopeStoreGeometry,
 ) -> None:

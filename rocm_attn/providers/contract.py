@@ -21,6 +21,7 @@ from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.launches import (
     ClearPads,
     Fill,
+    Finish,
     GatherTable,
     MergeStates,
     PackMask,
@@ -28,6 +29,8 @@ from rocm_attn.providers.launches import (
     PlaceMask,
     Publish,
     PublishEngine,
+    RopeQueries,
+    RopeStore,
     StoreKV,
     TakeSlots,
     UpdateTable,
@@ -396,6 +399,9 @@ class StepOps:
     table_update: UpdateTable
     fill: Fill
     store_kv: StoreKV
+    rope_store: RopeStore
+    rope_queries: RopeQueries
+    finish: Finish
     zero_tails: ZeroTails
     clear_pads: ClearPads
     merge_states: MergeStates

@@ -24,18 +24,14 @@ from rocm_attn.machine.settings import whole_number
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, num_pages
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.soak.needles import Asked, Haystack, sharpness_of
+from rocm_attn.soak.needle_layer import NeedleLayer, Tally, Wrong
 from rocm_attn.soak.wide_pages import place_rows, rows_needed, wrapping_pages
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Step
 
-# What does not belong to a key lies about sqrt(2) from its value, and the sum of many others about 1.
-_NOT_ITS_VALUE = 0.5
-# Needles that were missed, or seen where they are hidden, that a report names.
+# Needles that were missed, or seen where they are hidden, that a report names for each layer.
 _MOST_NAMED = 8
-# Tokens whose outputs are compared at once.
-_COMPARED = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,27 +126,6 @@ class Miss:
 
 
 @dataclass(slots=True)
-class Tally:
-    """Of one sequence in one layer.
-
-    asked, hidden: keys that were asked for and may be seen, and those that may not
-    missed, seen:  of these, those that were not found, and those that came back nevertheless
-    worst:         largest distance of a value that was found
-    """
-
-    asked: int = 0
-    hidden: int = 0
-    missed: int = 0
-    seen: int = 0
-    worst: float = 0.0
-
-    @property
-    def passed(self) -> bool:
-        """Whether something was asked for, and all of it was right."""
-        return self.asked > 0 and self.missed == self.seen == 0
-
-
-@dataclass(slots=True)
 class TruthReport:
     """What came of it.
 
@@ -176,80 +151,6 @@ class TruthReport:
     def passed(self) -> bool:
         """Whether every sequence of every layer gave what was asked for, and nothing else."""
         return all(tally.passed for of_layer in self.tallies for tally in of_layer)
-
-
-def tolerance(problem: Problem) -> float:
-    """How far a value that was found may lie from the one that was planted, as a part of its length.
-
-    Half a unit in the last place of the pool's encoding and of the output, and what the other keys may weigh.
-    """
-    stored = torch.finfo(problem.page_format.encoding.dtype).eps
-    return 1.25 * (stored / 2 + torch.finfo(problem.dtype).eps) + 0.01
-
-
-class _Layer:
-    """One layer's haystacks, and where its queries, keys, values and outputs lie in every step."""
-
-    def __init__(self, problem: Problem, plan: TruthPlan, num_tokens: int, device: torch.device, seed: int) -> None:
-        self.problem = problem
-        self.sharpness = sharpness_of(problem, max(plan.kv_len))
-        self.tolerance = tolerance(problem)
-        self._generator = torch.Generator(device).manual_seed(seed)
-        self.haystacks = [Haystack.random(problem, length, self._generator) for length in plan.kv_len]
-        self.asked: list[Asked] = []
-
-        def rows(heads: int, dim: int) -> Tensor:
-            return torch.zeros(num_tokens, heads, dim, dtype=problem.dtype, device=device)
-
-        self.q = rows(problem.num_q_heads, problem.head_dim)
-        self.k = rows(problem.num_kv_heads, problem.head_dim)
-        self.v = self.k[..., : problem.v_head_dim] if self.is_latent else rows(problem.num_kv_heads, problem.v_head_dim)
-        self.out = rows(problem.num_q_heads, problem.v_head_dim)
-
-    @property
-    def is_latent(self) -> bool:
-        """Whether V is part of K."""
-        return self.haystacks[0].v.data_ptr() == self.haystacks[0].k.data_ptr()
-
-    def prepare(self, done: Sequence[int], q_len: Sequence[int]) -> None:
-        """Plant the step's new tokens, and ask."""
-        self.asked = []
-        at = 0
-        for haystack, first, new in zip(self.haystacks, done, q_len, strict=True):
-            here, there = slice(at, at + new), slice(first, first + new)
-            asked = Asked.of(self.problem, first, first + new, self._generator)
-            self.q[here] = haystack.queries(asked, self.problem, self.sharpness)
-            self.k[here] = haystack.k[there]
-            if not self.is_latent:
-                self.v[here] = haystack.v[there]
-            self.asked.append(asked)
-            at += new
-        # What is padded is no needle, and would show.
-        self.q[at:], self.k[at:], self.v[at:] = float("nan"), float("nan"), float("nan")
-        self.out.fill_(float("nan"))
-
-    def judge(self, tallies: Sequence[Tally]) -> Iterator[tuple[int, int, int, bool, float]]:
-        """Count what the last step gave.
-
-        Yields (sequence, token of its new ones, head, whether it is visible, distance) of what is wrong.
-        """
-        at = 0
-        for seq, (haystack, asked, tally) in enumerate(zip(self.haystacks, self.asked, tallies, strict=True)):
-            for first in range(0, len(asked.key), _COMPARED):
-                part = asked.part(slice(first, first + _COMPARED))
-                far = haystack.distance(part, self.out[at : at + len(part.key)], self.problem)
-                at += len(part.key)
-                missed = part.visible & ~(far <= self.tolerance)
-                seen = ~part.visible & ~(far >= _NOT_ITS_VALUE)
-                worst = far.masked_fill(~part.visible | missed, 0.0).max()
-                counts = torch.stack([part.visible.sum(), missed.sum(), seen.sum()]).tolist()
-                tally.asked += counts[0]
-                tally.hidden += part.visible.numel() - counts[0]
-                tally.missed += counts[1]
-                tally.seen += counts[2]
-                tally.worst = max(tally.worst, float(worst))
-                for token, head in (missed | seen).nonzero()[:_MOST_NAMED].tolist():
-                    yield seq, first + token, head, bool(part.visible[token, head]), float(far[token, head])
 
 
 class Truth:
@@ -289,9 +190,11 @@ class Truth:
         )
         device = self.runtime.device
         num_tokens = max(plan.most_tokens, *captured)
-        self._layers = [
-            _Layer(problem, plan, num_tokens, device, plan.seed + number) for number, problem in enumerate(problems)
-        ]
+        self._layers: list[NeedleLayer] = []
+        for number, problem in enumerate(problems):
+            generator = torch.Generator(device).manual_seed(plan.seed + number)
+            earlier = self._layers[-1].source if self._layers else None
+            self._layers.append(NeedleLayer(problem, kv_len, num_tokens, generator, earlier))
         for number, problem in enumerate(problems):
             self._give_head_weights(number, problem, max(kv_len))
         self._rows, self._others = place_rows(self.runtime.table, kv_len, boundaries)
@@ -334,24 +237,32 @@ class Truth:
         self._runner.run(batch)
         replayed = self._runner.metrics.replays > replays
         for number, layer in enumerate(self._layers):
-            for seq, token, head, visible, distance in layer.judge(self.report.tallies[number]):
+            for wrong in layer.judge(self.report.tallies[number]):
                 if sum(miss.layer == number for miss in self.report.misses) < _MOST_NAMED:
-                    key = int(layer.asked[seq].key[token, head])
-                    place = self._place(number, seq, key)
-                    at = self._done[seq] + token
-                    length = self._plan.lengths[seq]
-                    self.report.misses.append(
-                        Miss(number, length, at, key, head, visible, distance, *place, replayed)
-                    )
+                    self.report.misses.append(self._miss(number, wrong, replayed))
         self._done = [done + new for done, new in zip(self._done, q_len, strict=True)]
         self.report.steps += 1
         self.report.replays += replayed
 
     def _forward(self, step: Step) -> Tensor:
-        tokens = slice(0, step.token_ids.shape[0])
-        for number, layer in enumerate(self._layers):
-            step.layers.store_and_attend(number, layer.q[tokens], layer.k[tokens], layer.v[tokens], layer.out[tokens])
-        return layer.out[tokens][step.last_token_of_seq.long()]
+        outs = [layer.run(step.layers, number, step.token_ids.shape[0]) for number, layer in enumerate(self._layers)]
+        return outs[-1][step.last_token_of_seq.long()]
+
+    def _miss(self, layer: int, wrong: Wrong, replayed: bool) -> Miss:
+        """What is wrong, with the place in the pool that it was to come from."""
+        page, byte = self._place(layer, wrong.seq, wrong.key)
+        return Miss(
+            layer=layer,
+            length=self._plan.lengths[wrong.seq],
+            token=self._done[wrong.seq] + wrong.token,
+            key=wrong.key,
+            head=wrong.head,
+            visible=wrong.visible,
+            distance=wrong.distance,
+            page=page,
+            byte=byte,
+            replayed=replayed,
+        )
 
     def _place(self, layer: int, seq: int, key: int) -> tuple[int, int]:
         """The page of a key, and its first byte in the layer's K pages."""

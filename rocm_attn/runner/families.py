@@ -26,17 +26,24 @@ from rocm_attn.runner.hf_attention import (
     window_everywhere_if_used,
 )
 from rocm_attn.runner.hf_mlp import (
-    Mlp,
-    bias_everywhere_if_said,
-    bias_on_qkv,
+    deepseek_v2_experts,
+    deepseek_v3_experts,
     geglu,
     gpt_oss_experts,
-    no_bias,
     qwen_experts,
     swiglu,
     swiglu_with_bias,
 )
+from rocm_attn.runner.hf_projections import (
+    Projections,
+    bias_everywhere_if_said,
+    bias_on_qkv,
+    interleaved_rows,
+    no_bias,
+    normed_heads,
+)
 from rocm_attn.runner.hf_rope import one_rope, rope_of_each_kind
+from rocm_attn.runner.mlp_config import Mlp
 from rocm_attn.runner.rope import Rope
 
 
@@ -45,17 +52,15 @@ class Decoder:
     """What is left of a model beside its attention, for families that the runner runs.
 
     mlps:     the MLP of each layer
-    biases:   whether q, k and v add a bias, and whether the output of attention does
+    projections: what makes q, k and v of each layer
     ropes:    the rotary embedding of each layer
-    qk_norm:  whether each head of q and k is RMS-normalised before it turns
     is_gemma: norms around attention and MLP with weights counted from 1, embeddings scaled by hidden_size ** 0.5
     gguf:     the name of the architecture in GGUF files; empty where the runner reads none
     """
 
     mlps: Callable[[Fields, int], tuple[Mlp, ...]]
-    biases: Callable[[Fields], tuple[bool, bool]] = bias_everywhere_if_said
+    projections: Callable[[Fields, int], tuple[Projections, ...]] = bias_everywhere_if_said
     ropes: Callable[[Fields, AttentionGeometry], tuple[Rope, ...]] = one_rope
-    qk_norm: bool = False
     is_gemma: bool = False
     gguf: str = ""
 
@@ -165,7 +170,7 @@ _GEMMA3N: dict[str, object] = {
     "num_kv_shared_layers": 15,
 }
 
-_GEMMA3_DECODER = Decoder(geglu, ropes=rope_of_each_kind, qk_norm=True, is_gemma=True)
+_GEMMA3_DECODER = Decoder(geglu, normed_heads, rope_of_each_kind, is_gemma=True)
 _GEMMA3_FAMILY = Family(GroupedAttention(all_but_one_in_a_pattern_slide), _GEMMA3, _GEMMA3_DECODER)
 _GEMMA3N_FAMILY = Family(
     GroupedAttention(all_but_one_in_a_pattern_slide, reads=of_the_last_like_it, has_scale=False), _GEMMA3N
@@ -181,11 +186,11 @@ FAMILIES: Mapping[str, Family] = {
         GroupedAttention(qwen_windows), _WINDOW_4096, Decoder(swiglu, bias_on_qkv, gguf="qwen2")
     ),
     "Qwen3ForCausalLM": Family(
-        GroupedAttention(qwen_windows), {**_WINDOW_4096, "head_dim": 128}, Decoder(swiglu, qk_norm=True, gguf="qwen3")
+        GroupedAttention(qwen_windows), {**_WINDOW_4096, "head_dim": 128}, Decoder(swiglu, normed_heads, gguf="qwen3")
     ),
     "Qwen2MoeForCausalLM": Family(GroupedAttention(qwen2_moe_windows), _WINDOW_4096),
     "Qwen3MoeForCausalLM": Family(
-        GroupedAttention(window_everywhere_if_used), _WINDOW_4096, Decoder(qwen_experts, qk_norm=True)
+        GroupedAttention(window_everywhere_if_used), _WINDOW_4096, Decoder(qwen_experts, normed_heads)
     ),
     "Gemma2ForCausalLM": Family(GroupedAttention(even_layers_slide), _GEMMA2, Decoder(geglu, is_gemma=True)),
     "Gemma3ForCausalLM": _GEMMA3_FAMILY,
@@ -195,8 +200,8 @@ FAMILIES: Mapping[str, Family] = {
     "GptOssForCausalLM": Family(
         GroupedAttention(even_layers_slide, has_sinks=True), _GPT_OSS, Decoder(gpt_oss_experts)
     ),
-    "DeepseekV2ForCausalLM": Family(LatentAttention()),
-    "DeepseekV3ForCausalLM": Family(LatentAttention()),
+    "DeepseekV2ForCausalLM": Family(LatentAttention(), decoder=Decoder(deepseek_v2_experts, interleaved_rows)),
+    "DeepseekV3ForCausalLM": Family(LatentAttention(), decoder=Decoder(deepseek_v3_experts, interleaved_rows)),
 }
 # Of the models that the runner runs.
 DECODERS: Mapping[str, Decoder] = {

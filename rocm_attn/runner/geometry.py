@@ -29,6 +29,11 @@ class AttentionLayer:
     has_sinks: bool = False
     latent_dim: int = 0
 
+    @property
+    def rope_dim(self) -> int:
+        """Elements of a q and a k row that turn: all, or of latent attention those after the latent ones."""
+        return self.head_dim - self.latent_dim
+
     def on_one_of(self, num_ranks: int) -> AttentionLayer:
         """The part of one tensor-parallel rank, as Shard.heads cuts it; one latent row is held by every rank."""
         heads = Shard(0, num_ranks).heads(self.num_q_heads, self.num_kv_heads)
@@ -70,6 +75,10 @@ class AttentionGeometry:
     def num_storing(self) -> int:
         """Layers that keep K and V, the first ones. A runtime is built of them; the others attend by their numbers."""
         return sum(layer == read for layer, read in enumerate(self.reads))
+
+    def keeps_kv(self, layer: int) -> bool:
+        """Whether a layer keeps K and V."""
+        return self.reads[layer] == layer
 
     def on_one_of(self, num_ranks: int) -> AttentionGeometry:
         """The part of one tensor-parallel rank; see AttentionLayer."""

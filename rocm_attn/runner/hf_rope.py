@@ -32,7 +32,7 @@ def one_rope(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
     for place in (fields, scaling):
         _refuse_partial(place)
     kind = _scaling(scaling, fields.count("max_position_embeddings"))
-    return tuple(Rope(theta, layer.head_dim, kind) for layer in attention.layers)
+    return tuple(Rope(theta, layer.rope_dim, kind) for layer in attention.layers)
 
 
 def rope_of_each_kind(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
@@ -91,7 +91,8 @@ def _scaling(fields: Fields, context_len: int) -> Scaling:
 def _yarn(fields: Fields, context_len: int, original_context_len: int) -> YarnScaling:
     factor = fields.positive("factor", context_len / original_context_len)
     attention_factor = yarn_attention_factor(factor)
-    if fields.has("mscale") and fields.has("mscale_all_dim"):
+    # a factor of 0 counts as none
+    if fields.values.get("mscale") and fields.values.get("mscale_all_dim"):
         attention_factor = _mscale(factor, fields.positive("mscale")) / _mscale(
             factor, fields.positive("mscale_all_dim")
         )

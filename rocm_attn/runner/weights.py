@@ -15,8 +15,17 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadModel
-from rocm_attn.runner.config import LayerConfig, ModelConfig
-from rocm_attn.runner.mlp_weights import MlpWeights, mlp_shapes, read_mlp, with_bias
+from rocm_attn.runner.attention_weights import (
+    AttentionWeights,
+    OfAttention,
+    head_norms,
+    head_shapes,
+    latent_shapes,
+    read_heads,
+    read_latent,
+)
+from rocm_attn.runner.config import LatentProjections, ModelConfig
+from rocm_attn.runner.mlp_weights import MlpWeights, mlp_shapes, read_mlp
 from rocm_attn.runner.shards import WHOLE, Shard, Span
 from rocm_attn.runner.tensors import Piece, Shape, TensorReader, TensorSource
 
@@ -26,24 +35,14 @@ _MOST_TENSORS = 300_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """One layer, or a rank's part of it: then the heads are its own. A matrix is [out, in]; what the model has not is
-    None.
+    """One layer, or a rank's part of it; what the model has not is None.
 
-    qkv:   [(num_q_heads + 2 * num_kv_heads) * head_dim, hidden]; rows of q, then k, then v
-    out:   [hidden, num_q_heads * head_dim]
-    sinks: float32 [num_q_heads]; see HeadWeights
-    q_norm, k_norm: [head_dim]
+    attention_norm, mlp_norm: [hidden]; on what attention and MLP get
     attention_out_norm, mlp_out_norm: [hidden]; on what is added to the residual
     """
 
     attention_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    sinks: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
+    attention: AttentionWeights
     attention_out_norm: Tensor | None
     mlp_norm: Tensor
     mlp: MlpWeights
@@ -100,8 +99,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
     }
     if not config.tied_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
-    for number, layer in enumerate(config.layers):
-        for name, shape in _layer_shapes(config, layer):
+    for number in range(config.num_layers):
+        for name, shape in _layer_shapes(config, number):
             shapes[f"model.layers.{number}.{name}"] = shape
             if len(shapes) > _MOST_TENSORS:
                 raise BadModel(
@@ -110,26 +109,21 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
-def _layer_shapes(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str, Shape]]:
-    attention, hidden = layer.attention, config.hidden_size
-    q_size = attention.num_q_heads * attention.head_dim
-    kv_size = attention.num_kv_heads * attention.head_dim
-    yield from with_bias("self_attn.q_proj", (q_size, hidden), config.qkv_bias)
-    yield from with_bias("self_attn.k_proj", (kv_size, hidden), config.qkv_bias)
-    yield from with_bias("self_attn.v_proj", (kv_size, hidden), config.qkv_bias)
-    yield from with_bias("self_attn.o_proj", (hidden, q_size), config.out_bias)
-    if attention.has_sinks:
-        yield "self_attn.sinks", (attention.num_q_heads,)
+def _layer_shapes(config: ModelConfig, number: int) -> Iterator[tuple[str, Shape]]:
+    layer, hidden = config.layers[number], config.hidden_size
+    projections, keeps_kv = layer.projections, config.attention.keeps_kv(number)
+    if isinstance(projections, LatentProjections):
+        yield from latent_shapes(layer.attention, projections, hidden)
+    else:
+        yield from head_shapes(layer.attention, projections, hidden, keeps_kv=keeps_kv)
     for name in _norm_names(config).values():
-        yield f"{name}.weight", (attention.head_dim if name.startswith("self_attn.") else hidden,)
+        yield f"{name}.weight", (hidden,)
     yield from mlp_shapes(layer.mlp, hidden)
 
 
 def _norm_names(config: ModelConfig) -> dict[str, str]:
     """Field of LayerWeights -> what files call the norm. With norms after attention, one name means another norm."""
     names = {"attention_norm": "input_layernorm"}
-    if config.qk_norm:
-        names |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
     if not config.out_norms:
         return names | {"mlp_norm": "post_attention_layernorm"}
     return names | {
@@ -169,7 +163,7 @@ def _check_shapes(source: TensorSource, config: ModelConfig) -> None:
     missing = [name for name in expected if name not in found]
     if missing:
         raise BadModel(f"{source.name} lacks {_some(missing)}; the file is not complete or not of this model")
-    unexpected = [name for name in found if name not in expected and not _may_be_ignored(name)]
+    unexpected = [name for name in found if name not in expected and not _may_be_ignored(config, name)]
     if unexpected:
         raise BadModel(f"{source.name} has {_some(unexpected)}, which {config.architecture} does not use")
     for name, shape in expected.items():
@@ -179,9 +173,11 @@ def _check_shapes(source: TensorSource, config: ModelConfig) -> None:
             )
 
 
-def _may_be_ignored(name: str) -> bool:
+def _may_be_ignored(config: ModelConfig, name: str) -> bool:
     # a tied head may be stored again, and old files keep a table that follows from the config
-    return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
+    layer = name.removeprefix("model.layers.").partition(".")[0]
+    is_extra = layer.isdecimal() and len(layer) < 10 and 0 <= int(layer) - config.num_layers < config.num_extra_layers
+    return is_extra or name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
 
 
 def _some(names: list[str]) -> str:
@@ -190,26 +186,24 @@ def _some(names: list[str]) -> str:
 
 def _layer(reader: TensorReader, config: ModelConfig, number: int, shard: Shard) -> LayerWeights:
     layer, prefix = config.layers[number], f"model.layers.{number}."
-    heads = shard.heads(layer.attention.num_q_heads, layer.attention.num_kv_heads)
-    q, kv = (span.of_elements(layer.attention.head_dim) for span in (heads.q, heads.kv))
-    qkv = [(f"{prefix}self_attn.{name}_proj", span) for name, span in (("q", q), ("k", kv), ("v", kv))]
-    out = f"{prefix}self_attn.o_proj"
     norms = {field: _norm(reader, config, prefix + name) for field, name in _norm_names(config).items()}
-    sinks = Piece(f"{prefix}self_attn.sinks", (heads.q,))
     return LayerWeights(
         attention_norm=norms["attention_norm"],
-        qkv=reader.join(*(Piece(f"{name}.weight", (span,)) for name, span in qkv)),
-        qkv_bias=reader.join(*(Piece(f"{name}.bias", (span,)) for name, span in qkv)) if config.qkv_bias else None,
-        q_norm=norms.get("q_norm"),
-        k_norm=norms.get("k_norm"),
-        sinks=reader.in_float32(sinks) if layer.attention.has_sinks else None,
-        out=reader.join(Piece(f"{out}.weight", (Span.whole(config.hidden_size), q))),
-        out_bias=reader.join(Piece(f"{out}.bias")) if config.out_bias else None,
+        attention=_attention(reader, config, number, shard),
         attention_out_norm=norms.get("attention_out_norm"),
         mlp_norm=norms["mlp_norm"],
-        mlp=read_mlp(reader, layer.mlp, prefix, shard.span(layer.mlp.intermediate_size)),
+        mlp=read_mlp(reader, layer.mlp, prefix, shard),
         mlp_out_norm=norms.get("mlp_out_norm"),
     )
+
+
+def _attention(reader: TensorReader, config: ModelConfig, number: int, shard: Shard) -> AttentionWeights:
+    layer, prefix = config.layers[number], f"model.layers.{number}.self_attn."
+    projections, keeps_kv = layer.projections, config.attention.keeps_kv(number)
+    if isinstance(projections, LatentProjections):
+        return read_latent(OfAttention(reader, prefix, shard), layer.attention, projections)
+    norms = {name: _norm(reader, config, prefix + name) for name in head_norms(projections, keeps_kv=keeps_kv)}
+    return read_heads(OfAttention(reader, prefix, shard), layer.attention, projections, norms, keeps_kv=keeps_kv)
 
 
 def _norm(reader: TensorReader, config: ModelConfig, name: str) -> Tensor:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rocm_attn.runner.linears import Linears
+from rocm_attn.runner.weights import OwnInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +31,8 @@ class Arithmetic:
         if norm is not None:
             return residual + self.norm(self.linears.summed_linear(x, weight, bias), norm)
         return self.linears.add_summed_linear(residual, x, weight, bias)
+
+    def add_own_input(self, residual: Tensor, given: Tensor, weights: OwnInput) -> Tensor:
+        """The residual with what a layer makes of what it is given beside it. given: [tokens, dim]"""
+        gate = F.gelu(self.linears.linear(residual, weights.gate), approximate="tanh")
+        return residual + self.norm(self.linears.linear(gate * given, weights.out), weights.out_norm)

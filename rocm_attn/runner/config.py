@@ -60,6 +60,18 @@ class LayerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnInputs:
+    """What each layer gets of a token beside the residual (Gemma 4).
+
+    dim:        elements for each layer; 0: nothing
+    vocab_size: tokens that have such inputs
+    """
+
+    dim: int = 0
+    vocab_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder: RMS norm, rotary embedding, attention over heads or latent rows, gated MLPs.
 
@@ -67,6 +79,8 @@ class ModelConfig:
     tied_embeddings:   whether the embedding is also the output matrix
     out_norms:         whether what attention and MLP give is RMS-normalised before it is added
     norm_offset:       added to the weights of every norm: 1 where a file holds what they differ from 1 by
+    own_inputs:        what each layer gets of a token beside the residual
+    has_layer_factors: whether each layer's sum has a learned factor
     embedding_scale:   factor on the embeddings of tokens
     logits_soft_cap:   x -> cap * tanh(x / cap) on what comes out; 0: none
     eos_token_ids:     tokens that end a text
@@ -85,6 +99,8 @@ class ModelConfig:
     out_norms: bool = False
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
+    own_inputs: OwnInputs = OwnInputs()
+    has_layer_factors: bool = False
     logits_soft_cap: float = 0.0
     num_extra_layers: int = 0
     reads: tuple[int, ...] = ()

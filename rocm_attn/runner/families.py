@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from rocm_attn.errors import BadModel, Unsupported
+from rocm_attn.runner.config import OwnInputs
 from rocm_attn.runner.fields import Fields, shown
 from rocm_attn.runner.geometry import AttentionGeometry
 from rocm_attn.runner.hf_attention import (
@@ -25,6 +26,7 @@ from rocm_attn.runner.hf_attention import (
     window_everywhere,
     window_everywhere_if_used,
 )
+from rocm_attn.runner.hf_gemma4 import GEMMA4_DEFAULTS, Gemma4Attention, gemma4_heads, gemma4_mlps, own_inputs
 from rocm_attn.runner.hf_mlp import (
     deepseek_v2_experts,
     deepseek_v3_experts,
@@ -47,6 +49,11 @@ from rocm_attn.runner.mlp_config import Mlp
 from rocm_attn.runner.rope import Rope
 
 
+def no_own_inputs(fields: Fields) -> OwnInputs:
+    """Layers get nothing of a token but the residual."""
+    return OwnInputs()
+
+
 @dataclass(frozen=True, slots=True)
 class Decoder:
     """What is left of a model beside its attention, for families that the runner runs.
@@ -54,7 +61,10 @@ class Decoder:
     mlps:     the MLP of each layer
     projections: what makes q, k and v of each layer
     ropes:    the rotary embedding of each layer
-    is_gemma: norms around attention and MLP with weights counted from 1, embeddings scaled by hidden_size ** 0.5
+    is_gemma: norms around attention and MLP, embeddings scaled by hidden_size ** 0.5
+    norm_offset: added to the weights of norms: 1 where a file holds what they differ from 1 by
+    own_inputs: what each layer gets of a token beside the residual
+    has_layer_factors: whether each layer's sum has a learned factor
     gguf:     the name of the architecture in GGUF files; empty where the runner reads none
     """
 
@@ -62,6 +72,9 @@ class Decoder:
     projections: Callable[[Fields, int], tuple[Projections, ...]] = bias_everywhere_if_said
     ropes: Callable[[Fields, AttentionGeometry], tuple[Rope, ...]] = one_rope
     is_gemma: bool = False
+    norm_offset: float = 0.0
+    own_inputs: Callable[[Fields], OwnInputs] = no_own_inputs
+    has_layer_factors: bool = False
     gguf: str = ""
 
 
@@ -88,7 +101,7 @@ def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
     if family is None or not family.attention.is_latent:
         refuse_latent_attention(config)
     fields = text_fields(config)
-    if fields.has("use_bidirectional_attention") and fields.flag("use_bidirectional_attention"):
+    if fields.values.get("use_bidirectional_attention") is True:
         raise Unsupported(f"{architecture} with use_bidirectional_attention: only causal attention is served")
     return FAMILIES[architecture].attention.geometry(fields)
 
@@ -170,8 +183,13 @@ _GEMMA3N: dict[str, object] = {
     "num_kv_shared_layers": 15,
 }
 
-_GEMMA3_DECODER = Decoder(geglu, normed_heads, rope_of_each_kind, is_gemma=True)
+_GEMMA3_DECODER = Decoder(geglu, normed_heads, rope_of_each_kind, is_gemma=True, norm_offset=1.0)
 _GEMMA3_FAMILY = Family(GroupedAttention(all_but_one_in_a_pattern_slide), _GEMMA3, _GEMMA3_DECODER)
+_GEMMA4_FAMILY = Family(
+    Gemma4Attention(),
+    GEMMA4_DEFAULTS,
+    Decoder(gemma4_mlps, gemma4_heads, rope_of_each_kind, is_gemma=True, own_inputs=own_inputs, has_layer_factors=True),
+)
 _GEMMA3N_FAMILY = Family(
     GroupedAttention(all_but_one_in_a_pattern_slide, reads=of_the_last_like_it, has_scale=False), _GEMMA3N
 )
@@ -192,11 +210,15 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3MoeForCausalLM": Family(
         GroupedAttention(window_everywhere_if_used), _WINDOW_4096, Decoder(qwen_experts, normed_heads)
     ),
-    "Gemma2ForCausalLM": Family(GroupedAttention(even_layers_slide), _GEMMA2, Decoder(geglu, is_gemma=True)),
+    "Gemma2ForCausalLM": Family(
+        GroupedAttention(even_layers_slide), _GEMMA2, Decoder(geglu, is_gemma=True, norm_offset=1.0)
+    ),
     "Gemma3ForCausalLM": _GEMMA3_FAMILY,
     "Gemma3ForConditionalGeneration": _GEMMA3_FAMILY,
     "Gemma3nForCausalLM": _GEMMA3N_FAMILY,
     "Gemma3nForConditionalGeneration": _GEMMA3N_FAMILY,
+    "Gemma4ForCausalLM": _GEMMA4_FAMILY,
+    "Gemma4ForConditionalGeneration": _GEMMA4_FAMILY,
     "GptOssForCausalLM": Family(
         GroupedAttention(even_layers_slide, has_sinks=True), _GPT_OSS, Decoder(gpt_oss_experts)
     ),

@@ -42,7 +42,9 @@ def config_from_json(config: Mapping[str, object]) -> ModelConfig:
         num_extra_layers=fields.whole("num_nextn_predict_layers", 0),
         reads=attention.reads,
         out_norms=decoder.is_gemma,
-        norm_offset=1.0 if decoder.is_gemma else 0.0,
+        norm_offset=decoder.norm_offset,
+        own_inputs=decoder.own_inputs(fields),
+        has_layer_factors=decoder.has_layer_factors,
         embedding_scale=hidden_size**0.5 if decoder.is_gemma else 1.0,
         logits_soft_cap=fields.positive("final_logit_softcapping") if fields.has("final_logit_softcapping") else 0.0,
     )

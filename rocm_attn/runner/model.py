@@ -8,6 +8,7 @@ ranks sum, in its linear layers, and gather: the sizes of a rank's part are in i
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
@@ -79,6 +80,7 @@ class Model:
         dtype = weights.dtype
         self._cos_sin = {layer.rope: layer.rope.table(max_kv_len, dtype, weights.device) for layer in config.layers}
         # rounded as the embeddings are: models with a scale were trained so
+        self._own_input_scale = torch.tensor(config.own_inputs.dim**0.5, dtype=dtype).item()
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         for layer, layer_weights in enumerate(weights.layers):
             if isinstance(layer_weights.attention, AttentionHeadWeights) and layer_weights.attention.sinks is not None:
@@ -87,13 +89,19 @@ class Model:
     def forward(self, step: StepInputs) -> Tensor:
         """Logits [S, vocab] of each sequence's last new token, in the weights' dtype."""
         arithmetic, hidden = self._arithmetic, self.embed(step.token_ids)
+        own_inputs = self._own_inputs(step.token_ids, hidden)
         cos_sin = {rope: table.index_select(0, step.positions) for rope, table in self._cos_sin.items()}
-        for layer, weights, attention in zip(self.config.layers, self.weights.layers, self._attentions, strict=True):
+        for number, attention in enumerate(self._attentions):
+            layer, weights = self.config.layers[number], self.weights.layers[number]
             x = arithmetic.norm(hidden, weights.attention_norm)
             x = attention.attended(step.layers, x, cos_sin[layer.rope])
             of_attention = weights.attention
             hidden = arithmetic.add(hidden, x, of_attention.out, of_attention.out_bias, weights.attention_out_norm)
             hidden = add_mlp(hidden, layer.mlp, weights, arithmetic)
+            if weights.own_input is not None and own_inputs is not None:
+                hidden = arithmetic.add_own_input(hidden, own_inputs[:, number], weights.own_input)
+            if weights.factor is not None:
+                hidden = hidden * weights.factor
         last = arithmetic.norm(hidden.index_select(0, step.last_token_of_seq), self.weights.final_norm)
         own = self._capped(arithmetic.linears.linear(last, self.weights.head))
         return self._ranks.gathered(own)[:, : self.config.vocab_size]  # all ranks pick from the same bits
@@ -102,6 +110,17 @@ class Model:
         """[T, hidden]: what the first layer gets. token_ids: integer [T]"""
         rows = F.embedding(token_ids, self.weights.embedding)
         return rows if self._embedding_scale == 1.0 else rows * self._embedding_scale
+
+    def _own_inputs(self, token_ids: Tensor, embedded: Tensor) -> Tensor | None:
+        """[T, layers, dim]: what each layer gets of a token beside the residual."""
+        weights = self.weights.own_inputs
+        if weights is None:
+            return None
+        shape = token_ids.shape[0], self.config.num_layers, self.config.own_inputs.dim
+        rows = F.embedding(token_ids, weights.embedding).view(shape) * self._own_input_scale
+        projected = self._arithmetic.linears.linear(embedded, weights.projection) * self.config.hidden_size**-0.5
+        both = self._arithmetic.norm(projected.view(shape), weights.norm) + rows
+        return both * math.sqrt(0.5)
 
     def _capped(self, logits: Tensor) -> Tensor:
         cap = self.config.logits_soft_cap

@@ -34,11 +34,40 @@ _MOST_TENSORS = 300_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class OwnInput:
+    """What a layer does with what it gets of a token beside the residual.
+
+    gate:     [per_layer_dim, hidden]
+    out:      [hidden, per_layer_dim]
+    out_norm: [hidden]
+    """
+
+    gate: Tensor
+    out: Tensor
+    out_norm: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnInputWeights:
+    """What makes the layers' inputs beside the residual.
+
+    embedding:  [vocab, layers * per_layer_dim]
+    projection: [layers * per_layer_dim, hidden]
+    norm:       [per_layer_dim]
+    """
+
+    embedding: Tensor
+    projection: Tensor
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
     """One layer, or a rank's part of it; what the model has not is None.
 
     attention_norm, mlp_norm: [hidden]; on what attention and MLP get
     attention_out_norm, mlp_out_norm: [hidden]; on what is added to the residual
+    factor: [1]; on the layer's sum
     """
 
     attention_norm: Tensor
@@ -47,6 +76,8 @@ class LayerWeights:
     mlp_norm: Tensor
     mlp: MlpWeights
     mlp_out_norm: Tensor | None
+    own_input: OwnInput | None
+    factor: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +92,7 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     head: Tensor
+    own_inputs: OwnInputWeights | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -97,6 +129,12 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
         "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
         "model.norm.weight": (config.hidden_size,),
     }
+    own = config.own_inputs
+    if own.dim:
+        of_all_layers = config.num_layers * own.dim
+        shapes["model.embed_tokens_per_layer.weight"] = (own.vocab_size, of_all_layers)
+        shapes["model.per_layer_model_projection.weight"] = (of_all_layers, config.hidden_size)
+        shapes["model.per_layer_projection_norm.weight"] = (own.dim,)
     if not config.tied_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     for number in range(config.num_layers):
@@ -119,6 +157,12 @@ def _layer_shapes(config: ModelConfig, number: int) -> Iterator[tuple[str, Shape
     for name in _norm_names(config).values():
         yield f"{name}.weight", (hidden,)
     yield from mlp_shapes(layer.mlp, hidden)
+    if config.own_inputs.dim:
+        yield "per_layer_input_gate.weight", (config.own_inputs.dim, hidden)
+        yield "per_layer_projection.weight", (hidden, config.own_inputs.dim)
+        yield "post_per_layer_input_norm.weight", (hidden,)
+    if config.has_layer_factors:
+        yield "layer_scalar", (1,)
 
 
 def _norm_names(config: ModelConfig) -> dict[str, str]:
@@ -155,6 +199,7 @@ def load_weights(
         head=torch.split(embedding, rows.size)[shard.rank]
         if config.tied_embeddings
         else reader.join(Piece("lm_head.weight", (rows,))),
+        own_inputs=_own_inputs(reader) if config.own_inputs.dim else None,
     )
 
 
@@ -177,6 +222,11 @@ def _may_be_ignored(config: ModelConfig, name: str) -> bool:
     # a tied head may be stored again, and old files keep a table that follows from the config
     layer = name.removeprefix("model.layers.").partition(".")[0]
     is_extra = layer.isdecimal() and len(layer) < 10 and 0 <= int(layer) - config.num_layers < config.num_extra_layers
+    if layer.isdecimal() and len(layer) < 10 and int(layer) < config.num_layers:
+        # layers that read K and V of another one may keep what they would need for their own
+        part = name.removeprefix(f"model.layers.{layer}.self_attn.").partition(".")[0]
+        if part in ("k_proj", "v_proj", "k_norm", "v_norm") and not config.attention.keeps_kv(int(layer)):
+            return True
     return is_extra or name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
 
 
@@ -194,6 +244,24 @@ def _layer(reader: TensorReader, config: ModelConfig, number: int, shard: Shard)
         mlp_norm=norms["mlp_norm"],
         mlp=read_mlp(reader, layer.mlp, prefix, shard),
         mlp_out_norm=norms.get("mlp_out_norm"),
+        own_input=_own_input(reader, prefix) if config.own_inputs.dim else None,
+        factor=reader.join(Piece(f"{prefix}layer_scalar")) if config.has_layer_factors else None,
+    )
+
+
+def _own_input(reader: TensorReader, prefix: str) -> OwnInput:
+    return OwnInput(
+        gate=reader.join(Piece(f"{prefix}per_layer_input_gate.weight")),
+        out=reader.join(Piece(f"{prefix}per_layer_projection.weight")),
+        out_norm=reader.join(Piece(f"{prefix}post_per_layer_input_norm.weight")),
+    )
+
+
+def _own_inputs(reader: TensorReader) -> OwnInputWeights:
+    return OwnInputWeights(
+        embedding=reader.join(Piece("model.embed_tokens_per_layer.weight")),
+        projection=reader.join(Piece("model.per_layer_model_projection.weight")),
+        norm=reader.join(Piece("model.per_layer_projection_norm.weight")),
     )
 
 

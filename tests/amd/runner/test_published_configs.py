@@ -8,14 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from rocm_attn.errors import BadModel
-from rocm_attn.runner.config import HeadProjections, LatentProjections, LayerConfig
+from rocm_attn.errors import BadModel, Unsupported
+from rocm_attn.runner.config import HeadProjections, LatentProjections, LayerConfig, OwnInputs
 from rocm_attn.runner.families import attention_geometry
 from rocm_attn.runner.gates import ClampedSwiGLU, GeGLU, SwiGLU
 from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.hf_config import config_from_json
 from rocm_attn.runner.mlp_config import DenseMlp, ExpertMlp, ExpertTensors
-from rocm_attn.runner.rope import LinearScaling, NoScaling, Rope, YarnScaling, yarn_attention_factor
+from rocm_attn.runner.rope import (
+    LinearScaling,
+    NoScaling,
+    ProportionalScaling,
+    Rope,
+    YarnScaling,
+    yarn_attention_factor,
+)
 from rocm_attn.runner.routing import ExpertScores, Routing
 
 NORMED = HeadProjections(qk_norm=True)
@@ -425,3 +432,68 @@ def test_what_a_family_does_not_allow_is_refused_in_one_sentence(
 ) -> None:
     with pytest.raises(BadModel, match=sentence):
         config_from_json({**published, **changes})
+
+
+GEMMA4_E2B: dict[str, Any] = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "model_type": "gemma4",
+    "text_config": {
+        "attention_k_eq_v": False,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_size": 1536,
+        "hidden_size_per_layer_input": 256,
+        "intermediate_size": 6144,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        "model_type": "gemma4_text",
+        "num_attention_heads": 8,
+        "num_global_key_value_heads": None,
+        "num_hidden_layers": 35,
+        "num_key_value_heads": 1,
+        "num_kv_shared_layers": 20,
+        "sliding_window": 512,
+        "use_bidirectional_attention": "vision",
+        "use_double_wide_mlp": True,
+    },
+}
+
+
+def test_gemma_4_has_larger_heads_without_a_window_and_reads_kv_of_earlier_layers() -> None:
+    config = config_from_json(GEMMA4_E2B)
+    windowed = AttentionLayer(8, 1, 256, scale=1.0, window_left=511)
+    full = AttentionLayer(8, 1, 512, scale=1.0)
+    assert [layer.attention for layer in config.layers] == [full if at % 5 == 4 else windowed for at in range(35)]
+    assert config.reads == (*range(15), *(14 if at % 5 == 4 else 13 for at in range(15, 35)))
+    assert [layer.mlp.sizes[0] for layer in config.layers] == [6144] * 15 + [12288] * 20
+    ropes = Rope(1e4, 256), Rope(1e6, 512, ProportionalScaling(0.25))
+    assert [layer.rope for layer in config.layers[3:5]] == list(ropes)
+    assert config.own_inputs == OwnInputs(256, 262144)
+    assert (config.out_norms, config.norm_offset, config.has_layer_factors, config.logits_soft_cap) == (
+        True,
+        0.0,
+        True,
+        30.0,
+    )
+    assert config.embedding_scale == 1536**0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "sentence"),
+    [
+        ({"use_bidirectional_attention": "all"}, Unsupported, "only causal attention of text"),
+        ({"vocab_size_per_layer_input": 100}, BadModel, "every token needs inputs of its own"),
+        ({"hidden_size_per_layer_input": -1}, BadModel, "hidden_size_per_layer_input is -1"),
+        ({"num_kv_shared_layers": 35}, BadModel, "num_kv_shared_layers is 35 of num_hidden_layers 35"),
+        ({"num_key_value_heads": 3}, BadModel, "not a multiple of the 3 KV heads of layer 0"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 1.5}}},
+            BadModel,
+            "partial_rotary_factor is 1.5; it must be at most 1",
+        ),
+    ],
+)
+def test_what_gemma_4_has_not_is_refused(changes: dict[str, Any], error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error, match=sentence):
+        config_from_json({**GEMMA4_E2B, "text_config": {**GEMMA4_E2B["text_config"], **changes}})

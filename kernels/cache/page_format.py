@@ -15,6 +15,10 @@ import torch
 OWN_PRODUCER = "rocm_attn"
 
 
+class FormatMismatch(ValueError):
+    """Pages are in one format, and what would write, read, copy or adopt them is for another."""
+
+
 class Encoding(enum.Enum):
     """How an element of a page is encoded: the name of its dtype in torch.
 

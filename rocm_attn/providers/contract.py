@@ -214,13 +214,13 @@ class Limits:
 
         On another arch, or in a pool of another kind, nothing else is looked at.
         """
-        if not any(_arch_matches(target.arch, pattern) for pattern in self.archs):
+        if not any(arch_matches(target.arch, pattern) for pattern in self.archs):
             return (f"arch {target.arch} is not one of {', '.join(self.archs)}",)
         if problem.pool not in self.pools:
             return (f"it reads {_either(kind.value for kind in self.pools)}, and this layer has {problem.pool.value}",)
         reasons = []
         if problem.dtype not in self.dtypes:
-            reasons.append(f"dtype {_name(problem.dtype)} is not one of {', '.join(map(_name, self.dtypes))}")
+            reasons.append(f"dtype {dtype_name(problem.dtype)} is not one of {', '.join(map(dtype_name, self.dtypes))}")
         reasons += self._encoding_refusals(problem)
         for field in self._ranges():
             value, (low, high) = getattr(problem, field), getattr(self, field)
@@ -423,9 +423,11 @@ def _either(values: Iterable[object]) -> str:
     return " or ".join(map(str, values))
 
 
-def _arch_matches(arch: str, pattern: str) -> bool:
+def arch_matches(arch: str, pattern: str) -> bool:
+    """pattern: an exact name, or a prefix that ends with \"*\"."""
     return arch.startswith(pattern[:-1]) if pattern.endswith("*") else arch == pattern
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """As users write it."""
     return str(dtype).removeprefix("torch.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.runner.shards import Shard
 
 
@@ -39,8 +39,9 @@ class AttentionLayer:
         heads = Shard(0, num_ranks).heads(self.num_q_heads, self.num_kv_heads)
         return replace(self, num_q_heads=heads.q.size, num_kv_heads=heads.kv.size)
 
-    def problem(self, *, dtype: torch.dtype, page_size: int) -> Problem:
-        """The layer as the attention runtime takes it. Raises BadProblem."""
+    def problem(self, *, dtype: torch.dtype, page_size: int, kv_encoding: KVEncoding = KVEncoding.LIKE_Q) -> Problem:
+        """The layer as the attention runtime takes it, eight-bit K and V with a factor for the layer. Raises
+        BadProblem."""
         return Problem(
             num_q_heads=self.num_q_heads,
             num_kv_heads=self.num_kv_heads,
@@ -53,6 +54,8 @@ class AttentionLayer:
             logits_soft_cap=self.logits_soft_cap,
             has_sinks=self.has_sinks,
             pool=PoolKind.LATENT if self.latent_dim else PoolKind.SPLIT,
+            kv_encoding=kv_encoding,
+            kv_scales=Scales.NONE if kv_encoding is KVEncoding.LIKE_Q else Scales.LAYER,
         )
 
 
@@ -92,9 +95,12 @@ class AttentionGeometry:
         )
         return replace(self, layers=layers)
 
-    def problems(self, *, dtype: torch.dtype, page_size: int) -> tuple[Problem, ...]:
+    def problems(
+        self, *, dtype: torch.dtype, page_size: int, kv_encoding: KVEncoding = KVEncoding.LIKE_Q
+    ) -> tuple[Problem, ...]:
         """One Problem per layer that keeps K and V; one that reads them has that layer's. Raises BadProblem."""
-        return tuple(layer.problem(dtype=dtype, page_size=page_size) for layer in self.layers[: self.num_storing])
+        storing = self.layers[: self.num_storing]
+        return tuple(layer.problem(dtype=dtype, page_size=page_size, kv_encoding=kv_encoding) for layer in storing)
 
 
 def window_left(sliding_window: int) -> int:

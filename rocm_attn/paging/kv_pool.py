@@ -73,9 +73,9 @@ class KVPool:
         """The tensors that own what pages hold, pages first: a latent layer's v is part of its k."""
         for layer in self.layers:
             is_latent = layer.format.kind is PoolKind.LATENT
-            yield layer.k
+            yield layer.raw_k
             if not is_latent:
-                yield layer.v
+                yield layer.raw_v
             if layer.format.scales is Scales.TOKEN:
                 assert layer.k_scale is not None
                 assert layer.v_scale is not None

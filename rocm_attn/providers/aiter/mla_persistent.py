@@ -94,7 +94,14 @@ class LatentShares:
 
     def as_arguments(self, shape: PaddedShape, words: Tensor) -> dict[str, Tensor | int]:
         """What mla_decode_fwd is given of a schedule that was built into words."""
-        names = "work_meta_data work_indptr work_info_set reduce_indptr reduce_final_map reduce_partial_map".split()
+        names = [
+            "work_meta_data",
+            "work_indptr",
+            "work_info_set",
+            "reduce_indptr",
+            "reduce_final_map",
+            "reduce_partial_map",
+        ]
         buffers = dict(zip(names, cut(words, self.parts(shape)), strict=True))
         # The most shares that one sequence may be cut into. Without, the function may leave the schedule aside.
         return {**buffers, "num_kv_splits": self.compute_units}

@@ -151,6 +151,14 @@ class HybridKVPool:
         """The pages of one layer of the model, in the space of its problem."""
         return self._layers[layer]
 
+    def format(self, layer: int) -> PageFormat:
+        """What the pages of a layer hold."""
+        return self._layers[layer].format
+
+    def take(self, layer: int, pages: LayerPages) -> None:
+        """Use these pages for a layer: those that it has, with factors of another place."""
+        self._layers[layer] = pages
+
     def space_of_layer(self, layer: int) -> Space:
         """The space that a layer lives in."""
         return self._space_of_layer[layer]

@@ -23,6 +23,7 @@ from rocm_attn.kernels.cache.page_format import FormatMismatch, PageFormat
 from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
 from rocm_attn.kernels.metadata.engine_tensors import GatherSource
 from rocm_attn.kernels.metadata.step_tensors import TableTerms
+from rocm_attn.paging.adopted_index import AdoptedIndexPages
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import PoolKind, Problem
 
@@ -389,6 +390,7 @@ class AdoptedPages:
         self._moved, self._formats = guards.moved, guards.formats
         self._sealed = False
         self._layers: list[LayerPages | None] = [None] * len(problems)
+        self.index_pages = AdoptedIndexPages(problems, num_pages=num_pages, device=device, moved=guards.moved)
 
     def bind(self, layer: int, k: Tensor, v: Tensor, coded: EnginePages | None = None) -> None:
         """Use these pages for a layer; coded: of eight-bit ones.
@@ -451,9 +453,14 @@ class AdoptedPages:
         """What the pages of a layer must hold to be bound."""
         return self._problems[layer].page_format
 
+    def index(self, layer: int) -> LayerPages:
+        """The index pages of a layer that has an indexer. Raises WrongState while it has none."""
+        return self.index_pages.layer(layer)
+
     def seal(self) -> None:
         """Graphs may read the pages from now on."""
         self._sealed = True
+        self.index_pages.seal()
 
     def _check(self, layer: int, name: str, pages: Tensor, cells: Tensor, dim: int) -> None:
         problem = self._problems[layer]

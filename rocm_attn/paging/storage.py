@@ -74,3 +74,7 @@ class Pool(Protocol):
     def format(self, layer: int) -> PageFormat:
         """What the pages of a layer hold, or will."""
         ...
+
+    def index(self, layer: int) -> LayerPages:
+        """The index pages of a layer that has an indexer; v is all of k."""
+        ...

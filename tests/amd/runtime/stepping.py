@@ -252,8 +252,10 @@ class World:
         return q, k, k[..., : problem.v_head_dim] if problem.pool is PoolKind.LATENT else v
 
     def remember(self, layer: int, requests: Sequence[Request], q_len: Sequence[int], k: Tensor, v: Tensor) -> None:
-        pages = self.runtime.pool.layer(layer)
-        k, v = (kept(rows, self.problems[layer], scale) for rows, scale in ((k, pages.k_scale), (v, pages.v_scale)))
+        pages, problem = self.runtime.pool.layer(layer), self.problems[layer]
+        k, v = (kept(rows, problem, scale) for rows, scale in ((k, pages.k_scale), (v, pages.v_scale)))
+        if problem.pool is PoolKind.LATENT:  # whose tokens have one factor, for what is V and what is not
+            v = k[..., : problem.v_head_dim]
         first = 0
         for request, new in zip(requests, q_len, strict=True):
             request.k[layer] = torch.cat([request.k[layer], k[first : first + new]])
@@ -283,13 +285,17 @@ class World:
             want, want_lse = attend_sequence(q[rows], request.k[layer], request.v[layer], problem, weights, mask, at)
             if new:
                 self.largest_error = max(self.largest_error, float((out[rows].double() - want).abs().max()))
-            assert_attention_close(out[rows], want, problem.dtype)
+            self.assert_close(out[rows], want, problem)
             if lse is not None:
                 assert_lse_close(lse[rows], want_lse, problem.dtype)
             first += new
         assert torch.equal(out[first:], torch.zeros_like(out[first:])), "a padded token got something else than zero"
         if lse is not None:
             assert torch.equal(lse[first:], torch.full_like(lse[first:], float("-inf")))
+
+    def assert_close(self, out: Tensor, want: Tensor, problem: Problem) -> None:
+        """out is as close to the float64 reference as the problem's kernels must come."""
+        assert_attention_close(out, want, problem.dtype)
 
     def page_zero_is_zero(self) -> bool:
         """Whether the reserved page is still all zero, in every layer."""

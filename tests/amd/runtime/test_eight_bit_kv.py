@@ -183,7 +183,7 @@ def test_a_kernel_that_does_not_read_an_encoding_is_refused_with_the_reason() ->
 
 def test_eight_bits_have_a_factor_and_others_have_none() -> None:
     for encoding, scales in ((KVEncoding.E4M3FN, Scales.NONE), (KVEncoding.LIKE_Q, Scales.TOKEN)):
-        with pytest.raises(BadProblem, match="eight-bit K and V have a factor"):
+        with pytest.raises(BadProblem, match="eight-bit ones have a factor"):
             small_problem(kv_encoding=encoding, kv_scales=scales)
     form = small_problem(kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.TOKEN).page_format
     assert (form.encoding, form.page_bytes) == (Encoding.E4M3FN, 4 * 2 * (2 * 16 + 2 * 4))

@@ -149,11 +149,8 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
             live = bit_is_set(seen_by_some(bits), lane)
         else:
             live = in_range(kv_index, seen.keys.first, seen.keys.end) if K.WINDOWED else kv_index < seen.keys.end
-        k_factor: Any = None
-        v_factor: Any = None
-        if C.SCALES == "TOKEN":
-            k_factor = token_factor(kv.factors.k, page, offset, kv.factors.head, live, MASKED, C)
-            v_factor = token_factor(kv.factors.v, page, offset, kv.factors.head, live, MASKED, C)
+        k_factor = token_factor(kv.factors.k, page, offset, kv.factors.head, live, MASKED, C)
+        v_factor = token_factor(kv.factors.v, page, offset, kv.factors.head, live, MASKED, C)
         live = live[:, None]
         if K.K_COLUMNS > K.HEAD_DIM:
             k = tl.load(k_block, mask=live & (k_column < K.HEAD_DIM)[None, :], other=0)

@@ -60,7 +60,7 @@ class SideGeometry(NamedTuple):
     @property
     def blocks(self) -> int:
         """Programs for a token."""
-        return triton.cdiv(self.HEADS, self.HEADS_BLOCK)
+        return -(-self.HEADS // self.HEADS_BLOCK)
 
     @property
     def num_warps(self) -> int:

@@ -215,9 +215,19 @@ EXTEND_ROWS = (
 
 
 def decode_tiles(
-    arch: str, *, gqa_ratio: int, num_kv_heads: int, head_dim: int, v_head_dim: int, dtype: torch.dtype
+    arch: str,
+    *,
+    gqa_ratio: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    dtype: torch.dtype,
+    pairs: bool = True,
 ) -> DecodeTiles:
-    """The tiles of paged decode. Raises NoTiles."""
+    """The tiles of paged decode. Raises NoTiles.
+
+    pairs: whether a row may read two KV heads; not where tokens have a factor for each head
+    """
     for name in names_of(arch):
         rows = [
             row
@@ -225,7 +235,7 @@ def decode_tiles(
             if row.arch == name
             and row.item_bytes == dtype.itemsize
             and max(head_dim, v_head_dim) <= row.max_head_dim
-            and (row.tiles.heads_per_row == 1 or _pairs(row, gqa_ratio, num_kv_heads, head_dim, v_head_dim))
+            and (row.tiles.heads_per_row == 1 or (pairs and _pairs(row, gqa_ratio, num_kv_heads, head_dim, v_head_dim)))
         ]
         for row in rows:
             if gqa_ratio * row.tiles.heads_per_row <= row.max_q_rows:

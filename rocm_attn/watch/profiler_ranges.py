@@ -104,6 +104,21 @@ class RangedLayers:
         with self._range(f"layer {layer}: finish"):
             self._layers.finish(layer, out, gate=gate, undo=undo)
 
+    def store_index(self, layer: int, k: Tensor) -> None:
+        """As LayerCalls.store_index."""
+        with self._range(f"layer {layer}: store_index"):
+            self._layers.store_index(layer, k)
+
+    def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
+        """As LayerCalls.select."""
+        with self._range(f"layer {layer}: select"):
+            self._layers.select(layer, q, weights)
+
+    def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        """As LayerCalls.attend_selected."""
+        with self._range(f"layer {layer}: attend_selected"):
+            self._layers.attend_selected(layer, q, out, lse)
+
     @contextmanager
     def _range(self, name: str) -> Iterator[None]:
         self._ranges.push(name)

@@ -267,11 +267,16 @@ def rope_store(memory: Memory) -> None:
 
 
 def finish(memory: Memory) -> None:
-    """Five heads of an odd dim; the last two tokens are pads, and one is at the table's end, one beyond it."""
+    """Five heads of an odd dim, with two pads and without; one token is at the table's end, one beyond it."""
     of_elements, of_heads = gapped(5, 5, 24), torch.rand(5, 5).t()
-    for turned, gate in ((10, of_elements), (10, of_heads), (24, None), (0, of_elements)):
+    for turned, gate, num_tokens in (
+        (10, of_elements, 5),
+        (10, of_heads, 5),
+        (24, None, 3),
+        (0, of_elements, 5),
+    ):
         rope = RopeTable(torch.rand(8, turned), RopePairs.NEIGHBOURS, at_end=True) if turned else None
-        positions, counts, want = ints([7, 0, 8, 3, 0]), ints([4, 3, 1, 0]), gapped(5, 5, 24)
+        positions, counts, want = ints([7, 0, 8, 3, 7]), ints([4, num_tokens, 1, 0]), gapped(5, 5, 24)
         got = memory.put(want)
         rope_twins.finish(want, gate, rope, positions, counts)
         gates = None if gate is None else memory.put(gate)

@@ -23,6 +23,7 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadProblem, BadSetting, BadTensor, DeviceFault, NeverFits, Unsupported, WrongState
 from rocm_attn.guards.registry import Guards, guards_from_settings
 from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable
 from rocm_attn.kernels.metadata.engine_tensors import LengthBounds, PublishedLengths
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.machine.agreement import Agree, alone
@@ -416,6 +417,24 @@ class ExternalAttention:
         """
         run = self._running()
         run.core.layers.store(run.step, run.plan, layer, k, v)
+
+    def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
+        """As LayerCalls.rope_and_store. Positions are places in the KV, or came with the step's mask.
+
+        Raises BadTensor, WrongState.
+        """
+        run = self._running()
+        run.core.layers.rope_and_store(run.step, run.plan, layer, Projected(q, k, v, q_out), work)
+
+    def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
+        """As LayerCalls.rope_queries. Raises BadTensor, WrongState."""
+        run = self._running()
+        run.core.layers.rope_queries(run.step, layer, q, q_out, work)
+
+    def finish(self, layer: int, out: Tensor, *, gate: Tensor | None = None, undo: RopeTable | None = None) -> None:
+        """As LayerCalls.finish. Raises BadTensor, WrongState."""
+        run = self._running()
+        run.core.layers.finish(run.step, layer, out, gate, undo)
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """Attention of the step's new tokens over their sequences' KV.

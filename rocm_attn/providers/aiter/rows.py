@@ -259,6 +259,7 @@ def _batch_prefill_eight_bits(kind: StepKind) -> tuple[KernelRow, KernelRow]:
         faults=(*faults.BATCH_PREFILL, *faults.EIGHT_BITS),
         notes=(oddities.SATURATED_QUERIES,),
         rounds_products=True,
+        rounds_queries=True,
     )
     vectorised = replace(
         linear, name="aiter.mha_batch_prefill_func[vectorised, fp8]", limits=_BATCH_PREFILL_VECTORISED_EIGHT_BITS
@@ -360,6 +361,7 @@ ROWS: tuple[KernelRow, ...] = (
         faults=faults.LATENT_EIGHT_BITS,
         notes=(oddities.SATURATED_QUERIES, oddities.GROUPED_HEADS),
         rounds_products=True,
+        rounds_queries=True,
     ),
     # After pa_decode_gluon, which multiplies by elements of q's dtype.
     replace(

@@ -22,6 +22,7 @@ from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, Scales
+from rocm_attn.kernels.cache.page_rows import PageRows
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
 from rocm_attn.providers.contract import Baked
@@ -322,7 +323,7 @@ def forget_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> None:
             for rows, value in ((layer.keys, 0.0), (layer.values, 1e4)):
                 held = _as_held(value, layer.format.encoding)
                 new = rows.cells.new_full((len(page), rows.num_heads, rows.dim), held)
-                rows.write_tokens(page, offset, new)
+                rows.write_tokens(page, _offset_in(rows, offset, runtime), new)
 
 
 def _as_held(value: float, encoding: Encoding) -> float:
@@ -343,17 +344,18 @@ def kept_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterator[Non
         for layer in runtime.pool.in_space(space).layers:
             for rows, scale in ((layer.keys, layer.k_scale), (layer.values, layer.v_scale)):
                 before = rows.cells.new_empty((len(page), rows.num_heads, rows.dim))
-                rows.read_tokens(page, offset, before)
-                kept.append((rows, page, offset, before))
+                at = _offset_in(rows, offset, runtime)
+                rows.read_tokens(page, at, before)
+                kept.append((rows, page, at, before))
                 if scale is not None and layer.format.scales is Scales.TOKEN:
-                    factors.append((scale, (page, offset), scale[page, offset]))
+                    factors.append((scale, (page, at), scale[page, at]))
     try:
         yield
     finally:
-        for rows, page, offset, before in kept:
-            rows.write_tokens(page, offset, before)
-        for scale, at, factor in factors:
-            scale[at] = factor
+        for rows, page, at, before in kept:
+            rows.write_tokens(page, at, before)
+        for scale, place, factor in factors:
+            scale[place] = factor
 
 
 def stored_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> dict[str, Tensor]:
@@ -363,7 +365,7 @@ def stored_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> dict[str, 
         for layer, pages in enumerate(runtime.pool.in_space(space).layers):
             for side, rows in (("K", pages.keys), ("V", pages.values)):
                 cells = rows.cells.new_empty((len(page), rows.num_heads, rows.dim))
-                rows.read_tokens(page, offset, cells)
+                rows.read_tokens(page, _offset_in(rows, offset, runtime), cells)
                 # A dtype of one byte has neither comparisons nor bounds, and is stored as it is.
                 name = f"{side} of layer {layer} of the {space.value} space"
                 stored[name] = cells.view(torch.uint8) if cells.element_size() == 1 else cells
@@ -380,3 +382,8 @@ def _places_of_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterat
         pages = table.entries_host[batch.rows[seq], kv_index // page_size]
         page, offset = (torch.from_numpy(x.astype(np.int64)).to(runtime.device) for x in (pages, kv_index % page_size))
         yield table.space, page, offset
+
+
+def _offset_in(rows: PageRows, offset: Tensor, runtime: AttentionRuntime) -> Tensor:
+    """The place in a page of what stands for a token: of itself, or of the pool of index keys that it belongs to."""
+    return offset // (runtime.table.page_size // rows.page_size)

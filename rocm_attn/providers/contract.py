@@ -21,6 +21,7 @@ from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.launches import (
     ClearPads,
     Fill,
+    Finish,
     GatherTable,
     MergeStates,
     PackMask,
@@ -28,6 +29,8 @@ from rocm_attn.providers.launches import (
     PlaceMask,
     Publish,
     PublishEngine,
+    RopeQueries,
+    RopeStore,
     StoreKV,
     TakeSlots,
     UpdateTable,
@@ -214,13 +217,13 @@ class Limits:
 
         On another arch, or in a pool of another kind, nothing else is looked at.
         """
-        if not any(_arch_matches(target.arch, pattern) for pattern in self.archs):
+        if not any(arch_matches(target.arch, pattern) for pattern in self.archs):
             return (f"arch {target.arch} is not one of {', '.join(self.archs)}",)
         if problem.pool not in self.pools:
             return (f"it reads {_either(kind.value for kind in self.pools)}, and this layer has {problem.pool.value}",)
         reasons = []
         if problem.dtype not in self.dtypes:
-            reasons.append(f"dtype {_name(problem.dtype)} is not one of {', '.join(map(_name, self.dtypes))}")
+            reasons.append(f"dtype {dtype_name(problem.dtype)} is not one of {', '.join(map(dtype_name, self.dtypes))}")
         reasons += self._encoding_refusals(problem)
         for field in self._ranges():
             value, (low, high) = getattr(problem, field), getattr(self, field)
@@ -400,6 +403,9 @@ class StepOps:
     table_update: UpdateTable
     fill: Fill
     store_kv: StoreKV
+    rope_store: RopeStore
+    rope_queries: RopeQueries
+    finish: Finish
     zero_tails: ZeroTails
     clear_pads: ClearPads
     merge_states: MergeStates
@@ -427,9 +433,11 @@ def _either(values: Iterable[object]) -> str:
     return " or ".join(map(str, values))
 
 
-def _arch_matches(arch: str, pattern: str) -> bool:
+def arch_matches(arch: str, pattern: str) -> bool:
+    """pattern: an exact name, or a prefix that ends with \"*\"."""
     return arch.startswith(pattern[:-1]) if pattern.endswith("*") else arch == pattern
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """As users write it."""
     return str(dtype).removeprefix("torch.")

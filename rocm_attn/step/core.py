@@ -98,5 +98,7 @@ class StepCore:
             for layer in range(len(self.layers))
             for name, tensor in self._pool.layer(layer).tensors().items()
         }
+        for layer in self.kinds.selecting.indexed:
+            pages[f"index_pages_{layer}"] = self._pool.index(layer).k
         tables = {name_in(table.space, "table"): table.entries for table in self._table.spaces}
         return {**self.memory.sealed_tensors(), **tables, **pages, **self.head_weights.tensors()}

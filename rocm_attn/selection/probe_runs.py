@@ -24,7 +24,7 @@ from rocm_attn.guards.registry import guards_from_settings
 from rocm_attn.oracle.numerics import Bound, bounds_of, eight_bit_queries, error_parts
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.problem import KVEncoding, PoolKind, Problem
+from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.contract import LayerKernel, PoolSize
 from rocm_attn.providers.select import Selection
@@ -63,11 +63,14 @@ _MAX_KV_LEN = 512
 # Of new tokens, the last ones that are compared: the reference takes float64 for each of them and each key.
 _MOST_COMPARED = 96
 
+# Of K and of V in eight bits.
+_K_FACTOR, _V_FACTOR = 0.5, 0.25
+
 # Tokens that are stored at once where nothing attends.
 _CHUNK = 4096
 
 # What a verdict depends on, beside the machine and the kernels.
-ALL_OF_IT = [_STEPS, _MAX_KV_LEN, EDGE_STEPS, LENGTHS, _MANY]
+ALL_OF_IT = [_STEPS, _MAX_KV_LEN, EDGE_STEPS, LENGTHS, _MANY, _K_FACTOR, _V_FACTOR]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +128,13 @@ class _Run:
             device=device,
             guards=guards_from_settings(),
         )
-        runtime.pool.layer(0).fill_nan(slice(1, None))
+        pages = runtime.pool.layer(0)
+        pages.fill_nan(slice(1, None))
+        if problem.kv_scales in (Scales.LAYER, Scales.HEAD):
+            # Other than 1, and than each other but for latent pages, so that one that is left out shows.
+            for scale, factor in ((pages.v_scale, _V_FACTOR), (pages.k_scale, _K_FACTOR)):
+                assert scale is not None
+                scale.fill_(factor)
         runtime.head_weights.set(0, weights.to(runtime.device))
         run = cls(runtime, problem, weights.to(runtime.device), [])
         run.admit(num_seqs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -66,8 +67,9 @@ def partly_torch(problem: Problem) -> Selection:
     kernels = dict(select(problem, known_target("cpu"), "torch").kernels)
     for kind in StepKind:
         serving = [row for row in AITER_ROWS if row.kind is kind and not row.refusals(problem, GFX942)]
-        if serving:
-            kernels[kind] = LayerKernel(serving[0], serving[0].bind(problem, GFX942, SMALLEST_POOL))
+        for row in reversed(serving):
+            with suppress(LookupError):
+                kernels[kind] = LayerKernel(row, row.bind(problem, GFX942, SMALLEST_POOL))
     return Selection(problem, GFX942, kernels, ())
 
 

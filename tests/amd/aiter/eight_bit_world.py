@@ -43,7 +43,10 @@ class EightBitWorld(World):
                 pages.k_scale.copy_(_K_FACTOR * by_head)
 
     def qkv(self, problem: Problem, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = super().qkv(problem, step)
+        return self.held(problem, *super().qkv(problem, step))
+
+    def held(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, and the nearest k and v that pages hold as they are."""
         (layer,) = (layer for layer, each in enumerate(self.problems) if each is problem)
         pages = self.runtime.pool.layer(layer)
         v_is_k = v.data_ptr() == k.data_ptr()

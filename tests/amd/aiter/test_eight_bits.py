@@ -13,11 +13,12 @@ from torch import Tensor
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import Unsupported
 from rocm_attn.machine.target import known_target
-from rocm_attn.problem import KVEncoding, Problem, Scales
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 from rocm_attn.providers.aiter import mla_eight_bits
 from rocm_attn.providers.aiter.rows import ROWS
 from rocm_attn.providers.select import select
 from rocm_attn.selection.probe_runs import edge_run, random_run
+from rocm_attn.watch.few_sequences import LayerOfStep
 from tests.amd.aiter.checks import ContractBroken
 from tests.amd.aiter.serving import (
     CPU,
@@ -210,6 +211,36 @@ def test_queries_saturate_and_stay_in_their_own_rows(aiter: StandIn) -> None:
     serving.check(0, requests[1:], [1], q[1:], out[1:], None)
     assert bool(out[0, 0].isnan().all())
     assert bool(out[0, 1:].isfinite().all())
+
+
+def test_a_check_beside_serving_knows_that_queries_are_rounded(aiter: StandIn) -> None:
+    serving = world(LATENT, max_kv_len=80, selections=[partly_torch(LATENT)])
+    requests = [serving.admit(), serving.admit()]
+    serving.step(requests, [40, 14])
+    step = serving.runtime.begin_step(serving.batch(requests, [1, 1]))
+    q, k, v = serving.qkv(LATENT, step)
+    q *= 3  # logits of a standard deviation of four: rounding is multiplied by so much
+    out = torch.empty_like(q[..., :512])
+    step.layers.store_and_attend(0, q, k, v, out)
+    pages = [torch.from_numpy(serving.runtime.table.pages_of(each.row)).long() for each in requests]
+
+    def wrong(given: Tensor, *, eight_bit_products: bool) -> list[int]:
+        of_step = LayerOfStep(
+            LATENT,
+            serving.runtime.pool.layer(0),
+            serving.runtime.head_weights.of(0),
+            [1, 1],
+            [41, 15],
+            pages.__getitem__,
+            UNLIMITED_WINDOW,
+            eight_bit_products,
+        )
+        return of_step.wrong_seqs(q, given, [0, 1])
+
+    assert wrong(out, eight_bit_products=True) == []
+    assert wrong(out, eight_bit_products=False) == [0, 1]
+    assert wrong(out.flip(0), eight_bit_products=True) == [0, 1]
+    serving.runtime.end_step()
 
 
 def test_heads_that_the_kernel_gets_on_top_are_zero(aiter: StandIn) -> None:

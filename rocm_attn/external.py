@@ -161,6 +161,7 @@ class ShadowView:
 
     row_of_seq, kv_len, q_len: int32 [S]; the first num_seqs are those of the step
     table:                     int32 [rows, width], of the layer's space
+    eight_bit_products:        whether the layer's kernel may round what it multiplies to eight bits
     """
 
     problem: Problem
@@ -171,6 +172,7 @@ class ShadowView:
     kv_len: Tensor
     q_len: Tensor
     table: Tensor
+    eight_bit_products: bool
 
 
 class ExternalAttention:
@@ -500,6 +502,7 @@ class ExternalAttention:
             tensors.kv_len,
             tensors.q_len,
             tensors.table,
+            run.plan.kernels[kind].row.rounds_products,
         )
 
     def _new_core(self, problems: Sequence[Problem], spaces: Sequence[Space], target: Target, agree: Agree) -> StepCore:

@@ -67,8 +67,8 @@ class SelectedRow:
 
 # The first row that serves wins.
 INDEX_ROWS = (
-    IndexRow("sm_90", 1, 128, IndexTiles(128, 64, 4, 3, 4)),
-    IndexRow("sm_90", 2, 128, IndexTiles(128, 64, 4, 3, 4)),
+    IndexRow("sm_90", 1, 128, IndexTiles(128, 64, 4, 3, 8)),
+    IndexRow("sm_90", 2, 128, IndexTiles(128, 64, 4, 3, 8)),
     IndexRow("sm_90", 4, 128, IndexTiles(32, 32, 4, 1, 4)),
     IndexRow("sm_", 1, 128, IndexTiles(64, 64, 4, 2, 4)),
     IndexRow("sm_", 2, 128, IndexTiles(64, 64, 4, 2, 4)),
@@ -89,7 +89,7 @@ SELECTED_ROWS = (
     SelectedRow("sm_90", 2, 128, SelectedTiles(64, 64, 4, 2, 2)),
     SelectedRow("sm_90", 2, 256, SelectedTiles(16, 32, 4, 3, 2)),
     SelectedRow("sm_90", 2, 256, SelectedTiles(64, 32, 8, 2, 1)),
-    SelectedRow("sm_90", 2, 576, SelectedTiles(16, 32, 8, 3, 2)),
+    SelectedRow("sm_90", 2, 576, SelectedTiles(16, 32, 4, 3, 2)),
     SelectedRow("sm_90", 2, 576, SelectedTiles(32, 32, 8, 2, 1)),
     SelectedRow("sm_90", 4, 256, SelectedTiles(16, 16, 4, 1, 2)),
     SelectedRow("sm_90", 4, 576, SelectedTiles(16, 16, 8, 1, 1)),

@@ -21,7 +21,6 @@ import triton.language as tl
 
 from rocm_attn.kernels.attention.bundles import Pages, Rows, Softmax
 from rocm_attn.kernels.attention.coded import (
-    Coding,
     Factors,
     row_factor,
     scaled_logits,
@@ -261,7 +260,9 @@ def launch_selected_segments(args: SelectedArgs, *, scale: float, tiles: Segment
     """
     selection = args.selection
     cut = segment_cut(selection.width * selection.unit_tokens, heads=args.heads, tiles=tiles)
-    geometry = _geometry(args, cut, tiles.decode_rows, tiles.key_block, tiles.decode_stages, exact=True)
+    # With two blocks in flight gfx942 spills scalar registers.
+    stages = 1 if tiles.matrix_dim else tiles.decode_stages
+    geometry = _geometry(args, cut, tiles.decode_rows, tiles.key_block, stages, exact=True)
     _launch(args, geometry, scale, num_warps=tiles.decode_warps, **tiles.options(), **UNFUSED)
 
 
@@ -342,5 +343,5 @@ def _geometry(
         KEY_BLOCK=key_block,
         EXACT=exact,
         STAGES=stages,
-        coding=Coding.of(form),
+        coding=args.pages.coding,
     )

@@ -256,14 +256,15 @@ def test_what_no_kernel_serves_is_refused_with_the_reason(case: Case, reason: st
     device = kernel_device
     (num_q_heads, num_kv_heads), (head_dim, v_head_dim) = case.heads, case.dims
     int32 = torch.zeros(3, dtype=torch.int32, device=device)
+    held = torch.float32 if case.dtype == torch.float64 else case.dtype
     tiles = DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1)
     with pytest.raises(ValueError, match=reason):
         launch_paged_decode(
             AttendArgs(
                 torch.zeros(2, num_q_heads, head_dim, dtype=case.dtype, device=device),
                 LayerPages.plain(
-                    torch.zeros(2, case.page_size, num_kv_heads, head_dim, dtype=case.dtype, device=device),
-                    torch.zeros(2, case.page_size, num_kv_heads, v_head_dim, dtype=case.dtype, device=device),
+                    torch.zeros(2, case.page_size, num_kv_heads, head_dim, dtype=held, device=device),
+                    torch.zeros(2, case.page_size, num_kv_heads, v_head_dim, dtype=held, device=device),
                 ),
                 int32[None],
                 Queries(int32[:2], int32[:2], int32, 2, 1, case.page_size),

@@ -97,7 +97,13 @@ def _bind_indexer(indexer: Indexer, problem: Problem, target: Target, pool: Pool
 
 
 def _bind_selected(problem: Problem, target: Target, pool: PoolSize) -> TritonSelected:
-    tiles = selected_tiles(target.arch, head_dim=problem.head_dim, v_head_dim=problem.v_head_dim, dtype=problem.dtype)
+    tiles = selected_tiles(
+        target.arch,
+        gqa_ratio=problem.gqa_ratio,
+        head_dim=problem.head_dim,
+        v_head_dim=problem.v_head_dim,
+        dtype=problem.dtype,
+    )
     return TritonSelected(problem, _keys(problem), tiles, target.compute_units * tiles.programs_per_cu)
 
 

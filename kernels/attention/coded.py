@@ -4,7 +4,7 @@
 
 A factor of the layer or of a head is one number for a row of q: K's goes into what products are multiplied with anyway,
 V's into the accumulator. Factors of tokens multiply columns: K's those of the products, V's those of the weights. The
-weights of float16 would lose their smallest bits so; there V's own rows are multiplied.
+weights of float16 would lose their smallest bits so; there V's own rows are multiplied. C is a Coding (page_format.py).
 """
 
 from __future__ import annotations
@@ -16,27 +16,6 @@ import triton.language as tl
 
 from rocm_attn.kernels.attention.bundles import Logits, Softmax
 from rocm_attn.kernels.cache.codes import decoded
-from rocm_attn.kernels.cache.page_format import PageFormat
-
-
-class Coding(NamedTuple):
-    """How K and V are encoded, as kernels are compiled for it.
-
-    ENCODING:  Encoding's value
-    SCALES:    Scales' name: what shares a factor
-    KV_HEADS:  KV heads, of which each token has a factor
-    PAGE_SIZE: tokens of a page
-    """
-
-    ENCODING: str
-    SCALES: str
-    KV_HEADS: int
-    PAGE_SIZE: int
-
-    @classmethod
-    def of(cls, form: PageFormat) -> Coding:
-        """Of pages."""
-        return cls(form.encoding.value, form.scales.name, form.num_kv_heads, form.page_size)
 
 
 class Factors(NamedTuple):

@@ -19,7 +19,6 @@ import triton.language as tl
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Line, Softmax, Span
 from rocm_attn.kernels.attention.coded import (
-    Coding,
     Factors,
     row_factor,
     scaled_logits,
@@ -44,7 +43,7 @@ from rocm_attn.kernels.attention.merge import launch_merge
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E, add_sink, capped, in_range, visible_blocks
 from rocm_attn.kernels.cache.codes import decoded
-from rocm_attn.kernels.cache.page_format import Scales
+from rocm_attn.kernels.cache.page_format import Coding, Scales
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
 
@@ -416,5 +415,5 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
         ),
         CAPPED=scores.soft_cap > 0,
         STAGES=tiles.num_stages,
-        coding=Coding.of(args.pages.format),
+        coding=args.pages.coding,
     )

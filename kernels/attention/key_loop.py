@@ -16,11 +16,12 @@ import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Softmax
-from rocm_attn.kernels.attention.coded import Coding, token_factor, weighted_values
+from rocm_attn.kernels.attention.coded import token_factor, weighted_values
 from rocm_attn.kernels.attention.mask_bits import bit_is_set, bits_from, row_bits, seen_by_some
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import capped, in_range
 from rocm_attn.kernels.cache.codes import decoded
+from rocm_attn.kernels.cache.page_format import Coding
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 
@@ -98,7 +99,7 @@ def key_geometry(args: AttendArgs, scores: Scores, *, key_block: int, causal: bo
         CAPPED=scores.soft_cap > 0,
         SAME_OFFSETS=args.same_offsets,
         EXACT=exact,
-        coding=Coding.of(args.pages.format),
+        coding=args.pages.coding,
     )
 
 

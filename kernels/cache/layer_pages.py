@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rocm_attn.kernels.cache.page_format import Encoding, FormatMismatch, PageFormat, PoolKind, Scales
+from rocm_attn.kernels.cache.page_format import Coding, Encoding, FormatMismatch, PageFormat, PoolKind, Scales
 from rocm_attn.kernels.cache.page_rows import PageRows, key_rows, value_rows
 
 # Which codes are NaN in every eight-bit encoding: E4M3FNUZ has this one alone.
@@ -26,6 +26,8 @@ class LayerPages:
                       kv_heads], contiguous; None where there are none. Of a latent layer v_scale is k_scale
     raw_k, raw_v:     k and v as memory, which is what is launched with, written and copied: uint8 where elements are
                       codes, as few operations and not all of Triton's targets know the dtypes of eight bits
+    keys, values:     raw_k and raw_v, token by token
+    coding:           format's
     k and v have another shape in a vectorised pool (page_rows.py); pages come first in any.
 
     Raises FormatMismatch where tensors are not what the format says.
@@ -38,13 +40,18 @@ class LayerPages:
     v_scale: Tensor | None = None
     raw_k: Tensor = field(init=False, repr=False, compare=False)
     raw_v: Tensor = field(init=False, repr=False, compare=False)
+    keys: PageRows = field(init=False, repr=False, compare=False)
+    values: PageRows = field(init=False, repr=False, compare=False)
+    coding: Coding = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check(self)
-        for name in ("k", "v"):
-            elements: Tensor = getattr(self, name)
-            raw = elements.view(torch.uint8) if self.format.encoding.is_fp8 else elements
-            object.__setattr__(self, f"raw_{name}", raw)
+        is_fp8 = self.format.encoding.is_fp8
+        raw_k, raw_v = (side.view(torch.uint8) if is_fp8 else side for side in (self.k, self.v))
+        # Made once: a launch asks for them at every layer of every step.
+        made = {"raw_k": raw_k, "raw_v": raw_v, "keys": key_rows(raw_k), "values": value_rows(raw_v)}
+        for name, value in {**made, "coding": self.format.coding}.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def plain(cls, k: Tensor, v: Tensor, *, kind: PoolKind = PoolKind.SPLIT) -> LayerPages:
@@ -60,15 +67,10 @@ class LayerPages:
         )
         return cls(k, v, form)
 
-    @property
-    def keys(self) -> PageRows:
-        """raw_k, token by token."""
-        return key_rows(self.raw_k)
-
-    @property
-    def values(self) -> PageRows:
-        """raw_v, token by token."""
-        return value_rows(self.raw_v)
+    def tensors(self) -> dict[str, Tensor]:
+        """Name -> tensor, of all that kernels are launched with."""
+        named = {"k_pages": self.raw_k, "v_pages": self.raw_v, "k_scale": self.k_scale, "v_scale": self.v_scale}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def read(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """What whole pages are worth: copies of K and V, [n, page_size, kv_heads, head_dim | v_head_dim].

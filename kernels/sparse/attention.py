@@ -21,7 +21,6 @@ import triton.language as tl
 
 from rocm_attn.kernels.attention.bundles import Pages, Rows, Softmax
 from rocm_attn.kernels.attention.coded import (
-    Coding,
     Factors,
     row_factor,
     scaled_logits,
@@ -33,7 +32,7 @@ from rocm_attn.kernels.attention.scores import LOG2_E
 from rocm_attn.kernels.attention.segments import UNFUSED
 from rocm_attn.kernels.attention.softmax import in_range
 from rocm_attn.kernels.cache.codes import decoded
-from rocm_attn.kernels.cache.page_format import PoolKind
+from rocm_attn.kernels.cache.page_format import Coding, PoolKind
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.sparse.arguments import SelectedArgs
 from rocm_attn.kernels.sparse.cuts import SelectedCut, segment_cut, selected_cut
@@ -342,5 +341,5 @@ def _geometry(
         KEY_BLOCK=key_block,
         EXACT=exact,
         STAGES=stages,
-        coding=Coding.of(form),
+        coding=form.coding,
     )

@@ -73,9 +73,9 @@ class KVPool:
         """The tensors that own what pages hold, pages first: a latent layer's v is part of its k."""
         for layer in self.layers:
             is_latent = layer.format.kind is PoolKind.LATENT
-            yield layer.k
+            yield layer.raw_k
             if not is_latent:
-                yield layer.v
+                yield layer.raw_v
             if layer.format.scales is Scales.TOKEN:
                 assert layer.k_scale is not None
                 assert layer.v_scale is not None
@@ -162,6 +162,14 @@ class HybridKVPool:
     def layer(self, layer: int) -> LayerPages:
         """The pages of one layer of the model, in the space of its problem."""
         return self._layers[layer]
+
+    def format(self, layer: int) -> PageFormat:
+        """What the pages of a layer hold."""
+        return self._layers[layer].format
+
+    def take(self, layer: int, pages: LayerPages) -> None:
+        """Use these pages for a layer: those that it has, with factors of another place."""
+        self._layers[layer] = pages
 
     def index(self, layer: int) -> LayerPages:
         """The index pages of a layer of the model that has an indexer; v is all of k."""

@@ -110,9 +110,9 @@ class StepCore:
     def sealed_tensors(self) -> Mapping[str, Tensor]:
         """Everything that a graph reads, by name: the memory of steps, tables, pages and head weights."""
         pages = {
-            f"{side}_pages_{layer}": getattr(self._pool.layer(layer), side)
+            f"{name}_{layer}": tensor
             for layer in range(len(self.layers))
-            for side in ("k", "v")
+            for name, tensor in self._pool.layer(layer).tensors().items()
         }
         for layer in self.kinds.selecting.indexed:
             pages[f"index_pages_{layer}"] = self._pool.index(layer).k

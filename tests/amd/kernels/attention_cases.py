@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -385,13 +386,15 @@ def tiles_for(tensors: Tensors) -> tuple[DecodeTiles, ExtendTiles]:
         is_amd = torch.version.hip is not None
         arch = properties.gcnArchName.split(":")[0] if is_amd else f"sm_{properties.major}{properties.minor}"
     case = tensors.case
-    shape = {
+    shape: dict[str, Any] = {
         "gqa_ratio": tensors.gqa_ratio,
         "num_kv_heads": case.heads[1],
         "head_dim": case.dims[0],
         "v_head_dim": case.dims[1],
     }
-    return decode_tiles(arch, **shape, dtype=case.dtype), extend_tiles(arch, **shape, dtype=case.dtype)
+    pairs = case.scales is not Scales.TOKEN
+    decode = decode_tiles(arch, **shape, dtype=case.dtype, pairs=pairs)
+    return decode, extend_tiles(arch, **shape, dtype=case.dtype)
 
 
 def run_decode(tensors: Tensors, *, num_programs: int = 5, tiles: DecodeTiles | None = None) -> None:

@@ -19,7 +19,7 @@ from rocm_attn.machine.target import Target
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.kept_pages import KeptIds
-from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.select import Selection
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
@@ -27,6 +27,7 @@ from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Step
+from tests.amd.coded import kept
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 
@@ -55,6 +56,8 @@ def small_problem(
     has_sinks: bool = False,
     has_alibi_slopes: bool = False,
     custom_mask: bool = False,
+    kv_encoding: KVEncoding = KVEncoding.LIKE_Q,
+    kv_scales: Scales = Scales.NONE,
 ) -> Problem:
     """Six query heads over two KV heads, with rows of 16 and plain scores, unless said otherwise."""
     return Problem(
@@ -70,6 +73,8 @@ def small_problem(
         has_sinks=has_sinks,
         has_alibi_slopes=has_alibi_slopes,
         custom_mask=custom_mask,
+        kv_encoding=kv_encoding,
+        kv_scales=kv_scales,
     )
 
 
@@ -152,9 +157,7 @@ class World:
         runtime = runtime_of(problems, options, device, target, selections)
         generator = torch.Generator().manual_seed(seed)
         for layer, problem in enumerate(problems):
-            pages = runtime.pool.layer(layer)
-            pages.k[1:] = float("nan")
-            pages.v[1:] = float("nan")
+            runtime.pool.layer(layer).fill_nan(slice(1, None))
             runtime.head_weights.set(layer, HeadWeights.random(problem, generator).to(runtime.device))
         return cls(runtime, problems, generator)
 
@@ -249,6 +252,10 @@ class World:
         return q, k, k[..., : problem.v_head_dim] if problem.pool is PoolKind.LATENT else v
 
     def remember(self, layer: int, requests: Sequence[Request], q_len: Sequence[int], k: Tensor, v: Tensor) -> None:
+        pages, problem = self.runtime.pool.layer(layer), self.problems[layer]
+        k, v = (kept(rows, problem, scale) for rows, scale in ((k, pages.k_scale), (v, pages.v_scale)))
+        if problem.pool is PoolKind.LATENT:  # whose tokens have one factor, for what is V and what is not
+            v = k[..., : problem.v_head_dim]
         first = 0
         for request, new in zip(requests, q_len, strict=True):
             request.k[layer] = torch.cat([request.k[layer], k[first : first + new]])
@@ -278,7 +285,7 @@ class World:
             want, want_lse = attend_sequence(q[rows], request.k[layer], request.v[layer], problem, weights, mask, at)
             if new:
                 self.largest_error = max(self.largest_error, float((out[rows].double() - want).abs().max()))
-            assert_attention_close(out[rows], want, problem.dtype)
+            self.assert_close(out[rows], want, problem)
             if lse is not None:
                 assert_lse_close(lse[rows], want_lse, problem.dtype)
             first += new
@@ -286,10 +293,14 @@ class World:
         if lse is not None:
             assert torch.equal(lse[first:], torch.full_like(lse[first:], float("-inf")))
 
+    def assert_close(self, out: Tensor, want: Tensor, problem: Problem) -> None:
+        """out is as close to the float64 reference as the problem's kernels must come."""
+        assert_attention_close(out, want, problem.dtype)
+
     def page_zero_is_zero(self) -> bool:
         """Whether the reserved page is still all zero, in every layer."""
         layers = (self.runtime.pool.layer(layer) for layer in range(len(self.problems)))
-        return all(not pages.k[0].any() and not pages.v[0].any() for pages in layers)
+        return all(not pages.raw_k[0].any() and not pages.raw_v[0].any() for pages in layers)
 
 
 def runtime_of(
@@ -322,5 +333,4 @@ def poison_free_pages(runtime: AttentionRuntime) -> None:
     for table in runtime.table.spaces:
         free = torch.tensor(free_pages(runtime, table.space), dtype=torch.long, device=runtime.device)
         for pages in runtime.pool.in_space(table.space).layers:
-            pages.k[free] = float("nan")
-            pages.v[free] = float("nan")
+            pages.fill_nan(free)

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from rocm_attn.kernels.attention.bundles import Pages, Rows, Softmax
 from rocm_attn.kernels.attention.coded import (
+    Coding,
     Factors,
     row_factor,
     scaled_logits,
@@ -32,7 +33,7 @@ from rocm_attn.kernels.attention.scores import LOG2_E
 from rocm_attn.kernels.attention.segments import UNFUSED
 from rocm_attn.kernels.attention.softmax import in_range
 from rocm_attn.kernels.cache.codes import decoded
-from rocm_attn.kernels.cache.page_format import Coding, PoolKind
+from rocm_attn.kernels.cache.page_format import PoolKind
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.sparse.arguments import SelectedArgs
 from rocm_attn.kernels.sparse.cuts import SelectedCut, segment_cut, selected_cut
@@ -123,12 +124,12 @@ def _attend(query, k_side, v_side, factors, listing, G: tl.constexpr):
         offset = (tl.maximum(position, 0) % G.PAGE_SIZE).to(tl.int64)
         # scores, weights: [QUERY_ROWS, KEY_BLOCK]; k: [KEY_BLOCK, K_COLUMNS]; v: [KEY_BLOCK, V_COLUMNS]
         k_rows = k_side.at + (page * k_side.page + offset * k_side.token)
-        k = _load_rows(k_rows, live, 0, G.K_COLUMNS, G.V_HEAD_DIM if G.LATENT else G.HEAD_DIM)
+        k = _load_rows(k_rows, live, 0, G.K_COLUMNS, G.K_DIM)
         scores = tl.dot(query.block, tl.trans(decoded(k, C.ENCODING, DTYPE)), input_precision="ieee")
         if G.REST > 0:
             k_rest = decoded(_load_rows(k_rows, live, G.V_HEAD_DIM, G.REST, G.HEAD_DIM), C.ENCODING, DTYPE)
             scores = tl.dot(query.rest, tl.trans(k_rest), scores, input_precision="ieee")
-        v_factor: Any = None
+        v_factor = None
         if C.SCALES == "TOKEN":
             scores = scores * token_factor(factors.k, page, offset, factors.head, live, True, C)[None, :]
             v_factor = token_factor(factors.v, page, offset, factors.head, live, True, C)
@@ -200,16 +201,15 @@ def _selected_attention_kernel(
     if (C.parts == 1) | (first < num_keys):
         q_row = tl.arange(0, G.QUERY_ROWS)
         is_row = q_row < num_q_rows
-        head = (first_head + q_row).to(tl.int64)
+        head = first_head + q_row
         q_rows = q + (token * q_token + head * q_head)
         q_rest = None
         if G.REST > 0:
             q_rest = _load_rows(q_rows, is_row, G.V_HEAD_DIM, G.REST, G.HEAD_DIM)
-        q_block = _load_rows(q_rows, is_row, 0, G.K_COLUMNS, G.V_HEAD_DIM if G.LATENT else G.HEAD_DIM)
+        q_block = _load_rows(q_rows, is_row, 0, G.K_COLUMNS, G.K_DIM)
         line = table + tl.load(row_of_token + token).to(tl.int64) * table_row
         visible = visible_tokens(position_of_token, num_tokens, token.to(tl.int32), True)
         end = tl.minimum(first + C.part_keys, num_keys)
-        kv_head = kv_head.to(tl.int64)
         logits = scaled_logits(qk_scale, 0.0, None, row_factor(k_scale, kv_head, G.coding), False, G.coding)
         softmax = _attend(
             Query(q_block, q_rest, logits.qk_scale),
@@ -332,6 +332,7 @@ def _geometry(
         UNIT_TOKENS=args.selection.unit_tokens,
         HEAD_DIM=head_dim,
         V_HEAD_DIM=v_head_dim,
+        K_DIM=v_head_dim if is_latent else head_dim,
         K_COLUMNS=max(16, next_power_of_2(v_head_dim if is_latent else head_dim)),
         V_COLUMNS=max(16, next_power_of_2(v_head_dim)),
         REST=max(16, next_power_of_2(rest)) if rest else 0,
@@ -341,5 +342,5 @@ def _geometry(
         KEY_BLOCK=key_block,
         EXACT=exact,
         STAGES=stages,
-        coding=form.coding,
+        coding=Coding.of(form),
     )

@@ -439,3 +439,13 @@ def page_zero_is_no_ones(terms: TableTerms) -> TableTerms:
 
 def let_tables_move(reason: str) -> None:
     """A table or pages are replaced, although graphs read the old ones."""
+
+
+def whatever_was_selected(layer: int, wanted: int, found: int) -> None:
+    """A layer attends to the selection that lies there, whosever it is."""
+
+
+def over_the_boundaries(counts: Tensor, step: StepTensors) -> Tensor:
+    """How much each sequence selects is written where it begins and ends, as a sparse plan over a dense one's does."""
+    place = step.q_indptr[1:]
+    return place[: counts.numel()] if counts.numel() <= place.numel() else counts

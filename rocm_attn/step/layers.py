@@ -145,14 +145,15 @@ class Layers:
     def store_index(self, step: DeviceStep, layer: int, k: Tensor) -> None:
         """As LayerCalls.store_index, for the tokens of step. Raises BadTensor."""
         problem, indexer = self._indexer(layer)
-        tensors = step.of_kind[self._kind_of_layer[layer]]
+        kind = self._kind_of_layer[layer]
+        tensors = step.of_kind[kind]
         self._check("index k", k, (tensors.slot_of_token.shape[0], indexer.head_dim), problem.dtype)
         rows = k.unsqueeze(1)
         with on_device(self._device):
             self._ops.store_kv(
                 rows,
                 rows,
-                tensors.slot_of_token,
+                step.index_slots[kind],
                 tensors.counts,
                 self._pool.index(layer),
                 null_page=tensors.terms.null_page,

@@ -48,6 +48,7 @@ class Case:
     sinks, slopes:   whether the heads have them
     masked:          whether a random packed mask says what each token sees, few keys, all, or none, and where it is
     first_page:      pages of each sequence's row that lie before its keys; nothing: none
+    latent:          whether V is the first part of K
     """
 
     kv_len: Sequence[int]
@@ -65,6 +66,7 @@ class Case:
     slopes: bool = False
     masked: bool = False
     first_page: Sequence[int] = ()
+    latent: bool = False
 
     def decodes(self) -> Case:
         """The same sequences with one new token each."""
@@ -161,7 +163,8 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
     drawn: list[bool] = []
     positions: list[int] = []
     for seq, (length, new) in enumerate(zip(case.kv_len, case.q_len, strict=True)):
-        k, v = random(length, num_kv_heads, head_dim), random(length, num_kv_heads, v_head_dim)
+        k = random(length, num_kv_heads, head_dim)
+        v = k[..., :v_head_dim] if case.latent else random(length, num_kv_heads, v_head_dim)
         seen: list[Sequence[int]]
         if case.masked:
             shown = [_random_keys(length, generator) for _ in range(new)]
@@ -196,12 +199,14 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
     lse = torch.full((num_tokens, num_q_heads), UNTOUCHED)
     q_len = torch.tensor(case.q_len, dtype=torch.int32)
     spread = _spread if case.spread else _as_is
+    keys = spread(k_pages.to(device), (2, 0, 1, 3))
+    values = keys[..., :v_head_dim] if case.latent else spread(v_pages.to(device), (1, 0, 2, 3))
     return Tensors(
         case=case,
         scores=scores,
         q=spread(q.to(device), (1, 0, 2)),
-        k_pages=spread(k_pages.to(device), (2, 0, 1, 3)),
-        v_pages=spread(v_pages.to(device), (1, 0, 2, 3)),
+        k_pages=keys,
+        v_pages=values,
         table=table.to(device),
         row_of_seq=row_of_seq.to(device),
         kv_len=torch.tensor(case.kv_len, dtype=torch.int32).to(device),
@@ -284,14 +289,19 @@ def _spread(values: Tensor, order: tuple[int, ...]) -> Tensor:
     return memory.copy_(ordered).permute([order.index(i) for i in range(len(order))])
 
 
+def arch_of(tensors: Tensors) -> str:
+    """The name of the device at hand in tuning tables."""
+    if not tensors.q.is_cuda:
+        return "interpreter"
+    properties = torch.cuda.get_device_properties(tensors.q.device)
+    if torch.version.hip is not None:
+        return str(properties.gcnArchName.split(":")[0])
+    return f"sm_{properties.major}{properties.minor}"
+
+
 def tiles_for(tensors: Tensors) -> tuple[DecodeTiles, ExtendTiles]:
     """What the tuning table says for the device at hand."""
-    arch = "interpreter"
-    if tensors.q.is_cuda:
-        properties = torch.cuda.get_device_properties(tensors.q.device)
-        is_amd = torch.version.hip is not None
-        arch = properties.gcnArchName.split(":")[0] if is_amd else f"sm_{properties.major}{properties.minor}"
-    case = tensors.case
+    arch, case = arch_of(tensors), tensors.case
     shape = {
         "gqa_ratio": tensors.gqa_ratio,
         "num_kv_heads": case.heads[1],
@@ -305,7 +315,7 @@ def run_decode(tensors: Tensors, *, num_programs: int = 5, tiles: DecodeTiles | 
     """Schedule, decode and merge, with scratch memory that is NaN or garbage beforehand."""
     case, tiles = tensors.case, tiles or tiles_for(tensors)[0]
     cut = DecodeCut.of(tiles, num_kv_heads=case.heads[1], programs=num_programs, window_left=case.window_left)
-    schedule = _garbage(cut.words(tensors.num_seqs), tensors.q.device)
+    schedule = garbage(cut.words(tensors.num_seqs), tensors.q.device)
     words = cut.partials_words(gqa_ratio=tensors.gqa_ratio, v_head_dim=case.dims[1], tiles=tiles)
     partials = _nan(words, dtype=torch.float32).to(tensors.q.device)
     launch_decode_schedule(tensors.queries, schedule, cut)
@@ -329,7 +339,7 @@ def run_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: ExtendTiles | Non
     if tiles is None:
         tiles = tiles_for(tensors)[1] if tensors.mask is None else tiles_for(tensors)[1].of_masked_steps()
     cut = ExtendCut.of(tiles, gqa_ratio=tensors.gqa_ratio, min_q_len=min_q_len)
-    schedule = _garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device)
+    schedule = garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device)
     launch_extend_schedule(tensors.queries, schedule, cut)
     launch_paged_extend(tensors.args(schedule), scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)
 
@@ -352,5 +362,6 @@ def assert_served(tensors: Tensors) -> None:
     assert_lse_close(tensors.lse, tensors.reference_lse, tensors.case.dtype)
 
 
-def _garbage(words: int, device: torch.device) -> Tensor:
+def garbage(words: int, device: torch.device) -> Tensor:
+    """int32 memory that nothing has filled."""
     return torch.full((words,), 0x7F7F7F7F, dtype=torch.int32, device=device)

@@ -96,7 +96,7 @@ def plan(d: Any) -> Prepared:
         row_of_seq=torch.arange(case.B, dtype=torch.int32, device=device),
     )
     bounds = StepBounds(shape, max(case.ql), max(case.kv))
-    return Prepared.of(kernel, metadata, bounds, (d.q, d.out), LayerPages(d.k_cache, d.v_cache))
+    return Prepared.of(kernel, metadata, bounds, (d.q, d.out), LayerPages.plain(d.k_cache, d.v_cache))
 
 
 def run(d: Any, prepared: Prepared) -> None:

@@ -96,4 +96,4 @@ def _prepared(problem: Problem, kernel: BoundKernel, batch: Batch, generator: to
     v = rows(num_pages + 1, page, problem.num_kv_heads, problem.v_head_dim)
     weights = HeadWeights.random(problem, torch.Generator().manual_seed(0)).to(device)
     out = torch.empty_like(q[..., : problem.v_head_dim])
-    return Prepared.of(kernel, step, bounds, (q, out), LayerPages(k, v), weights)
+    return Prepared.of(kernel, step, bounds, (q, out), LayerPages.plain(k, v), weights)

@@ -3,8 +3,10 @@
 
 # A model's layers
 from rocm_attn.problem import UNLIMITED_WINDOW as UNLIMITED_WINDOW
-from rocm_attn.problem import PoolKind as PoolKind
+from rocm_attn.problem import KVEncoding as KVEncoding
+from rocm_attn.kernels.cache.page_format import PoolKind as PoolKind
 from rocm_attn.problem import Problem as Problem
+from rocm_attn.kernels.cache.page_format import Scales as Scales
 from rocm_attn.step.head_weights import HeadWeights as HeadWeights
 
 # A runtime, its rows and its pages

@@ -10,7 +10,11 @@ import torch
 
 from rocm_attn.errors import BadProblem
 from rocm_attn.kernels.attention import scores
+from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.machine import choices
+
+# What a Problem is made of, importable from here.
+__all__ = ["DTYPES", "UNLIMITED_WINDOW", "VECTOR_BYTES", "KVEncoding", "PoolKind", "Problem", "Scales"]
 
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in choices.DTYPES)
 UNLIMITED_WINDOW = scores.UNLIMITED_WINDOW
@@ -18,17 +22,20 @@ UNLIMITED_WINDOW = scores.UNLIMITED_WINDOW
 VECTOR_BYTES = 16
 
 
-class PoolKind(enum.Enum):
-    """How a layer's keys and values lie in its pages.
+class KVEncoding(enum.Enum):
+    """How K and V are encoded in pages: as they are given, or in eight bits with a factor (page_format.py).
 
-    SPLIT:      K pages and V pages, each [tokens, kv_heads, dim]
-    LATENT:     one row a token, whose first v_head_dim elements are V and all of which are K
-    VECTORIZED: K pages and V pages, cut into vectors of 16 bytes in an order of their own (kernels/cache/page_rows.py)
+    A factor stands for what Problem.kv_scales says: value = code * factor.
     """
 
-    SPLIT = "K and V pages"
-    LATENT = "latent pages"
-    VECTORIZED = "vectorised pages"
+    LIKE_Q = "as q"
+    E4M3FN = "float8_e4m3fn"
+    E4M3FNUZ = "float8_e4m3fnuz"
+    E5M2 = "float8_e5m2"
+
+    def over(self, dtype: torch.dtype) -> Encoding:
+        """The encoding of a layer that works in dtype."""
+        return Encoding.of(dtype) if self is KVEncoding.LIKE_Q else Encoding(self.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +45,15 @@ class Problem:
     num_q_heads, num_kv_heads:  heads; the first is a multiple of the second (GQA), equal for MHA, 1 KV head for MQA
     head_dim:                   elements of a q and a k row
     v_head_dim:                 elements of a v and an output row
-    dtype:                      of q, k, v, the KV pool and the output
+    dtype:                      of q, k, v and the output
     page_size:                  tokens in a page of the KV pool
     scale:                      factor on q.k before the softmax
     window_left:                previous keys a query sees besides its own; -1: all of them
     logits_soft_cap:            s -> cap * tanh(s / cap) on scaled logits; 0: none
     has_sinks:                  whether each head adds a learned logit to the softmax denominator
     pool:                       how K and V are kept; LATENT (multi-head latent attention) has one KV head
+    kv_encoding:                how K and V are encoded in the pool
+    kv_scales:                  of eight-bit encodings, what shares a factor
     wants_lse:                  whether attend() will be asked for the log-sum-exp; not every kernel gives it
     has_alibi_slopes:           whether each head subtracts slope * distance from its scaled (and capped) logits
     causal:                     whether a query sees no key after its own; if not, it sees all of its sequence's KV
@@ -66,6 +75,8 @@ class Problem:
     causal: bool = True
     custom_mask: bool = False
     pool: PoolKind = PoolKind.SPLIT
+    kv_encoding: KVEncoding = KVEncoding.LIKE_Q
+    kv_scales: Scales = Scales.NONE
     wants_lse: bool = False
 
     def __post_init__(self) -> None:
@@ -95,6 +106,11 @@ class Problem:
                 f"{self.v_head_dim}: its one row a token holds V within K, so it has 1 KV head and v_head_dim "
                 "is at most head_dim"
             )
+        if (self.kv_encoding is KVEncoding.LIKE_Q) != (self.kv_scales is Scales.NONE):
+            raise BadProblem(
+                f"kv_encoding {self.kv_encoding.name} with kv_scales {self.kv_scales.name}: eight-bit K and V have a "
+                "factor (LAYER, HEAD or TOKEN), others have none (NONE)"
+            )
         if self.pool is PoolKind.VECTORIZED:
             self._check_vectors()
 
@@ -103,8 +119,8 @@ class Problem:
             if getattr(self, name) % self.vector_elements:
                 raise BadProblem(
                     f"{name} is {getattr(self, name)} in a vectorised pool; its vectors of {VECTOR_BYTES} bytes hold "
-                    f"{self.vector_elements} elements of {self.dtype}, so take a multiple of that or a pool of "
-                    f"{PoolKind.SPLIT.value}"
+                    f"{self.vector_elements} elements of {self.page_format.encoding.value}, so take a multiple of "
+                    f"that or a pool of {PoolKind.SPLIT.value}"
                 )
 
     @property
@@ -115,4 +131,17 @@ class Problem:
     @property
     def vector_elements(self) -> int:
         """Elements of a vector of a vectorised pool."""
-        return VECTOR_BYTES // self.dtype.itemsize
+        return VECTOR_BYTES // self.page_format.encoding.dtype.itemsize
+
+    @property
+    def page_format(self) -> PageFormat:
+        """What the layer's pages hold."""
+        return PageFormat(
+            self.kv_encoding.over(self.dtype),
+            self.pool,
+            self.page_size,
+            self.num_kv_heads,
+            self.head_dim,
+            self.v_head_dim,
+            self.kv_scales,
+        )

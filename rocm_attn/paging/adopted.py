@@ -335,7 +335,7 @@ def layer_pages(kv: Tensor | Sequence[Tensor], axes: str) -> tuple[LayerPages, .
         tensors = kv.unbind(named.index("layer"))
         named.remove("layer")
     order = [named.index(axis) for axis in _AXES]
-    return tuple(LayerPages(*tensor.permute(order).unbind(0)) for tensor in tensors)
+    return tuple(LayerPages.plain(*tensor.permute(order).unbind(0)) for tensor in tensors)
 
 
 class AdoptedPages:
@@ -370,7 +370,7 @@ class AdoptedPages:
         self._check(layer, "v", v, value_rows(v).cells, self._problems[layer].v_head_dim)
         if self._problems[layer].pool is PoolKind.LATENT and (v.data_ptr(), v.stride()) != (k.data_ptr(), k.stride()):
             raise BadTensor(f"layer {layer} is latent: its v is k[..., :{self._problems[layer].v_head_dim}]")
-        bound, pages = self._layers[layer], LayerPages(k=k, v=v)
+        bound, pages = self._layers[layer], LayerPages(k, v, self._problems[layer].page_format)
         if bound is not None and self._sealed and _place(bound) != _place(pages):
             self._moved(
                 f"the pages of layer {layer} have moved, and graphs read the old ones; keep them where they are, or "

@@ -14,9 +14,10 @@ from torch import Tensor
 from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.errors import BadProblem, NeverFits
 from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import PageFormat, PoolKind, Scales
 from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space
-from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, VECTOR_BYTES, Problem
 
 
 class KVPool:
@@ -37,8 +38,7 @@ class KVPool:
             )
         self.num_pages = num_pages
         self.device = device
-        self._pools = tuple(problem.pool for problem in problems)
-        self._layers = tuple(self._allocate(problem) for problem in problems)
+        self._layers = tuple(self._allocate(problem.page_format) for problem in problems)
 
     def layer(self, layer: int) -> LayerPages:
         """The pages of one layer."""
@@ -63,38 +63,48 @@ class KVPool:
             pages.index_copy_(0, target, pages.index_select(0, source))
 
     def _storages(self) -> Iterator[Tensor]:
-        """The tensors that own memory: a latent layer's v is part of its k."""
-        for layer, pool in zip(self._layers, self._pools, strict=True):
+        """The tensors that own what pages hold, pages first: a latent layer's v is part of its k."""
+        for layer in self._layers:
+            is_latent = layer.format.kind is PoolKind.LATENT
             yield layer.k
-            if pool is not PoolKind.LATENT:
+            if not is_latent:
                 yield layer.v
+            if layer.format.scales is Scales.TOKEN:
+                assert layer.k_scale is not None
+                assert layer.v_scale is not None
+                yield layer.k_scale
+                if not is_latent:
+                    yield layer.v_scale
 
-    def _allocate(self, problem: Problem) -> LayerPages:
+    def _allocate(self, form: PageFormat) -> LayerPages:
         # Not torch.zeros: nothing may depend on the content of a page that no token was stored to.
-        pages = self._empty(problem)
-        pages.k[RESERVED_PAGE].zero_()
-        pages.v[RESERVED_PAGE].zero_()
-        return pages
+        k, v = self._empty(form)
+        k[RESERVED_PAGE].zero_()
+        v[RESERVED_PAGE].zero_()
+        k_scale = self._scale(form)
+        return LayerPages(k, v, form, k_scale, k_scale if form.kind is PoolKind.LATENT else self._scale(form))
 
-    def _empty(self, problem: Problem) -> LayerPages:
-        if problem.pool is PoolKind.VECTORIZED:
-            dims = problem.head_dim, problem.v_head_dim
-            return LayerPages(
-                *empty_vectorised_pages(
-                    self.num_pages,
-                    self.page_size,
-                    problem.num_kv_heads,
-                    dims,
-                    problem.vector_elements,
-                    dtype=problem.dtype,
-                    device=self.device,
-                )
-            )
-        shape = (self.num_pages, self.page_size, problem.num_kv_heads)
-        k = torch.empty(*shape, problem.head_dim, dtype=problem.dtype, device=self.device)
-        if problem.pool is PoolKind.LATENT:
-            return LayerPages(k=k, v=k[..., : problem.v_head_dim])
-        return LayerPages(k=k, v=torch.empty(*shape, problem.v_head_dim, dtype=problem.dtype, device=self.device))
+    def _empty(self, form: PageFormat) -> tuple[Tensor, Tensor]:
+        dtype = form.encoding.dtype
+        if form.kind is PoolKind.VECTORIZED:
+            dims, vector = (form.head_dim, form.v_head_dim), VECTOR_BYTES // dtype.itemsize
+            pages, heads = (self.num_pages, form.page_size), form.num_kv_heads
+            return empty_vectorised_pages(*pages, heads, dims, vector, dtype=dtype, device=self.device)
+        shape = (self.num_pages, form.page_size, form.num_kv_heads)
+        k = torch.empty(*shape, form.head_dim, dtype=dtype, device=self.device)
+        if form.kind is PoolKind.LATENT:
+            return k, k[..., : form.v_head_dim]
+        return k, torch.empty(*shape, form.v_head_dim, dtype=dtype, device=self.device)
+
+    def _scale(self, form: PageFormat) -> Tensor | None:
+        """Factors of K or of V, 1 where a caller gives them; the store writes those of tokens."""
+        if form.scales is Scales.NONE:
+            return None
+        if form.scales is not Scales.TOKEN:
+            return torch.ones(form.scale_shape, dtype=torch.float32, device=self.device)
+        scale = torch.empty(self.num_pages, *form.scale_shape, dtype=torch.float32, device=self.device)
+        scale[RESERVED_PAGE].zero_()
+        return scale
 
 
 class HybridKVPool:
@@ -167,9 +177,4 @@ def space_of(problem: Problem, *, has_swa: bool) -> Space:
 
 def page_bytes(problems: Sequence[Problem]) -> int:
     """Bytes that one page takes over all layers."""
-    return sum(p.page_size * p.num_kv_heads * _row_elements(p) * p.dtype.itemsize for p in problems)
-
-
-def _row_elements(problem: Problem) -> int:
-    """Elements that a token takes in one KV head of a layer."""
-    return problem.head_dim + (0 if problem.pool is PoolKind.LATENT else problem.v_head_dim)
+    return sum(problem.page_format.page_bytes for problem in problems)

@@ -13,10 +13,11 @@ from torch import Tensor
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
+from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.machine.releases import EVERY_RELEASE, Span
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.launches import (
     ClearPads,
     Fill,
@@ -159,7 +160,8 @@ SMALLEST_POOL = PoolSize(num_pages=2, max_kv_len=1, max_num_seqs=1)
 def side_bytes(problem: Problem, pool: PoolSize) -> int:
     """Bytes of one layer's K pages or of its V pages, whichever are more."""
     tokens = pool.num_pages * problem.page_size
-    return tokens * problem.num_kv_heads * max(problem.head_dim, problem.v_head_dim) * problem.dtype.itemsize
+    row_elements = problem.num_kv_heads * max(problem.head_dim, problem.v_head_dim)
+    return tokens * row_elements * problem.page_format.encoding.dtype.itemsize
 
 
 # Chooses tiles for a problem on a target; raises LookupError with a sentence when the tuning table has no row.
@@ -175,6 +177,8 @@ class Limits:
     page_sizes:    the only page sizes
     num_q_heads:   the only counts of query heads
     pools:         the kinds of pool it reads
+    encodings:     the encodings of K and V that it reads
+    scales:        what may share a factor of eight-bit K and V
     lse:           whether it gives the log-sum-exp
     lse_of_slopes: whether it gives that of layers with ALiBi slopes, too
     max_side_bytes: of one layer's K pages, and of its V pages; 0: no limit
@@ -195,6 +199,8 @@ class Limits:
     page_sizes: tuple[int, ...] = ()
     num_q_heads: tuple[int, ...] = ()
     pools: tuple[PoolKind, ...] = (PoolKind.SPLIT,)
+    encodings: tuple[KVEncoding, ...] = (KVEncoding.LIKE_Q,)
+    scales: tuple[Scales, ...] = (Scales.NONE,)
     lse: bool = True
     lse_of_slopes: bool = True
     max_side_bytes: int = 0
@@ -215,6 +221,7 @@ class Limits:
         reasons = []
         if problem.dtype not in self.dtypes:
             reasons.append(f"dtype {_name(problem.dtype)} is not one of {', '.join(map(_name, self.dtypes))}")
+        reasons += self._encoding_refusals(problem)
         for field in self._ranges():
             value, (low, high) = getattr(problem, field), getattr(self, field)
             if not low <= value <= high:
@@ -253,6 +260,15 @@ class Limits:
             yield from ("head_dim", "v_head_dim")
         if not self.page_sizes:
             yield "page_size"
+
+    def _encoding_refusals(self, problem: Problem) -> list[str]:
+        if problem.kv_encoding not in self.encodings:
+            allowed = _either(encoding.value for encoding in self.encodings)
+            return [f"it reads K and V {allowed}, and these pages are {problem.kv_encoding.value}"]
+        if problem.kv_scales not in self.scales:
+            allowed = _either(scales.value for scales in self.scales)
+            return [f"it reads {allowed}, and these pages have {problem.kv_scales.value}"]
+        return []
 
     def _exact_refusals(self, problem: Problem) -> list[str]:
         reasons = []

@@ -22,13 +22,15 @@ from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes, PrefixGroup, SharedP
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.errors import BadBatch, BadSetting
-from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.plan import StepPlan
 
 NUM_STEPS = 64
-_FORMAT = 5
+_FORMAT = 6
+# Fields of a problem that are values of an enum.
+_NAMED = {"pool": PoolKind, "kv_encoding": KVEncoding, "kv_scales": Scales}
 
 
 _Noted = tuple[int, StepPlan, bool, int, Int32Array, Int32Array, Int32Array, Prefixes]
@@ -280,13 +282,14 @@ def problem_as_json(problem: Problem) -> dict[str, Any]:
     return {
         **dataclasses.asdict(problem),
         "dtype": str(problem.dtype).removeprefix("torch."),
-        "pool": problem.pool.name,
+        **{name: getattr(problem, name).name for name in _NAMED},
     }
 
 
 def problem_from_json(fields: Mapping[str, Any]) -> Problem:
     """The problem of these fields. Raises BadProblem, TypeError, AttributeError."""
-    return Problem(**{**fields, "dtype": getattr(torch, fields["dtype"]), "pool": getattr(PoolKind, fields["pool"])})
+    named = {name: getattr(kind, fields[name]) for name, kind in _NAMED.items()}
+    return Problem(**{**fields, **named, "dtype": getattr(torch, fields["dtype"])})
 
 
 def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:

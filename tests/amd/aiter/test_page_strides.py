@@ -82,12 +82,12 @@ def with_strides(pages: LayerPages, pool: PoolKind) -> LayerPages:
     """The same pages: K and V packed in rows, heads before tokens; rows and pages further apart in other pools."""
     if pool is PoolKind.LATENT:
         k = torch.cat([pages.k, torch.full_like(pages.k, float("nan"))], -1)[..., : pages.k.shape[-1]]
-        return LayerPages(k=k, v=k[..., : pages.v.shape[-1]])
+        return LayerPages.plain(k=k, v=k[..., : pages.v.shape[-1]])
     if pool is PoolKind.VECTORIZED:
-        return LayerPages(k=apart(pages.k), v=apart(pages.v))
+        return LayerPages.plain(k=apart(pages.k), v=apart(pages.v))
     packed = torch.cat([pages.k, pages.v], -1).transpose(1, 2).contiguous().transpose(1, 2)
     dim = pages.k.shape[-1]
-    return LayerPages(k=packed[..., :dim], v=packed[..., dim:])
+    return LayerPages.plain(k=packed[..., :dim], v=packed[..., dim:])
 
 
 def apart(pages: Tensor) -> Tensor:

@@ -121,7 +121,7 @@ class Tensors:
         """The arguments of a launcher, or of a twin, which reads neither schedule nor workspace."""
         return AttendArgs(
             q=self.q,
-            pages=LayerPages(self.k_pages, self.v_pages),
+            pages=LayerPages.plain(self.k_pages, self.v_pages),
             table=self.table,
             queries=self.queries,
             out=self.out,

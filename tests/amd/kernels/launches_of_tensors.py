@@ -54,7 +54,7 @@ def of_fill(fill: Launch, terms: TableTerms = OWN_TABLE) -> Launch:
 
 def of_pages(launch: Launch) -> Launch:
     """launch(*what it reads, K pages, V pages)."""
-    return lambda *tensors: launch(*tensors[:-2], LayerPages(*tensors[-2:]))
+    return lambda *tensors: launch(*tensors[:-2], LayerPages.plain(*tensors[-2:]))
 
 
 def of_publish(publish: Launch, pads: Pads) -> Launch:

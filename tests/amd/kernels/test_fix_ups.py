@@ -66,7 +66,7 @@ def test_only_the_dead_rows_of_pages_that_were_just_written_are_zeroed(
     for page in (1, 4):
         want_k[page, 1:] = 0.0
         want_v[page, 1:] = 0.0
-    zero(table, row_of_seq, kv_len, q_len, LayerPages(k_pages, v_pages))
+    zero(table, row_of_seq, kv_len, q_len, LayerPages.plain(k_pages, v_pages))
     assert torch.equal(k_pages, want_k)
     assert torch.equal(v_pages, want_v)
 
@@ -87,7 +87,7 @@ def test_dead_rows_of_vectorised_pages_are_those_of_linear_ones(
     kv_len = int32([1, page_size, page_size + 1, page_size + 1, 1, 0, 2 * page_size - 3], kernel_device)
     q_len = int32([1, page_size, 2, 0, 1, 0, 1], kernel_device)
     for sides in (linear, vectorised):
-        zero(table, row_of_seq, kv_len, q_len, LayerPages(*sides))
+        zero(table, row_of_seq, kv_len, q_len, LayerPages.plain(*sides))
     assert torch.equal(vectorised[0], vectorised_keys(linear[0], x))
     assert torch.equal(vectorised[1], vectorised_values(linear[1], x))
     assert bool((linear[0][8, -3:] == 0).all())

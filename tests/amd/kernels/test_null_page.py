@@ -103,7 +103,7 @@ def test_the_store_writes_a_real_page_0_and_leaves_any_other_alone(
             side[slots[token] // 4, slots[token] % 4] = values[token]
     counts = torch.tensor([1, 4, 1, 0], dtype=torch.int32, device=kernel_device)
     given = torch.tensor(slots, dtype=torch.int32, device=kernel_device)
-    store(*rows, given, counts, LayerPages(*pages), null_page=null_page)
+    store(*rows, given, counts, LayerPages.plain(*pages), null_page=null_page)
     assert all(torch.equal(side, want) for side, want in zip(pages, wanted, strict=True))
     assert counts.tolist() == [1, 4, 1, 0]
 
@@ -117,7 +117,7 @@ def test_a_store_of_nothing_leaves_every_page_as_it_is(
     pages, rows = pages_and_rows(kernel_device)
     counts = torch.tensor([1, num_tokens, 1, 0], dtype=torch.int32, device=kernel_device)
     given = torch.tensor([-1, -1, 5, 6, 0], dtype=torch.int32, device=kernel_device)
-    store(*rows, given, counts, LayerPages(*pages), null_page=null_page)
+    store(*rows, given, counts, LayerPages.plain(*pages), null_page=null_page)
     assert all((side == 7).all() for side in pages)
 
 
@@ -137,5 +137,5 @@ def test_tails_of_a_real_page_0_are_zeroed_and_no_other_page_0_is_written(
             side[page, used:] = 0
     table = torch.tensor([[1, 0], [3, 2]], dtype=torch.int32, device=kernel_device)
     of_seq = [torch.tensor(x, dtype=torch.int32, device=kernel_device) for x in ([0, 1], [5, 7], q_len)]
-    zero_tails(table, *of_seq, LayerPages(*pages), null_page=null_page)
+    zero_tails(table, *of_seq, LayerPages.plain(*pages), null_page=null_page)
     assert all(torch.equal(side, want) for side, want in zip(pages, wanted, strict=True))

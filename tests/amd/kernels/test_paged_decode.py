@@ -261,7 +261,7 @@ def test_what_no_kernel_serves_is_refused_with_the_reason(case: Case, reason: st
         launch_paged_decode(
             AttendArgs(
                 torch.zeros(2, num_q_heads, head_dim, dtype=case.dtype, device=device),
-                LayerPages(
+                LayerPages.plain(
                     torch.zeros(2, case.page_size, num_kv_heads, head_dim, dtype=case.dtype, device=device),
                     torch.zeros(2, case.page_size, num_kv_heads, v_head_dim, dtype=case.dtype, device=device),
                 ),

@@ -255,7 +255,7 @@ def test_what_no_kernel_serves_is_refused_with_the_reason(kernel_device: torch.d
         launch_paged_extend(
             AttendArgs(
                 q,
-                LayerPages(pages, pages),
+                LayerPages.plain(pages, pages),
                 int32[None],
                 Queries(int32[:2], int32[:2], int32, 2, 1, 16),
                 torch.zeros_like(q),

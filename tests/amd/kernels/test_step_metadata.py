@@ -205,7 +205,7 @@ def test_the_store_writes_live_tokens_and_drops_all_others(
         want_k[slots[token] // page_size, slots[token] % page_size] = k[token]
         want_v[slots[token] // page_size, slots[token] % page_size] = v[token]
     counts = device_ints([2, 5, 1, 0], kernel_device)
-    store(k, v, device_ints(slots, kernel_device), counts, LayerPages(k_pages, v_pages))
+    store(k, v, device_ints(slots, kernel_device), counts, LayerPages.plain(k_pages, v_pages))
     assert torch.equal(k_pages, want_k)
     assert torch.equal(v_pages, want_v)
 
@@ -225,7 +225,7 @@ def test_what_is_no_number_is_stored_as_zero_and_reported(
     want = [rows[name].clone() for name in ("k", "v")]
     rows[side][token, 2, 23], want[side == "v"][token, 2, 23] = value, 0.0
     counts = device_ints([1, 3, 1, TOKEN_WITHOUT_PAGE], kernel_device)
-    store(rows["k"], rows["v"], device_ints([4, 9, 3, 10], kernel_device), counts, LayerPages(*pages))
+    store(rows["k"], rows["v"], device_ints([4, 9, 3, 10], kernel_device), counts, LayerPages.plain(*pages))
     for stored, wanted in zip(pages, want, strict=True):
         assert torch.equal(stored[1, 0], wanted[0])
         assert torch.equal(stored[2, 1], wanted[1])
@@ -248,7 +248,7 @@ def test_a_vectorised_store_writes_what_a_linear_one_writes(
     slots = [page_size, 3 * page_size + page_size - 1, 2 * page_size + 2, page_size - 1, 5 * page_size, 0, 4]
     counts = device_ints([2, 5, 1, 0], kernel_device)
     for sides in (linear, vectorised):
-        store(k, v, device_ints(slots, kernel_device), counts, LayerPages(*sides))
+        store(k, v, device_ints(slots, kernel_device), counts, LayerPages.plain(*sides))
     assert torch.equal(linear[0][2, 2], k[2])
     assert torch.equal(vectorised[0], vectorised_keys(linear[0], x))
     assert torch.equal(vectorised[1], vectorised_values(linear[1], x))

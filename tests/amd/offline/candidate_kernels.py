@@ -77,7 +77,7 @@ def _args(row: Row, problem: Problem, num_tokens: int, schedule_words: int, work
     weights = _weights(problem)
     return AttendArgs(
         q=torch.empty(num_tokens, problem.num_q_heads, problem.head_dim, dtype=problem.dtype),
-        pages=LayerPages(
+        pages=LayerPages.plain(
             torch.empty(*shape, problem.head_dim, dtype=problem.dtype),
             torch.empty(*shape, problem.v_head_dim, dtype=problem.dtype),
         ),

@@ -262,8 +262,8 @@ def _launch_vectorised(row: Row) -> None:
     k, v = (torch.empty(tokens, heads, dim, dtype=row.dtype) for dim in row.dims)
     of_token, counts = (torch.empty(size, dtype=torch.int32) for size in (tokens, 4))
     table = torch.empty(tokens, 64, dtype=torch.int32)
-    ops.store_kv(k, v, of_token, counts, LayerPages(*pages), null_page=True)
-    ops.zero_tails(table, of_token, of_token, of_token, LayerPages(*pages), null_page=True)
+    ops.store_kv(k, v, of_token, counts, LayerPages.plain(*pages), null_page=True)
+    ops.zero_tails(table, of_token, of_token, of_token, LayerPages.plain(*pages), null_page=True)
 
 
 def _launch_merge_states(problem: Problem) -> None:
@@ -321,6 +321,6 @@ def _launch_of_engines(page_size: int) -> None:
             launch_take_slots(given, slot_map, counts, of_seq, page_size=page_size, null_page=True)
         k = torch.empty(num_seqs, 2, 128, dtype=torch.bfloat16)
         pages = torch.empty(width, page_size, 2, 128, dtype=torch.bfloat16)
-        TRITON.ops().store_kv(k, k, of_seq, counts, LayerPages(pages, pages), null_page=False)
+        TRITON.ops().store_kv(k, k, of_seq, counts, LayerPages.plain(pages, pages), null_page=False)
         cells, indptr = torch.empty(num_seqs, dtype=torch.uint8), torch.empty(num_seqs + 1, dtype=torch.int64)
         of_pack_mask(launch_pack_mask)(cells, given, counts, indptr, of_seq, of_seq)

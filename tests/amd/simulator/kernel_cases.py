@@ -151,8 +151,8 @@ def run_store(arch: str, dtype: torch.dtype, pools_of: Callable[..., list[Tensor
     counts = [torch.tensor([1, num_tokens - 2, 0, 0], dtype=torch.int32) for _ in range(2)]
     pools = [pools_of(num_pages, page_size, heads, dims, dtype) for _ in range(2)]
     with simulated(arch) as simulation:
-        launch_store_kv(k, v, slots, counts[0], LayerPages(*pools[0]))
-    cache_twins.store_kv(k, v, slots, counts[1], LayerPages(*pools[1]))
+        launch_store_kv(k, v, slots, counts[0], LayerPages.plain(*pools[0]))
+    cache_twins.store_kv(k, v, slots, counts[1], LayerPages.plain(*pools[1]))
     assert counts[0].tolist() == counts[1].tolist() == [1, num_tokens - 2, 0, NOT_FINITE]
     for stored, expected in zip(*pools, strict=True):
         # The pages that were aimed at and the first ones, not gigabytes of zeros.

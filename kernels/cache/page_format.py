@@ -1,0 +1,135 @@
+"""PageFormat: what a layer's pages hold, as one hashable value.
+
+Whatever writes, reads, copies or adopts pages is checked against it: pages that were written in one encoding or layout
+and read in another give finite, wrong results, which nothing else finds.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+
+# Who lays pages out as page_rows.py says.
+OWN_PRODUCER = "rocm_attn"
+
+
+class Encoding(enum.Enum):
+    """How an element of a page is encoded: the name of its dtype in torch.
+
+    Eight-bit encodings by the Open Compute Project's OFP8 specification (E4M3 without infinities, E5M2 with them), and
+    E4M3FNUZ, which gfx942 computes in: the exponent's bias is 8 in place of 7, so that a code is worth half of what it
+    is in E4M3FN; 0x80 is its only NaN.
+    """
+
+    BF16 = "bfloat16"
+    FP16 = "float16"
+    FP32 = "float32"
+    E4M3FN = "float8_e4m3fn"
+    E4M3FNUZ = "float8_e4m3fnuz"
+    E5M2 = "float8_e5m2"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In torch."""
+        dtype: torch.dtype = getattr(torch, self.value)
+        return dtype
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether an element takes one byte, and a factor beside it says what it is worth."""
+        return self.dtype.itemsize == 1
+
+    @property
+    def largest(self) -> float:
+        """The largest finite value."""
+        return torch.finfo(self.dtype).max
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> Encoding:
+        """Of elements of a dtype. Raises ValueError for one that pages do not have."""
+        return cls(str(dtype).removeprefix("torch."))
+
+
+class PoolKind(enum.Enum):
+    """How a layer's keys and values lie in its pages.
+
+    SPLIT:      K pages and V pages, each [tokens, kv_heads, dim]
+    LATENT:     one row a token, whose first v_head_dim elements are V and all of which are K
+    VECTORIZED: K pages and V pages, cut into vectors of 16 bytes in an order of their own (kernels/cache/page_rows.py)
+    """
+
+    SPLIT = "K and V pages"
+    LATENT = "latent pages"
+    VECTORIZED = "vectorised pages"
+
+
+class Scales(enum.Enum):
+    """What shares one float32 factor, of K and of V each; an element is worth its code times the factor.
+
+    NONE:  there are no factors
+    LAYER: [1]
+    HEAD:  [kv_heads]
+    TOKEN: [pages, page_size, kv_heads]; the store derives them from what it writes
+    """
+
+    NONE = "no scales"
+    LAYER = "a scale for each layer"
+    HEAD = "a scale for each KV head"
+    TOKEN = "a scale for each token and KV head"
+
+
+@dataclass(frozen=True, slots=True)
+class PageFormat:
+    """What a layer's pages hold, and how.
+
+    encoding:                of an element
+    kind:                    the layout
+    page_size:               tokens in a page
+    num_kv_heads:            rows of a token
+    head_dim, v_head_dim:    elements of a K row and of a V row; of latent pages v_head_dim of the head_dim are V, and
+                             the others are the part that is rotated
+    scales:                  what shares a factor
+    producer:                who laid the pages out; a layout of another project's that is no PoolKind has its name here
+    """
+
+    encoding: Encoding
+    kind: PoolKind
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    scales: Scales = Scales.NONE
+    producer: str = OWN_PRODUCER
+
+    def __str__(self) -> str:
+        dims = f"{self.num_kv_heads} x {self.head_dim}/{self.v_head_dim}"
+        return (
+            f"{self.kind.value} of {self.page_size} tokens, {dims}, in {self.encoding.value} with {self.scales.value}, "
+            f"laid out by {self.producer}"
+        )
+
+    @property
+    def side_elements(self) -> tuple[int, int]:
+        """Elements that a token takes in the K pages and in the V pages; V of latent pages is part of K."""
+        v = 0 if self.kind is PoolKind.LATENT else self.v_head_dim
+        return self.num_kv_heads * self.head_dim, self.num_kv_heads * v
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page: K, V, and the factors that belong to its tokens."""
+        row_bytes = sum(self.side_elements) * self.encoding.dtype.itemsize
+        factors = self.num_kv_heads * (1 if self.kind is PoolKind.LATENT else 2) * (self.scales is Scales.TOKEN)
+        return self.page_size * (row_bytes + factors * torch.float32.itemsize)
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """Of the factors of K, and of V; those of tokens for one page. Empty where there are none."""
+        shapes = {
+            Scales.NONE: (),
+            Scales.LAYER: (1,),
+            Scales.HEAD: (self.num_kv_heads,),
+            Scales.TOKEN: (self.page_size, self.num_kv_heads),
+        }
+        return shapes[self.scales]

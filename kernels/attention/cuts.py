@@ -31,6 +31,9 @@ class NewTokens(NamedTuple):
     OF_ROW: int = 1
 
 
+ONE_TOKEN = NewTokens()
+
+
 class RowCut(NamedTuple):
     """How the work of a sequence is cut into rows, as decode kernels are compiled for it.
 
@@ -55,7 +58,7 @@ class RowCut(NamedTuple):
     KEY_BLOCK: int
     ROW_COST: int
     WINDOWED: bool
-    TOKENS: NewTokens = NewTokens()
+    TOKENS: NewTokens = ONE_TOKEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ class DecodeCut:
     row_cost: int
     programs: int
     window_left: int
-    tokens: NewTokens = NewTokens()
+    tokens: NewTokens = ONE_TOKEN
 
     def __post_init__(self) -> None:
         assert self.row_cost >= 1

@@ -74,11 +74,7 @@ def heads_of_row(row, R: tl.constexpr):
 @triton.jit
 def new_tokens(q_indptr, seq, T: tl.constexpr):
     """The new tokens of a sequence that takes part."""
-    if T.MOST == 1:
-        q_len = 1
-    else:
-        q_len = tl.load(q_indptr + seq + 1) - tl.load(q_indptr + seq)
-    return q_len
+    return 1 if T.MOST == 1 else tl.load(q_indptr + seq + 1) - tl.load(q_indptr + seq)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Attention over latent pages of sequences with few new tokens, split over KV.
 
-    out[token, head] = softmax(scores of q[token, head] . (c | r)^T) c        of the keys that the token sees (key_loop.py)
+    out[token, head] = softmax(scores of q[token, head] . (c | r)^T) c      c | r: rows that the token sees (key_loop.py)
 
 A row of the schedule is all query heads of some new tokens of a sequence. Where they are more than a program holds,
 neighbouring programs take a block of the heads each and walk the same keys side by side: what the first one reads of a
@@ -223,7 +223,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: LatentTil
     num_heads, v_head_dim = args.q.shape[1], args.out.shape[2]
     cut.check(args.schedule, args.queries.num_seqs)
     assert cut.key_block == tiles.key_block, "the schedule was cut for other tiles"
-    assert cut.tokens.OF_ROW <= tiles.tokens_per_block(num_heads), "the schedule was cut for other tiles"
+    assert tiles.tokens_per_block(num_heads) >= cut.tokens.OF_ROW, "the schedule was cut for other tiles"
     assert (cut.window_left < 0) == (scores.window_left < 0), "the schedule was cut for another window"
     workspace = args.workspace
     assert workspace.dtype == torch.float32
@@ -231,7 +231,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: LatentTil
     assert workspace.is_contiguous()
     return LatentDecodeGeometry(
         rows=latent_row_cut(cut, num_heads),
-        keys=latent_geometry(args, scores, key_block=tiles.key_block, causal=scores.causal, exact=False),
+        keys=latent_geometry(args, scores, tiles, causal=scores.causal, exact=False),
         GQA_RATIO=num_heads,
         BLOCK_HEADS=tiles.block_heads(num_heads),
         HEAD_BLOCKS=tiles.head_blocks(num_heads),

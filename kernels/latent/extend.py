@@ -1,6 +1,6 @@
 """Attention over latent pages of sequences with many new tokens, over their cached prefix.
 
-    out[token, head] = softmax(scores of q[token, head] . (c | r)^T) c        of the keys that the token sees (key_loop.py)
+    out[token, head] = softmax(scores of q[token, head] . (c | r)^T) c      c | r: rows that the token sees (key_loop.py)
 
 A program takes one query block of the schedule (attention/extend_schedule.py) and as many query heads as fit: programs
 of the same block are neighbours. Keys that every row sees come first, without masks on scores; then the diagonal. With
@@ -180,7 +180,7 @@ def _geometry(
         assert tiles.key_block <= MAX_MASK_BLOCK
     causal = scores.causal and mask is None
     return BlockGeometry(
-        keys=latent_geometry(args, scores, key_block=tiles.key_block, causal=causal, exact=False),
+        keys=latent_geometry(args, scores, tiles, causal=causal, exact=False),
         KV_HEADS=1,
         GQA_RATIO=num_heads,
         BLOCK_HEADS=tiles.block_heads(num_heads),

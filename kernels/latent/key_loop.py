@@ -4,8 +4,8 @@ A token's row is c | r: v_head_dim elements that are its V, then the rest of its
 
     score = q . (c | r)        out = sum of softmax(scores) * c
 
-So a block of rows is loaded once and multiplied twice. V's columns are two halves, an accumulator each: two shorter
-chains of matrix instructions take 158 us where one takes 162 (H200, 16 heads, 128 sequences x 4k, 512 + 64).
+So a block of rows is loaded once and multiplied twice. V's columns are two halves with an accumulator each: shorter
+chains of matrix instructions.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.mask_bits import bit_is_set, bits_from, row_bits, seen_by_some
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink, capped, in_range
+from rocm_attn.kernels.tuning.latent_tiles import LatentTiles
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 
@@ -33,6 +34,7 @@ class LatentGeometry(NamedTuple):
     CAUSAL:               whether a row sees no key after its own
     WINDOWED, CAPPED:     whether scores have a window, a cap
     EXACT:                whether results may not depend on which products and sums the compiler fuses
+    CHAINS:               sums of products that a score is added up of, 1 or 2
     """
 
     HEAD_DIM: int
@@ -45,6 +47,7 @@ class LatentGeometry(NamedTuple):
     WINDOWED: bool
     CAPPED: bool
     EXACT: bool
+    CHAINS: int
 
 
 class LatentRows(NamedTuple):
@@ -75,7 +78,9 @@ class LatentSoftmax(NamedTuple):
     total: Any
 
 
-def latent_geometry(args: AttendArgs, scores: Scores, *, key_block: int, causal: bool, exact: bool) -> LatentGeometry:
+def latent_geometry(
+    args: AttendArgs, scores: Scores, tiles: LatentTiles, *, causal: bool, exact: bool
+) -> LatentGeometry:
     """The geometry of a layer."""
     head_dim, v_head_dim = args.q.shape[2], args.out.shape[2]
     rest = head_dim - v_head_dim
@@ -85,11 +90,12 @@ def latent_geometry(args: AttendArgs, scores: Scores, *, key_block: int, causal:
         HALF=max(16, next_power_of_2(v_head_dim) // 2),
         REST=max(16, next_power_of_2(rest)) if rest else 0,
         PAGE_SIZE=args.pages.k.shape[1],
-        KEY_BLOCK=key_block,
+        KEY_BLOCK=tiles.key_block,
         CAUSAL=causal,
         WINDOWED=scores.windowed,
         CAPPED=scores.soft_cap > 0,
         EXACT=exact,
+        CHAINS=tiles.chains,
     )
 
 
@@ -161,11 +167,14 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
         k_high = load_part(row, live, K.HALF, K.HALF, K.V_HEAD_DIM)
         # scores, weights: [rows, KEY_BLOCK]
         scores = tl.dot(query.low, tl.trans(k_low), input_precision="ieee")
-        others = tl.dot(query.high, tl.trans(k_high), input_precision="ieee")
+        if K.CHAINS == 2:
+            others = tl.dot(query.high, tl.trans(k_high), input_precision="ieee")
+        else:
+            others = tl.dot(query.high, tl.trans(k_high), scores, input_precision="ieee")
         if K.REST > 0:
             k_rest = load_part(row, live, K.V_HEAD_DIM, K.REST, K.HEAD_DIM)
             others = tl.dot(query.rest, tl.trans(k_rest), others, input_precision="ieee")
-        scores = scores + others
+        scores = scores + others if K.CHAINS == 2 else others
         if K.CAPPED:
             scores = capped(scores, logits.tanh_scale)
         if MASKED:

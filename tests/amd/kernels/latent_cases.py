@@ -21,9 +21,7 @@ def run_latent_decode(
     case = tensors.case
     num_heads, v_head_dim = case.heads[0], case.dims[1]
     if tiles is None:
-        tiles = latent_decode_tiles(
-            arch_of(tensors), num_rows=num_heads * most, v_head_dim=v_head_dim, dtype=case.dtype
-        )
+        tiles = latent_decode_tiles(arch_of(tensors), num_rows=num_heads * most, dims=case.dims, dtype=case.dtype)
     cut = latent_decode_cut(
         tiles,
         num_heads=num_heads,
@@ -43,7 +41,7 @@ def run_latent_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: LatentTile
     """Schedule and extend, with a schedule that is garbage beforehand."""
     case = tensors.case
     if tiles is None:
-        tiles = latent_extend_tiles(arch_of(tensors), v_head_dim=case.dims[1], dtype=case.dtype)
+        tiles = latent_extend_tiles(arch_of(tensors), dims=case.dims, dtype=case.dtype)
     cut: ExtendCut = latent_extend_cut(tiles, num_heads=case.heads[0], min_q_len=min_q_len)
     schedule = garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device)
     launch_extend_schedule(tensors.queries, schedule, cut)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
-from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 
 # int32 words of a schedule: of a program and of a sequence (decode_schedule.py), of a query block (extend_schedule.py).
@@ -126,15 +125,12 @@ class DecodeCut:
         """float32 words of decode's workspace, for rows that several programs share: two parts a program."""
         return 2 * self.programs * tiles.q_rows(gqa_ratio) * (v_head_dim + 2)
 
-    def segment_words(
-        self, num_seqs: int, most_segments: int, *, gqa_ratio: int, v_head_dim: int, tiles: SegmentTiles
-    ) -> tuple[int, int]:
+    def segment_words(self, num_seqs: int, most_segments: int, *, q_rows: int, v_head_dim: int) -> tuple[int, int]:
         """float32 words of deterministic decode's workspace, for num_seqs padded sequences of so many segments at most.
 
-        A slot for each partial result: maxima and sums, in whole 16-byte units, then accumulators.
+        A slot of q_rows rows for each partial result: maxima and sums, in whole 16-byte units, then accumulators.
         """
         slots = num_seqs * self.rows * (most_segments + self.row_cost)
-        q_rows = tiles.decode(gqa_ratio).q_rows(gqa_ratio)
         # Triton compiles a kernel anew when a pointer's alignment changes.
         return -(-slots * q_rows * 2 // 4) * 4, slots * q_rows * v_head_dim
 

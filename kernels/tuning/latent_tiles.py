@@ -61,6 +61,46 @@ class LatentTiles:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentSegmentTiles:
+    """How deterministic attention cuts latent KV into segments, and how its programs walk them.
+
+    segment_len: KV tokens in a segment, a multiple of block.key_block; segment m is [m, m + 1) * segment_len
+    block:       of decode and of extend alike: all of it decides a result's bits
+    matrix_dim:  rows of a matrix instruction that AMD's compiler shall take; 0: its own choice, and elsewhere
+    """
+
+    segment_len: int
+    block: LatentTiles
+    matrix_dim: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.segment_len % self.block.key_block == 0
+
+    @property
+    def decode(self) -> LatentTiles:
+        """What decode's schedule is cut by: its key blocks are segments."""
+        return replace(self.block, key_block=self.segment_len, row_cost=1)
+
+    def options(self) -> dict[str, int]:
+        """Launch options beside the warps."""
+        return self.block.options() | ({"matrix_instr_nonkdim": self.matrix_dim} if self.matrix_dim else {})
+
+    def most_segments(self, max_kv_len: int, window_left: int) -> int:
+        """The most segments that a token of a sequence of up to max_kv_len tokens sees; window_left -1: no window."""
+        segments = -(-max_kv_len // self.segment_len)
+        return segments if window_left < 0 else min(segments, window_left // self.segment_len + 2)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSegmentRow:
+    """tiles serve an arch, an element size in bytes, and rows of up to _LARGEST elements."""
+
+    arch: str
+    item_bytes: int
+    tiles: LatentSegmentTiles
+
+
+@dataclass(frozen=True, slots=True)
 class LatentRow:
     """tiles serve an arch, an element size in bytes, and rows of up to max_dims elements: of V, and after it."""
 
@@ -84,15 +124,22 @@ DECODE_ROWS: tuple[LatentRow, ...] = (
     LatentRow("gfx950", 2, _LARGEST, LatentTiles(16, 16, 4, 2, 2)),
     LatentRow("gfx950", 2, _LARGEST, LatentTiles(32, 16, 8, 1, 1)),
     LatentRow("gfx950", 2, _LARGEST, LatentTiles(64, 16, 4, 1)),
-    LatentRow("interpreter", 2, _LARGEST, LatentTiles(16, 16, 1, 1, 3)),
-    LatentRow("interpreter", 2, _LARGEST, LatentTiles(64, 16, 1, 1, 3)),
-    LatentRow("interpreter", 4, _LARGEST, LatentTiles(16, 16, 1, 1, 3)),
-    LatentRow("interpreter", 4, _LARGEST, LatentTiles(64, 16, 1, 1, 3)),
+    LatentRow("interpreter", 2, _LARGEST, LatentTiles(16, 16, 1, 1)),
+    LatentRow("interpreter", 2, _LARGEST, LatentTiles(64, 16, 1, 1)),
+    LatentRow("interpreter", 4, _LARGEST, LatentTiles(16, 16, 1, 1)),
+    LatentRow("interpreter", 4, _LARGEST, LatentTiles(64, 16, 1, 1)),
 )
 EXTEND_ROWS: tuple[LatentRow, ...] = (
     LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 2)),
     LatentRow("interpreter", 2, _LARGEST, LatentTiles(32, 16, 1, 1)),
     LatentRow("interpreter", 4, _LARGEST, LatentTiles(32, 16, 1, 1)),
+)
+SEGMENT_ROWS: tuple[LatentSegmentRow, ...] = (
+    LatentSegmentRow("sm_90", 2, LatentSegmentTiles(2048, LatentTiles(32, 32, 8, 2, 1))),
+    LatentSegmentRow("gfx942", 2, LatentSegmentTiles(2048, LatentTiles(16, 16, 4, 1, 2), 16)),
+    LatentSegmentRow("gfx950", 2, LatentSegmentTiles(2048, LatentTiles(16, 16, 4, 1, 2), 16)),
+    LatentSegmentRow("interpreter", 2, LatentSegmentTiles(64, LatentTiles(32, 16, 1, 1))),
+    LatentSegmentRow("interpreter", 4, LatentSegmentTiles(64, LatentTiles(32, 16, 1, 1))),
 )
 
 
@@ -110,25 +157,39 @@ def latent_extend_tiles(arch: str, *, dims: tuple[int, int], dtype: torch.dtype)
     return _tiles(EXTEND_ROWS, arch, 1, dims, dtype)
 
 
+def latent_segment_tiles(arch: str, *, dims: tuple[int, int], dtype: torch.dtype) -> LatentSegmentTiles:
+    """The tiles of deterministic latent decode and extend. dims: head_dim, v_head_dim. Raises NoTiles."""
+    for name in names_of(arch):
+        for row in SEGMENT_ROWS:
+            if row.arch == name and row.item_bytes == dtype.itemsize and _fit(dims, _LARGEST):
+                return row.tiles
+    raise _no_tiles("deterministic latent tiles", arch, dims, dtype, {row.arch for row in SEGMENT_ROWS})
+
+
 def _tiles(
     rows: tuple[LatentRow, ...], arch: str, num_rows: int, dims: tuple[int, int], dtype: torch.dtype
 ) -> LatentTiles:
-    v_dim, rest = dims[1], dims[0] - dims[1]
     for name in names_of(arch):
         serving = [
             row.tiles
             for row in rows
-            if row.arch == name
-            and row.item_bytes == dtype.itemsize
-            and v_dim <= row.max_dims[0]
-            and rest <= row.max_dims[1]
+            if row.arch == name and row.item_bytes == dtype.itemsize and _fit(dims, row.max_dims)
         ]
         for tiles in serving:
             if num_rows <= tiles.query_rows:
                 return tiles
         if serving:
             return serving[-1]
-    raise NoTiles(
-        f"no latent tiles for {arch} with {dtype} and rows of {v_dim} + {rest} elements; "
-        f"rows exist for {', '.join(dict.fromkeys(row.arch for row in rows))}, for up to {_LARGEST[0]} + {_LARGEST[1]}"
+    raise _no_tiles("latent tiles", arch, dims, dtype, {row.arch for row in rows})
+
+
+def _fit(dims: tuple[int, int], most: tuple[int, int]) -> bool:
+    """Whether rows of (head_dim, v_head_dim) have at most so many elements of V, and after it."""
+    return dims[1] <= most[0] and dims[0] - dims[1] <= most[1]
+
+
+def _no_tiles(what: str, arch: str, dims: tuple[int, int], dtype: torch.dtype, archs: set[str]) -> NoTiles:
+    return NoTiles(
+        f"no {what} for {arch} with {dtype} and rows of {dims[1]} + {dims[0] - dims[1]} elements; "
+        f"rows exist for {', '.join(sorted(archs))}, for up to {_LARGEST[0]} + {_LARGEST[1]}"
     )

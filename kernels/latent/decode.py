@@ -23,6 +23,7 @@ from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_KV_LEN,
     PROGRAM_ROW,
     PROGRAM_SEQ,
+    PROGRAM_WORDS,
     PROGRAM_WORK,
     new_tokens,
     next_row,
@@ -69,6 +70,16 @@ class LatentDecodeGeometry(NamedTuple):
     HEAD_BLOCKS: int
     QUERY_ROWS: int
     STAGES: int
+
+
+@triton.jit
+def zero(words):
+    """0, by a program's last word (decode_schedule.py), which the compiler cannot know.
+
+    What is computed from it is computed where it is used. Of offsets of rows that do not change from one sequence to
+    the next the compiler keeps 64 registers over the loop over keys else, and spills others.
+    """
+    return tl.load(words + (PROGRAM_WORDS - 1), volatile=True)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_programs", "width", "window_left"])
@@ -127,7 +138,7 @@ def _latent_decode_kernel(
             row_token = row * T.OF_ROW
             num_tokens = tl.minimum(q_len - row_token, T.OF_ROW)
             first_token = tl.load(q_indptr + seq) + row_token
-            token, head, is_row = rows_of_block(first_token, num_tokens, 0, head_block, G)
+            token, head, is_row = rows_of_block(first_token, num_tokens, 0, head_block + zero(words), G)
             table_line = table + tl.load(row_of_seq + seq).to(tl.int64) * table_row
             line_width = width
             if first_page is not None:
@@ -155,6 +166,8 @@ def _latent_decode_kernel(
                 True,
                 G.STAGES,
             )
+            # Worked out again, not kept: the accumulators leave no registers to keep them in.
+            token, head, is_row = rows_of_block(first_token, num_tokens, 0, head_block + zero(words), G)
             if is_empty | (end_block - first_block == num_blocks):
                 out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
                 store_latent_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, K)

@@ -115,6 +115,10 @@ def _latent_extend_kernel(
             softmax = attend_latents(softmax, query, rows, seen, Span(0, edge_block), K, False, G.STAGES)
         edge = Span(edge_block, tl.cdiv(end_key, K.KEY_BLOCK))
         softmax = attend_latents(softmax, query, rows, seen, edge, K, True, G.EDGE_STAGES)
+        # Read again, not kept: the accumulators leave no registers to keep it in.
+        first_token = tl.load(words + BLOCK_FIRST_TOKEN, volatile=True)
+        num_tokens = tl.load(words + BLOCK_TOKENS, volatile=True)
+        token, head, is_row = rows_of_block(first_token, num_tokens, 0, head_block, G)
         out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
         store_latent_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, K)
 

@@ -115,14 +115,21 @@ _LARGEST = (512, 64)
 
 # Of the rows that serve, the first one whose query_rows hold all that are wanted is taken, else the last one.
 DECODE_ROWS: tuple[LatentRow, ...] = (
+    # 16 heads, 128 sequences x 4k: a study's prototype of these tiles took 158 us, 1.18 of the floor.
     LatentRow("sm_90", 2, _LARGEST, LatentTiles(16, 32, 4, 3, 2, chains=2)),
     LatentRow("sm_90", 2, _LARGEST, LatentTiles(32, 32, 8, 3, 2)),
+    # The only ones with warpgroup products. What they spill lies outside of the products.
     LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 2)),
-    LatentRow("gfx942", 2, _LARGEST, LatentTiles(16, 32, 4, 1, 2)),
-    LatentRow("gfx942", 2, _LARGEST, LatentTiles(32, 16, 8, 1, 1)),
+    LatentRow("sm_", 2, _LARGEST, LatentTiles(16, 32, 4, 2)),
+    LatentRow("sm_", 2, _LARGEST, LatentTiles(32, 32, 8, 2)),
+    # 212 to 238 VGPRs, 8 KiB of LDS: 2 workgroups a CU. Blocks of 32 keys leave one with a window, or above 2 GiB.
+    LatentRow("gfx942", 2, _LARGEST, LatentTiles(16, 16, 4, 1, 2)),
+    # 212 to 234 VGPRs, 16 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
+    LatentRow("gfx942", 2, _LARGEST, LatentTiles(32, 16, 8, 1)),
+    # 320 to 370 VGPRs, 32 KiB of LDS: one workgroup of 4 waves. With 8 waves 256, and some are spilled on gfx950.
     LatentRow("gfx942", 2, _LARGEST, LatentTiles(64, 16, 4, 1)),
-    LatentRow("gfx950", 2, _LARGEST, LatentTiles(16, 16, 4, 2, 2)),
-    LatentRow("gfx950", 2, _LARGEST, LatentTiles(32, 16, 8, 1, 1)),
+    LatentRow("gfx950", 2, _LARGEST, LatentTiles(16, 16, 4, 1, 2)),
+    LatentRow("gfx950", 2, _LARGEST, LatentTiles(32, 16, 8, 1)),
     LatentRow("gfx950", 2, _LARGEST, LatentTiles(64, 16, 4, 1)),
     LatentRow("interpreter", 2, _LARGEST, LatentTiles(16, 16, 1, 1)),
     LatentRow("interpreter", 2, _LARGEST, LatentTiles(64, 16, 1, 1)),
@@ -131,11 +138,16 @@ DECODE_ROWS: tuple[LatentRow, ...] = (
 )
 EXTEND_ROWS: tuple[LatentRow, ...] = (
     LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 2)),
+    LatentRow("sm_", 2, _LARGEST, LatentTiles(32, 32, 8, 2)),
+    # 230 to 250 VGPRs, 32 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
+    LatentRow("gfx942", 2, _LARGEST, LatentTiles(64, 16, 8, 1)),
+    LatentRow("gfx950", 2, _LARGEST, LatentTiles(64, 16, 8, 1)),
     LatentRow("interpreter", 2, _LARGEST, LatentTiles(32, 16, 1, 1)),
     LatentRow("interpreter", 4, _LARGEST, LatentTiles(32, 16, 1, 1)),
 )
 SEGMENT_ROWS: tuple[LatentSegmentRow, ...] = (
-    LatentSegmentRow("sm_90", 2, LatentSegmentTiles(2048, LatentTiles(32, 32, 8, 2, 1))),
+    LatentSegmentRow("sm_90", 2, LatentSegmentTiles(2048, LatentTiles(32, 32, 8, 2))),
+    LatentSegmentRow("sm_", 2, LatentSegmentTiles(2048, LatentTiles(16, 32, 8, 2))),
     LatentSegmentRow("gfx942", 2, LatentSegmentTiles(2048, LatentTiles(16, 16, 4, 1, 2), 16)),
     LatentSegmentRow("gfx950", 2, LatentSegmentTiles(2048, LatentTiles(16, 16, 4, 1, 2), 16)),
     LatentSegmentRow("interpreter", 2, LatentSegmentTiles(64, LatentTiles(32, 16, 1, 1))),

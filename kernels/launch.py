@@ -38,6 +38,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object)
         kernel[grid](*args, **options)
 
 
+def run_as_launch(fn: Callable[..., object], *args: object, **options: object) -> None:
+    """fn(*args, **options), which a recorder notes as one launch: work of a CPU that looks at what tensors hold."""
+    if _observers:
+        _observers[-1](partial(fn, *args, **options))
+    else:
+        fn(*args, **options)
+
+
 class RepeatedLaunch:
     """A kernel that is launched once a step with arguments of the same kind.
 

@@ -41,6 +41,7 @@ from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan, kv_len_bucket, q_len_bucket
+from rocm_attn.step.selections import StepSelections
 
 # Runs of steps that are not captured are kept for so many shapes.
 _MOST_KEPT = 64
@@ -237,6 +238,7 @@ class ExternalAttention:
         self._kept: dict[tuple[object, ...], _Run] = {}
         self._kept_at: tuple[object, ...] = ()
         self._is_sealed = self._is_filled = False
+        self._selections = StepSelections(self._first_core.layers.selecting, guards.step.layers.selection_of)
         self._run: _Run | None = None
         self._step: ExternalStep | None = None
         for layer, source in enumerate(layers):
@@ -271,6 +273,16 @@ class ExternalAttention:
         """
         self._require_layer(layer)
         self._pages.bind(layer, k, v)
+
+    def bind_index(self, layer: int, keys: Tensor, scale: Tensor | None = None) -> None:
+        """Use these index pages for a layer whose problem has an Indexer, from now on.
+
+        keys:  [pages, page_size / key_tokens, head_dim of the indexer], with the page ids of the layer's own pages
+        scale: float32 [1] or [pages, page_size / key_tokens], as the indexer's key_scales says
+        Raises BadTensor, and WrongState where graphs read others.
+        """
+        self._require_layer(layer)
+        self._pages.index_pages.bind(layer, keys, scale)
 
     def bind_all(self, kv: Tensor | Sequence[Tensor], axes: str) -> None:
         """Use an engine's KV cache for all layers, from now on: bind() of views of it, layer after layer.
@@ -323,6 +335,8 @@ class ExternalAttention:
             )
         for layer in range(len(self._first_core.layers)):
             self._pages.layer(layer)
+        for layer in self._first_core.layers.selecting.indexed:
+            self._pages.index(layer)
         num_seqs, num_tokens = bounds.num_seqs, max(bounds.num_seqs, bounds.num_tokens)
         for core in self._cores.values():
             kinds = [StepKind.EXTEND, StepKind.MIXED]
@@ -350,6 +364,7 @@ class ExternalAttention:
             self._is_filled = False
             publisher.publish(slot, step.num_seqs, step.lengths, run.bounds, run.to)
         self._run, self._step = run, step
+        self._selections.begin(1)
         return run.plan
 
     def fill(self, slots: Tensor | None = None) -> None:
@@ -403,6 +418,24 @@ class ExternalAttention:
         """
         run = self._running()
         run.core.layers.attend(run.step, run.plan, layer, q, out, lse)
+
+    def store_index(self, layer: int, k: Tensor) -> None:
+        """Write the step's new index keys of a layer that has an Indexer. As LayerCalls.store_index."""
+        run = self._running()
+        run.core.layers.store_index(run.step, layer, k)
+
+    def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
+        """Choose the keys that the step's new tokens attend to, by a layer's Indexer. As LayerCalls.select."""
+        run = self._running()
+        run.core.layers.select(run.step, layer, q, weights)
+        self._selections.after_select(0, layer)
+
+    def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        """As attend, over the keys that were chosen since begin(). As LayerCalls.attend_selected."""
+        run = self._running()
+        self._require_layer(layer)
+        self._selections.before_attend(0, layer)
+        run.core.layers.attend_selected(run.step, layer, q, out, lse)
 
     def check_device(self) -> None:
         """Wait for the device, and give on_fault what went wrong in steps and was not reported yet."""

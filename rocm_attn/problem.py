@@ -11,10 +11,26 @@ import torch
 from rocm_attn.errors import BadProblem
 from rocm_attn.kernels.attention import scores
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
+from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit, Pooling
 from rocm_attn.machine import choices
 
 # What a Problem is made of, importable from here.
-__all__ = ["DTYPES", "UNLIMITED_WINDOW", "VECTOR_BYTES", "KVEncoding", "PoolKind", "Problem", "Scales"]
+__all__ = [
+    "ALL_KEYS",
+    "DTYPES",
+    "UNLIMITED_WINDOW",
+    "VECTOR_BYTES",
+    "AllKeys",
+    "EarlierSelection",
+    "Indexer",
+    "Indexing",
+    "KVEncoding",
+    "LastUnit",
+    "PoolKind",
+    "Pooling",
+    "Problem",
+    "Scales",
+]
 
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in choices.DTYPES)
 UNLIMITED_WINDOW = scores.UNLIMITED_WINDOW
@@ -39,6 +55,65 @@ class KVEncoding(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class AllKeys:
+    """Of a layer whose queries attend to every key that they may see."""
+
+
+ALL_KEYS = AllKeys()
+
+
+@dataclass(frozen=True, slots=True)
+class Indexer:
+    """What chooses the keys that a layer's queries attend to: index queries over index keys of the layer's own.
+
+    Index keys are one row for each token, or for each key_tokens of them that the model pools. They lie in pages with
+    the ids of the layer's own.
+
+    num_heads:    index query heads; sets of indexing share them evenly
+    head_dim:     elements of an index query and of an index key
+    indexing:     how index keys are scored, and what is chosen
+    key_encoding: how index keys are encoded in their pages
+    key_scales:   of eight-bit encodings, what shares a factor: LAYER or TOKEN
+
+    Raises BadProblem.
+    """
+
+    num_heads: int
+    head_dim: int
+    indexing: Indexing
+    key_encoding: KVEncoding = KVEncoding.LIKE_Q
+    key_scales: Scales = Scales.NONE
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise BadProblem(f"{name} of an indexer is {getattr(self, name)}; it must be at least 1")
+        if self.num_heads % self.indexing.sets:
+            raise BadProblem(
+                f"{self.num_heads} index heads choose {self.indexing.sets} sets of units: each set must have as many "
+                "heads as the others"
+            )
+        _check_scales("index keys", self.key_encoding, self.key_scales)
+        if self.key_scales is Scales.HEAD:
+            raise BadProblem("index keys have one head; key_scales is LAYER or TOKEN")
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierSelection:
+    """Of a layer that attends to what the nearest layer before it that has an Indexer has chosen. indexing: of that"""
+
+    indexing: Indexing
+
+
+def _check_scales(of: str, encoding: KVEncoding, scales: Scales) -> None:
+    if (encoding is KVEncoding.LIKE_Q) != (scales is Scales.NONE):
+        raise BadProblem(
+            f"{of} in {encoding.name} with scales {scales.name}: eight-bit ones have a factor (LAYER, HEAD or TOKEN), "
+            "others have none (NONE)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
     """The geometry of one kind of attention layer, on this rank.
 
@@ -59,6 +134,7 @@ class Problem:
     causal:                     whether a query sees no key after its own; if not, it sees all of its sequence's KV
     custom_mask:                whether a step may bring a mask (step_mask.py) that says what its queries see, in place
                                 of causality; of what it shows, a window hides what lies further back
+    indexer:                    what chooses the keys that attend_selected() attends to
     """
 
     num_q_heads: int
@@ -78,6 +154,7 @@ class Problem:
     kv_encoding: KVEncoding = KVEncoding.LIKE_Q
     kv_scales: Scales = Scales.NONE
     wants_lse: bool = False
+    indexer: AllKeys | Indexer | EarlierSelection = ALL_KEYS
 
     def __post_init__(self) -> None:
         for name in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "page_size"):
@@ -106,13 +183,26 @@ class Problem:
                 f"{self.v_head_dim}: its one row a token holds V within K, so it has 1 KV head and v_head_dim "
                 "is at most head_dim"
             )
-        if (self.kv_encoding is KVEncoding.LIKE_Q) != (self.kv_scales is Scales.NONE):
-            raise BadProblem(
-                f"kv_encoding {self.kv_encoding.name} with kv_scales {self.kv_scales.name}: eight-bit K and V have a "
-                "factor (LAYER, HEAD or TOKEN), others have none (NONE)"
-            )
+        _check_scales("K and V", self.kv_encoding, self.kv_scales)
+        self._check_indexer()
         if self.pool is PoolKind.VECTORIZED:
             self._check_vectors()
+
+    def _check_indexer(self) -> None:
+        if isinstance(self.indexer, AllKeys):
+            return
+        indexing = self.indexer.indexing
+        if indexing.sets not in (1, self.num_kv_heads):
+            raise BadProblem(
+                f"an indexer chooses {indexing.sets} sets of units for {self.num_kv_heads} KV heads; they share "
+                "one, or have one each"
+            )
+        if self.page_size % indexing.key_tokens:
+            raise BadProblem(
+                f"index keys of {indexing.key_tokens} tokens in pages of {self.page_size}: a page must hold whole ones"
+            )
+        if not self.causal or self.window_left != UNLIMITED_WINDOW:
+            raise BadProblem("a layer with an indexer is causal and has no window: its indexer says what is seen")
 
     def _check_vectors(self) -> None:
         for name in ("head_dim", "v_head_dim", "page_size"):
@@ -145,3 +235,13 @@ class Problem:
             self.v_head_dim,
             self.kv_scales,
         )
+
+    @property
+    def index_format(self) -> PageFormat | None:
+        """What the layer's index pages hold; None where it has none. They are latent: one row a key, and no V."""
+        if not isinstance(self.indexer, Indexer):
+            return None
+        dim = self.indexer.head_dim
+        encoding = self.indexer.key_encoding.over(self.dtype)
+        page_keys = self.page_size // self.indexer.indexing.key_tokens
+        return PageFormat(encoding, PoolKind.LATENT, page_keys, 1, dim, dim, self.indexer.key_scales)

@@ -44,6 +44,7 @@ from rocm_attn.step.memory import DeviceStep, StepPart
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.publisher import Publisher
+from rocm_attn.step.selections import StepSelections
 from rocm_attn.step.step import SplitStep, Step
 
 
@@ -100,7 +101,9 @@ class AttentionRuntime:
         self.core = core = StepCore(kinds, self.table, self.pool, guards.step)
         self._check_batch = guards.batch.check(self.table)
         self._check_stored, require_stored = guards.batch.stored(self.table)
-        self._stores = StepStores(len(problems), self.table.tokens, require_stored)
+        selecting = core.layers.selecting
+        self._stores = StepStores(len(problems) + len(selecting.indexed), self.table.tokens, require_stored)
+        self._selections = StepSelections(selecting, guards.step.layers.selection_of)
         self._evict = guards.batch.evict(self.table) if windows else _keep_everything
         self._publisher = Publisher(
             core.ops, self.table, self.pool, guards.publishing, holds_faults=self.meetings.holds_faults
@@ -303,6 +306,7 @@ class AttentionRuntime:
             self._publisher.publish_whole(batch, children[0])
         self._plan, self._children, self._state = plan, children, _State.STAGED
         self._stores.begin(batch, 1, refusal)
+        self._selections.begin(1)
         # Steps of equal sizes are equal, and a server decodes many in a row.
         step, self._who_runs = self._last_step, children[0]
         if step is None or not step.is_for(batch, children[0], plan):
@@ -321,6 +325,7 @@ class AttentionRuntime:
                 self._publisher.publish(batches[half], child, half)
         self._plan, self._children, self._state = plan, children, _State.STAGED
         self._stores.begin(batch, HALVES, refusal)
+        self._selections.begin(HALVES)
         # Not its views, which a later step of equal sizes has too: a half does not outlive its step.
         self._who_runs = object()
         first, second = (
@@ -435,7 +440,7 @@ class AttentionRuntime:
 
     @property
     def stored_layers(self) -> int:
-        """Bit i: the step that runs has stored in layer i, both halves if it is split."""
+        """Bit i: the step that runs has stored in layer i, both halves if it is split; index keys after all layers."""
         return self._stores.layers
 
     @property
@@ -501,7 +506,7 @@ class AttentionRuntime:
 
     def _step_layers(self, views: DeviceStep, plan: StepPlan, who: object, half: int) -> StepLayers:
         require = partial(self._require_running, who)
-        return StepLayers(self.core.layers, views, plan, require, self._stores, half)
+        return StepLayers(self.core.layers, views, plan, require, self._stores, self._selections, half)
 
     def _require_running(self, who: object) -> None:
         """The layers of this step, or of a half of it, may store and attend now. Raises WrongState."""

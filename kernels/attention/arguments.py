@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.attention.limits import refusals
 from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import PoolKind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,8 +78,8 @@ class AttendArgs(NamedTuple):
 
     @property
     def heads(self) -> tuple[int, int]:
-        """KV heads of linear pages, and query heads that share one."""
-        num_kv_heads = self.pages.v.shape[2]
+        """KV heads, and query heads that share one."""
+        num_kv_heads = self.pages.format.num_kv_heads
         return num_kv_heads, self.q.shape[1] // num_kv_heads
 
     @property
@@ -106,22 +107,24 @@ class AttendArgs(NamedTuple):
         """
         q, k, v, out = self.q, self.pages.k, self.pages.v, self.out
         num_tokens, num_q_heads, head_dim = q.shape
-        num_pages, page_size, num_kv_heads, v_head_dim = v.shape
+        form = self.pages.format
         reasons = refusals(
             num_q_heads=num_q_heads,
-            num_kv_heads=num_kv_heads,
+            num_kv_heads=form.num_kv_heads,
             head_dim=head_dim,
-            v_head_dim=v_head_dim,
-            page_size=page_size,
+            v_head_dim=form.v_head_dim,
+            page_size=form.page_size,
             dtype=q.dtype,
         )
+        if form.kind is not PoolKind.SPLIT or not (form.encoding.is_fp8 or form.encoding.dtype == q.dtype):
+            reasons.append(f"with q in {q.dtype} it reads {PoolKind.SPLIT.value} in that or in eight bits, not {form}")
         if reasons:
             raise ValueError(f"{kernel} does not serve this: {'; '.join(reasons)}")
         self.queries.check()
         assert self.queries.num_tokens == num_tokens, "q and the queries disagree"
-        assert k.shape == (num_pages, page_size, num_kv_heads, head_dim), "K pages and V pages disagree"
-        assert out.shape == (num_tokens, num_q_heads, v_head_dim), "out disagrees with q and the pages"
-        assert q.dtype == k.dtype == v.dtype == out.dtype
+        assert form.head_dim == head_dim, "q and the pages disagree"
+        assert out.shape == (num_tokens, num_q_heads, form.v_head_dim), "out disagrees with q and the pages"
+        assert q.dtype == out.dtype
         assert q.stride(2) == k.stride(3) == v.stride(3) == out.stride(2) == 1, "the last stride must be 1"
         assert self.table.dtype == torch.int32
         assert self.table.stride(1) == 1

@@ -36,11 +36,15 @@ class Line(NamedTuple):
 
 
 class KeyValues(NamedTuple):
-    """What a query reads: K pages and V pages of one KV head, and the sequence's line of the table."""
+    """What a query reads: K pages and V pages of one KV head, the sequence's line of the table, and the head's factors.
+
+    factors: a Factors (coded.py)
+    """
 
     k: Pages
     v: Pages
     line: Line
+    factors: Field
 
 
 class Span(NamedTuple):

@@ -17,7 +17,15 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import Line, Logits, Softmax, Span
+from rocm_attn.kernels.attention.bundles import Line, Softmax, Span
+from rocm_attn.kernels.attention.coded import (
+    Factors,
+    row_factor,
+    scaled_logits,
+    scaled_values,
+    token_factor,
+    weighted_values,
+)
 from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
 from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_DONE,
@@ -34,6 +42,8 @@ from rocm_attn.kernels.attention.decode_schedule import (
 from rocm_attn.kernels.attention.merge import launch_merge
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E, add_sink, capped, in_range, visible_blocks
+from rocm_attn.kernels.cache.codes import decoded
+from rocm_attn.kernels.cache.page_format import Coding, Scales
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
 
@@ -58,6 +68,7 @@ class DecodeGeometry(NamedTuple):
     WHOLE_ROWS:           whether every row has a program of its own
     CAPPED:               whether scores have a cap
     STAGES:               key blocks whose loads are in flight
+    coding:               how elements of pages are encoded
     """
 
     rows: RowCut
@@ -72,6 +83,7 @@ class DecodeGeometry(NamedTuple):
     WHOLE_ROWS: bool
     CAPPED: bool
     STAGES: int
+    coding: Coding
 
 
 class Side(NamedTuple):
@@ -86,12 +98,13 @@ class Side(NamedTuple):
 
 
 @triton.jit
-def _attend_key_blocks(q, k_side, v_side, pages, blocks, keys, logits, G: tl.constexpr):
+def _attend_key_blocks(q, k_side, v_side, pages, blocks, keys, logits, factors, G: tl.constexpr):
     """What the key blocks [blocks.first, blocks.end) of one row give each q row.
 
     q:    [QUERY_ROWS, K_COLUMNS]; the accumulator is [QUERY_ROWS, V_COLUMNS]; both are swapped if TRANSPOSED
     keys: those that the row sees
     """
+    C: tl.constexpr = G.coding
     KEY_BLOCK: tl.constexpr = G.rows.KEY_BLOCK
     QUERY_ROWS: tl.constexpr = G.QUERY_ROWS
     V_COLUMNS: tl.constexpr = G.V_COLUMNS
@@ -117,10 +130,18 @@ def _attend_key_blocks(q, k_side, v_side, pages, blocks, keys, logits, G: tl.con
         v_mask = live[:, None]
         if G.V_COLUMNS > G.V_HEAD_DIM * G.rows.HEADS_PER_ROW:
             v_mask = v_mask & v_side.inside[None, :]
+        k_factor: Any = None
+        v_factor: Any = None
+        if C.SCALES == "TOKEN":
+            k_factor = token_factor(factors.k, page, offset, factors.head, live, True, C)
+            v_factor = token_factor(factors.v, page, offset, factors.head, live, True, C)
         # k: [KEY_BLOCK, K_COLUMNS]; scores, weights: [QUERY_ROWS, KEY_BLOCK], or swapped
-        k = tl.load(k_side.at + k_row[:, None] + k_side.column[None, :], mask=k_mask, other=0.0)
+        k = tl.load(k_side.at + k_row[:, None] + k_side.column[None, :], mask=k_mask, other=0)
+        k = decoded(k, C.ENCODING, q.dtype)
         if G.TRANSPOSED:
             products = tl.dot(k, q, input_precision="ieee")
+            if C.SCALES == "TOKEN":
+                products = products * k_factor[:, None]
             scores = (capped(products, logits.tanh_scale) if G.CAPPED else products) * logits.qk_scale
             if logits.slope is not None:
                 scores += logits.slope[None, :] * (kv_index - (keys.end - 1))[:, None]
@@ -129,6 +150,8 @@ def _attend_key_blocks(q, k_side, v_side, pages, blocks, keys, logits, G: tl.con
             weights = tl.exp2(scores - new_maximum[None, :])
         else:
             products = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if C.SCALES == "TOKEN":
+                products = products * k_factor[None, :]
             scores = (capped(products, logits.tanh_scale) if G.CAPPED else products) * logits.qk_scale
             if logits.slope is not None:
                 scores += logits.slope[:, None] * (kv_index - (keys.end - 1))[None, :]
@@ -138,14 +161,15 @@ def _attend_key_blocks(q, k_side, v_side, pages, blocks, keys, logits, G: tl.con
         decay = tl.exp2(maximum - new_maximum)
         maximum = new_maximum
         # v: [KEY_BLOCK, V_COLUMNS]
-        v = tl.load(v_side.at + v_row[:, None] + v_side.column[None, :], mask=v_mask, other=0.0)
+        v = tl.load(v_side.at + v_row[:, None] + v_side.column[None, :], mask=v_mask, other=0)
+        shares, v = weighted_values(weights, v, v_factor, q.dtype, G.TRANSPOSED, C)
         if G.TRANSPOSED:
-            acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * decay[None, :], input_precision="ieee")
+            acc = tl.dot(tl.trans(v), shares, acc * decay[None, :], input_precision="ieee")
             total = total * decay + tl.sum(weights, 0)
         else:
-            acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+            acc = tl.dot(shares, v, acc * decay[:, None], input_precision="ieee")
             total = total * decay + tl.sum(weights, 1)
-    return Softmax(acc, maximum, total)
+    return scaled_values(Softmax(acc, maximum, total), row_factor(factors.v, factors.head, C), C)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_programs", "width"])
@@ -162,6 +186,8 @@ def _decode_kernel(
     lse,
     sinks,
     slopes,
+    k_scale,
+    v_scale,
     first_page,
     qk_scale,
     tanh_scale,
@@ -258,6 +284,11 @@ def _decode_kernel(
             slope = None
             if slopes is not None:
                 slope = tl.load(slopes + first_head + q_row, mask=is_row, other=0.0) * LOG2_E
+            # Of each q row, where rows read several heads: by the side of the accumulator that they lie on.
+            head = first_kv_head
+            if R.HEADS_PER_ROW > 1:
+                head = first_kv_head + m // R.GQA_RATIO
+            k_factor = row_factor(k_scale, head, G.coding)
             acc, maximum, total = _attend_key_blocks(
                 tl.load(q_line + m.to(tl.int64) * q_head + k_wide, mask=(m < num_q_rows) & is_k, other=0.0),
                 Side(k_pages + first_kv_head * kp_head, kp_page, kp_token, k_column, k_lane < G.HEAD_DIM),
@@ -265,7 +296,8 @@ def _decode_kernel(
                 Line(table_line, line_width),
                 Span(window_block + first_block, window_block + end_block),
                 Span(first_key, kv_len),
-                Logits(qk_scale, tanh_scale, slope),
+                scaled_logits(qk_scale, tanh_scale, slope, k_factor, G.CAPPED, G.coding),
+                Factors(k_scale, v_scale, head),
                 G,
             )
             if G.WHOLE_ROWS or end_block - first_block == num_blocks:
@@ -319,8 +351,8 @@ def launch_paged_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, til
         _decode_kernel,
         (queries.num_seqs * cut.rows if geometry.WHOLE_ROWS else cut.programs,),
         args.q,
-        pages.k,
-        pages.v,
+        pages.raw_k,
+        pages.raw_v,
         table,
         queries.row_of_seq,
         queries.q_indptr,
@@ -330,6 +362,8 @@ def launch_paged_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, til
         args.lse,
         args.sinks,
         args.slopes,
+        pages.k_scale,
+        pages.v_scale,
         queries.first_page,
         scores.base_2_scale,
         scores.tanh_scale,
@@ -361,6 +395,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
     assert workspace.dtype == torch.float32
     assert workspace.numel() >= words
     assert workspace.is_contiguous()
+    assert heads == 1 or args.pages.format.scales is not Scales.TOKEN, "a token's factors are of one KV head"
     assert heads == 1 or (head_dim == v_head_dim == next_power_of_2(head_dim) and tiles.head_blocks == 1)
     return DecodeGeometry(
         rows=cut.row_cut(tiles, gqa_ratio),
@@ -369,7 +404,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
         K_COLUMNS=max(16, next_power_of_2(head_dim * heads)),
         V_COLUMNS=max(16, next_power_of_2(v_head_dim * heads)),
         QUERY_ROWS=max(16, next_power_of_2(tiles.q_rows(gqa_ratio))),
-        PAGE_SIZE=args.pages.v.shape[1],
+        PAGE_SIZE=args.pages.format.page_size,
         SAME_OFFSETS=args.same_offsets,
         TRANSPOSED=tiles.transposed,
         WHOLE_ROWS=has_whole_rows(
@@ -380,4 +415,5 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
         ),
         CAPPED=scores.soft_cap > 0,
         STAGES=tiles.num_stages,
+        coding=args.pages.coding,
     )

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import KeyValues, Line, Logits, Pages, Rows, Span
+from rocm_attn.kernels.attention.bundles import KeyValues, Line, Pages, Rows, Span
+from rocm_attn.kernels.attention.coded import Factors, row_factor, scaled_logits, scaled_values
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_FIRST_TOKEN,
@@ -54,6 +55,8 @@ def _extend_kernel(
     lse,
     sinks,
     slopes,
+    k_scale,
+    v_scale,
     q_indptr,
     mask_words,
     mask_indptr,
@@ -115,14 +118,18 @@ def _extend_kernel(
             mask = MaskOfStep(mask_words, mask_indptr, position_of_token, q_indptr)
             first_seen, bits = bits_of_block(mask, seq, first_token, is_row, end_key, window_left, G)
             edge_block = first_seen // K.KEY_BLOCK
-        query = Query(queries, row_kv_index, Logits(qk_scale, tanh_scale, slope))
-        kv = KeyValues(k_side, v_side, Line(pages, width))
+        C: tl.constexpr = K.coding
+        factors = Factors(k_scale, v_scale, kv_head.to(tl.int64))
+        k_factor = row_factor(k_scale, factors.head, C)
+        query = Query(queries, row_kv_index, scaled_logits(qk_scale, tanh_scale, slope, k_factor, K.CAPPED, C))
+        kv = KeyValues(k_side, v_side, Line(pages, width), factors)
         seen = Seen(Span(first_key, end_key), window_left, bits)
         softmax = nothing_seen(G.QUERY_ROWS, K.V_COLUMNS)
         if not K.WINDOWED and not PACKED:
             softmax = attend_key_blocks(softmax, query, kv, seen, Span(0, edge_block), K, False, G.STAGES)
         edge = Span(edge_block, tl.cdiv(end_key, K.KEY_BLOCK))
         softmax = attend_key_blocks(softmax, query, kv, seen, edge, K, True, G.EDGE_STAGES)
+        softmax = scaled_values(softmax, row_factor(v_scale, factors.head, C), C)
         out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
         store_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, K)
 
@@ -148,8 +155,8 @@ def launch_paged_extend(
         _extend_kernel,
         (max_blocks * geometry.KV_HEADS * geometry.HEAD_BLOCKS,),
         args.q,
-        pages.k,
-        pages.v,
+        pages.raw_k,
+        pages.raw_v,
         table,
         queries.row_of_seq,
         queries.kv_len,
@@ -158,6 +165,8 @@ def launch_paged_extend(
         args.lse,
         args.sinks,
         args.slopes,
+        pages.k_scale,
+        pages.v_scale,
         None if mask is None else queries.q_indptr,
         None if mask is None else mask.words,
         None if mask is None else mask.indptr,

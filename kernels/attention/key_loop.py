@@ -16,9 +16,12 @@ import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Softmax
+from rocm_attn.kernels.attention.coded import token_factor, weighted_values
 from rocm_attn.kernels.attention.mask_bits import bit_is_set, bits_from, row_bits, seen_by_some
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import capped, in_range
+from rocm_attn.kernels.cache.codes import decoded
+from rocm_attn.kernels.cache.page_format import Coding
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 
@@ -33,6 +36,7 @@ class KeyGeometry(NamedTuple):
     WINDOWED, CAPPED:     whether scores have a window, a cap
     SAME_OFFSETS:         whether K and V of a token lie at the same place of their pages
     EXACT:                whether results may not depend on which products and sums the compiler fuses
+    coding:               how elements of pages are encoded
     """
 
     HEAD_DIM: int
@@ -46,6 +50,7 @@ class KeyGeometry(NamedTuple):
     CAPPED: bool
     SAME_OFFSETS: bool
     EXACT: bool
+    coding: Coding
 
 
 class Query(NamedTuple):
@@ -87,13 +92,14 @@ def key_geometry(args: AttendArgs, scores: Scores, *, key_block: int, causal: bo
         V_HEAD_DIM=v_head_dim,
         K_COLUMNS=max(16, next_power_of_2(head_dim)),
         V_COLUMNS=max(16, next_power_of_2(v_head_dim)),
-        PAGE_SIZE=args.pages.v.shape[1],
+        PAGE_SIZE=args.pages.format.page_size,
         KEY_BLOCK=key_block,
         CAUSAL=causal,
         WINDOWED=scores.windowed,
         CAPPED=scores.soft_cap > 0,
         SAME_OFFSETS=args.same_offsets,
         EXACT=exact,
+        coding=args.pages.coding,
     )
 
 
@@ -116,6 +122,7 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
     STAGES: blocks whose loads are in flight
     """
     KEY_BLOCK: tl.constexpr = K.KEY_BLOCK
+    C: tl.constexpr = K.coding
     PACKED: tl.constexpr = MASKED and seen.bits is not None
     acc, maximum, total = softmax
     logits = query.logits
@@ -139,19 +146,26 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
             bits = row_bits(seen.bits.words, seen.bits.cell, seen.bits.end, block * KEY_BLOCK, seen.keys.end)
             if K.WINDOWED:
                 bits = bits & bits_from(seen.bits.first_key - block * KEY_BLOCK)
-            live = bit_is_set(seen_by_some(bits), lane)[:, None]
+            live = bit_is_set(seen_by_some(bits), lane)
         else:
-            live = (in_range(kv_index, seen.keys.first, seen.keys.end) if K.WINDOWED else kv_index < seen.keys.end)[
-                :, None
-            ]
+            live = in_range(kv_index, seen.keys.first, seen.keys.end) if K.WINDOWED else kv_index < seen.keys.end
+        k_factor: Any = None
+        v_factor: Any = None
+        if C.SCALES == "TOKEN":
+            k_factor = token_factor(kv.factors.k, page, offset, kv.factors.head, live, MASKED, C)
+            v_factor = token_factor(kv.factors.v, page, offset, kv.factors.head, live, MASKED, C)
+        live = live[:, None]
         if K.K_COLUMNS > K.HEAD_DIM:
-            k = tl.load(k_block, mask=live & (k_column < K.HEAD_DIM)[None, :], other=0.0)
+            k = tl.load(k_block, mask=live & (k_column < K.HEAD_DIM)[None, :], other=0)
         elif MASKED:
-            k = tl.load(k_block, mask=live, other=0.0)
+            k = tl.load(k_block, mask=live, other=0)
         else:
             k = tl.load(k_block)
         # scores, weights: [rows, KEY_BLOCK]
+        k = decoded(k, C.ENCODING, query.block.dtype)
         scores = tl.dot(query.block, tl.trans(k), input_precision="ieee")
+        if C.SCALES == "TOKEN":
+            scores = scores * k_factor[None, :]
         if K.CAPPED:
             scores = capped(scores, logits.tanh_scale)
         if logits.slope is not None:
@@ -181,12 +195,13 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
         else:
             weights = tl.exp2(scores * factor - base[:, None])
         if K.V_COLUMNS > K.V_HEAD_DIM:
-            v = tl.load(v_block, mask=live & (v_column < K.V_HEAD_DIM)[None, :], other=0.0)
+            v = tl.load(v_block, mask=live & (v_column < K.V_HEAD_DIM)[None, :], other=0)
         elif MASKED:
-            v = tl.load(v_block, mask=live, other=0.0)
+            v = tl.load(v_block, mask=live, other=0)
         else:
             v = tl.load(v_block)
         total = tl.fma(total, decay, tl.sum(weights, 1)) if K.EXACT else total * decay + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        weights, v = weighted_values(weights, v, v_factor, query.block.dtype, False, C)
+        acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
         maximum = new_maximum
     return Softmax(acc, maximum, total)

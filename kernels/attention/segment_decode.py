@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import KeyValues, Line, Logits, Pages, Span
+from rocm_attn.kernels.attention.bundles import KeyValues, Line, Pages, Span
+from rocm_attn.kernels.attention.coded import Factors, row_factor, scaled_logits
 from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
 from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_DONE,
@@ -66,6 +67,8 @@ def _segment_decode_kernel(
     parts,
     sums,
     slopes,
+    k_scale,
+    v_scale,
     qk_scale,
     tanh_scale,
     window_left,
@@ -119,9 +122,12 @@ def _segment_decode_kernel(
             pages = table + tl.load(row_of_seq + seq).to(tl.int64) * table_row
             k_side = Pages(k_pages + kv_head * kp_head, kp_page, kp_token)
             v_side = Pages(v_pages + kv_head * vp_head, vp_page, vp_token)
-            kv = KeyValues(k_side, v_side, Line(pages, width))
+            factors = Factors(k_scale, v_scale, kv_head)
+            k_factor = row_factor(k_scale, kv_head, K.coding)
+            logits = scaled_logits(qk_scale, tanh_scale, slope, k_factor, K.CAPPED, K.coding)
+            kv = KeyValues(k_side, v_side, Line(pages, width), factors)
             kv_index = tl.full([1], 0, tl.int32) + (kv_len - 1)
-            query = Query(queries, kv_index, Logits(qk_scale, tanh_scale, slope))
+            query = Query(queries, kv_index, logits)
             seen = Seen(Span(first_key, kv_len), window_left, None)
             for index in range(first, end):
                 acc, maximum, total = attend_segment(window_segment + index, query, kv, seen, kv_len // K.KEY_BLOCK, G)
@@ -160,8 +166,8 @@ def launch_segment_decode(
         _segment_decode_kernel,
         (cut.programs,),
         args.q,
-        pages.k,
-        pages.v,
+        pages.raw_k,
+        pages.raw_v,
         table,
         queries.row_of_seq,
         queries.q_indptr,
@@ -169,6 +175,8 @@ def launch_segment_decode(
         parts,
         sums,
         args.slopes,
+        pages.k_scale,
+        pages.v_scale,
         scores.base_2_scale,
         scores.tanh_scale,
         scores.window_left,

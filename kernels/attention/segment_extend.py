@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import KeyValues, Line, Logits, Pages, Rows, Softmax, Span
+from rocm_attn.kernels.attention.bundles import KeyValues, Line, Pages, Rows, Softmax, Span
+from rocm_attn.kernels.attention.coded import Factors, row_factor, scaled_logits
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_FIRST_TOKEN,
@@ -47,6 +48,8 @@ def _segment_extend_kernel(
     lse,
     sinks,
     slopes,
+    k_scale,
+    v_scale,
     qk_scale,
     tanh_scale,
     window_left,
@@ -97,8 +100,10 @@ def _segment_extend_kernel(
             edge_block = end_key // K.KEY_BLOCK
         if K.WINDOWED:
             first_key = tl.maximum(first_kv_index - window_left, 0)
-        query = Query(queries, row_kv_index, Logits(qk_scale, tanh_scale, slope))
-        kv = KeyValues(k_side, v_side, Line(pages, width))
+        factors = Factors(k_scale, v_scale, kv_head.to(tl.int64))
+        k_factor = row_factor(k_scale, factors.head, K.coding)
+        query = Query(queries, row_kv_index, scaled_logits(qk_scale, tanh_scale, slope, k_factor, K.CAPPED, K.coding))
+        kv = KeyValues(k_side, v_side, Line(pages, width), factors)
         seen = Seen(Span(first_key, end_key), window_left, None)
         first_segment = first_key // G.SEGMENT_LEN
         end_segment = tl.cdiv(end_key, G.SEGMENT_LEN)
@@ -132,8 +137,8 @@ def launch_segment_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, t
         _segment_extend_kernel,
         (max_blocks * geometry.KV_HEADS * geometry.HEAD_BLOCKS,),
         args.q,
-        pages.k,
-        pages.v,
+        pages.raw_k,
+        pages.raw_v,
         table,
         queries.row_of_seq,
         queries.kv_len,
@@ -142,6 +147,8 @@ def launch_segment_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, t
         args.lse,
         args.sinks,
         args.slopes,
+        pages.k_scale,
+        pages.v_scale,
         scores.base_2_scale,
         scores.tanh_scale,
         scores.window_left,

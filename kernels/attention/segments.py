@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.bundles import Softmax, Span
+from rocm_attn.kernels.attention.coded import row_factor, scaled_values
 from rocm_attn.kernels.attention.key_loop import attend_key_blocks, nothing_seen
 
 # Whether a product and a sum become one rounding or two is the source's choice here, not the compiler's.
@@ -39,10 +40,13 @@ def attend_segment(segment, query, kv, seen, edge_block, G: tl.constexpr):
     softmax = nothing_seen(G.QUERY_ROWS, K.V_COLUMNS)
     if K.WINDOWED:
         # Masks all the way: a loop of its own for what lies between the edges spills.
-        return attend_key_blocks(softmax, query, kv, seen, Span(first_block, end_block), K, True, G.STAGES)
-    masked_block = tl.maximum(tl.minimum(edge_block, end_block), first_block)
-    softmax = attend_key_blocks(softmax, query, kv, seen, Span(first_block, masked_block), K, False, G.STAGES)
-    return attend_key_blocks(softmax, query, kv, seen, Span(masked_block, end_block), K, True, G.EDGE_STAGES)
+        softmax = attend_key_blocks(softmax, query, kv, seen, Span(first_block, end_block), K, True, G.STAGES)
+    else:
+        masked_block = tl.maximum(tl.minimum(edge_block, end_block), first_block)
+        softmax = attend_key_blocks(softmax, query, kv, seen, Span(first_block, masked_block), K, False, G.STAGES)
+        softmax = attend_key_blocks(softmax, query, kv, seen, Span(masked_block, end_block), K, True, G.EDGE_STAGES)
+    # Here, not after all segments: decode and extend then merge the same numbers.
+    return scaled_values(softmax, row_factor(kv.factors.v, kv.factors.head, K.coding), K.coding)
 
 
 @triton.jit

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from rocm_attn.kernels.cache.page_rows import PageRows
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import PoolKind
 
 # Elements of K or of V that a program holds.
 _ELEMENTS = 4096
@@ -20,6 +21,8 @@ class CellGeometry(NamedTuple):
     K_DIM, V_DIM:             elements of a row; K_COLUMNS, V_COLUMNS: with padding
     K_ELEMENTS, V_ELEMENTS:   elements of a vector of a row
     K_TOKENS, V_TOKENS:       tokens of a group
+    HAS_V:                    whether V has memory of its own; V of latent pages is part of K
+    ENCODING, SCALES:         Encoding's value, and Scales' name
     """
 
     PAGE_SIZE: int
@@ -33,13 +36,18 @@ class CellGeometry(NamedTuple):
     K_TOKENS: int
     V_ELEMENTS: int
     V_TOKENS: int
+    HAS_V: bool
+    ENCODING: str
+    SCALES: str
 
     @classmethod
-    def of(cls, keys: PageRows, values: PageRows, *, heads: int, dims: tuple[int, int]) -> CellGeometry:
-        """Of pages, and of so many heads with head_dim and v_head_dim."""
+    def of(cls, pages: LayerPages) -> CellGeometry:
+        """Of a layer's pages."""
+        form, keys, values = pages.format, pages.keys, pages.values
+        heads, dims = form.num_kv_heads, (form.head_dim, form.v_head_dim)
         k_columns, v_columns = map(triton.next_power_of_2, dims)
         return cls(
-            PAGE_SIZE=keys.page_size,
+            PAGE_SIZE=form.page_size,
             HEADS=heads,
             HEADS_BLOCK=max(1, min(triton.next_power_of_2(heads), _ELEMENTS // max(k_columns, v_columns))),
             K_DIM=dims[0],
@@ -50,6 +58,9 @@ class CellGeometry(NamedTuple):
             K_TOKENS=keys.group_tokens,
             V_ELEMENTS=values.vector_elements,
             V_TOKENS=values.group_tokens,
+            HAS_V=form.kind is not PoolKind.LATENT,
+            ENCODING=form.encoding.value,
+            SCALES=form.scales.name,
         )
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind
+from rocm_attn.kernels.cache.page_format import Coding, Encoding, FormatMismatch, PageFormat, PoolKind, Scales
 from rocm_attn.kernels.cache.page_rows import PageRows, key_rows, value_rows
+
+# Which codes are NaN in every eight-bit encoding: E4M3FNUZ has this one alone.
+_NAN_CODES = {Encoding.E4M3FN: 0x7F, Encoding.E4M3FNUZ: 0x80, Encoding.E5M2: 0x7F}
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +23,14 @@ class LayerPages:
                       row of k
     format:           what they hold
     k_scale, v_scale: float32 factors of K and of V, as format.scales says: [1], [kv_heads] or [pages, page_size,
-                      kv_heads]; None where there are none. Of a latent layer v_scale is k_scale
+                      kv_heads], contiguous; None where there are none. Of a latent layer v_scale is k_scale
+    raw_k, raw_v:     k and v as memory, which is what is launched with, written and copied: uint8 where elements are
+                      codes, as few operations and not all of Triton's targets know the dtypes of eight bits
+    keys, values:     raw_k and raw_v, token by token
+    coding:           format's
     k and v have another shape in a vectorised pool (page_rows.py); pages come first in any.
+
+    Raises FormatMismatch where tensors are not what the format says.
     """
 
     k: Tensor
@@ -28,6 +38,20 @@ class LayerPages:
     format: PageFormat
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    raw_k: Tensor = field(init=False, repr=False, compare=False)
+    raw_v: Tensor = field(init=False, repr=False, compare=False)
+    keys: PageRows = field(init=False, repr=False, compare=False)
+    values: PageRows = field(init=False, repr=False, compare=False)
+    coding: Coding = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check(self)
+        is_fp8 = self.format.encoding.is_fp8
+        raw_k, raw_v = (side.view(torch.uint8) if is_fp8 else side for side in (self.k, self.v))
+        # Made once: a launch asks for them at every layer of every step.
+        made = {"raw_k": raw_k, "raw_v": raw_v, "keys": key_rows(raw_k), "values": value_rows(raw_v)}
+        for name, value in {**made, "coding": self.format.coding}.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def plain(cls, k: Tensor, v: Tensor, *, kind: PoolKind = PoolKind.SPLIT) -> LayerPages:
@@ -43,12 +67,74 @@ class LayerPages:
         )
         return cls(k, v, form)
 
-    @property
-    def keys(self) -> PageRows:
-        """k, token by token."""
-        return key_rows(self.k)
+    def tensors(self) -> dict[str, Tensor]:
+        """Name -> tensor, of all that kernels are launched with."""
+        named = {"k_pages": self.raw_k, "v_pages": self.raw_v, "k_scale": self.k_scale, "v_scale": self.v_scale}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-    @property
-    def values(self) -> PageRows:
-        """v, token by token."""
-        return value_rows(self.v)
+    def read(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """What whole pages are worth: copies of K and V, [n, page_size, kv_heads, head_dim | v_head_dim].
+
+        pages: integer [n]
+        float32, codes times their factors, of eight-bit pages; else elements as they are.
+        """
+        sides = (self.keys, self.k_scale), (self.values, self.v_scale)
+        k, v = (self._worth(rows.read(pages), scale, (pages,)) for rows, scale in sides)
+        return k, v
+
+    def read_tokens(self, page: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+        """What tokens of linear pages are worth: copies of K and V, [..., kv_heads, head_dim | v_head_dim], as read().
+
+        page, offset: integer [...], a token's page and its place there
+        """
+        sides = (self.raw_k, self.k_scale), (self.raw_v, self.v_scale)
+        k, v = (self._worth(raw[page, offset], scale, (page, offset)) for raw, scale in sides)
+        return k, v
+
+    def fill_nan(self, pages: Tensor | slice) -> None:
+        """Make every element of some pages NaN, scales of tokens too."""
+        nan = _NAN_CODES.get(self.format.encoding, float("nan"))
+        for raw in (self.raw_k, self.raw_v):
+            raw[pages] = nan
+        if self.format.scales is Scales.TOKEN:
+            assert self.k_scale is not None
+            assert self.v_scale is not None
+            self.k_scale[pages] = self.v_scale[pages] = float("nan")
+
+    def _worth(self, raw: Tensor, scale: Tensor | None, at: tuple[Tensor, ...]) -> Tensor:
+        if not self.format.encoding.is_fp8:
+            return raw
+        numbers = raw.view(self.format.encoding.dtype).float()
+        if scale is None:
+            return numbers
+        if self.format.scales is Scales.TOKEN:
+            scale = scale[at]
+        # [1] and [kv_heads] stretch over pages and tokens.
+        return numbers * scale[..., None]
+
+
+def _check(pages: LayerPages) -> None:
+    form = pages.format
+    for name, elements, rows, dim in (
+        ("k", pages.k, key_rows(pages.k), form.head_dim),
+        ("v", pages.v, value_rows(pages.v), form.v_head_dim),
+    ):
+        if elements.dtype != form.encoding.dtype:
+            raise FormatMismatch(f"{name} is {elements.dtype}; its pages are {form}")
+        if (elements.dim() == 5) != (form.kind is PoolKind.VECTORIZED):
+            raise FormatMismatch(f"{name} has {elements.dim()} dimensions; its pages are {form}")
+        found, wanted = (rows.page_size, rows.num_heads, rows.dim), (form.page_size, form.num_kv_heads, dim)
+        if found != wanted:
+            raise FormatMismatch(
+                f"{name} has pages of {found[0]} tokens, {found[1]} heads and {found[2]} elements; its pages are {form}"
+            )
+    by_page = (len(pages.k),) if form.scales is Scales.TOKEN else ()
+    for name, scale in (("k_scale", pages.k_scale), ("v_scale", pages.v_scale)):
+        if form.scales is Scales.NONE:
+            if scale is not None:
+                raise FormatMismatch(f"{name} was given; its pages are {form}")
+            continue
+        shape = (*by_page, *form.scale_shape)
+        if scale is None or scale.dtype != torch.float32 or scale.shape != shape or not scale.is_contiguous():
+            given = "missing" if scale is None else f"{scale.dtype} {list(scale.shape)}, strides {scale.stride()}"
+            raise FormatMismatch(f"{name} is {given}; it must be float32 {list(shape)}, contiguous: pages are {form}")

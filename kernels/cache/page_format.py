@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 # Who lays pages out as page_rows.py says.
 OWN_PRODUCER = "rocm_attn"
+
+
+class FormatMismatch(ValueError):
+    """Pages are in one format, and what would write, read, copy or adopt them is for another."""
 
 
 class Encoding(enum.Enum):
@@ -80,6 +85,21 @@ class Scales(enum.Enum):
     TOKEN = "a scale for each token and KV head"
 
 
+class Coding(NamedTuple):
+    """How K and V are encoded, as kernels are compiled for it.
+
+    ENCODING:  Encoding's value
+    SCALES:    Scales' name
+    KV_HEADS:  KV heads, of which each token may have a factor
+    PAGE_SIZE: tokens of a page
+    """
+
+    ENCODING: str
+    SCALES: str
+    KV_HEADS: int
+    PAGE_SIZE: int
+
+
 @dataclass(frozen=True, slots=True)
 class PageFormat:
     """What a layer's pages hold, and how.
@@ -109,6 +129,11 @@ class PageFormat:
             f"{self.kind.value} of {self.page_size} tokens, {dims}, in {self.encoding.value} with {self.scales.value}, "
             f"laid out by {self.producer}"
         )
+
+    @property
+    def coding(self) -> Coding:
+        """Of an element."""
+        return Coding(self.encoding.value, self.scales.name, self.num_kv_heads, self.page_size)
 
     @property
     def side_elements(self) -> tuple[int, int]:

@@ -2,7 +2,9 @@
 
     k_pages[slot // page_size, slot % page_size] = k[token]      likewise v
 
-Pages are linear or vectorised (page_rows.py): two compilations of one kernel.
+Pages are linear or vectorised (page_rows.py): two compilations of one kernel. Into eight-bit pages an element goes as
+the code that is nearest to it divided by its factor (codes.py). Factors of a layer or of heads are read; one of a token
+is made here, so that the token's largest element has the largest code.
 
 Tokens at or past num_tokens, slots of page 0 where it belongs to no one, and negative slots are dropped: a pad's hidden
 state may be NaN, and page 0 stays zero. What is infinite or no number in a token that is stored is stored as 0 and sets
@@ -17,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.cache.cells import CellGeometry, element_cell, token_cell
+from rocm_attn.kernels.cache.codes import encoded, is_coded, scale_of_rows
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.metadata import error_word
@@ -33,6 +36,32 @@ def _finite_row(row):
 
 
 @triton.jit
+def _in_pages(row, scale, head, first_scale, ENCODING: tl.constexpr, SCALES: tl.constexpr, HEADS: tl.constexpr):
+    """A finite row [HEADS_BLOCK, elements] as its pages hold it.
+
+    scale:       the factors, or None; head: int64 [HEADS_BLOCK, 1]
+    first_scale: of a token's factors, where they begin
+    """
+    if not is_coded(ENCODING):
+        elements = row
+    elif SCALES == "NONE":
+        elements = encoded(row.to(tl.float32), ENCODING)
+    else:
+        row = row.to(tl.float32)
+        inside = head < HEADS
+        if SCALES == "TOKEN":
+            factor = scale_of_rows(row, ENCODING)[:, None]
+            tl.store(scale + first_scale + head, factor, mask=inside)
+        elif SCALES == "HEAD":
+            factor = tl.load(scale + head, mask=inside, other=1.0)
+        else:
+            factor = tl.load(scale)
+        # One quotient a row, and it is rounded as torch rounds it.
+        elements = encoded(row * tl.div_rn(1.0, factor), ENCODING)
+    return elements
+
+
+@triton.jit
 def _store_kernel(
     k,
     v,
@@ -40,6 +69,8 @@ def _store_kernel(
     counts,
     k_pages,
     v_pages,
+    k_scale,
+    v_scale,
     k_token,
     k_head,
     v_token,
@@ -71,15 +102,18 @@ def _store_kernel(
         row, strange = _finite_row(row)
         heads = k_pages + page * kp_page + token_cell(offset, kp_group, G.K_TOKENS) + head64 * kp_head
         cell = element_cell(k_d, kp_vector, G.K_ELEMENTS, G.K_TOKENS, G.K_DIM)
+        row = _in_pages(row, k_scale, head64, slot * G.HEADS, G.ENCODING, G.SCALES, G.HEADS)
         tl.store(heads + cell, row, mask=inside)
-        v_d = tl.arange(0, G.V_COLUMNS)[None, :]
-        inside = (head < G.HEADS) & (v_d < G.V_DIM)
-        row = tl.load(v + t * v_token + head64 * v_head + v_d, mask=inside, other=0.0)
-        row, v_strange = _finite_row(row)
-        strange |= v_strange
-        heads = v_pages + page * vp_page + token_cell(offset, vp_group, G.V_TOKENS) + head64 * vp_head
-        cell = element_cell(v_d, vp_vector, G.V_ELEMENTS, G.V_TOKENS, G.V_DIM)
-        tl.store(heads + cell, row, mask=inside)
+        if G.HAS_V:
+            v_d = tl.arange(0, G.V_COLUMNS)[None, :]
+            inside = (head < G.HEADS) & (v_d < G.V_DIM)
+            row = tl.load(v + t * v_token + head64 * v_head + v_d, mask=inside, other=0.0)
+            row, v_strange = _finite_row(row)
+            strange |= v_strange
+            heads = v_pages + page * vp_page + token_cell(offset, vp_group, G.V_TOKENS) + head64 * vp_head
+            cell = element_cell(v_d, vp_vector, G.V_ELEMENTS, G.V_TOKENS, G.V_DIM)
+            row = _in_pages(row, v_scale, head64, slot * G.HEADS, G.ENCODING, G.SCALES, G.HEADS)
+            tl.store(heads + cell, row, mask=inside)
         if tl.max(strange, 0) > 0:
             tl.atomic_or(counts + _ERROR_WORD, _NOT_FINITE, sem="relaxed")
 
@@ -89,30 +123,32 @@ def launch_store_kv(
 ) -> None:
     """Write k and v to the slots of their tokens, 0 in the place of what is infinite or no number.
 
-    k, v:          [T, kv_heads, head_dim | v_head_dim], any strides but the last
+    k, v:          [T, kv_heads, head_dim | v_head_dim], any strides but the last; of a latent layer v is part of k, and
+                   is not looked at
     slot_of_token: int32 [T]
     counts:        int32 [4]; [1] is num_tokens, [3] receives an error bit where a token was not finite
-    pages:         linear, with any strides but the last, or vectorised; written in place
+    pages:         linear, with any strides but the last, or vectorised; written in place, as are factors of tokens
     null_page:     whether page 0 belongs to no one
     """
-    keys, values, heads = pages.keys, pages.values, k.shape[1]
-    geometry = CellGeometry.of(keys, values, heads=heads, dims=(k.shape[2], v.shape[2]))
+    geometry = CellGeometry.of(pages)
     launch(
         _store_kernel,
-        (k.shape[0], triton.cdiv(heads, geometry.HEADS_BLOCK)),
+        (k.shape[0], triton.cdiv(geometry.HEADS, geometry.HEADS_BLOCK)),
         k,
         v,
         slot_of_token,
         counts,
-        pages.k,
-        pages.v,
+        pages.raw_k,
+        pages.raw_v,
+        pages.k_scale,
+        pages.v_scale,
         k.stride(0),
         k.stride(1),
         v.stride(0),
         v.stride(1),
-        *keys.cells.stride()[:4],
-        *values.cells.stride()[:4],
+        *pages.keys.cells.stride()[:4],
+        *pages.values.cells.stride()[:4],
         G=geometry,
-        FIRST_SLOT=keys.page_size if null_page else 0,
+        FIRST_SLOT=geometry.PAGE_SIZE if null_page else 0,
         num_warps=4,
     )

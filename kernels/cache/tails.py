@@ -29,6 +29,8 @@ def _zero_tails_kernel(
     q_len,
     k_pages,
     v_pages,
+    k_scale,
+    v_scale,
     kp_page,
     kp_group,
     kp_head,
@@ -66,6 +68,12 @@ def _zero_tails_kernel(
                 v_row = v_pages + page * vp_page + token_cell(token, vp_group, G.V_TOKENS) + head64 * vp_head
                 tl.store(k_row + k_cell, tl.zeros([HEADS_BLOCK, K_COLUMNS], k_pages.dtype.element_ty), mask=k_inside)
                 tl.store(v_row + v_cell, tl.zeros([HEADS_BLOCK, V_COLUMNS], v_pages.dtype.element_ty), mask=v_inside)
+                if G.SCALES == "TOKEN":
+                    # Of codes that are 0; a factor that is no number would not leave them so.
+                    first_scale = (page * G.PAGE_SIZE + token) * G.HEADS
+                    nothing = tl.zeros([HEADS_BLOCK, 1], tl.float32)
+                    tl.store(k_scale + first_scale + head64, nothing, mask=head < G.HEADS)
+                    tl.store(v_scale + first_scale + head64, nothing, mask=head < G.HEADS)
 
 
 def launch_zero_tails(
@@ -75,11 +83,11 @@ def launch_zero_tails(
 
     table:                     int32 [rows, width]
     row_of_seq, kv_len, q_len: int32 [S]
-    pages:                     linear, with any strides but the last, or vectorised; written in place
+    pages:                     linear, with any strides but the last, or vectorised; written in place, as are factors
+                               of tokens
     null_page:                 whether page 0 belongs to no one, and stays as it is
     """
-    keys, values = pages.keys, pages.values
-    geometry = CellGeometry.of(keys, values, heads=keys.num_heads, dims=(keys.dim, values.dim))
+    geometry = CellGeometry.of(pages)
     launch(
         _zero_tails_kernel,
         (kv_len.shape[0], triton.cdiv(geometry.HEADS, geometry.HEADS_BLOCK)),
@@ -89,10 +97,12 @@ def launch_zero_tails(
         row_of_seq,
         kv_len,
         q_len,
-        pages.k,
-        pages.v,
-        *keys.cells.stride()[:4],
-        *values.cells.stride()[:4],
+        pages.raw_k,
+        pages.raw_v,
+        pages.k_scale,
+        pages.v_scale,
+        *pages.keys.cells.stride()[:4],
+        *pages.values.cells.stride()[:4],
         G=geometry,
         FIRST_PAGE=1 if null_page else 0,
         num_warps=4,

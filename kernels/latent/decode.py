@@ -1,6 +1,6 @@
 """Attention over latent pages of sequences with few new tokens, split over KV.
 
-    out[token, head] = softmax(scores of q[token, head] . (c | r)^T) c      c | r: the rows that a token sees (key_loop.py)
+    out[token, head] = softmax(scores of q[token, head] . (c | r)^T) c       c | r: rows that it sees (key_loop.py)
 
 A row of the schedule is all query heads of some new tokens of a sequence. Where they are more than a program holds,
 neighbouring programs take a block of the heads each and walk the same keys side by side: what the first one reads of a

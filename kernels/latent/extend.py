@@ -1,6 +1,6 @@
 """Attention over latent pages of sequences with many new tokens, over their cached prefix.
 
-    out[token, head] = softmax(scores of q[token, head] . (c | r)^T) c      c | r: the rows that a token sees (key_loop.py)
+    out[token, head] = softmax(scores of q[token, head] . (c | r)^T) c       c | r: rows that it sees (key_loop.py)
 
 A program takes one query block of the schedule (attention/extend_schedule.py) and as many query heads as fit: programs
 of the same block are neighbours. Keys that every row sees come first, without masks on scores; then the diagonal. With

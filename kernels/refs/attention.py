@@ -17,7 +17,7 @@ from torch import Tensor
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import Scores
-from rocm_attn.kernels.cache.page_rows import PageRows
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 # Elements of gathered K, V and scores in flight, 4 MiB of float32: the allocator then hands the same warm memory out
@@ -243,8 +243,7 @@ def _attend_group(args: AttendArgs, tiles: _Tiles, scores: Scores) -> tuple[Tens
     tile_len, num_q_heads = tiles.q.shape[1:3]
     num_kv_heads, ratio = keys.num_heads, num_q_heads // keys.num_heads
     compute = torch.float64 if tiles.q.dtype == torch.float64 else torch.float32
-    k = _gather(keys, tiles.pages).to(compute)
-    v = _gather(args.pages.values, tiles.pages).to(compute)
+    k, v = (side.to(compute) for side in _gather(args.pages, tiles.pages))
     hidden = tiles.hidden(k.shape[2], scores)
     unseeing = hidden.all(2)
     # A dead V row meets a probability of 0, and 0 * NaN is NaN. A dead K row meets nothing but scores, replaced below.
@@ -282,12 +281,14 @@ def by_token(x: Tensor, ratio: int) -> Tensor:
     return rows.contiguous()
 
 
-def _gather(rows: PageRows, pages: Tensor) -> Tensor:
-    """The tokens of each tile's pages as [kv_heads, tiles, width * page_size, dim], a copy.
+def _gather(pages: LayerPages, pages_of_tile: Tensor) -> tuple[Tensor, ...]:
+    """What the tokens of each tile's pages are worth, K and V, as [kv_heads, tiles, width * page_size, dim], copies.
 
     Heads first, so that a batched product copies no more; picked in the pool's own order, whole pages at a time.
     """
-    num_keys = pages.shape[1] * rows.page_size
+    num_tiles, width = pages_of_tile.shape
+    num_keys = width * pages.format.page_size
     # An engine may pad the lines of its table with -1.
-    picked = rows.read(pages.flatten().clamp(min=0)).reshape(len(pages), num_keys, rows.num_heads, rows.dim)
-    return picked.permute(2, 0, 1, 3).contiguous()
+    picked = pages.read(pages_of_tile.flatten().clamp(min=0))
+    sides = (side.reshape(num_tiles, num_keys, *side.shape[2:]) for side in picked)
+    return tuple(side.permute(2, 0, 1, 3).contiguous() for side in sides)

@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import PageFormat, PoolKind, Scales
+from rocm_attn.kernels.cache.page_rows import PageRows
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, NOT_FINITE
+
+# As codes.py has it: the smallest factor that a token gets.
+_SMALLEST_SCALE = 2.0**-100
 
 
 def store_kv(
@@ -17,20 +22,46 @@ def store_kv(
     Shapes stay fixed: a dropped token writes again what a token that is not dropped writes, or, where all are dropped,
     what slot 0 holds.
     """
-    keys, values = pages.keys, pages.values
-    page_size = keys.page_size
+    keys, values, form = pages.keys, pages.values, pages.format
+    page_size = form.page_size
     token = torch.arange(k.shape[0], device=k.device)
     live = (token < counts[1]) & (slot_of_token >= (page_size if null_page else 0))
     any_live, source = live.any(), torch.where(live, token, live.int().argmax())
     slot = torch.where(any_live, slot_of_token[source], 0)
     page, offset = slot // page_size, slot % page_size
-    for side, rows in ((keys, k), (values, v)):
-        held = torch.empty_like(rows)
-        side.read_tokens(page, offset, held)
-        finite = torch.where(rows.isfinite(), rows, 0)
-        side.write_tokens(page, offset, torch.where(any_live, finite[source], held))
-    strange = live & ~(k.isfinite().flatten(1).all(1) & v.isfinite().flatten(1).all(1))
+    sides = [(keys, pages.k_scale, k), (values, pages.v_scale, v)][: 1 if form.kind is PoolKind.LATENT else 2]
+    strange = torch.zeros_like(live)
+    for side, scale, rows in sides:
+        is_number = rows.isfinite()
+        strange |= live & ~is_number.flatten(1).all(1)
+        written, factor = _in_pages(torch.where(is_number, rows, 0), scale, form)
+        _write(side, page, offset, written[source], any_live)
+        if form.scales is Scales.TOKEN:
+            assert scale is not None
+            scale[page, offset] = torch.where(any_live, factor[source], scale[page, offset])
     counts[ERROR_WORD].bitwise_or_(strange.any().to(torch.int32) * NOT_FINITE)
+
+
+def _in_pages(rows: Tensor, scale: Tensor | None, form: PageFormat) -> tuple[Tensor, Tensor]:
+    """Finite rows [T, kv_heads, dim] as pages hold them, and the factors of their tokens [T, kv_heads]."""
+    if not form.encoding.is_fp8:
+        return rows, rows
+    largest, rows = form.encoding.largest, rows.float()
+    factor = torch.ones_like(rows[..., 0])
+    if form.scales is Scales.TOKEN:
+        # By the product that the kernel has: a quotient may be rounded to another side.
+        factor = (rows.abs().amax(-1) * (1.0 / largest)).clamp(min=_SMALLEST_SCALE)
+    elif scale is not None:
+        factor = factor * scale
+    codes = (rows * (1.0 / factor)[..., None]).clamp(-largest, largest).to(form.encoding.dtype)
+    return codes.view(torch.uint8), factor
+
+
+def _write(side: PageRows, page: Tensor, offset: Tensor, rows: Tensor, any_live: Tensor) -> None:
+    """Write rows to the places of tokens, or, where no token is live, what is there already."""
+    held = torch.empty_like(rows)
+    side.read_tokens(page, offset, held)
+    side.write_tokens(page, offset, torch.where(any_live, rows, held))
 
 
 def zero_tails(
@@ -53,3 +84,7 @@ def zero_tails(
     page = torch.where(any_live, page[source], 0).long()
     keys.zero_tokens(page, dead)
     values.zero_tokens(page, dead)
+    if pages.format.scales is Scales.TOKEN:
+        for scale in (pages.k_scale, pages.v_scale):
+            assert scale is not None
+            scale[page] = scale[page].masked_fill(dead[..., None], 0)

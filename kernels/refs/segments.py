@@ -100,7 +100,7 @@ class _Partial:
 def _attend(args: AttendArgs, rows: _Rows, scores: Scores, segment_len: int) -> tuple[Tensor, Tensor]:
     """[tiles, TILE_LEN, q_heads, v_head_dim] and LSE [tiles, TILE_LEN, q_heads], a group of tiles at a time."""
     num_tiles, _, num_q_heads, head_dim = rows.q.shape
-    num_kv_heads, v_head_dim = args.pages.v.shape[2:]
+    num_kv_heads, v_head_dim = args.pages.format.num_kv_heads, args.pages.format.v_head_dim
     elements = segment_len * (num_kv_heads * (head_dim + v_head_dim) + TILE_LEN * num_q_heads)
     group = max(1, _GROUP_ELEMENTS // elements)
     parts = [
@@ -111,7 +111,8 @@ def _attend(args: AttendArgs, rows: _Rows, scores: Scores, segment_len: int) -> 
 
 def _attend_group(args: AttendArgs, rows: _Rows, scores: Scores, segment_len: int) -> tuple[Tensor, Tensor]:
     num_tiles, _, num_q_heads, _ = rows.q.shape
-    page_size, num_kv_heads, v_head_dim = args.pages.v.shape[1:]
+    form = args.pages.format
+    page_size, num_kv_heads, v_head_dim = form.page_size, form.num_kv_heads, form.v_head_dim
     ratio = num_q_heads // num_kv_heads
     compute = torch.float64 if rows.q.dtype == torch.float64 else torch.float32
     # The query heads of a KV head are rows of one product: [kv_heads, tiles, TILE_LEN * ratio, .]
@@ -134,13 +135,11 @@ def _attend_group(args: AttendArgs, rows: _Rows, scores: Scores, segment_len: in
 
 def _segment(args: AttendArgs, q: Tensor, rows: _Rows, key: Tensor, scores: Scores) -> _Partial:
     """What the keys with these places, integer [segment_len], give."""
-    page_size, num_kv_heads = args.pages.v.shape[1:3]
+    page_size, num_kv_heads = args.pages.format.page_size, args.pages.format.num_kv_heads
     ratio = q.shape[2] // TILE_LEN
     page = rows.pages[:, (key // page_size).clamp(max=rows.pages.shape[1] - 1)].long()
-    k, v = (
-        pages[page, key % page_size].to(q.dtype).permute(2, 0, 1, 3).contiguous()
-        for pages in (args.pages.k, args.pages.v)
-    )
+    picked = args.pages.read_tokens(page, key % page_size)
+    k, v = (side.to(q.dtype).permute(2, 0, 1, 3).contiguous() for side in picked)
     hidden = key >= rows.end_key[:, :, None]
     if scores.windowed:
         hidden = hidden | (key < (rows.kv_index - scores.window_left)[:, :, None])

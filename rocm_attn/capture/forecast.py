@@ -22,8 +22,8 @@ from rocm_attn.paging.page_table import PageTable
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
-from rocm_attn.step.buffers import PADDED_BATCH, BufferSpec
-from rocm_attn.step.memory import StepMemory, table_sizes, words_of_children
+from rocm_attn.step.buffers import PADDED_BATCH, SELECTION_COUNTS, SELECTION_UNITS, BufferSpec, selection_buffers
+from rocm_attn.step.memory import StepMemory, indexings_of, table_sizes, words_of_children
 from rocm_attn.step.options import RuntimeOptions
 
 
@@ -105,7 +105,8 @@ def _bucket(runtime: AttentionRuntime, shape: PaddedShape) -> Bucket:
 def _specs(runtime: AttentionRuntime) -> dict[str, BufferSpec]:
     """The buffers that the runtime has, by name, but for the schedules."""
     every_need = {table.space: list(Need) for table in runtime.table.spaces}
-    declared = table_sizes(runtime.selections, runtime.table).buffers(every_need)
+    indexings = [indexing for indexing in indexings_of(runtime.selections) if indexing is not None]
+    declared = (*table_sizes(runtime.selections, runtime.table).buffers(every_need), *selection_buffers(indexings))
     held = runtime.sealed_tensors()
     return {spec.name: spec for spec in declared if spec.name in held}
 
@@ -138,7 +139,8 @@ def _knobs(runtime: AttentionRuntime) -> dict[str, str]:
     of_need = {Need.PREFIXES: f"shared_prefixes, {seqs}"}
     of_prefixes = {name: of_need[need] for name, field in FIELDS.items() for need in field.needs if need in of_need}
     kernels = f"{seqs}, {tokens}, {runtime.target.compute_units} compute units"
-    return {**of_buffer, **of_prefixes, "mask_positions": tokens, "schedules": kernels}
+    chosen = dict.fromkeys((SELECTION_UNITS, SELECTION_COUNTS), f"{of_unit[Unit.TOKEN]}, what an indexer chooses")
+    return {**of_buffer, **of_prefixes, **chosen, "mask_positions": tokens, "schedules": kernels}
 
 
 def _row_width(runtime: AttentionRuntime) -> str:

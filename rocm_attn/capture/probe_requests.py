@@ -21,6 +21,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
+from rocm_attn.kernels.cache.page_rows import PageRows
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
 from rocm_attn.providers.contract import Baked
@@ -306,7 +307,7 @@ def forget_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> None:
             # A K of 0 has a usual score whatever q is, so that a V of 10,000 is seen among 100,000 others.
             for rows, value in ((layer.keys, 0.0), (layer.values, 1e4)):
                 new = rows.cells.new_full((len(page), rows.num_heads, rows.dim), value)
-                rows.write_tokens(page, offset, new)
+                rows.write_tokens(page, _offset_in(rows, offset, runtime), new)
 
 
 @contextmanager
@@ -320,13 +321,14 @@ def kept_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterator[Non
         for layer in runtime.pool.in_space(space).layers:
             for rows in (layer.keys, layer.values):
                 before = rows.cells.new_empty((len(page), rows.num_heads, rows.dim))
-                rows.read_tokens(page, offset, before)
-                kept.append((rows, page, offset, before))
+                at = _offset_in(rows, offset, runtime)
+                rows.read_tokens(page, at, before)
+                kept.append((rows, page, at, before))
     try:
         yield
     finally:
-        for rows, page, offset, before in kept:
-            rows.write_tokens(page, offset, before)
+        for rows, page, at, before in kept:
+            rows.write_tokens(page, at, before)
 
 
 def stored_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> dict[str, Tensor]:
@@ -336,7 +338,7 @@ def stored_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> dict[str, 
         for layer, pages in enumerate(runtime.pool.in_space(space).layers):
             for side, rows in (("K", pages.keys), ("V", pages.values)):
                 cells = rows.cells.new_empty((len(page), rows.num_heads, rows.dim))
-                rows.read_tokens(page, offset, cells)
+                rows.read_tokens(page, _offset_in(rows, offset, runtime), cells)
                 # A dtype of one byte has neither comparisons nor bounds, and is stored as it is.
                 name = f"{side} of layer {layer} of the {space.value} space"
                 stored[name] = cells.view(torch.uint8) if cells.element_size() == 1 else cells
@@ -353,3 +355,8 @@ def _places_of_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterat
         pages = table.entries_host[batch.rows[seq], kv_index // page_size]
         page, offset = (torch.from_numpy(x.astype(np.int64)).to(runtime.device) for x in (pages, kv_index % page_size))
         yield table.space, page, offset
+
+
+def _offset_in(rows: PageRows, offset: Tensor, runtime: AttentionRuntime) -> Tensor:
+    """The place in a page of what stands for a token: of itself, or of the pool of index keys that it belongs to."""
+    return offset // (runtime.table.page_size // rows.page_size)

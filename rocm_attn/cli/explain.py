@@ -15,10 +15,11 @@ from rocm_attn.errors import BadSetting, Unsupported
 from rocm_attn.machine.choices import AUTO
 from rocm_attn.machine.releases import UNKNOWN, Release
 from rocm_attn.machine.target import Target, known_target
-from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.runner.cut import cost_of_heads
+from rocm_attn.selection.kv_dtypes import kv_encoding_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,11 @@ def run(options: argparse.Namespace) -> None:
     def choose(problem: Problem) -> Selection:
         return select(problem, target, options.provider, pool=pool, deterministic=options.deterministic)
 
-    stored = geometry.problems(dtype=getattr(torch, options.dtype), page_size=1)
+    stored = geometry.problems(
+        dtype=getattr(torch, options.dtype),
+        page_size=1,
+        kv_encoding=kv_encoding_named(options.kv_dtype, target),
+    )
     over = [stored[read] for read in geometry.reads]
     pages = page_choice(options, over, choose)
     problems = pages.problems(over)
@@ -162,6 +167,8 @@ def _geometry(problem: Problem) -> str:
         parts.append("sinks")
     if problem.custom_mask:
         parts.append("custom masks")
+    if problem.kv_encoding is not KVEncoding.LIKE_Q:
+        parts.append(f"K and V in {problem.kv_encoding.value} with {problem.kv_scales.value}")
     if problem.pool is not PoolKind.SPLIT:
         parts.append(problem.pool.value)
     return ", ".join(parts)
@@ -178,6 +185,7 @@ def _as_json(kind: LayerKind) -> dict[str, Any]:
             "head_dim": problem.head_dim,
             "v_head_dim": problem.v_head_dim,
             "dtype": str(problem.dtype).removeprefix("torch."),
+            "kv_dtype": problem.page_format.encoding.value,
             "page_size": problem.page_size,
             "scale": problem.scale,
             "window_left": problem.window_left,

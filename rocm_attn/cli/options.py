@@ -104,6 +104,7 @@ PROVIDER, NUM_PAGES, SWA_PAGES, DETERMINISTIC, MAX_BATCH_SIZE, MAX_KV_LEN = (
     OF_ENGINE[name] for name in ("provider", "num_pages", "swa_pages", "deterministic", "max_batch_size", "max_kv_len")
 )
 PAGES = (OF_ENGINE["page_size"], OF_ENGINE["pool"])
+KV_DTYPE = OF_ENGINE["kv_dtype"]
 
 JSON = switch("--json", "print one JSON object, and nothing else")
 CONFIG = option(
@@ -111,7 +112,12 @@ CONFIG = option(
 )
 ARCH = option("--arch", help="gfx942 (MI300X), gfx950 (MI355X), sm_90, sm_80 or cpu")
 DEVICE = option("--device", help="cpu, cuda or cuda:1; HIP devices are cuda (a GPU if there is one, else cpu)")
-DTYPE = option("--dtype", choices=DTYPES, default="bfloat16", help="of q, k, v and the KV cache (bfloat16)")
+DTYPE = option(
+    "--dtype",
+    choices=DTYPES,
+    default="bfloat16",
+    help="of q, k and v, and of the KV cache where --kv-dtype is auto (bfloat16)",
+)
 CAPTURE_SIZES = option(
     "--capture-sizes", type=sizes, metavar="N,N,...", help="sequence counts (a ladder up to --max-batch-size)"
 )

@@ -16,6 +16,7 @@ from rocm_attn.errors import BadSetting
 from rocm_attn.machine.target import Target, detect_target, known_target
 from rocm_attn.providers.select import select
 from rocm_attn.selection.kernels import missing_kernels
+from rocm_attn.selection.kv_dtypes import kv_encoding_named
 
 
 def run(options: argparse.Namespace) -> None:
@@ -26,7 +27,11 @@ def run(options: argparse.Namespace) -> None:
     geometry = model.geometry.without_idle_windows(max_kv_len)
     # A GPU that is not here is taken to have what AITER brings.
     missing = missing_kernels(target, options.provider) if device.type == "cuda" else {}
-    over = geometry.problems(dtype=getattr(torch, options.dtype), page_size=1)
+    over = geometry.problems(
+        dtype=getattr(torch, options.dtype),
+        page_size=1,
+        kv_encoding=kv_encoding_named(options.kv_dtype, target),
+    )
     pages = page_choice(options, over, lambda problem: select(problem, target, options.provider, unavailable=missing))
     problems = pages.problems(over)
     report = prewarm(

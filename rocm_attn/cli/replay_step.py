@@ -24,7 +24,7 @@ from rocm_attn.oracle.numerics import BOUNDS, error_parts
 from rocm_attn.oracle.reference import attend_paged
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, num_pages
 from rocm_attn.paging.kv_pool import page_bytes
-from rocm_attn.problem import Problem
+from rocm_attn.problem import Problem, Scales
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
@@ -249,11 +249,20 @@ def _reserve(runtime: AttentionRuntime, noted: NotedStep) -> None:
 
 
 def _fill(runtime: AttentionRuntime, layer: int, generator: torch.Generator) -> None:
-    """Random K and V, of standard deviation 1, in every page but the reserved one."""
+    """Random K and V, of standard deviation 1, in every page but the reserved one; random codes in eight-bit pages."""
     pages = runtime.pool.layer(layer)
-    for side in (pages.k, pages.v):
-        for first in range(RESERVED_PAGE + 1, len(side), _FILL_PAGES):
-            side[first : first + _FILL_PAGES].normal_(generator=generator)
+    for raw in (pages.raw_k, pages.raw_v):
+        for first in range(RESERVED_PAGE + 1, len(raw), _FILL_PAGES):
+            some = raw[first : first + _FILL_PAGES]
+            if pages.format.encoding.is_fp8:
+                drawn = torch.randn(some.shape, generator=generator, device=some.device)
+                some.copy_(drawn.to(pages.format.encoding.dtype).view(torch.uint8))
+            else:
+                some.normal_(generator=generator)
+    if pages.format.scales is Scales.TOKEN:
+        for scale in (pages.k_scale, pages.v_scale):
+            assert scale is not None
+            scale[RESERVED_PAGE + 1 :] = 1.0
 
 
 def _random(shape: tuple[int, ...], problem: Problem, generator: torch.Generator) -> Tensor:

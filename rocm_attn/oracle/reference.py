@@ -80,7 +80,7 @@ def attend_paged(
     first = 0
     for ids, length, new in zip(pages_of_seq, kv_len, q_len, strict=True):
         held = torch.as_tensor(list(ids), dtype=torch.long, device=q.device)
-        k, v = (rows.read(held).flatten(0, 1)[:length] for rows in (pages.keys, pages.values))
+        k, v = (side.flatten(0, 1)[:length] for side in pages.read(held))
         out, lse = attend_sequence(q[first : first + new], k, v, problem, weights)
         outs.append(out)
         lses.append(lse)

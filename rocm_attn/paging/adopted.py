@@ -22,6 +22,7 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
 from rocm_attn.kernels.metadata.engine_tensors import GatherSource
 from rocm_attn.kernels.metadata.step_tensors import TableTerms
+from rocm_attn.paging.adopted_index import AdoptedIndexPages
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import PoolKind, Problem
 
@@ -363,6 +364,7 @@ class AdoptedPages:
         self._moved = guards.moved
         self._sealed = False
         self._layers: list[LayerPages | None] = [None] * len(problems)
+        self.index_pages = AdoptedIndexPages(problems, num_pages=num_pages, device=device, moved=guards.moved)
 
     def bind(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Use these pages for a layer. Raises BadTensor, and WrongState where graphs read others."""
@@ -386,9 +388,14 @@ class AdoptedPages:
             raise WrongState(f"layer {layer} has no pages yet; call bind() before its first step")
         return pages
 
+    def index(self, layer: int) -> LayerPages:
+        """The index pages of a layer that has an indexer. Raises WrongState while it has none."""
+        return self.index_pages.layer(layer)
+
     def seal(self) -> None:
         """Graphs may read the pages from now on."""
         self._sealed = True
+        self.index_pages.seal()
 
     def _check(self, layer: int, name: str, pages: Tensor, cells: Tensor, dim: int) -> None:
         problem = self._problems[layer]

@@ -21,6 +21,8 @@ def what_was_written(table: RequestTable, pool: HybridKVPool, layers: Iterable[i
     ]
     for layer in layers:
         pages = pool.layer(layer)
-        if bool(pages.k[RESERVED_PAGE].any()) or bool(pages.v[RESERVED_PAGE].any()):
+        if bool(pages.raw_k[RESERVED_PAGE].any()) or bool(pages.raw_v[RESERVED_PAGE].any()):
             written.append(f"page 0 of layer {layer}")
+        if pool.has_index(layer) and bool(pool.index(layer).k[RESERVED_PAGE].any()):
+            written.append(f"index page 0 of layer {layer}")
     return f"{', '.join(written)} must stay zero and was written" if written else ""

@@ -24,7 +24,8 @@ class KVPool:
     """K and V pages for the layers of one space, in order.
 
     A page id means the same page in every layer, so a sequence needs one row of one table. Each layer has allocations
-    of its own: Triton uses AMD's buffer loads only on storages of up to 2 GiB, which all layers together exceed.
+    of its own: Triton uses AMD's buffer loads only on storages of up to 2 GiB, which all layers together exceed. A
+    layer with an indexer has index pages too, with the same ids.
     """
 
     def __init__(self, problems: Sequence[Problem], *, num_pages: int, page_size: int, device: torch.device) -> None:
@@ -39,15 +40,21 @@ class KVPool:
         self.num_pages = num_pages
         self.device = device
         self._layers = tuple(self._allocate(problem.page_format) for problem in problems)
+        formats = ((layer, problem.index_format) for layer, problem in enumerate(problems))
+        self._index = {layer: self._allocate(form) for layer, form in formats if form is not None}
 
     def layer(self, layer: int) -> LayerPages:
         """The pages of one layer."""
         return self._layers[layer]
 
+    def index(self, layer: int) -> LayerPages:
+        """The index pages of a layer that has an indexer; v is all of k."""
+        return self._index[layer]
+
     @property
     def layers(self) -> tuple[LayerPages, ...]:
-        """The pages of every layer of the space."""
-        return self._layers
+        """All pages of the space: those of every layer, then every layer's index pages."""
+        return (*self._layers, *self._index.values())
 
     @property
     def num_bytes(self) -> int:
@@ -64,11 +71,11 @@ class KVPool:
 
     def _storages(self) -> Iterator[Tensor]:
         """The tensors that own what pages hold, pages first: a latent layer's v is part of its k."""
-        for layer in self._layers:
+        for layer in self.layers:
             is_latent = layer.format.kind is PoolKind.LATENT
-            yield layer.k
+            yield layer.raw_k
             if not is_latent:
-                yield layer.v
+                yield layer.raw_v
             if layer.format.scales is Scales.TOKEN:
                 assert layer.k_scale is not None
                 assert layer.v_scale is not None
@@ -146,10 +153,23 @@ class HybridKVPool:
         }
         places = [spaces[:layer].count(space) for layer, space in enumerate(spaces)]
         self._layers = [self._pools[space].layer(at) for space, at in zip(spaces, places, strict=True)]
+        self._index = {
+            layer: self._pools[space].index(at)
+            for layer, (problem, space, at) in enumerate(zip(problems, spaces, places, strict=True))
+            if problem.index_format is not None
+        }
 
     def layer(self, layer: int) -> LayerPages:
         """The pages of one layer of the model, in the space of its problem."""
         return self._layers[layer]
+
+    def index(self, layer: int) -> LayerPages:
+        """The index pages of a layer of the model that has an indexer; v is all of k."""
+        return self._index[layer]
+
+    def has_index(self, layer: int) -> bool:
+        """Whether a layer of the model has index pages."""
+        return layer in self._index
 
     def space_of_layer(self, layer: int) -> Space:
         """The space that a layer lives in."""
@@ -176,5 +196,6 @@ def space_of(problem: Problem, *, has_swa: bool) -> Space:
 
 
 def page_bytes(problems: Sequence[Problem]) -> int:
-    """Bytes that one page takes over all layers."""
-    return sum(problem.page_format.page_bytes for problem in problems)
+    """Bytes that one page takes over all layers, index keys included."""
+    formats = (form for problem in problems for form in (problem.page_format, problem.index_format))
+    return sum(form.page_bytes for form in formats if form is not None)

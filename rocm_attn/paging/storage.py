@@ -69,3 +69,7 @@ class Pool(Protocol):
     def layer(self, layer: int) -> LayerPages:
         """The pages of one layer of the model."""
         ...
+
+    def index(self, layer: int) -> LayerPages:
+        """The index pages of a layer that has an indexer; v is all of k."""
+        ...

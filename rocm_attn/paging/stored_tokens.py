@@ -123,7 +123,7 @@ class StoredTokens:
 class StepStores:
     """The layers that the step that runs has stored in.
 
-    num_layers:     of the runtime
+    num_layers:     of the runtime, and after them those that have index keys to store
     tokens:         learns what was stored
     require_stored: raises BadBatch unless all tokens of a step's rows are stored
     """

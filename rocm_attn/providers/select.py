@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.errors import BadSetting, Unsupported
 from rocm_attn.machine.choices import PROVIDERS
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import Problem
+from rocm_attn.problem import ALL_KEYS, Problem
 from rocm_attn.providers.aiter.rows import ROWS as AITER_ROWS
 from rocm_attn.providers.contract import SMALLEST_POOL, KernelRow, LayerKernel, PoolSize, StepOps
+from rocm_attn.providers.sparse import IndexRow, NoSparseKernel, SelectedRow, SparseKernels, choose_sparse
 from rocm_attn.providers.torch_ref import TORCH
+from rocm_attn.providers.torch_sparse import INDEX_ROWS as TORCH_INDEX_ROWS
+from rocm_attn.providers.torch_sparse import SELECTED_ROWS as TORCH_SELECTED_ROWS
 from rocm_attn.providers.triton import TRITON
 
 # In order of preference within a provider and a kind of step.
 ROWS: Mapping[str, Sequence[KernelRow]] = {"aiter": AITER_ROWS, "triton": TRITON.rows, "torch": TORCH.rows}
+
+# What layers with an indexer get besides; no kernel of AITER's is bound.
+INDEX_ROWS: Mapping[str, Sequence[IndexRow]] = {"torch": TORCH_INDEX_ROWS}
+SELECTED_ROWS: Mapping[str, Sequence[SelectedRow]] = {"torch": TORCH_SELECTED_ROWS}
 
 # What "auto" tries for each kind of step, in order. Plain torch is no fallback on a GPU: it would serve, far too
 # slowly, in silence.
@@ -43,12 +50,14 @@ class Selection:
 
     kernels:  a bound kernel for each kind of step; a kind that another one serves instead may be missing
     refusals: every kernel that was considered before it and why it was not taken
+    sparse:   what selects keys and attends over what was selected; None in a layer that attends to all
     """
 
     problem: Problem
     target: Target
     kernels: Mapping[StepKind, LayerKernel]
     refusals: tuple[Refusal, ...]
+    sparse: SparseKernels | None = None
 
     @property
     def provider(self) -> str:
@@ -68,6 +77,8 @@ class Selection:
     def lines(self) -> list[str]:
         """The choice in sentences: a line for each kind of step, then a line for each refusal."""
         chosen = [f"{kind.value}: {kernel.row.name}" for kind, kernel in self.kernels.items()]
+        if self.sparse is not None:
+            chosen.append(f"over a selection: {', '.join(self.sparse.rows)}")
         return chosen + [f"{r.kind.value}: not {r.kernel}: {r.reason}" for r in self.refusals]
 
 
@@ -91,17 +102,22 @@ def select(
     names = _candidates(provider, target)
     refusals: list[Refusal] = []
     kernels = {}
+    # Of steps that attend to all keys, which a layer with an indexer may do as well.
+    dense = replace(problem, indexer=ALL_KEYS)
     # A layer that looks at masks must have a kernel for them; others serve a step with a mask as any other.
     kinds = [kind for kind in StepKind if kind.extra is not Extra.MASK or problem.custom_mask]
     for kind in kinds:
         rows = [row for name in names for row in ROWS[name] if row.kind is kind]
-        kernel = _first_that_serves(rows, problem, target, pool, unavailable, deterministic, refusals)
+        kernel = _first_that_serves(rows, dense, target, pool, unavailable, deterministic, refusals)
         if kernel is not None:
             kernels[kind] = kernel
     needed = [kind for kind in kinds if kind.instead is kind or kind.extra is Extra.MASK]
     missing = [kind.value for kind in needed if kind not in kernels]
     if not missing:
-        return Selection(problem, target, kernels, tuple(refusals))
+        sparse = _sparse_kernels(names, problem, target, pool, deterministic)
+        if sparse is not None:
+            kernels = {kind: sparse.beside(kernel) for kind, kernel in kernels.items()}
+        return Selection(problem, target, kernels, tuple(refusals), sparse)
     raise Unsupported(
         f"no {'deterministic ' if deterministic else ''}kernel of provider {provider!r} serves {_and(missing)} steps "
         f"of {_describe(problem)} on {target.arch}",
@@ -157,6 +173,24 @@ def _first_that_serves(
                 reasons = (str(miss.args[0]),)
         refusals.extend(Refusal(row.name, row.kind, reason) for reason in reasons)
     return None
+
+
+def _sparse_kernels(
+    names: Sequence[str], problem: Problem, target: Target, pool: PoolSize, deterministic: bool
+) -> SparseKernels | None:
+    """The first provider's that has them all; None where none are needed. Raises Unsupported."""
+    reasons: list[str] = []
+    for name in names:
+        try:
+            rows = INDEX_ROWS.get(name, ()), SELECTED_ROWS.get(name, ())
+            return choose_sparse(problem, target, pool, *rows, deterministic=deterministic)
+        except NoSparseKernel as missing:
+            reasons += [f"{name}: {reason}" for reason in missing.reasons]
+    raise Unsupported(
+        f"no {'deterministic ' if deterministic else ''}kernels of {_and(names)} select keys and attend over them for "
+        f"{_describe(problem)} on {target.arch}",
+        reasons,
+    )
 
 
 def _and(words: Sequence[str]) -> str:

@@ -11,9 +11,9 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
-from rocm_attn.kernels.refs import attention, cache, engine_metadata, merge_states, metadata, pads
+from rocm_attn.kernels.refs import attention, cache, engine_metadata, merge_states, metadata, pads, rope
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers import torch_segments
 from rocm_attn.providers.contract import (
     NO_SCHEDULE,
@@ -46,6 +46,8 @@ _LIMITS = Limits(
     non_causal=True,
     page_strides=True,
     short_kv=True,
+    encodings=tuple(KVEncoding),
+    scales=tuple(Scales),
 )
 # Vectorised pools are there for kernels of AITER's, none of which takes a mask.
 _ANY_POOL = replace(_LIMITS, pools=tuple(PoolKind))
@@ -156,6 +158,9 @@ def _ops() -> StepOps:
         table_update=metadata.table_update,
         fill=metadata.fill,
         store_kv=cache.store_kv,
+        rope_store=rope.rope_store,
+        rope_queries=rope.rope_queries,
+        finish=rope.finish,
         zero_tails=cache.zero_tails,
         clear_pads=pads.clear_pads,
         merge_states=merge_states.merge_states,

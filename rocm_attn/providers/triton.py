@@ -14,7 +14,7 @@ from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, decode_tiles, extend_tiles
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import Problem
+from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.providers import triton_latent, triton_segments
 from rocm_attn.providers.contract import (
     Bind,
@@ -45,6 +45,8 @@ _LIMITS = Limits(
     non_causal=True,
     page_strides=True,
     short_kv=True,
+    encodings=tuple(KVEncoding),
+    scales=tuple(Scales),
 )
 
 
@@ -127,6 +129,7 @@ def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> TritonDeco
         head_dim=problem.head_dim,
         v_head_dim=problem.v_head_dim,
         dtype=problem.dtype,
+        pairs=problem.kv_scales is not Scales.TOKEN,
     )
     cut = DecodeCut.of(
         tiles,

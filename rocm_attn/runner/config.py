@@ -2,53 +2,47 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, replace
 
 from rocm_attn.errors import BadModel
-from rocm_attn.runner.gates import Gate
 from rocm_attn.runner.geometry import AttentionGeometry, AttentionLayer
+from rocm_attn.runner.mlp_config import Mlp
 from rocm_attn.runner.rope import Rope
-from rocm_attn.runner.shards import Shard
-
-
-class ExpertTensors(enum.Enum):
-    """How a file keeps the matrices of a layer's experts."""
-
-    EACH = "three matrices an expert, as of a dense MLP"
-    STACKED = "all experts in one tensor, gate and up in turn, inputs before outputs"
 
 
 @dataclass(frozen=True, slots=True)
-class DenseMlp:
-    """One gated MLP for every token."""
+class HeadProjections:
+    """How a token's q, k and v come about where K and V have heads, and what becomes of the output.
 
-    intermediate_size: int
-    gate: Gate
-    has_bias: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertMlp:
-    """Gated MLPs of which a router chooses some for every token.
-
-    num_chosen:        experts of a token
-    intermediate_size: of one expert
-    has_bias:          of the router and of the experts
-    normalised:        whether the shares of a token's chosen experts sum to 1; if not, those of all experts do
+    qkv_bias, out_bias: which projections add a bias
+    qk_norm:            whether each head of q and k is RMS-normalised before it turns
+    v_norm:             whether each head of v is, without weights
+    v_is_k:             whether v is k as it was projected, so that there is no projection of its own
     """
 
-    num_experts: int
-    num_chosen: int
-    intermediate_size: int
-    gate: Gate
-    has_bias: bool
-    normalised: bool
-    tensors: ExpertTensors
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    v_norm: bool = False
+    v_is_k: bool = False
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.num_chosen <= self.num_experts:
-            raise BadModel(f"{self.num_chosen} experts a token of {self.num_experts} experts; it must be 1 to all")
+
+@dataclass(frozen=True, slots=True)
+class LatentProjections:
+    """How a token's q and its latent row come about (multi-head latent attention).
+
+    q_rank:      elements of the row that q is made of; 0: q is made of the token itself
+    nope_dim:    elements of a head's q that do not turn
+    v_dim:       elements of a head's v
+    interleaved: whether files keep elements that turn together side by side
+    has_bias:    of the projections to rows of the rank, and of the output
+    """
+
+    q_rank: int
+    nope_dim: int
+    v_dim: int
+    interleaved: bool
+    has_bias: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +51,41 @@ class LayerConfig:
 
     attention: AttentionLayer
     rope: Rope
-    mlp: DenseMlp | ExpertMlp
+    mlp: Mlp
+    projections: HeadProjections | LatentProjections = HeadProjections()
 
     def on_one_of(self, num_ranks: int) -> LayerConfig:
         """The part of one tensor-parallel rank."""
-        inner = Shard(0, num_ranks).span(self.mlp.intermediate_size).size
-        mlp = replace(self.mlp, intermediate_size=inner)
-        return replace(self, attention=self.attention.on_one_of(num_ranks), mlp=mlp)
+        return replace(self, attention=self.attention.on_one_of(num_ranks), mlp=self.mlp.on_one_of(num_ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class OwnInputs:
+    """What each layer gets of a token beside the residual (Gemma 4).
+
+    dim:        elements for each layer; 0: nothing
+    vocab_size: tokens that have such inputs
+    """
+
+    dim: int = 0
+    vocab_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder: RMS norm, rotary embedding, grouped-query attention, gated MLPs.
+    """A decoder: RMS norm, rotary embedding, attention over heads or latent rows, gated MLPs.
 
     context_len:       tokens of a sequence's KV that the model was made for
     tied_embeddings:   whether the embedding is also the output matrix
-    qkv_bias, out_bias: which projections add a bias
-    qk_norm:           whether each head of q and k is RMS-normalised before it turns
     out_norms:         whether what attention and MLP give is RMS-normalised before it is added
     norm_offset:       added to the weights of every norm: 1 where a file holds what they differ from 1 by
+    own_inputs:        what each layer gets of a token beside the residual
+    has_layer_factors: whether each layer's sum has a learned factor
     embedding_scale:   factor on the embeddings of tokens
     logits_soft_cap:   x -> cap * tanh(x / cap) on what comes out; 0: none
     eos_token_ids:     tokens that end a text
+    num_extra_layers:  layers that a file may hold after these, for speculation; they are not read
+    reads:             AttentionGeometry.reads; empty: every layer keeps K and V
     """
 
     architecture: str
@@ -89,13 +96,14 @@ class ModelConfig:
     rms_norm_eps: float
     tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
-    qkv_bias: bool = False
-    out_bias: bool = False
-    qk_norm: bool = False
     out_norms: bool = False
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
+    own_inputs: OwnInputs = OwnInputs()
+    has_layer_factors: bool = False
     logits_soft_cap: float = 0.0
+    num_extra_layers: int = 0
+    reads: tuple[int, ...] = ()
 
     def on_one_of(self, num_ranks: int) -> ModelConfig:
         """The part of one tensor-parallel rank: with its heads, and its elements of each MLP; all else is the whole's.
@@ -106,8 +114,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for layer in self.layers:
-            if layer.attention.head_dim % 2:
-                raise BadModel(f"head_dim {layer.attention.head_dim} is odd; rotary embedding turns pairs")
+            if layer.rope.head_dim % 2:
+                raise BadModel(f"head_dim {layer.rope.head_dim} is odd; rotary embedding turns pairs")
         for token in self.eos_token_ids:
             if token >= self.vocab_size:
                 raise BadModel(f"end token {token} is not below the vocabulary's size {self.vocab_size}")
@@ -120,4 +128,5 @@ class ModelConfig:
     @property
     def attention(self) -> AttentionGeometry:
         """The attention of every layer."""
-        return AttentionGeometry.of([layer.attention for layer in self.layers])
+        layers = tuple(layer.attention for layer in self.layers)
+        return AttentionGeometry(layers, self.reads) if self.reads else AttentionGeometry.of(layers)

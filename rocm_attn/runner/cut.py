@@ -26,7 +26,7 @@ def cost_of_heads(geometry: AttentionGeometry, num_ranks: int) -> tuple[str, ...
 def cost_of_cut(config: ModelConfig, num_ranks: int) -> tuple[str, ...]:
     """cost_of_heads, and a sentence for each size of MLP, and for a vocabulary, that does not divide."""
     sentences = list(cost_of_heads(config.attention, num_ranks))
-    sizes = [("an MLP of {} elements", layer.mlp.intermediate_size) for layer in config.layers]
+    sizes = [("an MLP of {} elements", size) for layer in config.layers for size in layer.mlp.sizes]
     for what, size in (*sizes, ("the output matrix of {} tokens", config.vocab_size)):
         padded = Shard(0, num_ranks).span(size).size * num_ranks
         if padded > size:

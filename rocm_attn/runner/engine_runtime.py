@@ -23,6 +23,7 @@ from rocm_attn.runner.pool_size import CPU_BYTES, NOT_MEASURED, Measured, PoolPa
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.selection.kernels import missing_kernels
+from rocm_attn.selection.kv_dtypes import kv_encoding_named
 from rocm_attn.selection.pages import PageChoice, choose_pages, open_page_sizes, open_pools
 from rocm_attn.step.options import RuntimeOptions
 
@@ -42,7 +43,8 @@ def runtime_for(loaded: LoadedModel, options: EngineOptions) -> tuple[AttentionR
             f"max_kv_len is {max_kv_len} and the model's context is {config.context_len}; it cannot be more"
         )
     geometry = config.attention.without_idle_windows(max_kv_len)
-    over = geometry.problems(dtype=weights.dtype, page_size=1)
+    encoding = kv_encoding_named(options.kv_dtype, detect_target(weights.device))
+    over = geometry.problems(dtype=weights.dtype, page_size=1, kv_encoding=encoding)
     problems = _page_choice(over, loaded, options).problems(over)
     if options.swa_pages and all(problem.window_left == UNLIMITED_WINDOW for problem in problems):
         raise BadSetting(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from rocm_attn.errors import BadModel, Unsupported
+from rocm_attn.runner.config import OwnInputs
 from rocm_attn.runner.fields import Fields, shown
 from rocm_attn.runner.geometry import AttentionGeometry
 from rocm_attn.runner.hf_attention import (
@@ -25,19 +26,32 @@ from rocm_attn.runner.hf_attention import (
     window_everywhere,
     window_everywhere_if_used,
 )
+from rocm_attn.runner.hf_gemma4 import GEMMA4_DEFAULTS, Gemma4Attention, gemma4_heads, gemma4_mlps, own_inputs
 from rocm_attn.runner.hf_mlp import (
-    Mlp,
-    bias_everywhere_if_said,
-    bias_on_qkv,
+    deepseek_v2_experts,
+    deepseek_v3_experts,
     geglu,
     gpt_oss_experts,
-    no_bias,
     qwen_experts,
     swiglu,
     swiglu_with_bias,
 )
+from rocm_attn.runner.hf_projections import (
+    Projections,
+    bias_everywhere_if_said,
+    bias_on_qkv,
+    interleaved_rows,
+    no_bias,
+    normed_heads,
+)
 from rocm_attn.runner.hf_rope import one_rope, rope_of_each_kind
+from rocm_attn.runner.mlp_config import Mlp
 from rocm_attn.runner.rope import Rope
+
+
+def no_own_inputs(fields: Fields) -> OwnInputs:
+    """Layers get nothing of a token but the residual."""
+    return OwnInputs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +59,22 @@ class Decoder:
     """What is left of a model beside its attention, for families that the runner runs.
 
     mlps:     the MLP of each layer
-    biases:   whether q, k and v add a bias, and whether the output of attention does
+    projections: what makes q, k and v of each layer
     ropes:    the rotary embedding of each layer
-    qk_norm:  whether each head of q and k is RMS-normalised before it turns
-    is_gemma: norms around attention and MLP with weights counted from 1, embeddings scaled by hidden_size ** 0.5
+    is_gemma: norms around attention and MLP, embeddings scaled by hidden_size ** 0.5
+    norm_offset: added to the weights of norms: 1 where a file holds what they differ from 1 by
+    own_inputs: what each layer gets of a token beside the residual
+    has_layer_factors: whether each layer's sum has a learned factor
     gguf:     the name of the architecture in GGUF files; empty where the runner reads none
     """
 
     mlps: Callable[[Fields, int], tuple[Mlp, ...]]
-    biases: Callable[[Fields], tuple[bool, bool]] = bias_everywhere_if_said
+    projections: Callable[[Fields, int], tuple[Projections, ...]] = bias_everywhere_if_said
     ropes: Callable[[Fields, AttentionGeometry], tuple[Rope, ...]] = one_rope
-    qk_norm: bool = False
     is_gemma: bool = False
+    norm_offset: float = 0.0
+    own_inputs: Callable[[Fields], OwnInputs] = no_own_inputs
+    has_layer_factors: bool = False
     gguf: str = ""
 
 
@@ -83,7 +101,7 @@ def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
     if family is None or not family.attention.is_latent:
         refuse_latent_attention(config)
     fields = text_fields(config)
-    if fields.has("use_bidirectional_attention") and fields.flag("use_bidirectional_attention"):
+    if fields.values.get("use_bidirectional_attention") is True:
         raise Unsupported(f"{architecture} with use_bidirectional_attention: only causal attention is served")
     return FAMILIES[architecture].attention.geometry(fields)
 
@@ -165,8 +183,13 @@ _GEMMA3N: dict[str, object] = {
     "num_kv_shared_layers": 15,
 }
 
-_GEMMA3_DECODER = Decoder(geglu, ropes=rope_of_each_kind, qk_norm=True, is_gemma=True)
+_GEMMA3_DECODER = Decoder(geglu, normed_heads, rope_of_each_kind, is_gemma=True, norm_offset=1.0)
 _GEMMA3_FAMILY = Family(GroupedAttention(all_but_one_in_a_pattern_slide), _GEMMA3, _GEMMA3_DECODER)
+_GEMMA4_FAMILY = Family(
+    Gemma4Attention(),
+    GEMMA4_DEFAULTS,
+    Decoder(gemma4_mlps, gemma4_heads, rope_of_each_kind, is_gemma=True, own_inputs=own_inputs, has_layer_factors=True),
+)
 _GEMMA3N_FAMILY = Family(
     GroupedAttention(all_but_one_in_a_pattern_slide, reads=of_the_last_like_it, has_scale=False), _GEMMA3N
 )
@@ -181,22 +204,26 @@ FAMILIES: Mapping[str, Family] = {
         GroupedAttention(qwen_windows), _WINDOW_4096, Decoder(swiglu, bias_on_qkv, gguf="qwen2")
     ),
     "Qwen3ForCausalLM": Family(
-        GroupedAttention(qwen_windows), {**_WINDOW_4096, "head_dim": 128}, Decoder(swiglu, qk_norm=True, gguf="qwen3")
+        GroupedAttention(qwen_windows), {**_WINDOW_4096, "head_dim": 128}, Decoder(swiglu, normed_heads, gguf="qwen3")
     ),
     "Qwen2MoeForCausalLM": Family(GroupedAttention(qwen2_moe_windows), _WINDOW_4096),
     "Qwen3MoeForCausalLM": Family(
-        GroupedAttention(window_everywhere_if_used), _WINDOW_4096, Decoder(qwen_experts, qk_norm=True)
+        GroupedAttention(window_everywhere_if_used), _WINDOW_4096, Decoder(qwen_experts, normed_heads)
     ),
-    "Gemma2ForCausalLM": Family(GroupedAttention(even_layers_slide), _GEMMA2, Decoder(geglu, is_gemma=True)),
+    "Gemma2ForCausalLM": Family(
+        GroupedAttention(even_layers_slide), _GEMMA2, Decoder(geglu, is_gemma=True, norm_offset=1.0)
+    ),
     "Gemma3ForCausalLM": _GEMMA3_FAMILY,
     "Gemma3ForConditionalGeneration": _GEMMA3_FAMILY,
     "Gemma3nForCausalLM": _GEMMA3N_FAMILY,
     "Gemma3nForConditionalGeneration": _GEMMA3N_FAMILY,
+    "Gemma4ForCausalLM": _GEMMA4_FAMILY,
+    "Gemma4ForConditionalGeneration": _GEMMA4_FAMILY,
     "GptOssForCausalLM": Family(
         GroupedAttention(even_layers_slide, has_sinks=True), _GPT_OSS, Decoder(gpt_oss_experts)
     ),
-    "DeepseekV2ForCausalLM": Family(LatentAttention()),
-    "DeepseekV3ForCausalLM": Family(LatentAttention()),
+    "DeepseekV2ForCausalLM": Family(LatentAttention(), decoder=Decoder(deepseek_v2_experts, interleaved_rows)),
+    "DeepseekV3ForCausalLM": Family(LatentAttention(), decoder=Decoder(deepseek_v3_experts, interleaved_rows)),
 }
 # Of the models that the runner runs.
 DECODERS: Mapping[str, Decoder] = {

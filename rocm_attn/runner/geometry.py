@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.runner.shards import Shard
 
 
@@ -29,13 +29,19 @@ class AttentionLayer:
     has_sinks: bool = False
     latent_dim: int = 0
 
+    @property
+    def rope_dim(self) -> int:
+        """Elements of a q and a k row that turn: all, or of latent attention those after the latent ones."""
+        return self.head_dim - self.latent_dim
+
     def on_one_of(self, num_ranks: int) -> AttentionLayer:
         """The part of one tensor-parallel rank, as Shard.heads cuts it; one latent row is held by every rank."""
         heads = Shard(0, num_ranks).heads(self.num_q_heads, self.num_kv_heads)
         return replace(self, num_q_heads=heads.q.size, num_kv_heads=heads.kv.size)
 
-    def problem(self, *, dtype: torch.dtype, page_size: int) -> Problem:
-        """The layer as the attention runtime takes it. Raises BadProblem."""
+    def problem(self, *, dtype: torch.dtype, page_size: int, kv_encoding: KVEncoding = KVEncoding.LIKE_Q) -> Problem:
+        """The layer as the attention runtime takes it, eight-bit K and V with a factor for the layer. Raises
+        BadProblem."""
         return Problem(
             num_q_heads=self.num_q_heads,
             num_kv_heads=self.num_kv_heads,
@@ -48,6 +54,8 @@ class AttentionLayer:
             logits_soft_cap=self.logits_soft_cap,
             has_sinks=self.has_sinks,
             pool=PoolKind.LATENT if self.latent_dim else PoolKind.SPLIT,
+            kv_encoding=kv_encoding,
+            kv_scales=Scales.NONE if kv_encoding is KVEncoding.LIKE_Q else Scales.LAYER,
         )
 
 
@@ -71,6 +79,10 @@ class AttentionGeometry:
         """Layers that keep K and V, the first ones. A runtime is built of them; the others attend by their numbers."""
         return sum(layer == read for layer, read in enumerate(self.reads))
 
+    def keeps_kv(self, layer: int) -> bool:
+        """Whether a layer keeps K and V."""
+        return self.reads[layer] == layer
+
     def on_one_of(self, num_ranks: int) -> AttentionGeometry:
         """The part of one tensor-parallel rank; see AttentionLayer."""
         return replace(self, layers=tuple(layer.on_one_of(num_ranks) for layer in self.layers))
@@ -83,9 +95,12 @@ class AttentionGeometry:
         )
         return replace(self, layers=layers)
 
-    def problems(self, *, dtype: torch.dtype, page_size: int) -> tuple[Problem, ...]:
+    def problems(
+        self, *, dtype: torch.dtype, page_size: int, kv_encoding: KVEncoding = KVEncoding.LIKE_Q
+    ) -> tuple[Problem, ...]:
         """One Problem per layer that keeps K and V; one that reads them has that layer's. Raises BadProblem."""
-        return tuple(layer.problem(dtype=dtype, page_size=page_size) for layer in self.layers[: self.num_storing])
+        storing = self.layers[: self.num_storing]
+        return tuple(layer.problem(dtype=dtype, page_size=page_size, kv_encoding=kv_encoding) for layer in storing)
 
 
 def window_left(sliding_window: int) -> int:

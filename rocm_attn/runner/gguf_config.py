@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from rocm_attn.errors import BadModel
 from rocm_attn.problem import UNLIMITED_WINDOW
-from rocm_attn.runner.config import DenseMlp, LayerConfig, ModelConfig
+from rocm_attn.runner.config import HeadProjections, LayerConfig, ModelConfig
 from rocm_attn.runner.families import DECODERS
 from rocm_attn.runner.fields import MAX_LAYERS, Fields, shown
 from rocm_attn.runner.gates import SwiGLU
 from rocm_attn.runner.geometry import AttentionLayer, window_left
 from rocm_attn.runner.gguf_file import GGUFFile
+from rocm_attn.runner.mlp_config import DenseMlp
 from rocm_attn.runner.rope import (
     DivisorScaling,
     LinearScaling,
@@ -45,6 +46,11 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         attention=attention,
         rope=_rope(fields, attention.head_dim, file.rope_divisors()),
         mlp=DenseMlp(fields.count("feed_forward_length"), SwiGLU(), "model.layers.0.mlp.gate_proj.bias" in shapes),
+        projections=HeadProjections(
+            qkv_bias="model.layers.0.self_attn.q_proj.bias" in shapes,
+            out_bias="model.layers.0.self_attn.o_proj.bias" in shapes,
+            qk_norm="model.layers.0.self_attn.q_norm.weight" in shapes,
+        ),
     )
     return ModelConfig(
         architecture=_ARCHITECTURES[kind],
@@ -54,9 +60,6 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         context_len=fields.count("context_length"),
         rms_norm_eps=fields.positive("attention.layer_norm_rms_epsilon"),
         tied_embeddings="lm_head.weight" not in shapes,
-        qkv_bias="model.layers.0.self_attn.q_proj.bias" in shapes,
-        out_bias="model.layers.0.self_attn.o_proj.bias" in shapes,
-        qk_norm="model.layers.0.self_attn.q_norm.weight" in shapes,
         eos_token_ids=_end_tokens(general),
     )
 

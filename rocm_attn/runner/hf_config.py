@@ -19,19 +19,19 @@ from rocm_attn.runner.fields import Fields, shown
 def config_from_json(config: Mapping[str, object]) -> ModelConfig:
     """The ModelConfig of a Hugging Face config.json. Raises BadModel, or Unsupported for attention of another kind."""
     architecture = architecture_of(config)
-    refuse_latent_attention(config)
     if architecture not in DECODERS:
+        refuse_latent_attention(config)
         raise BadModel(f"the runner does not know {architecture}; it runs {', '.join(DECODERS)}")
     decoder, whole, fields = DECODERS[architecture], Fields(config, "config.json"), text_fields(config)
     _refuse_quantised(whole)
     attention = attention_geometry(config)
-    mlps = decoder.mlps(fields, len(attention.layers))
-    ropes = decoder.ropes(fields, attention)
-    qkv_bias, out_bias = decoder.biases(fields)
+    num_layers = len(attention.layers)
+    ropes, mlps = decoder.ropes(fields, attention), decoder.mlps(fields, num_layers)
+    projections = decoder.projections(fields, num_layers)
     hidden_size = fields.count("hidden_size")
     return ModelConfig(
         architecture=architecture,
-        layers=tuple(map(LayerConfig, attention.layers, ropes, mlps)),
+        layers=tuple(map(LayerConfig, attention.layers, ropes, mlps, projections)),
         hidden_size=hidden_size,
         vocab_size=fields.count("vocab_size"),
         context_len=fields.count("max_position_embeddings"),
@@ -39,11 +39,12 @@ def config_from_json(config: Mapping[str, object]) -> ModelConfig:
         tied_embeddings=fields.flag("tie_word_embeddings", False),
         # a file with text_config has the ends of a text beside it
         eos_token_ids=whole.ids("eos_token_id") or fields.ids("eos_token_id"),
-        qkv_bias=qkv_bias,
-        out_bias=out_bias,
-        qk_norm=decoder.qk_norm,
+        num_extra_layers=fields.whole("num_nextn_predict_layers", 0),
+        reads=attention.reads,
         out_norms=decoder.is_gemma,
-        norm_offset=1.0 if decoder.is_gemma else 0.0,
+        norm_offset=decoder.norm_offset,
+        own_inputs=decoder.own_inputs(fields),
+        has_layer_factors=decoder.has_layer_factors,
         embedding_scale=hidden_size**0.5 if decoder.is_gemma else 1.0,
         logits_soft_cap=fields.positive("final_logit_softcapping") if fields.has("final_logit_softcapping") else 0.0,
     )

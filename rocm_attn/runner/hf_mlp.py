@@ -1,13 +1,12 @@
-"""The MLPs and the biases that a Hugging Face config.json describes."""
+"""The MLPs that a Hugging Face config.json describes."""
 
 from __future__ import annotations
 
 from rocm_attn.errors import BadModel
-from rocm_attn.runner.config import DenseMlp, ExpertMlp, ExpertTensors
 from rocm_attn.runner.fields import Fields, shown
 from rocm_attn.runner.gates import ClampedSwiGLU, GeGLU, SwiGLU
-
-Mlp = DenseMlp | ExpertMlp
+from rocm_attn.runner.mlp_config import DenseMlp, ExpertMlp, ExpertTensors, Mlp
+from rocm_attn.runner.routing import ExpertScores, Routing
 
 
 def _activation(fields: Fields, name: str, known: str) -> None:
@@ -35,16 +34,13 @@ def geglu(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
 
 def qwen_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
     """Experts in every decoder_sparse_step-th layer that mlp_only_layers does not name."""
-    experts = ExpertMlp(
+    routing = Routing(
         # transformers 5 writes the second name
         num_experts=fields.count("num_experts" if fields.has("num_experts") else "num_local_experts"),
         num_chosen=fields.count("num_experts_per_tok"),
-        intermediate_size=fields.count("moe_intermediate_size"),
-        gate=SwiGLU(),
-        has_bias=False,
         normalised=fields.flag("norm_topk_prob", False),
-        tensors=ExpertTensors.EACH,
     )
+    experts = ExpertMlp(routing, fields.count("moe_intermediate_size"), SwiGLU(), ExpertTensors.EACH)
     dense = swiglu(fields, 1)[0]
     period = fields.count("decoder_sparse_step", 1)
     is_dense = set(fields.ids("mlp_only_layers"))
@@ -54,28 +50,56 @@ def qwen_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
 def gpt_oss_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
     """[layers] Experts with clamped gates in every layer."""
     _activation(fields, "hidden_act", "silu")
-    experts = ExpertMlp(
-        num_experts=fields.count("num_local_experts"),
-        num_chosen=fields.count("num_experts_per_tok"),
-        intermediate_size=fields.count("intermediate_size"),
-        gate=ClampedSwiGLU(limit=fields.positive("swiglu_limit", 7.0), alpha=fields.positive("swiglu_alpha", 1.702)),
-        has_bias=True,
-        normalised=True,
-        tensors=ExpertTensors.STACKED,
-    )
+    routing = Routing(fields.count("num_local_experts"), fields.count("num_experts_per_tok"), normalised=True)
+    gate = ClampedSwiGLU(limit=fields.positive("swiglu_limit", 7.0), alpha=fields.positive("swiglu_alpha", 1.702))
+    experts = ExpertMlp(routing, fields.count("intermediate_size"), gate, ExpertTensors.STACKED, has_bias=True)
     return (experts,) * num_layers
 
 
-def bias_everywhere_if_said(fields: Fields) -> tuple[bool, bool]:
-    """Whether q, k and v add a bias, and the output of attention: both where attention_bias says so."""
-    return (fields.flag("attention_bias", False),) * 2
+def deepseek_v2_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
+    """Experts and a dense MLP beside them in every layer but the first first_k_dense_replace."""
+    if fields.flag("norm_topk_prob", False):
+        raise BadModel("config.json: norm_topk_prob is true; in DeepSeek-V2 the shares of experts are not normalised")
+    method = fields.text("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise BadModel(
+            f"config.json: topk_method is {shown(method)}; the runner knows 'greedy' and 'group_limited_greedy'"
+        )
+    is_grouped = method == "group_limited_greedy"
+    routing = Routing(
+        num_experts=fields.count("n_routed_experts"),
+        num_chosen=fields.count("num_experts_per_tok"),
+        normalised=False,
+        num_groups=fields.count("n_group") if is_grouped else 1,
+        num_groups_chosen=fields.count("topk_group") if is_grouped else 1,
+        scale=fields.positive("routed_scaling_factor", 1.0),
+        in_float32=True,
+    )
+    return _after_dense(fields, num_layers, routing)
 
 
-def bias_on_qkv(fields: Fields) -> tuple[bool, bool]:
-    """As bias_everywhere_if_said: on q, k and v alone."""
-    return True, False
+def deepseek_v3_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
+    """As deepseek_v2_experts, chosen by sigmoid scores with a correction."""
+    routing = Routing(
+        num_experts=fields.count("n_routed_experts"),
+        num_chosen=fields.count("num_experts_per_tok"),
+        normalised=fields.flag("norm_topk_prob", True),
+        scores=ExpertScores.SIGMOID,
+        num_groups=fields.count("n_group", 1),
+        num_groups_chosen=fields.count("topk_group", 1),
+        best_of_group=2,
+        scale=fields.positive("routed_scaling_factor", 1.0),
+        has_correction=True,
+        in_float32=True,
+    )
+    return _after_dense(fields, num_layers, routing)
 
 
-def no_bias(fields: Fields) -> tuple[bool, bool]:
-    """As bias_everywhere_if_said: on none of them."""
-    return False, False
+def _after_dense(fields: Fields, num_layers: int, routing: Routing) -> tuple[Mlp, ...]:
+    """[layers] first_k_dense_replace dense MLPs, then experts with shared ones."""
+    _activation(fields, "hidden_act", "silu")
+    inner = fields.count("moe_intermediate_size")
+    shared_size = inner * fields.count("n_shared_experts") if fields.has("n_shared_experts") else 0
+    experts = ExpertMlp(routing, inner, SwiGLU(), ExpertTensors.EACH, shared_size=shared_size)
+    num_dense = min(fields.whole("first_k_dense_replace", 0), num_layers)
+    return swiglu_with_bias(fields, num_dense) + (experts,) * (num_layers - num_dense)

@@ -14,6 +14,7 @@ from rocm_attn.runner.rope import (
     LinearScaling,
     Llama3Scaling,
     NoScaling,
+    ProportionalScaling,
     Rope,
     Scaling,
     YarnScaling,
@@ -32,7 +33,7 @@ def one_rope(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
     for place in (fields, scaling):
         _refuse_partial(place)
     kind = _scaling(scaling, fields.count("max_position_embeddings"))
-    return tuple(Rope(theta, layer.head_dim, kind) for layer in attention.layers)
+    return tuple(Rope(theta, layer.rope_dim, kind) for layer in attention.layers)
 
 
 def rope_of_each_kind(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
@@ -64,7 +65,8 @@ def _both_kinds(parameters: Fields) -> tuple[Fields, Fields]:
 
 
 def _refuse_partial(fields: Fields) -> None:
-    if fields.positive("partial_rotary_factor", 1.0) != 1.0:
+    is_proportional = fields.values.get("rope_type") == "proportional"
+    if not is_proportional and fields.positive("partial_rotary_factor", 1.0) != 1.0:
         raise BadModel(f"{fields.source}: partial_rotary_factor is not 1; the runner turns whole heads")
 
 
@@ -75,6 +77,11 @@ def _scaling(fields: Fields, context_len: int) -> Scaling:
         return NoScaling()
     if kind == "linear":
         return LinearScaling(fields.positive("factor"))
+    if kind == "proportional":
+        share = fields.positive("partial_rotary_factor", 1.0)
+        if share > 1.0:
+            raise BadModel(f"{fields.source}: partial_rotary_factor is {share}; it must be at most 1")
+        return ProportionalScaling(share, fields.positive("factor", 1.0))
     original_context_len = fields.count("original_max_position_embeddings", context_len)
     if kind == "llama3":
         return Llama3Scaling(
@@ -85,13 +92,17 @@ def _scaling(fields: Fields, context_len: int) -> Scaling:
         )
     if kind == "yarn":
         return _yarn(fields, context_len, original_context_len)
-    raise BadModel(f"{fields.source}: rope type {kind!r} is not known; the runner knows default, linear, llama3, yarn")
+    raise BadModel(
+        f"{fields.source}: rope type {kind!r} is not known; the runner knows "
+        "default, linear, proportional, llama3, yarn"
+    )
 
 
 def _yarn(fields: Fields, context_len: int, original_context_len: int) -> YarnScaling:
     factor = fields.positive("factor", context_len / original_context_len)
     attention_factor = yarn_attention_factor(factor)
-    if fields.has("mscale") and fields.has("mscale_all_dim"):
+    # a factor of 0 counts as none
+    if fields.values.get("mscale") and fields.values.get("mscale_all_dim"):
         attention_factor = _mscale(factor, fields.positive("mscale")) / _mscale(
             factor, fields.positive("mscale_all_dim")
         )

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rocm_attn.kernels.experts.groups import ExpertGroups
+from rocm_attn.runner.expert_products import expert_products
 from rocm_attn.runner.ranks import Ranks
 
 # Rows of a block. 16 fill a matrix instruction; more would be wasted on small batches.
@@ -23,7 +25,7 @@ class Linears(Protocol):
     """x [rows, in] @ weight [out, in] transposed, plus bias [out] or [rows, out] and what is left of it.
 
     Where ranks share a model, linear() is for matrices whose `out` each rank has a part of, or that each has whole;
-    the two others are for those of which each rank has a part of `in`, and give every rank the whole sum.
+    those with sums are for matrices of which each rank has a part of `in`, and give every rank the whole sum.
     """
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -36,6 +38,18 @@ class Linears(Protocol):
 
     def add_summed_linear(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """residual + x @ weight.T, summed over ranks, + bias."""
+        ...
+
+    def of_heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[rows, heads, out]: x [rows, heads, in] @ weight [heads, in, out], head by head, of a rank's own heads."""
+        ...
+
+    def of_experts(self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: ExpertGroups) -> Tensor:
+        """[pairs, out]: a row of x for each pair of a token and an expert; see launch_expert_product."""
+        ...
+
+    def summed(self, x: Tensor) -> Tensor:
+        """x, summed over ranks, in the place of x."""
         ...
 
 
@@ -54,6 +68,15 @@ class AllRows:
         summed = torch.addmm(residual, x, weight.t())
         return summed if bias is None else summed.add_(bias)
 
+    def of_heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+
+    def of_experts(self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: ExpertGroups) -> Tensor:
+        return expert_products(x, weight, bias, groups, rows=ROWS, fixed=False)
+
+    def summed(self, x: Tensor) -> Tensor:
+        return x
+
 
 class BlocksOfRows:
     """Blocks of ROWS rows, one product each, on one rank."""
@@ -71,16 +94,31 @@ class BlocksOfRows:
     def add_summed_linear(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return residual + self.linear(x, weight, bias)
 
+    def of_heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        rows = x.shape[0]
+        filled = F.pad(x, (0, 0, 0, 0, 0, -rows % ROWS)).transpose(0, 1)
+        return torch.cat([torch.bmm(block, weight) for block in torch.split(filled, ROWS, 1)], 1)[:, :rows].transpose(
+            0, 1
+        )
+
+    def of_experts(self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: ExpertGroups) -> Tensor:
+        return expert_products(x, weight, bias, groups, rows=ROWS, fixed=True)
+
+    def summed(self, x: Tensor) -> Tensor:
+        return x
+
 
 class OverRanks:
     """Products of one rank, whose sums over all ranks are made by `sum_of`; biases are added once."""
 
     def __init__(self, own: Linears, sum_of: Callable[[Tensor], Tensor]) -> None:
         self.linear = own.linear
-        self._sum_of = sum_of
+        self.of_heads = own.of_heads
+        self.of_experts = own.of_experts
+        self.summed = sum_of
 
     def summed_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        summed = self._sum_of(self.linear(x, weight))
+        summed = self.summed(self.linear(x, weight))
         return summed if bias is None else summed.add_(bias)
 
     def add_summed_linear(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

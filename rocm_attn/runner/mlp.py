@@ -1,48 +1,70 @@
-"""The MLPs of a forward pass, dense or of experts.
+"""The MLPs of a forward pass: dense, of experts, or both.
 
-All experts are computed, and the shares of those that were not chosen are 0. That costs as many products as there are
-experts instead of the few that count, and needs no size that depends on what a router says: a step with experts is
-captured like any other, and what a token gets does not depend on the tokens beside it.
+Tokens are sorted by expert on the device, and each expert is multiplied with the tokens that chose it. No size depends
+on what a router says, so a step with experts is captured like any other.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from rocm_attn.runner.config import DenseMlp, ExpertMlp
+from rocm_attn.kernels.experts.groups import ExpertGroups
+from rocm_attn.runner.arithmetic import Arithmetic
 from rocm_attn.runner.linears import Linears
-from rocm_attn.runner.mlp_weights import MlpWeights
+from rocm_attn.runner.mlp_config import DenseAndExperts, DenseMlp, ExpertMlp, Mlp
+from rocm_attn.runner.mlp_weights import DenseAndExpertWeights, DenseWeights, ExpertWeights
+from rocm_attn.runner.weights import LayerWeights
 
 
-def inner_and_bias(
-    x: Tensor, mlp: DenseMlp | ExpertMlp, weights: MlpWeights, linears: Linears
-) -> tuple[Tensor, Tensor | None]:
-    """What `weights.down` is to be multiplied with, and what is then to be added to the product.
-
-    x:       [tokens, hidden], normalised
-    returns: [tokens, inner], and [hidden] or [tokens, hidden]
-    """
-    gate, up = linears.linear(x, weights.gate_up, weights.gate_up_bias).chunk(2, -1)
-    inner = mlp.gate.mix(gate, up)
+def add_mlp(hidden: Tensor, mlp: Mlp, weights: LayerWeights, arithmetic: Arithmetic) -> Tensor:
+    """[tokens, hidden]: the residual with what a layer's MLP makes of it."""
+    x, norm, linears = arithmetic.norm(hidden, weights.mlp_norm), weights.mlp_out_norm, arithmetic.linears
+    of_mlp = weights.mlp
     if isinstance(mlp, DenseMlp):
-        return inner, weights.down_bias
-    assert weights.router is not None, "a layer of experts is read with its router"
-    share = expert_shares(linears.linear(x, weights.router, weights.router_bias), mlp)
-    weighted = inner.view(*share.shape, -1) * share[..., None]
-    # not chosen: 0 even where the expert overflowed
-    weighted.masked_fill_((share == 0)[..., None], 0.0)
-    return weighted.flatten(1), None if weights.down_bias is None else linears.linear(share, weights.down_bias.t())
+        assert isinstance(of_mlp, DenseWeights), "weights are read by their config"
+        inner = dense_inner(x, mlp, of_mlp, linears)
+        return arithmetic.add(hidden, inner, of_mlp.down, of_mlp.down_bias, norm)
+    if isinstance(mlp, ExpertMlp):
+        assert isinstance(of_mlp, ExpertWeights), "weights are read by their config"
+        total = experts_sum(x, x, mlp, of_mlp, linears)
+    else:
+        assert isinstance(of_mlp, DenseAndExpertWeights), "weights are read by their config"
+        total = _dense_and_experts(hidden, x, mlp, of_mlp, arithmetic)
+    return hidden + (total if norm is None else arithmetic.norm(total, norm))
 
 
-def expert_shares(logits: Tensor, mlp: ExpertMlp) -> Tensor:
-    """[tokens, num_experts], the dtype of logits: how much of each expert a token takes, 0 where it was not chosen.
+def _dense_and_experts(
+    hidden: Tensor, x: Tensor, mlp: DenseAndExperts, weights: DenseAndExpertWeights, arithmetic: Arithmetic
+) -> Tensor:
+    linears, norm = arithmetic.linears, arithmetic.norm
+    inner = dense_inner(x, mlp.dense, weights.dense, linears)
+    dense = linears.summed_linear(inner, weights.dense.down, weights.dense.down_bias)
+    of_experts = experts_sum(
+        norm(hidden, weights.experts_norm), arithmetic.plain_norm(hidden), mlp.experts, weights.experts, linears
+    )
+    return norm(dense, weights.dense_out_norm) + norm(of_experts, weights.experts_out_norm)
 
-    logits: [tokens, num_experts], the router's
+
+def dense_inner(x: Tensor, mlp: DenseMlp, weights: DenseWeights, linears: Linears) -> Tensor:
+    """[tokens, inner]: what `weights.down` is to be multiplied with. x: [tokens, hidden], normalised"""
+    gate, up = linears.linear(x, weights.gate_up, weights.gate_up_bias).chunk(2, -1)
+    return mlp.gate.mix(gate, up)
+
+
+def experts_sum(x: Tensor, router_x: Tensor, mlp: ExpertMlp, weights: ExpertWeights, linears: Linears) -> Tensor:
+    """[tokens, hidden]: each token's experts in their shares, and what all tokens share, summed over ranks.
+
+    x:        [tokens, hidden], normalised
+    router_x: [tokens, hidden]; what the router sees
     """
-    wide = logits.float()
-    chosen, expert = wide.topk(mlp.num_chosen, -1)
-    share = chosen.softmax(-1) if mlp.normalised else wide.softmax(-1).gather(-1, expert)
-    # a scatter by comparison: on a GPU the operation of that name sorts to be deterministic
-    is_expert = expert[..., None] == torch.arange(mlp.num_experts, device=logits.device)
-    return (share[..., None] * is_expert).sum(-2).to(logits.dtype)
+    logits = linears.linear(router_x.to(weights.router.dtype), weights.router, weights.router_bias)
+    expert, share = mlp.routing.choose(logits, weights.correction)
+    if weights.share_scale is not None:
+        share = share * weights.share_scale[expert]
+    groups = ExpertGroups.of(expert, mlp.routing.num_experts)
+    gate, up = linears.of_experts(x, weights.gate_up, weights.gate_up_bias, groups).chunk(2, -1)
+    parts = linears.of_experts(mlp.gate.mix(gate, up), weights.down, weights.down_bias, groups)
+    total = (parts.view(*share.shape, -1) * share.to(x.dtype)[..., None]).sum(1)
+    if weights.shared is not None:
+        total = total + linears.linear(dense_inner(x, mlp.shared, weights.shared, linears), weights.shared.down)
+    return linears.summed(total)

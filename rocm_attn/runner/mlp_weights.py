@@ -8,50 +8,111 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rocm_attn.runner.config import DenseMlp, ExpertMlp, ExpertTensors
-from rocm_attn.runner.shards import Span
+from rocm_attn.runner.mlp_config import DenseAndExperts, DenseMlp, ExpertMlp, ExpertTensors, Mlp
+from rocm_attn.runner.shards import Shard, Span
 from rocm_attn.runner.tensors import Piece, Shape, TensorReader
 
 Named = Iterator[tuple[str, Shape]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MlpWeights:
-    """One layer's, or a rank's part of it. A matrix is [out, in]; what the model has not is None.
+class DenseWeights:
+    """A dense MLP's, or a rank's part of it. A matrix is [out, in]; what the model has not is None.
 
-    Experts are one wide MLP: elements 0 to intermediate_size - 1 of `inner` belong to expert 0, and so on. Of a dense
-    MLP, inner is intermediate_size.
-
-    gate_up:     [2 * inner, hidden]; rows of gate, then up
-    down:        [hidden, inner]
-    down_bias:   [hidden]; of experts [num_experts, hidden]
-    router:      [num_experts, hidden]; None: a dense MLP
-    router_bias: [num_experts]
+    gate_up: [2 * inner, hidden]; rows of gate, then up
+    down:    [hidden, inner]
     """
 
     gate_up: Tensor
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
-    router: Tensor | None = None
-    router_bias: Tensor | None = None
 
 
-def mlp_shapes(mlp: DenseMlp | ExpertMlp, hidden: int) -> Named:
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertWeights:
+    """Those of experts, or a rank's part of each of them.
+
+    router:       [num_experts, hidden]; float32 where the product is computed so
+    router_bias:  [num_experts]
+    correction:   float32 [num_experts]; see Routing.choose
+    share_scale:  float32 [num_experts]; factor on an expert's shares
+    gate_up:      [num_experts, 2 * inner, hidden]; rows of gate, then up
+    gate_up_bias: [num_experts, 2 * inner]
+    down:         [num_experts, hidden, inner]
+    down_bias:    [num_experts, hidden]; of one rank alone, for ranks add up what they make of experts
+    shared:       of the dense MLP beside them
+    """
+
+    router: Tensor
+    router_bias: Tensor | None
+    correction: Tensor | None
+    share_scale: Tensor | None
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    shared: DenseWeights | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseAndExpertWeights:
+    """Those of a dense MLP and of experts beside it.
+
+    dense_out_norm, experts_norm, experts_out_norm: [hidden]
+    """
+
+    dense: DenseWeights
+    dense_out_norm: Tensor
+    experts: ExpertWeights
+    experts_norm: Tensor
+    experts_out_norm: Tensor
+
+
+MlpWeights = DenseWeights | ExpertWeights | DenseAndExpertWeights
+
+
+def mlp_shapes(mlp: Mlp, hidden: int) -> Named:
     """Name within a layer and shape of every tensor of an MLP. hidden: elements of a token"""
     if isinstance(mlp, DenseMlp):
-        yield from _dense_shapes("mlp.", mlp.intermediate_size, hidden, mlp.has_bias)
-    elif mlp.tensors is ExpertTensors.EACH:
-        yield "mlp.gate.weight", (mlp.num_experts, hidden)
-        for expert in range(mlp.num_experts):
-            yield from _dense_shapes(f"mlp.experts.{expert}.", mlp.intermediate_size, hidden, False)
+        yield from _dense_shapes("mlp.", mlp, hidden)
+    elif isinstance(mlp, DenseAndExperts):
+        yield from _dense_shapes("mlp.", mlp.dense, hidden)
+        yield from _joined_shapes("", mlp.experts, hidden)
+        yield "router.proj.weight", (mlp.experts.routing.num_experts, hidden)
+        yield "router.scale", (hidden,)
+        yield "router.per_expert_scale", (mlp.experts.routing.num_experts,)
+        for name in _NORMS_OF_BOTH:
+            yield f"{name}.weight", (hidden,)
     else:
-        experts, inner = mlp.num_experts, mlp.intermediate_size
-        yield from with_bias("mlp.router", (experts, hidden), True)
+        yield from _expert_shapes(mlp, hidden)
+
+
+_NORMS_OF_BOTH = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+
+
+def _expert_shapes(mlp: ExpertMlp, hidden: int) -> Named:
+    experts, inner = mlp.routing.num_experts, mlp.intermediate_size
+    if mlp.tensors is ExpertTensors.STACKED:
+        yield from with_bias("mlp.router", (experts, hidden), mlp.has_bias)
         yield "mlp.experts.gate_up_proj", (experts, hidden, 2 * inner)
         yield "mlp.experts.gate_up_proj_bias", (experts, 2 * inner)
         yield "mlp.experts.down_proj", (experts, inner, hidden)
         yield "mlp.experts.down_proj_bias", (experts, hidden)
+        return
+    yield "mlp.gate.weight", (experts, hidden)
+    if mlp.routing.has_correction:
+        yield "mlp.gate.e_score_correction_bias", (experts,)
+    for expert in range(experts):
+        yield from _dense_shapes(f"mlp.experts.{expert}.", DenseMlp(inner, mlp.gate), hidden)
+    if mlp.shared_size:
+        yield from _dense_shapes("mlp.shared_experts.", mlp.shared, hidden)
+
+
+def _joined_shapes(prefix: str, mlp: ExpertMlp, hidden: int) -> Named:
+    experts, inner = mlp.routing.num_experts, mlp.intermediate_size
+    yield f"{prefix}experts.gate_up_proj", (experts, 2 * inner, hidden)
+    yield f"{prefix}experts.down_proj", (experts, hidden, inner)
 
 
 def with_bias(name: str, shape: Shape, has_bias: bool) -> Named:
@@ -61,28 +122,39 @@ def with_bias(name: str, shape: Shape, has_bias: bool) -> Named:
         yield f"{name}.bias", shape[:1]
 
 
-def _dense_shapes(prefix: str, inner: int, hidden: int, has_bias: bool) -> Named:
+def _dense_shapes(prefix: str, mlp: DenseMlp, hidden: int) -> Named:
+    inner = mlp.intermediate_size
     for name, shape in (("gate_proj", (inner, hidden)), ("up_proj", (inner, hidden)), ("down_proj", (hidden, inner))):
-        yield from with_bias(prefix + name, shape, has_bias)
+        yield from with_bias(prefix + name, shape, mlp.has_bias)
 
 
-def read_mlp(reader: TensorReader, mlp: DenseMlp | ExpertMlp, prefix: str, inner: Span) -> MlpWeights:
-    """The MLP whose tensors' names start with a layer's prefix. Raises BadModel.
+def read_mlp(reader: TensorReader, mlp: Mlp, prefix: str, shard: Shard) -> MlpWeights:
+    """The MLP whose tensors' names start with a layer's prefix, as far as a rank holds it. Raises BadModel.
 
-    mlp:   of the whole model
-    inner: what is read of its intermediate_size elements, of each expert alike
+    mlp: of the whole model
     """
     if isinstance(mlp, DenseMlp):
-        return _read_dense(reader, mlp, f"{prefix}mlp.", inner)
-    if mlp.tensors is ExpertTensors.EACH:
-        return _read_each(reader, mlp, f"{prefix}mlp.", inner)
-    return _read_stacked(reader, mlp, f"{prefix}mlp.", inner)
+        return _read_dense(reader, mlp, f"{prefix}mlp.", shard)
+    if isinstance(mlp, DenseAndExperts):
+        norms = (reader.join(Piece(f"{prefix}{name}.weight")) for name in _NORMS_OF_BOTH)
+        dense_out_norm, experts_norm, experts_out_norm = norms
+        return DenseAndExpertWeights(
+            dense=_read_dense(reader, mlp.dense, f"{prefix}mlp.", shard),
+            dense_out_norm=dense_out_norm,
+            experts=_read_joined(reader, mlp.experts, prefix, shard),
+            experts_norm=experts_norm,
+            experts_out_norm=experts_out_norm,
+        )
+    if mlp.tensors is ExpertTensors.STACKED:
+        return _read_stacked(reader, mlp, f"{prefix}mlp.", shard)
+    return _read_each(reader, mlp, f"{prefix}mlp.", shard)
 
 
-def _read_dense(reader: TensorReader, mlp: DenseMlp, prefix: str, inner: Span) -> MlpWeights:
-    gate_up, down = [f"{prefix}gate_proj", f"{prefix}up_proj"], f"{prefix}down_proj"
+def _read_dense(reader: TensorReader, mlp: DenseMlp, prefix: str, shard: Shard) -> DenseWeights:
+    inner, down = shard.span(mlp.intermediate_size), f"{prefix}down_proj"
+    gate_up = [f"{prefix}gate_proj", f"{prefix}up_proj"]
     hidden = Span.whole(reader.shapes[f"{down}.weight"][0])
-    return MlpWeights(
+    return DenseWeights(
         gate_up=reader.join(*(Piece(f"{name}.weight", (inner,)) for name in gate_up)),
         gate_up_bias=reader.join(*(Piece(f"{name}.bias", (inner,)) for name in gate_up)) if mlp.has_bias else None,
         down=reader.join(Piece(f"{down}.weight", (hidden, inner))),
@@ -90,33 +162,68 @@ def _read_dense(reader: TensorReader, mlp: DenseMlp, prefix: str, inner: Span) -
     )
 
 
-def _read_each(reader: TensorReader, mlp: ExpertMlp, prefix: str, inner: Span) -> MlpWeights:
-    experts = [f"{prefix}experts.{expert}." for expert in range(mlp.num_experts)]
-    hidden = reader.shapes[f"{prefix}gate.weight"][1]
-    down = torch.empty(hidden, mlp.num_experts, inner.size, dtype=reader.dtype, device=reader.device)
-    for number, expert in enumerate(experts):
-        reader.copy_into(down[:, number], Piece(f"{expert}down_proj.weight", (Span.whole(hidden), inner)))
-    gate_up = [Piece(f"{expert}{name}_proj.weight", (inner,)) for name in ("gate", "up") for expert in experts]
-    return MlpWeights(
-        gate_up=reader.join(*gate_up),
+def _read_each(reader: TensorReader, mlp: ExpertMlp, prefix: str, shard: Shard) -> ExpertWeights:
+    router, inner = Piece(f"{prefix}gate.weight"), shard.span(mlp.intermediate_size)
+    experts, hidden = reader.shapes[router.name]
+    gate_up = torch.empty(experts, 2, inner.size, hidden, dtype=reader.dtype, device=reader.device)
+    down = torch.empty(experts, hidden, inner.size, dtype=reader.dtype, device=reader.device)
+    for expert in range(experts):
+        name = f"{prefix}experts.{expert}."
+        reader.copy_into(gate_up[expert, 0], Piece(f"{name}gate_proj.weight", (inner,)))
+        reader.copy_into(gate_up[expert, 1], Piece(f"{name}up_proj.weight", (inner,)))
+        reader.copy_into(down[expert], Piece(f"{name}down_proj.weight", (Span.whole(hidden), inner)))
+    correction = Piece(f"{prefix}gate.e_score_correction_bias")
+    return ExpertWeights(
+        router=reader.in_float32(router) if mlp.routing.in_float32 else reader.join(router),
+        router_bias=None,
+        correction=reader.in_float32(correction) if mlp.routing.has_correction else None,
+        share_scale=None,
+        gate_up=gate_up.flatten(1, 2),
         gate_up_bias=None,
-        down=down.flatten(1),
+        down=down,
         down_bias=None,
-        router=reader.join(Piece(f"{prefix}gate.weight")),
+        shared=_read_dense(reader, mlp.shared, f"{prefix}shared_experts.", shard) if mlp.shared_size else None,
     )
 
 
-def _read_stacked(reader: TensorReader, mlp: ExpertMlp, prefix: str, inner: Span) -> MlpWeights:
-    experts, hidden = reader.shapes[f"{prefix}router.weight"]
+def _read_stacked(reader: TensorReader, mlp: ExpertMlp, prefix: str, shard: Shard) -> ExpertWeights:
+    inner, (experts, hidden) = shard.span(mlp.intermediate_size), reader.shapes[f"{prefix}router.weight"]
     every, pairs = Span.whole(experts), inner.of_elements(2)
     gate_up = reader.join(Piece(f"{prefix}experts.gate_up_proj", (every, Span.whole(hidden), pairs)))
     gate_up_bias = reader.join(Piece(f"{prefix}experts.gate_up_proj_bias", (every, pairs)))
     down = reader.join(Piece(f"{prefix}experts.down_proj", (every, inner)))
-    return MlpWeights(
-        gate_up=gate_up.view(experts, hidden, inner.size, 2).permute(3, 0, 2, 1).reshape(-1, hidden),
-        gate_up_bias=gate_up_bias.view(experts, inner.size, 2).permute(2, 0, 1).flatten(),
-        down=down.view(-1, hidden).t(),
-        down_bias=reader.join(Piece(f"{prefix}experts.down_proj_bias")),
+    return ExpertWeights(
         router=reader.join(Piece(f"{prefix}router.weight")),
         router_bias=reader.join(Piece(f"{prefix}router.bias")),
+        correction=None,
+        share_scale=None,
+        gate_up=gate_up.view(experts, hidden, inner.size, 2).permute(0, 3, 2, 1).reshape(experts, -1, hidden),
+        gate_up_bias=gate_up_bias.view(experts, inner.size, 2).transpose(1, 2).flatten(1),
+        down=down.transpose(1, 2).contiguous(),
+        down_bias=reader.join(Piece(f"{prefix}experts.down_proj_bias")) if shard.rank == 0 else None,
+        shared=None,
+    )
+
+
+def _read_joined(reader: TensorReader, mlp: ExpertMlp, prefix: str, shard: Shard) -> ExpertWeights:
+    size, inner = mlp.intermediate_size, shard.span(mlp.intermediate_size)
+    name = f"{prefix}experts.gate_up_proj"
+    experts, _, hidden = reader.shapes[name]
+    every, up = Span.whole(experts), Span(size + inner.start, size + inner.stop, inner.size)
+    gate_up = torch.empty(experts, 2, inner.size, hidden, dtype=reader.dtype, device=reader.device)
+    reader.copy_into(gate_up[:, 0], Piece(name, (every, inner)))
+    reader.copy_into(gate_up[:, 1], Piece(name, (every, up)))
+    router = reader.in_float32(Piece(f"{prefix}router.proj.weight"))
+    # the router's input has a scale for each element and one for all of them
+    router *= reader.in_float32(Piece(f"{prefix}router.scale")) * hidden**-0.5
+    return ExpertWeights(
+        router=router.to(reader.dtype),
+        router_bias=None,
+        correction=None,
+        share_scale=reader.in_float32(Piece(f"{prefix}router.per_expert_scale")),
+        gate_up=gate_up.flatten(1, 2),
+        gate_up_bias=None,
+        down=reader.join(Piece(f"{prefix}experts.down_proj", (every, Span.whole(hidden), inner))),
+        down_bias=None,
+        shared=None,
     )

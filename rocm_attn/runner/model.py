@@ -8,18 +8,21 @@ ranks sum, in its linear layers, and gather: the sizes of a rank's part are in i
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rocm_attn.runner.arithmetic import Arithmetic
+from rocm_attn.runner.attention import Attention, layer_attention
+from rocm_attn.runner.attention_weights import HeadWeights as AttentionHeadWeights
 from rocm_attn.runner.config import ModelConfig
 from rocm_attn.runner.linears import Linears, linears_over
-from rocm_attn.runner.mlp import inner_and_bias
+from rocm_attn.runner.mlp import add_mlp
 from rocm_attn.runner.ranks import ONE_RANK, Ranks
-from rocm_attn.runner.rope import rotate
-from rocm_attn.runner.weights import LayerWeights, ModelWeights
+from rocm_attn.runner.weights import ModelWeights
 from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
 
 
@@ -40,17 +43,6 @@ class StepInputs(Protocol):
     def last_token_of_seq(self) -> Tensor: ...
     @property
     def layers(self) -> Attention: ...
-
-
-class Attention(Protocol):
-    """What a model asks of the attention runtime, once in each layer of a step."""
-
-    def store_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Store k and v for the step's tokens, then attend.
-
-        q, out: [T, num_q_heads, head_dim]; out is written
-        k, v:   [T, num_kv_heads, head_dim]
-        """
 
 
 class Model:
@@ -76,27 +68,42 @@ class Model:
         self.config = config
         self.weights = weights
         self._ranks = ranks
-        self._linears = linears if linears is not None else linears_over(ranks, deterministic=False)
+        self._arithmetic = Arithmetic(
+            linears if linears is not None else linears_over(ranks, deterministic=False), config.rms_norm_eps
+        )
+        self._attentions = [
+            layer_attention(number, reads, layer, layer_weights.attention, self._arithmetic)
+            for number, (reads, layer, layer_weights) in enumerate(
+                zip(config.attention.reads, config.layers, weights.layers, strict=True)
+            )
+        ]
         dtype = weights.dtype
         self._cos_sin = {layer.rope: layer.rope.table(max_kv_len, dtype, weights.device) for layer in config.layers}
         # rounded as the embeddings are: models with a scale were trained so
+        self._own_input_scale = torch.tensor(config.own_inputs.dim**0.5, dtype=dtype).item()
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         for layer, layer_weights in enumerate(weights.layers):
-            if layer_weights.sinks is not None:
-                head_weights.set(layer, HeadWeights(sinks=layer_weights.sinks))
+            if isinstance(layer_weights.attention, AttentionHeadWeights) and layer_weights.attention.sinks is not None:
+                head_weights.set(layer, HeadWeights(sinks=layer_weights.attention.sinks))
 
     def forward(self, step: StepInputs) -> Tensor:
         """Logits [S, vocab] of each sequence's last new token, in the weights' dtype."""
-        hidden = self.embed(step.token_ids)
+        arithmetic, hidden = self._arithmetic, self.embed(step.token_ids)
+        own_inputs = self._own_inputs(step.token_ids, hidden)
         cos_sin = {rope: table.index_select(0, step.positions) for rope, table in self._cos_sin.items()}
-        for number, (layer, weights) in enumerate(zip(self.config.layers, self.weights.layers, strict=True)):
-            x = self._norm(hidden, weights.attention_norm)
-            attended = self._attend(step.layers, number, weights, x, cos_sin[layer.rope])
-            hidden = self._add(hidden, attended, weights.out, weights.out_bias, weights.attention_out_norm)
-            inner, bias = inner_and_bias(self._norm(hidden, weights.mlp_norm), layer.mlp, weights.mlp, self._linears)
-            hidden = self._add(hidden, inner, weights.mlp.down, bias, weights.mlp_out_norm)
-        last = hidden.index_select(0, step.last_token_of_seq)
-        own = self._capped(self._linears.linear(self._norm(last, self.weights.final_norm), self.weights.head))
+        for number, attention in enumerate(self._attentions):
+            layer, weights = self.config.layers[number], self.weights.layers[number]
+            x = arithmetic.norm(hidden, weights.attention_norm)
+            x = attention.attended(step.layers, x, cos_sin[layer.rope])
+            of_attention = weights.attention
+            hidden = arithmetic.add(hidden, x, of_attention.out, of_attention.out_bias, weights.attention_out_norm)
+            hidden = add_mlp(hidden, layer.mlp, weights, arithmetic)
+            if weights.own_input is not None and own_inputs is not None:
+                hidden = arithmetic.add_own_input(hidden, own_inputs[:, number], weights.own_input)
+            if weights.factor is not None:
+                hidden = hidden * weights.factor
+        last = arithmetic.norm(hidden.index_select(0, step.last_token_of_seq), self.weights.final_norm)
+        own = self._capped(arithmetic.linears.linear(last, self.weights.head))
         return self._ranks.gathered(own)[:, : self.config.vocab_size]  # all ranks pick from the same bits
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -104,30 +111,16 @@ class Model:
         rows = F.embedding(token_ids, self.weights.embedding)
         return rows if self._embedding_scale == 1.0 else rows * self._embedding_scale
 
-    def _attend(self, attention: Attention, layer: int, weights: LayerWeights, x: Tensor, cos_sin: Tensor) -> Tensor:
-        """[T, num_q_heads * head_dim]: what the step's tokens see of their sequences."""
-        heads = self.config.layers[layer].attention
-        num_rotated = heads.num_q_heads + heads.num_kv_heads
-        qkv = self._linears.linear(x, weights.qkv, weights.qkv_bias).view(x.shape[0], -1, heads.head_dim)
-        qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
-        if weights.q_norm is not None and weights.k_norm is not None:
-            q, k = qk[:, : heads.num_q_heads], qk[:, heads.num_q_heads :]
-            qk = torch.cat((self._norm(q, weights.q_norm), self._norm(k, weights.k_norm)), 1)
-        qk = rotate(qk, cos_sin)
-        q, k = qk[:, : heads.num_q_heads], qk[:, heads.num_q_heads :]
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        attention.store_and_attend(layer, q, k, v, out)
-        return out.flatten(1)
-
-    def _add(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None) -> Tensor:
-        """residual + x @ weight.T + bias, the latter two normalised where there is a norm for them."""
-        if norm is not None:
-            return residual + self._norm(self._linears.summed_linear(x, weight, bias), norm)
-        return self._linears.add_summed_linear(residual, x, weight, bias)
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Over the last dimension, in the dtype of the weight if that is the wider one."""
-        return F.rms_norm(x.to(weight.dtype), weight.shape, weight, self.config.rms_norm_eps).to(x.dtype)
+    def _own_inputs(self, token_ids: Tensor, embedded: Tensor) -> Tensor | None:
+        """[T, layers, dim]: what each layer gets of a token beside the residual."""
+        weights = self.weights.own_inputs
+        if weights is None:
+            return None
+        shape = token_ids.shape[0], self.config.num_layers, self.config.own_inputs.dim
+        rows = F.embedding(token_ids, weights.embedding).view(shape) * self._own_input_scale
+        projected = self._arithmetic.linears.linear(embedded, weights.projection) * self.config.hidden_size**-0.5
+        both = self._arithmetic.norm(projected.view(shape), weights.norm) + rows
+        return both * math.sqrt(0.5)
 
     def _capped(self, logits: Tensor) -> Tensor:
         cap = self.config.logits_soft_cap

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rocm_attn.errors import BadSetting
-from rocm_attn.machine.choices import AUTO, POOLS, PROVIDERS
+from rocm_attn.machine.choices import AUTO, KV_DTYPES, POOLS, PROVIDERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,12 @@ class EngineOptions:
         "how K and V lie in pages, for layers that are not latent; auto takes the layout with the best kernels, and "
         "linear where both are equally good",
         choices=POOLS,
+    )
+    kv_dtype: str = option(
+        AUTO,
+        "how K and V are kept: as they are computed, or in eight bits; fp8 is e4m3fnuz on gfx942 and e4m3fn elsewhere",
+        choices=KV_DTYPES,
+        default_is="auto: as they are computed",
     )
     max_batch_size: int = option(64, "sequences that run at a time", unit="SEQS", least=1)
     chunk: int = option(512, "tokens of a step; a longer prompt takes several", unit="TOKENS", least=1)

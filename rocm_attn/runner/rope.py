@@ -73,6 +73,23 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True, slots=True)
+class ProportionalScaling:
+    """The first `share` of the pairs turn, as slowly as they do beside the others; those stand still (Gemma 4).
+
+    factor: that every frequency is divided by
+    """
+
+    share: float
+    factor: float = 1.0
+    attention_factor: float = 1.0
+
+    def scaled(self, inv_freq: Tensor, theta: float) -> Tensor:
+        pairs = len(inv_freq)
+        turns = torch.arange(pairs) < int(self.share * pairs)
+        return torch.where(turns, inv_freq / self.factor, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class YarnScaling:
     """YaRN: pairs that turn less than beta_slow times over the original context are divided by `factor`, pairs that
     turn more than beta_fast times are kept, a ramp over the pair's number between.
@@ -105,7 +122,7 @@ class YarnScaling:
         return pairs * math.log(self.original_context_len / (times * 2 * math.pi)) / math.log(theta)
 
 
-Scaling = NoScaling | LinearScaling | DivisorScaling | Llama3Scaling | YarnScaling
+Scaling = NoScaling | LinearScaling | ProportionalScaling | DivisorScaling | Llama3Scaling | YarnScaling
 
 
 def yarn_attention_factor(factor: float) -> float:

@@ -15,8 +15,17 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadModel
-from rocm_attn.runner.config import LayerConfig, ModelConfig
-from rocm_attn.runner.mlp_weights import MlpWeights, mlp_shapes, read_mlp, with_bias
+from rocm_attn.runner.attention_weights import (
+    AttentionWeights,
+    OfAttention,
+    head_norms,
+    head_shapes,
+    latent_shapes,
+    read_heads,
+    read_latent,
+)
+from rocm_attn.runner.config import LatentProjections, ModelConfig
+from rocm_attn.runner.mlp_weights import MlpWeights, mlp_shapes, read_mlp
 from rocm_attn.runner.shards import WHOLE, Shard, Span
 from rocm_attn.runner.tensors import Piece, Shape, TensorReader, TensorSource
 
@@ -25,29 +34,50 @@ _MOST_TENSORS = 300_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerWeights:
-    """One layer, or a rank's part of it: then the heads are its own. A matrix is [out, in]; what the model has not is
-    None.
+class OwnInput:
+    """What a layer does with what it gets of a token beside the residual.
 
-    qkv:   [(num_q_heads + 2 * num_kv_heads) * head_dim, hidden]; rows of q, then k, then v
-    out:   [hidden, num_q_heads * head_dim]
-    sinks: float32 [num_q_heads]; see HeadWeights
-    q_norm, k_norm: [head_dim]
+    gate:     [per_layer_dim, hidden]
+    out:      [hidden, per_layer_dim]
+    out_norm: [hidden]
+    """
+
+    gate: Tensor
+    out: Tensor
+    out_norm: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnInputWeights:
+    """What makes the layers' inputs beside the residual.
+
+    embedding:  [vocab, layers * per_layer_dim]
+    projection: [layers * per_layer_dim, hidden]
+    norm:       [per_layer_dim]
+    """
+
+    embedding: Tensor
+    projection: Tensor
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    """One layer, or a rank's part of it; what the model has not is None.
+
+    attention_norm, mlp_norm: [hidden]; on what attention and MLP get
     attention_out_norm, mlp_out_norm: [hidden]; on what is added to the residual
+    factor: [1]; on the layer's sum
     """
 
     attention_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    sinks: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
+    attention: AttentionWeights
     attention_out_norm: Tensor | None
     mlp_norm: Tensor
     mlp: MlpWeights
     mlp_out_norm: Tensor | None
+    own_input: OwnInput | None
+    factor: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +92,7 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     head: Tensor
+    own_inputs: OwnInputWeights | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -98,10 +129,16 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
         "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
         "model.norm.weight": (config.hidden_size,),
     }
+    own = config.own_inputs
+    if own.dim:
+        of_all_layers = config.num_layers * own.dim
+        shapes["model.embed_tokens_per_layer.weight"] = (own.vocab_size, of_all_layers)
+        shapes["model.per_layer_model_projection.weight"] = (of_all_layers, config.hidden_size)
+        shapes["model.per_layer_projection_norm.weight"] = (own.dim,)
     if not config.tied_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
-    for number, layer in enumerate(config.layers):
-        for name, shape in _layer_shapes(config, layer):
+    for number in range(config.num_layers):
+        for name, shape in _layer_shapes(config, number):
             shapes[f"model.layers.{number}.{name}"] = shape
             if len(shapes) > _MOST_TENSORS:
                 raise BadModel(
@@ -110,26 +147,27 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
-def _layer_shapes(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str, Shape]]:
-    attention, hidden = layer.attention, config.hidden_size
-    q_size = attention.num_q_heads * attention.head_dim
-    kv_size = attention.num_kv_heads * attention.head_dim
-    yield from with_bias("self_attn.q_proj", (q_size, hidden), config.qkv_bias)
-    yield from with_bias("self_attn.k_proj", (kv_size, hidden), config.qkv_bias)
-    yield from with_bias("self_attn.v_proj", (kv_size, hidden), config.qkv_bias)
-    yield from with_bias("self_attn.o_proj", (hidden, q_size), config.out_bias)
-    if attention.has_sinks:
-        yield "self_attn.sinks", (attention.num_q_heads,)
+def _layer_shapes(config: ModelConfig, number: int) -> Iterator[tuple[str, Shape]]:
+    layer, hidden = config.layers[number], config.hidden_size
+    projections, keeps_kv = layer.projections, config.attention.keeps_kv(number)
+    if isinstance(projections, LatentProjections):
+        yield from latent_shapes(layer.attention, projections, hidden)
+    else:
+        yield from head_shapes(layer.attention, projections, hidden, keeps_kv=keeps_kv)
     for name in _norm_names(config).values():
-        yield f"{name}.weight", (attention.head_dim if name.startswith("self_attn.") else hidden,)
+        yield f"{name}.weight", (hidden,)
     yield from mlp_shapes(layer.mlp, hidden)
+    if config.own_inputs.dim:
+        yield "per_layer_input_gate.weight", (config.own_inputs.dim, hidden)
+        yield "per_layer_projection.weight", (hidden, config.own_inputs.dim)
+        yield "post_per_layer_input_norm.weight", (hidden,)
+    if config.has_layer_factors:
+        yield "layer_scalar", (1,)
 
 
 def _norm_names(config: ModelConfig) -> dict[str, str]:
     """Field of LayerWeights -> what files call the norm. With norms after attention, one name means another norm."""
     names = {"attention_norm": "input_layernorm"}
-    if config.qk_norm:
-        names |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
     if not config.out_norms:
         return names | {"mlp_norm": "post_attention_layernorm"}
     return names | {
@@ -161,6 +199,7 @@ def load_weights(
         head=torch.split(embedding, rows.size)[shard.rank]
         if config.tied_embeddings
         else reader.join(Piece("lm_head.weight", (rows,))),
+        own_inputs=_own_inputs(reader) if config.own_inputs.dim else None,
     )
 
 
@@ -169,7 +208,7 @@ def _check_shapes(source: TensorSource, config: ModelConfig) -> None:
     missing = [name for name in expected if name not in found]
     if missing:
         raise BadModel(f"{source.name} lacks {_some(missing)}; the file is not complete or not of this model")
-    unexpected = [name for name in found if name not in expected and not _may_be_ignored(name)]
+    unexpected = [name for name in found if name not in expected and not _may_be_ignored(config, name)]
     if unexpected:
         raise BadModel(f"{source.name} has {_some(unexpected)}, which {config.architecture} does not use")
     for name, shape in expected.items():
@@ -179,9 +218,16 @@ def _check_shapes(source: TensorSource, config: ModelConfig) -> None:
             )
 
 
-def _may_be_ignored(name: str) -> bool:
+def _may_be_ignored(config: ModelConfig, name: str) -> bool:
     # a tied head may be stored again, and old files keep a table that follows from the config
-    return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
+    layer = name.removeprefix("model.layers.").partition(".")[0]
+    is_extra = layer.isdecimal() and len(layer) < 10 and 0 <= int(layer) - config.num_layers < config.num_extra_layers
+    if layer.isdecimal() and len(layer) < 10 and int(layer) < config.num_layers:
+        # layers that read K and V of another one may keep what they would need for their own
+        part = name.removeprefix(f"model.layers.{layer}.self_attn.").partition(".")[0]
+        if part in ("k_proj", "v_proj", "k_norm", "v_norm") and not config.attention.keeps_kv(int(layer)):
+            return True
+    return is_extra or name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
 
 
 def _some(names: list[str]) -> str:
@@ -190,26 +236,42 @@ def _some(names: list[str]) -> str:
 
 def _layer(reader: TensorReader, config: ModelConfig, number: int, shard: Shard) -> LayerWeights:
     layer, prefix = config.layers[number], f"model.layers.{number}."
-    heads = shard.heads(layer.attention.num_q_heads, layer.attention.num_kv_heads)
-    q, kv = (span.of_elements(layer.attention.head_dim) for span in (heads.q, heads.kv))
-    qkv = [(f"{prefix}self_attn.{name}_proj", span) for name, span in (("q", q), ("k", kv), ("v", kv))]
-    out = f"{prefix}self_attn.o_proj"
     norms = {field: _norm(reader, config, prefix + name) for field, name in _norm_names(config).items()}
-    sinks = Piece(f"{prefix}self_attn.sinks", (heads.q,))
     return LayerWeights(
         attention_norm=norms["attention_norm"],
-        qkv=reader.join(*(Piece(f"{name}.weight", (span,)) for name, span in qkv)),
-        qkv_bias=reader.join(*(Piece(f"{name}.bias", (span,)) for name, span in qkv)) if config.qkv_bias else None,
-        q_norm=norms.get("q_norm"),
-        k_norm=norms.get("k_norm"),
-        sinks=reader.in_float32(sinks) if layer.attention.has_sinks else None,
-        out=reader.join(Piece(f"{out}.weight", (Span.whole(config.hidden_size), q))),
-        out_bias=reader.join(Piece(f"{out}.bias")) if config.out_bias else None,
+        attention=_attention(reader, config, number, shard),
         attention_out_norm=norms.get("attention_out_norm"),
         mlp_norm=norms["mlp_norm"],
-        mlp=read_mlp(reader, layer.mlp, prefix, shard.span(layer.mlp.intermediate_size)),
+        mlp=read_mlp(reader, layer.mlp, prefix, shard),
         mlp_out_norm=norms.get("mlp_out_norm"),
+        own_input=_own_input(reader, prefix) if config.own_inputs.dim else None,
+        factor=reader.join(Piece(f"{prefix}layer_scalar")) if config.has_layer_factors else None,
     )
+
+
+def _own_input(reader: TensorReader, prefix: str) -> OwnInput:
+    return OwnInput(
+        gate=reader.join(Piece(f"{prefix}per_layer_input_gate.weight")),
+        out=reader.join(Piece(f"{prefix}per_layer_projection.weight")),
+        out_norm=reader.join(Piece(f"{prefix}post_per_layer_input_norm.weight")),
+    )
+
+
+def _own_inputs(reader: TensorReader) -> OwnInputWeights:
+    return OwnInputWeights(
+        embedding=reader.join(Piece("model.embed_tokens_per_layer.weight")),
+        projection=reader.join(Piece("model.per_layer_model_projection.weight")),
+        norm=reader.join(Piece("model.per_layer_projection_norm.weight")),
+    )
+
+
+def _attention(reader: TensorReader, config: ModelConfig, number: int, shard: Shard) -> AttentionWeights:
+    layer, prefix = config.layers[number], f"model.layers.{number}.self_attn."
+    projections, keeps_kv = layer.projections, config.attention.keeps_kv(number)
+    if isinstance(projections, LatentProjections):
+        return read_latent(OfAttention(reader, prefix, shard), layer.attention, projections)
+    norms = {name: _norm(reader, config, prefix + name) for name in head_norms(projections, keeps_kv=keeps_kv)}
+    return read_heads(OfAttention(reader, prefix, shard), layer.attention, projections, norms, keeps_kv=keeps_kv)
 
 
 def _norm(reader: TensorReader, config: ModelConfig, name: str) -> Tensor:

@@ -125,9 +125,7 @@ class _Run:
             device=device,
             guards=guards_from_settings(),
         )
-        stored = runtime.pool.layer(0)
-        stored.k[1:] = float("nan")
-        stored.v[1:] = float("nan")
+        runtime.pool.layer(0).fill_nan(slice(1, None))
         runtime.head_weights.set(0, weights.to(runtime.device))
         run = cls(runtime, problem, weights.to(runtime.device), [])
         run.admit(num_seqs)

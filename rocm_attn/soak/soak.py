@@ -295,7 +295,7 @@ class Soak:
         self._check()
         self._runner.check_addresses()
         for layer, pages in enumerate(self._layers):
-            if bool(pages.k[RESERVED_PAGE].any()) or bool(pages.v[RESERVED_PAGE].any()):
+            if bool(pages.raw_k[RESERVED_PAGE].any()) or bool(pages.raw_v[RESERVED_PAGE].any()):
                 raise self._failure(number, f"after step {number}", f"page 0 of layer {layer} is not zero any more")
         for table in self._runtime.table.spaces:
             if not table.pending and not np.array_equal(table.entries.cpu().numpy(), table.entries_host):
@@ -345,8 +345,7 @@ class Soak:
             ids = [*never, *self._free_pages(table)]
             free = torch.tensor(ids, dtype=torch.int64, device=self._runtime.device)
             for pages in self._runtime.pool.in_space(table.space).layers:
-                pages.k[free] = float("nan")
-                pages.v[free] = float("nan")
+                pages.fill_nan(free)
 
     def _growth(self) -> _MemoryUse:
         """Since the end of the warm-up: every ladder was open once, or half of the run is over."""

@@ -19,7 +19,8 @@ from rocm_attn.batch.step_kinds import Extra
 from rocm_attn.errors import NeverFits
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS
-from rocm_attn.kernels.metadata.step_tensors import FIELDS, Field, Need, Unit
+from rocm_attn.kernels.metadata.step_tensors import FIELDS, Field, Need, StepTensors, Unit
+from rocm_attn.kernels.sparse.arguments import NO_UNIT, Indexing
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 from rocm_attn.paging.index_spaces import Space
 
@@ -93,6 +94,24 @@ class TableSizes:
         return tuple(specs.values())
 
 
+SELECTION_UNITS, SELECTION_COUNTS = "selection_units", "selection_counts"
+
+
+def selection_buffers(indexings: Sequence[Indexing]) -> tuple[BufferSpec, ...]:
+    """Where indexers write what they have chosen, one after the other; none where no layer has one."""
+    if not indexings:
+        return ()
+    width, sets = max(each.sets * each.width for each in indexings), max(each.sets for each in indexings)
+
+    def of_tokens(per_token: int) -> Callable[[PaddedShape], int]:
+        return lambda shape: shape.num_tokens * per_token
+
+    return (
+        BufferSpec(SELECTION_UNITS, Unit.TOKEN, torch.int32, of_tokens(width), NO_UNIT),
+        BufferSpec(SELECTION_COUNTS, Unit.TOKEN, torch.int32, of_tokens(sets), 0),
+    )
+
+
 # (child, elements of a child) -> the first element of the child's sub-range
 FirstOfChild = Callable[[int, int], int]
 
@@ -139,6 +158,11 @@ def refuse_growth(reason: str) -> None:
     raise NeverFits(reason)
 
 
+def memory_of_its_own(counts: Tensor, step: StepTensors) -> Tensor:
+    """How many units each token got is no input of the step, and of no plan."""
+    return counts
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryGuards:
     """The safeguards of the memory of steps.
@@ -146,11 +170,13 @@ class MemoryGuards:
     capacity:       how large buffers are, and what a view of one is
     first_of_child: where in a buffer a child of a step begins
     sealed_growth:  called where memory that graphs read would have to move
+    selection_place: memory for the counts of a selection, the step -> where a selection's counts are written
     """
 
     capacity: Capacity = PADDED_BATCH
     first_of_child: FirstOfChild = one_after_another
     sealed_growth: SealedGrowth = refuse_growth
+    selection_place: Callable[[Tensor, StepTensors], Tensor] = memory_of_its_own
 
 
 ALL_MEMORY_GUARDS = MemoryGuards()

@@ -94,9 +94,11 @@ class StepCore:
     def sealed_tensors(self) -> Mapping[str, Tensor]:
         """Everything that a graph reads, by name: the memory of steps, tables, pages and head weights."""
         pages = {
-            f"{side}_pages_{layer}": getattr(self._pool.layer(layer), side)
+            f"{name}_{layer}": tensor
             for layer in range(len(self.layers))
-            for side in ("k", "v")
+            for name, tensor in self._pool.layer(layer).tensors().items()
         }
+        for layer in self.kinds.selecting.indexed:
+            pages[f"index_pages_{layer}"] = self._pool.index(layer).k
         tables = {name_in(table.space, "table"): table.entries for table in self._table.spaces}
         return {**self.memory.sealed_tensors(), **tables, **pages, **self.head_weights.tensors()}

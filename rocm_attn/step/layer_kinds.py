@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import Selection
+from rocm_attn.step.selections import SelectingLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,11 @@ class LayerKinds:
     def spaces_of_layers(self) -> tuple[Space, ...]:
         """The space of each layer."""
         return tuple(self.spaces[kind] for kind in self.of_layer)
+
+    @property
+    def selecting(self) -> SelectingLayers:
+        """Which layers select keys, and which attend to whose selection. Raises BadProblem."""
+        return SelectingLayers.of(self.problems)
 
     def of_kernels(self, change: Callable[[Selection], Selection]) -> LayerKinds:
         """The same layers with the kernels changed."""

@@ -10,16 +10,19 @@ from torch import Tensor
 
 from rocm_attn.errors import BadTensor
 from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.kernels.sparse.arguments import IndexArgs, IndexPages, SelectedArgs
 from rocm_attn.machine.devices import on_device
 from rocm_attn.paging.storage import Pool
 from rocm_attn.paging.stored_tokens import StepStores
-from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.problem import Indexer, PoolKind, Problem, Scales
 from rocm_attn.providers.contract import StepOps
 from rocm_attn.step.head_weights import LayerHeadWeights, NewHeadWeights, written_in_place
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan
+from rocm_attn.step.selections import Require, StepSelections, refuse_stale
 
 # step, kind of layer -> the step in the space that the layer reads in
 ReadBy = Callable[[DeviceStep, int], StepTensors]
@@ -36,10 +39,12 @@ class LayerGuards:
 
     read_by:          the space that a layer reads in is the one that it writes in
     new_head_weights: how a layer that has head weights gets others
+    selection_of:     a layer, whose selection it attends to, and whose there is: raises unless they are one
     """
 
     read_by: ReadBy = by_space_of_layer
     new_head_weights: NewHeadWeights = written_in_place
+    selection_of: Require = refuse_stale
 
 
 class Layers:
@@ -60,6 +65,8 @@ class Layers:
         self._head_weights = head_weights
         self._ops = ops
         self._device = pool.device
+
+        self.selecting = kinds.selecting
 
     def __len__(self) -> int:
         return len(self._kind_of_layer)
@@ -88,14 +95,10 @@ class Layers:
         problem = self.problem(layer)
         kind = self._kind_of_layer[layer]
         tensors = self._read_by(step, kind)
-        num_tokens = tensors.slot_of_token.shape[0]
-        self._check("q", q, (num_tokens, problem.num_q_heads, problem.head_dim), problem.dtype)
-        self._check("out", out, (num_tokens, problem.num_q_heads, problem.v_head_dim), problem.dtype)
+        self._check_rows(problem, tensors.slot_of_token.shape[0], q, out, lse)
         kernel = plan.kernels[kind]
-        if lse is not None:
-            self._check("lse", lse, (num_tokens, problem.num_q_heads), torch.float32)
-            if not kernel.row.limits.gives_lse(problem):
-                raise BadTensor(f"{kernel.row.name} gives no lse; build the runtime of problems with wants_lse=True")
+        if lse is not None and not kernel.row.limits.gives_lse(problem):
+            raise BadTensor(f"{kernel.row.name} gives no lse; build the runtime of problems with wants_lse=True")
         weights = self._head_weights.of(layer)
         pages = self._pool.layer(layer)
         # By position: names cost a tenth of the call.
@@ -106,11 +109,72 @@ class Layers:
             if not kernel.row.clears_pads:
                 self._ops.clear_pads(tensors.counts, out, lse)
 
+    def store_index(self, step: DeviceStep, layer: int, k: Tensor) -> None:
+        """As LayerCalls.store_index, for the tokens of step. Raises BadTensor."""
+        problem, indexer = self._indexer(layer)
+        tensors = step.of_kind[self._kind_of_layer[layer]]
+        self._check("index k", k, (tensors.slot_of_token.shape[0], indexer.head_dim), problem.dtype)
+        rows = k.unsqueeze(1)
+        with on_device(self._device):
+            self._ops.store_kv(
+                rows,
+                rows,
+                tensors.slot_of_token,
+                tensors.counts,
+                self._pool.index(layer),
+                null_page=tensors.terms.null_page,
+            )
+
+    def select(self, step: DeviceStep, layer: int, q: Tensor, weights: Tensor | None) -> None:
+        """As LayerCalls.select, for the tokens of step. Raises BadTensor."""
+        problem, indexer = self._indexer(layer)
+        kind = self._kind_of_layer[layer]
+        tensors, selected, sparse = step.of_kind[kind], step.selected[kind], self._selections[kind].sparse
+        assert selected is not None
+        assert sparse is not None
+        assert sparse.indexer is not None
+        num_tokens = tensors.slot_of_token.shape[0]
+        pages = self._pool.index(layer)
+        coded = pages.format.encoding.is_fp8 and q.dtype == pages.format.encoding.dtype
+        shape = num_tokens, indexer.num_heads, indexer.head_dim
+        self._check("index q", q, shape, q.dtype if coded else problem.dtype)
+        if weights is not None:
+            self._check("weights of index heads", weights, shape[:2], torch.float32)
+        args = IndexArgs(q, weights, _index_pages(pages), tensors.table, step.places)
+        with on_device(self._device):
+            sparse.indexer.select(args, selected, step.workspace)
+
+    def attend_selected(self, step: DeviceStep, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
+        """As LayerCalls.attend_selected, for the tokens of step. Raises BadTensor, WrongState."""
+        problem = self.problem(layer)
+        kind = self._kind_of_layer[layer]
+        tensors, selected, sparse = self._read_by(step, kind), step.selected[kind], self._selections[kind].sparse
+        assert selected is not None
+        assert sparse is not None
+        self._check_rows(problem, tensors.slot_of_token.shape[0], q, out, lse)
+        sinks, pages = self._head_weights.of(layer).sinks, self._pool.layer(layer)
+        args = SelectedArgs(q, pages, tensors.table, step.places, selected, out, lse, sinks, step.workspace)
+        with on_device(self._device):
+            sparse.selected.attend(args)
+
     def problem(self, layer: int) -> Problem:
         """A layer's problem. Raises BadTensor for a layer that does not exist."""
         if not 0 <= layer < len(self._kind_of_layer):
             raise BadTensor(f"layer {layer} does not exist; the runtime has layers 0 to {len(self._kind_of_layer) - 1}")
         return self._selections[self._kind_of_layer[layer]].problem
+
+    def _indexer(self, layer: int) -> tuple[Problem, Indexer]:
+        """A layer's problem and its indexer. Raises BadTensor for a layer that does not exist or has none."""
+        problem = self.problem(layer)
+        self.selecting.place_of(layer)
+        assert isinstance(problem.indexer, Indexer)
+        return problem, problem.indexer
+
+    def _check_rows(self, problem: Problem, num_tokens: int, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
+        self._check("q", q, (num_tokens, problem.num_q_heads, problem.head_dim), problem.dtype)
+        self._check("out", out, (num_tokens, problem.num_q_heads, problem.v_head_dim), problem.dtype)
+        if lse is not None:
+            self._check("lse", lse, (num_tokens, problem.num_q_heads), torch.float32)
 
     def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         # One look where all is well, which is at every layer of every step.
@@ -127,15 +191,23 @@ class Layers:
             raise BadTensor(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be contiguous there")
 
 
+def _index_pages(pages: LayerPages) -> IndexPages:
+    """As indexers read them."""
+    scale = pages.k_scale
+    is_per_token = pages.format.scales is Scales.TOKEN
+    return IndexPages(pages.k[:, :, 0], scale[:, :, 0] if scale is not None and is_per_token else scale)
+
+
 class StepLayers:
     """The layer calls of a step, or of one half of a split one, for as long as that step runs.
 
     require_running: raises WrongState when the step does not run
     stores:          what the step has stored, both halves of a split one
+    selections:      what it has selected, likewise
     half:            which half it is, 0 or 1; 0 for a step that is not split
     """
 
-    __slots__ = ("_half", "_layers", "_plan", "_require_running", "_step", "_stores")
+    __slots__ = ("_half", "_layers", "_plan", "_require_running", "_selections", "_step", "_stores")
 
     def __init__(
         self,
@@ -144,9 +216,11 @@ class StepLayers:
         plan: StepPlan,
         require_running: Callable[[], None],
         stores: StepStores,
+        selections: StepSelections,
         half: int,
     ) -> None:
         self._stores = stores
+        self._selections = selections
         self._half = half
         self._layers = layers
         self._step = step
@@ -172,3 +246,29 @@ class StepLayers:
         """store, then attend."""
         self.store(layer, k, v)
         self.attend(layer, q, out, lse)
+
+    def store_index(self, layer: int, k: Tensor) -> None:
+        """As LayerCalls.store_index."""
+        self._require_running()
+        self._stores.before_store()
+        self._layers.store_index(self._step, layer, k)
+        self._stores.after_store(self._half, self._index_of(layer))
+
+    def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
+        """As LayerCalls.select."""
+        self._require_running()
+        self._stores.before_attend(self._half, self._index_of(layer))
+        self._layers.select(self._step, layer, q, weights)
+        self._selections.after_select(self._half, layer)
+
+    def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        """As LayerCalls.attend_selected."""
+        self._require_running()
+        self._layers.problem(layer)
+        self._selections.before_attend(self._half, layer)
+        self._stores.before_attend(self._half, layer)
+        self._layers.attend_selected(self._step, layer, q, out, lse)
+
+    def _index_of(self, layer: int) -> int:
+        """The number of a layer's index keys among all that a step stores: they come after the layers' K and V."""
+        return len(self._layers) + self._layers.selecting.place_of(layer)

@@ -15,17 +15,23 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.attention.arguments import Queries
 from rocm_attn.kernels.metadata.step_tensors import FIELDS, Need, StepTensors, Unit
+from rocm_attn.kernels.sparse.arguments import Indexing, TokenPlaces
+from rocm_attn.kernels.sparse.arguments import Selection as SelectedUnits
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.storage import SpaceTable, Table
+from rocm_attn.problem import AllKeys
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.buffers import (
     ALL_MEMORY_GUARDS,
+    SELECTION_COUNTS,
+    SELECTION_UNITS,
     BufferSpec,
     MemoryGuards,
     StepBuffers,
     TableSizes,
     name_in,
     one_after_another,
+    selection_buffers,
 )
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.plan import StepPlan
@@ -41,6 +47,8 @@ class DeviceStep:
     schedules: int32, per kind of layer; kinds with equal schedules share one
     workspace: float32, shared by the layers, not by the children
     queries:   who asks, which is the same in every space
+    places:    where the tokens are, likewise, for what attends over a selection
+    selected:  per kind of layer, where its selection lies; None where it attends to all keys
     """
 
     spaces: tuple[StepTensors, ...]
@@ -48,6 +56,8 @@ class DeviceStep:
     schedules: tuple[Tensor, ...]
     workspace: Tensor
     queries: Queries
+    places: TokenPlaces
+    selected: tuple[SelectedUnits | None, ...]
 
     @property
     def tensors(self) -> StepTensors:
@@ -166,12 +176,37 @@ class StepMemory:
 
         words = plan.workspace_words
         spaces = {pages.space: self._space_views(plan, pages, view) for pages in self._table.spaces}
+        first = next(iter(spaces.values()))
         return DeviceStep(
             spaces=tuple(spaces.values()),
             of_kind=tuple(spaces[space] for space in self._space_of_kind),
             schedules=tuple(view(_schedule_name(kind)) for kind in plan.schedule_of_kind),
             workspace=part.workspace.view(words, self._guards.first_of_child(child, words)),
-            queries=plan.bounds.queries(next(iter(spaces.values()))),
+            queries=plan.bounds.queries(first),
+            places=TokenPlaces(
+                first.row_of_token,
+                first.position_of_token,
+                first.counts[1:2],
+                plan.bounds.max_q_len,
+                plan.bounds.max_kv_len,
+            ),
+            selected=tuple(
+                None if indexing is None else self._selected(plan, part, child, indexing, first)
+                for indexing in indexings_of(self._selections)
+            ),
+        )
+
+    def _selected(
+        self, plan: StepPlan, part: StepPart, child: int, indexing: Indexing, step: StepTensors
+    ) -> SelectedUnits:
+        """Where a selection lies. Every indexer's begins at the same place: the next one writes over it."""
+        num_tokens, sets = plan.shape.child.num_tokens, indexing.sets
+        units = part.buffers.step_view(SELECTION_UNITS, plan.shape, child)
+        counts = part.buffers.step_view(SELECTION_COUNTS, plan.shape, child)[: num_tokens * sets]
+        return SelectedUnits(
+            units[: num_tokens * sets * indexing.width].view(num_tokens, sets, indexing.width),
+            self._guards.selection_place(counts, step).view(num_tokens, sets),
+            indexing.unit_tokens,
         )
 
     def _space_views(self, plan: StepPlan, pages: SpaceTable, view: Callable[[str], Tensor]) -> StepTensors:
@@ -183,12 +218,19 @@ class StepMemory:
     def _specs(self) -> list[BufferSpec]:
         needs = {pages.space: self._needs_in(pages.space) for pages in self._table.spaces}
         schedules = (_schedule_spec(kind, selection) for kind, selection in enumerate(self._selections))
-        return [*self._sizes.buffers(needs), *schedules]
+        indexings = [indexing for indexing in indexings_of(self._selections) if indexing is not None]
+        return [*self._sizes.buffers(needs), *schedules, *selection_buffers(indexings)]
 
     def _needs_in(self, space: Space) -> set[Need]:
         """What the kernels of a space read besides lengths and the table."""
         selections = [s for s, its in zip(self._selections, self._space_of_kind, strict=True) if its is space]
         return {need for s in selections for kernel in s.kernels.values() for need in kernel.row.needs}
+
+
+def indexings_of(selections: Sequence[Selection]) -> list[Indexing | None]:
+    """What the layers of each kind attend to; None where that is all keys."""
+    indexers = [selection.problem.indexer for selection in selections]
+    return [None if isinstance(indexer, AllKeys) else indexer.indexing for indexer in indexers]
 
 
 def words_of_children(words: int, num_children: int) -> int:

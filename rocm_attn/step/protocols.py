@@ -54,6 +54,35 @@ class LayerCalls(Protocol):
         """store, then attend."""
         ...
 
+    def store_index(self, layer: int, k: Tensor) -> None:
+        """Write the step's new index keys of a layer that has an indexer; padded tokens are dropped.
+
+        k: [T, head_dim of the indexer], any strides but the last
+        Raises as store().
+        """
+        ...
+
+    def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
+        """Choose the keys that each new token of a layer attends to, by its indexer, on the device.
+
+        What is chosen stays until the next select() of any layer, or the end of the step.
+
+        q:       [T, index heads, head_dim of the indexer] of the layer's dtype, or of its index keys' where those take
+                 eight bits; any strides but the last
+        weights: float32 [T, index heads], any strides but the last: what each index head's scores are multiplied by;
+                 not given: 1
+        Raises BadTensor, WrongState, and BadBatch where index keys are needed that were never stored.
+        """
+        ...
+
+    def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        """As attend, over the keys that were chosen in this step: by the layer's own indexer, or by the nearest earlier
+        layer's that has one, as the layer's problem says.
+
+        Raises as attend(), and WrongState where nothing was chosen in this step, or another layer has chosen since.
+        """
+        ...
+
 
 class Flight(Protocol):
     """Hears of every step."""

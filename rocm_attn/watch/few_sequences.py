@@ -53,7 +53,7 @@ class LayerOfStep:
             return bool((out[tokens] == 0).all())
         held, pages = self.pages_of(seq), self.pages
         first = 0 if self.window_left == UNLIMITED_WINDOW else max(0, length - new - self.window_left)
-        k, v = (side.read(held).flatten(0, 1)[first:length] for side in (pages.keys, pages.values))
+        k, v = (side.flatten(0, 1)[first:length] for side in pages.read(held))
         want, _ = attend_paged(q[tokens], pages, [held.tolist()], [length], [new], self.problem, self.weights)
         return within_bounds(out[tokens], want, q[tokens], k, v, self.problem)
 

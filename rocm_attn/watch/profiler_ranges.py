@@ -92,3 +92,27 @@ class RangedLayers:
         """As LayerCalls.store_and_attend."""
         self.store(layer, k, v)
         self.attend(layer, q, out, lse)
+
+    def store_index(self, layer: int, k: Tensor) -> None:
+        """As LayerCalls.store_index."""
+        self._ranges.push(f"layer {layer}: store_index")
+        try:
+            self._layers.store_index(layer, k)
+        finally:
+            self._ranges.pop()
+
+    def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
+        """As LayerCalls.select."""
+        self._ranges.push(f"layer {layer}: select")
+        try:
+            self._layers.select(layer, q, weights)
+        finally:
+            self._ranges.pop()
+
+    def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        """As LayerCalls.attend_selected."""
+        self._ranges.push(f"layer {layer}: attend_selected")
+        try:
+            self._layers.attend_selected(layer, q, out, lse)
+        finally:
+            self._ranges.pop()

@@ -74,6 +74,18 @@ class LayerTap:
         self.store(layer, k, v)
         self.attend(layer, q, out, lse)
 
+    def store_index(self, layer: int, k: Tensor) -> None:
+        """As LayerCalls.store_index."""
+        self._layers.store_index(layer, k)
+
+    def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
+        """As LayerCalls.select."""
+        self._layers.select(layer, q, weights)
+
+    def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        """As LayerCalls.attend_selected. What attends to a part of the keys is not compared with attention to all."""
+        self._layers.attend_selected(layer, q, out, lse)
+
 
 class SampledCheck(Generic[Outputs]):
     """Runs steps, and compares one in `every`. What differs is logged, and counted in the runner's metrics.

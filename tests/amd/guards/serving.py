@@ -85,8 +85,7 @@ class Serving:
             device=device,
             guards=guards,
         )
-        pages = self.runtime.pool.layer(0)
-        pages.k[1:] = pages.v[1:] = float("nan")
+        self.runtime.pool.layer(0).fill_nan(slice(1, None))
         self.world = World(self.runtime, [problem], torch.Generator().manual_seed(0))
         self._pad_q = pad_q
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
 from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import Encoding, PoolKind, Scales
 from rocm_attn.kernels.refs.attention import paged_decode, paged_extend
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, decode_tiles, extend_tiles
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
@@ -49,6 +51,7 @@ class Case:
     masked:          whether a random packed mask says what each token sees, few keys, all, or none, and where it is
     first_page:      pages of each sequence's row that lie before its keys; nothing: none
     latent:          whether V is the first part of K
+    kv, scales:      the encoding of eight-bit pages, and what shares a factor; None: pages are in dtype
     """
 
     kv_len: Sequence[int]
@@ -66,6 +69,8 @@ class Case:
     slopes: bool = False
     masked: bool = False
     first_page: Sequence[int] = ()
+    kv: Encoding | None = None
+    scales: Scales = Scales.NONE
     latent: bool = False
 
     def decodes(self) -> Case:
@@ -82,6 +87,8 @@ class Tensors:
     q: Tensor
     k_pages: Tensor
     v_pages: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
     table: Tensor
     row_of_seq: Tensor
     kv_len: Tensor
@@ -117,11 +124,18 @@ class Tensors:
             first_page=self.first_page,
         )
 
+    @property
+    def pages(self) -> LayerPages:
+        """K and V pages, with their factors."""
+        kind = PoolKind.LATENT if self.case.latent else PoolKind.SPLIT
+        plain = LayerPages.plain(self.k_pages, self.v_pages, kind=kind)
+        return LayerPages(plain.k, plain.v, replace(plain.format, scales=self.case.scales), self.k_scale, self.v_scale)
+
     def args(self, schedule: Tensor | None = None, workspace: Tensor | None = None) -> AttendArgs:
         """The arguments of a launcher, or of a twin, which reads neither schedule nor workspace."""
         return AttendArgs(
             q=self.q,
-            pages=LayerPages.plain(self.k_pages, self.v_pages),
+            pages=self.pages,
             table=self.table,
             queries=self.queries,
             out=self.out,
@@ -136,7 +150,7 @@ class Tensors:
 def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
     """Random q, K and V. Pages of no sequence, page tails, gaps, and K and V that no token sees are NaN."""
     generator = torch.Generator().manual_seed(seed)
-    (num_q_heads, num_kv_heads), (head_dim, v_head_dim) = case.heads, case.dims
+    num_q_heads, (head_dim, v_head_dim) = case.heads[0], case.dims
     page_size, num_seqs = case.page_size, len(case.kv_len)
     pages_of_seq = [-(-length // page_size) for length in case.kv_len]
     num_pages = sum(pages_of_seq) + 4
@@ -149,8 +163,9 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
         return torch.randn(*shape, generator=generator).to(case.dtype)
 
     q = random(num_tokens, num_q_heads, head_dim)
-    k_pages = _nan(num_pages, page_size, num_kv_heads, head_dim, dtype=case.dtype)
-    v_pages = _nan(num_pages, page_size, num_kv_heads, v_head_dim, dtype=case.dtype)
+    k_side, v_side = (_Side.of(case, num_pages, dim, generator) for dim in case.dims)
+    if case.latent:
+        v_side = replace(k_side, held=k_side.held[..., :v_head_dim])
     # Table entries past a sequence's pages, and rows of no sequence, aim at a page that is NaN.
     first_page = case.first_page or [0] * num_seqs
     width = max([before + pages for before, pages in zip(first_page, pages_of_seq, strict=True)] + [1]) + 1
@@ -163,8 +178,8 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
     drawn: list[bool] = []
     positions: list[int] = []
     for seq, (length, new) in enumerate(zip(case.kv_len, case.q_len, strict=True)):
-        k = random(length, num_kv_heads, head_dim)
-        v = k[..., :v_head_dim] if case.latent else random(length, num_kv_heads, v_head_dim)
+        k = k_side.drawn(length, generator)
+        v = k.first_columns(v_head_dim) if case.latent else v_side.drawn(length, generator)
         seen: list[Sequence[int]]
         if case.masked:
             shown = [_random_keys(length, generator) for _ in range(new)]
@@ -182,16 +197,17 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
             page, first = free.pop(), page_no * page_size
             table[row_of_seq[seq], first_page[seq] + page_no] = page
             in_page = min(page_size, length - first)
-            k_pages[page, :in_page] = k[first : first + in_page]
-            v_pages[page, :in_page] = v[first : first + in_page]
+            k.place(first, k_side, page, in_page)
+            v.place(first, v_side, page, in_page)
         for key in unseen:
             page = int(table[row_of_seq[seq], first_page[seq] + key // page_size])
-            k_pages[page, key % page_size] = v_pages[page, key % page_size] = float("nan")
+            k_side.poison(page, key % page_size)
+            v_side.poison(page, key % page_size)
         for kv_index, keys in zip(range(length - new, length), map(list, seen), strict=True):
             if keys:
                 distance = torch.tensor(keys) - kv_index
                 reference[token], reference_lse[token] = _attend_one(
-                    q[token], k[keys], v[keys], distance, scores, sinks, slopes
+                    q[token], k.values[keys], v.values[keys], distance, scores, sinks, slopes
                 )
             token += 1
 
@@ -199,14 +215,16 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
     lse = torch.full((num_tokens, num_q_heads), UNTOUCHED)
     q_len = torch.tensor(case.q_len, dtype=torch.int32)
     spread = _spread if case.spread else _as_is
-    keys = spread(k_pages.to(device), (2, 0, 1, 3))
-    values = keys[..., :v_head_dim] if case.latent else spread(v_pages.to(device), (1, 0, 2, 3))
+    keys = k_side.pages(device, (2, 0, 1, 3))
+    values = keys[..., :v_head_dim] if case.latent else v_side.pages(device, (1, 0, 2, 3))
     return Tensors(
         case=case,
         scores=scores,
         q=spread(q.to(device), (1, 0, 2)),
         k_pages=keys,
         v_pages=values,
+        k_scale=None if k_side.scale is None else k_side.scale.to(device),
+        v_scale=None if v_side.scale is None else v_side.scale.to(device),
         table=table.to(device),
         row_of_seq=row_of_seq.to(device),
         kv_len=torch.tensor(case.kv_len, dtype=torch.int32).to(device),
@@ -221,6 +239,89 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
         reference=reference.to(device),
         reference_lse=reference_lse.to(device),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """K or V of a sequence: as pages hold it, with the factors of its tokens, and what it is worth, in float64.
+
+    held:   [tokens, kv_heads, dim]
+    factor: [tokens, kv_heads]
+    """
+
+    held: Tensor
+    factor: Tensor
+    values: Tensor
+
+    def first_columns(self, dim: int) -> _Drawn:
+        """The first elements of each row, as latent rows hold V."""
+        return replace(self, held=self.held[..., :dim], values=self.values[..., :dim])
+
+    def place(self, first: int, side: _Side, page: int, tokens: int) -> None:
+        """Put tokens [first, first + tokens) at the beginning of a page."""
+        side.held[page, :tokens] = self.held[first : first + tokens]
+        if side.case.scales is Scales.TOKEN and side.scale is not None:
+            side.scale[page, :tokens] = self.factor[first : first + tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """K pages or V pages, NaN at first; codes as uint8.
+
+    scale: their factors, or None
+    nan:   what is no number in them
+    """
+
+    case: Case
+    held: Tensor
+    scale: Tensor | None
+    nan: float
+
+    @classmethod
+    def of(cls, case: Case, num_pages: int, dim: int, generator: torch.Generator) -> _Side:
+        shape, heads = (num_pages, case.page_size, case.heads[1]), case.heads[1]
+        if case.kv is None:
+            return cls(case, _nan(*shape, dim, dtype=case.dtype), None, float("nan"))
+        nan = 0x80 if case.kv is Encoding.E4M3FNUZ else 0x7F
+        scale = {
+            Scales.NONE: None,
+            Scales.LAYER: _factors(1, generator=generator),
+            Scales.HEAD: _factors(heads, generator=generator),
+            Scales.TOKEN: _nan(*shape, dtype=torch.float32),
+        }[case.scales]
+        return cls(case, torch.full((*shape, dim), nan, dtype=torch.uint8), scale, nan)
+
+    def drawn(self, tokens: int, generator: torch.Generator) -> _Drawn:
+        """Random tokens."""
+        case, heads = self.case, self.case.heads[1]
+        values = torch.randn(tokens, heads, self.held.shape[3], generator=generator)
+        factor = torch.ones(tokens, heads)
+        if case.kv is None:
+            held = values.to(case.dtype)
+            return _Drawn(held, factor, held.double())
+        if case.scales is Scales.TOKEN:
+            factor = _factors(tokens, heads, generator=generator)
+        elif self.scale is not None:
+            factor = factor * self.scale
+        codes = (values / factor[..., None]).clamp(-case.kv.largest, case.kv.largest).to(case.kv.dtype)
+        return _Drawn(codes.view(torch.uint8), factor, codes.double() * factor[..., None].double())
+
+    def poison(self, page: int, offset: int) -> None:
+        """Make a token NaN, and its factors."""
+        self.held[page, offset] = self.nan
+        if self.case.scales is Scales.TOKEN and self.scale is not None:
+            self.scale[page, offset] = float("nan")
+
+    def pages(self, device: torch.device, order: tuple[int, ...]) -> Tensor:
+        """As a launcher takes them; where the case says so with gaps, in memory of another order of dimensions."""
+        held = self.held.to(device)
+        held = _spread(held, order, self.nan) if self.case.spread else held
+        return held if self.case.kv is None else held.view(self.case.kv.dtype)
+
+
+def _factors(*shape: int, generator: torch.Generator) -> Tensor:
+    """Such that a standard deviation of 1 fills most of an encoding."""
+    return 0.01 + 0.03 * torch.rand(shape, generator=generator)
 
 
 def _visible(case: Case, length: int, kv_index: int) -> range:
@@ -281,11 +382,11 @@ def _as_is(values: Tensor, order: tuple[int, ...]) -> Tensor:
     return values
 
 
-def _spread(values: Tensor, order: tuple[int, ...]) -> Tensor:
+def _spread(values: Tensor, order: tuple[int, ...], nan: float = float("nan")) -> Tensor:
     """values in memory of another order of dimensions, with NaN after each row of the last."""
     ordered = values.permute(order)
     rows, columns = ordered.shape[:-1], ordered.shape[-1]
-    memory = torch.full((*rows, columns + 8), float("nan"), dtype=values.dtype, device=values.device)[..., :columns]
+    memory = torch.full((*rows, columns + 8), nan, dtype=values.dtype, device=values.device)[..., :columns]
     return memory.copy_(ordered).permute([order.index(i) for i in range(len(order))])
 
 
@@ -302,13 +403,15 @@ def arch_of(tensors: Tensors) -> str:
 def tiles_for(tensors: Tensors) -> tuple[DecodeTiles, ExtendTiles]:
     """What the tuning table says for the device at hand."""
     arch, case = arch_of(tensors), tensors.case
-    shape = {
+    shape: dict[str, Any] = {
         "gqa_ratio": tensors.gqa_ratio,
         "num_kv_heads": case.heads[1],
         "head_dim": case.dims[0],
         "v_head_dim": case.dims[1],
     }
-    return decode_tiles(arch, **shape, dtype=case.dtype), extend_tiles(arch, **shape, dtype=case.dtype)
+    pairs = case.scales is not Scales.TOKEN
+    decode = decode_tiles(arch, **shape, dtype=case.dtype, pairs=pairs)
+    return decode, extend_tiles(arch, **shape, dtype=case.dtype)
 
 
 def run_decode(tensors: Tensors, *, num_programs: int = 5, tiles: DecodeTiles | None = None) -> None:

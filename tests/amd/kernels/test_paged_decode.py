@@ -48,6 +48,9 @@ GEOMETRIES = {
     "dim_192_128": replace(RAGGED, dims=(192, 128), heads=(2, 1)),
     "dim_64_96": replace(RAGGED, dims=(64, 96)),
     "dim_256": replace(RAGGED, dims=(256, 256), heads=(2, 1)),
+    "dim_320": replace(RAGGED, dims=(320, 320), heads=(2, 1)),
+    "dim_512": replace(RAGGED, dims=(512, 512), heads=(8, 1)),
+    "dim_512_256": replace(RAGGED, dims=(512, 256), heads=(2, 1), spread=True),
     "dim_1_7": replace(RAGGED, dims=(1, 7), heads=(1, 1), page_size=2),
     "spread": replace(RAGGED, heads=(6, 2), dims=(80, 48), page_size=3, spread=True),
     "spread_same": replace(RAGGED, heads=(4, 2), page_size=8, spread=True),
@@ -246,8 +249,8 @@ def test_the_same_step_twice_gives_the_same_bits(kernel_device: torch.device) ->
     [
         (replace(RAGGED, heads=(129, 1)), "129 query heads share a KV head; at most 128 may"),
         (replace(RAGGED, heads=(3, 2)), "3 query heads are not a positive multiple of 2 KV heads"),
-        (replace(RAGGED, dims=(257, 64)), "head_dim is 257; it may be 1 to 256"),
-        (replace(RAGGED, dims=(64, 320)), "v_head_dim is 320; it may be 1 to 256"),
+        (replace(RAGGED, dims=(513, 64)), "head_dim is 513; it may be 1 to 512"),
+        (replace(RAGGED, dims=(64, 640)), "v_head_dim is 640; it may be 1 to 512"),
         (replace(RAGGED, page_size=256), "page_size is 256; it may be 1 to 128"),
         (replace(RAGGED, dtype=torch.float64), r"dtype is torch.float64; it may be torch.bfloat16"),
     ],
@@ -256,14 +259,15 @@ def test_what_no_kernel_serves_is_refused_with_the_reason(case: Case, reason: st
     device = kernel_device
     (num_q_heads, num_kv_heads), (head_dim, v_head_dim) = case.heads, case.dims
     int32 = torch.zeros(3, dtype=torch.int32, device=device)
+    held = torch.float32 if case.dtype == torch.float64 else case.dtype
     tiles = DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1)
     with pytest.raises(ValueError, match=reason):
         launch_paged_decode(
             AttendArgs(
                 torch.zeros(2, num_q_heads, head_dim, dtype=case.dtype, device=device),
                 LayerPages.plain(
-                    torch.zeros(2, case.page_size, num_kv_heads, head_dim, dtype=case.dtype, device=device),
-                    torch.zeros(2, case.page_size, num_kv_heads, v_head_dim, dtype=case.dtype, device=device),
+                    torch.zeros(2, case.page_size, num_kv_heads, head_dim, dtype=held, device=device),
+                    torch.zeros(2, case.page_size, num_kv_heads, v_head_dim, dtype=held, device=device),
                 ),
                 int32[None],
                 Queries(int32[:2], int32[:2], int32, 2, 1, case.page_size),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,9 +20,15 @@ class DenseAttention:
 
     problems: Sequence[Problem]
     head_weights: LayerHeadWeights
+    stored: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def store_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        self.stored[layer] = k, v
+        self.attend(layer, q, out)
+
+    def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
         problem = self.problems[layer]
+        k, v = self.stored[layer]
         k, v = (x.repeat_interleave(problem.gqa_ratio, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * problem.scale
         if problem.logits_soft_cap:

@@ -22,10 +22,51 @@ _GPT_OSS_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4,
 }
+_DEEPSEEK = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 0.707,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+_GEMMA4 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 7,
+    "global_head_dim": 24,
+    "num_global_key_value_heads": 1,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 101,
+    "final_logit_softcapping": 5.0,
+}
 _QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
 
 # name -> transformers' class (less "ForCausalLM") and what is set beyond hf_models.SMALL
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v2": ("DeepseekV2", {**_DEEPSEEK, "topk_method": "group_limited_greedy"}),
+    "deepseek_v3": ("DeepseekV3", _DEEPSEEK),
     "gemma2": (
         "Gemma2",
         {
@@ -42,6 +83,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 7,
             "layer_types": _PATTERN,
             "rope_parameters": _GEMMA3_ROPE,
+        },
+    ),
+    "gemma4": ("Gemma4", _GEMMA4),
+    "gemma4_experts": (
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "num_kv_shared_layers": 0,
+            "use_double_wide_mlp": False,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 20,
         },
     ),
     "gpt_oss": (

@@ -10,7 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from rocm_attn.runner.attention_weights import HeadWeights
 from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.mlp_weights import DenseWeights
+from rocm_attn.runner.weights import LayerWeights
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -25,11 +28,11 @@ class Float64Llama:
         self._layers = [
             {
                 "attention_norm": _array(layer.attention_norm),
-                "qkv": _array(layer.qkv),
-                "out": _array(layer.out),
+                "qkv": _array(_of_heads(layer).qkv),
+                "out": _array(layer.attention.out),
                 "mlp_norm": _array(layer.mlp_norm),
-                "gate_up": _array(layer.mlp.gate_up),
-                "down": _array(layer.mlp.down),
+                "gate_up": _array(_of_dense(layer).gate_up),
+                "down": _array(_of_dense(layer).down),
             }
             for layer in weights.layers
         ]
@@ -88,3 +91,13 @@ def assert_greedy(model: Float64Llama, prompt: Sequence[int], token_ids: Sequenc
         logits = model.logits((*prompt, *token_ids[:-1]))[len(prompt) - 1 :]
         short = logits.max(1) - logits[np.arange(len(token_ids)), np.array(token_ids)]
         assert short.max() <= margin, f"token {int(short.argmax())} of {list(token_ids)} after {list(prompt)}"
+
+
+def _of_heads(layer: LayerWeights) -> HeadWeights:
+    assert isinstance(layer.attention, HeadWeights)
+    return layer.attention
+
+
+def _of_dense(layer: LayerWeights) -> DenseWeights:
+    assert isinstance(layer.mlp, DenseWeights)
+    return layer.mlp

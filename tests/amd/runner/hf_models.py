@@ -25,6 +25,10 @@ SMALL: dict[str, Any] = {
 }
 
 
+# What a file holds beside parameters.
+LEARNED_BUFFERS = ("e_score_correction_bias", "layer_scalar")
+
+
 def small_hf_config(family: str, **changes: Any) -> Any:
     """A transformers config. family: "Llama", "Qwen2", "Qwen3", "Mistral" ..."""
     return getattr(transformers, f"{family}ForCausalLM").config_class(**{**SMALL, **changes})
@@ -44,6 +48,9 @@ def small_hf_model(family: str, **changes: Any) -> Any:
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.normal_(0, 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith(LEARNED_BUFFERS):
+                buffer.uniform_(0.5, 1.5)
     return model
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from rocm_attn.errors import BadModel, Unsupported
-from rocm_attn.runner.config import DenseMlp, LayerConfig
+from rocm_attn.runner.config import HeadProjections, LayerConfig
 from rocm_attn.runner.families import DECODERS, attention_geometry
 from rocm_attn.runner.fields import Fields, read_json
 from rocm_attn.runner.gates import SwiGLU
 from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.hf_config import config_from_json
+from rocm_attn.runner.mlp_config import DenseMlp
 from rocm_attn.runner.rope import LinearScaling, Llama3Scaling, NoScaling, Rope, YarnScaling
 from rocm_attn.runner.weights import expected_shapes
 from tests.amd.runner.hf_models import small_hf_config
@@ -70,7 +71,7 @@ def test_a_published_llama_config_is_read_completely() -> None:
     assert config.hidden_size == 4096
     assert (config.vocab_size, config.context_len, config.rms_norm_eps) == (128256, 131072, 1e-5)
     assert config.eos_token_ids == (128001, 128008, 128009)
-    assert (config.qkv_bias, config.out_bias, config.qk_norm, config.tied_embeddings) == (False,) * 4
+    assert not config.tied_embeddings
     extras = (config.out_norms, config.norm_offset, config.embedding_scale, config.logits_soft_cap)
     assert extras == (False, 0.0, 1.0, 0.0)
 
@@ -123,8 +124,8 @@ def test_what_transformers_writes_is_read(family: str, tmp_path: Path) -> None:
     assert config.layers[0].attention.head_dim == hf_config.head_dim
     assert config.context_len == hf_config.max_position_embeddings
     assert config.tied_embeddings
-    assert config.qkv_bias == (family == "Qwen2")
-    assert config.qk_norm == (family == "Qwen3")
+    projections = HeadProjections(qkv_bias=family == "Qwen2", qk_norm=family == "Qwen3")
+    assert {layer.projections for layer in config.layers} == {projections}
     assert config.eos_token_ids == (2,)
 
 
@@ -134,9 +135,10 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
     assert all(name in str(refusal.value) for name in ("MixtralForCausalLM", *DECODERS))
 
 
-def test_latent_attention_is_refused() -> None:
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "KimiForCausalLM"])
+def test_latent_attention_of_other_architectures_is_refused(architecture: str) -> None:
     with pytest.raises(Unsupported, match="latent attention"):
-        config_from_json({**LLAMA31, "architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512})
+        config_from_json({**LLAMA31, "architectures": [architecture], "kv_lora_rank": 512})
 
 
 @pytest.mark.parametrize(

@@ -8,19 +8,21 @@ from itertools import product
 import pytest
 import torch
 
-from rocm_attn.runner.config import DenseMlp, ExpertMlp, ExpertTensors, LayerConfig
+from rocm_attn.runner.config import LayerConfig
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.gates import ClampedSwiGLU, GeGLU, SwiGLU
 from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.mlp_config import DenseMlp, ExpertMlp, ExpertTensors
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.rope import LinearScaling, Rope
+from rocm_attn.runner.routing import Routing
 from tests.amd.runner.dense_attention import dense_logits
 from tests.amd.runner.test_engine import some_requests
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 
-_EACH = ExpertMlp(4, 2, 12, SwiGLU(), has_bias=False, normalised=False, tensors=ExpertTensors.EACH)
-_STACKED = ExpertMlp(3, 2, 10, ClampedSwiGLU(2.0, 1.5), has_bias=True, normalised=True, tensors=ExpertTensors.STACKED)
+_EACH = ExpertMlp(Routing(4, 2, normalised=False), 12, SwiGLU(), ExpertTensors.EACH)
+_STACKED = ExpertMlp(Routing(3, 2, normalised=True), 10, ClampedSwiGLU(2.0, 1.5), ExpertTensors.STACKED, has_bias=True)
 _WINDOWED = LayerConfig(AttentionLayer(4, 2, 8, scale=0.4, window_left=5), Rope(1e4, 8), DenseMlp(40, SwiGLU()))
 LAYERS = (
     _WINDOWED,

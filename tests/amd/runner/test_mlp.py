@@ -9,67 +9,119 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadModel
-from rocm_attn.runner.config import ExpertMlp, ExpertTensors
 from rocm_attn.runner.gates import ClampedSwiGLU, Gate, GeGLU, SwiGLU
-from rocm_attn.runner.linears import AllRows
-from rocm_attn.runner.mlp import expert_shares, inner_and_bias
-from rocm_attn.runner.mlp_weights import MlpWeights
+from rocm_attn.runner.linears import AllRows, BlocksOfRows, Linears
+from rocm_attn.runner.mlp import experts_sum
+from rocm_attn.runner.mlp_config import ExpertMlp, ExpertTensors
+from rocm_attn.runner.mlp_weights import DenseWeights, ExpertWeights
+from rocm_attn.runner.routing import ExpertScores, Routing
 from tests.amd.tolerances import assert_layers_close
 
-EXPERTS, INNER, HIDDEN = 5, 6, 8
-MLP = ExpertMlp(EXPERTS, 2, INNER, SwiGLU(), has_bias=True, normalised=True, tensors=ExpertTensors.STACKED)
+# a whole vector of a CPU in each row: what is left of one is computed by other instructions
+EXPERTS, INNER, HIDDEN, SHARED = 5, 16, 8, 7
+MLP = ExpertMlp(Routing(EXPERTS, 2, normalised=True), INNER, SwiGLU(), ExpertTensors.STACKED, has_bias=True)
 
 
-def random_weights() -> MlpWeights:
-    return MlpWeights(
-        gate_up=torch.randn(2 * EXPERTS * INNER, HIDDEN),
-        gate_up_bias=torch.randn(2 * EXPERTS * INNER),
-        down=torch.randn(HIDDEN, EXPERTS * INNER),
-        down_bias=torch.randn(EXPERTS, HIDDEN),
+def random_weights() -> ExpertWeights:
+    return ExpertWeights(
         router=torch.randn(EXPERTS, HIDDEN),
         router_bias=torch.randn(EXPERTS),
+        correction=None,
+        share_scale=None,
+        gate_up=torch.randn(EXPERTS, 2 * INNER, HIDDEN),
+        gate_up_bias=torch.randn(EXPERTS, 2 * INNER),
+        down=torch.randn(EXPERTS, HIDDEN, INNER),
+        down_bias=torch.randn(EXPERTS, HIDDEN),
+        shared=None,
     )
 
 
-def output(x: Tensor, mlp: ExpertMlp, weights: MlpWeights) -> Tensor:
-    inner, bias = inner_and_bias(x, mlp, weights, AllRows())
-    assert bias is not None
-    return inner @ weights.down.t() + bias
+def output(x: Tensor, mlp: ExpertMlp, weights: ExpertWeights, linears: Linears | None = None) -> Tensor:
+    return experts_sum(x, x, mlp, weights, AllRows() if linears is None else linears)
 
 
-def one_expert(x: Tensor, expert: int, gate: Gate, weights: MlpWeights) -> Tensor:
+def one_expert(x: Tensor, expert: int, gate: Gate, weights: ExpertWeights) -> Tensor:
     """Float64 [hidden]: what one expert makes of one token."""
-    rows = slice(expert * INNER, (expert + 1) * INNER)
-    matrices = weights.gate_up.double().view(2, EXPERTS * INNER, HIDDEN)[:, rows]
     assert weights.gate_up_bias is not None
     assert weights.down_bias is not None
-    biases = weights.gate_up_bias.double().view(2, EXPERTS * INNER)[:, rows]
-    gate_product, up = (matrices[side] @ x.double() + biases[side] for side in (0, 1))
-    return weights.down.double()[:, rows] @ gate.mix(gate_product, up) + weights.down_bias[expert].double()
+    products = weights.gate_up[expert].double() @ x.double() + weights.gate_up_bias[expert].double()
+    inner = gate.mix(products[:INNER], products[INNER:])
+    return weights.down[expert].double() @ inner + weights.down_bias[expert].double()
 
 
+def logits_of(token: Tensor, weights: ExpertWeights) -> Tensor:
+    assert weights.router_bias is not None
+    return (weights.router @ token + weights.router_bias).double()
+
+
+@pytest.mark.parametrize("linears", [AllRows(), BlocksOfRows()], ids=lambda linears: type(linears).__name__)
 @pytest.mark.parametrize("gate", [SwiGLU(), GeGLU(), ClampedSwiGLU(limit=0.7, alpha=1.3)], ids=str)
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize("num_chosen", [1, 2, EXPERTS])
-def test_a_token_gets_its_chosen_experts_in_their_shares(num_chosen: int, normalised: bool, gate: Gate) -> None:
-    mlp = replace(MLP, num_chosen=num_chosen, normalised=normalised, gate=gate)
+def test_a_token_gets_its_chosen_experts_in_their_shares(
+    num_chosen: int, normalised: bool, gate: Gate, linears: Linears
+) -> None:
+    mlp = replace(MLP, routing=Routing(EXPERTS, num_chosen, normalised), gate=gate)
     weights, x = random_weights(), torch.randn(7, HIDDEN)
-    assert weights.router is not None
-    assert weights.router_bias is not None
     expected = []
     for token in x:
-        logits = (weights.router @ token + weights.router_bias).double()
+        logits = logits_of(token, weights)
         chosen = logits.argsort(descending=True)[:num_chosen].tolist()
         parts = logits.exp()
         whole = parts[chosen].sum() if normalised else parts.sum()
-        expected.append(sum(parts[e] / whole * one_expert(token, e, gate, weights) for e in chosen))
-    assert_layers_close(output(x, mlp, weights), torch.stack(expected).float())
+        of_experts = [parts[e] / whole * one_expert(token, e, gate, weights) for e in chosen]
+        expected.append(torch.stack(of_experts).sum(0))
+    assert_layers_close(output(x, mlp, weights, linears), torch.stack(expected).float())
 
 
-def test_shares_of_normalised_experts_sum_to_one_and_the_others_are_zero() -> None:
-    shares = expert_shares(torch.randn(11, EXPERTS), MLP)
+def test_every_token_takes_what_is_shared_and_its_own_scale_of_an_expert() -> None:
+    mlp, weights, x = replace(MLP, shared_size=SHARED), random_weights(), torch.randn(7, HIDDEN)
+    shared = DenseWeights(torch.randn(2 * SHARED, HIDDEN), None, torch.randn(HIDDEN, SHARED), None)
+    scales = torch.rand(EXPERTS)
+    expected = []
+    for token in x:
+        logits = logits_of(token, weights)
+        chosen = logits.argsort(descending=True)[:2].tolist()
+        share = logits[chosen].softmax(-1)
+        parts = [
+            weight * scales[e].double() * one_expert(token, e, SwiGLU(), weights)
+            for e, weight in zip(chosen, share, strict=True)
+        ]
+        gate, up = (shared.gate_up.double() @ token.double()).chunk(2)
+        expected.append(sum(parts) + shared.down.double() @ (gate * gate.sigmoid() * up))
+    result = output(x, mlp, replace(weights, shared=shared, share_scale=scales))
+    assert_layers_close(result, torch.stack(expected).float())
+
+
+def test_the_bits_of_a_token_depend_on_no_other_token_where_that_is_asked_for() -> None:
+    weights, x = random_weights(), torch.randn(37, HIDDEN)
+    together = output(x, MLP, weights, BlocksOfRows())
+    for first, end in ((0, 1), (3, 20), (36, 37)):
+        assert torch.equal(output(x[first:end], MLP, weights, BlocksOfRows()), together[first:end])
+
+
+@pytest.mark.parametrize("scores", ExpertScores)
+def test_experts_are_chosen_within_the_best_groups_and_a_correction_changes_no_share(scores: ExpertScores) -> None:
+    """Six experts in three groups, token by token."""
+    routing = Routing(
+        6, 2, True, scores, num_groups=3, num_groups_chosen=1, best_of_group=2, scale=2.5, has_correction=True
+    )
+    logits, correction = torch.randn(50, 6), torch.randn(6)
+    experts, shares = routing.choose(logits, correction)
+    for token, (expert, share) in enumerate(zip(experts.tolist(), shares, strict=True)):
+        score = (
+            logits[token].double().sigmoid() if scores is ExpertScores.SIGMOID else logits[token].double().softmax(0)
+        )
+        ranks = (score + correction.double()).tolist()
+        best = max(range(3), key=lambda group: ranks[2 * group] + ranks[2 * group + 1])
+        assert set(expert) == {2 * best, 2 * best + 1}
+        torch.testing.assert_close(share.double(), 2.5 * score[expert] / score[expert].sum(), atol=1e-6, rtol=1e-5)
+
+
+def test_shares_of_normalised_experts_sum_to_one() -> None:
+    experts, shares = MLP.routing.choose(torch.randn(11, EXPERTS), None)
     torch.testing.assert_close(shares.sum(-1), torch.ones(11))
-    assert ((shares > 0).sum(-1) == MLP.num_chosen).all()
+    assert all(len(set(of_token)) == 2 for of_token in experts.tolist())
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
@@ -78,19 +130,33 @@ def test_an_expert_that_overflows_harms_no_token_that_did_not_choose_it(bad: flo
     assert weights.router_bias is not None
     weights.router_bias[3] = -1e6
     expected = output(x, MLP, weights)
-    weights.gate_up.view(2, EXPERTS, INNER, HIDDEN)[:, 3] = bad
+    weights.gate_up[3] = bad
     torch.testing.assert_close(output(x, MLP, weights), expected, atol=0, rtol=0)
 
 
 def test_a_token_that_is_not_finite_harms_no_other() -> None:
     weights, x = random_weights(), torch.randn(9, HIDDEN)
-    expected = output(x, MLP, weights)
+    expected = output(x, MLP, weights, BlocksOfRows())
     x[4] = float("nan")
     rest = [token for token in range(9) if token != 4]
-    torch.testing.assert_close(output(x, MLP, weights)[rest], expected[rest], atol=0, rtol=0)
+    torch.testing.assert_close(output(x, MLP, weights, BlocksOfRows())[rest], expected[rest], atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("num_chosen", [0, EXPERTS + 1])
 def test_more_experts_a_token_than_there_are_is_refused(num_chosen: int) -> None:
     with pytest.raises(BadModel, match=f"{num_chosen} experts a token of 5 experts"):
-        replace(MLP, num_chosen=num_chosen)
+        replace(MLP.routing, num_chosen=num_chosen)
+
+
+@pytest.mark.parametrize(
+    ("groups", "sentence"),
+    [
+        ({"num_groups": 4}, "1 of 4 groups of 6 experts"),
+        ({"num_groups": 2, "num_groups_chosen": 3}, "3 of 2 groups"),
+        ({"num_groups": 3, "num_chosen": 3}, "3 experts a token out of 1 groups of 2"),
+        ({"num_groups": 6, "best_of_group": 2}, "each at least 2"),
+    ],
+)
+def test_groups_that_cannot_hold_what_is_chosen_are_refused(groups: dict[str, int], sentence: str) -> None:
+    with pytest.raises(BadModel, match=sentence):
+        replace(Routing(6, 2, normalised=True), **groups)  # type: ignore[arg-type]

@@ -9,12 +9,23 @@ import pytest
 import torch
 
 from rocm_attn.errors import BadModel, Unsupported
-from rocm_attn.runner.config import DenseMlp, ExpertMlp, ExpertTensors, LayerConfig
+from rocm_attn.runner.config import HeadProjections, LatentProjections, LayerConfig, OwnInputs
 from rocm_attn.runner.families import attention_geometry
 from rocm_attn.runner.gates import ClampedSwiGLU, GeGLU, SwiGLU
 from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.hf_config import config_from_json
-from rocm_attn.runner.rope import LinearScaling, NoScaling, Rope, YarnScaling, yarn_attention_factor
+from rocm_attn.runner.mlp_config import DenseMlp, ExpertMlp, ExpertTensors
+from rocm_attn.runner.rope import (
+    LinearScaling,
+    NoScaling,
+    ProportionalScaling,
+    Rope,
+    YarnScaling,
+    yarn_attention_factor,
+)
+from rocm_attn.runner.routing import ExpertScores, Routing
+
+NORMED = HeadProjections(qk_norm=True)
 
 # almost everything is left to the class
 GEMMA3_4B: dict[str, Any] = {
@@ -186,15 +197,25 @@ GEMMA3N_E2B: dict[str, Any] = {
 }
 
 
-# of what is not about attention only some
 DEEPSEEK_V2_LITE: dict[str, Any] = {
     "architectures": ["DeepseekV2ForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 100000,
+    "eos_token_id": 100001,
     "first_k_dense_replace": 1,
+    "hidden_act": "silu",
     "hidden_size": 2048,
+    "intermediate_size": 10944,
     "kv_lora_rank": 512,
     "max_position_embeddings": 163840,
     "model_type": "deepseek_v2",
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
     "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
     "num_hidden_layers": 27,
     "num_key_value_heads": 16,
     "q_lora_rank": None,
@@ -210,21 +231,39 @@ DEEPSEEK_V2_LITE: dict[str, Any] = {
         "type": "yarn",
     },
     "rope_theta": 10000,
+    "rms_norm_eps": 1e-6,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "greedy",
     "v_head_dim": 128,
+    "vocab_size": 102400,
 }
 
 DEEPSEEK_V3: dict[str, Any] = {
     **DEEPSEEK_V2_LITE,
     "architectures": ["DeepseekV3ForCausalLM"],
     "first_k_dense_replace": 3,
+    "eos_token_id": 1,
     "hidden_size": 7168,
+    "intermediate_size": 18432,
     "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
     "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
     "num_hidden_layers": 61,
     "num_key_value_heads": 128,
     "num_nextn_predict_layers": 1,
     "q_lora_rank": 1536,
     "rope_scaling": {**DEEPSEEK_V2_LITE["rope_scaling"], "mscale": 1.0, "mscale_all_dim": 1.0},
+    "routed_scaling_factor": 2.5,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "vocab_size": 129280,
 }
 
 
@@ -249,27 +288,68 @@ def test_deepseek_keeps_one_latent_row_a_token(
     assert attention_geometry(flat).layers[0].scale == 192**-0.5
 
 
-@pytest.mark.parametrize("published", [DEEPSEEK_V2_LITE, DEEPSEEK_V3], ids=["V2-Lite", "V3"])
-def test_the_runner_runs_no_latent_attention(published: dict[str, Any]) -> None:
-    with pytest.raises(Unsupported, match="uses multi-head latent attention"):
-        config_from_json(published)
+def test_deepseek_v2_lite_takes_six_experts_after_one_dense_layer() -> None:
+    config = config_from_json(DEEPSEEK_V2_LITE)
+    assert config.layers[0].mlp == DenseMlp(10944, SwiGLU())
+    routing = Routing(64, 6, normalised=False, in_float32=True)
+    experts = ExpertMlp(routing, 1408, SwiGLU(), ExpertTensors.EACH, shared_size=2816)
+    assert {layer.mlp for layer in config.layers[1:]} == {experts}
+    rows = LatentProjections(q_rank=0, nope_dim=128, v_dim=128, interleaved=True, has_bias=False)
+    assert {layer.projections for layer in config.layers} == {rows}
+    # with mscale equal to mscale_all_dim, cos and sin keep their size
+    assert {layer.rope for layer in config.layers} == {Rope(10000.0, 64, YarnScaling(40.0, 4096, 1.0))}
+
+
+def test_deepseek_v3_takes_eight_experts_of_four_groups_after_three_dense_layers() -> None:
+    config = config_from_json(DEEPSEEK_V3)
+    assert {layer.mlp for layer in config.layers[:3]} == {DenseMlp(18432, SwiGLU())}
+    routing = Routing(
+        256,
+        8,
+        normalised=True,
+        scores=ExpertScores.SIGMOID,
+        num_groups=8,
+        num_groups_chosen=4,
+        best_of_group=2,
+        scale=2.5,
+        has_correction=True,
+        in_float32=True,
+    )
+    experts = ExpertMlp(routing, 2048, SwiGLU(), ExpertTensors.EACH, shared_size=2048)
+    assert {layer.mlp for layer in config.layers[3:]} == {experts}
+    rows = LatentProjections(q_rank=1536, nope_dim=128, v_dim=128, interleaved=True, has_bias=False)
+    assert {layer.projections for layer in config.layers} == {rows}
+    assert config.num_extra_layers == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'; the runner knows 'greedy'"),
+        ({"norm_topk_prob": True}, "norm_topk_prob is true"),
+        ({"n_shared_experts": -1}, "n_shared_experts is -1"),
+    ],
+)
+def test_what_deepseek_v2_has_not_is_refused(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(BadModel, match=sentence):
+        config_from_json({**DEEPSEEK_V2_LITE, **changes})
 
 
 def test_gemma_3_with_images_is_its_text_model() -> None:
     config, mlp = config_from_json(GEMMA3_4B), DenseMlp(10240, GeGLU())
-    windowed = LayerConfig(AttentionLayer(8, 4, 256, scale=1 / 16, window_left=1023), Rope(1e4, 256), mlp)
-    full = LayerConfig(AttentionLayer(8, 4, 256, scale=1 / 16), Rope(1e6, 256, LinearScaling(8.0)), mlp)
+    windowed = LayerConfig(AttentionLayer(8, 4, 256, scale=1 / 16, window_left=1023), Rope(1e4, 256), mlp, NORMED)
+    full = LayerConfig(AttentionLayer(8, 4, 256, scale=1 / 16), Rope(1e6, 256, LinearScaling(8.0)), mlp, NORMED)
     assert config.layers == tuple(full if layer % 6 == 5 else windowed for layer in range(34))
     assert (config.hidden_size, config.vocab_size, config.context_len) == (2560, 262208, 131072)
     assert (config.tied_embeddings, config.eos_token_ids, config.rms_norm_eps) == (True, (1, 106), 1e-6)
-    assert (config.qk_norm, config.out_norms, config.norm_offset, config.logits_soft_cap) == (True, True, 1.0, 0.0)
+    assert (config.out_norms, config.norm_offset, config.logits_soft_cap) == (True, 1.0, 0.0)
     assert config.embedding_scale == 2560**0.5
 
 
 def test_gemma_3_without_images_needs_no_scaling() -> None:
     config, mlp = config_from_json(GEMMA3_1B), DenseMlp(6912, GeGLU())
-    windowed = LayerConfig(AttentionLayer(4, 1, 256, scale=1 / 16, window_left=511), Rope(1e4, 256), mlp)
-    full = LayerConfig(AttentionLayer(4, 1, 256, scale=1 / 16), Rope(1e6, 256), mlp)
+    windowed = LayerConfig(AttentionLayer(4, 1, 256, scale=1 / 16, window_left=511), Rope(1e4, 256), mlp, NORMED)
+    full = LayerConfig(AttentionLayer(4, 1, 256, scale=1 / 16), Rope(1e6, 256), mlp, NORMED)
     assert config.layers == tuple(full if layer % 6 == 5 else windowed for layer in range(26))
     assert (config.vocab_size, config.context_len, config.tied_embeddings) == (262144, 32768, True)
 
@@ -279,28 +359,28 @@ def test_gemma_2_caps_scores_and_logits() -> None:
     attention = AttentionLayer(8, 4, 256, scale=1 / 16, window_left=4095, logits_soft_cap=50.0)
     assert config.layers[0] == LayerConfig(attention, Rope(1e4, 256), DenseMlp(9216, GeGLU()))
     assert [layer.attention.window_left for layer in config.layers] == [4095, -1] * 13
-    assert (config.qk_norm, config.out_norms, config.norm_offset, config.logits_soft_cap) == (False, True, 1.0, 30.0)
+    assert (config.out_norms, config.norm_offset, config.logits_soft_cap) == (True, 1.0, 30.0)
     assert config.tied_embeddings
 
 
 def test_gpt_oss_has_sinks_biases_and_experts() -> None:
     config = config_from_json(GPT_OSS)
     gate = ClampedSwiGLU(limit=7.0, alpha=1.702)
-    experts = ExpertMlp(32, 4, 2880, gate, has_bias=True, normalised=True, tensors=ExpertTensors.STACKED)
+    experts = ExpertMlp(Routing(32, 4, normalised=True), 2880, gate, ExpertTensors.STACKED, has_bias=True)
     scaling = YarnScaling(32.0, 4096, yarn_attention_factor(32.0), truncate=False)
     attention = AttentionLayer(64, 8, 64, scale=0.125, window_left=127, has_sinks=True)
-    assert config.layers[0] == LayerConfig(attention, Rope(150000.0, 64, scaling), experts)
+    biased = HeadProjections(qkv_bias=True, out_bias=True)
+    assert config.layers[0] == LayerConfig(attention, Rope(150000.0, 64, scaling), experts, biased)
     assert [layer.attention.window_left for layer in config.layers] == [127, -1] * 12
-    assert (config.qkv_bias, config.out_bias, config.tied_embeddings) == (True, True, False)
+    assert not config.tied_embeddings
     assert (config.out_norms, config.norm_offset, config.embedding_scale) == (False, 0.0, 1.0)
 
 
 def test_qwen_3_with_experts_in_every_layer() -> None:
     config = config_from_json(QWEN3_30B_A3B)
-    experts = ExpertMlp(128, 8, 768, SwiGLU(), has_bias=False, normalised=True, tensors=ExpertTensors.EACH)
-    layer = LayerConfig(AttentionLayer(32, 4, 128, scale=128**-0.5), Rope(1e6, 128, NoScaling()), experts)
+    experts = ExpertMlp(Routing(128, 8, normalised=True), 768, SwiGLU(), ExpertTensors.EACH)
+    layer = LayerConfig(AttentionLayer(32, 4, 128, scale=128**-0.5), Rope(1e6, 128, NoScaling()), experts, NORMED)
     assert config.layers == (layer,) * 48
-    assert (config.qk_norm, config.qkv_bias, config.out_bias) == (True, False, False)
 
 
 @pytest.mark.parametrize(("published", "periods"), [(GEMMA3N_E4B, 3), (GEMMA3N_E2B, 2)], ids=["E4B", "E2B"])
@@ -352,3 +432,68 @@ def test_what_a_family_does_not_allow_is_refused_in_one_sentence(
 ) -> None:
     with pytest.raises(BadModel, match=sentence):
         config_from_json({**published, **changes})
+
+
+GEMMA4_E2B: dict[str, Any] = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "model_type": "gemma4",
+    "text_config": {
+        "attention_k_eq_v": False,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_size": 1536,
+        "hidden_size_per_layer_input": 256,
+        "intermediate_size": 6144,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        "model_type": "gemma4_text",
+        "num_attention_heads": 8,
+        "num_global_key_value_heads": None,
+        "num_hidden_layers": 35,
+        "num_key_value_heads": 1,
+        "num_kv_shared_layers": 20,
+        "sliding_window": 512,
+        "use_bidirectional_attention": "vision",
+        "use_double_wide_mlp": True,
+    },
+}
+
+
+def test_gemma_4_has_larger_heads_without_a_window_and_reads_kv_of_earlier_layers() -> None:
+    config = config_from_json(GEMMA4_E2B)
+    windowed = AttentionLayer(8, 1, 256, scale=1.0, window_left=511)
+    full = AttentionLayer(8, 1, 512, scale=1.0)
+    assert [layer.attention for layer in config.layers] == [full if at % 5 == 4 else windowed for at in range(35)]
+    assert config.reads == (*range(15), *(14 if at % 5 == 4 else 13 for at in range(15, 35)))
+    assert [layer.mlp.sizes[0] for layer in config.layers] == [6144] * 15 + [12288] * 20
+    ropes = Rope(1e4, 256), Rope(1e6, 512, ProportionalScaling(0.25))
+    assert [layer.rope for layer in config.layers[3:5]] == list(ropes)
+    assert config.own_inputs == OwnInputs(256, 262144)
+    assert (config.out_norms, config.norm_offset, config.has_layer_factors, config.logits_soft_cap) == (
+        True,
+        0.0,
+        True,
+        30.0,
+    )
+    assert config.embedding_scale == 1536**0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "sentence"),
+    [
+        ({"use_bidirectional_attention": "all"}, Unsupported, "only causal attention of text"),
+        ({"vocab_size_per_layer_input": 100}, BadModel, "every token needs inputs of its own"),
+        ({"hidden_size_per_layer_input": -1}, BadModel, "hidden_size_per_layer_input is -1"),
+        ({"num_kv_shared_layers": 35}, BadModel, "num_kv_shared_layers is 35 of num_hidden_layers 35"),
+        ({"num_key_value_heads": 3}, BadModel, "not a multiple of the 3 KV heads of layer 0"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 1.5}}},
+            BadModel,
+            "partial_rotary_factor is 1.5; it must be at most 1",
+        ),
+    ],
+)
+def test_what_gemma_4_has_not_is_refused(changes: dict[str, Any], error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error, match=sentence):
+        config_from_json({**GEMMA4_E2B, "text_config": {**GEMMA4_E2B["text_config"], **changes}})

@@ -29,6 +29,8 @@ def rope_of(config: Any) -> Rope:
         {**YARN, "original_max_position_embeddings": 4096, "truncate": False},
         {**YARN, "mscale": 0.707, "mscale_all_dim": 0.5},
         {**YARN, "factor": 1.0},
+        {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.6, "factor": 8.0},
     ],
     ids=str,
 )

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from rocm_attn.runner.chat_template import ChatTemplate
-from rocm_attn.runner.config import DenseMlp, LayerConfig, ModelConfig
+from rocm_attn.runner.config import LayerConfig, ModelConfig
 from rocm_attn.runner.gates import SwiGLU
 from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.mlp_config import DenseMlp
 from rocm_attn.runner.ranks import ONE_RANK, Ranks
 from rocm_attn.runner.rope import Rope
 from rocm_attn.runner.tensors import Shape

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rocm_attn.runner.config import DenseMlp, LayerConfig
+from rocm_attn.runner.config import LayerConfig
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.gates import SwiGLU
 from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.measured_memory import TorchMemory
+from rocm_attn.runner.mlp_config import DenseMlp
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Request
 from rocm_attn.runner.rope import Rope

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rocm_attn.runner.attention_weights import HeadWeights
 from rocm_attn.runner.config import ModelConfig
 from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.mlp_weights import DenseWeights
 from rocm_attn.runner.rope import NoScaling
 from rocm_attn.runner.weights import LayerWeights
 
@@ -41,7 +43,7 @@ def _hf_config(config: ModelConfig) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=layer.mlp.intermediate_size,
+        intermediate_size=layer.mlp.sizes[0],
         num_hidden_layers=config.num_layers,
         num_attention_heads=layer.attention.num_q_heads,
         num_key_value_heads=layer.attention.num_kv_heads,
@@ -56,18 +58,21 @@ def _hf_config(config: ModelConfig) -> LlamaConfig:
 
 def _hf_tensors(heads: AttentionLayer, weights: LayerWeights) -> dict[str, Tensor]:
     sizes = [heads.num_q_heads * heads.head_dim, *[heads.num_kv_heads * heads.head_dim] * 2]
-    q, k, v = torch.split(weights.qkv, sizes)
-    gate, up = torch.chunk(weights.mlp.gate_up, 2)
+    attention, mlp = weights.attention, weights.mlp
+    assert isinstance(attention, HeadWeights)
+    assert isinstance(mlp, DenseWeights)
+    q, k, v = torch.split(attention.qkv, sizes)
+    gate, up = torch.chunk(mlp.gate_up, 2)
     return {
         "input_layernorm.weight": weights.attention_norm,
         "self_attn.q_proj.weight": q,
         "self_attn.k_proj.weight": k,
         "self_attn.v_proj.weight": v,
-        "self_attn.o_proj.weight": weights.out,
+        "self_attn.o_proj.weight": attention.out,
         "post_attention_layernorm.weight": weights.mlp_norm,
         "mlp.gate_proj.weight": gate,
         "mlp.up_proj.weight": up,
-        "mlp.down_proj.weight": weights.mlp.down,
+        "mlp.down_proj.weight": mlp.down,
     }
 
 

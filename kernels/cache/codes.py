@@ -1,0 +1,193 @@
+"""Eight-bit codes to numbers and back, exactly, on every target and under the interpreter.
+
+    value of a code: (-1)^sign * 2^(exponent - bias) * (1 + mantissa / 2^m);  exponent 0: 2^(1 - bias) * mantissa / 2^m
+
+                 exponent bits, m    bias    largest    NaN           source
+    E4M3FN       4, 3                7       448        0x7f, 0xff    OCP OFP8 specification, revision 1.0
+    E4M3FNUZ     4, 3                8       240        0x80          gfx942's instruction set: no negative zero
+    E5M2         5, 2                15      57344      as float16    OCP OFP8 specification: float16 cut short
+
+A number becomes the nearest code, the even one of two; beyond the largest it becomes the largest. Every code that is a
+number is exact in bfloat16, float16 and float32.
+
+Where a target has an instruction for an encoding it is used; elsewhere integer arithmetic does the same, bit for bit.
+Triton's own casts are asked for nothing else: on AMD some take 40 instructions an element (3.6 to 3.9), on sm_90 that
+to bfloat16 takes one of a sixteenth of the rate, E4M3FNUZ is not there, and casts that gfx950 lacks end the process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.language.target_info import current_target, is_cuda
+from triton.runtime.jit import constexpr_function
+
+from rocm_attn.kernels.cache.page_format import Encoding
+
+_E4M3FN = tl.constexpr(Encoding.E4M3FN.value)
+_E4M3FNUZ = tl.constexpr(Encoding.E4M3FNUZ.value)
+_E5M2 = tl.constexpr(Encoding.E5M2.value)
+_LARGEST = {encoding.value: encoding.largest for encoding in Encoding}
+# Smallest normal exponent, and mantissa bits.
+_FIELDS = {Encoding.E4M3FN.value: (-6, 3), Encoding.E4M3FNUZ.value: (-7, 3), Encoding.E5M2.value: (-14, 2)}
+_OCP = (Encoding.E4M3FN.value, Encoding.E5M2.value)
+_TYPES = {
+    Encoding.E4M3FN.value: tl.float8e4nv,
+    Encoding.E4M3FNUZ.value: tl.float8e4b8,
+    Encoding.E5M2.value: tl.float8e5,
+}
+# A row of smaller values has this scale: its reciprocal, and the product of both with any code, stay normal.
+_SMALLEST_SCALE = tl.constexpr(2.0**-100)
+
+
+@constexpr_function
+def is_coded(encoding: str) -> bool:
+    """Whether elements of an encoding are codes."""
+    return encoding in _FIELDS
+
+
+@constexpr_function
+def _largest(encoding: str) -> float:
+    return _LARGEST[encoding]
+
+
+@constexpr_function
+def _type(encoding: str) -> Any:
+    return _TYPES[encoding]
+
+
+@constexpr_function
+def _denormal(encoding: str) -> float:
+    """A float32 whose last place is worth the smallest code."""
+    smallest, mantissa = _FIELDS[encoding]
+    return 2.0 ** (smallest - mantissa + 23)
+
+
+@constexpr_function
+def _field(encoding: str, name: str) -> int:
+    """Integers of the arithmetic on float32 bits, where a magnitude m becomes (m + rebias + its rounding) >> dropped.
+
+    first_normal:   bits of the smallest normal number
+    denormal_bits:  bits of _denormal
+    rebias, dropped: see above; rebias is modulo 2^32 and holds the half that rounds
+    """
+    smallest, mantissa = _FIELDS[encoding]
+    dropped = 23 - mantissa
+    values = {
+        "first_normal": (smallest + 127) << 23,
+        "denormal_bits": (smallest - mantissa + 23 + 127) << 23,
+        "rebias": ((1 - smallest - 127) * (1 << 23) + (1 << (dropped - 1)) - 1) % (1 << 32),
+        "dropped": dropped,
+    }
+    return values[name]
+
+
+@constexpr_function
+def _is_read_by_hardware(encoding: str) -> bool:
+    """Whether the target turns codes into float32 by itself, two at a time."""
+    target = None if knobs.runtime.interpret else current_target()
+    if target is None:
+        return False
+    if target.backend == "cuda":
+        return encoding in _OCP and target.arch >= 89
+    return encoding in {"gfx942": (Encoding.E4M3FNUZ.value,), "gfx950": _OCP}.get(target.arch, ())
+
+
+@constexpr_function
+def _is_written_by_hardware(encoding: str) -> bool:
+    """Whether the target turns float32 into codes by itself, and Triton 3.6 knows it."""
+    target = None if knobs.runtime.interpret else current_target()
+    if target is None:
+        return False
+    if target.backend == "cuda":
+        return encoding in _OCP and target.arch >= 89
+    return encoding == Encoding.E4M3FNUZ.value and target.arch == "gfx942"
+
+
+@triton.jit
+def _as_dtype(numbers, DTYPE: tl.constexpr):
+    """float32 numbers that DTYPE has exactly, in it. To bfloat16 they are cut, which needs no rounding."""
+    if tl.bfloat16 == DTYPE:
+        result = (numbers.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        result = numbers.to(DTYPE)
+    return result
+
+
+@triton.jit
+def _half(codes, ENCODING: tl.constexpr):
+    """Codes as float16, by arithmetic."""
+    bits = codes.to(tl.uint16)
+    if ENCODING == _E5M2:
+        half = (bits << 8).to(tl.float16, bitcast=True)
+    else:
+        # The exponent's low bits in place, and its bias put right by a product, which is exact for denormals too.
+        magnitude = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        if ENCODING == _E4M3FN:
+            half = tl.where((bits & 0x7F) == 0x7F, float("nan"), magnitude * 256.0)
+        else:
+            half = tl.where(bits == 0x80, float("nan"), magnitude * 128.0)
+    return half.to(tl.float16)
+
+
+@triton.jit
+def decoded(elements, ENCODING: tl.constexpr, DTYPE: tl.constexpr):
+    """Codes (uint8) as DTYPE, exactly, NaN codes as NaN; elements of another encoding as they are."""
+    if not is_coded(ENCODING):
+        result = elements
+    elif _is_read_by_hardware(ENCODING):
+        F8: tl.constexpr = _type(ENCODING)
+        # Straight to float16 Triton 3.6 has no instruction of gfx950's, and takes 26 an element.
+        IS_DIRECT: tl.constexpr = tl.float16 == DTYPE and is_cuda()
+        if IS_DIRECT:
+            result = elements.to(F8, bitcast=True).to(DTYPE)
+        else:
+            result = _as_dtype(elements.to(F8, bitcast=True).to(tl.float32), DTYPE)
+    elif tl.float16 == DTYPE:
+        result = _half(elements, ENCODING)
+    else:
+        result = _as_dtype(_half(elements, ENCODING).to(tl.float32), DTYPE)
+    return result
+
+
+@triton.jit
+def encoded(x, ENCODING: tl.constexpr):
+    """Finite or infinite float32 as codes (uint8): rounded to the nearest, beyond the largest to the largest."""
+    LARGEST: tl.constexpr = _largest(ENCODING)
+    x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+    if _is_written_by_hardware(ENCODING):
+        F8: tl.constexpr = _type(ENCODING)
+        codes = x.to(F8).to(tl.uint8, bitcast=True)
+    else:
+        codes = _encoded_by_arithmetic(x, ENCODING)
+    return codes
+
+
+@triton.jit
+def _encoded_by_arithmetic(x, ENCODING: tl.constexpr):
+    """float32 no larger than the largest as codes."""
+    FIRST_NORMAL: tl.constexpr = _field(ENCODING, "first_normal")
+    DENORMAL: tl.constexpr = _denormal(ENCODING)
+    DENORMAL_BITS: tl.constexpr = _field(ENCODING, "denormal_bits")
+    REBIAS: tl.constexpr = _field(ENCODING, "rebias")
+    DROPPED: tl.constexpr = _field(ENCODING, "dropped")
+    bits = x.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # The sum rounds to the last place of DENORMAL, to even as all sums do.
+    small = (magnitude.to(tl.float32, bitcast=True) + DENORMAL).to(tl.uint32, bitcast=True) - DENORMAL_BITS
+    normal = (magnitude + REBIAS + ((magnitude >> DROPPED) & 1)) >> DROPPED
+    code = tl.where(magnitude < FIRST_NORMAL, small, normal)
+    sign = (bits >> 24) & 0x80
+    if ENCODING == _E4M3FNUZ:
+        sign = tl.where(code == 0, 0, sign)
+    return (code | sign).to(tl.uint8)
+
+
+@triton.jit
+def scale_of_rows(rows, ENCODING: tl.constexpr):
+    """The scale of each row of finite float32 [rows, elements], by which its largest element has the largest code."""
+    RECIPROCAL: tl.constexpr = 1.0 / _largest(ENCODING)
+    return tl.maximum(tl.max(tl.abs(rows), 1) * RECIPROCAL, _SMALLEST_SCALE)

@@ -1,0 +1,131 @@
+"""Multiply each row with the matrix of its expert, and no matrix with a row that did not choose it.
+
+    out[p] = x[p // rows_per_source] @ weight[e].T + bias[e]      for each pair p of expert e
+
+Pairs lie by expert (groups.py). A program takes a block of one expert's pairs and a block of columns. It finds its
+expert by counting blocks, so the grid follows from sizes alone: it has room for the most blocks that experts can have,
+and programs without one end at once. A row's bits depend on no other row: a matrix instruction computes it from itself.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rocm_attn.kernels.experts.groups import ExpertGroups
+from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.tuning.expert_tiles import ExpertTiles
+from rocm_attn.kernels.tuning.tiles import next_power_of_2
+
+
+class ProductGeometry(NamedTuple):
+    """What the product is compiled for.
+
+    EXPERTS, EXPERTS_BLOCK: experts, and the next power of 2
+    IN, OUT:                elements of a row of x and of out
+    PAIRS_OF_ROW:           pairs that read one row of x
+    ROWS, COLUMNS, STEP:    pairs and columns of a program, elements of x that it multiplies at a time
+    """
+
+    EXPERTS: int
+    EXPERTS_BLOCK: int
+    IN: int
+    OUT: int
+    PAIRS_OF_ROW: int
+    ROWS: int
+    COLUMNS: int
+    STEP: int
+
+
+@triton.jit
+def _expert_product_kernel(
+    x,
+    weight,
+    bias,
+    order,
+    indptr,
+    out,
+    x_row,
+    weight_expert,
+    weight_row,
+    out_row,
+    G: tl.constexpr,
+):
+    block = tl.program_id(0)
+    each = tl.arange(0, G.EXPERTS_BLOCK)
+    is_expert = each < G.EXPERTS
+    num_pairs = tl.load(indptr + each + 1, mask=is_expert, other=0) - tl.load(indptr + each, mask=is_expert, other=0)
+    num_blocks = tl.cdiv(num_pairs.to(tl.int32), G.ROWS)
+    expert = tl.sum((tl.cumsum(num_blocks, 0) <= block).to(tl.int32), 0)
+    if expert < G.EXPERTS:
+        own_block = block - tl.sum(tl.where(each < expert, num_blocks, 0), 0)
+        place = tl.load(indptr + expert) + own_block * G.ROWS + tl.arange(0, G.ROWS)
+        is_pair = (place < tl.load(indptr + expert + 1))[:, None]
+        # pair: [ROWS, 1]; column: [COLUMNS]
+        pair = tl.load(order + place[:, None], mask=is_pair, other=0)
+        column = tl.program_id(1) * G.COLUMNS + tl.arange(0, G.COLUMNS)
+        is_column = column < G.OUT
+        element = tl.arange(0, G.STEP)[None, :]
+        rows = x + pair // G.PAIRS_OF_ROW * x_row
+        # 64-bit before multiplying: the matrices of all experts go beyond int32.
+        matrix = weight + expert.to(tl.int64) * weight_expert
+        acc = tl.zeros([G.ROWS, G.COLUMNS], tl.float32)
+        for first in range(0, G.IN, G.STEP):
+            is_element = first + element < G.IN
+            a = tl.load(rows + first + element, mask=is_pair & is_element, other=0.0)
+            b = tl.load(
+                matrix + column[:, None] * weight_row + first + element,
+                mask=is_column[:, None] & is_element,
+                other=0.0,
+            )
+            acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+        if bias is not None:
+            acc += tl.load(bias + expert * G.OUT + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        tl.store(
+            out + pair * out_row + column[None, :], acc.to(out.dtype.element_ty), mask=is_pair & is_column[None, :]
+        )
+
+
+def launch_expert_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, groups: ExpertGroups, out: Tensor, *, tiles: ExpertTiles
+) -> None:
+    """Each pair's row of x times the matrix of its expert, into the pair's row of out.
+
+    x:      [rows, in]; each row belongs to as many pairs, in a row, as there are pairs for each row
+    weight: [experts, out, in]
+    bias:   [experts, out], contiguous
+    out:    [pairs, out], of x's dtype, written
+    The last dimension of each is contiguous.
+    """
+    num_pairs, num_out = out.shape
+    # Each expert with a pair may have one block that is not full.
+    most_blocks = num_pairs // tiles.rows + min(num_pairs, groups.num_experts)
+    launch(
+        _expert_product_kernel,
+        (most_blocks, triton.cdiv(num_out, tiles.columns)),
+        x,
+        weight,
+        bias,
+        groups.order,
+        groups.indptr,
+        out,
+        x.stride(0),
+        weight.stride(0),
+        weight.stride(1),
+        out.stride(0),
+        G=ProductGeometry(
+            EXPERTS=groups.num_experts,
+            EXPERTS_BLOCK=next_power_of_2(groups.num_experts),
+            IN=x.shape[1],
+            OUT=num_out,
+            PAIRS_OF_ROW=num_pairs // max(1, x.shape[0]),
+            ROWS=tiles.rows,
+            COLUMNS=tiles.columns,
+            STEP=tiles.step,
+        ),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )

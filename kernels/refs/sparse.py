@@ -1,0 +1,191 @@
+"""Torch twins of the kernels of sparse attention: the same arguments, any device, no Triton.
+
+As in refs/attention.py every shape follows from argument shapes and host numbers, and nothing is read back: a list of
+their torch operations can be replayed with other values in the same tensors. The work is proportional to max_kv_len
+and to the selection's width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.cache.page_format import Scales
+from rocm_attn.kernels.sparse.arguments import (
+    NO_UNIT,
+    IndexArgs,
+    Indexing,
+    LastUnit,
+    Pooling,
+    SelectedArgs,
+    Selection,
+    TokenPlaces,
+)
+
+# Elements of gathered keys and scores in flight.
+_GROUP_ELEMENTS = 1 << 20
+
+
+def select(args: IndexArgs, selection: Selection, *, indexing: Indexing) -> None:
+    """The units of every token. Twin of launch_select; a workspace has no meaning here."""
+    max_units = indexing.max_units(args.tokens.max_kv_len)
+    for first, end in _groups(len(args.q), max_units * indexing.unit_keys * (args.q.shape[2] + args.q.shape[1])):
+        part = args._replace(
+            q=args.q[first:end],
+            weights=None if args.weights is None else args.weights[first:end],
+            tokens=_tokens(args.tokens, first, end),
+        )
+        scores = args.q.new_empty(end - first, indexing.sets, max_units, dtype=_compute(args.q))
+        index_scores(part, scores, indexing=indexing)
+        mine = selection._replace(units=selection.units[first:end], counts=selection.counts[first:end])
+        top_k(scores, part.tokens, mine, indexing=indexing)
+
+
+def index_scores(args: IndexArgs, scores: Tensor, *, indexing: Indexing) -> None:
+    """scores [T, sets, max_units], of the keys that each token sees; -inf where it sees none of a unit.
+
+    Twin of launch_index_scores. Computes in float32, or float64 when q is.
+    """
+    num_tokens, num_heads, _ = args.q.shape
+    compute, pages = _compute(args.q), args.pages
+    num_keys = scores.shape[2] * indexing.unit_keys
+    page_keys = pages.keys.shape[1]
+    key = torch.arange(num_keys, device=args.q.device)
+    page, offset = _place(args.table, args.tokens.row_of_token, key.expand(num_tokens, -1), page_keys)
+    products = torch.einsum("thd,tkd->thk", args.q.to(compute), pages.keys[page, offset].to(compute))
+    products = products * indexing.scale
+    if indexing.rectified:
+        products = products.relu()
+    if args.weights is not None:
+        products = products * args.weights.to(compute)[:, :, None]
+    summed = products.unflatten(1, (indexing.sets, num_heads // indexing.sets)).sum(2)
+    if pages.scale is not None:
+        summed = summed * (pages.scale if pages.scale.dim() == 1 else pages.scale[page, offset][:, None]).to(compute)
+    seen = key < (_visible(args.tokens) // indexing.key_tokens)[:, None, None]
+    of_unit = summed.unflatten(2, (-1, indexing.unit_keys)), seen.unflatten(2, (-1, indexing.unit_keys))
+    scores.copy_(_pooled(*of_unit, indexing.pooling))
+
+
+def _pooled(scores: Tensor, seen: Tensor, pooling: Pooling) -> Tensor:
+    """[T, sets, units, unit_keys] -> [T, sets, units]; -inf where no key of a unit is seen."""
+    if pooling is Pooling.MAX:
+        return scores.masked_fill(~seen, float("-inf")).amax(3)
+    num_seen = seen.sum(3)
+    mean = scores.masked_fill(~seen, 0).sum(3) / num_seen.clamp(min=1)
+    return mean.masked_fill(num_seen == 0, float("-inf"))
+
+
+def top_k(scores: Tensor, tokens: TokenPlaces, selection: Selection, *, indexing: Indexing) -> None:
+    """The units with the largest scores of every token's candidates. Twin of launch_top_k."""
+    visible = _visible(tokens)
+    whole, rest = visible // indexing.unit_tokens, visible % indexing.unit_tokens
+    candidates = whole + (rest > 0) * (indexing.last_unit is LastUnit.SCORED)
+    unit = torch.arange(scores.shape[2], device=scores.device)
+    num_units = candidates[:, None, None]
+    forced = (unit < indexing.first) | (unit >= num_units - indexing.last)
+    # 2: forced, 1: has a score, 0: is not chosen.
+    rank = torch.where(unit < num_units, torch.where(forced, 2, (~scores.isnan()).int()), 0)
+    comparable = scores.masked_fill(scores.isnan(), float("-inf"))
+    by_score = comparable.sort(dim=2, descending=True, stable=True)[1]
+    ranked = rank.gather(2, by_score).sort(dim=2, descending=True, stable=True)
+    best = by_score.gather(2, ranked[1])[:, :, : indexing.top]
+    no_unit = torch.iinfo(torch.int32).max
+    units = torch.where(ranked[0][:, :, : indexing.top] > 0, best, no_unit).sort(2)[0]
+    width = selection.width
+    units = torch.nn.functional.pad(units, (0, width - units.shape[2]), value=no_unit)
+    if indexing.last_unit is LastUnit.ADDED:
+        # The slot after those that are taken; it is the last number, so that the order stays.
+        added = torch.where(rest > 0, whole, no_unit)[:, None, None].expand(-1, indexing.sets, 1)
+        units = torch.cat([units, added], 2).sort(2)[0][:, :, :width]
+    is_unit = units != no_unit
+    selection.units.copy_(torch.where(is_unit, units, NO_UNIT))
+    selection.counts.copy_(is_unit.sum(2))
+
+
+def selected_attention(args: SelectedArgs, *, scale: float) -> None:
+    """Attention of every token over its selection. Twin of launch_selected_attention; there is no workspace here."""
+    num_kv_heads, ratio = args.heads
+    head_dim, v_head_dim = args.q.shape[2], args.out.shape[2]
+    num_keys = args.selection.width * args.selection.unit_tokens
+    elements = num_keys * (num_kv_heads * (head_dim + v_head_dim) + args.q.shape[1])
+    compute = _compute(args.q)
+    for first, end in _groups(len(args.q), elements):
+        q = args.q[first:end].to(compute).unflatten(1, (num_kv_heads, ratio)) * scale
+        k, v, seen = selected_rows(args, first, end, torch.arange(num_keys, device=q.device))
+        logits = torch.einsum("thrd,thkd->thrk", q, k).masked_fill_(~seen[:, :, None], float("-inf"))
+        lse = logits.logsumexp(3)
+        if args.sinks is not None:
+            sink = args.sinks.to(compute).view(num_kv_heads, ratio)
+            lse = torch.where(lse == float("-inf"), lse, torch.logaddexp(lse, sink))
+        weights = (logits - lse.masked_fill(lse == float("-inf"), 0)[..., None]).exp()
+        args.out[first:end] = torch.einsum("thrk,thkd->thrd", weights, v).flatten(1, 2).to(args.out.dtype)
+        if args.lse is not None:
+            args.lse[first:end] = lse.flatten(1, 2).to(args.lse.dtype)
+
+
+def selected_rows(args: SelectedArgs, first: int, end: int, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Some keys of the selections of tokens [first, end).
+
+    key:     integer [keys], places in a selection: unit after unit, token after token
+    returns: K [tokens, kv_heads, keys, head_dim] and V [.., v_head_dim], what is not seen 0 and codes times factors;
+             whether a key is seen, bool [tokens, kv_heads, keys]
+    """
+    selection, tokens, pages = args.selection, _tokens(args.tokens, first, end), args.pages
+    num_kv_heads, unit_tokens = args.heads[0], selection.unit_tokens
+    entry = (key // unit_tokens).clamp(max=selection.width - 1)
+    units = selection.units[first:end][:, :, entry]
+    position = units.long() * unit_tokens + key % unit_tokens
+    listed = key // unit_tokens < selection.counts[first:end][:, :, None]
+    seen = listed & (units >= 0) & (position < _visible(tokens)[:, None, None])
+    seen = seen.expand(-1, num_kv_heads, -1)
+    position = torch.where(seen, position.expand(-1, num_kv_heads, -1), 0)
+    page, offset = _place(args.table, tokens.row_of_token, position.flatten(1), pages.keys.page_size)
+    head = torch.arange(num_kv_heads, device=key.device)[:, None]
+    at = page.unflatten(1, (num_kv_heads, -1)), offset.unflatten(1, (num_kv_heads, -1)), head
+    sides = []
+    for rows, factors in ((pages.k, pages.k_scale), (pages.v, pages.v_scale)):
+        side = rows[at].to(_compute(args.q))
+        if factors is not None:
+            side = side * _factors(factors, pages.format.scales, at).to(side.dtype)[..., None]
+        sides.append(side.masked_fill(~seen[..., None], 0))
+    return sides[0], sides[1], seen
+
+
+def _factors(factors: Tensor, scales: Scales, at: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """What the rows of these places are multiplied with, in a shape that [tokens, kv_heads, keys] takes."""
+    if scales is Scales.TOKEN:
+        return factors[at]
+    return factors[:, None] if scales is Scales.HEAD else factors
+
+
+def _place(table: Tensor, row: Tensor, index: Tensor, page_len: int) -> tuple[Tensor, Tensor]:
+    """Page and offset of index [T, n] in the lines of the table; what lies beyond the width aims at its last page."""
+    page_no = (index // page_len).clamp(max=table.shape[1] - 1)
+    # An engine may pad the lines of its table with -1.
+    page = table[row.long()[:, None], page_no].clamp(min=0).long()
+    return page, index % page_len
+
+
+def _visible(tokens: TokenPlaces) -> Tensor:
+    """int64 [T]: how many tokens of its sequence each token sees."""
+    token = torch.arange(len(tokens.position_of_token), device=tokens.position_of_token.device)
+    return torch.where(token < tokens.num_tokens, tokens.position_of_token.long() + 1, 0)
+
+
+def _tokens(tokens: TokenPlaces, first: int, end: int) -> TokenPlaces:
+    """Some of the tokens."""
+    return tokens._replace(
+        row_of_token=tokens.row_of_token[first:end],
+        position_of_token=tokens.position_of_token[first:end],
+        num_tokens=tokens.num_tokens - first,
+    )
+
+
+def _compute(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _groups(num_tokens: int, elements_of_token: int) -> list[tuple[int, int]]:
+    """[first, end) of the tokens that are worked on at the same time."""
+    group = max(1, _GROUP_ELEMENTS // max(elements_of_token, 1))
+    return [(first, min(first + group, num_tokens)) for first in range(0, num_tokens, group)]

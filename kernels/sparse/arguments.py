@@ -1,0 +1,263 @@
+"""What sparse attention is given, as values that launchers and their torch twins take whole.
+
+An index key stands for one token, or for a few that a model pooled; it lies in pages that have the ids of the layer's
+own pages. A unit is what is selected: a token, a pool, or a block of tokens. Unit u of a sequence is the tokens
+[u, u + 1) * unit_tokens of its KV. Which units a token gets depends on nothing but that token: decode and extend alike.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+
+# Of a selection, at and past its count.
+NO_UNIT = -1
+
+
+class Pooling(enum.Enum):
+    """How the scores of a unit's keys become the unit's."""
+
+    MAX = "the largest score of its keys"
+    MEAN = "the mean of its keys' scores"
+
+
+class LastUnit(enum.Enum):
+    """What becomes of a unit that a token sees a part of only: the last one.
+
+    SCORED:   it is chosen or not, by the keys that the token sees
+    ADDED:    it is added to what was chosen
+    LEFT_OUT: the token does not get it
+    """
+
+    SCORED = "scored by the keys that are seen"
+    ADDED = "added to what is chosen"
+    LEFT_OUT = "left out"
+
+
+@dataclass(frozen=True, slots=True)
+class Indexing:
+    """How index keys are scored, and units chosen.
+
+        score[t, s, u] = pooling over keys r of unit u that t sees:   sum over heads h of set s:
+                         weights[t, h] * f(scale * q[t, h] . k[r])                             f(x) = max(x, 0), or x
+
+    The units with the largest scores are chosen; of equal scores those that come first. A unit whose score is NaN is
+    never chosen. A token that sees fewer units gets all of them.
+
+    scale:       factor on q . k, positive
+    top:         units that are chosen for a token, forced ones included
+    sets:        selections of a token: 1, which all heads share, or one for each KV head; each has as many index heads
+    rectified:   whether f is max(x, 0)
+    key_tokens:  tokens that an index key stands for; a key is there when all of them are
+    unit_keys:   index keys of a unit
+    pooling:     of unit_keys scores; of one key it means nothing
+    first, last: candidates at the beginning and at the end of what a token sees that are chosen whatever their scores
+    last_unit:   see LastUnit; where key_tokens is more than 1, an incomplete unit cannot be scored
+    """
+
+    scale: float
+    top: int
+    sets: int = 1
+    rectified: bool = True
+    key_tokens: int = 1
+    unit_keys: int = 1
+    pooling: Pooling = Pooling.MAX
+    first: int = 0
+    last: int = 0
+    last_unit: LastUnit = LastUnit.SCORED
+
+    def __post_init__(self) -> None:
+        assert self.scale > 0
+        assert self.top >= 1
+        assert self.sets >= 1
+        assert self.key_tokens >= 1
+        assert self.unit_keys >= 1
+        assert 0 <= self.first + self.last <= self.top, "more units are forced than chosen"
+        assert min(self.first, self.last) >= 0
+        assert self.key_tokens == 1 or self.last_unit is not LastUnit.SCORED, "a pooled key is of complete pools"
+
+    @property
+    def unit_tokens(self) -> int:
+        """Tokens of a unit."""
+        return self.key_tokens * self.unit_keys
+
+    @property
+    def width(self) -> int:
+        """The most units that a token gets."""
+        return self.top + (self.last_unit is LastUnit.ADDED)
+
+    def max_units(self, max_kv_len: int) -> int:
+        """The most candidates of a token of a sequence of up to max_kv_len tokens."""
+        whole, rest = divmod(max_kv_len, self.unit_tokens)
+        return whole + (rest > 0 and self.last_unit is LastUnit.SCORED)
+
+
+class TokenPlaces(NamedTuple):
+    """T padded tokens, and where they are. A token sees the keys of its sequence up to its own.
+
+    row_of_token:      int32 [T]  token -> row of the table
+    position_of_token: int32 [T]  token -> place in its sequence's KV
+    num_tokens:        int32 [1]  tokens at or past it belong to no sequence, and see nothing
+    max_q_len:         no sequence has more of the tokens
+    max_kv_len:        no row is read past the pages of so many tokens
+    """
+
+    row_of_token: Tensor
+    position_of_token: Tensor
+    num_tokens: Tensor
+    max_q_len: int
+    max_kv_len: int
+
+    def check(self) -> None:
+        """What launchers assert of them."""
+        for each in (self.row_of_token, self.position_of_token, self.num_tokens):
+            assert each.dtype == torch.int32
+            assert each.is_contiguous()
+        assert self.row_of_token.shape == self.position_of_token.shape
+        assert self.num_tokens.numel() == 1
+        assert self.max_kv_len >= 0
+
+
+class Selection(NamedTuple):
+    """The units that each token gets, in a buffer that its owner may hand to the attention of several layers.
+
+    units:       int32 [T, sets, width]  unit numbers, ascending; NO_UNIT at and past the count
+    counts:      int32 [T, sets]
+    unit_tokens: tokens of a unit
+    """
+
+    units: Tensor
+    counts: Tensor
+    unit_tokens: int
+
+    @property
+    def sets(self) -> int:
+        """Selections of a token."""
+        return self.units.shape[1]
+
+    @property
+    def width(self) -> int:
+        """The most units of a token."""
+        return self.units.shape[2]
+
+    def check(self, num_tokens: int) -> None:
+        """What launchers assert of it."""
+        assert self.units.dtype == self.counts.dtype == torch.int32
+        assert self.units.shape == (num_tokens, self.sets, self.width)
+        assert self.counts.shape == (num_tokens, self.sets)
+        assert self.units.is_contiguous()
+        assert self.counts.is_contiguous()
+        assert self.unit_tokens >= 1
+
+
+class IndexPages(NamedTuple):
+    """One layer's index keys.
+
+    keys:  [pages, page_keys, dim], page_keys = page_size / key_tokens; the last stride is 1. bfloat16, float16, float32
+           or an eight-bit encoding
+    scale: float32 factor of the keys: [1], or [pages, page_keys]; None: there is none
+    """
+
+    keys: Tensor
+    scale: Tensor | None = None
+
+
+class IndexArgs(NamedTuple):
+    """One indexer's work in one step.
+
+    q:       [T, index_heads, dim], any strides but the last; in the keys' eight-bit encoding, or in bfloat16, float16
+             or float32, to which keys are widened
+    weights: float32 [T, index_heads], any strides; or None: all are 1. What q's own encoding is scaled by is in them
+    pages:   the index keys
+    table:   int32 [rows, width]: row, page_no -> page, of the layer's own pages
+    tokens:  the step's tokens
+    """
+
+    q: Tensor
+    weights: Tensor | None
+    pages: IndexPages
+    table: Tensor
+    tokens: TokenPlaces
+
+    def check(self, indexing: Indexing) -> None:
+        """What launchers assert, cheap and on the host: what would read other memory or give wrong scores."""
+        num_tokens, num_heads, dim = self.q.shape
+        keys, scale = self.pages
+        self.tokens.check()
+        assert self.tokens.row_of_token.shape == (num_tokens,), "q and the tokens disagree"
+        assert keys.dim() == 3
+        assert keys.shape[2] == dim, "q and the keys disagree"
+        assert self.q.stride(2) == keys.stride(2) == 1, "the last stride must be 1"
+        assert num_heads % indexing.sets == 0, "the sets do not share the heads evenly"
+        assert keys.dtype.itemsize == 1 or self.q.dtype == keys.dtype, (
+            "q and keys that are not of 8 bits have one dtype"
+        )
+        assert self.q.dtype.itemsize > 1 or self.q.dtype == keys.dtype, "an eight-bit q has the keys' encoding"
+        weights = self.weights
+        assert weights is None or (weights.dtype == torch.float32 and weights.shape == (num_tokens, num_heads))
+        assert scale is None or (scale.dtype == torch.float32 and scale.shape in ((1,), keys.shape[:2]))
+        assert self.table.dtype == torch.int32
+        assert self.table.stride(1) == 1
+        assert self.table.shape[1] >= 1
+
+
+class SelectedArgs(NamedTuple):
+    """One layer's attention over a selection.
+
+    A token sees, of each listed unit, the tokens up to its own. An entry counts as often as it is listed; an entry
+    outside of the sequence's KV gives no key. Tokens that see no key get 0, and LSE -inf.
+
+    q, out:    [T, q_heads, head_dim | v_head_dim], any strides but the last; out is written
+    pages:     of the layer: split ones or latent ones; KV heads share a set, or have one each
+    table:     int32 [rows, width]: row, page_no -> page
+    tokens:    the step's tokens
+    selection: of these tokens
+    lse:       float32 [T, q_heads], natural logarithm with the sink in it, any strides, written; or None
+    sinks:     float32 [q_heads], or None
+    workspace: float32, scratch of the size that the kernel states; content is undefined
+    """
+
+    q: Tensor
+    pages: LayerPages
+    table: Tensor
+    tokens: TokenPlaces
+    selection: Selection
+    out: Tensor
+    lse: Tensor | None
+    sinks: Tensor | None
+    workspace: Tensor
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """KV heads, and query heads that share one."""
+        num_kv_heads = self.pages.v.shape[2]
+        return num_kv_heads, self.q.shape[1] // num_kv_heads
+
+    def check(self) -> None:
+        """What launchers assert, cheap and on the host."""
+        q, k, v, out = self.q, self.pages.k, self.pages.v, self.out
+        num_tokens, num_q_heads, head_dim = q.shape
+        num_pages, page_size, num_kv_heads, v_head_dim = v.shape
+        self.tokens.check()
+        self.selection.check(num_tokens)
+        assert self.tokens.row_of_token.shape == (num_tokens,), "q and the tokens disagree"
+        assert k.shape == (num_pages, page_size, num_kv_heads, head_dim), "K pages and V pages disagree"
+        assert num_q_heads % num_kv_heads == 0
+        assert self.selection.sets in (1, num_kv_heads), "the KV heads share one set, or have one each"
+        assert out.shape == (num_tokens, num_q_heads, v_head_dim), "out disagrees with q and the pages"
+        assert q.dtype == out.dtype
+        assert q.stride(2) == k.stride(3) == v.stride(3) == out.stride(2) == 1, "the last stride must be 1"
+        assert self.table.dtype == torch.int32
+        assert self.table.stride(1) == 1
+        assert self.table.shape[1] >= 1
+        assert self.lse is None or (self.lse.dtype == torch.float32 and self.lse.shape == (num_tokens, num_q_heads))
+        sinks = self.sinks
+        assert sinks is None or (
+            sinks.dtype == torch.float32 and sinks.shape == (num_q_heads,) and sinks.stride(0) == 1
+        )

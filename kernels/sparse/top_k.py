@@ -1,0 +1,418 @@
+"""The units with the largest scores of each token: exact, equal scores in order of their units, in ascending order.
+
+A line is the scores of one token and set. Scores become int32 keys of the same order, so that a search over keys finds
+the top-th largest exactly: it halves a range of keys and counts those above the middle, until as many are left as are
+wanted, or the range is one key, of which the first units are taken.
+
+Short lines are searched by one program each, in registers. A long line is first cut down, in two launches:
+
+  1. maxima: unit u belongs to group u % groups; the groups' maxima are taken side by side.
+  2. filter: the top-th largest maximum is a bound, since as many units reach it. Units that do are the line's
+     candidates: each part of the line lists its own, with their keys.
+
+The third launch searches the candidates. Of random scores they are few; of scores that are all equal they are the whole
+line, which then takes longer and gives the same answer. Nothing that a line holds can make a program read or write
+past it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.sparse.arguments import NO_UNIT, Indexing, LastUnit, Selection, TokenPlaces
+from rocm_attn.kernels.sparse.cuts import TopKCut
+from rocm_attn.kernels.sparse.places import candidate_units, visible_tokens
+
+# Keys: of no candidate, which is never chosen; the least one of a score; of a unit that is chosen whatever its score.
+_NO_KEY = tl.constexpr(-(2**31))
+_LEAST_KEY = tl.constexpr(-(2**31) + 1)
+_FORCED_KEY = tl.constexpr(2**31 - 1)
+_NO_UNIT = tl.constexpr(NO_UNIT)
+_MANY = tl.constexpr(2**31 - 1)
+# Maxima that a program takes at a time: rows of groups, and groups.
+_MAXIMA_ROWS, _MAXIMA_GROUPS = 8, 256
+# Slots of a selection that are filled at a time.
+_FILL = 1024
+
+
+class TopKGeometry(NamedTuple):
+    """What the search is compiled for.
+
+    cut:          how lines are cut
+    TOP, WIDTH:   units that are chosen, slots of a selection
+    FIRST, LAST:  forced candidates at both ends
+    SETS:         lines of a token
+    UNIT_TOKENS:  tokens of a unit
+    LAST_SCORED:  whether a unit that a token sees a part of is a candidate
+    LAST_ADDED:   whether it is added to those that are chosen
+    PARTS:        parts of a line, and padding to a power of two
+    """
+
+    cut: TopKCut
+    TOP: int
+    WIDTH: int
+    FIRST: int
+    LAST: int
+    SETS: int
+    UNIT_TOKENS: int
+    LAST_SCORED: bool
+    LAST_ADDED: bool
+    PARTS: int
+
+
+class Line(NamedTuple):
+    """One token's candidates in one set: its scores, and how many they are."""
+
+    scores: Any
+    num_units: Any
+
+
+class Listed(NamedTuple):
+    """Where the filtered candidates of a line lie: keys and units by part, and how many each part has, [PARTS]."""
+
+    keys: Any
+    units: Any
+    counts: Any
+    ends: Any
+
+
+class Found(NamedTuple):
+    """The end of a search: keys above low are chosen, and of those that equal it the first most_ties."""
+
+    low: Any
+    most_ties: Any
+
+
+@triton.jit
+def _keys(line, unit, G: tl.constexpr):
+    """The keys of units of a line; NO_KEY where a unit is no candidate, or its score NaN."""
+    is_unit = unit < line.num_units
+    score = tl.load(line.scores + unit, mask=is_unit, other=0.0)
+    # -0 is as large as 0.
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    key = tl.where(score == score, bits ^ ((bits >> 31) & 0x7FFFFFFF), _NO_KEY)
+    if G.FIRST + G.LAST > 0:
+        key = tl.where((unit < G.FIRST) | (unit >= line.num_units - G.LAST), _FORCED_KEY, key)
+    return tl.where(is_unit, key, _NO_KEY)
+
+
+@triton.jit
+def _visible(position_of_token, num_tokens, first_token, G: tl.constexpr):
+    """What the token of this program's line sees."""
+    token = first_token + tl.program_id(0) // G.SETS
+    return visible_tokens(position_of_token, num_tokens, token, True)
+
+
+@triton.jit
+def _line(scores, visible, G: tl.constexpr):
+    """This program's line."""
+    stride: tl.constexpr = G.cut.stride
+    num_units = candidate_units(visible, G.UNIT_TOKENS, G.LAST_SCORED)
+    return Line(scores + tl.program_id(0).to(tl.int64) * stride, num_units)
+
+
+@triton.jit
+def _goes_on(low, high, num_low, enough):
+    """Whether [low, high) is more than one key, and more keys than enough are at least low."""
+    return (num_low > enough) & (high - low > 1)
+
+
+@triton.jit
+def _found(low, num_low, num_high, TOP: tl.constexpr):
+    """What is chosen: everything from low on if that is not too much, else [low, high) is one key."""
+    return Found(low.to(tl.int32), tl.where(num_low > TOP, TOP - num_high, _MANY))
+
+
+@triton.jit
+def _search(keys, least, TOP: tl.constexpr, ENOUGH: tl.constexpr):
+    """The search over keys in registers, from least on, until at most ENOUGH of them, TOP or more, are left.
+
+    In 64 bits: a range of keys may not fit 32.
+    """
+    low = least.to(tl.int64)
+    high = tl.max(keys, 0).to(tl.int64) + 1
+    num_low = tl.sum((keys >= least).to(tl.int32), 0)
+    num_high = tl.zeros_like(num_low)
+    while _goes_on(low, high, num_low, ENOUGH):
+        middle = low + (high - low) // 2
+        num_middle = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0)
+        upper = num_middle >= TOP
+        low = tl.where(upper, middle, low)
+        num_low = tl.where(upper, num_middle, num_low)
+        high = tl.where(upper, high, middle)
+        num_high = tl.where(upper, num_high, num_middle)
+    return _found(low, num_low, num_high, TOP)
+
+
+@triton.jit(do_not_specialize=["first_token"])
+def _maxima_kernel(
+    scores,
+    maxima,
+    position_of_token,
+    num_tokens,
+    first_token,
+    G: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    GROUPS: tl.constexpr = G.cut.groups
+    line = _line(scores, _visible(position_of_token, num_tokens, first_token, G), G)
+    group = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)
+    best = tl.full([ROWS, COLUMNS], _NO_KEY, tl.int32)
+    for first in range(0, line.num_units, ROWS * GROUPS):
+        best = tl.maximum(best, _keys(line, first + row[:, None] * GROUPS + group[None, :], G))
+    tl.store(maxima + tl.program_id(0).to(tl.int64) * GROUPS + group, tl.max(best, 0))
+
+
+@triton.jit(do_not_specialize=["first_token"])
+def _filter_kernel(
+    scores,
+    maxima,
+    bounds,
+    keys,
+    units,
+    counts,
+    position_of_token,
+    num_tokens,
+    first_token,
+    G: tl.constexpr,
+):
+    GROUPS: tl.constexpr = G.cut.groups
+    PART: tl.constexpr = G.cut.part_units
+    PARTS: tl.constexpr = G.cut.parts
+    line_number = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    line = _line(scores, _visible(position_of_token, num_tokens, first_token, G), G)
+    if part * PART < line.num_units:
+        # As many units as there are maxima from here on reach the bound. A few more than wanted are no harm.
+        group = tl.arange(0, GROUPS)
+        of_groups = tl.load(maxima + line_number * GROUPS + group)
+        bound = _search(of_groups, tl.full([], _LEAST_KEY, tl.int32), G.TOP, G.TOP + G.TOP // 8).low
+        if part == 0:
+            tl.store(bounds + line_number, bound)
+        unit = part * PART + tl.arange(0, PART)
+        key = _keys(line, unit, G)
+        keep = (key >= bound).to(tl.int32)
+        slot = (line_number * PARTS + part) * PART + tl.cumsum(keep, 0) - keep
+        tl.store(keys + slot, key, mask=keep > 0)
+        tl.store(units + slot, unit, mask=keep > 0)
+        tl.store(counts + line_number * PARTS + part, tl.sum(keep, 0))
+
+
+@triton.jit
+def _listed(listed, place, total, G: tl.constexpr):
+    """Keys and units of a line's candidates, by their place among those of all parts."""
+    PART: tl.constexpr = G.cut.part_units
+    after = place[:, None] >= listed.ends[None, :]
+    part = tl.sum(after.to(tl.int32), 1)
+    start = tl.sum(tl.where(after, listed.counts[None, :], 0), 1)
+    is_candidate = place < total
+    slot = part.to(tl.int64) * PART + (place - start)
+    key = tl.load(listed.keys + slot, mask=is_candidate, other=_NO_KEY)
+    return key, tl.load(listed.units + slot, mask=is_candidate, other=0)
+
+
+@triton.jit
+def _write(key, unit, found, written, ties, selected):
+    """Add the chosen ones of a block to a selection. Returns how many are written, and how many ties were met."""
+    tie = (key == found.low).to(tl.int32)
+    tie_rank = ties + tl.cumsum(tie, 0) - tie
+    chosen = (key > found.low) | ((tie > 0) & (tie_rank < found.most_ties))
+    is_chosen = chosen.to(tl.int32)
+    slot = written + tl.cumsum(is_chosen, 0) - is_chosen
+    tl.store(selected + slot, unit, mask=chosen)
+    return written + tl.sum(is_chosen, 0), ties + tl.sum(tie, 0)
+
+
+@triton.jit
+def _choose_listed(listed, total, bound, selected, G: tl.constexpr):
+    """Choose among filtered candidates, and write them. Returns how many."""
+    BLOCK: tl.constexpr = G.cut.block_units
+    lane = tl.arange(0, BLOCK)
+    nothing = tl.zeros_like(total)
+    key, unit = _listed(listed, lane, total, G)
+    if total <= BLOCK:
+        found = _search(key, bound, G.TOP, G.TOP)
+        written, _ = _write(key, unit, found, nothing, nothing, selected)
+    else:
+        # The search of _search, with the candidates read again for every count.
+        low = bound.to(tl.int64)
+        high = low + 1
+        num_low = total
+        for first in range(0, total, BLOCK):
+            key, unit = _listed(listed, first + lane, total, G)
+            high = tl.maximum(high, tl.max(key, 0).to(tl.int64) + 1)
+        num_high = nothing
+        while _goes_on(low, high, num_low, G.TOP):
+            middle = low + (high - low) // 2
+            num_middle = nothing
+            for first in range(0, total, BLOCK):
+                key, unit = _listed(listed, first + lane, total, G)
+                num_middle += tl.sum((key >= middle.to(tl.int32)).to(tl.int32), 0)
+            upper = num_middle >= G.TOP
+            low = tl.where(upper, middle, low)
+            num_low = tl.where(upper, num_middle, num_low)
+            high = tl.where(upper, high, middle)
+            num_high = tl.where(upper, num_high, num_middle)
+        found = _found(low, num_low, num_high, G.TOP)
+        written = nothing
+        ties = nothing
+        for first in range(0, total, BLOCK):
+            key, unit = _listed(listed, first + lane, total, G)
+            written, ties = _write(key, unit, found, written, ties, selected)
+    return written
+
+
+@triton.jit(do_not_specialize=["first_token"])
+def _choose_kernel(
+    scores,
+    bounds,
+    keys,
+    units,
+    counts,
+    selected,
+    selected_counts,
+    position_of_token,
+    num_tokens,
+    first_token,
+    G: tl.constexpr,
+    FILL: tl.constexpr,
+):
+    line_number = tl.program_id(0).to(tl.int64)
+    visible = _visible(position_of_token, num_tokens, first_token, G)
+    line = _line(scores, visible, G)
+    out = first_token.to(tl.int64) * G.SETS + line_number
+    selected += out * G.WIDTH
+    if G.PARTS == 0:
+        unit = tl.arange(0, G.cut.block_units)
+        key = _keys(line, unit, G)
+        found = _search(key, tl.full([], _LEAST_KEY, tl.int32), G.TOP, G.TOP)
+        nothing = tl.zeros_like(line.num_units)
+        written, _ = _write(key, unit, found, nothing, nothing, selected)
+    else:
+        PART: tl.constexpr = G.cut.part_units
+        NUM_PARTS: tl.constexpr = G.cut.parts
+        part = tl.arange(0, G.PARTS)
+        is_part = part < tl.cdiv(line.num_units, PART)
+        of_part = tl.load(counts + line_number * NUM_PARTS + part, mask=is_part, other=0)
+        at = line_number * (NUM_PARTS * PART)
+        listed = Listed(keys + at, units + at, of_part, tl.cumsum(of_part, 0))
+        # Of a line without candidates no bound was written.
+        bound = tl.load(bounds + line_number, mask=line.num_units > 0, other=0)
+        written = _choose_listed(listed, tl.sum(of_part, 0), bound, selected, G)
+    # The rest of the line, with the unit that is added to what was chosen: the last one that the token sees.
+    added = 0
+    if G.LAST_ADDED:
+        added = (visible % G.UNIT_TOKENS > 0).to(tl.int32)
+    tl.store(selected_counts + out, written + added)
+    for first in range(0, G.WIDTH, FILL):
+        slot = first + tl.arange(0, FILL)
+        value = tl.where(slot < written + added, visible // G.UNIT_TOKENS, _NO_UNIT)
+        tl.store(selected + slot, value, mask=(slot >= written) & (slot < G.WIDTH))
+
+
+def launch_top_k(
+    scores: Tensor,
+    scratch: Tensor,
+    tokens: TokenPlaces,
+    selection: Selection,
+    *,
+    indexing: Indexing,
+    cut: TopKCut,
+    first_token: int = 0,
+) -> None:
+    """The units with the largest scores of the candidates of some tokens.
+
+    scores:      float32 [n, sets, cut.stride]; those of units that are no candidates are not looked at
+    scratch:     int32, n * sets * (cut.line_words - cut.stride) words or more; content is undefined
+    tokens:      the step's
+    selection:   of the step's tokens; lines of tokens [first_token, first_token + n) are written, whole
+    """
+    num_tokens, sets, _ = scores.shape
+    tokens.check()
+    selection.check(len(tokens.row_of_token))
+    assert scores.dtype == torch.float32
+    assert scores.is_contiguous()
+    assert scores.shape == (num_tokens, indexing.sets, cut.stride)
+    assert first_token + num_tokens <= len(tokens.row_of_token)
+    assert (selection.sets, selection.width) == (sets, indexing.width), "the selection is another indexer's"
+    lines = num_tokens * sets
+    geometry = TopKGeometry(
+        cut=cut,
+        TOP=indexing.top,
+        WIDTH=indexing.width,
+        FIRST=indexing.first,
+        LAST=indexing.last,
+        SETS=sets,
+        UNIT_TOKENS=indexing.unit_tokens,
+        LAST_SCORED=indexing.last_unit is LastUnit.SCORED,
+        LAST_ADDED=indexing.last_unit is LastUnit.ADDED,
+        PARTS=triton.next_power_of_2(cut.parts) if cut.parts else 0,
+    )
+    maxima, bounds, counts, keys, units = _scratch(scratch, lines, cut)
+    of_tokens = tokens.position_of_token, tokens.num_tokens, first_token
+    if cut.parts:
+        columns = min(_MAXIMA_GROUPS, cut.groups)
+        grid = lines, cut.groups // columns
+        launch(
+            _maxima_kernel,
+            grid,
+            scores,
+            maxima,
+            *of_tokens,
+            G=geometry,
+            ROWS=_MAXIMA_ROWS,
+            COLUMNS=columns,
+            num_warps=_warps(_MAXIMA_ROWS * columns),
+        )
+        launch(
+            _filter_kernel,
+            (lines, cut.parts),
+            scores,
+            maxima,
+            bounds,
+            keys,
+            units,
+            counts,
+            *of_tokens,
+            G=geometry,
+            num_warps=_warps(cut.part_units),
+        )
+    launch(
+        _choose_kernel,
+        (lines,),
+        scores,
+        bounds,
+        keys,
+        units,
+        counts,
+        selection.units,
+        selection.counts,
+        *of_tokens,
+        G=geometry,
+        FILL=min(_FILL, triton.next_power_of_2(indexing.width)),
+        num_warps=_warps(cut.block_units),
+    )
+
+
+def _warps(elements: int) -> int:
+    """Warps of a program that holds so many elements. Few elements a thread: they and their masks stay in registers."""
+    return min(max(elements // 256, 1), 16)
+
+
+def _scratch(scratch: Tensor, lines: int, cut: TopKCut) -> list[Tensor]:
+    """Maxima, bounds, counts, keys and units of so many lines; the last two begin at 16 bytes."""
+    assert scratch.dtype == torch.int32
+    assert scratch.is_contiguous()
+    assert scratch.numel() >= lines * (cut.line_words - cut.stride)
+    slots = cut.parts * cut.part_units
+    lengths = (lines * slots, lines * slots, lines * cut.groups, lines * cut.parts, lines if cut.parts else 0)
+    keys, units, maxima, counts, bounds = scratch[: sum(lengths)].split(lengths)
+    return [maxima, bounds, counts, keys, units]

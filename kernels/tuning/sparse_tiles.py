@@ -1,0 +1,142 @@
+"""Tiles of sparse attention: a literal row for each arch, of the indexer and of attention over a selection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rocm_attn.kernels.tuning.tiles import NoTiles, names_of
+
+
+@dataclass(frozen=True, slots=True)
+class IndexTiles:
+    """How index keys are scored.
+
+    key_block:       index keys of a block of the loop; a unit that has more of them makes it longer
+    columns:         most columns of a block of products: tokens that share a block of keys, times index heads
+    num_warps:       warps (waves on AMD) of a program
+    num_stages:      key blocks whose loads are in flight
+    programs_per_cu: programs that the grid holds for each compute unit, at least
+    """
+
+    key_block: int
+    columns: int
+    num_warps: int
+    num_stages: int
+    programs_per_cu: int
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedTiles:
+    """How a selection is attended.
+
+    query_rows:      most query heads of a program; each such block reads the selection
+    key_block:       keys of a block of the loop
+    num_warps:       warps (waves on AMD) of a program
+    num_stages:      key blocks whose loads are in flight
+    programs_per_cu: programs that the grid holds for each compute unit, at most, where it cuts selections in parts
+    """
+
+    query_rows: int
+    key_block: int
+    num_warps: int
+    num_stages: int
+    programs_per_cu: int
+
+
+@dataclass(frozen=True, slots=True)
+class IndexRow:
+    """tiles serve an arch, keys of so many bytes an element, and dims up to max_dim."""
+
+    arch: str
+    item_bytes: int
+    max_dim: int
+    tiles: IndexTiles
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedRow:
+    """tiles serve an arch, an element size of q in bytes and head dims up to max_head_dim."""
+
+    arch: str
+    item_bytes: int
+    max_head_dim: int
+    tiles: SelectedTiles
+
+
+# The first row that serves wins.
+INDEX_ROWS = (
+    IndexRow("sm_90", 1, 128, IndexTiles(128, 64, 4, 3, 4)),
+    IndexRow("sm_90", 2, 128, IndexTiles(128, 64, 4, 3, 4)),
+    IndexRow("sm_90", 4, 128, IndexTiles(32, 32, 4, 1, 4)),
+    IndexRow("sm_", 1, 128, IndexTiles(64, 64, 4, 2, 4)),
+    IndexRow("sm_", 2, 128, IndexTiles(64, 64, 4, 2, 4)),
+    IndexRow("sm_", 4, 128, IndexTiles(32, 32, 4, 1, 4)),
+    IndexRow("gfx942", 1, 128, IndexTiles(128, 64, 4, 2, 4)),
+    IndexRow("gfx942", 2, 128, IndexTiles(128, 64, 4, 2, 4)),
+    IndexRow("gfx942", 4, 128, IndexTiles(32, 32, 4, 1, 4)),
+    IndexRow("gfx950", 1, 128, IndexTiles(128, 64, 4, 2, 4)),
+    IndexRow("gfx950", 2, 128, IndexTiles(128, 64, 4, 2, 4)),
+    IndexRow("gfx950", 4, 128, IndexTiles(32, 32, 4, 1, 4)),
+    IndexRow("interpreter", 1, 256, IndexTiles(16, 32, 1, 1, 2)),
+    IndexRow("interpreter", 2, 256, IndexTiles(16, 32, 1, 1, 2)),
+    IndexRow("interpreter", 4, 256, IndexTiles(16, 32, 1, 1, 2)),
+)
+# Of the rows that serve, the first one whose query_rows hold the query heads of a KV head is taken, else the last one.
+SELECTED_ROWS = (
+    SelectedRow("sm_90", 2, 128, SelectedTiles(16, 64, 4, 3, 2)),
+    SelectedRow("sm_90", 2, 128, SelectedTiles(64, 64, 4, 3, 2)),
+    SelectedRow("sm_90", 2, 256, SelectedTiles(16, 32, 4, 3, 2)),
+    SelectedRow("sm_90", 2, 256, SelectedTiles(64, 32, 8, 2, 1)),
+    SelectedRow("sm_90", 2, 576, SelectedTiles(16, 32, 4, 3, 2)),
+    SelectedRow("sm_90", 2, 576, SelectedTiles(64, 64, 8, 2, 1)),
+    SelectedRow("sm_90", 4, 256, SelectedTiles(16, 16, 4, 1, 2)),
+    SelectedRow("sm_90", 4, 576, SelectedTiles(16, 16, 8, 1, 1)),
+    SelectedRow("sm_", 2, 256, SelectedTiles(16, 32, 4, 1, 2)),
+    SelectedRow("sm_", 2, 576, SelectedTiles(16, 32, 8, 1, 1)),
+    SelectedRow("sm_", 4, 576, SelectedTiles(16, 16, 8, 1, 1)),
+    SelectedRow("gfx942", 2, 128, SelectedTiles(16, 32, 4, 2, 3)),
+    SelectedRow("gfx942", 2, 256, SelectedTiles(16, 32, 4, 2, 2)),
+    SelectedRow("gfx942", 2, 576, SelectedTiles(16, 32, 4, 1, 2)),
+    SelectedRow("gfx942", 4, 576, SelectedTiles(16, 16, 8, 1, 1)),
+    SelectedRow("gfx950", 2, 128, SelectedTiles(16, 32, 4, 2, 3)),
+    SelectedRow("gfx950", 2, 256, SelectedTiles(16, 32, 4, 2, 2)),
+    SelectedRow("gfx950", 2, 576, SelectedTiles(16, 32, 4, 1, 2)),
+    SelectedRow("gfx950", 4, 576, SelectedTiles(16, 16, 8, 1, 1)),
+    SelectedRow("interpreter", 2, 576, SelectedTiles(16, 16, 1, 1, 2)),
+    SelectedRow("interpreter", 4, 576, SelectedTiles(16, 16, 1, 1, 2)),
+)
+
+
+def index_tiles(arch: str, *, dim: int, key_dtype: torch.dtype) -> IndexTiles:
+    """The tiles of the indexer. Raises NoTiles."""
+    for name in names_of(arch):
+        for row in INDEX_ROWS:
+            if row.arch == name and row.item_bytes == key_dtype.itemsize and dim <= row.max_dim:
+                return row.tiles
+    raise NoTiles(
+        f"no tiles of an indexer for {arch} with {key_dtype} keys of {dim}; "
+        f"rows exist for {', '.join(dict.fromkeys(row.arch for row in INDEX_ROWS))}"
+    )
+
+
+def selected_tiles(arch: str, *, gqa_ratio: int, head_dim: int, v_head_dim: int, dtype: torch.dtype) -> SelectedTiles:
+    """The tiles of attention over a selection. dtype: of q. Raises NoTiles."""
+    for name in names_of(arch):
+        serving = [
+            row
+            for row in SELECTED_ROWS
+            if row.arch == name and row.item_bytes == dtype.itemsize and max(head_dim, v_head_dim) <= row.max_head_dim
+        ]
+        # Rows for larger dims serve where none is for these.
+        tiles = [row.tiles for row in serving if row.max_head_dim == serving[0].max_head_dim]
+        for each in tiles:
+            if gqa_ratio <= each.query_rows:
+                return each
+        if tiles:
+            return tiles[-1]
+    raise NoTiles(
+        f"no tiles of attention over a selection for {arch} with {dtype} and head dims {head_dim} and {v_head_dim}; "
+        f"rows exist for {', '.join(dict.fromkeys(row.arch for row in SELECTED_ROWS))}"
+    )

@@ -1,0 +1,249 @@
+"""Sparse attention as providers declare it: rows of indexers and of attention over a selection, and their kernels.
+
+A layer whose problem has an indexer keeps the kernels of dense steps, for attend(), and gets two more, which serve
+every kind of step: one that selects, and one that attends over what was selected. A layer that reuses an earlier
+layer's selection gets the second one alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, SelectedArgs, Selection
+from rocm_attn.machine.target import Target
+from rocm_attn.problem import AllKeys, Indexer, KVEncoding, Problem, Scales
+from rocm_attn.providers.contract import (
+    Baked,
+    BoundKernel,
+    LayerKernel,
+    Limits,
+    PoolSize,
+    Schedule,
+    StepBounds,
+    arch_matches,
+    dtype_name,
+)
+
+
+class BoundIndexer(Protocol):
+    """An indexer for one problem on one target. A frozen value, as BoundKernel."""
+
+    def describe(self) -> str:
+        """Name and tiles, to be printed."""
+        ...
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        """float32 words of workspace of a step of this shape."""
+        ...
+
+    def select(self, args: IndexArgs, selection: Selection, workspace: Tensor) -> None:
+        """Write the units of every token to the selection; those of padded tokens are none.
+
+        workspace: workspace_words(shape) or more; content is undefined
+        """
+        ...
+
+
+class BoundSelected(Protocol):
+    """Attention over a selection, for one problem on one target. A frozen value, as BoundKernel."""
+
+    def describe(self) -> str:
+        """Name and tiles, to be printed."""
+        ...
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        """float32 words of workspace of a step of this shape."""
+        ...
+
+    def attend(self, args: SelectedArgs) -> None:
+        """Run one layer's attention; padded tokens of out receive zeros, and of lse -inf."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class IndexLimits:
+    """What an indexer serves; see Limits.
+
+    archs:      exact names, or prefixes that end with "*"
+    dtypes:     of q, and of keys that are not of eight bits
+    head_dim:   range of elements of a row, both ends included
+    num_heads:  the most index heads
+    encodings, scales: of the keys
+    """
+
+    archs: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    head_dim: tuple[int, int]
+    num_heads: int
+    encodings: tuple[KVEncoding, ...] = (KVEncoding.LIKE_Q,)
+    scales: tuple[Scales, ...] = (Scales.NONE,)
+
+    def refusals(self, indexer: Indexer, problem: Problem, target: Target) -> tuple[str, ...]:
+        """Every limit that an indexer of a problem breaks, one clause each; empty when it is served."""
+        if not any(arch_matches(target.arch, pattern) for pattern in self.archs):
+            return (f"arch {target.arch} is not one of {', '.join(self.archs)}",)
+        reasons = []
+        if problem.dtype not in self.dtypes:
+            named = ", ".join(map(dtype_name, self.dtypes))
+            reasons.append(f"dtype {dtype_name(problem.dtype)} is not one of {named}")
+        low, high = self.head_dim
+        if not low <= indexer.head_dim <= high:
+            reasons.append(f"an indexer's head_dim {indexer.head_dim} is outside {low}..{high}")
+        if indexer.num_heads > self.num_heads:
+            reasons.append(f"{indexer.num_heads} index heads are more than {self.num_heads}")
+        if indexer.key_encoding not in self.encodings or indexer.key_scales not in self.scales:
+            reasons.append(f"it does not read index keys {indexer.key_encoding.value} with {indexer.key_scales.value}")
+        return tuple(reasons)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexRow:
+    """An indexer of a provider; fields as of KernelRow."""
+
+    provider: str
+    name: str
+    limits: IndexLimits
+    batch_invariant: bool
+    bakes: frozenset[Baked]
+    bind: Callable[[Indexer, Problem, Target, PoolSize], BoundIndexer]
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedRow:
+    """Attention over a selection, of a provider; fields as of KernelRow.
+
+    serves: indexing -> why its selections are not read, one clause each; nothing where they are
+    """
+
+    provider: str
+    name: str
+    limits: Limits
+    batch_invariant: bool
+    bakes: frozenset[Baked]
+    bind: Callable[[Problem, Target, PoolSize], BoundSelected]
+    serves: Callable[[Indexing], Sequence[str]] = lambda indexing: ()
+
+
+@dataclass(frozen=True, slots=True)
+class SparseKernels:
+    """What a layer gets besides the kernels of its steps.
+
+    selected: attention over a selection
+    indexer:  what selects; None where an earlier layer's selection is reused
+    rows:     of both, in words: name by name
+    bakes:    of both
+    batch_invariant: of both
+    """
+
+    selected: BoundSelected
+    indexer: BoundIndexer | None
+    rows: tuple[str, ...]
+    bakes: frozenset[Baked]
+    batch_invariant: bool
+
+    def beside(self, dense: LayerKernel) -> LayerKernel:
+        """A kind of step's kernel with these beside it: a plan has room for them, and its graph key names them."""
+        row = replace(
+            dense.row,
+            bakes=dense.row.bakes | self.bakes,
+            batch_invariant=dense.row.batch_invariant and self.batch_invariant,
+        )
+        return LayerKernel(row, BesideSparse(dense.bound, self))
+
+
+@dataclass(frozen=True, slots=True)
+class BesideSparse:
+    """The kernel of a kind of step in a layer that has sparse kernels too."""
+
+    dense: BoundKernel
+    sparse: SparseKernels
+
+    @property
+    def schedule(self) -> Schedule:
+        """Of the dense kernel: a selection is no schedule, and nothing is planned from it."""
+        return self.dense.schedule
+
+    def describe(self) -> str:
+        """All of them."""
+        parts = [self.dense.describe(), self.sparse.selected.describe()]
+        if self.sparse.indexer is not None:
+            parts.append(self.sparse.indexer.describe())
+        return " beside ".join(parts)
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        """They run one after the other."""
+        words = [self.dense.workspace_words(shape), self.sparse.selected.workspace_words(shape)]
+        if self.sparse.indexer is not None:
+            words.append(self.sparse.indexer.workspace_words(shape))
+        return max(words)
+
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        """Over all keys."""
+        self.dense.attend(args, step, bounds)
+
+
+class NoSparseKernel(LookupError):
+    """No kernel of a provider serves; reasons, one for each that was looked at."""
+
+    def __init__(self, reasons: Sequence[str]) -> None:
+        super().__init__("; ".join(reasons))
+        self.reasons = tuple(reasons)
+
+
+def choose_sparse(
+    problem: Problem,
+    target: Target,
+    pool: PoolSize,
+    index_rows: Iterable[IndexRow],
+    selected_rows: Iterable[SelectedRow],
+    *,
+    deterministic: bool,
+) -> SparseKernels | None:
+    """The first kernels that serve a problem; None where it attends to all keys. Raises NoSparseKernel."""
+    if isinstance(problem.indexer, AllKeys):
+        return None
+    indexing = problem.indexer.indexing
+    reasons: list[str] = []
+
+    def refused(row: IndexRow | SelectedRow, found: Sequence[str]) -> bool:
+        also = ["a sequence's result may depend on the batch"] * (deterministic and not row.batch_invariant)
+        reasons.extend(f"{row.name}: {reason}" for reason in (*found, *also))
+        return bool(found or also)
+
+    indexer = None
+    names: list[str] = []
+    bakes, invariant = frozenset[Baked](), True
+    if isinstance(problem.indexer, Indexer):
+        for index_row in index_rows:
+            if refused(index_row, index_row.limits.refusals(problem.indexer, problem, target)):
+                continue
+            try:
+                indexer = index_row.bind(problem.indexer, problem, target, pool)
+            except LookupError as miss:
+                reasons.append(f"{index_row.name}: {miss.args[0]}")
+                continue
+            names.append(index_row.name)
+            bakes, invariant = index_row.bakes, index_row.batch_invariant
+            break
+        else:
+            raise NoSparseKernel(reasons or ["it has no indexer"])
+    for row in selected_rows:
+        if refused(row, (*row.limits.refusals(problem, target, pool), *row.serves(indexing))):
+            continue
+        try:
+            selected = row.bind(problem, target, pool)
+        except LookupError as miss:
+            reasons.append(f"{row.name}: {miss.args[0]}")
+            continue
+        return SparseKernels(
+            selected, indexer, (row.name, *names), bakes | row.bakes, invariant and row.batch_invariant
+        )
+    raise NoSparseKernel(reasons or ["it has no attention over a selection"])

@@ -1,0 +1,102 @@
+"""The torch provider's sparse kernels: the torch twins, for CPUs and tests. Work is proportional to the longest KV."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.kernels.refs import sparse
+from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, SelectedArgs, Selection
+from rocm_attn.machine.target import Target
+from rocm_attn.problem import Indexer, KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.providers.contract import Baked, Limits, PoolSize
+from rocm_attn.providers.sparse import IndexLimits, IndexRow, SelectedRow
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchIndexer:
+    """Scores of every index key, and the best of them."""
+
+    indexing: Indexing
+
+    def describe(self) -> str:
+        return f"torch.indexer({self.indexing})"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return 0
+
+    def select(self, args: IndexArgs, selection: Selection, workspace: Tensor) -> None:
+        sparse.select(args, selection, indexing=self.indexing)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchSelected:
+    """Attention over gathered rows."""
+
+    problem: Problem
+
+    def describe(self) -> str:
+        return f"torch.selected({self.problem})"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return 0
+
+    def attend(self, args: SelectedArgs) -> None:
+        sparse.selected_attention(args, scale=self.problem.scale)
+
+
+def _bind_indexer(indexer: Indexer, problem: Problem, target: Target, pool: PoolSize) -> TorchIndexer:
+    return TorchIndexer(indexer.indexing)
+
+
+def _bind_selected(problem: Problem, target: Target, pool: PoolSize) -> TorchSelected:
+    return TorchSelected(problem)
+
+
+INDEX_ROWS = (
+    IndexRow(
+        provider="torch",
+        name="torch.indexer",
+        limits=IndexLimits(
+            archs=("*",),
+            dtypes=_DTYPES,
+            head_dim=(1, 4096),
+            num_heads=4096,
+            encodings=tuple(KVEncoding),
+            scales=(Scales.NONE, Scales.LAYER, Scales.TOKEN),
+        ),
+        batch_invariant=False,
+        bakes=frozenset({Baked.MAX_KV_LEN}),
+        bind=_bind_indexer,
+    ),
+)
+
+SELECTED_ROWS = (
+    SelectedRow(
+        provider="torch",
+        name="torch.selected",
+        limits=Limits(
+            archs=("*",),
+            dtypes=_DTYPES,
+            head_dim=(1, 4096),
+            v_head_dim=(1, 4096),
+            page_size=(1, 4096),
+            max_gqa_ratio=4096,
+            window=False,
+            soft_cap=False,
+            sinks=True,
+            pools=(PoolKind.SPLIT, PoolKind.LATENT),
+            encodings=tuple(KVEncoding),
+            scales=tuple(Scales),
+            page_strides=True,
+        ),
+        batch_invariant=False,
+        bakes=frozenset(),
+        bind=_bind_selected,
+    ),
+)

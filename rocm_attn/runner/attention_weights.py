@@ -1,0 +1,214 @@
+"""The weights around a layer's attention, out of the tensors of a file: over heads, or over latent rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rocm_attn.runner.config import HeadProjections, LatentProjections
+from rocm_attn.runner.geometry import AttentionLayer
+from rocm_attn.runner.mlp_weights import Named, with_bias
+from rocm_attn.runner.shards import Shard, Span
+from rocm_attn.runner.tensors import Piece, TensorReader
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadWeights:
+    """Of a layer with K and V heads, or a rank's part of it: then the heads are its own. A matrix is [out, in]; what
+    the model has not is None.
+
+    qkv:   [(num_q_heads + 2 * num_kv_heads) * head_dim, hidden]; rows of q, then of k and v as far as there are any
+    out:   [hidden, num_q_heads * head_dim]
+    sinks: float32 [num_q_heads]
+    q_norm, k_norm: [head_dim]
+    """
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    sinks: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentWeights:
+    """Of a layer that keeps latent rows, or a rank's part of it: then the heads are its own, and the row is whole.
+
+    The projections of k and v are absorbed into those of q and of the output. Of what turns, the first half of the
+    elements turns with the second.
+
+    first:      [q_rank + latent_dim + rope_dim, hidden]; without a rank rows of q in the place of the first
+    q_norm:     [q_rank], with q: [num_q_heads * (nope_dim + rope_dim), q_rank]; None without a rank
+    row_norm:   [latent_dim]
+    absorbed_k: [num_q_heads, nope_dim, latent_dim]
+    absorbed_v: [num_q_heads, latent_dim, v_dim]
+    out:        [hidden, num_q_heads * v_dim]
+    """
+
+    first: Tensor
+    first_bias: Tensor | None
+    q_norm: Tensor | None
+    q: Tensor | None
+    row_norm: Tensor
+    absorbed_k: Tensor
+    absorbed_v: Tensor
+    out: Tensor
+    out_bias: Tensor | None
+
+
+AttentionWeights = HeadWeights | LatentWeights
+
+
+def head_shapes(attention: AttentionLayer, projections: HeadProjections, hidden: int, *, keeps_kv: bool) -> Named:
+    """Name within a layer and shape of every tensor around its heads, but for norms."""
+    q_size = attention.num_q_heads * attention.head_dim
+    kv_size = attention.num_kv_heads * attention.head_dim
+    for name in _projected(projections, keeps_kv=keeps_kv):
+        yield from with_bias(
+            f"self_attn.{name}_proj", (q_size if name == "q" else kv_size, hidden), projections.qkv_bias
+        )
+    yield from with_bias("self_attn.o_proj", (hidden, q_size), projections.out_bias)
+    if attention.has_sinks:
+        yield "self_attn.sinks", (attention.num_q_heads,)
+    for norm in head_norms(projections, keeps_kv=keeps_kv):
+        yield f"self_attn.{norm}.weight", (attention.head_dim,)
+
+
+def head_norms(projections: HeadProjections, *, keeps_kv: bool) -> tuple[str, ...]:
+    """The norms with weights that heads have."""
+    if not projections.qk_norm:
+        return ()
+    return ("q_norm", "k_norm") if keeps_kv else ("q_norm",)
+
+
+def latent_shapes(attention: AttentionLayer, projections: LatentProjections, hidden: int) -> Named:
+    """As head_shapes, norms included."""
+    heads, latent_dim = attention.num_q_heads, attention.latent_dim
+    rope_dim, rank = attention.head_dim - latent_dim, projections.q_rank
+    q_size = heads * (projections.nope_dim + rope_dim)
+    if rank:
+        yield from with_bias("self_attn.q_a_proj", (rank, hidden), projections.has_bias)
+        yield "self_attn.q_a_layernorm.weight", (rank,)
+        yield "self_attn.q_b_proj.weight", (q_size, rank)
+    else:
+        yield "self_attn.q_proj.weight", (q_size, hidden)
+    yield from with_bias("self_attn.kv_a_proj_with_mqa", (latent_dim + rope_dim, hidden), projections.has_bias)
+    yield "self_attn.kv_a_layernorm.weight", (latent_dim,)
+    yield "self_attn.kv_b_proj.weight", (heads * (projections.nope_dim + projections.v_dim), latent_dim)
+    yield from with_bias("self_attn.o_proj", (hidden, heads * projections.v_dim), projections.has_bias)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OfAttention:
+    """The tensors around one layer's attention, as far as a rank holds them. prefix: that their names start with"""
+
+    reader: TensorReader
+    prefix: str
+    shard: Shard
+
+    def piece(self, name: str, *cut: Span) -> Piece:
+        """A tensor under its name within the layer's attention, or a part of it."""
+        return Piece(self.prefix + name, cut)
+
+    def out(self, span: Span, *, has_bias: bool) -> tuple[Tensor, Tensor | None]:
+        """The output's matrix, with columns of a span, and its bias."""
+        hidden = Span.whole(self.reader.shapes[f"{self.prefix}o_proj.weight"][0])
+        bias = self.reader.join(self.piece("o_proj.bias")) if has_bias else None
+        return self.reader.join(self.piece("o_proj.weight", hidden, span)), bias
+
+
+def read_heads(
+    tensors: OfAttention,
+    attention: AttentionLayer,
+    projections: HeadProjections,
+    norms: dict[str, Tensor],
+    *,
+    keeps_kv: bool,
+) -> HeadWeights:
+    """The weights of a layer over heads. Raises BadModel.
+
+    attention: of the whole model
+    norms:     name -> weight, of head_norms
+    """
+    reader, piece = tensors.reader, tensors.piece
+    heads = tensors.shard.heads(attention.num_q_heads, attention.num_kv_heads)
+    q, kv = (span.of_elements(attention.head_dim) for span in (heads.q, heads.kv))
+    names = _projected(projections, keeps_kv=keeps_kv)
+    qkv = [(f"{name}_proj", q if name == "q" else kv) for name in names]
+    out, out_bias = tensors.out(q, has_bias=projections.out_bias)
+    return HeadWeights(
+        qkv=reader.join(*(piece(f"{name}.weight", span) for name, span in qkv)),
+        qkv_bias=reader.join(*(piece(f"{name}.bias", span) for name, span in qkv)) if projections.qkv_bias else None,
+        q_norm=norms.get("q_norm"),
+        k_norm=norms.get("k_norm"),
+        sinks=reader.in_float32(piece("sinks", heads.q)) if attention.has_sinks else None,
+        out=out,
+        out_bias=out_bias,
+    )
+
+
+def read_latent(tensors: OfAttention, attention: AttentionLayer, projections: LatentProjections) -> LatentWeights:
+    """The weights of a layer over latent rows, as read_heads."""
+    reader, piece = tensors.reader, tensors.piece
+    heads, nope_dim = tensors.shard.heads(attention.num_q_heads, 1).q, projections.nope_dim
+    first, first_bias, q_norm, q = _before_rows(tensors, attention, projections, heads)
+    kv_dim = nope_dim + projections.v_dim
+    kv = reader.join(piece("kv_b_proj.weight", heads.of_elements(kv_dim))).view(heads.size, kv_dim, -1)
+    out, out_bias = tensors.out(heads.of_elements(projections.v_dim), has_bias=projections.has_bias)
+    return LatentWeights(
+        first=first,
+        first_bias=first_bias,
+        q_norm=q_norm,
+        q=q,
+        row_norm=reader.join(piece("kv_a_layernorm.weight")),
+        absorbed_k=kv[:, :nope_dim].contiguous(),
+        absorbed_v=kv[:, nope_dim:].transpose(1, 2).contiguous(),
+        out=out,
+        out_bias=out_bias,
+    )
+
+
+def _before_rows(
+    tensors: OfAttention, attention: AttentionLayer, projections: LatentProjections, heads: Span
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """LatentWeights.first, first_bias, q_norm and q. heads: that the rank has of q"""
+    reader, piece, rope_dim = tensors.reader, tensors.piece, attention.head_dim - attention.latent_dim
+    q_dim = projections.nope_dim + rope_dim
+    q_span, row = heads.of_elements(q_dim), "kv_a_proj_with_mqa"
+    if projections.q_rank:
+        first = reader.join(piece("q_a_proj.weight"), piece(f"{row}.weight"))
+        q_norm: Tensor | None = reader.join(piece("q_a_layernorm.weight"))
+        of_heads = reader.join(piece("q_b_proj.weight", q_span))
+    else:
+        first = reader.join(piece("q_proj.weight", q_span), piece(f"{row}.weight"))
+        q_norm = None
+        of_heads = first[: q_span.size]
+    bias = None
+    if projections.has_bias:
+        biases = [piece("q_a_proj.bias")] if projections.q_rank else []
+        bias = reader.join(*biases, piece(f"{row}.bias"))
+        bias = torch.cat((bias.new_zeros(len(first) - len(bias)), bias))
+    if projections.interleaved:
+        _put_in_halves(of_heads.view(heads.size, q_dim, -1)[:, projections.nope_dim :].transpose(0, 1))
+        _put_in_halves(first[-rope_dim:])
+        if bias is not None:
+            _put_in_halves(bias[-rope_dim:])
+    return first, bias, q_norm, of_heads if projections.q_rank else None
+
+
+def _projected(projections: HeadProjections, *, keeps_kv: bool) -> Iterator[str]:
+    yield "q"
+    if keeps_kv:
+        yield "k"
+        if not projections.v_is_k:
+            yield "v"
+
+
+def _put_in_halves(rows: Tensor) -> None:
+    """Rows of pairs that lie side by side, in place: the first of each pair, then the second of each."""
+    rows.copy_(torch.cat((rows[0::2], rows[1::2])))

@@ -1,0 +1,42 @@
+"""The projections around attention that a Hugging Face config.json describes."""
+
+from __future__ import annotations
+
+from rocm_attn.runner.config import HeadProjections, LatentProjections
+from rocm_attn.runner.fields import Fields
+
+Projections = HeadProjections | LatentProjections
+
+
+def bias_everywhere_if_said(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
+    """[layers] q, k and v add a bias, and the output of attention, where attention_bias says so."""
+    has_bias = fields.flag("attention_bias", False)
+    return (HeadProjections(qkv_bias=has_bias, out_bias=has_bias),) * num_layers
+
+
+def bias_on_qkv(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
+    """[layers] As bias_everywhere_if_said: on q, k and v alone."""
+    return (HeadProjections(qkv_bias=True),) * num_layers
+
+
+def no_bias(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
+    """[layers] As bias_everywhere_if_said: on none of them."""
+    return (HeadProjections(),) * num_layers
+
+
+def normed_heads(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
+    """[layers] As bias_everywhere_if_said, with norms on q and k."""
+    has_bias = fields.flag("attention_bias", False)
+    return (HeadProjections(qkv_bias=has_bias, out_bias=has_bias, qk_norm=True),) * num_layers
+
+
+def interleaved_rows(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
+    """[layers] Latent rows, whose elements that turn together lie side by side unless rope_interleave is false."""
+    projections = LatentProjections(
+        q_rank=fields.count("q_lora_rank") if fields.has("q_lora_rank") else 0,
+        nope_dim=fields.count("qk_nope_head_dim"),
+        v_dim=fields.count("v_head_dim"),
+        interleaved=fields.flag("rope_interleave", True),
+        has_bias=fields.flag("attention_bias", False),
+    )
+    return (projections,) * num_layers

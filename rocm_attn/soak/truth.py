@@ -1,0 +1,281 @@
+"""Truth: whether every key of a long context is found, through the whole chain and inside replay.
+
+Sequences of the given lengths are served by a runtime as a server would: prompts in chunks while others decode, then
+decode steps, all of them captured and replayed. Every query asks for a needle (needles.py), so that each output is
+known without computing attention. Short prompts pass where long ones fail: offsets of 32 bits, a pool that is written
+in one layout or encoding and read in another, a window that is off by one, selections of an earlier step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.check import NO_CHECK
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.errors import BadSetting
+from rocm_attn.machine.settings import whole_number
+from rocm_attn.paging.index_spaces import RESERVED_PAGE, num_pages
+from rocm_attn.problem import Problem
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.soak.needle_layer import NeedleLayer, Tally, Wrong
+from rocm_attn.soak.wide_pages import place_rows, rows_needed, wrapping_pages
+from rocm_attn.step.head_weights import HeadWeights
+from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.step import Step
+
+# Needles that were missed, or seen where they are hidden, that a report names for each layer.
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TruthPlan:
+    """What is served.
+
+    lengths:      tokens of each sequence when it begins to decode
+    first_chunk:  tokens of a prompt's first chunk, where it is longer
+    chunk:        of its later chunks
+    decode_steps: steps in which all sequences decode, after the last prompt
+    num_pages:    of the pool, at least; 0: as many as the sequences need
+    graphs:       whether steps are captured and replayed
+
+    Raises BadSetting.
+    """
+
+    lengths: tuple[int, ...] = (2048, 6144, 10240, 40960, 86016)
+    first_chunk: int = 1000
+    chunk: int = 9216
+    decode_steps: int = 4
+    num_pages: int = 0
+    provider: str = "auto"
+    graphs: bool = True
+    deterministic: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("first_chunk", "chunk", "decode_steps", "num_pages", "seed"):
+            value = whole_number(name, getattr(self, name))
+            if value < (1 if name.endswith("chunk") else 0):
+                raise BadSetting(f"{name} is {value}; it is a whole number of at least {int(name.endswith('chunk'))}")
+        if not self.lengths or min(self.lengths) < 2:
+            raise BadSetting(f"lengths are {self.lengths}; give one or more, each at least 2")
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences."""
+        return len(self.lengths)
+
+    def steps(self) -> Iterator[list[int]]:
+        """New tokens of each sequence, step by step: one prompt after the other, while those before it decode."""
+        for seq, length in enumerate(self.lengths):
+            done = 0
+            while done < length:
+                new = min(self.first_chunk if done == 0 else self.chunk, length - done)
+                done += new
+                yield [1] * seq + [new] + [0] * (self.num_seqs - seq - 1)
+        for _ in range(self.decode_steps):
+            yield [1] * self.num_seqs
+
+    @property
+    def kv_len(self) -> tuple[int, ...]:
+        """Tokens of each sequence in the end."""
+        return tuple(np.sum(list(self.steps()), axis=0).tolist())
+
+    @property
+    def most_tokens(self) -> int:
+        """New tokens of the largest step."""
+        return max(sum(q_len) for q_len in self.steps())
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """A needle that was not found, or one that was found where it must not be seen.
+
+    token, key: places in the sequence's KV, of the query and of what it asked for
+    head:       query head
+    distance:   |out - v| / |v|, of the value that belongs to the key
+    page, byte: where the key lies: its page, and that page's first byte in the layer's K pages
+    replayed:   whether the step was a graph's
+    """
+
+    layer: int
+    length: int
+    token: int
+    key: int
+    head: int
+    visible: bool
+    distance: float
+    page: int
+    byte: int
+    replayed: bool
+
+    def __str__(self) -> str:
+        what = "was not found" if self.visible else "was seen and is hidden"
+        how = "a replayed" if self.replayed else "an eager"
+        return (
+            f"layer {self.layer}, sequence of {self.length}: key {self.key} {what} by head {self.head} of token "
+            f"{self.token} in {how} step (its value is {self.distance:.3g} away; page {self.page}, from byte "
+            f"{self.byte} on)"
+        )
+
+
+@dataclass(slots=True)
+class TruthReport:
+    """What came of it.
+
+    problems:  of the layers
+    kernels:   of each layer, in words: a line for each kind of step
+    lengths:   of the sequences
+    tallies:   [layer][sequence]
+    misses:    the first of each layer
+    steps, replays: how many steps ran, and how many of them as graphs
+    pool_bytes: of the largest side of a layer's pages
+    """
+
+    problems: tuple[Problem, ...]
+    kernels: tuple[tuple[str, ...], ...]
+    lengths: tuple[int, ...]
+    pool_bytes: int
+    tallies: list[list[Tally]]
+    misses: list[Miss] = field(default_factory=list)
+    steps: int = 0
+    replays: int = 0
+
+    @property
+    def passed(self) -> bool:
+        """Whether every sequence of every layer gave what was asked for, and nothing else."""
+        return all(tally.passed for of_layer in self.tallies for tally in of_layer)
+
+
+class Truth:
+    """The needles of a model's layers, and the runtime that has to find them.
+
+    problems: the layers; one of each kind is enough
+    plan:     what is served
+    build:    problems, options -> the runtime
+    Raises what build raises, BadProblem for rows that are too short to tell the keys apart, and BadSetting.
+    """
+
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        plan: TruthPlan,
+        build: Callable[[Sequence[Problem], RuntimeOptions], AttentionRuntime],
+    ) -> None:
+        self._plan = plan
+        kv_len, page_size = plan.kv_len, problems[0].page_size
+        wanted = 1 + sum(num_pages(length, page_size) + 1 for length in kv_len)
+        pages = max(plan.num_pages, wanted)
+        boundaries = wrapping_pages(problems, pages)
+        width = num_pages(max(kv_len), page_size)
+        captured = tuple(sorted({plan.num_seqs + plan.first_chunk, plan.most_tokens}))
+        self.runtime = build(
+            problems,
+            RuntimeOptions(
+                num_pages=pages,
+                max_num_seqs=plan.num_seqs,
+                max_kv_len=width * page_size,
+                max_num_rows=plan.num_seqs + rows_needed(pages, width, len(boundaries)),
+                provider=plan.provider,
+                capture_sizes=(plan.num_seqs,),
+                capture_tokens=captured,
+                deterministic=plan.deterministic,
+            ),
+        )
+        device = self.runtime.device
+        num_tokens = max(plan.most_tokens, *captured)
+        self._layers: list[NeedleLayer] = []
+        for number, problem in enumerate(problems):
+            generator = torch.Generator(device).manual_seed(plan.seed + number)
+            earlier = self._layers[-1].source if self._layers else None
+            self._layers.append(NeedleLayer(problem, kv_len, num_tokens, generator, earlier))
+        for number, problem in enumerate(problems):
+            self._give_head_weights(number, problem, max(kv_len))
+        self._rows, self._others = place_rows(self.runtime.table, kv_len, boundaries)
+        self._done = [0] * plan.num_seqs
+        recorder = recorder_for(device) if plan.graphs else None
+        # Unchecked: every output of every step is known here.
+        self._runner = StepRunner(self.runtime, self._forward, recorder, check=NO_CHECK)
+        side = max(pages.k.nbytes for pages in map(self.runtime.pool.layer, range(len(problems))))
+        self.report = TruthReport(
+            tuple(problems),
+            tuple(
+                tuple(f"{kind.value}: {kernel.row.name}" for kind, kernel in selection.kernels.items())
+                for selection in (self.runtime.selections[kind] for kind in self.runtime.kinds.of_layer)
+            ),
+            plan.lengths,
+            side,
+            [[Tally() for _ in plan.lengths] for _ in problems],
+        )
+
+    def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> TruthReport:
+        """Serve all steps, and say what was found. progress: called with the steps done and all steps.
+
+        Raises DeviceFault and whatever the runtime raises.
+        """
+        steps = list(self._plan.steps())
+        for number, q_len in enumerate(steps):
+            progress(number, len(steps))
+            self._step(q_len)
+        self.runtime.check_device()
+        progress(len(steps), len(steps))
+        return self.report
+
+    def _step(self, q_len: Sequence[int]) -> None:
+        serving = [seq for seq, (done, new) in enumerate(zip(self._done, q_len, strict=True)) if done or new]
+        for layer in self._layers:
+            layer.prepare(self._done, q_len)
+        kv_len = [self._done[seq] + q_len[seq] for seq in serving]
+        batch = StepBatch([self._rows[seq] for seq in serving], kv_len, [q_len[seq] for seq in serving])
+        replays = self._runner.metrics.replays
+        self._runner.run(batch)
+        replayed = self._runner.metrics.replays > replays
+        for number, layer in enumerate(self._layers):
+            for wrong in layer.judge(self.report.tallies[number]):
+                if sum(miss.layer == number for miss in self.report.misses) < _MOST_NAMED:
+                    self.report.misses.append(self._miss(number, wrong, replayed))
+        self._done = [done + new for done, new in zip(self._done, q_len, strict=True)]
+        self.report.steps += 1
+        self.report.replays += replayed
+
+    def _forward(self, step: Step) -> Tensor:
+        outs = [layer.run(step.layers, number, step.token_ids.shape[0]) for number, layer in enumerate(self._layers)]
+        return outs[-1][step.last_token_of_seq.long()]
+
+    def _miss(self, layer: int, wrong: Wrong, replayed: bool) -> Miss:
+        """What is wrong, with the place in the pool that it was to come from."""
+        page, byte = self._place(layer, wrong.seq, wrong.key)
+        return Miss(
+            layer=layer,
+            length=self._plan.lengths[wrong.seq],
+            token=self._done[wrong.seq] + wrong.token,
+            key=wrong.key,
+            head=wrong.head,
+            visible=wrong.visible,
+            distance=wrong.distance,
+            page=page,
+            byte=byte,
+            replayed=replayed,
+        )
+
+    def _place(self, layer: int, seq: int, key: int) -> tuple[int, int]:
+        """The page of a key, and its first byte in the layer's K pages."""
+        pages = self.runtime.table.pages_of(self._rows[seq])
+        page = int(pages[key // self.runtime.table.page_size])
+        k = self.runtime.pool.layer(layer).k
+        assert page != RESERVED_PAGE
+        return page, page * k.stride(0) * k.element_size()
+
+    def _give_head_weights(self, layer: int, problem: Problem, kv_len: int) -> None:
+        """Sinks of a usual size, and slopes so small that no key is out of reach."""
+        generator = torch.Generator().manual_seed(self._plan.seed)
+        weights = HeadWeights.random(problem, generator)
+        if weights.alibi_slopes is not None:
+            weights = HeadWeights(weights.sinks, weights.alibi_slopes / kv_len)
+        self.runtime.head_weights.set(layer, weights.to(self.runtime.device))

@@ -1,0 +1,102 @@
+"""Whose selection lies in the memory of a step: no layer attends to what another one, or an earlier step, has chosen.
+
+All indexers of a model write to one place, one after the other: a selection is used by its own layer and by those that
+reuse it, before the next indexer's turn. A graph holds its selections and what attends over them in one order, so that
+a replay cannot mix them up; what is asked here is asked when a forward runs, eagerly or to be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rocm_attn.errors import BadProblem, BadTensor, WrongState
+from rocm_attn.problem import EarlierSelection, Indexer, Problem
+
+NOTHING = -1
+
+
+def refuse_stale(layer: int, wanted: int, found: int) -> None:
+    """A layer attends to what the indexer of `wanted` has chosen in this step. Raises WrongState for anything else.
+
+    found: the layer whose selection there is; NOTHING: no one has selected in this step
+    """
+    if found == wanted:
+        return
+    there = "nothing was selected in this step" if found == NOTHING else f"layer {found} has selected since"
+    raise WrongState(
+        f"layer {layer} attends to the selection of layer {wanted}, and {there}; call select({wanted}, ...) first, and "
+        "attend_selected() of every layer that shares it before the next select()"
+    )
+
+
+Require = Callable[[int, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SelectingLayers:
+    """Which layers select, and whose selection each layer attends to.
+
+    indexed: layers that have an indexer, ascending
+    source:  layer -> the layer whose selection it attends to; NOTHING where it attends to all keys
+    """
+
+    indexed: tuple[int, ...]
+    source: tuple[int, ...]
+
+    @classmethod
+    def of(cls, problems: Sequence[Problem]) -> SelectingLayers:
+        """Of a model's layers, in order. Raises BadProblem for a selection that no earlier layer makes."""
+        source, latest = [], NOTHING
+        for layer, problem in enumerate(problems):
+            indexer = problem.indexer
+            if isinstance(indexer, Indexer):
+                latest = layer
+            elif isinstance(indexer, EarlierSelection):
+                if latest == NOTHING:
+                    raise BadProblem(
+                        f"layer {layer} attends to an earlier layer's selection, and no layer before it has an Indexer"
+                    )
+                earlier = problems[latest].indexer
+                assert isinstance(earlier, Indexer)
+                if earlier.indexing != indexer.indexing:
+                    raise BadProblem(
+                        f"layer {layer} attends to the selection of layer {latest}, which selects by "
+                        f"{earlier.indexing}; its own problem says {indexer.indexing}: give both the same"
+                    )
+            source.append(latest if isinstance(indexer, (Indexer, EarlierSelection)) else NOTHING)
+        indexed = tuple(layer for layer, problem in enumerate(problems) if isinstance(problem.indexer, Indexer))
+        return cls(indexed, tuple(source))
+
+    def place_of(self, layer: int) -> int:
+        """How many layers with an indexer come before this one. Raises BadTensor for a layer that has none."""
+        if layer not in self.indexed:
+            named = ", ".join(map(str, self.indexed)) or "none"
+            raise BadTensor(f"layer {layer} has no indexer; the layers with one are {named}")
+        return self.indexed.index(layer)
+
+
+class StepSelections:
+    """What the step that runs has selected, in each of its halves."""
+
+    __slots__ = ("_found", "_layers", "_require")
+
+    def __init__(self, layers: SelectingLayers, require: Require) -> None:
+        self._layers = layers
+        self._require = require
+        self._found = [NOTHING]
+
+    def begin(self, num_children: int) -> None:
+        """A step is staged: what lies in its memory is of an earlier one."""
+        self._found = [NOTHING] * num_children
+
+    def after_select(self, child: int, layer: int) -> None:
+        """A layer's indexer has selected."""
+        self._found[child] = layer
+
+    def before_attend(self, child: int, layer: int) -> None:
+        """Raise BadTensor for a layer without a selection, and WrongState for a selection that is not this layer's."""
+        wanted = self._layers.source[layer]
+        if wanted == NOTHING:
+            raise BadTensor(f"layer {layer} attends to all keys: its problem has no indexer; call attend()")
+        self._require(layer, wanted, self._found[child])

@@ -1,0 +1,386 @@
+"""Sparse attention problems with poison around all that may not be read, and answers in float64, written plainly.
+
+Index queries, keys and factors are small whole numbers and powers of two: scores are exact in every dtype, and many of
+them are equal, so a selection has one right answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
+from rocm_attn.kernels.sparse.arguments import (
+    IndexArgs,
+    Indexing,
+    IndexPages,
+    LastUnit,
+    Pooling,
+    SelectedArgs,
+    Selection,
+    TokenPlaces,
+)
+from tests.amd.tolerances import assert_attention_close, assert_lse_close
+
+UNTOUCHED = -77
+
+
+def arch_of(device: torch.device) -> str:
+    """The name of the device's tiles."""
+    if device.type != "cuda":
+        return "interpreter"
+    properties = torch.cuda.get_device_properties(device)
+    is_amd = torch.version.hip is not None
+    return properties.gcnArchName.split(":")[0] if is_amd else f"sm_{properties.major}{properties.minor}"
+
+
+@dataclass(frozen=True)
+class Step:
+    """Tokens of sequences over a paged table: the last q_len tokens of each sequence's kv_len, then a padded tail."""
+
+    kv_len: Sequence[int]
+    q_len: Sequence[int]
+    page_size: int = 16
+    tail: int = 0
+    seed: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.q_len) + self.tail
+
+    @cached_property
+    def pages_of_seq(self) -> list[list[int]]:
+        """Pages 1 .. n in a random order; page 0 and the last one are nobody's."""
+        generator = torch.Generator().manual_seed(self.seed)
+        counts = [-(-length // self.page_size) for length in self.kv_len]
+        free = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
+        return [[free.pop() for _ in range(count)] for count in counts]
+
+    @property
+    def num_pages(self) -> int:
+        return sum(len(pages) for pages in self.pages_of_seq) + 2
+
+    @property
+    def table(self) -> Tensor:
+        """Rows in reverse order of the sequences, one more in front; what is unused aims at the last page."""
+        width = max([len(pages) for pages in self.pages_of_seq] + [1])
+        table = torch.full((len(self.kv_len) + 1, width + 1), self.num_pages - 1, dtype=torch.int32)
+        for seq, pages in enumerate(self.pages_of_seq):
+            table[self.row(seq), : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        return table
+
+    def row(self, seq: int) -> int:
+        return len(self.kv_len) - seq
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Sequence and position of each token that belongs to one."""
+        return [
+            (seq, kv_len - q_len + new)
+            for seq, (kv_len, q_len) in enumerate(zip(self.kv_len, self.q_len, strict=True))
+            for new in range(q_len)
+        ]
+
+    def tokens(self, device: torch.device) -> TokenPlaces:
+        pad = [0] * self.tail
+        return TokenPlaces(
+            torch.tensor([self.row(seq) for seq, _ in self.places] + pad, dtype=torch.int32, device=device),
+            torch.tensor([position for _, position in self.places] + pad, dtype=torch.int32, device=device),
+            torch.tensor([len(self.places)], dtype=torch.int32, device=device),
+            max_q_len=max(self.q_len),
+            max_kv_len=self.table.shape[1] * self.page_size,
+        )
+
+    def slots(self, seq: int, page_len: int) -> list[tuple[int, int]]:
+        """(page, offset) of each place in whole pages of page_len places."""
+        return [(page, offset) for page in self.pages_of_seq[seq] for offset in range(page_len)]
+
+
+@dataclass(frozen=True)
+class IndexCase:
+    """An indexer over a step. scales: NONE, LAYER or TOKEN; weighted: whether the heads have weights."""
+
+    step: Step
+    indexing: Indexing
+    heads: int = 4
+    dim: int = 32
+    dtype: torch.dtype = torch.float32
+    key_dtype: torch.dtype = torch.float32
+    scales: Scales = Scales.NONE
+    weighted: bool = True
+
+
+@dataclass(frozen=True)
+class IndexProblem:
+    """The tensors of an IndexCase, and for each token of a sequence the scores of its candidates, [sets, units]."""
+
+    case: IndexCase
+    args: IndexArgs
+    selection: Selection
+    scores: list[Tensor]
+
+    @property
+    def expected(self) -> list[list[list[int]]]:
+        """The units of each token and set."""
+        places = self.case.step.places
+        return [
+            [best_units(list(scores), position + 1, self.case.indexing) for scores in of_token.tolist()]
+            for of_token, (_, position) in zip(self.scores, places, strict=True)
+        ]
+
+    def assert_selected(self) -> None:
+        assert_units(self.selection, self.expected)
+
+
+def build_index(case: IndexCase, device: torch.device) -> IndexProblem:
+    """Whole numbers for q and keys. Keys of no token, and those of incomplete pools, are NaN, as are their factors."""
+    step, indexing = case.step, case.indexing
+    generator = torch.Generator().manual_seed(step.seed + 1)
+
+    def whole(*shape: int, most: int = 2) -> Tensor:
+        return torch.randint(-most, most + 1, shape, generator=generator).float()
+
+    q = whole(step.num_tokens, case.heads, case.dim)
+    weights = whole(step.num_tokens, case.heads, most=3) / 4
+    page_keys = step.page_size // indexing.key_tokens
+    keys = torch.full((step.num_pages, page_keys, case.dim), float("nan"))
+    factors = torch.full((step.num_pages, page_keys), float("nan"))
+    for seq, kv_len in enumerate(step.kv_len):
+        for page, offset in step.slots(seq, page_keys)[: kv_len // indexing.key_tokens]:
+            keys[page, offset] = whole(case.dim)
+            factors[page, offset] = 2.0 ** int(torch.randint(-1, 2, (), generator=generator))
+    layer_factor = torch.tensor([0.5])
+    scores = []
+    for token, (seq, position) in enumerate(step.places):
+        places = step.slots(seq, page_keys)[: (position + 1) // indexing.key_tokens]
+        seen = torch.stack([keys[place] for place in places]).double() if places else torch.zeros(0, case.dim).double()
+        factor = torch.tensor([float(factors[place]) for place in places], dtype=torch.float64)
+        if case.scales is not Scales.TOKEN:
+            factor = torch.ones(len(places), dtype=torch.float64) * (0.5 if case.scales is Scales.LAYER else 1.0)
+        scores.append(plain_scores(q[token].double(), weights[token].double(), seen, factor, case))
+    args = IndexArgs(
+        q.to(case.dtype).to(device),
+        weights.to(device) if case.weighted else None,
+        IndexPages(
+            keys.to(case.key_dtype).to(device),
+            {Scales.NONE: None, Scales.LAYER: layer_factor.to(device), Scales.TOKEN: factors.to(device)}[case.scales],
+        ),
+        step.table.to(device),
+        step.tokens(device),
+    )
+    return IndexProblem(case, args, empty_selection(step.num_tokens, indexing, device), scores)
+
+
+def plain_scores(q: Tensor, weights: Tensor, keys: Tensor, factor: Tensor, case: IndexCase) -> Tensor:
+    """Scores of one token's candidates, [sets, units]. q: [heads, dim], keys: those it sees, factor: of each"""
+    indexing = case.indexing
+    heads_of_set = case.heads // indexing.sets
+    units = -(-len(keys) // indexing.unit_keys)
+    result = torch.zeros(indexing.sets, units, dtype=torch.float64)
+    for index_set in range(indexing.sets):
+        total = torch.zeros(len(keys), dtype=torch.float64)
+        for head in range(index_set * heads_of_set, (index_set + 1) * heads_of_set):
+            score = indexing.scale * (keys @ q[head]) * factor
+            score = torch.where(score < 0, 0, score) if indexing.rectified else score
+            total += score * (weights[head] if case.weighted else 1.0)
+        for unit in range(units):
+            of_unit = total[unit * indexing.unit_keys : (unit + 1) * indexing.unit_keys]
+            result[index_set, unit] = of_unit.max() if indexing.pooling is Pooling.MAX else of_unit.mean()
+    return result
+
+
+def best_units(scores: list[float], visible: int, indexing: Indexing) -> list[int]:
+    """The units of a token that sees so many tokens, by the words of Indexing."""
+    whole, rest = divmod(visible, indexing.unit_tokens)
+    candidates = whole + (1 if rest and indexing.last_unit is LastUnit.SCORED else 0)
+    forced = {*range(min(indexing.first, candidates)), *range(max(candidates - indexing.last, 0), candidates)}
+    ranked = sorted(
+        (unit for unit in range(candidates) if unit in forced or not math.isnan(scores[unit])),
+        key=lambda unit: (unit not in forced, 0.0 if unit in forced else -scores[unit], unit),
+    )
+    chosen = sorted(ranked[: indexing.top])
+    return [*chosen, whole] if rest and indexing.last_unit is LastUnit.ADDED else chosen
+
+
+def empty_selection(num_tokens: int, indexing: Indexing, device: torch.device) -> Selection:
+    units = torch.full((num_tokens, indexing.sets, indexing.width), UNTOUCHED, dtype=torch.int32, device=device)
+    counts = torch.full((num_tokens, indexing.sets), UNTOUCHED, dtype=torch.int32, device=device)
+    return Selection(units, counts, indexing.unit_tokens)
+
+
+def assert_units(selection: Selection, expected: list[list[list[int]]]) -> None:
+    """Each token's units and their number, NO_UNIT after them; padded tokens have none."""
+    units, counts = selection.units.tolist(), selection.counts.tolist()
+    pads: list[list[list[int]]] = [[[]] * selection.sets] * (len(units) - len(expected))
+    for token, sets in enumerate([*expected, *pads]):
+        for index_set, chosen in enumerate(sets):
+            where = f"token {token}, set {index_set}"
+            assert counts[token][index_set] == len(chosen), f"{where}: {counts[token][index_set]} of {len(chosen)}"
+            assert units[token][index_set] == chosen + [-1] * (selection.width - len(chosen)), where
+
+
+@dataclass(frozen=True)
+class SelectedCase:
+    """Attention over a random selection of a step. latent: pages whose rows hold V in their first elements."""
+
+    step: Step
+    heads: tuple[int, int] = (4, 2)
+    dims: tuple[int, int] = (32, 32)
+    sets: int = 1
+    width: int = 5
+    unit_tokens: int = 1
+    latent: bool = False
+    dtype: torch.dtype = torch.float32
+    encoding: Encoding | None = None
+    scales: Scales = Scales.NONE
+    sinks: bool = False
+    dense: bool = False
+
+
+@dataclass(frozen=True)
+class SelectedProblem:
+    """The tensors of a SelectedCase. reference and reference_lse are float64, by token."""
+
+    case: SelectedCase
+    args: SelectedArgs
+    scale: float
+    reference: Tensor
+    reference_lse: Tensor
+
+    def assert_served(self) -> None:
+        args = self.args
+        assert args.lse is not None
+        assert_attention_close(args.out.cpu(), self.reference, self.case.dtype)
+        assert_lse_close(args.lse.cpu(), self.reference_lse, self.case.dtype)
+
+
+def build_selected(case: SelectedCase, device: torch.device) -> SelectedProblem:
+    """Random rows, entries in any order, twice, past the context and negative among them; what may not be read is NaN.
+
+    Rows that no entry lists are NaN too. dense: every token selects all that it sees, in order.
+    """
+    step, generator = case.step, torch.Generator().manual_seed(case.step.seed + 2)
+    (num_heads, num_kv_heads), (head_dim, v_head_dim) = case.heads, case.dims
+    q = torch.randn(step.num_tokens, num_heads, head_dim, generator=generator).to(case.dtype)
+    units, counts = _random_selection(case, generator)
+    pages = _pages(case, units, counts, generator)
+    sinks = torch.randn(num_heads, generator=generator) * 2 if case.sinks else None
+    scale = head_dim**-0.5
+    reference = torch.zeros(step.num_tokens, num_heads, v_head_dim, dtype=torch.float64)
+    reference_lse = torch.full((step.num_tokens, num_heads), float("-inf"), dtype=torch.float64)
+    for token, (seq, position) in enumerate(step.places):
+        slots = step.slots(seq, step.page_size)
+        for head in range(num_heads):
+            kv_head = head // (num_heads // num_kv_heads)
+            index_set = kv_head if case.sets > 1 else 0
+            seen = seen_positions(
+                units[token, index_set].tolist()[: int(counts[token, index_set])], case.unit_tokens, position
+            )
+            if not seen:
+                continue
+            at = [(*slots[each], kv_head) for each in seen]
+            k = torch.stack([_value(pages.k, pages.k_scale, place, case.scales) for place in at])
+            v = torch.stack([_value(pages.v, pages.v_scale, place, case.scales) for place in at])
+            logits = k @ q[token, head].double() * scale
+            sink = [] if sinks is None else [sinks[head].double()]
+            lse = torch.cat([logits, torch.stack(sink)] if sink else [logits]).logsumexp(0)
+            reference[token, head] = (logits - lse).exp() @ v
+            reference_lse[token, head] = lse
+    moved = LayerPages(
+        pages.k.to(device),
+        pages.v.to(device),
+        pages.format,
+        None if pages.k_scale is None else pages.k_scale.to(device),
+        None if pages.v_scale is None else pages.v_scale.to(device),
+    )
+    if case.latent:
+        moved = LayerPages(moved.k, moved.k[..., :v_head_dim], moved.format, moved.k_scale, moved.k_scale)
+    args = SelectedArgs(
+        q=q.to(device),
+        pages=moved,
+        table=step.table.to(device),
+        tokens=step.tokens(device),
+        selection=Selection(units.to(device), counts.to(device), case.unit_tokens),
+        out=torch.full((step.num_tokens, num_heads, v_head_dim), UNTOUCHED, dtype=case.dtype, device=device),
+        lse=torch.full((step.num_tokens, num_heads), UNTOUCHED, dtype=torch.float32, device=device),
+        sinks=None if sinks is None else sinks.to(device),
+        workspace=torch.empty(0, device=device),
+    )
+    return SelectedProblem(case, args, scale, reference, reference_lse)
+
+
+def seen_positions(units: list[int], unit_tokens: int, position: int) -> list[int]:
+    """Places in the KV that a token at a position attends, as often as they are listed."""
+    listed = [unit * unit_tokens + offset for unit in units for offset in range(unit_tokens)]
+    return [each for each in listed if 0 <= each <= position]
+
+
+def _random_selection(case: SelectedCase, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    step = case.step
+    units = torch.full((step.num_tokens, case.sets, case.width), -1, dtype=torch.int32)
+    counts = torch.zeros(step.num_tokens, case.sets, dtype=torch.int32)
+    for token, (_, position) in enumerate(step.places):
+        in_context = position // case.unit_tokens + 1
+        for index_set in range(case.sets):
+            if case.dense:
+                count = in_context
+                assert count <= case.width, "a dense selection holds the whole context"
+                units[token, index_set, :count] = torch.arange(count)
+            else:
+                count = int(torch.randint(0, case.width + 1, (), generator=generator))
+                low, high = (-1, in_context + 2)
+                units[token, index_set, :count] = torch.randint(low, high, (count,), generator=generator).int()
+            counts[token, index_set] = count
+    return units, counts
+
+
+def _pages(case: SelectedCase, units: Tensor, counts: Tensor, generator: torch.Generator) -> LayerPages:
+    """Pages in the case's encoding; NaN where no token of the step sees a row."""
+    step, (head_dim, v_head_dim) = case.step, case.dims
+    num_kv_heads = case.heads[1]
+    encoding = case.encoding or Encoding.of(case.dtype)
+    shape = (step.num_pages, step.page_size, num_kv_heads)
+    read = torch.zeros(shape, dtype=torch.bool)
+    for token, (seq, position) in enumerate(step.places):
+        slots = step.slots(seq, step.page_size)
+        for kv_head in range(num_kv_heads):
+            index_set = kv_head if case.sets > 1 else 0
+            listed = units[token, index_set].tolist()[: int(counts[token, index_set])]
+            for each in seen_positions(listed, case.unit_tokens, position):
+                page, offset = slots[each]
+                read[page, offset, kv_head] = True
+
+    def side(dim: int) -> Tensor:
+        rows = torch.randn(*shape, dim, generator=generator)
+        return rows.masked_fill(~read[..., None], float("nan")).to(encoding.dtype)
+
+    def factors() -> Tensor | None:
+        if case.scales is Scales.TOKEN:
+            return torch.where(read, torch.rand(shape, generator=generator) + 0.5, float("nan"))
+        return {
+            Scales.NONE: None,
+            Scales.LAYER: torch.rand(1, generator=generator) + 0.5,
+            Scales.HEAD: torch.rand(num_kv_heads, generator=generator) + 0.5,
+        }[case.scales]
+
+    kind = PoolKind.LATENT if case.latent else PoolKind.SPLIT
+    form = PageFormat(encoding, kind, step.page_size, num_kv_heads, head_dim, v_head_dim, case.scales)
+    k, k_scale = side(head_dim), factors()
+    if case.latent:
+        return LayerPages(k, k[..., :v_head_dim], form, k_scale, k_scale)
+    return LayerPages(k, side(v_head_dim), form, k_scale, factors())
+
+
+def _value(rows: Tensor, factors: Tensor | None, at: tuple[int, int, int], scales: Scales) -> Tensor:
+    """A row as float64: its codes times its factor. at: page, offset, KV head"""
+    row = rows[at].double()
+    if factors is None:
+        return row
+    index = {Scales.LAYER: (0,), Scales.HEAD: at[2:], Scales.TOKEN: at}[scales]
+    return row * factors[index].double()

@@ -1,0 +1,130 @@
+"""Attention over eight-bit pages, of every encoding and with every kind of factor, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rocm_attn.kernels.cache.page_format import Encoding, Scales
+from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
+from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
+from tests.amd.kernels import segment_cases
+from tests.amd.kernels.attention_cases import (
+    Case,
+    Tensors,
+    assert_served,
+    build,
+    dtypes,
+    run_decode,
+    run_decode_twin,
+    run_extend,
+    run_extend_twin,
+)
+from tests.amd.kernels.codes_kernels import FP8
+
+each_encoding = pytest.mark.parametrize("encoding", FP8, ids=lambda encoding: encoding.name)
+each_scales = pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD, Scales.TOKEN], ids=lambda s: s.name)
+EVERY_DECODE = (run_decode, run_decode_twin)
+EVERY_EXTEND = (run_extend, run_extend_twin)
+
+# Pages of three tokens, heads and dims that leave lanes empty; a sequence without keys.
+DECODES = Case([33, 1, 0, 20], [1] * 4, heads=(6, 2), dims=(24, 40), page_size=3, spread=True)
+EXTENDS = Case([27, 18, 0, 1], [2, 18, 0, 1], heads=(6, 2), dims=(24, 40), page_size=3, tail=2, spread=True)
+
+
+@each_encoding
+@each_scales
+@pytest.mark.parametrize("run", EVERY_DECODE, ids=lambda run: run.__name__)
+def test_decode_reads_every_encoding_with_every_kind_of_factor(
+    run: Callable[[Tensors], None], encoding: Encoding, scales: Scales, kernel_device: torch.device
+) -> None:
+    tensors = build(replace(DECODES, kv=encoding, scales=scales), kernel_device)
+    run(tensors)
+    assert_served(tensors)
+
+
+@each_encoding
+@each_scales
+@pytest.mark.parametrize("run", EVERY_EXTEND, ids=lambda run: run.__name__)
+def test_extend_reads_every_encoding_with_every_kind_of_factor(
+    run: Callable[[Tensors], None], encoding: Encoding, scales: Scales, kernel_device: torch.device
+) -> None:
+    tensors = build(replace(EXTENDS, kv=encoding, scales=scales), kernel_device)
+    run(tensors)
+    assert_served(tensors)
+
+
+@each_scales
+@pytest.mark.parametrize("dtype", dtypes()[1:], ids=str)
+def test_q_of_sixteen_bits_loses_nothing_of_the_codes(
+    scales: Scales, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    for case, run in ((DECODES, run_decode), (EXTENDS, run_extend)):
+        tensors = build(replace(case, dtype=dtype, kv=Encoding.E4M3FNUZ, scales=scales), kernel_device)
+        run(tensors)
+        assert_served(tensors)
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        {"window_left": 5, "sinks": True},
+        {"soft_cap": 1.5, "slopes": True},
+        {"soft_cap": 1.5, "sinks": True, "window_left": 9},
+        {"slopes": True},
+    ],
+    ids=str,
+)
+@each_scales
+def test_factors_meet_caps_slopes_sinks_and_windows_where_they_must(
+    scales: Scales, scores: dict[str, float], kernel_device: torch.device
+) -> None:
+    """A factor of K belongs before the cap; no factor of V changes a sink's share."""
+    case = replace(EXTENDS, kv=Encoding.E4M3FN, scales=scales, **scores)  # type: ignore[arg-type]
+    tensors = build(case, kernel_device)
+    run_extend(tensors)
+    assert_served(tensors)
+    tensors = build(replace(case.decodes(), kv_len=[33, 1, 0, 20], tail=0), kernel_device)
+    run_decode(tensors)
+    assert_served(tensors)
+
+
+@pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD], ids=lambda s: s.name)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_two_heads_in_one_row_have_a_factor_each(transposed: bool, scales: Scales, kernel_device: torch.device) -> None:
+    tiles = DecodeTiles(16, 1, 1, 1, transposed=transposed, heads_per_row=2)
+    case = replace(DECODES, heads=(12, 4), dims=(32, 32), kv=Encoding.E4M3FN, scales=scales)
+    for some in (case, replace(case, soft_cap=1.5)):
+        tensors = build(some, kernel_device)
+        run_decode(tensors, tiles=tiles)
+        assert_served(tensors)
+
+
+@each_scales
+def test_a_packed_mask_hides_keys_and_their_factors(scales: Scales, kernel_device: torch.device) -> None:
+    for run in EVERY_EXTEND:
+        tensors = build(replace(EXTENDS, masked=True, kv=Encoding.E4M3FN, scales=scales), kernel_device)
+        run(tensors)
+        assert_served(tensors)
+
+
+@each_scales
+@pytest.mark.parametrize("encoding", [Encoding.E4M3FNUZ, Encoding.E5M2], ids=lambda encoding: encoding.name)
+def test_deterministic_decode_and_extend_give_a_token_the_same_bits(
+    encoding: Encoding, scales: Scales, kernel_device: torch.device
+) -> None:
+    case = replace(EXTENDS, kv_len=[70, 33], q_len=[3, 2], heads=(4, 2), dims=(24, 40), kv=encoding, scales=scales)
+    extended = build(case, kernel_device)
+    decoded = segment_cases.last_tokens(extended)
+    tiles = SegmentTiles(32, 16, 16, 1, 1, 1, ExtendTiles(16, 16, 1, 1))
+    segment_cases.run_extend(extended, tiles=tiles)
+    segment_cases.run_decode(decoded, num_programs=3, tiles=tiles)
+    assert_served(extended)
+    assert_served(decoded)
+    segment_cases.assert_same_bits(decoded, extended)
+    twin = build(case, kernel_device)
+    segment_cases.run_extend_twin(twin)
+    assert_served(twin)

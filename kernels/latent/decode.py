@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import Line, Logits, Rows, Span
+from rocm_attn.kernels.attention.bundles import Line, Rows, Span
+from rocm_attn.kernels.attention.coded import row_factor, scaled_logits
 from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
 from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_DONE,
@@ -43,6 +44,7 @@ from rocm_attn.kernels.latent.key_loop import (
     latent_geometry,
     load_latent_query,
     no_latents_seen,
+    scaled_latents,
     store_latent_results,
     store_part,
 )
@@ -94,6 +96,7 @@ def _latent_decode_kernel(
     out,
     lse,
     sinks,
+    scale,
     first_page,
     qk_scale,
     tanh_scale,
@@ -123,6 +126,7 @@ def _latent_decode_kernel(
     done = tl.load(words + PROGRAM_DONE)
     work = tl.load(words + PROGRAM_WORK)
     kv_len = tl.load(words + PROGRAM_KV_LEN)
+    factor = row_factor(scale, 0, K.coding)
     sums = partials + num_programs * (2 * R.Q_ROWS * K.V_HEAD_DIM)
     while work > 0:
         _, window_block, num_blocks = visible_blocks(kv_len, window_left + (T.MOST - 1), R.KEY_BLOCK, R.WINDOWED)
@@ -153,19 +157,20 @@ def _latent_decode_kernel(
                 q + (token * q_token + head * q_head),
                 is_row,
                 first_kv_index + block_token,
-                Logits(qk_scale, tanh_scale, None),
+                scaled_logits(qk_scale, tanh_scale, None, factor, K.CAPPED, K.coding),
                 K,
             )
             softmax = attend_latents(
                 no_latents_seen(G.QUERY_ROWS, K.HALF),
                 query,
-                LatentRows(pages, p_page, p_token, Line(table_line, line_width)),
+                LatentRows(pages, p_page, p_token, Line(table_line, line_width), scale),
                 Seen(Span(first_key, end_key), window_left, None),
                 Span(window_block + first_block, window_block + end_block),
                 K,
                 True,
                 G.STAGES,
             )
+            softmax = scaled_latents(softmax, factor, K.coding)
             # Worked out again, not kept: the accumulators leave no registers to keep them in.
             token, head, is_row = rows_of_block(first_token, num_tokens, 0, head_block + zero(words), G)
             if is_empty | (end_block - first_block == num_blocks):
@@ -201,7 +206,7 @@ def launch_latent_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, ti
         _latent_decode_kernel,
         (cut.programs * geometry.HEAD_BLOCKS,),
         args.q,
-        args.pages.k,
+        args.pages.raw_k,
         table,
         queries.row_of_seq,
         queries.q_indptr,
@@ -210,6 +215,7 @@ def launch_latent_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, ti
         args.out,
         args.lse,
         args.sinks,
+        args.pages.k_scale,
         queries.first_page,
         scores.base_2_scale,
         scores.tanh_scale,

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import Line, Logits, Rows, Span
+from rocm_attn.kernels.attention.bundles import Line, Rows, Span
+from rocm_attn.kernels.attention.coded import row_factor, scaled_logits
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_FIRST_TOKEN,
@@ -33,6 +34,7 @@ from rocm_attn.kernels.latent.key_loop import (
     latent_geometry,
     load_latent_query,
     no_latents_seen,
+    scaled_latents,
     store_latent_results,
 )
 from rocm_attn.kernels.latent.limits import check_latent
@@ -51,6 +53,7 @@ def _latent_extend_kernel(
     out,
     lse,
     sinks,
+    scale,
     q_indptr,
     mask_words,
     mask_indptr,
@@ -101,20 +104,22 @@ def _latent_extend_kernel(
             mask = MaskOfStep(mask_words, mask_indptr, position_of_token, q_indptr)
             first_seen, bits = bits_of_block(mask, seq, first_token, is_row, end_key, window_left, G)
             edge_block = first_seen // K.KEY_BLOCK
+        factor = row_factor(scale, 0, K.coding)
         query = load_latent_query(
             q + (token * q_token + head * q_head),
             is_row,
             first_kv_index + block_token,
-            Logits(qk_scale, tanh_scale, None),
+            scaled_logits(qk_scale, tanh_scale, None, factor, K.CAPPED, K.coding),
             K,
         )
-        rows = LatentRows(pages, p_page, p_token, Line(table_line, width))
+        rows = LatentRows(pages, p_page, p_token, Line(table_line, width), scale)
         seen = Seen(Span(first_key, end_key), window_left, bits)
         softmax = no_latents_seen(G.QUERY_ROWS, K.HALF)
         if not K.WINDOWED and not PACKED:
             softmax = attend_latents(softmax, query, rows, seen, Span(0, edge_block), K, False, G.STAGES)
         edge = Span(edge_block, tl.cdiv(end_key, K.KEY_BLOCK))
         softmax = attend_latents(softmax, query, rows, seen, edge, K, True, G.EDGE_STAGES)
+        softmax = scaled_latents(softmax, factor, K.coding)
         # Read again, not kept: the accumulators leave no registers to keep it in.
         first_token = tl.load(words + BLOCK_FIRST_TOKEN, volatile=True)
         num_tokens = tl.load(words + BLOCK_TOKENS, volatile=True)
@@ -143,7 +148,7 @@ def launch_latent_extend(
         _latent_extend_kernel,
         (max_blocks * geometry.HEAD_BLOCKS,),
         args.q,
-        args.pages.k,
+        args.pages.raw_k,
         table,
         queries.row_of_seq,
         queries.kv_len,
@@ -151,6 +156,7 @@ def launch_latent_extend(
         args.out,
         args.lse,
         args.sinks,
+        args.pages.k_scale,
         None if mask is None else queries.q_indptr,
         None if mask is None else mask.words,
         None if mask is None else mask.indptr,

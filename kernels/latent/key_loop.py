@@ -16,9 +16,12 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.coded import token_factor
 from rocm_attn.kernels.attention.mask_bits import bit_is_set, bits_from, row_bits, seen_by_some
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink, capped, in_range
+from rocm_attn.kernels.cache.codes import decoded
+from rocm_attn.kernels.cache.page_format import Coding
 from rocm_attn.kernels.tuning.latent_tiles import LatentTiles
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -35,6 +38,7 @@ class LatentGeometry(NamedTuple):
     WINDOWED, CAPPED:     whether scores have a window, a cap
     EXACT:                whether results may not depend on which products and sums the compiler fuses
     CHAINS:               sums of products that a score is added up of, 1 or 2
+    coding:               how rows are encoded
     """
 
     HEAD_DIM: int
@@ -48,19 +52,30 @@ class LatentGeometry(NamedTuple):
     CAPPED: bool
     EXACT: bool
     CHAINS: int
+    coding: Coding
 
 
 class LatentRows(NamedTuple):
-    """Latent pages and one sequence's line of the table: pointer, strides between pages and tokens, the line."""
+    """Latent pages, and one sequence's line of the table: pointer, strides between pages and between tokens, line.
+
+    scale: factors of codes: pointer, or None
+    """
 
     at: Any
     page: Any
     token: Any
     line: Any
+    scale: Any
 
 
 class LatentQuery(NamedTuple):
-    """Rows of q: low and high halves [rows, HALF], the rest [rows, REST] or None; kv_index [rows]; how they score."""
+    """Rows of q.
+
+    low, high: what meets the halves of V's columns, [rows, HALF]
+    rest:      what meets the columns after V, [rows, REST], or None
+    kv_index:  [rows] of each, or [1] of all
+    logits:    how products become logits
+    """
 
     low: Any
     high: Any
@@ -89,13 +104,14 @@ def latent_geometry(
         V_HEAD_DIM=v_head_dim,
         HALF=max(16, next_power_of_2(v_head_dim) // 2),
         REST=max(16, next_power_of_2(rest)) if rest else 0,
-        PAGE_SIZE=args.pages.k.shape[1],
+        PAGE_SIZE=args.pages.format.page_size,
         KEY_BLOCK=tiles.key_block,
         CAUSAL=causal,
         WINDOWED=scores.windowed,
         CAPPED=scores.soft_cap > 0,
         EXACT=exact,
         CHAINS=tiles.chains,
+        coding=args.pages.coding,
     )
 
 
@@ -118,7 +134,7 @@ def load_part(rows, live, FIRST: tl.constexpr, COLUMNS: tl.constexpr, END: tl.co
     mask = live[:, None]
     if FIRST + COLUMNS > END:
         mask = mask & (column < END)[None, :]
-    return tl.load(rows[:, None] + column[None, :], mask=mask, other=0.0)
+    return tl.load(rows[:, None] + column[None, :], mask=mask, other=0)
 
 
 @triton.jit
@@ -133,6 +149,33 @@ def load_latent_query(rows, is_row, kv_index, logits, K: tl.constexpr):
 
 
 @triton.jit
+def load_latents(rows, live, factor, K: tl.constexpr, FIRST: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
+    """Columns [FIRST, FIRST + COLUMNS) of V, or from V's end on of the rest, in DTYPE.
+
+    factor: of each token, [keys], or None. Float16's weights would lose their smallest bits by it, so there rows are
+            multiplied; elsewhere columns of scores and weights are, by the caller
+    """
+    C: tl.constexpr = K.coding
+    END: tl.constexpr = K.V_HEAD_DIM if FIRST < K.V_HEAD_DIM else K.HEAD_DIM
+    held = load_part(rows, live, FIRST, COLUMNS, END)
+    if C.SCALES == "TOKEN" and tl.float16 == DTYPE:
+        values = (decoded(held, C.ENCODING, tl.float32) * factor[:, None]).to(DTYPE)
+    else:
+        values = decoded(held, C.ENCODING, DTYPE)
+    return values
+
+
+@triton.jit
+def scaled_latents(softmax, factor, C: tl.constexpr):
+    """What codes gave, with the factor that all rows share."""
+    low, high, maximum, total = softmax
+    if C.SCALES == "LAYER" or C.SCALES == "HEAD":
+        low = low * factor
+        high = high * factor
+    return LatentSoftmax(low, high, maximum, total)
+
+
+@triton.jit
 def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr):
     """Key blocks [blocks.first, blocks.end) added to a softmax. Only keys that some row sees are loaded.
 
@@ -144,6 +187,9 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
     """
     KEY_BLOCK: tl.constexpr = K.KEY_BLOCK
     PACKED: tl.constexpr = MASKED and seen.bits is not None
+    C: tl.constexpr = K.coding
+    DTYPE: tl.constexpr = query.low.dtype
+    BY_COLUMN: tl.constexpr = C.SCALES == "TOKEN" and tl.float16 != DTYPE
     low, high, maximum, total = softmax
     logits = query.logits
     pages = rows.line
@@ -155,7 +201,8 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
         kv_index = block * KEY_BLOCK + lane
         page = next_page.to(tl.int64)
         next_page = tl.load(pages.at + tl.minimum((kv_index + KEY_BLOCK) // K.PAGE_SIZE, pages.width - 1))
-        row = rows.at + (page * rows.page + (kv_index % K.PAGE_SIZE).to(tl.int64) * rows.token)
+        offset = (kv_index % K.PAGE_SIZE).to(tl.int64)
+        row = rows.at + (page * rows.page + offset * rows.token)
         if PACKED:
             bits = row_bits(seen.bits.words, seen.bits.cell, seen.bits.end, block * KEY_BLOCK, seen.keys.end)
             if K.WINDOWED:
@@ -163,8 +210,11 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
             live = bit_is_set(seen_by_some(bits), lane)
         else:
             live = in_range(kv_index, seen.keys.first, seen.keys.end) if K.WINDOWED else kv_index < seen.keys.end
-        k_low = load_part(row, live, 0, K.HALF, K.V_HEAD_DIM)
-        k_high = load_part(row, live, K.HALF, K.HALF, K.V_HEAD_DIM)
+        factor: Any = None
+        if C.SCALES == "TOKEN":
+            factor = token_factor(rows.scale, page, offset, 0, live, True, C)
+        k_low = load_latents(row, live, factor, K, 0, K.HALF, DTYPE)
+        k_high = load_latents(row, live, factor, K, K.HALF, K.HALF, DTYPE)
         # scores, weights: [rows, KEY_BLOCK]
         scores = tl.dot(query.low, tl.trans(k_low), input_precision="ieee")
         if K.CHAINS == 2:
@@ -172,9 +222,11 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
         else:
             others = tl.dot(query.high, tl.trans(k_high), scores, input_precision="ieee")
         if K.REST > 0:
-            k_rest = load_part(row, live, K.V_HEAD_DIM, K.REST, K.HEAD_DIM)
+            k_rest = load_latents(row, live, factor, K, K.V_HEAD_DIM, K.REST, DTYPE)
             others = tl.dot(query.rest, tl.trans(k_rest), others, input_precision="ieee")
         scores = scores + others if K.CHAINS == 2 else others
+        if BY_COLUMN:
+            scores = scores * factor[None, :]
         if K.CAPPED:
             scores = capped(scores, logits.tanh_scale)
         if MASKED:
@@ -197,7 +249,9 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
         else:
             weights = tl.exp2(scores * logits.qk_scale - base[:, None])
             total = total * decay + tl.sum(weights, 1)
-        weights = weights.to(k_low.dtype)
+        if BY_COLUMN:
+            weights = weights * factor[None, :]
+        weights = weights.to(DTYPE)
         low = tl.dot(weights, k_low, low * decay[:, None], input_precision="ieee")
         high = tl.dot(weights, k_high, high * decay[:, None], input_precision="ieee")
         maximum = new_maximum

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.cache.page_format import PoolKind
 
 MAX_V_HEAD_DIM = 512
 MAX_REST_DIM = 64  # elements of a row after its V
@@ -21,12 +22,12 @@ def check_latent(args: AttendArgs, kernel: str) -> None:
 
     ValueError for a problem that no kernel serves; the rest was checked by the runtime and is asserted here.
     """
-    q, k, out = args.q, args.pages.k, args.out
+    q, k, out, form = args.q, args.pages.k, args.out, args.pages.format
     num_tokens, num_heads, head_dim = q.shape
-    page_size, v_head_dim = k.shape[1], out.shape[2]
+    page_size, v_head_dim = form.page_size, form.v_head_dim
     reasons = []
-    if k.shape[2] != 1:
-        reasons.append(f"a token has {k.shape[2]} latent rows; it has 1")
+    if form.kind is not PoolKind.LATENT or not (form.encoding.is_fp8 or form.encoding.dtype == q.dtype):
+        reasons.append(f"with q in {q.dtype} it reads {PoolKind.LATENT.value} in that or in eight bits, not {form}")
     if num_heads > MAX_HEADS:
         reasons.append(f"{num_heads} query heads; at most {MAX_HEADS}")
     if not 1 <= v_head_dim <= MAX_V_HEAD_DIM:
@@ -41,10 +42,10 @@ def check_latent(args: AttendArgs, kernel: str) -> None:
         raise ValueError(f"{kernel} does not serve this: {'; '.join(reasons)}")
     args.queries.check()
     assert args.queries.num_tokens == num_tokens, "q and the queries disagree"
-    assert k.shape[3] == head_dim, "q and the pages disagree"
-    assert out.shape[:2] == (num_tokens, num_heads), "out disagrees with q"
+    assert form.head_dim == head_dim, "q and the pages disagree"
+    assert out.shape == (num_tokens, num_heads, v_head_dim), "out disagrees with q and the pages"
     assert args.slopes is None, "no latent kernel has slopes"
-    assert q.dtype == k.dtype == out.dtype
+    assert q.dtype == out.dtype
     assert q.stride(2) == k.stride(3) == out.stride(2) == 1, "the last stride must be 1"
     assert args.table.dtype == torch.int32
     assert args.table.stride(1) == 1

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import Line, Logits, Span
+from rocm_attn.kernels.attention.bundles import Line, Span
+from rocm_attn.kernels.attention.coded import row_factor, scaled_logits
 from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
 from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_DONE,
@@ -33,7 +34,14 @@ from rocm_attn.kernels.attention.segment_merge import launch_segment_merge
 from rocm_attn.kernels.attention.segments import UNFUSED
 from rocm_attn.kernels.attention.softmax import visible_blocks
 from rocm_attn.kernels.latent.cuts import latent_row_cut
-from rocm_attn.kernels.latent.key_loop import LatentGeometry, LatentRows, latent_geometry, load_latent_query, store_part
+from rocm_attn.kernels.latent.key_loop import (
+    LatentGeometry,
+    LatentRows,
+    latent_geometry,
+    load_latent_query,
+    scaled_latents,
+    store_part,
+)
 from rocm_attn.kernels.latent.limits import check_latent
 from rocm_attn.kernels.latent.segments import attend_latent_segment
 from rocm_attn.kernels.launch import launch
@@ -73,6 +81,7 @@ def _latent_segment_decode_kernel(
     schedule,
     parts,
     sums,
+    scale,
     qk_scale,
     tanh_scale,
     window_left,
@@ -96,6 +105,7 @@ def _latent_segment_decode_kernel(
     work = tl.load(words + PROGRAM_WORK)
     row_start = tl.load(words + PROGRAM_ROW_START)
     kv_len = tl.load(words + PROGRAM_KV_LEN)
+    factor = row_factor(scale, 0, K.coding)
     while work > 0:
         first_key, window_segment, num_segments = visible_blocks(kv_len, window_left, R.KEY_BLOCK, R.WINDOWED)
         row_cost = tl.where(kv_len < 0, 0, num_segments + R.ROW_COST)
@@ -108,11 +118,14 @@ def _latent_segment_decode_kernel(
             table_line = table + tl.load(row_of_seq + seq).to(tl.int64) * table_row
             q_rows = q + (token * q_token + head * q_head)
             kv_index = tl.full([1], 0, tl.int32) + (kv_len - 1)
-            query = load_latent_query(q_rows, is_row, kv_index, Logits(qk_scale, tanh_scale, None), K)
-            rows = LatentRows(pages, p_page, p_token, Line(table_line, width))
+            query = load_latent_query(
+                q_rows, is_row, kv_index, scaled_logits(qk_scale, tanh_scale, None, factor, K.CAPPED, K.coding), K
+            )
+            rows = LatentRows(pages, p_page, p_token, Line(table_line, width), scale)
             seen = Seen(Span(first_key, kv_len), window_left, None)
             for index in range(first, end):
-                low, high, maximum, total = attend_latent_segment(window_segment + index, query, rows, seen, G)
+                part = attend_latent_segment(window_segment + index, query, rows, seen, G)
+                low, high, maximum, total = scaled_latents(part, factor, K.coding)
                 line = (row_start + R.ROW_COST + index).to(tl.int64) * R.Q_ROWS + head
                 store_part(parts + line * K.V_HEAD_DIM, low, is_row, 0, K.HALF, K.V_HEAD_DIM)
                 store_part(parts + line * K.V_HEAD_DIM, high, is_row, K.HALF, K.HALF, K.V_HEAD_DIM)
@@ -160,13 +173,14 @@ def launch_latent_segment_decode(
         _latent_segment_decode_kernel,
         (cut.programs * geometry.HEAD_BLOCKS,),
         args.q,
-        args.pages.k,
+        args.pages.raw_k,
         table,
         queries.row_of_seq,
         queries.q_indptr,
         args.schedule,
         parts,
         sums,
+        args.pages.k_scale,
         scores.base_2_scale,
         scores.tanh_scale,
         scores.window_left,

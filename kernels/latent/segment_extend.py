@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import Line, Logits, Rows, Span
+from rocm_attn.kernels.attention.bundles import Line, Rows, Span
+from rocm_attn.kernels.attention.coded import row_factor, scaled_logits
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_FIRST_TOKEN,
@@ -28,6 +29,7 @@ from rocm_attn.kernels.latent.key_loop import (
     latent_geometry,
     load_latent_query,
     no_latents_seen,
+    scaled_latents,
     store_latent_results,
 )
 from rocm_attn.kernels.latent.limits import check_latent
@@ -47,6 +49,7 @@ def _latent_segment_extend_kernel(
     out,
     lse,
     sinks,
+    scale,
     qk_scale,
     tanh_scale,
     window_left,
@@ -83,14 +86,18 @@ def _latent_segment_extend_kernel(
             end_key = tl.load(kv_len + seq, mask=seq >= 0, other=0)
         if K.WINDOWED:
             first_key = tl.maximum(first_kv_index - window_left, 0)
+        factor = row_factor(scale, 0, K.coding)
         q_rows = q + (token * q_token + head * q_head)
-        query = load_latent_query(q_rows, is_row, row_kv_index, Logits(qk_scale, tanh_scale, None), K)
-        rows = LatentRows(pages, p_page, p_token, Line(table_line, width))
+        query = load_latent_query(
+            q_rows, is_row, row_kv_index, scaled_logits(qk_scale, tanh_scale, None, factor, K.CAPPED, K.coding), K
+        )
+        rows = LatentRows(pages, p_page, p_token, Line(table_line, width), scale)
         seen = Seen(Span(first_key, end_key), window_left, None)
         low, high, maximum, total = no_latents_seen(G.QUERY_ROWS, K.HALF)
         for segment in range(first_key // G.SEGMENT_LEN, tl.cdiv(end_key, G.SEGMENT_LEN)):
             part = attend_latent_segment(segment, query, rows, seen, G)
-            low, high, maximum, total = merge_latent_segment(LatentSoftmax(low, high, maximum, total), part)
+            left = LatentSoftmax(low, high, maximum, total)
+            low, high, maximum, total = merge_latent_segment(left, scaled_latents(part, factor, K.coding))
         out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
         softmax = LatentSoftmax(low, high, maximum, total)
         store_latent_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, K)
@@ -125,7 +132,7 @@ def launch_latent_segment_extend(
         _latent_segment_extend_kernel,
         (cut.max_blocks(queries.num_tokens, queries.num_seqs) * geometry.HEAD_BLOCKS,),
         args.q,
-        args.pages.k,
+        args.pages.raw_k,
         table,
         queries.row_of_seq,
         queries.kv_len,
@@ -133,6 +140,7 @@ def launch_latent_segment_extend(
         args.out,
         args.lse,
         args.sinks,
+        args.pages.k_scale,
         scores.base_2_scale,
         scores.tanh_scale,
         scores.window_left,

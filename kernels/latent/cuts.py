@@ -37,7 +37,8 @@ def latent_row_cut(cut: DecodeCut, num_heads: int) -> RowCut:
         KEY_BLOCK=cut.key_block,
         ROW_COST=cut.row_cost,
         WINDOWED=cut.window_left != UNLIMITED_WINDOW,
-        TOKENS=cut.tokens,
+        # Who takes part is the schedule's to know: kernels of launches that differ in it alone are the same.
+        TOKENS=cut.tokens._replace(FEWEST=1),
     )
 
 

@@ -210,7 +210,7 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
             live = bit_is_set(seen_by_some(bits), lane)
         else:
             live = in_range(kv_index, seen.keys.first, seen.keys.end) if K.WINDOWED else kv_index < seen.keys.end
-        factor: Any = None
+        factor = None
         if C.SCALES == "TOKEN":
             factor = token_factor(rows.scale, page, offset, 0, live, True, C)
         k_low = load_latents(row, live, factor, K, 0, K.HALF, DTYPE)

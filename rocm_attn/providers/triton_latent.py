@@ -17,9 +17,15 @@ from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.latent import limits
 from rocm_attn.kernels.latent.cuts import latent_decode_cut, latent_extend_cut, latent_partials_words
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
-from rocm_attn.kernels.tuning.latent_tiles import LatentTiles, latent_decode_tiles, latent_extend_tiles
+from rocm_attn.kernels.tuning.latent_tiles import (
+    LatentSegmentTiles,
+    LatentTiles,
+    latent_decode_tiles,
+    latent_extend_tiles,
+    latent_segment_tiles,
+)
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.contract import Bind, KernelRow, Limits, PoolSize, StepBounds, StepOps
 from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
@@ -38,6 +44,8 @@ _LIMITS = Limits(
     soft_cap=True,
     sinks=True,
     pools=(PoolKind.LATENT,),
+    encodings=tuple(KVEncoding),
+    scales=tuple(Scales),
     non_causal=True,
     page_strides=True,
     short_kv=True,
@@ -116,6 +124,64 @@ class LatentMasked:
         self.extend.attend_by(args, packed_mask(step))
 
 
+@dataclass(frozen=True, slots=True)
+class LatentSegmentDecode:
+    """Deterministic decode of sequences with one new token; others are left alone.
+
+    cut:           its key blocks are segments
+    most_segments: that a token may see; the workspace has a slot for each
+    """
+
+    problem: Problem
+    scores: Scores
+    tiles: LatentSegmentTiles
+    cut: DecodeCut
+    most_segments: int
+
+    @property
+    def schedule(self) -> DecodeSchedule:
+        return DecodeSchedule(self.cut)
+
+    def describe(self) -> str:
+        return f"triton.latent_segment_decode({self.problem}, {self.tiles}, segments={self.most_segments})"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        problem = self.problem
+        return sum(
+            self.cut.segment_words(
+                shape.num_seqs, self.most_segments, q_rows=problem.num_q_heads, v_head_dim=problem.v_head_dim
+            )
+        )
+
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        triton_launches.launch_latent_segment_decode(
+            args, scores=self.scores, most_segments=self.most_segments, cut=self.cut, tiles=self.tiles
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSegmentExtend:
+    """Deterministic extend, for sequences with cut.min_q_len new tokens or more."""
+
+    problem: Problem
+    scores: Scores
+    tiles: LatentSegmentTiles
+    cut: ExtendCut
+
+    @property
+    def schedule(self) -> ExtendSchedule:
+        return ExtendSchedule(self.cut)
+
+    def describe(self) -> str:
+        return f"triton.latent_segment_extend({self.problem}, {self.tiles}, min_q_len={self.cut.min_q_len})"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return 0
+
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        triton_launches.launch_latent_segment_extend(args, scores=self.scores, cut=self.cut, tiles=self.tiles)
+
+
 def _decode(problem: Problem, target: Target, *, fewest: int, most: int) -> LatentDecode:
     heads = problem.num_q_heads
     tiles = latent_decode_tiles(target.arch, num_rows=heads * most, dims=_dims(problem), dtype=problem.dtype)
@@ -166,11 +232,45 @@ def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPref
     return SharedPrefixKernel(problem, prefix, _bind_decode(problem, target, pool), _ops)
 
 
+def _bind_segment_decode(problem: Problem, target: Target, pool: PoolSize) -> LatentSegmentDecode:
+    tiles = latent_segment_tiles(target.arch, dims=_dims(problem), dtype=problem.dtype)
+    cut = latent_decode_cut(
+        tiles.decode,
+        num_heads=problem.num_q_heads,
+        compute_units=target.compute_units,
+        window_left=problem.window_left,
+    )
+    most_segments = tiles.most_segments(pool.max_kv_len, problem.window_left)
+    return LatentSegmentDecode(problem, scores_of(problem), tiles, cut, most_segments)
+
+
+def _segment_extend(problem: Problem, target: Target, *, min_q_len: int) -> LatentSegmentExtend:
+    tiles = latent_segment_tiles(target.arch, dims=_dims(problem), dtype=problem.dtype)
+    cut = latent_extend_cut(tiles.block, num_heads=problem.num_q_heads, min_q_len=min_q_len)
+    return LatentSegmentExtend(problem, scores_of(problem), tiles, cut)
+
+
+def _bind_segment_extend(problem: Problem, target: Target, pool: PoolSize) -> LatentSegmentExtend:
+    return _segment_extend(problem, target, min_q_len=1)
+
+
+def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
+    extend = _segment_extend(problem, target, min_q_len=2)
+    return TritonMixed(_bind_segment_decode(problem, target, pool), extend)
+
+
 def _ops() -> StepOps:
     return triton_launches.OPS
 
 
-def _row(name: str, kind: StepKind, bind: Bind, *needs: Need, limits: Limits = _LIMITS) -> KernelRow:
+def _row(
+    name: str,
+    kind: StepKind,
+    bind: Bind,
+    *needs: Need,
+    limits: Limits = _LIMITS,
+    batch_invariant: bool = False,
+) -> KernelRow:
     return KernelRow(
         provider="triton",
         name=name,
@@ -179,7 +279,7 @@ def _row(name: str, kind: StepKind, bind: Bind, *needs: Need, limits: Limits = _
         min_kv_len=0,
         masks_v=True,
         graph_safe=True,
-        batch_invariant=False,
+        batch_invariant=batch_invariant,
         needs=frozenset(needs),
         bakes=frozenset(),
         needs_host_lengths=False,
@@ -199,4 +299,7 @@ ROWS = (
         Need.PREFIXES,
         limits=limits_of_shared_prefix(_LIMITS),
     ),
+    _row("triton.latent_segment_decode", StepKind.DECODE, _bind_segment_decode, batch_invariant=True),
+    _row("triton.latent_segment_extend", StepKind.EXTEND, _bind_segment_extend, batch_invariant=True),
+    _row("triton.latent_segment_extend+decode", StepKind.MIXED, _bind_mixed_segments, batch_invariant=True),
 )

@@ -16,6 +16,8 @@ from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.latent.decode import launch_latent_decode
 from rocm_attn.kernels.latent.extend import launch_latent_extend
+from rocm_attn.kernels.latent.segment_decode import launch_latent_segment_decode
+from rocm_attn.kernels.latent.segment_extend import launch_latent_segment_extend
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.gather_table import launch_gather_table
@@ -33,6 +35,8 @@ __all__ = [
     "launch_extend_schedule",
     "launch_latent_decode",
     "launch_latent_extend",
+    "launch_latent_segment_decode",
+    "launch_latent_segment_extend",
     "launch_paged_decode",
     "launch_paged_extend",
     "launch_segment_decode",

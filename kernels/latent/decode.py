@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import Line, Rows, Span
-from rocm_attn.kernels.attention.coded import row_factor, scaled_logits
+from rocm_attn.kernels.attention.bundles import Line, Logits, Rows, Span
+from rocm_attn.kernels.attention.coded import coded_scales, row_factor
 from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
 from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_DONE,
@@ -39,6 +39,7 @@ from rocm_attn.kernels.attention.softmax import visible_blocks
 from rocm_attn.kernels.latent.cuts import latent_partials_words, latent_row_cut
 from rocm_attn.kernels.latent.key_loop import (
     LatentGeometry,
+    LatentQuery,
     LatentRows,
     attend_latents,
     latent_geometry,
@@ -127,6 +128,7 @@ def _latent_decode_kernel(
     work = tl.load(words + PROGRAM_WORK)
     kv_len = tl.load(words + PROGRAM_KV_LEN)
     factor = row_factor(scale, 0, K.coding)
+    scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, factor, K.CAPPED, K.coding)
     sums = partials + num_programs * (2 * R.Q_ROWS * K.V_HEAD_DIM)
     while work > 0:
         _, window_block, num_blocks = visible_blocks(kv_len, window_left + (T.MOST - 1), R.KEY_BLOCK, R.WINDOWED)
@@ -153,13 +155,8 @@ def _latent_decode_kernel(
             block_token = tl.arange(0, G.QUERY_ROWS) // G.BLOCK_HEADS
             end_key = first_kv_index + num_tokens if K.CAUSAL else kv_len
             first_key = tl.maximum(first_kv_index - window_left, 0) if K.WINDOWED else 0
-            query = load_latent_query(
-                q + (token * q_token + head * q_head),
-                is_row,
-                first_kv_index + block_token,
-                scaled_logits(qk_scale, tanh_scale, None, factor, K.CAPPED, K.coding),
-                K,
-            )
+            low, high, rest = load_latent_query(q + (token * q_token + head * q_head), is_row, K)
+            query = LatentQuery(low, high, rest, first_kv_index + block_token, Logits(scaled, tanh_scaled, None))
             softmax = attend_latents(
                 no_latents_seen(G.QUERY_ROWS, K.HALF),
                 query,

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import Line, Rows, Span
-from rocm_attn.kernels.attention.coded import row_factor, scaled_logits
+from rocm_attn.kernels.attention.bundles import Line, Logits, Rows, Span
+from rocm_attn.kernels.attention.coded import coded_scales, row_factor
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_FIRST_TOKEN,
@@ -29,6 +29,7 @@ from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.query_block import BlockGeometry, MaskOfStep, bits_of_block, rows_of_block
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.latent.key_loop import (
+    LatentQuery,
     LatentRows,
     attend_latents,
     latent_geometry,
@@ -105,13 +106,9 @@ def _latent_extend_kernel(
             first_seen, bits = bits_of_block(mask, seq, first_token, is_row, end_key, window_left, G)
             edge_block = first_seen // K.KEY_BLOCK
         factor = row_factor(scale, 0, K.coding)
-        query = load_latent_query(
-            q + (token * q_token + head * q_head),
-            is_row,
-            first_kv_index + block_token,
-            scaled_logits(qk_scale, tanh_scale, None, factor, K.CAPPED, K.coding),
-            K,
-        )
+        scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, factor, K.CAPPED, K.coding)
+        low, high, rest = load_latent_query(q + (token * q_token + head * q_head), is_row, K)
+        query = LatentQuery(low, high, rest, first_kv_index + block_token, Logits(scaled, tanh_scaled, None))
         rows = LatentRows(pages, p_page, p_token, Line(table_line, width), scale)
         seen = Seen(Span(first_key, end_key), window_left, bits)
         softmax = no_latents_seen(G.QUERY_ROWS, K.HALF)

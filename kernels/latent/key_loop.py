@@ -20,7 +20,7 @@ from rocm_attn.kernels.attention.coded import token_factor
 from rocm_attn.kernels.attention.mask_bits import bit_is_set, bits_from, row_bits, seen_by_some
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink, capped, in_range
-from rocm_attn.kernels.cache.codes import decoded
+from rocm_attn.kernels.cache.codes import HEAD_SCALES, LAYER_SCALES, TOKEN_SCALES, decoded
 from rocm_attn.kernels.cache.page_format import Coding
 from rocm_attn.kernels.tuning.latent_tiles import LatentTiles
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
@@ -72,7 +72,7 @@ class LatentQuery(NamedTuple):
     """Rows of q.
 
     low, high: what meets the halves of V's columns, [rows, HALF]
-    rest:      what meets the columns after V, [rows, REST], or None
+    rest:      what meets the columns after V, [rows, REST]; not read where there are none
     kv_index:  [rows] of each, or [1] of all
     logits:    how products become logits
     """
@@ -138,14 +138,15 @@ def load_part(rows, live, FIRST: tl.constexpr, COLUMNS: tl.constexpr, END: tl.co
 
 
 @triton.jit
-def load_latent_query(rows, is_row, kv_index, logits, K: tl.constexpr):
-    """Rows of q; 0 where there is none. rows: pointers [rows]"""
+def load_latent_query(rows, is_row, K: tl.constexpr):
+    """What meets both halves of V and the rest of rows of q; 0 where there is no row. rows: pointers [rows]"""
     low = load_part(rows, is_row, 0, K.HALF, K.V_HEAD_DIM)
     high = load_part(rows, is_row, K.HALF, K.HALF, K.V_HEAD_DIM)
-    rest = None
+    # Without a rest something that is not read: Triton 3.6 returns no tuple with None.
+    rest = low
     if K.REST > 0:
         rest = load_part(rows, is_row, K.V_HEAD_DIM, K.REST, K.HEAD_DIM)
-    return LatentQuery(low, high, rest, kv_index, logits)
+    return low, high, rest
 
 
 @triton.jit
@@ -158,7 +159,7 @@ def load_latents(rows, live, factor, K: tl.constexpr, FIRST: tl.constexpr, COLUM
     C: tl.constexpr = K.coding
     END: tl.constexpr = K.V_HEAD_DIM if FIRST < K.V_HEAD_DIM else K.HEAD_DIM
     held = load_part(rows, live, FIRST, COLUMNS, END)
-    if C.SCALES == "TOKEN" and tl.float16 == DTYPE:
+    if C.SCALES == TOKEN_SCALES and tl.float16 == DTYPE:
         values = (decoded(held, C.ENCODING, tl.float32) * factor[:, None]).to(DTYPE)
     else:
         values = decoded(held, C.ENCODING, DTYPE)
@@ -169,7 +170,7 @@ def load_latents(rows, live, factor, K: tl.constexpr, FIRST: tl.constexpr, COLUM
 def scaled_latents(softmax, factor, C: tl.constexpr):
     """What codes gave, with the factor that all rows share."""
     low, high, maximum, total = softmax
-    if C.SCALES == "LAYER" or C.SCALES == "HEAD":
+    if C.SCALES == LAYER_SCALES or C.SCALES == HEAD_SCALES:
         low = low * factor
         high = high * factor
     return LatentSoftmax(low, high, maximum, total)
@@ -189,7 +190,7 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
     PACKED: tl.constexpr = MASKED and seen.bits is not None
     C: tl.constexpr = K.coding
     DTYPE: tl.constexpr = query.low.dtype
-    BY_COLUMN: tl.constexpr = C.SCALES == "TOKEN" and tl.float16 != DTYPE
+    BY_COLUMN: tl.constexpr = C.SCALES == TOKEN_SCALES and tl.float16 != DTYPE
     low, high, maximum, total = softmax
     logits = query.logits
     pages = rows.line
@@ -210,9 +211,7 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
             live = bit_is_set(seen_by_some(bits), lane)
         else:
             live = in_range(kv_index, seen.keys.first, seen.keys.end) if K.WINDOWED else kv_index < seen.keys.end
-        factor = None
-        if C.SCALES == "TOKEN":
-            factor = token_factor(rows.scale, page, offset, 0, live, True, C)
+        factor = token_factor(rows.scale, page, offset, 0, live, True, C) if C.SCALES == TOKEN_SCALES else None
         k_low = load_latents(row, live, factor, K, 0, K.HALF, DTYPE)
         k_high = load_latents(row, live, factor, K, K.HALF, K.HALF, DTYPE)
         # scores, weights: [rows, KEY_BLOCK]

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import Line, Span
-from rocm_attn.kernels.attention.coded import row_factor, scaled_logits
+from rocm_attn.kernels.attention.bundles import Line, Logits, Span
+from rocm_attn.kernels.attention.coded import coded_scales, row_factor
 from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
 from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_DONE,
@@ -36,6 +36,7 @@ from rocm_attn.kernels.attention.softmax import visible_blocks
 from rocm_attn.kernels.latent.cuts import latent_row_cut
 from rocm_attn.kernels.latent.key_loop import (
     LatentGeometry,
+    LatentQuery,
     LatentRows,
     latent_geometry,
     load_latent_query,
@@ -106,6 +107,7 @@ def _latent_segment_decode_kernel(
     row_start = tl.load(words + PROGRAM_ROW_START)
     kv_len = tl.load(words + PROGRAM_KV_LEN)
     factor = row_factor(scale, 0, K.coding)
+    scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, factor, K.CAPPED, K.coding)
     while work > 0:
         first_key, window_segment, num_segments = visible_blocks(kv_len, window_left, R.KEY_BLOCK, R.WINDOWED)
         row_cost = tl.where(kv_len < 0, 0, num_segments + R.ROW_COST)
@@ -118,9 +120,8 @@ def _latent_segment_decode_kernel(
             table_line = table + tl.load(row_of_seq + seq).to(tl.int64) * table_row
             q_rows = q + (token * q_token + head * q_head)
             kv_index = tl.full([1], 0, tl.int32) + (kv_len - 1)
-            query = load_latent_query(
-                q_rows, is_row, kv_index, scaled_logits(qk_scale, tanh_scale, None, factor, K.CAPPED, K.coding), K
-            )
+            low, high, rest = load_latent_query(q_rows, is_row, K)
+            query = LatentQuery(low, high, rest, kv_index, Logits(scaled, tanh_scaled, None))
             rows = LatentRows(pages, p_page, p_token, Line(table_line, width), scale)
             seen = Seen(Span(first_key, kv_len), window_left, None)
             for index in range(first, end):

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import Line, Rows, Span
-from rocm_attn.kernels.attention.coded import row_factor, scaled_logits
+from rocm_attn.kernels.attention.bundles import Line, Logits, Rows, Span
+from rocm_attn.kernels.attention.coded import coded_scales, row_factor
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_FIRST_TOKEN,
@@ -24,6 +24,7 @@ from rocm_attn.kernels.attention.query_block import BlockGeometry, rows_of_block
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.segments import UNFUSED
 from rocm_attn.kernels.latent.key_loop import (
+    LatentQuery,
     LatentRows,
     LatentSoftmax,
     latent_geometry,
@@ -87,10 +88,10 @@ def _latent_segment_extend_kernel(
         if K.WINDOWED:
             first_key = tl.maximum(first_kv_index - window_left, 0)
         factor = row_factor(scale, 0, K.coding)
+        scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, factor, K.CAPPED, K.coding)
         q_rows = q + (token * q_token + head * q_head)
-        query = load_latent_query(
-            q_rows, is_row, row_kv_index, scaled_logits(qk_scale, tanh_scale, None, factor, K.CAPPED, K.coding), K
-        )
+        low, high, rest = load_latent_query(q_rows, is_row, K)
+        query = LatentQuery(low, high, rest, row_kv_index, Logits(scaled, tanh_scaled, None))
         rows = LatentRows(pages, p_page, p_token, Line(table_line, width), scale)
         seen = Seen(Span(first_key, end_key), window_left, None)
         low, high, maximum, total = no_latents_seen(G.QUERY_ROWS, K.HALF)

@@ -109,6 +109,7 @@ def _merge_kernel(
     G: tl.constexpr,
 ):
     R: tl.constexpr = G.rows
+    T: tl.constexpr = R.TOKENS
     index = tl.program_id(0)
     if G.BY_ROW:
         seq = index // G.MOST_ROWS
@@ -119,8 +120,8 @@ def _merge_kernel(
         first_position = tl.load(seq_words + SEQ_START) + row * (num_blocks + R.ROW_COST) + R.ROW_COST
         first_program = first_position // share
         mine = num_blocks > 0
-        if R.TOKENS.MOST > 1:
-            mine = mine & (row < rows_of_tokens(new_tokens(q_indptr, seq, R.TOKENS), R.ROWS, R.TOKENS))
+        if T.MOST > 1:
+            mine = mine & (row < rows_of_tokens(new_tokens(q_indptr, seq, T), R.ROWS, T))
     else:
         # The row that goes on from program `index` into the next one, if that program is the first with a part of it.
         words = words_of_program(schedule, index + 1)
@@ -140,15 +141,15 @@ def _merge_kernel(
         acc, maximum, total = _merge_parts(partials, sums, first_program, num_parts, q_row, column, G)
         token = tl.load(q_indptr + seq).to(tl.int64)
         # The last row of a sequence, or of a KV head, may be shorter; its other lanes hold whatever decode left there.
-        if R.TOKENS.MOST == 1:
+        if T.MOST == 1:
             head_block = row % R.HEAD_BLOCKS
             is_row = q_row < tl.minimum(R.Q_ROWS, R.GQA_RATIO * R.HEADS_PER_ROW - head_block * R.BLOCK_HEADS)
             first_head = row // R.HEAD_BLOCKS * (R.HEADS_PER_ROW * R.GQA_RATIO) + head_block * R.BLOCK_HEADS
             head = (first_head + q_row).to(tl.int64)
         else:
-            q_len = new_tokens(q_indptr, seq, R.TOKENS)
-            is_row = q_row < tl.minimum(R.Q_ROWS, (q_len - row * R.TOKENS.OF_ROW) * R.GQA_RATIO)
-            token += row * R.TOKENS.OF_ROW + q_row // R.GQA_RATIO
+            q_len = new_tokens(q_indptr, seq, T)
+            is_row = q_row < tl.minimum(R.Q_ROWS, (q_len - row * T.OF_ROW) * R.GQA_RATIO)
+            token += row * T.OF_ROW + q_row // R.GQA_RATIO
             head = (q_row % R.GQA_RATIO).to(tl.int64)
         if sinks is not None:
             sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))

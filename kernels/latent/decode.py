@@ -118,6 +118,7 @@ def _latent_decode_kernel(
 ):
     R: tl.constexpr = G.rows
     K: tl.constexpr = G.keys
+    C: tl.constexpr = K.coding
     T: tl.constexpr = R.TOKENS
     program = tl.program_id(0) // G.HEAD_BLOCKS
     head_block = tl.program_id(0) % G.HEAD_BLOCKS
@@ -127,8 +128,8 @@ def _latent_decode_kernel(
     done = tl.load(words + PROGRAM_DONE)
     work = tl.load(words + PROGRAM_WORK)
     kv_len = tl.load(words + PROGRAM_KV_LEN)
-    factor = row_factor(scale, 0, K.coding)
-    scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, factor, K.CAPPED, K.coding)
+    factor = row_factor(scale, 0, C)
+    scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, factor, K.CAPPED, C)
     sums = partials + num_programs * (2 * R.Q_ROWS * K.V_HEAD_DIM)
     while work > 0:
         _, window_block, num_blocks = visible_blocks(kv_len, window_left + (T.MOST - 1), R.KEY_BLOCK, R.WINDOWED)
@@ -155,8 +156,8 @@ def _latent_decode_kernel(
             block_token = tl.arange(0, G.QUERY_ROWS) // G.BLOCK_HEADS
             end_key = first_kv_index + num_tokens if K.CAUSAL else kv_len
             first_key = tl.maximum(first_kv_index - window_left, 0) if K.WINDOWED else 0
-            low, high, rest = load_latent_query(q + (token * q_token + head * q_head), is_row, K)
-            query = LatentQuery(low, high, rest, first_kv_index + block_token, Logits(scaled, tanh_scaled, None))
+            q_low, q_high, q_rest = load_latent_query(q + (token * q_token + head * q_head), is_row, K)
+            query = LatentQuery(q_low, q_high, q_rest, first_kv_index + block_token, Logits(scaled, tanh_scaled, None))
             softmax = attend_latents(
                 no_latents_seen(G.QUERY_ROWS, K.HALF),
                 query,
@@ -167,7 +168,7 @@ def _latent_decode_kernel(
                 True,
                 G.STAGES,
             )
-            softmax = scaled_latents(softmax, factor, K.coding)
+            softmax = scaled_latents(softmax, factor, C)
             # Worked out again, not kept: the accumulators leave no registers to keep them in.
             token, head, is_row = rows_of_block(first_token, num_tokens, 0, head_block + zero(words), G)
             if is_empty | (end_block - first_block == num_blocks):

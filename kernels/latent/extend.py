@@ -75,6 +75,7 @@ def _latent_extend_kernel(
     G: tl.constexpr,
 ):
     K: tl.constexpr = G.keys
+    C: tl.constexpr = K.coding
     PACKED: tl.constexpr = mask_words is not None
     query_block = tl.program_id(0) // G.HEAD_BLOCKS
     head_block = tl.program_id(0) % G.HEAD_BLOCKS
@@ -105,10 +106,10 @@ def _latent_extend_kernel(
             mask = MaskOfStep(mask_words, mask_indptr, position_of_token, q_indptr)
             first_seen, bits = bits_of_block(mask, seq, first_token, is_row, end_key, window_left, G)
             edge_block = first_seen // K.KEY_BLOCK
-        factor = row_factor(scale, 0, K.coding)
-        scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, factor, K.CAPPED, K.coding)
-        low, high, rest = load_latent_query(q + (token * q_token + head * q_head), is_row, K)
-        query = LatentQuery(low, high, rest, first_kv_index + block_token, Logits(scaled, tanh_scaled, None))
+        factor = row_factor(scale, 0, C)
+        scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, factor, K.CAPPED, C)
+        q_low, q_high, q_rest = load_latent_query(q + (token * q_token + head * q_head), is_row, K)
+        query = LatentQuery(q_low, q_high, q_rest, first_kv_index + block_token, Logits(scaled, tanh_scaled, None))
         rows = LatentRows(pages, p_page, p_token, Line(table_line, width), scale)
         seen = Seen(Span(first_key, end_key), window_left, bits)
         softmax = no_latents_seen(G.QUERY_ROWS, K.HALF)
@@ -116,7 +117,7 @@ def _latent_extend_kernel(
             softmax = attend_latents(softmax, query, rows, seen, Span(0, edge_block), K, False, G.STAGES)
         edge = Span(edge_block, tl.cdiv(end_key, K.KEY_BLOCK))
         softmax = attend_latents(softmax, query, rows, seen, edge, K, True, G.EDGE_STAGES)
-        softmax = scaled_latents(softmax, factor, K.coding)
+        softmax = scaled_latents(softmax, factor, C)
         # Read again, not kept: the accumulators leave no registers to keep it in.
         first_token = tl.load(words + BLOCK_FIRST_TOKEN, volatile=True)
         num_tokens = tl.load(words + BLOCK_TOKENS, volatile=True)

@@ -98,6 +98,7 @@ def _latent_segment_decode_kernel(
 ):
     R: tl.constexpr = G.rows
     K: tl.constexpr = G.keys
+    C: tl.constexpr = K.coding
     words = words_of_program(schedule, tl.program_id(0) // G.HEAD_BLOCKS)
     head_block = tl.program_id(0) % G.HEAD_BLOCKS
     seq = tl.load(words + PROGRAM_SEQ)
@@ -106,8 +107,8 @@ def _latent_segment_decode_kernel(
     work = tl.load(words + PROGRAM_WORK)
     row_start = tl.load(words + PROGRAM_ROW_START)
     kv_len = tl.load(words + PROGRAM_KV_LEN)
-    factor = row_factor(scale, 0, K.coding)
-    scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, factor, K.CAPPED, K.coding)
+    factor = row_factor(scale, 0, C)
+    scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, factor, K.CAPPED, C)
     while work > 0:
         first_key, window_segment, num_segments = visible_blocks(kv_len, window_left, R.KEY_BLOCK, R.WINDOWED)
         row_cost = tl.where(kv_len < 0, 0, num_segments + R.ROW_COST)
@@ -120,13 +121,13 @@ def _latent_segment_decode_kernel(
             table_line = table + tl.load(row_of_seq + seq).to(tl.int64) * table_row
             q_rows = q + (token * q_token + head * q_head)
             kv_index = tl.full([1], 0, tl.int32) + (kv_len - 1)
-            low, high, rest = load_latent_query(q_rows, is_row, K)
-            query = LatentQuery(low, high, rest, kv_index, Logits(scaled, tanh_scaled, None))
+            q_low, q_high, q_rest = load_latent_query(q_rows, is_row, K)
+            query = LatentQuery(q_low, q_high, q_rest, kv_index, Logits(scaled, tanh_scaled, None))
             rows = LatentRows(pages, p_page, p_token, Line(table_line, width), scale)
             seen = Seen(Span(first_key, kv_len), window_left, None)
             for index in range(first, end):
                 part = attend_latent_segment(window_segment + index, query, rows, seen, G)
-                low, high, maximum, total = scaled_latents(part, factor, K.coding)
+                low, high, maximum, total = scaled_latents(part, factor, C)
                 line = (row_start + R.ROW_COST + index).to(tl.int64) * R.Q_ROWS + head
                 store_part(parts + line * K.V_HEAD_DIM, low, is_row, 0, K.HALF, K.V_HEAD_DIM)
                 store_part(parts + line * K.V_HEAD_DIM, high, is_row, K.HALF, K.HALF, K.V_HEAD_DIM)

@@ -319,7 +319,7 @@ def _decode_kernel(
         work -= take
         if not G.WHOLE_ROWS:
             done = 0
-            seq, row, kv_len = next_row(schedule, num_programs, num_seqs, seq, row, kv_len, R)
+            seq, row, kv_len = next_row(schedule, num_programs, num_seqs, seq, row, R.ROWS, kv_len, R)
 
 
 def has_whole_rows(num_rows: int, *, num_programs: int, window_left: int, head_dim: int) -> bool:

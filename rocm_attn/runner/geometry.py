@@ -7,7 +7,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.problem import (
+    ALL_KEYS,
+    UNLIMITED_WINDOW,
+    AllKeys,
+    EarlierSelection,
+    Indexer,
+    KVEncoding,
+    PoolKind,
+    Problem,
+    Scales,
+)
 from rocm_attn.runner.shards import Shard
 
 
@@ -17,6 +27,7 @@ class AttentionLayer:
 
     scale:       factor on q.k before the softmax
     window_left: previous keys a query sees besides its own; -1: all of them
+    indexer:     what chooses the keys that are attended to; every rank has it whole
     latent_dim:  of latent attention, elements of a token's one row that are V, its first ones; 0: K and V of their own
     """
 
@@ -28,6 +39,7 @@ class AttentionLayer:
     logits_soft_cap: float = 0.0
     has_sinks: bool = False
     latent_dim: int = 0
+    indexer: AllKeys | Indexer | EarlierSelection = ALL_KEYS
 
     @property
     def rope_dim(self) -> int:
@@ -53,6 +65,7 @@ class AttentionLayer:
             window_left=self.window_left,
             logits_soft_cap=self.logits_soft_cap,
             has_sinks=self.has_sinks,
+            indexer=self.indexer,
             pool=PoolKind.LATENT if self.latent_dim else PoolKind.SPLIT,
             kv_encoding=kv_encoding,
             kv_scales=Scales.NONE if kv_encoding is KVEncoding.LIKE_Q else Scales.LAYER,

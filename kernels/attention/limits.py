@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-MAX_HEAD_DIM = 256  # of q and k rows, and of v rows; dims that are no power of two are padded inside the kernels
+MAX_HEAD_DIM = 512  # of q and k rows, and of v rows; dims that are no power of two are padded inside the kernels
 MAX_GQA_RATIO = 128  # query heads that share a KV head
 MAX_PAGE_SIZE = 128
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

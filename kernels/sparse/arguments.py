@@ -104,12 +104,14 @@ class TokenPlaces(NamedTuple):
     row_of_token:      int32 [T]  token -> row of the table
     position_of_token: int32 [T]  token -> place in its sequence's KV
     num_tokens:        int32 [1]  tokens at or past it belong to no sequence, and see nothing
+    max_q_len:         no sequence has more of the tokens
     max_kv_len:        no row is read past the pages of so many tokens
     """
 
     row_of_token: Tensor
     position_of_token: Tensor
     num_tokens: Tensor
+    max_q_len: int
     max_kv_len: int
 
     def check(self) -> None:

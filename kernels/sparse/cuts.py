@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from rocm_attn.kernels.sparse.arguments import Indexing
+from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.sparse_tiles import SelectedTiles
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -96,3 +97,11 @@ def selected_cut(
     parts = max(min(programs // max(num_tokens * rows, 1), blocks), 1)
     part_blocks = -(-blocks // parts)
     return SelectedCut(rows, -(-ratio // head_blocks), -(-blocks // part_blocks), part_blocks * tiles.key_block)
+
+
+def segment_cut(selection_keys: int, *, heads: tuple[int, int], tiles: SegmentTiles) -> SelectedCut:
+    """The cut of deterministic attention, of any number of tokens: a part is a segment. Arguments: selected_cut's."""
+    num_kv_heads, ratio = heads
+    head_blocks = -(-ratio // tiles.decode_rows)
+    parts = max(-(-selection_keys // tiles.segment_len), 1)
+    return SelectedCut(num_kv_heads * head_blocks, -(-ratio // head_blocks), parts, tiles.segment_len)

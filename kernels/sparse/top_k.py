@@ -403,8 +403,8 @@ def launch_top_k(
 
 
 def _warps(elements: int) -> int:
-    """Warps of a program that holds so many elements: 32 a thread at most."""
-    return min(max(elements // 512, 1), 8)
+    """Warps of a program that holds so many elements. Few elements a thread: they and their masks stay in registers."""
+    return min(max(elements // 256, 1), 16)
 
 
 def _scratch(scratch: Tensor, lines: int, cut: TopKCut) -> list[Tensor]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, NoTiles, names_of
+from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, NoTiles, names_of, no_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +77,25 @@ SEGMENT_ROWS = (
     SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 64, 64, 4, 3, 2, ExtendTiles(128, 64, 8, 3))),
     # Two accumulators of 64 x 256 spill.
     SegmentRow("sm_90", 2, 256, SegmentTiles(1024, 32, 32, 8, 3, 2, ExtendTiles(32, 32, 8, 1))),
+    SegmentRow("sm_90", 2, 512, SegmentTiles(1024, 32, 16, 8, 2, 1, ExtendTiles(16, 32, 8, 1))),
     SegmentRow("sm_90", 4, 256, SegmentTiles(512, 16, 16, 4, 2, 2, ExtendTiles(16, 16, 4, 1))),
+    SegmentRow("sm_90", 4, 512, SegmentTiles(512, 16, 16, 8, 1, 1, ExtendTiles(16, 16, 8, 1))),
     SegmentRow("sm_", 2, 128, SegmentTiles(1024, 32, 32, 4, 2, 1, ExtendTiles(32, 32, 4, 2))),
     SegmentRow("sm_", 2, 256, SegmentTiles(1024, 32, 32, 8, 2, 1, ExtendTiles(32, 32, 8, 1))),
+    SegmentRow("sm_", 2, 512, SegmentTiles(1024, 16, 16, 8, 2, 1, ExtendTiles(16, 16, 8, 1))),
     SegmentRow("sm_", 4, 128, SegmentTiles(512, 32, 16, 4, 1, 1, ExtendTiles(16, 32, 4, 1))),
     SegmentRow("sm_", 4, 256, SegmentTiles(512, 32, 16, 8, 1, 1, ExtendTiles(16, 32, 8, 1))),
     # Decode: 124 VGPRs, 16 KiB of LDS. Extend: 192 to 244 VGPRs, 32 KiB: one workgroup of 8 waves, 2 a SIMD.
     SegmentRow("gfx942", 2, 128, SegmentTiles(1024, 32, 16, 4, 2, 3, ExtendTiles(128, 32, 8, 2), 16)),
     SegmentRow("gfx942", 2, 256, SegmentTiles(1024, 32, 16, 4, 2, 2, ExtendTiles(64, 32, 8, 2), 16)),
+    SegmentRow("gfx942", 2, 512, SegmentTiles(1024, 16, 16, 8, 2, 1, ExtendTiles(32, 16, 8, 1), 16)),
     SegmentRow("gfx942", 4, 256, SegmentTiles(512, 16, 16, 4, 1, 1, ExtendTiles(16, 16, 4, 1), 16)),
     SegmentRow("gfx950", 2, 128, SegmentTiles(1024, 32, 16, 4, 2, 3, ExtendTiles(128, 32, 8, 2), 16)),
     SegmentRow("gfx950", 2, 256, SegmentTiles(1024, 32, 16, 4, 2, 2, ExtendTiles(64, 32, 8, 2), 16)),
+    SegmentRow("gfx950", 2, 512, SegmentTiles(1024, 16, 16, 8, 2, 1, ExtendTiles(32, 16, 8, 1), 16)),
     SegmentRow("gfx950", 4, 256, SegmentTiles(512, 16, 16, 4, 1, 1, ExtendTiles(16, 16, 4, 1), 16)),
-    SegmentRow("interpreter", 2, 256, SegmentTiles(64, 16, 32, 1, 1, 3, ExtendTiles(32, 16, 1, 1))),
-    SegmentRow("interpreter", 4, 256, SegmentTiles(64, 16, 32, 1, 1, 3, ExtendTiles(32, 16, 1, 1))),
+    SegmentRow("interpreter", 2, 512, SegmentTiles(64, 16, 32, 1, 1, 3, ExtendTiles(32, 16, 1, 1))),
+    SegmentRow("interpreter", 4, 512, SegmentTiles(64, 16, 32, 1, 1, 3, ExtendTiles(32, 16, 1, 1))),
 )
 
 
@@ -100,7 +105,4 @@ def segment_tiles(arch: str, *, head_dim: int, v_head_dim: int, dtype: torch.dty
         for row in SEGMENT_ROWS:
             if row.arch == name and row.item_bytes == dtype.itemsize and max(head_dim, v_head_dim) <= row.max_head_dim:
                 return row.tiles
-    raise NoTiles(
-        f"no deterministic tiles for {arch} with {dtype} and head dims {head_dim} and {v_head_dim}; "
-        f"rows exist for {', '.join(dict.fromkeys(row.arch for row in SEGMENT_ROWS))}"
-    )
+    raise NoTiles(no_row("deterministic", SEGMENT_ROWS, arch, dtype, (head_dim, v_head_dim)))

@@ -31,15 +31,15 @@ class IndexTiles:
 class SelectedTiles:
     """How a selection is attended.
 
-    key_block:       keys of a block of the loop
     query_rows:      most query heads of a program; each such block reads the selection
+    key_block:       keys of a block of the loop
     num_warps:       warps (waves on AMD) of a program
     num_stages:      key blocks whose loads are in flight
     programs_per_cu: programs that the grid holds for each compute unit, at most, where it cuts selections in parts
     """
 
-    key_block: int
     query_rows: int
+    key_block: int
     num_warps: int
     num_stages: int
     programs_per_cu: int
@@ -83,22 +83,26 @@ INDEX_ROWS = (
     IndexRow("interpreter", 2, 256, IndexTiles(16, 32, 1, 1, 2)),
     IndexRow("interpreter", 4, 256, IndexTiles(16, 32, 1, 1, 2)),
 )
+# Of the rows that serve, the first one whose query_rows hold the query heads of a KV head is taken, else the last one.
 SELECTED_ROWS = (
+    SelectedRow("sm_90", 2, 128, SelectedTiles(16, 64, 4, 3, 2)),
     SelectedRow("sm_90", 2, 128, SelectedTiles(64, 64, 4, 3, 2)),
-    SelectedRow("sm_90", 2, 256, SelectedTiles(32, 64, 8, 2, 2)),
+    SelectedRow("sm_90", 2, 256, SelectedTiles(16, 32, 4, 3, 2)),
+    SelectedRow("sm_90", 2, 256, SelectedTiles(64, 32, 8, 2, 1)),
+    SelectedRow("sm_90", 2, 576, SelectedTiles(16, 32, 4, 3, 2)),
     SelectedRow("sm_90", 2, 576, SelectedTiles(64, 64, 8, 2, 1)),
     SelectedRow("sm_90", 4, 256, SelectedTiles(16, 16, 4, 1, 2)),
     SelectedRow("sm_90", 4, 576, SelectedTiles(16, 16, 8, 1, 1)),
-    SelectedRow("sm_", 2, 256, SelectedTiles(32, 16, 4, 1, 2)),
-    SelectedRow("sm_", 2, 576, SelectedTiles(32, 16, 8, 1, 1)),
+    SelectedRow("sm_", 2, 256, SelectedTiles(16, 32, 4, 1, 2)),
+    SelectedRow("sm_", 2, 576, SelectedTiles(16, 32, 8, 1, 1)),
     SelectedRow("sm_", 4, 576, SelectedTiles(16, 16, 8, 1, 1)),
-    SelectedRow("gfx942", 2, 128, SelectedTiles(32, 32, 4, 2, 3)),
-    SelectedRow("gfx942", 2, 256, SelectedTiles(32, 16, 4, 2, 2)),
-    SelectedRow("gfx942", 2, 576, SelectedTiles(32, 16, 4, 1, 2)),
+    SelectedRow("gfx942", 2, 128, SelectedTiles(16, 32, 4, 2, 3)),
+    SelectedRow("gfx942", 2, 256, SelectedTiles(16, 32, 4, 2, 2)),
+    SelectedRow("gfx942", 2, 576, SelectedTiles(16, 32, 4, 1, 2)),
     SelectedRow("gfx942", 4, 576, SelectedTiles(16, 16, 8, 1, 1)),
-    SelectedRow("gfx950", 2, 128, SelectedTiles(32, 32, 4, 2, 3)),
-    SelectedRow("gfx950", 2, 256, SelectedTiles(32, 16, 4, 2, 2)),
-    SelectedRow("gfx950", 2, 576, SelectedTiles(32, 16, 4, 1, 2)),
+    SelectedRow("gfx950", 2, 128, SelectedTiles(16, 32, 4, 2, 3)),
+    SelectedRow("gfx950", 2, 256, SelectedTiles(16, 32, 4, 2, 2)),
+    SelectedRow("gfx950", 2, 576, SelectedTiles(16, 32, 4, 1, 2)),
     SelectedRow("gfx950", 4, 576, SelectedTiles(16, 16, 8, 1, 1)),
     SelectedRow("interpreter", 2, 576, SelectedTiles(16, 16, 1, 1, 2)),
     SelectedRow("interpreter", 4, 576, SelectedTiles(16, 16, 1, 1, 2)),
@@ -117,12 +121,21 @@ def index_tiles(arch: str, *, dim: int, key_dtype: torch.dtype) -> IndexTiles:
     )
 
 
-def selected_tiles(arch: str, *, head_dim: int, v_head_dim: int, dtype: torch.dtype) -> SelectedTiles:
+def selected_tiles(arch: str, *, gqa_ratio: int, head_dim: int, v_head_dim: int, dtype: torch.dtype) -> SelectedTiles:
     """The tiles of attention over a selection. dtype: of q. Raises NoTiles."""
     for name in names_of(arch):
-        for row in SELECTED_ROWS:
-            if row.arch == name and row.item_bytes == dtype.itemsize and max(head_dim, v_head_dim) <= row.max_head_dim:
-                return row.tiles
+        serving = [
+            row
+            for row in SELECTED_ROWS
+            if row.arch == name and row.item_bytes == dtype.itemsize and max(head_dim, v_head_dim) <= row.max_head_dim
+        ]
+        # Rows for larger dims serve where none is for these.
+        tiles = [row.tiles for row in serving if row.max_head_dim == serving[0].max_head_dim]
+        for each in tiles:
+            if gqa_ratio <= each.query_rows:
+                return each
+        if tiles:
+            return tiles[-1]
     raise NoTiles(
         f"no tiles of attention over a selection for {arch} with {dtype} and head dims {head_dim} and {v_head_dim}; "
         f"rows exist for {', '.join(dict.fromkeys(row.arch for row in SELECTED_ROWS))}"

@@ -9,8 +9,9 @@ interpreter on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -131,10 +132,15 @@ DECODE_ROWS = (
     # gemma 64 x 4k: 495 us, 1.05 of the floor; 602 transposed.
     DecodeRow("sm_90", 2, 256, 16, DecodeTiles(32, 4, 3, 2)),
     DecodeRow("sm_90", 2, 256, 64, DecodeTiles(32, 8, 2, 1)),
+    # Of 512 columns; with 64 query heads a row spills.
+    DecodeRow("sm_90", 2, 512, 16, DecodeTiles(32, 8, 3, 1)),
+    DecodeRow("sm_90", 2, 512, 32, DecodeTiles(32, 8, 2, 1)),
     DecodeRow("sm_90", 4, 128, 16, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("sm_90", 4, 256, 16, DecodeTiles(16, 8, 2, 2)),
+    DecodeRow("sm_90", 4, 512, 16, DecodeTiles(16, 8, 1, 1)),
     DecodeRow("sm_", 2, 128, 16, DecodeTiles(32, 4, 2, 2)),
     DecodeRow("sm_", 2, 256, 16, DecodeTiles(32, 4, 2, 1)),
+    DecodeRow("sm_", 2, 512, 16, DecodeTiles(16, 8, 2, 1)),
     DecodeRow("sm_", 4, 128, 16, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("sm_", 4, 256, 16, DecodeTiles(16, 8, 1, 1)),
     # 124 to 153 VGPRs, 16 KiB of LDS: 3 workgroups a CU.
@@ -145,6 +151,8 @@ DECODE_ROWS = (
     # 187 to 208 VGPRs, 32 KiB of LDS: 2 workgroups a CU.
     DecodeRow("gfx942", 2, 256, 16, DecodeTiles(32, 4, 2, 2)),
     DecodeRow("gfx942", 2, 256, 32, DecodeTiles(16, 4, 2, 2)),
+    # 154 to 242 VGPRs, 33 KiB of LDS: one workgroup of 8 waves, 2 a SIMD. 4 waves spill scalar registers.
+    DecodeRow("gfx942", 2, 512, 32, DecodeTiles(16, 8, 2, 1)),
     DecodeRow("gfx942", 4, 128, 32, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("gfx942", 4, 256, 32, DecodeTiles(16, 8, 1, 1)),
     # 112 to 132 VGPRs, 16 KiB of LDS (33 with Triton's asynchronous copies): 4 workgroups a CU. Transposed blocks of 64
@@ -155,11 +163,13 @@ DECODE_ROWS = (
     DecodeRow("gfx950", 2, 128, 32, DecodeTiles(16, 4, 2, 3)),
     DecodeRow("gfx950", 2, 256, 16, DecodeTiles(32, 4, 2, 2)),
     DecodeRow("gfx950", 2, 256, 32, DecodeTiles(16, 4, 2, 2)),
+    # 166 to 200 VGPRs, 67 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
+    DecodeRow("gfx950", 2, 512, 32, DecodeTiles(16, 8, 2, 1)),
     DecodeRow("gfx950", 4, 128, 32, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("gfx950", 4, 256, 32, DecodeTiles(16, 8, 1, 1)),
     DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, transposed=True, heads_per_row=2)),
-    DecodeRow("interpreter", 2, 256, 16, DecodeTiles(16, 1, 1, 3, transposed=True)),
-    DecodeRow("interpreter", 4, 256, 64, DecodeTiles(16, 1, 1, 3)),
+    DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, transposed=True)),
+    DecodeRow("interpreter", 4, 512, 64, DecodeTiles(16, 1, 1, 3)),
 )
 EXTEND_ROWS = (
     # gptoss 1 x 2048 new + 6144 cached: 634 us, 646 with sinks; 657 with 4 warps, 791 and 847 with blocks of 32 keys
@@ -169,10 +179,14 @@ EXTEND_ROWS = (
     # llama8b 1 x 2048 new + 6144 cached: 577 us, 1.84 x the matrix-unit bound; 608 to 798 with blocks of 64 keys.
     ExtendRow("sm_90", 2, 128, ExtendTiles(128, 32, 4, 3)),
     ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 2)),
+    # Blocks of 64 rows spill, with 16 warps too.
+    ExtendRow("sm_90", 2, 512, ExtendTiles(32, 32, 8, 2)),
     ExtendRow("sm_90", 4, 128, ExtendTiles(32, 16, 4, 1)),
     ExtendRow("sm_90", 4, 256, ExtendTiles(16, 16, 4, 1)),
+    ExtendRow("sm_90", 4, 512, ExtendTiles(16, 16, 8, 1)),
     ExtendRow("sm_", 2, 128, ExtendTiles(64, 32, 4, 2)),
     ExtendRow("sm_", 2, 256, ExtendTiles(32, 32, 4, 1)),
+    ExtendRow("sm_", 2, 512, ExtendTiles(32, 16, 8, 1)),
     ExtendRow("sm_", 4, 128, ExtendTiles(32, 16, 8, 1)),
     ExtendRow("sm_", 4, 256, ExtendTiles(16, 16, 4, 1)),
     # 120 to 180 VGPRs, 16 KiB of LDS: 2 or 3 workgroups a CU.
@@ -181,6 +195,8 @@ EXTEND_ROWS = (
     ExtendRow("gfx942", 2, 128, ExtendTiles(128, 32, 4, 2, waves_per_eu=2)),
     # 110 to 190 VGPRs, 64 KiB of LDS: one workgroup of 8 waves, 2 a SIMD. Blocks of 32 keys: twice the issue cycles.
     ExtendRow("gfx942", 2, 256, ExtendTiles(128, 16, 8, 2)),
+    # 171 to 214 VGPRs, 64 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
+    ExtendRow("gfx942", 2, 512, ExtendTiles(64, 16, 8, 2)),
     ExtendRow("gfx942", 4, 128, ExtendTiles(64, 16, 4, 1)),
     ExtendRow("gfx942", 4, 256, ExtendTiles(32, 16, 8, 1)),
     # 120 to 180 VGPRs, 16 KiB of LDS: 2 or 3 workgroups a CU.
@@ -189,10 +205,12 @@ EXTEND_ROWS = (
     ExtendRow("gfx950", 2, 128, ExtendTiles(128, 32, 4, 2, waves_per_eu=2)),
     # 122 to 183 VGPRs, 64 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
     ExtendRow("gfx950", 2, 256, ExtendTiles(128, 16, 8, 2)),
+    # 193 to 226 VGPRs, 68 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
+    ExtendRow("gfx950", 2, 512, ExtendTiles(64, 16, 8, 2)),
     ExtendRow("gfx950", 4, 128, ExtendTiles(64, 16, 4, 1)),
     ExtendRow("gfx950", 4, 256, ExtendTiles(32, 16, 8, 1)),
-    ExtendRow("interpreter", 2, 256, ExtendTiles(32, 16, 1, 1)),
-    ExtendRow("interpreter", 4, 256, ExtendTiles(32, 16, 1, 1)),
+    ExtendRow("interpreter", 2, 512, ExtendTiles(32, 16, 1, 1)),
+    ExtendRow("interpreter", 4, 512, ExtendTiles(32, 16, 1, 1)),
 )
 
 
@@ -224,10 +242,7 @@ def decode_tiles(
                 return row.tiles
         if rows:
             return replace(rows[-1].tiles, head_blocks=-(-gqa_ratio // rows[-1].max_q_rows))
-    raise NoTiles(
-        f"no decode tiles for {arch} with {dtype} and head dims {head_dim} and {v_head_dim}; "
-        f"rows exist for {_served(DECODE_ROWS)}"
-    )
+    raise NoTiles(no_row("decode", DECODE_ROWS, arch, dtype, (head_dim, v_head_dim)))
 
 
 def extend_tiles(
@@ -243,10 +258,7 @@ def extend_tiles(
                 and not (row.alike and next_power_of_2(head_dim) != next_power_of_2(v_head_dim))
             ):
                 return row.tiles
-    raise NoTiles(
-        f"no extend tiles for {arch} with {dtype} and head dims {head_dim} and {v_head_dim}; "
-        f"rows exist for {_served(EXTEND_ROWS)}"
-    )
+    raise NoTiles(no_row("extend", EXTEND_ROWS, arch, dtype, (head_dim, v_head_dim)))
 
 
 def next_power_of_2(n: int) -> int:
@@ -270,6 +282,23 @@ def _pairs(row: DecodeRow, gqa_ratio: int, num_kv_heads: int, head_dim: int, v_h
     return fits and head_dim == v_head_dim == next_power_of_2(head_dim)
 
 
-def _served(rows: tuple[DecodeRow, ...] | tuple[ExtendRow, ...]) -> str:
+class _Row(Protocol):
+    """What a row of any table says about the problems that it serves."""
+
+    @property
+    def arch(self) -> str: ...
+    @property
+    def item_bytes(self) -> int: ...
+    @property
+    def max_head_dim(self) -> int: ...
+
+
+def no_row(what: str, rows: Sequence[_Row], arch: str, dtype: torch.dtype, dims: tuple[int, int]) -> str:
+    """Why no row of a table serves an arch, a dtype and head dims: the nearest thing that one does serve."""
+    found = f"no {what} tiles for {arch} with {dtype} and head dims {dims[0]} and {dims[1]}; "
+    for name in names_of(arch):
+        served = [row.max_head_dim for row in rows if (row.arch, row.item_bytes) == (name, dtype.itemsize)]
+        if served:
+            return f"{found}with {dtype} they may be up to {max(served)} there"
     names = dict.fromkeys(row.arch for row in rows)
-    return ", ".join(f"{name}*" if name == "sm_" else name for name in names)
+    return f"{found}rows exist for {', '.join(f'{name}*' if name == 'sm_' else name for name in names)}"

@@ -21,6 +21,7 @@ from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.launches import (
     ClearPads,
     Fill,
+    Finish,
     GatherTable,
     MergeStates,
     PackMask,
@@ -28,6 +29,8 @@ from rocm_attn.providers.launches import (
     PlaceMask,
     Publish,
     PublishEngine,
+    RopeQueries,
+    RopeStore,
     StoreKV,
     TakeSlots,
     UpdateTable,
@@ -347,6 +350,7 @@ class KernelRow:
     not_bound:          what it would be, of a kernel that is known and not bound; it is always refused
     faults:             what it gets wrong in some releases
     notes:              what is odd about it, and why it serves all the same, a sentence each
+    rounds_products:    whether it rounds q, or what values are weighted with, to eight bits
     """
 
     provider: str
@@ -366,12 +370,13 @@ class KernelRow:
     not_bound: str = ""
     faults: tuple[Fault, ...] = ()
     notes: tuple[str, ...] = ()
+    rounds_products: bool = False
 
     def refusals(self, problem: Problem, target: Target, pool: PoolSize = SMALLEST_POOL) -> tuple[str, ...]:
         """Why it does not serve a problem, one clause each; empty when it does."""
-        if self.not_bound:
-            return (f"not bound: {self.not_bound}",)
         refused = self.limits.refusals(problem, target, pool)
+        if self.not_bound:
+            return refused[:1] or (f"not bound: {self.not_bound}",)
         if pool.terms.keeps_tails and not self.masks_v:
             refused += ("what follows a sequence in its last page must be zeroed for it, and these pages are kept",)
         met = (fault.refusal(problem, target, pool) for fault in self.faults)
@@ -396,6 +401,9 @@ class StepOps:
     table_update: UpdateTable
     fill: Fill
     store_kv: StoreKV
+    rope_store: RopeStore
+    rope_queries: RopeQueries
+    finish: Finish
     zero_tails: ZeroTails
     clear_pads: ClearPads
     merge_states: MergeStates

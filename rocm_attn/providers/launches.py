@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable, TokenPlaces
 from rocm_attn.kernels.metadata.engine_tensors import EngineLengths, GatherSource, LengthBounds, PublishedLengths
 from rocm_attn.kernels.metadata.given_inputs import GivenInputs
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
@@ -47,6 +48,28 @@ class StoreKV(Protocol):
 
     def __call__(
         self, k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages, *, null_page: bool
+    ) -> None: ...
+
+
+class RopeStore(Protocol):
+    """launch_rope_store, or its twin."""
+
+    def __call__(
+        self, given: Projected, tokens: TokenPlaces, work: QkvWork, pages: LayerPages, *, null_page: bool
+    ) -> None: ...
+
+
+class RopeQueries(Protocol):
+    """launch_rope_queries, or its twin."""
+
+    def __call__(self, q: Tensor, q_out: Tensor, positions: Tensor, work: QkvWork) -> None: ...
+
+
+class Finish(Protocol):
+    """launch_finish, or its twin."""
+
+    def __call__(
+        self, out: Tensor, gate: Tensor | None, rope: RopeTable | None, positions: Tensor, counts: Tensor
     ) -> None: ...
 
 

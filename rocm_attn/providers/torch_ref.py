@@ -11,7 +11,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
-from rocm_attn.kernels.refs import attention, cache, engine_metadata, merge_states, metadata, pads
+from rocm_attn.kernels.refs import attention, cache, engine_metadata, merge_states, metadata, pads, rope
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers import torch_segments
@@ -158,6 +158,9 @@ def _ops() -> StepOps:
         table_update=metadata.table_update,
         fill=metadata.fill,
         store_kv=cache.store_kv,
+        rope_store=rope.rope_store,
+        rope_queries=rope.rope_queries,
+        finish=rope.finish,
         zero_tails=cache.zero_tails,
         clear_pads=pads.clear_pads,
         merge_states=merge_states.merge_states,

@@ -6,10 +6,12 @@ from rocm_attn.kernels.attention.decode import launch_paged_decode
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
 from rocm_attn.kernels.attention.extend import launch_paged_extend
 from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
+from rocm_attn.kernels.attention.finish import launch_finish
 from rocm_attn.kernels.attention.merge_states import launch_merge_states
 from rocm_attn.kernels.attention.pads import launch_clear_pads
 from rocm_attn.kernels.attention.segment_decode import launch_segment_decode
 from rocm_attn.kernels.attention.segment_extend import launch_segment_extend
+from rocm_attn.kernels.cache.rope_store import launch_rope_queries, launch_rope_store
 from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
@@ -40,6 +42,9 @@ OPS = StepOps(
     table_update=launch_table_update,
     fill=launch_fill,
     store_kv=launch_store_kv,
+    rope_store=launch_rope_store,
+    rope_queries=launch_rope_queries,
+    finish=launch_finish,
     zero_tails=launch_zero_tails,
     clear_pads=launch_clear_pads,
     merge_states=launch_merge_states,

@@ -183,7 +183,13 @@ class StepMemory:
             schedules=tuple(view(_schedule_name(kind)) for kind in plan.schedule_of_kind),
             workspace=part.workspace.view(words, self._guards.first_of_child(child, words)),
             queries=plan.bounds.queries(first),
-            places=TokenPlaces(first.row_of_token, first.position_of_token, first.counts[1:2], plan.bounds.max_kv_len),
+            places=TokenPlaces(
+                first.row_of_token,
+                first.position_of_token,
+                first.counts[1:2],
+                plan.bounds.max_q_len,
+                plan.bounds.max_kv_len,
+            ),
             selected=tuple(
                 None if indexing is None else self._selected(plan, part, child, indexing, first)
                 for indexing in indexings_of(self._selections)

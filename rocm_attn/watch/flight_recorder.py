@@ -26,6 +26,7 @@ from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.plan import StepPlan
+from rocm_attn.watch.indexer_json import indexer_as_json, indexer_from_json
 
 NUM_STEPS = 64
 _FORMAT = 6
@@ -283,13 +284,15 @@ def problem_as_json(problem: Problem) -> dict[str, Any]:
         **dataclasses.asdict(problem),
         "dtype": str(problem.dtype).removeprefix("torch."),
         **{name: getattr(problem, name).name for name in _NAMED},
+        "indexer": indexer_as_json(problem.indexer),
     }
 
 
 def problem_from_json(fields: Mapping[str, Any]) -> Problem:
     """The problem of these fields. Raises BadProblem, TypeError, AttributeError."""
     named = {name: getattr(kind, fields[name]) for name, kind in _NAMED.items()}
-    return Problem(**{**fields, **named, "dtype": getattr(torch, fields["dtype"])})
+    indexer = indexer_from_json(fields["indexer"])
+    return Problem(**{**fields, **named, "dtype": getattr(torch, fields["dtype"]), "indexer": indexer})
 
 
 def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,11 @@ BOUNDS = {
 }
 
 
+# Where q, or what values are weighted with, is rounded to three bits after the first one: a sixteenth of an element at
+# most. AITER's own tests of such kernels allow 0.055 to 0.06.
+EIGHT_BIT_PRODUCTS = Bound(atol=0.15, rtol=6e-2, lse_atol=0.15)
+
+
 @dataclass(frozen=True, slots=True)
 class LogitBound:
     """|logits - reference| as a share of |reference|, the reference computed in float32: at a mean token, at the worst.
@@ -53,9 +58,11 @@ class LogitBound:
 LOGITS = {torch.bfloat16: LogitBound(0.035, 0.2), torch.float16: LogitBound(0.004, 0.02)}
 
 
-def assert_attention_close(out: Tensor, reference: Tensor, dtype: torch.dtype) -> None:
+def assert_attention_close(
+    out: Tensor, reference: Tensor, dtype: torch.dtype, *, eight_bit_products: bool = False
+) -> None:
     """out, computed from inputs of this dtype, is as close to the float64 reference as the table demands."""
-    bound = BOUNDS[dtype]
+    bound = EIGHT_BIT_PRODUCTS if eight_bit_products else BOUNDS[dtype]
     torch.testing.assert_close(out.double(), reference, atol=bound.atol, rtol=bound.rtol)
 
 

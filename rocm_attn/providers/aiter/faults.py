@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from rocm_attn.machine.releases import Release, Span
-from rocm_attn.problem import UNLIMITED_WINDOW
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding
 from rocm_attn.providers.contract import Fault, side_bytes
 
 _MI300, _MI355 = "gfx942", "gfx950"
@@ -108,10 +108,40 @@ FAR_SLOPES = Fault(
     _BOTH,
 )
 
+# What its dtypes.fp8 is there, and what the matrix units compute in.
+READS_FNUZ = Fault(
+    "it reads eight bits as float8_e4m3fnuz on gfx942, where a code of float8_e4m3fn would be worth half",
+    lambda problem, pool: problem.kv_encoding is KVEncoding.E4M3FN,
+    (_MI300,),
+)
+READS_FN = Fault(
+    "it reads eight bits as float8_e4m3fn on gfx950, where a code of float8_e4m3fnuz would be worth twice",
+    lambda problem, pool: problem.kv_encoding is KVEncoding.E4M3FNUZ,
+    (_MI355,),
+)
+EIGHT_BITS = (READS_FNUZ, READS_FN)
+
+# It finds factors of a page by their stride since then; before, by how many KV heads there are.
+NO_FACTOR_STRIDES = Fault(
+    "its factors lie page by page",
+    lambda problem, pool: True,
+    _BOTH,
+    aiter=_before("0.1.13"),
+)
+
+# Groups of 16 heads are counted as more sequences, or as more tokens, or are none, as the release has it.
+GROUPS_OF_HEADS = Fault(
+    "releases differ in how they group more than 16 heads on gfx950",
+    lambda problem, pool: problem.num_q_heads > 16,
+    (_MI355,),
+)
+
 COMPOSABLE = (FAR_SLOPES,)
 BATCH_PREFILL = (NO_PAGES_OF_16, NO_HEAD_DIM_256, SPILLED_SCALARS, *COMPOSABLE)
-UNIFIED_DECODE = (WIDE_DECODE, LARGE_PAGE_DECODE, FLOAT16_SPLITS)
-UNIFIED_EXTEND = (WIDE_EXTEND,)
+UNIFIED_DECODE = (WIDE_DECODE, LARGE_PAGE_DECODE, FLOAT16_SPLITS, *EIGHT_BITS)
+UNIFIED_EXTEND = (WIDE_EXTEND, *EIGHT_BITS)
 RAGGED = (CAPPED_SLOPES,)
-GLUON = (LARGE_PAGES_LOSE_KEYS,)
+GLUON = (LARGE_PAGES_LOSE_KEYS, *EIGHT_BITS)
 ASSEMBLED = (POOL_OF_2_GIB,)
+PERSISTENT = (NO_FACTOR_STRIDES, *EIGHT_BITS)
+LATENT_EIGHT_BITS = (GROUPS_OF_HEADS, *EIGHT_BITS)

@@ -59,9 +59,10 @@ class GluonDecode:
             max_context_partition_num=self.num_parts(bounds.shape),
             context_partition_size=_PARTITION_KEYS,
             compute_type=problem.dtype,
+            # q stays as it is: of eight-bit pages, codes become elements of q's dtype, and factors go to the products.
             query_scale=None,
-            key_scale=None,
-            value_scale=None,
+            key_scale=args.pages.k_scale,
+            value_scale=args.pages.v_scale,
             exp_sums=exp_sums,
             max_logits=max_logits,
             temporary_output=temporary_output,

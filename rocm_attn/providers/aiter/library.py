@@ -58,6 +58,20 @@ def pa_fwd_asm() -> Function:
     return _as_function(function)
 
 
+def pa_persistent_fwd() -> Function:
+    """Assembly: decode steps over vectorised pages of 1024 tokens in eight bits, through a CSR page list."""
+    from aiter import pa_persistent_fwd as function
+
+    return _as_function(function)
+
+
+def get_pa_metadata_v1() -> Function:
+    """HIP: the schedule of pa_persistent_fwd."""
+    from aiter import get_pa_metadata_v1 as function
+
+    return _as_function(function)
+
+
 def mla_decode_fwd() -> Function:
     """Assembly: decode steps over a latent pool."""
     from aiter.mla import mla_decode_fwd as function
@@ -123,12 +137,13 @@ _RAGGED = EntryPoint(
         "partition_size mtp"
     ),
 )
-_BATCH_PREFILL = EntryPoint(
-    mha_batch_prefill_func,
-    _keywords(
-        "q k v cu_seqlens_q kv_indptr kv_page_indices max_seqlen_q max_seqlen_k dropout_p softmax_scale "
-        "logits_soft_cap causal window_size alibi_slopes return_lse out kv_last_page_lens sink_ptr"
-    ),
+_BATCH_PREFILL_KEYWORDS = _keywords(
+    "q k v cu_seqlens_q kv_indptr kv_page_indices max_seqlen_q max_seqlen_k dropout_p softmax_scale "
+    "logits_soft_cap causal window_size alibi_slopes return_lse out kv_last_page_lens sink_ptr"
+)
+_BATCH_PREFILL = EntryPoint(mha_batch_prefill_func, _BATCH_PREFILL_KEYWORDS)
+_BATCH_PREFILL_EIGHT_BITS = EntryPoint(
+    mha_batch_prefill_func, _BATCH_PREFILL_KEYWORDS | _keywords("q_descale k_descale v_descale")
 )
 _VARLEN = EntryPoint(
     flash_attn_varlen_func,
@@ -152,15 +167,28 @@ _ASSEMBLED = EntryPoint(
         "kernelName"
     ),
 )
-_LATENT = _keywords("q kv_buffer o qo_indptr kv_indptr kv_indices kv_last_page_lens max_seqlen_q sm_scale logit_cap")
-_LATENT_SPLITS = EntryPoint(mla_decode_fwd, _LATENT | _keywords("num_kv_splits num_kv_splits_indptr"))
-_LATENT_SHARES = EntryPoint(
-    mla_decode_fwd,
-    _LATENT
-    | _keywords(
-        "num_kv_splits work_meta_data work_indptr work_info_set reduce_indptr reduce_final_map reduce_partial_map"
+_PERSISTENT = EntryPoint(
+    pa_persistent_fwd,
+    _keywords(
+        "Q K V output max_qlen qo_indptr kv_indptr kv_indices context_lens work_indptr work_info reduce_indptr "
+        "reduce_final_map reduce_partial_map K_QScale V_QScale softmax_scale mask"
     ),
 )
+_PERSISTENT_SCHEDULE = EntryPoint(
+    get_pa_metadata_v1,
+    _keywords(
+        "seqlens_qo_indptr pages_kv_indptr context_lens num_heads_per_head_k num_heads_k is_causal work_metadata_ptrs "
+        "work_indptr work_info reduce_indptr reduce_final_map reduce_partial_map kv_granularity block_size "
+        "max_seqlen_qo uni_seqlen_qo fast_mode max_split_per_batch"
+    ),
+)
+_LATENT = _keywords("q kv_buffer o qo_indptr kv_indptr kv_indices kv_last_page_lens max_seqlen_q sm_scale logit_cap")
+_LATENT_SPLITS = EntryPoint(mla_decode_fwd, _LATENT | _keywords("num_kv_splits num_kv_splits_indptr"))
+_LATENT_SHARES_KEYWORDS = _LATENT | _keywords(
+    "num_kv_splits work_meta_data work_indptr work_info_set reduce_indptr reduce_final_map reduce_partial_map"
+)
+_LATENT_SHARES = EntryPoint(mla_decode_fwd, _LATENT_SHARES_KEYWORDS)
+_LATENT_EIGHT_BITS = EntryPoint(mla_decode_fwd, _LATENT_SHARES_KEYWORDS | _keywords("q_scale kv_scale"))
 _LATENT_SCHEDULE = EntryPoint(
     get_mla_metadata_v1,
     _keywords(
@@ -179,9 +207,13 @@ ENTRY_POINTS: Mapping[str, tuple[EntryPoint, ...]] = {
     "aiter.mha_batch_prefill_func[vectorised]": (_BATCH_PREFILL,),
     "aiter.pa_decode_gluon": (_GLUON,),
     "aiter.pa_fwd_asm": (_ASSEMBLED,),
+    "aiter.pa_persistent_fwd": (_PERSISTENT, _PERSISTENT_SCHEDULE),
+    "aiter.mha_batch_prefill_func[fp8]": (_BATCH_PREFILL_EIGHT_BITS,),
+    "aiter.mha_batch_prefill_func[vectorised, fp8]": (_BATCH_PREFILL_EIGHT_BITS,),
     "aiter.flash_attn_varlen_func": (_VARLEN,),
     "aiter.mla_decode_fwd": (_LATENT_SPLITS,),
     "aiter.mla_decode_fwd+get_mla_metadata_v1": (_LATENT_SPLITS, _LATENT_SHARES, _LATENT_SCHEDULE),
+    "aiter.mla_decode_fwd+get_mla_metadata_v1[fp8]": (_LATENT_EIGHT_BITS, _LATENT_SCHEDULE),
     "aiter.mla_prefill_fwd": (EntryPoint(mla_prefill_fwd, _LATENT),),
 }
 

@@ -19,6 +19,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.mla import (
     FEW_HEADS,
+    MANY_HEADS,
     MOST_SPLITS,
     EqualSplits,
     LatentDecode,
@@ -34,35 +35,27 @@ _KV_GRANULARITY = 16
 
 @dataclass(frozen=True, slots=True)
 class LatentShares:
-    """A share of all keys for each compute unit, in steps of up to max_seqs sequences; larger ones go by equal splits.
+    """A share of all keys for each compute unit.
 
     compute_units: of the device; AITER makes as many shares, whatever it is given
     dtype:         of q and of the pages
-    splits:        for steps of more sequences
+    num_heads:     query heads that mla_decode_fwd is given, a multiple of 16
     """
 
     compute_units: int
-    max_seqs: int
     dtype: torch.dtype
-    splits: EqualSplits
-
-    def takes(self, shape: PaddedShape) -> bool:
-        """Whether a step of this shape goes by shares."""
-        return shape.num_seqs <= self.max_seqs
+    num_heads: int = FEW_HEADS
 
     def words(self, shape: PaddedShape) -> int:
-        return num_words(self.parts(shape)) if self.takes(shape) else self.splits.words(shape)
+        return num_words(self.parts(shape))
 
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
-        if not self.takes(bounds.shape):
-            self.splits.build(queries, step, bounds, words)
-            return
         addresses, indptr, work, reduce_indptr, final_map, partial_map = cut(words, self.parts(bounds.shape))
         library.get_mla_metadata_v1()(
             seqlens_qo_indptr=step.q_indptr,
             seqlens_kv_indptr=step.page_indptr,
             kv_last_page_lens=step.last_page_len,
-            num_heads_per_head_k=FEW_HEADS,
+            num_heads_per_head_k=self.num_heads,
             num_heads_k=1,
             is_causal=True,
             work_metadata_ptrs=addresses,
@@ -82,19 +75,55 @@ class LatentShares:
         )
 
     def parts(self, shape: PaddedShape) -> tuple[Part, ...]:
-        """The schedule's buffers, of the sizes that get_mla_metadata_info_v1 gives for 16 heads and one token.
+        """The schedule's buffers, of the sizes that get_mla_metadata_info_v1 gives for one token.
 
         Two addresses; shares by compute unit, and what each is; partial results by sequence, where they go, and which.
+        Heads that no kernel takes as they are count as so many more sequences of 16; which those are depends on the
+        release, and room that is not needed stays empty.
         """
-        num_seqs, units = shape.num_seqs, self.compute_units
+        units, tiles = self.compute_units, 1 if self.num_heads == MANY_HEADS else self.num_heads // FEW_HEADS
+        num_seqs, shares = shape.num_seqs, (shape.num_seqs + units - 1) * tiles
         return (
             Part((2,), torch.uint64),
             Part((units + 1,), torch.int32),
-            Part((num_seqs + units - 1, 8), torch.int32),
-            Part((num_seqs + 1,), torch.int32),
-            Part((num_seqs, 2), torch.int32),
-            Part((min(num_seqs + units - 1, 2 * (units - 1)),), torch.int32),
+            Part((shares, 8), torch.int32),
+            Part((num_seqs * tiles + 1,), torch.int32),
+            Part((num_seqs * tiles, 2), torch.int32),
+            Part((min(shares, 2 * (units - 1) * tiles),), torch.int32),
         )
+
+    def as_arguments(self, shape: PaddedShape, words: Tensor) -> dict[str, Tensor | int]:
+        """What mla_decode_fwd is given of a schedule that was built into words."""
+        names = [
+            "work_meta_data",
+            "work_indptr",
+            "work_info_set",
+            "reduce_indptr",
+            "reduce_final_map",
+            "reduce_partial_map",
+        ]
+        buffers = dict(zip(names, cut(words, self.parts(shape)), strict=True))
+        # The most shares that one sequence may be cut into. Without, the function may leave the schedule aside.
+        return {**buffers, "num_kv_splits": self.compute_units}
+
+
+@dataclass(frozen=True, slots=True)
+class SharesOfFew:
+    """Shares in steps of up to max_seqs sequences; larger ones go by equal splits."""
+
+    max_seqs: int
+    shares: LatentShares
+    splits: EqualSplits
+
+    def takes(self, shape: PaddedShape) -> bool:
+        """Whether a step of this shape goes by shares."""
+        return shape.num_seqs <= self.max_seqs
+
+    def words(self, shape: PaddedShape) -> int:
+        return (self.shares if self.takes(shape) else self.splits).words(shape)
+
+    def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        (self.shares if self.takes(bounds.shape) else self.splits).build(queries, step, bounds, words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +136,12 @@ class ScheduledLatentDecode:
     splits: LatentDecode
 
     @property
-    def schedule(self) -> LatentShares:
-        return LatentShares(self.compute_units, self.max_seqs, self.problem.dtype, self.splits.schedule)
+    def schedule(self) -> SharesOfFew:
+        return SharesOfFew(self.max_seqs, self._shares, self.splits.schedule)
+
+    @property
+    def _shares(self) -> LatentShares:
+        return LatentShares(self.compute_units, self.problem.dtype)
 
     def describe(self) -> str:
         scheduled = f"aiter.get_mla_metadata_v1(compute_units={self.compute_units}, max_seqs={self.max_seqs})"
@@ -122,9 +155,6 @@ class ScheduledLatentDecode:
             self.splits.attend(args, step, bounds)
             return
         q_rows, out_rows = cut(args.workspace, padded_rows(self.problem, bounds.shape.num_tokens, FEW_HEADS))
-        addresses, indptr, work, reduce_indptr, final_map, partial_map = cut(
-            args.schedule, self.schedule.parts(bounds.shape)
-        )
         out = room_for(args.out, out_rows)
         library.mla_decode_fwd()(
             q=whole_rows(args.q, q_rows),
@@ -137,14 +167,7 @@ class ScheduledLatentDecode:
             max_seqlen_q=1,
             sm_scale=self.problem.scale,
             logit_cap=0.0,
-            # The most shares that one sequence may be cut into. Without, the function may leave the schedule aside.
-            num_kv_splits=self.compute_units,
-            work_meta_data=addresses,
-            work_indptr=indptr,
-            work_info_set=work,
-            reduce_indptr=reduce_indptr,
-            reduce_final_map=final_map,
-            reduce_partial_map=partial_map,
+            **self._shares.as_arguments(bounds.shape, args.schedule),
         )
         keep_rows(args.out, out)
 

@@ -30,3 +30,11 @@ MANY_HEADS = (
     "17 to 127 heads are padded to 128. Releases from v0.1.14 on have kernels for 32 and 64. These merge their splits "
     "in steps that are right for one arch only, and AITER's tests run them on demand only."
 )
+SATURATED_QUERIES = (
+    "Queries are rounded to eight bits with a factor of 1, as vLLM and SGLang do: an element beyond the encoding's "
+    "largest value, 240 on gfx942 and 448 on gfx950, saturates."
+)
+GROUPED_HEADS = (
+    "17 to 127 heads run as groups of 16 that each read the latent rows, and the function allocates room for a share "
+    "of every group: 160 MB at 128 heads on 304 compute units, which a graph takes from its pool."
+)

@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.cache.page_format import Encoding
+from rocm_attn.kernels.cache.page_rows import PageRows
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
+from rocm_attn.providers.aiter.eight_bits import FactorOfOne, query_codes, query_parts
 from rocm_attn.providers.aiter.scores import refuse_assembled, refuse_composable, window_size
 from rocm_attn.providers.contract import NO_SCHEDULE, PoolSize, Schedule, StepBounds
 from rocm_attn.providers.scratch import Part, cut, num_words
@@ -32,29 +36,57 @@ class BatchPrefill:
         return 0
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        one_token_pages = self.problem.page_size == 1
-        result = library.mha_batch_prefill_func()(
-            q=args.q,
-            # Pages of one token have no page dimension.
-            k=args.pages.k[:, 0] if one_token_pages else args.pages.k,
-            v=args.pages.v[:, 0] if one_token_pages else args.pages.v,
-            cu_seqlens_q=step.q_indptr,
-            kv_indptr=step.page_indptr,
-            kv_page_indices=step.page_list,
-            max_seqlen_q=bounds.max_q_len,
-            max_seqlen_k=bounds.max_kv_len,
-            dropout_p=0.0,
-            softmax_scale=self.problem.scale,
-            logits_soft_cap=self.problem.logits_soft_cap,
-            causal=self.problem.causal,
-            window_size=window_size(self.problem),
-            alibi_slopes=args.slopes,
-            return_lse=args.lse is not None,
-            out=args.out,
-            kv_last_page_lens=step.last_page_len,
-            sink_ptr=args.sinks,
-        )
+        result = library.mha_batch_prefill_func()(q=args.q, **_paged_arguments(self.problem, args, step, bounds))
         _keep_lse(result, args.lse)
+
+
+@dataclass(frozen=True, slots=True)
+class EightBitBatchPrefill:
+    """The same over pages in eight bits, with q in eight bits too."""
+
+    problem: Problem
+    schedule: ClassVar[Schedule] = FactorOfOne()
+
+    def describe(self) -> str:
+        return f"aiter.mha_batch_prefill_func({self.problem})"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return num_words(query_parts(self.problem, shape.num_tokens, self.problem.num_q_heads))
+
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        rows = cut(args.workspace, query_parts(self.problem, bounds.shape.num_tokens, self.problem.num_q_heads))
+        library.mha_batch_prefill_func()(
+            q=query_codes(args.q, rows),
+            q_descale=args.schedule[:1].view(torch.float32),
+            k_descale=args.pages.k_scale,
+            v_descale=args.pages.v_scale,
+            **_paged_arguments(self.problem, args, step, bounds),
+        )
+
+
+def _paged_arguments(problem: Problem, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> dict[str, object]:
+    """What mha_batch_prefill_func is given beside q and factors."""
+    one_token_pages = problem.page_size == 1
+    return {
+        # Pages of one token have no page dimension.
+        "k": args.pages.k[:, 0] if one_token_pages else args.pages.k,
+        "v": args.pages.v[:, 0] if one_token_pages else args.pages.v,
+        "cu_seqlens_q": step.q_indptr,
+        "kv_indptr": step.page_indptr,
+        "kv_page_indices": step.page_list,
+        "max_seqlen_q": bounds.max_q_len,
+        "max_seqlen_k": bounds.max_kv_len,
+        "dropout_p": 0.0,
+        "softmax_scale": problem.scale,
+        "logits_soft_cap": problem.logits_soft_cap,
+        "causal": problem.causal,
+        "window_size": window_size(problem),
+        "alibi_slopes": args.slopes,
+        "return_lse": args.lse is not None,
+        "out": args.out,
+        "kv_last_page_lens": step.last_page_len,
+        "sink_ptr": args.sinks,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +108,9 @@ class VarlenPrefill:
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         k, v = cut(args.workspace, self._parts(bounds.shape))
         page, offset = step.slot_of_token // self.problem.page_size, step.slot_of_token % self.problem.page_size
-        for rows, pages in ((k, args.pages.keys), (v, args.pages.values)):
-            pages.read_tokens(page, offset, rows)
+        pages = args.pages
+        for rows, side, factors in ((k, pages.keys, pages.k_scale), (v, pages.values, pages.v_scale)):
+            _gather(side, page, offset, pages.format.encoding, factors, rows)
         result = library.flash_attn_varlen_func()(
             q=args.q,
             k=k,
@@ -105,6 +138,18 @@ class VarlenPrefill:
         return Part((*rows, problem.head_dim), problem.dtype), Part((*rows, problem.v_head_dim), problem.dtype)
 
 
+def _gather(
+    side: PageRows, page: Tensor, offset: Tensor, encoding: Encoding, factors: Tensor | None, rows: Tensor
+) -> None:
+    """Rows [n, kv_heads, dim] of tokens; of eight-bit pages what their codes are worth."""
+    if factors is None:
+        side.read_tokens(page, offset, rows)
+        return
+    codes = rows.new_empty(rows.shape, dtype=side.cells.dtype)
+    side.read_tokens(page, offset, codes)
+    torch.mul(codes.view(encoding.dtype).to(rows.dtype), factors[:, None], out=rows)
+
+
 def _keep_lse(result: Tensor | tuple[Tensor, Tensor], lse: Tensor | None) -> None:
     """Both functions return out alone, or out and a log-sum-exp [q_heads, T]."""
     if lse is not None:
@@ -116,6 +161,12 @@ def bind_batch_prefill(problem: Problem, target: Target, pool: PoolSize) -> Batc
     """The kernel; its tiles follow from its JIT variant. Raises LookupError for scores that it has no variant for."""
     refuse_composable(problem)
     return BatchPrefill(problem)
+
+
+def bind_eight_bit_batch_prefill(problem: Problem, target: Target, pool: PoolSize) -> EightBitBatchPrefill:
+    """The kernel over pages in eight bits. Raises LookupError as bind_batch_prefill does."""
+    refuse_composable(problem)
+    return EightBitBatchPrefill(problem)
 
 
 def bind_varlen_prefill(problem: Problem, target: Target, pool: PoolSize) -> VarlenPrefill:

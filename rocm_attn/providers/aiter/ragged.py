@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
+from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
+from rocm_attn.providers.aiter.eight_bits import FactorOfOne
 from rocm_attn.providers.contract import PoolSize, Schedule, StepBounds
 from rocm_attn.providers.scratch import Part, cut, keep_rows, num_words, room_for, whole_rows
 
@@ -23,19 +23,6 @@ _PARTITION_KEYS = 256
 
 # Its workspace grows with sequences times length, whatever the pool holds; above this another kernel is taken.
 WORKSPACE_BUDGET_BYTES = 1 << 30
-
-_ONE_AS_INT32 = torch.tensor(1.0).view(torch.int32).item()
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleOfOne:
-    """The scale of K and V, a float32 1: the function wants an address even where nothing is quantised."""
-
-    def words(self, shape: PaddedShape) -> int:
-        return 1
-
-    def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
-        words.fill_(_ONE_AS_INT32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +34,8 @@ class RaggedDecode:
 
     problem: Problem
     max_kv_len: int
-    schedule: ClassVar[Schedule] = ScaleOfOne()
+    # The function wants factors of K and V even where nothing has any.
+    schedule: ClassVar[Schedule] = FactorOfOne()
 
     def describe(self) -> str:
         return f"aiter.paged_attention_ragged({self.problem})"

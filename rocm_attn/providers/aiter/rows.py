@@ -14,13 +14,15 @@ import torch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.metadata.step_tensors import Need
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.aiter import faults, oddities
 from rocm_attn.providers.aiter.asm import bind_asm
 from rocm_attn.providers.aiter.gluon import bind_gluon
 from rocm_attn.providers.aiter.mla import bind_latent_decode, bind_latent_extend
+from rocm_attn.providers.aiter.mla_eight_bits import bind_eight_bit_latent_decode
 from rocm_attn.providers.aiter.mla_persistent import bind_scheduled_latent_decode
-from rocm_attn.providers.aiter.prefill import bind_batch_prefill, bind_varlen_prefill
+from rocm_attn.providers.aiter.persistent import PAGE_TOKENS, bind_persistent
+from rocm_attn.providers.aiter.prefill import bind_batch_prefill, bind_eight_bit_batch_prefill, bind_varlen_prefill
 from rocm_attn.providers.aiter.ragged import bind_ragged
 from rocm_attn.providers.aiter.unified import bind_unified
 from rocm_attn.providers.contract import (
@@ -34,6 +36,12 @@ from rocm_attn.providers.contract import (
 )
 
 _HALF = (torch.bfloat16, torch.float16)
+
+# One of the two on each arch: faults.py.
+_EIGHT_BITS = (KVEncoding.E4M3FNUZ, KVEncoding.E4M3FN)
+_ANY_ENCODING = (KVEncoding.LIKE_Q, *_EIGHT_BITS)
+# Their factors are one number.
+_LAYER_SCALES = (Scales.NONE, Scales.LAYER)
 
 _LIMITS = Limits(
     archs=("gfx942", "gfx950"),
@@ -70,6 +78,8 @@ _UNIFIED = replace(
     soft_cap=True,
     sinks=True,
     alibi=True,
+    encodings=_ANY_ENCODING,
+    scales=_LAYER_SCALES,
     lse=False,
     page_strides=True,
 )
@@ -100,9 +110,23 @@ _VARLEN = replace(
     _COMPOSABLE,
     exact_dims=((64, 64), (96, 96), (128, 128), (160, 160), (192, 192), (192, 128), (224, 224), (256, 256)),
     max_gqa_ratio=64,
-    # K and V are gathered for it.
+    # K and V are gathered for it, and in q's dtype.
     pools=(PoolKind.SPLIT, PoolKind.VECTORIZED),
+    encodings=(*_ANY_ENCODING, KVEncoding.E5M2),
+    scales=(*_LAYER_SCALES, Scales.HEAD),
     page_strides=True,
+)
+
+# Of queries in eight bits, AITER's tests run plain scores, soft caps and no more, bfloat16 out, and no log-sum-exp.
+_BATCH_PREFILL_EIGHT_BITS = replace(
+    _BATCH_PREFILL,
+    dtypes=(torch.bfloat16,),
+    encodings=_EIGHT_BITS,
+    scales=(Scales.LAYER,),
+    window=False,
+    sinks=False,
+    alibi=False,
+    lse=False,
 )
 
 _LATENT = replace(
@@ -118,6 +142,9 @@ _LATENT = replace(
     max_side_bytes=2**32 - 1,
 )
 
+# A latent layer has one KV head.
+_LATENT_EIGHT_BITS = replace(_LATENT, encodings=_EIGHT_BITS, scales=(Scales.LAYER, Scales.HEAD))
+
 _VECTORISED = (PoolKind.VECTORIZED,)
 
 _GLUON = replace(
@@ -129,6 +156,8 @@ _GLUON = replace(
     sinks=True,
     # The only new token of a sequence sees all keys either way.
     non_causal=True,
+    encodings=_ANY_ENCODING,
+    scales=_LAYER_SCALES,
     lse=False,
     pools=_VECTORISED,
 )
@@ -144,12 +173,28 @@ _ASSEMBLED = replace(
     pools=_VECTORISED,
 )
 
+_PERSISTENT = replace(
+    _LIMITS,
+    dtypes=(torch.bfloat16,),
+    exact_dims=((128, 128),),
+    page_sizes=(PAGE_TOKENS,),
+    max_gqa_ratio=64,
+    non_causal=True,
+    encodings=_EIGHT_BITS,
+    scales=(Scales.LAYER, Scales.HEAD, Scales.TOKEN),
+    lse=False,
+    # A page's number times its bytes has 32 bits.
+    max_side_bytes=2**32 - 1,
+    pools=_VECTORISED,
+)
+
 # A tile is a page; its rows must be a power of two, which all of these are.
 _UNIFIED_VECTORISED = replace(
     _UNIFIED, exact_dims=((64, 64), (128, 128), (256, 256)), page_sizes=(16, 64), pools=_VECTORISED, page_strides=False
 )
 
 _BATCH_PREFILL_VECTORISED = replace(_BATCH_PREFILL, page_sizes=(16, 1024), pools=_VECTORISED)
+_BATCH_PREFILL_VECTORISED_EIGHT_BITS = replace(_BATCH_PREFILL_EIGHT_BITS, page_sizes=(16, 1024), pools=_VECTORISED)
 
 _LISTED = frozenset({Need.PAGE_LIST})
 _TABLED = frozenset({Need.BLOCK_TABLE, Need.KV_LEN_INT64})
@@ -204,6 +249,23 @@ def _batch_prefill(kind: StepKind) -> tuple[KernelRow, KernelRow]:
     return linear, replace(linear, name=f"{linear.name}[vectorised]", limits=_BATCH_PREFILL_VECTORISED)
 
 
+def _batch_prefill_eight_bits(kind: StepKind) -> tuple[KernelRow, KernelRow]:
+    """Likewise, with queries in eight bits."""
+    linear = replace(
+        _row("mha_batch_prefill_func[fp8]", kind, _BATCH_PREFILL_EIGHT_BITS, bind_eight_bit_batch_prefill),
+        needs=_LISTED,
+        bakes=_BOTH_LENGTHS,
+        reads_ahead=_LIST_BLOCKS,
+        faults=(*faults.BATCH_PREFILL, *faults.EIGHT_BITS),
+        notes=(oddities.SATURATED_QUERIES,),
+        rounds_products=True,
+    )
+    vectorised = replace(
+        linear, name="aiter.mha_batch_prefill_func[vectorised, fp8]", limits=_BATCH_PREFILL_VECTORISED_EIGHT_BITS
+    )
+    return linear, vectorised
+
+
 def _unified(kind: StepKind, bakes: frozenset[Baked]) -> tuple[KernelRow, KernelRow]:
     """Over linear pools and over vectorised ones."""
     in_decode = kind is StepKind.DECODE
@@ -228,7 +290,13 @@ def _latent_extends(kind: StepKind) -> tuple[KernelRow, ...]:
             reads_ahead=_LIST_BLOCKS,
             notes=(oddities.EMPTY_SEQUENCES,),
         ),
-        _unbound("mla_prefill_ps_asm_fwd", kind, replace(_LATENT, archs=("gfx950",)), "it takes FP8 only"),
+        _unbound(
+            "mla_prefill_ps_asm_fwd",
+            kind,
+            replace(_LATENT, archs=("gfx950",)),
+            "its schedule is made on the host from lengths there, so that a step would wait for the device; "
+            "AITER refuses it on gfx942",
+        ),
     )
 
 
@@ -239,6 +307,13 @@ ROWS: tuple[KernelRow, ...] = (
         bakes=_MAX_KV_LEN,
         reads_ahead=_LIST_BLOCKS,
         faults=faults.RAGGED,
+    ),
+    _unbound(
+        "paged_attention_ragged[fp8]",
+        StepKind.DECODE,
+        replace(_RAGGED, encodings=_EIGHT_BITS, scales=(Scales.LAYER,)),
+        "it rounds shares of 256 keys to eight bits without a factor, so that those below 1/2048 vanish (1/1024 on "
+        "gfx950) and with them up to an eighth (a quarter) of a result",
     ),
     # Over vectorised pools: parts of a sequence before whole ones, because one long sequence alone fills a device.
     replace(
@@ -273,18 +348,36 @@ ROWS: tuple[KernelRow, ...] = (
         reads_ahead=_LIST_BLOCKS,
         notes=(oddities.MANY_HEADS,),
     ),
-    _unbound(
-        "pa_persistent_fwd",
-        StepKind.DECODE,
-        replace(_LIMITS, lse=False, pools=_VECTORISED),
-        "it reads vectorised pools of FP8, and there are none of FP8 here",
+    replace(
+        _row(
+            "mla_decode_fwd+get_mla_metadata_v1[fp8]",
+            StepKind.DECODE,
+            _LATENT_EIGHT_BITS,
+            bind_eight_bit_latent_decode,
+        ),
+        needs=_LISTED,
+        reads_ahead=_LIST_BLOCKS,
+        faults=faults.LATENT_EIGHT_BITS,
+        notes=(oddities.SATURATED_QUERIES, oddities.GROUPED_HEADS),
+        rounds_products=True,
+    ),
+    # After pa_decode_gluon, which multiplies by elements of q's dtype.
+    replace(
+        _row("pa_persistent_fwd", StepKind.DECODE, _PERSISTENT, bind_persistent),
+        needs=_LISTED,
+        reads_ahead=_LIST_BLOCKS,
+        faults=faults.PERSISTENT,
+        rounds_products=True,
     ),
     *_batch_prefill(StepKind.EXTEND),
     *_unified(StepKind.EXTEND, _BOTH_LENGTHS),
+    # After unified_attention, which leaves q as it is.
+    *_batch_prefill_eight_bits(StepKind.EXTEND),
     *_latent_extends(StepKind.EXTEND),
     # One kernel for both, because Composable Kernel gives a sequence with one new token a tile of 128.
     *_unified(StepKind.MIXED, _BOTH_LENGTHS),
     *_batch_prefill(StepKind.MIXED),
+    *_batch_prefill_eight_bits(StepKind.MIXED),
     *_latent_extends(StepKind.MIXED),
     replace(
         _row("flash_attn_varlen_func", StepKind.PREFILL, _VARLEN, bind_varlen_prefill),

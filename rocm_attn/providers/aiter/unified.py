@@ -89,9 +89,10 @@ class Unified:
             window_size=window_size(self.problem),
             block_table=step.block_table,
             softcap=self.problem.logits_soft_cap,
+            # q stays as it is: codes of eight-bit pages become elements of its dtype.
             q_descale=None,
-            k_descale=None,
-            v_descale=None,
+            k_descale=args.pages.k_scale,
+            v_descale=args.pages.v_scale,
             alibi_slopes=args.slopes,
             sinks=args.schedule.view(torch.float32) if self.schedule.words(bounds.shape) else args.sinks,
             **layout,

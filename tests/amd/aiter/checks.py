@@ -19,6 +19,9 @@ from tests.amd.vectorised import linear_keys, linear_values
 
 HALF = (torch.bfloat16, torch.float16)
 
+# What dtypes.fp8 is on an arch.
+EIGHT_BITS = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
+
 
 class ContractBroken(BaseException):
     """A call that the real function would refuse, misread or answer wrongly; the probe lets it through."""
@@ -146,6 +149,21 @@ def rows_of(pages: Tensor, ids: Tensor, name: str) -> Tensor:
     """The tokens of these pages, [n * page_size, heads, dim], of pages that exist."""
     require(bool(((ids >= 0) & (ids < len(pages))).all()), f"{name} names pages {ids.tolist()} of {len(pages)}")
     return pages[ids.long()].flatten(0, 1)
+
+
+def require_factors(cache: Tensor, like: torch.dtype, eight_bits: torch.dtype, **factors: object) -> None:
+    """A cache in a dtype has no factors, one in the arch's eight bits has float32 [1] each."""
+    if cache.dtype == like:
+        require(all(each is None for each in factors.values()), "nothing is quantised")
+        return
+    require(cache.dtype == eight_bits, f"codes of {cache.dtype} would be read as {eight_bits}")
+    for name, each in factors.items():
+        require_tensor(name, each, torch.float32, (1,))
+
+
+def worth(rows: Tensor, factor: Tensor | None) -> Tensor:
+    """float64: what elements of a cache stand for."""
+    return rows.double() if factor is None else rows.double() * factor.double()
 
 
 def require_vectorised(k_cache: object, v_cache: object, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -14,15 +14,16 @@ import torch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import Unsupported
+from rocm_attn.errors import BadProblem, Unsupported
+from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.problem import KVEncoding, PoolKind, Problem
 from rocm_attn.providers.aiter.rows import ROWS
 from rocm_attn.providers.contract import KernelRow, LayerKernel, Limits, PoolSize
 from rocm_attn.providers.select import Selection, select
+from tests.amd.aiter.eight_bit_world import EightBitWorld, eight_bit_kinds
 from tests.amd.aiter.one_layer import STEPS, OneLayer
 from tests.amd.graphs.small_models import same, serve
-from tests.amd.runtime.stepping import World
 
 MAX_KV_LEN = 640
 # New tokens of three sequences in steps of each kind: tiles, pages, partitions of 256 keys, an empty sequence and pads.
@@ -51,9 +52,26 @@ def cases(target: Target) -> Iterator[Case]:
     """All of them that the table says are served on the target."""
     for row in (row for row in ROWS if not row.not_bound):
         for dtype in row.limits.dtypes:
-            for problem, what in _problems(row.limits, dtype):
+            for problem, what in _encoded(row.limits, dtype, target.arch):
                 if not row.refusals(problem, target) and _binds(row, problem, target):
                     yield Case(row, problem, what)
+
+
+def _encoded(limits: Limits, dtype: torch.dtype, arch: str) -> Iterator[tuple[Problem, str]]:
+    """In every encoding, and with every kind of factor: of dims, page sizes and heads; scores with the first of them."""
+    kinds, factors = (
+        eight_bit_kinds(limits.encodings, arch),
+        [each for each in limits.scales if each is not Scales.NONE],
+    )
+    for problem, what in _problems(limits, dtype):
+        if KVEncoding.LIKE_Q in limits.encodings:
+            yield problem, what
+        is_plain = any(word in what for word in ("pages of", "heads", "usual"))
+        for encoding in kinds if is_plain else kinds[:1]:
+            for scales in factors if is_plain else factors[:1]:
+                with suppress(BadProblem):  # pages that are too small for vectors of 16
+                    coded = replace(problem, kv_encoding=encoding, kv_scales=scales)
+                    yield coded, f"{what}-{encoding.name} {scales.name}"
 
 
 def _problems(limits: Limits, dtype: torch.dtype) -> Iterator[tuple[Problem, str]]:
@@ -74,7 +92,8 @@ def _problems_over_pages(limits: Limits, dtype: torch.dtype) -> Iterator[tuple[P
             problem = Problem(8, 2, head_dim, v_head_dim, dtype, page_size, scale=0.11)
             yield problem, f"{head_dim}x{v_head_dim}-pages of {page_size}"
     head_dim = limits.exact_dims[0][0]
-    base = Problem(8, 2, head_dim, head_dim, dtype, 16, scale=0.11)
+    page_size = 16 if 16 in (limits.page_sizes or (16,)) else limits.page_sizes[0]
+    base = Problem(8, 2, head_dim, head_dim, dtype, page_size, scale=0.11)
     yield replace(base, window_left=100), "window"
     yield replace(base, window_left=20, has_sinks=True), "window and sinks"
     yield replace(base, has_sinks=True), "sinks"
@@ -113,7 +132,7 @@ def selection_of(case: Case, target: Target, others: str) -> Selection:
 
 def largest_error(case: Case, device: torch.device, selection: Selection) -> float:
     """Of eager steps against the oracle; raises AssertionError where it is above the bound or a pad is not zero."""
-    serving = World.build(
+    serving = EightBitWorld.build(
         [case.problem],
         device,
         "auto",
@@ -122,6 +141,8 @@ def largest_error(case: Case, device: torch.device, selection: Selection) -> flo
         target=selection.target,
         selections=[selection],
     )
+    serving.eight_bit_products = case.row.rounds_products
+    serving.set_factors()
     requests = [serving.admit() for _ in range(3)]
     for q_len in STEPS_OF_KIND[case.row.kind]:
         serving.step(requests, q_len, pad_to=4)

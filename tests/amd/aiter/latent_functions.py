@@ -10,14 +10,15 @@ from torch import Tensor
 
 from tests.amd.aiter.checks import Scores, attend, distances, require, require_tensor, rows_of, run, spans, times_zero
 from tests.amd.aiter.latent_schedule import decode_by_schedule
+from tests.amd.aiter.signatures import Release
 
 
-def _require_latent(call: Mapping[str, Any]) -> int:
+def _require_latent(call: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16) -> int:
     """What both functions take; the number of sequences."""
     q, num_seqs = call["q"], len(call["qo_indptr"]) - 1
-    require(q.shape[1] in (16, 128), f"no kernel for {q.shape[1]} heads in every release")
-    require_tensor("q", q, torch.bfloat16, (None, None, 576))
-    kv = require_tensor("kv_buffer", call["kv_buffer"], torch.bfloat16, (None, 1, 1, 576))
+    require(dtype != torch.bfloat16 or q.shape[1] in (16, 128), f"no kernel for {q.shape[1]} heads in every release")
+    require_tensor("q", q, dtype, (None, None, 576))
+    kv = require_tensor("kv_buffer", call["kv_buffer"], dtype, (None, 1, 1, 576))
     # v_mul_u32_u24 of a page's id, into a 32-bit offset of a buffer_load.
     require(kv.nbytes < 2**32 and len(kv) <= 2**24, f"byte offsets wrap at 4 GiB, and the cache takes {kv.nbytes}")
     require_tensor("o", call["o"], torch.bfloat16, (len(q), q.shape[1], 512))
@@ -29,17 +30,21 @@ def _require_latent(call: Mapping[str, Any]) -> int:
     return num_seqs
 
 
-def mla_decode_fwd(call: Mapping[str, Any]) -> None:
+def mla_decode_fwd(release: Release, eight_bits: torch.dtype, call: Mapping[str, Any]) -> None:
     q, kv, splits = call["q"], call["kv_buffer"], call["num_kv_splits"]
-    num_seqs = _require_latent(call)
+    is_eight_bit = q.dtype == eight_bits
+    num_seqs = _require_latent(call, eight_bits if is_eight_bit else torch.bfloat16)
+    for name in ("q_scale", "kv_scale") if is_eight_bit else ():
+        require_tensor(name, call[name], torch.float32, (1,))
     require(len(q) == num_seqs, f"{len(q)} tokens of {num_seqs} sequences")
     require(
         call["max_seqlen_q"] == 1 and call.get("page_size", 1) == 1 and call.get("nhead_kv", 1) == 1, "plain decode"
     )
     require(not call["return_lse"], "no lse")
     if call["work_meta_data"] is not None:
-        decode_by_schedule(call, num_seqs)
+        decode_by_schedule(release, call, num_seqs, is_eight_bit=is_eight_bit)
         return
+    require(not is_eight_bit, "AITER's callers give eight bits a schedule")
     require(
         isinstance(splits, int) and 1 <= splits <= 16, "without num_kv_splits, they are chosen by the list's length"
     )

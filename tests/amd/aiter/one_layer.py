@@ -49,8 +49,7 @@ class OneLayer:
             split_steps=True,
         )
         runtime = runtime_of([problem], options, device, target, selections)
-        for pages in (runtime.pool.layer(0).k, runtime.pool.layer(0).v):
-            pages[1:] = float("nan")
+        runtime.pool.layer(0).fill_nan(slice(1, None))
         runtime.head_weights.set(0, HeadWeights.random(problem, torch.Generator().manual_seed(2)).to(runtime.device))
         width = (problem.num_q_heads + 2 * problem.num_kv_heads) * problem.head_dim
         rows = torch.randn(VOCABULARY, width, generator=torch.Generator().manual_seed(1))

@@ -22,6 +22,7 @@ from tests.amd.aiter.checks import (
     run,
     spans,
     times_zero,
+    worth,
 )
 from tests.amd.aiter.signatures import Release
 
@@ -29,21 +30,27 @@ from tests.amd.aiter.signatures import Release
 ASSEMBLED = ((128, 128), (192, 128))
 
 
-def mha_batch_prefill_func(release: Release, call: Mapping[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
+def mha_batch_prefill_func(
+    release: Release, eight_bits: torch.dtype, call: Mapping[str, Any]
+) -> Tensor | tuple[Tensor, Tensor]:
     q, k, out = call["q"], call["k"], call["out"]
     dtype, dim, num_seqs = q.dtype, q.shape[2], len(call["cu_seqlens_q"]) - 1
+    x = 16 // dtype.itemsize
     page_size = 1 if k.dim() == 3 else k.shape[-2] if k.dim() == 5 else k.shape[1]
     # What the tests of the releases run; pages of one token are linear ones alone.
     dims = (128,) if release.is_before(0, 1, 12) else (128, 256)
     pages = {128, 256, 1024} if release.version == "0.1.10" else {16, 1024}
-    require(dtype in HALF and dim in dims, f"no matching kernel found for {dtype} and head dim {dim}")
+    is_known = dtype in (*HALF, eight_bits)
+    require(is_known and dim in dims, f"no matching kernel found for {dtype} and head dim {dim}")
+    factors = _batch_factors(call, dtype == eight_bits)
     require(page_size in (pages if k.dim() == 5 else {1, *pages}), f"no matching kernel found for pages of {page_size}")
     require_tensor("q", q, dtype, (None, None, dim), contiguous=False)
     require(out is not None, "out would be allocated")
-    require_tensor("out", out, dtype, q.shape, contiguous=False)
+    # Of queries in eight bits there is bfloat16 alone.
+    require_tensor("out", out, torch.bfloat16 if factors else dtype, q.shape, contiguous=False)
     if k.dim() == 5:
         require_vectorised(k, call["v"], dtype)
-        require(k.shape[2] * 8 == dim and call["v"].shape[3] == dim, f"rows of K and V are not {dim} long")
+        require(k.shape[2] * x == dim and call["v"].shape[3] == dim, f"rows of K and V are not {dim} long")
     else:
         require_tensor("k", k, dtype, (None,) * (k.dim() - 1) + (dim,), contiguous=False)
         require_tensor("v", call["v"], dtype, k.shape, contiguous=False)
@@ -53,7 +60,8 @@ def mha_batch_prefill_func(release: Release, call: Mapping[str, Any]) -> Tensor 
                 stride >= size * step for (size, step), (_, stride) in zip(nested[:0:-1], nested[-2::-1], strict=True)
             ]
             require(all(inner), "a page's stride is at least its tokens', and a token's at least its heads'")
-    require(all(stride % 8 == 0 for x in (q, out, k, call["v"]) for stride in x.stride()[:-1]), "strides of 16 bytes")
+    rows = (q, out, k, call["v"])
+    require(all(stride % x == 0 for each in rows for stride in each.stride()[:-1]), "strides of 16 bytes")
     require(k.numel() * k.element_size() < 2**31, "byte offsets are 32 bits")
     require_tensor("cu_seqlens_q", call["cu_seqlens_q"], torch.int32, (num_seqs + 1,))
     require_tensor("kv_indptr", call["kv_indptr"], torch.int32, (num_seqs + 1,))
@@ -73,6 +81,7 @@ def mha_batch_prefill_func(release: Release, call: Mapping[str, Any]) -> Tensor 
         call["kv_last_page_lens"],
         call["sink_ptr"],
         call["alibi_slopes"],
+        *factors,
         scale=call["softmax_scale"],
         soft_cap=call["logits_soft_cap"],
         window=_window(call),
@@ -81,6 +90,17 @@ def mha_batch_prefill_func(release: Release, call: Mapping[str, Any]) -> Tensor 
         is_causal=call["causal"],
     )
     return out if lse is None else (out, lse)
+
+
+def _batch_factors(call: Mapping[str, Any], is_eight_bit: bool) -> tuple[Tensor, ...]:
+    """Of q, K and V: all of them are float32 [1], or none is there."""
+    names = ("q_descale", "k_descale", "v_descale")
+    if not is_eight_bit:
+        require(all(call[name] is None for name in names), "nothing is quantised")
+        return ()
+    require(not call["return_lse"], "AITER's tests take no lse of eight bits")
+    require(call["sink_ptr"] is None and call["alibi_slopes"] is None, "no variant that AITER's tests run")
+    return tuple(require_tensor(name, call[name], torch.float32, (1,)) for name in names)
 
 
 def _require_scores(call: Mapping[str, Any]) -> None:
@@ -135,7 +155,7 @@ def _run_batch_prefill(
     last_page_len: Tensor,
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
-    *,
+    *factors: Tensor,
     scale: float,
     soft_cap: float,
     window: tuple[int, int],
@@ -143,6 +163,7 @@ def _run_batch_prefill(
     max_kv_len: int,
     is_causal: bool,
 ) -> None:
+    q_factor, k_factor, v_factor = factors or (None, None, None)
     k_cache, v_cache = linear(k_cache, v_cache)
     page_size = k_cache.shape[1]
     pages = spans(kv_indptr, len(page_list), "kv_indptr")
@@ -157,9 +178,9 @@ def _run_batch_prefill(
         )
         read_end = first_page + -(-(end_page - first_page) // 128) * 128
         require(read_end <= len(page_list), f"{read_end} entries are read of a page list of {len(page_list)}")
-        k = rows_of(k_cache, page_list[first_page:end_page], "kv_page_indices")
-        v = rows_of(v_cache, page_list[first_page:end_page], "kv_page_indices")
-        ahead = rows_of(v_cache, page_list[end_page:read_end], "kv_page_indices")
+        k = worth(rows_of(k_cache, page_list[first_page:end_page], "kv_page_indices"), k_factor)
+        v = worth(rows_of(v_cache, page_list[first_page:end_page], "kv_page_indices"), v_factor)
+        ahead = rows_of(v_cache, page_list[end_page:read_end], "kv_page_indices").double()
         if seq + 1 == len(pages) or pages[-1][1] == end_page:  # else it is other sequences' pages, of any content
             require(bool((ahead == 0).all()), "what lies after the page list is not page 0")
         scores = _scores(
@@ -171,7 +192,7 @@ def _run_batch_prefill(
             scale=scale,
             soft_cap=soft_cap,
         )
-        result, result_lse = attend(q[first:end], k[:kv_len], v[:kv_len], scores)
+        result, result_lse = attend(worth(q[first:end], q_factor), k[:kv_len], v[:kv_len], scores)
         out[first:end] = (result + times_zero(v[kv_len:])).to(out.dtype)
         if lse is not None:
             lse[:, first:end] = result_lse.t() + _left_out_of_the_lse(alibi_slopes, kv_len, q_len, is_causal)

@@ -52,7 +52,7 @@ def vectorised_problem(
 
 def functions_of(row: KernelRow) -> list[str]:
     """The functions of AITER's that a row's name names."""
-    return row.name.removeprefix("aiter.").removesuffix("[vectorised]").split("+")
+    return row.name.removeprefix("aiter.").partition("[")[0].split("+")
 
 
 def partly_torch(problem: Problem) -> Selection:

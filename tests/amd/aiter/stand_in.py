@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from rocm_attn.machine import releases
-from tests.amd.aiter.checks import require
+from tests.amd.aiter.checks import EIGHT_BITS, require
 from tests.amd.aiter.decode_functions import paged_attention_ragged
 from tests.amd.aiter.latent_functions import mla_decode_fwd, mla_prefill_fwd
 from tests.amd.aiter.latent_schedule import get_mla_metadata_v1
+from tests.amd.aiter.persistent_functions import get_pa_metadata_v1, pa_persistent_fwd
 from tests.amd.aiter.prefill_functions import flash_attn_varlen_func, mha_batch_prefill_func
 from tests.amd.aiter.signatures import Release
 from tests.amd.aiter.unified_function import unified_attention
@@ -24,18 +25,21 @@ from tests.amd.aiter.vectorised_functions import pa_decode_gluon, pa_fwd_asm
 Body = Callable[[Mapping[str, Any]], Any]
 
 
-def bodies_of(release: Release) -> dict[str, Body]:
-    """What the functions of a release do; most do the same in all."""
+def bodies_of(release: Release, arch: str) -> dict[str, Body]:
+    """What the functions of a release do on an arch; most do the same in all."""
+    here = release, EIGHT_BITS[arch]
     return {
         "paged_attention_ragged": paged_attention_ragged,
-        "unified_attention": partial(unified_attention, release),
-        "mha_batch_prefill_func": partial(mha_batch_prefill_func, release),
+        "unified_attention": partial(unified_attention, *here),
+        "mha_batch_prefill_func": partial(mha_batch_prefill_func, *here),
         "flash_attn_varlen_func": flash_attn_varlen_func,
-        "pa_decode_gluon": partial(pa_decode_gluon, release),
+        "pa_decode_gluon": partial(pa_decode_gluon, *here),
         "pa_fwd_asm": partial(pa_fwd_asm, release),
-        "mla_decode_fwd": mla_decode_fwd,
+        "pa_persistent_fwd": partial(pa_persistent_fwd, *here),
+        "get_pa_metadata_v1": get_pa_metadata_v1,
+        "mla_decode_fwd": partial(mla_decode_fwd, *here),
         "mla_prefill_fwd": mla_prefill_fwd,
-        "get_mla_metadata_v1": get_mla_metadata_v1,
+        "get_mla_metadata_v1": partial(get_mla_metadata_v1, *here),
     }
 
 
@@ -67,15 +71,17 @@ class StandIn:
         return stand_in
 
 
-def install(release: Release, monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """Put the module tree of a release into sys.modules until the test ends."""
-    stand_in = StandIn(release, bodies=bodies_of(release))
+def install(release: Release, monkeypatch: pytest.MonkeyPatch, arch: str = "gfx942") -> StandIn:
+    """Put the module tree of a release into sys.modules until the test ends. arch: of the device that it finds"""
+    stand_in = StandIn(release, bodies=bodies_of(release, arch))
     places = {
         "aiter": (
             "paged_attention_ragged",
             "mha_batch_prefill_func",
             "flash_attn_varlen_func",
             "pa_fwd_asm",
+            "pa_persistent_fwd",
+            "get_pa_metadata_v1",
             "get_mla_metadata_v1",
         ),
         "aiter.ops.triton.gluon.pa_decode_gluon": ("pa_decode_gluon",),

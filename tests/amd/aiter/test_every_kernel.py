@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
 
+from rocm_attn.problem import KVEncoding, PoolKind
 from rocm_attn.providers.aiter.rows import ROWS
+from tests.amd.aiter.eight_bit_world import eight_bit_kinds
 from tests.amd.aiter.every_kernel import Case, cases, graphs_equal_eager, largest_error, selection_of
 from tests.amd.aiter.serving import CPU, GFX942, functions_of
 from tests.amd.aiter.stand_in import StandIn
@@ -20,7 +23,21 @@ _SOME = (
     "window and sinks",
     "the usual scale, 2 KV heads",
 )
-SOME = [case for case in CASES if case.what == "8 heads" or case.what.removesuffix("-vectorised") in _SOME]
+# Of eight bits fewer: what a factor is of, and who multiplies by it.
+_SOME_EIGHT_BITS = ("128x128-pages of 16", "192x128-pages of 16", "the usual scale, 1 KV heads")
+
+
+def _is_some(case: Case) -> bool:
+    what, _, coded = case.what.partition(f"-{case.problem.kv_encoding.name} ")
+    if case.problem.pool is PoolKind.LATENT:
+        return what == "8 heads" or (bool(coded) and what == "24 heads")
+    if not coded:
+        return what.removesuffix("-vectorised") in _SOME
+    is_first = case.problem.dtype == torch.bfloat16 and case.problem.kv_encoding is not KVEncoding.E5M2
+    return is_first and what.removesuffix("-vectorised") in _SOME_EIGHT_BITS
+
+
+SOME = [case for case in CASES if _is_some(case)]
 
 
 def test_every_bound_kernel_and_kind_of_step_has_cases_with_every_dtype_and_page_size() -> None:
@@ -33,6 +50,9 @@ def test_every_bound_kernel_and_kind_of_step_has_cases_with_every_dtype_and_page
             assert {problem.page_size for problem in own} >= set(row.limits.page_sizes)
             dims = {(problem.head_dim, problem.v_head_dim) for problem in own}
             assert dims == set(row.limits.exact_dims)
+            kinds = {KVEncoding.LIKE_Q} & set(row.limits.encodings) | {*eight_bit_kinds(row.limits.encodings, "gfx942")}
+            assert {problem.kv_encoding for problem in own} == kinds
+            assert {problem.kv_scales for problem in own} == set(row.limits.scales)
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)
@@ -50,6 +70,9 @@ def test_a_case_passes_on_the_stand_in(case: Case, aiter: StandIn) -> None:
         "aiter.mha_batch_prefill_func[vectorised]",
         "aiter.pa_decode_gluon",
         "aiter.pa_fwd_asm",
+        "aiter.pa_persistent_fwd",
+        "aiter.mla_decode_fwd+get_mla_metadata_v1[fp8]",
+        "aiter.mha_batch_prefill_func[fp8]",
     ],
 )
 def test_a_captured_case_passes_on_the_stand_in(name: str, aiter: StandIn) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.machine.target import known_target
-from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.aiter.rows import ROWS
 from rocm_attn.providers.contract import Baked, KernelRow, LayerKernel, PoolSize
 from rocm_attn.providers.select import Selection, select
@@ -26,7 +28,12 @@ def problem_of(row: KernelRow) -> Problem:
         PoolKind.LATENT: latent_problem(),
         PoolKind.VECTORIZED: vectorised_problem(),
     }
-    return problems[row.limits.pools[0]]
+    problem = problems[row.limits.pools[0]]
+    if row.limits.page_sizes and problem.page_size not in row.limits.page_sizes:
+        problem = replace(problem, page_size=row.limits.page_sizes[0])
+    if KVEncoding.LIKE_Q in row.limits.encodings:
+        return problem
+    return replace(problem, dtype=torch.bfloat16, kv_encoding=KVEncoding.E4M3FNUZ, kv_scales=Scales.LAYER)
 
 
 def numbers(row: KernelRow, aiter: StandIn, kv_len: int, q_len: int) -> Mapping[str, Any]:
@@ -36,7 +43,7 @@ def numbers(row: KernelRow, aiter: StandIn, kv_len: int, q_len: int) -> Mapping[
         **select(problem, known_target("cpu"), "torch").kernels,
         row.kind: LayerKernel(row, row.bind(problem, GFX942, PoolSize(100, 640, 8))),
     }
-    serving = world(problem, selections=[Selection(problem, GFX942, kernels, ())])
+    serving = eight_bit_world(world(problem, selections=[Selection(problem, GFX942, kernels, ())]))
     requests = [serving.admit(), serving.admit()]
     serving.step(requests, [kv_len - q_len, 5])
     name = functions_of(row)[0]

@@ -16,7 +16,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter.rows import ROWS
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from tests.amd.aiter import vectorised_functions
-from tests.amd.aiter.checks import ContractBroken
+from tests.amd.aiter.checks import EIGHT_BITS, ContractBroken
 from tests.amd.aiter.latent_functions import mla_decode_fwd
 from tests.amd.aiter.serving import latent_problem, plain_problem, vectorised_problem
 from tests.amd.aiter.signatures import E4048607, V0_1_14
@@ -264,10 +264,12 @@ def test_the_stand_ins_read_no_farther_than_the_real_ones() -> None:
     latent = torch.empty(2**32 // 1152 + 1, 1, 1, 576, dtype=torch.bfloat16, device="meta")
     with pytest.raises(ContractBroken, match="byte offsets wrap at 4 GiB"):
         mla_decode_fwd(
+            E4048607,
+            EIGHT_BITS["gfx942"],
             {
                 "q": torch.empty(4, 16, 576, dtype=torch.bfloat16, device="meta"),
                 "kv_buffer": latent,
                 "qo_indptr": indptr,
                 "num_kv_splits": 1,
-            }
+            },
         )

@@ -15,6 +15,7 @@ from tests.amd.aiter.checks import (
     distances,
     linear,
     require,
+    require_factors,
     require_heads,
     require_tensor,
     require_vectorised,
@@ -22,6 +23,7 @@ from tests.amd.aiter.checks import (
     run,
     spans,
     times_zero,
+    worth,
 )
 from tests.amd.aiter.signatures import Release
 
@@ -32,7 +34,7 @@ FEWEST_SEGMENTS = 8
 COMPUTE_UNITS = 304
 
 
-def unified_attention(release: Release, call: Mapping[str, Any]) -> None:
+def unified_attention(release: Release, eight_bits: torch.dtype, call: Mapping[str, Any]) -> None:
     q, k, out = call["q"], call["k"], call["out"]
     dtype, dim = q.dtype, q.shape[2]
     num_seqs = len(call["seqused_k"])
@@ -42,13 +44,13 @@ def unified_attention(release: Release, call: Mapping[str, Any]) -> None:
     require_tensor("out", out, dtype, q.shape, contiguous=False)
     # Releases that read linear caches alone do not have the parameter.
     if call.get("shuffled_kv_cache", False):
-        require_vectorised(k, call["v"], dtype)
-        require(k.shape[2] * 8 == dim == call["v"].shape[3], f"rows of K and V are not {dim} long")
+        require_vectorised(k, call["v"], k.dtype)
+        require(k.shape[2] * k.shape[4] == dim == call["v"].shape[3], f"rows of K and V are not {dim} long")
         require(dim & (dim - 1) == 0, f"rows of {dim} are padded beyond what a page holds")
         num_kv_heads, page_size = k.shape[1], k.shape[3]
     else:
-        require_tensor("k", k, dtype, (None, None, None, dim), contiguous=False)
-        require_tensor("v", call["v"], dtype, k.shape, contiguous=False)
+        require_tensor("k", k, k.dtype, (None, None, None, dim), contiguous=False)
+        require_tensor("v", call["v"], k.dtype, k.shape, contiguous=False)
         page_size, num_kv_heads = k.shape[1:3]
     require(page_size >= 16 and page_size & (page_size - 1) == 0, f"pages of {page_size} tokens")
     require_tensor("cu_seqlens_q", call["cu_seqlens_q"], torch.int32, (num_seqs + 1,))
@@ -58,7 +60,9 @@ def unified_attention(release: Release, call: Mapping[str, Any]) -> None:
     require(window >= 0 and call["softcap"] >= 0.0, "no window and no soft cap are -1 and 0")
     for name in ("sinks", "alibi_slopes"):
         require_heads(name, call[name], q.shape[1])
-    require(all(call[name] is None for name in ("q_descale", "k_descale", "v_descale")), "nothing is quantised")
+    factors = {name: call[name] for name in ("k_descale", "v_descale")}
+    require_factors(k, dtype, eight_bits, **factors)
+    require(call["q_descale"] is None, "q is not quantised")
     blocks = num_seqs if call["max_seqlen_q"] == 1 else len(q) // max(1, 16 * num_kv_heads // q.shape[1]) + num_seqs
     splits = window == 0 and call["max_seqlen_k"] > 512 and blocks * num_kv_heads <= 4 * COMPUTE_UNITS
     tile = _tile(release, call, page_size, dim)
@@ -76,6 +80,7 @@ def unified_attention(release: Release, call: Mapping[str, Any]) -> None:
         call["block_table"],
         call["sinks"],
         call["alibi_slopes"],
+        *factors.values(),
         scale=call["softmax_scale"],
         window=window,
         soft_cap=call["softcap"],
@@ -127,6 +132,8 @@ def _run_unified(
     block_table: Tensor,
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
     *,
     scale: float,
     window: int,
@@ -151,8 +158,8 @@ def _run_unified(
         require(q_len <= kv_len, f"sequence {seq} has {kv_len} keys, {q_len} new")
         pages_read = -(-kv_len // ahead) * ahead // page_size
         require(pages_read <= block_table.shape[1], f"{pages_read} entries are read of a row of {block_table.shape[1]}")
-        k = rows_of(k_cache, block_table[seq, :pages_read], "block_table")
-        v = rows_of(v_cache, block_table[seq, :pages_read], "block_table")
+        k = worth(rows_of(k_cache, block_table[seq, :pages_read], "block_table"), k_descale)
+        v = worth(rows_of(v_cache, block_table[seq, :pages_read], "block_table"), v_descale)
         before = distances(q_len, kv_len)
         visible = (before >= 0) & (before < window) if window else before >= 0
         bias = None

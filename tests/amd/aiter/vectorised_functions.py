@@ -15,19 +15,21 @@ from tests.amd.aiter.checks import (
     distances,
     linear,
     require,
+    require_factors,
     require_heads,
     require_tensor,
     require_vectorised,
     rows_of,
     run,
     times_zero,
+    worth,
 )
 from tests.amd.aiter.signatures import Release
 
 PARTITION_KEYS = 256
 
 
-def pa_decode_gluon(release: Release, call: Mapping[str, Any]) -> None:
+def pa_decode_gluon(release: Release, eight_bits: torch.dtype, call: Mapping[str, Any]) -> None:
     q, out = call["query"], call["output"]
     num_seqs, num_heads, dim = q.shape
     dtype = q.dtype
@@ -36,13 +38,16 @@ def pa_decode_gluon(release: Release, call: Mapping[str, Any]) -> None:
     require(call["query_length"] == 1, "one token a sequence")
     require_tensor("query", q, dtype, (None, None, dim), contiguous=False)
     require_tensor("output", out, dtype, q.shape, contiguous=False)
-    k_cache, v_cache = require_vectorised(call["key_cache"], call["value_cache"], dtype)
+    # Without factors, eight bits would be read in vectors of eight.
+    factors = {name: call[name] for name in ("key_scale", "value_scale")}
+    require_factors(call["key_cache"], dtype, eight_bits, **factors)
+    require(call["query_scale"] is None, "q is not quantised")
+    k_cache, v_cache = require_vectorised(call["key_cache"], call["value_cache"], call["key_cache"].dtype)
     num_kv_heads, block = k_cache.shape[1], k_cache.shape[3]
     require(block in (16, 64, 1024), f"no variant for blocks of {block}")
     require(num_heads % num_kv_heads == 0 and 3 <= num_heads // num_kv_heads <= 64, "3 to 64 heads share a KV head")
     require_tensor("context_lengths", call["context_lengths"], torch.int32, (num_seqs,))
     require_tensor("block_tables", call["block_tables"], torch.int32, (num_seqs, None), contiguous=False)
-    require(all(call[f"{name}_scale"] is None for name in ("query", "key", "value")), "nothing is quantised")
     require(call["alibi_slopes"] is None, "slopes are taken and left out")
     require_heads("sinks", call["sinks"], num_heads)
     parts, window = call["max_context_partition_num"], call["sliding_window"]
@@ -67,6 +72,7 @@ def pa_decode_gluon(release: Release, call: Mapping[str, Any]) -> None:
         call["context_lengths"],
         call["block_tables"],
         call["sinks"],
+        *factors.values(),
         *scratch,
         scale=call["softmax_scale"],
         window=window,
@@ -83,6 +89,8 @@ def _run_gluon(
     context_lengths: Tensor,
     block_tables: Tensor,
     sinks: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
     *scratch: Tensor,
     scale: float,
     window: int,
@@ -96,8 +104,8 @@ def _run_gluon(
         require(kv_len >= 1, f"sequence {seq} has no key: its parts are a division by zero")
         blocks = -(-kv_len // block)
         require(blocks <= block_tables.shape[1], f"{blocks} entries are read of a row of {block_tables.shape[1]}")
-        k = rows_of(keys, block_tables[seq, :blocks], "block_tables")
-        v = rows_of(values, block_tables[seq, :blocks], "block_tables")
+        k = worth(rows_of(keys, block_tables[seq, :blocks], "block_tables"), key_scale)
+        v = worth(rows_of(values, block_tables[seq, :blocks], "block_tables"), value_scale)
         key = torch.arange(kv_len)[None]
         visible = (key >= kv_len - window + 1) if window else key < most_keys
         # Partitions are loaded whole, but for blocks after the last one.

@@ -31,6 +31,15 @@ from tests.amd.tolerances import assert_attention_close, assert_lse_close
 UNTOUCHED = -77
 
 
+def arch_of(device: torch.device) -> str:
+    """The name of the device's tiles."""
+    if device.type != "cuda":
+        return "interpreter"
+    properties = torch.cuda.get_device_properties(device)
+    is_amd = torch.version.hip is not None
+    return properties.gcnArchName.split(":")[0] if is_amd else f"sm_{properties.major}{properties.minor}"
+
+
 @dataclass(frozen=True)
 class Step:
     """Tokens of sequences over a paged table: the last q_len tokens of each sequence's kv_len, then a padded tail."""
@@ -84,6 +93,7 @@ class Step:
             torch.tensor([self.row(seq) for seq, _ in self.places] + pad, dtype=torch.int32, device=device),
             torch.tensor([position for _, position in self.places] + pad, dtype=torch.int32, device=device),
             torch.tensor([len(self.places)], dtype=torch.int32, device=device),
+            max_q_len=max(self.q_len),
             max_kv_len=self.table.shape[1] * self.page_size,
         )
 

@@ -41,6 +41,7 @@ def tiles_at(device: torch.device, case: Case) -> SegmentTiles:
 CASES = {
     "plain": Case([130, 64, 65, 1, 200], [130, 3, 1, 1, 9]),
     "odd": Case([90, 129], [17, 2], heads=(6, 2), dims=(80, 48), page_size=5, tail=3, spread=True),
+    "wide": Case([66], [2], heads=(1, 1), dims=(512, 384)),
     "mha": Case([70, 128], [6, 64], heads=(2, 2), dims=(16, 16), page_size=1),
     "many_heads": Case([100, 66], [4, 1], heads=(71, 1), dims=(32, 32), page_size=7),
     "window": Case([200, 67], [20, 4], window_left=40, sinks=True),
@@ -107,7 +108,7 @@ def test_decode_and_extend_of_a_row_share_what_decides_bits() -> None:
 
 
 def test_a_shape_without_tiles_is_refused_with_the_archs_that_have_some() -> None:
-    with pytest.raises(NoTiles, match=r"no deterministic tiles for gfx90a .* rows exist for sm_90, sm_, gfx942"):
+    with pytest.raises(NoTiles, match=r"no deterministic tiles for gfx90a .* rows exist for sm_90, sm_\*, gfx942"):
         segment_tiles("gfx90a", head_dim=64, v_head_dim=64, dtype=torch.bfloat16)
 
 

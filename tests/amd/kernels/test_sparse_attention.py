@@ -7,7 +7,10 @@ import torch
 
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.refs.sparse import selected_attention
-from tests.amd.kernels.sparse_cases import SelectedCase, Step, build_selected
+from rocm_attn.kernels.sparse.attention import launch_selected_attention
+from rocm_attn.kernels.sparse.cuts import selected_cut
+from rocm_attn.kernels.tuning.sparse_tiles import selected_tiles
+from tests.amd.kernels.sparse_cases import SelectedCase, SelectedProblem, Step, arch_of, build_selected
 
 STEP = Step([50, 1, 33, 90], [3, 1, 1, 20], tail=2)
 CASES = {
@@ -31,3 +34,25 @@ def test_the_twin_is_right(case: SelectedCase, kernel_device: torch.device) -> N
     problem = build_selected(case, kernel_device)
     selected_attention(problem.args, scale=problem.scale)
     problem.assert_served()
+
+
+def attended(problem: SelectedProblem, programs: int) -> None:
+    """launch_selected_attention with the device's tiles."""
+    args, case = problem.args, problem.case
+    tiles = selected_tiles(
+        arch_of(args.q.device),
+        gqa_ratio=args.heads[1],
+        head_dim=case.dims[0],
+        v_head_dim=case.dims[1],
+        dtype=case.dtype,
+    )
+    cut = selected_cut(len(args.q), case.width * case.unit_tokens, heads=args.heads, tiles=tiles, programs=programs)
+    workspace = torch.empty(cut.words(len(args.q), case.dims[1]), device=args.q.device)
+    launch_selected_attention(args._replace(workspace=workspace), scale=problem.scale, tiles=tiles, programs=programs)
+    problem.assert_served()
+
+
+@every_case
+def test_every_token_sees_its_selection(case: SelectedCase, kernel_device: torch.device) -> None:
+    attended(build_selected(case, kernel_device), programs=1)
+    attended(build_selected(case, kernel_device), programs=200)

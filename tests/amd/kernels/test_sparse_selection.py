@@ -11,9 +11,20 @@ from torch import Tensor
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.refs.sparse import select
 from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit, Pooling, TokenPlaces
-from rocm_attn.kernels.sparse.cuts import top_k_cut
+from rocm_attn.kernels.sparse.cuts import select_words, top_k_cut
+from rocm_attn.kernels.sparse.index_scores import launch_select
 from rocm_attn.kernels.sparse.top_k import launch_top_k
-from tests.amd.kernels.sparse_cases import IndexCase, Step, assert_units, best_units, build_index, empty_selection
+from rocm_attn.kernels.tuning.sparse_tiles import index_tiles
+from tests.amd.kernels.sparse_cases import (
+    IndexCase,
+    IndexProblem,
+    Step,
+    arch_of,
+    assert_units,
+    best_units,
+    build_index,
+    empty_selection,
+)
 
 STEP = Step([50, 1, 33, 90], [3, 1, 1, 20], tail=2)
 INDEXINGS = {
@@ -60,7 +71,7 @@ def tokens_at(positions: list[int], device: torch.device) -> TokenPlaces:
     numbers = torch.tensor(positions, dtype=torch.int32, device=device)
     rows = torch.arange(len(positions), dtype=torch.int32, device=device)
     return TokenPlaces(
-        rows, numbers, torch.tensor([len(positions)], dtype=torch.int32, device=device), max(positions) + 1
+        rows, numbers, torch.tensor([len(positions)], dtype=torch.int32, device=device), 1, max(positions) + 1
     )
 
 
@@ -70,3 +81,20 @@ def test_the_largest_scores_are_chosen_in_order(longest_part: int, kernel_device
     for top in (1, 5, 64, 300):
         scores = torch.randn(3, 1, 300, generator=generator).to(kernel_device)
         lines_of(scores, Indexing(1.0, top), longest_part=longest_part)
+
+
+def selected(problem: IndexProblem, programs: int = 5) -> None:
+    """launch_select, with the tiles of the device."""
+    args, indexing = problem.args, problem.case.indexing
+    tiles = index_tiles(arch_of(args.q.device), dim=problem.case.dim, key_dtype=args.pages.keys.dtype)
+    words = select_words(len(args.q), args.tokens.max_kv_len, indexing)
+    workspace = torch.empty(words, device=args.q.device)
+    launch_select(args, problem.selection, workspace, indexing=indexing, tiles=tiles, programs=programs)
+    problem.assert_selected()
+
+
+@every_indexing
+def test_every_token_gets_its_units(indexing: Indexing, kernel_device: torch.device) -> None:
+    case = IndexCase(STEP, indexing)
+    selected(build_index(case, kernel_device))
+    selected(build_index(replace(case, scales=Scales.TOKEN, weighted=False), kernel_device), programs=40)

@@ -18,7 +18,7 @@ from tests.amd.offline.compiling import AMD_ARCHS, NVIDIA_ARCHS, compiled_kernel
 from tests.amd.offline.matrix import ROWS, Row
 from tests.amd.offline.test_offline_driver import gather_product
 
-MAX_ROWS = 40
+MAX_ROWS = 50
 # Where the rows of an arch without rows of its own stand in tuning/tiles.py.
 FAMILIES = {"sm_80": "sm_"}
 

@@ -1,0 +1,345 @@
+"""Norms, rotary embedding and store of a layer's new tokens, in one launch: what lies between its projections and
+attention.
+
+    q_out[token] = turn(norm(q[token]))
+    k_pages[slot // page_size, slot % page_size] = turn(norm(k[token]))      v without a turn
+
+What is stored where and in which encoding, which tokens are dropped, and what becomes of numbers that are not finite is
+as in store.py. Of a latent layer a row is normalised in front and turns at its end, and is stored once.
+
+Sums and products are float32; a result is rounded once, to the dtype of what was given. Every element is read by the
+warp that writes it, and both elements of a pair by one lane: q_out may be q.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rocm_attn.kernels.cache.cells import element_cell, token_cell
+from rocm_attn.kernels.cache.codes import encoded, is_coded, scale_of_rows
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
+from rocm_attn.kernels.cache.page_rows import PageRows
+from rocm_attn.kernels.cache.rope import RowGeometry, angles_at, places_of_pairs, turned, warps_in_place
+from rocm_attn.kernels.cache.row_work import Projected, QkvWork, TokenPlaces
+from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.metadata import error_word
+from rocm_attn.kernels.tuning.tiles import next_power_of_2
+
+_ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
+_NOT_FINITE = tl.constexpr(error_word.NOT_FINITE)
+
+# Elements of a row's block that a program holds.
+_ELEMENTS = 4096
+
+
+class SideGeometry(NamedTuple):
+    """Rows of q, of K or of V, and where they go.
+
+    row:         how a row is cut
+    HEADS:       rows of a token; HEADS_BLOCK: those of a program
+    ELEMENTS:    elements of a vector of the row that is written
+    TOKENS:      tokens of a group, between which its elements lie
+    CHECKED:     whether what is not finite becomes 0
+    ENCODING, SCALES: Encoding's value, and Scales' name, of what is written
+    """
+
+    row: RowGeometry
+    HEADS: int
+    HEADS_BLOCK: int
+    ELEMENTS: int
+    TOKENS: int
+    CHECKED: bool
+    ENCODING: str
+    SCALES: str
+
+    @property
+    def blocks(self) -> int:
+        """Programs for a token."""
+        return triton.cdiv(self.HEADS, self.HEADS_BLOCK)
+
+    @property
+    def num_warps(self) -> int:
+        """Warps of a program that may write where it has read; see warps_in_place."""
+        return warps_in_place(self.HEADS_BLOCK, self.row.PAIR_COLUMNS, self.row.REST_COLUMNS)
+
+
+class RopeStoreGeometry(NamedTuple):
+    """What the kernel is compiled for.
+
+    q, k, v:   its sides; k and v do nothing where STORES is False, v where LATENT
+    Q_BLOCKS:  programs of a token for its q
+    PAGE_SIZE: tokens of a page
+    FIRST_SLOT: slots before it are dropped
+    """
+
+    q: SideGeometry
+    k: SideGeometry
+    v: SideGeometry
+    Q_BLOCKS: int
+    STORES: bool
+    LATENT: bool
+    PAGE_SIZE: int
+    FIRST_SLOT: int
+
+
+@triton.jit
+def _weights(weight, place, mask, R: tl.constexpr):
+    """What normalised elements at places of a row are multiplied by."""
+    return tl.load(weight + place, mask=mask & (place < R.NORM_DIM), other=0.0).to(tl.float32) + R.OFFSET
+
+
+@triton.jit
+def _rounded(x, mask, dtype: tl.constexpr, CHECKED: tl.constexpr):
+    """float32 [HEADS_BLOCK, n] as dtype, 0 in the place of what is not finite; whether each head had any of that."""
+    value = x.to(dtype)
+    finite = tl.abs(value.to(tl.float32)) < float("inf")
+    if CHECKED:
+        value = tl.where(finite, value, 0.0)
+    return value, tl.max((mask & ~finite).to(tl.int32), 1)
+
+
+@triton.jit
+def _put(x, to, place, mask, vector_stride, reciprocal, S: tl.constexpr):
+    """Elements to their places in rows, as codes where the pages have codes: x times the reciprocal of its factor."""
+    R: tl.constexpr = S.row
+    element = x
+    if is_coded(S.ENCODING):
+        element = encoded(x.to(tl.float32) * reciprocal, S.ENCODING)
+    tl.store(to + element_cell(place, vector_stride, S.ELEMENTS, S.TOKENS, R.DIM), element, mask=mask)
+
+
+@triton.jit
+def _carry(rows, to, head, weight, cos, sin, vector_stride, scale, first_scale, S: tl.constexpr):
+    """Rows of a block of heads, normalised and turned, from one place to another.
+
+    rows, to:           [HEADS_BLOCK, 1], a row's first element
+    head:               [HEADS_BLOCK, 1]
+    cos, sin:           [1, PAIR_COLUMNS]
+    scale, first_scale: of pages that have codes: factors, and where a token's begin
+    Returns whether each head had what is not finite, [HEADS_BLOCK].
+    """
+    R: tl.constexpr = S.row
+    HEADS_BLOCK: tl.constexpr = S.HEADS_BLOCK
+    ENCODING: tl.constexpr = S.ENCODING
+    dtype: tl.constexpr = rows.dtype.element_ty
+    is_head = head < S.HEADS
+    strange = tl.zeros([HEADS_BLOCK], tl.int32)
+    squares = tl.zeros([HEADS_BLOCK], tl.float32)
+    factor = tl.zeros([HEADS_BLOCK], tl.float32)
+    if R.REST > 0:
+        lane = tl.arange(0, R.REST_COLUMNS)[None, :]
+        place = R.REST_FIRST + lane
+        is_rest = is_head & (lane < R.REST)
+        rest = tl.load(rows + place, mask=is_rest, other=0.0).to(tl.float32)
+        if R.NORM_DIM > 0:
+            squares += tl.sum(tl.where(place < R.NORM_DIM, rest * rest, 0.0), 1)
+    if R.PAIRS > 0:
+        pair, near_place, far_place = places_of_pairs(R)
+        is_pair = is_head & (pair < R.PAIRS)
+        near = tl.load(rows + near_place, mask=is_pair, other=0.0).to(tl.float32)
+        far = tl.load(rows + far_place, mask=is_pair, other=0.0).to(tl.float32)
+        if R.NORM_DIM > 0:
+            squares += tl.sum(tl.where(near_place < R.NORM_DIM, near * near, 0.0), 1)
+            squares += tl.sum(tl.where(far_place < R.NORM_DIM, far * far, 0.0), 1)
+    if R.NORM_DIM > 0:
+        norm = tl.rsqrt(squares * (1.0 / R.NORM_DIM) + R.EPS)[:, None]
+    if R.REST > 0:
+        if R.NORM_DIM > 0:
+            scaled = rest * norm * _weights(weight, place, lane < R.REST, R)
+            rest = tl.where(place < R.NORM_DIM, scaled, rest)
+        rest, rest_strange = _rounded(rest, is_rest, dtype, S.CHECKED)
+        strange |= rest_strange
+        if S.SCALES == "TOKEN":
+            factor = tl.maximum(factor, scale_of_rows(rest.to(tl.float32), ENCODING))
+    if R.PAIRS > 0:
+        if R.NORM_DIM > 0:
+            scaled = near * norm * _weights(weight, near_place, pair < R.PAIRS, R)
+            near = tl.where(near_place < R.NORM_DIM, scaled, near)
+            scaled = far * norm * _weights(weight, far_place, pair < R.PAIRS, R)
+            far = tl.where(far_place < R.NORM_DIM, scaled, far)
+        near, far = turned(near, far, cos, sin)
+        near, near_strange = _rounded(near, is_pair, dtype, S.CHECKED)
+        far, far_strange = _rounded(far, is_pair, dtype, S.CHECKED)
+        strange |= near_strange | far_strange
+        if S.SCALES == "TOKEN":
+            factor = tl.maximum(factor, scale_of_rows(near.to(tl.float32), ENCODING))
+            factor = tl.maximum(factor, scale_of_rows(far.to(tl.float32), ENCODING))
+    reciprocal = 1.0
+    if S.SCALES != "NONE":
+        # The rows of a token share the largest of its parts' factors, which is that of their largest element.
+        reciprocal = tl.div_rn(1.0, _factors(scale, first_scale, head, factor[:, None], is_head, S.SCALES))
+    if R.REST > 0:
+        _put(rest, to, place, is_rest, vector_stride, reciprocal, S)
+    if R.PAIRS > 0:
+        _put(near, to, near_place, is_pair, vector_stride, reciprocal, S)
+        _put(far, to, far_place, is_pair, vector_stride, reciprocal, S)
+    return strange
+
+
+@triton.jit
+def _factors(scale, first_scale, head, own, is_head, SCALES: tl.constexpr):
+    """The factor of each head's row, [HEADS_BLOCK, 1] or of the layer; own: of tokens, which are written."""
+    if SCALES == "TOKEN":
+        tl.store(scale + first_scale + head, own, mask=is_head)
+        factor = own
+    elif SCALES == "HEAD":
+        factor = tl.load(scale + head, mask=is_head, other=1.0)
+    else:
+        factor = tl.load(scale)
+    return factor
+
+
+@triton.jit
+def _rope_store_kernel(
+    q,
+    k,
+    v,
+    q_out,
+    cos_sin,
+    q_weight,
+    k_weight,
+    v_weight,
+    positions,
+    slot_of_token,
+    counts,
+    k_pages,
+    v_pages,
+    k_scale,
+    v_scale,
+    num_positions,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    out_token,
+    out_head,
+    kp_page,
+    kp_group,
+    kp_head,
+    kp_vector,
+    vp_page,
+    vp_group,
+    vp_head,
+    vp_vector,
+    G: tl.constexpr,
+):
+    Q: tl.constexpr = G.q
+    K: tl.constexpr = G.k
+    V: tl.constexpr = G.v
+    # The rows of q that turn and those of K have pairs alike.
+    R: tl.constexpr = K.row
+    token = tl.program_id(0)
+    t = token.to(tl.int64)
+    cos = 0.0
+    sin = 0.0
+    if R.PAIRS > 0:
+        cos, sin = angles_at(cos_sin, tl.load(positions + token), num_positions, R)
+    if tl.program_id(1) < G.Q_BLOCKS:
+        # head: [HEADS_BLOCK, 1]; 64-bit before multiplying
+        head = tl.program_id(1) * Q.HEADS_BLOCK + tl.arange(0, Q.HEADS_BLOCK)[:, None]
+        rows = q + t * q_token + head.to(tl.int64) * q_head
+        to = q_out + t * out_token + head.to(tl.int64) * out_head
+        _carry(rows, to, head, q_weight, cos, sin, 0, None, 0, Q)
+    elif G.STORES:
+        slot = tl.load(slot_of_token + token).to(tl.int64)
+        if (token < tl.load(counts + 1)) & (slot >= G.FIRST_SLOT):
+            page = slot // G.PAGE_SIZE
+            offset = slot % G.PAGE_SIZE
+            head = (tl.program_id(1) - G.Q_BLOCKS) * K.HEADS_BLOCK + tl.arange(0, K.HEADS_BLOCK)[:, None]
+            head64 = head.to(tl.int64)
+            rows = k + t * k_token + head64 * k_head
+            to = k_pages + page * kp_page + token_cell(offset, kp_group, K.TOKENS) + head64 * kp_head
+            strange = _carry(rows, to, head, k_weight, cos, sin, kp_vector, k_scale, slot * K.HEADS, K)
+            if not G.LATENT:
+                rows = v + t * v_token + head64 * v_head
+                to = v_pages + page * vp_page + token_cell(offset, vp_group, V.TOKENS) + head64 * vp_head
+                strange |= _carry(rows, to, head, v_weight, cos, sin, vp_vector, v_scale, slot * V.HEADS, V)
+            if tl.max(strange, 0) > 0:
+                tl.atomic_or(counts + _ERROR_WORD, _NOT_FINITE, sem="relaxed")
+
+
+def launch_rope_store(
+    given: Projected, tokens: TokenPlaces, work: QkvWork, pages: LayerPages, *, null_page: bool = True
+) -> None:
+    """q_out, and K and V in their slots, 0 in the place of what is infinite or no number.
+
+    Padded tokens of q_out are computed like others; of a position that the table has not, q_out is NaN, and K is
+    stored as 0 with the error bit.
+    pages:     linear, with any strides but the last, or vectorised; written in place
+    null_page: whether page 0 belongs to no one
+    """
+    form = pages.format
+    k_row = RowGeometry.of(form.head_dim, work.rope, work.k_norm)
+    v_row = RowGeometry.of(form.v_head_dim, None, work.v_norm)
+    block = _heads_block(form.num_kv_heads, max(k_row.columns, v_row.columns))
+    geometry = _geometry(given.q, work)._replace(
+        k=_side_of_pages(k_row, block, pages.keys, form),
+        v=_side_of_pages(v_row, block, pages.values, form),
+        STORES=True,
+        LATENT=form.kind is PoolKind.LATENT,
+        PAGE_SIZE=form.page_size,
+        FIRST_SLOT=form.page_size if null_page else 0,
+    )
+    page_strides = *pages.keys.cells.stride()[:4], *pages.values.cells.stride()[:4]
+    memory = pages.raw_k, pages.raw_v, pages.k_scale, pages.v_scale
+    _launch(given, tokens, work, memory, page_strides, geometry)
+
+
+def launch_rope_queries(q: Tensor, q_out: Tensor, positions: Tensor, work: QkvWork) -> None:
+    """q_out alone, of a layer that reads what another one stores. See launch_rope_store."""
+    geometry = _geometry(q, work)
+    given, tokens = Projected(q, q, q, q_out), TokenPlaces(positions, positions, positions)
+    _launch(given, tokens, work, (q, q, None, None), (0,) * 8, geometry)
+
+
+def _geometry(q: Tensor, work: QkvWork) -> RopeStoreGeometry:
+    """Of queries alone."""
+    row = RowGeometry.of(q.shape[2], work.rope, work.q_norm)
+    block = _heads_block(q.shape[1], row.columns)
+    side = SideGeometry(row, q.shape[1], block, row.DIM, 1, False, Encoding.of(q.dtype).value, Scales.NONE.name)
+    return RopeStoreGeometry(side, side, side, side.blocks, False, False, 0, 0)
+
+
+def _side_of_pages(row: RowGeometry, heads_block: int, rows: PageRows, form: PageFormat) -> SideGeometry:
+    """K or V on its way into pages."""
+    cells = rows.vector_elements, rows.group_tokens
+    return SideGeometry(row, form.num_kv_heads, heads_block, *cells, True, form.encoding.value, form.scales.name)
+
+
+def _heads_block(heads: int, columns: int) -> int:
+    return max(1, min(next_power_of_2(heads), _ELEMENTS // next_power_of_2(columns)))
+
+
+def _launch(
+    given: Projected,
+    tokens: TokenPlaces,
+    work: QkvWork,
+    pages: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    page_strides: tuple[int, ...],
+    geometry: RopeStoreGeometry,
+) -> None:
+    weights = (None if norm is None else norm.weight for norm in (work.q_norm, work.k_norm, work.v_norm))
+    launch(
+        _rope_store_kernel,
+        (given.q.shape[0], geometry.Q_BLOCKS + geometry.k.blocks * geometry.STORES),
+        given.q,
+        given.k,
+        given.v,
+        given.q_out,
+        None if work.rope is None else work.rope.cos_sin,
+        *weights,
+        *tokens,
+        *pages,
+        0 if work.rope is None else work.rope.num_positions,
+        *(stride for tensor in given for stride in tensor.stride()[:2]),
+        *page_strides,
+        G=geometry,
+        num_warps=geometry.q.num_warps,
+    )

@@ -1,0 +1,346 @@
+"""Attention of each token over the units that were selected for it, split over the selection.
+
+    out[token] = softmax(scale * q[token] . K^T) V      K, V: of the listed units, the tokens up to the token's own
+
+A row is the query heads that share a KV head, or a block of them. Its selection is cut into parts of as many keys each:
+a fixed number, so that one grid serves all lengths. A row of one part is written to out; of the others each part leaves
+a partial result, which merge_parts.py adds up from left to right. Key n of a selection is token n % unit_tokens of the
+unit that is listed at n // unit_tokens. Of latent pages a row is loaded once, and is K and V.
+
+Deterministic attention has segments for parts (attention/segments.py): a selection of all that a token sees, in order,
+then gives the bits that deterministic decode and extend give.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from rocm_attn.kernels.attention.bundles import Pages, Rows, Softmax
+from rocm_attn.kernels.attention.coded import (
+    Coding,
+    Factors,
+    row_factor,
+    scaled_logits,
+    scaled_values,
+    token_factor,
+    weighted_values,
+)
+from rocm_attn.kernels.attention.scores import LOG2_E
+from rocm_attn.kernels.attention.segments import UNFUSED
+from rocm_attn.kernels.attention.softmax import in_range
+from rocm_attn.kernels.cache.codes import decoded
+from rocm_attn.kernels.cache.page_format import PoolKind
+from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.sparse.arguments import SelectedArgs
+from rocm_attn.kernels.sparse.cuts import SelectedCut, segment_cut, selected_cut
+from rocm_attn.kernels.sparse.merge_parts import launch_merge_parts
+from rocm_attn.kernels.sparse.places import visible_tokens
+from rocm_attn.kernels.sparse.rows import SelectedGeometry, heads_of_row, listed_keys, store_rows
+from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
+from rocm_attn.kernels.tuning.sparse_tiles import SelectedTiles
+from rocm_attn.kernels.tuning.tiles import next_power_of_2
+
+
+class Listing(NamedTuple):
+    """One token's selection: its units; its keys, [first, end) of them here; the tokens that it sees; its line of the
+    table, and that line's width."""
+
+    units: Any
+    first: Any
+    end: Any
+    visible: Any
+    pages: Any
+    width: Any
+
+
+class Query(NamedTuple):
+    """Rows of q: block [QUERY_ROWS, K_COLUMNS], rest [QUERY_ROWS, REST] or None, and scale in base 2."""
+
+    block: Any
+    rest: Any
+    qk_scale: Any
+
+
+@triton.jit
+def _load_units(listing, key, G: tl.constexpr):
+    """The unit that each key belongs to; entries past the selection aim at its last one."""
+    return tl.load(listing.units + tl.minimum(key // G.UNIT_TOKENS, G.WIDTH - 1))
+
+
+@triton.jit
+def _position(listing, key, unit, G: tl.constexpr):
+    """The place of each key in the sequence's KV; -1 where there is none that the token sees."""
+    position = unit * G.UNIT_TOKENS + key % G.UNIT_TOKENS
+    # Units first: a number far outside would come back into the KV when it is multiplied.
+    is_unit = in_range(unit, 0, tl.cdiv(listing.visible, G.UNIT_TOKENS)) & (key < listing.end)
+    return tl.where(is_unit & (position < listing.visible), position, -1)
+
+
+@triton.jit
+def _load_page(listing, position, G: tl.constexpr):
+    """The page of each place; of no place that of the first."""
+    return tl.load(listing.pages + tl.minimum(tl.maximum(position, 0) // G.PAGE_SIZE, listing.width - 1))
+
+
+@triton.jit
+def _load_rows(rows, live, FIRST: tl.constexpr, COLUMNS: tl.constexpr, END: tl.constexpr):
+    """Columns [FIRST, FIRST + COLUMNS) of rows, 0 from END on and where a row is not live. rows: pointers [n]"""
+    column = FIRST + tl.arange(0, COLUMNS)
+    mask = live[:, None]
+    if FIRST + COLUMNS > END:
+        mask = mask & (column < END)[None, :]
+    return tl.load(rows[:, None] + column[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def _attend(query, k_side, v_side, factors, listing, G: tl.constexpr):
+    """What the keys [listing.first, listing.end) of a selection give each row."""
+    KEY_BLOCK: tl.constexpr = G.KEY_BLOCK
+    QUERY_ROWS: tl.constexpr = G.QUERY_ROWS
+    V_COLUMNS: tl.constexpr = G.V_COLUMNS
+    C: tl.constexpr = G.coding
+    DTYPE: tl.constexpr = query.block.dtype
+    lane = tl.arange(0, KEY_BLOCK)
+    acc = tl.zeros([QUERY_ROWS, V_COLUMNS], tl.float32)
+    maximum = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([QUERY_ROWS], tl.float32)
+    # A row needs its page, which needs its unit: pages travel one block ahead of rows and units two, so that no load
+    # in the loop waits for another one of the same round.
+    next_position = _position(listing, listing.first + lane, _load_units(listing, listing.first + lane, G), G)
+    next_page = _load_page(listing, next_position, G)
+    next_unit = _load_units(listing, listing.first + KEY_BLOCK + lane, G)
+    for first in tl.range(listing.first, listing.end, KEY_BLOCK, num_stages=G.STAGES):
+        # position, live, page, offset: [KEY_BLOCK]
+        position = next_position
+        page = next_page.to(tl.int64)
+        next_position = _position(listing, first + KEY_BLOCK + lane, next_unit, G)
+        next_page = _load_page(listing, next_position, G)
+        next_unit = _load_units(listing, first + 2 * KEY_BLOCK + lane, G)
+        live = position >= 0
+        offset = (tl.maximum(position, 0) % G.PAGE_SIZE).to(tl.int64)
+        # scores, weights: [QUERY_ROWS, KEY_BLOCK]; k: [KEY_BLOCK, K_COLUMNS]; v: [KEY_BLOCK, V_COLUMNS]
+        k_rows = k_side.at + (page * k_side.page + offset * k_side.token)
+        k = _load_rows(k_rows, live, 0, G.K_COLUMNS, G.V_HEAD_DIM if G.LATENT else G.HEAD_DIM)
+        scores = tl.dot(query.block, tl.trans(decoded(k, C.ENCODING, DTYPE)), input_precision="ieee")
+        if G.REST > 0:
+            k_rest = decoded(_load_rows(k_rows, live, G.V_HEAD_DIM, G.REST, G.HEAD_DIM), C.ENCODING, DTYPE)
+            scores = tl.dot(query.rest, tl.trans(k_rest), scores, input_precision="ieee")
+        v_factor: Any = None
+        if C.SCALES == "TOKEN":
+            scores = scores * token_factor(factors.k, page, offset, factors.head, live, True, C)[None, :]
+            v_factor = token_factor(factors.v, page, offset, factors.head, live, True, C)
+        scores = tl.where(live[None, :], scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * query.qk_scale)
+        # There may have been no key yet; the subtractions below must not be inf - inf.
+        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        decay = tl.exp2(maximum - base)
+        if G.EXACT:
+            weights = tl.exp2(tl.fma(scores, query.qk_scale, -base[:, None]))
+            total = tl.fma(total, decay, tl.sum(weights, 1))
+        else:
+            weights = tl.exp2(scores * query.qk_scale - base[:, None])
+            total = total * decay + tl.sum(weights, 1)
+        if G.LATENT:
+            v = k
+        else:
+            v_rows = v_side.at + (page * v_side.page + offset * v_side.token)
+            v = _load_rows(v_rows, live, 0, G.V_COLUMNS, G.V_HEAD_DIM)
+        weights, v = weighted_values(weights, v, v_factor, DTYPE, False, C)
+        acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
+        maximum = new_maximum
+    return Softmax(acc, maximum, total)
+
+
+@triton.jit(do_not_specialize=["width"])
+def _selected_attention_kernel(
+    q,
+    k_pages,
+    v_pages,
+    table,
+    row_of_token,
+    position_of_token,
+    num_tokens,
+    units,
+    counts,
+    out,
+    lse,
+    sinks,
+    parts,
+    sums,
+    k_scale,
+    v_scale,
+    qk_scale,
+    width,
+    q_token,
+    q_head,
+    kp_page,
+    kp_token,
+    kp_head,
+    vp_page,
+    vp_token,
+    vp_head,
+    table_row,
+    out_token,
+    out_head,
+    lse_token,
+    lse_head,
+    G: tl.constexpr,
+):
+    C: tl.constexpr = G.cut
+    row = tl.program_id(0) % C.rows
+    part = tl.program_id(0) // C.rows % C.parts
+    token = (tl.program_id(0) // (C.rows * C.parts)).to(tl.int64)
+    kv_head, first_head, num_q_rows = heads_of_row(row, G)
+    num_keys, selection = listed_keys(counts, token, kv_head, G)
+    first = part * C.part_keys
+    # Of a row in several parts the merge knows which ones have keys.
+    if (C.parts == 1) | (first < num_keys):
+        q_row = tl.arange(0, G.QUERY_ROWS)
+        is_row = q_row < num_q_rows
+        head = (first_head + q_row).to(tl.int64)
+        q_rows = q + (token * q_token + head * q_head)
+        q_rest = None
+        if G.REST > 0:
+            q_rest = _load_rows(q_rows, is_row, G.V_HEAD_DIM, G.REST, G.HEAD_DIM)
+        q_block = _load_rows(q_rows, is_row, 0, G.K_COLUMNS, G.V_HEAD_DIM if G.LATENT else G.HEAD_DIM)
+        line = table + tl.load(row_of_token + token).to(tl.int64) * table_row
+        visible = visible_tokens(position_of_token, num_tokens, token.to(tl.int32), True)
+        end = tl.minimum(first + C.part_keys, num_keys)
+        kv_head = kv_head.to(tl.int64)
+        logits = scaled_logits(qk_scale, 0.0, None, row_factor(k_scale, kv_head, G.coding), False, G.coding)
+        softmax = _attend(
+            Query(q_block, q_rest, logits.qk_scale),
+            Pages(k_pages + kv_head * kp_head, kp_page, kp_token),
+            Pages(v_pages + kv_head * vp_head, vp_page, vp_token),
+            Factors(k_scale, v_scale, kv_head),
+            Listing(units + selection * G.WIDTH, first, end, visible, line, width),
+            G,
+        )
+        softmax = scaled_values(softmax, row_factor(v_scale, kv_head, G.coding), G.coding)
+        v_column = tl.arange(0, G.V_COLUMNS)
+        if C.parts == 1:
+            out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
+            store_rows(softmax, token, head, is_row, sinks, out_rows, lse_rows, v_column, G.V_HEAD_DIM)
+        else:
+            at = ((token * C.rows + row) * C.parts + part) * C.row_heads + q_row
+            is_v = is_row[:, None] & (v_column < G.V_HEAD_DIM)[None, :]
+            tl.store(parts + at[:, None] * G.V_HEAD_DIM + v_column[None, :], softmax.acc, mask=is_v)
+            tl.store(sums + at * 2, softmax.maximum, mask=is_row)
+            tl.store(sums + at * 2 + 1, softmax.total, mask=is_row)
+
+
+def launch_selected_attention(args: SelectedArgs, *, scale: float, tiles: SelectedTiles, programs: int) -> None:
+    """Attention of every token over its selection; tokens that see no key get 0 and LSE -inf.
+
+    args:     with a workspace of selected_cut(...).words(...) or longer
+    scale:    factor on q . k
+    programs: that the device shall have; a selection is cut in no more parts than that takes
+
+    Raises ValueError for pages that the kernel does not read.
+    """
+    selection = args.selection
+    cut = selected_cut(
+        len(args.q), selection.width * selection.unit_tokens, heads=args.heads, tiles=tiles, programs=programs
+    )
+    query_rows = max(next_power_of_2(cut.row_heads), 16)
+    geometry = _geometry(args, cut, query_rows, tiles.key_block, tiles.num_stages, exact=False)
+    _launch(args, geometry, scale, num_warps=tiles.num_warps)
+
+
+def launch_selected_segments(args: SelectedArgs, *, scale: float, tiles: SegmentTiles) -> None:
+    """launch_selected_attention, whose bits depend on nothing but a token and its selection.
+
+    A token that selects all that it sees gets the bits that launch_segment_decode and launch_segment_extend give it.
+
+    args: with a workspace of segment_cut(...).words(...) or longer
+
+    Raises ValueError for pages that the kernel does not read.
+    """
+    selection = args.selection
+    cut = segment_cut(selection.width * selection.unit_tokens, heads=args.heads, tiles=tiles)
+    geometry = _geometry(args, cut, tiles.decode_rows, tiles.key_block, tiles.decode_stages, exact=True)
+    _launch(args, geometry, scale, num_warps=tiles.decode_warps, **tiles.options(), **UNFUSED)
+
+
+def _launch(args: SelectedArgs, geometry: SelectedGeometry, scale: float, **options: object) -> None:
+    pages, tokens, selection, cut = args.pages, args.tokens, args.selection, geometry.cut
+    num_tokens, words = len(args.q), cut.words(len(args.q), geometry.V_HEAD_DIM)
+    workspace = args.workspace
+    assert workspace.dtype == torch.float32
+    assert workspace.is_contiguous()
+    assert workspace.numel() >= words
+    sums = workspace[: words // (geometry.V_HEAD_DIM + 2) * 2]
+    parts = workspace[sums.numel() : words]
+    lse_strides = (0, 0) if args.lse is None else args.lse.stride()
+    launch(
+        _selected_attention_kernel,
+        (num_tokens * cut.rows * cut.parts,),
+        args.q,
+        pages.raw_k,
+        pages.raw_v,
+        args.table,
+        tokens.row_of_token,
+        tokens.position_of_token,
+        tokens.num_tokens,
+        selection.units,
+        selection.counts,
+        args.out,
+        args.lse,
+        args.sinks,
+        parts,
+        sums,
+        pages.k_scale,
+        pages.v_scale,
+        scale * LOG2_E,
+        args.table.shape[1],
+        args.q.stride(0),
+        args.q.stride(1),
+        *pages.k.stride()[:3],
+        *pages.v.stride()[:3],
+        args.table.stride(0),
+        args.out.stride(0),
+        args.out.stride(1),
+        *lse_strides,
+        G=geometry,
+        **options,
+    )
+    if cut.parts > 1:
+        launch_merge_parts(args, parts, sums, geometry)
+
+
+def _geometry(
+    args: SelectedArgs, cut: SelectedCut, query_rows: int, key_block: int, stages: int, *, exact: bool
+) -> SelectedGeometry:
+    """What the launch is compiled for; its arguments are checked."""
+    args.check()
+    form = args.pages.format
+    if form.kind is PoolKind.VECTORIZED:
+        raise ValueError(f"attention over a selection reads linear pages, not {form}")
+    num_kv_heads, ratio = args.heads
+    head_dim, v_head_dim = args.q.shape[2], args.out.shape[2]
+    is_latent = form.kind is PoolKind.LATENT
+    rest = head_dim - v_head_dim if is_latent else 0
+    return SelectedGeometry(
+        cut=cut,
+        GQA_RATIO=ratio,
+        HEAD_BLOCKS=cut.rows // num_kv_heads,
+        SHARED=args.selection.sets == 1,
+        WIDTH=args.selection.width,
+        UNIT_TOKENS=args.selection.unit_tokens,
+        HEAD_DIM=head_dim,
+        V_HEAD_DIM=v_head_dim,
+        K_COLUMNS=max(16, next_power_of_2(v_head_dim if is_latent else head_dim)),
+        V_COLUMNS=max(16, next_power_of_2(v_head_dim)),
+        REST=max(16, next_power_of_2(rest)) if rest else 0,
+        LATENT=is_latent,
+        PAGE_SIZE=form.page_size,
+        QUERY_ROWS=query_rows,
+        KEY_BLOCK=key_block,
+        EXACT=exact,
+        STAGES=stages,
+        coding=Coding.of(form),
+    )

@@ -1,0 +1,99 @@
+"""Merge the parts of rows from left to right (attention/segments.py), and write out and LSE.
+
+Element by element, so how rows and columns are shared out decides no bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rocm_attn.kernels.attention.bundles import Rows, Softmax
+from rocm_attn.kernels.attention.segments import UNFUSED, merge_segment
+from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.sparse.arguments import SelectedArgs
+from rocm_attn.kernels.sparse.rows import SelectedGeometry, heads_of_row, listed_keys, store_rows
+from rocm_attn.kernels.tuning.tiles import next_power_of_2
+
+# Elements of an accumulator that a program merges: rows times columns.
+_ELEMENTS = 512
+# Parts of a row that are loaded before they are merged, one after the other.
+_PARTS = 4
+
+
+@triton.jit
+def _merge_parts_kernel(
+    counts,
+    parts,
+    sums,
+    out,
+    lse,
+    sinks,
+    out_token,
+    out_head,
+    lse_token,
+    lse_head,
+    G: tl.constexpr,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    C: tl.constexpr = G.cut
+    token = (tl.program_id(0) // C.rows).to(tl.int64)
+    row = tl.program_id(0) % C.rows
+    kv_head, first_head, num_q_rows = heads_of_row(row, G)
+    num_keys, _ = listed_keys(counts, token, kv_head, G)
+    num_parts = tl.cdiv(num_keys, C.part_keys)
+    q_row = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    is_row = q_row < num_q_rows
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    maximum = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, COLUMNS], tl.float32)
+    for first in range(0, num_parts, PARTS):
+        for index in tl.static_range(PARTS):
+            # part_maximum, part_total: [HEADS]; part_acc: [HEADS, COLUMNS]
+            is_part = q_row < tl.where(first + index < num_parts, num_q_rows, 0)
+            line = ((token * C.rows + row) * C.parts + first + index) * C.row_heads + q_row
+            part_maximum = tl.load(sums + line * 2, mask=is_part, other=float("-inf"))
+            part_total = tl.load(sums + line * 2 + 1, mask=is_part, other=0.0)
+            is_acc = is_part[:, None] & (column < G.V_HEAD_DIM)[None, :]
+            part_acc = tl.load(parts + line[:, None] * G.V_HEAD_DIM + column[None, :], mask=is_acc, other=0.0)
+            acc, maximum, total = merge_segment(
+                Softmax(acc, maximum, total), Softmax(part_acc, part_maximum, part_total)
+            )
+    # Programs of other columns store the same LSE.
+    head = (first_head + q_row).to(tl.int64)
+    out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
+    store_rows(Softmax(acc, maximum, total), token, head, is_row, sinks, out_rows, lse_rows, column, G.V_HEAD_DIM)
+
+
+def launch_merge_parts(args: SelectedArgs, parts: Tensor, sums: Tensor, geometry: SelectedGeometry) -> None:
+    """out and LSE of every row; the arguments are launch_selected_attention's.
+
+    parts: float32 [tokens, rows, parts, row_heads, v_head_dim] flat; sums: [.., 2] flat, maximum (base 2) and sum
+    """
+    cut, v_head_dim = geometry.cut, geometry.V_HEAD_DIM
+    columns = min(next_power_of_2(v_head_dim), 128)
+    heads = max(min(next_power_of_2(cut.row_heads), _ELEMENTS // columns), 1)
+    lse_strides = (0, 0) if args.lse is None else args.lse.stride()
+    launch(
+        _merge_parts_kernel,
+        (len(args.q) * cut.rows, triton.cdiv(cut.row_heads, heads), triton.cdiv(v_head_dim, columns)),
+        args.selection.counts,
+        parts,
+        sums,
+        args.out,
+        args.lse,
+        args.sinks,
+        args.out.stride(0),
+        args.out.stride(1),
+        *lse_strides,
+        G=geometry,
+        HEADS=heads,
+        COLUMNS=columns,
+        PARTS=_PARTS,
+        num_warps=1,
+        **UNFUSED,
+    )

@@ -1,0 +1,86 @@
+"""Rows of attention over a selection: what kernels are compiled for, whose rows these are, and how they are written."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from rocm_attn.kernels.attention.coded import Coding
+from rocm_attn.kernels.attention.softmax import LN_2, add_sink
+from rocm_attn.kernels.sparse.cuts import SelectedCut
+
+
+class SelectedGeometry(NamedTuple):
+    """What attention over a selection is compiled for.
+
+    cut:                  how tokens are cut
+    GQA_RATIO:            query heads that share a KV head
+    HEAD_BLOCKS:          blocks that they are cut into
+    SHARED:               whether all KV heads have one selection
+    WIDTH, UNIT_TOKENS:   units of a selection, tokens of a unit
+    HEAD_DIM, V_HEAD_DIM: elements of a K row and of a V row
+    K_COLUMNS, V_COLUMNS: columns of a block of K, less REST, and of V, padding included
+    REST:                 of latent pages, columns of what comes after V in a row, padding included; 0: nothing
+    LATENT:               whether V is the beginning of K
+    PAGE_SIZE:            tokens of a page
+    QUERY_ROWS:           rows of the q block, a query head each, then padding
+    KEY_BLOCK:            keys of a block
+    EXACT:                whether results may not depend on which products and sums the compiler fuses
+    STAGES:               key blocks whose loads are in flight
+    coding:               how elements of pages are encoded
+    """
+
+    cut: SelectedCut
+    GQA_RATIO: int
+    HEAD_BLOCKS: int
+    SHARED: bool
+    WIDTH: int
+    UNIT_TOKENS: int
+    HEAD_DIM: int
+    V_HEAD_DIM: int
+    K_COLUMNS: int
+    V_COLUMNS: int
+    REST: int
+    LATENT: bool
+    PAGE_SIZE: int
+    QUERY_ROWS: int
+    KEY_BLOCK: int
+    EXACT: bool
+    STAGES: int
+    coding: Coding
+
+
+@triton.jit
+def store_rows(softmax, token, head, is_row, sinks, out, lse, columns, V_HEAD_DIM: tl.constexpr):
+    """Write out and, if lse.at is not None, LSE of rows of a token, with their sinks. columns: of acc"""
+    acc, maximum, total = softmax
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
+        maximum, total, decay = add_sink(maximum, total, sink)
+        acc = acc * decay[:, None]
+    # A token that sees no key: 0 / 1, and LSE -inf + log2(1).
+    total = tl.where(total == 0.0, 1.0, total)
+    out_rows = out.at + (token * out.token + head * out.head)
+    value = (acc / total[:, None]).to(out.at.dtype.element_ty)
+    tl.store(out_rows[:, None] + columns[None, :], value, mask=is_row[:, None] & (columns < V_HEAD_DIM)[None, :])
+    if lse.at is not None:
+        tl.store(lse.at + token * lse.token + head * lse.head, (maximum + tl.log2(total)) * LN_2, mask=is_row)
+
+
+@triton.jit
+def heads_of_row(row, G: tl.constexpr):
+    """A row's KV head, its first query head, and how many query heads it has."""
+    block_head = row % G.HEAD_BLOCKS * G.cut.row_heads
+    kv_head = row // G.HEAD_BLOCKS
+    return kv_head, kv_head * G.GQA_RATIO + block_head, tl.minimum(G.cut.row_heads, G.GQA_RATIO - block_head)
+
+
+@triton.jit
+def listed_keys(counts, token, kv_head, G: tl.constexpr):
+    """Keys that a row's selection lists, and the number of the selection among all tokens'."""
+    NUM_SETS: tl.constexpr = 1 if G.SHARED else G.cut.rows // G.HEAD_BLOCKS
+    selection = token * NUM_SETS + (0 if G.SHARED else kv_head)
+    count = tl.minimum(tl.load(counts + selection), G.WIDTH)
+    return tl.maximum(count, 0) * G.UNIT_TOKENS, selection

@@ -1,0 +1,54 @@
+"""Queries in eight bits, for functions that multiply codes of q with codes of K.
+
+q is rounded with a factor of 1: an element keeps three bits after its first one whatever its size, down to 2**-6. What
+is larger than the encoding's largest value saturates; NaN stays in its own row. A factor from the largest element would
+cost launches in each layer, and one request's strange row would take the others' bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.kernels.attention.arguments import Queries
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.problem import Problem
+from rocm_attn.providers.contract import StepBounds
+from rocm_attn.providers.scratch import Part
+
+_ONE_AS_INT32 = torch.tensor(1.0).view(torch.int32).item()
+
+
+@dataclass(frozen=True, slots=True)
+class FactorOfOne:
+    """A float32 1 in the device's memory: of what has no factor, for functions that want an address."""
+
+    def words(self, shape: PaddedShape) -> int:
+        return 1
+
+    def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        words.fill_(_ONE_AS_INT32)
+
+
+def query_parts(problem: Problem, num_tokens: int, num_heads: int) -> tuple[Part, Part]:
+    """Room for saturated queries, and for the codes of so many heads."""
+    return (
+        Part((num_tokens, problem.num_q_heads, problem.head_dim), problem.dtype),
+        Part((num_tokens, num_heads, problem.head_dim), problem.page_format.encoding.dtype),
+    )
+
+
+def query_codes(q: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """q [T, heads, dim] in eight bits. parts: of query_parts(); heads that only the codes have are zero"""
+    saturated, codes = parts
+    largest = torch.finfo(codes.dtype).max
+    torch.clamp(q, -largest, largest, out=saturated)
+    num_heads = q.shape[1]
+    codes[:, :num_heads].copy_(saturated)
+    if num_heads < codes.shape[1]:
+        codes[:, num_heads:].zero_()
+    return codes

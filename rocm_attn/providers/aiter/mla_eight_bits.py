@@ -1,0 +1,101 @@
+"""aiter.mla.mla_decode_fwd over latent pages in eight bits, always by a schedule, as SGLang calls it.
+
+The kernels multiply codes of q with codes of the latent rows. gfx942 has them for 16 and for 128 heads in every
+release; a count in between runs as groups of 16 that each read the rows, which is less work than 128 heads of which
+most are zero. Newer releases take 64 heads as they are. On gfx950 releases differ in how they group heads, so that only
+16 are taken there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.machine.target import Target
+from rocm_attn.problem import Problem
+from rocm_attn.providers.aiter import library
+from rocm_attn.providers.aiter.eight_bits import FactorOfOne, query_codes, query_parts
+from rocm_attn.providers.aiter.mla import FEW_HEADS
+from rocm_attn.providers.aiter.mla_persistent import LatentShares
+from rocm_attn.providers.contract import PoolSize, StepBounds
+from rocm_attn.providers.scratch import Part, cut, keep_rows, num_words, room_for
+
+
+@dataclass(frozen=True, slots=True)
+class SharesAndFactor:
+    """A schedule of shares, and the factor of q after it."""
+
+    shares: LatentShares
+    factor: ClassVar[FactorOfOne] = FactorOfOne()
+
+    def words(self, shape: PaddedShape) -> int:
+        return self.shares.words(shape) + self.factor.words(shape)
+
+    def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        own = self.shares.words(bounds.shape)
+        self.shares.build(queries, step, bounds, words[:own])
+        self.factor.build(queries, step, bounds, words[own : own + 1])
+
+
+@dataclass(frozen=True, slots=True)
+class EightBitLatentDecode:
+    """One new token in each sequence. Heads are padded with zeros to a multiple of 16."""
+
+    problem: Problem
+    compute_units: int
+
+    @property
+    def schedule(self) -> SharesAndFactor:
+        return SharesAndFactor(LatentShares(self.compute_units, self._codes, self._num_heads))
+
+    def describe(self) -> str:
+        return f"aiter.mla_decode_fwd({self.problem}, compute_units={self.compute_units}) + aiter.get_mla_metadata_v1"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return num_words(self._parts(shape))
+
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        *query_rows, out_rows = cut(args.workspace, self._parts(bounds.shape))
+        shares = self.schedule.shares
+        own = shares.words(bounds.shape)
+        out = room_for(args.out, out_rows)
+        library.mla_decode_fwd()(
+            q=query_codes(args.q, query_rows),
+            kv_buffer=args.pages.k,
+            o=out,
+            qo_indptr=step.q_indptr,
+            kv_indptr=step.page_indptr,
+            kv_indices=step.page_list,
+            kv_last_page_lens=step.last_page_len,
+            max_seqlen_q=1,
+            sm_scale=self.problem.scale,
+            logit_cap=0.0,
+            q_scale=args.schedule[own : own + 1].view(torch.float32),
+            kv_scale=args.pages.k_scale,
+            **shares.as_arguments(bounds.shape, args.schedule[:own]),
+        )
+        keep_rows(args.out, out)
+
+    @property
+    def _codes(self) -> torch.dtype:
+        return self.problem.page_format.encoding.dtype
+
+    @property
+    def _num_heads(self) -> int:
+        return -(-self.problem.num_q_heads // FEW_HEADS) * FEW_HEADS
+
+    def _parts(self, shape: PaddedShape) -> tuple[Part, Part, Part]:
+        """Room for queries, saturated and in eight bits, and for out where its rows cannot be written as they are."""
+        rows = (shape.num_tokens, self._num_heads, self.problem.v_head_dim)
+        return (*query_parts(self.problem, shape.num_tokens, self._num_heads), Part(rows, self.problem.dtype))
+
+
+def bind_eight_bit_latent_decode(problem: Problem, target: Target, pool: PoolSize) -> EightBitLatentDecode:
+    """The kernel, with shares for the target's compute units."""
+    return EightBitLatentDecode(problem, target.compute_units)

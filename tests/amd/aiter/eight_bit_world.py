@@ -1,0 +1,69 @@
+"""A world over pages in eight bits: it brings rows that they hold exactly, so that only attention is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.cache.page_format import Scales
+from rocm_attn.problem import KVEncoding, Problem
+from rocm_attn.step.step import Step
+from tests.amd.runtime.stepping import World
+from tests.amd.tolerances import assert_attention_close
+
+# Powers of two, so that a code times a factor is an element of bfloat16; of K and of V, and of heads.
+_K_FACTOR, _V_FACTOR, _BY_HEAD = 2.0**-5, 2.0**-4, 2.0
+# Of tokens, which the store finds: from a row whose largest element is the encoding's largest times this.
+_TOKEN_FACTOR = 2.0**-6
+
+
+@dataclass
+class EightBitWorld(World):
+    """eight_bit_products: whether the kernel that is looked at rounds what it multiplies"""
+
+    eight_bit_products: bool = False
+
+    def set_factors(self) -> None:
+        """Factors of every layer's K and V that are not 1 and not each other's."""
+        for layer, problem in enumerate(self.problems):
+            pages = self.runtime.pool.layer(layer)
+            if problem.kv_scales in (Scales.LAYER, Scales.HEAD):
+                assert pages.k_scale is not None
+                assert pages.v_scale is not None
+                by_head = _BY_HEAD ** (torch.arange(len(pages.k_scale), device=pages.k_scale.device) % 3)
+                pages.v_scale.copy_(_V_FACTOR * by_head)
+                pages.k_scale.copy_(_K_FACTOR * by_head)
+
+    def qkv(self, problem: Problem, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().qkv(problem, step)
+        (layer,) = (layer for layer, each in enumerate(self.problems) if each is problem)
+        pages = self.runtime.pool.layer(layer)
+        v_is_k = v.data_ptr() == k.data_ptr()
+        k = held_exactly(k, problem, pages.k_scale)
+        return q, k, k[..., : problem.v_head_dim] if v_is_k else held_exactly(v, problem, pages.v_scale)
+
+    def assert_close(self, out: Tensor, want: Tensor, problem: Problem) -> None:
+        assert_attention_close(out, want, problem.dtype, eight_bit_products=self.eight_bit_products)
+
+
+def held_exactly(rows: Tensor, problem: Problem, factors: Tensor | None) -> Tensor:
+    """The nearest rows [T, kv_heads, dim] that pages hold as they are; NaN stays NaN."""
+    if problem.kv_encoding is KVEncoding.LIKE_Q:
+        return rows
+    encoding = problem.page_format.encoding
+    factor = torch.tensor(_TOKEN_FACTOR) if problem.kv_scales is Scales.TOKEN else factors
+    assert factor is not None
+    codes = (rows.float() / factor.to(rows.device)[..., None]).clamp(-encoding.largest, encoding.largest)
+    if problem.kv_scales is Scales.TOKEN:
+        codes[..., 0] = encoding.largest
+    exact: Tensor = codes.to(encoding.dtype).float() * factor.to(rows.device)[..., None]
+    return torch.where(rows.isnan(), float("nan"), exact).to(rows.dtype)
+
+
+def eight_bit_kinds(kinds: Sequence[KVEncoding], arch: str) -> Sequence[KVEncoding]:
+    """Of the encodings that a kernel reads, those that it reads on an arch."""
+    other = KVEncoding.E4M3FN if arch == "gfx942" else KVEncoding.E4M3FNUZ
+    return [kind for kind in kinds if kind not in (other, KVEncoding.LIKE_Q)]

@@ -203,6 +203,14 @@ GUARDS: tuple[Guard, ...] = (
         "test_capacity.py::test_head_weights_are_not_replaced_under_a_graph",
     ),
     _guard(
+        "kv_scales",
+        "step.layers.new_kv_scales",
+        "a graph reads eight-bit K and V by factors that were replaced, and the store of eager steps uses the new ones",
+        "G2, G11",
+        unguarded.let_weights_move,
+        "test_formats.py::test_factors_are_not_replaced_under_a_graph",
+    ),
+    _guard(
         "row_width",
         "table.row_width",
         "pages that a row has no room for land in the row of another request",
@@ -385,6 +393,14 @@ GUARDS: tuple[Guard, ...] = (
         "engine storage, G1",
         unguarded.page_zero_is_no_ones,
         "test_adopted.py::test_what_an_engine_keeps_in_page_0_is_stored",
+    ),
+    _guard(
+        "page_format",
+        "adopted.formats",
+        "pages that an engine wrote in one encoding or layout are read in another: finite, wrong KV",
+        "vllm#52109, vllm#45562, G11",
+        unguarded.read_any_format,
+        "test_formats.py::test_pages_of_another_format_are_not_adopted",
     ),
     _guard(
         "table_moved",

@@ -20,6 +20,7 @@ from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.hip_graphs.pinned import PinnedTensors
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import PageFormat
 from rocm_attn.kernels.metadata.engine_tensors import EngineLengths, LengthBounds, PublishedLengths
 from rocm_attn.kernels.metadata.given_inputs import GivenInputs
 from rocm_attn.kernels.metadata.slot_layout import UPDATE_WORDS
@@ -294,6 +295,10 @@ def let_sealed_memory_move(reason: str) -> None:
 def let_weights_move(owned: Tensor, given: Tensor) -> Tensor:
     """A layer's weights are other tensors from now on, although graphs read the old ones."""
     return torch.empty_like(owned).copy_(given)
+
+
+def read_any_format(layer: int, declared: PageFormat, wanted: PageFormat) -> None:
+    """Bytes are read as kernels would like them to be."""
 
 
 @dataclass(frozen=True, slots=True)

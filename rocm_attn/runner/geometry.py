@@ -13,12 +13,11 @@ from rocm_attn.problem import (
     AllKeys,
     EarlierSelection,
     Indexer,
-    KVEncoding,
     PoolKind,
     Problem,
-    Scales,
 )
 from rocm_attn.runner.shards import Shard
+from rocm_attn.selection.kv_formats import AS_COMPUTED, KVFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +50,8 @@ class AttentionLayer:
         heads = Shard(0, num_ranks).heads(self.num_q_heads, self.num_kv_heads)
         return replace(self, num_q_heads=heads.q.size, num_kv_heads=heads.kv.size)
 
-    def problem(self, *, dtype: torch.dtype, page_size: int, kv_encoding: KVEncoding = KVEncoding.LIKE_Q) -> Problem:
-        """The layer as the attention runtime takes it, eight-bit K and V with a factor for the layer. Raises
-        BadProblem."""
+    def problem(self, *, dtype: torch.dtype, page_size: int, kv: KVFormat = AS_COMPUTED) -> Problem:
+        """The layer as the attention runtime takes it. Raises BadProblem."""
         return Problem(
             num_q_heads=self.num_q_heads,
             num_kv_heads=self.num_kv_heads,
@@ -67,8 +65,8 @@ class AttentionLayer:
             has_sinks=self.has_sinks,
             indexer=self.indexer,
             pool=PoolKind.LATENT if self.latent_dim else PoolKind.SPLIT,
-            kv_encoding=kv_encoding,
-            kv_scales=Scales.NONE if kv_encoding is KVEncoding.LIKE_Q else Scales.LAYER,
+            kv_encoding=kv.encoding,
+            kv_scales=kv.scales,
         )
 
 
@@ -108,12 +106,10 @@ class AttentionGeometry:
         )
         return replace(self, layers=layers)
 
-    def problems(
-        self, *, dtype: torch.dtype, page_size: int, kv_encoding: KVEncoding = KVEncoding.LIKE_Q
-    ) -> tuple[Problem, ...]:
+    def problems(self, *, dtype: torch.dtype, page_size: int, kv: KVFormat = AS_COMPUTED) -> tuple[Problem, ...]:
         """One Problem per layer that keeps K and V; one that reads them has that layer's. Raises BadProblem."""
         storing = self.layers[: self.num_storing]
-        return tuple(layer.problem(dtype=dtype, page_size=page_size, kv_encoding=kv_encoding) for layer in storing)
+        return tuple(layer.problem(dtype=dtype, page_size=page_size, kv=kv) for layer in storing)
 
 
 def window_left(sliding_window: int) -> int:

@@ -87,7 +87,11 @@ def dense_model(loaded: LoadedModel, max_kv_len: int) -> tuple[Model, DenseAtten
 
 def dense_logits(loaded: LoadedModel, token_ids: Tensor) -> Tensor:
     """Logits [tokens, vocab] at every position of one sequence. token_ids: integer [tokens]"""
-    model, attention = dense_model(loaded, len(token_ids))
+    return dense_logits_of(*dense_model(loaded, len(token_ids)), token_ids)
+
+
+def dense_logits_of(model: Model, attention: DenseAttention, token_ids: Tensor) -> Tensor:
+    """As dense_logits, of a model over some attention."""
     index = torch.arange(len(token_ids), dtype=torch.int32)
     with torch.no_grad():
         return model.forward(WholeSequence(token_ids.int(), index, index, attention))

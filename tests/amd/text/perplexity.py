@@ -11,11 +11,11 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.problem import KVEncoding
 from rocm_attn.runner.attention import Attention
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.model import Model, StepInputs
 from rocm_attn.selection.build import build_runtime
+from rocm_attn.selection.kv_formats import KVFormat
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.outputs import PerToken
 
@@ -38,11 +38,11 @@ class EveryToken:
         )
 
 
-def perplexity(loaded: LoadedModel, tokens: Tensor, kv_encoding: KVEncoding, *, provider: str) -> float:
+def perplexity(loaded: LoadedModel, tokens: Tensor, kv: KVFormat, *, provider: str) -> float:
     """exp of the mean loss of every token but the first, in one sequence. tokens: integer [tokens]"""
     device = loaded.weights.device
     runtime = build_runtime(
-        loaded.config.attention.problems(dtype=loaded.weights.dtype, page_size=16, kv_encoding=kv_encoding),
+        loaded.config.attention.problems(dtype=loaded.weights.dtype, page_size=16, kv=kv),
         RuntimeOptions(num_pages=2 + len(tokens) // 16, max_num_seqs=1, max_kv_len=len(tokens), provider=provider),
         device=device,
     )

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.problem import KVEncoding
+from rocm_attn.problem import KVEncoding, Scales
 from rocm_attn.runner.loading import LoadedModel, load_model
+from rocm_attn.selection.kv_formats import AS_COMPUTED, KVFormat
 from tests.amd.text.perplexity import perplexity
 
 # as a part of the perplexity with K and V as they are computed
@@ -36,10 +37,10 @@ def tokens_of(loaded: LoadedModel) -> Tensor:
 
 def assert_near(loaded: LoadedModel, tokens: Tensor, provider: str) -> None:
     """Eight-bit perplexity is near, and is not the same: the encoding is in use."""
-    exact = perplexity(loaded, tokens, KVEncoding.LIKE_Q, provider=provider)
+    exact = perplexity(loaded, tokens, AS_COMPUTED, provider=provider)
     assert 2 < exact < 40, "the model understands the text"
     for encoding in ENCODINGS:
-        eight_bits = perplexity(loaded, tokens, encoding, provider=provider)
+        eight_bits = perplexity(loaded, tokens, KVFormat(encoding, Scales.TOKEN), provider=provider)
         assert eight_bits != exact
         assert abs(eight_bits / exact - 1) < MOST, f"{encoding}: {eight_bits} in place of {exact}"
 

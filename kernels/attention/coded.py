@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from rocm_attn.kernels.attention.bundles import Logits, Softmax
-from rocm_attn.kernels.cache.codes import decoded
+from rocm_attn.kernels.attention.bundles import Softmax
+from rocm_attn.kernels.cache.codes import HEAD_SCALES, LAYER_SCALES, TOKEN_SCALES, decoded
 
 
 class Factors(NamedTuple):
@@ -29,9 +29,9 @@ class Factors(NamedTuple):
 @triton.jit
 def row_factor(scale, head, C: tl.constexpr):
     """The factor of rows that read these KV heads (of any shape); 1 where rows do not share one."""
-    if C.SCALES == "LAYER":
+    if C.SCALES == LAYER_SCALES:
         factor = tl.load(scale)
-    elif C.SCALES == "HEAD":
+    elif C.SCALES == HEAD_SCALES:
         # Rows without a query head may lie past the last KV head.
         factor = tl.load(scale + tl.minimum(head, C.KV_HEADS - 1))
     else:
@@ -40,21 +40,21 @@ def row_factor(scale, head, C: tl.constexpr):
 
 
 @triton.jit
-def scaled_logits(qk_scale, tanh_scale, slope, factor, CAPPED: tl.constexpr, C: tl.constexpr):
-    """Logits of products with codes. factor: of K's rows"""
-    if C.SCALES == "LAYER" or C.SCALES == "HEAD":
+def coded_scales(qk_scale, tanh_scale, factor, CAPPED: tl.constexpr, C: tl.constexpr):
+    """qk_scale and tanh_scale of products with codes. factor: of K's rows"""
+    if C.SCALES == LAYER_SCALES or C.SCALES == HEAD_SCALES:
         if CAPPED:
             tanh_scale = tanh_scale * factor
         else:
             qk_scale = qk_scale * factor
-    return Logits(qk_scale, tanh_scale, slope)
+    return qk_scale, tanh_scale
 
 
 @triton.jit
 def scaled_values(softmax, factor, C: tl.constexpr):
     """What codes of V gave, with the factor of their rows."""
     acc = softmax.acc
-    if C.SCALES == "LAYER" or C.SCALES == "HEAD":
+    if C.SCALES == LAYER_SCALES or C.SCALES == HEAD_SCALES:
         acc = acc * factor
     return Softmax(acc, softmax.maximum, softmax.total)
 
@@ -72,7 +72,7 @@ def weighted_values(weights, v, factor, DTYPE: tl.constexpr, TRANSPOSED: tl.cons
 
     weights: float32 [rows, keys], or swapped; v: elements of pages [keys, columns]; factor: of tokens, [keys], or None
     """
-    if C.SCALES == "TOKEN":
+    if C.SCALES == TOKEN_SCALES:
         if tl.float16 == DTYPE:
             v = (decoded(v, C.ENCODING, tl.float32) * factor[:, None]).to(DTYPE)
         else:

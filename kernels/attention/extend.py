@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import KeyValues, Line, Pages, Rows, Span
-from rocm_attn.kernels.attention.coded import Factors, row_factor, scaled_logits, scaled_values
+from rocm_attn.kernels.attention.bundles import KeyValues, Line, Logits, Pages, Rows, Span
+from rocm_attn.kernels.attention.coded import Factors, coded_scales, row_factor, scaled_values
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_FIRST_TOKEN,
@@ -132,7 +132,8 @@ def _extend_kernel(
         C: tl.constexpr = K.coding
         factors = Factors(k_scale, v_scale, kv_head.to(tl.int64))
         k_factor = row_factor(k_scale, factors.head, C)
-        query = Query(queries, row_kv_index, scaled_logits(qk_scale, tanh_scale, slope, k_factor, K.CAPPED, C))
+        k_scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, k_factor, K.CAPPED, C)
+        query = Query(queries, row_kv_index, Logits(k_scaled, tanh_scaled, slope))
         kv = KeyValues(k_side, v_side, Line(pages, width), factors)
         seen = Seen(Span(first_key, end_key), window_left, bits)
         softmax = nothing_seen(G.QUERY_ROWS, K.V_COLUMNS)

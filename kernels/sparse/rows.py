@@ -7,8 +7,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from rocm_attn.kernels.attention.coded import Coding
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink
+from rocm_attn.kernels.cache.page_format import Coding
 from rocm_attn.kernels.sparse.cuts import SelectedCut
 
 

@@ -32,7 +32,7 @@ from rocm_attn.kernels.attention.scores import LOG2_E
 from rocm_attn.kernels.attention.segments import UNFUSED
 from rocm_attn.kernels.attention.softmax import in_range
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded
-from rocm_attn.kernels.cache.page_format import Coding, PoolKind
+from rocm_attn.kernels.cache.page_format import PoolKind
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.sparse.arguments import SelectedArgs
 from rocm_attn.kernels.sparse.cuts import SelectedCut, segment_cut, selected_cut

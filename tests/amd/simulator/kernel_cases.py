@@ -17,7 +17,6 @@ from torch import Tensor
 
 from rocm_attn.kernels.attention.merge_states import launch_merge_states
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.metadata.error_word import NOT_FINITE
 from rocm_attn.kernels.refs import cache as cache_twins
@@ -53,9 +52,8 @@ def tiles_of(arch: str, case: Case) -> tuple[DecodeTiles, ExtendTiles]:
         "head_dim": case.dims[0],
         "v_head_dim": case.dims[1],
     }
-    pairs = case.scales is not Scales.TOKEN
-    decode = decode_tiles(arch, **shape, dtype=case.dtype, pairs=pairs)
-    return decode, extend_tiles(arch, **shape, dtype=case.dtype)
+    shape |= {"dtype": case.dtype, "codes": case.codes}
+    return decode_tiles(arch, **shape), extend_tiles(arch, **shape)
 
 
 def in_large_pools(tensors: Tensors) -> Tensors:

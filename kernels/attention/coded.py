@@ -93,8 +93,13 @@ def token_factor(scale, page, offset, head, live, MASKED: tl.constexpr, C: tl.co
     """
     factor = 1.0
     if C.SCALES == TOKEN_SCALES:
-        at = scale + (page * C.PAGE_SIZE + offset) * C.KV_HEADS + head
-        factor = tl.load(at, mask=live, other=0.0) if MASKED else tl.load(at)
+        # Of dead keys those of page 0: a mask of the load would be kept in pairs of scalar registers, of which AMD's
+        # compiler then has too few.
+        if MASKED:
+            page = tl.where(live, page, 0)
+        factor = tl.load(scale + (page * C.PAGE_SIZE + offset) * C.KV_HEADS + head)
+        if MASKED:
+            factor = tl.where(live, factor, 0.0)
     return factor
 
 

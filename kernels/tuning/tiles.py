@@ -46,6 +46,7 @@ class DecodeTiles:
     heads_per_row:    1, or 2: two KV heads of 64 are read as one of 128
     head_blocks:      blocks that the query heads of a KV head are cut into; each reads K and V
     row_cost:         what starting a row costs beside its key blocks, in blocks; at least 1
+    paired:           whether V's codes are read two by two, as float16 that matrix units take in turned; not transposed
     """
 
     key_block: int
@@ -56,6 +57,7 @@ class DecodeTiles:
     heads_per_row: int = 1
     head_blocks: int = 1
     row_cost: int = 2
+    paired: bool = False
 
     def rows_per_seq(self, num_kv_heads: int) -> int:
         """Rows of a sequence."""

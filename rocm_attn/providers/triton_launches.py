@@ -27,6 +27,8 @@ from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
+from rocm_attn.kernels.sparse.attention import launch_selected_attention, launch_selected_segments
+from rocm_attn.kernels.sparse.index_scores import launch_select
 from rocm_attn.providers.contract import StepOps
 
 __all__ = [
@@ -41,6 +43,9 @@ __all__ = [
     "launch_paged_extend",
     "launch_segment_decode",
     "launch_segment_extend",
+    "launch_select",
+    "launch_selected_attention",
+    "launch_selected_segments",
 ]
 
 OPS = StepOps(

@@ -20,6 +20,7 @@ from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.attention.merge_states import launch_merge_states
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages
+from rocm_attn.kernels.cache.row_work import QkvWork, RopePairs, RopeTable, RowNorm
 from rocm_attn.kernels.metadata.engine_tensors import (
     Q_BOUNDARIES,
     Q_EACH_ONE,
@@ -173,6 +174,7 @@ def launch_all(row: Row) -> None:
     runtime, rows = _runtime(row, row.problems)
     _launch_step(runtime, _batch(rows, [1] * 16))
     _launch_step(runtime, _batch(rows, [32] * 16))
+    _launch_row_work(runtime, _batch(rows, [1] * 16))
     _launch_masked_step(row)
     if runtime.target.is_amd:
         _launch_fix_ups(runtime)
@@ -276,6 +278,27 @@ def _launch_step(
             empty(heads, problem.v_head_dim),
             torch.empty(num_tokens, heads) if with_lse else None,
         )
+    runtime.end_step()
+
+
+def _launch_row_work(runtime: AttentionRuntime, batch: StepBatch) -> None:
+    """What lies between projections and attention, of rows that turn in part or whole, and what follows attention."""
+    step, problem = runtime.begin_step(batch), runtime.selections[0].problem
+    num_tokens, heads, dim, v_dim = step.token_ids.shape[0], problem.num_q_heads, problem.head_dim, problem.v_head_dim
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=problem.dtype)
+
+    q, out = empty(num_tokens, heads, dim), empty(num_tokens, heads, v_dim)
+    k, v = (empty(num_tokens, problem.num_kv_heads, side) for side in (dim, v_dim))
+    norm = RowNorm(empty(dim), 1e-6, 1.0)
+    whole = RopeTable(torch.empty(KV_LEN, dim))
+    part = RopeTable(torch.empty(KV_LEN, 32), RopePairs.NEIGHBOURS, at_end=True)
+    step.layers.rope_and_store(0, q, k, v, q, QkvWork(whole, norm, norm))
+    step.layers.rope_and_store(0, q, k, v, q, QkvWork(part, v_norm=RowNorm(empty(v_dim), 1e-6)))
+    step.layers.rope_queries(0, q, q, QkvWork(whole, norm))
+    for gate in (None, empty(num_tokens, heads), empty(num_tokens, heads, v_dim)):
+        step.layers.finish(0, out, gate=gate, undo=part)
     runtime.end_step()
 
 

@@ -14,8 +14,15 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from rocm_attn.kernels.attention.bundles import Logits, Softmax
-from rocm_attn.kernels.cache.codes import decoded
+from rocm_attn.kernels.attention.bundles import Softmax
+from rocm_attn.kernels.cache.codes import (
+    HEAD_SCALES,
+    LAYER_SCALES,
+    TOKEN_SCALES,
+    decoded,
+    is_coded,
+    is_multiplied_as_half,
+)
 
 
 class Factors(NamedTuple):
@@ -29,9 +36,9 @@ class Factors(NamedTuple):
 @triton.jit
 def row_factor(scale, head, C: tl.constexpr):
     """The factor of rows that read these KV heads (of any shape); 1 where rows do not share one."""
-    if C.SCALES == "LAYER":
+    if C.SCALES == LAYER_SCALES:
         factor = tl.load(scale)
-    elif C.SCALES == "HEAD":
+    elif C.SCALES == HEAD_SCALES:
         # Rows without a query head may lie past the last KV head.
         factor = tl.load(scale + tl.minimum(head, C.KV_HEADS - 1))
     else:
@@ -40,30 +47,60 @@ def row_factor(scale, head, C: tl.constexpr):
 
 
 @triton.jit
-def scaled_logits(qk_scale, tanh_scale, slope, factor, CAPPED: tl.constexpr, C: tl.constexpr):
-    """Logits of products with codes. factor: of K's rows"""
-    if C.SCALES == "LAYER" or C.SCALES == "HEAD":
+def coded_query(q, C: tl.constexpr):
+    """A block of q as it is multiplied with codes, and by what the products are too small for that.
+
+    Of bfloat16 that is float16 where codes become it sooner (codes.py). The block is moved by a power of two, so that
+    its largest element is 2^14 or more and an element of 2^-28 of that is exact still; products of float16 are summed
+    in float32.
+    """
+    factor = 1.0
+    if q.dtype == tl.bfloat16 and is_multiplied_as_half(C.ENCODING):
+        q = q.to(tl.float32)
+        largest = tl.max(tl.max(tl.abs(q), 1), 0)
+        # Of float32, whose bias is 127. Such that neither power of two is beyond float32, whatever q is.
+        exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15), 254)
+        q = (q * ((268 - exponent) << 23).to(tl.float32, bitcast=True)).to(tl.float16)
+        factor = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    return q, factor
+
+
+@triton.jit
+def coded_scales(qk_scale, tanh_scale, factor, CAPPED: tl.constexpr, C: tl.constexpr):
+    """qk_scale and tanh_scale of products with codes. factor: of K's rows"""
+    if is_coded(C.ENCODING):
         if CAPPED:
             tanh_scale = tanh_scale * factor
         else:
             qk_scale = qk_scale * factor
-    return Logits(qk_scale, tanh_scale, slope)
+    return qk_scale, tanh_scale
 
 
 @triton.jit
 def scaled_values(softmax, factor, C: tl.constexpr):
     """What codes of V gave, with the factor of their rows."""
     acc = softmax.acc
-    if C.SCALES == "LAYER" or C.SCALES == "HEAD":
+    if C.SCALES == LAYER_SCALES or C.SCALES == HEAD_SCALES:
         acc = acc * factor
     return Softmax(acc, softmax.maximum, softmax.total)
 
 
 @triton.jit
 def token_factor(scale, page, offset, head, live, MASKED: tl.constexpr, C: tl.constexpr):
-    """The factors of keys, float32 [keys]. page, offset: int64 [keys]; live: which of them may be read"""
-    at = scale + (page * C.PAGE_SIZE + offset) * C.KV_HEADS + head
-    return tl.load(at, mask=live, other=0.0) if MASKED else tl.load(at)
+    """The factors of keys, float32 [keys]; 1 where tokens have none.
+
+    page, offset: int64 [keys]; live: which of them may be read
+    """
+    factor = 1.0
+    if C.SCALES == TOKEN_SCALES:
+        # Of dead keys those of page 0: a mask of the load would be kept in pairs of scalar registers, of which AMD's
+        # compiler then has too few.
+        if MASKED:
+            page = tl.where(live, page, 0)
+        factor = tl.load(scale + (page * C.PAGE_SIZE + offset) * C.KV_HEADS + head)
+        if MASKED:
+            factor = tl.where(live, factor, 0.0)
+    return factor
 
 
 @triton.jit
@@ -72,7 +109,7 @@ def weighted_values(weights, v, factor, DTYPE: tl.constexpr, TRANSPOSED: tl.cons
 
     weights: float32 [rows, keys], or swapped; v: elements of pages [keys, columns]; factor: of tokens, [keys], or None
     """
-    if C.SCALES == "TOKEN":
+    if C.SCALES == TOKEN_SCALES:
         if tl.float16 == DTYPE:
             v = (decoded(v, C.ENCODING, tl.float32) * factor[:, None]).to(DTYPE)
         else:

@@ -17,11 +17,12 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import Line, Softmax, Span
+from rocm_attn.kernels.attention.bundles import Line, Logits, Softmax, Span
 from rocm_attn.kernels.attention.coded import (
     Factors,
+    coded_query,
+    coded_scales,
     row_factor,
-    scaled_logits,
     scaled_values,
     token_factor,
     weighted_values,
@@ -42,7 +43,7 @@ from rocm_attn.kernels.attention.decode_schedule import (
 from rocm_attn.kernels.attention.merge import launch_merge
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E, add_sink, capped, in_range, visible_blocks
-from rocm_attn.kernels.cache.codes import decoded
+from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded
 from rocm_attn.kernels.cache.page_format import Coding, Scales
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
@@ -130,17 +131,14 @@ def _attend_key_blocks(q, k_side, v_side, pages, blocks, keys, logits, factors, 
         v_mask = live[:, None]
         if G.V_COLUMNS > G.V_HEAD_DIM * G.rows.HEADS_PER_ROW:
             v_mask = v_mask & v_side.inside[None, :]
-        k_factor: Any = None
-        v_factor: Any = None
-        if C.SCALES == "TOKEN":
-            k_factor = token_factor(factors.k, page, offset, factors.head, live, True, C)
-            v_factor = token_factor(factors.v, page, offset, factors.head, live, True, C)
+        k_factor = token_factor(factors.k, page, offset, factors.head, live, True, C)
+        v_factor = token_factor(factors.v, page, offset, factors.head, live, True, C)
         # k: [KEY_BLOCK, K_COLUMNS]; scores, weights: [QUERY_ROWS, KEY_BLOCK], or swapped
         k = tl.load(k_side.at + k_row[:, None] + k_side.column[None, :], mask=k_mask, other=0)
         k = decoded(k, C.ENCODING, q.dtype)
         if G.TRANSPOSED:
             products = tl.dot(k, q, input_precision="ieee")
-            if C.SCALES == "TOKEN":
+            if C.SCALES == TOKEN_SCALES:
                 products = products * k_factor[:, None]
             scores = (capped(products, logits.tanh_scale) if G.CAPPED else products) * logits.qk_scale
             if logits.slope is not None:
@@ -150,7 +148,7 @@ def _attend_key_blocks(q, k_side, v_side, pages, blocks, keys, logits, factors, 
             weights = tl.exp2(scores - new_maximum[None, :])
         else:
             products = tl.dot(q, tl.trans(k), input_precision="ieee")
-            if C.SCALES == "TOKEN":
+            if C.SCALES == TOKEN_SCALES:
                 products = products * k_factor[None, :]
             scores = (capped(products, logits.tanh_scale) if G.CAPPED else products) * logits.qk_scale
             if logits.slope is not None:
@@ -211,6 +209,7 @@ def _decode_kernel(
     G: tl.constexpr,
 ):
     R: tl.constexpr = G.rows
+    C: tl.constexpr = G.coding
     QUERY_ROWS: tl.constexpr = G.QUERY_ROWS
     program = tl.program_id(0)
     if G.WHOLE_ROWS:
@@ -288,15 +287,18 @@ def _decode_kernel(
             head = first_kv_head
             if R.HEADS_PER_ROW > 1:
                 head = first_kv_head + m // R.GQA_RATIO
-            k_factor = row_factor(k_scale, head, G.coding)
+            q_block = tl.load(q_line + m.to(tl.int64) * q_head + k_wide, mask=(m < num_q_rows) & is_k, other=0.0)
+            q_block, q_factor = coded_query(q_block, C)
+            k_factor = row_factor(k_scale, head, C) * q_factor
+            k_scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, k_factor, G.CAPPED, C)
             acc, maximum, total = _attend_key_blocks(
-                tl.load(q_line + m.to(tl.int64) * q_head + k_wide, mask=(m < num_q_rows) & is_k, other=0.0),
+                q_block,
                 Side(k_pages + first_kv_head * kp_head, kp_page, kp_token, k_column, k_lane < G.HEAD_DIM),
                 Side(v_pages + first_kv_head * vp_head, vp_page, vp_token, v_column, v_lane < G.V_HEAD_DIM),
                 Line(table_line, line_width),
                 Span(window_block + first_block, window_block + end_block),
                 Span(first_key, kv_len),
-                scaled_logits(qk_scale, tanh_scale, slope, k_factor, G.CAPPED, G.coding),
+                Logits(k_scaled, tanh_scaled, slope),
                 Factors(k_scale, v_scale, head),
                 G,
             )
@@ -320,7 +322,7 @@ def _decode_kernel(
         work -= take
         if not G.WHOLE_ROWS:
             done = 0
-            seq, row, kv_len = next_row(schedule, num_programs, num_seqs, seq, row, kv_len, R)
+            seq, row, kv_len = next_row(schedule, num_programs, num_seqs, seq, row, R.ROWS, kv_len, R)
 
 
 def has_whole_rows(num_rows: int, *, num_programs: int, window_left: int, head_dim: int) -> bool:

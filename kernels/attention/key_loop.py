@@ -20,7 +20,7 @@ from rocm_attn.kernels.attention.coded import token_factor, weighted_values
 from rocm_attn.kernels.attention.mask_bits import bit_is_set, bits_from, row_bits, seen_by_some
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import capped, in_range
-from rocm_attn.kernels.cache.codes import decoded
+from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded
 from rocm_attn.kernels.cache.page_format import Coding
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -149,11 +149,8 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
             live = bit_is_set(seen_by_some(bits), lane)
         else:
             live = in_range(kv_index, seen.keys.first, seen.keys.end) if K.WINDOWED else kv_index < seen.keys.end
-        k_factor: Any = None
-        v_factor: Any = None
-        if C.SCALES == "TOKEN":
-            k_factor = token_factor(kv.factors.k, page, offset, kv.factors.head, live, MASKED, C)
-            v_factor = token_factor(kv.factors.v, page, offset, kv.factors.head, live, MASKED, C)
+        k_factor = token_factor(kv.factors.k, page, offset, kv.factors.head, live, MASKED, C)
+        v_factor = token_factor(kv.factors.v, page, offset, kv.factors.head, live, MASKED, C)
         live = live[:, None]
         if K.K_COLUMNS > K.HEAD_DIM:
             k = tl.load(k_block, mask=live & (k_column < K.HEAD_DIM)[None, :], other=0)
@@ -164,7 +161,7 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
         # scores, weights: [rows, KEY_BLOCK]
         k = decoded(k, C.ENCODING, query.block.dtype)
         scores = tl.dot(query.block, tl.trans(k), input_precision="ieee")
-        if C.SCALES == "TOKEN":
+        if C.SCALES == TOKEN_SCALES:
             scores = scores * k_factor[None, :]
         if K.CAPPED:
             scores = capped(scores, logits.tanh_scale)

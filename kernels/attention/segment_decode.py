@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import KeyValues, Line, Pages, Span
-from rocm_attn.kernels.attention.coded import Factors, row_factor, scaled_logits
+from rocm_attn.kernels.attention.bundles import KeyValues, Line, Logits, Pages, Span
+from rocm_attn.kernels.attention.coded import Factors, coded_scales, row_factor
 from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
 from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_DONE,
@@ -88,6 +88,7 @@ def _segment_decode_kernel(
 ):
     R: tl.constexpr = G.rows
     K: tl.constexpr = G.keys
+    C: tl.constexpr = K.coding
     words = words_of_program(schedule, tl.program_id(0))
     seq = tl.load(words + PROGRAM_SEQ)
     row = tl.load(words + PROGRAM_ROW)
@@ -123,8 +124,9 @@ def _segment_decode_kernel(
             k_side = Pages(k_pages + kv_head * kp_head, kp_page, kp_token)
             v_side = Pages(v_pages + kv_head * vp_head, vp_page, vp_token)
             factors = Factors(k_scale, v_scale, kv_head)
-            k_factor = row_factor(k_scale, kv_head, K.coding)
-            logits = scaled_logits(qk_scale, tanh_scale, slope, k_factor, K.CAPPED, K.coding)
+            k_factor = row_factor(k_scale, kv_head, C)
+            k_scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, k_factor, K.CAPPED, C)
+            logits = Logits(k_scaled, tanh_scaled, slope)
             kv = KeyValues(k_side, v_side, Line(pages, width), factors)
             kv_index = tl.full([1], 0, tl.int32) + (kv_len - 1)
             query = Query(queries, kv_index, logits)
@@ -138,7 +140,7 @@ def _segment_decode_kernel(
         work -= take
         done = 0
         row_start += row_cost
-        seq, row, kv_len = next_row(schedule, num_programs, num_seqs, seq, row, kv_len, R)
+        seq, row, kv_len = next_row(schedule, num_programs, num_seqs, seq, row, R.ROWS, kv_len, R)
 
 
 def launch_segment_decode(
@@ -155,9 +157,8 @@ def launch_segment_decode(
     args.check("deterministic decode")
     queries, pages, table, workspace = args.queries, args.pages, args.table, args.workspace
     geometry = _geometry(args, scores, cut, tiles)
-    ratio, v_head_dim = geometry.rows.GQA_RATIO, geometry.keys.V_HEAD_DIM
     sum_words, part_words = cut.segment_words(
-        queries.num_seqs, most_segments, gqa_ratio=ratio, v_head_dim=v_head_dim, tiles=tiles
+        queries.num_seqs, most_segments, q_rows=geometry.rows.Q_ROWS, v_head_dim=geometry.keys.V_HEAD_DIM
     )
     assert workspace.dtype == torch.float32
     assert workspace.is_contiguous()

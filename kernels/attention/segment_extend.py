@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import KeyValues, Line, Pages, Rows, Softmax, Span
-from rocm_attn.kernels.attention.coded import Factors, row_factor, scaled_logits
+from rocm_attn.kernels.attention.bundles import KeyValues, Line, Logits, Pages, Rows, Softmax, Span
+from rocm_attn.kernels.attention.coded import Factors, coded_scales, row_factor
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_FIRST_TOKEN,
@@ -70,6 +70,7 @@ def _segment_extend_kernel(
     G: tl.constexpr,
 ):
     K: tl.constexpr = G.keys
+    C: tl.constexpr = K.coding
     QUERY_ROWS: tl.constexpr = G.QUERY_ROWS
     V_COLUMNS: tl.constexpr = K.V_COLUMNS
     query_block, kv_head, head_block = place_of_program(G)
@@ -101,8 +102,9 @@ def _segment_extend_kernel(
         if K.WINDOWED:
             first_key = tl.maximum(first_kv_index - window_left, 0)
         factors = Factors(k_scale, v_scale, kv_head.to(tl.int64))
-        k_factor = row_factor(k_scale, factors.head, K.coding)
-        query = Query(queries, row_kv_index, scaled_logits(qk_scale, tanh_scale, slope, k_factor, K.CAPPED, K.coding))
+        k_factor = row_factor(k_scale, factors.head, C)
+        k_scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, k_factor, K.CAPPED, C)
+        query = Query(queries, row_kv_index, Logits(k_scaled, tanh_scaled, slope))
         kv = KeyValues(k_side, v_side, Line(pages, width), factors)
         seen = Seen(Span(first_key, end_key), window_left, None)
         first_segment = first_key // G.SEGMENT_LEN

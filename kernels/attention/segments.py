@@ -34,6 +34,7 @@ def attend_segment(segment, query, kv, seen, edge_block, G: tl.constexpr):
     G:          QUERY_ROWS, SEGMENT_LEN, STAGES and EDGE_STAGES, and keys: KeyGeometry with EXACT
     """
     K: tl.constexpr = G.keys
+    C: tl.constexpr = K.coding
     BLOCKS: tl.constexpr = G.SEGMENT_LEN // K.KEY_BLOCK
     first_block = tl.maximum(segment * BLOCKS, seen.keys.first // K.KEY_BLOCK)
     end_block = tl.minimum((segment + 1) * BLOCKS, tl.cdiv(seen.keys.end, K.KEY_BLOCK))
@@ -46,7 +47,7 @@ def attend_segment(segment, query, kv, seen, edge_block, G: tl.constexpr):
         softmax = attend_key_blocks(softmax, query, kv, seen, Span(first_block, masked_block), K, False, G.STAGES)
         softmax = attend_key_blocks(softmax, query, kv, seen, Span(masked_block, end_block), K, True, G.EDGE_STAGES)
     # Here, not after all segments: decode and extend then merge the same numbers.
-    return scaled_values(softmax, row_factor(kv.factors.v, kv.factors.head, K.coding), K.coding)
+    return scaled_values(softmax, row_factor(kv.factors.v, kv.factors.head, C), C)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ class CellGeometry(NamedTuple):
     K_ELEMENTS, V_ELEMENTS:   elements of a vector of a row
     K_TOKENS, V_TOKENS:       tokens of a group
     HAS_V:                    whether V has memory of its own; V of latent pages is part of K
-    ENCODING, SCALES:         Encoding's value, and Scales' name
+    ENCODING, SCALES:         numbers of Encoding and Scales
     """
 
     PAGE_SIZE: int
@@ -37,8 +37,8 @@ class CellGeometry(NamedTuple):
     V_ELEMENTS: int
     V_TOKENS: int
     HAS_V: bool
-    ENCODING: str
-    SCALES: str
+    ENCODING: int
+    SCALES: int
 
     @classmethod
     def of(cls, pages: LayerPages) -> CellGeometry:
@@ -59,8 +59,8 @@ class CellGeometry(NamedTuple):
             V_ELEMENTS=values.vector_elements,
             V_TOKENS=values.group_tokens,
             HAS_V=form.kind is not PoolKind.LATENT,
-            ENCODING=form.encoding.value,
-            SCALES=form.scales.name,
+            ENCODING=form.encoding.number,
+            SCALES=form.scales.number,
         )
 
 

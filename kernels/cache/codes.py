@@ -25,49 +25,53 @@ from triton import knobs
 from triton.language.target_info import current_target, is_cuda
 from triton.runtime.jit import constexpr_function
 
-from rocm_attn.kernels.cache.page_format import Encoding
+from rocm_attn.kernels.cache.page_format import Encoding, Scales
 
-_E4M3FN = tl.constexpr(Encoding.E4M3FN.value)
-_E4M3FNUZ = tl.constexpr(Encoding.E4M3FNUZ.value)
-_E5M2 = tl.constexpr(Encoding.E5M2.value)
-_LARGEST = {encoding.value: encoding.largest for encoding in Encoding}
+_E4M3FN = tl.constexpr(Encoding.E4M3FN.number)
+_E4M3FNUZ = tl.constexpr(Encoding.E4M3FNUZ.number)
+_E5M2 = tl.constexpr(Encoding.E5M2.number)
+NO_SCALES = tl.constexpr(Scales.NONE.number)
+LAYER_SCALES = tl.constexpr(Scales.LAYER.number)
+HEAD_SCALES = tl.constexpr(Scales.HEAD.number)
+TOKEN_SCALES = tl.constexpr(Scales.TOKEN.number)
+_LARGEST = {encoding.number: encoding.largest for encoding in Encoding}
 # Smallest normal exponent, and mantissa bits.
-_FIELDS = {Encoding.E4M3FN.value: (-6, 3), Encoding.E4M3FNUZ.value: (-7, 3), Encoding.E5M2.value: (-14, 2)}
-_OCP = (Encoding.E4M3FN.value, Encoding.E5M2.value)
+_FIELDS = {Encoding.E4M3FN.number: (-6, 3), Encoding.E4M3FNUZ.number: (-7, 3), Encoding.E5M2.number: (-14, 2)}
+_OCP = (Encoding.E4M3FN.number, Encoding.E5M2.number)
 _TYPES = {
-    Encoding.E4M3FN.value: tl.float8e4nv,
-    Encoding.E4M3FNUZ.value: tl.float8e4b8,
-    Encoding.E5M2.value: tl.float8e5,
+    Encoding.E4M3FN.number: tl.float8e4nv,
+    Encoding.E4M3FNUZ.number: tl.float8e4b8,
+    Encoding.E5M2.number: tl.float8e5,
 }
 # A row of smaller values has this scale: its reciprocal, and the product of both with any code, stay normal.
 _SMALLEST_SCALE = tl.constexpr(2.0**-100)
 
 
 @constexpr_function
-def is_coded(encoding: str) -> bool:
+def is_coded(encoding: int) -> bool:
     """Whether elements of an encoding are codes."""
     return encoding in _FIELDS
 
 
 @constexpr_function
-def _largest(encoding: str) -> float:
+def _largest(encoding: int) -> float:
     return _LARGEST[encoding]
 
 
 @constexpr_function
-def _type(encoding: str) -> Any:
+def _type(encoding: int) -> Any:
     return _TYPES[encoding]
 
 
 @constexpr_function
-def _denormal(encoding: str) -> float:
+def _denormal(encoding: int) -> float:
     """A float32 whose last place is worth the smallest code."""
     smallest, mantissa = _FIELDS[encoding]
     return 2.0 ** (smallest - mantissa + 23)
 
 
 @constexpr_function
-def _field(encoding: str, name: str) -> int:
+def _field(encoding: int, name: str) -> int:
     """Integers of the arithmetic on float32 bits, where a magnitude m becomes (m + rebias + its rounding) >> dropped.
 
     first_normal:   bits of the smallest normal number
@@ -86,25 +90,35 @@ def _field(encoding: str, name: str) -> int:
 
 
 @constexpr_function
-def _is_read_by_hardware(encoding: str) -> bool:
+def _is_read_by_hardware(encoding: int) -> bool:
     """Whether the target turns codes into float32 by itself, two at a time."""
     target = None if knobs.runtime.interpret else current_target()
     if target is None:
         return False
     if target.backend == "cuda":
         return encoding in _OCP and target.arch >= 89
-    return encoding in {"gfx942": (Encoding.E4M3FNUZ.value,), "gfx950": _OCP}.get(target.arch, ())
+    return encoding in {"gfx942": (Encoding.E4M3FNUZ.number,), "gfx950": _OCP}.get(target.arch, ())
 
 
 @constexpr_function
-def _is_written_by_hardware(encoding: str) -> bool:
+def _is_written_by_hardware(encoding: int) -> bool:
     """Whether the target turns float32 into codes by itself, and Triton 3.6 knows it."""
     target = None if knobs.runtime.interpret else current_target()
     if target is None:
         return False
     if target.backend == "cuda":
         return encoding in _OCP and target.arch >= 89
-    return encoding == Encoding.E4M3FNUZ.value and target.arch == "gfx942"
+    return encoding == Encoding.E4M3FNUZ.number and target.arch == "gfx942"
+
+
+@constexpr_function
+def is_multiplied_as_half(encoding: int) -> bool:
+    """Whether codes are multiplied as float16 where q is bfloat16: where one instruction makes that of two codes.
+
+    The interpreter does as NVIDIA's GPUs do.
+    """
+    target = None if knobs.runtime.interpret else current_target()
+    return encoding in _FIELDS and (target is None or target.backend == "cuda")
 
 
 @triton.jit

@@ -42,6 +42,11 @@ class Encoding(enum.Enum):
         return dtype
 
     @property
+    def number(self) -> int:
+        """What stands for it in a kernel's geometry: Triton 3.6 hands no tuple with a string to a function."""
+        return list(Encoding).index(self)
+
+    @property
     def is_fp8(self) -> bool:
         """Whether an element takes one byte, and a factor beside it says what it is worth."""
         return self.dtype.itemsize == 1
@@ -84,18 +89,23 @@ class Scales(enum.Enum):
     HEAD = "a scale for each KV head"
     TOKEN = "a scale for each token and KV head"
 
+    @property
+    def number(self) -> int:
+        """As Encoding.number."""
+        return list(Scales).index(self)
+
 
 class Coding(NamedTuple):
     """How K and V are encoded, as kernels are compiled for it.
 
-    ENCODING:  Encoding's value
-    SCALES:    Scales' name
+    ENCODING:  Encoding's number
+    SCALES:    Scales' number
     KV_HEADS:  KV heads, of which each token may have a factor
     PAGE_SIZE: tokens of a page
     """
 
-    ENCODING: str
-    SCALES: str
+    ENCODING: int
+    SCALES: int
     KV_HEADS: int
     PAGE_SIZE: int
 
@@ -133,7 +143,7 @@ class PageFormat:
     @property
     def coding(self) -> Coding:
         """Of an element."""
-        return Coding(self.encoding.value, self.scales.name, self.num_kv_heads, self.page_size)
+        return Coding(self.encoding.number, self.scales.number, self.num_kv_heads, self.page_size)
 
     @property
     def side_elements(self) -> tuple[int, int]:

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.cache.cells import element_cell, token_cell
-from rocm_attn.kernels.cache.codes import encoded, is_coded, scale_of_rows
+from rocm_attn.kernels.cache.codes import HEAD_SCALES, NO_SCALES, TOKEN_SCALES, encoded, is_coded, scale_of_rows
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.kernels.cache.page_rows import PageRows
@@ -45,7 +45,7 @@ class SideGeometry(NamedTuple):
     ELEMENTS:    elements of a vector of the row that is written
     TOKENS:      tokens of a group, between which its elements lie
     CHECKED:     whether what is not finite becomes 0
-    ENCODING, SCALES: Encoding's value, and Scales' name, of what is written
+    ENCODING, SCALES: numbers of Encoding and Scales, of what is written
     """
 
     row: RowGeometry
@@ -54,13 +54,13 @@ class SideGeometry(NamedTuple):
     ELEMENTS: int
     TOKENS: int
     CHECKED: bool
-    ENCODING: str
-    SCALES: str
+    ENCODING: int
+    SCALES: int
 
     @property
     def blocks(self) -> int:
         """Programs for a token."""
-        return triton.cdiv(self.HEADS, self.HEADS_BLOCK)
+        return -(-self.HEADS // self.HEADS_BLOCK)
 
     @property
     def num_warps(self) -> int:
@@ -88,9 +88,9 @@ class RopeStoreGeometry(NamedTuple):
 
 
 @triton.jit
-def _weights(weight, place, mask, R: tl.constexpr):
+def _weights(weight, place, R: tl.constexpr):
     """What normalised elements at places of a row are multiplied by."""
-    return tl.load(weight + place, mask=mask & (place < R.NORM_DIM), other=0.0).to(tl.float32) + R.OFFSET
+    return tl.load(weight + place, mask=place < R.NORM_DIM, other=0.0).to(tl.float32) + R.OFFSET
 
 
 @triton.jit
@@ -150,27 +150,27 @@ def _carry(rows, to, head, weight, cos, sin, vector_stride, scale, first_scale, 
         norm = tl.rsqrt(squares * (1.0 / R.NORM_DIM) + R.EPS)[:, None]
     if R.REST > 0:
         if R.NORM_DIM > 0:
-            scaled = rest * norm * _weights(weight, place, lane < R.REST, R)
+            scaled = rest * norm * _weights(weight, place, R)
             rest = tl.where(place < R.NORM_DIM, scaled, rest)
         rest, rest_strange = _rounded(rest, is_rest, dtype, S.CHECKED)
         strange |= rest_strange
-        if S.SCALES == "TOKEN":
+        if S.SCALES == TOKEN_SCALES:
             factor = tl.maximum(factor, scale_of_rows(rest.to(tl.float32), ENCODING))
     if R.PAIRS > 0:
         if R.NORM_DIM > 0:
-            scaled = near * norm * _weights(weight, near_place, pair < R.PAIRS, R)
+            scaled = near * norm * _weights(weight, near_place, R)
             near = tl.where(near_place < R.NORM_DIM, scaled, near)
-            scaled = far * norm * _weights(weight, far_place, pair < R.PAIRS, R)
+            scaled = far * norm * _weights(weight, far_place, R)
             far = tl.where(far_place < R.NORM_DIM, scaled, far)
         near, far = turned(near, far, cos, sin)
         near, near_strange = _rounded(near, is_pair, dtype, S.CHECKED)
         far, far_strange = _rounded(far, is_pair, dtype, S.CHECKED)
         strange |= near_strange | far_strange
-        if S.SCALES == "TOKEN":
+        if S.SCALES == TOKEN_SCALES:
             factor = tl.maximum(factor, scale_of_rows(near.to(tl.float32), ENCODING))
             factor = tl.maximum(factor, scale_of_rows(far.to(tl.float32), ENCODING))
     reciprocal = 1.0
-    if S.SCALES != "NONE":
+    if S.SCALES != NO_SCALES:
         # The rows of a token share the largest of its parts' factors, which is that of their largest element.
         reciprocal = tl.div_rn(1.0, _factors(scale, first_scale, head, factor[:, None], is_head, S.SCALES))
     if R.REST > 0:
@@ -184,10 +184,10 @@ def _carry(rows, to, head, weight, cos, sin, vector_stride, scale, first_scale, 
 @triton.jit
 def _factors(scale, first_scale, head, own, is_head, SCALES: tl.constexpr):
     """The factor of each head's row, [HEADS_BLOCK, 1] or of the layer; own: of tokens, which are written."""
-    if SCALES == "TOKEN":
+    if SCALES == TOKEN_SCALES:
         tl.store(scale + first_scale + head, own, mask=is_head)
         factor = own
-    elif SCALES == "HEAD":
+    elif SCALES == HEAD_SCALES:
         factor = tl.load(scale + head, mask=is_head, other=1.0)
     else:
         factor = tl.load(scale)
@@ -303,14 +303,14 @@ def _geometry(q: Tensor, work: QkvWork) -> RopeStoreGeometry:
     """Of queries alone."""
     row = RowGeometry.of(q.shape[2], work.rope, work.q_norm)
     block = _heads_block(q.shape[1], row.columns)
-    side = SideGeometry(row, q.shape[1], block, row.DIM, 1, False, Encoding.of(q.dtype).value, Scales.NONE.name)
+    side = SideGeometry(row, q.shape[1], block, row.DIM, 1, False, Encoding.of(q.dtype).number, Scales.NONE.number)
     return RopeStoreGeometry(side, side, side, side.blocks, False, False, 0, 0)
 
 
 def _side_of_pages(row: RowGeometry, heads_block: int, rows: PageRows, form: PageFormat) -> SideGeometry:
     """K or V on its way into pages."""
     cells = rows.vector_elements, rows.group_tokens
-    return SideGeometry(row, form.num_kv_heads, heads_block, *cells, True, form.encoding.value, form.scales.name)
+    return SideGeometry(row, form.num_kv_heads, heads_block, *cells, True, form.encoding.number, form.scales.number)
 
 
 def _heads_block(heads: int, columns: int) -> int:

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.cache.cells import CellGeometry, element_cell, token_cell
-from rocm_attn.kernels.cache.codes import encoded, is_coded, scale_of_rows
+from rocm_attn.kernels.cache.codes import HEAD_SCALES, NO_SCALES, TOKEN_SCALES, encoded, is_coded, scale_of_rows
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.metadata import error_word
@@ -44,15 +44,15 @@ def _in_pages(row, scale, head, first_scale, ENCODING: tl.constexpr, SCALES: tl.
     """
     if not is_coded(ENCODING):
         elements = row
-    elif SCALES == "NONE":
+    elif SCALES == NO_SCALES:
         elements = encoded(row.to(tl.float32), ENCODING)
     else:
         row = row.to(tl.float32)
         inside = head < HEADS
-        if SCALES == "TOKEN":
+        if SCALES == TOKEN_SCALES:
             factor = scale_of_rows(row, ENCODING)[:, None]
             tl.store(scale + first_scale + head, factor, mask=inside)
-        elif SCALES == "HEAD":
+        elif SCALES == HEAD_SCALES:
             factor = tl.load(scale + head, mask=inside, other=1.0)
         else:
             factor = tl.load(scale)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.cache.cells import CellGeometry, element_cell, token_cell
+from rocm_attn.kernels.cache.codes import TOKEN_SCALES
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.launch import launch
 
@@ -68,7 +69,7 @@ def _zero_tails_kernel(
                 v_row = v_pages + page * vp_page + token_cell(token, vp_group, G.V_TOKENS) + head64 * vp_head
                 tl.store(k_row + k_cell, tl.zeros([HEADS_BLOCK, K_COLUMNS], k_pages.dtype.element_ty), mask=k_inside)
                 tl.store(v_row + v_cell, tl.zeros([HEADS_BLOCK, V_COLUMNS], v_pages.dtype.element_ty), mask=v_inside)
-                if G.SCALES == "TOKEN":
+                if G.SCALES == TOKEN_SCALES:
                     # Of codes that are 0; a factor that is no number would not leave them so.
                     first_scale = (page * G.PAGE_SIZE + token) * G.HEADS
                     nothing = tl.zeros([HEADS_BLOCK, 1], tl.float32)

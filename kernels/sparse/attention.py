@@ -22,8 +22,8 @@ import triton.language as tl
 from rocm_attn.kernels.attention.bundles import Pages, Rows, Softmax
 from rocm_attn.kernels.attention.coded import (
     Factors,
+    coded_scales,
     row_factor,
-    scaled_logits,
     scaled_values,
     token_factor,
     weighted_values,
@@ -31,7 +31,7 @@ from rocm_attn.kernels.attention.coded import (
 from rocm_attn.kernels.attention.scores import LOG2_E
 from rocm_attn.kernels.attention.segments import UNFUSED
 from rocm_attn.kernels.attention.softmax import in_range
-from rocm_attn.kernels.cache.codes import decoded
+from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded
 from rocm_attn.kernels.cache.page_format import PoolKind
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.sparse.arguments import SelectedArgs
@@ -134,7 +134,7 @@ def _attend(query, k_side, v_side, factors, listing, G: tl.constexpr):
             k_rest = decoded(_load_rows(k_rows, live, G.V_HEAD_DIM, G.REST, G.HEAD_DIM), C.ENCODING, DTYPE)
             scores = tl.dot(query.rest, tl.trans(k_rest), scores, input_precision="ieee")
         v_factor = None
-        if C.SCALES == "TOKEN":
+        if C.SCALES == TOKEN_SCALES:
             scores = scores * token_factor(factors.k, page, offset, factors.head, live, True, C)[None, :]
             v_factor = token_factor(factors.v, page, offset, factors.head, live, True, C)
         scores = tl.where(live[None, :], scores, float("-inf"))
@@ -195,6 +195,7 @@ def _selected_attention_kernel(
     G: tl.constexpr,
 ):
     C: tl.constexpr = G.cut
+    E: tl.constexpr = G.coding
     row = tl.program_id(0) % C.rows
     part = tl.program_id(0) // C.rows % C.parts
     token = (tl.program_id(0) // (C.rows * C.parts)).to(tl.int64)
@@ -214,16 +215,17 @@ def _selected_attention_kernel(
         line = table + tl.load(row_of_token + token).to(tl.int64) * table_row
         visible = visible_tokens(position_of_token, num_tokens, token.to(tl.int32), True)
         end = tl.minimum(first + C.part_keys, num_keys)
-        logits = scaled_logits(qk_scale, 0.0, None, row_factor(k_scale, kv_head, G.coding), False, G.coding)
+        kv_head = kv_head.to(tl.int64)
+        k_scaled, _ = coded_scales(qk_scale, 0.0, row_factor(k_scale, kv_head, E), False, E)
         softmax = _attend(
-            Query(q_block, q_rest, logits.qk_scale),
+            Query(q_block, q_rest, k_scaled),
             Pages(k_pages + kv_head * kp_head, kp_page, kp_token),
             Pages(v_pages + kv_head * vp_head, vp_page, vp_token),
             Factors(k_scale, v_scale, kv_head),
             Listing(units + selection * G.WIDTH, first, end, visible, line, width),
             G,
         )
-        softmax = scaled_values(softmax, row_factor(v_scale, kv_head, G.coding), G.coding)
+        softmax = scaled_values(softmax, row_factor(v_scale, kv_head, E), E)
         v_column = tl.arange(0, G.V_COLUMNS)
         if C.parts == 1:
             out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)

@@ -50,3 +50,19 @@ def test_every_function_but_the_jitted_ones_is_typed(source: Source) -> None:
         untyped = [argument.arg for argument in arguments if not argument.annotation]
         assert set(untyped) <= {"self", "cls"}, f"{source.module}:{node.lineno} {node.name}: {untyped}"
         assert node.returns, f"{source.module}:{node.lineno} {node.name} has no return type"
+
+
+@pytest.mark.parametrize("source", sources(), ids=lambda source: source.module)
+def test_what_kernels_are_compiled_for_has_no_strings(source: Source) -> None:
+    """Triton 3.6 hands no tuple with a string to a function. Fields of such tuples are written in capitals."""
+    strings = [
+        f"{node.name}.{field.target.id}"
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "NamedTuple" for base in node.bases)
+        for field in node.body
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and field.target.id.isupper()
+        and ast.unparse(field.annotation) == "str"
+    ]
+    assert not strings, f"{source.module}: {', '.join(strings)}: use a number"

@@ -11,11 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.launch import launch
-from rocm_attn.kernels.sparse.arguments import Selection, TokenPlaces
+from rocm_attn.kernels.sparse.arguments import BAD_COUNT, NOT_ASCENDING, OUTSIDE, Selection, TokenPlaces
 from rocm_attn.kernels.sparse.places import visible_tokens
 
-# Bits of the fault word.
-BAD_COUNT, OUTSIDE, NOT_ASCENDING = 1, 2, 4
 _BAD_COUNT, _OUTSIDE, _NOT_ASCENDING = tl.constexpr(BAD_COUNT), tl.constexpr(OUTSIDE), tl.constexpr(NOT_ASCENDING)
 _BLOCK = 1024
 

@@ -25,6 +25,7 @@ class SelectedGeometry(NamedTuple):
     K_COLUMNS, V_COLUMNS: columns of a block of them and of a block of V, padding included
     REST:                 of latent pages, columns of what comes after V in a row, padding included; 0: nothing
     LATENT:               whether V is the beginning of K
+    SAME_OFFSETS:         whether K and V of a token lie at the same place of their pages
     PAGE_SIZE:            tokens of a page
     QUERY_ROWS:           rows of the q block, a query head each, then padding
     KEY_BLOCK:            keys of a block
@@ -46,6 +47,7 @@ class SelectedGeometry(NamedTuple):
     V_COLUMNS: int
     REST: int
     LATENT: bool
+    SAME_OFFSETS: bool
     PAGE_SIZE: int
     QUERY_ROWS: int
     KEY_BLOCK: int

@@ -118,7 +118,7 @@ PROVIDER, NUM_PAGES, SWA_PAGES, DETERMINISTIC, MAX_BATCH_SIZE, MAX_KV_LEN = (
     OF_ENGINE[name] for name in ("provider", "num_pages", "swa_pages", "deterministic", "max_batch_size", "max_kv_len")
 )
 PAGES = (OF_ENGINE["page_size"], OF_ENGINE["pool"])
-KV_DTYPE = OF_ENGINE["kv_dtype"]
+KV_FORMAT = (OF_ENGINE["kv_dtype"], OF_ENGINE["kv_scales"])
 
 JSON = switch("--json", "print one JSON object, and nothing else")
 CONFIG = option(

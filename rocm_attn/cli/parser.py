@@ -127,7 +127,7 @@ def _add_explain(commands: Commands[argparse.ArgumentParser]) -> None:
         description="Name the kernel of every kind of layer and step of a model on an arch, and every kernel refused.",
         examples=_EXPLAIN_EXAMPLES,
     )
-    options = (o.CONFIG, o.ARCH.but(required=True), o.DTYPE, o.KV_DTYPE, *o.PAGES, o.PROVIDER, o.RANKS, o.NUM_PAGES)
+    options = (o.CONFIG, o.ARCH.but(required=True), o.DTYPE, *o.KV_FORMAT, *o.PAGES, o.PROVIDER, o.RANKS, o.NUM_PAGES)
     _add_options(parser, (*options, o.DETERMINISTIC, o.AITER_RELEASE, o.ROCM_RELEASE, o.JSON))
 
 
@@ -144,7 +144,7 @@ def _add_capture_plan(commands: Commands[argparse.ArgumentParser]) -> None:
     max_batch_size = o.MAX_BATCH_SIZE.but(required=True)
     options = (o.CONFIG, o.ARCH.but(required=True), max_batch_size, o.MAX_KV_LEN, o.NUM_PAGES, swa_pages, *o.PAGES)
     captured = (o.CAPTURE_SIZES, o.CAPTURE_TOKENS, o.SPLIT_STEPS, o.SHARED_PREFIXES)
-    _add_options(parser, (*options, o.DTYPE, o.KV_DTYPE, o.PROVIDER, *captured, o.DETERMINISTIC, o.JSON))
+    _add_options(parser, (*options, o.DTYPE, *o.KV_FORMAT, o.PROVIDER, *captured, o.DETERMINISTIC, o.JSON))
 
 
 def _add_prewarm(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -157,7 +157,7 @@ def _add_prewarm(commands: Commands[argparse.ArgumentParser]) -> None:
         examples=_PREWARM_EXAMPLES,
     )
     arch = o.ARCH.but(help="gfx942 (MI300X), gfx950 (MI355X), sm_90 or sm_80 (this machine's GPU)")
-    options = (o.CONFIG, arch, o.PROVIDER, o.DTYPE, o.KV_DTYPE, *o.PAGES, o.MAX_BATCH_SIZE, o.MAX_KV_LEN, o.NUM_PAGES)
+    options = (o.CONFIG, arch, o.PROVIDER, o.DTYPE, *o.KV_FORMAT, *o.PAGES, o.MAX_BATCH_SIZE, o.MAX_KV_LEN, o.NUM_PAGES)
     served = (o.CAPTURE_SIZES, o.CAPTURE_TOKENS, o.DETERMINISTIC, o.SHARED_PREFIXES)
     _add_options(parser, (*options, *served, o.JSON))
 

@@ -72,6 +72,11 @@ class Selection:
         """Whether a sequence's results are bitwise the same in any batch."""
         return all(kernel.row.batch_invariant for kernel in self.kernels.values())
 
+    @property
+    def eight_bit_products(self) -> bool:
+        """Whether a kernel rounds what it multiplies to eight bits."""
+        return any(kernel.row.rounds_products for kernel in self.kernels.values())
+
     def kernel(self, kind: StepKind) -> LayerKernel:
         """The kernel of a kind of step."""
         return self.kernels[kind if kind in self.kernels else kind.instead]

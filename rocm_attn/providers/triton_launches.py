@@ -14,6 +14,10 @@ from rocm_attn.kernels.attention.segment_extend import launch_segment_extend
 from rocm_attn.kernels.cache.rope_store import launch_rope_queries, launch_rope_store
 from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.cache.tails import launch_zero_tails
+from rocm_attn.kernels.latent.decode import launch_latent_decode
+from rocm_attn.kernels.latent.extend import launch_latent_extend
+from rocm_attn.kernels.latent.segment_decode import launch_latent_segment_decode
+from rocm_attn.kernels.latent.segment_extend import launch_latent_segment_extend
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.gather_table import launch_gather_table
@@ -31,6 +35,10 @@ __all__ = [
     "OPS",
     "launch_decode_schedule",
     "launch_extend_schedule",
+    "launch_latent_decode",
+    "launch_latent_extend",
+    "launch_latent_segment_decode",
+    "launch_latent_segment_extend",
     "launch_paged_decode",
     "launch_paged_extend",
     "launch_segment_decode",

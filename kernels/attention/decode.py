@@ -20,6 +20,7 @@ from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Line, Logits, Softmax, Span
 from rocm_attn.kernels.attention.coded import (
     Factors,
+    coded_query,
     coded_scales,
     row_factor,
     scaled_values,
@@ -286,10 +287,12 @@ def _decode_kernel(
             head = first_kv_head
             if R.HEADS_PER_ROW > 1:
                 head = first_kv_head + m // R.GQA_RATIO
-            k_factor = row_factor(k_scale, head, C)
+            q_block = tl.load(q_line + m.to(tl.int64) * q_head + k_wide, mask=(m < num_q_rows) & is_k, other=0.0)
+            q_block, q_factor = coded_query(q_block, C)
+            k_factor = row_factor(k_scale, head, C) * q_factor
             k_scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, k_factor, G.CAPPED, C)
             acc, maximum, total = _attend_key_blocks(
-                tl.load(q_line + m.to(tl.int64) * q_head + k_wide, mask=(m < num_q_rows) & is_k, other=0.0),
+                q_block,
                 Side(k_pages + first_kv_head * kp_head, kp_page, kp_token, k_column, k_lane < G.HEAD_DIM),
                 Side(v_pages + first_kv_head * vp_head, vp_page, vp_token, v_column, v_lane < G.V_HEAD_DIM),
                 Line(table_line, line_width),

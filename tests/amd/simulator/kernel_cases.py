@@ -57,9 +57,8 @@ def tiles_of(arch: str, case: Case) -> tuple[DecodeTiles, ExtendTiles]:
         "head_dim": case.dims[0],
         "v_head_dim": case.dims[1],
     }
-    pairs = case.scales is not Scales.TOKEN
-    decode = decode_tiles(arch, **shape, dtype=case.dtype, pairs=pairs)
-    return decode, extend_tiles(arch, **shape, dtype=case.dtype)
+    shape |= {"dtype": case.dtype, "codes": case.codes}
+    return decode_tiles(arch, **shape), extend_tiles(arch, **shape)
 
 
 def in_large_pools(tensors: Tensors) -> Tensors:

@@ -75,7 +75,8 @@ def _expert_product_kernel(
         acc = tl.zeros([G.ROWS, G.COLUMNS], tl.float32)
         for first in range(0, G.IN, G.STEP):
             is_element = first + element < G.IN
-            a = tl.load(rows + first + element, mask=is_pair & is_element, other=0.0)
+            # Rows without a pair are the first pair's: what they come to is dropped.
+            a = tl.load(rows + first + element, mask=is_element, other=0.0)
             b = tl.load(
                 matrix + column[:, None] * weight_row + first + element,
                 mask=is_column[:, None] & is_element,

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rocm_attn.kernels.tuning.expert_tiles import EXPERT_ROWS, expert_tiles
 from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, segment_tiles
 from rocm_attn.kernels.tuning.tiles import DECODE_ROWS, EXTEND_ROWS, decode_tiles, extend_tiles
 from rocm_attn.machine.target import known_target
@@ -125,6 +126,15 @@ def test_every_tuning_row_is_in_the_matrix(arch: str) -> None:
         assert tuned, f"no tuning row for {arch}"
         missing = [row for row in tuned if id(row.tiles) not in compiled]
         assert not missing, f"no compile {'above' if is_large else 'below'} 2 GiB for {missing}"
+
+
+@pytest.mark.parametrize("arch", [*AMD_ARCHS, *NVIDIA_ARCHS])
+def test_every_tuning_row_of_experts_is_in_the_matrix(arch: str) -> None:
+    dtypes = {row.dtype for row in ROWS if row.arch == arch and not row.is_large}
+    compiled = {id(expert_tiles(arch, dtype, rows)) for dtype in dtypes for rows in (1, 128)}
+    tuned = [row for row in EXPERT_ROWS if row.arch == FAMILIES.get(arch, arch)]
+    assert tuned, f"no tuning row for {arch}"
+    assert all(id(row.tiles) in compiled for row in tuned)
 
 
 def test_the_matrix_is_a_list_that_a_change_can_wait_for() -> None:

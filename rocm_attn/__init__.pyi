@@ -28,6 +28,10 @@ from rocm_attn.step.step import SplitStep as SplitStep
 from rocm_attn.step.step import Step as Step
 from rocm_attn.step.outputs import PerToken as PerToken
 from rocm_attn.step.protocols import LayerCalls as LayerCalls
+from rocm_attn.kernels.cache.row_work import QkvWork as QkvWork
+from rocm_attn.kernels.cache.row_work import RopePairs as RopePairs
+from rocm_attn.kernels.cache.row_work import RopeTable as RopeTable
+from rocm_attn.kernels.cache.row_work import RowNorm as RowNorm
 from rocm_attn.step.merging import merge_states as merge_states
 
 # Graphs

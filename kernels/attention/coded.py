@@ -15,7 +15,14 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.bundles import Softmax
-from rocm_attn.kernels.cache.codes import HEAD_SCALES, LAYER_SCALES, TOKEN_SCALES, decoded
+from rocm_attn.kernels.cache.codes import (
+    HEAD_SCALES,
+    LAYER_SCALES,
+    TOKEN_SCALES,
+    decoded,
+    is_coded,
+    is_multiplied_as_half,
+)
 
 
 class Factors(NamedTuple):
@@ -40,9 +47,28 @@ def row_factor(scale, head, C: tl.constexpr):
 
 
 @triton.jit
+def coded_query(q, C: tl.constexpr):
+    """A block of q as it is multiplied with codes, and by what the products are too small for that.
+
+    Of bfloat16 that is float16 where codes become it sooner (codes.py). The block is moved by a power of two, so that
+    its largest element is 2^14 or more and an element of 2^-28 of that is exact still; products of float16 are summed
+    in float32.
+    """
+    factor = 1.0
+    if q.dtype == tl.bfloat16 and is_multiplied_as_half(C.ENCODING):
+        q = q.to(tl.float32)
+        largest = tl.max(tl.max(tl.abs(q), 1), 0)
+        # Of float32, whose bias is 127. Such that neither power of two is beyond float32, whatever q is.
+        exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15), 254)
+        q = (q * ((268 - exponent) << 23).to(tl.float32, bitcast=True)).to(tl.float16)
+        factor = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    return q, factor
+
+
+@triton.jit
 def coded_scales(qk_scale, tanh_scale, factor, CAPPED: tl.constexpr, C: tl.constexpr):
     """qk_scale and tanh_scale of products with codes. factor: of K's rows"""
-    if C.SCALES == LAYER_SCALES or C.SCALES == HEAD_SCALES:
+    if is_coded(C.ENCODING):
         if CAPPED:
             tanh_scale = tanh_scale * factor
         else:
@@ -61,9 +87,20 @@ def scaled_values(softmax, factor, C: tl.constexpr):
 
 @triton.jit
 def token_factor(scale, page, offset, head, live, MASKED: tl.constexpr, C: tl.constexpr):
-    """The factors of keys, float32 [keys]. page, offset: int64 [keys]; live: which of them may be read"""
-    at = scale + (page * C.PAGE_SIZE + offset) * C.KV_HEADS + head
-    return tl.load(at, mask=live, other=0.0) if MASKED else tl.load(at)
+    """The factors of keys, float32 [keys]; 1 where tokens have none.
+
+    page, offset: int64 [keys]; live: which of them may be read
+    """
+    factor = 1.0
+    if C.SCALES == TOKEN_SCALES:
+        # Of dead keys those of page 0: a mask of the load would be kept in pairs of scalar registers, of which AMD's
+        # compiler then has too few.
+        if MASKED:
+            page = tl.where(live, page, 0)
+        factor = tl.load(scale + (page * C.PAGE_SIZE + offset) * C.KV_HEADS + head)
+        if MASKED:
+            factor = tl.where(live, factor, 0.0)
+    return factor
 
 
 @triton.jit

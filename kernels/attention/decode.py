@@ -20,6 +20,7 @@ from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Line, Logits, Softmax, Span
 from rocm_attn.kernels.attention.coded import (
     Factors,
+    coded_query,
     coded_scales,
     row_factor,
     scaled_values,
@@ -130,11 +131,8 @@ def _attend_key_blocks(q, k_side, v_side, pages, blocks, keys, logits, factors, 
         v_mask = live[:, None]
         if G.V_COLUMNS > G.V_HEAD_DIM * G.rows.HEADS_PER_ROW:
             v_mask = v_mask & v_side.inside[None, :]
-        if C.SCALES == TOKEN_SCALES:
-            k_factor = token_factor(factors.k, page, offset, factors.head, live, True, C)
-            v_factor = token_factor(factors.v, page, offset, factors.head, live, True, C)
-        else:
-            k_factor, v_factor = None, None
+        k_factor = token_factor(factors.k, page, offset, factors.head, live, True, C)
+        v_factor = token_factor(factors.v, page, offset, factors.head, live, True, C)
         # k: [KEY_BLOCK, K_COLUMNS]; scores, weights: [QUERY_ROWS, KEY_BLOCK], or swapped
         k = tl.load(k_side.at + k_row[:, None] + k_side.column[None, :], mask=k_mask, other=0)
         k = decoded(k, C.ENCODING, q.dtype)
@@ -289,10 +287,12 @@ def _decode_kernel(
             head = first_kv_head
             if R.HEADS_PER_ROW > 1:
                 head = first_kv_head + m // R.GQA_RATIO
-            k_factor = row_factor(k_scale, head, C)
+            q_block = tl.load(q_line + m.to(tl.int64) * q_head + k_wide, mask=(m < num_q_rows) & is_k, other=0.0)
+            q_block, q_factor = coded_query(q_block, C)
+            k_factor = row_factor(k_scale, head, C) * q_factor
             k_scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, k_factor, G.CAPPED, C)
             acc, maximum, total = _attend_key_blocks(
-                tl.load(q_line + m.to(tl.int64) * q_head + k_wide, mask=(m < num_q_rows) & is_k, other=0.0),
+                q_block,
                 Side(k_pages + first_kv_head * kp_head, kp_page, kp_token, k_column, k_lane < G.HEAD_DIM),
                 Side(v_pages + first_kv_head * vp_head, vp_page, vp_token, v_column, v_lane < G.V_HEAD_DIM),
                 Line(table_line, line_width),
@@ -322,7 +322,7 @@ def _decode_kernel(
         work -= take
         if not G.WHOLE_ROWS:
             done = 0
-            seq, row, kv_len = next_row(schedule, num_programs, num_seqs, seq, row, kv_len, R)
+            seq, row, kv_len = next_row(schedule, num_programs, num_seqs, seq, row, R.ROWS, kv_len, R)
 
 
 def has_whole_rows(num_rows: int, *, num_programs: int, window_left: int, head_dim: int) -> bool:

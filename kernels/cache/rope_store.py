@@ -88,9 +88,9 @@ class RopeStoreGeometry(NamedTuple):
 
 
 @triton.jit
-def _weights(weight, place, mask, R: tl.constexpr):
+def _weights(weight, place, R: tl.constexpr):
     """What normalised elements at places of a row are multiplied by."""
-    return tl.load(weight + place, mask=mask & (place < R.NORM_DIM), other=0.0).to(tl.float32) + R.OFFSET
+    return tl.load(weight + place, mask=place < R.NORM_DIM, other=0.0).to(tl.float32) + R.OFFSET
 
 
 @triton.jit
@@ -150,7 +150,7 @@ def _carry(rows, to, head, weight, cos, sin, vector_stride, scale, first_scale, 
         norm = tl.rsqrt(squares * (1.0 / R.NORM_DIM) + R.EPS)[:, None]
     if R.REST > 0:
         if R.NORM_DIM > 0:
-            scaled = rest * norm * _weights(weight, place, lane < R.REST, R)
+            scaled = rest * norm * _weights(weight, place, R)
             rest = tl.where(place < R.NORM_DIM, scaled, rest)
         rest, rest_strange = _rounded(rest, is_rest, dtype, S.CHECKED)
         strange |= rest_strange
@@ -158,9 +158,9 @@ def _carry(rows, to, head, weight, cos, sin, vector_stride, scale, first_scale, 
             factor = tl.maximum(factor, scale_of_rows(rest.to(tl.float32), ENCODING))
     if R.PAIRS > 0:
         if R.NORM_DIM > 0:
-            scaled = near * norm * _weights(weight, near_place, pair < R.PAIRS, R)
+            scaled = near * norm * _weights(weight, near_place, R)
             near = tl.where(near_place < R.NORM_DIM, scaled, near)
-            scaled = far * norm * _weights(weight, far_place, pair < R.PAIRS, R)
+            scaled = far * norm * _weights(weight, far_place, R)
             far = tl.where(far_place < R.NORM_DIM, scaled, far)
         near, far = turned(near, far, cos, sin)
         near, near_strange = _rounded(near, is_pair, dtype, S.CHECKED)

@@ -422,13 +422,14 @@ class AdoptedPages:
                 )
             return k, v
         self._formats(layer, coded.format, wanted)
-        if torch.uint8 in (k.dtype, v.dtype):
-            k, v = k.view(wanted.encoding.dtype), v.view(wanted.encoding.dtype)
-        elif wanted.encoding.is_fp8 and k.dtype != coded.format.encoding.dtype:
-            raise BadTensor(
-                f"the pages of layer {layer} are {k.dtype}, and were declared to hold {coded.format.encoding.value}"
-            )
-        return k, v
+        declared = coded.format.encoding
+        for pages in (k, v):
+            if pages.dtype not in (torch.uint8, declared.dtype):
+                raise BadTensor(
+                    f"the pages of layer {layer} are {pages.dtype}, and were declared to hold {declared.value}"
+                )
+        dtype = wanted.encoding.dtype
+        return k.view(dtype) if k.dtype == torch.uint8 else k, v.view(dtype) if v.dtype == torch.uint8 else v
 
     def _pages(self, layer: int, k: Tensor, v: Tensor, coded: EnginePages | None) -> LayerPages:
         form = self._problems[layer].page_format

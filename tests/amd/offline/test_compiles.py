@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rocm_attn.kernels.tuning import latent_tiles
+from rocm_attn.kernels.tuning.expert_tiles import EXPERT_ROWS, expert_tiles
 from rocm_attn.kernels.tuning.latent_tiles import (
     LatentTiles,
     latent_decode_tiles,
@@ -176,6 +177,15 @@ def test_every_latent_tuning_row_is_in_the_matrix(arch: str) -> None:
         segments = [row.tiles.block for row in latent_tiles.SEGMENT_ROWS if row.arch == own_name]
         assert tuned, f"no latent tuning row for {arch}"
         assert {*tuned, *segments} <= compiled
+
+
+@pytest.mark.parametrize("arch", [*AMD_ARCHS, *NVIDIA_ARCHS])
+def test_every_tuning_row_of_experts_is_in_the_matrix(arch: str) -> None:
+    dtypes = {row.dtype for row in ROWS if row.arch == arch and not row.is_large}
+    compiled = {id(expert_tiles(arch, dtype, rows)) for dtype in dtypes for rows in (1, 128)}
+    tuned = [row for row in EXPERT_ROWS if row.arch == FAMILIES.get(arch, arch)]
+    assert tuned, f"no tuning row for {arch}"
+    assert all(id(row.tiles) in compiled for row in tuned)
 
 
 def test_the_matrix_is_a_list_that_a_change_can_wait_for() -> None:

@@ -30,7 +30,7 @@ from rocm_attn.machine.agreement import Agree, alone
 from rocm_attn.machine.devices import on_device, with_index
 from rocm_attn.machine.settings import whole_number
 from rocm_attn.machine.target import Target, detect_target
-from rocm_attn.paging.adopted import AdoptedPages, AdoptedTables, Source, layer_pages
+from rocm_attn.paging.adopted import AdoptedPages, AdoptedTables, EnginePages, Source, layer_pages
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.contract import Baked, PoolSize, PoolTerms
@@ -161,6 +161,7 @@ class ShadowView:
 
     row_of_seq, kv_len, q_len: int32 [S]; the first num_seqs are those of the step
     table:                     int32 [rows, width], of the layer's space
+    eight_bit_products:        whether the layer's kernel may round what it multiplies to eight bits
     """
 
     problem: Problem
@@ -171,6 +172,7 @@ class ShadowView:
     kv_len: Tensor
     q_len: Tensor
     table: Tensor
+    eight_bit_products: bool
 
 
 class ExternalAttention:
@@ -265,15 +267,17 @@ class ExternalAttention:
         for core in self._cores.values():
             core.head_weights.set(layer, weights)
 
-    def bind(self, layer: int, k: Tensor, v: Tensor) -> None:
+    def bind(self, layer: int, k: Tensor, v: Tensor, coded: EnginePages | None = None) -> None:
         """Use these pages for a layer, from now on.
 
-        k, v: [pages, page_size, kv_heads, head_dim | v_head_dim], views of any kind whose last stride is 1; contiguous
-              unless the options say page_strides. Of a latent layer, v is the first part of k
+        k, v:  [pages, page_size, kv_heads, head_dim | v_head_dim], views of any kind whose last stride is 1; contiguous
+               unless the options say page_strides. Of a latent layer, v is the first part of k. Eight-bit ones in their
+               encoding's dtype, or as bytes (uint8)
+        coded: of eight-bit pages, their factors and what the engine says that they hold; None of others
         Raises BadTensor, NeverFits, and WrongState where graphs read others.
         """
         self._require_layer(layer)
-        self._pages.bind(layer, k, v)
+        self._pages.bind(layer, k, v, coded)
 
     def bind_index(self, layer: int, keys: Tensor, scale: Tensor | None = None) -> None:
         """Use these index pages for a layer whose problem has an Indexer, from now on.
@@ -285,21 +289,27 @@ class ExternalAttention:
         self._require_layer(layer)
         self._pages.index_pages.bind(layer, keys, scale)
 
-    def bind_all(self, kv: Tensor | Sequence[Tensor], axes: str) -> None:
+    def bind_all(
+        self, kv: Tensor | Sequence[Tensor], axes: str, coded: Sequence[EnginePages | None] | None = None
+    ) -> None:
         """Use an engine's KV cache for all layers, from now on: bind() of views of it, layer after layer.
 
         kv:   one tensor for all layers, or one for each, in order
         axes: what the dimensions of a tensor are, in order: kv (K, then V), page, token, head and dim, each once, and
               layer where one tensor has all of them. "kv layer page token head dim" is nano-vllm's, "kv page token head
               dim" and "page kv token head dim" are vLLM's for each layer, "page kv head token dim" is FlashInfer's HND
+        coded: for each layer, as bind() takes it; None: no layer is in eight bits
         Raises as bind() does, and BadTensor for other axes, or another number of layers; nothing has changed then,
         unless a layer's pages are refused: those before it are bound.
         """
         layers = layer_pages(kv, axes)
         if len(layers) != len(self._first_core.layers):
             raise BadTensor(f"the KV cache has {len(layers)} layers, the model {len(self._first_core.layers)}")
-        for layer, pages in enumerate(layers):
-            self.bind(layer, pages.k, pages.v)
+        coded = [None] * len(layers) if coded is None else coded
+        if len(coded) != len(layers):
+            raise BadTensor(f"coded has {len(coded)} entries, the model {len(layers)} layers")
+        for layer, (k, v) in enumerate(layers):
+            self.bind(layer, k, v, coded[layer])
 
     def write_table(self, pages: Sequence[Sequence[int]], space: Space = Space.FULL) -> None:
         """Write the pages of sequences into the rows of the engine's table, from row 0 on: pages[i] begins row i.
@@ -492,6 +502,7 @@ class ExternalAttention:
             tensors.kv_len,
             tensors.q_len,
             tensors.table,
+            run.plan.kernels[kind].row.rounds_products,
         )
 
     def _new_core(self, problems: Sequence[Problem], spaces: Sequence[Space], target: Target, agree: Agree) -> StepCore:

@@ -61,9 +61,15 @@ def scaled_values(softmax, factor, C: tl.constexpr):
 
 @triton.jit
 def token_factor(scale, page, offset, head, live, MASKED: tl.constexpr, C: tl.constexpr):
-    """The factors of keys, float32 [keys]. page, offset: int64 [keys]; live: which of them may be read"""
-    at = scale + (page * C.PAGE_SIZE + offset) * C.KV_HEADS + head
-    return tl.load(at, mask=live, other=0.0) if MASKED else tl.load(at)
+    """The factors of keys, float32 [keys]; 1 where tokens have none.
+
+    page, offset: int64 [keys]; live: which of them may be read
+    """
+    factor = 1.0
+    if C.SCALES == TOKEN_SCALES:
+        at = scale + (page * C.PAGE_SIZE + offset) * C.KV_HEADS + head
+        factor = tl.load(at, mask=live, other=0.0) if MASKED else tl.load(at)
+    return factor
 
 
 @triton.jit

@@ -130,11 +130,8 @@ def _attend_key_blocks(q, k_side, v_side, pages, blocks, keys, logits, factors, 
         v_mask = live[:, None]
         if G.V_COLUMNS > G.V_HEAD_DIM * G.rows.HEADS_PER_ROW:
             v_mask = v_mask & v_side.inside[None, :]
-        if C.SCALES == TOKEN_SCALES:
-            k_factor = token_factor(factors.k, page, offset, factors.head, live, True, C)
-            v_factor = token_factor(factors.v, page, offset, factors.head, live, True, C)
-        else:
-            k_factor, v_factor = None, None
+        k_factor = token_factor(factors.k, page, offset, factors.head, live, True, C)
+        v_factor = token_factor(factors.v, page, offset, factors.head, live, True, C)
         # k: [KEY_BLOCK, K_COLUMNS]; scores, weights: [QUERY_ROWS, KEY_BLOCK], or swapped
         k = tl.load(k_side.at + k_row[:, None] + k_side.column[None, :], mask=k_mask, other=0)
         k = decoded(k, C.ENCODING, q.dtype)
@@ -322,7 +319,7 @@ def _decode_kernel(
         work -= take
         if not G.WHOLE_ROWS:
             done = 0
-            seq, row, kv_len = next_row(schedule, num_programs, num_seqs, seq, row, kv_len, R)
+            seq, row, kv_len = next_row(schedule, num_programs, num_seqs, seq, row, R.ROWS, kv_len, R)
 
 
 def has_whole_rows(num_rows: int, *, num_programs: int, window_left: int, head_dim: int) -> bool:

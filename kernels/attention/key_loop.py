@@ -149,11 +149,8 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
             live = bit_is_set(seen_by_some(bits), lane)
         else:
             live = in_range(kv_index, seen.keys.first, seen.keys.end) if K.WINDOWED else kv_index < seen.keys.end
-        if C.SCALES == TOKEN_SCALES:
-            k_factor = token_factor(kv.factors.k, page, offset, kv.factors.head, live, MASKED, C)
-            v_factor = token_factor(kv.factors.v, page, offset, kv.factors.head, live, MASKED, C)
-        else:
-            k_factor, v_factor = None, None
+        k_factor = token_factor(kv.factors.k, page, offset, kv.factors.head, live, MASKED, C)
+        v_factor = token_factor(kv.factors.v, page, offset, kv.factors.head, live, MASKED, C)
         live = live[:, None]
         if K.K_COLUMNS > K.HEAD_DIM:
             k = tl.load(k_block, mask=live & (k_column < K.HEAD_DIM)[None, :], other=0)

@@ -8,12 +8,14 @@ own pages. A unit is what is selected: a token, a pool, or a block of tokens. Un
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rocm_attn.errors import BadProblem
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 
 # Of a selection, at and past its count.
@@ -59,6 +61,8 @@ class Indexing:
     pooling:     of unit_keys scores; of one key it means nothing
     first, last: candidates at the beginning and at the end of what a token sees that are chosen whatever their scores
     last_unit:   see LastUnit; where key_tokens is more than 1, an incomplete unit cannot be scored
+
+    Raises BadProblem.
     """
 
     scale: float
@@ -73,14 +77,21 @@ class Indexing:
     last_unit: LastUnit = LastUnit.SCORED
 
     def __post_init__(self) -> None:
-        assert self.scale > 0
-        assert self.top >= 1
-        assert self.sets >= 1
-        assert self.key_tokens >= 1
-        assert self.unit_keys >= 1
-        assert 0 <= self.first + self.last <= self.top, "more units are forced than chosen"
-        assert min(self.first, self.last) >= 0
-        assert self.key_tokens == 1 or self.last_unit is not LastUnit.SCORED, "a pooled key is of complete pools"
+        if not (math.isfinite(self.scale) and self.scale > 0):
+            raise BadProblem(f"scale of an indexer is {self.scale}; it must be a positive number")
+        for name in ("top", "sets", "key_tokens", "unit_keys"):
+            if getattr(self, name) < 1:
+                raise BadProblem(f"{name} of an indexer is {getattr(self, name)}; it must be at least 1")
+        if min(self.first, self.last) < 0 or self.first + self.last > self.top:
+            raise BadProblem(
+                f"an indexer forces {self.first} first and {self.last} last units and chooses {self.top}; it cannot "
+                "force more than it chooses, nor fewer than 0"
+            )
+        if self.key_tokens > 1 and self.last_unit is LastUnit.SCORED:
+            raise BadProblem(
+                f"an index key of {self.key_tokens} tokens is there when all of them are, so that an incomplete unit "
+                "has no score; say that last_unit is ADDED or LEFT_OUT"
+            )
 
     @property
     def unit_tokens(self) -> int:

@@ -20,6 +20,7 @@ from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.hip_graphs.pinned import PinnedTensors
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import PageFormat
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, TokenPlaces
 from rocm_attn.kernels.metadata.engine_tensors import EngineLengths, LengthBounds, PublishedLengths
 from rocm_attn.kernels.metadata.given_inputs import GivenInputs
@@ -310,6 +311,10 @@ def let_weights_move(owned: Tensor, given: Tensor) -> Tensor:
     return torch.empty_like(owned).copy_(given)
 
 
+def read_any_format(layer: int, declared: PageFormat, wanted: PageFormat) -> None:
+    """Bytes are read as kernels would like them to be."""
+
+
 @dataclass(frozen=True, slots=True)
 class _PastTheRow(RowWidth):
     """Pages are put where they would lie if the row had no end: in the rows after it."""
@@ -434,3 +439,13 @@ def page_zero_is_no_ones(terms: TableTerms) -> TableTerms:
 
 def let_tables_move(reason: str) -> None:
     """A table or pages are replaced, although graphs read the old ones."""
+
+
+def whatever_was_selected(layer: int, wanted: int, found: int) -> None:
+    """A layer attends to the selection that lies there, whosever it is."""
+
+
+def over_the_boundaries(counts: Tensor, step: StepTensors) -> Tensor:
+    """How much each sequence selects is written where it begins and ends, as a sparse plan over a dense one's does."""
+    place = step.q_indptr[1:]
+    return place[: counts.numel()] if counts.numel() <= place.numel() else counts

@@ -41,16 +41,22 @@ class LayerGuards:
 
     read_by:          the space that a layer reads in is the one that it writes in
     new_head_weights: how a layer that has head weights gets others
+    new_kv_scales:    how a layer of eight-bit K and V gets other factors
     selection_of:     a layer, whose selection it attends to, and whose there is: raises unless they are one
     """
 
     read_by: ReadBy = by_space_of_layer
     new_head_weights: NewHeadWeights = written_in_place
+    new_kv_scales: NewHeadWeights = written_in_place
     selection_of: Require = refuse_stale
 
 
 class Layers:
-    """The layers of a model over their pools of pages."""
+    """The layers of a model over their pools of pages.
+
+    Raises BadTensor where a pool holds another format than the kernels of a layer are for: what the store writes in one
+    layout and attention reads in another is never built.
+    """
 
     def __init__(
         self,
@@ -67,6 +73,11 @@ class Layers:
         self._head_weights = head_weights
         self._ops = ops
         self._device = pool.device
+        for layer, problem in enumerate(kinds.problems):
+            if pool.format(layer) != problem.page_format:
+                raise BadTensor(
+                    f"the pages of layer {layer} hold {pool.format(layer)}; its kernels are for {problem.page_format}"
+                )
         self._work_of_layer: dict[int, QkvWork] = {}
         self.selecting = kinds.selecting
 
@@ -134,14 +145,15 @@ class Layers:
     def store_index(self, step: DeviceStep, layer: int, k: Tensor) -> None:
         """As LayerCalls.store_index, for the tokens of step. Raises BadTensor."""
         problem, indexer = self._indexer(layer)
-        tensors = step.of_kind[self._kind_of_layer[layer]]
+        kind = self._kind_of_layer[layer]
+        tensors = step.of_kind[kind]
         self._check("index k", k, (tensors.slot_of_token.shape[0], indexer.head_dim), problem.dtype)
         rows = k.unsqueeze(1)
         with on_device(self._device):
             self._ops.store_kv(
                 rows,
                 rows,
-                tensors.slot_of_token,
+                step.index_slots[kind],
                 tensors.counts,
                 self._pool.index(layer),
                 null_page=tensors.terms.null_page,

@@ -89,7 +89,8 @@ class LayerCalls(Protocol):
     def store_index(self, layer: int, k: Tensor) -> None:
         """Write the step's new index keys of a layer that has an indexer; padded tokens are dropped.
 
-        k: [T, head_dim of the indexer], any strides but the last
+        k: [T, head_dim of the indexer], any strides but the last. Where an index key stands for several tokens, the row
+           of the last of them is written, and those of the others are not looked at
         Raises as store().
         """
         ...

@@ -184,5 +184,6 @@ class SampledCheck(Generic[Outputs]):
             batch.kv_len.tolist(),
             lambda seq: torch.tensor(table.pages_of(int(batch.rows[seq]), space).tolist(), device=q.device),
             UNLIMITED_WINDOW,
+            runtime.selections[runtime.core.kinds.of_layer[layer]].eight_bit_products,
         )
         return of_step.wrong_seqs(q, out, self._random.permutation(batch.num_seqs)[:MOST_SEQS].tolist())

@@ -195,7 +195,9 @@ def segment_decode(memory: Memory, tensors: Tensors) -> None:
     schedule = memory.put(garbage(cut.words(tensors.num_seqs)))
     launch_decode_schedule(tensors.queries, schedule, cut)
     most = tiles.most_segments(max(case.kv_len), case.window_left)
-    words = sum(cut.segment_words(tensors.num_seqs, most, gqa_ratio=ratio, v_head_dim=case.dims[1], tiles=tiles))
+    words = sum(
+        cut.segment_words(tensors.num_seqs, most, q_rows=tiles.decode(ratio).q_rows(ratio), v_head_dim=case.dims[1])
+    )
     args = tensors.args(schedule, memory.put(torch.full((words,), float("nan"))))
     launch_segment_decode(args, scores=tensors.scores, most_segments=most, cut=cut, tiles=tiles)
 

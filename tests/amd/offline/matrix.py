@@ -35,7 +35,7 @@ from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, OWN_TABLE, StepTensors, TableTerms
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.machine.target import known_target
-from rocm_attn.problem import UNLIMITED_WINDOW, Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.triton import TRITON
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
@@ -61,6 +61,7 @@ class Row:
     dims:      head_dim, v_head_dim
     is_large:  whether K and V lie in more than 2 GiB each
     on_oldest: whether the row also runs with the oldest supported Triton
+    pool:      how K and V are kept
     """
 
     arch: str
@@ -70,12 +71,15 @@ class Row:
     page_size: int
     is_large: bool = False
     on_oldest: bool = False
+    pool: PoolKind = PoolKind.SPLIT
 
     def __str__(self) -> str:
         (q_heads, kv_heads), (head_dim, v_head_dim) = self.heads, self.dims
         dtype = str(self.dtype).removeprefix("torch.")
-        pool = "above" if self.is_large else "below"
-        return f"{self.arch}-{q_heads}x{kv_heads}-{head_dim}-{v_head_dim}-{dtype}-page{self.page_size}-{pool}_2gib"
+        size = "above" if self.is_large else "below"
+        kind = "-latent" * (self.pool is PoolKind.LATENT)
+        dims = f"{head_dim}-{v_head_dim}{kind}"
+        return f"{self.arch}-{q_heads}x{kv_heads}-{dims}-{dtype}-page{self.page_size}-{size}_2gib"
 
     @property
     def problems(self) -> list[Problem]:
@@ -88,7 +92,12 @@ class Row:
             dtype=self.dtype,
             page_size=self.page_size,
             scale=self.dims[0] ** -0.5,
+            pool=self.pool,
         )
+        if self.pool is PoolKind.LATENT:  # DeepSeek-V3; a window and sinks, and codes
+            scored = replace(plain, logits_soft_cap=50.0, window_left=4095, has_sinks=True)
+            encoding = KVEncoding.E4M3FNUZ if self.arch == "gfx942" else KVEncoding.E4M3FN
+            return [plain, replace(scored, kv_encoding=encoding, kv_scales=Scales.LAYER)]
         if self.dims[0] == 64:  # gpt-oss
             return [plain, replace(plain, window_left=127, has_sinks=True)]
         if self.dims[0] == 80:
@@ -142,6 +151,14 @@ ROWS = (
     Row("gfx942", (128, 1), (128, 128), BF16, 16),
     *(Row("sm_90", *layer) for layer in _SM_90_LAYERS),
     *(Row("sm_80", *layer) for layer in _SM_80_LAYERS),
+    *(
+        Row(arch, (heads, 1), (576, 512), BF16, 64, is_large=is_large, pool=PoolKind.LATENT)
+        for arch in ("gfx942", "gfx950", "sm_90", "sm_80")
+        for is_large in ((False, True) if arch.startswith("gfx") else (False,))
+        # One for each row of tuning/latent_tiles.py.
+        for heads in (16, 32, 128)
+        if heads <= 32 or arch != "sm_80"
+    ),
 )
 
 
@@ -151,6 +168,9 @@ def launch_all(row: Row) -> None:
     The pool's size changes only kernels that read or write pages, so rows above 2 GiB launch those alone. So do rows
     for NVIDIA, where the rest is tested by running it.
     """
+    if row.pool is PoolKind.LATENT:
+        _launch_latent(row)
+        return
     runtime, rows = _runtime(row, row.problems)
     _launch_step(runtime, _batch(rows, [1] * 16))
     _launch_step(runtime, _batch(rows, [32] * 16))
@@ -173,6 +193,19 @@ def launch_all(row: Row) -> None:
     # In float32, which no model is served in, extend that is not causal costs sm_90 24 bytes of spilled registers.
     if runtime.target.is_amd or row.dtype != torch.float32:
         _launch_shared_step(row)
+
+
+def _launch_latent(row: Row) -> None:
+    """Every kernel over latent pages."""
+    runtime, rows = _runtime(row, row.problems)
+    _launch_step(runtime, _batch(rows, [1] * 16))
+    _launch_step(runtime, _batch(rows, [32] * 16))
+    runtime, rows = _runtime(row, row.problems[:1], deterministic=True)
+    _launch_step(runtime, _batch(rows, [1, 32] * 8), with_lse=True)
+    masked = replace(row.problems[0], custom_mask=True)
+    runtime, rows = _runtime(row, [masked])
+    _launch_step(runtime, with_random_mask(_batch(rows, [8] * 16), torch.Generator()))
+    _launch_shared_step(row)
 
 
 def _launch_shared_step(row: Row) -> None:
@@ -235,11 +268,13 @@ def _launch_step(
             return torch.empty(num_tokens, num_heads, dim, dtype=dtype)
 
         heads = problem.num_q_heads
+        k = empty(problem.num_kv_heads, problem.head_dim)
+        is_latent = problem.pool is PoolKind.LATENT
         step.layers.store_and_attend(
             layer,
             empty(heads, problem.head_dim),
-            empty(problem.num_kv_heads, problem.head_dim),
-            empty(problem.num_kv_heads, problem.v_head_dim),
+            k,
+            k[..., : problem.v_head_dim] if is_latent else empty(problem.num_kv_heads, problem.v_head_dim),
             empty(heads, problem.v_head_dim),
             torch.empty(num_tokens, heads) if with_lse else None,
         )

@@ -35,12 +35,18 @@ PROBLEMS = {
     "nothing_after_v": latent_problem(1, heads=4, dims=(32, 32)),
     "window": replace(latent_problem(16, heads=12), window_left=5),
     "by_token": replace(latent_problem(), kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.TOKEN),
-    "sinks_and_cap": replace(latent_problem(3, heads=20), has_sinks=True, logits_soft_cap=1.5),
+    "sinks_and_cap": replace(latent_problem(3, heads=20), has_sinks=True, logits_soft_cap=1.5, window_left=21),
 }
 
 
 @serving
-@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+@pytest.mark.parametrize(
+    "problem",
+    [
+        pytest.param(problem, id=name, marks=[pytest.mark.long] * (name in ("plain", "nothing_after_v", "window")))
+        for name, problem in PROBLEMS.items()
+    ],
+)
 def test_every_kind_of_step_is_right(problem: Problem, provider: str, device: torch.device) -> None:
     """Prefill, drafts of two to eight tokens, decode, a mixed step with all of them, and chunks over a prefix."""
     world = World.build([problem], device, provider, num_pages=200)
@@ -114,7 +120,7 @@ def dense(q: Tensor, latents: Tensor, weights: Weights) -> tuple[Tensor, Tensor]
 
 
 @serving
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 1000])
+@pytest.mark.parametrize("chunk_tokens", [pytest.param(1, marks=pytest.mark.long), 7, 1000])
 def test_absorbed_expanded_and_dense_attention_are_one(chunk_tokens: int, provider: str, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
 

@@ -40,7 +40,7 @@ def _check_selection_kernel(
         slot = first + tl.arange(0, BLOCK)
         is_listed = slot < tl.minimum(count, WIDTH)
         unit = tl.load(units + line * WIDTH + slot, mask=is_listed, other=0)
-        before = tl.load(units + line * WIDTH + slot - 1, mask=is_listed & (slot > 0), other=-1)
+        before = tl.load(units + line * WIDTH + tl.maximum(slot - 1, 0), mask=is_listed, other=0)
         is_outside = is_listed & ((unit < 0) | (unit >= num_units))
         # The first one of a line has none before it.
         is_low = is_listed & (slot > 0) & (unit <= before)

@@ -47,7 +47,7 @@ def _check_selection_kernel(
         fault |= tl.max(is_outside.to(tl.int32), 0) * _OUTSIDE
         fault |= tl.max(is_low.to(tl.int32), 0) * _NOT_ASCENDING
     if fault != 0:
-        tl.atomic_or(faults, fault)
+        tl.atomic_or(faults, fault, sem="relaxed")
 
 
 def launch_check_selection(selection: Selection, tokens: TokenPlaces, faults: Tensor) -> None:

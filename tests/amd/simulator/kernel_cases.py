@@ -35,6 +35,7 @@ from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.driver import ARCHS, Simulation, simulated
 from tests.amd.simulator.metadata_cases import metadata_cases
 from tests.amd.simulator.segment_cases import segment_cases
+from tests.amd.simulator.sparse_cases import more_sparse_cases, sparse_cases
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -313,6 +314,7 @@ def quick_cases(arch: str) -> list[KernelCase]:
         ),
         *segment_cases(arch),
         *metadata_cases(arch),
+        *sparse_cases(arch),
     ]
 
 
@@ -338,6 +340,7 @@ def grid_cases(arch: str) -> list[KernelCase]:
         *_step_cases(arch, _by_name([*steps, *odd]), (False,)),
         *_step_cases(arch, _by_name(small), (True,)),
         KernelCase("merge-1x260", arch, partial(run_merge, arch, 1, 260)),
+        *more_sparse_cases(arch),
     ]
 
 

@@ -19,6 +19,9 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 
 # Of a selection, at and past its count.
 NO_UNIT = -1
+# Bits of the word that says what is wrong with a selection: a count is negative, or larger than the units that the
+# token sees or than the width; an entry is no unit that its token sees; an entry is not larger than the one before it.
+BAD_COUNT, OUTSIDE, NOT_ASCENDING = 1, 2, 4
 
 
 class Pooling(enum.Enum):

@@ -40,14 +40,14 @@ def _check_selection_kernel(
         slot = first + tl.arange(0, BLOCK)
         is_listed = slot < tl.minimum(count, WIDTH)
         unit = tl.load(units + line * WIDTH + slot, mask=is_listed, other=0)
-        before = tl.load(units + line * WIDTH + slot - 1, mask=is_listed & (slot > 0), other=-1)
+        before = tl.load(units + line * WIDTH + tl.maximum(slot - 1, 0), mask=is_listed, other=0)
         is_outside = is_listed & ((unit < 0) | (unit >= num_units))
         # The first one of a line has none before it.
         is_low = is_listed & (slot > 0) & (unit <= before)
         fault |= tl.max(is_outside.to(tl.int32), 0) * _OUTSIDE
         fault |= tl.max(is_low.to(tl.int32), 0) * _NOT_ASCENDING
     if fault != 0:
-        tl.atomic_or(faults, fault)
+        tl.atomic_or(faults, fault, sem="relaxed")
 
 
 def launch_check_selection(selection: Selection, tokens: TokenPlaces, faults: Tensor) -> None:

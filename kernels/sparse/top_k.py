@@ -243,9 +243,9 @@ def _filter_kernel(
 @triton.jit
 def _listed(listed, place):
     """Keys and units of a line's candidates."""
-    is_candidate = place < listed.total
-    key = tl.load(listed.keys + place, mask=is_candidate, other=_NO_KEY)
-    return key, tl.load(listed.units + place, mask=is_candidate, other=0)
+    key = tl.load(listed.keys + place, mask=place < listed.total, other=_NO_KEY)
+    # A block ends within the line's slots, and what has no key is not chosen.
+    return key, tl.load(listed.units + place)
 
 
 @triton.jit
@@ -338,8 +338,8 @@ def _choose_kernel(
         PART: tl.constexpr = G.cut.part_units
         at = line_number * (G.cut.parts * PART)
         total = _candidates_before(counts, tl.cdiv(line.num_units, PART), G)
-        # Of a line without candidates no bound was written.
-        bound = tl.load(bounds + line_number, mask=line.num_units > 0, other=0)
+        # Of a line without candidates no bound was written; no key is compared with what is there instead.
+        bound = tl.load(bounds + line_number)
         written = _choose_listed(Listed(keys + at, units + at, total), bound, selected, G)
     # The rest of the line, with the unit that is added to what was chosen: the last one that the token sees.
     added = 0

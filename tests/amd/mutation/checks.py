@@ -75,6 +75,7 @@ from tests.amd.kernels.launches_of_tensors import (
     of_publish,
 )
 from tests.amd.mutation.memory import Memory
+from tests.amd.mutation.sparse_checks import SPARSE_CHECKS
 from tests.amd.vectorised import vectorised_keys, vectorised_values
 
 CPU = torch.device("cpu")
@@ -624,6 +625,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "metadata/publish_engine.py": publish_engine,
     "metadata/table_update.py": table_update,
     "metadata/take_slots.py": slots,
+    **SPARSE_CHECKS,
 }
 
 

@@ -23,13 +23,14 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadProblem, BadSetting, BadTensor, DeviceFault, NeverFits, Unsupported, WrongState
 from rocm_attn.guards.registry import Guards, guards_from_settings
 from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable
 from rocm_attn.kernels.metadata.engine_tensors import LengthBounds, PublishedLengths
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.machine.agreement import Agree, alone
 from rocm_attn.machine.devices import on_device, with_index
 from rocm_attn.machine.settings import whole_number
 from rocm_attn.machine.target import Target, detect_target
-from rocm_attn.paging.adopted import AdoptedPages, AdoptedTables, Source, layer_pages
+from rocm_attn.paging.adopted import AdoptedPages, AdoptedTables, EnginePages, Source, layer_pages
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.contract import Baked, PoolSize, PoolTerms
@@ -266,15 +267,17 @@ class ExternalAttention:
         for core in self._cores.values():
             core.head_weights.set(layer, weights)
 
-    def bind(self, layer: int, k: Tensor, v: Tensor) -> None:
+    def bind(self, layer: int, k: Tensor, v: Tensor, coded: EnginePages | None = None) -> None:
         """Use these pages for a layer, from now on.
 
-        k, v: [pages, page_size, kv_heads, head_dim | v_head_dim], views of any kind whose last stride is 1; contiguous
-              unless the options say page_strides. Of a latent layer, v is the first part of k
+        k, v:  [pages, page_size, kv_heads, head_dim | v_head_dim], views of any kind whose last stride is 1; contiguous
+               unless the options say page_strides. Of a latent layer, v is the first part of k. Eight-bit ones in their
+               encoding's dtype, or as bytes (uint8)
+        coded: of eight-bit pages, their factors and what the engine says that they hold; None of others
         Raises BadTensor, NeverFits, and WrongState where graphs read others.
         """
         self._require_layer(layer)
-        self._pages.bind(layer, k, v)
+        self._pages.bind(layer, k, v, coded)
 
     def bind_index(self, layer: int, keys: Tensor, scale: Tensor | None = None) -> None:
         """Use these index pages for a layer whose problem has an Indexer, from now on.
@@ -286,21 +289,27 @@ class ExternalAttention:
         self._require_layer(layer)
         self._pages.index_pages.bind(layer, keys, scale)
 
-    def bind_all(self, kv: Tensor | Sequence[Tensor], axes: str) -> None:
+    def bind_all(
+        self, kv: Tensor | Sequence[Tensor], axes: str, coded: Sequence[EnginePages | None] | None = None
+    ) -> None:
         """Use an engine's KV cache for all layers, from now on: bind() of views of it, layer after layer.
 
         kv:   one tensor for all layers, or one for each, in order
         axes: what the dimensions of a tensor are, in order: kv (K, then V), page, token, head and dim, each once, and
               layer where one tensor has all of them. "kv layer page token head dim" is nano-vllm's, "kv page token head
               dim" and "page kv token head dim" are vLLM's for each layer, "page kv head token dim" is FlashInfer's HND
+        coded: for each layer, as bind() takes it; None: no layer is in eight bits
         Raises as bind() does, and BadTensor for other axes, or another number of layers; nothing has changed then,
         unless a layer's pages are refused: those before it are bound.
         """
         layers = layer_pages(kv, axes)
         if len(layers) != len(self._first_core.layers):
             raise BadTensor(f"the KV cache has {len(layers)} layers, the model {len(self._first_core.layers)}")
-        for layer, pages in enumerate(layers):
-            self.bind(layer, pages.k, pages.v)
+        coded = [None] * len(layers) if coded is None else coded
+        if len(coded) != len(layers):
+            raise BadTensor(f"coded has {len(coded)} entries, the model {len(layers)} layers")
+        for layer, (k, v) in enumerate(layers):
+            self.bind(layer, k, v, coded[layer])
 
     def write_table(self, pages: Sequence[Sequence[int]], space: Space = Space.FULL) -> None:
         """Write the pages of sequences into the rows of the engine's table, from row 0 on: pages[i] begins row i.
@@ -410,6 +419,24 @@ class ExternalAttention:
         """
         run = self._running()
         run.core.layers.store(run.step, run.plan, layer, k, v)
+
+    def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
+        """As LayerCalls.rope_and_store. Positions are places in the KV, or came with the step's mask.
+
+        Raises BadTensor, WrongState.
+        """
+        run = self._running()
+        run.core.layers.rope_and_store(run.step, run.plan, layer, Projected(q, k, v, q_out), work)
+
+    def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
+        """As LayerCalls.rope_queries. Raises BadTensor, WrongState."""
+        run = self._running()
+        run.core.layers.rope_queries(run.step, layer, q, q_out, work)
+
+    def finish(self, layer: int, out: Tensor, *, gate: Tensor | None = None, undo: RopeTable | None = None) -> None:
+        """As LayerCalls.finish. Raises BadTensor, WrongState."""
+        run = self._running()
+        run.core.layers.finish(run.step, layer, out, gate, undo)
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """Attention of the step's new tokens over their sequences' KV.

@@ -38,6 +38,7 @@ from rocm_attn.step.core import StepCore
 from rocm_attn.step.echo import STEPS_UNTIL_ECHO
 from rocm_attn.step.head_weights import LayerHeadWeights
 from rocm_attn.step.holder import StepHolder
+from rocm_attn.step.kv_scales import KVScales, written_pages
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.layers import StepLayers
 from rocm_attn.step.memory import DeviceStep, StepPart
@@ -142,6 +143,22 @@ class AttentionRuntime:
     def head_weights(self) -> LayerHeadWeights:
         """What a model has learned for each query head's softmax, layer by layer."""
         return self.core.head_weights
+
+    def set_kv_scales(self, layer: int, scales: KVScales) -> None:
+        """Give a layer of eight-bit K and V its factors, which are 1 until then. Graphs use the new ones too.
+
+        Values are copied, to the place that graphs read. Only while no request is admitted and no page is kept: codes
+        that are stored would be worth something else. Raises BadTensor, WrongState; nothing has changed then.
+        """
+        with self._idle("factors of K and V cannot change"), on_device(self.device):
+            k, v = scales.of(layer, self.core.layers.problem(layer))
+            if not self.table.is_empty:
+                raise WrongState(
+                    "factors of K and V cannot change while requests are admitted or pages are kept, whose codes would "
+                    "be worth something else; free them first"
+                )
+            renew = self.guards.step.layers.new_kv_scales
+            self.pool.take(layer, written_pages(self.pool.layer(layer), k, v, renew))
 
     @property
     def padding(self) -> PaddingPolicy:

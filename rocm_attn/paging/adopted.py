@@ -19,6 +19,7 @@ from torch import Tensor
 from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.errors import BadTensor, NeverFits, WrongState
 from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import FormatMismatch, PageFormat
 from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
 from rocm_attn.kernels.metadata.engine_tensors import GatherSource
 from rocm_attn.kernels.metadata.step_tensors import TableTerms
@@ -141,6 +142,15 @@ def refuse_moved_table(reason: str) -> None:
     raise WrongState(reason)
 
 
+def refuse_other_formats(layer: int, declared: PageFormat, wanted: PageFormat) -> None:
+    """Kernels would read finite, wrong numbers. Raises BadTensor."""
+    if declared != wanted:
+        raise BadTensor(
+            f"the pages of layer {layer} hold {declared}; its kernels read and write {wanted}. Build the layer with a "
+            "Problem of the engine's format, or convert the pages (convert_pages)"
+        )
+
+
 def as_the_owner_says(terms: TableTerms) -> TableTerms:
     """Page 0 belongs to no one, or is a page like others."""
     return terms
@@ -152,10 +162,12 @@ class AdoptedGuards:
 
     moved: called with a sentence when a table or pages that graphs read are replaced
     terms: of a space's table
+    formats: called with a layer, the format that an engine declares for its pages, and the one that kernels are for
     """
 
     moved: Callable[[str], None] = refuse_moved_table
     terms: Callable[[TableTerms], TableTerms] = as_the_owner_says
+    formats: Callable[[int, PageFormat, PageFormat], None] = refuse_other_formats
 
 
 @dataclass(slots=True)
@@ -316,8 +328,8 @@ def _places(source: Source) -> list[tuple[int, torch.dtype, tuple[int, ...]]]:
 _AXES = "kv", "page", "token", "head", "dim"
 
 
-def layer_pages(kv: Tensor | Sequence[Tensor], axes: str) -> tuple[LayerPages, ...]:
-    """The pages of each layer as views of an engine's KV cache; ExternalAttention.bind_all says what is what."""
+def layer_pages(kv: Tensor | Sequence[Tensor], axes: str) -> tuple[tuple[Tensor, Tensor], ...]:
+    """K and V pages of each layer as views of an engine's KV cache; ExternalAttention.bind_all says what is what."""
     named = axes.split()
     wanted = {*_AXES, "layer"} if isinstance(kv, Tensor) else {*_AXES}
     if len(named) != len(wanted) or set(named) != wanted:
@@ -336,7 +348,21 @@ def layer_pages(kv: Tensor | Sequence[Tensor], axes: str) -> tuple[LayerPages, .
         tensors = kv.unbind(named.index("layer"))
         named.remove("layer")
     order = [named.index(axis) for axis in _AXES]
-    return tuple(LayerPages.plain(*tensor.permute(order).unbind(0)) for tensor in tensors)
+    return tuple((tensor.permute(order)[0], tensor.permute(order)[1]) for tensor in tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePages:
+    """What an engine says of a layer's eight-bit pages, beside the tensors.
+
+    k_scale, v_scale: float32, on the device: [] or [1] for a layer, [kv_heads] for heads, [pages, page_size, kv_heads]
+                      for tokens; they stay the engine's, and are read and, those of tokens, written where they lie
+    format:           what its pages hold. Bytes (uint8) do not say it, so it must be declared
+    """
+
+    k_scale: Tensor
+    v_scale: Tensor
+    format: PageFormat
 
 
 class AdoptedPages:
@@ -361,18 +387,22 @@ class AdoptedPages:
         self._problems = tuple(problems)
         self._num_pages = num_pages
         self._page_strides = page_strides
-        self._moved = guards.moved
+        self._moved, self._formats = guards.moved, guards.formats
         self._sealed = False
         self._layers: list[LayerPages | None] = [None] * len(problems)
         self.index_pages = AdoptedIndexPages(problems, num_pages=num_pages, device=device, moved=guards.moved)
 
-    def bind(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Use these pages for a layer. Raises BadTensor, and WrongState where graphs read others."""
+    def bind(self, layer: int, k: Tensor, v: Tensor, coded: EnginePages | None = None) -> None:
+        """Use these pages for a layer; coded: of eight-bit ones.
+
+        Raises BadTensor, and WrongState where graphs read others.
+        """
+        k, v = self._declared(layer, k, v, coded)
         self._check(layer, "k", k, key_rows(k).cells, self._problems[layer].head_dim)
         self._check(layer, "v", v, value_rows(v).cells, self._problems[layer].v_head_dim)
         if self._problems[layer].pool is PoolKind.LATENT and (v.data_ptr(), v.stride()) != (k.data_ptr(), k.stride()):
             raise BadTensor(f"layer {layer} is latent: its v is k[..., :{self._problems[layer].v_head_dim}]")
-        bound, pages = self._layers[layer], LayerPages(k, v, self._problems[layer].page_format)
+        bound, pages = self._layers[layer], self._pages(layer, k, v, coded)
         if bound is not None and self._sealed and _place(bound) != _place(pages):
             self._moved(
                 f"the pages of layer {layer} have moved, and graphs read the old ones; keep them where they are, or "
@@ -381,12 +411,48 @@ class AdoptedPages:
             return
         self._layers[layer] = pages
 
+    def _declared(self, layer: int, k: Tensor, v: Tensor, coded: EnginePages | None) -> tuple[Tensor, Tensor]:
+        """Pages in the dtype of what they are declared to hold, which is what the layer's kernels are for."""
+        wanted = self._problems[layer].page_format
+        if coded is None:
+            if wanted.encoding.is_fp8:
+                raise BadTensor(
+                    f"layer {layer} keeps K and V in {wanted.encoding.value}; say what its pages hold and where their "
+                    "factors are: bind(layer, k, v, EnginePages(k_scale, v_scale, format))"
+                )
+            return k, v
+        self._formats(layer, coded.format, wanted)
+        declared = coded.format.encoding
+        for pages in (k, v):
+            if pages.dtype not in (torch.uint8, declared.dtype):
+                raise BadTensor(
+                    f"the pages of layer {layer} are {pages.dtype}, and were declared to hold {declared.value}"
+                )
+        dtype = wanted.encoding.dtype
+        return k.view(dtype) if k.dtype == torch.uint8 else k, v.view(dtype) if v.dtype == torch.uint8 else v
+
+    def _pages(self, layer: int, k: Tensor, v: Tensor, coded: EnginePages | None) -> LayerPages:
+        form = self._problems[layer].page_format
+        scales = () if coded is None else (coded.k_scale, coded.v_scale)
+        for scale in scales:
+            if scale.device != self.device:
+                raise BadTensor(f"a factor of layer {layer} is on {scale.device}, its pages on {self.device}")
+        try:
+            # A factor without a dimension is an engine's way to keep one for the layer.
+            return LayerPages(k, v, form, *(scale.view(1) if scale.dim() == 0 else scale for scale in scales))
+        except FormatMismatch as error:
+            raise BadTensor(f"layer {layer}: {error}") from error
+
     def layer(self, layer: int) -> LayerPages:
         """The pages of one layer. Raises WrongState while it has none."""
         pages = self._layers[layer]
         if pages is None:
             raise WrongState(f"layer {layer} has no pages yet; call bind() before its first step")
         return pages
+
+    def format(self, layer: int) -> PageFormat:
+        """What the pages of a layer must hold to be bound."""
+        return self._problems[layer].page_format
 
     def index(self, layer: int) -> LayerPages:
         """The index pages of a layer that has an indexer. Raises WrongState while it has none."""
@@ -409,10 +475,10 @@ class AdoptedPages:
                 f"{name} of layer {layer} has pages of {found[0]} tokens, {found[1]} heads and {found[2]} elements; "
                 f"the layer needs {wanted[0]}, {wanted[1]} and {wanted[2]}"
             )
-        if pages.dtype != problem.dtype or pages.device != self.device:
+        held = problem.page_format.encoding.dtype
+        if pages.dtype != held or pages.device != self.device:
             raise BadTensor(
-                f"{name} of layer {layer} is {pages.dtype} on {pages.device}; "
-                f"the layer works in {problem.dtype} on {self.device}"
+                f"{name} of layer {layer} is {pages.dtype} on {pages.device}; the layer keeps {held} on {self.device}"
             )
         if pages.shape[0] > self._num_pages:
             raise NeverFits(
@@ -429,6 +495,6 @@ class AdoptedPages:
             )
 
 
-def _place(pages: LayerPages) -> tuple[int, tuple[int, ...], int, tuple[int, ...]]:
+def _place(pages: LayerPages) -> list[tuple[int, tuple[int, ...]]]:
     """What a graph has frozen of a layer's pages."""
-    return pages.k.data_ptr(), pages.k.stride(), pages.v.data_ptr(), pages.v.stride()
+    return [(tensor.data_ptr(), tensor.stride()) for tensor in pages.tensors().values()]

@@ -163,6 +163,14 @@ class HybridKVPool:
         """The pages of one layer of the model, in the space of its problem."""
         return self._layers[layer]
 
+    def format(self, layer: int) -> PageFormat:
+        """What the pages of a layer hold."""
+        return self._layers[layer].format
+
+    def take(self, layer: int, pages: LayerPages) -> None:
+        """Use these pages for a layer: those that it has, with factors of another place."""
+        self._layers[layer] = pages
+
     def index(self, layer: int) -> LayerPages:
         """The index pages of a layer of the model that has an indexer; v is all of k."""
         return self._index[layer]

@@ -126,6 +126,12 @@ class RequestTable:
         return len(self._free_rows)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether no request is admitted and no page is kept: nothing that was stored can be read again."""
+        has_no_rows = self.num_free_rows == len(self._capacity) - 1
+        return has_no_rows and all(table.num_free_pages == table.num_usable_pages for table in self.spaces)
+
+    @property
     def most_new_seqs(self) -> int:
         """Sequences that a step of requests that are admitted now may have."""
         return min(self.num_free_rows, self.max_num_seqs)

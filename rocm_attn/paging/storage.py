@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import PageFormat
 from rocm_attn.kernels.metadata.step_tensors import TableTerms
 from rocm_attn.paging.index_spaces import Space
 
@@ -68,6 +69,10 @@ class Pool(Protocol):
 
     def layer(self, layer: int) -> LayerPages:
         """The pages of one layer of the model."""
+        ...
+
+    def format(self, layer: int) -> PageFormat:
+        """What the pages of a layer hold, or will."""
         ...
 
     def index(self, layer: int) -> LayerPages:

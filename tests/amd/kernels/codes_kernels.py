@@ -31,7 +31,7 @@ def decode_all(encoding: Encoding, dtype: torch.dtype, device: torch.device) -> 
     """Codes 0 to 255 as a kernel reads them, and as torch does."""
     codes = torch.arange(256, dtype=torch.uint8, device=device)
     numbers = torch.empty(256, dtype=dtype, device=device)
-    launch(_decode_kernel, (1,), codes, numbers, N=256, ENCODING=encoding.value, DTYPE=_TYPES[dtype], num_warps=1)
+    launch(_decode_kernel, (1,), codes, numbers, N=256, ENCODING=encoding.number, DTYPE=_TYPES[dtype], num_warps=1)
     return numbers, codes.cpu().view(encoding.dtype).to(dtype).to(device)
 
 
@@ -40,7 +40,7 @@ def encode(numbers: Tensor, encoding: Encoding) -> tuple[Tensor, Tensor]:
     block = 1024
     numbers = torch.cat([numbers, numbers.new_zeros(-len(numbers) % block)])
     codes = torch.empty(len(numbers), dtype=torch.uint8, device=numbers.device)
-    launch(_encode_kernel, (len(numbers) // block,), numbers, codes, N=block, ENCODING=encoding.value, num_warps=1)
+    launch(_encode_kernel, (len(numbers) // block,), numbers, codes, N=block, ENCODING=encoding.number, num_warps=1)
     kept = numbers.cpu().float().clamp(-encoding.largest, encoding.largest)
     return codes, kept.to(encoding.dtype).view(torch.uint8).to(numbers.device)
 

@@ -20,7 +20,7 @@ from rocm_attn.machine.target import Target
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.kept_pages import KeptIds
-from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.select import Selection
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
@@ -28,6 +28,7 @@ from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Step
+from tests.amd.coded import kept
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 
@@ -56,6 +57,8 @@ def small_problem(
     has_sinks: bool = False,
     has_alibi_slopes: bool = False,
     custom_mask: bool = False,
+    kv_encoding: KVEncoding = KVEncoding.LIKE_Q,
+    kv_scales: Scales = Scales.NONE,
 ) -> Problem:
     """Six query heads over two KV heads, with rows of 16 and plain scores, unless said otherwise."""
     return Problem(
@@ -71,6 +74,8 @@ def small_problem(
         has_sinks=has_sinks,
         has_alibi_slopes=has_alibi_slopes,
         custom_mask=custom_mask,
+        kv_encoding=kv_encoding,
+        kv_scales=kv_scales,
     )
 
 
@@ -251,6 +256,10 @@ class World:
         return q, k, k[..., : problem.v_head_dim] if problem.pool is PoolKind.LATENT else v
 
     def remember(self, layer: int, requests: Sequence[Request], q_len: Sequence[int], k: Tensor, v: Tensor) -> None:
+        pages, problem = self.runtime.pool.layer(layer), self.problems[layer]
+        k, v = (kept(rows, problem, scale) for rows, scale in ((k, pages.k_scale), (v, pages.v_scale)))
+        if problem.pool is PoolKind.LATENT:  # whose tokens have one factor, for what is V and what is not
+            v = k[..., : problem.v_head_dim]
         first = 0
         for request, new in zip(requests, q_len, strict=True):
             request.k[layer] = torch.cat([request.k[layer], k[first : first + new]])

@@ -1,0 +1,75 @@
+"""KVScales: the factors of a layer's eight-bit K and V, as a checkpoint has them or a calibration found them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadTensor
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.problem import KVEncoding, Problem, Scales
+from rocm_attn.step.head_weights import NewHeadWeights
+
+# The store divides by factors: reciprocals, and products with any code, are then normal float32.
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-100, 2.0**100
+# An E4M3FN code is worth twice what the same bits are in E4M3FNUZ.
+_DOUBLED = {(KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ): 2.0, (KVEncoding.E4M3FNUZ, KVEncoding.E4M3FN): 0.5}
+
+
+@dataclass(frozen=True, slots=True)
+class KVScales:
+    """One layer's factors: an element of K is worth its code times k, of V its code times v.
+
+    k, v: a number, or floating tensors of any device: [] or [1] where kv_scales is LAYER, [kv_heads] where it is HEAD
+    made_for: the encoding that they were found for; LIKE_Q: the layer's. Checkpoints give theirs for E4M3FN: in a layer
+              of E4M3FNUZ they are doubled, because the same bits are worth half
+    """
+
+    k: Tensor | float
+    v: Tensor | float
+    made_for: KVEncoding = KVEncoding.LIKE_Q
+
+    def of(self, layer: int, problem: Problem) -> tuple[Tensor, Tensor]:
+        """float32 factors of a layer as its pages have them. Raises BadTensor; waits for tensors on a device."""
+        if problem.kv_scales not in (Scales.LAYER, Scales.HEAD):
+            raise BadTensor(
+                f"layer {layer} has {problem.kv_scales.value}; only factors of a layer or of KV heads are given, by "
+                "problems with kv_scales LAYER or HEAD"
+            )
+        encodings = problem.kv_encoding if self.made_for is KVEncoding.LIKE_Q else self.made_for, problem.kv_encoding
+        if encodings[0] is not encodings[1] and encodings not in _DOUBLED:
+            raise BadTensor(
+                f"the factors of layer {layer} were found for {encodings[0].value}, and it keeps K and V in "
+                f"{encodings[1].value}; only those of the two E4M3 follow from each other"
+            )
+        count = problem.num_kv_heads if problem.kv_scales is Scales.HEAD else 1
+        k, v = (_checked(f"{name} of layer {layer}", given, count) for name, given in (("k", self.k), ("v", self.v)))
+        by = _DOUBLED.get(encodings, 1.0)
+        return k * by, v * by
+
+
+def written_pages(pages: LayerPages, k: Tensor, v: Tensor, renew: NewHeadWeights) -> LayerPages:
+    """A layer's pages with other factors. renew: how it gets them; in the memory that there is, where graphs read"""
+    assert pages.k_scale is not None
+    assert pages.v_scale is not None
+    k_scale, v_scale = renew(pages.k_scale, k), renew(pages.v_scale, v)
+    if k_scale is pages.k_scale and v_scale is pages.v_scale:
+        return pages
+    return replace(pages, k_scale=k_scale, v_scale=v_scale)
+
+
+def _checked(name: str, given: Tensor | float, count: int) -> Tensor:
+    factors = torch.as_tensor(given).detach()
+    if not factors.is_floating_point() or factors.numel() != count or factors.dim() > 1:
+        raise BadTensor(
+            f"the factors of {name} are {factors.dtype} {list(factors.shape)}; they must be floating point, {count} of "
+            "them"
+        )
+    factors = factors.to("cpu", torch.float32).reshape(count)
+    if not bool(((factors >= SMALLEST_SCALE) & (factors <= LARGEST_SCALE)).all()):
+        raise BadTensor(
+            f"the factors of {name} are {factors.tolist()}; each must be a positive number from 2**-100 to 2**100"
+        )
+    return factors

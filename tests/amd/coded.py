@@ -1,0 +1,26 @@
+"""What pages keep of K and V, written down once more for tests: by torch's own casts, with factors from definitions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rocm_attn.problem import KVEncoding, Problem, Scales
+
+
+def kept(rows: Tensor, problem: Problem, scale: Tensor | None) -> Tensor:
+    """rows [tokens, kv_heads, dim] as a reader of the problem's pages gets them: in float32 where they are codes.
+
+    scale: the factors of the layer or of its heads; of tokens they are made here
+    """
+    if problem.kv_encoding is KVEncoding.LIKE_Q:
+        return rows
+    dtype = getattr(torch, problem.kv_encoding.value)
+    largest = torch.finfo(dtype).max
+    rows = rows.float().nan_to_num(0.0, 0.0, 0.0)
+    if problem.kv_scales is Scales.TOKEN:
+        factor = torch.maximum(rows.abs().amax(-1, keepdim=True) * (1 / largest), torch.tensor(2.0**-100))
+    else:
+        assert scale is not None
+        factor = scale.expand(rows.shape[1])[:, None]
+    return (rows * factor.reciprocal()).clamp(-largest, largest).to(dtype).float() * factor

@@ -1,0 +1,215 @@
+"""What pages hold: a writer and a reader that disagree are not built, and factors stay where graphs read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rocm_attn.errors import BadTensor, WrongState
+from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
+from rocm_attn.guards.registry import Guards
+from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import Encoding, FormatMismatch, PageFormat, PoolKind
+from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages
+from rocm_attn.paging.adopted import EnginePages, TableSource
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.paging.kv_pool import HybridKVPool
+from rocm_attn.problem import KVEncoding, Problem, Scales
+from rocm_attn.step.external_step import ExternalStep
+from rocm_attn.step.kv_scales import KVScales
+from tests.amd.guards.serving import ALL_ON, Serving
+from tests.amd.runtime.stepping import Request, providers, small_problem
+
+each_provider = pytest.mark.parametrize("provider", providers())
+FN = small_problem(16, kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.LAYER)
+FNUZ = replace(FN, kv_encoding=KVEncoding.E4M3FNUZ)
+PAGES = 6
+
+# What one side may take for what the other has written: each gives finite, wrong results to who reads it so.
+OTHERS: list[Callable[[Problem], Problem]] = [
+    lambda problem: replace(problem, kv_encoding=KVEncoding.E4M3FNUZ),
+    lambda problem: replace(problem, kv_scales=Scales.HEAD),
+    lambda problem: replace(problem, kv_scales=Scales.TOKEN),
+    lambda problem: replace(problem, pool=PoolKind.VECTORIZED),
+    lambda problem: replace(problem, page_size=32),
+    lambda problem: replace(problem, num_q_heads=12, num_kv_heads=4, head_dim=8, v_head_dim=8),
+]
+
+
+@each_provider
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_writer_and_a_reader_of_different_formats_are_not_built(
+    other: Callable[[Problem], Problem], provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An index cache that was written flat and read shuffled lost what lies beyond 4 thousand tokens (vllm#52109)."""
+    written = other(FN)
+    assert written.page_format != FN.page_format
+
+    class PoolOfTheWriter(HybridKVPool):
+        def __init__(self, problems: list[Problem], spaces: list[Space], **sizes: object) -> None:
+            super().__init__([written] * len(problems), spaces, **sizes)  # type: ignore[arg-type]
+
+    Serving(device, graphs=False, provider=provider, problem=FN)
+    monkeypatch.setattr("rocm_attn.runtime.HybridKVPool", PoolOfTheWriter)
+    with pytest.raises(BadTensor, match=r"the pages of layer 0 hold .*; its kernels are for .*float8_e4m3fn"):
+        Serving(device, graphs=False, provider=provider, problem=FN)
+
+
+def test_pages_that_are_not_what_their_format_says_are_refused(device: torch.device) -> None:
+    k = torch.zeros(PAGES, 16, 2, 16, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    one, heads = torch.ones(1, device=device), torch.ones(2, device=device)
+    form = FN.page_format
+    LayerPages(k, k, form, one, one)
+    refused: list[tuple[tuple[object, ...], str]] = [
+        ((k, k, FNUZ.page_format, one, one), "k is torch.float8_e4m3fn; its pages are .* float8_e4m3fnuz"),
+        ((k, k, replace(form, page_size=8), one, one), "k has pages of 16 tokens, 2 heads and 16 elements"),
+        ((k, k, replace(form, kind=PoolKind.VECTORIZED), one, one), "k has 4 dimensions; its pages are vectorised"),
+        ((k, k, form), "k_scale is missing; it must be float32"),
+        ((k, k, form, heads, one), r"k_scale is torch.float32 \[2\].*; it must be float32 \[1\]"),
+        ((k, k, form, one.double(), one), "k_scale is torch.float64"),
+        ((k, k, replace(form, scales=Scales.NONE), one, one), "k_scale was given"),
+    ]
+    for given, sentence in refused:
+        with pytest.raises(FormatMismatch, match=sentence):
+            LayerPages(*given)  # type: ignore[arg-type]
+
+
+def test_a_kernel_refuses_pages_that_lie_in_another_order_before_it_is_launched(device: torch.device) -> None:
+    k, v = empty_vectorised_pages(PAGES, 16, 2, (16, 16), 4, dtype=torch.float32, device=device)
+    ints = torch.zeros(3, dtype=torch.int32, device=device)
+    q = torch.zeros(2, 6, 16, device=device)
+    queries = Queries(ints[:2], ints[:2], ints, 2, 1, 16)
+    nothing = torch.zeros(0, device=device)
+
+    def args(pages: LayerPages) -> AttendArgs:
+        return AttendArgs(q, pages, ints[None], queries, q.clone(), None, None, None, ints, nothing)
+
+    with pytest.raises(ValueError, match=r"with q in torch.float32 it reads K and V pages .*, not vectorised pages of"):
+        args(LayerPages.plain(k, v)).check("decode")
+    halves = torch.zeros(PAGES, 16, 2, 16, dtype=torch.float16, device=device)
+    with pytest.raises(ValueError, match=r"in that or in eight bits, not K and V pages .* in float16"):
+        args(LayerPages.plain(halves, halves)).check("decode")
+    args(LayerPages.plain(halves.float(), halves.float())).check("decode")
+
+
+class Adopted:
+    """One layer over an engine's pages: bytes of which the engine says what they hold."""
+
+    def __init__(self, device: torch.device, provider: str, guards: Guards = ALL_ON, problem: Problem = FN) -> None:
+        self.table = torch.arange(1, PAGES, dtype=torch.int32, device=device)[None]
+        self.attention = ExternalAttention(
+            [LayerSource(problem)],
+            TableSource(self.table),
+            device=device,
+            bounds=Bounds(num_seqs=4, num_tokens=64, kv_len=64, num_pages=PAGES),
+            options=ExternalOptions(provider=provider),
+            guards=guards,
+        )
+        self.k = torch.zeros(PAGES, 16, 2, 16, dtype=torch.uint8, device=device)
+        self.v = self.k.clone()
+        self.scales = torch.tensor(0.02, device=device), torch.tensor(0.03, device=device)
+
+    def bind(self, form: PageFormat) -> None:
+        self.attention.bind(0, self.k, self.v, EnginePages(*self.scales, form))
+
+    def decode(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, *, stores: bool) -> torch.Tensor:
+        """Attention of the last of some tokens, which are stored first, or were."""
+        n, attention = len(k), self.attention
+        out = torch.empty_like(q)
+        lengths = torch.tensor([n], dtype=torch.int32, device=k.device)
+        if stores:
+            indptr = torch.tensor([0, n], dtype=torch.int32, device=k.device)
+            attention.begin(ExternalStep.extend(indptr, lengths, num_tokens=n, max_q_len=n, max_kv_len=n))
+            attention.fill()
+            attention.store(0, k, v)
+        attention.begin(ExternalStep.decode(lengths, num_seqs=1, max_kv_len=n))
+        attention.fill()
+        attention.attend(0, q, out)
+        attention.check_device()
+        return out
+
+
+def rows(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(21, 2, 16, generator=generator).to(device) for _ in range(2))
+    return k, v, torch.randn(1, 6, 16, generator=generator).to(device)
+
+
+@each_provider
+def test_pages_of_another_format_are_not_adopted(provider: str, device: torch.device) -> None:
+    """An engine has written E4M3FN, and the layer reads E4M3FNUZ: without the guard all of it counts half."""
+    k, v, q = rows(device)
+    engine = Adopted(device, provider)
+    engine.bind(FN.page_format)
+    right = engine.decode(k, v, q, stores=True)
+
+    reader = Adopted(device, provider, problem=FNUZ)
+    reader.k, reader.v = engine.k, engine.v
+    with pytest.raises(BadTensor, match=r"the pages of layer 0 hold .* float8_e4m3fn .*; its kernels read and write"):
+        reader.bind(FN.page_format)
+    with pytest.raises(WrongState, match=r"layer 0 has no pages yet"):
+        reader.decode(k, v, q, stores=False)
+
+    reader = Adopted(device, provider, Guards().without("page_format"), problem=FNUZ)
+    reader.k, reader.v = engine.k, engine.v
+    reader.bind(FN.page_format)
+    wrong = reader.decode(k, v, q, stores=False)
+    assert wrong.isfinite().all(), "nothing shows that it is wrong"
+    assert (wrong - right).abs().max() > 0.1
+
+
+@each_provider
+def test_what_an_engine_says_of_its_bytes_is_checked(provider: str, device: torch.device) -> None:
+    engine = Adopted(device, provider)
+    with pytest.raises(BadTensor, match=r"say what its pages hold and where their factors are"):
+        engine.attention.bind(0, engine.k, engine.v)
+    for form in (
+        replace(FN.page_format, producer="vllm: shuffled"),
+        replace(FN.page_format, kind=PoolKind.VECTORIZED),
+        replace(FN.page_format, encoding=Encoding.E5M2),
+    ):
+        with pytest.raises(BadTensor, match=r"Build the layer with a Problem of the engine's format, or convert"):
+            engine.bind(form)
+    engine.k = engine.k.view(torch.float8_e5m2)
+    with pytest.raises(BadTensor, match=r"are torch.float8_e5m2, and were declared to hold float8_e4m3fn"):
+        engine.bind(FN.page_format)
+    engine.k, engine.scales = engine.v, (torch.ones(2, device=device), torch.ones(2, device=device))
+    with pytest.raises(BadTensor, match=r"layer 0: k_scale is torch.float32 \[2\]"):
+        engine.bind(FN.page_format)
+
+
+@each_provider
+def test_an_engines_factors_do_not_move_under_a_graph(provider: str, device: torch.device) -> None:
+    engine = Adopted(device, provider)
+    engine.bind(FN.page_format)
+    engine.attention.seal()
+    engine.bind(FN.page_format)
+    engine.scales = (engine.scales[0].clone(), engine.scales[1])
+    with pytest.raises(WrongState, match=r"the pages of layer 0 have moved, and graphs read the old ones"):
+        engine.bind(FN.page_format)
+
+
+@each_provider
+def test_factors_are_not_replaced_under_a_graph(provider: str, device: torch.device) -> None:
+    problem = small_problem(kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.LAYER)
+
+    def served(guards: Guards) -> tuple[Serving, list[Request]]:
+        """A request that has decoded through a graph, and another one after factors have changed."""
+        serving = Serving(device, guards, graphs=True, provider=provider, problem=problem)
+        requests = serving.admit(1)
+        serving.step(requests, [1])
+        serving.free(*requests)
+        serving.runtime.set_kv_scales(0, KVScales(0.02, 0.03))
+        requests = serving.admit(1)
+        serving.run(requests, [1])
+        assert serving.runner.counters.replays == 2
+        return serving, requests
+
+    serving, requests = served(ALL_ON)
+    assert serving.is_right(requests, [1])
+    serving, requests = served(Guards().without("kv_scales"))
+    assert not serving.is_right(requests, [1])

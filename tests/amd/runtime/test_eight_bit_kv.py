@@ -1,0 +1,189 @@
+"""Steps over eight-bit K and V, eager and graphed, of every encoding and kind of factor, against the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rocm_attn.errors import BadProblem, BadTensor, Unsupported, WrongState
+from rocm_attn.kernels.cache.page_format import Encoding
+from rocm_attn.machine.target import known_target
+from rocm_attn.problem import KVEncoding, PoolKind, Scales
+from rocm_attn.providers.contract import Limits
+from rocm_attn.providers.select import select
+from rocm_attn.step.kv_scales import KVScales
+from tests.amd.guards.serving import Serving
+from tests.amd.runtime.stepping import World, deterministic_providers, providers, small_problem
+
+ENCODINGS = [KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ, KVEncoding.E5M2]
+EVERY_SCALES = [Scales.LAYER, Scales.HEAD, Scales.TOKEN]
+each_encoding = pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda encoding: encoding.name)
+each_scales = pytest.mark.parametrize("scales", EVERY_SCALES, ids=lambda scales: scales.name)
+each_provider = pytest.mark.parametrize("provider", providers())
+
+
+def given(scales: Scales) -> KVScales:
+    """Factors of the kind, all different."""
+    return (
+        KVScales(torch.tensor([0.011, 0.026]), torch.tensor([0.019, 0.008]))
+        if scales is Scales.HEAD
+        else KVScales(0.013, torch.tensor([0.02]))
+    )
+
+
+def serve(serving: Serving) -> None:
+    """Requests that begin, go on in chunks, decode, and leave, with pads."""
+    if serving.problem.kv_scales is not Scales.TOKEN:
+        serving.runtime.set_kv_scales(0, given(serving.problem.kv_scales))
+    requests = serving.admit(3)
+    serving.step(requests, [9, 1, 4])
+    serving.step(requests, [3, 1, 7])
+    for pad_to in (None, 8):
+        serving.step(requests, [1, 1, 1], pad_to)
+    serving.free(requests.pop(1))
+    serving.step(requests, [1, 1])
+    serving.runtime.check_device()
+
+
+@each_encoding
+@each_scales
+@each_provider
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+def test_steps_read_what_steps_have_quantised(
+    graphs: bool, provider: str, scales: Scales, encoding: KVEncoding, device: torch.device
+) -> None:
+    problem = small_problem(kv_encoding=encoding, kv_scales=scales, has_sinks=False)
+    serving = Serving(device, graphs=graphs, provider=provider, problem=problem)
+    serve(serving)
+    assert (serving.runner.counters.replays > 0) == graphs
+
+
+@each_scales
+@pytest.mark.parametrize("provider", deterministic_providers())
+def test_deterministic_steps_read_eight_bits_too(provider: str, scales: Scales, device: torch.device) -> None:
+    problem = small_problem(kv_encoding=KVEncoding.E4M3FN, kv_scales=scales)
+    serving = Serving(device, graphs=False, provider=provider, problem=problem, deterministic=True)
+    serve(serving)
+
+
+@each_scales
+@each_provider
+def test_what_requests_share_is_copied_with_its_factors(provider: str, scales: Scales, device: torch.device) -> None:
+    """A fork writes into a copy of the last page, which it shared."""
+    world = World.build([small_problem(kv_encoding=KVEncoding.E4M3FN, kv_scales=scales)], device, provider)
+    parent = world.admit()
+    world.step([parent], [6])
+    child = world.fork(parent, 6)
+    world.step([parent, child], [1, 1])
+    world.step([child, parent], [3, 1])
+
+
+@each_provider
+def test_layers_of_one_model_may_keep_k_and_v_differently(provider: str, device: torch.device) -> None:
+    problems = [
+        small_problem(),
+        small_problem(kv_encoding=KVEncoding.E4M3FNUZ, kv_scales=Scales.TOKEN),
+        small_problem(kv_encoding=KVEncoding.E5M2, kv_scales=Scales.LAYER, window_left=3),
+    ]
+    world = World.build(problems, device, provider, swa_pages=32)
+    requests = [world.admit() for _ in range(2)]
+    world.step(requests, [7, 3])
+    world.step(requests, [1, 1])
+
+
+@each_provider
+def test_what_is_no_number_is_stored_as_zero_and_reported_whatever_the_encoding(
+    provider: str, device: torch.device
+) -> None:
+    """Page 0 stays zero, also where 0 with a sign is no number."""
+    for encoding in ENCODINGS:
+        problem = small_problem(kv_encoding=encoding, kv_scales=Scales.TOKEN)
+        world = World.build([problem], device, provider)
+        request = world.admit()
+        step = world.runtime.begin_step(world.batch([request], [2]))
+        q, k, v = world.qkv(problem, step)
+        k[0, 0, 3], v[1, 1] = float("inf"), -1e-30
+        step.layers.store_and_attend(0, q, k, v, torch.empty_like(q))
+        world.runtime.end_step()
+        page = world.runtime.table.pages_of(request.row)[0]
+        stored = world.runtime.pool.layer(0).read(torch.tensor([int(page)], device=world.runtime.device))
+        assert all(bool(side[0, :2].isfinite().all()) for side in stored)
+        assert float(stored[0][0, 0, 0, 3]) == 0.0
+        assert world.page_zero_is_zero()
+        with pytest.raises(RuntimeError, match="infinite or no number"):
+            world.runtime.check_device()
+
+
+@each_provider
+def test_graphs_use_factors_that_were_given_after_they_were_made(provider: str, device: torch.device) -> None:
+    problem = small_problem(kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.HEAD)
+    serving = Serving(device, graphs=True, provider=provider, problem=problem)
+    requests = serving.admit(2)
+    serving.step(requests, [3, 1])
+    serving.step(requests, [1, 1])
+    captured = serving.runner.counters.captures
+    with pytest.raises(WrongState, match="cannot change while requests are admitted"):
+        serving.runtime.set_kv_scales(0, given(Scales.HEAD))
+    serving.free(*requests)
+    serving.runtime.set_kv_scales(0, given(Scales.HEAD))
+    requests = serving.admit(2)
+    serving.step(requests, [3, 1])
+    serving.step(requests, [1, 1])
+    assert serving.runner.counters.captures == captured
+
+
+def test_factors_that_no_code_can_be_divided_by_are_refused_and_change_nothing(device: torch.device) -> None:
+    problem = small_problem(kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.HEAD)
+    runtime = Serving(device, graphs=False, provider=providers()[0], problem=problem).runtime
+    refused: list[tuple[KVScales, str]] = [
+        (KVScales(torch.tensor([1.0, 0.0]), torch.ones(2)), r"k of layer 0 are \[1.0, 0.0\]; each must be a positive"),
+        (KVScales(torch.ones(2), torch.tensor([1.0, float("nan")])), "v of layer 0 are"),
+        (KVScales(torch.ones(3), torch.ones(2)), r"\[3\]; they must be floating point, 2 of them"),
+        (KVScales(torch.ones(2, dtype=torch.int32), torch.ones(2)), "torch.int32"),
+        (KVScales(torch.ones(2), torch.ones(2), KVEncoding.E5M2), "found for float8_e5m2, and it keeps"),
+    ]
+    for scales, sentence in refused:
+        with pytest.raises(BadTensor, match=sentence):
+            runtime.set_kv_scales(0, scales)
+    scale = runtime.pool.layer(0).k_scale
+    assert scale is not None
+    assert scale.tolist() == [1.0, 1.0]
+    with pytest.raises(BadTensor, match="layer 1 does not exist"):
+        runtime.set_kv_scales(1, KVScales(1.0, 1.0))
+    of_tokens = replace(problem, kv_scales=Scales.TOKEN)
+    runtime = Serving(device, graphs=False, provider=providers()[0], problem=of_tokens).runtime
+    with pytest.raises(BadTensor, match="a scale for each token and KV head; only factors of a layer"):
+        runtime.set_kv_scales(0, KVScales(1.0, 1.0))
+
+
+def test_factors_of_a_checkpoint_are_doubled_where_its_codes_are_worth_half(device: torch.device) -> None:
+    problem = small_problem(kv_encoding=KVEncoding.E4M3FNUZ, kv_scales=Scales.LAYER)
+    runtime = Serving(device, graphs=False, provider=providers()[0], problem=problem).runtime
+    runtime.set_kv_scales(0, KVScales(0.25, torch.tensor(0.5), made_for=KVEncoding.E4M3FN))
+    pages = runtime.pool.layer(0)
+    assert pages.k_scale is not None
+    assert pages.v_scale is not None
+    assert (pages.k_scale.tolist(), pages.v_scale.tolist()) == ([0.5], [1.0])
+
+
+def test_a_kernel_that_does_not_read_an_encoding_is_refused_with_the_reason() -> None:
+    problem = small_problem(kv_encoding=KVEncoding.E5M2, kv_scales=Scales.HEAD)
+    target = known_target("gfx942")
+    limits = Limits(("*",), (torch.float32,), (1, 256), (1, 256), (1, 128), 128, True, True, True)
+    assert limits.refusals(problem, target) == ("it reads K and V as q, and these pages are float8_e5m2",)
+    limits = replace(limits, encodings=(KVEncoding.E5M2,), scales=(Scales.LAYER,))
+    assert limits.refusals(problem, target) == (
+        "it reads a scale for each layer, and these pages have a scale for each KV head",
+    )
+    with pytest.raises(Unsupported):
+        select(replace(problem, pool=PoolKind.VECTORIZED, head_dim=32, v_head_dim=32, page_size=16), target, "triton")
+
+
+def test_eight_bits_have_a_factor_and_others_have_none() -> None:
+    for encoding, scales in ((KVEncoding.E4M3FN, Scales.NONE), (KVEncoding.LIKE_Q, Scales.TOKEN)):
+        with pytest.raises(BadProblem, match="eight-bit ones have a factor"):
+            small_problem(kv_encoding=encoding, kv_scales=scales)
+    form = small_problem(kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.TOKEN).page_format
+    assert (form.encoding, form.page_bytes) == (Encoding.E4M3FN, 4 * 2 * (2 * 16 + 2 * 4))

@@ -144,12 +144,6 @@ class TritonMixed:
         self.decode.attend(args._replace(schedule=decode), step, bounds)
 
 
-def _codes(problem: Problem) -> Codes:
-    if problem.kv_encoding is KVEncoding.LIKE_Q:
-        return Codes.NONE
-    return Codes.BY_TOKEN if problem.kv_scales is Scales.TOKEN else Codes.BY_ROW
-
-
 def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> TritonDecode:
     tiles = decode_tiles(
         target.arch,
@@ -158,7 +152,7 @@ def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> TritonDeco
         head_dim=problem.head_dim,
         v_head_dim=problem.v_head_dim,
         dtype=problem.dtype,
-        codes=_codes(problem),
+        codes=triton_segments.codes_of(problem),
     )
     cut = DecodeCut.of(
         tiles,
@@ -177,7 +171,7 @@ def _bind_extend(problem: Problem, target: Target, pool: PoolSize) -> TritonExte
         head_dim=problem.head_dim,
         v_head_dim=problem.v_head_dim,
         dtype=problem.dtype,
-        codes=_codes(problem),
+        codes=triton_segments.codes_of(problem),
     )
     return TritonExtend(problem, scores_of(problem), tiles, ExtendCut.of(tiles, gqa_ratio=problem.gqa_ratio))
 
@@ -189,7 +183,7 @@ def _bind_mixed(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed
 
 def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> TritonMasked:
     extend = _bind_extend(problem, target, pool)
-    tiles = extend.tiles.of_masked_steps()
+    tiles = extend.tiles.of_masked_steps(triton_segments.codes_of(problem))
     return TritonMasked(replace(extend, tiles=tiles, cut=ExtendCut.of(tiles, gqa_ratio=problem.gqa_ratio)))
 
 

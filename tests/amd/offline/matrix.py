@@ -34,7 +34,7 @@ from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, OWN_TABLE, StepTensors, TableTerms
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.machine.target import known_target
-from rocm_attn.problem import UNLIMITED_WINDOW, Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 from rocm_attn.providers.triton import TRITON
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
@@ -60,6 +60,8 @@ class Row:
     dims:      head_dim, v_head_dim
     is_large:  whether K and V lie in more than 2 GiB each
     on_oldest: whether the row also runs with the oldest supported Triton
+    kv:        the encoding of K and V; rows of eight-bit ones launch only what reads and writes pages
+    scales:    what shares a factor
     """
 
     arch: str
@@ -69,12 +71,15 @@ class Row:
     page_size: int
     is_large: bool = False
     on_oldest: bool = False
+    kv: KVEncoding = KVEncoding.LIKE_Q
+    scales: Scales = Scales.NONE
 
     def __str__(self) -> str:
         (q_heads, kv_heads), (head_dim, v_head_dim) = self.heads, self.dims
         dtype = str(self.dtype).removeprefix("torch.")
         pool = "above" if self.is_large else "below"
-        return f"{self.arch}-{q_heads}x{kv_heads}-{head_dim}-{v_head_dim}-{dtype}-page{self.page_size}-{pool}_2gib"
+        kv = "" if self.kv is KVEncoding.LIKE_Q else f"-{self.kv.name}_{self.scales.name}".lower()
+        return f"{self.arch}-{q_heads}x{kv_heads}-{head_dim}-{v_head_dim}-{dtype}{kv}-page{self.page_size}-{pool}_2gib"
 
     @property
     def problems(self) -> list[Problem]:
@@ -87,6 +92,8 @@ class Row:
             dtype=self.dtype,
             page_size=self.page_size,
             scale=self.dims[0] ** -0.5,
+            kv_encoding=self.kv,
+            kv_scales=self.scales,
         )
         if self.dims[0] == 64:  # gpt-oss
             return [plain, replace(plain, window_left=127, has_sinks=True)]
@@ -137,6 +144,15 @@ ROWS = (
         for is_large in (False, True)
         for layer in _AMD_LAYERS
     ),
+    # Codes that each target reads by itself, and one that it does not; with factors of rows and of tokens.
+    *(
+        Row(arch, *layer, kv=kv, scales=scales, on_oldest=layer is _AMD_LAYERS[1])
+        for arch, kv in (("gfx942", KVEncoding.E4M3FNUZ), ("gfx950", KVEncoding.E4M3FN), ("sm_90", KVEncoding.E4M3FN))
+        for layer in (_SM_90_LAYERS if arch == "sm_90" else _AMD_LAYERS)
+        for scales in (Scales.HEAD, Scales.TOKEN)
+        if layer[2] == BF16 and not (arch == "gfx942" and scales is Scales.TOKEN and max(layer[1]) > 256)
+    ),
+    Row("gfx942", *_AMD_LAYERS[2], kv=KVEncoding.E5M2, scales=Scales.HEAD),
     # More query heads on a KV head than any row serves at once: they are cut into blocks.
     Row("gfx942", (128, 1), (128, 128), BF16, 16),
     *(Row("sm_90", *layer) for layer in _SM_90_LAYERS),
@@ -147,6 +163,8 @@ ROWS = (
 def launch_all(row: Row) -> None:
     """Every kernel that the runtime launches for the row's layers; under an offline driver they are only compiled.
 
+    Those of eight-bit rows are what reads and writes pages: the rest is that of other rows.
+
     The pool's size changes only kernels that read or write pages, so rows above 2 GiB launch those alone. So do rows
     for NVIDIA, where the rest is tested by running it.
     """
@@ -154,6 +172,11 @@ def launch_all(row: Row) -> None:
     _launch_step(runtime, _batch(rows, [1] * 16))
     _launch_step(runtime, _batch(rows, [32] * 16))
     _launch_masked_step(row)
+    if row.kv is not KVEncoding.LIKE_Q:
+        if max(row.dims) <= 128:  # of which there are deterministic kernels
+            runtime, rows = _runtime(row, row.problems, deterministic=True)
+            _launch_step(runtime, _batch(rows, [1, 32] * 8), with_lse=True)
+        return
     if runtime.target.is_amd:
         _launch_fix_ups(runtime)
         if row.dtype.itemsize == 2 and row.page_size % 8 == 0:

@@ -146,7 +146,7 @@ ROWS = (
     ),
     # Codes that each target reads by itself, and one that it does not; with factors of rows and of tokens.
     *(
-        Row(arch, *layer, kv=kv, scales=scales, on_oldest=layer is _AMD_LAYERS[1])
+        Row(arch, *layer, kv=kv, scales=scales, on_oldest=arch == "gfx942" and layer is _AMD_LAYERS[1])
         for arch, kv in (("gfx942", KVEncoding.E4M3FNUZ), ("gfx950", KVEncoding.E4M3FN), ("sm_90", KVEncoding.E4M3FN))
         for layer in (_SM_90_LAYERS if arch == "sm_90" else _AMD_LAYERS)
         for scales in (Scales.HEAD, Scales.TOKEN)

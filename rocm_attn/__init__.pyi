@@ -8,6 +8,13 @@ from rocm_attn.kernels.cache.page_format import Encoding as Encoding
 from rocm_attn.kernels.cache.page_format import PageFormat as PageFormat
 from rocm_attn.kernels.cache.page_format import PoolKind as PoolKind
 from rocm_attn.problem import Problem as Problem
+from rocm_attn.problem import ALL_KEYS as ALL_KEYS
+from rocm_attn.problem import AllKeys as AllKeys
+from rocm_attn.problem import Indexer as Indexer
+from rocm_attn.problem import EarlierSelection as EarlierSelection
+from rocm_attn.kernels.sparse.arguments import Indexing as Indexing
+from rocm_attn.kernels.sparse.arguments import LastUnit as LastUnit
+from rocm_attn.kernels.sparse.arguments import Pooling as Pooling
 from rocm_attn.kernels.cache.page_format import Scales as Scales
 from rocm_attn.step.head_weights import HeadWeights as HeadWeights
 from rocm_attn.step.kv_scales import KVScales as KVScales
@@ -33,6 +40,10 @@ from rocm_attn.step.step import SplitStep as SplitStep
 from rocm_attn.step.step import Step as Step
 from rocm_attn.step.outputs import PerToken as PerToken
 from rocm_attn.step.protocols import LayerCalls as LayerCalls
+from rocm_attn.kernels.cache.row_work import QkvWork as QkvWork
+from rocm_attn.kernels.cache.row_work import RopePairs as RopePairs
+from rocm_attn.kernels.cache.row_work import RopeTable as RopeTable
+from rocm_attn.kernels.cache.row_work import RowNorm as RowNorm
 from rocm_attn.step.merging import merge_states as merge_states
 
 # Graphs

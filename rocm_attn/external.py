@@ -23,6 +23,7 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadProblem, BadSetting, BadTensor, DeviceFault, NeverFits, Unsupported, WrongState
 from rocm_attn.guards.registry import Guards, guards_from_settings
 from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable
 from rocm_attn.kernels.metadata.engine_tensors import LengthBounds, PublishedLengths
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.machine.agreement import Agree, alone
@@ -160,6 +161,7 @@ class ShadowView:
 
     row_of_seq, kv_len, q_len: int32 [S]; the first num_seqs are those of the step
     table:                     int32 [rows, width], of the layer's space
+    eight_bit_products:        whether the layer's kernel may round what it multiplies to eight bits
     """
 
     problem: Problem
@@ -170,6 +172,7 @@ class ShadowView:
     kv_len: Tensor
     q_len: Tensor
     table: Tensor
+    eight_bit_products: bool
 
 
 class ExternalAttention:
@@ -417,6 +420,24 @@ class ExternalAttention:
         run = self._running()
         run.core.layers.store(run.step, run.plan, layer, k, v)
 
+    def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
+        """As LayerCalls.rope_and_store. Positions are places in the KV, or came with the step's mask.
+
+        Raises BadTensor, WrongState.
+        """
+        run = self._running()
+        run.core.layers.rope_and_store(run.step, run.plan, layer, Projected(q, k, v, q_out), work)
+
+    def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
+        """As LayerCalls.rope_queries. Raises BadTensor, WrongState."""
+        run = self._running()
+        run.core.layers.rope_queries(run.step, layer, q, q_out, work)
+
+    def finish(self, layer: int, out: Tensor, *, gate: Tensor | None = None, undo: RopeTable | None = None) -> None:
+        """As LayerCalls.finish. Raises BadTensor, WrongState."""
+        run = self._running()
+        run.core.layers.finish(run.step, layer, out, gate, undo)
+
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """Attention of the step's new tokens over their sequences' KV.
 
@@ -481,6 +502,7 @@ class ExternalAttention:
             tensors.kv_len,
             tensors.q_len,
             tensors.table,
+            run.plan.kernels[kind].row.rounds_products,
         )
 
     def _new_core(self, problems: Sequence[Problem], spaces: Sequence[Space], target: Target, agree: Agree) -> StepCore:

@@ -12,17 +12,31 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
-from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 
 # int32 words of a schedule: of a program and of a sequence (decode_schedule.py), of a query block (extend_schedule.py).
 PROGRAM_WORDS, SEQ_WORDS, BLOCK_WORDS = 8, 2, 4
 
 
+class NewTokens(NamedTuple):
+    """Which sequences take part in a decode launch, by their new tokens, and how these are cut into rows.
+
+    FEWEST, MOST: new tokens of a sequence that takes part
+    OF_ROW:       consecutive new tokens whose query heads are one row
+    """
+
+    FEWEST: int = 1
+    MOST: int = 1
+    OF_ROW: int = 1
+
+
+ONE_TOKEN = NewTokens()
+
+
 class RowCut(NamedTuple):
     """How the work of a sequence is cut into rows, as decode kernels are compiled for it.
 
-    ROWS:          rows of a sequence
+    ROWS:          rows of OF_ROW new tokens
     GQA_RATIO:     query heads that share a KV head
     HEADS_PER_ROW: KV heads of a row
     HEAD_BLOCKS:   blocks that the query heads of a KV head are cut into, a row each
@@ -31,6 +45,7 @@ class RowCut(NamedTuple):
     KEY_BLOCK:     keys of a block; of deterministic attention a segment's
     ROW_COST:      see DecodeCut
     WINDOWED:      whether there is a window
+    TOKENS:        which sequences take part
     """
 
     ROWS: int
@@ -42,17 +57,19 @@ class RowCut(NamedTuple):
     KEY_BLOCK: int
     ROW_COST: int
     WINDOWED: bool
+    TOKENS: NewTokens = ONE_TOKEN
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCut:
     """How a decode batch is handed out; equal cuts make equal schedules of a step.
 
-    rows:        rows of a sequence
+    rows:        rows of a sequence with one new token
     key_block:   keys of a block
     row_cost:    what starting a row costs beside its key blocks, in blocks; at least 1
     programs:    programs that share the work
-    window_left: previous keys that a token sees; UNLIMITED_WINDOW: all of them
+    window_left: keys before its last that a sequence sees; UNLIMITED_WINDOW: all of them
+    tokens:      which sequences take part
     """
 
     rows: int
@@ -60,15 +77,24 @@ class DecodeCut:
     row_cost: int
     programs: int
     window_left: int
+    tokens: NewTokens = ONE_TOKEN
 
     def __post_init__(self) -> None:
         assert self.row_cost >= 1
         assert self.programs >= 1
+        assert 1 <= self.tokens.FEWEST <= self.tokens.MOST
+        assert self.rows == 1 or self.tokens.MOST == 1
+        assert self.tokens.OF_ROW >= 1
 
     @classmethod
     def of(cls, tiles: DecodeTiles, *, num_kv_heads: int, programs: int, window_left: int) -> DecodeCut:
         """The cut of a layer that is served with these tiles."""
         return cls(tiles.rows_per_seq(num_kv_heads), tiles.key_block, tiles.row_cost, programs, window_left)
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows of a sequence."""
+        return self.rows * -(-self.tokens.MOST // self.tokens.OF_ROW)
 
     def words(self, num_seqs: int) -> int:
         """int32 words of the schedule."""
@@ -92,21 +118,19 @@ class DecodeCut:
             KEY_BLOCK=self.key_block,
             ROW_COST=self.row_cost,
             WINDOWED=self.window_left != UNLIMITED_WINDOW,
+            TOKENS=self.tokens,
         )
 
     def partials_words(self, *, gqa_ratio: int, v_head_dim: int, tiles: DecodeTiles) -> int:
         """float32 words of decode's workspace, for rows that several programs share: two parts a program."""
         return 2 * self.programs * tiles.q_rows(gqa_ratio) * (v_head_dim + 2)
 
-    def segment_words(
-        self, num_seqs: int, most_segments: int, *, gqa_ratio: int, v_head_dim: int, tiles: SegmentTiles
-    ) -> tuple[int, int]:
+    def segment_words(self, num_seqs: int, most_segments: int, *, q_rows: int, v_head_dim: int) -> tuple[int, int]:
         """float32 words of deterministic decode's workspace, for num_seqs padded sequences of so many segments at most.
 
-        A slot for each partial result: maxima and sums, in whole 16-byte units, then accumulators.
+        A slot of q_rows rows for each partial result: maxima and sums, in whole 16-byte units, then accumulators.
         """
         slots = num_seqs * self.rows * (most_segments + self.row_cost)
-        q_rows = tiles.decode(gqa_ratio).q_rows(gqa_ratio)
         # Triton compiles a kernel anew when a pointer's alignment changes.
         return -(-slots * q_rows * 2 // 4) * 4, slots * q_rows * v_head_dim
 

@@ -9,8 +9,9 @@ share = ceil(total / programs). All the rest is arithmetic:
   (x + row_cost + blocks - 1) // share, in this order.
 
 So there is no list of parts and no atomic, and the cut depends on nothing but the lengths.
-With a window a row has only the blocks that its new token sees. A sequence takes part if it has one new token. With
-kv_len 0 it costs row_cost, so that some program writes its zeros.
+With a window a row has only the blocks that its new tokens see. A sequence takes part by its number of new tokens, of
+which each OF_ROW have rows of their own; each row is as long as the last one. With kv_len 0 a row costs row_cost, so
+that some program writes its zeros.
 
 The schedule is int32, flat: PROGRAM_WORDS a program, then SEQ_WORDS a sequence. Positions must fit int32:
 rows x KV tokens / key_block below 2**31.
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.attention import cuts
 from rocm_attn.kernels.attention.arguments import Queries
-from rocm_attn.kernels.attention.cuts import DecodeCut
+from rocm_attn.kernels.attention.cuts import DecodeCut, NewTokens
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 from rocm_attn.kernels.attention.softmax import visible_blocks
 from rocm_attn.kernels.launch import launch
@@ -71,11 +72,26 @@ def heads_of_row(row, R: tl.constexpr):
 
 
 @triton.jit
-def next_row(schedule, num_programs, num_seqs, seq, row, kv_len, R: tl.constexpr):
-    """Sequence, row and kv_len of the row after this one; of a sequence that takes no part (-1) no row is visited."""
-    row = tl.where(kv_len < 0, R.ROWS, row + 1)
-    seq = tl.where(row == R.ROWS, seq + 1, seq)
-    row = tl.where(row == R.ROWS, 0, row)
+def new_tokens(q_indptr, seq, T: tl.constexpr):
+    """The new tokens of a sequence that takes part."""
+    return 1 if T.MOST == 1 else tl.load(q_indptr + seq + 1) - tl.load(q_indptr + seq)
+
+
+@triton.jit
+def rows_of_tokens(q_len, ROWS: tl.constexpr, T: tl.constexpr):
+    """The rows of a sequence with so many new tokens."""
+    return ROWS * ((q_len + (T.OF_ROW - 1)) // T.OF_ROW)
+
+
+@triton.jit
+def next_row(schedule, num_programs, num_seqs, seq, row, num_rows, kv_len, R: tl.constexpr):
+    """Sequence, row and kv_len of the row after this one; of a sequence that takes no part (-1) no row is visited.
+
+    num_rows: of the sequence, if it takes part
+    """
+    row = tl.where(kv_len < 0, num_rows, row + 1)
+    seq = tl.where(row == num_rows, seq + 1, seq)
+    row = tl.where(row == num_rows, 0, row)
     words = words_of_seq(schedule, num_programs, seq)
     return seq, row, tl.load(words + SEQ_KV_LEN, mask=seq < num_seqs, other=-1)
 
@@ -88,17 +104,26 @@ class ScheduleGeometry(NamedTuple):
     ROW_COST: int
     WINDOWED: bool
     SEQS: int
+    TOKENS: NewTokens
 
 
 @triton.jit
 def _costs(kv_len, q_indptr, seq, num_seqs, window_left, G: tl.constexpr):
-    """Cost of all rows of each sequence, and its kv_len or -1."""
+    """Cost of all rows of each sequence, that of one row, and its kv_len or -1."""
+    T: tl.constexpr = G.TOKENS
     inside = seq < num_seqs
     first_token = tl.load(q_indptr + seq, mask=inside, other=0)
-    takes_part = tl.load(q_indptr + seq + 1, mask=inside, other=0) - first_token == 1
+    q_len = tl.load(q_indptr + seq + 1, mask=inside, other=0) - first_token
+    if T.MOST == 1:
+        takes_part = q_len == 1
+        num_rows = G.ROWS
+    else:
+        takes_part = (q_len >= T.FEWEST) & (q_len <= T.MOST)
+        num_rows = rows_of_tokens(q_len, G.ROWS, T)
     length = tl.where(takes_part, tl.load(kv_len + seq, mask=inside, other=0), -1)
     _, _, num_blocks = visible_blocks(length, window_left, G.KEY_BLOCK, G.WINDOWED)
-    return tl.where(takes_part, (num_blocks + G.ROW_COST) * G.ROWS, 0), length
+    row_cost = num_blocks + G.ROW_COST
+    return tl.where(takes_part, row_cost * num_rows, 0), row_cost, length
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_programs", "window_left"])
@@ -117,7 +142,7 @@ def _schedule_kernel(
 
     total = 0
     for first in range(0, num_seqs, SEQS):
-        cost, _ = _costs(kv_len, q_indptr, first + lane, num_seqs, window_left, G)
+        cost, _, _ = _costs(kv_len, q_indptr, first + lane, num_seqs, window_left, G)
         total += tl.sum(cost, 0)
     share = tl.maximum(tl.cdiv(total, num_programs), 1)
     start = program * share
@@ -126,24 +151,24 @@ def _schedule_kernel(
     # The sequence whose positions contain `start`: the number of sequences that end at or before it.
     seq = 0
     seq_start = 0
-    seq_cost = 0
+    row_cost = 0
     seq_len = 0
     before = 0
     for first in range(0, num_seqs, SEQS):
-        # cost, length: [SEQS]
-        cost, length = _costs(kv_len, q_indptr, first + lane, num_seqs, window_left, G)
+        # cost, cost_of_row, length: [SEQS]
+        cost, cost_of_row, length = _costs(kv_len, q_indptr, first + lane, num_seqs, window_left, G)
         end = before + tl.cumsum(cost, 0)
         here = (end > start) & (end - cost <= start)
         seq += tl.sum((end <= start).to(tl.int32), 0)
         seq_start += tl.sum(tl.where(here, end - cost, 0), 0)
-        seq_cost += tl.sum(tl.where(here, cost, 0), 0)
+        row_cost += tl.sum(tl.where(here, cost_of_row, 0), 0)
         seq_len += tl.sum(tl.where(here, length, 0), 0)
         if (first // SEQS) % num_programs == program:
             words = words_of_seq(schedule, num_programs, first + lane)
             tl.store(words + SEQ_START, end - cost, mask=first + lane < num_seqs)
             tl.store(words + SEQ_KV_LEN, length, mask=first + lane < num_seqs)
         before += tl.sum(cost, 0)
-    row_cost = tl.maximum(seq_cost // G.ROWS, 1)
+    row_cost = tl.maximum(row_cost, 1)
     row = (start - seq_start) // row_cost
     row_start = seq_start + row * row_cost
 
@@ -175,6 +200,8 @@ def launch_decode_schedule(queries: Queries, schedule: Tensor, cut: DecodeCut) -
         num_seqs,
         cut.programs,
         cut.window_left,
-        G=ScheduleGeometry(cut.rows, cut.key_block, cut.row_cost, cut.window_left != UNLIMITED_WINDOW, _SEQS_AT_ONCE),
+        G=ScheduleGeometry(
+            cut.rows, cut.key_block, cut.row_cost, cut.window_left != UNLIMITED_WINDOW, _SEQS_AT_ONCE, cut.tokens
+        ),
         num_warps=4,
     )

@@ -24,11 +24,13 @@ from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_TOKENS,
     BLOCK_WORDS,
 )
-from rocm_attn.kernels.attention.key_loop import Bits, Query, Seen, attend_key_blocks, key_geometry, nothing_seen
+from rocm_attn.kernels.attention.key_loop import Query, Seen, attend_key_blocks, key_geometry, nothing_seen
 from rocm_attn.kernels.attention.mask_bits import MAX_MASK_BLOCK
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.query_block import (
     BlockGeometry,
+    MaskOfStep,
+    bits_of_block,
     load_queries,
     place_of_program,
     rows_of_block,
@@ -113,22 +115,9 @@ def _extend_kernel(
             edge_block = first_key // K.KEY_BLOCK
         bits = None
         if PACKED:
-            edge_block = 0
-            # Of the padded tail, which sees no key, those of the first sequence.
-            seq_cell = tl.load(mask_indptr + tl.maximum(seq, 0))
-            seq_token = tl.load(q_indptr + tl.maximum(seq, 0))
-            block_cell = seq_cell + (first_token - seq_token).to(tl.int64) * end_key
-            # From here on cells are counted from the block's first word, and fit 32 bits.
-            row_cell = (block_cell % 32).to(tl.int32) + block_token * end_key
-            row_end = tl.where(is_row, row_cell + end_key, 0)
-            row_first_key = row_cell  # not read without a window
-            if K.WINDOWED:
-                first_new_key = end_key - (tl.load(q_indptr + tl.maximum(seq, 0) + 1) - seq_token)
-                position = tl.load(position_of_token + token, mask=is_row, other=0x7FFFFFFF)
-                row_first_key = tl.maximum(position, first_new_key) - window_left
-                # Tokens of a tree lie at any depth of it: the first key of all rows need not be the first row's.
-                edge_block = tl.minimum(tl.maximum(tl.min(row_first_key, 0), 0), end_key) // K.KEY_BLOCK
-            bits = Bits(mask_words + block_cell // 32, row_cell, row_end, row_first_key)
+            mask = MaskOfStep(mask_words, mask_indptr, position_of_token, q_indptr)
+            first_seen, bits = bits_of_block(mask, seq, first_token, is_row, end_key, window_left, G)
+            edge_block = first_seen // K.KEY_BLOCK
         C: tl.constexpr = K.coding
         factors = Factors(k_scale, v_scale, kv_head.to(tl.int64))
         k_factor = row_factor(k_scale, factors.head, C)

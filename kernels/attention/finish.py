@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rocm_attn.kernels.attention.softmax import LOG2_E
 from rocm_attn.kernels.cache.rope import RowGeometry, angles_at, places_of_pairs, turned, warps_in_place
 from rocm_attn.kernels.cache.row_work import RopeTable
 from rocm_attn.kernels.launch import launch
@@ -45,7 +46,9 @@ def _gated(x, gates, place, is_head, mask, G: tl.constexpr):
         gate = tl.load(gates + place, mask=mask, other=0.0).to(tl.float32)
     else:
         gate = tl.load(gates, mask=is_head, other=0.0).to(tl.float32)
-    return x / (1.0 + tl.exp2(gate * -1.4426950408889634))
+    # Of the two forms of a sigmoid the one that does not overflow.
+    small = tl.exp2(tl.abs(gate) * -LOG2_E)
+    return x * tl.where(gate < 0.0, small, 1.0) / (1.0 + small)
 
 
 @triton.jit
@@ -101,6 +104,7 @@ def launch_finish(out: Tensor, gate: Tensor | None, rope: RopeTable | None, posi
     positions: int32 [T], lines of the table
     counts:    int32 [4]; [1] is num_tokens, and the tokens from there on stay as they are
     """
+    assert gate is not None or rope is not None
     num_tokens, heads, dim = out.shape
     row = RowGeometry.of(dim, rope, None)
     # Without a gate, only pairs are touched.

@@ -28,6 +28,8 @@ from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_WORK,
     SEQ_KV_LEN,
     SEQ_START,
+    new_tokens,
+    rows_of_tokens,
     words_of_program,
     words_of_seq,
 )
@@ -40,11 +42,13 @@ class MergeGeometry(NamedTuple):
     """What the merge is compiled for.
 
     rows:       how decode's rows are cut
+    MOST_ROWS:  rows of a sequence, at most
     V_HEAD_DIM: elements of an output row
     BY_ROW, HEADS, COLUMNS, PARTS: see MergeShape
     """
 
     rows: RowCut
+    MOST_ROWS: int
     V_HEAD_DIM: int
     BY_ROW: bool
     HEADS: int
@@ -105,16 +109,19 @@ def _merge_kernel(
     G: tl.constexpr,
 ):
     R: tl.constexpr = G.rows
+    T: tl.constexpr = R.TOKENS
     index = tl.program_id(0)
     if G.BY_ROW:
-        seq = index // R.ROWS
-        row = index % R.ROWS
+        seq = index // G.MOST_ROWS
+        row = index % G.MOST_ROWS
         seq_words = words_of_seq(schedule, num_programs, seq)
         share = tl.load(schedule + PROGRAM_SHARE)
         _, _, num_blocks = visible_blocks(tl.load(seq_words + SEQ_KV_LEN), window_left, R.KEY_BLOCK, R.WINDOWED)
         first_position = tl.load(seq_words + SEQ_START) + row * (num_blocks + R.ROW_COST) + R.ROW_COST
         first_program = first_position // share
         mine = num_blocks > 0
+        if T.MOST > 1:
+            mine = mine & (row < rows_of_tokens(new_tokens(q_indptr, seq, T), R.ROWS, T))
     else:
         # The row that goes on from program `index` into the next one, if that program is the first with a part of it.
         words = words_of_program(schedule, index + 1)
@@ -132,19 +139,25 @@ def _merge_kernel(
         column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
         sums = partials + num_programs * (2 * R.Q_ROWS * G.V_HEAD_DIM)
         acc, maximum, total = _merge_parts(partials, sums, first_program, num_parts, q_row, column, G)
-        # The last block of a KV head's query heads may be shorter; its other lanes hold whatever decode left there.
-        head_block = row % R.HEAD_BLOCKS
-        is_row = q_row < tl.minimum(R.Q_ROWS, R.GQA_RATIO * R.HEADS_PER_ROW - head_block * R.BLOCK_HEADS)
         token = tl.load(q_indptr + seq).to(tl.int64)
-        first_head = row // R.HEAD_BLOCKS * (R.HEADS_PER_ROW * R.GQA_RATIO) + head_block * R.BLOCK_HEADS
-        head = (first_head + q_row).to(tl.int64)
+        # The last row of a sequence, or of a KV head, may be shorter; its other lanes hold whatever decode left there.
+        if T.MOST == 1:
+            head_block = row % R.HEAD_BLOCKS
+            is_row = q_row < tl.minimum(R.Q_ROWS, R.GQA_RATIO * R.HEADS_PER_ROW - head_block * R.BLOCK_HEADS)
+            first_head = row // R.HEAD_BLOCKS * (R.HEADS_PER_ROW * R.GQA_RATIO) + head_block * R.BLOCK_HEADS
+            head = (first_head + q_row).to(tl.int64)
+        else:
+            q_len = new_tokens(q_indptr, seq, T)
+            is_row = q_row < tl.minimum(R.Q_ROWS, (q_len - row * T.OF_ROW) * R.GQA_RATIO)
+            token += row * T.OF_ROW + q_row // R.GQA_RATIO
+            head = (q_row % R.GQA_RATIO).to(tl.int64)
         if sinks is not None:
             sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
             maximum, total, decay = add_sink(maximum, total, sink)
             acc = acc * decay[:, None]
         value = (acc / tl.where(is_row, total, 1.0)[:, None]).to(out.dtype.element_ty)
         mask = is_row[:, None] & (column < G.V_HEAD_DIM)[None, :]
-        tl.store(out + token * out_token + head[:, None] * out_head + column[None, :], value, mask=mask)
+        tl.store(out + (token * out_token + head * out_head)[:, None] + column[None, :], value, mask=mask)
         if lse is not None:
             # Programs of other column chunks store the same number.
             value = (maximum + tl.log2(tl.where(is_row, total, 1.0))) * LN_2
@@ -191,11 +204,12 @@ def merge_shape(num_rows: int, num_programs: int, q_rows: int, v_head_dim: int) 
 def launch_merge(args: AttendArgs, cut: DecodeCut, rows: RowCut) -> None:
     """out and lse of every row of which several programs hold parts; the arguments are launch_paged_decode's."""
     queries, v_head_dim = args.queries, args.out.shape[2]
-    shape = merge_shape(queries.num_seqs * rows.ROWS, cut.programs, rows.Q_ROWS, v_head_dim)
+    num_rows = queries.num_seqs * cut.most_rows
+    shape = merge_shape(num_rows, cut.programs, rows.Q_ROWS, v_head_dim)
     launch(
         _merge_kernel,
         (
-            queries.num_seqs * rows.ROWS if shape.by_row else cut.programs - 1,
+            num_rows if shape.by_row else cut.programs - 1,
             triton.cdiv(rows.Q_ROWS, shape.heads),
             triton.cdiv(v_head_dim, shape.columns),
         ),
@@ -208,6 +222,6 @@ def launch_merge(args: AttendArgs, cut: DecodeCut, rows: RowCut) -> None:
         cut.programs,
         cut.window_left,
         *args.written_strides,
-        G=MergeGeometry(rows, v_head_dim, shape.by_row, shape.heads, shape.columns, shape.parts),
+        G=MergeGeometry(rows, cut.most_rows, v_head_dim, shape.by_row, shape.heads, shape.columns, shape.parts),
         num_warps=shape.num_warps,
     )

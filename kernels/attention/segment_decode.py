@@ -140,7 +140,7 @@ def _segment_decode_kernel(
         work -= take
         done = 0
         row_start += row_cost
-        seq, row, kv_len = next_row(schedule, num_programs, num_seqs, seq, row, kv_len, R)
+        seq, row, kv_len = next_row(schedule, num_programs, num_seqs, seq, row, R.ROWS, kv_len, R)
 
 
 def launch_segment_decode(
@@ -157,9 +157,8 @@ def launch_segment_decode(
     args.check("deterministic decode")
     queries, pages, table, workspace = args.queries, args.pages, args.table, args.workspace
     geometry = _geometry(args, scores, cut, tiles)
-    ratio, v_head_dim = geometry.rows.GQA_RATIO, geometry.keys.V_HEAD_DIM
     sum_words, part_words = cut.segment_words(
-        queries.num_seqs, most_segments, gqa_ratio=ratio, v_head_dim=v_head_dim, tiles=tiles
+        queries.num_seqs, most_segments, q_rows=geometry.rows.Q_ROWS, v_head_dim=geometry.keys.V_HEAD_DIM
     )
     assert workspace.dtype == torch.float32
     assert workspace.is_contiguous()

@@ -19,8 +19,9 @@ def decode_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: DecodeCut)
     words_of_seqs: list[int] = []
     position = 0
     for seq, (length, new) in enumerate(zip(kv_len, q_len, strict=True)):
-        words_of_seqs += [position, length if new == 1 else -1]
-        for row in range(cut.rows if new == 1 else 0):
+        takes_part = cut.tokens.FEWEST <= new <= cut.tokens.MOST
+        words_of_seqs += [position, length if takes_part else -1]
+        for row in range(cut.rows * -(-new // cut.tokens.OF_ROW) if takes_part else 0):
             rows.append((seq, row))
             starts.append(position)
             position += len(visible_blocks(length, cut)) + cut.row_cost
@@ -39,7 +40,7 @@ def decode_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: DecodeCut)
 
 
 def visible_blocks(kv_len: int, cut: DecodeCut) -> range:
-    """The key blocks with keys that the last of kv_len tokens sees."""
+    """The key blocks with keys that a sequence of kv_len tokens sees."""
     first_key = 0 if cut.window_left == UNLIMITED_WINDOW else max(0, kv_len - 1 - cut.window_left)
     return range(first_key // cut.key_block, -(-kv_len // cut.key_block))
 

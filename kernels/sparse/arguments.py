@@ -8,6 +8,7 @@ own pages. A unit is what is selected: a token, a pool, or a block of tokens. Un
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +19,9 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 
 # Of a selection, at and past its count.
 NO_UNIT = -1
+# Bits of the word that says what is wrong with a selection: a count is negative, or larger than the units that the
+# token sees or than the width; an entry is no unit that its token sees; an entry is not larger than the one before it.
+BAD_COUNT, OUTSIDE, NOT_ASCENDING = 1, 2, 4
 
 
 class Pooling(enum.Enum):
@@ -72,15 +76,25 @@ class Indexing:
     last: int = 0
     last_unit: LastUnit = LastUnit.SCORED
 
-    def __post_init__(self) -> None:
-        assert self.scale > 0
-        assert self.top >= 1
-        assert self.sets >= 1
-        assert self.key_tokens >= 1
-        assert self.unit_keys >= 1
-        assert 0 <= self.first + self.last <= self.top, "more units are forced than chosen"
-        assert min(self.first, self.last) >= 0
-        assert self.key_tokens == 1 or self.last_unit is not LastUnit.SCORED, "a pooled key is of complete pools"
+    @property
+    def refusal(self) -> str:
+        """Why nothing can be chosen this way; empty where it can."""
+        if not (math.isfinite(self.scale) and self.scale > 0):
+            return f"scale of an indexer is {self.scale}; it must be a positive number"
+        for name in ("top", "sets", "key_tokens", "unit_keys"):
+            if getattr(self, name) < 1:
+                return f"{name} of an indexer is {getattr(self, name)}; it must be at least 1"
+        if min(self.first, self.last) < 0 or self.first + self.last > self.top:
+            return (
+                f"an indexer forces {self.first} first and {self.last} last units and chooses {self.top}; it cannot "
+                "force more than it chooses, nor fewer than 0"
+            )
+        if self.key_tokens > 1 and self.last_unit is LastUnit.SCORED:
+            return (
+                f"an index key of {self.key_tokens} tokens is there when all of them are, so that an incomplete unit "
+                "has no score; say that last_unit is ADDED or LEFT_OUT"
+            )
+        return ""
 
     @property
     def unit_tokens(self) -> int:

@@ -22,11 +22,11 @@ import triton.language as tl
 from rocm_attn.kernels.attention.bundles import Pages, Rows, Softmax
 from rocm_attn.kernels.attention.coded import (
     Factors,
+    add_values,
     coded_scales,
     row_factor,
     scaled_values,
     token_factor,
-    weighted_values,
 )
 from rocm_attn.kernels.attention.scores import LOG2_E
 from rocm_attn.kernels.attention.segments import UNFUSED
@@ -73,10 +73,14 @@ def _load_units(listing, key, G: tl.constexpr):
 @triton.jit
 def _position(listing, key, unit, G: tl.constexpr):
     """The place of each key in the sequence's KV; -1 where there is none that the token sees."""
-    position = unit * G.UNIT_TOKENS + key % G.UNIT_TOKENS
-    # Units first: a number far outside would come back into the KV when it is multiplied.
-    is_unit = in_range(unit, 0, tl.cdiv(listing.visible, G.UNIT_TOKENS)) & (key < listing.end)
-    return tl.where(is_unit & (position < listing.visible), position, -1)
+    if G.UNIT_TOKENS == 1:
+        position = unit
+        is_seen = in_range(unit, 0, listing.visible)
+    else:
+        position = unit * G.UNIT_TOKENS + key % G.UNIT_TOKENS
+        # Units first: a number far outside would come back into the KV when it is multiplied.
+        is_seen = in_range(unit, 0, tl.cdiv(listing.visible, G.UNIT_TOKENS)) & (position < listing.visible)
+    return tl.where(is_seen & (key < listing.end), position, -1)
 
 
 @triton.jit
@@ -122,8 +126,9 @@ def _attend(query, k_side, v_side, factors, listing, G: tl.constexpr):
         live = position >= 0
         offset = (tl.maximum(position, 0) % G.PAGE_SIZE).to(tl.int64)
         # scores, weights: [QUERY_ROWS, KEY_BLOCK]; k: [KEY_BLOCK, K_COLUMNS]; v: [KEY_BLOCK, V_COLUMNS]
-        k_rows = k_side.at + (page * k_side.page + offset * k_side.token)
-        k = _load_rows(k_rows, live, 0, G.K_COLUMNS, G.V_HEAD_DIM if G.LATENT else G.HEAD_DIM)
+        k_at = page * k_side.page + offset * k_side.token
+        k_rows = k_side.at + k_at
+        k = _load_rows(k_rows, live, 0, G.K_COLUMNS, G.K_DIM)
         scores = tl.dot(query.block, tl.trans(decoded(k, C.ENCODING, DTYPE)), input_precision="ieee")
         if G.REST > 0:
             k_rest = decoded(_load_rows(k_rows, live, G.V_HEAD_DIM, G.REST, G.HEAD_DIM), C.ENCODING, DTYPE)
@@ -146,10 +151,9 @@ def _attend(query, k_side, v_side, factors, listing, G: tl.constexpr):
         if G.LATENT:
             v = k
         else:
-            v_rows = v_side.at + (page * v_side.page + offset * v_side.token)
-            v = _load_rows(v_rows, live, 0, G.V_COLUMNS, G.V_HEAD_DIM)
-        weights, v = weighted_values(weights, v, v_factor, DTYPE, False, C)
-        acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
+            v_at = k_at if G.SAME_OFFSETS else page * v_side.page + offset * v_side.token
+            v = _load_rows(v_side.at + v_at, live, 0, G.V_COLUMNS, G.V_HEAD_DIM)
+        acc = add_values(acc, decay[:, None], weights, v, v_factor, DTYPE, False, C)
         maximum = new_maximum
     return Softmax(acc, maximum, total)
 
@@ -201,12 +205,12 @@ def _selected_attention_kernel(
     if (C.parts == 1) | (first < num_keys):
         q_row = tl.arange(0, G.QUERY_ROWS)
         is_row = q_row < num_q_rows
-        head = (first_head + q_row).to(tl.int64)
+        head = first_head + q_row
         q_rows = q + (token * q_token + head * q_head)
         q_rest = None
         if G.REST > 0:
             q_rest = _load_rows(q_rows, is_row, G.V_HEAD_DIM, G.REST, G.HEAD_DIM)
-        q_block = _load_rows(q_rows, is_row, 0, G.K_COLUMNS, G.V_HEAD_DIM if G.LATENT else G.HEAD_DIM)
+        q_block = _load_rows(q_rows, is_row, 0, G.K_COLUMNS, G.K_DIM)
         line = table + tl.load(row_of_token + token).to(tl.int64) * table_row
         visible = visible_tokens(position_of_token, num_tokens, token.to(tl.int32), True)
         end = tl.minimum(first + C.part_keys, num_keys)
@@ -262,7 +266,9 @@ def launch_selected_segments(args: SelectedArgs, *, scale: float, tiles: Segment
     """
     selection = args.selection
     cut = segment_cut(selection.width * selection.unit_tokens, heads=args.heads, tiles=tiles)
-    geometry = _geometry(args, cut, tiles.decode_rows, tiles.key_block, tiles.decode_stages, exact=True)
+    # With two blocks in flight gfx942 spills scalar registers.
+    stages = 1 if tiles.matrix_dim else tiles.decode_stages
+    geometry = _geometry(args, cut, tiles.decode_rows, tiles.key_block, stages, exact=True)
     _launch(args, geometry, scale, num_warps=tiles.decode_warps, **tiles.options(), **UNFUSED)
 
 
@@ -333,14 +339,16 @@ def _geometry(
         UNIT_TOKENS=args.selection.unit_tokens,
         HEAD_DIM=head_dim,
         V_HEAD_DIM=v_head_dim,
+        K_DIM=v_head_dim if is_latent else head_dim,
         K_COLUMNS=max(16, next_power_of_2(v_head_dim if is_latent else head_dim)),
         V_COLUMNS=max(16, next_power_of_2(v_head_dim)),
         REST=max(16, next_power_of_2(rest)) if rest else 0,
         LATENT=is_latent,
+        SAME_OFFSETS=head_dim == v_head_dim and args.pages.k.stride() == args.pages.v.stride(),
         PAGE_SIZE=form.page_size,
         QUERY_ROWS=query_rows,
         KEY_BLOCK=key_block,
         EXACT=exact,
         STAGES=stages,
-        coding=form.coding,
+        coding=args.pages.coding,
     )

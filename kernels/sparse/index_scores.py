@@ -231,8 +231,8 @@ def _index_scores_kernel(
     q_at = q + token.to(tl.int64) * q_token + head * q_head
     q_block = tl.load(q_at[None, :] + d[:, None], mask=is_head[None, :] & (d < G.DIM)[:, None], other=0)
     if G.CODED_Q:
-        # Decoded where the target cannot multiply codes; every code is a number in bfloat16.
-        q_block = _factor_of_products(q_block, G.ENCODING, tl.bfloat16, True)
+        # Decoded where the target cannot multiply codes; float16 has every one of them.
+        q_block = _factor_of_products(q_block, G.ENCODING, tl.float16, True)
     weight = None
     if weights is not None:
         weight = tl.load(weights + token.to(tl.int64) * w_token + head * w_head, mask=is_head, other=0.0)

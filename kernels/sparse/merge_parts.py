@@ -64,7 +64,7 @@ def _merge_parts_kernel(
                 Softmax(acc, maximum, total), Softmax(part_acc, part_maximum, part_total)
             )
     # Programs of other columns store the same LSE.
-    head = (first_head + q_row).to(tl.int64)
+    head = first_head + q_row
     out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
     store_rows(Softmax(acc, maximum, total), token, head, is_row, sinks, out_rows, lse_rows, column, G.V_HEAD_DIM)
 

@@ -21,9 +21,11 @@ class SelectedGeometry(NamedTuple):
     SHARED:               whether all KV heads have one selection
     WIDTH, UNIT_TOKENS:   units of a selection, tokens of a unit
     HEAD_DIM, V_HEAD_DIM: elements of a K row and of a V row
-    K_COLUMNS, V_COLUMNS: columns of a block of K, less REST, and of V, padding included
+    K_DIM:                elements of a K row, of latent pages those that are V too
+    K_COLUMNS, V_COLUMNS: columns of a block of them and of a block of V, padding included
     REST:                 of latent pages, columns of what comes after V in a row, padding included; 0: nothing
     LATENT:               whether V is the beginning of K
+    SAME_OFFSETS:         whether K and V of a token lie at the same place of their pages
     PAGE_SIZE:            tokens of a page
     QUERY_ROWS:           rows of the q block, a query head each, then padding
     KEY_BLOCK:            keys of a block
@@ -40,10 +42,12 @@ class SelectedGeometry(NamedTuple):
     UNIT_TOKENS: int
     HEAD_DIM: int
     V_HEAD_DIM: int
+    K_DIM: int
     K_COLUMNS: int
     V_COLUMNS: int
     REST: int
     LATENT: bool
+    SAME_OFFSETS: bool
     PAGE_SIZE: int
     QUERY_ROWS: int
     KEY_BLOCK: int
@@ -71,9 +75,9 @@ def store_rows(softmax, token, head, is_row, sinks, out, lse, columns, V_HEAD_DI
 
 @triton.jit
 def heads_of_row(row, G: tl.constexpr):
-    """A row's KV head, its first query head, and how many query heads it has."""
+    """A row's KV head and its first query head (int64), and how many query heads it has."""
     block_head = row % G.HEAD_BLOCKS * G.cut.row_heads
-    kv_head = row // G.HEAD_BLOCKS
+    kv_head = (row // G.HEAD_BLOCKS).to(tl.int64)
     return kv_head, kv_head * G.GQA_RATIO + block_head, tl.minimum(G.cut.row_heads, G.GQA_RATIO - block_head)
 
 

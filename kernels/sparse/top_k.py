@@ -4,13 +4,13 @@ A line is the scores of one token and set. Scores become int32 keys of the same 
 the top-th largest exactly: it halves a range of keys and counts those above the middle, until as many are left as are
 wanted, or the range is one key, of which the first units are taken.
 
-Short lines are searched by one program each, in registers. A long line is first cut down, in two launches:
+Short lines are searched by one program each, in registers. A long line is first cut down, in three launches:
 
   1. maxima: unit u belongs to group u % groups; the groups' maxima are taken side by side.
-  2. filter: the top-th largest maximum is a bound, since as many units reach it. Units that do are the line's
-     candidates: each part of the line lists its own, with their keys.
+  2. count: the top-th largest maximum is a bound, since as many units reach it. Each part of the line counts its own.
+  3. filter: units that reach the bound are the line's candidates, listed in order, with their keys.
 
-The third launch searches the candidates. Of random scores they are few; of scores that are all equal they are the whole
+The last launch searches the candidates. Of random scores they are few; of scores that are all equal they are the whole
 line, which then takes longer and gives the same answer. Nothing that a line holds can make a program read or write
 past it.
 """
@@ -74,12 +74,11 @@ class Line(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """Where the filtered candidates of a line lie: keys and units by part, and how many each part has, [PARTS]."""
+    """The filtered candidates of a line: their keys, their units in ascending order, and how many they are."""
 
     keys: Any
     units: Any
-    counts: Any
-    ends: Any
+    total: Any
 
 
 class Found(NamedTuple):
@@ -118,36 +117,41 @@ def _line(scores, visible, G: tl.constexpr):
 
 
 @triton.jit
-def _goes_on(low, high, num_low, enough):
-    """Whether [low, high) is more than one key, and more keys than enough are at least low."""
-    return (num_low > enough) & (high - low > 1)
+def _span(low, largest):
+    """Keys from low to the largest one, both among them. In uint32: all keys but NO_KEY are not more."""
+    return (tl.maximum(largest, low) - low).to(tl.uint32, bitcast=True) + 1
 
 
 @triton.jit
-def _found(low, num_low, num_high, TOP: tl.constexpr):
-    """What is chosen: everything from low on if that is not too much, else [low, high) is one key."""
-    return Found(low.to(tl.int32), tl.where(num_low > TOP, TOP - num_high, _MANY))
+def _middle(low, span):
+    """The first key of the upper half of a range."""
+    return low + (span // 2).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _search(keys, least, TOP: tl.constexpr, ENOUGH: tl.constexpr):
-    """The search over keys in registers, from least on, until at most ENOUGH of them, TOP or more, are left.
+def _found(low, num_low, num_above, TOP: tl.constexpr):
+    """What is chosen: everything from low on if that is not too much, else the range is one key."""
+    return Found(low, tl.where(num_low > TOP, TOP - num_above, _MANY))
 
-    In 64 bits: a range of keys may not fit 32.
+
+@triton.jit
+def _search(keys, low, TOP: tl.constexpr, ENOUGH: tl.constexpr):
+    """The search over keys in registers, from low on, until at most ENOUGH of them, TOP or more, are left.
+
+    num_low keys are at least low; num_above are above the range [low, low + span), and are fewer than TOP.
     """
-    low = least.to(tl.int64)
-    high = tl.max(keys, 0).to(tl.int64) + 1
-    num_low = tl.sum((keys >= least).to(tl.int32), 0)
-    num_high = tl.zeros_like(num_low)
-    while _goes_on(low, high, num_low, ENOUGH):
-        middle = low + (high - low) // 2
-        num_middle = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0)
+    span = _span(low, tl.max(keys, 0))
+    num_low = tl.sum((keys >= low).to(tl.int32), 0)
+    num_above = tl.zeros_like(num_low)
+    while (num_low > ENOUGH) & (span > 1):
+        middle = _middle(low, span)
+        num_middle = tl.sum((keys >= middle).to(tl.int32), 0)
         upper = num_middle >= TOP
         low = tl.where(upper, middle, low)
         num_low = tl.where(upper, num_middle, num_low)
-        high = tl.where(upper, high, middle)
-        num_high = tl.where(upper, num_high, num_middle)
-    return _found(low, num_low, num_high, TOP)
+        num_above = tl.where(upper, num_above, num_middle)
+        span = tl.where(upper, span - span // 2, span // 2)
+    return _found(low, num_low, num_above, TOP)
 
 
 @triton.jit(do_not_specialize=["first_token"])
@@ -171,13 +175,18 @@ def _maxima_kernel(
     tl.store(maxima + tl.program_id(0).to(tl.int64) * GROUPS + group, tl.max(best, 0))
 
 
+@triton.jit
+def _part_keys(line, G: tl.constexpr):
+    """The units of this program's part of a line, and their keys."""
+    unit = tl.program_id(1) * G.cut.part_units + tl.arange(0, G.cut.part_units)
+    return unit, _keys(line, unit, G)
+
+
 @triton.jit(do_not_specialize=["first_token"])
-def _filter_kernel(
+def _count_kernel(
     scores,
     maxima,
     bounds,
-    keys,
-    units,
     counts,
     position_of_token,
     num_tokens,
@@ -185,88 +194,117 @@ def _filter_kernel(
     G: tl.constexpr,
 ):
     GROUPS: tl.constexpr = G.cut.groups
-    PART: tl.constexpr = G.cut.part_units
-    PARTS: tl.constexpr = G.cut.parts
     line_number = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     line = _line(scores, _visible(position_of_token, num_tokens, first_token, G), G)
-    if part * PART < line.num_units:
+    if part * G.cut.part_units < line.num_units:
         # As many units as there are maxima from here on reach the bound. A few more than wanted are no harm.
-        group = tl.arange(0, GROUPS)
-        of_groups = tl.load(maxima + line_number * GROUPS + group)
+        of_groups = tl.load(maxima + line_number * GROUPS + tl.arange(0, GROUPS))
         bound = _search(of_groups, tl.full([], _LEAST_KEY, tl.int32), G.TOP, G.TOP + G.TOP // 8).low
         if part == 0:
             tl.store(bounds + line_number, bound)
-        unit = part * PART + tl.arange(0, PART)
-        key = _keys(line, unit, G)
-        keep = (key >= bound).to(tl.int32)
-        slot = (line_number * PARTS + part) * PART + tl.cumsum(keep, 0) - keep
-        tl.store(keys + slot, key, mask=keep > 0)
-        tl.store(units + slot, unit, mask=keep > 0)
-        tl.store(counts + line_number * PARTS + part, tl.sum(keep, 0))
+        _, key = _part_keys(line, G)
+        tl.store(counts + line_number * G.cut.parts + part, tl.sum((key >= bound).to(tl.int32), 0))
 
 
 @triton.jit
-def _listed(listed, place, total, G: tl.constexpr):
-    """Keys and units of a line's candidates, by their place among those of all parts."""
-    PART: tl.constexpr = G.cut.part_units
-    after = place[:, None] >= listed.ends[None, :]
-    part = tl.sum(after.to(tl.int32), 1)
-    start = tl.sum(tl.where(after, listed.counts[None, :], 0), 1)
-    is_candidate = place < total
-    slot = part.to(tl.int64) * PART + (place - start)
-    key = tl.load(listed.keys + slot, mask=is_candidate, other=_NO_KEY)
-    return key, tl.load(listed.units + slot, mask=is_candidate, other=0)
+def _candidates_before(counts, num_parts, G: tl.constexpr):
+    """How many candidates the first parts of this program's line have."""
+    part = tl.arange(0, G.PARTS)
+    at = counts + tl.program_id(0).to(tl.int64) * G.cut.parts + part
+    return tl.sum(tl.load(at, mask=part < num_parts, other=0), 0)
+
+
+@triton.jit(do_not_specialize=["first_token"])
+def _filter_kernel(
+    scores,
+    bounds,
+    counts,
+    keys,
+    units,
+    position_of_token,
+    num_tokens,
+    first_token,
+    G: tl.constexpr,
+):
+    SLOTS: tl.constexpr = G.cut.parts * G.cut.part_units
+    line_number = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    line = _line(scores, _visible(position_of_token, num_tokens, first_token, G), G)
+    if part * G.cut.part_units < line.num_units:
+        unit, key = _part_keys(line, G)
+        keep = key >= tl.load(bounds + line_number)
+        kept = keep.to(tl.int32)
+        slot = line_number * SLOTS + _candidates_before(counts, part, G) + tl.cumsum(kept, 0) - kept
+        tl.store(keys + slot, key, mask=keep)
+        tl.store(units + slot, unit, mask=keep)
+
+
+@triton.jit
+def _listed(listed, place):
+    """Keys and units of a line's candidates."""
+    is_candidate = place < listed.total
+    key = tl.load(listed.keys + place, mask=is_candidate, other=_NO_KEY)
+    return key, tl.load(listed.units + place, mask=is_candidate, other=0)
 
 
 @triton.jit
 def _write(key, unit, found, written, ties, selected):
     """Add the chosen ones of a block to a selection. Returns how many are written, and how many ties were met."""
-    tie = (key == found.low).to(tl.int32)
-    tie_rank = ties + tl.cumsum(tie, 0) - tie
-    chosen = (key > found.low) | ((tie > 0) & (tie_rank < found.most_ties))
-    is_chosen = chosen.to(tl.int32)
-    slot = written + tl.cumsum(is_chosen, 0) - is_chosen
-    tl.store(selected + slot, unit, mask=chosen)
-    return written + tl.sum(is_chosen, 0), ties + tl.sum(tie, 0)
+    tie = key == found.low
+    above = key > found.low
+    # Both are counted at once, in halves of a word: a block has fewer than 2^15 units.
+    both = above.to(tl.int32) + (tie.to(tl.int32) << 16)
+    before = tl.cumsum(both, 0) - both
+    ties_before = ties + (before >> 16)
+    taken = written - tl.minimum(ties, found.most_ties)
+    slot = taken + (before & 0xFFFF) + tl.minimum(ties_before, found.most_ties)
+    tl.store(selected + slot, unit, mask=above | (tie & (ties_before < found.most_ties)))
+    total = tl.sum(both, 0)
+    ties += total >> 16
+    return taken + (total & 0xFFFF) + tl.minimum(ties, found.most_ties), ties
 
 
 @triton.jit
-def _choose_listed(listed, total, bound, selected, G: tl.constexpr):
+def _search_listed(listed, low, TOP: tl.constexpr, BLOCK: tl.constexpr):
+    """_search over more candidates than a program holds: they are read again for every count."""
+    lane = tl.arange(0, BLOCK)
+    largest = low
+    for first in range(0, listed.total, BLOCK):
+        key, _ = _listed(listed, first + lane)
+        largest = tl.maximum(largest, tl.max(key, 0))
+    span = _span(low, largest)
+    num_low = listed.total
+    num_above = tl.zeros_like(num_low)
+    while (num_low > TOP) & (span > 1):
+        middle = _middle(low, span)
+        num_middle = tl.zeros_like(num_low)
+        for first in range(0, listed.total, BLOCK):
+            key, _ = _listed(listed, first + lane)
+            num_middle += tl.sum((key >= middle).to(tl.int32), 0)
+        upper = num_middle >= TOP
+        low = tl.where(upper, middle, low)
+        num_low = tl.where(upper, num_middle, num_low)
+        num_above = tl.where(upper, num_above, num_middle)
+        span = tl.where(upper, span - span // 2, span // 2)
+    return _found(low, num_low, num_above, TOP)
+
+
+@triton.jit
+def _choose_listed(listed, bound, selected, G: tl.constexpr):
     """Choose among filtered candidates, and write them. Returns how many."""
     BLOCK: tl.constexpr = G.cut.block_units
     lane = tl.arange(0, BLOCK)
-    nothing = tl.zeros_like(total)
-    key, unit = _listed(listed, lane, total, G)
-    if total <= BLOCK:
-        found = _search(key, bound, G.TOP, G.TOP)
-        written, _ = _write(key, unit, found, nothing, nothing, selected)
+    if listed.total <= BLOCK:
+        key, _ = _listed(listed, lane)
+        low, most_ties = _search(key, bound, G.TOP, G.TOP)
     else:
-        # The search of _search, with the candidates read again for every count.
-        low = bound.to(tl.int64)
-        high = low + 1
-        num_low = total
-        for first in range(0, total, BLOCK):
-            key, unit = _listed(listed, first + lane, total, G)
-            high = tl.maximum(high, tl.max(key, 0).to(tl.int64) + 1)
-        num_high = nothing
-        while _goes_on(low, high, num_low, G.TOP):
-            middle = low + (high - low) // 2
-            num_middle = nothing
-            for first in range(0, total, BLOCK):
-                key, unit = _listed(listed, first + lane, total, G)
-                num_middle += tl.sum((key >= middle.to(tl.int32)).to(tl.int32), 0)
-            upper = num_middle >= G.TOP
-            low = tl.where(upper, middle, low)
-            num_low = tl.where(upper, num_middle, num_low)
-            high = tl.where(upper, high, middle)
-            num_high = tl.where(upper, num_high, num_middle)
-        found = _found(low, num_low, num_high, G.TOP)
-        written = nothing
-        ties = nothing
-        for first in range(0, total, BLOCK):
-            key, unit = _listed(listed, first + lane, total, G)
-            written, ties = _write(key, unit, found, written, ties, selected)
+        low, most_ties = _search_listed(listed, bound, G.TOP, BLOCK)
+    written = tl.zeros_like(listed.total)
+    ties = tl.zeros_like(listed.total)
+    for first in range(0, listed.total, BLOCK):
+        key, unit = _listed(listed, first + lane)
+        written, ties = _write(key, unit, Found(low, most_ties), written, ties, selected)
     return written
 
 
@@ -274,9 +312,9 @@ def _choose_listed(listed, total, bound, selected, G: tl.constexpr):
 def _choose_kernel(
     scores,
     bounds,
+    counts,
     keys,
     units,
-    counts,
     selected,
     selected_counts,
     position_of_token,
@@ -298,15 +336,11 @@ def _choose_kernel(
         written, _ = _write(key, unit, found, nothing, nothing, selected)
     else:
         PART: tl.constexpr = G.cut.part_units
-        NUM_PARTS: tl.constexpr = G.cut.parts
-        part = tl.arange(0, G.PARTS)
-        is_part = part < tl.cdiv(line.num_units, PART)
-        of_part = tl.load(counts + line_number * NUM_PARTS + part, mask=is_part, other=0)
-        at = line_number * (NUM_PARTS * PART)
-        listed = Listed(keys + at, units + at, of_part, tl.cumsum(of_part, 0))
+        at = line_number * (G.cut.parts * PART)
+        total = _candidates_before(counts, tl.cdiv(line.num_units, PART), G)
         # Of a line without candidates no bound was written.
         bound = tl.load(bounds + line_number, mask=line.num_units > 0, other=0)
-        written = _choose_listed(listed, tl.sum(of_part, 0), bound, selected, G)
+        written = _choose_listed(Listed(keys + at, units + at, total), bound, selected, G)
     # The rest of the line, with the unit that is added to what was chosen: the last one that the token sees.
     added = 0
     if G.LAST_ADDED:
@@ -360,10 +394,9 @@ def launch_top_k(
     of_tokens = tokens.position_of_token, tokens.num_tokens, first_token
     if cut.parts:
         columns = min(_MAXIMA_GROUPS, cut.groups)
-        grid = lines, cut.groups // columns
         launch(
             _maxima_kernel,
-            grid,
+            (lines, cut.groups // columns),
             scores,
             maxima,
             *of_tokens,
@@ -372,27 +405,18 @@ def launch_top_k(
             COLUMNS=columns,
             num_warps=_warps(_MAXIMA_ROWS * columns),
         )
-        launch(
-            _filter_kernel,
-            (lines, cut.parts),
-            scores,
-            maxima,
-            bounds,
-            keys,
-            units,
-            counts,
-            *of_tokens,
-            G=geometry,
-            num_warps=_warps(cut.part_units),
-        )
+        parts = lines, cut.parts
+        options = {"G": geometry, "num_warps": _warps(cut.part_units)}
+        launch(_count_kernel, parts, scores, maxima, bounds, counts, *of_tokens, **options)
+        launch(_filter_kernel, parts, scores, bounds, counts, keys, units, *of_tokens, **options)
     launch(
         _choose_kernel,
         (lines,),
         scores,
         bounds,
+        counts,
         keys,
         units,
-        counts,
         selection.units,
         selection.counts,
         *of_tokens,

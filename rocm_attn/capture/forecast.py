@@ -22,8 +22,15 @@ from rocm_attn.paging.page_table import PageTable
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
-from rocm_attn.step.buffers import PADDED_BATCH, SELECTION_COUNTS, SELECTION_UNITS, BufferSpec, selection_buffers
-from rocm_attn.step.memory import StepMemory, indexings_of, table_sizes, words_of_children
+from rocm_attn.step.buffers import (
+    PADDED_BATCH,
+    SELECTION_COUNTS,
+    SELECTION_UNITS,
+    BufferSpec,
+    pool_slot_buffers,
+    selection_buffers,
+)
+from rocm_attn.step.memory import StepMemory, indexings_of, pools_of, table_sizes, words_of_children
 from rocm_attn.step.options import RuntimeOptions
 
 
@@ -106,7 +113,9 @@ def _specs(runtime: AttentionRuntime) -> dict[str, BufferSpec]:
     """The buffers that the runtime has, by name, but for the schedules."""
     every_need = {table.space: list(Need) for table in runtime.table.spaces}
     indexings = [indexing for indexing in indexings_of(runtime.selections) if indexing is not None]
-    declared = (*table_sizes(runtime.selections, runtime.table).buffers(every_need), *selection_buffers(indexings))
+    pools = [(space, tokens) for space, tokens in pools_of(runtime.kinds) if tokens > 1]
+    of_table = table_sizes(runtime.selections, runtime.table).buffers(every_need)
+    declared = (*of_table, *selection_buffers(indexings), *pool_slot_buffers(pools))
     held = runtime.sealed_tensors()
     return {spec.name: spec for spec in declared if spec.name in held}
 

@@ -21,6 +21,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
+from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, Scales
 from rocm_attn.kernels.cache.page_rows import PageRows
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
@@ -163,12 +164,26 @@ class ProbeRequests:
             pages = {int(page) for row in rows for page in self._runtime.table.pages_of(row, space)}
             ids = torch.tensor(sorted(pages - filled - {RESERVED_PAGE}), dtype=torch.long, device=self._runtime.device)
             filled |= pages
-            for pool in (side for layer in self._runtime.pool.in_space(space).layers for side in (layer.k, layer.v)):
+            for layer in self._runtime.pool.in_space(space).layers:
                 for first in range(0, len(ids), _FILL_PAGES):
                     some = ids[first : first + _FILL_PAGES]
-                    shape = (len(some), *pool.shape[1:])
-                    values = torch.randn(shape, generator=self._generator, device=pool.device, dtype=pool.dtype)
-                    pool.index_copy_(0, some, values)
+                    for raw, scale in ((layer.raw_k, layer.k_scale), (layer.raw_v, layer.v_scale)):
+                        raw.index_copy_(0, some, self._random_pages(len(some), raw, scale, layer.format))
+                        if scale is not None and layer.format.scales is Scales.TOKEN:
+                            scale.index_fill_(0, some, 1.0)
+
+    def _random_pages(self, count: int, raw: Tensor, scale: Tensor | None, form: PageFormat) -> Tensor:
+        """Pages that are worth random numbers, as raw holds them."""
+        dtype = torch.float32 if form.encoding.is_fp8 else raw.dtype
+        shape = (count, *raw.shape[1:])
+        values = torch.randn(shape, generator=self._generator, device=raw.device, dtype=dtype)
+        if not form.encoding.is_fp8:
+            return values
+        if scale is not None and form.scales is not Scales.TOKEN:
+            # One for all heads: which dimension theirs is depends on the layout.
+            values /= scale.amax()
+        largest = form.encoding.largest
+        return values.clamp_(-largest, largest).to(form.encoding.dtype).view(raw.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,8 +321,16 @@ def forget_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> None:
         for layer in runtime.pool.in_space(space).layers:
             # A K of 0 has a usual score whatever q is, so that a V of 10,000 is seen among 100,000 others.
             for rows, value in ((layer.keys, 0.0), (layer.values, 1e4)):
-                new = rows.cells.new_full((len(page), rows.num_heads, rows.dim), value)
+                held = _as_held(value, layer.format.encoding)
+                new = rows.cells.new_full((len(page), rows.num_heads, rows.dim), held)
                 rows.write_tokens(page, _offset_in(rows, offset, runtime), new)
+
+
+def _as_held(value: float, encoding: Encoding) -> float:
+    """A number as pages hold it: of eight bits the code of one that is no larger than their largest."""
+    if not encoding.is_fp8:
+        return value
+    return torch.tensor(min(value, encoding.largest)).to(encoding.dtype).view(torch.uint8).item()
 
 
 @contextmanager
@@ -316,19 +339,23 @@ def kept_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterator[Non
 
     The step has been staged: pages that its rows shared are its own by now.
     """
-    kept = []
+    kept, factors = [], []
     for space, page, offset in _places_of_new_tokens(runtime, batch):
         for layer in runtime.pool.in_space(space).layers:
-            for rows in (layer.keys, layer.values):
+            for rows, scale in ((layer.keys, layer.k_scale), (layer.values, layer.v_scale)):
                 before = rows.cells.new_empty((len(page), rows.num_heads, rows.dim))
                 at = _offset_in(rows, offset, runtime)
                 rows.read_tokens(page, at, before)
                 kept.append((rows, page, at, before))
+                if scale is not None and layer.format.scales is Scales.TOKEN:
+                    factors.append((scale, (page, at), scale[page, at]))
     try:
         yield
     finally:
         for rows, page, at, before in kept:
             rows.write_tokens(page, at, before)
+        for scale, place, factor in factors:
+            scale[place] = factor
 
 
 def stored_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> dict[str, Tensor]:

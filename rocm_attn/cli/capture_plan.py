@@ -14,7 +14,7 @@ from rocm_attn.capture.graphs import shape_name
 from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json, runtime_options
 from rocm_attn.machine.target import known_target
 from rocm_attn.providers.select import select
-from rocm_attn.selection.kv_dtypes import kv_encoding_named
+from rocm_attn.selection.kv_formats import KVFormat
 
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _NOT_PREDICTED = "graphs also take memory for activations, which depends on the model; it is measured as they are made"
@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> None:
     over = geometry.problems(
         dtype=getattr(torch, options.dtype),
         page_size=1,
-        kv_encoding=kv_encoding_named(options.kv_dtype, target),
+        kv=KVFormat.named(options.kv_dtype, options.kv_scales, target),
     )
     pages = page_choice(
         options, over, lambda problem: select(problem, target, options.provider, deterministic=options.deterministic)

@@ -19,7 +19,7 @@ from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.runner.cut import cost_of_heads
-from rocm_attn.selection.kv_dtypes import kv_encoding_named
+from rocm_attn.selection.kv_formats import KVFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> None:
     stored = geometry.problems(
         dtype=getattr(torch, options.dtype),
         page_size=1,
-        kv_encoding=kv_encoding_named(options.kv_dtype, target),
+        kv=KVFormat.named(options.kv_dtype, options.kv_scales, target),
     )
     over = [stored[read] for read in geometry.reads]
     pages = page_choice(options, over, choose)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rocm_attn.machine.choices import DTYPES
+from rocm_attn.machine.choices import AUTO, DTYPES
+from rocm_attn.machine.choices import PROVIDERS as PROVIDER_NAMES
 from rocm_attn.runner.options import EngineOptions, OptionText, option_texts
 
 # Sizes are int32 on the device.
@@ -76,6 +77,19 @@ def sizes(text: str) -> tuple[int, ...]:
     return tuple(positive(size) for size in text.split(","))
 
 
+def names(text: str) -> tuple[str, ...]:
+    """Names separated by commas."""
+    return tuple(text.split(","))
+
+
+def providers(text: str) -> tuple[str, ...]:
+    """Names of PROVIDERS, separated by commas. Raises ArgumentTypeError."""
+    for name in names(text):
+        if name not in PROVIDER_NAMES:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(PROVIDER_NAMES)}")
+    return names(text)
+
+
 def _parser_of(text: OptionText) -> Callable[[str], Any]:
     """What turns a command line's word into a value of the option."""
     if text.kind is int:
@@ -104,7 +118,7 @@ PROVIDER, NUM_PAGES, SWA_PAGES, DETERMINISTIC, MAX_BATCH_SIZE, MAX_KV_LEN = (
     OF_ENGINE[name] for name in ("provider", "num_pages", "swa_pages", "deterministic", "max_batch_size", "max_kv_len")
 )
 PAGES = (OF_ENGINE["page_size"], OF_ENGINE["pool"])
-KV_DTYPE = OF_ENGINE["kv_dtype"]
+KV_FORMAT = (OF_ENGINE["kv_dtype"], OF_ENGINE["kv_scales"])
 
 JSON = switch("--json", "print one JSON object, and nothing else")
 CONFIG = option(
@@ -154,6 +168,33 @@ TOP_P = option(
     "--top-p", type=probability, default=1.0, metavar="P", help="sample from the likeliest tokens of mass P (1)"
 )
 SAMPLING_SEED = option("--seed", type=int, default=0, help="of the sampling; the same seed gives the same text (0)")
+
+PROVIDERS = option(
+    "--providers",
+    type=providers,
+    default=(AUTO,),
+    metavar="NAME,...",
+    help="whose kernels are tried, one after the other: auto, aiter, triton, torch (auto)",
+)
+KV_ENCODINGS = option(
+    "--kv-encodings",
+    type=names,
+    default=("as-q",),
+    metavar="CODE[/SCALES],...",
+    help="how K and V are kept, one after the other: as-q, e4m3fn, e4m3fnuz, e5m2, with /layer, /head or /token; or "
+    "all (as-q)",
+)
+LENGTHS = option(
+    "--lengths", type=sizes, metavar="N,N,...", help="tokens of the sequences (2048 to 86016; on a CPU 200 to 1000)"
+)
+CHUNK = option("--chunk", type=positive, metavar="TOKENS", help="tokens of a prompt's chunks (9216; on a CPU 300)")
+POOL_GIB = option(
+    "--pool-gib",
+    type=not_negative,
+    metavar="GIB",
+    help="of the largest layer's K pages, and of its V pages, at least (5; on a CPU as much as is needed)",
+)
+EAGER = switch("--eager", "run every step without a graph")
 
 DUMP = option("dump", metavar="DUMP", help="the file that a flight recorder wrote")
 STEP = option("--step", type=int, metavar="N", help="number of the step (the last one)")

@@ -37,6 +37,14 @@ examples:
   rocm-attn soak --steps 20000 --seed 7 --device cuda --json > soak.json
 """
 
+_TRUTH_EXAMPLES = """\
+examples:
+  rocm-attn truth ./Llama-3.1-8B-Instruct
+  rocm-attn truth tokens --providers triton --kv-encodings as-q,e4m3fnuz/token
+  rocm-attn truth config.json --tp 8 --kv-encodings all --pool-gib 9 --json > truth.json
+  rocm-attn truth blocks --device cpu --lengths 500,900 --chunk 250
+"""
+
 _PREWARM_EXAMPLES = """\
 examples:
   rocm-attn prewarm ./Llama-3.1-8B-Instruct                       on the GPU that will serve, as the user who will
@@ -61,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (_add_generate, _add_explain, _add_capture_plan, _add_prewarm, _add_replay_step, _add_soak):
+    for add in (_add_generate, _add_explain, _add_capture_plan, _add_prewarm, _add_replay_step, _add_soak, _add_truth):
         add(commands)
     commands.add_parser("kernels", help="print the table of all kernels with their limits, as Markdown")
     guards = commands.add_parser("guards", help="list the safeguards, what each prevents and whether it is on")
@@ -119,7 +127,7 @@ def _add_explain(commands: Commands[argparse.ArgumentParser]) -> None:
         description="Name the kernel of every kind of layer and step of a model on an arch, and every kernel refused.",
         examples=_EXPLAIN_EXAMPLES,
     )
-    options = (o.CONFIG, o.ARCH.but(required=True), o.DTYPE, o.KV_DTYPE, *o.PAGES, o.PROVIDER, o.RANKS, o.NUM_PAGES)
+    options = (o.CONFIG, o.ARCH.but(required=True), o.DTYPE, *o.KV_FORMAT, *o.PAGES, o.PROVIDER, o.RANKS, o.NUM_PAGES)
     _add_options(parser, (*options, o.DETERMINISTIC, o.AITER_RELEASE, o.ROCM_RELEASE, o.JSON))
 
 
@@ -136,7 +144,7 @@ def _add_capture_plan(commands: Commands[argparse.ArgumentParser]) -> None:
     max_batch_size = o.MAX_BATCH_SIZE.but(required=True)
     options = (o.CONFIG, o.ARCH.but(required=True), max_batch_size, o.MAX_KV_LEN, o.NUM_PAGES, swa_pages, *o.PAGES)
     captured = (o.CAPTURE_SIZES, o.CAPTURE_TOKENS, o.SPLIT_STEPS, o.SHARED_PREFIXES)
-    _add_options(parser, (*options, o.DTYPE, o.KV_DTYPE, o.PROVIDER, *captured, o.DETERMINISTIC, o.JSON))
+    _add_options(parser, (*options, o.DTYPE, *o.KV_FORMAT, o.PROVIDER, *captured, o.DETERMINISTIC, o.JSON))
 
 
 def _add_prewarm(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -149,7 +157,7 @@ def _add_prewarm(commands: Commands[argparse.ArgumentParser]) -> None:
         examples=_PREWARM_EXAMPLES,
     )
     arch = o.ARCH.but(help="gfx942 (MI300X), gfx950 (MI355X), sm_90 or sm_80 (this machine's GPU)")
-    options = (o.CONFIG, arch, o.PROVIDER, o.DTYPE, o.KV_DTYPE, *o.PAGES, o.MAX_BATCH_SIZE, o.MAX_KV_LEN, o.NUM_PAGES)
+    options = (o.CONFIG, arch, o.PROVIDER, o.DTYPE, *o.KV_FORMAT, *o.PAGES, o.MAX_BATCH_SIZE, o.MAX_KV_LEN, o.NUM_PAGES)
     served = (o.CAPTURE_SIZES, o.CAPTURE_TOKENS, o.DETERMINISTIC, o.SHARED_PREFIXES)
     _add_options(parser, (*options, *served, o.JSON))
 
@@ -183,6 +191,26 @@ def _add_soak(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     json = o.JSON.but(help="print one JSON object with what was done, or what was found")
     _add_options(parser, (o.STEPS, seed, o.DEVICE, o.PROVIDER, dtype, deterministic, json))
+
+
+def _add_truth(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = _add_command(
+        commands,
+        "truth",
+        help="plant needles in long contexts, and see that every one is found",
+        description="Serve long sequences of a model's layers, in chunks and decode steps that are captured and "
+        "replayed, in which every query asks for one key, and see that its value comes back, and that what is hidden "
+        "does not. Pages lie on both sides of 2 and 4 GiB. Exit code 1 if a needle was missed.",
+        examples=_TRUTH_EXAMPLES,
+    )
+    config = o.CONFIG.but(
+        metavar="CONFIG.json|SHAPE",
+        help="a model's config.json, the directory that holds it, a .gguf file, or dense, latent, tokens, pools or "
+        "blocks: layers of well-known models",
+    )
+    seed = o.SEED.but(help="of keys, values and what is asked for (0)")
+    served = (o.DEVICE, o.PROVIDERS, o.DTYPE, o.KV_ENCODINGS, *o.PAGES, o.RANKS, o.DETERMINISTIC)
+    _add_options(parser, (config, *served, o.LENGTHS, o.CHUNK, o.POOL_GIB, o.EAGER, seed, o.JSON))
 
 
 def _add_doctor(commands: Commands[argparse.ArgumentParser]) -> None:

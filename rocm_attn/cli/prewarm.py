@@ -16,7 +16,7 @@ from rocm_attn.errors import BadSetting
 from rocm_attn.machine.target import Target, detect_target, known_target
 from rocm_attn.providers.select import select
 from rocm_attn.selection.kernels import missing_kernels
-from rocm_attn.selection.kv_dtypes import kv_encoding_named
+from rocm_attn.selection.kv_formats import KVFormat
 
 
 def run(options: argparse.Namespace) -> None:
@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> None:
     over = geometry.problems(
         dtype=getattr(torch, options.dtype),
         page_size=1,
-        kv_encoding=kv_encoding_named(options.kv_dtype, target),
+        kv=KVFormat.named(options.kv_dtype, options.kv_scales, target),
     )
     pages = page_choice(options, over, lambda problem: select(problem, target, options.provider, unavailable=missing))
     problems = pages.problems(over)

@@ -211,6 +211,22 @@ GUARDS: tuple[Guard, ...] = (
         "test_formats.py::test_factors_are_not_replaced_under_a_graph",
     ),
     _guard(
+        "fresh_selection",
+        "step.layers.selection_of",
+        "a layer attends to keys that another layer's indexer has chosen, or an earlier step's",
+        "vllm#52109, G3",
+        unguarded.whatever_was_selected,
+        "test_selections.py::test_a_layer_attends_to_no_other_selection_than_its_own",
+    ),
+    _guard(
+        "selection_place",
+        "step.memory.selection_place",
+        "what is chosen on the device is counted where a step's boundaries lie, which later layers and plans read",
+        "seed 000, G2",
+        unguarded.over_the_boundaries,
+        "test_selections.py::test_boundaries_stay_monotone_whatever_is_selected",
+    ),
+    _guard(
         "row_width",
         "table.row_width",
         "pages that a row has no room for land in the row of another request",

@@ -21,15 +21,18 @@ from rocm_attn.hip_graphs.pinned import PinnedTensors
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import PageFormat
+from rocm_attn.kernels.cache.row_work import Projected, QkvWork, TokenPlaces
 from rocm_attn.kernels.metadata.engine_tensors import EngineLengths, LengthBounds, PublishedLengths
 from rocm_attn.kernels.metadata.given_inputs import GivenInputs
 from rocm_attn.kernels.metadata.slot_layout import UPDATE_WORDS
 from rocm_attn.kernels.metadata.step_tensors import StepTensors, TableTerms
+from rocm_attn.kernels.refs.rope import rope_queries, stored_rows
 from rocm_attn.paging.kept_pages import KeptIds
 from rocm_attn.paging.page_table import RowWidth
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import BoundKernel, LayerKernel, Schedule, StepBounds, StepOps
+from rocm_attn.providers.launches import RopeStore, StoreKV
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.providers.torch_segments import TorchSegments
 from rocm_attn.step.buffers import PADDED_BATCH, BufferSpec, Capacity
@@ -67,7 +70,7 @@ def store_everything(ops: StepOps) -> StepOps:
         keys.write_tokens(page, offset, k)
         values.write_tokens(page, offset, v)
 
-    return replace(ops, store_kv=store_kv)
+    return replace(ops, store_kv=store_kv, rope_store=_rope_then(store_kv))
 
 
 def store_as_it_comes(ops: StepOps) -> StepOps:
@@ -88,7 +91,18 @@ def store_as_it_comes(ops: StepOps) -> StepOps:
             side.read_tokens(page, offset, held)
             side.write_tokens(page, offset, torch.where(any_live, rows[source], held))
 
-    return replace(ops, store_kv=store_kv)
+    return replace(ops, store_kv=store_kv, rope_store=_rope_then(store_kv))
+
+
+def _rope_then(store_kv: StoreKV) -> RopeStore:
+    """A fused store that stores by another one."""
+
+    def rope_store(given: Projected, tokens: TokenPlaces, work: QkvWork, pages: LayerPages, *, null_page: bool) -> None:
+        rope_queries(given.q, given.q_out, tokens.positions, work)
+        k, v = stored_rows(given, tokens, work, pages)
+        store_kv(k, v, tokens.slot_of_token, tokens.counts, pages, null_page=null_page)
+
+    return rope_store
 
 
 def fill_once(ops: StepOps) -> StepOps:
@@ -425,3 +439,13 @@ def page_zero_is_no_ones(terms: TableTerms) -> TableTerms:
 
 def let_tables_move(reason: str) -> None:
     """A table or pages are replaced, although graphs read the old ones."""
+
+
+def whatever_was_selected(layer: int, wanted: int, found: int) -> None:
+    """A layer attends to the selection that lies there, whosever it is."""
+
+
+def over_the_boundaries(counts: Tensor, step: StepTensors) -> Tensor:
+    """How much each sequence selects is written where it begins and ends, as a sparse plan over a dense one's does."""
+    place = step.q_indptr[1:]
+    return place[: counts.numel()] if counts.numel() <= place.numel() else counts

@@ -14,5 +14,7 @@ PROVIDERS = (AUTO, "torch", "triton", "aiter")
 DTYPES = ("bfloat16", "float16", "float32")
 # How K and V are encoded in the KV cache: as q, in the eight bits that the GPU's matrix units read, or in given ones.
 KV_DTYPES = (AUTO, "fp8", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2")
+# What shares a factor of eight-bit K and V.
+KV_SCALES = (AUTO, "layer", "head", "token")
 # How K and V lie in pages, for layers that are not latent.
 POOLS = ("linear", "vectorized", AUTO)

@@ -51,6 +51,22 @@ BOUNDS = {
 }
 
 
+# Where what values are weighted with is rounded to eight bits, or q is in a way of the kernel's own: to three bits
+# after the first one, so that a factor is off by a sixteenth at most. AITER's tests of them allow 0.055 to 0.06.
+EIGHT_BIT_PRODUCTS = Bounds(out=Bound(0.12, 6e-2), lse=Bound(0.12, 1e-5))
+
+
+def bounds_of(dtype: torch.dtype, *, eight_bit_products: bool) -> Bounds:
+    """The bounds of a kernel's results. eight_bit_products: whether it rounds what it multiplies"""
+    return EIGHT_BIT_PRODUCTS if eight_bit_products else BOUNDS[dtype]
+
+
+def eight_bit_queries(q: Tensor, encoding: torch.dtype) -> Tensor:
+    """q as a kernel multiplies it that is given q in eight bits with a factor of 1; NaN stays NaN."""
+    largest = torch.finfo(encoding).max
+    return q.float().clamp(-largest, largest).to(encoding).to(q.dtype)
+
+
 def error_parts(result: Tensor, reference: Tensor, bound: Bound, *, size: float | Tensor = 1.0) -> Tensor:
     """How far each element lies from its reference, as a part of what is allowed: up to 1 is close enough.
 

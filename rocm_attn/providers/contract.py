@@ -350,7 +350,8 @@ class KernelRow:
     not_bound:          what it would be, of a kernel that is known and not bound; it is always refused
     faults:             what it gets wrong in some releases
     notes:              what is odd about it, and why it serves all the same, a sentence each
-    rounds_products:    whether it rounds q, or what values are weighted with, to eight bits
+    rounds_products:    whether it rounds q in a way of its own, or what values are weighted with, to eight bits
+    rounds_queries:     whether it is given q in the pages' eight bits, with a factor of 1
     """
 
     provider: str
@@ -371,6 +372,7 @@ class KernelRow:
     faults: tuple[Fault, ...] = ()
     notes: tuple[str, ...] = ()
     rounds_products: bool = False
+    rounds_queries: bool = False
 
     def refusals(self, problem: Problem, target: Target, pool: PoolSize = SMALLEST_POOL) -> tuple[str, ...]:
         """Why it does not serve a problem, one clause each; empty when it does."""

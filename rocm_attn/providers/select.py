@@ -10,20 +10,22 @@ from rocm_attn.errors import BadSetting, Unsupported
 from rocm_attn.machine.choices import PROVIDERS
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import ALL_KEYS, Problem
+from rocm_attn.providers import torch_sparse, triton_sparse
 from rocm_attn.providers.aiter.rows import ROWS as AITER_ROWS
 from rocm_attn.providers.contract import SMALLEST_POOL, KernelRow, LayerKernel, PoolSize, StepOps
 from rocm_attn.providers.sparse import IndexRow, NoSparseKernel, SelectedRow, SparseKernels, choose_sparse
 from rocm_attn.providers.torch_ref import TORCH
-from rocm_attn.providers.torch_sparse import INDEX_ROWS as TORCH_INDEX_ROWS
-from rocm_attn.providers.torch_sparse import SELECTED_ROWS as TORCH_SELECTED_ROWS
 from rocm_attn.providers.triton import TRITON
 
 # In order of preference within a provider and a kind of step.
 ROWS: Mapping[str, Sequence[KernelRow]] = {"aiter": AITER_ROWS, "triton": TRITON.rows, "torch": TORCH.rows}
 
 # What layers with an indexer get besides; no kernel of AITER's is bound.
-INDEX_ROWS: Mapping[str, Sequence[IndexRow]] = {"torch": TORCH_INDEX_ROWS}
-SELECTED_ROWS: Mapping[str, Sequence[SelectedRow]] = {"torch": TORCH_SELECTED_ROWS}
+INDEX_ROWS: Mapping[str, Sequence[IndexRow]] = {"triton": triton_sparse.INDEX_ROWS, "torch": torch_sparse.INDEX_ROWS}
+SELECTED_ROWS: Mapping[str, Sequence[SelectedRow]] = {
+    "triton": triton_sparse.SELECTED_ROWS,
+    "torch": torch_sparse.SELECTED_ROWS,
+}
 
 # What "auto" tries for each kind of step, in order. Plain torch is no fallback on a GPU: it would serve, far too
 # slowly, in silence.
@@ -69,6 +71,11 @@ class Selection:
     def deterministic(self) -> bool:
         """Whether a sequence's results are bitwise the same in any batch."""
         return all(kernel.row.batch_invariant for kernel in self.kernels.values())
+
+    @property
+    def eight_bit_products(self) -> bool:
+        """Whether a kernel rounds what it multiplies to eight bits."""
+        return any(kernel.row.rounds_products for kernel in self.kernels.values())
 
     def kernel(self, kind: StepKind) -> LayerKernel:
         """The kernel of a kind of step."""

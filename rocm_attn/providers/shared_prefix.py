@@ -116,7 +116,8 @@ def limits_of_shared_prefix(limits: Limits) -> Limits:
 
     A window and slopes are counted from each query's own place, which a query over a shared prefix has not.
     """
-    return replace(limits, window=False, alibi=False, pools=(PoolKind.SPLIT,))
+    pools = tuple(pool for pool in limits.pools if pool is not PoolKind.VECTORIZED)
+    return replace(limits, window=False, alibi=False, pools=pools)
 
 
 def problem_of_prefixes(problem: Problem) -> Problem:

@@ -15,10 +15,9 @@ from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, decode_tiles, extend_tiles
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, Problem, Scales
-from rocm_attn.providers import triton_segments
+from rocm_attn.providers import triton_latent, triton_segments
 from rocm_attn.providers.contract import (
     Bind,
-    BoundKernel,
     KernelRow,
     Limits,
     PoolSize,
@@ -26,7 +25,8 @@ from rocm_attn.providers.contract import (
     StepBounds,
     StepOps,
 )
-from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule, TwoSchedules
+from rocm_attn.providers.mixed import TritonMixed
+from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
 from rocm_attn.providers.scores import packed_mask, scores_of
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
 from rocm_attn.providers.triton_later import triton_launches
@@ -121,29 +121,6 @@ class TritonMasked:
         self.extend.attend_by(args, packed_mask(step))
 
 
-@dataclass(frozen=True, slots=True)
-class TritonMixed:
-    """Decode for the sequences with one new token, extend for the longer ones; both write disjoint tokens of out."""
-
-    decode: BoundKernel
-    extend: BoundKernel
-
-    @property
-    def schedule(self) -> TwoSchedules:
-        return TwoSchedules(self.extend.schedule, self.decode.schedule)
-
-    def describe(self) -> str:
-        return f"{self.extend.describe()} + {self.decode.describe()}"
-
-    def workspace_words(self, shape: PaddedShape) -> int:
-        return max(self.extend.workspace_words(shape), self.decode.workspace_words(shape))
-
-    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        extend, decode = self.schedule.split(bounds.shape, args.schedule)
-        self.extend.attend(args._replace(schedule=extend), step, bounds)
-        self.decode.attend(args._replace(schedule=decode), step, bounds)
-
-
 def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> TritonDecode:
     tiles = decode_tiles(
         target.arch,
@@ -235,6 +212,7 @@ TRITON = Provider(
         _row("triton.segment_decode", StepKind.DECODE, triton_segments.bind_decode, batch_invariant=True),
         _row("triton.segment_extend", StepKind.EXTEND, triton_segments.bind_extend, batch_invariant=True),
         _row("triton.segment_extend+decode", StepKind.MIXED, _bind_mixed_segments, batch_invariant=True),
+        *triton_latent.ROWS,
     ),
     ops=_ops,
 )

@@ -14,6 +14,10 @@ from rocm_attn.kernels.attention.segment_extend import launch_segment_extend
 from rocm_attn.kernels.cache.rope_store import launch_rope_queries, launch_rope_store
 from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.cache.tails import launch_zero_tails
+from rocm_attn.kernels.latent.decode import launch_latent_decode
+from rocm_attn.kernels.latent.extend import launch_latent_extend
+from rocm_attn.kernels.latent.segment_decode import launch_latent_segment_decode
+from rocm_attn.kernels.latent.segment_extend import launch_latent_segment_extend
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.gather_table import launch_gather_table
@@ -23,16 +27,25 @@ from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
+from rocm_attn.kernels.sparse.attention import launch_selected_attention, launch_selected_segments
+from rocm_attn.kernels.sparse.index_scores import launch_select
 from rocm_attn.providers.contract import StepOps
 
 __all__ = [
     "OPS",
     "launch_decode_schedule",
     "launch_extend_schedule",
+    "launch_latent_decode",
+    "launch_latent_extend",
+    "launch_latent_segment_decode",
+    "launch_latent_segment_extend",
     "launch_paged_decode",
     "launch_paged_extend",
     "launch_segment_decode",
     "launch_segment_extend",
+    "launch_select",
+    "launch_selected_attention",
+    "launch_selected_segments",
 ]
 
 OPS = StepOps(

@@ -49,9 +49,8 @@ class SegmentDecode:
         words = self.cut.segment_words(
             shape.num_seqs,
             self.most_segments,
-            gqa_ratio=problem.gqa_ratio,
+            q_rows=self.tiles.decode(problem.gqa_ratio).q_rows(problem.gqa_ratio),
             v_head_dim=problem.v_head_dim,
-            tiles=self.tiles,
         )
         return sum(words)
 

@@ -6,13 +6,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from rocm_attn.problem import AllKeys, Indexer
 from rocm_attn.runner.arithmetic import Arithmetic
-from rocm_attn.runner.attention_weights import AttentionWeights, HeadWeights, LatentWeights
+from rocm_attn.runner.attention_weights import AttentionWeights, HeadWeights, IndexWeights, LatentWeights
 from rocm_attn.runner.config import HeadProjections, LatentProjections, LayerConfig
 from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.rope import rotate
+
+# transformers' DeepSeek-V3.2 and GLM-5, whatever the model's other norms have
+_INDEX_NORM_EPS = 1e-6
 
 
 class Attention(Protocol):
@@ -26,8 +31,24 @@ class Attention(Protocol):
         """Store k and v for the step's tokens, then attend."""
         ...
 
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store k and v for the step's tokens."""
+        ...
+
     def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
         """Attend over what the layer has stored, in this step too."""
+        ...
+
+    def store_index(self, layer: int, k: Tensor) -> None:
+        """Store index keys [T, index_dim] of a layer with an indexer."""
+        ...
+
+    def select(self, layer: int, q: Tensor, weights: Tensor) -> None:
+        """Choose keys by index queries [T, index_heads, index_dim] and float32 weights [T, index_heads]."""
+        ...
+
+    def attend_selected(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """As attend, over the keys that the layer, or the last one before it that has an indexer, has chosen."""
         ...
 
 
@@ -99,11 +120,13 @@ class OverLatentRows:
     def attended(self, attention: Attention, x: Tensor, cos_sin: Tensor) -> Tensor:
         """[T, num_q_heads * v_dim]; see OverHeads."""
         heads, weights, linears = self.heads, self.weights, self.arithmetic.linears
-        x = linears.linear(x, weights.first, weights.first_bias)
-        row = x[:, -heads.head_dim :]
-        q = x[:, : -heads.head_dim]
+        first = linears.linear(x, weights.first, weights.first_bias)
+        row, q = first[:, -heads.head_dim :], first[:, : -heads.head_dim]
         if weights.q is not None and weights.q_norm is not None:
-            q = linears.linear(self.arithmetic.norm(q, weights.q_norm), weights.q)
+            q = self.arithmetic.norm(q, weights.q_norm)
+            if weights.index is not None:
+                self._select(attention, weights.index, x, q, cos_sin)
+            q = linears.linear(q, weights.q)
         q = q.view(q.shape[0], heads.num_q_heads, -1)
         nope_dim, latent_dim = self.projections.nope_dim, heads.latent_dim
         latent = self.arithmetic.norm(row[:, :latent_dim], weights.row_norm)
@@ -112,8 +135,25 @@ class OverLatentRows:
         q = torch.cat((linears.of_heads(q[..., :nope_dim], weights.absorbed_k), rope[:, :-1]), -1)
         k = torch.cat((latent[:, None], rope[:, -1:]), -1)
         out = torch.empty((*q.shape[:2], latent_dim), dtype=q.dtype, device=q.device)
-        attention.store_and_attend(self.number, q, k, k[..., :latent_dim], out)
+        attention.store(self.number, k, k[..., :latent_dim])
+        if isinstance(heads.indexer, AllKeys):
+            attention.attend(self.number, q, out)
+        else:
+            attention.attend_selected(self.number, q, out)
         return linears.of_heads(out, weights.absorbed_v).flatten(1)
+
+    def _select(self, attention: Attention, weights: IndexWeights, x: Tensor, q_row: Tensor, cos_sin: Tensor) -> None:
+        """Choose the step's keys. x: [T, hidden], normalised; q_row: [T, q_rank], what queries are made of"""
+        linears, indexer = self.arithmetic.linears, self.heads.indexer
+        assert isinstance(indexer, Indexer), "a layer with an indexer's weights has its geometry"
+        k = linears.linear(x, weights.k)
+        k = F.layer_norm(k, k.shape[-1:], weights.k_norm, weights.k_norm_bias, _INDEX_NORM_EPS)
+        q = linears.linear(q_row, weights.q).view(x.shape[0], indexer.num_heads, indexer.head_dim)
+        turned, rope_dim = torch.cat((q, k[:, None]), 1), self.heads.rope_dim
+        turned = torch.cat((rotate(turned[..., :rope_dim], cos_sin), turned[..., rope_dim:]), -1)
+        attention.store_index(self.number, turned[:, -1])
+        of_heads = linears.linear(x, weights.head_weights).float() * indexer.num_heads**-0.5
+        attention.select(self.number, turned[:, :-1], of_heads)
 
 
 LayerAttention = OverHeads | OverLatentRows

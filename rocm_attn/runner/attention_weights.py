@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rocm_attn.problem import Indexer
 from rocm_attn.runner.config import HeadProjections, LatentProjections
 from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.mlp_weights import Named, with_bias
@@ -36,6 +37,23 @@ class HeadWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class IndexWeights:
+    """Of a layer's indexer, which every rank has whole. The first elements turn, the first half with the second.
+
+    q:            [index_heads * index_dim, q_rank]
+    k:            [index_dim, hidden]
+    k_norm, k_norm_bias: [index_dim]; of a layer norm
+    head_weights: [index_heads, hidden]
+    """
+
+    q: Tensor
+    k: Tensor
+    k_norm: Tensor
+    k_norm_bias: Tensor
+    head_weights: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LatentWeights:
     """Of a layer that keeps latent rows, or a rank's part of it: then the heads are its own, and the row is whole.
 
@@ -59,6 +77,7 @@ class LatentWeights:
     absorbed_v: Tensor
     out: Tensor
     out_bias: Tensor | None
+    index: IndexWeights | None
 
 
 AttentionWeights = HeadWeights | LatentWeights
@@ -101,6 +120,13 @@ def latent_shapes(attention: AttentionLayer, projections: LatentProjections, hid
     yield "self_attn.kv_a_layernorm.weight", (latent_dim,)
     yield "self_attn.kv_b_proj.weight", (heads * (projections.nope_dim + projections.v_dim), latent_dim)
     yield from with_bias("self_attn.o_proj", (hidden, heads * projections.v_dim), projections.has_bias)
+    indexer = attention.indexer
+    if projections.indexer and isinstance(indexer, Indexer):
+        yield "self_attn.indexer.wq_b.weight", (indexer.num_heads * indexer.head_dim, rank)
+        yield "self_attn.indexer.wk.weight", (indexer.head_dim, hidden)
+        yield "self_attn.indexer.k_norm.weight", (indexer.head_dim,)
+        yield "self_attn.indexer.k_norm.bias", (indexer.head_dim,)
+        yield "self_attn.indexer.weights_proj.weight", (indexer.num_heads, hidden)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,7 +196,20 @@ def read_latent(tensors: OfAttention, attention: AttentionLayer, projections: La
         absorbed_v=kv[:, nope_dim:].transpose(1, 2).contiguous(),
         out=out,
         out_bias=out_bias,
+        index=_read_index(tensors, attention, projections) if projections.indexer else None,
     )
+
+
+def _read_index(tensors: OfAttention, attention: AttentionLayer, projections: LatentProjections) -> IndexWeights:
+    reader, piece, indexer = tensors.reader, tensors.piece, attention.indexer
+    assert isinstance(indexer, Indexer), "a layer with an indexer's weights has its geometry"
+    q = reader.join(piece("indexer.wq_b.weight"))
+    names = ("wk.weight", "k_norm.weight", "k_norm.bias")
+    k, k_norm, k_norm_bias = of_k = [reader.join(piece(f"indexer.{name}")) for name in names]
+    if projections.index_interleaved:
+        for rows in (q.view(indexer.num_heads, indexer.head_dim, -1).transpose(0, 1), *of_k):
+            _put_in_halves(rows[: attention.rope_dim])
+    return IndexWeights(q, k, k_norm, k_norm_bias, reader.join(piece("indexer.weights_proj.weight")))
 
 
 def _before_rows(

@@ -36,6 +36,8 @@ class LatentProjections:
     v_dim:       elements of a head's v
     interleaved: whether files keep elements that turn together side by side
     has_bias:    of the projections to rows of the rank, and of the output
+    indexer:     whether the layer has one of its own, which turns as the layer does
+    index_interleaved: as interleaved, of the indexer
     """
 
     q_rank: int
@@ -43,6 +45,8 @@ class LatentProjections:
     v_dim: int
     interleaved: bool
     has_bias: bool
+    indexer: bool = False
+    index_interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)

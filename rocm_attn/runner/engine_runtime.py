@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
+
 from rocm_attn.capture.check import CaptureCheck
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.target import detect_target
 from rocm_attn.paging.kv_pool import page_bytes
-from rocm_attn.problem import UNLIMITED_WINDOW, Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.runner.linears import linears_over
 from rocm_attn.runner.loading import LoadedModel
@@ -23,8 +25,9 @@ from rocm_attn.runner.pool_size import CPU_BYTES, NOT_MEASURED, Measured, PoolPa
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.selection.kernels import missing_kernels
-from rocm_attn.selection.kv_dtypes import kv_encoding_named
+from rocm_attn.selection.kv_formats import KVFormat
 from rocm_attn.selection.pages import PageChoice, choose_pages, open_page_sizes, open_pools
+from rocm_attn.step.kv_scales import KVScales
 from rocm_attn.step.options import RuntimeOptions
 
 
@@ -43,8 +46,9 @@ def runtime_for(loaded: LoadedModel, options: EngineOptions) -> tuple[AttentionR
             f"max_kv_len is {max_kv_len} and the model's context is {config.context_len}; it cannot be more"
         )
     geometry = config.attention.without_idle_windows(max_kv_len)
-    encoding = kv_encoding_named(options.kv_dtype, detect_target(weights.device))
-    over = geometry.problems(dtype=weights.dtype, page_size=1, kv_encoding=encoding)
+    target, has_factors = detect_target(weights.device), all(layer.kv_factors is not None for layer in weights.layers)
+    kv = KVFormat.named(options.kv_dtype, options.kv_scales, target, has_factors=has_factors)
+    over = geometry.problems(dtype=weights.dtype, page_size=1, kv=kv)
     problems = _page_choice(over, loaded, options).problems(over)
     if options.swa_pages and all(problem.window_left == UNLIMITED_WINDOW for problem in problems):
         raise BadSetting(
@@ -59,7 +63,12 @@ def runtime_for(loaded: LoadedModel, options: EngineOptions) -> tuple[AttentionR
 
 
 def model_over(runtime: AttentionRuntime, loaded: LoadedModel, options: EngineOptions) -> Model:
-    """The model, whose attention runs on a runtime."""
+    """The model, whose attention runs on a runtime. That gets what factors of eight-bit K and V the model brings."""
+    for layer in range(loaded.config.attention.num_storing):
+        factors, form = loaded.weights.layers[layer].kv_factors, runtime.pool.layer(layer).format
+        if factors is not None and form.scales in (Scales.LAYER, Scales.HEAD):
+            k, v = (torch.full(form.scale_shape, factor) for factor in factors)
+            runtime.set_kv_scales(layer, KVScales(k, v, made_for=KVEncoding.E4M3FN))
     return Model(
         loaded.config,
         loaded.weights,

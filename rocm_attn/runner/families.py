@@ -27,6 +27,7 @@ from rocm_attn.runner.hf_attention import (
     window_everywhere_if_used,
 )
 from rocm_attn.runner.hf_gemma4 import GEMMA4_DEFAULTS, Gemma4Attention, gemma4_heads, gemma4_mlps, own_inputs
+from rocm_attn.runner.hf_indexer import IndexedLatentAttention
 from rocm_attn.runner.hf_mlp import (
     deepseek_v2_experts,
     deepseek_v3_experts,
@@ -43,6 +44,7 @@ from rocm_attn.runner.hf_projections import (
     interleaved_rows,
     no_bias,
     normed_heads,
+    rows_with_indexers,
 )
 from rocm_attn.runner.hf_rope import one_rope, rope_of_each_kind
 from rocm_attn.runner.mlp_config import Mlp
@@ -223,6 +225,12 @@ FAMILIES: Mapping[str, Family] = {
         GroupedAttention(even_layers_slide, has_sinks=True), _GPT_OSS, Decoder(gpt_oss_experts)
     ),
     "DeepseekV2ForCausalLM": Family(LatentAttention(), decoder=Decoder(deepseek_v2_experts, interleaved_rows)),
+    "DeepseekV32ForCausalLM": Family(
+        IndexedLatentAttention(), decoder=Decoder(deepseek_v3_experts, rows_with_indexers(index_interleaved=False))
+    ),
+    "GlmMoeDsaForCausalLM": Family(
+        IndexedLatentAttention(), decoder=Decoder(deepseek_v3_experts, rows_with_indexers(index_interleaved=True))
+    ),
     "DeepseekV3ForCausalLM": Family(LatentAttention(), decoder=Decoder(deepseek_v3_experts, interleaved_rows)),
 }
 # Of the models that the runner runs.

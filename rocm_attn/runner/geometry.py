@@ -7,8 +7,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.problem import (
+    ALL_KEYS,
+    UNLIMITED_WINDOW,
+    AllKeys,
+    EarlierSelection,
+    Indexer,
+    PoolKind,
+    Problem,
+)
 from rocm_attn.runner.shards import Shard
+from rocm_attn.selection.kv_formats import AS_COMPUTED, KVFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +26,7 @@ class AttentionLayer:
 
     scale:       factor on q.k before the softmax
     window_left: previous keys a query sees besides its own; -1: all of them
+    indexer:     what chooses the keys that are attended to; every rank has it whole
     latent_dim:  of latent attention, elements of a token's one row that are V, its first ones; 0: K and V of their own
     """
 
@@ -28,6 +38,7 @@ class AttentionLayer:
     logits_soft_cap: float = 0.0
     has_sinks: bool = False
     latent_dim: int = 0
+    indexer: AllKeys | Indexer | EarlierSelection = ALL_KEYS
 
     @property
     def rope_dim(self) -> int:
@@ -39,9 +50,8 @@ class AttentionLayer:
         heads = Shard(0, num_ranks).heads(self.num_q_heads, self.num_kv_heads)
         return replace(self, num_q_heads=heads.q.size, num_kv_heads=heads.kv.size)
 
-    def problem(self, *, dtype: torch.dtype, page_size: int, kv_encoding: KVEncoding = KVEncoding.LIKE_Q) -> Problem:
-        """The layer as the attention runtime takes it, eight-bit K and V with a factor for the layer. Raises
-        BadProblem."""
+    def problem(self, *, dtype: torch.dtype, page_size: int, kv: KVFormat = AS_COMPUTED) -> Problem:
+        """The layer as the attention runtime takes it. Raises BadProblem."""
         return Problem(
             num_q_heads=self.num_q_heads,
             num_kv_heads=self.num_kv_heads,
@@ -53,9 +63,10 @@ class AttentionLayer:
             window_left=self.window_left,
             logits_soft_cap=self.logits_soft_cap,
             has_sinks=self.has_sinks,
+            indexer=self.indexer,
             pool=PoolKind.LATENT if self.latent_dim else PoolKind.SPLIT,
-            kv_encoding=kv_encoding,
-            kv_scales=Scales.NONE if kv_encoding is KVEncoding.LIKE_Q else Scales.LAYER,
+            kv_encoding=kv.encoding,
+            kv_scales=kv.scales,
         )
 
 
@@ -95,12 +106,10 @@ class AttentionGeometry:
         )
         return replace(self, layers=layers)
 
-    def problems(
-        self, *, dtype: torch.dtype, page_size: int, kv_encoding: KVEncoding = KVEncoding.LIKE_Q
-    ) -> tuple[Problem, ...]:
+    def problems(self, *, dtype: torch.dtype, page_size: int, kv: KVFormat = AS_COMPUTED) -> tuple[Problem, ...]:
         """One Problem per layer that keeps K and V; one that reads them has that layer's. Raises BadProblem."""
         storing = self.layers[: self.num_storing]
-        return tuple(layer.problem(dtype=dtype, page_size=page_size, kv_encoding=kv_encoding) for layer in storing)
+        return tuple(layer.problem(dtype=dtype, page_size=page_size, kv=kv) for layer in storing)
 
 
 def window_left(sliding_window: int) -> int:

@@ -96,10 +96,19 @@ def deepseek_v3_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
 
 
 def _after_dense(fields: Fields, num_layers: int, routing: Routing) -> tuple[Mlp, ...]:
-    """[layers] first_k_dense_replace dense MLPs, then experts with shared ones."""
+    """[layers] first_k_dense_replace dense MLPs, then experts with shared ones, or as mlp_layer_types says."""
     _activation(fields, "hidden_act", "silu")
     inner = fields.count("moe_intermediate_size")
     shared_size = inner * fields.count("n_shared_experts") if fields.has("n_shared_experts") else 0
     experts = ExpertMlp(routing, inner, SwiGLU(), ExpertTensors.EACH, shared_size=shared_size)
-    num_dense = min(fields.whole("first_k_dense_replace", 0), num_layers)
-    return swiglu_with_bias(fields, num_dense) + (experts,) * (num_layers - num_dense)
+    (dense,) = swiglu_with_bias(fields, 1)
+    if not fields.has("mlp_layer_types"):
+        num_dense = fields.whole("first_k_dense_replace", 0)
+        return tuple(dense if layer < num_dense else experts for layer in range(num_layers))
+    kinds, types = {"dense": dense, "sparse": experts}, fields.list("mlp_layer_types")
+    if len(types) != num_layers or not set(types) <= set(kinds):
+        raise BadModel(
+            f"config.json: mlp_layer_types is {shown(types)}; it must hold 'dense' or 'sparse' for each of "
+            f"{num_layers} layers"
+        )
+    return tuple(kinds[str(kind)] for kind in types)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
+from rocm_attn.errors import BadModel
 from rocm_attn.runner.config import HeadProjections, LatentProjections
 from rocm_attn.runner.fields import Fields
+from rocm_attn.runner.hf_indexer import own_indexers
 
 Projections = HeadProjections | LatentProjections
 
@@ -28,6 +33,20 @@ def normed_heads(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
     """[layers] As bias_everywhere_if_said, with norms on q and k."""
     has_bias = fields.flag("attention_bias", False)
     return (HeadProjections(qkv_bias=has_bias, out_bias=has_bias, qk_norm=True),) * num_layers
+
+
+def rows_with_indexers(index_interleaved: bool) -> Callable[[Fields, int], tuple[Projections, ...]]:
+    """[layers] As interleaved_rows, with an indexer where a layer does not take what an earlier one has chosen."""
+
+    def projections(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
+        (rows,) = set(interleaved_rows(fields, num_layers))
+        assert isinstance(rows, LatentProjections), "latent rows"
+        if not rows.q_rank:
+            raise BadModel("config.json does not say q_lora_rank; queries of an indexer are made of a row of that rank")
+        own = replace(rows, indexer=True, index_interleaved=index_interleaved)
+        return tuple(own if is_own else rows for is_own in own_indexers(fields, num_layers))
+
+    return projections
 
 
 def interleaved_rows(fields: Fields, num_layers: int) -> tuple[Projections, ...]:

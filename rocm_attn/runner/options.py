@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rocm_attn.errors import BadSetting
-from rocm_attn.machine.choices import AUTO, KV_DTYPES, POOLS, PROVIDERS
+from rocm_attn.machine.choices import AUTO, KV_DTYPES, KV_SCALES, POOLS, PROVIDERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,13 @@ class EngineOptions:
         "how K and V are kept: as they are computed, or in eight bits; fp8 is e4m3fnuz on gfx942 and e4m3fn elsewhere",
         choices=KV_DTYPES,
         default_is="auto: as they are computed",
+    )
+    kv_scales: str = option(
+        AUTO,
+        "what shares a factor of eight-bit K and V: a layer's, a KV head's or a token's; those of tokens follow from "
+        "what is stored, the others are the model's, or 1",
+        choices=KV_SCALES,
+        default_is="auto: token, or layer where the model brings factors",
     )
     max_batch_size: int = option(64, "sequences that run at a time", unit="SEQS", least=1)
     chunk: int = option(512, "tokens of a step; a longer prompt takes several", unit="TOKENS", least=1)

@@ -25,6 +25,7 @@ from rocm_attn.runner.attention_weights import (
     read_latent,
 )
 from rocm_attn.runner.config import LatentProjections, ModelConfig
+from rocm_attn.runner.kv_factors import KV_FACTORS, kv_factors
 from rocm_attn.runner.mlp_weights import MlpWeights, mlp_shapes, read_mlp
 from rocm_attn.runner.shards import WHOLE, Shard, Span
 from rocm_attn.runner.tensors import Piece, Shape, TensorReader, TensorSource
@@ -68,6 +69,7 @@ class LayerWeights:
     attention_norm, mlp_norm: [hidden]; on what attention and MLP get
     attention_out_norm, mlp_out_norm: [hidden]; on what is added to the residual
     factor: [1]; on the layer's sum
+    kv_factors: of K and of V in E4M3FN, as they were found for the model
     """
 
     attention_norm: Tensor
@@ -78,6 +80,7 @@ class LayerWeights:
     mlp_out_norm: Tensor | None
     own_input: OwnInput | None
     factor: Tensor | None
+    kv_factors: tuple[float, float] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -227,7 +230,7 @@ def _may_be_ignored(config: ModelConfig, name: str) -> bool:
         part = name.removeprefix(f"model.layers.{layer}.self_attn.").partition(".")[0]
         if part in ("k_proj", "v_proj", "k_norm", "v_norm") and not config.attention.keeps_kv(int(layer)):
             return True
-    return is_extra or name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
+    return is_extra or name == "lm_head.weight" or name.endswith((*KV_FACTORS, "rotary_emb.inv_freq"))
 
 
 def _some(names: list[str]) -> str:
@@ -246,6 +249,7 @@ def _layer(reader: TensorReader, config: ModelConfig, number: int, shard: Shard)
         mlp_out_norm=norms.get("mlp_out_norm"),
         own_input=_own_input(reader, prefix) if config.own_inputs.dim else None,
         factor=reader.join(Piece(f"{prefix}layer_scalar")) if config.has_layer_factors else None,
+        kv_factors=kv_factors(reader.source, f"{prefix}self_attn."),
     )
 
 

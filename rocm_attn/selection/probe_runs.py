@@ -21,10 +21,10 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import RocmAttnError
 from rocm_attn.guards.registry import guards_from_settings
-from rocm_attn.oracle.numerics import BOUNDS, error_parts
+from rocm_attn.oracle.numerics import Bound, bounds_of, eight_bit_queries, error_parts
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.contract import LayerKernel, PoolSize
 from rocm_attn.providers.select import Selection
@@ -63,11 +63,14 @@ _MAX_KV_LEN = 512
 # Of new tokens, the last ones that are compared: the reference takes float64 for each of them and each key.
 _MOST_COMPARED = 96
 
+# Of K and of V in eight bits.
+_K_FACTOR, _V_FACTOR = 0.5, 0.25
+
 # Tokens that are stored at once where nothing attends.
 _CHUNK = 4096
 
 # What a verdict depends on, beside the machine and the kernels.
-ALL_OF_IT = [_STEPS, _MAX_KV_LEN, EDGE_STEPS, LENGTHS, _MANY]
+ALL_OF_IT = [_STEPS, _MAX_KV_LEN, EDGE_STEPS, LENGTHS, _MANY, _K_FACTOR, _V_FACTOR]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +128,13 @@ class _Run:
             device=device,
             guards=guards_from_settings(),
         )
-        runtime.pool.layer(0).fill_nan(slice(1, None))
+        pages = runtime.pool.layer(0)
+        pages.fill_nan(slice(1, None))
+        if problem.kv_scales in (Scales.LAYER, Scales.HEAD):
+            # Other than 1, and than each other but for latent pages, so that one that is left out shows.
+            for scale, factor in ((pages.v_scale, _V_FACTOR), (pages.k_scale, _K_FACTOR)):
+                assert scale is not None
+                scale.fill_(factor)
         runtime.head_weights.set(0, weights.to(runtime.device))
         run = cls(runtime, problem, weights.to(runtime.device), [])
         run.admit(num_seqs)
@@ -205,11 +214,22 @@ class _Run:
         return padded
 
     def _remember(self, k: Tensor, v: Tensor, q_len: Sequence[int]) -> None:
+        """What was stored; of eight-bit pages what they hold, so that a kernel answers for attention alone."""
+        if self.problem.kv_encoding is not KVEncoding.LIKE_Q:
+            self._read_back(q_len)
+            return
         first = 0
         for seq, new in enumerate(q_len):
             token = slice(first, first + new)
             self.k[seq], self.v[seq] = torch.cat([self.k[seq], k[token]]), torch.cat([self.v[seq], v[token]])
             first += new
+
+    def _read_back(self, q_len: Sequence[int]) -> None:
+        pages = self.runtime.pool.layer(0)
+        for seq, (row, had, new) in enumerate(zip(self.rows, self.kv_len, q_len, strict=True)):
+            ids = self.runtime.table.pages_of(row, Space.FULL)[: -(-(had + new) // self.problem.page_size)]
+            held = pages.read(torch.tensor(ids.tolist(), dtype=torch.long, device=self.runtime.device))
+            self.k[seq], self.v[seq] = (side.flatten(0, 1)[: had + new] for side in held)
 
     def wrong_at_edges(
         self, cached: Sequence[int], steps: Sequence[Sequence[int]], last_pad_to: int = _PAD_TO
@@ -250,17 +270,21 @@ class _Run:
             out, lse = out.clone(), None if lse is None else lse.clone()
             if out.is_cuda:
                 torch.cuda.synchronize(out.device)  # a kernel fails when it runs, not when it is launched
-        first = 0
+        row, first = step.plan.kernels[0].row, 0
+        if row.rounds_queries:
+            q = eight_bit_queries(q, problem.page_format.encoding.dtype)
+        bound = bounds_of(problem.dtype, eight_bit_products=row.rounds_products).out
         for seq, new in enumerate(q_len):
             token = slice(max(first, first + new - _MOST_COMPARED), first + new)
             want, want_lse = attend_sequence(q[token], self.k[seq], self.v[seq], problem, self.weights)
-            if not self._close(out[token], want) or not (lse is None or self._close(lse[token], want_lse)):
+            if not _close(out[token], want, bound) or not (lse is None or _close(lse[token], want_lse, bound)):
                 return f"sequence {seq} of {len(q_len)} is wrong"
             first += new
         return "" if bool((out[first:] == 0).all()) else "a padded token is not zero"
 
-    def _close(self, result: Tensor, reference: Tensor) -> bool:
-        return bool((error_parts(result, reference, BOUNDS[self.problem.dtype].out) <= 1).all())
+
+def _close(result: Tensor, reference: Tensor, bound: Bound) -> bool:
+    return bool((error_parts(result, reference, bound) <= 1).all())
 
 
 def random_run(selection: Selection, device: torch.device) -> Wrong | None:

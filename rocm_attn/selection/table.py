@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.metadata.step_tensors import Need
-from rocm_attn.providers.contract import Baked, Fault, KernelRow, ReadAhead
-from rocm_attn.providers.select import ROWS
+from rocm_attn.providers.contract import Baked, Fault, KernelRow, Limits, ReadAhead
+from rocm_attn.providers.select import INDEX_ROWS, ROWS, SELECTED_ROWS
+from rocm_attn.providers.sparse import IndexLimits
 
 _INTRODUCTION = """\
 # Kernels
@@ -20,7 +22,8 @@ Within a kind of step the first one that serves is taken, AITER's before Triton'
 step is an extend step in which no sequence has a token in the cache; without a kernel of its own it is served as an
 extend step. A masked step brings a mask of its own; layers whose problem has no `custom_mask` serve it as a mixed one.
 A shared step decodes sequences that share prefixes; layers that cannot share them serve it as a decode step.
-Sliding windows, soft caps, sinks, ALiBi slopes and attention that is not causal have a table of their own.
+Sliding windows, soft caps, sinks, ALiBi slopes and attention that is not causal have a table of their own, and so has
+what K and V may be encoded in.
 
 Vectorised pages hold the same as K and V pages in another order, which some of AITER's kernels read, and torch as the
 reference; a function that reads both has two rows. Layout and page size are chosen before a pool is made, by
@@ -35,6 +38,9 @@ _MEANING = """\
 - **LSE**: "without ALiBi" gives it to layers without ALiBi slopes; with them it would be of other logits.
 - AITER's kernels serve some scores only alone: soft caps and ALiBi slopes, or sinks and either, are refused together
   where they would be wrong; `explain` says so.
+- **K and V**: how pages may be encoded; of two eight-bit encodings AITER's kernels read one on each arch, see below.
+- **a factor of each**: what shares one of the numbers that eight-bit codes are multiplied with.
+- **multiplies**: in eight bits, q or what values are weighted with is rounded to three bits after the first one.
 - **releases**: a release that is not known is taken for one of them.
 - **freezes**: host values that are part of a graph's key.
 - **pool limit**: bytes of one layer's K pages, and of its V pages.
@@ -53,7 +59,12 @@ def markdown() -> str:
         parts.append(f"## {_TITLES[provider]}\n")
         parts.append(_table(_SERVES, bound))
         parts.append(_table(_SCORES, bound))
+        parts.append(_table(_CODED, bound))
         parts.append(_table(_DEMANDS, bound))
+        sparse = _sparse(provider)
+        if sparse:
+            parts.append("Of layers with an indexer, in every kind of step, beside those above:\n")
+            parts.append(sparse)
         faulty = _faults(bound)
         if faulty:
             parts.append("Refused in some releases; `explain` takes `--aiter-release` and `--rocm-release`:\n")
@@ -83,6 +94,31 @@ def _merged(rows: Sequence[KernelRow]) -> list[_Line]:
         kinds.setdefault(replace(row, kind=StepKind.DECODE, bakes=frozenset()), []).append(row.kind.value)
     bakes = {row: frozenset(b for other in rows if other.name == row.name for b in other.bakes) for row in kinds}
     return [(replace(row, bakes=bakes[row]), ", ".join(values)) for row, values in kinds.items()]
+
+
+def _sparse(provider: str) -> str:
+    """The sparse kernels of a provider; empty where it has none."""
+    cells = [
+        f"| `{row.name}` | selects | {_archs(row.limits)} | {_dtypes(row.limits)} | {_range(row.limits.head_dim)} | "
+        f"{row.limits.num_heads} | {_yes(row.batch_invariant)} |"
+        for row in INDEX_ROWS.get(provider, ())
+    ]
+    cells += [
+        f"| `{row.name}` | attends over {', '.join(pool.value for pool in row.limits.pools)} | {_archs(row.limits)} | "
+        f"{_dtypes(row.limits)} | {_range(row.limits.head_dim)}/{_range(row.limits.v_head_dim)} | "
+        f"{row.limits.max_gqa_ratio} on a KV head | {_yes(row.batch_invariant)} |"
+        for row in SELECTED_ROWS.get(provider, ())
+    ]
+    head = ["| kernel | what it does | archs | dtypes | head_dim | heads | any batch |", f"|{' --- |' * 7}"]
+    return "".join(f"{line}\n" for line in head + cells) if cells else ""
+
+
+def _archs(limits: Limits | IndexLimits) -> str:
+    return ", ".join(limits.archs).replace("*", "\\*")
+
+
+def _dtypes(limits: Limits | IndexLimits) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in limits.dtypes)
 
 
 def _faults(lines: Sequence[_Line]) -> str:
@@ -160,6 +196,11 @@ def _lse(line: _Line) -> str:
     return "yes" if limits.lse and limits.lse_of_slopes else "without ALiBi" if limits.lse else "no"
 
 
+def _factors(line: _Line) -> str:
+    names = {Scales.LAYER: "layer", Scales.HEAD: "KV head", Scales.TOKEN: "token"}
+    return ", ".join(name for scales, name in names.items() if scales in line[0].limits.scales) or "nothing"
+
+
 def _yes(value: object) -> str:
     return "yes" if value else "no"
 
@@ -174,8 +215,8 @@ _NAME: dict[str, Callable[[_Line], str]] = {"kernel": lambda line: f"`{line[0].n
 _SERVES: dict[str, Callable[[_Line], str]] = {
     **_NAME,
     "steps": lambda line: line[1],
-    "archs": lambda line: ", ".join(line[0].limits.archs).replace("*", "\\*"),
-    "dtypes": lambda line: ", ".join(str(dtype).removeprefix("torch.") for dtype in line[0].limits.dtypes),
+    "archs": lambda line: _archs(line[0].limits),
+    "dtypes": lambda line: _dtypes(line[0].limits),
     "head_dim": _dims,
     "page sizes": _pages,
     "query heads": _heads,
@@ -192,6 +233,14 @@ _SCORES: dict[str, Callable[[_Line], str]] = {
     "sinks": lambda line: _yes(line[0].limits.sinks),
     "ALiBi": lambda line: _yes(line[0].limits.alibi),
     "not causal": lambda line: _yes(line[0].limits.non_causal),
+}
+
+_CODED: dict[str, Callable[[_Line], str]] = {
+    **_NAME,
+    "steps": lambda line: line[1],
+    "K and V": lambda line: ", ".join(encoding.value for encoding in line[0].limits.encodings),
+    "a factor of each": _factors,
+    "multiplies": lambda line: "in eight bits" if line[0].rounds_products else "in q's dtype",
 }
 
 _DEMANDS: dict[str, Callable[[_Line], str]] = {

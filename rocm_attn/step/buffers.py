@@ -158,6 +158,19 @@ def refuse_growth(reason: str) -> None:
     raise NeverFits(reason)
 
 
+def pool_slots_name(space: Space, key_tokens: int) -> str:
+    """The buffer of the slots of pooled index keys."""
+    return name_in(space, f"slot_of_pool_{key_tokens}")
+
+
+def pool_slot_buffers(pools: Collection[tuple[Space, int]]) -> tuple[BufferSpec, ...]:
+    """Where the index keys of pools of tokens go. pools: a space with the tokens of a pool, for each kind of layer"""
+    return tuple(
+        BufferSpec(pool_slots_name(space, tokens), Unit.TOKEN, torch.int32, lambda shape: shape.num_tokens, 0)
+        for space, tokens in dict.fromkeys(pools)
+    )
+
+
 def memory_of_its_own(counts: Tensor, step: StepTensors) -> Tensor:
     """How many units each token got is no input of the step, and of no plan."""
     return counts

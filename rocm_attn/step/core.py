@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
+from rocm_attn.kernels.cache.pool_slots import write_pool_slots
 from rocm_attn.machine.devices import on_device
 from rocm_attn.machine.target import Target
+from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.storage import Pool, Table
 from rocm_attn.providers.select import Selection, ops_for
 from rocm_attn.step.buffers import name_in
@@ -19,7 +21,7 @@ from rocm_attn.step.guards import StepGuards
 from rocm_attn.step.head_weights import LayerHeadWeights
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.layers import Layers
-from rocm_attn.step.memory import DeviceStep, StepMemory
+from rocm_attn.step.memory import DeviceStep, StepMemory, pools_of
 from rocm_attn.step.plan import StepPlan, make_plan
 from rocm_attn.step.planner import Planner
 
@@ -39,6 +41,7 @@ class StepCore:
         self.ops = guards.launches.ops(ops_for(kinds.selections, on_cpu=self.device.type == "cpu"))
         self.layers = Layers(kinds, pool, self.head_weights, self.ops, guards.layers)
         self.memory = StepMemory(kinds, table, self.device, guards.memory)
+        self._pools = pools_of(kinds)
         self._table = table
         self._pool = pool
         self._guards = guards
@@ -83,9 +86,22 @@ class StepCore:
             for step in children:
                 for tensors, table in zip(step.spaces, self._table.spaces, strict=True):
                     self.ops.fill(tensors, page_size=self._pool.page_size, window_left=table.window_left)
+                for (space, tokens), slots in dict(zip(self._pools, step.index_slots, strict=True)).items():
+                    if tokens > 1:
+                        self._fill_pool_slots(step, space, tokens, slots)
                 for kind in sorted(set(plan.schedule_of_kind)):
                     tensors, schedule = step.of_kind[kind], plan.kernels[kind].bound.schedule
                     schedule.build(step.queries, tensors, plan.bounds, step.schedules[kind])
+
+    def _fill_pool_slots(self, step: DeviceStep, space: Space, key_tokens: int, slots: Tensor) -> None:
+        tensors = step.of_kind[self.kinds.spaces.index(space)]
+        write_pool_slots(
+            tensors.slot_of_token,
+            tensors.position_of_token,
+            slots,
+            key_tokens=key_tokens,
+            null_page=tensors.terms.null_page,
+        )
 
     def seal(self, shapes: Sequence[PaddedShape]) -> None:
         """Fix the addresses that graphs read, with room for steps of all these shapes and smaller ones."""

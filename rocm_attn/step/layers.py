@@ -11,6 +11,7 @@ from torch import Tensor
 from rocm_attn.errors import BadTensor
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable, TokenPlaces
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.sparse.arguments import IndexArgs, IndexPages, SelectedArgs
 from rocm_attn.machine.devices import on_device
@@ -22,6 +23,7 @@ from rocm_attn.step.head_weights import LayerHeadWeights, NewHeadWeights, writte
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan
+from rocm_attn.step.row_work import check_rope, check_work
 from rocm_attn.step.selections import Require, StepSelections, refuse_stale
 
 # step, kind of layer -> the step in the space that the layer reads in
@@ -76,6 +78,7 @@ class Layers:
                 raise BadTensor(
                     f"the pages of layer {layer} hold {pool.format(layer)}; its kernels are for {problem.page_format}"
                 )
+        self._work_of_layer: dict[int, QkvWork] = {}
         self.selecting = kinds.selecting
 
     def __len__(self) -> int:
@@ -83,22 +86,42 @@ class Layers:
 
     def store(self, step: DeviceStep, plan: StepPlan, layer: int, k: Tensor, v: Tensor) -> None:
         """As LayerCalls.store, for the tokens of step, which has the plan. Raises BadTensor."""
-        problem = self.problem(layer)
-        kind = self._kind_of_layer[layer]
-        tensors = step.of_kind[kind]
-        num_tokens = tensors.slot_of_token.shape[0]
-        self._check("k", k, (num_tokens, problem.num_kv_heads, problem.head_dim), problem.dtype)
-        self._check("v", v, (num_tokens, problem.num_kv_heads, problem.v_head_dim), problem.dtype)
-        if problem.pool is PoolKind.LATENT and (v.data_ptr(), v.stride()) != (k.data_ptr(), k.stride()):
-            raise BadTensor(
-                f"layer {layer} is latent and keeps one row a token: pass k[..., :{problem.v_head_dim}] as v"
-            )
+        tensors = step.of_kind[self._kind_of(layer)]
+        self._check_kv(layer, k, v, tensors.slot_of_token.shape[0])
         pages, null_page = self._pool.layer(layer), tensors.terms.null_page
         with on_device(self._device):
             self._ops.store_kv(k, v, tensors.slot_of_token, tensors.counts, pages, null_page=null_page)
-            if not plan.kernels[kind].row.masks_v:
-                of_seqs = tensors.table, tensors.row_of_seq, tensors.kv_len, tensors.q_len
-                self._ops.zero_tails(*of_seqs, pages, null_page=null_page)
+            self._after_store(plan, layer, tensors)
+
+    def rope_and_store(self, step: DeviceStep, plan: StepPlan, layer: int, given: Projected, work: QkvWork) -> None:
+        """As LayerCalls.rope_and_store, for the tokens of step, which has the plan. Raises BadTensor."""
+        tensors = step.of_kind[self._kind_of(layer)]
+        self._check_kv(layer, given.k, given.v, tensors.slot_of_token.shape[0])
+        self._check_queries(layer, given.q, given.q_out, work, tensors.slot_of_token.shape[0])
+        tokens = TokenPlaces(tensors.positions, tensors.slot_of_token, tensors.counts)
+        with on_device(self._device):
+            self._ops.rope_store(given, tokens, work, self._pool.layer(layer), null_page=tensors.terms.null_page)
+            self._after_store(plan, layer, tensors)
+
+    def rope_queries(self, step: DeviceStep, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
+        """As LayerCalls.rope_queries, for the tokens of step. Raises BadTensor."""
+        tensors = step.of_kind[self._kind_of(layer)]
+        self._check_queries(layer, q, q_out, work, tensors.slot_of_token.shape[0])
+        with on_device(self._device):
+            self._ops.rope_queries(q, q_out, tensors.positions, work)
+
+    def finish(self, step: DeviceStep, layer: int, out: Tensor, gate: Tensor | None, undo: RopeTable | None) -> None:
+        """As LayerCalls.finish, for the tokens of step. Raises BadTensor."""
+        problem, tensors = self.problem(layer), step.of_kind[self._kind_of(layer)]
+        shape = tensors.slot_of_token.shape[0], problem.num_q_heads, problem.v_head_dim
+        self._check("out", out, shape, problem.dtype)
+        if gate is not None:
+            self._check_gate(gate, shape)
+        if undo is not None:
+            check_rope("undo", undo, problem.v_head_dim, self._device)
+        if gate is not None or undo is not None:
+            with on_device(self._device):
+                self._ops.finish(out, gate, undo, tensors.positions, tensors.counts)
 
     def attend(self, step: DeviceStep, plan: StepPlan, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
         """As LayerCalls.attend, for the tokens of step, which has the plan. Raises BadTensor, WrongState."""
@@ -122,14 +145,15 @@ class Layers:
     def store_index(self, step: DeviceStep, layer: int, k: Tensor) -> None:
         """As LayerCalls.store_index, for the tokens of step. Raises BadTensor."""
         problem, indexer = self._indexer(layer)
-        tensors = step.of_kind[self._kind_of_layer[layer]]
+        kind = self._kind_of_layer[layer]
+        tensors = step.of_kind[kind]
         self._check("index k", k, (tensors.slot_of_token.shape[0], indexer.head_dim), problem.dtype)
         rows = k.unsqueeze(1)
         with on_device(self._device):
             self._ops.store_kv(
                 rows,
                 rows,
-                tensors.slot_of_token,
+                step.index_slots[kind],
                 tensors.counts,
                 self._pool.index(layer),
                 null_page=tensors.terms.null_page,
@@ -169,9 +193,49 @@ class Layers:
 
     def problem(self, layer: int) -> Problem:
         """A layer's problem. Raises BadTensor for a layer that does not exist."""
+        return self._selections[self._kind_of(layer)].problem
+
+    def _kind_of(self, layer: int) -> int:
+        """The kind of a layer. Raises BadTensor for a layer that does not exist."""
         if not 0 <= layer < len(self._kind_of_layer):
             raise BadTensor(f"layer {layer} does not exist; the runtime has layers 0 to {len(self._kind_of_layer) - 1}")
-        return self._selections[self._kind_of_layer[layer]].problem
+        return self._kind_of_layer[layer]
+
+    def _after_store(self, plan: StepPlan, layer: int, tensors: StepTensors) -> None:
+        """What a kernel that multiplies V after a sequence's end needs of its last page."""
+        if not plan.kernels[self._kind_of_layer[layer]].row.masks_v:
+            of_seqs = tensors.table, tensors.row_of_seq, tensors.kv_len, tensors.q_len
+            self._ops.zero_tails(*of_seqs, self._pool.layer(layer), null_page=tensors.terms.null_page)
+
+    def _check_kv(self, layer: int, k: Tensor, v: Tensor, num_tokens: int) -> None:
+        problem = self.problem(layer)
+        self._check("k", k, (num_tokens, problem.num_kv_heads, problem.head_dim), problem.dtype)
+        self._check("v", v, (num_tokens, problem.num_kv_heads, problem.v_head_dim), problem.dtype)
+        if problem.pool is PoolKind.LATENT and (v.data_ptr(), v.stride()) != (k.data_ptr(), k.stride()):
+            raise BadTensor(
+                f"layer {layer} is latent and keeps one row a token: pass k[..., :{problem.v_head_dim}] as v"
+            )
+
+    def _check_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork, num_tokens: int) -> None:
+        problem, dim = self.problem(layer), q.shape[-1]
+        if self._work_of_layer.get(layer) is not work:
+            check_work(problem, work, self._device)
+            self._work_of_layer[layer] = work
+        if problem.pool is not PoolKind.LATENT or work.rope is None or dim != work.rope.dim:
+            dim = problem.head_dim
+        self._check("q", q, (num_tokens, problem.num_q_heads, dim), problem.dtype)
+        self._check("q_out", q_out, (num_tokens, problem.num_q_heads, dim), problem.dtype)
+        if work.q_norm is not None and work.q_norm.dim != dim:
+            raise BadTensor(f"q_norm has {work.q_norm.dim} weights; rows of q have {dim} elements")
+
+    def _check_gate(self, gate: Tensor, shape: tuple[int, int, int]) -> None:
+        if not gate.is_floating_point():
+            raise BadTensor(f"gate is {gate.dtype}; it must be floating point")
+        if tuple(gate.shape) not in (shape, shape[:2]):
+            raise BadTensor(f"gate has shape {list(gate.shape)}; it must be {list(shape)} or {list(shape[:2])}")
+        if gate.dim() == 2:
+            gate, shape = gate[..., None], (*shape[:2], 1)
+        self._check("gate", gate, shape, gate.dtype)
 
     def _indexer(self, layer: int) -> tuple[Problem, Indexer]:
         """A layer's problem and its indexer. Raises BadTensor for a layer that does not exist or has none."""
@@ -256,6 +320,23 @@ class StepLayers:
         """store, then attend."""
         self.store(layer, k, v)
         self.attend(layer, q, out, lse)
+
+    def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
+        """As LayerCalls.rope_and_store."""
+        self._require_running()
+        self._stores.before_store()
+        self._layers.rope_and_store(self._step, self._plan, layer, Projected(q, k, v, q_out), work)
+        self._stores.after_store(self._half, layer)
+
+    def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
+        """As LayerCalls.rope_queries."""
+        self._require_running()
+        self._layers.rope_queries(self._step, layer, q, q_out, work)
+
+    def finish(self, layer: int, out: Tensor, *, gate: Tensor | None = None, undo: RopeTable | None = None) -> None:
+        """As LayerCalls.finish."""
+        self._require_running()
+        self._layers.finish(self._step, layer, out, gate, undo)
 
     def store_index(self, layer: int, k: Tensor) -> None:
         """As LayerCalls.store_index."""

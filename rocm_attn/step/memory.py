@@ -19,7 +19,7 @@ from rocm_attn.kernels.sparse.arguments import Indexing, TokenPlaces
 from rocm_attn.kernels.sparse.arguments import Selection as SelectedUnits
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.storage import SpaceTable, Table
-from rocm_attn.problem import AllKeys
+from rocm_attn.problem import AllKeys, Indexer
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.buffers import (
     ALL_MEMORY_GUARDS,
@@ -31,6 +31,8 @@ from rocm_attn.step.buffers import (
     TableSizes,
     name_in,
     one_after_another,
+    pool_slot_buffers,
+    pool_slots_name,
     selection_buffers,
 )
 from rocm_attn.step.layer_kinds import LayerKinds
@@ -49,6 +51,7 @@ class DeviceStep:
     queries:   who asks, which is the same in every space
     places:    where the tokens are, likewise, for what attends over a selection
     selected:  per kind of layer, where its selection lies; None where it attends to all keys
+    index_slots: per kind of layer, int32 [T], the slots of its index keys; those of tokens where it has none
     """
 
     spaces: tuple[StepTensors, ...]
@@ -58,6 +61,7 @@ class DeviceStep:
     queries: Queries
     places: TokenPlaces
     selected: tuple[SelectedUnits | None, ...]
+    index_slots: tuple[Tensor, ...]
 
     @property
     def tensors(self) -> StepTensors:
@@ -110,6 +114,7 @@ class StepMemory:
         self._table = table
         self._space_of_kind = kinds.spaces
         self._sizes = table_sizes(kinds.selections, table)
+        self._pools = pools_of(kinds)
         self._device = device
         self._sealed, self._open = self.new_part(), self.new_part()
 
@@ -194,6 +199,10 @@ class StepMemory:
                 None if indexing is None else self._selected(plan, part, child, indexing, first)
                 for indexing in indexings_of(self._selections)
             ),
+            index_slots=tuple(
+                view(pool_slots_name(space, tokens)) if tokens > 1 else spaces[space].slot_of_token
+                for space, tokens in self._pools
+            ),
         )
 
     def _selected(
@@ -219,7 +228,8 @@ class StepMemory:
         needs = {pages.space: self._needs_in(pages.space) for pages in self._table.spaces}
         schedules = (_schedule_spec(kind, selection) for kind, selection in enumerate(self._selections))
         indexings = [indexing for indexing in indexings_of(self._selections) if indexing is not None]
-        return [*self._sizes.buffers(needs), *schedules, *selection_buffers(indexings)]
+        pools = pool_slot_buffers([(space, tokens) for space, tokens in self._pools if tokens > 1])
+        return [*self._sizes.buffers(needs), *schedules, *selection_buffers(indexings), *pools]
 
     def _needs_in(self, space: Space) -> set[Need]:
         """What the kernels of a space read besides lengths and the table."""
@@ -231,6 +241,13 @@ def indexings_of(selections: Sequence[Selection]) -> list[Indexing | None]:
     """What the layers of each kind attend to; None where that is all keys."""
     indexers = [selection.problem.indexer for selection in selections]
     return [None if isinstance(indexer, AllKeys) else indexer.indexing for indexer in indexers]
+
+
+def pools_of(kinds: LayerKinds) -> tuple[tuple[Space, int], ...]:
+    """Per kind of layer, its space and the tokens that an index key of its stands for; 1 where it has none."""
+    indexers = [selection.problem.indexer for selection in kinds.selections]
+    tokens = [indexer.indexing.key_tokens if isinstance(indexer, Indexer) else 1 for indexer in indexers]
+    return tuple(zip(kinds.spaces, tokens, strict=True))
 
 
 def words_of_children(words: int, num_children: int) -> int:

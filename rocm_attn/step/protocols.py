@@ -10,6 +10,7 @@ from typing_extensions import TypeVar
 
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.kernels.cache.row_work import QkvWork, RopeTable
 from rocm_attn.step.plan import StepPlan
 
 Outputs_co = TypeVar("Outputs_co", covariant=True, default=Tensor)
@@ -54,10 +55,42 @@ class LayerCalls(Protocol):
         """store, then attend."""
         ...
 
+    def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
+        """Norms and rotary embedding of q, k and v as the projections gave them, and the store, in one launch.
+
+        As the same work in float32, rounded once, then store(layer, k, v). Positions are the step's.
+
+        q, q_out: [T, q_heads, head_dim]; any strides but the last. q_out is what attend() takes, and may be q itself.
+                  Of a latent layer, whose q has its first part from elsewhere, [T, q_heads, work.rope.dim] will do
+        k, v:     as in store(); not changed
+        work:     the layer's; made once, it is checked once
+        A token at a position that the rope's table has not gets NaN in q_out, and is reported as not finite.
+        Raises as store().
+        """
+        ...
+
+    def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
+        """q_out of rope_and_store() alone: for layers that keep no K and V and read another's. Raises BadTensor,
+        WrongState."""
+        ...
+
+    def finish(self, layer: int, out: Tensor, *, gate: Tensor | None = None, undo: RopeTable | None = None) -> None:
+        """What follows attention before a layer's projection, in place and in one launch; pads stay zero.
+
+        out = unturned(out) * sigmoid(gate), in float32, rounded once.
+
+        out:  [T, q_heads, v_head_dim], as attend() has left it; any strides but the last
+        gate: floating point, [T, q_heads] of any strides, or [T, q_heads, v_head_dim] of any strides but the last
+        undo: turns out by the negative angle of its token, for layers whose V is turned with K (DeepSeek-V4)
+        Raises BadTensor, WrongState.
+        """
+        ...
+
     def store_index(self, layer: int, k: Tensor) -> None:
         """Write the step's new index keys of a layer that has an indexer; padded tokens are dropped.
 
-        k: [T, head_dim of the indexer], any strides but the last
+        k: [T, head_dim of the indexer], any strides but the last. Where an index key stands for several tokens, the row
+           of the last of them is written, and those of the others are not looked at
         Raises as store().
         """
         ...

@@ -9,7 +9,14 @@ import numpy as np
 from torch import Tensor
 
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.oracle.numerics import BOUNDS, error_parts, sum_error
+from rocm_attn.oracle.numerics import (
+    BOUNDS,
+    EIGHT_BIT_PRODUCTS,
+    Bound,
+    eight_bit_queries,
+    error_parts,
+    sum_error,
+)
 from rocm_attn.oracle.reference import attend_paged
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.step.head_weights import HeadWeights
@@ -36,6 +43,7 @@ class LayerOfStep:
     kv_len: Sequence[int]
     pages_of: Callable[[int], Tensor]
     window_left: int
+    eight_bit_products: bool
 
     def wrong_seqs(self, q: Tensor, out: Tensor, seqs: Sequence[int], most_tokens: int = MOST_TOKENS) -> list[int]:
         """Those of seqs whose last new tokens are not the oracle's; q, out: of the layer in this step."""
@@ -54,11 +62,18 @@ class LayerOfStep:
         held, pages = self.pages_of(seq), self.pages
         first = 0 if self.window_left == UNLIMITED_WINDOW else max(0, length - new - self.window_left)
         k, v = (side.flatten(0, 1)[first:length] for side in pages.read(held))
-        want, _ = attend_paged(q[tokens], pages, [held.tolist()], [length], [new], self.problem, self.weights)
-        return within_bounds(out[tokens], want, q[tokens], k, v, self.problem)
+        asked = [(q[tokens], BOUNDS[self.problem.dtype].out)]
+        if self.eight_bit_products:
+            rounded = eight_bit_queries(q[tokens], self.problem.page_format.encoding.dtype)
+            asked.append((rounded, EIGHT_BIT_PRODUCTS.out))
+        for rows, bound in asked:
+            want, _ = attend_paged(rows, pages, [held.tolist()], [length], [new], self.problem, self.weights)
+            if within_bounds(out[tokens], want, rows, k, v, self.problem, bound):
+                return True
+        return False
 
 
-def within_bounds(out: Tensor, want: Tensor, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> bool:
+def within_bounds(out: Tensor, want: Tensor, q: Tensor, k: Tensor, v: Tensor, problem: Problem, bound: Bound) -> bool:
     """The bounds are for values and scores of standard deviation 1.
 
     An output is no larger than the values that it averages. A score is no larger than the lengths of its query and its
@@ -68,5 +83,4 @@ def within_bounds(out: Tensor, want: Tensor, q: Tensor, k: Tensor, v: Tensor, pr
     size = max(1.0, float(v.abs().amax()))
     longest_q, longest_k = (rows.double().norm(dim=-1).amax() for rows in (q, k))
     score_error = float(sum_error(problem.head_dim, abs(problem.scale) * longest_q * longest_k))
-    bound = BOUNDS[problem.dtype].out.widened(2 * score_error)
-    return bool((error_parts(out, want, bound, size=size) <= 1).all())
+    return bool((error_parts(out, want, bound.widened(2 * score_error), size=size) <= 1).all())

@@ -6,7 +6,8 @@ is one range.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadSetting
+from rocm_attn.kernels.cache.row_work import QkvWork, RopeTable
 from rocm_attn.step.outputs import Outputs
 from rocm_attn.step.protocols import LayerCalls, Steps
 
@@ -72,19 +74,13 @@ class RangedLayers:
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """As LayerCalls.store."""
-        self._ranges.push(f"layer {layer}: store")
-        try:
+        with self._range(f"layer {layer}: store"):
             self._layers.store(layer, k, v)
-        finally:
-            self._ranges.pop()
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """As LayerCalls.attend."""
-        self._ranges.push(f"layer {layer}: attend")
-        try:
+        with self._range(f"layer {layer}: attend"):
             self._layers.attend(layer, q, out, lse)
-        finally:
-            self._ranges.pop()
 
     def store_and_attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None
@@ -93,26 +89,40 @@ class RangedLayers:
         self.store(layer, k, v)
         self.attend(layer, q, out, lse)
 
+    def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
+        """As LayerCalls.rope_and_store."""
+        with self._range(f"layer {layer}: rope and store"):
+            self._layers.rope_and_store(layer, q, k, v, q_out, work)
+
+    def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
+        """As LayerCalls.rope_queries."""
+        with self._range(f"layer {layer}: rope"):
+            self._layers.rope_queries(layer, q, q_out, work)
+
+    def finish(self, layer: int, out: Tensor, *, gate: Tensor | None = None, undo: RopeTable | None = None) -> None:
+        """As LayerCalls.finish."""
+        with self._range(f"layer {layer}: finish"):
+            self._layers.finish(layer, out, gate=gate, undo=undo)
+
     def store_index(self, layer: int, k: Tensor) -> None:
         """As LayerCalls.store_index."""
-        self._ranges.push(f"layer {layer}: store_index")
-        try:
+        with self._range(f"layer {layer}: store_index"):
             self._layers.store_index(layer, k)
-        finally:
-            self._ranges.pop()
 
     def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
         """As LayerCalls.select."""
-        self._ranges.push(f"layer {layer}: select")
-        try:
+        with self._range(f"layer {layer}: select"):
             self._layers.select(layer, q, weights)
-        finally:
-            self._ranges.pop()
 
     def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """As LayerCalls.attend_selected."""
-        self._ranges.push(f"layer {layer}: attend_selected")
-        try:
+        with self._range(f"layer {layer}: attend_selected"):
             self._layers.attend_selected(layer, q, out, lse)
+
+    @contextmanager
+    def _range(self, name: str) -> Iterator[None]:
+        self._ranges.push(name)
+        try:
+            yield
         finally:
             self._ranges.pop()

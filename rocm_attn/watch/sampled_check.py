@@ -22,6 +22,7 @@ from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.check import rows_beyond_bounds, tensors_of
 from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.kernels.cache.row_work import QkvWork, RopeTable
 from rocm_attn.paging.canary import what_was_written
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.runtime import AttentionRuntime
@@ -73,6 +74,18 @@ class LayerTap:
         """As LayerCalls.store_and_attend."""
         self.store(layer, k, v)
         self.attend(layer, q, out, lse)
+
+    def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
+        """As LayerCalls.rope_and_store."""
+        self._layers.rope_and_store(layer, q, k, v, q_out, work)
+
+    def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
+        """As LayerCalls.rope_queries."""
+        self._layers.rope_queries(layer, q, q_out, work)
+
+    def finish(self, layer: int, out: Tensor, *, gate: Tensor | None = None, undo: RopeTable | None = None) -> None:
+        """As LayerCalls.finish."""
+        self._layers.finish(layer, out, gate=gate, undo=undo)
 
     def store_index(self, layer: int, k: Tensor) -> None:
         """As LayerCalls.store_index."""
@@ -171,5 +184,6 @@ class SampledCheck(Generic[Outputs]):
             batch.kv_len.tolist(),
             lambda seq: torch.tensor(table.pages_of(int(batch.rows[seq]), space).tolist(), device=q.device),
             UNLIMITED_WINDOW,
+            runtime.selections[runtime.core.kinds.of_layer[layer]].eight_bit_products,
         )
         return of_step.wrong_seqs(q, out, self._random.permutation(batch.num_seqs)[:MOST_SEQS].tolist())

@@ -38,6 +38,8 @@ def shadow_check(
         return view.table[int(view.row_of_seq[seq]), : -(-kv_len[seq] // problem.page_size)].long()
 
     lengths = view.q_len.tolist(), kv_len
-    of_step = LayerOfStep(problem, view.pages, view.weights, *lengths, pages_of, problem.window_left)
+    of_step = LayerOfStep(
+        problem, view.pages, view.weights, *lengths, pages_of, problem.window_left, view.eight_bit_products
+    )
     seqs = np.random.default_rng(seed).permutation(view.num_seqs)[:most_seqs].tolist()
     return sorted(of_step.wrong_seqs(q, out, seqs, most_tokens))

@@ -38,9 +38,9 @@ BOUNDS = {
 }
 
 
-# Where q, or what values are weighted with, is rounded to three bits after the first one: a sixteenth of an element at
-# most. AITER's own tests of such kernels allow 0.055 to 0.06.
-EIGHT_BIT_PRODUCTS = Bound(atol=0.15, rtol=6e-2, lse_atol=0.15)
+# Where what values are weighted with is rounded to three bits after the first one, or q by the kernel: a factor is off
+# by a sixteenth at most. AITER's own tests of such kernels allow 0.055 to 0.06.
+EIGHT_BIT_PRODUCTS = Bound(atol=0.12, rtol=6e-2, lse_atol=0.12)
 
 
 @dataclass(frozen=True, slots=True)

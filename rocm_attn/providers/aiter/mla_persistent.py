@@ -94,17 +94,17 @@ class LatentShares:
 
     def as_arguments(self, shape: PaddedShape, words: Tensor) -> dict[str, Tensor | int]:
         """What mla_decode_fwd is given of a schedule that was built into words."""
-        names = [
-            "work_meta_data",
-            "work_indptr",
-            "work_info_set",
-            "reduce_indptr",
-            "reduce_final_map",
-            "reduce_partial_map",
-        ]
-        buffers = dict(zip(names, cut(words, self.parts(shape)), strict=True))
-        # The most shares that one sequence may be cut into. Without, the function may leave the schedule aside.
-        return {**buffers, "num_kv_splits": self.compute_units}
+        addresses, indptr, work, reduce_indptr, final_map, partial_map = cut(words, self.parts(shape))
+        return {
+            "work_meta_data": addresses,
+            "work_indptr": indptr,
+            "work_info_set": work,
+            "reduce_indptr": reduce_indptr,
+            "reduce_final_map": final_map,
+            "reduce_partial_map": partial_map,
+            # The most shares that one sequence may be cut into. Without, the function may leave the schedule aside.
+            "num_kv_splits": self.compute_units,
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,6 +259,7 @@ def _batch_prefill_eight_bits(kind: StepKind) -> tuple[KernelRow, KernelRow]:
         faults=(*faults.BATCH_PREFILL, *faults.EIGHT_BITS),
         notes=(oddities.SATURATED_QUERIES,),
         rounds_products=True,
+        rounds_queries=True,
     )
     vectorised = replace(
         linear, name="aiter.mha_batch_prefill_func[vectorised, fp8]", limits=_BATCH_PREFILL_VECTORISED_EIGHT_BITS
@@ -297,6 +298,35 @@ def _latent_extends(kind: StepKind) -> tuple[KernelRow, ...]:
             "its schedule is made on the host from lengths there, so that a step would wait for the device; "
             "AITER refuses it on gfx942",
         ),
+    )
+
+
+def _sparse() -> tuple[KernelRow, ...]:
+    limits = replace(_LATENT, encodings=_ANY_ENCODING, scales=(*_LAYER_SCALES, Scales.HEAD))
+    return (
+        _unbound(
+            "mla_decode_fwd[selected]",
+            StepKind.DECODE,
+            limits,
+            "it reads a selection as a page list of each token, which takes some ten launches a layer to write",
+        ),
+        _unbound(
+            "deepgemm_fp8_paged_mqa_logits",
+            StepKind.DECODE,
+            limits,
+            "a page of its index keys is one row of codes with their factors after them, and it writes the scores of "
+            "all keys to memory, of which releases before 0.1.18 lose rows past 2 GiB",
+        ),
+    )
+
+
+def _few_tokens_in_eight_bits(kind: StepKind) -> KernelRow:
+    return _unbound(
+        "mla_decode_fwd+get_mla_metadata_v1[fp8, 2 to 4 tokens]",
+        kind,
+        _LATENT_EIGHT_BITS,
+        "AITER's tests give every sequence as many new tokens, 1, 2 or 4; sequences of such a step may differ, padded "
+        "ones have none, and a step may have more",
     )
 
 
@@ -360,6 +390,19 @@ ROWS: tuple[KernelRow, ...] = (
         faults=faults.LATENT_EIGHT_BITS,
         notes=(oddities.SATURATED_QUERIES, oddities.GROUPED_HEADS),
         rounds_products=True,
+        rounds_queries=True,
+    ),
+    # Of sparse layers (providers/sparse.py), which Triton's kernels serve in their place.
+    *_sparse(),
+    # Stores: launches of StepOps serve in their place.
+    *(
+        _unbound(
+            name,
+            StepKind.DECODE,
+            replace(_LATENT, encodings=_ANY_ENCODING, scales=(*_LAYER_SCALES, Scales.HEAD)),
+            "it writes rows of dropped tokens to page 0, which must stay zero, and what is no number as it is",
+        )
+        for name in ("concat_and_cache_mla", "fused_qk_rope_concat_and_cache_mla")
     ),
     # After pa_decode_gluon, which multiplies by elements of q's dtype.
     replace(
@@ -374,11 +417,13 @@ ROWS: tuple[KernelRow, ...] = (
     # After unified_attention, which leaves q as it is.
     *_batch_prefill_eight_bits(StepKind.EXTEND),
     *_latent_extends(StepKind.EXTEND),
+    _few_tokens_in_eight_bits(StepKind.EXTEND),
     # One kernel for both, because Composable Kernel gives a sequence with one new token a tile of 128.
     *_unified(StepKind.MIXED, _BOTH_LENGTHS),
     *_batch_prefill(StepKind.MIXED),
     *_batch_prefill_eight_bits(StepKind.MIXED),
     *_latent_extends(StepKind.MIXED),
+    _few_tokens_in_eight_bits(StepKind.MIXED),
     replace(
         _row("flash_attn_varlen_func", StepKind.PREFILL, _VARLEN, bind_varlen_prefill),
         bakes=frozenset({Baked.MAX_Q_LEN}),

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.problem import KVEncoding, Problem
+from rocm_attn.providers.contract import KernelRow
 from rocm_attn.step.step import Step
-from tests.amd.runtime.stepping import World
+from tests.amd.runtime.stepping import Request, World
 from tests.amd.tolerances import assert_attention_close
 
 # Powers of two, so that a code times a factor is an element of bfloat16; of K and of V, and of heads.
@@ -22,9 +23,13 @@ _TOKEN_FACTOR = 2.0**-6
 
 @dataclass
 class EightBitWorld(World):
-    """eight_bit_products: whether the kernel that is looked at rounds what it multiplies"""
+    """row: of the kernel that served the last step"""
 
-    eight_bit_products: bool = False
+    row: KernelRow | None = field(default=None, init=False)
+
+    def lse_rows(self, layer: int, step: Step, q: Tensor) -> Tensor | None:
+        self.row = step.plan.kernels[list(dict.fromkeys(self.problems)).index(self.problems[layer])].row
+        return super().lse_rows(layer, step, q)
 
     def set_factors(self) -> None:
         """Factors of every layer's K and V that are not 1 and not each other's."""
@@ -38,15 +43,36 @@ class EightBitWorld(World):
                 pages.k_scale.copy_(_K_FACTOR * by_head)
 
     def qkv(self, problem: Problem, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = super().qkv(problem, step)
+        return self.held(problem, *super().qkv(problem, step))
+
+    def held(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, and the nearest k and v that pages hold as they are."""
         (layer,) = (layer for layer, each in enumerate(self.problems) if each is problem)
         pages = self.runtime.pool.layer(layer)
         v_is_k = v.data_ptr() == k.data_ptr()
         k = held_exactly(k, problem, pages.k_scale)
         return q, k, k[..., : problem.v_head_dim] if v_is_k else held_exactly(v, problem, pages.v_scale)
 
+    def check(
+        self,
+        layer: int,
+        requests: Sequence[Request],
+        q_len: Sequence[int],
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        visible: Sequence[Tensor] | None = None,
+        positions: Tensor | None = None,
+    ) -> None:
+        encoding = self.problems[layer].page_format.encoding
+        if self.row is not None and self.row.rounds_queries:
+            q = q.clamp(-encoding.largest, encoding.largest).to(encoding.dtype).to(q.dtype)
+        super().check(layer, requests, q_len, q, out, lse, visible, positions)
+
     def assert_close(self, out: Tensor, want: Tensor, problem: Problem) -> None:
-        assert_attention_close(out, want, problem.dtype, eight_bit_products=self.eight_bit_products)
+        assert_attention_close(
+            out, want, problem.dtype, eight_bit_products=self.row is not None and self.row.rounds_products
+        )
 
 
 def held_exactly(rows: Tensor, problem: Problem, factors: Tensor | None) -> Tensor:

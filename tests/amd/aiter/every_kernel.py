@@ -58,7 +58,7 @@ def cases(target: Target) -> Iterator[Case]:
 
 
 def _encoded(limits: Limits, dtype: torch.dtype, arch: str) -> Iterator[tuple[Problem, str]]:
-    """In every encoding, and with every kind of factor: of dims, page sizes and heads; scores with the first of them."""
+    """In every encoding, and with every kind of factor: dims, page sizes and heads; scores with the first of them."""
     kinds, factors = (
         eight_bit_kinds(limits.encodings, arch),
         [each for each in limits.scales if each is not Scales.NONE],
@@ -118,10 +118,10 @@ def _binds(row: KernelRow, problem: Problem, target: Target) -> bool:
 
 
 def selection_of(case: Case, target: Target, others: str) -> Selection:
-    """The case's kernel for its kind of step; for all others those of the provider `others`, or AITER's first ones."""
+    """The case's kernel for its kind of step, and for all others those of `others`, AITER's first ones, or torch's."""
     kernel = LayerKernel(case.row, case.row.bind(case.problem, target, PoolSize(100, MAX_KV_LEN, 8)))
     kernels = dict.fromkeys(StepKind, kernel)
-    for provider in ("aiter", others):
+    for provider in ("torch", "aiter", others):
         with suppress(Unsupported):
             kernels.update(select(case.problem, target, provider).kernels)
     kernels[case.row.kind] = kernel
@@ -141,7 +141,6 @@ def largest_error(case: Case, device: torch.device, selection: Selection) -> flo
         target=selection.target,
         selections=[selection],
     )
-    serving.eight_bit_products = case.row.rounds_products
     serving.set_factors()
     requests = [serving.admit() for _ in range(3)]
     for q_len in STEPS_OF_KIND[case.row.kind]:

@@ -40,7 +40,7 @@ class OneLayer:
         selections: Sequence[Selection] | None = None,
     ) -> OneLayer:
         options = RuntimeOptions(
-            num_pages=600 if problem.page_size == 1 else 100,
+            num_pages={1: 600, 1024: 12}.get(problem.page_size, 100),
             max_num_seqs=4,
             max_kv_len=256,
             provider="aiter",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -11,11 +12,11 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.machine import releases
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import Target, known_target
-from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.aiter.rows import ROWS as AITER_ROWS
 from rocm_attn.providers.contract import SMALLEST_POOL, KernelRow, LayerKernel
 from rocm_attn.providers.select import Selection, select
-from tests.amd.runtime.stepping import World
+from tests.amd.aiter.eight_bit_world import EightBitWorld
 
 CPU = torch.device("cpu")
 GFX942 = known_target("gfx942")
@@ -50,6 +51,12 @@ def vectorised_problem(
     return Problem(*heads, *dims, dtype, page_size, scale=scale, pool=PoolKind.VECTORIZED)
 
 
+def in_eight_bits(problem: Problem, scales: Scales = Scales.LAYER, arch: str = "gfx942") -> Problem:
+    """The problem over pages in what an arch computes in."""
+    encoding = KVEncoding.E4M3FNUZ if arch == "gfx942" else KVEncoding.E4M3FN
+    return replace(problem, kv_encoding=encoding, kv_scales=scales)
+
+
 def functions_of(row: KernelRow) -> list[str]:
     """The functions of AITER's that a row's name names."""
     return row.name.removeprefix("aiter.").partition("[")[0].split("+")
@@ -60,8 +67,9 @@ def partly_torch(problem: Problem) -> Selection:
     kernels = dict(select(problem, known_target("cpu"), "torch").kernels)
     for kind in StepKind:
         serving = [row for row in AITER_ROWS if row.kind is kind and not row.refusals(problem, GFX942)]
-        if serving:
-            kernels[kind] = LayerKernel(serving[0], serving[0].bind(problem, GFX942, SMALLEST_POOL))
+        for row in reversed(serving):
+            with suppress(LookupError):
+                kernels[kind] = LayerKernel(row, row.bind(problem, GFX942, SMALLEST_POOL))
     return Selection(problem, GFX942, kernels, ())
 
 
@@ -72,9 +80,9 @@ def world(
     max_kv_len: int = 640,
     capture_tokens: Sequence[int] = (1,),
     selections: Sequence[Selection] | None = None,
-) -> World:
+) -> EightBitWorld:
     """Room for eight sequences, four of which may be long."""
-    return World.build(
+    serving = EightBitWorld.build(
         [problem],
         CPU,
         provider,
@@ -84,6 +92,8 @@ def world(
         target=with_installed_aiter(GFX942),
         selections=selections,
     )
+    serving.set_factors()
+    return serving
 
 
 def with_installed_aiter(target: Target) -> Target:

@@ -11,11 +11,19 @@ import torch
 
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.machine.target import known_target
-from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.problem import KVEncoding, PoolKind, Problem
 from rocm_attn.providers.aiter.rows import ROWS
 from rocm_attn.providers.contract import Baked, KernelRow, LayerKernel, PoolSize
 from rocm_attn.providers.select import Selection, select
-from tests.amd.aiter.serving import GFX942, functions_of, latent_problem, plain_problem, vectorised_problem, world
+from tests.amd.aiter.serving import (
+    GFX942,
+    functions_of,
+    in_eight_bits,
+    latent_problem,
+    plain_problem,
+    vectorised_problem,
+    world,
+)
 from tests.amd.aiter.stand_in import StandIn
 
 BOUND = [row for row in ROWS if not row.not_bound and row.kind is not StepKind.PREFILL]
@@ -33,7 +41,7 @@ def problem_of(row: KernelRow) -> Problem:
         problem = replace(problem, page_size=row.limits.page_sizes[0])
     if KVEncoding.LIKE_Q in row.limits.encodings:
         return problem
-    return replace(problem, dtype=torch.bfloat16, kv_encoding=KVEncoding.E4M3FNUZ, kv_scales=Scales.LAYER)
+    return in_eight_bits(replace(problem, dtype=torch.bfloat16))
 
 
 def numbers(row: KernelRow, aiter: StandIn, kv_len: int, q_len: int) -> Mapping[str, Any]:
@@ -43,7 +51,7 @@ def numbers(row: KernelRow, aiter: StandIn, kv_len: int, q_len: int) -> Mapping[
         **select(problem, known_target("cpu"), "torch").kernels,
         row.kind: LayerKernel(row, row.bind(problem, GFX942, PoolSize(100, 640, 8))),
     }
-    serving = eight_bit_world(world(problem, selections=[Selection(problem, GFX942, kernels, ())]))
+    serving = world(problem, selections=[Selection(problem, GFX942, kernels, ())])
     requests = [serving.admit(), serving.admit()]
     serving.step(requests, [kv_len - q_len, 5])
     name = functions_of(row)[0]

@@ -37,7 +37,7 @@ class LowWorld(World):
 
 def serve(problem: Problem) -> None:
     built = world(problem, max_kv_len=900)
-    serving = LowWorld(**{name: getattr(built, name) for name in built.__dataclass_fields__})
+    serving = LowWorld(**{name: getattr(built, name) for name in World.__dataclass_fields__})
     requests = [serving.admit() for _ in range(3)]
     for q_len in ([70, 31, 600], [9, 40, 130], [1, 25, 3], [1, 1, 1]):
         serving.step(requests, q_len)

@@ -6,6 +6,8 @@ the stand-in, where the real function refuses them or is wrong in silence.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,10 +17,10 @@ from rocm_attn.problem import PoolKind
 from rocm_attn.providers.aiter.rows import ROWS
 from rocm_attn.providers.contract import KernelRow, PoolSize, PoolTerms
 from tests.amd.aiter.checks import ContractBroken
+from tests.amd.aiter.eight_bit_world import EightBitWorld
 from tests.amd.aiter.every_kernel import MAX_KV_LEN, STEPS_OF_KIND, Case, cases, selection_of
 from tests.amd.aiter.serving import CPU, GFX942
 from tests.amd.aiter.stand_in import StandIn
-from tests.amd.runtime.stepping import World
 
 BOUND = [row for row in ROWS if not row.not_bound]
 each_row = pytest.mark.parametrize("row", BOUND, ids=lambda row: f"{row.name}-{row.kind.value}")
@@ -53,7 +55,7 @@ def test_no_row_serves_fewer_keys_than_new_tokens(row: KernelRow) -> None:
 @each_row
 def test_pages_with_strides_of_their_own_are_read_right_or_refused(row: KernelRow, aiter: StandIn) -> None:
     case = case_of(row)
-    world = World.build(
+    world = EightBitWorld.build(
         [case.problem],
         CPU,
         "auto",
@@ -80,16 +82,20 @@ def test_pages_with_strides_of_their_own_are_read_right_or_refused(row: KernelRo
 
 def with_strides(pages: LayerPages, pool: PoolKind) -> LayerPages:
     """The same pages: K and V packed in rows, heads before tokens; rows and pages further apart in other pools."""
+    raw_k, raw_v = pages.raw_k, pages.raw_v
     if pool is PoolKind.LATENT:
-        k = torch.cat([pages.k, torch.full_like(pages.k, float("nan"))], -1)[..., : pages.k.shape[-1]]
-        return LayerPages.plain(k=k, v=k[..., : pages.v.shape[-1]])
-    if pool is PoolKind.VECTORIZED:
-        return LayerPages.plain(k=apart(pages.k), v=apart(pages.v))
-    packed = torch.cat([pages.k, pages.v], -1).transpose(1, 2).contiguous().transpose(1, 2)
-    dim = pages.k.shape[-1]
-    return LayerPages.plain(k=packed[..., :dim], v=packed[..., dim:])
+        k = torch.cat([raw_k, gaps(raw_k)], -1)[..., : raw_k.shape[-1]]
+        v = k[..., : raw_v.shape[-1]]
+    elif pool is PoolKind.VECTORIZED:
+        k, v = (torch.stack([side, gaps(side)], 1)[:, 0] for side in (raw_k, raw_v))
+    else:
+        packed = torch.cat([raw_k, raw_v], -1).transpose(1, 2).contiguous().transpose(1, 2)
+        dim = raw_k.shape[-1]
+        k, v = packed[..., :dim], packed[..., dim:]
+    dtype = pages.format.encoding.dtype
+    return replace(pages, k=k.view(dtype), v=v.view(dtype))
 
 
-def apart(pages: Tensor) -> Tensor:
-    """With as much NaN after each page."""
-    return torch.stack([pages, torch.full_like(pages, float("nan"))], 1)[:, 0]
+def gaps(raw: Tensor) -> Tensor:
+    """As much of NaN."""
+    return torch.full_like(raw, 0x80 if raw.dtype == torch.uint8 else float("nan"))

@@ -12,13 +12,13 @@ import torch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.machine.releases import UNKNOWN, Release, Releases, Span
 from rocm_attn.machine.target import IMAGE_RELEASES, KNOWN_TARGETS, Target, known_target
-from rocm_attn.problem import Problem
+from rocm_attn.problem import KVEncoding, Problem
 from rocm_attn.providers.aiter.rows import ROWS
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from tests.amd.aiter import vectorised_functions
 from tests.amd.aiter.checks import EIGHT_BITS, ContractBroken
 from tests.amd.aiter.latent_functions import mla_decode_fwd
-from tests.amd.aiter.serving import latent_problem, plain_problem, vectorised_problem
+from tests.amd.aiter.serving import in_eight_bits, latent_problem, plain_problem, vectorised_problem
 from tests.amd.aiter.signatures import E4048607, V0_1_14
 from tests.amd.house.source_tree import ROOT
 
@@ -241,11 +241,13 @@ LATENT_ROWS = [row for row in ROWS if "mla_" in row.name and not row.not_bound]
 
 @pytest.mark.parametrize("row", LATENT_ROWS, ids=lambda row: f"{row.name}-{row.kind.value}")
 def test_a_latent_pool_ends_at_4_gib_a_layer(row: Any) -> None:
-    latent, most = latent_problem(16), (2**32 - 1) // (576 * 2)
+    latent = latent_problem(16) if KVEncoding.LIKE_Q in row.limits.encodings else in_eight_bits(latent_problem(16))
+    row_bytes = 576 * latent.page_format.encoding.dtype.itemsize
+    most = (2**32 - 1) // row_bytes
     assert most < 2**24, "where page ids are multiplied by their low 24 bits"
     assert row.refusals(latent, on("gfx942"), PoolSize(most, 1024, 8)) == ()
     (reason,) = row.refusals(latent, on("gfx942"), PoolSize(most + 1, 1024, 8))
-    assert reason == f"K or V of a layer takes {(most + 1) * 576 * 2} bytes, its offsets reach {2**32 - 1}"
+    assert reason == f"K or V of a layer takes {(most + 1) * row_bytes} bytes, its offsets reach {2**32 - 1}"
 
 
 def test_the_stand_ins_read_no_farther_than_the_real_ones() -> None:

@@ -18,6 +18,7 @@ from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.rows import ROWS
 from rocm_attn.providers.contract import KernelRow, PoolSize
+from tests.amd.aiter.serving import in_eight_bits
 from tests.amd.aiter_source.serving import SourceWorld, selection_of
 
 UNIFIED, UNIFIED_VECTORISED = "aiter.unified_attention", "aiter.unified_attention[vectorised]"
@@ -42,6 +43,7 @@ class SourceCase:
     planted:    places of each sequence whose keys dominate; None: random keys
     kinds:      of the steps that its rows serve, those in which it is used
     floor:      about where the logits of keys that are not planted are
+    eight_bits: whether K and V are kept in what the arch computes in, with a factor of the layer
     """
 
     name: str
@@ -51,12 +53,16 @@ class SourceCase:
     planted: tuple[frozenset[int], ...] | None = None
     kinds: tuple[StepKind, ...] = tuple(StepKind)
     floor: float = 0.0
+    eight_bits: bool = False
 
     def __str__(self) -> str:
         return f"{self.kernel.removeprefix('aiter.')}-{self.name}"
 
     def outcome(self, target: Target) -> Outcome:
         """Run it. The target's AITER is imported from its checkout, and a driver for its arch is active."""
+        if self.eight_bits:
+            coded = replace(self, problem=in_eight_bits(self.problem, arch=target.arch), eight_bits=False)
+            return coded.outcome(target)
         complaint = library.unavailable().get(self.kernel)
         if complaint:
             return Outcome(Verdict.REFUSED, complaint)
@@ -89,7 +95,7 @@ class SourceCase:
             target=target,
             selections=[selection_of(rows, self.problem, target, self._pool())],
         )
-        assert isinstance(world, SourceWorld)
+        world.set_factors()
         world.planted, world.floor = self.planted, self.floor
         requests = [world.admit() for _ in self.steps[0]]
         for q_len in self.steps:
@@ -256,7 +262,34 @@ _LATENT_DECODES = [
     for heads in (8, 16, 24, 128)
 ]
 
-CASES = (*_unified_cases(), *_gluon_cases(), *_LATENT_DECODES)
+
+def _eight_bit_cases() -> list[SourceCase]:
+    """What differs from other pages: the dtype of what is loaded, vectors of 16 elements, and factors."""
+    base, wide = _problem(), _problem(32, dim=128)
+    gluon = _problem(heads=(16, 2), dim=128, pool=PoolKind.VECTORIZED)
+    decodes = ((255, 511, 63), (1, 1, 1), (1, 1, 1))
+    gluons = {
+        "plain": gluon,
+        "fp16": replace(gluon, dtype=FP16),
+        "page64": replace(gluon, page_size=64),
+        "page1024": replace(gluon, page_size=1024),
+        "heads8x1": replace(gluon, num_q_heads=8, num_kv_heads=1),
+        "window_sinks": replace(gluon, window_left=100, has_sinks=True),
+        "window_sinks-heads8x1": replace(gluon, num_q_heads=8, num_kv_heads=1, window_left=300, has_sinks=True),
+    }
+    cases = [
+        *(SourceCase(name, UNIFIED, each, _ALL_KINDS) for name, each in (("plain", base), ("dim128-page32", wide))),
+        SourceCase("window-sinks", UNIFIED, replace(base, window_left=20, has_sinks=True), _ALL_KINDS),
+        SourceCase("fp16", UNIFIED, replace(base, dtype=FP16), _ALL_KINDS),
+        SourceCase("long", UNIFIED, base, _LONG, kinds=_SPLIT),
+        SourceCase("plain", UNIFIED_VECTORISED, _vectorised(base), _ALL_KINDS),
+        SourceCase("dim128-page64", UNIFIED_VECTORISED, _vectorised(_problem(64, dim=128)), _ALL_KINDS),
+        *(SourceCase(name, GLUON, problem, decodes) for name, problem in gluons.items()),
+    ]
+    return [replace(case, name=f"{case.name}-eight_bits", eight_bits=True) for case in cases]
+
+
+CASES = (*_unified_cases(), *_gluon_cases(), *_LATENT_DECODES, *_eight_bit_cases())
 
 # Of mla_prefill_fwd only the wrapper is Python: nothing of it runs on a device here.
 WRAPPERS = tuple(SourceCase(f"heads{heads}", MLA_PREFILL, _latent(heads), _ALL_KINDS) for heads in (16, 24))
@@ -265,5 +298,5 @@ WRAPPERS = tuple(SourceCase(f"heads{heads}", MLA_PREFILL, _latent(heads), _ALL_K
 INTERPRETED = tuple(
     replace(case, problem=replace(case.problem, dtype=FP16))
     for case in CASES
-    if case.kernel in (UNIFIED, UNIFIED_VECTORISED) and case.problem.dtype == BF16
+    if case.kernel in (UNIFIED, UNIFIED_VECTORISED) and case.problem.dtype == BF16 and not case.eight_bits
 )

@@ -14,8 +14,9 @@ from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import KernelRow, LayerKernel, PoolSize
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.step.step import Step
+from tests.amd.aiter.eight_bit_world import EightBitWorld
 from tests.amd.aiter_source.dense import dense_attention
-from tests.amd.runtime.stepping import Request, World
+from tests.amd.runtime.stepping import Request
 from tests.amd.tolerances import assert_attention_close
 
 # How far planted keys are above the others, whose logits differ by a hundredth of that at most.
@@ -30,7 +31,7 @@ def selection_of(rows: Collection[KernelRow], problem: Problem, target: Target, 
 
 
 @dataclass
-class SourceWorld(World):
+class SourceWorld(EightBitWorld):
     """A World that compares with the formula instead of the project's oracle.
 
     planted:  for each request, places whose keys dominate every softmax that sees them; None: all keys are random.
@@ -67,7 +68,7 @@ class SourceWorld(World):
             q[:num_tokens] = 1.0
             logits = self.floor + _PLANTED_LOGIT * (self._is_planted + k[:num_tokens, 0, 0].clamp(-1, 1).float() / 100)
             k[:num_tokens] = (logits / problem.head_dim / problem.scale).to(k.dtype)[:, None, None]
-        return q, k, v
+        return self.held(problem, q, k, v)
 
     def check(
         self,

@@ -20,7 +20,7 @@ from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.cache.page_format import Encoding, Scales
+from rocm_attn.kernels.cache.page_format import Encoding, PoolKind, Scales
 from rocm_attn.kernels.refs.attention import paged_decode, paged_extend
 from rocm_attn.kernels.tuning.tiles import Codes, DecodeTiles, ExtendTiles, decode_tiles, extend_tiles
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
@@ -50,6 +50,7 @@ class Case:
     sinks, slopes:   whether the heads have them
     masked:          whether a random packed mask says what each token sees, few keys, all, or none, and where it is
     first_page:      pages of each sequence's row that lie before its keys; nothing: none
+    latent:          whether V is the first part of K
     kv, scales:      the encoding of eight-bit pages, and what shares a factor; None: pages are in dtype
     """
 
@@ -70,6 +71,7 @@ class Case:
     first_page: Sequence[int] = ()
     kv: Encoding | None = None
     scales: Scales = Scales.NONE
+    latent: bool = False
 
     @property
     def codes(self) -> Codes:
@@ -132,7 +134,8 @@ class Tensors:
     @property
     def pages(self) -> LayerPages:
         """K and V pages, with their factors."""
-        plain = LayerPages.plain(self.k_pages, self.v_pages)
+        kind = PoolKind.LATENT if self.case.latent else PoolKind.SPLIT
+        plain = LayerPages.plain(self.k_pages, self.v_pages, kind=kind)
         return LayerPages(plain.k, plain.v, replace(plain.format, scales=self.case.scales), self.k_scale, self.v_scale)
 
     def args(self, schedule: Tensor | None = None, workspace: Tensor | None = None) -> AttendArgs:
@@ -168,6 +171,8 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
 
     q = random(num_tokens, num_q_heads, head_dim)
     k_side, v_side = (_Side.of(case, num_pages, dim, generator) for dim in case.dims)
+    if case.latent:
+        v_side = replace(k_side, held=k_side.held[..., :v_head_dim])
     # Table entries past a sequence's pages, and rows of no sequence, aim at a page that is NaN.
     first_page = case.first_page or [0] * num_seqs
     width = max([before + pages for before, pages in zip(first_page, pages_of_seq, strict=True)] + [1]) + 1
@@ -180,7 +185,8 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
     drawn: list[bool] = []
     positions: list[int] = []
     for seq, (length, new) in enumerate(zip(case.kv_len, case.q_len, strict=True)):
-        k, v = k_side.drawn(length, generator), v_side.drawn(length, generator)
+        k = k_side.drawn(length, generator)
+        v = k.first_columns(v_head_dim) if case.latent else v_side.drawn(length, generator)
         seen: list[Sequence[int]]
         if case.masked:
             shown = [_random_keys(length, generator) for _ in range(new)]
@@ -216,12 +222,14 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
     lse = torch.full((num_tokens, num_q_heads), UNTOUCHED)
     q_len = torch.tensor(case.q_len, dtype=torch.int32)
     spread = _spread if case.spread else _as_is
+    keys = k_side.pages(device, (2, 0, 1, 3))
+    values = keys[..., :v_head_dim] if case.latent else v_side.pages(device, (1, 0, 2, 3))
     return Tensors(
         case=case,
         scores=scores,
         q=spread(q.to(device), (1, 0, 2)),
-        k_pages=k_side.pages(device, (2, 0, 1, 3)),
-        v_pages=v_side.pages(device, (1, 0, 2, 3)),
+        k_pages=keys,
+        v_pages=values,
         k_scale=None if k_side.scale is None else k_side.scale.to(device),
         v_scale=None if v_side.scale is None else v_side.scale.to(device),
         table=table.to(device),
@@ -251,6 +259,10 @@ class _Drawn:
     held: Tensor
     factor: Tensor
     values: Tensor
+
+    def first_columns(self, dim: int) -> _Drawn:
+        """The first elements of each row, as latent rows hold V."""
+        return replace(self, held=self.held[..., :dim], values=self.values[..., :dim])
 
     def place(self, first: int, side: _Side, page: int, tokens: int) -> None:
         """Put tokens [first, first + tokens) at the beginning of a page."""
@@ -385,14 +397,19 @@ def _spread(values: Tensor, order: tuple[int, ...], nan: float = float("nan")) -
     return memory.copy_(ordered).permute([order.index(i) for i in range(len(order))])
 
 
+def arch_of(tensors: Tensors) -> str:
+    """The name of the device at hand in tuning tables."""
+    if not tensors.q.is_cuda:
+        return "interpreter"
+    properties = torch.cuda.get_device_properties(tensors.q.device)
+    if torch.version.hip is not None:
+        return str(properties.gcnArchName.split(":")[0])
+    return f"sm_{properties.major}{properties.minor}"
+
+
 def tiles_for(tensors: Tensors) -> tuple[DecodeTiles, ExtendTiles]:
     """What the tuning table says for the device at hand."""
-    arch = "interpreter"
-    if tensors.q.is_cuda:
-        properties = torch.cuda.get_device_properties(tensors.q.device)
-        is_amd = torch.version.hip is not None
-        arch = properties.gcnArchName.split(":")[0] if is_amd else f"sm_{properties.major}{properties.minor}"
-    case = tensors.case
+    arch, case = arch_of(tensors), tensors.case
     shape: dict[str, Any] = {
         "gqa_ratio": tensors.gqa_ratio,
         "num_kv_heads": case.heads[1],
@@ -407,7 +424,7 @@ def run_decode(tensors: Tensors, *, num_programs: int = 5, tiles: DecodeTiles | 
     """Schedule, decode and merge, with scratch memory that is NaN or garbage beforehand."""
     case, tiles = tensors.case, tiles or tiles_for(tensors)[0]
     cut = DecodeCut.of(tiles, num_kv_heads=case.heads[1], programs=num_programs, window_left=case.window_left)
-    schedule = _garbage(cut.words(tensors.num_seqs), tensors.q.device)
+    schedule = garbage(cut.words(tensors.num_seqs), tensors.q.device)
     words = cut.partials_words(gqa_ratio=tensors.gqa_ratio, v_head_dim=case.dims[1], tiles=tiles)
     partials = _nan(words, dtype=torch.float32).to(tensors.q.device)
     launch_decode_schedule(tensors.queries, schedule, cut)
@@ -433,7 +450,7 @@ def run_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: ExtendTiles | Non
             tiles_for(tensors)[1] if tensors.mask is None else tiles_for(tensors)[1].of_masked_steps(tensors.case.codes)
         )
     cut = ExtendCut.of(tiles, gqa_ratio=tensors.gqa_ratio, min_q_len=min_q_len)
-    schedule = _garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device)
+    schedule = garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device)
     launch_extend_schedule(tensors.queries, schedule, cut)
     launch_paged_extend(tensors.args(schedule), scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)
 
@@ -456,5 +473,6 @@ def assert_served(tensors: Tensors) -> None:
     assert_lse_close(tensors.lse, tensors.reference_lse, tensors.case.dtype)
 
 
-def _garbage(words: int, device: torch.device) -> Tensor:
+def garbage(words: int, device: torch.device) -> Tensor:
+    """int32 memory that nothing has filled."""
     return torch.full((words,), 0x7F7F7F7F, dtype=torch.int32, device=device)

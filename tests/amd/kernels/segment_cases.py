@@ -28,7 +28,9 @@ def run_decode(tensors: Tensors, *, num_programs: int, tiles: SegmentTiles) -> N
     schedule = _garbage(cut.words(tensors.num_seqs), device)
     launch_decode_schedule(tensors.queries, schedule, cut)
     most = tiles.most_segments(max(case.kv_len), case.window_left)
-    words = sum(cut.segment_words(tensors.num_seqs, most, gqa_ratio=ratio, v_head_dim=case.dims[1], tiles=tiles))
+    words = sum(
+        cut.segment_words(tensors.num_seqs, most, q_rows=tiles.decode(ratio).q_rows(ratio), v_head_dim=case.dims[1])
+    )
     args = tensors.args(schedule, torch.full((words,), float("nan"), device=device))
     launch_segment_decode(args, scores=tensors.scores, most_segments=most, cut=cut, tiles=tiles)
 

@@ -9,8 +9,19 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.cache.page_format import Scales
-from rocm_attn.kernels.refs.sparse import select
-from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit, Pooling, TokenPlaces
+from rocm_attn.kernels.refs.sparse import check_selection, select
+from rocm_attn.kernels.sparse import cuts
+from rocm_attn.kernels.sparse.arguments import (
+    BAD_COUNT,
+    NOT_ASCENDING,
+    OUTSIDE,
+    Indexing,
+    LastUnit,
+    Pooling,
+    Selection,
+    TokenPlaces,
+)
+from rocm_attn.kernels.sparse.check import launch_check_selection
 from rocm_attn.kernels.sparse.cuts import select_words, top_k_cut
 from rocm_attn.kernels.sparse.index_scores import launch_select
 from rocm_attn.kernels.sparse.top_k import launch_top_k
@@ -26,7 +37,7 @@ from tests.amd.kernels.sparse_cases import (
     empty_selection,
 )
 
-STEP = Step([50, 1, 33, 90], [3, 1, 1, 20], tail=2)
+STEP = Step([50, 1, 33], [3, 1, 1], tail=2)
 INDEXINGS = {
     "tokens": Indexing(0.125, 7),
     "all_of_them": Indexing(0.125, 200),
@@ -75,12 +86,49 @@ def tokens_at(positions: list[int], device: torch.device) -> TokenPlaces:
     )
 
 
-@pytest.mark.parametrize("longest_part", [16, 64, 8192])
-def test_the_largest_scores_are_chosen_in_order(longest_part: int, kernel_device: torch.device) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for top in (1, 5, 64, 300):
-        scores = torch.randn(3, 1, 300, generator=generator).to(kernel_device)
-        lines_of(scores, Indexing(1.0, top), longest_part=longest_part)
+NAN, INF = float("nan"), float("inf")
+RANDOM = torch.randn(70, generator=torch.Generator().manual_seed(0)).tolist()
+LINES = {
+    "random": RANDOM,
+    "equal": [0.5] * 70,
+    "few_values": [float(round(score)) for score in RANDOM],
+    "zeros_of_both_signs": [-0.0, 0.0] * 35,
+    "nan": [NAN if index % 3 else score for index, score in enumerate(RANDOM)],
+    "nothing_but_nan": [NAN] * 70,
+    "extremes": [INF, -INF, 3e38, -3e38, 1e-45, -1e-45, NAN] * 10,
+}
+
+
+@pytest.mark.parametrize("longest_part", [16, 8192])
+@pytest.mark.parametrize("scores", LINES.values(), ids=LINES)
+def test_the_largest_scores_are_chosen_and_of_equal_ones_the_first(
+    scores: list[float], longest_part: int, kernel_device: torch.device
+) -> None:
+    """In lines that one program searches, and in lines that are cut down first."""
+    given = torch.tensor([[scores]], device=kernel_device)
+    lines_of(given, Indexing(1.0, 20), longest_part=longest_part)
+    if scores is RANDOM:
+        lines_of(given, Indexing(1.0, 5, first=1, last=2), longest_part=longest_part)
+        lines_of(given.expand(1, 2, 70), Indexing(1.0, 1, sets=2), longest_part=longest_part)
+
+
+def test_a_forced_unit_is_chosen_whatever_its_score(kernel_device: torch.device) -> None:
+    scores = torch.tensor([[[NAN, -INF, 1.0, 2.0, NAN]]], device=kernel_device)
+    assert lines_of(scores, Indexing(1.0, 3, first=1, last=1)) == [[[0, 3, 4]]]
+
+
+def test_units_that_no_token_may_have_are_not_even_counted(kernel_device: torch.device) -> None:
+    """Of 5 scores a token at position 2 has 3; a token of no sequence has none."""
+    lines = torch.full((2, 1, 8), NAN, device=kernel_device)
+    lines[0, 0, :5] = torch.tensor([1.0, 2.0, 3.0, 9.0, 9.0])
+    indexing = Indexing(1.0, 2)
+    cut = top_k_cut(5, indexing)
+    tokens = tokens_at([2, 4], kernel_device)
+    tokens.num_tokens.fill_(1)
+    selection = empty_selection(2, indexing, kernel_device)
+    scratch = torch.empty(0, dtype=torch.int32, device=kernel_device)
+    launch_top_k(lines, scratch, tokens, selection, indexing=indexing, cut=cut)
+    assert_units(selection, [[[1, 2]]])
 
 
 def selected(problem: IndexProblem, programs: int = 5) -> None:
@@ -97,4 +145,65 @@ def selected(problem: IndexProblem, programs: int = 5) -> None:
 def test_every_token_gets_its_units(indexing: Indexing, kernel_device: torch.device) -> None:
     case = IndexCase(STEP, indexing)
     selected(build_index(case, kernel_device))
-    selected(build_index(replace(case, scales=Scales.TOKEN, weighted=False), kernel_device), programs=40)
+    selected(build_index(replace(case, scales=Scales.TOKEN, weighted=False), kernel_device), programs=12)
+
+
+def test_tokens_are_scored_as_many_at_a_time_as_scratch_holds(
+    kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = build_index(IndexCase(STEP, Indexing(0.125, 7)), kernel_device)
+    whole = select_words(len(problem.args.q), problem.args.tokens.max_kv_len, problem.case.indexing)
+    monkeypatch.setattr(cuts, "_MOST_WORDS", whole // 3)
+    assert select_words(len(problem.args.q), problem.args.tokens.max_kv_len, problem.case.indexing) <= whole // 3
+    selected(problem)
+
+
+CODED = {
+    "queries_too": IndexCase(STEP, Indexing(0.125, 7), dtype=torch.float8_e4m3fn, key_dtype=torch.float8_e4m3fn),
+    "keys": IndexCase(STEP, Indexing(0.125, 7), key_dtype=torch.float8_e4m3fnuz, scales=Scales.LAYER),
+}
+
+
+@pytest.mark.parametrize("case", CODED.values(), ids=CODED)
+def test_keys_and_queries_may_be_eight_bit_codes(case: IndexCase, kernel_device: torch.device) -> None:
+    selected(build_index(case, kernel_device))
+
+
+def test_a_key_that_is_nan_is_never_chosen(kernel_device: torch.device) -> None:
+    for indexing in (Indexing(0.125, 60), Indexing(0.25, 20, unit_keys=4)):
+        problem = build_index(IndexCase(STEP, indexing), kernel_device)
+        args, step = problem.args, problem.case.step
+        page, offset = step.slots(0, step.page_size)[5]
+        args.pages.keys[page, offset, 3] = NAN
+        for token in range(3):
+            problem.scores[token][:, 5 // indexing.unit_tokens] = NAN
+        selected(problem)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (None, 0),
+        ((0, [0, 2, 2]), NOT_ASCENDING),
+        ((0, [2, 1, 3]), NOT_ASCENDING),
+        ((0, [-1, 1, 3]), OUTSIDE),
+        ((1, [0, 1, 4]), OUTSIDE),
+        ((2, [0]), BAD_COUNT | OUTSIDE),
+    ],
+)
+def test_a_selection_that_leaves_its_sequence_is_reported(
+    change: tuple[int, list[int]] | None, fault: int, kernel_device: torch.device
+) -> None:
+    """Three tokens of units of 4: positions 13 and 15, of four units, and one that belongs to no sequence."""
+    units = torch.tensor([[[0, 1, 3]], [[0, 2, -1]], [[-1, -1, -1]]], dtype=torch.int32)
+    counts = torch.tensor([[3], [2], [0]], dtype=torch.int32)
+    if change is not None:
+        token, listed = change
+        units[token, 0, : len(listed)] = torch.tensor(listed, dtype=torch.int32)
+        counts[token] = len(listed)
+    tokens = tokens_at([13, 15, 0], kernel_device)
+    tokens.num_tokens.fill_(2)
+    for check in (launch_check_selection, check_selection):
+        faults = torch.zeros(1, dtype=torch.int32, device=kernel_device)
+        check(Selection(units.to(kernel_device), counts.to(kernel_device), 4), tokens, faults)
+        assert faults.tolist() == [fault]

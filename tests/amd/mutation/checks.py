@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,20 @@ from rocm_attn.kernels.attention.decode import launch_paged_decode
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
 from rocm_attn.kernels.attention.extend import launch_paged_extend
 from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
+from rocm_attn.kernels.attention.finish import launch_finish
 from rocm_attn.kernels.attention.merge_states import launch_merge_states
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.pads import launch_clear_pads
 from rocm_attn.kernels.attention.segment_decode import launch_segment_decode
 from rocm_attn.kernels.attention.segment_extend import launch_segment_extend
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
+from rocm_attn.kernels.cache.rope_store import launch_rope_store
+from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm, TokenPlaces
 from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.cache.tails import launch_zero_tails
+from rocm_attn.kernels.experts.groups import ExpertGroups
+from rocm_attn.kernels.experts.product import launch_expert_product
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.engine_tensors import (
     Q_BOUNDARIES,
@@ -44,10 +52,20 @@ from rocm_attn.kernels.refs import cache as cache_twins
 from rocm_attn.kernels.refs import engine_metadata, schedules
 from rocm_attn.kernels.refs import merge_states as merge_twins
 from rocm_attn.kernels.refs import metadata as twins
+from rocm_attn.kernels.refs import rope as rope_twins
 from rocm_attn.kernels.refs.pads import clear_pads
+from rocm_attn.kernels.tuning.expert_tiles import ExpertTiles
+from rocm_attn.kernels.tuning.latent_tiles import LatentSegmentTiles, LatentTiles
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from tests.amd.kernels.attention_cases import Case, Tensors, assert_served, build, queries_of
+from tests.amd.kernels.expert_cases import random_problem
+from tests.amd.kernels.latent_cases import (
+    run_latent_decode,
+    run_latent_extend,
+    run_latent_segment_decode,
+    run_latent_segment_extend,
+)
 from tests.amd.kernels.launches_of_tensors import (
     fill_step,
     of_device_inputs,
@@ -74,6 +92,11 @@ SEGMENT_TILES = SegmentTiles(
     programs_per_cu=1,
     extend=EXTEND_TILES,
 )
+# Dims of which both halves of V and what comes after it end within their columns.
+LATENT_DIMS = (31, 20)
+LATENT_TILES = LatentTiles(query_rows=16, key_block=16, num_warps=1, num_stages=1)
+LATENT_SEGMENT_TILES = LatentSegmentTiles(segment_len=32, block=LATENT_TILES)
+LATENT_SCORES: dict[str, Any] = {"window_left": 20, "soft_cap": 1.5, "sinks": True, "spread": True}
 # What scores may have, besides nothing: the window hides keys in the middle of a tile.
 SCORES: dict[str, Any] = {"window_left": 20, "soft_cap": 1.5, "sinks": True, "slopes": True}
 
@@ -85,6 +108,8 @@ def attention(memory: Memory, case: Case) -> Tensors:
     num_pages = int(tensors.table[~unused].max()) + 1
     tensors.table[unused] = num_pages
     tensors = replace(tensors, k_pages=tensors.k_pages[:num_pages], v_pages=tensors.v_pages[:num_pages])
+    if tensors.k_scale is not None:
+        tensors = replace(tensors, k_scale=tensors.k_scale[:num_pages])
     names = (
         "q",
         "k_pages",
@@ -99,6 +124,7 @@ def attention(memory: Memory, case: Case) -> Tensors:
         "sinks",
         "slopes",
         "first_page",
+        "k_scale",
     )
     given = {name: tensor for name in names if (tensor := getattr(tensors, name)) is not None}
     placed: dict[str, Any] = {name: memory.put(tensor) for name, tensor in given.items()}
@@ -189,9 +215,52 @@ def segment_decode(memory: Memory, tensors: Tensors) -> None:
     schedule = memory.put(garbage(cut.words(tensors.num_seqs)))
     launch_decode_schedule(tensors.queries, schedule, cut)
     most = tiles.most_segments(max(case.kv_len), case.window_left)
-    words = sum(cut.segment_words(tensors.num_seqs, most, gqa_ratio=ratio, v_head_dim=case.dims[1], tiles=tiles))
+    words = sum(
+        cut.segment_words(tensors.num_seqs, most, q_rows=tiles.decode(ratio).q_rows(ratio), v_head_dim=case.dims[1])
+    )
     args = tensors.args(schedule, memory.put(torch.full((words,), float("nan"))))
     launch_segment_decode(args, scores=tensors.scores, most_segments=most, cut=cut, tiles=tiles)
+
+
+def latents(memory: Memory) -> None:
+    """Latent decode of one token and of several, extend and masks; in codes too, of which dead ones are NaN."""
+    few = {"kv_len": [33, 9, 70, 5, 0], "q_len": [3, 1, 5, 2, 0]}
+    codes = {"kv": Encoding.E4M3FN, "scales": Scales.TOKEN}
+    for run, heads, dims, case in (
+        (run_latent_decode, 3, LATENT_DIMS, {"kv_len": [33, 0, 1, 16, 70], "q_len": [1] * 5}),
+        (run_latent_decode, 19, LATENT_DIMS, {"kv_len": [90], "q_len": [1], "first_page": [2], **LATENT_SCORES}),
+        (run_latent_decode, 3, LATENT_DIMS, {"kv_len": [33, 5], "q_len": [1] * 2, **codes}),
+        (run_latent_decode, 3, (16, 16), {"kv_len": [33, 5], "q_len": [1] * 2}),
+        (partial(run_latent_decode, most=5), 3, LATENT_DIMS, few),
+        (partial(run_latent_decode, most=5), 19, LATENT_DIMS, few | LATENT_SCORES),
+        (run_latent_extend, 3, LATENT_DIMS, {"kv_len": [43, 18, 0], "q_len": [24, 18, 0], "tail": 3}),
+        (run_latent_extend, 19, LATENT_DIMS, {"kv_len": [21], "q_len": [2], "causal": False, "tail": 1}),
+        (run_latent_extend, 3, LATENT_DIMS, {"kv_len": [43], "q_len": [24], "masked": True, **LATENT_SCORES}),
+    ):
+        serve_latents(memory, partial(run, tiles=LATENT_TILES), heads, dims, case)
+
+
+def latent_segments(memory: Memory) -> None:
+    """Deterministic latent extend and decode: cuts and diagonals within tiles, a window, sequences of nothing."""
+    for run, case in (
+        (run_latent_segment_extend, {"kv_len": [70, 18, 0], "q_len": [2, 18, 0], "tail": 3}),
+        (run_latent_segment_extend, {"kv_len": [40, 33], "q_len": [2, 1], "causal": False, "tail": 3}),
+        (run_latent_segment_decode, {"kv_len": [97, 0, 32, 20], "q_len": [1] * 4}),
+        (run_latent_segment_decode, {"kv_len": [97], "q_len": [1], **LATENT_SCORES}),
+    ):
+        for heads in (3, 19):
+            serve_latents(memory, partial(run, tiles=LATENT_SEGMENT_TILES), heads, LATENT_DIMS, case)
+
+
+def serve_latents(
+    memory: Memory, run: Callable[..., None], heads: int, dims: tuple[int, int], case: dict[str, Any]
+) -> None:
+    """A step over latent pages, whose V is in their K, in memory."""
+    tensors = attention(memory, Case(heads=(heads, 1), dims=dims, page_size=PAGE_SIZE, latent=True, **case))
+    tensors = replace(tensors, v_pages=tensors.k_pages[..., : dims[1]], v_scale=tensors.k_scale)
+    run(tensors, put=memory.put)
+    assert_served(tensors)
+    memory.assert_surroundings_untouched()
 
 
 def decode_schedule(memory: Memory) -> None:
@@ -231,6 +300,88 @@ def store(memory: Memory) -> None:
     assert_same(memory, of_pages(launch_store_kv), of_pages(cache_twins.store_kv), inputs, pages)
     inputs[2] = ints([5, 1, 19, 10])
     assert_same(memory, of_pages(launch_store_kv), of_pages(cache_twins.store_kv), inputs, vectorised_pages(5))
+
+
+def rope_store(memory: Memory) -> None:
+    """Five query heads over three, of odd dims: rows that turn in front or at the end, whose norms cover a part or all.
+
+    The last token is live, and at the table's last position; one before it is not; one is beyond the table.
+    """
+    plain = Encoding.FP32, Scales.NONE
+    for turned, normed, at_end, (encoding, scales) in (
+        (10, 24, False, plain),
+        (6, 18, True, plain),
+        (0, 24, False, (Encoding.E4M3FN, Scales.HEAD)),
+        (24, 0, False, (Encoding.E5M2, Scales.TOKEN)),
+    ):
+        q, k, v, q_out = gapped(4, 5, 24), gapped(4, 3, 24), gapped(4, 3, 40), gapped(4, 5, 24)
+        pages = paged_rows(PageFormat(encoding, PoolKind.SPLIT, PAGE_SIZE, 3, 24, 40, scales))
+        tokens = [ints([3, 8, 0, 7]), ints([4, 6, 1, 9]), ints([2, 4, 1, 0])]
+        rope = RopeTable(torch.rand(8, turned), RopePairs.NEIGHBOURS, at_end) if turned else None
+        norms = [RowNorm(torch.rand(dim), 1e-5, 1.0) for dim in (normed, normed, 40)] if normed else [None] * 3
+        wanted = Projected(q, k, v, q_out.clone()), copied(pages, torch.clone), [one.clone() for one in tokens]
+        placed = Projected(*map(memory.put, (q, k, v, q_out))), copied(pages, memory.put), [*map(memory.put, tokens)]
+        rope_twins.rope_store(wanted[0], TokenPlaces(*wanted[2]), QkvWork(rope, *norms), wanted[1])
+        work = QkvWork(placed_rope(memory, rope), *(placed_norm(memory, norm) for norm in norms))
+        launch_rope_store(placed[0], TokenPlaces(*placed[2]), work, placed[1])
+        (got, got_pages, _), (want, want_pages, _) = placed, wanted
+        assert_alike([got.q_out, *got_pages.read(ints(range(5)))], [want.q_out, *want_pages.read(ints(range(5)))])
+        memory.assert_surroundings_untouched()
+
+
+def finish(memory: Memory) -> None:
+    """Five heads of an odd dim, with two pads and without; one token is at the table's end, one beyond it."""
+    of_elements, of_heads = gapped(5, 5, 24), torch.rand(5, 5).t()
+    for turned, gate, num_tokens in (
+        (10, of_elements, 5),
+        (10, of_heads, 5),
+        (24, None, 3),
+        (0, of_elements, 5),
+    ):
+        rope = RopeTable(torch.rand(8, turned), RopePairs.NEIGHBOURS, at_end=True) if turned else None
+        positions, counts, want = ints([7, 0, 8, 3, 7]), ints([4, num_tokens, 1, 0]), gapped(5, 5, 24)
+        got = memory.put(want)
+        rope_twins.finish(want, gate, rope, positions, counts)
+        gates = None if gate is None else memory.put(gate)
+        launch_finish(got, gates, placed_rope(memory, rope), memory.put(positions), memory.put(counts))
+        assert_alike([got], [want])
+        memory.assert_surroundings_untouched()
+
+
+def placed_rope(memory: Memory, rope: RopeTable | None) -> RopeTable | None:
+    """A table in memory."""
+    return None if rope is None else replace(rope, cos_sin=memory.put(rope.cos_sin))
+
+
+def placed_norm(memory: Memory, norm: RowNorm | None) -> RowNorm | None:
+    """A norm's weights in memory."""
+    return None if norm is None else replace(norm, weight=memory.put(norm.weight))
+
+
+def paged_rows(form: PageFormat) -> LayerPages:
+    """Five pages of small numbers, of which the first is zero."""
+    sides = []
+    for dim in (form.head_dim, form.v_head_dim):
+        side = torch.rand(5, form.page_size, form.num_kv_heads, dim).to(form.encoding.dtype)
+        side.view(torch.uint8)[0] = 0
+        sides.append(side)
+    scales: list[Tensor | None] = [None, None]
+    if form.scales is not Scales.NONE:
+        by_page = (5,) if form.scales is Scales.TOKEN else ()
+        scales = [torch.rand(*by_page, *form.scale_shape) + 0.5 for _ in sides]
+    return LayerPages(sides[0], sides[1], form, *scales)
+
+
+def copied(pages: LayerPages, copy: Callable[[Tensor], Tensor]) -> LayerPages:
+    """Pages whose memory is copied by a function that need not know dtypes of eight bits."""
+    k, v = (copy(raw).view(pages.format.encoding.dtype) for raw in (pages.raw_k, pages.raw_v))
+    return LayerPages(k, v, pages.format, *(s if s is None else copy(s) for s in (pages.k_scale, pages.v_scale)))
+
+
+def assert_alike(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    """Up to the order of a norm's sum, by which an eight-bit code may be the next one."""
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=0.26 if got is not found[0] else 1e-5, atol=1e-5, equal_nan=True)
 
 
 def tails(memory: Memory) -> None:
@@ -418,11 +569,33 @@ def pack_mask(memory: Memory) -> None:
     assert_same(memory, kernel, twin, inputs, [garbage(3), garbage(5)])
 
 
+def experts(memory: Memory) -> None:
+    """Experts with more pairs than a tile has rows and with none; sizes that leave parts of tiles empty."""
+    tiles = ExpertTiles(rows=16, columns=16, step=16, num_warps=1, num_stages=1)
+    problem = random_problem(25, 5, 2, (19, 21), has_bias=True)
+    # the first expert has no token, and the last one, whose matrix ends the memory, has some
+    problem = replace(
+        problem, x=rows_with_gaps(problem.x), weight=rows_with_gaps(problem.weight), expert=4 - problem.expert
+    )
+    assert problem.bias is not None
+    placed = [memory.put(each) for each in (problem.x, problem.weight, problem.bias)]
+    out, groups = memory.put(rows_with_gaps(problem.empty_out())), ExpertGroups(*map(memory.put, problem.groups))
+    launch_expert_product(placed[0], placed[1], placed[2], groups, out, tiles=tiles)
+    problem.assert_served(out)
+    memory.assert_surroundings_untouched()
+
+
+def rows_with_gaps(rows: Tensor) -> Tensor:
+    """The same values, with room after each row."""
+    return torch.cat((rows, torch.zeros_like(rows)), -1)[..., : rows.shape[-1]]
+
+
 CHECKS: dict[str, Callable[[Memory], None]] = {
     "attention/decode.py": decode,
     "attention/decode_schedule.py": decode_schedule,
     "attention/extend.py": extend,
     "attention/extend_schedule.py": extend_schedule,
+    "attention/finish.py": finish,
     "attention/key_loop.py": extend,
     "attention/mask_bits.py": extend,
     "attention/merge.py": decode,
@@ -432,8 +605,16 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "attention/segment_decode.py": segments,
     "attention/segment_extend.py": segments,
     "attention/segment_merge.py": segments,
+    "cache/rope.py": rope_store,
+    "cache/rope_store.py": rope_store,
     "cache/store.py": store,
+    "latent/decode.py": latents,
+    "latent/extend.py": latents,
+    "latent/key_loop.py": latents,
+    "latent/segment_decode.py": latent_segments,
+    "latent/segment_extend.py": latent_segments,
     "cache/tails.py": tails,
+    "experts/product.py": experts,
     "metadata/device_inputs.py": device_inputs,
     "metadata/fill_roles.py": fill,
     "metadata/gather_table.py": gather,

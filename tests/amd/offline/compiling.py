@@ -6,7 +6,7 @@ import pytest
 import torch
 from triton.compiler import CompiledKernel
 
-from rocm_attn.problem import KVEncoding
+from rocm_attn.problem import KVEncoding, PoolKind
 from tests.amd.offline.matrix import ROWS, Row, launch_all
 from tests.amd.offline.offline_driver import compiled_by
 
@@ -39,6 +39,8 @@ def rows_for(archs: tuple[str, ...]) -> pytest.MarkDecorator:
 def _is_long(row: Row) -> bool:
     is_rare = row.dtype != torch.bfloat16 and (row.arch != AMD_ARCHS[0] or row.dtype == torch.float16)
     is_wide = max(row.dims) > 256 and row.arch != AMD_ARCHS[0]
+    if row.pool is PoolKind.LATENT:
+        is_wide = row.heads[0] != 16 or row.arch == AMD_ARCHS[1]
     is_odd_code = row.kv is not KVEncoding.LIKE_Q and (row.dims != (128, 128) or row.arch == "sm_90")
     return row.is_large or row.arch == "sm_80" or is_rare or is_wide or is_odd_code
 

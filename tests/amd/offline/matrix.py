@@ -20,6 +20,9 @@ from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.attention.merge_states import launch_merge_states
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages
+from rocm_attn.kernels.cache.row_work import QkvWork, RopePairs, RopeTable, RowNorm
+from rocm_attn.kernels.experts.groups import ExpertGroups
+from rocm_attn.kernels.experts.product import launch_expert_product
 from rocm_attn.kernels.metadata.engine_tensors import (
     Q_BOUNDARIES,
     Q_EACH_ONE,
@@ -33,8 +36,9 @@ from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, OWN_TABLE, StepTensors, TableTerms
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
+from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
 from rocm_attn.machine.target import known_target
-from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.triton import TRITON
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
@@ -62,6 +66,7 @@ class Row:
     on_oldest: whether the row also runs with the oldest supported Triton
     kv:        the encoding of K and V; rows of eight-bit ones launch only what reads and writes pages
     scales:    what shares a factor
+    pool:      how K and V are kept
     """
 
     arch: str
@@ -73,13 +78,16 @@ class Row:
     on_oldest: bool = False
     kv: KVEncoding = KVEncoding.LIKE_Q
     scales: Scales = Scales.NONE
+    pool: PoolKind = PoolKind.SPLIT
 
     def __str__(self) -> str:
         (q_heads, kv_heads), (head_dim, v_head_dim) = self.heads, self.dims
         dtype = str(self.dtype).removeprefix("torch.")
-        pool = "above" if self.is_large else "below"
+        size = "above" if self.is_large else "below"
+        kind = "-latent" * (self.pool is PoolKind.LATENT)
+        dims = f"{head_dim}-{v_head_dim}{kind}"
         kv = "" if self.kv is KVEncoding.LIKE_Q else f"-{self.kv.name}_{self.scales.name}".lower()
-        return f"{self.arch}-{q_heads}x{kv_heads}-{head_dim}-{v_head_dim}-{dtype}{kv}-page{self.page_size}-{pool}_2gib"
+        return f"{self.arch}-{q_heads}x{kv_heads}-{dims}-{dtype}{kv}-page{self.page_size}-{size}_2gib"
 
     @property
     def problems(self) -> list[Problem]:
@@ -94,7 +102,12 @@ class Row:
             scale=self.dims[0] ** -0.5,
             kv_encoding=self.kv,
             kv_scales=self.scales,
+            pool=self.pool,
         )
+        if self.pool is PoolKind.LATENT:  # DeepSeek-V3; a window and sinks, and codes
+            scored = replace(plain, logits_soft_cap=50.0, window_left=4095, has_sinks=True)
+            encoding = KVEncoding.E4M3FNUZ if self.arch == "gfx942" else KVEncoding.E4M3FN
+            return [plain, replace(scored, kv_encoding=encoding, kv_scales=Scales.LAYER)]
         if self.dims[0] == 64:  # gpt-oss
             return [plain, replace(plain, window_left=127, has_sinks=True)]
         if self.dims[0] == 80:
@@ -157,6 +170,14 @@ ROWS = (
     Row("gfx942", (128, 1), (128, 128), BF16, 16),
     *(Row("sm_90", *layer) for layer in _SM_90_LAYERS),
     *(Row("sm_80", *layer) for layer in _SM_80_LAYERS),
+    *(
+        Row(arch, (heads, 1), (576, 512), BF16, 64, is_large=is_large, pool=PoolKind.LATENT)
+        for arch in ("gfx942", "gfx950", "sm_90", "sm_80")
+        for is_large in ((False, True) if arch.startswith("gfx") else (False,))
+        # One for each row of tuning/latent_tiles.py.
+        for heads in (16, 32, 128)
+        if heads <= 32 or arch != "sm_80"
+    ),
 )
 
 
@@ -168,15 +189,21 @@ def launch_all(row: Row) -> None:
     The pool's size changes only kernels that read or write pages, so rows above 2 GiB launch those alone. So do rows
     for NVIDIA, where the rest is tested by running it.
     """
+    if row.pool is PoolKind.LATENT:
+        _launch_latent(row)
+        return
     runtime, rows = _runtime(row, row.problems)
     _launch_step(runtime, _batch(rows, [1] * 16))
     _launch_step(runtime, _batch(rows, [32] * 16))
+    _launch_row_work(runtime, _batch(rows, [1] * 16))
     _launch_masked_step(row)
     if row.kv is not KVEncoding.LIKE_Q:
         if max(row.dims) <= 128:  # of which there are deterministic kernels
             runtime, rows = _runtime(row, row.problems, deterministic=True)
             _launch_step(runtime, _batch(rows, [1, 32] * 8), with_lse=True)
         return
+    if not row.is_large:
+        _launch_experts(row)
     if runtime.target.is_amd:
         _launch_fix_ups(runtime)
         if row.dtype.itemsize == 2 and row.page_size % 8 == 0:
@@ -194,6 +221,19 @@ def launch_all(row: Row) -> None:
     # In float32, which no model is served in, extend that is not causal costs sm_90 24 bytes of spilled registers.
     if runtime.target.is_amd or row.dtype != torch.float32:
         _launch_shared_step(row)
+
+
+def _launch_latent(row: Row) -> None:
+    """Every kernel over latent pages."""
+    runtime, rows = _runtime(row, row.problems)
+    _launch_step(runtime, _batch(rows, [1] * 16))
+    _launch_step(runtime, _batch(rows, [32] * 16))
+    runtime, rows = _runtime(row, row.problems[:1], deterministic=True)
+    _launch_step(runtime, _batch(rows, [1, 32] * 8), with_lse=True)
+    masked = replace(row.problems[0], custom_mask=True)
+    runtime, rows = _runtime(row, [masked])
+    _launch_step(runtime, with_random_mask(_batch(rows, [8] * 16), torch.Generator()))
+    _launch_shared_step(row)
 
 
 def _launch_shared_step(row: Row) -> None:
@@ -256,14 +296,37 @@ def _launch_step(
             return torch.empty(num_tokens, num_heads, dim, dtype=dtype)
 
         heads = problem.num_q_heads
+        k = empty(problem.num_kv_heads, problem.head_dim)
+        is_latent = problem.pool is PoolKind.LATENT
         step.layers.store_and_attend(
             layer,
             empty(heads, problem.head_dim),
-            empty(problem.num_kv_heads, problem.head_dim),
-            empty(problem.num_kv_heads, problem.v_head_dim),
+            k,
+            k[..., : problem.v_head_dim] if is_latent else empty(problem.num_kv_heads, problem.v_head_dim),
             empty(heads, problem.v_head_dim),
             torch.empty(num_tokens, heads) if with_lse else None,
         )
+    runtime.end_step()
+
+
+def _launch_row_work(runtime: AttentionRuntime, batch: StepBatch) -> None:
+    """What lies between projections and attention, of rows that turn in part or whole, and what follows attention."""
+    step, problem = runtime.begin_step(batch), runtime.selections[0].problem
+    num_tokens, heads, dim, v_dim = step.token_ids.shape[0], problem.num_q_heads, problem.head_dim, problem.v_head_dim
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=problem.dtype)
+
+    q, out = empty(num_tokens, heads, dim), empty(num_tokens, heads, v_dim)
+    k, v = (empty(num_tokens, problem.num_kv_heads, side) for side in (dim, v_dim))
+    norm = RowNorm(empty(dim), 1e-6, 1.0)
+    whole = RopeTable(torch.empty(KV_LEN, dim))
+    part = RopeTable(torch.empty(KV_LEN, 32), RopePairs.NEIGHBOURS, at_end=True)
+    step.layers.rope_and_store(0, q, k, v, q, QkvWork(whole, norm, norm))
+    step.layers.rope_and_store(0, q, k, v, q, QkvWork(part, v_norm=RowNorm(empty(v_dim), 1e-6)))
+    step.layers.rope_queries(0, q, q, QkvWork(whole, norm))
+    for gate in (None, empty(num_tokens, heads), empty(num_tokens, heads, v_dim)):
+        step.layers.finish(0, out, gate=gate, undo=part)
     runtime.end_step()
 
 
@@ -292,6 +355,18 @@ def _launch_vectorised(row: Row) -> None:
     table = torch.empty(tokens, 64, dtype=torch.int32)
     ops.store_kv(k, v, of_token, counts, LayerPages.plain(*pages), null_page=True)
     ops.zero_tails(table, of_token, of_token, of_token, LayerPages.plain(*pages), null_page=True)
+
+
+def _launch_experts(row: Row) -> None:
+    """Few tokens and many, with biases and without."""
+    experts, width = 8, 256
+    weight = torch.empty(experts, width, width, dtype=row.dtype)
+    for rows, bias in ((1, weight[:, 0].contiguous()), (128, None)):
+        num_tokens = rows * experts // 2
+        expert = torch.arange(2 * num_tokens).view(num_tokens, 2) % experts
+        x, out = (torch.empty(size, width, dtype=row.dtype) for size in (num_tokens, 2 * num_tokens))
+        tiles = expert_tiles(row.arch, row.dtype, rows)
+        launch_expert_product(x, weight, bias, ExpertGroups.of(expert, experts), out, tiles=tiles)
 
 
 def _launch_merge_states(problem: Problem) -> None:

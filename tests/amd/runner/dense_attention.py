@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rocm_attn.problem import Problem
+from rocm_attn.problem import Indexer, Problem
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.model import Model
 from rocm_attn.step.head_weights import LayerHeadWeights
@@ -21,12 +21,35 @@ class DenseAttention:
     problems: Sequence[Problem]
     head_weights: LayerHeadWeights
     stored: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    index_keys: dict[int, Tensor] = field(default_factory=dict)
+    chosen: list[Tensor] = field(default_factory=list)
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self.stored[layer] = k, v
 
     def store_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        self.stored[layer] = k, v
+        self.store(layer, k, v)
         self.attend(layer, q, out)
 
+    def store_index(self, layer: int, k: Tensor) -> None:
+        self.index_keys[layer] = k
+
+    def select(self, layer: int, q: Tensor, weights: Tensor) -> None:
+        indexer = self.problems[layer].indexer
+        assert isinstance(indexer, Indexer)
+        scores = torch.einsum("qhd,kd->qhk", q, self.index_keys[layer]) * indexer.indexing.scale
+        total = torch.einsum("qhk,qh->qk", scores.relu(), weights.to(scores)).float()
+        total = total.masked_fill(torch.ones_like(total).triu(1).bool(), float("-inf"))
+        best = total.topk(min(indexer.indexing.top, len(q)), -1).indices
+        self.chosen[:] = [torch.zeros_like(total, dtype=torch.bool).scatter_(1, best, True)]
+
+    def attend_selected(self, layer: int, q: Tensor, out: Tensor) -> None:
+        self._attend(layer, q, out, ~self.chosen[0])
+
     def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
+        self._attend(layer, q, out, torch.zeros(len(q), len(q), dtype=torch.bool))
+
+    def _attend(self, layer: int, q: Tensor, out: Tensor, left_out: Tensor) -> None:
         problem = self.problems[layer]
         k, v = self.stored[layer]
         k, v = (x.repeat_interleave(problem.gqa_ratio, 1) for x in (k, v))
@@ -35,7 +58,7 @@ class DenseAttention:
             scores = (scores / problem.logits_soft_cap).tanh() * problem.logits_soft_cap
         index = torch.arange(len(q))
         distance = index[:, None] - index
-        hidden = distance < 0
+        hidden = left_out | (distance < 0)
         if problem.window_left >= 0:
             hidden |= distance > problem.window_left
         scores = scores.masked_fill(hidden, float("-inf"))
@@ -64,7 +87,11 @@ def dense_model(loaded: LoadedModel, max_kv_len: int) -> tuple[Model, DenseAtten
 
 def dense_logits(loaded: LoadedModel, token_ids: Tensor) -> Tensor:
     """Logits [tokens, vocab] at every position of one sequence. token_ids: integer [tokens]"""
-    model, attention = dense_model(loaded, len(token_ids))
+    return dense_logits_of(*dense_model(loaded, len(token_ids)), token_ids)
+
+
+def dense_logits_of(model: Model, attention: DenseAttention, token_ids: Tensor) -> Tensor:
+    """As dense_logits, of a model over some attention."""
     index = torch.arange(len(token_ids), dtype=torch.int32)
     with torch.no_grad():
         return model.forward(WholeSequence(token_ids.int(), index, index, attention))

@@ -49,6 +49,8 @@ _DEEPSEEK = {
         "original_max_position_embeddings": 32,
     },
 }
+# so many heads that no two scores are 0
+_INDEXED = {"index_n_heads": 16, "index_head_dim": 12, "index_topk": 5}
 _GEMMA4 = {
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -67,6 +69,7 @@ _QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2", {**_DEEPSEEK, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3", _DEEPSEEK),
+    "deepseek_v32": ("DeepseekV32", {**_DEEPSEEK, **_INDEXED}),
     "gemma2": (
         "Gemma2",
         {
@@ -98,6 +101,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts": 6,
             "top_k_experts": 2,
             "moe_intermediate_size": 20,
+        },
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        {
+            **_DEEPSEEK,
+            **_INDEXED,
+            "indexer_types": ["full", "shared", "full"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
     "gpt_oss": (

@@ -14,6 +14,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.model import Model
 from rocm_attn.selection.build import build_runtime
+from rocm_attn.selection.kv_formats import AS_COMPUTED, KVFormat
 from rocm_attn.step.options import RuntimeOptions
 
 
@@ -26,6 +27,7 @@ def served_logits(
     page_size: int,
     graphs: bool,
     provider: str = "torch",
+    kv: KVFormat = AS_COMPUTED,
 ) -> tuple[list[dict[int, Tensor]], int]:
     """Every text's first prompt_len tokens in chunks, then token after token; all texts in each step.
 
@@ -34,7 +36,7 @@ def served_logits(
     """
     longest = max(map(len, texts))
     runtime = build_runtime(
-        loaded.config.attention.problems(dtype=loaded.weights.dtype, page_size=page_size),
+        loaded.config.attention.problems(dtype=loaded.weights.dtype, page_size=page_size, kv=kv),
         RuntimeOptions(
             num_pages=1 + len(texts) * -(-longest // page_size),
             max_num_seqs=len(texts),

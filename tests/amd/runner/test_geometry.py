@@ -179,7 +179,7 @@ def test_a_window_that_no_sequence_outgrows_is_no_window(max_kv_len: int, left: 
     ("changes", "error", "sentence"),
     [
         ({"architectures": ["MambaForCausalLM"]}, Unsupported, "MambaForCausalLM is not known; .*LlamaForCausalLM"),
-        ({"architectures": ["DeepseekV32ForCausalLM"], "kv_lora_rank": 512}, Unsupported, "kv_lora_rank 512"),
+        ({"architectures": ["DeepseekV4ForCausalLM"], "kv_lora_rank": 512}, Unsupported, "kv_lora_rank 512"),
         ({"architectures": ["DeepseekV2ForCausalLM"]}, BadModel, "does not say kv_lora_rank"),
         ({"text_config": {"kv_lora_rank": 64}}, Unsupported, "kv_lora_rank 64"),
         ({"use_bidirectional_attention": True}, Unsupported, "only causal attention"),

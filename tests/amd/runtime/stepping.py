@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -110,6 +111,9 @@ def take_back(request: Request, tokens: int) -> None:
     request.v = [v[:keep] for v in request.v]
 
 
+W = TypeVar("W", bound="World")
+
+
 @dataclass
 class World:
     """A runtime, its requests and the numbers that they stored.
@@ -127,7 +131,7 @@ class World:
 
     @classmethod
     def build(
-        cls,
+        cls: type[W],
         problems: Sequence[Problem],
         device: torch.device,
         provider: str,
@@ -142,7 +146,7 @@ class World:
         target: Target | None = None,
         selections: Sequence[Selection] | None = None,
         seed: int = 0,
-    ) -> World:
+    ) -> W:
         options = RuntimeOptions(
             num_pages=num_pages,
             swa_pages=swa_pages and num_pages + swa_pages,

@@ -15,14 +15,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.attention.finish import launch_finish
 from rocm_attn.kernels.attention.merge_states import launch_merge_states
 from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import PoolKind
+from rocm_attn.kernels.cache.rope_store import launch_rope_store
+from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm, TokenPlaces
 from rocm_attn.kernels.cache.store import launch_store_kv
+from rocm_attn.kernels.experts.product import launch_expert_product
 from rocm_attn.kernels.metadata.error_word import NOT_FINITE
 from rocm_attn.kernels.refs import cache as cache_twins
+from rocm_attn.kernels.refs import rope as rope_twins
 from rocm_attn.kernels.refs.merge_states import merge_states
+from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
 from rocm_attn.kernels.tuning.tiles import DECODE_ROWS, DecodeTiles, ExtendTiles, decode_tiles, extend_tiles
 from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_served, build, run_decode, run_extend
+from tests.amd.kernels.expert_cases import random_problem
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.driver import ARCHS, Simulation, simulated
 from tests.amd.simulator.metadata_cases import metadata_cases
@@ -128,6 +136,26 @@ def run_merge_states(arch: str, dtype: torch.dtype) -> Simulation:
     return simulation
 
 
+def run_experts(arch: str, dtype: torch.dtype, rows: int) -> Simulation:
+    """A block that is full and one that is not, an expert without tokens, columns and elements that fill no tile.
+
+    Then some of the tokens alone, which get the same bits.
+    """
+    tiles = replace(expert_tiles(arch, dtype, rows), columns=64)
+    problem = random_problem(tiles.rows + 5, 3, 1, (tiles.step + 24, 72), dtype=dtype, has_bias=rows == 1)
+    problem = replace(problem, expert=torch.zeros_like(problem.expert).index_fill_(0, torch.tensor([2, 9]), 1))
+    out = problem.empty_out()
+    with simulated(arch) as simulation:
+        launch_expert_product(problem.x, problem.weight, problem.bias, problem.groups, out, tiles=tiles)
+    problem.assert_served(out)
+    alone = replace(problem, x=problem.x[2:10], expert=problem.expert[2:10])
+    with simulated(arch):
+        again = alone.empty_out()
+        launch_expert_product(alone.x, alone.weight, alone.bias, alone.groups, again, tiles=tiles)
+    assert torch.equal(again, out[2:10]), "a row's bits depend on no other row"
+    return simulation
+
+
 def linear_pools(num_pages: int, page_size: int, heads: int, dims: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
     """K and V pages of zeros."""
     return [_zeros((num_pages, page_size, heads, dim), dtype) for dim in dims]
@@ -162,6 +190,46 @@ def run_store(arch: str, dtype: torch.dtype, pools_of: Callable[..., list[Tensor
         # The pages that were aimed at and the first ones, not gigabytes of zeros.
         for pages in (slice(0, 16), slice(num_pages - 16, num_pages)):
             assert torch.equal(stored[pages], expected[pages]), "the pages are not those of the twin"
+    return simulation
+
+
+def run_row_work(arch: str, pool: PoolKind, *, is_large: bool) -> Simulation:
+    """The fused store of rows of which a part turns, and what follows attention, in place both; of twins' results."""
+    is_latent = pool is PoolKind.LATENT
+    (heads, kv_heads), (dim, v_dim), turned, normed = (
+        ((4, 1), (80, 64), 16, 64) if is_latent else ((6, 2), (80, 48), 24, 80)
+    )
+    generator = torch.Generator().manual_seed(0)
+    num_tokens, page_size = 5, 8
+    num_pages = LARGE_POOL_BYTES // (page_size * kv_heads * v_dim * 2) if is_large else 64
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(BF16)
+
+    rope = RopeTable(torch.randn(40, turned, generator=generator), RopePairs.NEIGHBOURS, at_end=is_latent)
+    norm = RowNorm(random(normed), 1e-5, 1.0)
+    work = QkvWork(rope, k_norm=norm) if is_latent else QkvWork(rope, norm, norm, RowNorm(random(v_dim), 1e-5))
+    q, k = random(num_tokens, heads, turned if is_latent else dim), random(num_tokens, kv_heads, dim)
+    v = k[..., :v_dim] if is_latent else random(num_tokens, kv_heads, v_dim)
+    k[1, 0, 3] = float("inf")
+    page = num_pages - 1 - torch.arange(num_tokens)
+    slots = (page * page_size + torch.arange(num_tokens)).int()
+    positions = torch.tensor([0, 3, 39, 40, 5], dtype=torch.int32)
+    out, gate = random(num_tokens, heads, v_dim), random(num_tokens, heads)
+    results = []
+    with simulated(arch) as simulation:
+        for store, finish in ((launch_rope_store, launch_finish), (rope_twins.rope_store, rope_twins.finish)):
+            pools = linear_pools(num_pages, page_size, kv_heads, (dim, v_dim), BF16)
+            pages = LayerPages.plain(pools[0], pools[0][..., :v_dim] if is_latent else pools[1], kind=pool)
+            counts = torch.tensor([1, num_tokens - 1, 0, 0], dtype=torch.int32)
+            q_out, finished = q.clone(), out.clone()
+            store(Projected(q_out, k, v, q_out), TokenPlaces(positions, slots, counts), work, pages)
+            finish(finished, gate, replace(rope, at_end=True), positions, counts)
+            last = slice(num_pages - 8, num_pages)
+            results.append([q_out, pages.k[last], pages.v[last], finished, counts.float()])
+    for found, want in zip(*results, strict=True):
+        # Sums of a norm have another order, and an element may be rounded to its other neighbour.
+        torch.testing.assert_close(found, want, rtol=2**-7, atol=1e-6, equal_nan=True)
     return simulation
 
 
@@ -230,6 +298,18 @@ def quick_cases(arch: str) -> list[KernelCase]:
             for layout, pools_of in (("", linear_pools), ("_vectorised", vectorised_pools))
             for dtype in (BF16, FP16)
             for is_large in (False, True)
+        ),
+        *(
+            KernelCase(f"experts-{dtype}-{rows}".replace("torch.", ""), arch, partial(run_experts, arch, dtype, rows))
+            for dtype, rows in ((BF16, 1), (BF16, 1000), (FP16, 1))
+        ),
+        *(
+            KernelCase(
+                f"row_work-{pool.name.lower()}-{'above' if is_large else 'below'}",
+                arch,
+                partial(run_row_work, arch, pool, is_large=is_large),
+            )
+            for pool, is_large in ((PoolKind.SPLIT, False), (PoolKind.LATENT, True))
         ),
         *segment_cases(arch),
         *metadata_cases(arch),

@@ -1,0 +1,257 @@
+"""Attention over latent pages of sequences with few new tokens, split over KV.
+
+    out[token, head] = softmax(scores of q[token, head] . (c | r)^T) c       c | r: rows that it sees (key_loop.py)
+
+A row of the schedule is all query heads of some new tokens of a sequence. Where they are more than a program holds,
+neighbouring programs take a block of the heads each and walk the same keys side by side: what the first one reads of a
+latent row the others find in the L2 cache. What several programs share of a row is merged as in attention/decode.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.bundles import Line, Logits, Rows, Span
+from rocm_attn.kernels.attention.coded import coded_scales, row_factor
+from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
+from rocm_attn.kernels.attention.decode_schedule import (
+    PROGRAM_DONE,
+    PROGRAM_KV_LEN,
+    PROGRAM_ROW,
+    PROGRAM_SEQ,
+    PROGRAM_WORDS,
+    PROGRAM_WORK,
+    new_tokens,
+    next_row,
+    rows_of_tokens,
+    words_of_program,
+)
+from rocm_attn.kernels.attention.key_loop import Seen
+from rocm_attn.kernels.attention.merge import launch_merge
+from rocm_attn.kernels.attention.query_block import rows_of_block
+from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.attention.softmax import visible_blocks
+from rocm_attn.kernels.latent.cuts import latent_partials_words, latent_row_cut
+from rocm_attn.kernels.latent.key_loop import (
+    LatentGeometry,
+    LatentQuery,
+    LatentRows,
+    attend_latents,
+    latent_geometry,
+    load_latent_query,
+    no_latents_seen,
+    scaled_latents,
+    store_latent_results,
+    store_part,
+)
+from rocm_attn.kernels.latent.limits import check_latent
+from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.tuning.latent_tiles import LatentTiles
+
+
+class LatentDecodeGeometry(NamedTuple):
+    """What latent decode is compiled for.
+
+    rows:        how a sequence is cut into rows
+    keys:        of the loop over keys
+    GQA_RATIO:   query heads
+    BLOCK_HEADS: query heads of a block
+    HEAD_BLOCKS: blocks of query heads, which neighbouring programs take
+    QUERY_ROWS:  rows of a query block, a new token and a query head each, then padding
+    STAGES:      key blocks whose loads are in flight
+    """
+
+    rows: RowCut
+    keys: LatentGeometry
+    GQA_RATIO: int
+    BLOCK_HEADS: int
+    HEAD_BLOCKS: int
+    QUERY_ROWS: int
+    STAGES: int
+
+
+@triton.jit
+def zero(words):
+    """0, by a program's last word (decode_schedule.py), which the compiler cannot know.
+
+    What is computed from it is computed where it is used. Of offsets of rows that do not change from one sequence to
+    the next the compiler keeps 64 registers over the loop over keys else, and spills others.
+    """
+    return tl.load(words + (PROGRAM_WORDS - 1), volatile=True)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_programs", "width", "window_left"])
+def _latent_decode_kernel(
+    q,
+    pages,
+    table,
+    row_of_seq,
+    q_indptr,
+    schedule,
+    partials,
+    out,
+    lse,
+    sinks,
+    scale,
+    first_page,
+    qk_scale,
+    tanh_scale,
+    window_left,
+    num_seqs,
+    num_programs,
+    width,
+    q_token,
+    q_head,
+    p_page,
+    p_token,
+    table_row,
+    out_token,
+    out_head,
+    lse_token,
+    lse_head,
+    G: tl.constexpr,
+):
+    R: tl.constexpr = G.rows
+    K: tl.constexpr = G.keys
+    C: tl.constexpr = K.coding
+    T: tl.constexpr = R.TOKENS
+    program = tl.program_id(0) // G.HEAD_BLOCKS
+    head_block = tl.program_id(0) % G.HEAD_BLOCKS
+    words = words_of_program(schedule, program)
+    seq = tl.load(words + PROGRAM_SEQ)
+    row = tl.load(words + PROGRAM_ROW)
+    done = tl.load(words + PROGRAM_DONE)
+    work = tl.load(words + PROGRAM_WORK)
+    kv_len = tl.load(words + PROGRAM_KV_LEN)
+    factor = row_factor(scale, 0, C)
+    scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, factor, K.CAPPED, C)
+    sums = partials + num_programs * (2 * R.Q_ROWS * K.V_HEAD_DIM)
+    while work > 0:
+        _, window_block, num_blocks = visible_blocks(kv_len, window_left + (T.MOST - 1), R.KEY_BLOCK, R.WINDOWED)
+        row_cost = tl.where(kv_len < 0, 0, num_blocks + R.ROW_COST)
+        take = tl.minimum(work, row_cost - done)
+        first_block = tl.maximum(done - R.ROW_COST, 0)
+        end_block = done + take - R.ROW_COST
+        q_len = new_tokens(q_indptr, seq, T)
+        # The program that begins it writes the zeros of a sequence without keys.
+        is_empty = (kv_len == 0) & (done == 0)
+        if is_empty | (end_block > first_block):
+            # token, head, is_row: [QUERY_ROWS]
+            row_token = row * T.OF_ROW
+            num_tokens = tl.minimum(q_len - row_token, T.OF_ROW)
+            first_token = tl.load(q_indptr + seq) + row_token
+            token, head, is_row = rows_of_block(first_token, num_tokens, 0, head_block + zero(words), G)
+            table_line = table + tl.load(row_of_seq + seq).to(tl.int64) * table_row
+            line_width = width
+            if first_page is not None:
+                skipped = tl.load(first_page + seq)
+                table_line += skipped
+                line_width = width - skipped
+            first_kv_index = kv_len - q_len + row_token
+            block_token = tl.arange(0, G.QUERY_ROWS) // G.BLOCK_HEADS
+            end_key = first_kv_index + num_tokens if K.CAUSAL else kv_len
+            first_key = tl.maximum(first_kv_index - window_left, 0) if K.WINDOWED else 0
+            q_low, q_high, q_rest = load_latent_query(q + (token * q_token + head * q_head), is_row, K)
+            query = LatentQuery(q_low, q_high, q_rest, first_kv_index + block_token, Logits(scaled, tanh_scaled, None))
+            softmax = attend_latents(
+                no_latents_seen(G.QUERY_ROWS, K.HALF),
+                query,
+                LatentRows(pages, p_page, p_token, Line(table_line, line_width), scale),
+                Seen(Span(first_key, end_key), window_left, None),
+                Span(window_block + first_block, window_block + end_block),
+                K,
+                True,
+                G.STAGES,
+            )
+            softmax = scaled_latents(softmax, factor, C)
+            # Worked out again, not kept: the accumulators leave no registers to keep them in.
+            token, head, is_row = rows_of_block(first_token, num_tokens, 0, head_block + zero(words), G)
+            if is_empty | (end_block - first_block == num_blocks):
+                out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
+                store_latent_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, K)
+            else:
+                # Part 2p of program p goes to a row begun by an earlier program, 2p + 1 to one that goes on.
+                part = 2 * program + (first_block == 0).to(tl.int32)
+                line = part * R.Q_ROWS + (block_token * G.GQA_RATIO + head.to(tl.int32))
+                low, high, maximum, total = softmax
+                store_part(partials + line * K.V_HEAD_DIM, low, is_row, 0, K.HALF, K.V_HEAD_DIM)
+                store_part(partials + line * K.V_HEAD_DIM, high, is_row, K.HALF, K.HALF, K.V_HEAD_DIM)
+                tl.store(sums + line * 2, maximum, mask=is_row)
+                tl.store(sums + line * 2 + 1, total, mask=is_row)
+        work -= take
+        done = 0
+        num_rows = rows_of_tokens(q_len, R.ROWS, T)
+        seq, row, kv_len = next_row(schedule, num_programs, num_seqs, seq, row, num_rows, kv_len, R)
+
+
+def launch_latent_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, tiles: LatentTiles) -> None:
+    """Attention of every sequence with as many new tokens as the cut says; all other tokens of out and lse stay.
+
+    A sequence with kv_len 0 receives 0 and LSE -inf.
+    args: with cut's schedule, and a workspace of latent_partials_words(...) or longer; pages are latent
+    cut:  of latent_decode_cut, for these tiles and the scores' window; the grid is its programs times head blocks
+
+    Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
+    """
+    queries, table = args.queries, args.table
+    geometry = _geometry(args, scores, cut, tiles)
+    launch(
+        _latent_decode_kernel,
+        (cut.programs * geometry.HEAD_BLOCKS,),
+        args.q,
+        args.pages.raw_k,
+        table,
+        queries.row_of_seq,
+        queries.q_indptr,
+        args.schedule,
+        args.workspace,
+        args.out,
+        args.lse,
+        args.sinks,
+        args.pages.k_scale,
+        queries.first_page,
+        scores.base_2_scale,
+        scores.tanh_scale,
+        scores.window_left,
+        queries.num_seqs,
+        cut.programs,
+        table.shape[1],
+        args.q.stride(0),
+        args.q.stride(1),
+        args.pages.k.stride(0),
+        args.pages.k.stride(1),
+        table.stride(0),
+        *args.written_strides,
+        G=geometry,
+        num_warps=tiles.num_warps,
+        **tiles.options(),
+    )
+    launch_merge(args, cut, geometry.rows)
+
+
+def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: LatentTiles) -> LatentDecodeGeometry:
+    """What the launch is compiled for; its arguments are checked."""
+    check_latent(args, "latent decode")
+    num_heads, v_head_dim = args.q.shape[1], args.out.shape[2]
+    cut.check(args.schedule, args.queries.num_seqs)
+    assert cut.key_block == tiles.key_block, "the schedule was cut for other tiles"
+    assert tiles.tokens_per_block(num_heads) >= cut.tokens.OF_ROW, "the schedule was cut for other tiles"
+    assert (cut.window_left < 0) == (scores.window_left < 0), "the schedule was cut for another window"
+    workspace = args.workspace
+    assert workspace.dtype == torch.float32
+    assert workspace.numel() >= latent_partials_words(cut, num_heads=num_heads, v_head_dim=v_head_dim)
+    assert workspace.is_contiguous()
+    return LatentDecodeGeometry(
+        rows=latent_row_cut(cut, num_heads),
+        keys=latent_geometry(args, scores, tiles, causal=scores.causal, exact=False),
+        GQA_RATIO=num_heads,
+        BLOCK_HEADS=tiles.block_heads(num_heads),
+        HEAD_BLOCKS=tiles.head_blocks(num_heads),
+        QUERY_ROWS=tiles.query_rows,
+        STAGES=tiles.num_stages,
+    )

@@ -1,0 +1,200 @@
+"""Attention over latent pages of sequences with many new tokens, over their cached prefix.
+
+    out[token, head] = softmax(scores of q[token, head] . (c | r)^T) c       c | r: rows that it sees (key_loop.py)
+
+A program takes one query block of the schedule (attention/extend_schedule.py) and as many query heads as fit: programs
+of the same block are neighbours. Keys that every row sees come first, without masks on scores; then the diagonal. With
+a window, or a packed mask, every key block is masked.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.bundles import Line, Logits, Rows, Span
+from rocm_attn.kernels.attention.coded import coded_scales, row_factor
+from rocm_attn.kernels.attention.cuts import ExtendCut
+from rocm_attn.kernels.attention.extend_schedule import (
+    BLOCK_FIRST_TOKEN,
+    BLOCK_KV_INDEX,
+    BLOCK_SEQ,
+    BLOCK_TOKENS,
+    BLOCK_WORDS,
+)
+from rocm_attn.kernels.attention.key_loop import Seen
+from rocm_attn.kernels.attention.mask_bits import MAX_MASK_BLOCK
+from rocm_attn.kernels.attention.packed_mask import PackedMask
+from rocm_attn.kernels.attention.query_block import BlockGeometry, MaskOfStep, bits_of_block, rows_of_block
+from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.latent.key_loop import (
+    LatentQuery,
+    LatentRows,
+    attend_latents,
+    latent_geometry,
+    load_latent_query,
+    no_latents_seen,
+    scaled_latents,
+    store_latent_results,
+)
+from rocm_attn.kernels.latent.limits import check_latent
+from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.tuning.latent_tiles import LatentTiles
+
+
+@triton.jit(do_not_specialize=["width", "window_left"])
+def _latent_extend_kernel(
+    q,
+    pages,
+    table,
+    row_of_seq,
+    kv_len,
+    schedule,
+    out,
+    lse,
+    sinks,
+    scale,
+    q_indptr,
+    mask_words,
+    mask_indptr,
+    position_of_token,
+    qk_scale,
+    tanh_scale,
+    window_left,
+    width,
+    q_token,
+    q_head,
+    p_page,
+    p_token,
+    table_row,
+    out_token,
+    out_head,
+    lse_token,
+    lse_head,
+    G: tl.constexpr,
+):
+    K: tl.constexpr = G.keys
+    C: tl.constexpr = K.coding
+    PACKED: tl.constexpr = mask_words is not None
+    query_block = tl.program_id(0) // G.HEAD_BLOCKS
+    head_block = tl.program_id(0) % G.HEAD_BLOCKS
+    words = schedule + query_block * BLOCK_WORDS
+    seq = tl.load(words + BLOCK_SEQ)
+    first_token = tl.load(words + BLOCK_FIRST_TOKEN)
+    num_tokens = tl.load(words + BLOCK_TOKENS)
+    first_kv_index = tl.load(words + BLOCK_KV_INDEX)
+    if num_tokens > 0:
+        # token, head, is_row: [QUERY_ROWS]
+        token, head, is_row = rows_of_block(first_token, num_tokens, 0, head_block, G)
+        block_token = tl.arange(0, G.QUERY_ROWS) // G.BLOCK_HEADS
+        table_line = table + tl.load(row_of_seq + seq, mask=seq >= 0, other=0).to(tl.int64) * table_row
+        # Keys [first_key, end_key) are seen by some row, those before edge_block by all. The padded tail belongs to no
+        # sequence and sees no key.
+        first_key = 0
+        if K.CAUSAL:
+            end_key = tl.where(seq >= 0, first_kv_index + num_tokens, 0)
+            edge_block = tl.where(seq >= 0, (first_kv_index + 1) // K.KEY_BLOCK, 0)
+        else:
+            end_key = tl.load(kv_len + seq, mask=seq >= 0, other=0)
+            edge_block = end_key // K.KEY_BLOCK
+        if K.WINDOWED:
+            first_key = tl.maximum(first_kv_index - window_left, 0)
+            edge_block = first_key // K.KEY_BLOCK
+        bits = None
+        if PACKED:
+            mask = MaskOfStep(mask_words, mask_indptr, position_of_token, q_indptr)
+            first_seen, bits = bits_of_block(mask, seq, first_token, is_row, end_key, window_left, G)
+            edge_block = first_seen // K.KEY_BLOCK
+        factor = row_factor(scale, 0, C)
+        scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, factor, K.CAPPED, C)
+        q_low, q_high, q_rest = load_latent_query(q + (token * q_token + head * q_head), is_row, K)
+        query = LatentQuery(q_low, q_high, q_rest, first_kv_index + block_token, Logits(scaled, tanh_scaled, None))
+        rows = LatentRows(pages, p_page, p_token, Line(table_line, width), scale)
+        seen = Seen(Span(first_key, end_key), window_left, bits)
+        softmax = no_latents_seen(G.QUERY_ROWS, K.HALF)
+        if not K.WINDOWED and not PACKED:
+            softmax = attend_latents(softmax, query, rows, seen, Span(0, edge_block), K, False, G.STAGES)
+        edge = Span(edge_block, tl.cdiv(end_key, K.KEY_BLOCK))
+        softmax = attend_latents(softmax, query, rows, seen, edge, K, True, G.EDGE_STAGES)
+        softmax = scaled_latents(softmax, factor, C)
+        # Read again, not kept: the accumulators leave no registers to keep it in.
+        first_token = tl.load(words + BLOCK_FIRST_TOKEN, volatile=True)
+        num_tokens = tl.load(words + BLOCK_TOKENS, volatile=True)
+        token, head, is_row = rows_of_block(first_token, num_tokens, 0, head_block, G)
+        out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
+        store_latent_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, K)
+
+
+def launch_latent_extend(
+    args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: LatentTiles, mask: PackedMask | None = None
+) -> None:
+    """Attention of every new token of the sequences in the schedule.
+
+    Tokens at or past q_indptr[S] receive 0 and LSE -inf; tokens of sequences below cut.min_q_len stay as they are.
+
+    args: with cut's schedule; there is no workspace; pages are latent
+    cut:  of latent_extend_cut, for these tiles
+    mask: which keys each token sees, in place of scores.causal. A token that sees none receives 0 and LSE -inf
+
+    Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
+    """
+    queries, table = args.queries, args.table
+    geometry = _geometry(args, scores, cut, tiles, mask)
+    max_blocks = cut.max_blocks(queries.num_tokens, queries.num_seqs)
+    launch(
+        _latent_extend_kernel,
+        (max_blocks * geometry.HEAD_BLOCKS,),
+        args.q,
+        args.pages.raw_k,
+        table,
+        queries.row_of_seq,
+        queries.kv_len,
+        args.schedule,
+        args.out,
+        args.lse,
+        args.sinks,
+        args.pages.k_scale,
+        None if mask is None else queries.q_indptr,
+        None if mask is None else mask.words,
+        None if mask is None else mask.indptr,
+        None if mask is None else mask.positions,
+        scores.base_2_scale,
+        scores.tanh_scale,
+        scores.window_left,
+        table.shape[1],
+        args.q.stride(0),
+        args.q.stride(1),
+        args.pages.k.stride(0),
+        args.pages.k.stride(1),
+        table.stride(0),
+        *args.written_strides,
+        G=geometry,
+        num_warps=tiles.num_warps,
+        **tiles.options(),
+    )
+
+
+def _geometry(
+    args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: LatentTiles, mask: PackedMask | None
+) -> BlockGeometry:
+    """What the launch is compiled for; its arguments are checked."""
+    check_latent(args, "latent extend")
+    queries, num_heads = args.queries, args.q.shape[1]
+    cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
+    assert cut.query_tokens == tiles.tokens_per_block(num_heads), "the schedule was cut for other tiles"
+    if mask is not None:
+        mask.check(queries.num_seqs, queries.num_tokens)
+        assert tiles.key_block <= MAX_MASK_BLOCK
+    causal = scores.causal and mask is None
+    return BlockGeometry(
+        keys=latent_geometry(args, scores, tiles, causal=causal, exact=False),
+        KV_HEADS=1,
+        GQA_RATIO=num_heads,
+        BLOCK_HEADS=tiles.block_heads(num_heads),
+        HEAD_BLOCKS=tiles.head_blocks(num_heads),
+        QUERY_ROWS=tiles.query_rows,
+        SEGMENT_LEN=0,
+        STAGES=tiles.num_stages,
+        EDGE_STAGES=tiles.num_stages,
+    )

@@ -1,0 +1,55 @@
+"""What the kernels over latent pages serve, as values that a capability table can cite."""
+
+from __future__ import annotations
+
+import torch
+
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.cache.page_format import PoolKind
+
+MAX_V_HEAD_DIM = 512
+MAX_REST_DIM = 64  # elements of a row after its V
+MAX_HEAD_DIM = MAX_V_HEAD_DIM + MAX_REST_DIM
+MAX_HEADS = 128
+MAX_PAGE_SIZE = 128
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# New tokens of a sequence whose keys are still split over programs; longer ones have a program a query block.
+MOST_SPLIT_TOKENS = 8
+
+
+def check_latent(args: AttendArgs, kernel: str) -> None:
+    """What Triton's launchers check: cheap, on the host, and only what would corrupt memory silently.
+
+    ValueError for a problem that no kernel serves; the rest was checked by the runtime and is asserted here.
+    """
+    q, k, out, form = args.q, args.pages.k, args.out, args.pages.format
+    num_tokens, num_heads, head_dim = q.shape
+    page_size, v_head_dim = form.page_size, form.v_head_dim
+    reasons = []
+    if form.kind is not PoolKind.LATENT or not (form.encoding.is_fp8 or form.encoding.dtype == q.dtype):
+        reasons.append(f"with q in {q.dtype} it reads {PoolKind.LATENT.value} in that or in eight bits, not {form}")
+    if num_heads > MAX_HEADS:
+        reasons.append(f"{num_heads} query heads; at most {MAX_HEADS}")
+    if not 1 <= v_head_dim <= MAX_V_HEAD_DIM:
+        reasons.append(f"v_head_dim is {v_head_dim}; it may be 1 to {MAX_V_HEAD_DIM}")
+    if not 0 <= head_dim - v_head_dim <= MAX_REST_DIM:
+        reasons.append(f"head_dim is {head_dim}; it may be v_head_dim to v_head_dim + {MAX_REST_DIM}")
+    if not 1 <= page_size <= MAX_PAGE_SIZE:
+        reasons.append(f"page_size is {page_size}; it may be 1 to {MAX_PAGE_SIZE}")
+    if q.dtype not in DTYPES:
+        reasons.append(f"dtype is {q.dtype}; it may be {', '.join(map(str, DTYPES))}")
+    if reasons:
+        raise ValueError(f"{kernel} does not serve this: {'; '.join(reasons)}")
+    args.queries.check()
+    assert args.queries.num_tokens == num_tokens, "q and the queries disagree"
+    assert form.head_dim == head_dim, "q and the pages disagree"
+    assert out.shape == (num_tokens, num_heads, v_head_dim), "out disagrees with q and the pages"
+    assert args.slopes is None, "no latent kernel has slopes"
+    assert q.dtype == out.dtype
+    assert q.stride(2) == k.stride(3) == out.stride(2) == 1, "the last stride must be 1"
+    assert args.table.dtype == torch.int32
+    assert args.table.stride(1) == 1
+    assert args.table.shape[1] >= 1
+    assert args.lse is None or (args.lse.dtype == torch.float32 and args.lse.shape == (num_tokens, num_heads))
+    sinks = args.sinks
+    assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (num_heads,) and sinks.stride(0) == 1)

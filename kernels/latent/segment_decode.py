@@ -1,0 +1,202 @@
+"""Deterministic decode over latent pages of sequences with one new token, whose bits do not depend on the batch.
+
+As attention/segment_decode.py: the programs of the decode schedule share out segments in place of key blocks, each
+segment's partial result goes to a slot of its own, and segment_merge.py merges a row's slots from left to right. Blocks
+of query heads run side by side as in decode.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.bundles import Line, Logits, Span
+from rocm_attn.kernels.attention.coded import coded_scales, row_factor
+from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
+from rocm_attn.kernels.attention.decode_schedule import (
+    PROGRAM_DONE,
+    PROGRAM_KV_LEN,
+    PROGRAM_ROW,
+    PROGRAM_ROW_START,
+    PROGRAM_SEQ,
+    PROGRAM_WORK,
+    next_row,
+    words_of_program,
+)
+from rocm_attn.kernels.attention.key_loop import Seen
+from rocm_attn.kernels.attention.query_block import rows_of_block
+from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.attention.segment_merge import launch_segment_merge
+from rocm_attn.kernels.attention.segments import UNFUSED
+from rocm_attn.kernels.attention.softmax import visible_blocks
+from rocm_attn.kernels.latent.cuts import latent_row_cut
+from rocm_attn.kernels.latent.key_loop import (
+    LatentGeometry,
+    LatentQuery,
+    LatentRows,
+    latent_geometry,
+    load_latent_query,
+    scaled_latents,
+    store_part,
+)
+from rocm_attn.kernels.latent.limits import check_latent
+from rocm_attn.kernels.latent.segments import attend_latent_segment
+from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.tuning.latent_tiles import LatentSegmentTiles
+
+
+class LatentSegmentGeometry(NamedTuple):
+    """What deterministic latent decode is compiled for.
+
+    rows:        how a sequence is cut into rows; their key blocks are segments
+    keys:        of the loop over keys
+    GQA_RATIO:   query heads
+    BLOCK_HEADS: query heads of a block
+    HEAD_BLOCKS: blocks of query heads, which neighbouring programs take
+    QUERY_ROWS:  rows of a query block, a query head each, then padding
+    SEGMENT_LEN: keys of a segment
+    STAGES:      key blocks whose loads are in flight
+    """
+
+    rows: RowCut
+    keys: LatentGeometry
+    GQA_RATIO: int
+    BLOCK_HEADS: int
+    HEAD_BLOCKS: int
+    QUERY_ROWS: int
+    SEGMENT_LEN: int
+    STAGES: int
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_programs", "width", "window_left"])
+def _latent_segment_decode_kernel(
+    q,
+    pages,
+    table,
+    row_of_seq,
+    q_indptr,
+    schedule,
+    parts,
+    sums,
+    scale,
+    qk_scale,
+    tanh_scale,
+    window_left,
+    num_seqs,
+    num_programs,
+    width,
+    q_token,
+    q_head,
+    p_page,
+    p_token,
+    table_row,
+    G: tl.constexpr,
+):
+    R: tl.constexpr = G.rows
+    K: tl.constexpr = G.keys
+    C: tl.constexpr = K.coding
+    words = words_of_program(schedule, tl.program_id(0) // G.HEAD_BLOCKS)
+    head_block = tl.program_id(0) % G.HEAD_BLOCKS
+    seq = tl.load(words + PROGRAM_SEQ)
+    row = tl.load(words + PROGRAM_ROW)
+    done = tl.load(words + PROGRAM_DONE)
+    work = tl.load(words + PROGRAM_WORK)
+    row_start = tl.load(words + PROGRAM_ROW_START)
+    kv_len = tl.load(words + PROGRAM_KV_LEN)
+    factor = row_factor(scale, 0, C)
+    scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, factor, K.CAPPED, C)
+    while work > 0:
+        first_key, window_segment, num_segments = visible_blocks(kv_len, window_left, R.KEY_BLOCK, R.WINDOWED)
+        row_cost = tl.where(kv_len < 0, 0, num_segments + R.ROW_COST)
+        take = tl.minimum(work, row_cost - done)
+        first = tl.maximum(done - R.ROW_COST, 0)
+        end = done + take - R.ROW_COST
+        if end > first:
+            # token, head, is_row: [QUERY_ROWS]
+            token, head, is_row = rows_of_block(tl.load(q_indptr + seq), 1, 0, head_block, G)
+            table_line = table + tl.load(row_of_seq + seq).to(tl.int64) * table_row
+            q_rows = q + (token * q_token + head * q_head)
+            kv_index = tl.full([1], 0, tl.int32) + (kv_len - 1)
+            q_low, q_high, q_rest = load_latent_query(q_rows, is_row, K)
+            query = LatentQuery(q_low, q_high, q_rest, kv_index, Logits(scaled, tanh_scaled, None))
+            rows = LatentRows(pages, p_page, p_token, Line(table_line, width), scale)
+            seen = Seen(Span(first_key, kv_len), window_left, None)
+            for index in range(first, end):
+                part = attend_latent_segment(window_segment + index, query, rows, seen, G)
+                low, high, maximum, total = scaled_latents(part, factor, C)
+                line = (row_start + R.ROW_COST + index).to(tl.int64) * R.Q_ROWS + head
+                store_part(parts + line * K.V_HEAD_DIM, low, is_row, 0, K.HALF, K.V_HEAD_DIM)
+                store_part(parts + line * K.V_HEAD_DIM, high, is_row, K.HALF, K.HALF, K.V_HEAD_DIM)
+                tl.store(sums + line * 2, maximum, mask=is_row)
+                tl.store(sums + line * 2 + 1, total, mask=is_row)
+        work -= take
+        done = 0
+        row_start += row_cost
+        seq, row, kv_len = next_row(schedule, num_programs, num_seqs, seq, row, R.ROWS, kv_len, R)
+
+
+def launch_latent_segment_decode(
+    args: AttendArgs, *, scores: Scores, most_segments: int, cut: DecodeCut, tiles: LatentSegmentTiles
+) -> None:
+    """launch_latent_decode of one new token, bitwise the same for a sequence in any batch, and as extend gives it.
+
+    args:          with cut's schedule, and a workspace of the sum of cut.segment_words(...) or longer
+    most_segments: of a sequence, see LatentSegmentTiles
+    cut:           of latent_decode_cut for tiles.decode and the scores' window
+
+    Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
+    """
+    check_latent(args, "deterministic latent decode")
+    queries, table, block, workspace = args.queries, args.table, tiles.block, args.workspace
+    num_heads, v_head_dim = args.q.shape[1], args.out.shape[2]
+    cut.check(args.schedule, queries.num_seqs)
+    assert cut.key_block == tiles.segment_len, "the schedule was cut for other tiles"
+    assert cut.window_left == scores.window_left, "the schedule was cut for another window"
+    sum_words, part_words = cut.segment_words(queries.num_seqs, most_segments, q_rows=num_heads, v_head_dim=v_head_dim)
+    assert workspace.dtype == torch.float32
+    assert workspace.is_contiguous()
+    assert workspace.numel() >= sum_words + part_words
+    sums, parts = workspace[:sum_words], workspace[sum_words : sum_words + part_words]
+    geometry = LatentSegmentGeometry(
+        rows=latent_row_cut(cut, num_heads),
+        keys=latent_geometry(args, scores, block, causal=scores.causal, exact=True),
+        GQA_RATIO=num_heads,
+        BLOCK_HEADS=block.block_heads(num_heads),
+        HEAD_BLOCKS=block.head_blocks(num_heads),
+        QUERY_ROWS=block.query_rows,
+        SEGMENT_LEN=tiles.segment_len,
+        STAGES=block.num_stages,
+    )
+    launch(
+        _latent_segment_decode_kernel,
+        (cut.programs * geometry.HEAD_BLOCKS,),
+        args.q,
+        args.pages.raw_k,
+        table,
+        queries.row_of_seq,
+        queries.q_indptr,
+        args.schedule,
+        parts,
+        sums,
+        args.pages.k_scale,
+        scores.base_2_scale,
+        scores.tanh_scale,
+        scores.window_left,
+        queries.num_seqs,
+        cut.programs,
+        table.shape[1],
+        args.q.stride(0),
+        args.q.stride(1),
+        args.pages.k.stride(0),
+        args.pages.k.stride(1),
+        table.stride(0),
+        G=geometry,
+        num_warps=block.num_warps,
+        **tiles.options(),
+        **UNFUSED,
+    )
+    launch_segment_merge(args, parts, sums, cut=cut, rows=geometry.rows)

@@ -1,0 +1,160 @@
+"""Deterministic extend over latent pages: bitwise what deterministic decode would give for each token.
+
+A program walks its query block over all segments that the block sees and merges them from left to right (segments.py).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.bundles import Line, Logits, Rows, Span
+from rocm_attn.kernels.attention.coded import coded_scales, row_factor
+from rocm_attn.kernels.attention.cuts import ExtendCut
+from rocm_attn.kernels.attention.extend_schedule import (
+    BLOCK_FIRST_TOKEN,
+    BLOCK_KV_INDEX,
+    BLOCK_SEQ,
+    BLOCK_TOKENS,
+    BLOCK_WORDS,
+)
+from rocm_attn.kernels.attention.key_loop import Seen
+from rocm_attn.kernels.attention.query_block import BlockGeometry, rows_of_block
+from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.attention.segments import UNFUSED
+from rocm_attn.kernels.latent.key_loop import (
+    LatentQuery,
+    LatentRows,
+    LatentSoftmax,
+    latent_geometry,
+    load_latent_query,
+    no_latents_seen,
+    scaled_latents,
+    store_latent_results,
+)
+from rocm_attn.kernels.latent.limits import check_latent
+from rocm_attn.kernels.latent.segments import attend_latent_segment, merge_latent_segment
+from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.tuning.latent_tiles import LatentSegmentTiles
+
+
+@triton.jit(do_not_specialize=["width", "window_left"])
+def _latent_segment_extend_kernel(
+    q,
+    pages,
+    table,
+    row_of_seq,
+    kv_len,
+    schedule,
+    out,
+    lse,
+    sinks,
+    scale,
+    qk_scale,
+    tanh_scale,
+    window_left,
+    width,
+    q_token,
+    q_head,
+    p_page,
+    p_token,
+    table_row,
+    out_token,
+    out_head,
+    lse_token,
+    lse_head,
+    G: tl.constexpr,
+):
+    K: tl.constexpr = G.keys
+    C: tl.constexpr = K.coding
+    query_block = tl.program_id(0) // G.HEAD_BLOCKS
+    head_block = tl.program_id(0) % G.HEAD_BLOCKS
+    words = schedule + query_block * BLOCK_WORDS
+    seq = tl.load(words + BLOCK_SEQ)
+    first_token = tl.load(words + BLOCK_FIRST_TOKEN)
+    num_tokens = tl.load(words + BLOCK_TOKENS)
+    first_kv_index = tl.load(words + BLOCK_KV_INDEX)
+    if num_tokens > 0:
+        # token, head, is_row: [QUERY_ROWS]
+        token, head, is_row = rows_of_block(first_token, num_tokens, 0, head_block, G)
+        row_kv_index = first_kv_index + tl.arange(0, G.QUERY_ROWS) // G.BLOCK_HEADS
+        table_line = table + tl.load(row_of_seq + seq, mask=seq >= 0, other=0).to(tl.int64) * table_row
+        # Keys [first_key, end_key) are seen by some row. The padded tail belongs to no sequence and sees no key.
+        first_key = 0
+        if K.CAUSAL:
+            end_key = tl.where(seq >= 0, first_kv_index + num_tokens, 0)
+        else:
+            end_key = tl.load(kv_len + seq, mask=seq >= 0, other=0)
+        if K.WINDOWED:
+            first_key = tl.maximum(first_kv_index - window_left, 0)
+        factor = row_factor(scale, 0, C)
+        scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, factor, K.CAPPED, C)
+        q_rows = q + (token * q_token + head * q_head)
+        q_low, q_high, q_rest = load_latent_query(q_rows, is_row, K)
+        query = LatentQuery(q_low, q_high, q_rest, row_kv_index, Logits(scaled, tanh_scaled, None))
+        rows = LatentRows(pages, p_page, p_token, Line(table_line, width), scale)
+        seen = Seen(Span(first_key, end_key), window_left, None)
+        low, high, maximum, total = no_latents_seen(G.QUERY_ROWS, K.HALF)
+        for segment in range(first_key // G.SEGMENT_LEN, tl.cdiv(end_key, G.SEGMENT_LEN)):
+            part = attend_latent_segment(segment, query, rows, seen, G)
+            left = LatentSoftmax(low, high, maximum, total)
+            low, high, maximum, total = merge_latent_segment(left, scaled_latents(part, factor, C))
+        out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
+        softmax = LatentSoftmax(low, high, maximum, total)
+        store_latent_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, K)
+
+
+def launch_latent_segment_extend(
+    args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: LatentSegmentTiles
+) -> None:
+    """launch_latent_extend, bitwise the same for a token in any batch and chunk, and as deterministic decode gives it.
+
+    args: with cut's schedule; there is no workspace; pages are latent
+    cut:  of latent_extend_cut, for tiles.block
+
+    Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
+    """
+    check_latent(args, "deterministic latent extend")
+    queries, table, block, num_heads = args.queries, args.table, tiles.block, args.q.shape[1]
+    cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
+    assert cut.query_tokens == block.tokens_per_block(num_heads), "the schedule was cut for other tiles"
+    geometry = BlockGeometry(
+        keys=latent_geometry(args, scores, block, causal=scores.causal, exact=True),
+        KV_HEADS=1,
+        GQA_RATIO=num_heads,
+        BLOCK_HEADS=block.block_heads(num_heads),
+        HEAD_BLOCKS=block.head_blocks(num_heads),
+        QUERY_ROWS=block.query_rows,
+        SEGMENT_LEN=tiles.segment_len,
+        STAGES=block.num_stages,
+        EDGE_STAGES=block.num_stages,
+    )
+    launch(
+        _latent_segment_extend_kernel,
+        (cut.max_blocks(queries.num_tokens, queries.num_seqs) * geometry.HEAD_BLOCKS,),
+        args.q,
+        args.pages.raw_k,
+        table,
+        queries.row_of_seq,
+        queries.kv_len,
+        args.schedule,
+        args.out,
+        args.lse,
+        args.sinks,
+        args.pages.k_scale,
+        scores.base_2_scale,
+        scores.tanh_scale,
+        scores.window_left,
+        table.shape[1],
+        args.q.stride(0),
+        args.q.stride(1),
+        args.pages.k.stride(0),
+        args.pages.k.stride(1),
+        table.stride(0),
+        *args.written_strides,
+        G=geometry,
+        num_warps=block.num_warps,
+        **tiles.options(),
+        **UNFUSED,
+    )

@@ -1,0 +1,207 @@
+"""Tiles of attention over latent pages: how programs walk latent rows, a literal row for each arch and count of rows.
+
+"sm_90" rows with times in their comments were measured on one H200 (torch 2.11, Triton 3.6, CUDA-graph replays). AMD's
+were chosen from what the compiler reports: no spills, registers, LDS.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from rocm_attn.kernels.tuning.tiles import NoTiles, names_of
+
+
+@dataclass(frozen=True, slots=True)
+class LatentTiles:
+    """How a program walks latent rows.
+
+    query_rows:      rows of a query block: new tokens times query heads
+    key_block:       keys of a block of the loop
+    num_warps:       warps (waves on AMD) of a program
+    num_stages:      key blocks whose loads are in flight at the same time
+    programs_per_cu: programs that a decode grid holds for each compute unit
+    row_cost:        what starting a row costs beside its key blocks, in blocks; at least 1
+    chains:          sums of products that a score is added up of, 1 or 2: two are shorter, and take registers
+    waves_per_eu:    waves a SIMD that the AMD compiler shall make room for; 0: its own choice, and elsewhere
+    """
+
+    query_rows: int
+    key_block: int
+    num_warps: int
+    num_stages: int
+    programs_per_cu: int = 1
+    row_cost: int = 2
+    chains: int = 1
+    waves_per_eu: int = 0
+
+    def head_blocks(self, num_heads: int) -> int:
+        """Blocks that a token's query heads are cut into."""
+        return -(-num_heads // self.query_rows)
+
+    def block_heads(self, num_heads: int) -> int:
+        """Query heads of a block; the last one may have fewer."""
+        return -(-num_heads // self.head_blocks(num_heads))
+
+    def tokens_per_block(self, num_heads: int) -> int:
+        """New tokens in a full query block."""
+        return self.query_rows // self.block_heads(num_heads)
+
+    def of_masked_steps(self) -> LatentTiles:
+        """At most 32 rows and 32 keys, for steps with packed masks.
+
+        A row's bits of one key block are a word of 32; they take registers, and trees are small.
+        """
+        return replace(self, query_rows=min(32, self.query_rows), key_block=min(32, self.key_block))
+
+    def options(self) -> dict[str, int]:
+        """Launch options beside the warps."""
+        return {"waves_per_eu": self.waves_per_eu} if self.waves_per_eu else {}
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSegmentTiles:
+    """How deterministic attention cuts latent KV into segments, and how its programs walk them.
+
+    segment_len: KV tokens in a segment, a multiple of block.key_block; segment m is [m, m + 1) * segment_len
+    block:       of decode and of extend alike: all of it decides a result's bits
+    matrix_dim:  rows of a matrix instruction that AMD's compiler shall take; 0: its own choice, and elsewhere
+    """
+
+    segment_len: int
+    block: LatentTiles
+    matrix_dim: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.segment_len % self.block.key_block == 0
+
+    @property
+    def decode(self) -> LatentTiles:
+        """What decode's schedule is cut by: its key blocks are segments."""
+        return replace(self.block, key_block=self.segment_len, row_cost=1)
+
+    def options(self) -> dict[str, int]:
+        """Launch options beside the warps."""
+        return self.block.options() | ({"matrix_instr_nonkdim": self.matrix_dim} if self.matrix_dim else {})
+
+    def most_segments(self, max_kv_len: int, window_left: int) -> int:
+        """The most segments that a token of a sequence of up to max_kv_len tokens sees; window_left -1: no window."""
+        segments = -(-max_kv_len // self.segment_len)
+        return segments if window_left < 0 else min(segments, window_left // self.segment_len + 2)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSegmentRow:
+    """tiles serve an arch, an element size in bytes, and rows of up to _LARGEST elements."""
+
+    arch: str
+    item_bytes: int
+    tiles: LatentSegmentTiles
+
+
+@dataclass(frozen=True, slots=True)
+class LatentRow:
+    """tiles serve an arch, an element size in bytes, and rows of up to max_dims elements: of V, and after it."""
+
+    arch: str
+    item_bytes: int
+    max_dims: tuple[int, int]
+    tiles: LatentTiles
+
+
+# Elements of V, and after it.
+_LARGEST = (512, 64)
+
+# Of the rows that serve, the first one whose query_rows hold all that are wanted is taken, else the last one.
+DECODE_ROWS: tuple[LatentRow, ...] = (
+    # 16 heads, 128 sequences x 4k: a study's prototype of these tiles took 158 us, 1.18 of the floor.
+    LatentRow("sm_90", 2, _LARGEST, LatentTiles(16, 32, 4, 3, 2, chains=2)),
+    LatentRow("sm_90", 2, _LARGEST, LatentTiles(32, 32, 8, 3, 2)),
+    # The only ones with warpgroup products. What they spill lies outside of the products.
+    LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 2)),
+    LatentRow("sm_", 2, _LARGEST, LatentTiles(16, 32, 4, 2)),
+    LatentRow("sm_", 2, _LARGEST, LatentTiles(32, 32, 8, 2)),
+    # 212 to 238 VGPRs, 8 KiB of LDS: 2 workgroups a CU. Blocks of 32 keys leave one with a window, or above 2 GiB.
+    LatentRow("gfx942", 2, _LARGEST, LatentTiles(16, 16, 4, 1, 2)),
+    # 212 to 234 VGPRs, 16 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
+    LatentRow("gfx942", 2, _LARGEST, LatentTiles(32, 16, 8, 1)),
+    # 320 to 370 VGPRs, 32 KiB of LDS: one workgroup of 4 waves. With 8 waves 256, and some are spilled on gfx950.
+    LatentRow("gfx942", 2, _LARGEST, LatentTiles(64, 16, 4, 1)),
+    LatentRow("gfx950", 2, _LARGEST, LatentTiles(16, 16, 4, 1, 2)),
+    LatentRow("gfx950", 2, _LARGEST, LatentTiles(32, 16, 8, 1)),
+    LatentRow("gfx950", 2, _LARGEST, LatentTiles(64, 16, 4, 1)),
+    LatentRow("interpreter", 2, _LARGEST, LatentTiles(16, 16, 1, 1)),
+    LatentRow("interpreter", 2, _LARGEST, LatentTiles(64, 16, 1, 1)),
+    LatentRow("interpreter", 4, _LARGEST, LatentTiles(16, 16, 1, 1)),
+    LatentRow("interpreter", 4, _LARGEST, LatentTiles(64, 16, 1, 1)),
+)
+EXTEND_ROWS: tuple[LatentRow, ...] = (
+    LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 2)),
+    LatentRow("sm_", 2, _LARGEST, LatentTiles(32, 32, 8, 2)),
+    # 230 to 250 VGPRs, 32 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
+    LatentRow("gfx942", 2, _LARGEST, LatentTiles(64, 16, 8, 1)),
+    LatentRow("gfx950", 2, _LARGEST, LatentTiles(64, 16, 8, 1)),
+    LatentRow("interpreter", 2, _LARGEST, LatentTiles(32, 16, 1, 1)),
+    LatentRow("interpreter", 4, _LARGEST, LatentTiles(32, 16, 1, 1)),
+)
+SEGMENT_ROWS: tuple[LatentSegmentRow, ...] = (
+    LatentSegmentRow("sm_90", 2, LatentSegmentTiles(2048, LatentTiles(32, 32, 8, 2))),
+    LatentSegmentRow("sm_", 2, LatentSegmentTiles(2048, LatentTiles(16, 32, 8, 2))),
+    LatentSegmentRow("gfx942", 2, LatentSegmentTiles(2048, LatentTiles(16, 16, 4, 1, 2), 16)),
+    LatentSegmentRow("gfx950", 2, LatentSegmentTiles(2048, LatentTiles(16, 16, 4, 1, 2), 16)),
+    LatentSegmentRow("interpreter", 2, LatentSegmentTiles(64, LatentTiles(32, 16, 1, 1))),
+    LatentSegmentRow("interpreter", 4, LatentSegmentTiles(64, LatentTiles(32, 16, 1, 1))),
+)
+
+
+def latent_decode_tiles(arch: str, *, num_rows: int, dims: tuple[int, int], dtype: torch.dtype) -> LatentTiles:
+    """The tiles of latent decode. Raises NoTiles.
+
+    num_rows: query heads times new tokens of a sequence, at most
+    dims:     head_dim, v_head_dim
+    """
+    return _tiles(DECODE_ROWS, arch, num_rows, dims, dtype)
+
+
+def latent_extend_tiles(arch: str, *, dims: tuple[int, int], dtype: torch.dtype) -> LatentTiles:
+    """The tiles of latent extend. dims: head_dim, v_head_dim. Raises NoTiles."""
+    return _tiles(EXTEND_ROWS, arch, 1, dims, dtype)
+
+
+def latent_segment_tiles(arch: str, *, dims: tuple[int, int], dtype: torch.dtype) -> LatentSegmentTiles:
+    """The tiles of deterministic latent decode and extend. dims: head_dim, v_head_dim. Raises NoTiles."""
+    for name in names_of(arch):
+        for row in SEGMENT_ROWS:
+            if row.arch == name and row.item_bytes == dtype.itemsize and _fit(dims, _LARGEST):
+                return row.tiles
+    raise _no_tiles("deterministic latent tiles", arch, dims, dtype, {row.arch for row in SEGMENT_ROWS})
+
+
+def _tiles(
+    rows: tuple[LatentRow, ...], arch: str, num_rows: int, dims: tuple[int, int], dtype: torch.dtype
+) -> LatentTiles:
+    for name in names_of(arch):
+        serving = [
+            row.tiles
+            for row in rows
+            if row.arch == name and row.item_bytes == dtype.itemsize and _fit(dims, row.max_dims)
+        ]
+        for tiles in serving:
+            if num_rows <= tiles.query_rows:
+                return tiles
+        if serving:
+            return serving[-1]
+    raise _no_tiles("latent tiles", arch, dims, dtype, {row.arch for row in rows})
+
+
+def _fit(dims: tuple[int, int], most: tuple[int, int]) -> bool:
+    """Whether rows of (head_dim, v_head_dim) have at most so many elements of V, and after it."""
+    return dims[1] <= most[0] and dims[0] - dims[1] <= most[1]
+
+
+def _no_tiles(what: str, arch: str, dims: tuple[int, int], dtype: torch.dtype, archs: set[str]) -> NoTiles:
+    return NoTiles(
+        f"no {what} for {arch} with {dtype} and rows of {dims[1]} + {dims[0] - dims[1]} elements; "
+        f"rows exist for {', '.join(sorted(archs))}, for up to {_LARGEST[0]} + {_LARGEST[1]}"
+    )

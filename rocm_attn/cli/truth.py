@@ -1,0 +1,215 @@
+"""`rocm-attn truth`: whether every key of a long context is found, on this machine and for a model's layers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+import torch
+
+from rocm_attn.cli.arguments import described_model, device_named, page_choice, pages_as_json
+from rocm_attn.cli.progress_bar import ProgressBar
+from rocm_attn.errors import BadProblem, BadSetting, RocmAttnError, Unsupported
+from rocm_attn.machine.target import Target, detect_target
+from rocm_attn.problem import AllKeys, Indexer, KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.providers.select import select
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.selection.kernels import missing_kernels
+from rocm_attn.selection.pages import PageChoice
+from rocm_attn.soak.shapes import SHAPES
+from rocm_attn.soak.truth import Truth, TruthPlan, TruthReport
+from rocm_attn.step.options import RuntimeOptions
+
+# A CPU serves in minutes what a GPU serves in a second.
+_LENGTHS_ON_CPU, _CHUNK_ON_CPU = (200, 600, 1000), 300
+_POOL_GIB_ON_GPU = 5.0
+_ENCODINGS = {"as-q": KVEncoding.LIKE_Q, **{kind.name.lower(): kind for kind in KVEncoding if kind.name != "LIKE_Q"}}
+_SCALES = {kind.name.lower(): kind for kind in Scales if kind is not Scales.NONE}
+
+
+class NeedlesMissed(RocmAttnError):
+    """A truth test found something, or could not be run in any way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How K and V are kept and by whom they are read."""
+
+    provider: str
+    encoding: KVEncoding
+    scales: Scales
+
+    def __str__(self) -> str:
+        kept = (
+            self.encoding.value if self.encoding is KVEncoding.LIKE_Q else f"{self.encoding.value}, {self.scales.value}"
+        )
+        return f"provider {self.provider}, K and V {kept}"
+
+    def of(self, problem: Problem) -> Problem:
+        """The layer with K and V kept this way. Raises BadProblem."""
+        return replace(problem, kv_encoding=self.encoding, kv_scales=self.scales)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print what was found. Raises NeedlesMissed where something was missed, or where nothing could be run."""
+    device = device_named(options.device)
+    target = detect_target(device)
+    results, refused = [], []
+    for way in _ways(options.providers, options.kv_encodings):
+        try:
+            pages, problems = _layers(options, way, target)
+            report = _report(options, way, problems, device)
+        except (Unsupported, BadProblem) as error:
+            refused.append((way, error))
+            continue
+        results.append((way, pages, report))
+        if not options.json:
+            print("\n".join(_lines(way, pages, report)))
+    if options.json:
+        print(json.dumps(_as_json(target, results, refused), indent=2))
+    else:
+        for way, refusal in refused:
+            print(f"not run: {way}: {refusal}")
+    failed = [str(way) for way, _, report in results if not report.passed]
+    if failed:
+        raise NeedlesMissed(f"needles were missed, or seen where they are hidden: {'; '.join(failed)}")
+    if not results:
+        raise NeedlesMissed("nothing could be run; choose other providers or encodings, or another page size")
+
+
+def _ways(providers: Sequence[str], encodings: Sequence[str]) -> Iterator[Way]:
+    """Raises BadSetting for an encoding or scales that do not exist."""
+    names = list(encodings)
+    if names == ["all"]:
+        names = ["as-q", *(f"{code}/{scales}" for code in _ENCODINGS if code != "as-q" for scales in _SCALES)]
+    for provider in providers:
+        for name in names:
+            code, _, scales = name.partition("/")
+            if code not in _ENCODINGS or (scales and scales not in _SCALES) or (scales and code == "as-q"):
+                codes, kinds = ", ".join(_ENCODINGS), ", ".join(_SCALES)
+                raise BadSetting(f"{name!r} is no encoding; write all, or one of {codes}, with /{kinds} after it")
+            encoding = _ENCODINGS[code]
+            kind = Scales.NONE if encoding is KVEncoding.LIKE_Q else _SCALES[scales or "layer"]
+            yield Way(provider, encoding, kind)
+
+
+def _layers(options: argparse.Namespace, way: Way, target: Target) -> tuple[PageChoice, tuple[Problem, ...]]:
+    """The pages, and one layer of each kind. Raises Unsupported, BadProblem, BadModel."""
+    dtype = getattr(torch, options.dtype)
+    if options.config in SHAPES:
+        over: Sequence[Problem] = SHAPES[options.config](dtype, way.encoding)
+    else:
+        geometry = described_model(options.config).geometry.on_one_of(options.tp)
+        over = geometry.without_idle_windows(max(_plan(options, way, 0, torch.device("cpu")).kv_len)).problems(
+            dtype=dtype, page_size=128
+        )
+    over = [way.of(problem) for problem in _one_of_each(over)]
+    missing = missing_kernels(target, way.provider)
+    pages = page_choice(options, over, partial(select, target=target, provider=way.provider, unavailable=missing))
+    return pages, pages.problems(over)
+
+
+def _one_of_each(problems: Sequence[Problem]) -> list[Problem]:
+    """A layer of each kind in the order in which they come; one that shares a selection keeps its place after it."""
+    return list(dict.fromkeys(problems))
+
+
+def _plan(options: argparse.Namespace, way: Way, num_pages: int, device: torch.device) -> TruthPlan:
+    on_gpu = device.type == "cuda"
+    usual = TruthPlan()
+    return TruthPlan(
+        lengths=options.lengths or (usual.lengths if on_gpu else _LENGTHS_ON_CPU),
+        chunk=options.chunk or (usual.chunk if on_gpu else _CHUNK_ON_CPU),
+        num_pages=num_pages,
+        provider=way.provider,
+        graphs=not options.eager,
+        deterministic=options.deterministic,
+        seed=options.seed,
+    )
+
+
+def _report(options: argparse.Namespace, way: Way, problems: Sequence[Problem], device: torch.device) -> TruthReport:
+    gib = options.pool_gib if options.pool_gib is not None else _POOL_GIB_ON_GPU * (device.type == "cuda")
+    largest = max(_side_bytes(problem) for problem in problems)
+    plan = _plan(options, way, int(gib * (1 << 30)) // largest, device)
+
+    def build(layers: Sequence[Problem], runtime: RuntimeOptions) -> AttentionRuntime:
+        return build_runtime(layers, runtime, device=device)
+
+    bar = ProgressBar(sys.stderr, str(way))
+    return Truth(problems, plan, build).run(lambda done, total: bar(done, total, "steps" if done < total else ""))
+
+
+def _side_bytes(problem: Problem) -> int:
+    """Bytes of a page in the larger of a layer's K pages and V pages."""
+    form = problem.page_format
+    return max(form.side_elements) * form.page_size * form.encoding.dtype.itemsize
+
+
+def _lines(way: Way, pages: PageChoice, report: TruthReport) -> list[str]:
+    lines = ["", f"{way}, {pages.describe()}, {report.pool_bytes / (1 << 30):.2f} GiB a side of a layer"]
+    for problem, kernels, of_layer in zip(report.problems, report.kernels, report.tallies, strict=True):
+        lines += ["", f"  {_geometry(problem)}", f"  {'; '.join(kernels)}"]
+        lines.append(f"  {'tokens':>8} {'asked for':>12} {'missed':>9} {'hidden':>12} {'seen':>9} {'furthest':>9}")
+        lines += [
+            f"  {length:>8,} {tally.asked:>12,} {tally.missed:>9,} {tally.hidden:>12,} {tally.seen:>9,} "
+            f"{tally.worst:>9.1e}"
+            for length, tally in zip(report.lengths, of_layer, strict=True)
+        ]
+    lines += ["", *(f"  {miss}" for miss in report.misses)]
+    verdict = "every needle was found" if report.passed else "NEEDLES WERE MISSED"
+    return [*lines, f"  {verdict}; {report.replays} of {report.steps} steps were replays"]
+
+
+def _geometry(problem: Problem) -> str:
+    """A layer in words."""
+    kind = f"{problem.num_q_heads} query heads over {problem.num_kv_heads} KV heads of {problem.head_dim}"
+    if problem.pool is PoolKind.LATENT:
+        kind = f"{problem.num_q_heads} heads over latents of {problem.v_head_dim} in rows of {problem.head_dim}"
+    if problem.window_left >= 0:
+        kind += f", a window of {problem.window_left + 1}"
+    if isinstance(problem.indexer, AllKeys):
+        return kind
+    indexing = problem.indexer.indexing
+    of = "its own indexer" if isinstance(problem.indexer, Indexer) else "an earlier layer's indexer"
+    return f"{kind}, over {indexing.top} units of {indexing.unit_tokens} tokens of {of}"
+
+
+def _as_json(
+    target: Target,
+    results: Sequence[tuple[Way, PageChoice, TruthReport]],
+    refused: Sequence[tuple[Way, RocmAttnError]],
+) -> dict[str, object]:
+    return {
+        "arch": target.arch,
+        "passed": bool(results) and all(report.passed for _, _, report in results),
+        "runs": [
+            {
+                "way": str(way),
+                **pages_as_json(pages),
+                "passed": report.passed,
+                "pool_bytes": report.pool_bytes,
+                "steps": report.steps,
+                "replays": report.replays,
+                "layers": [
+                    {
+                        "layer": _geometry(problem),
+                        "kernels": list(kernels),
+                        "sequences": [
+                            {"tokens": length, **asdict(tally)}
+                            for length, tally in zip(report.lengths, of_layer, strict=True)
+                        ],
+                    }
+                    for problem, kernels, of_layer in zip(report.problems, report.kernels, report.tallies, strict=True)
+                ],
+                "misses": [asdict(miss) for miss in report.misses],
+            }
+            for way, pages, report in results
+        ],
+        "not_run": [{"way": str(way), "reason": str(refusal)} for way, refusal in refused],
+    }

@@ -1,0 +1,305 @@
+"""The triton provider's kernels over latent pools: absorbed attention, whose one row a token is K and, in part, V.
+
+Sequences with few new tokens, as of speculative decoding, have their keys split over programs as in decode; longer ones
+have a program for each query block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
+from rocm_attn.kernels.attention.packed_mask import PackedMask
+from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.latent import limits
+from rocm_attn.kernels.latent.cuts import latent_decode_cut, latent_extend_cut, latent_partials_words
+from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
+from rocm_attn.kernels.tuning.latent_tiles import (
+    LatentSegmentTiles,
+    LatentTiles,
+    latent_decode_tiles,
+    latent_extend_tiles,
+    latent_segment_tiles,
+)
+from rocm_attn.machine.target import Target
+from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.providers.contract import Bind, KernelRow, Limits, PoolSize, StepBounds, StepOps
+from rocm_attn.providers.mixed import TritonMixed
+from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
+from rocm_attn.providers.scores import packed_mask, scores_of
+from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
+from rocm_attn.providers.triton_later import triton_launches
+
+_LIMITS = Limits(
+    archs=("gfx942", "gfx950", "sm_*", "interpreter"),
+    dtypes=limits.DTYPES,
+    head_dim=(1, limits.MAX_HEAD_DIM),
+    v_head_dim=(1, limits.MAX_V_HEAD_DIM),
+    page_size=(1, limits.MAX_PAGE_SIZE),
+    max_gqa_ratio=limits.MAX_HEADS,
+    window=True,
+    soft_cap=True,
+    sinks=True,
+    pools=(PoolKind.LATENT,),
+    encodings=tuple(KVEncoding),
+    scales=tuple(Scales),
+    non_causal=True,
+    page_strides=True,
+    short_kv=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentDecode:
+    """Split-KV attention of sequences with as many new tokens as the cut says; others are left alone."""
+
+    problem: Problem
+    scores: Scores
+    tiles: LatentTiles
+    cut: DecodeCut
+
+    @property
+    def schedule(self) -> DecodeSchedule:
+        return DecodeSchedule(self.cut)
+
+    def describe(self) -> str:
+        tokens = self.cut.tokens
+        return f"triton.latent_decode({self.problem}, {self.tiles}, q_len={tokens.FEWEST}..{tokens.MOST})"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        problem = self.problem
+        return latent_partials_words(self.cut, num_heads=problem.num_q_heads, v_head_dim=problem.v_head_dim)
+
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        triton_launches.launch_latent_decode(args, scores=self.scores, cut=self.cut, tiles=self.tiles)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentExtend:
+    """Ragged extend over a cached prefix, for sequences with cut.min_q_len new tokens or more."""
+
+    problem: Problem
+    scores: Scores
+    tiles: LatentTiles
+    cut: ExtendCut
+
+    @property
+    def schedule(self) -> ExtendSchedule:
+        return ExtendSchedule(self.cut)
+
+    def describe(self) -> str:
+        return f"triton.latent_extend({self.problem}, {self.tiles}, min_q_len={self.cut.min_q_len})"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return 0
+
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        self.attend_by(args, None)
+
+    def attend_by(self, args: AttendArgs, mask: PackedMask | None) -> None:
+        """As attend, and tokens see what a mask says."""
+        triton_launches.launch_latent_extend(args, scores=self.scores, cut=self.cut, tiles=self.tiles, mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentMasked:
+    """Extend by a packed mask, for any number of new tokens."""
+
+    extend: LatentExtend
+
+    @property
+    def schedule(self) -> ExtendSchedule:
+        return self.extend.schedule
+
+    def describe(self) -> str:
+        return f"{self.extend.describe()} by mask"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return 0
+
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        self.extend.attend_by(args, packed_mask(step))
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSegmentDecode:
+    """Deterministic decode of sequences with one new token; others are left alone.
+
+    cut:           its key blocks are segments
+    most_segments: that a token may see; the workspace has a slot for each
+    """
+
+    problem: Problem
+    scores: Scores
+    tiles: LatentSegmentTiles
+    cut: DecodeCut
+    most_segments: int
+
+    @property
+    def schedule(self) -> DecodeSchedule:
+        return DecodeSchedule(self.cut)
+
+    def describe(self) -> str:
+        return f"triton.latent_segment_decode({self.problem}, {self.tiles}, segments={self.most_segments})"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        problem = self.problem
+        return sum(
+            self.cut.segment_words(
+                shape.num_seqs, self.most_segments, q_rows=problem.num_q_heads, v_head_dim=problem.v_head_dim
+            )
+        )
+
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        triton_launches.launch_latent_segment_decode(
+            args, scores=self.scores, most_segments=self.most_segments, cut=self.cut, tiles=self.tiles
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSegmentExtend:
+    """Deterministic extend, for sequences with cut.min_q_len new tokens or more."""
+
+    problem: Problem
+    scores: Scores
+    tiles: LatentSegmentTiles
+    cut: ExtendCut
+
+    @property
+    def schedule(self) -> ExtendSchedule:
+        return ExtendSchedule(self.cut)
+
+    def describe(self) -> str:
+        return f"triton.latent_segment_extend({self.problem}, {self.tiles}, min_q_len={self.cut.min_q_len})"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return 0
+
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        triton_launches.launch_latent_segment_extend(args, scores=self.scores, cut=self.cut, tiles=self.tiles)
+
+
+def _decode(problem: Problem, target: Target, *, fewest: int, most: int) -> LatentDecode:
+    heads = problem.num_q_heads
+    tiles = latent_decode_tiles(target.arch, num_rows=heads * most, dims=_dims(problem), dtype=problem.dtype)
+    cut = latent_decode_cut(
+        tiles,
+        num_heads=heads,
+        compute_units=target.compute_units,
+        window_left=problem.window_left,
+        fewest=fewest,
+        most=most,
+    )
+    return LatentDecode(problem, scores_of(problem), tiles, cut)
+
+
+def _extend(problem: Problem, target: Target, *, min_q_len: int) -> LatentExtend:
+    tiles = latent_extend_tiles(target.arch, dims=_dims(problem), dtype=problem.dtype)
+    cut = latent_extend_cut(tiles, num_heads=problem.num_q_heads, min_q_len=min_q_len)
+    return LatentExtend(problem, scores_of(problem), tiles, cut)
+
+
+def _dims(problem: Problem) -> tuple[int, int]:
+    return problem.head_dim, problem.v_head_dim
+
+
+def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> LatentDecode:
+    return _decode(problem, target, fewest=1, most=1)
+
+
+def _bind_extend(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
+    few = _decode(problem, target, fewest=1, most=limits.MOST_SPLIT_TOKENS)
+    return TritonMixed(few, _extend(problem, target, min_q_len=limits.MOST_SPLIT_TOKENS + 1))
+
+
+def _bind_mixed(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
+    few = _decode(problem, target, fewest=2, most=limits.MOST_SPLIT_TOKENS)
+    longer = TritonMixed(few, _extend(problem, target, min_q_len=limits.MOST_SPLIT_TOKENS + 1))
+    return TritonMixed(_bind_decode(problem, target, pool), longer)
+
+
+def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> LatentMasked:
+    tiles = latent_extend_tiles(target.arch, dims=_dims(problem), dtype=problem.dtype).of_masked_steps()
+    cut = latent_extend_cut(tiles, num_heads=problem.num_q_heads)
+    return LatentMasked(LatentExtend(problem, scores_of(problem), tiles, cut))
+
+
+def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPrefixKernel:
+    prefix = _bind_extend(problem_of_prefixes(problem), target, pool)
+    return SharedPrefixKernel(problem, prefix, _bind_decode(problem, target, pool), _ops)
+
+
+def _bind_segment_decode(problem: Problem, target: Target, pool: PoolSize) -> LatentSegmentDecode:
+    tiles = latent_segment_tiles(target.arch, dims=_dims(problem), dtype=problem.dtype)
+    cut = latent_decode_cut(
+        tiles.decode,
+        num_heads=problem.num_q_heads,
+        compute_units=target.compute_units,
+        window_left=problem.window_left,
+    )
+    most_segments = tiles.most_segments(pool.max_kv_len, problem.window_left)
+    return LatentSegmentDecode(problem, scores_of(problem), tiles, cut, most_segments)
+
+
+def _segment_extend(problem: Problem, target: Target, *, min_q_len: int) -> LatentSegmentExtend:
+    tiles = latent_segment_tiles(target.arch, dims=_dims(problem), dtype=problem.dtype)
+    cut = latent_extend_cut(tiles.block, num_heads=problem.num_q_heads, min_q_len=min_q_len)
+    return LatentSegmentExtend(problem, scores_of(problem), tiles, cut)
+
+
+def _bind_segment_extend(problem: Problem, target: Target, pool: PoolSize) -> LatentSegmentExtend:
+    return _segment_extend(problem, target, min_q_len=1)
+
+
+def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
+    extend = _segment_extend(problem, target, min_q_len=2)
+    return TritonMixed(_bind_segment_decode(problem, target, pool), extend)
+
+
+def _ops() -> StepOps:
+    return triton_launches.OPS
+
+
+def _row(
+    name: str,
+    kind: StepKind,
+    bind: Bind,
+    *needs: Need,
+    limits: Limits = _LIMITS,
+    batch_invariant: bool = False,
+) -> KernelRow:
+    return KernelRow(
+        provider="triton",
+        name=name,
+        kind=kind,
+        limits=limits,
+        min_kv_len=0,
+        masks_v=True,
+        graph_safe=True,
+        batch_invariant=batch_invariant,
+        needs=frozenset(needs),
+        bakes=frozenset(),
+        needs_host_lengths=False,
+        bind=bind,
+    )
+
+
+ROWS = (
+    _row("triton.latent_decode", StepKind.DECODE, _bind_decode),
+    _row("triton.latent_extend", StepKind.EXTEND, _bind_extend),
+    _row("triton.latent_extend+decode", StepKind.MIXED, _bind_mixed),
+    _row("triton.latent_masked", StepKind.MASKED, _bind_masked, Need.MASK_INDPTR, Need.MASK_WORDS),
+    _row(
+        "triton.latent_shared_prefix",
+        StepKind.SHARED,
+        _bind_shared,
+        Need.PREFIXES,
+        limits=limits_of_shared_prefix(_LIMITS),
+    ),
+    _row("triton.latent_segment_decode", StepKind.DECODE, _bind_segment_decode, batch_invariant=True),
+    _row("triton.latent_segment_extend", StepKind.EXTEND, _bind_segment_extend, batch_invariant=True),
+    _row("triton.latent_segment_extend+decode", StepKind.MIXED, _bind_mixed_segments, batch_invariant=True),
+)

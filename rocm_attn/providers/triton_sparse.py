@@ -1,0 +1,173 @@
+"""The triton provider's sparse kernels: an indexer over paged keys, and attention over a selection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.hip_graphs.size_ladder import round_up
+from rocm_attn.kernels.attention import limits
+from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, SelectedArgs, Selection
+from rocm_attn.kernels.sparse.cuts import segment_cut, select_words, selected_cut
+from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles, segment_tiles
+from rocm_attn.kernels.tuning.sparse_tiles import IndexTiles, SelectedTiles, index_tiles, selected_tiles
+from rocm_attn.machine.target import Target
+from rocm_attn.problem import AllKeys, Indexer, KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.providers.contract import Limits, PoolSize
+from rocm_attn.providers.sparse import IndexLimits, IndexRow, SelectedRow
+from rocm_attn.providers.triton_later import triton_launches
+
+_ARCHS = ("gfx942", "gfx950", "sm_*", "interpreter")
+_DTYPES = limits.DTYPES
+
+
+@dataclass(frozen=True, slots=True)
+class TritonIndexer:
+    """Scores and top-k, as many tokens at a time as scratch holds.
+
+    max_kv_len: of a sequence, whole pages; it says how long a line of scores is
+    programs:   of the grid that scores, at least
+    """
+
+    indexing: Indexing
+    tiles: IndexTiles
+    max_kv_len: int
+    programs: int
+
+    def describe(self) -> str:
+        return f"triton.indexer({self.indexing}, {self.tiles}, max_kv_len={self.max_kv_len}, programs={self.programs})"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return select_words(shape.num_tokens, self.max_kv_len, self.indexing)
+
+    def select(self, args: IndexArgs, selection: Selection, workspace: Tensor) -> None:
+        triton_launches.launch_select(
+            args, selection, workspace, indexing=self.indexing, tiles=self.tiles, programs=self.programs
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TritonSelected:
+    """Attention over a selection, cut so that few tokens fill the device too. programs: that the device shall have"""
+
+    problem: Problem
+    keys: int
+    tiles: SelectedTiles
+    programs: int
+
+    def describe(self) -> str:
+        return f"triton.selected({self.problem}, {self.tiles}, programs={self.programs})"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        heads = self.problem.num_kv_heads, self.problem.gqa_ratio
+        cut = selected_cut(shape.num_tokens, self.keys, heads=heads, tiles=self.tiles, programs=self.programs)
+        return cut.words(shape.num_tokens, self.problem.v_head_dim)
+
+    def attend(self, args: SelectedArgs) -> None:
+        triton_launches.launch_selected_attention(
+            args, scale=self.problem.scale, tiles=self.tiles, programs=self.programs
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TritonSelectedSegments:
+    """The same, cut at absolute places: a token that selects all that it sees gets the bits of deterministic mode."""
+
+    problem: Problem
+    keys: int
+    tiles: SegmentTiles
+
+    def describe(self) -> str:
+        return f"triton.selected_segments({self.problem}, {self.tiles})"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        cut = segment_cut(self.keys, heads=(self.problem.num_kv_heads, self.problem.gqa_ratio), tiles=self.tiles)
+        return cut.words(shape.num_tokens, self.problem.v_head_dim)
+
+    def attend(self, args: SelectedArgs) -> None:
+        triton_launches.launch_selected_segments(args, scale=self.problem.scale, tiles=self.tiles)
+
+
+def _bind_indexer(indexer: Indexer, problem: Problem, target: Target, pool: PoolSize) -> TritonIndexer:
+    tiles = index_tiles(target.arch, dim=indexer.head_dim, key_dtype=indexer.key_encoding.over(problem.dtype).dtype)
+    max_kv_len = round_up(pool.max_kv_len, problem.page_size)
+    return TritonIndexer(indexer.indexing, tiles, max_kv_len, target.compute_units * tiles.programs_per_cu)
+
+
+def _bind_selected(problem: Problem, target: Target, pool: PoolSize) -> TritonSelected:
+    tiles = selected_tiles(
+        target.arch,
+        gqa_ratio=problem.gqa_ratio,
+        head_dim=problem.head_dim,
+        v_head_dim=problem.v_head_dim,
+        dtype=problem.dtype,
+    )
+    return TritonSelected(problem, _keys(problem), tiles, target.compute_units * tiles.programs_per_cu)
+
+
+def _bind_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonSelectedSegments:
+    tiles = segment_tiles(target.arch, head_dim=problem.head_dim, v_head_dim=problem.v_head_dim, dtype=problem.dtype)
+    return TritonSelectedSegments(problem, _keys(problem), tiles)
+
+
+def _keys(problem: Problem) -> int:
+    """Keys that a selection of the layer has room for."""
+    assert not isinstance(problem.indexer, AllKeys)
+    indexing = problem.indexer.indexing
+    return indexing.width * indexing.unit_tokens
+
+
+INDEX_ROWS = (
+    IndexRow(
+        provider="triton",
+        name="triton.indexer",
+        limits=IndexLimits(
+            archs=_ARCHS,
+            dtypes=_DTYPES,
+            head_dim=(1, limits.MAX_HEAD_DIM),
+            num_heads=128,
+            encodings=tuple(KVEncoding),
+            scales=(Scales.NONE, Scales.LAYER, Scales.TOKEN),
+        ),
+        batch_invariant=True,
+        bakes=frozenset(),
+        bind=_bind_indexer,
+    ),
+)
+
+_SELECTED_LIMITS = Limits(
+    archs=_ARCHS,
+    dtypes=_DTYPES,
+    head_dim=(1, 576),
+    v_head_dim=(1, 512),
+    page_size=(1, limits.MAX_PAGE_SIZE),
+    max_gqa_ratio=limits.MAX_GQA_RATIO,
+    window=False,
+    soft_cap=False,
+    sinks=True,
+    pools=(PoolKind.SPLIT, PoolKind.LATENT),
+    encodings=tuple(KVEncoding),
+    scales=tuple(Scales),
+    page_strides=True,
+)
+
+SELECTED_ROWS = (
+    SelectedRow(
+        provider="triton",
+        name="triton.selected",
+        limits=_SELECTED_LIMITS,
+        batch_invariant=False,
+        bakes=frozenset(),
+        bind=_bind_selected,
+    ),
+    SelectedRow(
+        provider="triton",
+        name="triton.selected_segments",
+        limits=_SELECTED_LIMITS,
+        batch_invariant=True,
+        bakes=frozenset(),
+        bind=_bind_segments,
+    ),
+)

@@ -1,0 +1,329 @@
+"""Pages in eight bits: which encodings and factors AITER's kernels read where, and what becomes of queries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.errors import Unsupported
+from rocm_attn.machine.target import known_target
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
+from rocm_attn.providers.aiter import mla_eight_bits
+from rocm_attn.providers.aiter.rows import ROWS
+from rocm_attn.providers.select import select
+from rocm_attn.selection.probe_runs import edge_run, random_run
+from rocm_attn.watch.few_sequences import LayerOfStep
+from tests.amd.aiter.checks import ContractBroken
+from tests.amd.aiter.serving import (
+    CPU,
+    GFX942,
+    in_eight_bits,
+    latent_problem,
+    partly_torch,
+    plain_problem,
+    vectorised_problem,
+    world,
+)
+from tests.amd.aiter.signatures import E4048607
+from tests.amd.aiter.stand_in import StandIn, install
+
+BF16 = torch.bfloat16
+LINEAR = in_eight_bits(plain_problem(16, dims=(128, 128), dtype=BF16))
+VECTORISED = in_eight_bits(vectorised_problem(16, dtype=BF16))
+LARGE_PAGES = in_eight_bits(vectorised_problem(1024, heads=(8, 4), dtype=BF16))
+LATENT = in_eight_bits(latent_problem(16))
+
+
+def kernels(problem: Problem, arch: str = "gfx942", provider: str = "auto") -> Mapping[StepKind, str]:
+    chosen = select(problem, known_target(arch), provider).kernels
+    return {kind: kernel.row.name for kind, kernel in chosen.items()}
+
+
+def test_linear_pages_in_eight_bits_are_served_by_aiter_in_every_kind_of_step() -> None:
+    served = kernels(LINEAR)
+    for kind in (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED):
+        assert served[kind] == "aiter.unified_attention"
+    assert served[StepKind.PREFILL] == "aiter.flash_attn_varlen_func"
+    of_one_token = kernels(replace(LINEAR, page_size=1))
+    assert of_one_token[StepKind.EXTEND] == "aiter.mha_batch_prefill_func[fp8]"
+    assert of_one_token[StepKind.DECODE] == "triton.decode"
+
+
+def test_vectorised_pages_in_eight_bits_are_served_by_aiter_alone() -> None:
+    assert kernels(VECTORISED, provider="aiter")[StepKind.DECODE] == "aiter.pa_decode_gluon"
+    large = kernels(LARGE_PAGES, provider="aiter")
+    assert large[StepKind.EXTEND] == "aiter.mha_batch_prefill_func[vectorised, fp8]"
+    # Two query heads on a KV head are too few for pa_decode_gluon's tiles.
+    assert large[StepKind.DECODE] == "aiter.pa_persistent_fwd"
+
+
+def test_latent_pages_in_eight_bits_are_decoded_by_aiter() -> None:
+    for heads in (4, 16, 32, 64, 128):
+        problem = in_eight_bits(latent_problem(heads))
+        assert refusal(problem, "gfx942", "mla_decode_fwd+get_mla_metadata_v1[fp8]") == ()
+        for bits_of_16 in ("mla_decode_fwd+get_mla_metadata_v1", "mla_decode_fwd"):
+            assert "these pages are float8_e4m3fnuz" in refusal(problem, "gfx942", bits_of_16)[0]
+
+
+def refusal(problem: Problem, arch: str, name: str) -> tuple[str, ...]:
+    (row,) = (row for row in ROWS if row.name == f"aiter.{name}" and row.kind is StepKind.DECODE)
+    return row.refusals(problem, known_target(arch))
+
+
+NAMES = [
+    ("unified_attention", LINEAR),
+    ("pa_decode_gluon", VECTORISED),
+    ("pa_persistent_fwd", LARGE_PAGES),
+    ("mla_decode_fwd+get_mla_metadata_v1[fp8]", LATENT),
+]
+
+
+@pytest.mark.parametrize(("name", "problem"), NAMES, ids=[name for name, _ in NAMES])
+def test_each_arch_reads_its_own_eight_bits(name: str, problem: Problem) -> None:
+    """A code of one encoding is worth half or twice what it is in the other, which nothing but a refusal shows."""
+    own = {"gfx942": KVEncoding.E4M3FNUZ, "gfx950": KVEncoding.E4M3FN}
+    for arch, encoding in own.items():
+        (other,) = set(own.values()) - {encoding}
+        assert refusal(replace(problem, kv_encoding=encoding), arch, name) == ()
+        (reason,) = refusal(replace(problem, kv_encoding=other), arch, name)
+        assert reason.startswith(f"it reads eight bits as {encoding.value} on {arch}, where a code of {other.value}")
+        (reason,) = refusal(replace(problem, kv_encoding=KVEncoding.E5M2), arch, name)
+        assert reason.startswith("it reads K and V ")
+        assert reason.endswith(", and these pages are float8_e5m2")
+
+
+@pytest.mark.parametrize(("name", "problem"), NAMES[:2], ids=[name for name, _ in NAMES[:2]])
+@pytest.mark.parametrize("scales", [Scales.HEAD, Scales.TOKEN])
+def test_factors_that_a_function_does_not_take_are_refused(name: str, problem: Problem, scales: Scales) -> None:
+    (reason,) = refusal(replace(problem, kv_scales=scales), "gfx942", name)
+    assert reason == f"it reads no scales or a scale for each layer, and these pages have {scales.value}"
+
+
+def test_factors_of_tokens_that_lie_apart_are_refused() -> None:
+    persistent = {row.name: row for row in ROWS}["aiter.pa_persistent_fwd"]
+    problem = replace(LARGE_PAGES, kv_scales=Scales.TOKEN)
+    with pytest.raises(LookupError, match="with 4 heads they lie apart"):
+        persistent.bind(problem, GFX942, None)  # type: ignore[arg-type]
+    persistent.bind(replace(problem, num_q_heads=2, num_kv_heads=1), GFX942, None)  # type: ignore[arg-type]
+
+
+def test_more_than_16_heads_over_latent_pages_are_refused_on_gfx950() -> None:
+    problem = in_eight_bits(latent_problem(32), arch="gfx950")
+    (reason,) = refusal(problem, "gfx950", "mla_decode_fwd+get_mla_metadata_v1[fp8]")
+    assert reason.startswith("releases differ in how they group more than 16 heads on gfx950")
+    assert refusal(replace(problem, num_q_heads=16), "gfx950", "mla_decode_fwd+get_mla_metadata_v1[fp8]") == ()
+
+
+# A call with one thing wrong: the problem, the function, the parameter, and what is made of it.
+Change = Callable[[Tensor], Any]
+WRONG: Mapping[str, tuple[Problem, str, str, Change]] = {
+    "codes of the other arch": (LINEAR, "unified_attention", "k", lambda k: k.view(torch.float8_e4m3fn)),
+    "no factor of V": (LINEAR, "unified_attention", "v_descale", lambda scale: None),
+    "a factor of two heads": (VECTORISED, "pa_decode_gluon", "key_scale", lambda scale: scale.expand(2)),
+    "a factor in bfloat16": (VECTORISED, "pa_decode_gluon", "value_scale", lambda scale: scale.bfloat16()),
+    "no factor of q": (LATENT, "mla_decode_fwd", "q_scale", lambda scale: None),
+    "q as it is": (LATENT, "mla_decode_fwd", "q", lambda q: q.to(BF16)),
+    "factors of whole pages": (LARGE_PAGES, "pa_persistent_fwd", "K_QScale", lambda scale: scale[..., 0]),
+    "a schedule for another dtype": (LATENT, "get_mla_metadata_v1", "dtype_kv", lambda dtype: BF16),
+}
+
+
+@pytest.mark.parametrize(("problem", "function", "name", "change"), WRONG.values(), ids=WRONG)
+def test_the_stand_in_refuses_a_call_with_one_thing_wrong(
+    problem: Problem, function: str, name: str, change: Change, aiter: StandIn
+) -> None:
+    serving = world(problem, max_kv_len=80 if problem.page_size == 1 else 640, selections=[partly_torch(problem)])
+    requests = [serving.admit(), serving.admit()]
+    serving.step(requests, [5, 2])
+    right = aiter.bodies[function]
+    aiter.bodies[function] = lambda call: right({**call, name: change(call[name])})
+    with pytest.raises(ContractBroken):
+        serving.step(requests, [1, 1])
+
+
+def test_the_stand_in_of_gfx950_reads_its_own_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(E4048607, monkeypatch, arch="gfx950")
+    served = world(in_eight_bits(plain_problem(16, dims=(128, 128), dtype=BF16), arch="gfx950"), provider="torch")
+    problem = served.problems[0]
+    serving = world(problem, selections=[select(problem, known_target("gfx950"), "aiter")])
+    requests = [serving.admit(), serving.admit()]
+    for q_len in ([5, 2], [1, 1]):
+        serving.step(requests, q_len)
+    serving = world(LINEAR, selections=[partly_torch(LINEAR)])
+    request = serving.admit()
+    serving.step([request], [3])
+    with pytest.raises(ContractBroken, match="would be read as"):
+        serving.step([request], [1])
+
+
+@pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD])
+def test_every_number_of_heads_is_served_over_latent_pages(scales: Scales, release: StandIn) -> None:
+    """Releases that lack the schedule's parameters leave decode to others."""
+    problem = in_eight_bits(latent_problem(24), scales)
+    serving = world(problem, max_kv_len=80, selections=[partly_torch(problem)])
+    requests = [serving.admit() for _ in range(3)]
+    serving.step(requests, [40, 2, 13])
+    if release.release.version == "0.1.10":
+        assert "get_mla_metadata_v1" not in release.calls
+        return
+    for pad_to in (3, 4, 9):
+        serving.step(requests, [1, 1, 1], pad_to=pad_to)
+    assert release.calls == ["get_mla_metadata_v1", "mla_decode_fwd"] * 3
+
+
+def queries_given(aiter: StandIn, function: str) -> list[Tensor]:
+    """Copies of what a function is given as q from now on."""
+    right, seen = aiter.bodies[function], []
+
+    def spy(call: Mapping[str, Any]) -> Any:
+        seen.append(call["q"].clone())
+        return right(call)
+
+    aiter.bodies[function] = spy
+    return seen
+
+
+def test_queries_saturate_and_stay_in_their_own_rows(aiter: StandIn) -> None:
+    """One request with infinite and with NaN queries takes nothing from its neighbour."""
+    serving = world(LATENT, max_kv_len=80, selections=[partly_torch(LATENT)])
+    requests = [serving.admit(), serving.admit()]
+    serving.step(requests, [9, 4])
+    seen = queries_given(aiter, "mla_decode_fwd")
+    step = serving.runtime.begin_step(serving.batch(requests, [1, 1]))
+    serving.lse_rows(0, step, torch.empty(2, 16, 576))
+    q, k, v = serving.qkv(LATENT, step)
+    strange = torch.tensor([float("inf"), float("-inf"), 1e4, -1e4, float("nan")], dtype=BF16)
+    q[0, 0, :5] = strange
+    serving.remember(0, requests, [1, 1], k, v)
+    out = torch.full_like(q[..., :512], float("nan"))
+    step.layers.store_and_attend(0, q, k, v, out)
+    serving.runtime.end_step()
+    (codes,) = seen
+    assert codes.dtype == torch.float8_e4m3fnuz
+    assert codes[0, 0, :4].float().tolist() == [240.0, -240.0, 240.0, -240.0]
+    assert bool(codes[0, 0, 4].float().isnan())
+    serving.check(0, requests[1:], [1], q[1:], out[1:], None)
+    assert bool(out[0, 0].isnan().all())
+    assert bool(out[0, 1:].isfinite().all())
+
+
+def test_a_check_beside_serving_knows_that_queries_are_rounded(aiter: StandIn) -> None:
+    serving = world(LATENT, max_kv_len=80, selections=[partly_torch(LATENT)])
+    requests = [serving.admit(), serving.admit()]
+    serving.step(requests, [40, 14])
+    step = serving.runtime.begin_step(serving.batch(requests, [1, 1]))
+    q, k, v = serving.qkv(LATENT, step)
+    q *= 3  # logits of a standard deviation of four: rounding is multiplied by so much
+    out = torch.empty_like(q[..., :512])
+    step.layers.store_and_attend(0, q, k, v, out)
+    pages = [torch.from_numpy(serving.runtime.table.pages_of(each.row)).long() for each in requests]
+
+    def wrong(given: Tensor, *, eight_bit_products: bool) -> list[int]:
+        of_step = LayerOfStep(
+            LATENT,
+            serving.runtime.pool.layer(0),
+            serving.runtime.head_weights.of(0),
+            [1, 1],
+            [41, 15],
+            pages.__getitem__,
+            UNLIMITED_WINDOW,
+            eight_bit_products,
+        )
+        return of_step.wrong_seqs(q, given, [0, 1])
+
+    assert wrong(out, eight_bit_products=True) == []
+    assert wrong(out, eight_bit_products=False) == [0, 1]
+    assert wrong(out.flip(0), eight_bit_products=True) == [0, 1]
+    serving.runtime.end_step()
+
+
+def test_heads_that_the_kernel_gets_on_top_are_zero(aiter: StandIn) -> None:
+    problem = in_eight_bits(latent_problem(5))
+    serving = world(problem, max_kv_len=80, selections=[partly_torch(problem)])
+    requests = [serving.admit(), serving.admit()]
+    serving.step(requests, [9, 4])
+    seen = queries_given(aiter, "mla_decode_fwd")
+    serving.step(requests, [1, 1])
+    assert seen[0].shape[1] == 16
+    assert not seen[0][:, 5:].float().any()
+    assert bool(seen[0][:, :5].float().any())
+
+
+def test_shares_in_eight_bits_without_a_factor_lose_what_the_reason_says() -> None:
+    """Why paged_attention_ragged is not bound over eight bits: 256 keys, one of which has nearly all of the weight."""
+    (row,) = (row for row in ROWS if row.name == "aiter.paged_attention_ragged[fp8]")
+    for arch, dtype, smallest, lost in (
+        ("gfx942", torch.float8_e4m3fnuz, 2048, 1 / 8),
+        ("gfx950", torch.float8_e4m3fn, 1024, 1 / 4),
+    ):
+        shares = torch.full((256,), 0.999 / smallest)
+        shares[0] = 1 - shares[1:].sum()
+        assert shares.to(dtype).float()[1:].sum() == 0
+        assert lost * 0.98 < shares[1:].sum() < lost
+        (reason,) = row.refusals(in_eight_bits(LINEAR, arch=arch), known_target(arch))
+        assert f"1/{smallest}" in reason
+        assert ("an eighth" if arch == "gfx942" else "a quarter") in reason
+
+
+def test_a_reason_for_what_is_not_bound_is_given_for_what_it_would_serve() -> None:
+    (row,) = (row for row in ROWS if row.name == "aiter.paged_attention_ragged[fp8]")
+    (reason,) = row.refusals(replace(LINEAR, kv_encoding=KVEncoding.LIKE_Q, kv_scales=Scales.NONE), GFX942)
+    assert reason.startswith("it reads K and V float8_e4m3fnuz or float8_e4m3fn")
+
+
+PROBED = {
+    "unified_attention": replace(LINEAR, num_q_heads=1, num_kv_heads=1),
+    "flash_attn_varlen_func": replace(LINEAR, num_q_heads=1, num_kv_heads=1, kv_scales=Scales.HEAD),
+    "pa_decode_gluon": in_eight_bits(vectorised_problem(heads=(4, 1), dtype=BF16)),
+    "pa_persistent_fwd": in_eight_bits(vectorised_problem(1024, heads=(2, 1), dtype=BF16), Scales.HEAD),
+    "mha_batch_prefill_func": in_eight_bits(plain_problem(1, heads=(1, 1), dims=(128, 128), dtype=BF16)),
+    "mla_decode_fwd": LATENT,
+}
+# What a wrong kernel leaves out.
+FACTORS = {
+    "unified_attention": ("v_descale",),
+    "pa_decode_gluon": ("key_scale",),
+    "pa_persistent_fwd": ("K_QScale", "V_QScale"),  # found by the same strides
+    "mha_batch_prefill_func": ("k_descale",),
+    "mla_decode_fwd": ("kv_scale",),
+}
+
+
+@pytest.mark.parametrize("function", PROBED)
+def test_the_probe_passes_kernels_that_are_right_in_eight_bits(function: str, aiter: StandIn) -> None:
+    assert random_run(partly_torch(PROBED[function]), CPU) is None
+    assert function in aiter.calls
+
+
+@pytest.mark.parametrize("function", PROBED)
+def test_the_probe_passes_them_at_the_edges(function: str, aiter: StandIn) -> None:
+    assert edge_run(partly_torch(PROBED[function]), CPU) is None
+    assert function in aiter.calls
+
+
+@pytest.mark.parametrize("function", FACTORS)
+def test_the_probe_finds_a_factor_that_is_left_out(function: str, aiter: StandIn) -> None:
+    right = aiter.bodies[function]
+    names = FACTORS[function]
+    aiter.bodies[function] = lambda call: right({**call, **{name: torch.ones_like(call[name]) for name in names}})
+    wrong = random_run(partly_torch(PROBED[function]), CPU)
+    assert wrong is not None
+    assert function in wrong.kernel
+
+
+def test_what_no_kernel_reads_is_refused_with_every_reason() -> None:
+    with pytest.raises(Unsupported) as caught:
+        select(replace(VECTORISED, kv_encoding=KVEncoding.E4M3FN), GFX942, "aiter")
+    assert any("where a code of float8_e4m3fn would be worth half" in reason for reason in caught.value.reasons)
+
+
+def test_a_scheduled_decode_in_eight_bits_is_described_with_its_heads() -> None:
+    bound = mla_eight_bits.EightBitLatentDecode(LATENT, 304)
+    assert "mla_decode_fwd" in bound.describe()
+    assert bound.schedule.shares.num_heads == 16

@@ -1,0 +1,174 @@
+"""What indexers choose on the device: it is fresh, and lies where nothing else does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.errors import WrongState
+from rocm_attn.guards.registry import Guards
+from rocm_attn.kernels.sparse.arguments import Indexing
+from rocm_attn.problem import EarlierSelection
+from rocm_attn.step.step import Step
+from tests.amd.guards.serving import ALL_ON
+from tests.amd.guards.test_plans import sharing_memory
+from tests.amd.runtime.sparse_world import SparseRequest, SparseWorld, indexer, layer
+from tests.amd.runtime.stepping import providers
+
+# Sequences that graphs are padded to. A page is what is chosen: three of a sequence's pages, its last one among them.
+PADDED = 4
+PAGES = Indexing(0.25, top=3, unit_keys=4, last=1)
+TOKENS = Indexing(0.25, top=4)
+
+both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+
+
+class AnyLengths(SparseWorld):
+    """Decodes at any length of requests whose tokens are all stored, so that few steps meet many distributions."""
+
+    def decode_at(self, requests: list[SparseRequest], kv_len: list[int]) -> None:
+        """One decode step in which each request has so many tokens; the last of them is written anew."""
+        rows = np.array([request.row for request in requests], np.int32)
+        self.runtime.table.mark_stored(rows, np.array([request.kv_len for request in requests], np.int32))
+        self.draw(len(requests))
+        self.runner.run(StepBatch(rows, np.array(kv_len), np.ones(len(rows), np.int32)))
+        for seq, (request, length) in enumerate(zip(requests, kv_len, strict=True)):
+            for stored, asked in zip(request.layers, self.asked, strict=True):
+                for held, new in ((stored.k, asked.k), (stored.v, asked.v), (stored.index, asked.index_k)):
+                    held[length - 1] = new[seq]
+
+    def check_at(self, requests: list[SparseRequest], kv_len: list[int]) -> None:
+        """What decode_at gave equals the oracle."""
+        whole = [[(each.k, each.v, each.index) for each in request.layers] for request in requests]
+        try:
+            for request, length in zip(requests, kv_len, strict=True):
+                for each in request.layers:
+                    each.k, each.v, each.index = each.k[:length], each.v[:length], each.index[:length]
+            self.check(requests, [1] * len(requests))
+        finally:
+            for request, layers in zip(requests, whole, strict=True):
+                for each, (k, v, index) in zip(request.layers, layers, strict=True):
+                    each.k, each.v, each.index = k, v, index
+
+    def boundaries(self) -> dict[str, Tensor]:
+        """Every indptr of the last step, by name: its padded sequences, and the end."""
+        sealed = self.runtime.sealed_tensors().items()
+        return {name: tensor[: PADDED + 1] for name, tensor in sealed if name.endswith("indptr")}
+
+
+def random_steps(world: AnyLengths, steps: int) -> Iterator[tuple[list[SparseRequest], list[int]]]:
+    """Requests with 40 tokens each, and so many decode steps of one to four of them at random lengths, each run."""
+    requests = [world.admit() for _ in range(4)]
+    for request in requests:
+        world.run([request], [40])
+    random = np.random.default_rng(0)
+    for _ in range(steps):
+        some = [requests[seq] for seq in random.permutation(4)[: random.integers(1, 5)]]
+        kv_len = [int(length) for length in random.integers(1, 41, len(some))]
+        world.decode_at(some, kv_len)
+        yield some, kv_len
+
+
+def dense_after_sparse(device: torch.device, provider: str, guards: Guards, graphs: bool) -> AnyLengths:
+    """A layer that selects pages, one that reuses them, and a dense one, which reads the step's boundaries."""
+    problems = [layer(indexer(PAGES)), layer(EarlierSelection(PAGES)), layer()]
+    return AnyLengths(problems, device, provider, guards, graphs=graphs)
+
+
+def is_monotone(boundaries: Tensor) -> bool:
+    return bool((boundaries.diff() >= 0).all())
+
+
+@pytest.mark.parametrize("provider", providers())
+@pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_boundaries_stay_monotone_whatever_is_selected(provider: str, steps: int, device: torch.device) -> None:
+    """Seed 000: pages are chosen on the device in every replay, and nothing that plans or later layers read moves."""
+    world = dense_after_sparse(device, provider, ALL_ON, graphs=True)
+    chosen = set()
+    for requests, kv_len in random_steps(world, steps):
+        assert all(is_monotone(each) for each in world.boundaries().values() if each.numel())
+        world.check_at(requests, kv_len)
+        chosen.add(tuple(world.runtime.sealed_tensors()["selection_units"][: PAGES.top].tolist()))
+    assert world.runner.metrics.replays >= steps
+    assert len(chosen) > 20
+    if device.type == "cuda":
+        return  # off, kernels walk by boundaries that lead anywhere, and may end the process
+    world = dense_after_sparse(device, provider, Guards().without("selection_place"), graphs=True)
+    wrong = broken = 0
+    for requests, kv_len in random_steps(world, 20):
+        broken += not all(is_monotone(each) for each in world.boundaries().values() if each.numel())
+        try:
+            world.check_at(requests, kv_len)
+        except (AssertionError, RuntimeError):
+            wrong += 1
+    assert broken > 0
+    assert wrong > 0
+
+
+@both_ways
+def test_a_layer_attends_to_no_other_selection_than_its_own(graphs: bool, device: torch.device) -> None:
+    """Layer 0 attends after layer 1 has selected, and in a step in which nothing was selected."""
+
+    def late(guards: Guards) -> SparseWorld:
+        world = SparseWorld([layer(indexer(TOKENS)), layer(indexer(TOKENS))], device, guards=guards, graphs=graphs)
+
+        def forward(step: Step) -> Tensor:
+            at, layers = step.tokens, step.layers
+            for number, asked in enumerate(world.asked):
+                layers.store(number, asked.k[at], asked.v[at])
+                layers.store_index(number, asked.index_k[at])
+                layers.select(number, asked.index_q[at], asked.weights[at])
+            for number, asked in enumerate(world.asked):
+                layers.attend_selected(number, asked.q[at], asked.out[at])
+            return world.asked[0].out[at][step.last_token_of_seq.long()]
+
+        world.runner._forward = forward
+        return world
+
+    world = late(ALL_ON)
+    request = world.admit()
+    says = r"layer 0 attends to the selection of layer 0, and layer 1 has selected since; call select\(0, ...\) first"
+    with pytest.raises(WrongState, match=says):
+        world.run([request], [12])
+    world = late(Guards().without("fresh_selection"))
+    request = world.admit()
+    world.run([request], [12])
+    assert not world.is_right([request], [12])
+
+
+def test_a_selection_does_not_outlive_its_step(device: torch.device) -> None:
+    def second_step(guards: Guards) -> tuple[SparseWorld, SparseRequest]:
+        world = SparseWorld([layer(indexer(TOKENS))], device, guards=guards)
+        request = world.admit()
+        world.step([request], [12])
+        world.draw(1)
+        step = world.runtime.begin_step(world.batch([request], [1]))
+        try:
+            asked, at = world.asked[0], step.tokens
+            step.layers.store(0, asked.k[at], asked.v[at])
+            step.layers.store_index(0, asked.index_k[at])
+            step.layers.attend_selected(0, asked.q[at], asked.out[at])
+        finally:
+            world.runtime.end_step()
+        world.remember([request], [1])
+        return world, request
+
+    with pytest.raises(WrongState, match="nothing was selected in this step"):
+        second_step(ALL_ON)
+    world, request = second_step(Guards().without("fresh_selection"))
+    assert not world.is_right([request], [1])
+
+
+def test_selections_share_no_memory_with_what_a_step_is_given(device: torch.device) -> None:
+    world = dense_after_sparse(device, "torch", ALL_ON, graphs=True)
+    request = world.admit()
+    world.step([request], [5])
+    world.step([request], [1])
+    sealed = world.runtime.sealed_tensors()
+    for name in ("selection_units", "selection_counts"):
+        assert sharing_memory(sealed[name], sealed) == [name]

@@ -1,0 +1,231 @@
+"""Attention over latent pages against a float64 answer, with NaN in everything that may not be read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rocm_attn.kernels.tuning.latent_tiles import LatentTiles, latent_decode_tiles, latent_segment_tiles
+from rocm_attn.kernels.tuning.tiles import NoTiles
+from tests.amd.kernels.attention_cases import (
+    UNTOUCHED,
+    Case,
+    Tensors,
+    arch_of,
+    assert_served,
+    build,
+    dtypes,
+    run_decode_twin,
+    run_extend_twin,
+)
+from tests.amd.kernels.latent_cases import (
+    run_latent_decode,
+    run_latent_extend,
+    run_latent_segment_decode,
+    run_latent_segment_extend,
+)
+from tests.amd.kernels.matrix_unit import use_matrix_unit
+from tests.amd.kernels.segment_cases import assert_same_bits, last_tokens
+from tests.amd.tolerances import assert_attention_close, assert_lse_close
+
+# Empty, one key, a page and a tile more or less, and one that several programs share. All have one new token.
+KV_LEN = [33, 0, 1, 16, 70, 15]
+DECODES = Case(kv_len=KV_LEN, q_len=[1] * len(KV_LEN), heads=(4, 1), dims=(48, 32), latent=True)
+# One to eight new tokens, none, and a sequence without keys.
+DRAFTS = replace(DECODES, kv_len=[40, 9, 70, 5, 33, 12, 0], q_len=[3, 1, 8, 2, 0, 5, 0])
+CHUNKS = replace(DECODES, kv_len=[40, 9, 70, 5, 33, 12, 0], q_len=[23, 1, 48, 2, 0, 12, 0], tail=5)
+
+GEOMETRIES = {
+    "256+32": replace(DECODES, dims=(288, 256), heads=(16, 1), page_size=64),
+    "128+64": replace(DECODES, dims=(192, 128), heads=(12, 1), page_size=1),
+    "64+16": replace(DECODES, dims=(80, 64), heads=(8, 1), page_size=16),
+    "64+0": replace(DECODES, dims=(64, 64), heads=(20, 1), page_size=128),
+    "40+24": replace(DECODES, dims=(64, 40), heads=(17, 1), page_size=5),
+    "128_heads": replace(DECODES, dims=(24, 16), heads=(128, 1), page_size=32),
+    "spread": replace(DECODES, heads=(6, 1), page_size=3, spread=True),
+    "after_first_pages": replace(DECODES, page_size=5, first_page=[3, 0, 2, 7, 1, 40]),
+    "window_sinks_cap": replace(DECODES, window_left=9, sinks=True, soft_cap=1.5),
+}
+DRAFTED = {
+    "plain": DRAFTS,
+    "20_heads": replace(DRAFTS, heads=(20, 1), page_size=1),
+    "70_heads": replace(DRAFTS, heads=(70, 1), dims=(24, 16)),
+    "window": replace(DRAFTS, heads=(20, 1), window_left=11, sinks=True),
+    "not_causal": replace(DRAFTS, causal=False),
+}
+EXTENDED = {
+    "plain": CHUNKS,
+    "odd": replace(CHUNKS, heads=(5, 1), window_left=13, soft_cap=2.0, sinks=True, page_size=3, spread=True),
+    "70_heads": replace(CHUNKS, heads=(70, 1), dims=(32, 32), kv_len=[40], q_len=[19]),
+    "not_causal": replace(CHUNKS, causal=False),
+    "masked": replace(CHUNKS, masked=True),
+    "masked_window": replace(CHUNKS, masked=True, window_left=10),
+}
+
+
+@pytest.mark.parametrize("case", GEOMETRIES.values(), ids=GEOMETRIES)
+def test_decode_equals_the_reference(case: Case, kernel_device: torch.device) -> None:
+    for dtype in latent_dtypes(kernel_device):
+        tensors = build(replace(case, dtype=dtype), kernel_device)
+        run_latent_decode(tensors)
+        assert_served(tensors)
+
+
+def test_the_dims_of_deepseek_are_right(kernel_device: torch.device) -> None:
+    for dims in ((576, 512), (512, 512)):
+        for heads in (16, 3):
+            case = replace(DECODES, kv_len=[50, 3], q_len=[1, 1], dims=dims, heads=(heads, 1), dtype=torch.float16)
+            tensors = build(case, kernel_device)
+            run_latent_decode(tensors)
+            assert_served(tensors)
+
+
+@pytest.mark.parametrize("case", DRAFTED.values(), ids=DRAFTED)
+def test_a_few_new_tokens_are_split_over_their_keys(case: Case, kernel_device: torch.device) -> None:
+    for dtype in latent_dtypes(kernel_device):
+        tensors = build(replace(case, dtype=dtype), kernel_device)
+        run_latent_decode(tensors, most=8, compute_units=9)
+        assert_served(tensors)
+
+
+@pytest.mark.parametrize("case", EXTENDED.values(), ids=EXTENDED)
+def test_extend_equals_the_reference(case: Case, kernel_device: torch.device) -> None:
+    for dtype in latent_dtypes(kernel_device)[-1:]:
+        tensors = build(replace(case, dtype=dtype), kernel_device)
+        run_latent_extend(tensors)
+        assert_served(tensors)
+
+
+@pytest.mark.parametrize("case", [DECODES, DRAFTS, CHUNKS], ids=["decodes", "drafts", "chunks"])
+def test_the_twins_of_linear_pages_serve_latent_ones(case: Case, kernel_device: torch.device) -> None:
+    tensors = build(case, kernel_device)
+    (run_decode_twin if case is DECODES else run_extend_twin)(tensors)
+    assert_served(tensors)
+
+
+@pytest.mark.parametrize("compute_units", [1, 2, 7, 40])
+def test_any_number_of_programs_gives_the_same_answer(compute_units: int, kernel_device: torch.device) -> None:
+    case = replace(DRAFTS, kv_len=[100, 3, 50, 0, 20], q_len=[1, 2, 4, 0, 1], dims=(24, 16), dtype=torch.float16)
+    tensors = build(case, kernel_device)
+    run_latent_decode(tensors, compute_units=compute_units, most=8)
+    assert_served(tensors)
+
+
+def test_each_kernel_leaves_the_others_tokens_alone(kernel_device: torch.device) -> None:
+    """Decode of one token, of two to four, and extend of more serve one step."""
+    case = replace(CHUNKS, kv_len=[40, 9, 70, 5, 33, 12], q_len=[23, 1, 4, 2, 0, 5], dtype=torch.float16)
+    tensors = build(case, kernel_device)
+    steps = (
+        (lambda: run_latent_extend(tensors, min_q_len=5), [0, 5]),
+        (lambda: run_latent_decode(tensors, fewest=2, most=4), [2, 3]),
+        (lambda: run_latent_decode(tensors), [1]),
+    )
+    waiting = torch.ones(tensors.out.shape[0], dtype=torch.bool, device=kernel_device)
+    waiting[-case.tail :] = False
+    for run, seqs in steps:
+        run()
+        for seq in seqs:
+            waiting[tensors.q_indptr[seq] : tensors.q_indptr[seq + 1]] = False
+        assert (tensors.out[waiting] == UNTOUCHED).all()
+        assert (tensors.lse[waiting] == UNTOUCHED).all()
+        assert_attention_close(tensors.out[~waiting], tensors.reference[~waiting], case.dtype)
+        assert_lse_close(tensors.lse[~waiting], tensors.reference_lse[~waiting], case.dtype)
+
+
+def test_padded_sequences_get_zeros_and_never_change_a_real_one(kernel_device: torch.device) -> None:
+    """Pads have one new token, no keys, and the row of the reserved page."""
+    tensors = build(replace(DECODES, kv_len=[20, 33, 0, 0, 0], q_len=[1] * 5, dtype=torch.float16), kernel_device)
+    row = int(tensors.row_of_seq[2])
+    tensors.table[row] = 0
+    tensors.row_of_seq[2:] = row
+    tensors.q[2:] = float("nan")
+    run_latent_decode(tensors)
+    assert_served(tensors)
+
+
+def test_a_table_without_an_entry_to_spare_is_enough(kernel_device: torch.device) -> None:
+    tensors = build(replace(DECODES, kv_len=[48, 16], q_len=[1, 1], dtype=torch.float16), kernel_device)
+    run_latent_decode(replace(tensors, table=tensors.table[:, :3].clone()))
+    assert_served(tensors)
+
+
+def test_pages_beyond_two_to_the_31_elements_are_read(kernel_device: torch.device) -> None:
+    for run, case in ((run_latent_decode, DECODES), (run_latent_extend, CHUNKS)):
+        tensors = build(replace(case, dtype=torch.float16), kernel_device)
+        pool_shape = (2**31 // tensors.k_pages[0].numel() + 8, *tensors.k_pages.shape[1:])
+        first = pool_shape[0] - tensors.k_pages.shape[0]
+        # NumPy's zeros take memory only where they are written; torch's are filled with NaN by the test session.
+        pool = torch.from_numpy(np.zeros(pool_shape, np.float16)).to(kernel_device)
+        pool[first:] = tensors.k_pages
+        large = replace(tensors, k_pages=pool, v_pages=pool[..., : case.dims[1]], table=tensors.table + first)
+        run(large)
+        assert_served(large)
+
+
+DETERMINISTIC = {
+    "plain": replace(DECODES, kv_len=[130, 64, 65, 1, 200], q_len=[66, 3, 1, 1, 9]),
+    "window": replace(DECODES, kv_len=[200, 67], q_len=[20, 4], window_left=40, sinks=True, heads=(12, 1)),
+    "many_heads": replace(DECODES, kv_len=[100, 66], q_len=[4, 1], heads=(71, 1), dims=(32, 32), soft_cap=3.0),
+    "not_causal": replace(DECODES, kv_len=[130, 70], q_len=[1, 1], causal=False),
+}
+
+
+@pytest.mark.parametrize("case", DETERMINISTIC.values(), ids=DETERMINISTIC)
+def test_the_last_tokens_of_an_extend_are_those_of_a_decode_bit_by_bit(
+    case: Case, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_matrix_unit(monkeypatch)
+    for dtype in latent_dtypes(kernel_device):
+        extended = build(replace(case, dtype=dtype), kernel_device)
+        decoded = last_tokens(extended)
+        tiles = latent_segment_tiles(arch_of(extended), dims=case.dims, dtype=dtype)
+        tiles = replace(tiles, segment_len=64)
+        run_latent_segment_extend(extended, tiles=tiles)
+        run_latent_segment_decode(decoded, tiles=tiles)
+        assert_served(extended)
+        assert_served(decoded)
+        assert_same_bits(decoded, extended)
+
+
+def test_who_runs_a_segment_changes_no_bit(kernel_device: torch.device) -> None:
+    def decoded(compute_units: int) -> Tensors:
+        case = replace(DECODES, kv_len=[300, 0, 64, 129], q_len=[1] * 4, window_left=200, dtype=torch.float16)
+        tensors = build(case, kernel_device)
+        run_latent_segment_decode(tensors, compute_units=compute_units)
+        assert_served(tensors)
+        return tensors
+
+    mine, other = decoded(7), decoded(2)
+    assert torch.equal(mine.out, other.out)
+    assert torch.equal(mine.lse, other.lse)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"heads": (129, 1)}, "129 query heads; at most 128"),
+        ({"dims": (576, 448)}, r"head_dim is 576; it may be v_head_dim to v_head_dim \+ 64"),
+        ({"dims": (544, 520)}, "v_head_dim is 520; it may be 1 to 512"),
+        ({"page_size": 256}, "page_size is 256; it may be 1 to 128"),
+    ],
+)
+def test_what_no_kernel_serves_is_refused_with_the_reason(
+    change: dict[str, object], reason: str, kernel_device: torch.device
+) -> None:
+    tensors = build(replace(DECODES, kv_len=[3], q_len=[1], dtype=torch.float16, **change), kernel_device)
+    for run in (run_latent_decode, run_latent_extend):
+        with pytest.raises(ValueError, match=reason):
+            run(tensors, tiles=LatentTiles(query_rows=16, key_block=16, num_warps=4, num_stages=1))
+
+
+def test_dims_without_tiles_are_named() -> None:
+    with pytest.raises(NoTiles, match=r"rows of 512 \+ 128 elements.*for up to 512 \+ 64"):
+        latent_decode_tiles("gfx942", num_rows=16, dims=(640, 512), dtype=torch.bfloat16)
+
+
+def latent_dtypes(device: torch.device) -> list[torch.dtype]:
+    """What the tuning table has rows for here: float32 only in the interpreter."""
+    return [dtype for dtype in dtypes() if device.type == "cpu" or dtype.itemsize == 2]

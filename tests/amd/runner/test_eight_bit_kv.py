@@ -1,0 +1,186 @@
+"""K and V in eight bits: what the runner serves is a model whose K and V were rounded to codes, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rocm_attn.errors import BadModel, BadSetting
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.machine.target import known_target
+from rocm_attn.problem import KVEncoding, Scales
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.engine_runtime import model_over
+from rocm_attn.runner.loading import LoadedModel, load_model
+from rocm_attn.runner.options import EngineOptions
+from rocm_attn.runner.request import Request
+from rocm_attn.selection.kv_formats import AS_COMPUTED, KVFormat
+from tests.amd.runner.dense_attention import DenseAttention, dense_logits_of, dense_model
+from tests.amd.runner.families import FAMILIES, family_model
+from tests.amd.runner.hf_models import random_tokens, save
+from tests.amd.runner.served_logits import served_logits
+from tests.amd.tolerances import assert_layers_close
+
+CODES = {
+    "fp8_e4m3fn": torch.float8_e4m3fn,
+    "fp8_e4m3fnuz": torch.float8_e4m3fnuz,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+OPTIONS = EngineOptions(provider="torch", max_kv_len=64, num_pages=12)
+
+
+def load(directory: Path) -> LoadedModel:
+    return load_model(directory, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def pages_of(engine: Engine) -> list[LayerPages]:
+    return [engine.runtime.pool.layer(layer) for layer in range(3)]
+
+
+@dataclass(frozen=True)
+class RoundedAttention(DenseAttention):
+    """Keeps K and V in eight bits with one factor for each; a latent row has the one of K."""
+
+    code: torch.dtype = torch.float8_e4m3fn
+    factors: tuple[float, float] = (1.0, 1.0)
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        is_latent = v.data_ptr() == k.data_ptr()
+        k_factor, v_factor = self.factors[0], self.factors[0 if is_latent else 1]
+        super().store(layer, self._rounded(k, k_factor), self._rounded(v, v_factor))
+
+    def _rounded(self, x: Tensor, factor: float) -> Tensor:
+        most = torch.finfo(self.code).max
+        return (x / factor).clamp(-most, most).to(self.code).to(x.dtype) * factor
+
+
+def rounded_logits(loaded: LoadedModel, tokens: Tensor, code: torch.dtype, factors: tuple[float, float]) -> Tensor:
+    model, dense = dense_model(loaded, len(tokens))
+    attention = RoundedAttention(dense.problems, dense.head_weights, code=code, factors=factors)
+    return dense_logits_of(model, attention, tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_served_logits_are_those_of_rounded_keys_and_values(family: str, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    kv_dtype = list(CODES)[list(FAMILIES).index(family) % 3]
+    loaded, tokens = load(save(family_model(family), tmp_path)), random_tokens(30)
+    kv = KVFormat.named(kv_dtype, "layer", known_target("cpu"))
+    (rows,), _ = served_logits(loaded, [tokens], 17, chunk=7, page_size=16, graphs=False, kv=kv)
+    expected = rounded_logits(loaded, tokens, CODES[kv_dtype], (1.0, 1.0))
+    exact, _ = served_logits(loaded, [tokens], 17, chunk=7, page_size=16, graphs=False, kv=AS_COMPUTED)
+    for place, row in rows.items():
+        assert_layers_close(row, expected[place])
+    assert not torch.equal(rows[29], exact[0][29]), "eight bits show"
+
+
+@pytest.mark.parametrize(
+    ("names", "factors"),
+    [
+        (("k_scale", "v_scale"), (0.5, 0.125)),
+        (("k_proj.k_scale", "v_proj.v_scale"), (2.0, 0.25)),
+        (("kv_scale",), (0.25, 0.25)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3fn", "fp8_e4m3fnuz"])
+def test_factors_that_a_model_brings_are_used(
+    kv_dtype: str, names: tuple[str, ...], factors: tuple[float, float], tmp_path: Path
+) -> None:
+    """Those were found for E4M3FN: in E4M3FNUZ, whose codes are worth half, they count twice."""
+    loaded, tokens = load(with_factors(tmp_path, names, factors)), random_tokens(20)
+    engine = Engine(loaded, replace(OPTIONS, kv_dtype=kv_dtype))
+    formats = [pages.format for pages in pages_of(engine)]
+    assert {form.scales for form in formats} == {Scales.LAYER}
+    by = 2.0 if kv_dtype == "fp8_e4m3fnuz" else 1.0
+    in_use = factors[0] * by, factors[1] * by
+    for pages in pages_of(engine):
+        assert pages.k_scale is not None
+        assert pages.v_scale is not None
+        assert (pages.k_scale.tolist(), pages.v_scale.tolist()) == ([in_use[0]], [in_use[1]])
+    prompt = tuple(tokens.tolist())
+    (completion,) = engine.generate([Request(prompt, 5, ignore_eos=True)])
+    whole = torch.tensor(prompt + completion.token_ids)
+    best = rounded_logits(loaded, whole, CODES[kv_dtype], in_use).argmax(-1)
+    assert completion.token_ids == tuple(best[len(prompt) - 1 : -1].tolist())
+
+
+def with_factors(directory: Path, names: tuple[str, ...], factors: tuple[float, ...]) -> Path:
+    """A small Qwen3 whose file has factors of every layer."""
+    path = save(family_model("qwen3"), directory) / "model.safetensors"
+    tensors = load_file(path)
+    for layer in range(3):
+        for name, factor in zip(names, factors, strict=False):
+            tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(factor)
+    save_file(tensors, path)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("names", "factors", "sentence"),
+    [
+        (("k_scale",), (1.0,), "has one of .*k_scale and .*v_scale; it must have both or none"),
+        (("k_scale", "v_scale"), (1.0, 0.0), "v_scale is 0.0; it must be one positive number"),
+        (("k_scale", "v_scale"), (float("nan"), 1.0), "k_scale is nan"),
+    ],
+)
+def test_factors_that_cannot_be_are_refused(
+    names: tuple[str, ...], factors: tuple[float, ...], sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BadModel, match=sentence):
+        load(with_factors(tmp_path, names, factors))
+
+
+def test_a_pool_takes_a_quarter_of_the_memory_and_as_many_bytes_hold_more_pages(tmp_path: Path) -> None:
+    loaded = load(save(family_model("qwen3"), tmp_path))
+    wide, narrow = (
+        Engine(loaded, replace(OPTIONS, kv_dtype=kv_dtype, kv_scales=kv_scales))
+        for kv_dtype, kv_scales in (("auto", "auto"), ("fp8", "layer"))
+    )
+    assert narrow.runtime.pool.num_bytes * 4 == wide.runtime.pool.num_bytes
+    by_bytes = replace(OPTIONS, num_pages=None, kv_bytes=wide.runtime.pool.num_bytes, max_batch_size=64)
+    more = Engine(loaded, replace(by_bytes, kv_dtype="fp8", kv_scales="layer"))
+    assert more.runtime.pool.num_pages == 4 * OPTIONS.num_pages  # type: ignore[operator]
+
+
+def test_factors_of_tokens_are_the_default_where_a_model_brings_none(tmp_path: Path) -> None:
+    loaded = load(save(family_model("qwen3"), tmp_path))
+    engine = Engine(loaded, replace(OPTIONS, kv_dtype="fp8"))
+    assert {pages.format.scales for pages in pages_of(engine)} == {Scales.TOKEN}
+    model_over(engine.runtime, loaded, OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("arch", "encoding"),
+    [
+        ("gfx942", KVEncoding.E4M3FNUZ),
+        ("gfx950", KVEncoding.E4M3FN),
+        ("sm_90", KVEncoding.E4M3FN),
+        ("sm_80", KVEncoding.E4M3FN),
+        ("cpu", KVEncoding.E4M3FN),
+    ],
+)
+def test_fp8_is_what_the_matrix_units_read(arch: str, encoding: KVEncoding) -> None:
+    target = known_target(arch)
+    assert KVFormat.named("fp8", "auto", target) == KVFormat(encoding, Scales.TOKEN)
+    assert KVFormat.named("fp8", "auto", target, has_factors=True) == KVFormat(encoding, Scales.LAYER)
+    assert KVFormat.named("fp8_e5m2", "auto", target, has_factors=True) == KVFormat(KVEncoding.E5M2, Scales.TOKEN)
+    assert KVFormat.named("auto", "auto", target, has_factors=True) == AS_COMPUTED
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "kv_scales", "sentence"),
+    [
+        ("auto", "token", "kv_scales is token and kv_dtype auto; only eight-bit K and V have scales"),
+        ("fp4", "auto", "kv_dtype 'fp4' is not known; choose one of auto, fp8, fp8_e4m3fn"),
+        ("fp8", "page", "kv_scales 'page' is not known; choose one of auto, layer, head, token"),
+    ],
+)
+def test_formats_that_are_none_are_refused(kv_dtype: str, kv_scales: str, sentence: str) -> None:
+    with pytest.raises(BadSetting, match=sentence):
+        KVFormat.named(kv_dtype, kv_scales, known_target("cpu"))

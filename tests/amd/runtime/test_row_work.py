@@ -1,0 +1,179 @@
+"""What a layer does to its rows around attention, as calls of a step: eagerly and replayed, against the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rocm_attn.errors import BadTensor, DeviceFault, WrongState
+from rocm_attn.kernels.cache.row_work import QkvWork, RopeTable, RowNorm
+from rocm_attn.machine.target import detect_target
+from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.providers.contract import LayerKernel
+from rocm_attn.providers.select import select
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.protocols import LayerCalls
+from rocm_attn.step.step import Step
+from tests.amd.guards.rotating import Rotating
+from tests.amd.runtime.stepping import World, providers, small_problem
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+@pytest.mark.parametrize("provider", providers())
+def test_attention_sees_rows_that_were_normalised_and_turned(provider: str, graphs: bool, device: torch.device) -> None:
+    """Chunks, then decodes with pads, then both; K of one step is read by later ones."""
+    serving = Rotating(device, graphs=graphs, provider=provider, capture_tokens=(1, 8))
+    requests = serving.admit(2)
+    for q_len in ([5, 1], [1, 1], [1, 1], [3, 1]):
+        serving.step(requests, q_len)
+    serving.step(requests[:1], [1], pad_to=2)
+    assert (serving.runner.counters.replays > 0) == graphs
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("provider", providers())
+def test_both_halves_of_a_split_step_turn_at_their_own_positions(provider: str, device: torch.device) -> None:
+    serving = Rotating(device, graphs=True, provider=provider, split_steps=True)
+    requests = serving.admit(3)
+    serving.step(requests, [5, 2, 7])
+    for _ in range(2):
+        serving.step(requests, [1, 1, 1], halves=True)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, under the interpreter
+@pytest.mark.parametrize("provider", providers())
+def test_a_token_beyond_the_table_is_reported_and_harms_no_other_request(provider: str, device: torch.device) -> None:
+    serving = Rotating(device, graphs=False, provider=provider)
+    table = serving.work.rope
+    assert table is not None
+    short = QkvWork(RopeTable(table.cos_sin[:6].contiguous(), table.pairs, table.at_end), *norms_of(serving.work))
+    long, other = serving.admit(2)
+    serving.step([long, other], [6, 3])
+    serving.work = short
+    serving.runner.run(serving.world.batch([long], [1]))
+    serving.work = QkvWork(table, *norms_of(short))
+    with pytest.raises(DeviceFault, match="infinite or no number"):
+        serving.runtime.check_device()
+    serving.step([other], [2])
+
+
+def norms_of(work: QkvWork) -> tuple[RowNorm | None, RowNorm | None, RowNorm | None]:
+    return work.q_norm, work.k_norm, work.v_norm
+
+
+def test_tails_of_pages_are_zeroed_for_kernels_that_multiply_them(device: torch.device) -> None:
+    problem, provider = small_problem(), providers()[0]
+    chosen = select(problem, detect_target(device), provider)
+    kernels = {
+        kind: LayerKernel(replace(kernel.row, masks_v=False), kernel.bound) for kind, kernel in chosen.kernels.items()
+    }
+    world = World.build([problem], device, provider, selections=[replace(chosen, kernels=kernels)])
+    request = world.admit()
+    step = world.runtime.begin_step(world.batch([request], [6]))
+    q, k, v = world.qkv(problem, step)
+    step.layers.rope_and_store(0, q, k, v, q, QkvWork())
+    last_page = int(world.runtime.table.pages_of(request.row)[1])
+    for side in (world.runtime.pool.layer(0).k, world.runtime.pool.layer(0).v):
+        assert side[last_page, :2].any()
+        assert not side[last_page, 2:].any()
+
+
+def test_a_layer_that_turns_nothing_and_gates_nothing_launches_nothing(device: torch.device) -> None:
+    world = World.build([small_problem()], device, providers()[0])
+    step = world.runtime.begin_step(world.batch([world.admit()], [3]))
+    out = torch.randn(step.token_ids.shape[0], 6, 16, device=world.runtime.device)
+    before = out.clone()
+    step.layers.finish(0, out)
+    assert torch.equal(out, before)
+
+
+LATENT = Problem(4, 1, 72, 64, torch.float32, 4, scale=0.1, pool=PoolKind.LATENT)
+
+
+def running(problem: Problem) -> tuple[AttentionRuntime, Step]:
+    """A step of one sequence with three new tokens."""
+    options = RuntimeOptions(num_pages=8, max_num_seqs=1, max_kv_len=16, provider="torch")
+    runtime = build_runtime([problem], options, device=CPU)
+    world = World(runtime, [problem], torch.Generator().manual_seed(0))
+    return runtime, runtime.begin_step(world.batch([world.admit()], [3]))
+
+
+def rope(dim: int, *, at_end: bool = False) -> RopeTable:
+    return RopeTable(torch.zeros(16, dim), at_end=at_end)
+
+
+def norm(dim: int) -> RowNorm:
+    return RowNorm(torch.zeros(dim), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("problem", "work", "words"),
+    [
+        (small_problem(), QkvWork(rope(18)), "rope turns 18 elements; rows have 16"),
+        (small_problem(), QkvWork(q_norm=norm(17)), "q_norm has 17 weights; rows have 16 elements"),
+        (small_problem(), QkvWork(k_norm=norm(8)), "k_norm has 8 weights; rows have 16 elements"),
+        (small_problem(), QkvWork(v_norm=norm(24)), "v_norm has 24 weights; rows have 16 elements"),
+        (LATENT, QkvWork(rope(8)), "rope turns the first elements of a latent layer's rows.*at_end=True"),
+        (LATENT, QkvWork(v_norm=norm(64)), "v_norm was given for a latent layer, whose V is part of K"),
+        (LATENT, QkvWork(rope(8, at_end=True), norm(64)), "q_norm has 64 weights; rows of q have 72 elements"),
+    ],
+)
+def test_work_for_other_rows_is_refused(problem: Problem, work: QkvWork, words: str) -> None:
+    _, step = running(problem)
+    tokens = step.token_ids.shape[0]
+    q = torch.zeros(tokens, problem.num_q_heads, problem.head_dim)
+    k = torch.zeros(tokens, problem.num_kv_heads, problem.head_dim)
+    v = k[..., : problem.v_head_dim]
+    with pytest.raises(BadTensor, match=words):
+        step.layers.rope_and_store(0, q, k, v, q, work)
+    with pytest.raises(BadTensor, match=words):
+        step.layers.rope_queries(0, q, q, work)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda s, x: s.rope_and_store(0, x(6, 8), x(2, 16), x(2, 16), x(6, 16), QkvWork(rope(8))), "q has shape"),
+        (lambda s, x: s.rope_and_store(0, x(6, 16), x(2, 16), x(2, 16), x(6, 8), QkvWork()), "q_out has shape"),
+        (lambda s, x: s.rope_and_store(0, x(6, 16), x(2, 8), x(2, 16), x(6, 16), QkvWork()), "k has shape"),
+        (lambda s, x: s.rope_and_store(1, x(6, 16), x(2, 16), x(2, 16), x(6, 16), QkvWork()), "layer 1 does not exist"),
+        (lambda s, x: s.finish(0, x(6, 8)), "out has shape"),
+        (
+            lambda s, x: s.finish(0, x(6, 16), gate=x(6, 8)),
+            r"gate has shape .*; it must be \[\d+, 6, 16\] or \[\d+, 6\]",
+        ),
+        (lambda s, x: s.finish(0, x(6, 16), gate=x(6, 16).int()), "gate is torch.int32; it must be floating point"),
+        (lambda s, x: s.finish(0, x(6, 16), gate=x(16, 6).mT), "gate has stride"),
+        (lambda s, x: s.finish(0, x(6, 16), undo=rope(32)), "undo turns 32 elements; rows have 16"),
+    ],
+)
+def test_tensors_of_other_shapes_are_refused(call: Callable[[Any, Any], None], words: str) -> None:
+    _, step = running(small_problem())
+    tokens = step.token_ids.shape[0]
+    with pytest.raises(BadTensor, match=words):
+        call(step.layers, lambda heads, dim: torch.zeros(tokens, heads, dim))
+
+
+CALLS: dict[str, Callable[[LayerCalls, torch.Tensor], None]] = {
+    "rope_and_store": lambda layers, x: layers.rope_and_store(0, x, x[:, :2], x[:, :2], x, QkvWork()),
+    "rope_queries": lambda layers, x: layers.rope_queries(0, x, x, QkvWork()),
+    "finish": lambda layers, x: layers.finish(0, x),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_after_a_step_are_refused(name: str) -> None:
+    runtime, step = running(small_problem())
+    x = torch.zeros(step.token_ids.shape[0], 6, 16)
+    CALLS[name](step.layers, x)
+    runtime.end_step()
+    with pytest.raises(WrongState):
+        CALLS[name](step.layers, x)

@@ -1,0 +1,235 @@
+"""Layers that select keys: every kind of step equals attention over what the words of Indexing say, also replayed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.forecast import plan_capture
+from rocm_attn.errors import BadBatch, BadProblem, BadTensor, Unsupported, WrongState
+from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit, Pooling
+from rocm_attn.machine.target import known_target
+from rocm_attn.paging.kv_pool import page_bytes
+from rocm_attn.problem import EarlierSelection, Indexer, KVEncoding, Problem, Scales
+from rocm_attn.providers.select import select
+from rocm_attn.step.options import RuntimeOptions
+from tests.amd.runtime.sparse_world import SparseWorld, indexer, latent_layer, layer
+from tests.amd.runtime.stepping import providers
+
+TOKENS = Indexing(0.25, top=5)
+BLOCKS = Indexing(0.25, top=3, unit_keys=4, first=1, last=1)
+PER_HEAD = Indexing(0.25, top=4, sets=2, unit_keys=2, rectified=False, last=1)
+POOLS = Indexing(0.25, top=3, key_tokens=4, last_unit=LastUnit.ADDED)
+MEANS = Indexing(0.25, top=2, unit_keys=4, pooling=Pooling.MEAN, last_unit=LastUnit.LEFT_OUT)
+WIDE = Indexing(0.25, top=80)
+KINDS = {"tokens": TOKENS, "blocks": BLOCKS, "per head": PER_HEAD, "pools": POOLS, "means": MEANS, "wide": WIDE}
+
+both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+
+
+def short(indexing: Indexing) -> list[Problem]:
+    """A layer that selects, one that reuses what it chose, and one that attends to all keys."""
+    return [layer(indexer(indexing)), layer(EarlierSelection(indexing)), layer()]
+
+
+def serve(world: SparseWorld) -> None:
+    """Prompts, mixed steps and decodes of requests that come at different times."""
+    first, second = world.admit(), world.admit()
+    world.step([first], [9])
+    world.step([second, first], [14, 1])
+    for _ in range(3):
+        world.step([first, second], [1, 1])
+
+
+@both_ways
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_attend_to_what_is_chosen(kind: str, graphs: bool, device: torch.device) -> None:
+    serve(SparseWorld(short(KINDS[kind]), device, graphs=graphs, capture_tokens=(16,)))
+
+
+@pytest.mark.parametrize("provider", providers())
+def test_every_provider_attends_to_what_is_chosen(provider: str, device: torch.device) -> None:
+    """Cut to what an interpreter can do in seconds."""
+    world = SparseWorld(short(BLOCKS)[:2], device, provider, graphs=True, max_kv_len=16, max_tokens=12)
+    request = world.admit()
+    world.step([request], [9])
+    world.step([request], [1])
+
+
+def test_latents_are_attended_by_selections(device: torch.device) -> None:
+    serve(SparseWorld([latent_layer(indexer(TOKENS)), latent_layer(EarlierSelection(TOKENS))], device, graphs=True))
+
+
+@both_ways
+def test_a_selection_of_all_keys_gives_what_attention_to_all_gives(graphs: bool, device: torch.device) -> None:
+    world = SparseWorld([layer(indexer(WIDE)), layer()], device, graphs=graphs)
+    request = world.admit()
+    world.run([request], [20])
+    sparse, dense = world.asked
+    dense.q.copy_(sparse.q)
+    world.draw(1)
+    for asked in (sparse, dense):
+        asked.k[0], asked.v[0], asked.q[0] = 0.5, 0.25, 1.0
+    request.layers[1].k, request.layers[1].v = request.layers[0].k, request.layers[0].v
+    pages = [world.runtime.pool.layer(number) for number in range(2)]
+    pages[1].k.copy_(pages[0].k)
+    pages[1].v.copy_(pages[0].v)
+    world.runner.run(world.batch([request], [1]))
+    torch.testing.assert_close(sparse.out[0], dense.out[0], rtol=1e-5, atol=1e-6)
+
+
+def test_requests_that_share_pages_share_their_index_keys(device: torch.device) -> None:
+    """A fork copies a page that is partly filled, index keys too."""
+    world = SparseWorld(short(TOKENS), device)
+    first = world.admit()
+    world.step([first], [10])
+    second = world.fork(first, 10)
+    world.step([first, second], [1, 1])
+    world.step([second], [3])
+
+
+def test_halves_of_a_step_select_for_themselves(device: torch.device) -> None:
+    world = SparseWorld([layer(indexer(TOKENS)), layer(EarlierSelection(TOKENS))], device)
+    requests = [world.admit() for _ in range(4)]
+    for request, length in zip(requests, (7, 12, 9, 5), strict=True):
+        world.run([request], [length])
+    world.draw(4)
+    split = world.runtime.begin_split_step(world.batch(requests, [1, 1, 1, 1]))
+    try:
+        for half in split.halves:
+            for number, asked in enumerate(world.asked):
+                half.layers.store(number, asked.k[half.tokens], asked.v[half.tokens])
+            half.layers.store_index(0, world.asked[0].index_k[half.tokens])
+        for half in split.halves:  # both halves select before either attends
+            half.layers.select(0, world.asked[0].index_q[half.tokens], world.asked[0].weights[half.tokens])
+        for half in split.halves:
+            for number, asked in enumerate(world.asked):
+                half.layers.attend_selected(number, asked.q[half.tokens], asked.out[half.tokens])
+    finally:
+        world.runtime.end_step()
+    world.remember(requests, [1, 1, 1, 1])
+    world.check(requests, [1, 1, 1, 1])
+
+
+def test_a_step_that_stored_no_index_keys_has_not_stored(device: torch.device) -> None:
+    world = SparseWorld([layer(indexer(TOKENS))], device)
+    request, asked = world.admit(), world.asked[0]
+    world.draw(6)
+    step = world.runtime.begin_step(world.batch([request], [6]))
+    at = step.tokens
+    step.layers.store(0, asked.k[at], asked.v[at])
+    with pytest.raises(BadBatch, match="stored"):
+        step.layers.select(0, asked.index_q[at])
+    world.runtime.end_step()
+    world.remember([request], [6])
+    with pytest.raises(BadBatch, match="stored"):
+        world.runner.run(world.batch([request], [1]))
+
+
+def test_bad_calls_say_what_is_wrong(device: torch.device) -> None:
+    world = SparseWorld(short(TOKENS), device)
+    request, asked = world.admit(), world.asked[0]
+    world.draw(4)
+    step = world.runtime.begin_step(world.batch([request], [4]))
+    at, layers = step.tokens, step.layers
+    with pytest.raises(BadTensor, match=r"index k has shape \[4, 3\]; this step and layer need \[4, 16\]"):
+        layers.store_index(0, asked.index_k[at][:, :3])
+    with pytest.raises(BadTensor, match=r"index k is torch\.float64"):
+        layers.store_index(0, asked.index_k[at].double())
+    with pytest.raises(BadTensor, match=r"layer 1 has no indexer; the layers with one are 0"):
+        layers.store_index(1, asked.index_k[at])
+    with pytest.raises(BadTensor, match="layer 2 has no indexer"):
+        layers.select(2, asked.index_q[at])
+    with pytest.raises(BadTensor, match="layer 7 does not exist"):
+        layers.attend_selected(7, asked.q[at], asked.out[at])
+    layers.store_index(0, asked.index_k[at])
+    layers.store(0, asked.k[at], asked.v[at])
+    with pytest.raises(BadTensor, match="weights of index heads"):
+        layers.select(0, asked.index_q[at], asked.weights[at].half())
+    with pytest.raises(WrongState, match=r"layer 0 attends to the selection of layer 0, and nothing was selected"):
+        layers.attend_selected(0, asked.q[at], asked.out[at])
+    layers.select(0, asked.index_q[at])
+    with pytest.raises(BadTensor, match="layer 2 attends to all keys"):
+        layers.attend_selected(2, asked.q[at], asked.out[at])
+    with pytest.raises(BadTensor, match="out has shape"):
+        layers.attend_selected(0, asked.q[at], asked.out[at][:, :1])
+    world.runtime.end_step()
+    with pytest.raises(WrongState):
+        layers.select(0, asked.index_q[at])
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: indexer(PER_HEAD, heads=3), "3 index heads choose 2 sets"),
+        (lambda: indexer(TOKENS, heads=0), "num_heads of an indexer is 0"),
+        (lambda: Indexer(4, 16, TOKENS, KVEncoding.E4M3FN), "index keys in E4M3FN with scales NONE"),
+        (lambda: Indexer(4, 16, TOKENS, KVEncoding.E4M3FN, Scales.HEAD), "index keys have one head"),
+        (lambda: layer(indexer(POOLS), page_size=6), "index keys of 4 tokens in pages of 6"),
+        (lambda: layer(indexer(replace(PER_HEAD, sets=4))), "4 sets of units for 2 KV heads"),
+        (lambda: replace(layer(indexer(TOKENS)), window_left=3), "causal and has no window"),
+        (lambda: layer(indexer(replace(BLOCKS, first=3))), "forces 3 first and 1 last units and chooses 3"),
+    ],
+)
+def test_indexers_that_cannot_be_are_refused(make: object, says: str) -> None:
+    assert callable(make)
+    with pytest.raises(BadProblem, match=says):
+        make()
+
+
+def test_a_selection_that_no_earlier_layer_makes_is_refused(device: torch.device) -> None:
+    with pytest.raises(BadProblem, match="no layer before it has an Indexer"):
+        SparseWorld([layer(EarlierSelection(TOKENS)), layer(indexer(TOKENS))], device)
+    with pytest.raises(BadProblem, match="give both the same"):
+        SparseWorld([layer(indexer(TOKENS)), layer(EarlierSelection(BLOCKS))], device)
+
+
+def test_a_layer_that_no_kernel_selects_for_is_refused_with_reasons() -> None:
+    capped = replace(layer(indexer(TOKENS)), logits_soft_cap=20.0)
+    with pytest.raises(Unsupported, match="no kernels of torch select keys") as refusal:
+        select(capped, known_target("cpu"), "torch")
+    assert refusal.value.reasons == ("torch: torch.selected: it has no logits soft cap (20)",)
+    lines = select(layer(indexer(TOKENS)), known_target("gfx942"), "triton").lines()
+    assert "over a selection: triton.selected, triton.indexer" in lines
+
+
+def test_index_keys_count_in_what_pages_take() -> None:
+    dense, sparse, pooled = layer(), layer(indexer(TOKENS)), layer(indexer(POOLS))
+    coded = layer(Indexer(4, 16, TOKENS, KVEncoding.E4M3FN, Scales.TOKEN))
+    assert page_bytes([sparse]) - page_bytes([dense]) == 4 * 16 * 4
+    assert page_bytes([pooled]) - page_bytes([dense]) == 16 * 4
+    assert page_bytes([coded]) - page_bytes([dense]) == 4 * (16 + 4)
+    options = RuntimeOptions(num_pages=10, max_num_seqs=2, max_kv_len=16, provider="torch")
+    plan = plan_capture([sparse, pooled], known_target("cpu"), options)
+    parts = {part.name: part for part in plan.parts}
+    assert parts["KV pool"].num_bytes == 10 * page_bytes([sparse, pooled])
+    assert parts["selection_units"].num_bytes > 0
+    assert "what an indexer chooses" in parts["selection_units"].knob
+    assert "slot_of_pool_4" in parts
+
+
+def test_what_pads_read_of_index_pages_is_watched(device: torch.device) -> None:
+    world = SparseWorld([layer(indexer(TOKENS))], device)
+    request = world.admit()
+    world.step([request], [5])
+    world.runtime.check_device()
+    world.runtime.pool.index(0).k[0, 1] = 1.0
+    with pytest.raises(Exception, match="index page 0 of layer 0 must stay zero"):
+        world.runtime.check_device()
+
+
+def test_a_selection_is_in_the_memory_that_graphs_read(device: torch.device) -> None:
+    world = SparseWorld(short(TOKENS), device, graphs=True)
+    request = world.admit()
+    world.step([request], [5])
+    world.step([request], [1])
+    sealed = world.runtime.sealed_tensors()
+    assert {"selection_units", "selection_counts", "index_pages_0"} <= set(sealed)
+    units = sealed["selection_units"][: TOKENS.top].tolist()
+    assert units == sorted(units)
+    batch = StepBatch(np.array([request.row]), np.array([6]), np.array([1]))
+    assert world.runtime._planner.plan(batch, None, 1).key.kernels[0].describe().count(" beside ") == 2

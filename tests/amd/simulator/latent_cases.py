@@ -1,0 +1,103 @@
+"""Runs of the kernels over latent pages on a simulated arch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from rocm_attn.kernels.cache.page_format import Encoding, Scales
+from rocm_attn.kernels.tuning.latent_tiles import latent_decode_tiles, latent_extend_tiles, latent_segment_tiles
+from tests.amd.kernels.attention_cases import Case, Tensors, assert_served, build
+from tests.amd.kernels.latent_cases import (
+    run_latent_decode,
+    run_latent_extend,
+    run_latent_segment_decode,
+    run_latent_segment_extend,
+)
+from tests.amd.kernels.segment_cases import assert_same_bits, last_tokens
+from tests.amd.simulator.case import KernelCase
+from tests.amd.simulator.driver import Simulation, simulated
+
+BF16, FP16 = torch.bfloat16, torch.float16
+# So much that neither the elements fit int32 nor the bytes uint32; what is not written takes no memory.
+LARGE_POOL_BYTES = 5 << 30
+# A decode that programs share, one of nothing, drafts, a chunk over a prefix, nothing new, a padded tail.
+STEP = Case(
+    kv_len=[50, 0, 35, 20, 9],
+    q_len=[1, 1, 3, 11, 0],
+    heads=(20, 1),
+    dims=(80, 64),
+    page_size=8,
+    dtype=BF16,
+    tail=2,
+    latent=True,
+)
+
+
+def in_large_pool(tensors: Tensors) -> Tensors:
+    """The same step with its pages at the end of a pool above 4 GiB."""
+    pages = tensors.k_pages
+    num_pages = LARGE_POOL_BYTES // pages[0].nbytes
+    first = num_pages - len(pages)
+    pool = torch.from_numpy(np.zeros((num_pages, *pages.shape[1:]), np.uint16)).view(pages.dtype)
+    pool[first:] = pages
+    return replace(tensors, k_pages=pool, v_pages=pool[..., : tensors.case.dims[1]], table=tensors.table + first)
+
+
+def run_latent_step(arch: str, case: Case, *, is_large: bool = False) -> Simulation:
+    """A mixed step: decode of one new token, of two to eight, and extend of more."""
+    tensors = in_large_pool(build(case, torch.device("cpu"))) if is_large else build(case, torch.device("cpu"))
+    heads = case.heads[0]
+    decode, few = (latent_decode_tiles(arch, num_rows=heads * n, dims=case.dims, dtype=case.dtype) for n in (1, 8))
+    with simulated(arch) as simulation:
+        run_latent_extend(tensors, min_q_len=9, tiles=latent_extend_tiles(arch, dims=case.dims, dtype=case.dtype))
+        run_latent_decode(tensors, fewest=2, most=8, tiles=few, compute_units=3)
+        run_latent_decode(tensors, tiles=decode, compute_units=3)
+    assert_served(tensors)
+    return simulation
+
+
+def run_latent_masked(arch: str, case: Case) -> Simulation:
+    """A masked step, of sequences with one new token too."""
+    tensors = build(replace(case, masked=True), torch.device("cpu"))
+    tiles = latent_extend_tiles(arch, dims=case.dims, dtype=case.dtype).of_masked_steps()
+    with simulated(arch) as simulation:
+        run_latent_extend(tensors, tiles=tiles)
+    assert_served(tensors)
+    return simulation
+
+
+def run_latent_segments(arch: str, case: Case) -> Simulation:
+    """Deterministic extend over all new tokens, then decode of the last ones."""
+    extended = build(case, torch.device("cpu"))
+    decoded = last_tokens(extended)
+    tiles = replace(latent_segment_tiles(arch, dims=case.dims, dtype=case.dtype), segment_len=32)
+    with simulated(arch) as simulation:
+        run_latent_segment_extend(extended, tiles=tiles)
+        run_latent_segment_decode(decoded, tiles=tiles, compute_units=3)
+    assert_served(extended)
+    assert_served(decoded)
+    assert_same_bits(decoded, extended)
+    return simulation
+
+
+def latent_cases(arch: str) -> list[KernelCase]:
+    """Every latent kernel: in both dtypes, above 4 GiB, in eight bits, by masks, and deterministic."""
+    fp8 = Encoding.E4M3FNUZ if arch == "gfx942" else Encoding.E4M3FN
+    runs = {
+        "below": partial(run_latent_step, arch, STEP),
+        "above": partial(run_latent_step, arch, replace(STEP, kv_len=[20, 0, 9, 14, 3]), is_large=True),
+        "scored": partial(
+            run_latent_step,
+            arch,
+            replace(STEP, dims=(40, 40), dtype=FP16, window_left=9, sinks=True, soft_cap=2.0, page_size=5, spread=True),
+        ),
+        "codes": partial(run_latent_step, arch, replace(STEP, kv=fp8, scales=Scales.LAYER)),
+        "codes_by_token": partial(run_latent_step, arch, replace(STEP, kv=fp8, scales=Scales.TOKEN, heads=(6, 1))),
+        "masked": partial(run_latent_masked, arch, replace(STEP, window_left=9)),
+        "segments": partial(run_latent_segments, arch, replace(STEP, kv_len=[70, 33], q_len=[3, 9])),
+    }
+    return [KernelCase(f"latent-{name}", arch, run) for name, run in runs.items()]

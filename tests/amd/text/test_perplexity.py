@@ -1,0 +1,66 @@
+"""What eight-bit K and V cost on real weights: perplexity of a text (Lewis Carroll, 1865) stays within one percent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.problem import KVEncoding, Scales
+from rocm_attn.runner.loading import LoadedModel, load_model
+from rocm_attn.selection.kv_formats import AS_COMPUTED, KVFormat
+from tests.amd.text.perplexity import perplexity
+
+# as a part of the perplexity with K and V as they are computed
+MOST = 0.01
+
+ENCODINGS = [KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ]
+SHORT = 320
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def tokens_of(loaded: LoadedModel) -> Tensor:
+    text = (Path(__file__).parent / "alice.txt").read_text()
+    assert loaded.tokenizer is not None
+    return torch.tensor(loaded.tokenizer.encode(text))
+
+
+def assert_near(loaded: LoadedModel, tokens: Tensor, provider: str) -> None:
+    """Eight-bit perplexity is near, and is not the same: the encoding is in use."""
+    exact = perplexity(loaded, tokens, AS_COMPUTED, provider=provider)
+    assert 2 < exact < 40, "the model understands the text"
+    for encoding in ENCODINGS:
+        eight_bits = perplexity(loaded, tokens, KVFormat(encoding, Scales.TOKEN), provider=provider)
+        assert eight_bits != exact
+        assert abs(eight_bits / exact - 1) < MOST, f"{encoding}: {eight_bits} in place of {exact}"
+
+
+def test_perplexity_with_eight_bit_kv_is_within_a_percent() -> None:
+    loaded = load_model("smollm2", dtype=torch.float32, device=torch.device("cpu"))
+    assert_near(loaded, tokens_of(loaded)[:SHORT], "torch")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_perplexity_of_a_whole_chapter_is_within_a_percent(dtype: torch.dtype) -> None:
+    loaded = load_model("smollm2", dtype=dtype, device=torch.device("cpu"))
+    tokens = tokens_of(loaded)
+    assert len(tokens) > 2500
+    assert_near(loaded, tokens, "torch")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_perplexity_on_a_gpu_is_within_a_percent(device: torch.device) -> None:
+    loaded = load_model("smollm2", dtype=torch.bfloat16, device=device)
+    assert_near(loaded, tokens_of(loaded), "triton")

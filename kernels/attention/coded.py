@@ -3,8 +3,8 @@
     q . k = k_factor * (q . code of k)        out = sum of weight * v_factor * code of v
 
 A factor of the layer or of a head is one number for a row of q: K's goes into what products are multiplied with anyway,
-V's into the accumulator. Factors of tokens multiply columns: K's those of the products, V's those of the weights. The
-weights of float16 would lose their smallest bits so; there V's own rows are multiplied. C is a Coding (page_format.py).
+V's into the accumulator. Factors of tokens multiply columns: K's those of the products, V's those of the weights. C is
+a Coding (page_format.py).
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from rocm_attn.kernels.cache.codes import (
     LAYER_SCALES,
     TOKEN_SCALES,
     decoded,
+    decoded_pairs,
     is_coded,
-    is_multiplied_as_half,
 )
+
+# A block whose factors are all 0 has codes of 0 alone.
+_SMALLEST_FACTOR = tl.constexpr(2.0**-120)
 
 
 class Factors(NamedTuple):
@@ -47,15 +50,14 @@ def row_factor(scale, head, C: tl.constexpr):
 
 
 @triton.jit
-def coded_query(q, C: tl.constexpr):
-    """A block of q as it is multiplied with codes, and by what the products are too small for that.
+def half_query(q):
+    """A block of q of sixteen bits as float16, and what products with it are then to be multiplied with.
 
-    Of bfloat16 that is float16 where codes become it sooner (codes.py). The block is moved by a power of two, so that
-    its largest element is 2^14 or more and an element of 2^-28 of that is exact still; products of float16 are summed
-    in float32.
+    bfloat16 is moved by a power of two, so that the block's largest element is 2^14 or more: an element of 2^-28 of
+    that is exact still. Products are summed in float32.
     """
     factor = 1.0
-    if q.dtype == tl.bfloat16 and is_multiplied_as_half(C.ENCODING):
+    if q.dtype == tl.bfloat16:
         q = q.to(tl.float32)
         largest = tl.max(tl.max(tl.abs(q), 1), 0)
         # Of float32, whose bias is 127. Such that neither power of two is beyond float32, whatever q is.
@@ -104,17 +106,42 @@ def token_factor(scale, page, offset, head, live, MASKED: tl.constexpr, C: tl.co
 
 
 @triton.jit
-def weighted_values(weights, v, factor, DTYPE: tl.constexpr, TRANSPOSED: tl.constexpr, C: tl.constexpr):
-    """Weights and V as they are multiplied, in DTYPE.
+def add_values(acc, decay, weights, v, factor, DTYPE: tl.constexpr, TRANSPOSED: tl.constexpr, C: tl.constexpr):
+    """acc * decay + weights * V, of blocks that are multiplied in DTYPE.
 
-    weights: float32 [rows, keys], or swapped; v: elements of pages [keys, columns]; factor: of tokens, [keys], or None
+    acc:     float32 [rows, columns], or swapped; decay: of its shape but for columns
+    weights: float32 [rows, keys], or swapped; v: elements of pages [keys, columns]; factor: of tokens, [keys], or 1
     """
-    if C.SCALES == TOKEN_SCALES:
-        if tl.float16 == DTYPE:
-            v = (decoded(v, C.ENCODING, tl.float32) * factor[:, None]).to(DTYPE)
-        else:
-            weights = weights * (factor[:, None] if TRANSPOSED else factor[None, :])
-            v = decoded(v, C.ENCODING, DTYPE)
+    if C.SCALES == TOKEN_SCALES and tl.float16 == DTYPE:
+        # Weights of float16 would lose their smallest bits.
+        v = (decoded(v, C.ENCODING, tl.float32) * factor[:, None]).to(DTYPE)
     else:
+        if C.SCALES == TOKEN_SCALES:
+            weights = weights * (factor[:, None] if TRANSPOSED else factor[None, :])
         v = decoded(v, C.ENCODING, DTYPE)
-    return weights.to(DTYPE), v
+    if TRANSPOSED:
+        acc = tl.dot(tl.trans(v), weights.to(DTYPE), acc * decay, input_precision="ieee")
+    else:
+        acc = tl.dot(weights.to(DTYPE), v, acc * decay, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def add_value_pairs(even, odd, decay, weights, pairs, factor, C: tl.constexpr):
+    """As add_values in float16, of V's codes two by two.
+
+    even, odd: float32 [rows, columns / 2], the accumulators of even columns and of odd ones
+    pairs:     uint16 [keys, columns / 2]
+    """
+    v_even, v_odd = decoded_pairs(pairs, C.ENCODING)
+    if C.SCALES == TOKEN_SCALES:
+        # float16 keeps small weights if factors are parts of the block's largest one.
+        amount = tl.maximum(tl.max(factor, 0), _SMALLEST_FACTOR)
+        shares = (weights * (factor / amount)[None, :]).to(tl.float16)
+        even = even * decay + tl.dot(shares, v_even) * amount
+        odd = odd * decay + tl.dot(shares, v_odd) * amount
+    else:
+        shares = weights.to(tl.float16)
+        even = tl.dot(shares, v_even, even * decay)
+        odd = tl.dot(shares, v_odd, odd * decay)
+    return even, odd

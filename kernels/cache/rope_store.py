@@ -13,7 +13,7 @@ warp that writes it, and both elements of a pair by one lane: q_out may be q.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -87,6 +87,25 @@ class RopeStoreGeometry(NamedTuple):
     FIRST_SLOT: int
 
 
+class Angles(NamedTuple):
+    """Cosines and sines of a token's pairs, [1, PAIR_COLUMNS]."""
+
+    cos: Any
+    sin: Any
+
+
+class Target(NamedTuple):
+    """Where rows go: each head's first element [HEADS_BLOCK, 1], and the stride between vectors of a row.
+
+    scale, first_scale: of pages that have codes: factors, and where a token's begin
+    """
+
+    at: Any
+    vector: Any
+    scale: Any
+    first_scale: Any
+
+
 @triton.jit
 def _weights(weight, place, R: tl.constexpr):
     """What normalised elements at places of a row are multiplied by."""
@@ -104,23 +123,24 @@ def _rounded(x, mask, dtype: tl.constexpr, CHECKED: tl.constexpr):
 
 
 @triton.jit
-def _put(x, to, place, mask, vector_stride, reciprocal, S: tl.constexpr):
+def _put(x, to, place, mask, reciprocal, S: tl.constexpr):
     """Elements to their places in rows, as codes where the pages have codes: x times the reciprocal of its factor."""
     R: tl.constexpr = S.row
     element = x
     if is_coded(S.ENCODING):
         element = encoded(x.to(tl.float32) * reciprocal, S.ENCODING)
-    tl.store(to + element_cell(place, vector_stride, S.ELEMENTS, S.TOKENS, R.DIM), element, mask=mask)
+    tl.store(to.at + element_cell(place, to.vector, S.ELEMENTS, S.TOKENS, R.DIM), element, mask=mask)
 
 
 @triton.jit
-def _carry(rows, to, head, weight, cos, sin, vector_stride, scale, first_scale, S: tl.constexpr):
+def _carry(rows, to, head, weight, angles, S: tl.constexpr):
     """Rows of a block of heads, normalised and turned, from one place to another.
 
-    rows, to:           [HEADS_BLOCK, 1], a row's first element
-    head:               [HEADS_BLOCK, 1]
-    cos, sin:           [1, PAIR_COLUMNS]
-    scale, first_scale: of pages that have codes: factors, and where a token's begin
+    rows:   [HEADS_BLOCK, 1], each head's first element
+    to:     a Target
+    head:   [HEADS_BLOCK, 1]
+    weight: of the norm, or None
+    angles: Angles, not read where nothing turns
     Returns whether each head had what is not finite, [HEADS_BLOCK].
     """
     R: tl.constexpr = S.row
@@ -162,7 +182,7 @@ def _carry(rows, to, head, weight, cos, sin, vector_stride, scale, first_scale, 
             near = tl.where(near_place < R.NORM_DIM, scaled, near)
             scaled = far * norm * _weights(weight, far_place, R)
             far = tl.where(far_place < R.NORM_DIM, scaled, far)
-        near, far = turned(near, far, cos, sin)
+        near, far = turned(near, far, angles.cos, angles.sin)
         near, near_strange = _rounded(near, is_pair, dtype, S.CHECKED)
         far, far_strange = _rounded(far, is_pair, dtype, S.CHECKED)
         strange |= near_strange | far_strange
@@ -172,25 +192,25 @@ def _carry(rows, to, head, weight, cos, sin, vector_stride, scale, first_scale, 
     reciprocal = 1.0
     if S.SCALES != NO_SCALES:
         # The rows of a token share the largest of its parts' factors, which is that of their largest element.
-        reciprocal = tl.div_rn(1.0, _factors(scale, first_scale, head, factor[:, None], is_head, S.SCALES))
+        reciprocal = tl.div_rn(1.0, _factors(to, head, factor[:, None], is_head, S.SCALES))
     if R.REST > 0:
-        _put(rest, to, place, is_rest, vector_stride, reciprocal, S)
+        _put(rest, to, place, is_rest, reciprocal, S)
     if R.PAIRS > 0:
-        _put(near, to, near_place, is_pair, vector_stride, reciprocal, S)
-        _put(far, to, far_place, is_pair, vector_stride, reciprocal, S)
+        _put(near, to, near_place, is_pair, reciprocal, S)
+        _put(far, to, far_place, is_pair, reciprocal, S)
     return strange
 
 
 @triton.jit
-def _factors(scale, first_scale, head, own, is_head, SCALES: tl.constexpr):
+def _factors(to, head, own, is_head, SCALES: tl.constexpr):
     """The factor of each head's row, [HEADS_BLOCK, 1] or of the layer; own: of tokens, which are written."""
     if SCALES == TOKEN_SCALES:
-        tl.store(scale + first_scale + head, own, mask=is_head)
+        tl.store(to.scale + to.first_scale + head, own, mask=is_head)
         factor = own
     elif SCALES == HEAD_SCALES:
-        factor = tl.load(scale + head, mask=is_head, other=1.0)
+        factor = tl.load(to.scale + head, mask=is_head, other=1.0)
     else:
-        factor = tl.load(scale)
+        factor = tl.load(to.scale)
     return factor
 
 
@@ -237,16 +257,16 @@ def _rope_store_kernel(
     R: tl.constexpr = K.row
     token = tl.program_id(0)
     t = token.to(tl.int64)
-    cos = 0.0
-    sin = 0.0
+    angles = None
     if R.PAIRS > 0:
         cos, sin = angles_at(cos_sin, tl.load(positions + token), num_positions, R)
+        angles = Angles(cos, sin)
     if tl.program_id(1) < G.Q_BLOCKS:
         # head: [HEADS_BLOCK, 1]; 64-bit before multiplying
         head = tl.program_id(1) * Q.HEADS_BLOCK + tl.arange(0, Q.HEADS_BLOCK)[:, None]
         rows = q + t * q_token + head.to(tl.int64) * q_head
         to = q_out + t * out_token + head.to(tl.int64) * out_head
-        _carry(rows, to, head, q_weight, cos, sin, 0, None, 0, Q)
+        _carry(rows, Target(to, 0, None, 0), head, q_weight, angles, Q)
     elif G.STORES:
         slot = tl.load(slot_of_token + token).to(tl.int64)
         if (token < tl.load(counts + 1)) & (slot >= G.FIRST_SLOT):
@@ -256,11 +276,11 @@ def _rope_store_kernel(
             head64 = head.to(tl.int64)
             rows = k + t * k_token + head64 * k_head
             to = k_pages + page * kp_page + token_cell(offset, kp_group, K.TOKENS) + head64 * kp_head
-            strange = _carry(rows, to, head, k_weight, cos, sin, kp_vector, k_scale, slot * K.HEADS, K)
+            strange = _carry(rows, Target(to, kp_vector, k_scale, slot * K.HEADS), head, k_weight, angles, K)
             if not G.LATENT:
                 rows = v + t * v_token + head64 * v_head
                 to = v_pages + page * vp_page + token_cell(offset, vp_group, V.TOKENS) + head64 * vp_head
-                strange |= _carry(rows, to, head, v_weight, cos, sin, vp_vector, v_scale, slot * V.HEADS, V)
+                strange |= _carry(rows, Target(to, vp_vector, v_scale, slot * V.HEADS), head, v_weight, angles, V)
             if tl.max(strange, 0) > 0:
                 tl.atomic_or(counts + _ERROR_WORD, _NOT_FINITE, sem="relaxed")
 

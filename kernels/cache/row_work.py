@@ -9,8 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadTensor
-
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -33,7 +31,7 @@ class RopeTable:
              n elements of a row turn; positions are those of the step, and may be as many as its longest sequence has
     pairs:   which elements make a pair
     at_end:  whether the last n elements of a row turn, and not the first
-    Raises BadTensor.
+    Raises ValueError.
     """
 
     cos_sin: Tensor
@@ -43,12 +41,12 @@ class RopeTable:
     def __post_init__(self) -> None:
         table = self.cos_sin
         if table.dim() != 2 or table.shape[1] < 2 or table.shape[1] % 2 or not table.is_contiguous():
-            raise BadTensor(
+            raise ValueError(
                 f"cos_sin has shape {list(table.shape)} and strides {list(table.stride())}; it must be contiguous, "
                 "[positions, elements that turn], an even number of them"
             )
         if table.dtype not in _FLOATS:
-            raise BadTensor(f"cos_sin is {table.dtype}; it must be one of {', '.join(map(str, _FLOATS))}")
+            raise ValueError(f"cos_sin is {table.dtype}; it must be one of {', '.join(map(str, _FLOATS))}")
 
     @property
     def dim(self) -> int:
@@ -76,7 +74,7 @@ class RopeTable:
         factor:   on cosines and sines (YaRN's attention factor)
         """
         if inv_freq.dim() != 1 or inv_freq.dtype != torch.float32:
-            raise BadTensor(f"inv_freq is {inv_freq.dtype} {list(inv_freq.shape)}; it must be torch.float32 [pairs]")
+            raise ValueError(f"inv_freq is {inv_freq.dtype} {list(inv_freq.shape)}; it must be torch.float32 [pairs]")
         angle = torch.arange(num_positions, dtype=torch.float32, device=inv_freq.device)[:, None] * inv_freq
         return cls(torch.cat((angle.cos(), angle.sin()), 1) * factor, pairs, at_end)
 
@@ -88,7 +86,7 @@ class RowNorm:
     weight: [n], float32, float16 or bfloat16, contiguous; the first n elements of a row are normalised. Ones for a norm
             without weights
     offset: 1.0 where weights are stored as what they differ from one by (Gemma 2 and 3)
-    Raises BadTensor.
+    Raises ValueError.
     """
 
     weight: Tensor
@@ -98,12 +96,12 @@ class RowNorm:
     def __post_init__(self) -> None:
         weight = self.weight
         if weight.dim() != 1 or weight.dtype not in _FLOATS or not weight.is_contiguous():
-            raise BadTensor(
+            raise ValueError(
                 f"a norm's weight is {weight.dtype} {list(weight.shape)}; it must be contiguous, [elements], "
                 f"and one of {', '.join(map(str, _FLOATS))}"
             )
         if not self.eps >= 0:
-            raise BadTensor(f"a norm's eps is {self.eps}; it is at least 0")
+            raise ValueError(f"a norm's eps is {self.eps}; it is at least 0")
 
     @property
     def dim(self) -> int:

@@ -31,14 +31,14 @@ from rocm_attn.kernels.sparse.top_k import launch_top_k
 from rocm_attn.kernels.tuning.sparse_tiles import IndexTiles
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
-_TYPES = {Encoding.E4M3FN.value: tl.float8e4nv, Encoding.E4M3FNUZ.value: tl.float8e4b8}
+_TYPES = {Encoding.E4M3FN.number: tl.float8e4nv, Encoding.E4M3FNUZ.number: tl.float8e4b8}
 
 
 class IndexGeometry(NamedTuple):
     """What scoring is compiled for.
 
     DIM, D_COLUMNS:      elements of a key, and padding
-    ENCODING:            of keys; Encoding's value
+    ENCODING:            of keys; Encoding's number
     CODED_Q:             whether q is in that encoding too
     TOKEN_SCALES:        whether keys have a factor each
     PAGE_KEYS:           index keys of a page
@@ -55,7 +55,7 @@ class IndexGeometry(NamedTuple):
 
     DIM: int
     D_COLUMNS: int
-    ENCODING: str
+    ENCODING: int
     CODED_Q: bool
     TOKEN_SCALES: bool
     PAGE_KEYS: int
@@ -96,18 +96,18 @@ class Keys(NamedTuple):
 
 
 @constexpr_function
-def _multiplies_codes(encoding: str) -> bool:
+def _multiplies_codes(encoding: int) -> bool:
     """Whether the target's matrix unit takes codes of an encoding as they are."""
     target = None if knobs.runtime.interpret else current_target()
     if target is None:
         return False
     if target.backend == "cuda":
-        return encoding == Encoding.E4M3FN.value and target.arch >= 89
-    return encoding == {"gfx942": Encoding.E4M3FNUZ.value, "gfx950": Encoding.E4M3FN.value}.get(target.arch)
+        return encoding == Encoding.E4M3FN.number and target.arch >= 89
+    return encoding == {"gfx942": Encoding.E4M3FNUZ.number, "gfx950": Encoding.E4M3FN.number}.get(target.arch)
 
 
 @constexpr_function
-def _type(encoding: str) -> Any:
+def _type(encoding: int) -> Any:
     return _TYPES[encoding]
 
 
@@ -359,7 +359,7 @@ def _geometry(args: IndexArgs, indexing: Indexing, tiles: IndexTiles) -> IndexGe
     return IndexGeometry(
         DIM=dim,
         D_COLUMNS=max(next_power_of_2(dim), 32 if keys.dtype.itemsize == 1 else 16),
-        ENCODING=Encoding.of(keys.dtype).value,
+        ENCODING=Encoding.of(keys.dtype).number,
         CODED_Q=args.q.dtype.itemsize == 1,
         TOKEN_SCALES=k_scale is not None and k_scale.dim() == 2,
         PAGE_KEYS=keys.shape[1],

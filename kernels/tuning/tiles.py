@@ -46,6 +46,7 @@ class DecodeTiles:
     heads_per_row:    1, or 2: two KV heads of 64 are read as one of 128
     head_blocks:      blocks that the query heads of a KV head are cut into; each reads K and V
     row_cost:         what starting a row costs beside its key blocks, in blocks; at least 1
+    paired:           whether V's codes are read two by two, as float16 that matrix units take in turned; not transposed
     """
 
     key_block: int
@@ -56,6 +57,7 @@ class DecodeTiles:
     heads_per_row: int = 1
     head_blocks: int = 1
     row_cost: int = 2
+    paired: bool = False
 
     def rows_per_seq(self, num_kv_heads: int) -> int:
         """Rows of a sequence."""
@@ -143,6 +145,11 @@ class ExtendRow:
 # The first row that serves wins. In the comments llama8b is (32 query heads, 8 KV heads, 128), gptoss (64, 8, 64) and
 # gemma (8, 4, 256), and "of the floor" means of the time to read K and V once.
 DECODE_ROWS = (
+    # gptoss 64 x 4k: 83 us, of bfloat16 138; 111 where codes are not read in pairs.
+    DecodeRow("sm_90", 2, 64, 16, DecodeTiles(64, 2, 3, 4, heads_per_row=2, paired=True), Codes.BY_ROW),
+    # llama8b 64 x 4k: 148 us, of bfloat16 255; 171 not in pairs, 193 with 4 warps, 217 to 345 in other tiles.
+    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 2, 3, 4, paired=True), Codes.BY_ROW),
+    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 2, 3, 4, paired=True), Codes.BY_TOKEN),
     # gptoss 128 x 8k: 499 us, 1.06 of the floor; 528 with one KV head a row.
     DecodeRow("sm_90", 2, 64, 16, DecodeTiles(64, 4, 3, 2, transposed=True, heads_per_row=2)),
     # llama8b 64 x 4k: 253 us, 1.07 of the floor; 331 with 1 program an SM, 380 with blocks of 128 keys.
@@ -204,6 +211,9 @@ DECODE_ROWS = (
     DecodeRow("gfx950", 2, 512, 32, DecodeTiles(16, 8, 2, 1)),
     DecodeRow("gfx950", 4, 128, 32, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("gfx950", 4, 256, 32, DecodeTiles(16, 8, 1, 1)),
+    DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, heads_per_row=2, paired=True), Codes.BY_ROW),
+    DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, paired=True), Codes.BY_ROW),
+    DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, paired=True), Codes.BY_TOKEN),
     DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, transposed=True, heads_per_row=2)),
     DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, transposed=True)),
     DecodeRow("interpreter", 4, 512, 64, DecodeTiles(16, 1, 1, 3)),

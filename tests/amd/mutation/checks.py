@@ -28,6 +28,8 @@ from rocm_attn.kernels.cache.rope_store import launch_rope_store
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm, TokenPlaces
 from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.cache.tails import launch_zero_tails
+from rocm_attn.kernels.experts.groups import ExpertGroups
+from rocm_attn.kernels.experts.product import launch_expert_product
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.engine_tensors import (
     Q_BOUNDARIES,
@@ -52,10 +54,12 @@ from rocm_attn.kernels.refs import merge_states as merge_twins
 from rocm_attn.kernels.refs import metadata as twins
 from rocm_attn.kernels.refs import rope as rope_twins
 from rocm_attn.kernels.refs.pads import clear_pads
+from rocm_attn.kernels.tuning.expert_tiles import ExpertTiles
 from rocm_attn.kernels.tuning.latent_tiles import LatentSegmentTiles, LatentTiles
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from tests.amd.kernels.attention_cases import Case, Tensors, assert_served, build, queries_of
+from tests.amd.kernels.expert_cases import random_problem
 from tests.amd.kernels.latent_cases import (
     run_latent_decode,
     run_latent_extend,
@@ -71,6 +75,7 @@ from tests.amd.kernels.launches_of_tensors import (
     of_publish,
 )
 from tests.amd.mutation.memory import Memory
+from tests.amd.mutation.sparse_checks import SPARSE_CHECKS
 from tests.amd.vectorised import vectorised_keys, vectorised_values
 
 CPU = torch.device("cpu")
@@ -565,6 +570,27 @@ def pack_mask(memory: Memory) -> None:
     assert_same(memory, kernel, twin, inputs, [garbage(3), garbage(5)])
 
 
+def experts(memory: Memory) -> None:
+    """Experts with more pairs than a tile has rows and with none; sizes that leave parts of tiles empty."""
+    tiles = ExpertTiles(rows=16, columns=16, step=16, num_warps=1, num_stages=1)
+    problem = random_problem(25, 5, 2, (19, 21), has_bias=True)
+    # the first expert has no token, and the last one, whose matrix ends the memory, has some
+    problem = replace(
+        problem, x=rows_with_gaps(problem.x), weight=rows_with_gaps(problem.weight), expert=4 - problem.expert
+    )
+    assert problem.bias is not None
+    placed = [memory.put(each) for each in (problem.x, problem.weight, problem.bias)]
+    out, groups = memory.put(rows_with_gaps(problem.empty_out())), ExpertGroups(*map(memory.put, problem.groups))
+    launch_expert_product(placed[0], placed[1], placed[2], groups, out, tiles=tiles)
+    problem.assert_served(out)
+    memory.assert_surroundings_untouched()
+
+
+def rows_with_gaps(rows: Tensor) -> Tensor:
+    """The same values, with room after each row."""
+    return torch.cat((rows, torch.zeros_like(rows)), -1)[..., : rows.shape[-1]]
+
+
 CHECKS: dict[str, Callable[[Memory], None]] = {
     "attention/decode.py": decode,
     "attention/decode_schedule.py": decode_schedule,
@@ -589,6 +615,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "latent/segment_decode.py": latent_segments,
     "latent/segment_extend.py": latent_segments,
     "cache/tails.py": tails,
+    "experts/product.py": experts,
     "metadata/device_inputs.py": device_inputs,
     "metadata/fill_roles.py": fill,
     "metadata/gather_table.py": gather,
@@ -598,6 +625,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "metadata/publish_engine.py": publish_engine,
     "metadata/table_update.py": table_update,
     "metadata/take_slots.py": slots,
+    **SPARSE_CHECKS,
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rocm_attn.kernels.tuning import latent_tiles
+from rocm_attn.kernels.tuning.expert_tiles import EXPERT_ROWS, expert_tiles
 from rocm_attn.kernels.tuning.latent_tiles import (
     LatentTiles,
     latent_decode_tiles,
@@ -67,7 +68,7 @@ def test_amd_kernels_fit_and_use_the_matrix_units(row: Row) -> None:
     if row.pool is PoolKind.LATENT:
         assert names >= latent
     elif not row.is_large:
-        assert names == names_of_all_kernels() - latent
+        assert names == names_of_all_kernels() - latent - names_of_sparse_kernels()
     complaints = [
         f"{kernel.name}: {complaint}"
         for kernel in kernels
@@ -85,6 +86,11 @@ def test_nvidia_kernels_fit_and_use_the_matrix_units(row: Row) -> None:
         for complaint in nvidia_complaints(row, kernel.name, read_nvidia_code(kernel))
     ]
     assert not complaints, "\n".join(complaints)
+
+
+def names_of_sparse_kernels() -> set[str]:
+    """Those of kernels/sparse/, whose rows are in sparse_matrix.py."""
+    return names_of_all_kernels("rocm_attn.kernels.sparse")
 
 
 def names_of_all_kernels(package: str = "rocm_attn.kernels") -> set[str]:
@@ -171,6 +177,15 @@ def test_every_latent_tuning_row_is_in_the_matrix(arch: str) -> None:
         segments = [row.tiles.block for row in latent_tiles.SEGMENT_ROWS if row.arch == own_name]
         assert tuned, f"no latent tuning row for {arch}"
         assert {*tuned, *segments} <= compiled
+
+
+@pytest.mark.parametrize("arch", [*AMD_ARCHS, *NVIDIA_ARCHS])
+def test_every_tuning_row_of_experts_is_in_the_matrix(arch: str) -> None:
+    dtypes = {row.dtype for row in ROWS if row.arch == arch and not row.is_large}
+    compiled = {id(expert_tiles(arch, dtype, rows)) for dtype in dtypes for rows in (1, 128)}
+    tuned = [row for row in EXPERT_ROWS if row.arch == FAMILIES.get(arch, arch)]
+    assert tuned, f"no tuning row for {arch}"
+    assert all(id(row.tiles) in compiled for row in tuned)
 
 
 def test_the_matrix_is_a_list_that_a_change_can_wait_for() -> None:

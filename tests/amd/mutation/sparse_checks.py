@@ -1,0 +1,185 @@
+"""Checks of the kernels of sparse attention, as those of checks.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import Scales
+from rocm_attn.kernels.sparse.arguments import NOT_ASCENDING, Indexing, IndexPages, Selection, TokenPlaces
+from rocm_attn.kernels.sparse.attention import launch_selected_attention
+from rocm_attn.kernels.sparse.check import launch_check_selection
+from rocm_attn.kernels.sparse.cuts import selected_cut, top_k_cut
+from rocm_attn.kernels.sparse.index_scores import launch_index_scores
+from rocm_attn.kernels.sparse.top_k import launch_top_k
+from rocm_attn.kernels.tuning.sparse_tiles import IndexTiles, SelectedTiles
+from tests.amd.kernels.sparse_cases import (
+    IndexCase,
+    IndexProblem,
+    SelectedCase,
+    SelectedProblem,
+    Step,
+    assert_units,
+    best_units,
+    build_index,
+    build_selected,
+    empty_selection,
+)
+from tests.amd.mutation.memory import Memory
+
+CPU = torch.device("cpu")
+GARBAGE = 0x7FFFFFF0
+STEP = Step([21, 1, 7], [3, 1, 2], page_size=4, tail=1)
+# Tokens of several sequences share a block of columns, and the last block is not full.
+INDEX_TILES = IndexTiles(key_block=16, columns=64, num_warps=1, num_stages=1, programs_per_cu=1)
+SELECTED_TILES = SelectedTiles(query_rows=16, key_block=16, num_warps=1, num_stages=1, programs_per_cu=1)
+
+
+def index_scores(memory: Memory) -> None:
+    """Odd numbers of heads, of sets and of elements; a score for each candidate, and nothing else is written."""
+    for indexing, heads in (
+        (Indexing(0.25, 3), 3),
+        (Indexing(0.25, 3, sets=3, unit_keys=4, rectified=False), 3),
+    ):
+        problem = placed_index(memory, build_index(IndexCase(STEP, indexing, heads, 24, scales=Scales.TOKEN), CPU))
+        args = problem.args
+        max_units = indexing.max_units(args.tokens.max_kv_len)
+        scores = memory.put(torch.full((len(args.q), indexing.sets, max_units), float("nan")))
+        launch_index_scores(args, scores, indexing=indexing, tiles=INDEX_TILES, programs=3)
+        for token, expected in enumerate(problem.scores):
+            found = scores[token, :, : expected.shape[1]]
+            assert torch.equal(found.double(), expected), f"token {token}: {found.tolist()}"
+            assert scores[token, :, expected.shape[1] :].isnan().all(), "a score of no candidate was written"
+        memory.assert_surroundings_untouched()
+
+
+def placed_index(memory: Memory, problem: IndexProblem) -> IndexProblem:
+    """The problem in memory, with a table that leads out of the pages after a sequence's end."""
+    args = problem.args
+    assert args.weights is not None
+    assert args.pages.scale is not None
+    # The last page belongs to no one, and so does what the table says where nothing is to be read.
+    keys, scale = args.pages.keys[:-1].contiguous(), args.pages.scale[:-1].contiguous()
+    placed = args._replace(
+        q=memory.put(args.q),
+        weights=memory.put(args.weights),
+        pages=IndexPages(memory.put(keys), memory.put(scale)),
+        table=memory.put(args.table),
+        tokens=placed_tokens(memory, args.tokens),
+    )
+    return replace(problem, args=placed)
+
+
+def placed_tokens(memory: Memory, tokens: TokenPlaces) -> TokenPlaces:
+    """Tokens in memory; those of no sequence have a place all the same."""
+    position = tokens.position_of_token.clone()
+    position[int(tokens.num_tokens) :] = 5
+    return tokens._replace(
+        row_of_token=memory.put(tokens.row_of_token),
+        position_of_token=memory.put(position),
+        num_tokens=memory.put(tokens.num_tokens),
+    )
+
+
+def top_k(memory: Memory) -> None:
+    """Lines of one part and of three, of nothing, of fewer units than are wanted; random scores, and equal ones."""
+    generator = torch.Generator().manual_seed(0)
+    for positions, longest_part in (([33, 0, 12, 38], 16), ([33, 0, 12, 38], 64)):
+        for equal in (False, True):
+            given = torch.randn(4, 1, 40, generator=generator)
+            given = torch.zeros_like(given) if equal else given
+            indexing = Indexing(1.0, 5)
+            cut = top_k_cut(40, indexing, longest_part=longest_part)
+            one = torch.tensor([3], dtype=torch.int32)
+            numbers = torch.tensor(positions, dtype=torch.int32)
+            tokens = placed_tokens(memory, TokenPlaces(numbers, numbers, one, 1, 40))
+            selection = placed_selection(memory, empty_selection(4, indexing, CPU))
+            scratch = placed_scratch(memory, 4 * (cut.line_words - cut.stride)).view(torch.int32)
+            launch_top_k(memory.put(given), scratch, tokens, selection, indexing=indexing, cut=cut)
+            lines, seen = given.tolist(), [position + 1 for position in positions[:3]]
+            assert_units(
+                selection,
+                [[best_units(lines[token][0], visible, indexing)] for token, visible in enumerate(seen)],
+            )
+            memory.assert_surroundings_untouched()
+
+
+def placed_scratch(memory: Memory, words: int) -> Tensor:
+    """Words that nothing was written to: a large number, and as float32 NaN."""
+    return memory.put(torch.full((words,), GARBAGE, dtype=torch.int32).view(torch.float32)) if words else torch.empty(0)
+
+
+def placed_selection(memory: Memory, selection: Selection) -> Selection:
+    return selection._replace(units=memory.put(selection.units), counts=memory.put(selection.counts))
+
+
+def selected_attention(memory: Memory) -> None:
+    """Three query heads on a KV head, odd dims, gaps between rows; one part, and several that are merged."""
+    for case in (
+        SelectedCase(STEP, heads=(6, 2), dims=(24, 40), sets=2, width=7, unit_tokens=3, sinks=True),
+        SelectedCase(STEP, heads=(3, 1), dims=(40, 24), width=9, latent=True, sinks=True),
+        SelectedCase(STEP, heads=(6, 2), dims=(24, 40), width=40, sinks=True),
+    ):
+        for programs in (1, 100):
+            problem = placed_selected(memory, build_selected(case, CPU))
+            args = problem.args
+            cut = selected_cut(
+                len(args.q), case.width * case.unit_tokens, heads=args.heads, tiles=SELECTED_TILES, programs=programs
+            )
+            workspace = placed_scratch(memory, cut.words(len(args.q), case.dims[1]))
+            launch_selected_attention(
+                args._replace(workspace=workspace), scale=problem.scale, tiles=SELECTED_TILES, programs=programs
+            )
+            problem.assert_served()
+            memory.assert_surroundings_untouched()
+
+
+def placed_selected(memory: Memory, problem: SelectedProblem) -> SelectedProblem:
+    """The problem in memory; out and LSE have gaps between rows."""
+    args, pages = problem.args, problem.args.pages
+    assert args.lse is not None
+    assert args.sinks is not None
+    k = memory.put(pages.k[:-1].contiguous())
+    v = k[..., : problem.case.dims[1]] if problem.case.latent else memory.put(pages.v[:-1].contiguous())
+    out = torch.zeros(*args.out.shape[:2], args.out.shape[2] + 3)[..., : args.out.shape[2]]
+    lse = torch.zeros(args.lse.shape[1] + 2, args.lse.shape[0]).t()[:, : args.lse.shape[1]]
+    placed = args._replace(
+        q=memory.put(args.q),
+        pages=LayerPages(k, v, pages.format),
+        table=memory.put(args.table),
+        tokens=placed_tokens(memory, args.tokens),
+        selection=placed_selection(memory, args.selection),
+        out=memory.put(out),
+        lse=memory.put(lse),
+        sinks=memory.put(args.sinks),
+    )
+    return replace(problem, args=placed)
+
+
+def check_selection(memory: Memory) -> None:
+    """Five entries of two lines; then one of them twice."""
+    right = [0, 1, 2, 3, 4]
+    for last, fault in ((right, 0), ([0, 1, 2, 3, 3], NOT_ASCENDING)):
+        units = [[right], [last]]
+        counts = torch.full((2, 1), 5, dtype=torch.int32)
+        selection = placed_selection(memory, Selection(torch.tensor(units, dtype=torch.int32), counts, 2))
+        position, two = torch.tensor([9, 9], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+        faults = memory.put(torch.zeros(1, dtype=torch.int32))
+        launch_check_selection(selection, placed_tokens(memory, TokenPlaces(position, position, two, 1, 10)), faults)
+        assert faults.tolist() == [fault]
+        memory.assert_surroundings_untouched()
+
+
+SPARSE_CHECKS: dict[str, Callable[[Memory], None]] = {
+    "sparse/attention.py": selected_attention,
+    "sparse/check.py": check_selection,
+    "sparse/index_scores.py": index_scores,
+    "sparse/merge_parts.py": selected_attention,
+    "sparse/places.py": top_k,
+    "sparse/rows.py": selected_attention,
+    "sparse/top_k.py": top_k,
+}

@@ -1,0 +1,166 @@
+"""Runs of sparse attention on a simulated arch: index scores and top-k, attention over a selection, and its check."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import Encoding, PoolKind, Scales
+from rocm_attn.kernels.sparse.arguments import (
+    IndexArgs,
+    Indexing,
+    IndexPages,
+    LastUnit,
+    SelectedArgs,
+    Selection,
+    TokenPlaces,
+)
+from rocm_attn.kernels.sparse.attention import launch_selected_attention
+from rocm_attn.kernels.sparse.check import launch_check_selection
+from rocm_attn.kernels.sparse.cuts import select_words, selected_cut, top_k_cut
+from rocm_attn.kernels.sparse.index_scores import launch_select
+from rocm_attn.kernels.sparse.top_k import launch_top_k
+from rocm_attn.kernels.tuning.sparse_tiles import index_tiles, selected_tiles
+from tests.amd.kernels.sparse_cases import (
+    IndexCase,
+    SelectedCase,
+    Step,
+    assert_units,
+    best_units,
+    build_index,
+    build_selected,
+    empty_selection,
+)
+from tests.amd.simulator.case import KernelCase
+from tests.amd.simulator.driver import Simulation, simulated
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+STEP = Step([70, 1, 35], [2, 1, 1], page_size=16, tail=1)
+TOKENS = IndexCase(STEP, Indexing(0.125, 7), 16, 64, dtype=BF16, key_dtype=BF16)
+BLOCKS = replace(TOKENS, indexing=Indexing(0.25, 3, sets=4, rectified=False, unit_keys=8, last=1), weighted=False)
+POOLS = replace(TOKENS, indexing=Indexing(0.25, 3, key_tokens=4, last_unit=LastUnit.ADDED), scales=Scales.TOKEN)
+LATENT = SelectedCase(STEP, (16, 1), (96, 64), latent=True, width=40, dtype=BF16, sinks=True)
+SPLIT = SelectedCase(STEP, (6, 2), (64, 64), sets=2, width=6, unit_tokens=8, dtype=BF16)
+
+
+def own_encoding(arch: str) -> Encoding:
+    """What the arch's matrix unit multiplies."""
+    return Encoding.E4M3FNUZ if arch == "gfx942" else Encoding.E4M3FN
+
+
+# So much that neither the elements fit int32 nor the bytes uint32; what is not written takes no memory.
+LARGE_POOL_BYTES = 5 << 30
+
+
+def large(pages: Tensor, num_pages: int) -> Tensor:
+    """A pool of so many pages that ends with these."""
+    pool = torch.from_numpy(np.zeros((num_pages, *pages.shape[1:], pages.itemsize), np.uint8))
+    pool = pool.view(pages.dtype).squeeze(-1)
+    pool[num_pages - len(pages) :] = pages
+    return pool
+
+
+def with_large_keys(args: IndexArgs) -> IndexArgs:
+    """The same step with its keys, and their factors, at the end of a pool above 4 GiB."""
+    keys, scale = args.pages
+    num_pages = LARGE_POOL_BYTES // keys[0].nbytes
+    if scale is not None and scale.dim() == 2:
+        scale = large(scale, num_pages)
+    pages = IndexPages(large(keys, num_pages), scale)
+    return args._replace(pages=pages, table=args.table + (num_pages - len(keys)))
+
+
+def with_large_pages(args: SelectedArgs) -> SelectedArgs:
+    """The same step with its rows at the end of a pool above 4 GiB."""
+    pages = args.pages
+    num_pages = LARGE_POOL_BYTES // min(pages.k[0].nbytes, pages.v[0].nbytes)
+    k = large(pages.k, num_pages)
+    is_latent = pages.format.kind is PoolKind.LATENT
+    v = k[..., : pages.format.v_head_dim] if is_latent else large(pages.v, num_pages)
+    moved = LayerPages(k, v, pages.format)
+    return args._replace(pages=moved, table=args.table + (num_pages - len(pages.k)))
+
+
+def run_select(arch: str, case: IndexCase, *, is_coded: bool, is_large: bool = False) -> Simulation:
+    """Scores and top-k of a step. is_coded: whether keys are codes, and q is where keys have no factors"""
+    if is_coded:
+        dtype = own_encoding(arch).dtype
+        case = replace(case, key_dtype=dtype, dtype=dtype if case.scales is Scales.NONE else case.dtype)
+    problem = build_index(case, CPU)
+    args, indexing = with_large_keys(problem.args) if is_large else problem.args, case.indexing
+    tiles = index_tiles(arch, dim=case.dim, key_dtype=case.key_dtype)
+    workspace = torch.empty(select_words(len(args.q), args.tokens.max_kv_len, indexing))
+    with simulated(arch) as simulation:
+        launch_select(args, problem.selection, workspace, indexing=indexing, tiles=tiles, programs=3)
+    problem.assert_selected()
+    return simulation
+
+
+def run_long_lines(arch: str) -> Simulation:
+    """Lines that are cut down before they are searched, of random scores and of equal ones; a check of the result."""
+    indexing, num_units = Indexing(1.0, 5), 200
+    scores = torch.randn(2, 1, num_units, generator=torch.Generator().manual_seed(0))
+    scores[1] = 0.5
+    cut = top_k_cut(num_units, indexing, longest_part=64)
+    position = torch.full((2,), num_units - 1, dtype=torch.int32)
+    tokens = TokenPlaces(position, position, torch.tensor([2], dtype=torch.int32), 1, num_units)
+    selection = empty_selection(2, indexing, CPU)
+    scratch = torch.empty(2 * cut.line_words, dtype=torch.int32)
+    faults = torch.zeros(2, dtype=torch.int32)
+    with simulated(arch) as simulation:
+        launch_top_k(scores, scratch, tokens, selection, indexing=indexing, cut=cut)
+        launch_check_selection(selection, tokens, faults[:1])
+        launch_check_selection(Selection(selection.units + num_units, selection.counts, 1), tokens, faults[1:])
+    assert_units(selection, [[best_units(line, num_units, indexing)] for line in scores[:, 0].tolist()])
+    assert faults.bool().tolist() == [False, True]
+    return simulation
+
+
+def run_attention(arch: str, case: SelectedCase, *, is_coded: bool, is_large: bool = False) -> Simulation:
+    """Attention over a selection in several parts. is_coded: whether pages are, with factors of tokens"""
+    if is_coded:
+        case = replace(case, encoding=own_encoding(arch), scales=Scales.TOKEN)
+    problem = build_selected(case, CPU)
+    args = with_large_pages(problem.args) if is_large else problem.args
+    tiles = selected_tiles(
+        arch, gqa_ratio=args.heads[1], head_dim=case.dims[0], v_head_dim=case.dims[1], dtype=case.dtype
+    )
+    cut = selected_cut(len(args.q), case.width * case.unit_tokens, heads=args.heads, tiles=tiles, programs=60)
+    assert cut.parts > 1
+    workspace = torch.full((cut.words(len(args.q), case.dims[1]),), float("nan"))
+    with simulated(arch) as simulation:
+        launch_selected_attention(args._replace(workspace=workspace), scale=problem.scale, tiles=tiles, programs=60)
+    problem.assert_served()
+    return simulation
+
+
+def sparse_cases(arch: str) -> list[KernelCase]:
+    """Every kernel of sparse attention, over codes and above 4 GiB."""
+    runs = {
+        "coded_tokens": partial(run_select, arch, TOKENS, is_coded=True),
+        "long_lines": partial(run_long_lines, arch),
+        "coded_latent": partial(run_attention, arch, LATENT, is_coded=True),
+        "tokens-above": partial(run_select, arch, TOKENS, is_coded=False, is_large=True),
+        "latent-above": partial(run_attention, arch, LATENT, is_coded=False, is_large=True),
+        "split": partial(run_attention, arch, SPLIT, is_coded=False),
+    }
+    return [KernelCase(f"sparse-{name}", arch, run) for name, run in runs.items()]
+
+
+def more_sparse_cases(arch: str) -> list[KernelCase]:
+    """The other granularities, and pages without codes and above 4 GiB."""
+    runs = {
+        "tokens": partial(run_select, arch, TOKENS, is_coded=False),
+        "blocks": partial(run_select, arch, BLOCKS, is_coded=False),
+        "coded_pools": partial(run_select, arch, POOLS, is_coded=True),
+        "coded_pools-above": partial(run_select, arch, POOLS, is_coded=True, is_large=True),
+        "latent": partial(run_attention, arch, LATENT, is_coded=False),
+        "coded_split": partial(run_attention, arch, SPLIT, is_coded=True),
+        "split-above": partial(run_attention, arch, SPLIT, is_coded=False, is_large=True),
+    }
+    return [KernelCase(f"sparse-{name}", arch, run) for name, run in runs.items()]

@@ -94,7 +94,7 @@ def _prepared(problem: Problem, kernel: BoundKernel, batch: Batch, generator: to
 
     q = rows(num_tokens, problem.num_q_heads, problem.head_dim)
     weights = HeadWeights.random(problem, torch.Generator().manual_seed(0)).to(device)
-    out = torch.empty_like(q[..., : problem.v_head_dim])
+    out = q.new_empty(num_tokens, problem.num_q_heads, problem.v_head_dim)
     return Prepared.of(kernel, step, bounds, (q, out), random_pages(problem, num_pages + 1, generator), weights)
 
 

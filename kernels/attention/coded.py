@@ -22,7 +22,6 @@ from rocm_attn.kernels.cache.codes import (
     decoded,
     decoded_pairs,
     is_coded,
-    is_multiplied_as_half,
 )
 
 # A block whose factors are all 0 has codes of 0 alone.
@@ -51,15 +50,14 @@ def row_factor(scale, head, C: tl.constexpr):
 
 
 @triton.jit
-def coded_query(q, C: tl.constexpr):
-    """A block of q as it is multiplied with codes, and by what the products are too small for that.
+def half_query(q):
+    """A block of q of sixteen bits as float16, and what products with it are then to be multiplied with.
 
-    Of bfloat16 that is float16 where codes become it sooner (codes.py). The block is moved by a power of two, so that
-    its largest element is 2^14 or more and an element of 2^-28 of that is exact still; products of float16 are summed
-    in float32.
+    bfloat16 is moved by a power of two, so that the block's largest element is 2^14 or more: an element of 2^-28 of
+    that is exact still. Products are summed in float32.
     """
     factor = 1.0
-    if q.dtype == tl.bfloat16 and is_multiplied_as_half(C.ENCODING):
+    if q.dtype == tl.bfloat16:
         q = q.to(tl.float32)
         largest = tl.max(tl.max(tl.abs(q), 1), 0)
         # Of float32, whose bias is 127. Such that neither power of two is beyond float32, whatever q is.
@@ -108,44 +106,24 @@ def token_factor(scale, page, offset, head, live, MASKED: tl.constexpr, C: tl.co
 
 
 @triton.jit
-def add_values(
-    acc, decay, weights, v, factor, DTYPE: tl.constexpr, TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, C: tl.constexpr
-):
+def add_values(acc, decay, weights, v, factor, DTYPE: tl.constexpr, TRANSPOSED: tl.constexpr, C: tl.constexpr):
     """acc * decay + weights * V, of blocks that are multiplied in DTYPE.
 
     acc:     float32 [rows, columns], or swapped; decay: of its shape but for columns
     weights: float32 [rows, keys], or swapped; v: elements of pages [keys, columns]; factor: of tokens, [keys], or 1
-    EXACT:   whether a row's sum may not depend on keys that it does not see
     """
-    if C.SCALES == TOKEN_SCALES and tl.float16 == DTYPE and EXACT:
+    if C.SCALES == TOKEN_SCALES and tl.float16 == DTYPE:
+        # Weights of float16 would lose their smallest bits.
         v = (decoded(v, C.ENCODING, tl.float32) * factor[:, None]).to(DTYPE)
-        acc = tl.dot(weights.to(DTYPE), v, acc * decay, input_precision="ieee")
     else:
-        shares, amount = shares_of(weights, factor, DTYPE, TRANSPOSED, C)
+        if C.SCALES == TOKEN_SCALES:
+            weights = weights * (factor[:, None] if TRANSPOSED else factor[None, :])
         v = decoded(v, C.ENCODING, DTYPE)
-        if C.SCALES == TOKEN_SCALES and tl.float16 == DTYPE:
-            product = tl.dot(tl.trans(v), shares) if TRANSPOSED else tl.dot(shares, v)
-            acc = acc * decay + product * amount
-        elif TRANSPOSED:
-            acc = tl.dot(tl.trans(v), shares, acc * decay, input_precision="ieee")
-        else:
-            acc = tl.dot(shares, v, acc * decay, input_precision="ieee")
+    if TRANSPOSED:
+        acc = tl.dot(tl.trans(v), weights.to(DTYPE), acc * decay, input_precision="ieee")
+    else:
+        acc = tl.dot(weights.to(DTYPE), v, acc * decay, input_precision="ieee")
     return acc
-
-
-@triton.jit
-def shares_of(weights, factor, DTYPE: tl.constexpr, TRANSPOSED: tl.constexpr, C: tl.constexpr):
-    """Weights with the factors of tokens in them, in DTYPE, and what their products are to be multiplied with.
-
-    float16 keeps small weights if their factors are parts of the block's largest one.
-    """
-    amount = 1.0
-    if C.SCALES == TOKEN_SCALES:
-        if tl.float16 == DTYPE:
-            amount = tl.maximum(tl.max(factor, 0), _SMALLEST_FACTOR)
-            factor = factor / amount
-        weights = weights * (factor[:, None] if TRANSPOSED else factor[None, :])
-    return weights.to(DTYPE), amount
 
 
 @triton.jit
@@ -155,12 +133,15 @@ def add_value_pairs(even, odd, decay, weights, pairs, factor, C: tl.constexpr):
     even, odd: float32 [rows, columns / 2], the accumulators of even columns and of odd ones
     pairs:     uint16 [keys, columns / 2]
     """
-    shares, amount = shares_of(weights, factor, tl.float16, False, C)
     v_even, v_odd = decoded_pairs(pairs, C.ENCODING)
     if C.SCALES == TOKEN_SCALES:
+        # float16 keeps small weights if factors are parts of the block's largest one.
+        amount = tl.maximum(tl.max(factor, 0), _SMALLEST_FACTOR)
+        shares = (weights * (factor / amount)[None, :]).to(tl.float16)
         even = even * decay + tl.dot(shares, v_even) * amount
         odd = odd * decay + tl.dot(shares, v_odd) * amount
     else:
+        shares = weights.to(tl.float16)
         even = tl.dot(shares, v_even, even * decay)
         odd = tl.dot(shares, v_odd, odd * decay)
     return even, odd

@@ -22,8 +22,8 @@ from rocm_attn.kernels.attention.coded import (
     Factors,
     add_value_pairs,
     add_values,
-    coded_query,
     coded_scales,
+    half_query,
     row_factor,
     scaled_values,
     token_factor,
@@ -171,7 +171,7 @@ def _attend_key_blocks(q, k_side, v_side, pages, blocks, keys, logits, factors, 
         else:
             # v: [KEY_BLOCK, V_COLUMNS]
             v = tl.load(v_side.at + v_row[:, None] + v_side.column[None, :], mask=v_mask, other=0)
-            acc = add_values(acc, wide, weights, v, v_factor, q.dtype, G.TRANSPOSED, False, C)
+            acc = add_values(acc, wide, weights, v, v_factor, q.dtype, G.TRANSPOSED, C)
     if G.PAIRED:
         acc = tl.reshape(tl.join(acc, odd), [QUERY_ROWS, G.V_COLUMNS])
     return scaled_values(Softmax(acc, maximum, total), row_factor(factors.v, factors.head, C), C)
@@ -238,15 +238,14 @@ def _decode_kernel(
     q_row = tl.arange(0, QUERY_ROWS)
     k_lane = tl.arange(0, G.K_COLUMNS)
     v_lane = tl.arange(0, G.V_COLUMNS)
+    V_READ: tl.constexpr = G.V_HEAD_DIM // 2 if G.PAIRED else G.V_HEAD_DIM
     if G.PAIRED:
         # V's rows, strides and dims are counted in pairs where they are loaded.
         v_rows = v_pages.to(tl.pointer_type(tl.uint16))
         v_page, v_token, v_head = vp_page // 2, vp_token // 2, vp_head // 2
-        V_READ: tl.constexpr = G.V_HEAD_DIM // 2
         v_read = tl.arange(0, G.V_COLUMNS // 2)
     else:
         v_rows, v_page, v_token, v_head = v_pages, vp_page, vp_token, vp_head
-        V_READ: tl.constexpr = G.V_HEAD_DIM
         v_read = v_lane
     if G.TRANSPOSED:
         m, k_wide, v_wide = q_row[None, :], k_lane[:, None], v_lane[:, None]
@@ -305,8 +304,10 @@ def _decode_kernel(
             if R.HEADS_PER_ROW > 1:
                 head = first_kv_head + m // R.GQA_RATIO
             q_block = tl.load(q_line + m.to(tl.int64) * q_head + k_wide, mask=(m < num_q_rows) & is_k, other=0.0)
-            q_block, q_factor = coded_query(q_block, C)
-            k_factor = row_factor(k_scale, head, C) * q_factor
+            k_factor = row_factor(k_scale, head, C)
+            if G.PAIRED:
+                q_block, q_factor = half_query(q_block)
+                k_factor *= q_factor
             k_scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, k_factor, G.CAPPED, C)
             acc, maximum, total = _attend_key_blocks(
                 q_block,
@@ -426,7 +427,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
         PAGE_SIZE=args.pages.format.page_size,
         SAME_OFFSETS=args.same_offsets,
         TRANSPOSED=tiles.transposed,
-        PAIRED=tiles.paired and args.has_value_pairs,
+        PAIRED=tiles.paired and args.has_value_pairs and args.q.dtype.itemsize == 2,
         WHOLE_ROWS=has_whole_rows(
             num_seqs * cut.rows,
             num_programs=cut.programs,

@@ -198,6 +198,6 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
         else:
             v = tl.load(v_block)
         total = tl.fma(total, decay, tl.sum(weights, 1)) if K.EXACT else total * decay + tl.sum(weights, 1)
-        acc = add_values(acc, decay[:, None], weights, v, v_factor, query.block.dtype, False, K.EXACT, C)
+        acc = add_values(acc, decay[:, None], weights, v, v_factor, query.block.dtype, False, C)
         maximum = new_maximum
     return Softmax(acc, maximum, total)

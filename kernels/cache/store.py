@@ -19,7 +19,15 @@ import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.cache.cells import CellGeometry, element_cell, token_cell
-from rocm_attn.kernels.cache.codes import HEAD_SCALES, NO_SCALES, TOKEN_SCALES, encoded, is_coded, scale_of_rows
+from rocm_attn.kernels.cache.codes import (
+    HEAD_SCALES,
+    LAYER_SCALES,
+    NO_SCALES,
+    TOKEN_SCALES,
+    encoded,
+    is_coded,
+    scale_of_rows,
+)
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.metadata import error_word
@@ -36,28 +44,35 @@ def _finite_row(row):
 
 
 @triton.jit
-def _in_pages(row, scale, head, first_scale, ENCODING: tl.constexpr, SCALES: tl.constexpr, HEADS: tl.constexpr):
+def _given_factor(scale, head, G: tl.constexpr):
+    """The factors that rows are divided by, where they are given: one, or [HEADS_BLOCK, 1]. head: int64, so shaped"""
+    factor = 1.0
+    if G.SCALES == LAYER_SCALES:
+        factor = tl.load(scale)
+    elif G.SCALES == HEAD_SCALES:
+        factor = tl.load(scale + head, mask=head < G.HEADS, other=1.0)
+    return factor
+
+
+@triton.jit
+def _in_pages(row, factor, scale, head, first_scale, G: tl.constexpr):
     """A finite row [HEADS_BLOCK, elements] as its pages hold it.
 
-    scale:       the factors, or None; head: int64 [HEADS_BLOCK, 1]
+    factor:      what _given_factor found
+    scale:       the factors of tokens, which are written, or others, or None; head: int64 [HEADS_BLOCK, 1]
     first_scale: of a token's factors, where they begin
     """
-    if not is_coded(ENCODING):
+    if not is_coded(G.ENCODING):
         elements = row
-    elif SCALES == NO_SCALES:
-        elements = encoded(row.to(tl.float32), ENCODING)
+    elif G.SCALES == NO_SCALES:
+        elements = encoded(row.to(tl.float32), G.ENCODING)
     else:
         row = row.to(tl.float32)
-        inside = head < HEADS
-        if SCALES == TOKEN_SCALES:
-            factor = scale_of_rows(row, ENCODING)[:, None]
-            tl.store(scale + first_scale + head, factor, mask=inside)
-        elif SCALES == HEAD_SCALES:
-            factor = tl.load(scale + head, mask=inside, other=1.0)
-        else:
-            factor = tl.load(scale)
+        if G.SCALES == TOKEN_SCALES:
+            factor = scale_of_rows(row, G.ENCODING)[:, None]
+            tl.store(scale + first_scale + head, factor, mask=head < G.HEADS)
         # One quotient a row, and it is rounded as torch rounds it.
-        elements = encoded(row * tl.div_rn(1.0, factor), ENCODING)
+        elements = encoded(row * tl.div_rn(1.0, factor), G.ENCODING)
     return elements
 
 
@@ -96,24 +111,26 @@ def _store_kernel(
         head = tl.program_id(1) * G.HEADS_BLOCK + tl.arange(0, G.HEADS_BLOCK)[:, None]
         # 64-bit before multiplying: HND layouts have head strides beyond int32.
         head64 = head.to(tl.int64)
+        # All loads before the first store, which none of those after it could pass.
         k_d = tl.arange(0, G.K_COLUMNS)[None, :]
-        inside = (head < G.HEADS) & (k_d < G.K_DIM)
-        row = tl.load(k + t * k_token + head64 * k_head + k_d, mask=inside, other=0.0)
-        row, strange = _finite_row(row)
-        heads = k_pages + page * kp_page + token_cell(offset, kp_group, G.K_TOKENS) + head64 * kp_head
-        cell = element_cell(k_d, kp_vector, G.K_ELEMENTS, G.K_TOKENS, G.K_DIM)
-        row = _in_pages(row, k_scale, head64, slot * G.HEADS, G.ENCODING, G.SCALES, G.HEADS)
-        tl.store(heads + cell, row, mask=inside)
+        is_k = (head < G.HEADS) & (k_d < G.K_DIM)
+        k_row = tl.load(k + t * k_token + head64 * k_head + k_d, mask=is_k, other=0.0)
+        k_factor = _given_factor(k_scale, head64, G)
         if G.HAS_V:
             v_d = tl.arange(0, G.V_COLUMNS)[None, :]
-            inside = (head < G.HEADS) & (v_d < G.V_DIM)
-            row = tl.load(v + t * v_token + head64 * v_head + v_d, mask=inside, other=0.0)
-            row, v_strange = _finite_row(row)
+            is_v = (head < G.HEADS) & (v_d < G.V_DIM)
+            v_row = tl.load(v + t * v_token + head64 * v_head + v_d, mask=is_v, other=0.0)
+            v_factor = _given_factor(v_scale, head64, G)
+        k_row, strange = _finite_row(k_row)
+        heads = k_pages + page * kp_page + token_cell(offset, kp_group, G.K_TOKENS) + head64 * kp_head
+        cell = element_cell(k_d, kp_vector, G.K_ELEMENTS, G.K_TOKENS, G.K_DIM)
+        tl.store(heads + cell, _in_pages(k_row, k_factor, k_scale, head64, slot * G.HEADS, G), mask=is_k)
+        if G.HAS_V:
+            v_row, v_strange = _finite_row(v_row)
             strange |= v_strange
             heads = v_pages + page * vp_page + token_cell(offset, vp_group, G.V_TOKENS) + head64 * vp_head
             cell = element_cell(v_d, vp_vector, G.V_ELEMENTS, G.V_TOKENS, G.V_DIM)
-            row = _in_pages(row, v_scale, head64, slot * G.HEADS, G.ENCODING, G.SCALES, G.HEADS)
-            tl.store(heads + cell, row, mask=inside)
+            tl.store(heads + cell, _in_pages(v_row, v_factor, v_scale, head64, slot * G.HEADS, G), mask=is_v)
         if tl.max(strange, 0) > 0:
             tl.atomic_or(counts + _ERROR_WORD, _NOT_FINITE, sem="relaxed")
 

@@ -153,7 +153,7 @@ def _attend(query, k_side, v_side, factors, listing, G: tl.constexpr):
         else:
             v_at = k_at if G.SAME_OFFSETS else page * v_side.page + offset * v_side.token
             v = _load_rows(v_side.at + v_at, live, 0, G.V_COLUMNS, G.V_HEAD_DIM)
-        acc = add_values(acc, decay[:, None], weights, v, v_factor, DTYPE, False, G.EXACT, C)
+        acc = add_values(acc, decay[:, None], weights, v, v_factor, DTYPE, False, C)
         maximum = new_maximum
     return Softmax(acc, maximum, total)
 

@@ -1,7 +1,7 @@
 """The units with the largest scores of each token: exact, equal scores in order of their units, in ascending order.
 
 A line is the scores of one token and set. Scores become int32 keys of the same order, so that a search over keys finds
-the top-th largest exactly: it halves a range of keys and counts those above the middle, until as many are left as are
+the top-th largest exactly: it divides a range of keys and counts those from each part on, until as many are left as are
 wanted, or the range is one key, of which the first units are taken.
 
 Short lines are searched by one program each, in registers. A long line is first cut down, in three launches:
@@ -37,6 +37,8 @@ _NO_UNIT = tl.constexpr(NO_UNIT)
 _MANY = tl.constexpr(2**31 - 1)
 # Maxima that a program takes at a time: rows of groups, and groups.
 _MAXIMA_ROWS, _MAXIMA_GROUPS = 8, 256
+# Parts of a range of keys that a search in registers tells apart at a time: a turn waits for its sums, however many.
+_SHARES = tl.constexpr(8)
 # Slots of a selection that are filled at a time.
 _FILL = 1024
 
@@ -143,14 +145,21 @@ def _search(keys, low, TOP: tl.constexpr, ENOUGH: tl.constexpr):
     span = _span(low, tl.max(keys, 0))
     num_low = tl.sum((keys >= low).to(tl.int32), 0)
     num_above = tl.zeros_like(num_low)
+    share = tl.arange(0, _SHARES).to(tl.uint32)
     while (num_low > ENOUGH) & (span > 1):
-        middle = _middle(low, span)
-        num_middle = tl.sum((keys >= middle).to(tl.int32), 0)
-        upper = num_middle >= TOP
-        low = tl.where(upper, middle, low)
-        num_low = tl.where(upper, num_middle, num_low)
-        num_above = tl.where(upper, num_above, num_middle)
-        span = tl.where(upper, span - span // 2, span // 2)
+        step = (span - 1) // _SHARES + 1
+        # Of a span that is no multiple of the step the last shares may be empty.
+        first = share * step
+        is_share = first < span
+        keys_from = tl.sum((keys[:, None] >= (low + first.to(tl.int32, bitcast=True))[None, :]).to(tl.int32), 0)
+        keys_from = tl.where(is_share, keys_from, num_above)
+        # The last share from whose first key on there are enough.
+        has_enough = is_share & (keys_from >= TOP)
+        taken = tl.maximum(tl.sum(has_enough.to(tl.int32), 0) - 1, 0).to(tl.uint32) * step
+        num_above = tl.maximum(num_above, tl.max(tl.where(has_enough, 0, keys_from), 0))
+        num_low = tl.min(tl.where(has_enough, keys_from, num_low), 0)
+        low += taken.to(tl.int32, bitcast=True)
+        span = tl.minimum(step, span - taken)
     return _found(low, num_low, num_above, TOP)
 
 

@@ -19,6 +19,7 @@ from rocm_attn.machine.releases import EVERY_RELEASE, Span
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.launches import (
+    CheckSelection,
     ClearPads,
     Fill,
     Finish,
@@ -414,6 +415,8 @@ class StepOps:
     gather_table: GatherTable
     take_slots: TakeSlots
     pack_mask: PackMask
+    # Of selections that a caller makes, and of all of them in debug runs.
+    check_selection: CheckSelection
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable, Toke
 from rocm_attn.kernels.metadata.engine_tensors import EngineLengths, GatherSource, LengthBounds, PublishedLengths
 from rocm_attn.kernels.metadata.given_inputs import GivenInputs
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.kernels.sparse.arguments import Selection
+from rocm_attn.kernels.sparse.arguments import TokenPlaces as SelectingTokens
 
 
 class Publish(Protocol):
@@ -130,3 +132,9 @@ class PackMask(Protocol):
     """launch_pack_mask, or its twin."""
 
     def __call__(self, cells: Tensor, positions: Tensor, to: StepTensors) -> None: ...
+
+
+class CheckSelection(Protocol):
+    """launch_check_selection, or its twin."""
+
+    def __call__(self, selection: Selection, tokens: SelectingTokens, faults: Tensor) -> None: ...

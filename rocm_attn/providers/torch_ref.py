@@ -11,7 +11,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
-from rocm_attn.kernels.refs import attention, cache, engine_metadata, merge_states, metadata, pads, rope
+from rocm_attn.kernels.refs import attention, cache, engine_metadata, merge_states, metadata, pads, rope, sparse
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers import torch_segments
@@ -168,6 +168,7 @@ def _ops() -> StepOps:
         gather_table=engine_metadata.gather_table,
         take_slots=engine_metadata.take_slots,
         pack_mask=engine_metadata.pack_mask,
+        check_selection=sparse.check_selection,
     )
 
 

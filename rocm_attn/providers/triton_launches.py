@@ -28,6 +28,7 @@ from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.kernels.sparse.attention import launch_selected_attention, launch_selected_segments
+from rocm_attn.kernels.sparse.check import launch_check_selection
 from rocm_attn.kernels.sparse.index_scores import launch_select
 from rocm_attn.providers.contract import StepOps
 
@@ -65,4 +66,5 @@ OPS = StepOps(
     gather_table=launch_gather_table,
     take_slots=launch_take_slots,
     pack_mask=launch_pack_mask,
+    check_selection=launch_check_selection,
 )

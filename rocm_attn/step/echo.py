@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import DeviceFault
 from rocm_attn.kernels.metadata.error_word import (
+    BAD_SELECTION,
     ERROR_WORD,
     LENGTH_BEYOND_BOUND,
     NOT_FINITE,
@@ -38,6 +39,8 @@ _WHAT = {
     "moved to the first one after them; call truncate() and reserve() before a row goes back",
     SLOT_NOT_IN_TABLE: "a slot that was given for a new token is not the one that the table gives, so its K and V "
     "would never be read there and were dropped; give the slots of the rows that the step names, in whole pages",
+    BAD_SELECTION: "the units that a token was given are not each once, in ascending order and within what it sees; "
+    "those outside gave no key, and those that were listed twice counted twice; look for what selected them",
     ROW_NOT_IN_TABLE: "a row that was given lies outside of the table, and its sequence was taken for a pad; look for "
     "what wrote the rows",
 }

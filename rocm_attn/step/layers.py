@@ -12,9 +12,11 @@ from rocm_attn.errors import BadTensor
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable, TokenPlaces
+from rocm_attn.kernels.metadata.error_word import BAD_SELECTION, ERROR_WORD
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.kernels.sparse.arguments import IndexArgs, IndexPages, SelectedArgs
+from rocm_attn.kernels.sparse.arguments import IndexArgs, IndexPages, SelectedArgs, Selection
 from rocm_attn.machine.devices import on_device
+from rocm_attn.machine.settings import settings
 from rocm_attn.paging.storage import Pool
 from rocm_attn.paging.stored_tokens import StepStores
 from rocm_attn.problem import Indexer, PoolKind, Problem, Scales
@@ -80,6 +82,8 @@ class Layers:
                 )
         self._work_of_layer: dict[int, QkvWork] = {}
         self.selecting = kinds.selecting
+        self._checks_selections = settings().debug
+        self._selection_faults = torch.zeros(1, dtype=torch.int32, device=pool.device)
 
     def __len__(self) -> int:
         return len(self._kind_of_layer)
@@ -177,6 +181,27 @@ class Layers:
         args = IndexArgs(q, weights, _index_pages(pages), tensors.table, step.places)
         with on_device(self._device):
             sparse.indexer.select(args, selected, step.workspace)
+            if self._checks_selections:
+                self._check_selection(step, selected, tensors)
+
+    def give_selection(self, step: DeviceStep, layer: int, units: Tensor, counts: Tensor) -> None:
+        """As LayerCalls.give_selection, for the tokens of step. Raises BadTensor."""
+        self._indexer(layer)
+        kind = self._kind_of_layer[layer]
+        tensors, selected = step.of_kind[kind], step.selected[kind]
+        assert selected is not None
+        self._check("units", units, tuple(selected.units.shape), torch.int32)
+        self._check("counts", counts, tuple(selected.counts.shape), torch.int32)
+        with on_device(self._device):
+            selected.units.copy_(units)
+            selected.counts.copy_(counts)
+            self._check_selection(step, selected, tensors)
+
+    def _check_selection(self, step: DeviceStep, selected: Selection, tensors: StepTensors) -> None:
+        """Set a bit of the step's error word where a selection is not what attention over it takes."""
+        faults = self._selection_faults.zero_()
+        self._ops.check_selection(selected, step.places, faults)
+        tensors.counts[ERROR_WORD : ERROR_WORD + 1].bitwise_or_((faults != 0).int() * BAD_SELECTION)
 
     def attend_selected(self, step: DeviceStep, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
         """As LayerCalls.attend_selected, for the tokens of step. Raises BadTensor, WrongState."""
@@ -350,6 +375,12 @@ class StepLayers:
         self._require_running()
         self._stores.before_attend(self._half, self._index_of(layer))
         self._layers.select(self._step, layer, q, weights)
+        self._selections.after_select(self._half, layer)
+
+    def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
+        """As LayerCalls.give_selection."""
+        self._require_running()
+        self._layers.give_selection(self._step, layer, units, counts)
         self._selections.after_select(self._half, layer)
 
     def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:

@@ -108,6 +108,16 @@ class LayerCalls(Protocol):
         """
         ...
 
+    def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
+        """In place of select(): the units that the caller has chosen, of a layer that has an indexer; they are copied.
+
+        units:  int32 [T, sets, width] of the indexing, of each token and set the numbers of its units, ascending
+        counts: int32 [T, sets], how many of them count
+        Units that are not in order, or that lie outside of what their token sees, are a fault of the step, and those
+        outside give no key. Raises BadTensor, WrongState.
+        """
+        ...
+
     def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """As attend, over the keys that were chosen in this step: by the layer's own indexer, or by the nearest earlier
         layer's that has one, as the layer's problem says.

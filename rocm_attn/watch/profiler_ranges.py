@@ -114,6 +114,14 @@ class RangedLayers:
         with self._range(f"layer {layer}: select"):
             self._layers.select(layer, q, weights)
 
+    def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
+        """As LayerCalls.give_selection."""
+        self._ranges.push(f"layer {layer}: give_selection")
+        try:
+            self._layers.give_selection(layer, units, counts)
+        finally:
+            self._ranges.pop()
+
     def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """As LayerCalls.attend_selected."""
         with self._range(f"layer {layer}: attend_selected"):

@@ -95,6 +95,10 @@ class LayerTap:
         """As LayerCalls.select."""
         self._layers.select(layer, q, weights)
 
+    def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
+        """As LayerCalls.give_selection."""
+        self._layers.give_selection(layer, units, counts)
+
     def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """As LayerCalls.attend_selected. What attends to a part of the keys is not compared with attention to all."""
         self._layers.attend_selected(layer, q, out, lse)

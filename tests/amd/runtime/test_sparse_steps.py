@@ -10,15 +10,17 @@ import torch
 
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.forecast import plan_capture
-from rocm_attn.errors import BadBatch, BadProblem, BadTensor, Unsupported, WrongState
+from rocm_attn.errors import BadBatch, BadProblem, BadTensor, DeviceFault, Unsupported, WrongState
 from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit, Pooling
 from rocm_attn.machine.target import known_target
+from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import EarlierSelection, Indexer, KVEncoding, Problem, Scales
 from rocm_attn.providers.select import select
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.runtime.sparse_world import SparseWorld, indexer, latent_layer, layer
 from tests.amd.runtime.stepping import providers
+from tests.amd.tolerances import assert_attention_close
 
 TOKENS = Indexing(0.25, top=5)
 BLOCKS = Indexing(0.25, top=3, unit_keys=4, first=1, last=1)
@@ -233,3 +235,44 @@ def test_a_selection_is_in_the_memory_that_graphs_read(device: torch.device) -> 
     assert units == sorted(units)
     batch = StepBatch(np.array([request.row]), np.array([6]), np.array([1]))
     assert world.runtime._planner.plan(batch, None, 1).key.kernels[0].describe().count(" beside ") == 2
+
+
+def test_a_caller_may_choose_and_is_heard_of_when_it_chooses_wrongly(device: torch.device) -> None:
+    """What lies outside of a sequence gives no key, harms nothing, and is reported with its step."""
+    world = SparseWorld([layer(indexer(TOKENS))], device)
+    request, asked = world.admit(), world.asked[0]
+    world.run([request], [6])
+
+    def decode(chosen: list[int]) -> torch.Tensor:
+        world.draw(1)
+        step = world.runtime.begin_step(world.batch([request], [1]))
+        at = step.tokens
+        units = torch.full((len(asked.q[at][: len(step.token_ids)]), 1, 5), -1, dtype=torch.int32, device=device)
+        units[0, 0, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
+        counts = torch.zeros(units.shape[:2], dtype=torch.int32, device=device)
+        counts[0] = len(chosen)
+        step.layers.store(0, asked.k[at], asked.v[at])
+        step.layers.store_index(0, asked.index_k[at])
+        with pytest.raises(BadTensor, match=r"units is torch\.int64"):
+            step.layers.give_selection(0, units.long(), counts)
+        step.layers.give_selection(0, units, counts)
+        step.layers.attend_selected(0, asked.q[at], asked.out[at])
+        world.runtime.end_step()
+        world.remember([request], [1])
+        return asked.out[0].clone()
+
+    right = decode([1, 4, 6])
+    stored, dense = request.layers[0], layer()
+    seen = torch.zeros(1, 7, dtype=torch.bool, device=device)
+    seen[0, [1, 4, 6]] = True
+    assert_attention_close(
+        right[None], attend_sequence(asked.q[:1], stored.k, stored.v, dense, visible=seen)[0], dense.dtype
+    )
+    world.runtime.check_device()
+    wrong = decode([1, 4, 900])
+    assert wrong.isfinite().all()
+    with pytest.raises(DeviceFault, match="units that a token was given are not each once, in ascending order"):
+        world.runtime.check_device()
+    decode([4, 1])
+    with pytest.raises(DeviceFault, match="in ascending order"):
+        world.runtime.check_device()

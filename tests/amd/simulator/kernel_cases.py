@@ -104,7 +104,7 @@ def run_masked(arch: str, case: Case) -> Simulation:
     """A masked step, of sequences with one new token too."""
     tensors = build(replace(case, masked=True), CPU)
     with simulated(arch) as simulation:
-        run_extend(tensors, tiles=tiles_of(arch, case)[1].of_masked_steps())
+        run_extend(tensors, tiles=tiles_of(arch, case)[1].of_masked_steps(case.codes))
     assert_served(tensors)
     return simulation
 

@@ -112,7 +112,7 @@ def token_factor(scale, page, offset, head, live, MASKED: tl.constexpr, C: tl.co
         # compiler then has too few.
         if MASKED:
             page = tl.where(live, page, 0)
-        factor = tl.load(scale + (page * C.PAGE_SIZE + offset) * C.KV_HEADS + head)
+        factor = tl.load(scale + (page * C.KV_HEADS + head) * C.PAGE_SIZE + offset)
         if MASKED:
             factor = tl.where(live, factor, 0.0)
     return factor

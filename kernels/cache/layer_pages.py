@@ -22,8 +22,8 @@ class LayerPages:
     v:                [pages, page_size, kv_heads, v_head_dim]; of a latent layer the first v_head_dim elements of each
                       row of k
     format:           what they hold
-    k_scale, v_scale: float32 factors of K and of V, as format.scales says: [1], [kv_heads] or [pages, page_size,
-                      kv_heads], contiguous; None where there are none. Of a latent layer v_scale is k_scale
+    k_scale, v_scale: float32 factors of K and of V, as format.scales says: [1], [kv_heads] or [pages, kv_heads,
+                      page_size], contiguous; None where there are none. Of a latent layer v_scale is k_scale
     raw_k, raw_v:     k and v as memory, which is what is launched with, written and copied: uint8 where elements are
                       codes, as few operations and not all of Triton's targets know the dtypes of eight bits
     keys, values:     raw_k and raw_v, token by token
@@ -112,7 +112,7 @@ class LayerPages:
         if scale is None:
             return numbers
         if self.format.scales is Scales.TOKEN:
-            scale = scale[at]
+            scale = scale.transpose(1, 2)[at]
         # [1] and [kv_heads] stretch over pages and tokens.
         return numbers * scale[..., None]
 

@@ -81,7 +81,7 @@ class Scales(enum.Enum):
     NONE:  there are no factors
     LAYER: [1]
     HEAD:  [kv_heads]
-    TOKEN: [pages, page_size, kv_heads]; the store derives them from what it writes
+    TOKEN: [pages, kv_heads, page_size]; the store derives them from what it writes
     """
 
     NONE = "no scales"
@@ -165,6 +165,6 @@ class PageFormat:
             Scales.NONE: (),
             Scales.LAYER: (1,),
             Scales.HEAD: (self.num_kv_heads,),
-            Scales.TOKEN: (self.page_size, self.num_kv_heads),
+            Scales.TOKEN: (self.num_kv_heads, self.page_size),
         }
         return shapes[self.scales]

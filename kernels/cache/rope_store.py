@@ -97,13 +97,15 @@ class Angles(NamedTuple):
 class Target(NamedTuple):
     """Where rows go: each head's first element [HEADS_BLOCK, 1], and the stride between vectors of a row.
 
-    scale, first_scale: of pages that have codes: factors, and where a token's begin
+    scale, first_scale: of pages that have codes: factors, and where that of the first head lies
+    scale_head:         from one head's to the next
     """
 
     at: Any
     vector: Any
     scale: Any
     first_scale: Any
+    scale_head: Any
 
 
 @triton.jit
@@ -205,7 +207,7 @@ def _carry(rows, to, head, weight, angles, S: tl.constexpr):
 def _factors(to, head, own, is_head, SCALES: tl.constexpr):
     """The factor of each head's row, [HEADS_BLOCK, 1] or of the layer; own: of tokens, which are written."""
     if SCALES == TOKEN_SCALES:
-        tl.store(to.scale + to.first_scale + head, own, mask=is_head)
+        tl.store(to.scale + to.first_scale + head.to(tl.int64) * to.scale_head, own, mask=is_head)
         factor = own
     elif SCALES == HEAD_SCALES:
         factor = tl.load(to.scale + head, mask=is_head, other=1.0)
@@ -266,7 +268,7 @@ def _rope_store_kernel(
         head = tl.program_id(1) * Q.HEADS_BLOCK + tl.arange(0, Q.HEADS_BLOCK)[:, None]
         rows = q + t * q_token + head.to(tl.int64) * q_head
         to = q_out + t * out_token + head.to(tl.int64) * out_head
-        _carry(rows, Target(to, 0, None, 0), head, q_weight, angles, Q)
+        _carry(rows, Target(to, 0, None, 0, 0), head, q_weight, angles, Q)
     elif G.STORES:
         slot = tl.load(slot_of_token + token).to(tl.int64)
         if (token < tl.load(counts + 1)) & (slot >= G.FIRST_SLOT):
@@ -276,11 +278,25 @@ def _rope_store_kernel(
             head64 = head.to(tl.int64)
             rows = k + t * k_token + head64 * k_head
             to = k_pages + page * kp_page + token_cell(offset, kp_group, K.TOKENS) + head64 * kp_head
-            strange = _carry(rows, Target(to, kp_vector, k_scale, slot * K.HEADS), head, k_weight, angles, K)
+            strange = _carry(
+                rows,
+                Target(to, kp_vector, k_scale, page * (K.HEADS * G.PAGE_SIZE) + offset, G.PAGE_SIZE),
+                head,
+                k_weight,
+                angles,
+                K,
+            )
             if not G.LATENT:
                 rows = v + t * v_token + head64 * v_head
                 to = v_pages + page * vp_page + token_cell(offset, vp_group, V.TOKENS) + head64 * vp_head
-                strange |= _carry(rows, Target(to, vp_vector, v_scale, slot * V.HEADS), head, v_weight, angles, V)
+                strange |= _carry(
+                    rows,
+                    Target(to, vp_vector, v_scale, page * (V.HEADS * G.PAGE_SIZE) + offset, G.PAGE_SIZE),
+                    head,
+                    v_weight,
+                    angles,
+                    V,
+                )
             if tl.max(strange, 0) > 0:
                 tl.atomic_or(counts + _ERROR_WORD, _NOT_FINITE, sem="relaxed")
 

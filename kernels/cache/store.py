@@ -60,7 +60,7 @@ def _in_pages(row, factor, scale, head, first_scale, G: tl.constexpr):
 
     factor:      what _given_factor found
     scale:       the factors of tokens, which are written, or others, or None; head: int64 [HEADS_BLOCK, 1]
-    first_scale: of a token's factors, where they begin
+    first_scale: of the first head's, where the token's factor lies
     """
     if not is_coded(G.ENCODING):
         elements = row
@@ -70,7 +70,7 @@ def _in_pages(row, factor, scale, head, first_scale, G: tl.constexpr):
         row = row.to(tl.float32)
         if G.SCALES == TOKEN_SCALES:
             factor = scale_of_rows(row, G.ENCODING)[:, None]
-            tl.store(scale + first_scale + head, factor, mask=head < G.HEADS)
+            tl.store(scale + first_scale + head * G.PAGE_SIZE, factor, mask=head < G.HEADS)
         # One quotient a row, and it is rounded as torch rounds it.
         elements = encoded(row * tl.div_rn(1.0, factor), G.ENCODING)
     return elements
@@ -107,6 +107,7 @@ def _store_kernel(
         t = token.to(tl.int64)
         page = slot // G.PAGE_SIZE
         offset = slot % G.PAGE_SIZE
+        first_scale = page * (G.HEADS * G.PAGE_SIZE) + offset
         # head: [HEADS_BLOCK, 1]; k_d: [1, K_COLUMNS]; v_d: [1, V_COLUMNS]
         head = tl.program_id(1) * G.HEADS_BLOCK + tl.arange(0, G.HEADS_BLOCK)[:, None]
         # 64-bit before multiplying: HND layouts have head strides beyond int32.
@@ -124,13 +125,13 @@ def _store_kernel(
         k_row, strange = _finite_row(k_row)
         heads = k_pages + page * kp_page + token_cell(offset, kp_group, G.K_TOKENS) + head64 * kp_head
         cell = element_cell(k_d, kp_vector, G.K_ELEMENTS, G.K_TOKENS, G.K_DIM)
-        tl.store(heads + cell, _in_pages(k_row, k_factor, k_scale, head64, slot * G.HEADS, G), mask=is_k)
+        tl.store(heads + cell, _in_pages(k_row, k_factor, k_scale, head64, first_scale, G), mask=is_k)
         if G.HAS_V:
             v_row, v_strange = _finite_row(v_row)
             strange |= v_strange
             heads = v_pages + page * vp_page + token_cell(offset, vp_group, G.V_TOKENS) + head64 * vp_head
             cell = element_cell(v_d, vp_vector, G.V_ELEMENTS, G.V_TOKENS, G.V_DIM)
-            tl.store(heads + cell, _in_pages(v_row, v_factor, v_scale, head64, slot * G.HEADS, G), mask=is_v)
+            tl.store(heads + cell, _in_pages(v_row, v_factor, v_scale, head64, first_scale, G), mask=is_v)
         if tl.max(strange, 0) > 0:
             tl.atomic_or(counts + _ERROR_WORD, _NOT_FINITE, sem="relaxed")
 

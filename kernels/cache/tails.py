@@ -71,10 +71,10 @@ def _zero_tails_kernel(
                 tl.store(v_row + v_cell, tl.zeros([HEADS_BLOCK, V_COLUMNS], v_pages.dtype.element_ty), mask=v_inside)
                 if G.SCALES == TOKEN_SCALES:
                     # Of codes that are 0; a factor that is no number would not leave them so.
-                    first_scale = (page * G.PAGE_SIZE + token) * G.HEADS
+                    first_scale = page * (G.HEADS * G.PAGE_SIZE) + token
                     nothing = tl.zeros([HEADS_BLOCK, 1], tl.float32)
-                    tl.store(k_scale + first_scale + head64, nothing, mask=head < G.HEADS)
-                    tl.store(v_scale + first_scale + head64, nothing, mask=head < G.HEADS)
+                    tl.store(k_scale + first_scale + head64 * G.PAGE_SIZE, nothing, mask=head < G.HEADS)
+                    tl.store(v_scale + first_scale + head64 * G.PAGE_SIZE, nothing, mask=head < G.HEADS)
 
 
 def launch_zero_tails(

@@ -38,7 +38,7 @@ def store_kv(
         _write(side, page, offset, written[source], any_live)
         if form.scales is Scales.TOKEN:
             assert scale is not None
-            scale[page, offset] = torch.where(any_live, factor[source], scale[page, offset])
+            scale[page, :, offset] = torch.where(any_live, factor[source], scale[page, :, offset])
     counts[ERROR_WORD].bitwise_or_(strange.any().to(torch.int32) * NOT_FINITE)
 
 
@@ -87,4 +87,4 @@ def zero_tails(
     if pages.format.scales is Scales.TOKEN:
         for scale in (pages.k_scale, pages.v_scale):
             assert scale is not None
-            scale[page] = scale[page].masked_fill(dead[..., None], 0)
+            scale[page] = scale[page].masked_fill(dead[:, None], 0)

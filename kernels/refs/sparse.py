@@ -169,7 +169,8 @@ def selected_rows(args: SelectedArgs, first: int, end: int, key: Tensor) -> tupl
 def _factors(factors: Tensor, scales: Scales, at: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """What the rows of these places are multiplied with, in a shape that [tokens, kv_heads, keys] takes."""
     if scales is Scales.TOKEN:
-        return factors[at]
+        page, offset, head = at
+        return factors[page, head, offset]
     return factors[:, None] if scales is Scales.HEAD else factors
 
 

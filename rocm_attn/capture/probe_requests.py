@@ -348,7 +348,7 @@ def kept_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterator[Non
                 rows.read_tokens(page, at, before)
                 kept.append((rows, page, at, before))
                 if scale is not None and layer.format.scales is Scales.TOKEN:
-                    factors.append((scale, (page, at), scale[page, at]))
+                    factors.append((scale, (page, slice(None), at), scale[page, :, at]))
     try:
         yield
     finally:

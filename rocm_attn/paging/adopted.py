@@ -355,7 +355,7 @@ def layer_pages(kv: Tensor | Sequence[Tensor], axes: str) -> tuple[tuple[Tensor,
 class EnginePages:
     """What an engine says of a layer's eight-bit pages, beside the tensors.
 
-    k_scale, v_scale: float32, on the device: [] or [1] for a layer, [kv_heads] for heads, [pages, page_size, kv_heads]
+    k_scale, v_scale: float32, on the device: [] or [1] for a layer, [kv_heads] for heads, [pages, kv_heads, page_size]
                       for tokens; they stay the engine's, and are read and, those of tokens, written where they lie
     format:           what its pages hold. Bytes (uint8) do not say it, so it must be declared
     """

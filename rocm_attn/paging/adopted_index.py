@@ -36,7 +36,7 @@ class AdoptedIndexPages:
             raise BadTensor(f"layer {layer} has no indexer, and so no index pages; leave them out")
         self._check(layer, keys, scale, form)
         rows = keys.unsqueeze(2)
-        factors = scale.unsqueeze(2) if scale is not None and form.scales is Scales.TOKEN else scale
+        factors = scale.unsqueeze(1) if scale is not None and form.scales is Scales.TOKEN else scale
         bound, pages = self._layers.get(layer), LayerPages(rows, rows, form, factors, factors)
         if bound is not None and self._sealed and _place(bound) != _place(pages):
             self._moved(

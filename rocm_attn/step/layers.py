@@ -294,7 +294,7 @@ def _index_pages(pages: LayerPages) -> IndexPages:
     """As indexers read them."""
     scale = pages.k_scale
     is_per_token = pages.format.scales is Scales.TOKEN
-    return IndexPages(pages.k[:, :, 0], scale[:, :, 0] if scale is not None and is_per_token else scale)
+    return IndexPages(pages.k[:, :, 0], scale[:, 0] if scale is not None and is_per_token else scale)
 
 
 class StepLayers:

@@ -129,7 +129,7 @@ class PersistentDecode:
         """Factors as the function takes them, [pages, kv_heads, 1024]; rows: room for those of one page"""
         assert scale is not None
         if self.problem.kv_scales is Scales.TOKEN:
-            return scale.transpose(1, 2)
+            return scale
         rows.copy_(scale[:, None])
         return rows.expand(num_pages, self.problem.num_kv_heads, PAGE_TOKENS)
 
@@ -144,8 +144,7 @@ class PersistentDecode:
 def bind_persistent(problem: Problem, target: Target, pool: PoolSize) -> PersistentDecode:
     """The kernel, with shares for the target's compute units.
 
-    Raises LookupError for another scale, for counts of heads that are not put together or share the units unevenly,
-    and for factors of tokens that lie apart.
+    Raises LookupError for another scale, and for counts of heads that are not put together or share the units unevenly.
     """
     # To the float32 in which it multiplies.
     if not math.isclose(problem.scale, _SCALE, rel_tol=2**-24):
@@ -158,10 +157,5 @@ def bind_persistent(problem: Problem, target: Target, pool: PoolSize) -> Persist
     if target.compute_units % problem.num_kv_heads:
         raise LookupError(
             f"{problem.num_kv_heads} KV heads do not share {target.compute_units} compute units evenly, as it demands"
-        )
-    if problem.kv_scales is Scales.TOKEN and problem.num_kv_heads > 1:
-        raise LookupError(
-            f"it wants the factors of a KV head's tokens beside each other, and with {problem.num_kv_heads} heads they "
-            "lie apart"
         )
     return PersistentDecode(problem, target.compute_units)

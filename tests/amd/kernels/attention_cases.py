@@ -268,7 +268,7 @@ class _Drawn:
         """Put tokens [first, first + tokens) at the beginning of a page."""
         side.held[page, :tokens] = self.held[first : first + tokens]
         if side.case.scales is Scales.TOKEN and side.scale is not None:
-            side.scale[page, :tokens] = self.factor[first : first + tokens]
+            side.scale[page, :, :tokens] = self.factor[first : first + tokens].T
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +294,7 @@ class _Side:
             Scales.NONE: None,
             Scales.LAYER: _factors(1, generator=generator),
             Scales.HEAD: _factors(heads, generator=generator),
-            Scales.TOKEN: _nan(*shape, dtype=torch.float32),
+            Scales.TOKEN: _nan(num_pages, heads, case.page_size, dtype=torch.float32),
         }[case.scales]
         return cls(case, torch.full((*shape, dim), nan, dtype=torch.uint8), scale, nan)
 
@@ -317,7 +317,7 @@ class _Side:
         """Make a token NaN, and its factors."""
         self.held[page, offset] = self.nan
         if self.case.scales is Scales.TOKEN and self.scale is not None:
-            self.scale[page, offset] = float("nan")
+            self.scale[page, :, offset] = float("nan")
 
     def pages(self, device: torch.device, order: tuple[int, ...]) -> Tensor:
         """As a launcher takes them; where the case says so with gaps, in memory of another order of dimensions."""

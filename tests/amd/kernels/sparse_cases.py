@@ -362,7 +362,11 @@ def _pages(case: SelectedCase, units: Tensor, counts: Tensor, generator: torch.G
 
     def factors() -> Tensor | None:
         if case.scales is Scales.TOKEN:
-            return torch.where(read, torch.rand(shape, generator=generator) + 0.5, float("nan"))
+            return (
+                torch.where(read, torch.rand(shape, generator=generator) + 0.5, float("nan"))
+                .transpose(1, 2)
+                .contiguous()
+            )
         return {
             Scales.NONE: None,
             Scales.LAYER: torch.rand(1, generator=generator) + 0.5,
@@ -382,5 +386,5 @@ def _value(rows: Tensor, factors: Tensor | None, at: tuple[int, int, int], scale
     row = rows[at].double()
     if factors is None:
         return row
-    index = {Scales.LAYER: (0,), Scales.HEAD: at[2:], Scales.TOKEN: at}[scales]
+    index = {Scales.LAYER: (0,), Scales.HEAD: at[2:], Scales.TOKEN: (at[0], at[2], at[1])}[scales]
     return row * factors[index].double()

@@ -29,7 +29,7 @@ def pages_of(
     k = raw.to(device).view(form.encoding.dtype)
     factors = torch.tensor(scale, device=device)
     if form.scales is Scales.TOKEN:
-        factors = factors.expand(3, 4, 2).contiguous()
+        factors = factors.expand(3, 2, 4).contiguous()
     return LayerPages(k, k.clone(), form, factors, factors.clone())
 
 

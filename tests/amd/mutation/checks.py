@@ -301,6 +301,10 @@ def store(memory: Memory) -> None:
     assert_same(memory, of_pages(launch_store_kv), of_pages(cache_twins.store_kv), inputs, pages)
     inputs[2] = ints([5, 1, 19, 10])
     assert_same(memory, of_pages(launch_store_kv), of_pages(cache_twins.store_kv), inputs, vectorised_pages(5))
+    inputs[2] = ints([4, 1, 14, 9])
+    for scales in (Scales.HEAD, Scales.TOKEN):
+        store_kv, twin = (of_coded_pages(each, scales) for each in (launch_store_kv, cache_twins.store_kv))
+        assert_same(memory, store_kv, twin, inputs, coded_pages(5, scales))
 
 
 def rope_store(memory: Memory) -> None:
@@ -385,6 +389,25 @@ def assert_alike(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
         torch.testing.assert_close(got, want, rtol=0.26 if got is not found[0] else 1e-5, atol=1e-5, equal_nan=True)
 
 
+def coded_pages(num_pages: int, scales: Scales) -> list[Tensor]:
+    """Bytes of three heads of odd dims, with gaps, and the factors of K and V."""
+    pages = [torch.zeros(num_pages, 3, PAGE_SIZE, dim + 8, dtype=torch.uint8)[..., :dim] for dim in (24, 40)]
+    factors = torch.full((3,), 0.02) if scales is Scales.HEAD else torch.zeros(num_pages, PAGE_SIZE, 3)
+    return [*(side.transpose(1, 2) for side in pages), factors, factors.clone()]
+
+
+def of_coded_pages(launch: Callable[..., None], scales: Scales) -> Callable[..., None]:
+    """launch(*what it reads, K pages, V pages and their factors)."""
+    form = PageFormat(Encoding.E4M3FN, PoolKind.SPLIT, PAGE_SIZE, 3, 24, 40, scales)
+
+    def of_tensors(*tensors: Tensor) -> None:
+        k, v, k_scale, v_scale = tensors[-4:]
+        dtype = form.encoding.dtype
+        launch(*tensors[:-4], LayerPages(k.view(dtype), v.view(dtype), form, k_scale, v_scale))
+
+    return of_tensors
+
+
 def tails(memory: Memory) -> None:
     """Three heads of odd dims; a sequence without new tokens, a full page, and a length beyond its row."""
     pages = [gapped(7, 3, PAGE_SIZE, dim).transpose(1, 2) for dim in (24, 40)]
@@ -393,6 +416,11 @@ def tails(memory: Memory) -> None:
     table = ints([0, 0, 1, 2, 3, 4, 5, 6]).view(4, 2)
     inputs = [table, ints([1, 2, 3, 2]), ints([4, 5, 3, 7]), ints([1, 0, 2, 1])]
     assert_same(memory, of_pages(launch_zero_tails), of_pages(cache_twins.zero_tails), inputs, pages)
+    coded = coded_pages(7, Scales.TOKEN)
+    for side in coded:
+        side[1:] = 1
+    zero_tails, twin = (of_coded_pages(each, Scales.TOKEN) for each in (launch_zero_tails, cache_twins.zero_tails))
+    assert_same(memory, zero_tails, twin, inputs, coded)
     inputs[2] = ints([5, 6, 4, 9])
     assert_same(memory, of_pages(launch_zero_tails), of_pages(cache_twins.zero_tails), inputs, vectorised_pages(7))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from rocm_attn.kernels.attention.finish import launch_finish
 from rocm_attn.kernels.attention.merge_states import launch_merge_states
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.cache.page_format import PoolKind
+from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.kernels.cache.rope_store import launch_rope_store
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm, TokenPlaces
 from rocm_attn.kernels.cache.store import launch_store_kv
@@ -195,6 +195,29 @@ def run_store(arch: str, dtype: torch.dtype, pools_of: Callable[..., list[Tensor
     return simulation
 
 
+def run_coded_store(arch: str, encoding: Encoding, scales: Scales) -> Simulation:
+    """New keys and values to eight-bit pages, with the factors that go with them."""
+    form = PageFormat(encoding, PoolKind.SPLIT, 8, 2, 80, 48, scales)
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(5, 2, dim, generator=generator).to(BF16) for dim in (80, 48))
+    k[1] *= 1e4
+    v[2, 1, 3] = float("inf")
+    slots = torch.tensor([8, 31, 17, 9, 40], dtype=torch.int32)
+    stored = []
+    for _ in range(2):
+        k_pages, v_pages = (torch.zeros(8, 8, 2, dim, dtype=torch.uint8).view(encoding.dtype) for dim in (80, 48))
+        factors = torch.zeros(8, 8, 2) if scales is Scales.TOKEN else torch.tensor([0.01, 0.03])
+        stored.append(LayerPages(k_pages, v_pages, form, factors, factors.clone()))
+    counts = [torch.tensor([1, 4, 0, 0], dtype=torch.int32) for _ in range(2)]
+    with simulated(arch) as simulation:
+        launch_store_kv(k, v, slots, counts[0], stored[0])
+    cache_twins.store_kv(k, v, slots, counts[1], stored[1])
+    assert counts[0].tolist() == counts[1].tolist() == [1, 4, 0, NOT_FINITE]
+    for name, found in stored[0].tensors().items():
+        assert torch.equal(found, stored[1].tensors()[name]), f"{name} is not the twin's"
+    return simulation
+
+
 def run_row_work(arch: str, pool: PoolKind, *, is_large: bool) -> Simulation:
     """The fused store of rows of which a part turns, and what follows attention, in place both; of twins' results."""
     is_latent = pool is PoolKind.LATENT
@@ -250,7 +273,8 @@ def _step_cases(arch: str, cases: dict[str, Case], widths: tuple[bool, ...]) -> 
 
 def _named(case: Case) -> str:
     heads, dims = ("x".join(map(str, pair)) for pair in (case.heads, case.dims))
-    return f"{heads}-{dims}-{str(case.dtype).removeprefix('torch.')}-page{case.page_size}"
+    kv = "" if case.kv is None else f"-{case.kv.name}_{case.scales.name}"
+    return f"{heads}-{dims}-{str(case.dtype).removeprefix('torch.')}{kv}-page{case.page_size}"
 
 
 def _by_name(cases: list[Case]) -> dict[str, Case]:
@@ -266,9 +290,29 @@ def quick_cases(arch: str) -> list[KernelCase]:
         replace(STEP, heads=(32, 1), dtype=BF16, page_size=1),
         WIDE,
     ]
+    own = Encoding.E4M3FNUZ if arch == "gfx942" else Encoding.E4M3FN
+    coded = [
+        replace(STEP, kv_len=[40, 20, 0, 35], q_len=[1, 9, 1, 2], dtype=BF16, kv=own, scales=Scales.HEAD),
+        replace(
+            STEP,
+            kv_len=[40, 20, 0, 35],
+            q_len=[1, 9, 1, 2],
+            heads=(6, 2),
+            dims=(80, 48),
+            page_size=5,
+            dtype=FP16,
+            spread=True,
+            kv=Encoding.E5M2,
+            scales=Scales.TOKEN,
+        ),
+    ]
     return [
         *_step_cases(arch, _by_name(both_widths), (False, True)),
-        *_step_cases(arch, _by_name(below), (False,)),
+        *_step_cases(arch, _by_name([*below, *coded]), (False,)),
+        *(
+            KernelCase(f"store-{encoding.name}-{scales.name}", arch, partial(run_coded_store, arch, encoding, scales))
+            for encoding, scales in ((own, Scales.TOKEN), (Encoding.E5M2, Scales.HEAD))
+        ),
         *(
             KernelCase(f"merge-{seqs}x{programs}", arch, partial(run_merge, arch, seqs, programs))
             for seqs, programs in ((1, 20), (5, 9), (17, 20))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -232,7 +233,7 @@ def test_who_runs_a_segment_changes_no_bit(kernel_device: torch.device) -> None:
     ],
 )
 def test_what_no_kernel_serves_is_refused_with_the_reason(
-    change: dict[str, object], reason: str, kernel_device: torch.device
+    change: dict[str, Any], reason: str, kernel_device: torch.device
 ) -> None:
     tensors = build(replace(DECODES, kv_len=[3], q_len=[1], dtype=torch.float16, **change), kernel_device)
     for run in (run_latent_decode, run_latent_extend):

@@ -169,10 +169,10 @@ def test_every_latent_tuning_row_is_in_the_matrix(arch: str) -> None:
         compiled: set[LatentTiles] = set()
         for row in ROWS:
             if row.arch == arch and row.is_large == is_large and row.pool is PoolKind.LATENT:
-                shape = {"dims": row.dims, "dtype": row.dtype}
-                compiled.add(latent_decode_tiles(arch, num_rows=row.heads[0], **shape))
-                compiled.add(latent_extend_tiles(arch, **shape))
-                compiled.add(latent_segment_tiles(arch, **shape).block)
+                dims, dtype = row.dims, row.dtype
+                compiled.add(latent_decode_tiles(arch, num_rows=row.heads[0], dims=dims, dtype=dtype))
+                compiled.add(latent_extend_tiles(arch, dims=dims, dtype=dtype))
+                compiled.add(latent_segment_tiles(arch, dims=dims, dtype=dtype).block)
         tuned = [row.tiles for row in (*latent_tiles.DECODE_ROWS, *latent_tiles.EXTEND_ROWS) if row.arch == own_name]
         segments = [row.tiles.block for row in latent_tiles.SEGMENT_ROWS if row.arch == own_name]
         assert tuned, f"no latent tuning row for {arch}"

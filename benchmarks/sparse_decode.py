@@ -269,6 +269,7 @@ def rows_of(case: Case, arch: str, *, candidates: bool) -> list[dict[str, Any]]:
         head_dim=case.dims[0],
         v_head_dim=case.dims[1],
         dtype=torch.bfloat16,
+        is_coded=False,
     )
     rows: list[dict[str, Any]] = []
     error = error_of(made, tiles, selected)

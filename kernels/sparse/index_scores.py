@@ -21,7 +21,7 @@ from triton import knobs
 from triton.language.target_info import current_target
 from triton.runtime.jit import constexpr_function
 
-from rocm_attn.kernels.attention.coded import coded_query
+from rocm_attn.kernels.attention.coded import half_query
 from rocm_attn.kernels.cache.codes import decoded
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.launch import launch
@@ -105,6 +105,15 @@ def _multiplies_codes(encoding: int) -> bool:
     if target.backend == "cuda":
         return encoding == Encoding.E4M3FN.number and target.arch >= 89
     return encoding == {"gfx942": Encoding.E4M3FNUZ.number, "gfx950": Encoding.E4M3FN.number}.get(target.arch)
+
+
+@constexpr_function
+def _is_half_sooner(encoding: int) -> bool:
+    """Whether codes become float16 by fewer instructions than bfloat16."""
+    target = None if knobs.runtime.interpret else current_target()
+    return (
+        encoding in (Encoding.E4M3FN.number, Encoding.E5M2.number) and target is not None and target.backend == "cuda"
+    )
 
 
 @constexpr_function
@@ -235,8 +244,8 @@ def _index_scores_kernel(
     if G.CODED_Q:
         # Decoded where the target cannot multiply codes; float16 has every one of them.
         q_block = _factor_of_products(q_block, G.ENCODING, tl.float16, True)
-    else:
-        q_block, q_factor = coded_query(q_block, G)
+    elif _is_half_sooner(G.ENCODING):
+        q_block, q_factor = half_query(q_block)
         factor = factor * q_factor
     weight = None
     if weights is not None:

@@ -57,12 +57,16 @@ class IndexRow:
 
 @dataclass(frozen=True, slots=True)
 class SelectedRow:
-    """tiles serve an arch, an element size of q in bytes and head dims up to max_head_dim."""
+    """tiles serve an arch, an element size of q in bytes and head dims up to max_head_dim.
+
+    coded: whether they serve pages of eight bits only
+    """
 
     arch: str
     item_bytes: int
     max_head_dim: int
     tiles: SelectedTiles
+    coded: bool = False
 
 
 # The first row that serves wins.
@@ -89,6 +93,8 @@ SELECTED_ROWS = (
     SelectedRow("sm_90", 2, 128, SelectedTiles(64, 64, 4, 2, 2)),
     SelectedRow("sm_90", 2, 256, SelectedTiles(16, 32, 4, 3, 2)),
     SelectedRow("sm_90", 2, 256, SelectedTiles(64, 32, 8, 2, 1)),
+    # With 4 warps what becomes of codes spills 16 bytes.
+    SelectedRow("sm_90", 2, 576, SelectedTiles(16, 32, 8, 3, 1), coded=True),
     SelectedRow("sm_90", 2, 576, SelectedTiles(16, 32, 4, 3, 2)),
     SelectedRow("sm_90", 2, 576, SelectedTiles(32, 32, 8, 2, 1)),
     SelectedRow("sm_90", 4, 256, SelectedTiles(16, 16, 4, 1, 2)),
@@ -121,13 +127,18 @@ def index_tiles(arch: str, *, dim: int, key_dtype: torch.dtype) -> IndexTiles:
     )
 
 
-def selected_tiles(arch: str, *, gqa_ratio: int, head_dim: int, v_head_dim: int, dtype: torch.dtype) -> SelectedTiles:
-    """The tiles of attention over a selection. dtype: of q. Raises NoTiles."""
+def selected_tiles(
+    arch: str, *, gqa_ratio: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, is_coded: bool
+) -> SelectedTiles:
+    """The tiles of attention over a selection. dtype: of q; is_coded: whether pages are of eight bits. Raises NoTiles."""
     for name in names_of(arch):
         serving = [
             row
             for row in SELECTED_ROWS
-            if row.arch == name and row.item_bytes == dtype.itemsize and max(head_dim, v_head_dim) <= row.max_head_dim
+            if row.arch == name
+            and row.item_bytes == dtype.itemsize
+            and max(head_dim, v_head_dim) <= row.max_head_dim
+            and (is_coded or not row.coded)
         ]
         # Rows for larger dims serve where none is for these.
         tiles = [row.tiles for row in serving if row.max_head_dim == serving[0].max_head_dim]

@@ -103,6 +103,7 @@ def _bind_selected(problem: Problem, target: Target, pool: PoolSize) -> TritonSe
         head_dim=problem.head_dim,
         v_head_dim=problem.v_head_dim,
         dtype=problem.dtype,
+        is_coded=problem.kv_encoding is not KVEncoding.LIKE_Q,
     )
     return TritonSelected(problem, _keys(problem), tiles, target.compute_units * tiles.programs_per_cu)
 

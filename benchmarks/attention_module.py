@@ -20,7 +20,7 @@ from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import detect_target
-from rocm_attn.problem import UNLIMITED_WINDOW, Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.contract import BoundKernel, StepBounds
 from rocm_attn.providers.select import select
 from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
@@ -77,12 +77,11 @@ class Prepared:
 def plan(d: Any) -> Prepared:
     """Everything of a step that its layers share."""
     case = d.case
-    if case.kind == "mla":
-        raise NotImplementedError("MLA is not served yet")
     device = d.q.device
     # The harness counts a query's own key among its window's.
     window_left = case.window - 1 if case.window else UNLIMITED_WINDOW
-    problem = Problem(case.Hq, case.Hkv, case.D, case.Dv, d.q.dtype, case.page, case.scale, window_left)
+    pool = PoolKind.LATENT if case.kind == "mla" else PoolKind.SPLIT
+    problem = Problem(case.Hq, case.Hkv, case.D, case.Dv, d.q.dtype, case.page, case.scale, window_left, pool=pool)
     kind = step_kind(case.ql)
     kernel = select(problem, detect_target(device), "triton").kernels[kind].bound
     shape = PaddedShape(kind, case.B, case.T)
@@ -96,7 +95,8 @@ def plan(d: Any) -> Prepared:
         row_of_seq=torch.arange(case.B, dtype=torch.int32, device=device),
     )
     bounds = StepBounds(shape, max(case.ql), max(case.kv))
-    return Prepared.of(kernel, metadata, bounds, (d.q, d.out), LayerPages.plain(d.k_cache, d.v_cache))
+    pages = LayerPages.plain(d.k_cache, d.v_cache, kind=pool)
+    return Prepared.of(kernel, metadata, bounds, (d.q, d.out), pages)
 
 
 def run(d: Any, prepared: Prepared) -> None:

@@ -21,6 +21,7 @@ measure external_host_time
 measure fill_time
 measure graph_cost
 measure deterministic_cost
+measure latent_decode
 measure score_cost
 measure tensor_parallel
 measure soak --steps 20000 --seed 11

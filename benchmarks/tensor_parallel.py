@@ -38,14 +38,17 @@ from benchmarks.machine import describe_machine
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.runner.config import DenseMlp, LayerConfig, ModelConfig
+from rocm_attn.runner.attention_weights import HeadWeights
+from rocm_attn.runner.config import LayerConfig, ModelConfig
 from rocm_attn.runner.gates import SwiGLU
 from rocm_attn.runner.geometry import AttentionLayer
+from rocm_attn.runner.mlp_config import DenseMlp
+from rocm_attn.runner.mlp_weights import DenseWeights
 from rocm_attn.runner.model import Model
 from rocm_attn.runner.ranks import ONE_RANK, Ranks, RanksOfGroup
 from rocm_attn.runner.rope import Rope
 from rocm_attn.runner.tensors import Shape
-from rocm_attn.runner.weights import ModelWeights, expected_shapes, load_weights
+from rocm_attn.runner.weights import LayerWeights, ModelWeights, expected_shapes, load_weights
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Step
@@ -277,19 +280,25 @@ def attention_alone(served: Served, num_seqs: int) -> Callable[[Step], Tensor]:
 def products(weights: ModelWeights, num_seqs: int) -> Callable[[], Tensor]:
     """The matrix products of a step."""
     device, dtype = weights.device, weights.dtype
+    matrices = [_matrices(layer) for layer in weights.layers]
+    inputs = [torch.randn(num_seqs, matrix.shape[1], device=device, dtype=dtype) for matrix in matrices[0]]
     hidden = torch.randn(num_seqs, weights.embedding.shape[1], device=device, dtype=dtype)
-    heads = torch.randn(num_seqs, weights.layers[0].out.shape[1], device=device, dtype=dtype)
-    inner = torch.randn(num_seqs, weights.layers[0].mlp.down.shape[1], device=device, dtype=dtype)
 
     def body() -> Tensor:
-        for layer in weights.layers:
-            F.linear(hidden, layer.qkv)
-            F.linear(heads, layer.out)
-            F.linear(hidden, layer.mlp.gate_up)
-            F.linear(inner, layer.mlp.down)
+        for of_layer in matrices:
+            for x, matrix in zip(inputs, of_layer, strict=True):
+                F.linear(x, matrix)
         return F.linear(hidden, weights.head)
 
     return body
+
+
+def _matrices(layer: LayerWeights) -> tuple[Tensor, ...]:
+    """Of a layer with heads and a dense MLP."""
+    attention, mlp = layer.attention, layer.mlp
+    assert isinstance(attention, HeadWeights)
+    assert isinstance(mlp, DenseWeights)
+    return attention.qkv, attention.out, mlp.gate_up, mlp.down
 
 
 def sums(served: Served, ranks: Ranks, num_seqs: int) -> Callable[[], Tensor]:

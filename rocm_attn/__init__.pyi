@@ -45,6 +45,7 @@ from rocm_attn.kernels.cache.row_work import RopePairs as RopePairs
 from rocm_attn.kernels.cache.row_work import RopeTable as RopeTable
 from rocm_attn.kernels.cache.row_work import RowNorm as RowNorm
 from rocm_attn.step.merging import merge_states as merge_states
+from rocm_attn.step.expanded import ExpandedPrefill as ExpandedPrefill
 
 # Graphs
 from rocm_attn.capture.step_runner import StepRunner as StepRunner

@@ -36,6 +36,7 @@ from rocm_attn.paging.stored_tokens import StepStores
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.core import StepCore
 from rocm_attn.step.echo import STEPS_UNTIL_ECHO
+from rocm_attn.step.expanded import ExpandedPrefill
 from rocm_attn.step.head_weights import LayerHeadWeights
 from rocm_attn.step.holder import StepHolder
 from rocm_attn.step.kv_scales import KVScales, written_pages
@@ -159,6 +160,11 @@ class AttentionRuntime:
                 )
             renew = self.guards.step.layers.new_kv_scales
             self.pool.take(layer, written_pages(self.pool.layer(layer), k, v, renew))
+
+    def expanded_prefill(self, layer: int) -> ExpandedPrefill:
+        """Non-absorbed attention of a latent layer. Raises BadProblem for one that is not latent, or has a window."""
+        problem, pages = self.core.layers.problem(layer), self.pool.layer(layer)
+        return ExpandedPrefill(problem, pages, self.table.entries, self.target, self.head_weights.of(layer).sinks)
 
     @property
     def padding(self) -> PaddingPolicy:

@@ -91,6 +91,10 @@ class LayerPages:
         k, v = (self._worth(raw[page, offset], scale, (page, offset)) for raw, scale in sides)
         return k, v
 
+    def read_keys(self, page: Tensor, offset: Tensor) -> Tensor:
+        """K of read_tokens() alone."""
+        return self._worth(self.raw_k[page, offset], self.k_scale, (page, offset))
+
     def fill_nan(self, pages: Tensor | slice) -> None:
         """Make every element of some pages NaN, scales of tokens too."""
         nan = _NAN_CODES.get(self.format.encoding, float("nan"))

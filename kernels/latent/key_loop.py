@@ -153,8 +153,8 @@ def load_latent_query(rows, is_row, K: tl.constexpr):
 def load_latents(rows, live, factor, K: tl.constexpr, FIRST: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
     """Columns [FIRST, FIRST + COLUMNS) of V, or from V's end on of the rest, in DTYPE.
 
-    factor: of each token, [keys], or None. Float16's weights would lose their smallest bits by it, so there rows are
-            multiplied; elsewhere columns of scores and weights are, by the caller
+    factor: of each token, [keys], if tokens have one. Float16's weights would lose their smallest bits by it, so there
+            rows are multiplied; elsewhere columns of scores and weights are, by the caller
     """
     C: tl.constexpr = K.coding
     END: tl.constexpr = K.V_HEAD_DIM if FIRST < K.V_HEAD_DIM else K.HEAD_DIM
@@ -211,7 +211,8 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
             live = bit_is_set(seen_by_some(bits), lane)
         else:
             live = in_range(kv_index, seen.keys.first, seen.keys.end) if K.WINDOWED else kv_index < seen.keys.end
-        factor = token_factor(rows.scale, page, offset, 0, live, True, C) if C.SCALES == TOKEN_SCALES else None
+        # Without factors of tokens something that is not read.
+        factor = token_factor(rows.scale, page, offset, 0, live, True, C) if C.SCALES == TOKEN_SCALES else live
         k_low = load_latents(row, live, factor, K, 0, K.HALF, DTYPE)
         k_high = load_latents(row, live, factor, K, K.HALF, K.HALF, DTYPE)
         # scores, weights: [rows, KEY_BLOCK]

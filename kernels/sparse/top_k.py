@@ -1,7 +1,7 @@
 """The units with the largest scores of each token: exact, equal scores in order of their units, in ascending order.
 
 A line is the scores of one token and set. Scores become int32 keys of the same order, so that a search over keys finds
-the top-th largest exactly: it halves a range of keys and counts those above the middle, until as many are left as are
+the top-th largest exactly: it divides a range of keys and counts those from each part on, until as many are left as are
 wanted, or the range is one key, of which the first units are taken.
 
 Short lines are searched by one program each, in registers. A long line is first cut down, in three launches:
@@ -37,6 +37,9 @@ _NO_UNIT = tl.constexpr(NO_UNIT)
 _MANY = tl.constexpr(2**31 - 1)
 # Maxima that a program takes at a time: rows of groups, and groups.
 _MAXIMA_ROWS, _MAXIMA_GROUPS = 8, 256
+# Three counts of units are summed in one word of 64 bits.
+_COUNT_BITS = tl.constexpr(20)
+_COUNT_MASK = tl.constexpr((1 << 20) - 1)
 # Slots of a selection that are filled at a time.
 _FILL = 1024
 
@@ -144,13 +147,29 @@ def _search(keys, low, TOP: tl.constexpr, ENOUGH: tl.constexpr):
     num_low = tl.sum((keys >= low).to(tl.int32), 0)
     num_above = tl.zeros_like(num_low)
     while (num_low > ENOUGH) & (span > 1):
-        middle = _middle(low, span)
-        num_middle = tl.sum((keys >= middle).to(tl.int32), 0)
-        upper = num_middle >= TOP
-        low = tl.where(upper, middle, low)
-        num_low = tl.where(upper, num_middle, num_low)
-        num_above = tl.where(upper, num_above, num_middle)
-        span = tl.where(upper, span - span // 2, span // 2)
+        # In four parts, which may be empty at the end of a short range. A turn waits for its sum: one for all counts.
+        step = (span - 1) // 4 + 1
+        second = low + step.to(tl.int32, bitcast=True)
+        third = second + step.to(tl.int32, bitcast=True)
+        fourth = third + step.to(tl.int32, bitcast=True)
+        counts = (keys >= second).to(tl.int64)
+        counts += (keys >= third).to(tl.int64) << _COUNT_BITS
+        counts += (keys >= fourth).to(tl.int64) << 2 * _COUNT_BITS
+        counts = tl.sum(counts, 0)
+        num_second = (counts & _COUNT_MASK).to(tl.int32)
+        num_third = ((counts >> _COUNT_BITS) & _COUNT_MASK).to(tl.int32)
+        num_fourth = (counts >> 2 * _COUNT_BITS).to(tl.int32)
+        num_second = tl.where(step < span, num_second, num_above)
+        num_third = tl.where(2 * step < span, num_third, num_above)
+        num_fourth = tl.where(3 * step < span, num_fourth, num_above)
+        # The last part from whose first key on there are enough.
+        part = (num_second >= TOP).to(tl.uint32) + (num_third >= TOP).to(tl.uint32) + (num_fourth >= TOP).to(tl.uint32)
+        after = tl.where(part == 0, num_second, tl.where(part == 1, num_third, num_fourth))
+        from_here = tl.where(part == 1, num_second, tl.where(part == 2, num_third, num_fourth))
+        num_above = tl.where(part == 3, num_above, after)
+        num_low = tl.where(part == 0, num_low, from_here)
+        low += (part * step).to(tl.int32, bitcast=True)
+        span = tl.minimum(step, span - part * step)
     return _found(low, num_low, num_above, TOP)
 
 

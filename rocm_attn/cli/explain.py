@@ -15,7 +15,7 @@ from rocm_attn.errors import BadSetting, Unsupported
 from rocm_attn.machine.choices import AUTO
 from rocm_attn.machine.releases import UNKNOWN, Release
 from rocm_attn.machine.target import Target, known_target
-from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, Indexer, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.runner.cut import cost_of_heads
@@ -167,6 +167,11 @@ def _geometry(problem: Problem) -> str:
         parts.append("sinks")
     if problem.custom_mask:
         parts.append("custom masks")
+    if not isinstance(problem.indexer, AllKeys):
+        indexing = problem.indexer.indexing
+        what = "tokens" if indexing.unit_tokens == 1 else f"blocks of {indexing.unit_tokens} tokens"
+        whose = "its own" if isinstance(problem.indexer, Indexer) else "an earlier layer's"
+        parts.append(f"attends to {indexing.top} {what} of {whose} choice")
     if problem.kv_encoding is not KVEncoding.LIKE_Q:
         parts.append(f"K and V in {problem.kv_encoding.value} with {problem.kv_scales.value}")
     if problem.pool is not PoolKind.SPLIT:

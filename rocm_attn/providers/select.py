@@ -168,6 +168,8 @@ def _first_that_serves(
     refusals: list[Refusal],
 ) -> LayerKernel | None:
     for row in rows:
+        if row.not_bound and row.limits.refusals(problem, target, pool):
+            continue  # it would be no kernel of this layer's
         reasons = row.refusals(problem, target, pool)
         if deterministic and not row.batch_invariant and not row.not_bound:
             reasons = (*reasons, "a sequence's result may depend on the batch")

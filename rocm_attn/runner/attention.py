@@ -11,7 +11,13 @@ from torch import Tensor
 
 from rocm_attn.problem import AllKeys, Indexer
 from rocm_attn.runner.arithmetic import Arithmetic
-from rocm_attn.runner.attention_weights import AttentionWeights, HeadWeights, IndexWeights, LatentWeights
+from rocm_attn.runner.attention_weights import (
+    AttentionWeights,
+    BlockIndexWeights,
+    HeadWeights,
+    IndexWeights,
+    LatentWeights,
+)
 from rocm_attn.runner.config import HeadProjections, LatentProjections, LayerConfig
 from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.rope import rotate
@@ -27,10 +33,6 @@ class Attention(Protocol):
     k, v:   [T, num_kv_heads, head_dim | v_head_dim]; of a latent layer, v is the first part of k
     """
 
-    def store_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Store k and v for the step's tokens, then attend."""
-        ...
-
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store k and v for the step's tokens."""
         ...
@@ -43,8 +45,8 @@ class Attention(Protocol):
         """Store index keys [T, index_dim] of a layer with an indexer."""
         ...
 
-    def select(self, layer: int, q: Tensor, weights: Tensor) -> None:
-        """Choose keys by index queries [T, index_heads, index_dim] and float32 weights [T, index_heads]."""
+    def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
+        """Choose keys by index queries [T, index_heads, index_dim] and float32 weights [T, index_heads], or all 1."""
         ...
 
     def attend_selected(self, layer: int, q: Tensor, out: Tensor) -> None:
@@ -73,6 +75,8 @@ class OverHeads:
         cos_sin: [T, 2, dim], see rotate
         """
         heads, weights = self.heads, self.weights
+        if weights.index is not None:
+            self._select(attention, weights.index, x, cos_sin)
         x = self.arithmetic.linears.linear(x, weights.qkv, weights.qkv_bias)
         x = x.view(x.shape[0], -1, heads.head_dim)
         num_rotated = heads.num_q_heads + (heads.num_kv_heads if self.keeps_kv else 0)
@@ -85,10 +89,22 @@ class OverHeads:
         q, k = qk[:, : heads.num_q_heads], qk[:, heads.num_q_heads :]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self.keeps_kv:
-            attention.store_and_attend(self.number, q, k, v, out)
-        else:
+            attention.store(self.number, k, v)
+        if isinstance(heads.indexer, AllKeys):
             attention.attend(self.number, q, out)
+        else:
+            attention.attend_selected(self.number, q, out)
         return out.flatten(1)
+
+    def _select(self, attention: Attention, weights: BlockIndexWeights, x: Tensor, cos_sin: Tensor) -> None:
+        """Choose the step's keys. x: [T, hidden], normalised"""
+        linears, norm, indexer = self.arithmetic.linears, self.arithmetic.norm, self.heads.indexer
+        assert isinstance(indexer, Indexer), "a layer with an indexer's weights has its geometry"
+        q = linears.linear(x, weights.q).view(x.shape[0], indexer.num_heads, indexer.head_dim)
+        k = norm(linears.linear(x, weights.k), weights.k_norm)
+        turned = rotate(torch.cat((norm(q, weights.q_norm), k[:, None]), 1), cos_sin)
+        attention.store_index(self.number, turned[:, -1])
+        attention.select(self.number, turned[:, :-1])
 
     def _normalised(self, qk: Tensor) -> Tensor:
         norm, weights = self.arithmetic.norm, self.weights
@@ -149,8 +165,7 @@ class OverLatentRows:
         k = linears.linear(x, weights.k)
         k = F.layer_norm(k, k.shape[-1:], weights.k_norm, weights.k_norm_bias, _INDEX_NORM_EPS)
         q = linears.linear(q_row, weights.q).view(x.shape[0], indexer.num_heads, indexer.head_dim)
-        turned, rope_dim = torch.cat((q, k[:, None]), 1), self.heads.rope_dim
-        turned = torch.cat((rotate(turned[..., :rope_dim], cos_sin), turned[..., rope_dim:]), -1)
+        turned = rotate(torch.cat((q, k[:, None]), 1), cos_sin)
         attention.store_index(self.number, turned[:, -1])
         of_heads = linears.linear(x, weights.head_weights).float() * indexer.num_heads**-0.5
         attention.select(self.number, turned[:, :-1], of_heads)

@@ -34,6 +34,22 @@ class HeadWeights:
     sinks: Tensor | None
     out: Tensor
     out_bias: Tensor | None
+    index: BlockIndexWeights | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockIndexWeights:
+    """Of the indexer of a layer with K and V heads: a rank has the index heads of its own KV heads, and the whole key.
+
+    q:              [index_heads * index_dim, hidden]
+    k:              [index_dim, hidden]
+    q_norm, k_norm: [index_dim]
+    """
+
+    q: Tensor
+    k: Tensor
+    q_norm: Tensor
+    k_norm: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,15 +110,22 @@ def head_shapes(attention: AttentionLayer, projections: HeadProjections, hidden:
     yield from with_bias("self_attn.o_proj", (hidden, q_size), projections.out_bias)
     if attention.has_sinks:
         yield "self_attn.sinks", (attention.num_q_heads,)
+    indexer = attention.indexer
+    if projections.indexer and isinstance(indexer, Indexer):
+        yield "self_attn.indexer.q_proj.weight", (indexer.num_heads * indexer.head_dim, hidden)
+        yield "self_attn.indexer.k_proj.weight", (indexer.head_dim, hidden)
     for norm in head_norms(projections, keeps_kv=keeps_kv):
-        yield f"self_attn.{norm}.weight", (attention.head_dim,)
+        of_index = isinstance(indexer, Indexer) and norm.startswith("indexer.")
+        dim = indexer.head_dim if of_index and isinstance(indexer, Indexer) else attention.head_dim
+        yield f"self_attn.{norm}.weight", (dim,)
 
 
 def head_norms(projections: HeadProjections, *, keeps_kv: bool) -> tuple[str, ...]:
     """The norms with weights that heads have."""
+    of_index = ("indexer.q_norm", "indexer.k_norm") if projections.indexer else ()
     if not projections.qk_norm:
-        return ()
-    return ("q_norm", "k_norm") if keeps_kv else ("q_norm",)
+        return of_index
+    return ("q_norm", "k_norm", *of_index) if keeps_kv else ("q_norm", *of_index)
 
 
 def latent_shapes(attention: AttentionLayer, projections: LatentProjections, hidden: int) -> Named:
@@ -175,6 +198,22 @@ def read_heads(
         sinks=reader.in_float32(piece("sinks", heads.q)) if attention.has_sinks else None,
         out=out,
         out_bias=out_bias,
+        index=_read_block_index(tensors, attention, heads.kv, norms) if projections.indexer else None,
+    )
+
+
+def _read_block_index(
+    tensors: OfAttention, attention: AttentionLayer, kv: Span, norms: dict[str, Tensor]
+) -> BlockIndexWeights:
+    """kv: KV heads that the rank has"""
+    indexer, piece = attention.indexer, tensors.piece
+    assert isinstance(indexer, Indexer), "a layer with an indexer's weights has its geometry"
+    rows = kv.of_elements(indexer.num_heads // indexer.indexing.sets * indexer.head_dim)
+    return BlockIndexWeights(
+        q=tensors.reader.join(piece("indexer.q_proj.weight", rows)),
+        k=tensors.reader.join(piece("indexer.k_proj.weight")),
+        q_norm=norms["indexer.q_norm"],
+        k_norm=norms["indexer.k_norm"],
     )
 
 

@@ -18,6 +18,7 @@ class HeadProjections:
     qk_norm:            whether each head of q and k is RMS-normalised before it turns
     v_norm:             whether each head of v is, without weights
     v_is_k:             whether v is k as it was projected, so that there is no projection of its own
+    indexer:            whether the layer has one, with norms of its own, which turns as the layer does
     """
 
     qkv_bias: bool = False
@@ -25,6 +26,7 @@ class HeadProjections:
     qk_norm: bool = False
     v_norm: bool = False
     v_is_k: bool = False
+    indexer: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,12 @@ from rocm_attn.runner.hf_attention import (
 )
 from rocm_attn.runner.hf_gemma4 import GEMMA4_DEFAULTS, Gemma4Attention, gemma4_heads, gemma4_mlps, own_inputs
 from rocm_attn.runner.hf_indexer import IndexedLatentAttention
+from rocm_attn.runner.hf_minimax_m3 import (
+    MINIMAX_M3_DEFAULTS,
+    BlockIndexedAttention,
+    minimax_m3_heads,
+    minimax_m3_mlps,
+)
 from rocm_attn.runner.hf_mlp import (
     deepseek_v2_experts,
     deepseek_v3_experts,
@@ -46,7 +52,7 @@ from rocm_attn.runner.hf_projections import (
     normed_heads,
     rows_with_indexers,
 )
-from rocm_attn.runner.hf_rope import one_rope, rope_of_each_kind
+from rocm_attn.runner.hf_rope import one_rope, rope_of_each_kind, rope_of_first_elements
 from rocm_attn.runner.mlp_config import Mlp
 from rocm_attn.runner.rope import Rope
 
@@ -192,6 +198,11 @@ _GEMMA4_FAMILY = Family(
     GEMMA4_DEFAULTS,
     Decoder(gemma4_mlps, gemma4_heads, rope_of_each_kind, is_gemma=True, own_inputs=own_inputs, has_layer_factors=True),
 )
+_MINIMAX_M3_FAMILY = Family(
+    BlockIndexedAttention(),
+    MINIMAX_M3_DEFAULTS,
+    Decoder(minimax_m3_mlps, minimax_m3_heads, rope_of_first_elements, norm_offset=1.0),
+)
 _GEMMA3N_FAMILY = Family(
     GroupedAttention(all_but_one_in_a_pattern_slide, reads=of_the_last_like_it, has_scale=False), _GEMMA3N
 )
@@ -221,6 +232,8 @@ FAMILIES: Mapping[str, Family] = {
     "Gemma3nForConditionalGeneration": _GEMMA3N_FAMILY,
     "Gemma4ForCausalLM": _GEMMA4_FAMILY,
     "Gemma4ForConditionalGeneration": _GEMMA4_FAMILY,
+    "MiniMaxM3VLForCausalLM": _MINIMAX_M3_FAMILY,
+    "MiniMaxM3SparseForConditionalGeneration": _MINIMAX_M3_FAMILY,
     "GptOssForCausalLM": Family(
         GroupedAttention(even_layers_slide, has_sinks=True), _GPT_OSS, Decoder(gpt_oss_experts)
     ),

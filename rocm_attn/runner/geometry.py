@@ -26,7 +26,7 @@ class AttentionLayer:
 
     scale:       factor on q.k before the softmax
     window_left: previous keys a query sees besides its own; -1: all of them
-    indexer:     what chooses the keys that are attended to; every rank has it whole
+    indexer:     what chooses the keys that are attended to; every rank has it whole, but for selections of KV heads
     latent_dim:  of latent attention, elements of a token's one row that are V, its first ones; 0: K and V of their own
     """
 
@@ -47,8 +47,12 @@ class AttentionLayer:
 
     def on_one_of(self, num_ranks: int) -> AttentionLayer:
         """The part of one tensor-parallel rank, as Shard.heads cuts it; one latent row is held by every rank."""
-        heads = Shard(0, num_ranks).heads(self.num_q_heads, self.num_kv_heads)
-        return replace(self, num_q_heads=heads.q.size, num_kv_heads=heads.kv.size)
+        heads, indexer = Shard(0, num_ranks).heads(self.num_q_heads, self.num_kv_heads), self.indexer
+        if isinstance(indexer, Indexer) and indexer.indexing.sets > 1:
+            of_set = indexer.num_heads // indexer.indexing.sets
+            indexing = replace(indexer.indexing, sets=heads.kv.size)
+            indexer = replace(indexer, num_heads=of_set * heads.kv.size, indexing=indexing)
+        return replace(self, num_q_heads=heads.q.size, num_kv_heads=heads.kv.size, indexer=indexer)
 
     def problem(self, *, dtype: torch.dtype, page_size: int, kv: KVFormat = AS_COMPUTED) -> Problem:
         """The layer as the attention runtime takes it. Raises BadProblem."""

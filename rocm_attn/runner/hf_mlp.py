@@ -105,6 +105,11 @@ def _after_dense(fields: Fields, num_layers: int, routing: Routing) -> tuple[Mlp
     if not fields.has("mlp_layer_types"):
         num_dense = fields.whole("first_k_dense_replace", 0)
         return tuple(dense if layer < num_dense else experts for layer in range(num_layers))
+    return mlps_by_type(fields, dense, experts, num_layers)
+
+
+def mlps_by_type(fields: Fields, dense: Mlp, experts: Mlp, num_layers: int) -> tuple[Mlp, ...]:
+    """[layers] As mlp_layer_types says. Raises BadModel."""
     kinds, types = {"dense": dense, "sparse": experts}, fields.list("mlp_layer_types")
     if len(types) != num_layers or not set(types) <= set(kinds):
         raise BadModel(

@@ -36,6 +36,20 @@ def one_rope(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
     return tuple(Rope(theta, layer.rope_dim, kind) for layer in attention.layers)
 
 
+def rope_of_first_elements(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
+    """[layers] One rotary embedding, without scaling, of partial_rotary_factor of every row. Raises BadModel."""
+    parameters = fields.inner("rope_parameters")
+    given = Fields({**fields.values, **parameters.values}, parameters.source)
+    share, kind = given.positive("partial_rotary_factor", 1.0), given.text("rope_type", "default")
+    if share > 1.0 or kind != "default":
+        raise BadModel(
+            f"{given.source}: rope type {kind!r} with partial_rotary_factor {share}; the runner knows 'default' here, "
+            "with at most 1"
+        )
+    theta = given.positive("rope_theta", 5e6)
+    return tuple(Rope(theta, int(layer.head_dim * share)) for layer in attention.layers)
+
+
 def rope_of_each_kind(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
     """[layers] One rotary embedding for the layers with a window and one for the others. Raises BadModel."""
     fields.count("sliding_window")  # without it, the two kinds of layer could not be distinguished

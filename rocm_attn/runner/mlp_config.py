@@ -20,11 +20,12 @@ class ExpertTensors(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class DenseMlp:
-    """One gated MLP for every token."""
+    """One gated MLP for every token. is_joined: whether a file keeps the matrices of gate and up as one"""
 
     intermediate_size: int
     gate: Gate
     has_bias: bool = False
+    is_joined: bool = False
 
     def on_one_of(self, num_ranks: int) -> DenseMlp:
         """The part of one tensor-parallel rank; every MLP has this method."""
@@ -55,7 +56,7 @@ class ExpertMlp:
     @property
     def shared(self) -> DenseMlp:
         """The dense MLP beside the experts, where there is one."""
-        return DenseMlp(self.shared_size, self.gate)
+        return DenseMlp(self.shared_size, self.gate, is_joined=self.tensors is ExpertTensors.JOINED)
 
     def on_one_of(self, num_ranks: int) -> ExpertMlp:
         shared_size = _part(self.shared_size, num_ranks) if self.shared_size else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,8 +104,11 @@ def _expert_shapes(mlp: ExpertMlp, hidden: int) -> Named:
     yield "mlp.gate.weight", (experts, hidden)
     if mlp.routing.has_correction:
         yield "mlp.gate.e_score_correction_bias", (experts,)
-    for expert in range(experts):
-        yield from _dense_shapes(f"mlp.experts.{expert}.", DenseMlp(inner, mlp.gate), hidden)
+    if mlp.tensors is ExpertTensors.JOINED:
+        yield from _joined_shapes("mlp.", mlp, hidden)
+    else:
+        for expert in range(experts):
+            yield from _dense_shapes(f"mlp.experts.{expert}.", DenseMlp(inner, mlp.gate), hidden)
     if mlp.shared_size:
         yield from _dense_shapes("mlp.shared_experts.", mlp.shared, hidden)
 
@@ -124,6 +128,10 @@ def with_bias(name: str, shape: Shape, has_bias: bool) -> Named:
 
 def _dense_shapes(prefix: str, mlp: DenseMlp, hidden: int) -> Named:
     inner = mlp.intermediate_size
+    if mlp.is_joined:
+        yield f"{prefix}gate_up_proj.weight", (2 * inner, hidden)
+        yield f"{prefix}down_proj.weight", (hidden, inner)
+        return
     for name, shape in (("gate_proj", (inner, hidden)), ("up_proj", (inner, hidden)), ("down_proj", (hidden, inner))):
         yield from with_bias(prefix + name, shape, mlp.has_bias)
 
@@ -141,30 +149,35 @@ def read_mlp(reader: TensorReader, mlp: Mlp, prefix: str, shard: Shard) -> MlpWe
         return DenseAndExpertWeights(
             dense=_read_dense(reader, mlp.dense, f"{prefix}mlp.", shard),
             dense_out_norm=dense_out_norm,
-            experts=_read_joined(reader, mlp.experts, prefix, shard),
+            experts=_read_joined(reader, mlp.experts, prefix, _router_beside_dense(reader, prefix), shard),
             experts_norm=experts_norm,
             experts_out_norm=experts_out_norm,
         )
     if mlp.tensors is ExpertTensors.STACKED:
         return _read_stacked(reader, mlp, f"{prefix}mlp.", shard)
+    if mlp.tensors is ExpertTensors.JOINED:
+        return _read_joined(reader, mlp, f"{prefix}mlp.", _gate(reader, mlp, f"{prefix}mlp."), shard)
     return _read_each(reader, mlp, f"{prefix}mlp.", shard)
 
 
 def _read_dense(reader: TensorReader, mlp: DenseMlp, prefix: str, shard: Shard) -> DenseWeights:
     inner, down = shard.span(mlp.intermediate_size), f"{prefix}down_proj"
-    gate_up = [f"{prefix}gate_proj", f"{prefix}up_proj"]
+    gate_up = [(f"{prefix}gate_proj", inner), (f"{prefix}up_proj", inner)]
+    if mlp.is_joined:
+        joined = f"{prefix}gate_up_proj"
+        gate_up = [(joined, inner), (joined, inner.after(mlp.intermediate_size))]
     hidden = Span.whole(reader.shapes[f"{down}.weight"][0])
     return DenseWeights(
-        gate_up=reader.join(*(Piece(f"{name}.weight", (inner,)) for name in gate_up)),
-        gate_up_bias=reader.join(*(Piece(f"{name}.bias", (inner,)) for name in gate_up)) if mlp.has_bias else None,
+        gate_up=reader.join(*(Piece(f"{name}.weight", (span,)) for name, span in gate_up)),
+        gate_up_bias=reader.join(*(Piece(f"{name}.bias", (span,)) for name, span in gate_up)) if mlp.has_bias else None,
         down=reader.join(Piece(f"{down}.weight", (hidden, inner))),
         down_bias=reader.join(Piece(f"{down}.bias")) if mlp.has_bias else None,
     )
 
 
 def _read_each(reader: TensorReader, mlp: ExpertMlp, prefix: str, shard: Shard) -> ExpertWeights:
-    router, inner = Piece(f"{prefix}gate.weight"), shard.span(mlp.intermediate_size)
-    experts, hidden = reader.shapes[router.name]
+    router, inner = _gate(reader, mlp, prefix), shard.span(mlp.intermediate_size)
+    experts, hidden = router.matrix.shape
     gate_up = torch.empty(experts, 2, inner.size, hidden, dtype=reader.dtype, device=reader.device)
     down = torch.empty(experts, hidden, inner.size, dtype=reader.dtype, device=reader.device)
     for expert in range(experts):
@@ -172,12 +185,11 @@ def _read_each(reader: TensorReader, mlp: ExpertMlp, prefix: str, shard: Shard) 
         reader.copy_into(gate_up[expert, 0], Piece(f"{name}gate_proj.weight", (inner,)))
         reader.copy_into(gate_up[expert, 1], Piece(f"{name}up_proj.weight", (inner,)))
         reader.copy_into(down[expert], Piece(f"{name}down_proj.weight", (Span.whole(hidden), inner)))
-    correction = Piece(f"{prefix}gate.e_score_correction_bias")
     return ExpertWeights(
-        router=reader.in_float32(router) if mlp.routing.in_float32 else reader.join(router),
+        router=router.matrix,
         router_bias=None,
-        correction=reader.in_float32(correction) if mlp.routing.has_correction else None,
-        share_scale=None,
+        correction=router.correction,
+        share_scale=router.share_scale,
         gate_up=gate_up.flatten(1, 2),
         gate_up_bias=None,
         down=down,
@@ -205,25 +217,46 @@ def _read_stacked(reader: TensorReader, mlp: ExpertMlp, prefix: str, shard: Shar
     )
 
 
-def _read_joined(reader: TensorReader, mlp: ExpertMlp, prefix: str, shard: Shard) -> ExpertWeights:
+class _Router(NamedTuple):
+    """Of ExpertWeights."""
+
+    matrix: Tensor
+    correction: Tensor | None
+    share_scale: Tensor | None
+
+
+def _gate(reader: TensorReader, mlp: ExpertMlp, prefix: str) -> _Router:
+    matrix, correction = Piece(f"{prefix}gate.weight"), Piece(f"{prefix}gate.e_score_correction_bias")
+    return _Router(
+        reader.in_float32(matrix) if mlp.routing.in_float32 else reader.join(matrix),
+        reader.in_float32(correction) if mlp.routing.has_correction else None,
+        None,
+    )
+
+
+def _router_beside_dense(reader: TensorReader, prefix: str) -> _Router:
+    """Its input has a scale for each element, and one for all of them."""
+    matrix, scale = (reader.in_float32(Piece(f"{prefix}router.{name}")) for name in ("proj.weight", "scale"))
+    scaled = matrix * scale * matrix.shape[1] ** -0.5
+    return _Router(scaled.to(reader.dtype), None, reader.in_float32(Piece(f"{prefix}router.per_expert_scale")))
+
+
+def _read_joined(reader: TensorReader, mlp: ExpertMlp, prefix: str, router: _Router, shard: Shard) -> ExpertWeights:
     size, inner = mlp.intermediate_size, shard.span(mlp.intermediate_size)
     name = f"{prefix}experts.gate_up_proj"
     experts, _, hidden = reader.shapes[name]
-    every, up = Span.whole(experts), Span(size + inner.start, size + inner.stop, inner.size)
+    every, up = Span.whole(experts), inner.after(size)
     gate_up = torch.empty(experts, 2, inner.size, hidden, dtype=reader.dtype, device=reader.device)
     reader.copy_into(gate_up[:, 0], Piece(name, (every, inner)))
     reader.copy_into(gate_up[:, 1], Piece(name, (every, up)))
-    router = reader.in_float32(Piece(f"{prefix}router.proj.weight"))
-    # the router's input has a scale for each element and one for all of them
-    router *= reader.in_float32(Piece(f"{prefix}router.scale")) * hidden**-0.5
     return ExpertWeights(
-        router=router.to(reader.dtype),
+        router=router.matrix,
         router_bias=None,
-        correction=None,
-        share_scale=reader.in_float32(Piece(f"{prefix}router.per_expert_scale")),
+        correction=router.correction,
+        share_scale=router.share_scale,
         gate_up=gate_up.flatten(1, 2),
         gate_up_bias=None,
         down=reader.join(Piece(f"{prefix}experts.down_proj", (every, Span.whole(hidden), inner))),
         down_bias=None,
-        shared=None,
+        shared=_read_dense(reader, mlp.shared, f"{prefix}shared_experts.", shard) if mlp.shared_size else None,
     )

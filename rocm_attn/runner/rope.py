@@ -160,10 +160,13 @@ class Rope:
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """x with every head turned to its token's position.
+    """x with every head turned to its token's position, or the first elements of each as far as the table goes.
 
     x:       [tokens, heads, head_dim]
-    cos_sin: [tokens, 2, head_dim], rows of Rope.table
+    cos_sin: [tokens, 2, up to head_dim], rows of Rope.table
     """
+    size = cos_sin.shape[-1]
+    if size < x.shape[-1]:
+        return torch.cat((rotate(x[..., :size], cos_sin), x[..., size:]), -1)
     swapped = x.roll(x.shape[-1] // 2, -1)
     return torch.addcmul(x * cos_sin[:, :1], swapped, cos_sin[:, 1:])

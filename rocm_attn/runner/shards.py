@@ -30,6 +30,10 @@ class Span:
         """Elements that are not padding; 0 on a rank that holds nothing else."""
         return self.stop - self.start
 
+    def after(self, first: int) -> Span:
+        """The same of what begins `first` elements later."""
+        return Span(first + self.start, first + self.stop, self.size)
+
     def of_elements(self, per_unit: int) -> Span:
         """The same span counted in elements, of which a unit (a head, an expert's row) has so many."""
         return Span(self.start * per_unit, self.stop * per_unit, self.size * per_unit)

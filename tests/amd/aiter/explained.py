@@ -1,4 +1,7 @@
-"""What `rocm-attn explain` says of eight models on two archs. `python -m tests.amd.aiter.explained` writes it anew."""
+"""What `rocm-attn explain` says of eight models on two archs, and of two of them with K and V in eight bits.
+
+`python -m tests.amd.aiter.explained` writes it anew.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
 ARCHS = ("gfx942", "gfx950")
 
-# Model -> what it is served with.
+_EIGHT_BITS = ("--kv-dtype", "fp8", "--kv-scales", "layer")
+
+# Model, which may have a variant after a point -> what it is served with.
 MODELS: Mapping[str, tuple[str, ...]] = {
     "llama-3-8b": (),
     "llama-3-70b": ("--tp", "8"),
@@ -23,12 +28,14 @@ MODELS: Mapping[str, tuple[str, ...]] = {
     "gemma-3n-e4b": (),
     "deepseek-v2-lite": (),
     "deepseek-v3": ("--tp", "8"),
+    "llama-3-70b.eight-bits": ("--tp", "8", *_EIGHT_BITS),
+    "deepseek-v3.eight-bits": ("--tp", "8", *_EIGHT_BITS),
 }
 
 
 def explained(model: str, arch: str) -> str:
     """stdout and stderr of the command, and its exit code, without the config's place."""
-    config = HERE / "configs" / f"{model}.json"
+    config = HERE / "configs" / f"{model.partition('.')[0]}.json"
     printed, complaints = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaints):
         code = main(["explain", str(config), "--arch", arch, "--page-size", "auto", "--pool", "auto", *MODELS[model]])

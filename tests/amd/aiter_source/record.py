@@ -49,8 +49,13 @@ class Line:
     @property
     def group(self) -> tuple[str, str]:
         """The line of the table that it belongs to: where, and the kernel."""
-        windows = " (windows)" if self.case.kernel == GLUON and self.case.name.startswith("window") else ""
-        return self.where, self.case.kernel.removeprefix("aiter.") + windows
+        return self.where, kernel_of(self.case)
+
+
+def kernel_of(case: SourceCase) -> str:
+    """What a line of the table calls the kernel, and which of its cases."""
+    windows = " (windows)" if case.kernel == GLUON and case.name.startswith("window") else ""
+    return case.kernel.removeprefix("aiter.") + (" (eight bits)" if case.eight_bits else windows)
 
 
 def main(document: Path, places: Sequence[str], kernel: str) -> int:
@@ -68,7 +73,7 @@ def main(document: Path, places: Sequence[str], kernel: str) -> int:
 def _simulated(arch: str, kernel: str) -> Iterator[Line]:
     # Spawned: a forked process would inherit whatever threads torch has started here.
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
-        cases = [case for case in CASES if str(case).startswith(kernel)]
+        cases = [case for case in CASES if kernel_of(case).startswith(kernel)]
         started = [(case, pool.submit(_outcome, case, arch)) for case in cases]
         for case, future in started:
             yield _printed(Line(arch, case, _result(future)))
@@ -98,7 +103,7 @@ def print_interpreted(kernel: str) -> None:
     """What _interpreted() reads."""
     assert IS_INTERPRETED
     for case in INTERPRETED:
-        if str(case).startswith(kernel):
+        if kernel_of(case).startswith(kernel):
             outcome = interpret(case)
             print(case, outcome.verdict.name, outcome.error, " ".join(outcome.what.split()), sep="\t", flush=True)
 
@@ -151,7 +156,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("document", type=Path, nargs="?")
     parser.add_argument("--on", choices=PLACES, nargs="+", default=PLACES)
-    parser.add_argument("--kernel", default="", help="what its name begins with; all of them by default")
+    parser.add_argument("--kernel", default="", help="what its name in the table begins with; all by default")
     parser.add_argument("--print", action="store_true", help="run what the interpreter runs, and write nothing")
     return parser.parse_args()
 

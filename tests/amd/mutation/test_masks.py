@@ -21,6 +21,9 @@ HARMLESS = {
     "tl.load(table.entries + row * table.stride + page_no, mask=live & (page_no < table.width), other=0)": (
         "the rest of the row is memory of the table; the store drops it"
     ),
+    "latent/segment_extend.py: load without mask tl.load(row_of_seq + seq, mask=seq >= 0, other=0)": (
+        "as in attention/segment_extend.py"
+    ),
     "attention/segment_extend.py: load without mask tl.load(row_of_seq + seq, mask=seq >= 0, other=0)": (
         "a program of the padded tail has sequence -1 and looks at no page; only a fence before the rows would tell"
     ),

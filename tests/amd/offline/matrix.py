@@ -171,7 +171,16 @@ ROWS = (
     *(Row("sm_90", *layer) for layer in _SM_90_LAYERS),
     *(Row("sm_80", *layer) for layer in _SM_80_LAYERS),
     *(
-        Row(arch, (heads, 1), (576, 512), BF16, 64, is_large=is_large, pool=PoolKind.LATENT)
+        Row(
+            arch,
+            (heads, 1),
+            (576, 512),
+            BF16,
+            64,
+            is_large=is_large,
+            on_oldest=arch.startswith("gfx") and heads == 16 and not is_large,
+            pool=PoolKind.LATENT,
+        )
         for arch in ("gfx942", "gfx950", "sm_90", "sm_80")
         for is_large in ((False, True) if arch.startswith("gfx") else (False,))
         # One for each row of tuning/latent_tiles.py.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rocm_attn.problem import Indexer, Problem
@@ -27,27 +28,36 @@ class DenseAttention:
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         self.stored[layer] = k, v
 
-    def store_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        self.store(layer, k, v)
-        self.attend(layer, q, out)
-
     def store_index(self, layer: int, k: Tensor) -> None:
         self.index_keys[layer] = k
 
-    def select(self, layer: int, q: Tensor, weights: Tensor) -> None:
+    def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
+        """What is chosen: bool [sets, tokens, keys]. Of several sets each has one index head."""
         indexer = self.problems[layer].indexer
         assert isinstance(indexer, Indexer)
-        scores = torch.einsum("qhd,kd->qhk", q, self.index_keys[layer]) * indexer.indexing.scale
-        total = torch.einsum("qhk,qh->qk", scores.relu(), weights.to(scores)).float()
-        total = total.masked_fill(torch.ones_like(total).triu(1).bool(), float("-inf"))
-        best = total.topk(min(indexer.indexing.top, len(q)), -1).indices
-        self.chosen[:] = [torch.zeros_like(total, dtype=torch.bool).scatter_(1, best, True)]
+        indexing, num_tokens = indexer.indexing, len(q)
+        scores = torch.einsum("qhd,kd->hqk", q, self.index_keys[layer]) * indexing.scale
+        scores = (scores.relu() if indexing.rectified else scores).float()
+        if weights is not None:
+            scores = scores * weights.T[..., None]
+        if indexing.sets == 1:
+            scores = scores.sum(0, keepdim=True)
+        scores = scores.masked_fill(torch.ones(num_tokens, num_tokens).triu(1).bool(), float("-inf"))
+        unit = indexing.unit_keys
+        padded = F.pad(scores, (0, -num_tokens % unit), value=float("-inf"))
+        of_units = padded.view(*padded.shape[:2], -1, unit).amax(-1)
+        own = torch.arange(num_tokens)[:, None] // unit - torch.arange(of_units.shape[-1])
+        of_units = of_units.masked_fill((own >= 0) & (own < indexing.last), float("inf"))
+        best = of_units.topk(min(indexing.top, of_units.shape[-1]), -1).indices
+        chosen = torch.zeros_like(of_units, dtype=torch.bool).scatter_(-1, best, True)
+        self.chosen[:] = [chosen.repeat_interleave(unit, -1)[..., :num_tokens]]
 
     def attend_selected(self, layer: int, q: Tensor, out: Tensor) -> None:
-        self._attend(layer, q, out, ~self.chosen[0])
+        chosen = self.chosen[0]
+        self._attend(layer, q, out, ~chosen.repeat_interleave(q.shape[1] // len(chosen), 0))
 
     def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
-        self._attend(layer, q, out, torch.zeros(len(q), len(q), dtype=torch.bool))
+        self._attend(layer, q, out, torch.zeros(1, len(q), len(q), dtype=torch.bool))
 
     def _attend(self, layer: int, q: Tensor, out: Tensor, left_out: Tensor) -> None:
         problem = self.problems[layer]

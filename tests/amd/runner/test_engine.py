@@ -264,7 +264,7 @@ def test_a_step_that_fails_leaves_a_flight_record(
     served.generate(some_requests(1))
     assert not path.exists()
     served.submit(some_requests(1)[0])
-    monkeypatch.setattr(StepLayers, "store_and_attend", fault)
+    monkeypatch.setattr(StepLayers, "attend", fault)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         served.step()
     dump = read_dump(path)

@@ -58,7 +58,15 @@ def requests_of(served: Served) -> list[Request]:
     return [Request(tuple(served.texts[0].roll(length)[:length].tolist()), 14) for length in lengths]
 
 
-@pytest.mark.parametrize(("chunk", "page_size", "graphs"), list(product((1, 7, 64), (1, 16), (False, True))))
+# chunk, page size, graphs: page sizes and graphs meet, and every chunk; the other triples go to the nightly run
+QUICK = {(1, 16, False), (7, 1, True), (64, 16, True), (64, 1, False)}
+WAYS = [
+    pytest.param(*way, marks=[pytest.mark.nightly] * (way not in QUICK))
+    for way in product((1, 7, 64), (1, 16), (False, True))
+]
+
+
+@pytest.mark.parametrize(("chunk", "page_size", "graphs"), WAYS)
 def test_served_logits_equal_those_of_transformers(chunk: int, page_size: int, graphs: bool, served: Served) -> None:
     logits, replays = served_logits(
         served.loaded, served.texts, PROMPT_LEN, chunk=chunk, page_size=page_size, graphs=graphs
@@ -83,8 +91,11 @@ def test_greedy_tokens_are_those_of_transformers(served: Served) -> None:
     "changes",
     [
         *(
-            {"chunk": chunk, "page_size": page_size, "graphs": graphs}
-            for chunk, page_size, graphs in product((1, 7, 64), (1, 16), (False, True))
+            pytest.param(
+                dict(zip(("chunk", "page_size", "graphs"), way.values, strict=True)),
+                marks=[pytest.mark.nightly] * (way.values[:2] not in ((1, 16), (7, 1)) or bool(way.marks)),
+            )
+            for way in WAYS
         ),
         {"max_batch_size": 1},
         {"max_batch_size": 3, "graphs": True},

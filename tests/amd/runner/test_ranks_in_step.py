@@ -153,8 +153,11 @@ class PoisonedLayers:
         self._layers = layers
         self._is_nan = (token_ids == NAN_TOKEN)[:, None, None]
 
-    def store_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        self._layers.store_and_attend(layer, q, k.masked_fill(self._is_nan, float("nan")), v, out)
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self._layers.store(layer, k.masked_fill(self._is_nan, float("nan")), v)
+
+    def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
+        self._layers.attend(layer, q, out)
 
 
 def nan_in_the_kv_of_one_rank(rank: int, **changes: Any) -> list[str]:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from rocm_attn.problem import PoolKind, Problem
-from tests.amd.runtime.stepping import World, providers, small_problem
+from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.errors import BadProblem, BadTensor, Unsupported
+from rocm_attn.machine.target import known_target
+from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.providers.select import select
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
+from tests.amd.runtime.stepping import World, deterministic_providers, providers, small_problem
+from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 serving = pytest.mark.parametrize("provider", providers())
 
@@ -23,15 +34,22 @@ PROBLEMS = {
     "plain": latent_problem(),
     "nothing_after_v": latent_problem(1, heads=4, dims=(32, 32)),
     "window": replace(latent_problem(16, heads=12), window_left=5),
-    "sinks_and_cap": replace(latent_problem(3, heads=20), has_sinks=True, logits_soft_cap=1.5),
+    "by_token": replace(latent_problem(), kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.TOKEN),
+    "sinks_and_cap": replace(latent_problem(3, heads=20), has_sinks=True, logits_soft_cap=1.5, window_left=21),
 }
 
 
 @serving
-@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+@pytest.mark.parametrize(
+    "problem",
+    [
+        pytest.param(problem, id=name, marks=[pytest.mark.long] * (name in ("plain", "nothing_after_v", "window")))
+        for name, problem in PROBLEMS.items()
+    ],
+)
 def test_every_kind_of_step_is_right(problem: Problem, provider: str, device: torch.device) -> None:
     """Prefill, drafts of two to eight tokens, decode, a mixed step with all of them, and chunks over a prefix."""
-    world = World.build([problem, problem], device, provider, num_pages=200)
+    world = World.build([problem], device, provider, num_pages=200)
     requests = [world.admit() for _ in range(3)]
     world.step(requests, [13, 1, 7])
     world.step(requests, [1, 1, 1], pad_to=4)
@@ -39,3 +57,144 @@ def test_every_kind_of_step_is_right(problem: Problem, provider: str, device: to
     world.step(requests, [1, 5, 11])
     world.step(requests, [9, 0, 3], pad_to=4)
     assert world.page_zero_is_zero()
+
+
+@serving
+def test_masked_steps_are_right(provider: str, device: torch.device) -> None:
+    world = World.build([replace(latent_problem(), custom_mask=True)], device, provider)
+    requests = [world.admit(), world.admit()]
+    world.step(requests, [9, 5])
+    visible = [torch.rand(new, new + old) < 0.6 for new, old in ((4, 9), (1, 5))]
+    world.step(requests, [4, 1], visible=visible)
+
+
+@serving
+def test_shared_prefixes_are_read_once(provider: str, device: torch.device) -> None:
+    world = World.build([latent_problem()], device, provider)
+    first = world.admit()
+    world.step([first], [13])
+    requests = [first, world.fork(first, 12), world.fork(first, 12)]
+    world.step(requests, [1, 1, 1], prefixes=SharedPrefixes([PrefixGroup(3, 12)]))
+
+
+@pytest.mark.parametrize("provider", deterministic_providers())
+def test_deterministic_kernels_serve_latent_layers(provider: str, device: torch.device) -> None:
+    options = RuntimeOptions(num_pages=64, max_num_seqs=4, max_kv_len=64, provider=provider, deterministic=True)
+    runtime = build_runtime([latent_problem()], options, device=device)
+    assert runtime.selections[0].deterministic
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Of the projections that latents are expanded by: w_k [heads, 16, 32], w_v [heads, 32, 12]; 8 elements turn."""
+
+    w_k: Tensor
+    w_v: Tensor
+
+    def absorbed(self, q: Tensor) -> Tensor:
+        """q [tokens, heads, 16 + 8] as it meets latents, [tokens, heads, 32 + 8]."""
+        return torch.cat([torch.einsum("thn,hnl->thl", q[..., :16], self.w_k), q[..., 16:]], -1)
+
+    def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [tokens, heads, 16 + 8] and values [tokens, heads, 12]."""
+        turned = latents[:, None, 32:].expand(-1, len(self.w_k), -1)
+        k = torch.cat([torch.einsum("tl,hnl->thn", latents[:, :32], self.w_k), turned], -1)
+        return k, torch.einsum("tl,hlv->thv", latents[:, :32], self.w_v)
+
+
+HEADS, SCALE = 5, 0.2
+EXPANDED = Problem(
+    HEADS, 1, 40, 32, torch.float32, 4, scale=SCALE, pool=PoolKind.LATENT, wants_lse=True, logits_soft_cap=4.0
+)
+
+
+def dense(q: Tensor, latents: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+    """Attention of a sequence's last tokens over all of its latents, in float64."""
+    double = Weights(weights.w_k.double(), weights.w_v.double())
+    k, v = double.expand(latents.double())
+    logits = torch.einsum("qhd,khd->hqk", q.double() * SCALE, k)
+    logits = EXPANDED.logits_soft_cap * torch.tanh(logits / EXPANDED.logits_soft_cap)
+    hidden = torch.ones(logits.shape[1:], dtype=torch.bool, device=q.device).triu(len(latents) - len(q) + 1)
+    logits = logits.masked_fill(hidden, float("-inf"))
+    return torch.einsum("hqk,khv->qhv", logits.softmax(-1), v), logits.logsumexp(-1).T
+
+
+@serving
+@pytest.mark.parametrize("chunk_tokens", [pytest.param(1, marks=pytest.mark.long), 7, 1000])
+def test_absorbed_expanded_and_dense_attention_are_one(chunk_tokens: int, provider: str, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=generator) / 3).to(device)
+
+    weights = Weights(random(HEADS, 16, 32), random(HEADS, 32, 12))
+    options = RuntimeOptions(num_pages=64, max_num_seqs=4, max_kv_len=64, provider=provider)
+    runtime = build_runtime([EXPANDED], options, device=device)
+    rows, stored = [runtime.table.admit() for _ in range(3)], [random(0, 40) for _ in range(3)]
+    # Prompts, then chunks over them: one of a sequence that has no prefix, and of one that has nothing new.
+    for q_len in ([11, 0, 5], [4, 9, 0]):
+        kv_len = [len(latents) + new for latents, new in zip(stored, q_len, strict=True)]
+        for row, length in zip(rows, kv_len, strict=True):
+            runtime.table.reserve(row, length)
+        batch = StepBatch(*(np.array(values, np.int32) for values in (rows, kv_len, q_len)))
+        q, latents = random(sum(q_len), HEADS, 24), random(sum(q_len), 40)
+        absorbed, lse = absorbed_step(runtime, batch, weights.absorbed(q), latents)
+        out, out_lse = runtime.expanded_prefill(0).attend(batch, q, latents, weights.expand, chunk_tokens=chunk_tokens)
+        token = 0
+        for seq, new in enumerate(q_len):
+            mine = slice(token, token + new)
+            stored[seq] = torch.cat([stored[seq], latents[mine]])
+            want, want_lse = dense(q[mine], stored[seq], weights)
+            by_head = torch.einsum("thl,hlv->thv", absorbed[mine], weights.w_v)
+            for result, result_lse in ((by_head, lse[mine]), (out[mine], out_lse[mine])):
+                assert_attention_close(result, want, torch.float32)
+                assert_lse_close(result_lse, want_lse, torch.float32)
+            token += new
+
+
+def absorbed_step(runtime: AttentionRuntime, batch: StepBatch, q: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse of a step over latents that it stores."""
+    step = runtime.begin_step(batch)
+    num_tokens, padded = len(q), step.token_ids.shape[0]
+
+    def with_pads(rows: Tensor) -> Tensor:
+        return torch.cat([rows, rows.new_zeros(padded - num_tokens, *rows.shape[1:])])
+
+    k = with_pads(latents)[:, None]
+    out, lse = k.new_empty(padded, HEADS, 32), k.new_empty(padded, HEADS)
+    step.layers.store_and_attend(0, with_pads(q), k, k[..., :32], out, lse)
+    runtime.end_step()
+    return out[:num_tokens], lse[:num_tokens]
+
+
+def test_what_cannot_be_expanded_is_refused(device: torch.device) -> None:
+    options = RuntimeOptions(num_pages=8, max_num_seqs=4, max_kv_len=16, provider="torch")
+    runtime = build_runtime([EXPANDED, small_problem()], options, device=torch.device("cpu"))
+    with pytest.raises(BadProblem, match="only latents are expanded, and this layer has K and V pages"):
+        runtime.expanded_prefill(1)
+    batch = StepBatch(*(np.array([value], np.int32) for value in (runtime.table.admit(), 3, 3)))
+    prefill = runtime.expanded_prefill(0)
+    with pytest.raises(BadTensor, match=r"q has shape \[2, 5, 24\].*the step's 3 tokens"):
+        prefill.attend(batch, torch.zeros(2, 5, 24), torch.zeros(3, 40), lambda latents: (latents, latents))
+    with pytest.raises(BadTensor, match=r"expand gave keys of shape \[3, 40\].*must be \[3, 5, 24\]"):
+        prefill.attend(batch, torch.zeros(3, 5, 24), torch.zeros(3, 40), lambda latents: (latents, latents))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"num_q_heads": 256}, "256 query heads share a KV head, at most 128 may"),
+        ({"head_dim": 640}, "head_dim 640 is outside 1..576"),
+        ({"head_dim": 576, "v_head_dim": 448}, r"rows of 448 \+ 128 elements"),
+        ({"has_alibi_slopes": True}, "it has no ALiBi slopes"),
+    ],
+)
+def test_latent_layers_that_no_kernel_serves_are_refused_with_the_reason(
+    change: dict[str, object], reason: str
+) -> None:
+    problem = replace(
+        Problem(16, 1, 576, 512, torch.bfloat16, 64, scale=0.07, pool=PoolKind.LATENT),
+        **change,  # type: ignore[arg-type]
+    )
+    with pytest.raises(Unsupported, match=reason):
+        select(problem, known_target("gfx942"), "triton")

@@ -258,9 +258,9 @@ def test_a_step_with_shared_prefixes_is_not_split(device: torch.device) -> None:
 REFUSALS = {
     "window": (small_problem(window_left=5), r"torch.shared_prefix: it has no sliding window \(window_left 5\)"),
     "slopes": (small_problem(has_alibi_slopes=True), "torch.shared_prefix: it has no ALiBi slopes"),
-    "latent": (
-        replace(small_problem(num_kv_heads=1), pool=PoolKind.LATENT),
-        "torch.shared_prefix: it reads K and V pages, and this layer has latent pages",
+    "vectorised": (
+        replace(small_problem(), pool=PoolKind.VECTORIZED),
+        "torch.shared_prefix: it reads K and V pages or latent pages, and this layer has vectorised pages",
     ),
 }
 

@@ -5,10 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from rocm_attn.kernels.cache.page_format import Encoding, Scales
-from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit, Selection, TokenPlaces
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import Encoding, PoolKind, Scales
+from rocm_attn.kernels.sparse.arguments import (
+    IndexArgs,
+    Indexing,
+    IndexPages,
+    LastUnit,
+    SelectedArgs,
+    Selection,
+    TokenPlaces,
+)
 from rocm_attn.kernels.sparse.attention import launch_selected_attention
 from rocm_attn.kernels.sparse.check import launch_check_selection
 from rocm_attn.kernels.sparse.cuts import select_words, selected_cut, top_k_cut
@@ -42,13 +53,46 @@ def own_encoding(arch: str) -> Encoding:
     return Encoding.E4M3FNUZ if arch == "gfx942" else Encoding.E4M3FN
 
 
-def run_select(arch: str, case: IndexCase, *, is_coded: bool) -> Simulation:
+# So much that neither the elements fit int32 nor the bytes uint32; what is not written takes no memory.
+LARGE_POOL_BYTES = 5 << 30
+
+
+def large(pages: Tensor, num_pages: int) -> Tensor:
+    """A pool of so many pages that ends with these."""
+    pool = torch.from_numpy(np.zeros((num_pages, *pages.shape[1:], pages.itemsize), np.uint8))
+    pool = pool.view(pages.dtype).squeeze(-1)
+    pool[num_pages - len(pages) :] = pages
+    return pool
+
+
+def with_large_keys(args: IndexArgs) -> IndexArgs:
+    """The same step with its keys, and their factors, at the end of a pool above 4 GiB."""
+    keys, scale = args.pages
+    num_pages = LARGE_POOL_BYTES // keys[0].nbytes
+    if scale is not None and scale.dim() == 2:
+        scale = large(scale, num_pages)
+    pages = IndexPages(large(keys, num_pages), scale)
+    return args._replace(pages=pages, table=args.table + (num_pages - len(keys)))
+
+
+def with_large_pages(args: SelectedArgs) -> SelectedArgs:
+    """The same step with its rows at the end of a pool above 4 GiB."""
+    pages = args.pages
+    num_pages = LARGE_POOL_BYTES // min(pages.k[0].nbytes, pages.v[0].nbytes)
+    k = large(pages.k, num_pages)
+    is_latent = pages.format.kind is PoolKind.LATENT
+    v = k[..., : pages.format.v_head_dim] if is_latent else large(pages.v, num_pages)
+    moved = LayerPages(k, v, pages.format)
+    return args._replace(pages=moved, table=args.table + (num_pages - len(pages.k)))
+
+
+def run_select(arch: str, case: IndexCase, *, is_coded: bool, is_large: bool = False) -> Simulation:
     """Scores and top-k of a step. is_coded: whether keys are codes, and q is where keys have no factors"""
     if is_coded:
         dtype = own_encoding(arch).dtype
         case = replace(case, key_dtype=dtype, dtype=dtype if case.scales is Scales.NONE else case.dtype)
     problem = build_index(case, CPU)
-    args, indexing = problem.args, case.indexing
+    args, indexing = with_large_keys(problem.args) if is_large else problem.args, case.indexing
     tiles = index_tiles(arch, dim=case.dim, key_dtype=case.key_dtype)
     workspace = torch.empty(select_words(len(args.q), args.tokens.max_kv_len, indexing))
     with simulated(arch) as simulation:
@@ -77,12 +121,12 @@ def run_long_lines(arch: str) -> Simulation:
     return simulation
 
 
-def run_attention(arch: str, case: SelectedCase, *, is_coded: bool) -> Simulation:
+def run_attention(arch: str, case: SelectedCase, *, is_coded: bool, is_large: bool = False) -> Simulation:
     """Attention over a selection in several parts. is_coded: whether pages are, with factors of tokens"""
     if is_coded:
         case = replace(case, encoding=own_encoding(arch), scales=Scales.TOKEN)
     problem = build_selected(case, CPU)
-    args = problem.args
+    args = with_large_pages(problem.args) if is_large else problem.args
     tiles = selected_tiles(
         arch, gqa_ratio=args.heads[1], head_dim=case.dims[0], v_head_dim=case.dims[1], dtype=case.dtype
     )
@@ -96,16 +140,27 @@ def run_attention(arch: str, case: SelectedCase, *, is_coded: bool) -> Simulatio
 
 
 def sparse_cases(arch: str) -> list[KernelCase]:
-    """Every kernel of sparse attention, with and without codes."""
+    """Every kernel of sparse attention, over codes and above 4 GiB."""
+    runs = {
+        "coded_tokens": partial(run_select, arch, TOKENS, is_coded=True),
+        "long_lines": partial(run_long_lines, arch),
+        "coded_latent": partial(run_attention, arch, LATENT, is_coded=True),
+        "tokens-above": partial(run_select, arch, TOKENS, is_coded=False, is_large=True),
+        "latent-above": partial(run_attention, arch, LATENT, is_coded=False, is_large=True),
+        "split": partial(run_attention, arch, SPLIT, is_coded=False),
+    }
+    return [KernelCase(f"sparse-{name}", arch, run) for name, run in runs.items()]
+
+
+def more_sparse_cases(arch: str) -> list[KernelCase]:
+    """The other granularities, and pages without codes and above 4 GiB."""
     runs = {
         "tokens": partial(run_select, arch, TOKENS, is_coded=False),
-        "coded_tokens": partial(run_select, arch, TOKENS, is_coded=True),
         "blocks": partial(run_select, arch, BLOCKS, is_coded=False),
         "coded_pools": partial(run_select, arch, POOLS, is_coded=True),
-        "long_lines": partial(run_long_lines, arch),
+        "coded_pools-above": partial(run_select, arch, POOLS, is_coded=True, is_large=True),
         "latent": partial(run_attention, arch, LATENT, is_coded=False),
-        "coded_latent": partial(run_attention, arch, LATENT, is_coded=True),
-        "split": partial(run_attention, arch, SPLIT, is_coded=False),
         "coded_split": partial(run_attention, arch, SPLIT, is_coded=True),
+        "split-above": partial(run_attention, arch, SPLIT, is_coded=False, is_large=True),
     }
     return [KernelCase(f"sparse-{name}", arch, run) for name, run in runs.items()]

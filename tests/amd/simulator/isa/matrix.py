@@ -2,7 +2,8 @@
 
 With M x M results and K products each: lane l holds K / (64 / M) consecutive values of row l % M of A, and likewise of
 column l % M of B, from k = (l / M) * K / (64 / M) on. Register i of D and C in lane l is column l % M and row
-4 (l / 16) + i for M = 16, 8 (i / 4) + 4 (l / 32) + i % 4 for M = 32. EXEC is ignored.
+4 (l / 16) + i for M = 16, 8 (i / 4) + 4 (l / 32) + i % 4 for M = 32. EXEC is ignored. "f8f6f4" without modifiers
+has two matrices of "fp8".
 
 Products are summed in float32 in NumPy's order; hardware's order and internal width are not documented.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -18,12 +20,17 @@ from tests.amd.simulator.arrays import F32, U32, Array
 from tests.amd.simulator.assembly import Instruction
 from tests.amd.simulator.core import LANES, Core
 from tests.amd.simulator.faults import UnknownInstruction
+from tests.amd.simulator.isa.eight_bits import numbers
 from tests.amd.simulator.isa.step import Builder, Context, Step
 from tests.amd.simulator.operands import Register, constant, register, vector_register
 
 
 def _from_bfloat16(registers: Array) -> Array:
     return (registers.view(np.uint16).astype(U32) << np.uint32(16)).view(F32)
+
+
+def _from_fp8(registers: Array, arch: str) -> Array:
+    return numbers("fp8", arch)[registers.view(np.uint8)]
 
 
 # From uint32 [lanes, registers] to float32 [lanes, values].
@@ -36,9 +43,11 @@ _SHAPES = (
     ("f32", ((32, 2), (16, 4))),
     ("f16", ((32, 8), (16, 16), (32, 16), (16, 32))),
     ("bf16", ((32, 8), (16, 16), (32, 16), (16, 32))),
+    ("fp8_fp8", ((32, 16), (16, 32))),
+    ("f8f6f4", ((32, 64), (16, 128))),
 )
 # Shapes with twice the depth are new with gfx950.
-_GFX950_ONLY = ("32x32x16_f16", "16x16x32_f16", "32x32x16_bf16", "16x16x32_bf16")
+_GFX950_ONLY = ("32x32x16_f16", "16x16x32_f16", "32x32x16_bf16", "16x16x32_bf16", "f8f6f4")
 
 
 def _result_rows(size: int) -> Array:
@@ -55,7 +64,8 @@ def _multiply(context: Context, instruction: Instruction) -> Step:
     assert found is not None
     if instruction.name.endswith(_GFX950_ONLY) and context.arch != "gfx950":
         raise UnknownInstruction(f"{instruction.name} on {context.arch}")
-    size, depth, decode = int(found[1]), int(found[2]), _DECODE[found[3]]
+    size, depth = int(found[1]), int(found[2])
+    decode = _DECODE.get(found[3], partial(_from_fp8, arch=context.arch))
     result, a, b = (vector_register(token) for token in instruction.operands[:3])
     rows, columns = _result_rows(size), np.arange(LANES)[None] % size
     read_c = _accumulator(core, instruction.operands[3])

@@ -259,6 +259,8 @@ NOT_HERE = {
     "sealed_capture": "a captured step before seal() is refused, with no way around",
     "child_ranges": "the engine's steps are whole",
     "kv_scales": "the engine owns the factors: tests/amd/guards/test_formats.py",
+    "fresh_selection": "of layers that select keys: tests/amd/external/test_selections.py",
+    "selection_place": "of layers that select keys: tests/amd/guards/test_selections.py",
     "page_format": "of bind(), before any step: tests/amd/guards/test_formats.py",
     "cut_points": "of the kernels: tests/amd/guards/test_cut_points.py",
     "ring_wait": "of the ring: tests/amd/guards/test_publication.py, and on a CPU the device is never late",

@@ -1,0 +1,112 @@
+"""Layers that select keys over pages of an engine's: index pages are bound like others, and selections are fresh."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadTensor, WrongState
+from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
+from rocm_attn.guards.registry import Guards
+from rocm_attn.kernels.sparse.arguments import Indexing
+from rocm_attn.oracle.reference import attend_sequence
+from rocm_attn.paging.adopted import TableSource
+from rocm_attn.problem import EarlierSelection
+from rocm_attn.step.external_step import ExternalStep, Lengths
+from tests.amd.runtime.sparse_world import chosen_cells, indexer, layer
+from tests.amd.tolerances import assert_attention_close
+
+TOKENS = Indexing(0.25, top=4)
+KV_LEN, PAGES = 11, 6
+
+
+class Engine:
+    """One sequence of 11 tokens, all of them new, over pages 1, 2 and 3; every page is filled with NaN."""
+
+    def __init__(self, device: torch.device, guards: Guards | None = None) -> None:
+        problems = [layer(indexer(TOKENS)), layer(EarlierSelection(TOKENS))]
+        table = torch.tensor([[1, 2, 3, 0]], dtype=torch.int32, device=device)
+        self.attention = ExternalAttention(
+            [LayerSource(problem) for problem in problems],
+            TableSource(table, null_page=True),
+            device=device,
+            bounds=Bounds(num_seqs=1, num_tokens=16, kv_len=16, num_pages=PAGES),
+            options=ExternalOptions(provider="torch"),
+            guards=guards,
+        )
+        self.device = device
+        for number in range(2):
+            self.attention.bind(number, self.nan(PAGES, 4, 2, 16), self.nan(PAGES, 4, 2, 16))
+        generator = torch.Generator().manual_seed(0)
+        self.q, self.k, self.v, self.other_k, self.other_v = (
+            torch.randn(KV_LEN, heads, 16, generator=generator).to(device) for heads in (4, 2, 2, 2, 2)
+        )
+        self.index_q, self.index_k = (
+            torch.randint(-2, 3, shape, generator=generator).float().to(device)
+            for shape in ((KV_LEN, 4, 16), (KV_LEN, 16))
+        )
+
+    def nan(self, *shape: int) -> Tensor:
+        return torch.full(shape, float("nan"), device=self.device)
+
+    def begin(self) -> None:
+        kv_len = torch.tensor([KV_LEN], dtype=torch.int32, device=self.device)
+        step = ExternalStep(1, 1, KV_LEN, kv_len, Lengths(kv_len), None, KV_LEN, KV_LEN, KV_LEN)
+        self.attention.begin(step)
+        self.attention.fill()
+
+
+def test_an_engines_layers_attend_to_what_is_chosen(device: torch.device) -> None:
+    engine = Engine(device)
+    attention = engine.attention
+    attention.bind_index(0, engine.nan(PAGES, 4, 16))
+    engine.begin()
+    attention.store(0, engine.k, engine.v)
+    attention.store_index(0, engine.index_k)
+    attention.select(0, engine.index_q)
+    cells = chosen_cells(engine.index_q, torch.ones(KV_LEN, 4, device=device), engine.index_k, TOKENS)[:, 0]
+    for number, (k, v) in enumerate([(engine.k, engine.v), (engine.other_k, engine.other_v)]):
+        attention.store(number, k, v)
+        out = torch.empty_like(engine.q)
+        attention.attend_selected(number, engine.q, out)
+        want, _ = attend_sequence(engine.q, k, v, layer(), visible=cells)
+        assert_attention_close(out, want, torch.float32)
+
+
+def test_index_pages_that_do_not_fit_are_refused(device: torch.device) -> None:
+    engine = Engine(device)
+    attention = engine.attention
+    engine.begin()
+    with pytest.raises(WrongState, match="layer 0 has no index pages yet; call bind_index"):
+        attention.store_index(0, engine.index_k)
+    with pytest.raises(BadTensor, match="pages of 4 keys with 16 elements"):
+        attention.bind_index(0, engine.nan(PAGES, 4, 8))
+    with pytest.raises(BadTensor, match=r"they must be torch\.float32"):
+        attention.bind_index(0, engine.nan(PAGES, 4, 16).half())
+    with pytest.raises(BadTensor, match="have no scales"):
+        attention.bind_index(0, engine.nan(PAGES, 4, 16), torch.ones(1, device=device))
+    with pytest.raises(BadTensor, match="layer 1 has no indexer"):
+        attention.bind_index(1, engine.nan(PAGES, 4, 16))
+    with pytest.raises(WrongState, match="call bind_index"):
+        attention.seal()
+    attention.bind_index(0, engine.nan(PAGES, 4, 16))
+    attention.seal()
+    with pytest.raises(WrongState, match="the index pages of layer 0 have moved"):
+        attention.bind_index(0, engine.nan(PAGES, 4, 16))
+
+
+def test_a_selection_does_not_outlive_its_step(device: torch.device) -> None:
+    """A later step has not selected: what lies there is an earlier one's."""
+    engine = Engine(device)
+    attention = engine.attention
+    attention.bind_index(0, engine.nan(PAGES, 4, 16))
+    out = torch.empty_like(engine.q)
+    engine.begin()
+    attention.store(0, engine.k, engine.v)
+    attention.store_index(0, engine.index_k)
+    attention.select(0, engine.index_q)
+    attention.attend_selected(0, engine.q, out)
+    engine.begin()
+    with pytest.raises(WrongState, match="nothing was selected in this step"):
+        attention.attend_selected(0, engine.q, out)

@@ -22,6 +22,7 @@ from rocm_attn.kernels.cache.codes import (
     decoded,
     decoded_pairs,
     is_coded,
+    is_multiplied_as_half,
 )
 
 # A block whose factors are all 0 has codes of 0 alone.
@@ -64,6 +65,18 @@ def half_query(q):
         exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15), 254)
         q = (q * ((268 - exponent) << 23).to(tl.float32, bitcast=True)).to(tl.float16)
         factor = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    return q, factor
+
+
+@triton.jit
+def coded_query(q, C: tl.constexpr):
+    """A block of q as it is multiplied with codes, and what the products are then to be multiplied with.
+
+    Of bfloat16 that is half_query, where codes become float16 sooner (codes.py).
+    """
+    factor = 1.0
+    if q.dtype == tl.bfloat16 and is_multiplied_as_half(C.ENCODING):
+        q, factor = half_query(q)
     return q, factor
 
 

@@ -37,8 +37,9 @@ _NO_UNIT = tl.constexpr(NO_UNIT)
 _MANY = tl.constexpr(2**31 - 1)
 # Maxima that a program takes at a time: rows of groups, and groups.
 _MAXIMA_ROWS, _MAXIMA_GROUPS = 8, 256
-# Parts of a range of keys that a search in registers tells apart at a time: a turn waits for its sums, however many.
-_SHARES = tl.constexpr(8)
+# Three counts of units are summed in one word of 64 bits.
+_COUNT_BITS = tl.constexpr(20)
+_COUNT_MASK = tl.constexpr((1 << 20) - 1)
 # Slots of a selection that are filled at a time.
 _FILL = 1024
 
@@ -145,21 +146,30 @@ def _search(keys, low, TOP: tl.constexpr, ENOUGH: tl.constexpr):
     span = _span(low, tl.max(keys, 0))
     num_low = tl.sum((keys >= low).to(tl.int32), 0)
     num_above = tl.zeros_like(num_low)
-    share = tl.arange(0, _SHARES).to(tl.uint32)
     while (num_low > ENOUGH) & (span > 1):
-        step = (span - 1) // _SHARES + 1
-        # Of a span that is no multiple of the step the last shares may be empty.
-        first = share * step
-        is_share = first < span
-        keys_from = tl.sum((keys[:, None] >= (low + first.to(tl.int32, bitcast=True))[None, :]).to(tl.int32), 0)
-        keys_from = tl.where(is_share, keys_from, num_above)
-        # The last share from whose first key on there are enough.
-        has_enough = is_share & (keys_from >= TOP)
-        taken = tl.maximum(tl.sum(has_enough.to(tl.int32), 0) - 1, 0).to(tl.uint32) * step
-        num_above = tl.maximum(num_above, tl.max(tl.where(has_enough, 0, keys_from), 0))
-        num_low = tl.min(tl.where(has_enough, keys_from, num_low), 0)
-        low += taken.to(tl.int32, bitcast=True)
-        span = tl.minimum(step, span - taken)
+        # In four parts, which may be empty at the end of a short range. A turn waits for its sum: one for all counts.
+        step = (span - 1) // 4 + 1
+        second = low + step.to(tl.int32, bitcast=True)
+        third = second + step.to(tl.int32, bitcast=True)
+        fourth = third + step.to(tl.int32, bitcast=True)
+        counts = (keys >= second).to(tl.int64)
+        counts += (keys >= third).to(tl.int64) << _COUNT_BITS
+        counts += (keys >= fourth).to(tl.int64) << 2 * _COUNT_BITS
+        counts = tl.sum(counts, 0)
+        num_second = (counts & _COUNT_MASK).to(tl.int32)
+        num_third = ((counts >> _COUNT_BITS) & _COUNT_MASK).to(tl.int32)
+        num_fourth = (counts >> 2 * _COUNT_BITS).to(tl.int32)
+        num_second = tl.where(step < span, num_second, num_above)
+        num_third = tl.where(2 * step < span, num_third, num_above)
+        num_fourth = tl.where(3 * step < span, num_fourth, num_above)
+        # The last part from whose first key on there are enough.
+        part = (num_second >= TOP).to(tl.uint32) + (num_third >= TOP).to(tl.uint32) + (num_fourth >= TOP).to(tl.uint32)
+        after = tl.where(part == 0, num_second, tl.where(part == 1, num_third, num_fourth))
+        from_here = tl.where(part == 1, num_second, tl.where(part == 2, num_third, num_fourth))
+        num_above = tl.where(part == 3, num_above, after)
+        num_low = tl.where(part == 0, num_low, from_here)
+        low += (part * step).to(tl.int32, bitcast=True)
+        span = tl.minimum(step, span - part * step)
     return _found(low, num_low, num_above, TOP)
 
 

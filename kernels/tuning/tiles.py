@@ -151,7 +151,10 @@ DECODE_ROWS = (
     DecodeRow("sm_90", 2, 64, 16, DecodeTiles(64, 2, 3, 4, heads_per_row=2, paired=True), (Codes.BY_ROW,)),
     # llama8b 64 x 4k: 148 us, of bfloat16 255; 171 not in pairs, 193 with 4 warps, 217 to 345 in other tiles.
     DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 2, 3, 4, paired=True), (Codes.BY_ROW,)),
-    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 2, 3, 4, paired=True), (Codes.BY_TOKEN,)),
+    # 159 us; 167 with 2 warps and blocks of 64 keys.
+    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(32, 1, 3, 8, paired=True), (Codes.BY_TOKEN,)),
+    # gemma 64 x 4k: 153 us with 4 KV heads, 234 not in pairs.
+    DecodeRow("sm_90", 2, 256, 16, DecodeTiles(16, 2, 3, 4, paired=True), (Codes.BY_ROW,)),
     # gptoss 128 x 8k: 499 us, 1.06 of the floor; 528 with one KV head a row.
     DecodeRow("sm_90", 2, 64, 16, DecodeTiles(64, 4, 3, 2, transposed=True, heads_per_row=2)),
     # llama8b 64 x 4k: 253 us, 1.07 of the floor; 331 with 1 program an SM, 380 with blocks of 128 keys.
@@ -226,7 +229,9 @@ EXTEND_ROWS = (
     # power of two than K's, what Triton 3.6 makes of blocks of 64 keys reads beyond the pages.
     ExtendRow("sm_90", 2, 64, ExtendTiles(128, 64, 8, 3), alike=True),
     # With 4 warps up to 80 bytes of spilled registers, with two stages at 256 16 bytes.
-    ExtendRow("sm_90", 2, 128, ExtendTiles(128, 32, 8, 3), codes=(Codes.BY_TOKEN,)),
+    # llama8b 1 x 2048 + 6144: 820 us with factors of tokens, 694 with others; 931 and 758 in the tiles of bfloat16.
+    ExtendRow("sm_90", 2, 128, ExtendTiles(64, 128, 4, 2), codes=(Codes.BY_TOKEN,)),
+    ExtendRow("sm_90", 2, 128, ExtendTiles(128, 64, 4, 2), codes=(Codes.BY_ROW,)),
     ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 1), codes=(Codes.BY_TOKEN,)),
     # llama8b 1 x 2048 new + 6144 cached: 577 us, 1.84 x the matrix-unit bound; 608 to 798 with blocks of 64 keys.
     ExtendRow("sm_90", 2, 128, ExtendTiles(128, 32, 4, 3)),

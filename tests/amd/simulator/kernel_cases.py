@@ -33,7 +33,7 @@ from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_s
 from tests.amd.kernels.expert_cases import random_problem
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.driver import ARCHS, Simulation, simulated
-from tests.amd.simulator.latent_cases import latent_cases, quick_latent_cases
+from tests.amd.simulator.latent_cases import latent_cases, more_latent_cases
 from tests.amd.simulator.metadata_cases import metadata_cases
 from tests.amd.simulator.segment_cases import segment_cases
 from tests.amd.simulator.sparse_cases import more_sparse_cases, sparse_cases
@@ -316,6 +316,7 @@ def quick_cases(arch: str) -> list[KernelCase]:
         *segment_cases(arch),
         *metadata_cases(arch),
         *sparse_cases(arch),
+        *latent_cases(arch),
     ]
 
 
@@ -338,11 +339,11 @@ def grid_cases(arch: str) -> list[KernelCase]:
     small = [case for case in steps if case.dtype != FP32]
     return [
         *quick_cases(arch),
-        *(case for case in latent_cases(arch) if case not in quick_latent_cases(arch)),
         *_step_cases(arch, _by_name([*steps, *odd]), (False,)),
         *_step_cases(arch, _by_name(small), (True,)),
         KernelCase("merge-1x260", arch, partial(run_merge, arch, 1, 260)),
         *more_sparse_cases(arch),
+        *more_latent_cases(arch),
     ]
 
 

@@ -85,25 +85,29 @@ def run_latent_segments(arch: str, case: Case) -> Simulation:
 
 
 def latent_cases(arch: str) -> list[KernelCase]:
-    """Every latent kernel: in both dtypes, above 4 GiB, in eight bits, by masks, and deterministic."""
-    fp8 = Encoding.E4M3FNUZ if arch == "gfx942" else Encoding.E4M3FN
-    runs = {
-        "below": partial(run_latent_step, arch, STEP),
-        "above": partial(run_latent_step, arch, replace(STEP, kv_len=[20, 0, 9, 14, 3]), is_large=True),
-        "scored": partial(
-            run_latent_step,
-            arch,
-            replace(STEP, dims=(40, 40), dtype=FP16, window_left=9, sinks=True, soft_cap=2.0, page_size=5, spread=True),
-        ),
-        "codes": partial(run_latent_step, arch, replace(STEP, kv=fp8, scales=Scales.LAYER)),
-        "codes_by_token": partial(run_latent_step, arch, replace(STEP, kv=fp8, scales=Scales.TOKEN, heads=(6, 1))),
-        "masked": partial(run_latent_masked, arch, replace(STEP, window_left=9)),
-        "segments": partial(run_latent_segments, arch, replace(STEP, kv_len=[70, 33], q_len=[3, 9])),
-    }
-    return [KernelCase(f"latent-{name}", arch, run) for name, run in runs.items()]
+    """Every latent kernel: above 4 GiB, in eight bits, and deterministic."""
+    small = replace(STEP, kv_len=[20, 0, 9, 14, 3])
+    by_token = replace(STEP, kv=_codes(arch), scales=Scales.TOKEN, heads=(6, 1))
+    segments = replace(STEP, kv_len=[70, 33], q_len=[3, 9])
+    return [
+        KernelCase("latent-above", arch, partial(run_latent_step, arch, small, is_large=True)),
+        KernelCase("latent-codes_by_token", arch, partial(run_latent_step, arch, by_token)),
+        KernelCase("latent-segments", arch, partial(run_latent_segments, arch, segments)),
+    ]
 
 
-def quick_latent_cases(arch: str) -> list[KernelCase]:
-    """Those that run every latent kernel, below and above 4 GiB, and read codes."""
-    quick = ("latent-above", "latent-codes_by_token", "latent-segments")
-    return [case for case in latent_cases(arch) if case.name in quick]
+def more_latent_cases(arch: str) -> list[KernelCase]:
+    """Both dtypes, windows, sinks, caps and gaps between rows, a factor of the layer, masks."""
+    scored = replace(STEP, dims=(40, 40), dtype=FP16, window_left=9, sinks=True, soft_cap=2.0, page_size=5, spread=True)
+    coded = replace(STEP, kv=_codes(arch), scales=Scales.LAYER)
+    return [
+        KernelCase("latent-below", arch, partial(run_latent_step, arch, STEP)),
+        KernelCase("latent-scored", arch, partial(run_latent_step, arch, scored)),
+        KernelCase("latent-codes", arch, partial(run_latent_step, arch, coded)),
+        KernelCase("latent-masked", arch, partial(run_latent_masked, arch, replace(STEP, window_left=9))),
+    ]
+
+
+def _codes(arch: str) -> Encoding:
+    """What the arch's matrix units read."""
+    return Encoding.E4M3FNUZ if arch == "gfx942" else Encoding.E4M3FN

@@ -145,6 +145,14 @@ def test_maximum_and_minimum_prefer_numbers_to_nan() -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "expected"), [(-9.0, -2.0), (0.5, 0.5), (3.0, 2.0), (math.inf, 2.0), (math.nan, -2.0)]
+)
+def test_the_median_of_a_value_and_two_bounds_keeps_it_within_them(value: float, expected: float) -> None:
+    core = execute("v_med3_f32 v3, v0, v1, v2", vector={0: bits(value), 1: bits(-2.0), 2: bits(2.0)})
+    assert set(floats(core, 3).tolist()) == {expected}
+
+
+@pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
         ("v_exp_f32", 3.0, 8.0),

@@ -46,6 +46,12 @@ def _min3(a: Array, b: Array, c: Array) -> Array:
     return np.fmin(np.fmin(a, b), c)
 
 
+def _median(a: Array, b: Array, c: Array) -> Array:
+    """The middle of three; where one is NaN the smallest of the others."""
+    middle = np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))
+    return np.where(np.isnan(a) | np.isnan(b) | np.isnan(c), _min3(a, b, c), middle)
+
+
 def _scale_by_power_of_2(a: Array, exponent: Array) -> Array:
     return np.ldexp(a, np.clip(exponent, -400, 400)).astype(F32)
 
@@ -71,6 +77,7 @@ _ARITHMETIC: dict[str, VectorOp] = {
     "v_min_f32": _float(np.fmin),
     "v_max3_f32": _float(_max3, 3),
     "v_min3_f32": _float(_min3, 3),
+    "v_med3_f32": _float(_median, 3),
     "v_exp_f32": _float(np.exp2, 1),
     "v_log_f32": _float(np.log2, 1),
     "v_rcp_f32": _float(_reciprocal, 1),

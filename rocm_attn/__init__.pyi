@@ -4,6 +4,8 @@
 # A model's layers
 from rocm_attn.problem import UNLIMITED_WINDOW as UNLIMITED_WINDOW
 from rocm_attn.problem import KVEncoding as KVEncoding
+from rocm_attn.kernels.cache.page_format import Encoding as Encoding
+from rocm_attn.kernels.cache.page_format import PageFormat as PageFormat
 from rocm_attn.kernels.cache.page_format import PoolKind as PoolKind
 from rocm_attn.problem import Problem as Problem
 from rocm_attn.problem import ALL_KEYS as ALL_KEYS
@@ -15,6 +17,9 @@ from rocm_attn.kernels.sparse.arguments import LastUnit as LastUnit
 from rocm_attn.kernels.sparse.arguments import Pooling as Pooling
 from rocm_attn.kernels.cache.page_format import Scales as Scales
 from rocm_attn.step.head_weights import HeadWeights as HeadWeights
+from rocm_attn.step.kv_scales import KVScales as KVScales
+from rocm_attn.paging.convert import Conversion as Conversion
+from rocm_attn.paging.convert import convert_pages as convert_pages
 
 # A runtime, its rows and its pages
 from rocm_attn.runtime import AttentionRuntime as AttentionRuntime
@@ -60,6 +65,7 @@ from rocm_attn.external import ExternalOptions as ExternalOptions
 from rocm_attn.external import LayerSource as LayerSource
 from rocm_attn.external import LogAndCount as LogAndCount
 from rocm_attn.paging.adopted import CsrSource as CsrSource
+from rocm_attn.paging.adopted import EnginePages as EnginePages
 from rocm_attn.paging.adopted import TableSource as TableSource
 from rocm_attn.paging.adopted import TableUnit as TableUnit
 from rocm_attn.step.external_step import ONE_EACH as ONE_EACH

@@ -153,8 +153,8 @@ def load_latent_query(rows, is_row, K: tl.constexpr):
 def load_latents(rows, live, factor, K: tl.constexpr, FIRST: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
     """Columns [FIRST, FIRST + COLUMNS) of V, or from V's end on of the rest, in DTYPE.
 
-    factor: of each token, [keys], if tokens have one. Float16's weights would lose their smallest bits by it, so there rows are
-            multiplied; elsewhere columns of scores and weights are, by the caller
+    factor: of each token, [keys], if tokens have one. Float16's weights would lose their smallest bits by it, so there
+            rows are multiplied; elsewhere columns of scores and weights are, by the caller
     """
     C: tl.constexpr = K.coding
     END: tl.constexpr = K.V_HEAD_DIM if FIRST < K.V_HEAD_DIM else K.HEAD_DIM

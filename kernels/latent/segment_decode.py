@@ -150,27 +150,15 @@ def launch_latent_segment_decode(
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
-    check_latent(args, "deterministic latent decode")
-    queries, table, block, workspace = args.queries, args.table, tiles.block, args.workspace
-    num_heads, v_head_dim = args.q.shape[1], args.out.shape[2]
-    cut.check(args.schedule, queries.num_seqs)
-    assert cut.key_block == tiles.segment_len, "the schedule was cut for other tiles"
-    assert cut.window_left == scores.window_left, "the schedule was cut for another window"
-    sum_words, part_words = cut.segment_words(queries.num_seqs, most_segments, q_rows=num_heads, v_head_dim=v_head_dim)
+    queries, table, workspace = args.queries, args.table, args.workspace
+    geometry = _geometry(args, scores, cut, tiles)
+    sum_words, part_words = cut.segment_words(
+        queries.num_seqs, most_segments, q_rows=geometry.rows.Q_ROWS, v_head_dim=geometry.keys.V_HEAD_DIM
+    )
     assert workspace.dtype == torch.float32
     assert workspace.is_contiguous()
     assert workspace.numel() >= sum_words + part_words
     sums, parts = workspace[:sum_words], workspace[sum_words : sum_words + part_words]
-    geometry = LatentSegmentGeometry(
-        rows=latent_row_cut(cut, num_heads),
-        keys=latent_geometry(args, scores, block, causal=scores.causal, exact=True),
-        GQA_RATIO=num_heads,
-        BLOCK_HEADS=block.block_heads(num_heads),
-        HEAD_BLOCKS=block.head_blocks(num_heads),
-        QUERY_ROWS=block.query_rows,
-        SEGMENT_LEN=tiles.segment_len,
-        STAGES=block.num_stages,
-    )
     launch(
         _latent_segment_decode_kernel,
         (cut.programs * geometry.HEAD_BLOCKS,),
@@ -195,8 +183,27 @@ def launch_latent_segment_decode(
         args.pages.k.stride(1),
         table.stride(0),
         G=geometry,
-        num_warps=block.num_warps,
+        num_warps=tiles.block.num_warps,
         **tiles.options(),
         **UNFUSED,
     )
     launch_segment_merge(args, parts, sums, cut=cut, rows=geometry.rows)
+
+
+def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: LatentSegmentTiles) -> LatentSegmentGeometry:
+    """What the launch is compiled for; its arguments are checked."""
+    check_latent(args, "deterministic latent decode")
+    block, num_heads = tiles.block, args.q.shape[1]
+    cut.check(args.schedule, args.queries.num_seqs)
+    assert cut.key_block == tiles.segment_len, "the schedule was cut for other tiles"
+    assert cut.window_left == scores.window_left, "the schedule was cut for another window"
+    return LatentSegmentGeometry(
+        rows=latent_row_cut(cut, num_heads),
+        keys=latent_geometry(args, scores, block, causal=scores.causal, exact=True),
+        GQA_RATIO=num_heads,
+        BLOCK_HEADS=block.block_heads(num_heads),
+        HEAD_BLOCKS=block.head_blocks(num_heads),
+        QUERY_ROWS=block.query_rows,
+        SEGMENT_LEN=tiles.segment_len,
+        STAGES=block.num_stages,
+    )

@@ -21,6 +21,7 @@ from triton import knobs
 from triton.language.target_info import current_target
 from triton.runtime.jit import constexpr_function
 
+from rocm_attn.kernels.attention.coded import coded_query
 from rocm_attn.kernels.cache.codes import decoded
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.launch import launch
@@ -230,13 +231,16 @@ def _index_scores_kernel(
     d = tl.arange(0, G.D_COLUMNS)
     q_at = q + token.to(tl.int64) * q_token + head * q_head
     q_block = tl.load(q_at[None, :] + d[:, None], mask=is_head[None, :] & (d < G.DIM)[:, None], other=0)
+    factor = scale
     if G.CODED_Q:
         # Decoded where the target cannot multiply codes; float16 has every one of them.
         q_block = _factor_of_products(q_block, G.ENCODING, tl.float16, True)
+    else:
+        q_block, q_factor = coded_query(q_block, G)
+        factor = factor * q_factor
     weight = None
     if weights is not None:
         weight = tl.load(weights + token.to(tl.int64) * w_token + head * w_head, mask=is_head, other=0.0)
-    factor = scale
     if k_scale is not None and not G.TOKEN_SCALES:
         factor = factor * tl.load(k_scale)
     # Lines: a token and a set each.

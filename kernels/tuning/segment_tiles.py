@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, NoTiles, names_of, no_row
+from rocm_attn.kernels.tuning.tiles import Codes, DecodeTiles, ExtendTiles, NoTiles, names_of, no_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +63,16 @@ class SegmentTiles:
 
 @dataclass(frozen=True, slots=True)
 class SegmentRow:
-    """tiles serve an arch, an element size in bytes and head dims up to max_head_dim."""
+    """tiles serve an arch, an element size in bytes and head dims up to max_head_dim; codes: what K and V may be."""
 
     arch: str
     item_bytes: int
     max_head_dim: int
     tiles: SegmentTiles
+    codes: tuple[Codes, ...] = tuple(Codes)
 
 
+_NO_CODES, _BY_ROW, _BY_TOKEN = (Codes.NONE,), (Codes.BY_ROW,), (Codes.BY_TOKEN,)
 # The first row that serves wins.
 SEGMENT_ROWS = (
     # Extend: 250 registers, both accumulators among them, so one program an SM; with 4 warps it spills.
@@ -86,23 +88,32 @@ SEGMENT_ROWS = (
     SegmentRow("sm_", 4, 128, SegmentTiles(512, 32, 16, 4, 1, 1, ExtendTiles(16, 32, 4, 1))),
     SegmentRow("sm_", 4, 256, SegmentTiles(512, 32, 16, 8, 1, 1, ExtendTiles(16, 32, 8, 1))),
     # Decode: 124 VGPRs, 16 KiB of LDS. Extend: 192 to 244 VGPRs, 32 KiB: one workgroup of 8 waves, 2 a SIMD.
+    # Codes, whose factors take scalar registers: with two blocks in flight up to 64 of them spill. Of larger heads no
+    # shape of these kernels keeps all of its registers.
+    SegmentRow("gfx942", 2, 128, SegmentTiles(1024, 32, 16, 4, 1, 3, ExtendTiles(64, 32, 8, 1), 16), _BY_ROW),
+    SegmentRow("gfx942", 2, 128, SegmentTiles(1024, 16, 16, 4, 1, 3, ExtendTiles(64, 16, 8, 1), 16), _BY_TOKEN),
     SegmentRow("gfx942", 2, 128, SegmentTiles(1024, 32, 16, 4, 2, 3, ExtendTiles(128, 32, 8, 2), 16)),
-    SegmentRow("gfx942", 2, 256, SegmentTiles(1024, 32, 16, 4, 2, 2, ExtendTiles(64, 32, 8, 2), 16)),
-    SegmentRow("gfx942", 2, 512, SegmentTiles(1024, 16, 16, 8, 2, 1, ExtendTiles(32, 16, 8, 1), 16)),
+    SegmentRow("gfx942", 2, 256, SegmentTiles(1024, 32, 16, 4, 2, 2, ExtendTiles(64, 32, 8, 2), 16), _NO_CODES),
+    SegmentRow("gfx942", 2, 512, SegmentTiles(1024, 16, 16, 8, 2, 1, ExtendTiles(32, 16, 8, 1), 16), _NO_CODES),
     SegmentRow("gfx942", 4, 256, SegmentTiles(512, 16, 16, 4, 1, 1, ExtendTiles(16, 16, 4, 1), 16)),
+    SegmentRow("gfx950", 2, 128, SegmentTiles(1024, 32, 16, 4, 1, 2, ExtendTiles(64, 32, 8, 1), 16), _BY_ROW),
+    SegmentRow("gfx950", 2, 128, SegmentTiles(1024, 16, 16, 4, 1, 2, ExtendTiles(64, 16, 8, 1), 16), _BY_TOKEN),
     SegmentRow("gfx950", 2, 128, SegmentTiles(1024, 32, 16, 4, 2, 3, ExtendTiles(128, 32, 8, 2), 16)),
-    SegmentRow("gfx950", 2, 256, SegmentTiles(1024, 32, 16, 4, 2, 2, ExtendTiles(64, 32, 8, 2), 16)),
-    SegmentRow("gfx950", 2, 512, SegmentTiles(1024, 16, 16, 8, 2, 1, ExtendTiles(32, 16, 8, 1), 16)),
+    SegmentRow("gfx950", 2, 256, SegmentTiles(1024, 32, 16, 4, 2, 2, ExtendTiles(64, 32, 8, 2), 16), _NO_CODES),
+    SegmentRow("gfx950", 2, 512, SegmentTiles(1024, 16, 16, 8, 2, 1, ExtendTiles(32, 16, 8, 1), 16), _NO_CODES),
     SegmentRow("gfx950", 4, 256, SegmentTiles(512, 16, 16, 4, 1, 1, ExtendTiles(16, 16, 4, 1), 16)),
     SegmentRow("interpreter", 2, 512, SegmentTiles(64, 16, 32, 1, 1, 3, ExtendTiles(32, 16, 1, 1))),
     SegmentRow("interpreter", 4, 512, SegmentTiles(64, 16, 32, 1, 1, 3, ExtendTiles(32, 16, 1, 1))),
 )
 
 
-def segment_tiles(arch: str, *, head_dim: int, v_head_dim: int, dtype: torch.dtype) -> SegmentTiles:
+def segment_tiles(
+    arch: str, *, head_dim: int, v_head_dim: int, dtype: torch.dtype, codes: Codes = Codes.NONE
+) -> SegmentTiles:
     """The tiles of deterministic decode and extend. Raises NoTiles."""
     for name in names_of(arch):
         for row in SEGMENT_ROWS:
-            if row.arch == name and row.item_bytes == dtype.itemsize and max(head_dim, v_head_dim) <= row.max_head_dim:
+            is_of_layer = row.arch == name and row.item_bytes == dtype.itemsize and codes in row.codes
+            if is_of_layer and max(head_dim, v_head_dim) <= row.max_head_dim:
                 return row.tiles
-    raise NoTiles(no_row("deterministic", SEGMENT_ROWS, arch, dtype, (head_dim, v_head_dim)))
+    raise NoTiles(no_row("deterministic", SEGMENT_ROWS, arch, dtype, (head_dim, v_head_dim), codes))

@@ -100,13 +100,15 @@ class ExtendTiles:
         """Launch options beside the warps."""
         return {"waves_per_eu": self.waves_per_eu} if self.waves_per_eu else {}
 
-    def of_masked_steps(self) -> ExtendTiles:
+    def of_masked_steps(self, codes: Codes = Codes.NONE) -> ExtendTiles:
         """Half the rows and at most 32 keys, for steps with packed masks.
 
         A row's bits of one key block are a word of 32; they take registers, and trees are small.
         """
         # With all rows sm_90 spills 32 bytes at head_dim 128.
-        return replace(self, query_rows=max(16, self.query_rows // 2), key_block=min(32, self.key_block))
+        tiles = replace(self, query_rows=max(16, self.query_rows // 2), key_block=min(32, self.key_block))
+        # With factors of tokens and two stages up to 33 SGPRs spill on AMD.
+        return replace(tiles, num_stages=1) if codes is Codes.BY_TOKEN else tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ class DecodeRow:
 
     The last row that fits but for max_q_rows serves larger groups of query heads too, cut into blocks.
 
-    codes: what K and V are; rows for codes come before those for elements, which serve codes without such a row too
+    codes: what K and V may be
     """
 
     arch: str
@@ -123,7 +125,7 @@ class DecodeRow:
     max_head_dim: int
     max_q_rows: int
     tiles: DecodeTiles
-    codes: Codes = Codes.NONE
+    codes: tuple[Codes, ...] = tuple(Codes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,17 +141,17 @@ class ExtendRow:
     max_head_dim: int
     tiles: ExtendTiles
     alike: bool = False
-    codes: Codes = Codes.NONE
+    codes: tuple[Codes, ...] = tuple(Codes)
 
 
 # The first row that serves wins. In the comments llama8b is (32 query heads, 8 KV heads, 128), gptoss (64, 8, 64) and
 # gemma (8, 4, 256), and "of the floor" means of the time to read K and V once.
 DECODE_ROWS = (
     # gptoss 64 x 4k: 83 us, of bfloat16 138; 111 where codes are not read in pairs.
-    DecodeRow("sm_90", 2, 64, 16, DecodeTiles(64, 2, 3, 4, heads_per_row=2, paired=True), Codes.BY_ROW),
+    DecodeRow("sm_90", 2, 64, 16, DecodeTiles(64, 2, 3, 4, heads_per_row=2, paired=True), (Codes.BY_ROW,)),
     # llama8b 64 x 4k: 148 us, of bfloat16 255; 171 not in pairs, 193 with 4 warps, 217 to 345 in other tiles.
-    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 2, 3, 4, paired=True), Codes.BY_ROW),
-    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 2, 3, 4, paired=True), Codes.BY_TOKEN),
+    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 2, 3, 4, paired=True), (Codes.BY_ROW,)),
+    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 2, 3, 4, paired=True), (Codes.BY_TOKEN,)),
     # gptoss 128 x 8k: 499 us, 1.06 of the floor; 528 with one KV head a row.
     DecodeRow("sm_90", 2, 64, 16, DecodeTiles(64, 4, 3, 2, transposed=True, heads_per_row=2)),
     # llama8b 64 x 4k: 253 us, 1.07 of the floor; 331 with 1 program an SM, 380 with blocks of 128 keys.
@@ -158,7 +160,7 @@ DECODE_ROWS = (
     # gemma 64 x 4k: 495 us, 1.05 of the floor; 602 transposed.
     DecodeRow("sm_90", 2, 256, 16, DecodeTiles(32, 4, 3, 2)),
     # With blocks of 32 keys up to 112 bytes of registers spill.
-    DecodeRow("sm_90", 2, 256, 64, DecodeTiles(16, 8, 2, 1), Codes.BY_TOKEN),
+    DecodeRow("sm_90", 2, 256, 64, DecodeTiles(16, 8, 2, 1), (Codes.BY_TOKEN,)),
     DecodeRow("sm_90", 2, 256, 64, DecodeTiles(32, 8, 2, 1)),
     # Of 512 columns; with 64 query heads a row spills.
     DecodeRow("sm_90", 2, 512, 16, DecodeTiles(32, 8, 3, 1)),
@@ -172,9 +174,9 @@ DECODE_ROWS = (
     DecodeRow("sm_", 4, 128, 16, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("sm_", 4, 256, 16, DecodeTiles(16, 8, 1, 1)),
     # Two blocks in flight, with the loads of factors, spill up to 38 SGPRs. 91 to 156 VGPRs, 2 to 16 KiB of LDS.
-    DecodeRow("gfx942", 2, 128, 16, DecodeTiles(32, 4, 1, 3), Codes.BY_TOKEN),
-    DecodeRow("gfx942", 2, 128, 32, DecodeTiles(16, 4, 1, 3), Codes.BY_TOKEN),
-    DecodeRow("gfx942", 2, 256, 32, DecodeTiles(16, 4, 1, 2), Codes.BY_TOKEN),
+    DecodeRow("gfx942", 2, 128, 16, DecodeTiles(32, 4, 1, 3), (Codes.BY_TOKEN,)),
+    DecodeRow("gfx942", 2, 128, 32, DecodeTiles(16, 4, 1, 3), (Codes.BY_TOKEN,)),
+    DecodeRow("gfx942", 2, 256, 32, DecodeTiles(16, 4, 1, 2), (Codes.BY_TOKEN,)),
     # 124 to 153 VGPRs, 16 KiB of LDS: 3 workgroups a CU.
     DecodeRow("gfx942", 2, 64, 16, DecodeTiles(32, 4, 2, 3, heads_per_row=2)),
     DecodeRow("gfx942", 2, 128, 16, DecodeTiles(32, 4, 2, 3)),
@@ -184,21 +186,21 @@ DECODE_ROWS = (
     DecodeRow("gfx942", 2, 256, 16, DecodeTiles(32, 4, 2, 2)),
     DecodeRow("gfx942", 2, 256, 32, DecodeTiles(16, 4, 2, 2)),
     # 154 to 242 VGPRs, 33 KiB of LDS: one workgroup of 8 waves, 2 a SIMD. 4 waves spill scalar registers.
-    DecodeRow("gfx942", 2, 512, 32, DecodeTiles(16, 8, 2, 1)),
+    DecodeRow("gfx942", 2, 512, 32, DecodeTiles(16, 8, 2, 1), (Codes.NONE, Codes.BY_ROW)),
     DecodeRow("gfx942", 4, 128, 32, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("gfx942", 4, 256, 32, DecodeTiles(16, 8, 1, 1)),
     # Two blocks in flight spill up to 63 SGPRs. 90 to 252 VGPRs, 2 to 32 KiB of LDS.
-    DecodeRow("gfx950", 2, 128, 16, DecodeTiles(32, 4, 1, 2), Codes.BY_TOKEN),
-    DecodeRow("gfx950", 2, 128, 32, DecodeTiles(16, 4, 1, 3), Codes.BY_TOKEN),
-    DecodeRow("gfx950", 2, 256, 16, DecodeTiles(32, 4, 1, 2), Codes.BY_TOKEN),
-    DecodeRow("gfx950", 2, 256, 32, DecodeTiles(16, 4, 1, 2), Codes.BY_TOKEN),
-    DecodeRow("gfx950", 2, 512, 32, DecodeTiles(16, 8, 1, 1), Codes.BY_TOKEN),
-    DecodeRow("gfx950", 2, 64, 16, DecodeTiles(32, 4, 2, 3, heads_per_row=2), Codes.BY_ROW),
-    DecodeRow("gfx950", 2, 128, 16, DecodeTiles(32, 4, 2, 3), Codes.BY_ROW),
-    DecodeRow("gfx950", 2, 128, 32, DecodeTiles(16, 4, 2, 3), Codes.BY_ROW),
-    DecodeRow("gfx950", 2, 256, 16, DecodeTiles(32, 4, 1, 2), Codes.BY_ROW),
-    DecodeRow("gfx950", 2, 256, 32, DecodeTiles(16, 4, 1, 2), Codes.BY_ROW),
-    DecodeRow("gfx950", 2, 512, 32, DecodeTiles(16, 8, 1, 1), Codes.BY_ROW),
+    DecodeRow("gfx950", 2, 128, 16, DecodeTiles(32, 4, 1, 2), (Codes.BY_TOKEN,)),
+    DecodeRow("gfx950", 2, 128, 32, DecodeTiles(16, 4, 1, 3), (Codes.BY_TOKEN,)),
+    DecodeRow("gfx950", 2, 256, 16, DecodeTiles(32, 4, 1, 2), (Codes.BY_TOKEN,)),
+    DecodeRow("gfx950", 2, 256, 32, DecodeTiles(16, 4, 1, 2), (Codes.BY_TOKEN,)),
+    DecodeRow("gfx950", 2, 512, 32, DecodeTiles(16, 8, 1, 1), (Codes.BY_TOKEN,)),
+    DecodeRow("gfx950", 2, 64, 16, DecodeTiles(32, 4, 2, 3, heads_per_row=2), (Codes.BY_ROW,)),
+    DecodeRow("gfx950", 2, 128, 16, DecodeTiles(32, 4, 2, 3), (Codes.BY_ROW,)),
+    DecodeRow("gfx950", 2, 128, 32, DecodeTiles(16, 4, 2, 3), (Codes.BY_ROW,)),
+    DecodeRow("gfx950", 2, 256, 16, DecodeTiles(32, 4, 1, 2), (Codes.BY_ROW,)),
+    DecodeRow("gfx950", 2, 256, 32, DecodeTiles(16, 4, 1, 2), (Codes.BY_ROW,)),
+    DecodeRow("gfx950", 2, 512, 32, DecodeTiles(16, 8, 1, 1), (Codes.BY_ROW,)),
     # 112 to 132 VGPRs, 16 KiB of LDS (33 with Triton's asynchronous copies): 4 workgroups a CU. Transposed blocks of 64
     # have 2/5 of the MFMAs, 180 to 212 VGPRs, and leave 2.
     DecodeRow("gfx950", 2, 64, 16, DecodeTiles(32, 4, 2, 4, heads_per_row=2)),
@@ -211,9 +213,9 @@ DECODE_ROWS = (
     DecodeRow("gfx950", 2, 512, 32, DecodeTiles(16, 8, 2, 1)),
     DecodeRow("gfx950", 4, 128, 32, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("gfx950", 4, 256, 32, DecodeTiles(16, 8, 1, 1)),
-    DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, heads_per_row=2, paired=True), Codes.BY_ROW),
-    DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, paired=True), Codes.BY_ROW),
-    DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, paired=True), Codes.BY_TOKEN),
+    DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, heads_per_row=2, paired=True), (Codes.BY_ROW,)),
+    DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, paired=True), (Codes.BY_ROW,)),
+    DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, paired=True), (Codes.BY_TOKEN,)),
     DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, transposed=True, heads_per_row=2)),
     DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, transposed=True)),
     DecodeRow("interpreter", 4, 512, 64, DecodeTiles(16, 1, 1, 3)),
@@ -224,8 +226,8 @@ EXTEND_ROWS = (
     # power of two than K's, what Triton 3.6 makes of blocks of 64 keys reads beyond the pages.
     ExtendRow("sm_90", 2, 64, ExtendTiles(128, 64, 8, 3), alike=True),
     # With 4 warps up to 80 bytes of spilled registers, with two stages at 256 16 bytes.
-    ExtendRow("sm_90", 2, 128, ExtendTiles(128, 32, 8, 3), codes=Codes.BY_TOKEN),
-    ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 1), codes=Codes.BY_TOKEN),
+    ExtendRow("sm_90", 2, 128, ExtendTiles(128, 32, 8, 3), codes=(Codes.BY_TOKEN,)),
+    ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 1), codes=(Codes.BY_TOKEN,)),
     # llama8b 1 x 2048 new + 6144 cached: 577 us, 1.84 x the matrix-unit bound; 608 to 798 with blocks of 64 keys.
     ExtendRow("sm_90", 2, 128, ExtendTiles(128, 32, 4, 3)),
     ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 2)),
@@ -240,12 +242,12 @@ EXTEND_ROWS = (
     ExtendRow("sm_", 4, 128, ExtendTiles(32, 16, 8, 1)),
     ExtendRow("sm_", 4, 256, ExtendTiles(16, 16, 4, 1)),
     # With 4 waves up to 60 VGPRs spill. 231 to 256 VGPRs.
-    ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2), codes=Codes.BY_TOKEN),
-    ExtendRow("gfx942", 2, 128, ExtendTiles(128, 32, 8, 2, waves_per_eu=2), codes=Codes.BY_TOKEN),
-    ExtendRow("gfx942", 2, 256, ExtendTiles(128, 16, 8, 2), codes=Codes.BY_TOKEN),
-    ExtendRow("gfx942", 2, 512, ExtendTiles(32, 16, 8, 2), codes=Codes.BY_TOKEN),
-    ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2), codes=Codes.BY_ROW),
-    ExtendRow("gfx942", 2, 128, ExtendTiles(128, 32, 8, 2, waves_per_eu=2), codes=Codes.BY_ROW),
+    ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2), codes=(Codes.BY_TOKEN,)),
+    ExtendRow("gfx942", 2, 128, ExtendTiles(128, 32, 8, 2, waves_per_eu=2), codes=(Codes.BY_TOKEN,)),
+    ExtendRow("gfx942", 2, 256, ExtendTiles(128, 16, 8, 2), codes=(Codes.BY_TOKEN,)),
+    ExtendRow("gfx942", 2, 512, ExtendTiles(32, 16, 8, 2), codes=(Codes.BY_TOKEN,)),
+    ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2), codes=(Codes.BY_ROW,)),
+    ExtendRow("gfx942", 2, 128, ExtendTiles(128, 32, 8, 2, waves_per_eu=2), codes=(Codes.BY_ROW,)),
     # 120 to 180 VGPRs, 16 KiB of LDS: 2 or 3 workgroups a CU.
     ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2)),
     # 189 to 236 VGPRs, 32 KiB of LDS: 2 workgroups a CU. Without waves_per_eu up to 312 with Triton 3.6.
@@ -257,14 +259,14 @@ EXTEND_ROWS = (
     ExtendRow("gfx942", 4, 128, ExtendTiles(64, 16, 4, 1)),
     ExtendRow("gfx942", 4, 256, ExtendTiles(32, 16, 8, 1)),
     # With blocks of 128 rows up to 69 VGPRs spill; with factors of heads and 4 waves, 2.
-    ExtendRow("gfx950", 2, 64, ExtendTiles(128, 32, 4, 2), codes=Codes.BY_TOKEN),
-    ExtendRow("gfx950", 2, 128, ExtendTiles(64, 16, 4, 2, waves_per_eu=2), codes=Codes.BY_TOKEN),
-    ExtendRow("gfx950", 2, 256, ExtendTiles(64, 16, 8, 2), codes=Codes.BY_TOKEN),
-    ExtendRow("gfx950", 2, 512, ExtendTiles(32, 16, 8, 2), codes=Codes.BY_TOKEN),
-    ExtendRow("gfx950", 2, 64, ExtendTiles(128, 32, 4, 2), codes=Codes.BY_ROW),
-    ExtendRow("gfx950", 2, 128, ExtendTiles(128, 32, 8, 2, waves_per_eu=2), codes=Codes.BY_ROW),
-    ExtendRow("gfx950", 2, 256, ExtendTiles(128, 16, 8, 2), codes=Codes.BY_ROW),
-    ExtendRow("gfx950", 2, 512, ExtendTiles(32, 16, 8, 2), codes=Codes.BY_ROW),
+    ExtendRow("gfx950", 2, 64, ExtendTiles(128, 32, 4, 2), codes=(Codes.BY_TOKEN,)),
+    ExtendRow("gfx950", 2, 128, ExtendTiles(64, 16, 4, 2, waves_per_eu=2), codes=(Codes.BY_TOKEN,)),
+    ExtendRow("gfx950", 2, 256, ExtendTiles(64, 16, 8, 2), codes=(Codes.BY_TOKEN,)),
+    ExtendRow("gfx950", 2, 512, ExtendTiles(32, 16, 8, 2), codes=(Codes.BY_TOKEN,)),
+    ExtendRow("gfx950", 2, 64, ExtendTiles(128, 32, 4, 2), codes=(Codes.BY_ROW,)),
+    ExtendRow("gfx950", 2, 128, ExtendTiles(128, 32, 8, 2, waves_per_eu=2), codes=(Codes.BY_ROW,)),
+    ExtendRow("gfx950", 2, 256, ExtendTiles(128, 16, 8, 2), codes=(Codes.BY_ROW,)),
+    ExtendRow("gfx950", 2, 512, ExtendTiles(32, 16, 8, 2), codes=(Codes.BY_ROW,)),
     # 120 to 180 VGPRs, 16 KiB of LDS: 2 or 3 workgroups a CU.
     ExtendRow("gfx950", 2, 64, ExtendTiles(128, 32, 4, 2)),
     # 179 to 248 VGPRs, 32 KiB of LDS: 2 workgroups a CU.
@@ -299,7 +301,7 @@ def decode_tiles(
             for row in DECODE_ROWS
             if row.arch == name
             and row.item_bytes == dtype.itemsize
-            and row.codes in (codes, Codes.NONE)
+            and codes in row.codes
             and max(head_dim, v_head_dim) <= row.max_head_dim
             and (row.tiles.heads_per_row == 1 or (pairs and _pairs(row, gqa_ratio, num_kv_heads, head_dim, v_head_dim)))
         ]
@@ -307,9 +309,9 @@ def decode_tiles(
             if gqa_ratio * row.tiles.heads_per_row <= row.max_q_rows:
                 return row.tiles
         if rows:
-            last = max(rows, key=lambda row: (row.codes is codes, rows.index(row)))
+            last = max(rows, key=lambda row: (-len(row.codes), rows.index(row)))
             return replace(last.tiles, head_blocks=-(-gqa_ratio // last.max_q_rows))
-    raise NoTiles(no_row("decode", DECODE_ROWS, arch, dtype, (head_dim, v_head_dim)))
+    raise NoTiles(no_row("decode", DECODE_ROWS, arch, dtype, (head_dim, v_head_dim), codes))
 
 
 def extend_tiles(
@@ -328,12 +330,12 @@ def extend_tiles(
             if (
                 row.arch == name
                 and row.item_bytes == dtype.itemsize
-                and row.codes in (codes, Codes.NONE)
+                and codes in row.codes
                 and max(head_dim, v_head_dim) <= row.max_head_dim
                 and not (row.alike and next_power_of_2(head_dim) != next_power_of_2(v_head_dim))
             ):
                 return row.tiles
-    raise NoTiles(no_row("extend", EXTEND_ROWS, arch, dtype, (head_dim, v_head_dim)))
+    raise NoTiles(no_row("extend", EXTEND_ROWS, arch, dtype, (head_dim, v_head_dim), codes))
 
 
 def next_power_of_2(n: int) -> int:
@@ -366,14 +368,20 @@ class _Row(Protocol):
     def item_bytes(self) -> int: ...
     @property
     def max_head_dim(self) -> int: ...
+    @property
+    def codes(self) -> tuple[Codes, ...]: ...
 
 
-def no_row(what: str, rows: Sequence[_Row], arch: str, dtype: torch.dtype, dims: tuple[int, int]) -> str:
-    """Why no row of a table serves an arch, a dtype and head dims: the nearest thing that one does serve."""
-    found = f"no {what} tiles for {arch} with {dtype} and head dims {dims[0]} and {dims[1]}; "
+def no_row(
+    what: str, rows: Sequence[_Row], arch: str, dtype: torch.dtype, dims: tuple[int, int], codes: Codes = Codes.NONE
+) -> str:
+    """Why no row of a table serves an arch, a dtype, head dims and codes: the nearest thing that one does serve."""
+    given = str(dtype) if codes is Codes.NONE else f"{dtype} over {codes.value}"
+    found = f"no {what} tiles for {arch} with {given} and head dims {dims[0]} and {dims[1]}; "
     for name in names_of(arch):
-        served = [row.max_head_dim for row in rows if (row.arch, row.item_bytes) == (name, dtype.itemsize)]
+        of_kind = [row for row in rows if (row.arch, row.item_bytes) == (name, dtype.itemsize)]
+        served = [row.max_head_dim for row in of_kind if codes in row.codes]
         if served:
-            return f"{found}with {dtype} they may be up to {max(served)} there"
+            return f"{found}with {given} they may be up to {max(served)} there"
     names = dict.fromkeys(row.arch for row in rows)
     return f"{found}rows exist for {', '.join(f'{name}*' if name == 'sm_' else name for name in names)}"

@@ -446,7 +446,9 @@ def run_decode_twin(tensors: Tensors) -> None:
 def run_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: ExtendTiles | None = None) -> None:
     """Schedule and extend, with a schedule that is garbage beforehand."""
     if tiles is None:
-        tiles = tiles_for(tensors)[1] if tensors.mask is None else tiles_for(tensors)[1].of_masked_steps()
+        tiles = (
+            tiles_for(tensors)[1] if tensors.mask is None else tiles_for(tensors)[1].of_masked_steps(tensors.case.codes)
+        )
     cut = ExtendCut.of(tiles, gqa_ratio=tensors.gqa_ratio, min_q_len=min_q_len)
     schedule = garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device)
     launch_extend_schedule(tensors.queries, schedule, cut)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from triton.compiler import CompiledKernel
 
-from rocm_attn.problem import PoolKind
+from rocm_attn.problem import KVEncoding, PoolKind
 from tests.amd.offline.matrix import ROWS, Row, launch_all
 from tests.amd.offline.offline_driver import compiled_by
 
@@ -19,7 +19,8 @@ def rows_for(archs: tuple[str, ...]) -> pytest.MarkDecorator:
 
     Large pools are long, as the simulator runs code for them too, and so are the NVIDIA GPU that is not the target and
     other dtypes than bfloat16, in which most models are served, on other archs than the first. So is float16, whose
-    code is bfloat16's but for conversions. Rows of 512 are compiled in every run for the first arch alone.
+    code is bfloat16's but for conversions. Rows of 512 are compiled in every run for the first arch alone,
+    and codes with heads of 128 alone.
     """
     return pytest.mark.parametrize(
         "row",
@@ -40,7 +41,8 @@ def _is_long(row: Row) -> bool:
     is_wide = max(row.dims) > 256 and row.arch != AMD_ARCHS[0]
     if row.pool is PoolKind.LATENT:
         is_wide = row.heads[0] != 16 or row.arch == AMD_ARCHS[1]
-    return row.is_large or row.arch == "sm_80" or is_rare or is_wide
+    is_odd_code = row.kv is not KVEncoding.LIKE_Q and (row.dims != (128, 128) or row.arch == "sm_90")
+    return row.is_large or row.arch == "sm_80" or is_rare or is_wide or is_odd_code
 
 
 def compile_row(row: Row) -> None:

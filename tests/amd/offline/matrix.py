@@ -64,6 +64,8 @@ class Row:
     dims:      head_dim, v_head_dim
     is_large:  whether K and V lie in more than 2 GiB each
     on_oldest: whether the row also runs with the oldest supported Triton
+    kv:        the encoding of K and V; rows of eight-bit ones launch only what reads and writes pages
+    scales:    what shares a factor
     pool:      how K and V are kept
     """
 
@@ -74,6 +76,8 @@ class Row:
     page_size: int
     is_large: bool = False
     on_oldest: bool = False
+    kv: KVEncoding = KVEncoding.LIKE_Q
+    scales: Scales = Scales.NONE
     pool: PoolKind = PoolKind.SPLIT
 
     def __str__(self) -> str:
@@ -82,7 +86,8 @@ class Row:
         size = "above" if self.is_large else "below"
         kind = "-latent" * (self.pool is PoolKind.LATENT)
         dims = f"{head_dim}-{v_head_dim}{kind}"
-        return f"{self.arch}-{q_heads}x{kv_heads}-{dims}-{dtype}-page{self.page_size}-{size}_2gib"
+        kv = "" if self.kv is KVEncoding.LIKE_Q else f"-{self.kv.name}_{self.scales.name}".lower()
+        return f"{self.arch}-{q_heads}x{kv_heads}-{dims}-{dtype}{kv}-page{self.page_size}-{size}_2gib"
 
     @property
     def problems(self) -> list[Problem]:
@@ -95,6 +100,8 @@ class Row:
             dtype=self.dtype,
             page_size=self.page_size,
             scale=self.dims[0] ** -0.5,
+            kv_encoding=self.kv,
+            kv_scales=self.scales,
             pool=self.pool,
         )
         if self.pool is PoolKind.LATENT:  # DeepSeek-V3; a window and sinks, and codes
@@ -150,6 +157,15 @@ ROWS = (
         for is_large in (False, True)
         for layer in _AMD_LAYERS
     ),
+    # Codes that each target reads by itself, and one that it does not; with factors of rows and of tokens.
+    *(
+        Row(arch, *layer, kv=kv, scales=scales, on_oldest=arch == "gfx942" and layer is _AMD_LAYERS[1])
+        for arch, kv in (("gfx942", KVEncoding.E4M3FNUZ), ("gfx950", KVEncoding.E4M3FN), ("sm_90", KVEncoding.E4M3FN))
+        for layer in (_SM_90_LAYERS if arch == "sm_90" else _AMD_LAYERS)
+        for scales in (Scales.HEAD, Scales.TOKEN)
+        if layer[2] == BF16 and not (arch == "gfx942" and scales is Scales.TOKEN and max(layer[1]) > 256)
+    ),
+    Row("gfx942", *_AMD_LAYERS[2], kv=KVEncoding.E5M2, scales=Scales.HEAD),
     # More query heads on a KV head than any row serves at once: they are cut into blocks.
     Row("gfx942", (128, 1), (128, 128), BF16, 16),
     *(Row("sm_90", *layer) for layer in _SM_90_LAYERS),
@@ -177,6 +193,8 @@ ROWS = (
 def launch_all(row: Row) -> None:
     """Every kernel that the runtime launches for the row's layers; under an offline driver they are only compiled.
 
+    Those of eight-bit rows are what reads and writes pages: the rest is that of other rows.
+
     The pool's size changes only kernels that read or write pages, so rows above 2 GiB launch those alone. So do rows
     for NVIDIA, where the rest is tested by running it.
     """
@@ -188,6 +206,11 @@ def launch_all(row: Row) -> None:
     _launch_step(runtime, _batch(rows, [32] * 16))
     _launch_row_work(runtime, _batch(rows, [1] * 16))
     _launch_masked_step(row)
+    if row.kv is not KVEncoding.LIKE_Q:
+        if max(row.dims) <= 128:  # of which there are deterministic kernels
+            runtime, rows = _runtime(row, row.problems, deterministic=True)
+            _launch_step(runtime, _batch(rows, [1, 32] * 8), with_lse=True)
+        return
     if not row.is_large:
         _launch_experts(row)
     if runtime.target.is_amd:

@@ -199,6 +199,7 @@ _LAYERS: tuple[Callable[[str], LayerRow], ...] = (
     lambda arch: LayerRow(arch, "latent_16", (16, 1), (576, 512), _LATENT, is_large=True),
 )
 ARCHS = ("gfx942", "gfx950", "sm_90")
+_ALL: tuple[Callable[[str], IndexRow | LayerRow], ...] = (*_INDEXERS, *_LAYERS)
 ROWS: tuple[IndexRow | LayerRow, ...] = tuple(
-    row(arch) for arch in ARCHS for row in (*_INDEXERS, *_LAYERS) if arch != "sm_90" or not row(arch).is_large
+    row(arch) for arch in ARCHS for row in _ALL if arch != "sm_90" or not row(arch).is_large
 )

@@ -33,6 +33,7 @@ from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_s
 from tests.amd.kernels.expert_cases import random_problem
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.driver import ARCHS, Simulation, simulated
+from tests.amd.simulator.latent_cases import latent_cases, quick_latent_cases
 from tests.amd.simulator.metadata_cases import metadata_cases
 from tests.amd.simulator.segment_cases import segment_cases
 from tests.amd.simulator.sparse_cases import more_sparse_cases, sparse_cases
@@ -105,7 +106,7 @@ def run_masked(arch: str, case: Case) -> Simulation:
     """A masked step, of sequences with one new token too."""
     tensors = build(replace(case, masked=True), CPU)
     with simulated(arch) as simulation:
-        run_extend(tensors, tiles=tiles_of(arch, case)[1].of_masked_steps())
+        run_extend(tensors, tiles=tiles_of(arch, case)[1].of_masked_steps(case.codes))
     assert_served(tensors)
     return simulation
 
@@ -337,6 +338,7 @@ def grid_cases(arch: str) -> list[KernelCase]:
     small = [case for case in steps if case.dtype != FP32]
     return [
         *quick_cases(arch),
+        *(case for case in latent_cases(arch) if case not in quick_latent_cases(arch)),
         *_step_cases(arch, _by_name([*steps, *odd]), (False,)),
         *_step_cases(arch, _by_name(small), (True,)),
         KernelCase("merge-1x260", arch, partial(run_merge, arch, 1, 260)),

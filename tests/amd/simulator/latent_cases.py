@@ -101,3 +101,9 @@ def latent_cases(arch: str) -> list[KernelCase]:
         "segments": partial(run_latent_segments, arch, replace(STEP, kv_len=[70, 33], q_len=[3, 9])),
     }
     return [KernelCase(f"latent-{name}", arch, run) for name, run in runs.items()]
+
+
+def quick_latent_cases(arch: str) -> list[KernelCase]:
+    """Those that run every latent kernel, below and above 4 GiB, and read codes."""
+    quick = ("latent-above", "latent-codes_by_token", "latent-segments")
+    return [case for case in latent_cases(arch) if case.name in quick]

@@ -22,7 +22,7 @@ CAPPED = replace(PLAIN, heads=(6, 2), dims=(80, 48), soft_cap=3.0, slopes=True, 
 def run_segments(arch: str, case: Case) -> Simulation:
     """Extend over all new tokens, then decode of the last ones."""
     extended = build(case, torch.device("cpu"))
-    tiles = segment_tiles(arch, head_dim=case.dims[0], v_head_dim=case.dims[1], dtype=case.dtype)
+    tiles = segment_tiles(arch, head_dim=case.dims[0], v_head_dim=case.dims[1], dtype=case.dtype, codes=case.codes)
     tiles = replace(tiles, segment_len=64)
     decoded = last_tokens(extended)
     with simulated(arch) as simulation:

@@ -1,0 +1,128 @@
+"""convert_pages: eight-bit pages of one encoding as pages of another, for KV that was computed on another kind of GPU.
+
+A code of the source becomes the target's nearest code of code * source factor / target factor: a table of 256 codes for
+each KV head. Between E4M3FN and E4M3FNUZ nothing is lost where the target's factor is made for it: the same bits are
+worth half in E4M3FNUZ, so that with a factor twice as large every code of E4M3FN has its like. Back, with half the
+factor, 240 has none: it becomes 448, which is worth 224.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadTensor
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import Encoding, PoolKind, Scales
+from rocm_attn.paging.index_spaces import RESERVED_PAGE
+
+# Pages whose codes are looked up at a time, as 64-bit integers.
+_PAGES_AT_A_TIME = 256
+# Of factors of tokens, which are made here: so that codes keep their bits.
+_KEEPING_BITS = {(Encoding.E4M3FN, Encoding.E4M3FNUZ): 2.0, (Encoding.E4M3FNUZ, Encoding.E4M3FN): 0.5}
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What a conversion has changed, in elements of K and V.
+
+    saturated:   were beyond the largest number of the target, and became that
+    rounded:     have no code of their own in the target, and became the nearest
+    not_numbers: were NaN or infinite, and became 0
+    """
+
+    saturated: int
+    rounded: int
+    not_numbers: int
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every element is worth what it was."""
+        return not (self.saturated or self.rounded or self.not_numbers)
+
+
+def convert_pages(source: LayerPages, target: LayerPages, source_pages: Tensor, target_pages: Tensor) -> Conversion:
+    """Write source_pages of one layer to target_pages of another pool of it, in the target's encoding.
+
+    source, target: eight-bit pages of equal layout, page size, heads, dims and kind of factor, on one device
+    source_pages, target_pages: int64 [n] on that device; target pages are distinct and not page 0
+    Factors of tokens are written, so that as many codes as can keep their bits; others are the target's own.
+
+    Waits for the device. Raises BadTensor; nothing was written then.
+    """
+    _check(source, target, source_pages, target_pages)
+    found = torch.zeros(3, dtype=torch.int64, device=source.k.device)
+    sides = [(source.raw_k, target.raw_k, source.k_scale, target.k_scale)]
+    if source.format.kind is not PoolKind.LATENT:
+        sides.append((source.raw_v, target.raw_v, source.v_scale, target.v_scale))
+    for codes, converted, given, own in sides:
+        assert given is not None
+        assert own is not None
+        ratio = given.double() / own.double()
+        if source.format.scales is Scales.TOKEN:
+            by = _KEEPING_BITS.get((source.format.encoding, target.format.encoding), 1.0)
+            own[target_pages] = given[source_pages] * by
+            ratio = torch.full((1,), 1.0 / by, dtype=torch.float64, device=given.device)
+        tables = _tables(source.format.encoding, target.format.encoding, ratio)
+        for first in range(0, len(source_pages), _PAGES_AT_A_TIME):
+            some = slice(first, first + _PAGES_AT_A_TIME)
+            found += _convert(codes, converted, source_pages[some], target_pages[some], tables, source.format.kind)
+    return Conversion(*found.tolist())
+
+
+def _convert(
+    codes: Tensor,
+    converted: Tensor,
+    source_pages: Tensor,
+    target_pages: Tensor,
+    tables: tuple[Tensor, Tensor],
+    kind: PoolKind,
+) -> Tensor:
+    """Convert some pages of one side. Returns int64 [3], how many elements changed in each way."""
+    new_code, change = tables
+    picked = codes.index_select(0, source_pages).long()
+    head_axis = 1 if kind is PoolKind.VECTORIZED else 2
+    heads = torch.arange(len(new_code), device=codes.device)
+    head = heads.view([-1 if axis == head_axis else 1 for axis in range(picked.dim())])
+    converted[target_pages] = new_code[head, picked]
+    return torch.bincount(change[head, picked].flatten(), minlength=4)[1:]
+
+
+def _tables(source: Encoding, target: Encoding, ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """New codes, uint8 [heads, 256], and 1, 2 or 3 where one saturates, rounds or is no number, int64 [heads, 256].
+
+    ratio: float64 [heads], or [1] for all heads
+    """
+    numbers = torch.arange(256, dtype=torch.uint8).view(source.dtype).double()
+    exact = numbers * ratio.cpu()[:, None]
+    is_number = exact.isfinite()
+    exact = exact.where(is_number, 0.0)
+    kept = exact.clamp(-target.largest, target.largest)
+    # By way of float32, which rounds no product that a code could be near to another side: codes have 4 bits at most.
+    codes = kept.float().to(target.dtype)
+    change = torch.where(codes.double() != exact, 2, 0)
+    change = torch.where(exact.abs() > target.largest, 1, change)
+    change = torch.where(is_number, change, 3)
+    return codes.view(torch.uint8).to(ratio.device), change.to(ratio.device)
+
+
+def _check(source: LayerPages, target: LayerPages, source_pages: Tensor, target_pages: Tensor) -> None:
+    alike = replace(target.format, encoding=source.format.encoding)
+    if source.format != alike or not source.format.encoding.is_fp8 or not target.format.encoding.is_fp8:
+        raise BadTensor(
+            f"pages that hold {source.format} cannot be converted to {target.format}; both must be in eight bits, and "
+            "differ in the encoding alone"
+        )
+    if source.k.device != target.k.device:
+        raise BadTensor(f"the source is on {source.k.device}, the target on {target.k.device}; copy it there first")
+    for name, ids, pages in (("source_pages", source_pages, source), ("target_pages", target_pages, target)):
+        if ids.dtype != torch.int64 or ids.dim() != 1 or ids.device != pages.k.device:
+            raise BadTensor(f"{name} are {ids.dtype} {list(ids.shape)} on {ids.device}; give int64 [n] on the pages'")
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(pages.k):
+            raise BadTensor(f"{name} are from {int(ids.min())} to {int(ids.max())}; there are {len(pages.k)} pages")
+    if len(source_pages) != len(target_pages):
+        raise BadTensor(f"{len(source_pages)} pages cannot become {len(target_pages)}; give as many of both")
+    if bool((target_pages == RESERVED_PAGE).any()) or len(set(target_pages.tolist())) != len(target_pages):
+        raise BadTensor("target_pages name page 0, which stays zero, or a page twice")

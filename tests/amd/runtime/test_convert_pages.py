@@ -1,0 +1,120 @@
+"""Eight-bit pages of one encoding as those of another: exact where both can, saturated elsewhere, and told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rocm_attn.errors import BadTensor
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
+from rocm_attn.paging.convert import Conversion, convert_pages
+
+# Every code once in each head of a page, K and V alike.
+FORM = PageFormat(Encoding.E4M3FN, PoolKind.SPLIT, 4, 2, 64, 64, Scales.LAYER)
+FN, FNUZ, E5M2 = Encoding.E4M3FN, Encoding.E4M3FNUZ, Encoding.E5M2
+
+
+def pages_of(
+    form: PageFormat, scale: list[float], device: torch.device, *, codes: torch.Tensor | None = None
+) -> LayerPages:
+    """Three pages; the last one holds every code in each head, or those that are given, the others nothing."""
+    every = torch.arange(256, dtype=torch.uint8) if codes is None else codes
+    raw = torch.zeros(3, 4, 2, 64, dtype=torch.uint8)
+    raw[2] = every.view(4, 1, 64)
+    if form.kind is PoolKind.VECTORIZED:
+        raw = raw.view(3, 4, 2, 4, 16).permute(0, 2, 3, 1, 4).contiguous()
+    k = raw.to(device).view(form.encoding.dtype)
+    factors = torch.tensor(scale, device=device)
+    if form.scales is Scales.TOKEN:
+        factors = factors.expand(3, 4, 2).contiguous()
+    return LayerPages(k, k.clone(), form, factors, factors.clone())
+
+
+def worth(pages: LayerPages, page: int) -> torch.Tensor:
+    return pages.read(torch.tensor([page], device=pages.k.device))[0].double().cpu()
+
+
+def ids(*pages: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor(pages, dtype=torch.int64, device=device)
+
+
+@pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD, Scales.TOKEN], ids=lambda scales: scales.name)
+def test_every_number_of_e4m3fn_is_kept_by_factors_twice_as_large(scales: Scales, device: torch.device) -> None:
+    """NaN becomes 0, and 0 with a sign, which E4M3FNUZ has as NaN, too."""
+    form = replace(FORM, scales=scales)
+    given = {Scales.LAYER: [0.013], Scales.HEAD: [0.013, 0.4], Scales.TOKEN: [0.013]}[scales]
+    source = pages_of(form, given, device)
+    target = pages_of(replace(form, encoding=FNUZ), [2 * factor for factor in given], device)
+    found = convert_pages(source, target, ids(2, device=device), ids(1, device=device))
+    assert found == Conversion(saturated=0, rounded=0, not_numbers=2 * 2 * 2)
+    assert not found.is_exact
+    assert torch.equal(worth(target, 1), worth(source, 2).nan_to_num())
+    assert not worth(target, 0).any()
+
+
+def test_back_only_the_largest_has_no_like_and_that_is_told(device: torch.device) -> None:
+    form = replace(FORM, encoding=FNUZ)
+    source, target = pages_of(form, [0.5], device), pages_of(FORM, [0.25], device)
+    found = convert_pages(source, target, ids(2, device=device), ids(1, device=device))
+    assert found == Conversion(saturated=2 * 2 * 2, rounded=0, not_numbers=2 * 2)
+    change = worth(target, 1) - worth(source, 2).nan_to_num()
+    assert set(change.abs().flatten().tolist()) == {0.0, (240 - 224) * 0.5}
+
+
+def test_under_one_factor_what_is_beyond_saturates_and_what_is_small_rounds(device: torch.device) -> None:
+    source = pages_of(FORM, [1.0], device)
+    target = pages_of(replace(FORM, encoding=FNUZ), [1.0], device)
+    found = convert_pages(source, target, ids(2, device=device), ids(1, device=device))
+    # 256, 288, 320, 352, 384, 416 and 448, of both signs, in two heads of K and of V.
+    assert found == Conversion(saturated=7 * 2 * 4, rounded=0, not_numbers=2 * 4)
+    assert worth(target, 1).abs().max() == 240
+    target = pages_of(replace(FORM, encoding=E5M2), [1.0], device)
+    found = convert_pages(source, target, ids(2, device=device), ids(1, device=device))
+    assert found.saturated == 0
+    assert found.rounded > 0
+    nearest = worth(source, 2).nan_to_num().to(torch.float8_e5m2).double()
+    assert torch.equal(worth(target, 1), nearest)
+
+
+def test_a_conversion_without_change_is_exact_in_vectorised_pages_too(device: torch.device) -> None:
+    form = replace(FORM, kind=PoolKind.VECTORIZED, page_size=16)
+    numbers = torch.arange(256, dtype=torch.uint8) & 0x77
+    raw = numbers.repeat(3 * 16 * 2 * 64 // 256).view(3, 2, 4, 16, 16).to(device)
+
+    def pages(encoding: Encoding, factor: float) -> LayerPages:
+        k, v = raw.clone(), raw.clone().view(3, 2, 1, 64, 16)
+        factors = torch.tensor([factor, factor / 2], device=device)
+        of = replace(form, encoding=encoding, scales=Scales.HEAD)
+        return LayerPages(k.view(encoding.dtype), v.view(encoding.dtype), of, factors, factors.clone())
+
+    source, target = pages(FN, 0.01), pages(FNUZ, 0.02)
+    target.raw_k.zero_()
+    target.raw_v.zero_()
+    assert convert_pages(source, target, ids(0, 2, device=device), ids(2, 1, device=device)).is_exact
+    assert torch.equal(worth(target, 2), worth(source, 0))
+    assert torch.equal(worth(target, 1), worth(source, 2))
+
+
+def test_what_cannot_be_converted_is_refused_and_nothing_is_written(device: torch.device) -> None:
+    source = pages_of(FORM, [1.0], device)
+    target = pages_of(replace(FORM, encoding=FNUZ), [1.0], device)
+    before = target.raw_k.clone()
+    by_head = pages_of(replace(FORM, encoding=FNUZ, scales=Scales.HEAD), [1.0, 1.0], device)
+    halves = torch.zeros(3, 4, 2, 64, dtype=torch.float16, device=device)
+    one, page = ids(1, device=device), ids(2, device=device)
+    refused = [
+        ((source, by_head, page, one), "differ in the encoding alone"),
+        ((LayerPages.plain(halves, halves), target, page, one), "both must be in eight bits"),
+        ((source, target, page, ids(0, device=device)), "name page 0"),
+        ((source, target, ids(1, 2, device=device), ids(1, 1, device=device)), "or a page twice"),
+        ((source, target, page, ids(3, device=device)), "target_pages are from 3 to 3; there are 3 pages"),
+        ((source, target, page, ids(1, 2, device=device)), "1 pages cannot become 2"),
+        ((source, target, page.int(), one), "give int64"),
+    ]
+    for given, sentence in refused:
+        with pytest.raises(BadTensor, match=sentence):
+            convert_pages(*given)
+    assert torch.equal(target.raw_k, before)

@@ -208,12 +208,12 @@ def test_explain_refuses_pages_that_are_not_whole_vectors(tmp_path: Path, capsys
 def test_explain_lists_every_reason_when_layers_are_not_served(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wide = {**GEMMA2, "head_dim": 320}
+    wide = {**GEMMA2, "head_dim": 640}
     assert main(["explain", config_file(tmp_path, wide), "--arch", "gfx942"]) == FAILED
     printed = capsys.readouterr()
     assert "2 layers (0, 2): " in printed.out
     assert "2 layers (1, 3): " in printed.out
-    assert "not served: decode: triton.decode: head_dim 320 is outside 1..256" in printed.out
+    assert "not served: decode: triton.decode: head_dim 640 is outside 1..512" in printed.out
     assert "kinds of layer have no kernel on gfx942" in printed.err
 
 

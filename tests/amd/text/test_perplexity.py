@@ -18,7 +18,8 @@ from tests.amd.text.perplexity import perplexity
 MOST = 0.01
 
 ENCODINGS = [KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ]
-SHORT = 320
+# fewer tokens differ by chance
+SHORT = 512
 
 
 @pytest.fixture(scope="module", autouse=True)

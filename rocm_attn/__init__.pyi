@@ -6,6 +6,13 @@ from rocm_attn.problem import UNLIMITED_WINDOW as UNLIMITED_WINDOW
 from rocm_attn.problem import KVEncoding as KVEncoding
 from rocm_attn.kernels.cache.page_format import PoolKind as PoolKind
 from rocm_attn.problem import Problem as Problem
+from rocm_attn.problem import ALL_KEYS as ALL_KEYS
+from rocm_attn.problem import AllKeys as AllKeys
+from rocm_attn.problem import Indexer as Indexer
+from rocm_attn.problem import EarlierSelection as EarlierSelection
+from rocm_attn.kernels.sparse.arguments import Indexing as Indexing
+from rocm_attn.kernels.sparse.arguments import LastUnit as LastUnit
+from rocm_attn.kernels.sparse.arguments import Pooling as Pooling
 from rocm_attn.kernels.cache.page_format import Scales as Scales
 from rocm_attn.step.head_weights import HeadWeights as HeadWeights
 

@@ -85,6 +85,7 @@ class Indexer:
     key_scales: Scales = Scales.NONE
 
     def __post_init__(self) -> None:
+        _check_indexing(self.indexing)
         for name in ("num_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise BadProblem(f"{name} of an indexer is {getattr(self, name)}; it must be at least 1")
@@ -100,9 +101,21 @@ class Indexer:
 
 @dataclass(frozen=True, slots=True)
 class EarlierSelection:
-    """Of a layer that attends to what the nearest layer before it that has an Indexer has chosen. indexing: of that"""
+    """Of a layer that attends to what the nearest layer before it that has an Indexer has chosen.
+
+    indexing: of that layer
+    Raises BadProblem.
+    """
 
     indexing: Indexing
+
+    def __post_init__(self) -> None:
+        _check_indexing(self.indexing)
+
+
+def _check_indexing(indexing: Indexing) -> None:
+    if indexing.refusal:
+        raise BadProblem(indexing.refusal)
 
 
 def _check_scales(of: str, encoding: KVEncoding, scales: Scales) -> None:

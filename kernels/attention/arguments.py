@@ -89,6 +89,13 @@ class AttendArgs(NamedTuple):
         return k.shape[3] == v.shape[3] and k.stride() == v.stride()
 
     @property
+    def has_value_pairs(self) -> bool:
+        """Whether V's codes can be read two by two."""
+        v = self.pages.raw_v
+        is_even = not any(number % 2 for number in (v.data_ptr(), v.shape[3], *v.stride()[:3]))
+        return self.pages.format.encoding.is_fp8 and is_even
+
+    @property
     def read_strides(self) -> tuple[int, ...]:
         """Strides of q (token, head), K pages and V pages (page, token, head each) and the table (row)."""
         q, k, v = self.q, self.pages.k, self.pages.v

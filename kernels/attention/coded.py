@@ -3,8 +3,8 @@
     q . k = k_factor * (q . code of k)        out = sum of weight * v_factor * code of v
 
 A factor of the layer or of a head is one number for a row of q: K's goes into what products are multiplied with anyway,
-V's into the accumulator. Factors of tokens multiply columns: K's those of the products, V's those of the weights. The
-weights of float16 would lose their smallest bits so; there V's own rows are multiplied. C is a Coding (page_format.py).
+V's into the accumulator. Factors of tokens multiply columns: K's those of the products, V's those of the weights. C is
+a Coding (page_format.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,18 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.bundles import Softmax
-from rocm_attn.kernels.cache.codes import HEAD_SCALES, LAYER_SCALES, TOKEN_SCALES, decoded
+from rocm_attn.kernels.cache.codes import (
+    HEAD_SCALES,
+    LAYER_SCALES,
+    TOKEN_SCALES,
+    decoded,
+    decoded_pairs,
+    is_coded,
+    is_multiplied_as_half,
+)
+
+# A block whose factors are all 0 has codes of 0 alone.
+_SMALLEST_FACTOR = tl.constexpr(2.0**-120)
 
 
 class Factors(NamedTuple):
@@ -40,9 +51,28 @@ def row_factor(scale, head, C: tl.constexpr):
 
 
 @triton.jit
+def coded_query(q, C: tl.constexpr):
+    """A block of q as it is multiplied with codes, and by what the products are too small for that.
+
+    Of bfloat16 that is float16 where codes become it sooner (codes.py). The block is moved by a power of two, so that
+    its largest element is 2^14 or more and an element of 2^-28 of that is exact still; products of float16 are summed
+    in float32.
+    """
+    factor = 1.0
+    if q.dtype == tl.bfloat16 and is_multiplied_as_half(C.ENCODING):
+        q = q.to(tl.float32)
+        largest = tl.max(tl.max(tl.abs(q), 1), 0)
+        # Of float32, whose bias is 127. Such that neither power of two is beyond float32, whatever q is.
+        exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15), 254)
+        q = (q * ((268 - exponent) << 23).to(tl.float32, bitcast=True)).to(tl.float16)
+        factor = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    return q, factor
+
+
+@triton.jit
 def coded_scales(qk_scale, tanh_scale, factor, CAPPED: tl.constexpr, C: tl.constexpr):
     """qk_scale and tanh_scale of products with codes. factor: of K's rows"""
-    if C.SCALES == LAYER_SCALES or C.SCALES == HEAD_SCALES:
+    if is_coded(C.ENCODING):
         if CAPPED:
             tanh_scale = tanh_scale * factor
         else:
@@ -67,23 +97,70 @@ def token_factor(scale, page, offset, head, live, MASKED: tl.constexpr, C: tl.co
     """
     factor = 1.0
     if C.SCALES == TOKEN_SCALES:
-        at = scale + (page * C.PAGE_SIZE + offset) * C.KV_HEADS + head
-        factor = tl.load(at, mask=live, other=0.0) if MASKED else tl.load(at)
+        # Of dead keys those of page 0: a mask of the load would be kept in pairs of scalar registers, of which AMD's
+        # compiler then has too few.
+        if MASKED:
+            page = tl.where(live, page, 0)
+        factor = tl.load(scale + (page * C.PAGE_SIZE + offset) * C.KV_HEADS + head)
+        if MASKED:
+            factor = tl.where(live, factor, 0.0)
     return factor
 
 
 @triton.jit
-def weighted_values(weights, v, factor, DTYPE: tl.constexpr, TRANSPOSED: tl.constexpr, C: tl.constexpr):
-    """Weights and V as they are multiplied, in DTYPE.
+def add_values(
+    acc, decay, weights, v, factor, DTYPE: tl.constexpr, TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, C: tl.constexpr
+):
+    """acc * decay + weights * V, of blocks that are multiplied in DTYPE.
 
-    weights: float32 [rows, keys], or swapped; v: elements of pages [keys, columns]; factor: of tokens, [keys], or None
+    acc:     float32 [rows, columns], or swapped; decay: of its shape but for columns
+    weights: float32 [rows, keys], or swapped; v: elements of pages [keys, columns]; factor: of tokens, [keys], or 1
+    EXACT:   whether a row's sum may not depend on keys that it does not see
     """
+    if C.SCALES == TOKEN_SCALES and tl.float16 == DTYPE and EXACT:
+        v = (decoded(v, C.ENCODING, tl.float32) * factor[:, None]).to(DTYPE)
+        acc = tl.dot(weights.to(DTYPE), v, acc * decay, input_precision="ieee")
+    else:
+        shares, amount = shares_of(weights, factor, DTYPE, TRANSPOSED, C)
+        v = decoded(v, C.ENCODING, DTYPE)
+        if C.SCALES == TOKEN_SCALES and tl.float16 == DTYPE:
+            product = tl.dot(tl.trans(v), shares) if TRANSPOSED else tl.dot(shares, v)
+            acc = acc * decay + product * amount
+        elif TRANSPOSED:
+            acc = tl.dot(tl.trans(v), shares, acc * decay, input_precision="ieee")
+        else:
+            acc = tl.dot(shares, v, acc * decay, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def shares_of(weights, factor, DTYPE: tl.constexpr, TRANSPOSED: tl.constexpr, C: tl.constexpr):
+    """Weights with the factors of tokens in them, in DTYPE, and what their products are to be multiplied with.
+
+    float16 keeps small weights if their factors are parts of the block's largest one.
+    """
+    amount = 1.0
     if C.SCALES == TOKEN_SCALES:
         if tl.float16 == DTYPE:
-            v = (decoded(v, C.ENCODING, tl.float32) * factor[:, None]).to(DTYPE)
-        else:
-            weights = weights * (factor[:, None] if TRANSPOSED else factor[None, :])
-            v = decoded(v, C.ENCODING, DTYPE)
+            amount = tl.maximum(tl.max(factor, 0), _SMALLEST_FACTOR)
+            factor = factor / amount
+        weights = weights * (factor[:, None] if TRANSPOSED else factor[None, :])
+    return weights.to(DTYPE), amount
+
+
+@triton.jit
+def add_value_pairs(even, odd, decay, weights, pairs, factor, C: tl.constexpr):
+    """As add_values in float16, of V's codes two by two.
+
+    even, odd: float32 [rows, columns / 2], the accumulators of even columns and of odd ones
+    pairs:     uint16 [keys, columns / 2]
+    """
+    shares, amount = shares_of(weights, factor, tl.float16, False, C)
+    v_even, v_odd = decoded_pairs(pairs, C.ENCODING)
+    if C.SCALES == TOKEN_SCALES:
+        even = even * decay + tl.dot(shares, v_even) * amount
+        odd = odd * decay + tl.dot(shares, v_odd) * amount
     else:
-        v = decoded(v, C.ENCODING, DTYPE)
-    return weights.to(DTYPE), v
+        even = tl.dot(shares, v_even, even * decay)
+        odd = tl.dot(shares, v_odd, odd * decay)
+    return even, odd

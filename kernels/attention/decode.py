@@ -20,11 +20,13 @@ from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Line, Logits, Softmax, Span
 from rocm_attn.kernels.attention.coded import (
     Factors,
+    add_value_pairs,
+    add_values,
+    coded_query,
     coded_scales,
     row_factor,
     scaled_values,
     token_factor,
-    weighted_values,
 )
 from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
 from rocm_attn.kernels.attention.decode_schedule import (
@@ -65,6 +67,7 @@ class DecodeGeometry(NamedTuple):
     PAGE_SIZE:            tokens of a page
     SAME_OFFSETS:         whether K and V of a token lie at the same place of their pages
     TRANSPOSED:           whether scores are computed as k q^T
+    PAIRED:               whether V's codes are read two by two
     WHOLE_ROWS:           whether every row has a program of its own
     CAPPED:               whether scores have a cap
     STAGES:               key blocks whose loads are in flight
@@ -80,6 +83,7 @@ class DecodeGeometry(NamedTuple):
     PAGE_SIZE: int
     SAME_OFFSETS: bool
     TRANSPOSED: bool
+    PAIRED: bool
     WHOLE_ROWS: bool
     CAPPED: bool
     STAGES: int
@@ -107,11 +111,12 @@ def _attend_key_blocks(q, k_side, v_side, pages, blocks, keys, logits, factors, 
     C: tl.constexpr = G.coding
     KEY_BLOCK: tl.constexpr = G.rows.KEY_BLOCK
     QUERY_ROWS: tl.constexpr = G.QUERY_ROWS
-    V_COLUMNS: tl.constexpr = G.V_COLUMNS
     lane = tl.arange(0, KEY_BLOCK)
     maximum = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([QUERY_ROWS], tl.float32)
-    acc = tl.zeros([V_COLUMNS, QUERY_ROWS] if G.TRANSPOSED else [QUERY_ROWS, V_COLUMNS], tl.float32)
+    LOADED: tl.constexpr = G.V_COLUMNS // 2 if G.PAIRED else G.V_COLUMNS
+    acc = tl.zeros([LOADED, QUERY_ROWS] if G.TRANSPOSED else [QUERY_ROWS, LOADED], tl.float32)
+    odd = acc
     # The next block's page ids travel one iteration ahead: a load inside the loop that other loads depend on makes the
     # pipeliner spend its stages on it (H200, llama8b 64 x 4k: 329 -> 267 us). Hence clamped to the table, not masked.
     next_page = tl.load(pages.at + tl.minimum((blocks.first * KEY_BLOCK + lane) // G.PAGE_SIZE, pages.width - 1))
@@ -123,7 +128,7 @@ def _attend_key_blocks(q, k_side, v_side, pages, blocks, keys, logits, factors, 
         next_page = tl.load(pages.at + tl.minimum((kv_index + KEY_BLOCK) // G.PAGE_SIZE, pages.width - 1))
         offset = (kv_index % G.PAGE_SIZE).to(tl.int64)
         k_row = page * k_side.page + offset * k_side.token
-        v_row = k_row if G.SAME_OFFSETS else page * v_side.page + offset * v_side.token
+        v_row = k_row if G.SAME_OFFSETS and not G.PAIRED else page * v_side.page + offset * v_side.token
         k_mask = live[:, None]
         if G.K_COLUMNS > G.HEAD_DIM * G.rows.HEADS_PER_ROW:
             k_mask = k_mask & k_side.inside[None, :]
@@ -157,15 +162,18 @@ def _attend_key_blocks(q, k_side, v_side, pages, blocks, keys, logits, factors, 
             weights = tl.exp2(scores - new_maximum[:, None])
         decay = tl.exp2(maximum - new_maximum)
         maximum = new_maximum
-        # v: [KEY_BLOCK, V_COLUMNS]
-        v = tl.load(v_side.at + v_row[:, None] + v_side.column[None, :], mask=v_mask, other=0)
-        shares, v = weighted_values(weights, v, v_factor, q.dtype, G.TRANSPOSED, C)
-        if G.TRANSPOSED:
-            acc = tl.dot(tl.trans(v), shares, acc * decay[None, :], input_precision="ieee")
-            total = total * decay + tl.sum(weights, 0)
+        total = total * decay + tl.sum(weights, 0 if G.TRANSPOSED else 1)
+        wide = decay[None, :] if G.TRANSPOSED else decay[:, None]
+        if G.PAIRED:
+            # pairs: [KEY_BLOCK, V_COLUMNS / 2]
+            pairs = tl.load(v_side.at + v_row[:, None] + v_side.column[None, :], mask=v_mask, other=0)
+            acc, odd = add_value_pairs(acc, odd, wide, weights, pairs, v_factor, C)
         else:
-            acc = tl.dot(shares, v, acc * decay[:, None], input_precision="ieee")
-            total = total * decay + tl.sum(weights, 1)
+            # v: [KEY_BLOCK, V_COLUMNS]
+            v = tl.load(v_side.at + v_row[:, None] + v_side.column[None, :], mask=v_mask, other=0)
+            acc = add_values(acc, wide, weights, v, v_factor, q.dtype, G.TRANSPOSED, False, C)
+    if G.PAIRED:
+        acc = tl.reshape(tl.join(acc, odd), [QUERY_ROWS, G.V_COLUMNS])
     return scaled_values(Softmax(acc, maximum, total), row_factor(factors.v, factors.head, C), C)
 
 
@@ -230,6 +238,16 @@ def _decode_kernel(
     q_row = tl.arange(0, QUERY_ROWS)
     k_lane = tl.arange(0, G.K_COLUMNS)
     v_lane = tl.arange(0, G.V_COLUMNS)
+    if G.PAIRED:
+        # V's rows, strides and dims are counted in pairs where they are loaded.
+        v_rows = v_pages.to(tl.pointer_type(tl.uint16))
+        v_page, v_token, v_head = vp_page // 2, vp_token // 2, vp_head // 2
+        V_READ: tl.constexpr = G.V_HEAD_DIM // 2
+        v_read = tl.arange(0, G.V_COLUMNS // 2)
+    else:
+        v_rows, v_page, v_token, v_head = v_pages, vp_page, vp_token, vp_head
+        V_READ: tl.constexpr = G.V_HEAD_DIM
+        v_read = v_lane
     if G.TRANSPOSED:
         m, k_wide, v_wide = q_row[None, :], k_lane[:, None], v_lane[:, None]
     else:
@@ -244,10 +262,10 @@ def _decode_kernel(
         k_wide = k_wide % G.HEAD_DIM
         v_wide = v_wide % G.V_HEAD_DIM
         k_column = (k_lane // G.HEAD_DIM).to(tl.int64) * kp_head + k_lane % G.HEAD_DIM
-        v_column = (v_lane // G.V_HEAD_DIM).to(tl.int64) * vp_head + v_lane % G.V_HEAD_DIM
+        v_column = (v_read // V_READ).to(tl.int64) * v_head + v_read % V_READ
     else:
         k_column = k_lane
-        v_column = v_lane
+        v_column = v_read
     sums = partials + num_programs * (2 * R.Q_ROWS * G.V_HEAD_DIM)
 
     while work > 0:
@@ -286,12 +304,14 @@ def _decode_kernel(
             head = first_kv_head
             if R.HEADS_PER_ROW > 1:
                 head = first_kv_head + m // R.GQA_RATIO
-            k_factor = row_factor(k_scale, head, C)
+            q_block = tl.load(q_line + m.to(tl.int64) * q_head + k_wide, mask=(m < num_q_rows) & is_k, other=0.0)
+            q_block, q_factor = coded_query(q_block, C)
+            k_factor = row_factor(k_scale, head, C) * q_factor
             k_scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, k_factor, G.CAPPED, C)
             acc, maximum, total = _attend_key_blocks(
-                tl.load(q_line + m.to(tl.int64) * q_head + k_wide, mask=(m < num_q_rows) & is_k, other=0.0),
+                q_block,
                 Side(k_pages + first_kv_head * kp_head, kp_page, kp_token, k_column, k_lane < G.HEAD_DIM),
-                Side(v_pages + first_kv_head * vp_head, vp_page, vp_token, v_column, v_lane < G.V_HEAD_DIM),
+                Side(v_rows + first_kv_head * v_head, v_page, v_token, v_column, v_read < V_READ),
                 Line(table_line, line_width),
                 Span(window_block + first_block, window_block + end_block),
                 Span(first_key, kv_len),
@@ -406,6 +426,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
         PAGE_SIZE=args.pages.format.page_size,
         SAME_OFFSETS=args.same_offsets,
         TRANSPOSED=tiles.transposed,
+        PAIRED=tiles.paired and args.has_value_pairs,
         WHOLE_ROWS=has_whole_rows(
             num_seqs * cut.rows,
             num_programs=cut.programs,

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import KeyValues, Line, Logits, Pages, Rows, Span
-from rocm_attn.kernels.attention.coded import Factors, coded_scales, row_factor, scaled_values
+from rocm_attn.kernels.attention.coded import Factors, coded_query, coded_scales, row_factor, scaled_values
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_FIRST_TOKEN,
@@ -120,7 +120,8 @@ def _extend_kernel(
             edge_block = first_seen // K.KEY_BLOCK
         C: tl.constexpr = K.coding
         factors = Factors(k_scale, v_scale, kv_head.to(tl.int64))
-        k_factor = row_factor(k_scale, factors.head, C)
+        queries, q_factor = coded_query(queries, C)
+        k_factor = row_factor(k_scale, factors.head, C) * q_factor
         k_scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, k_factor, K.CAPPED, C)
         query = Query(queries, row_kv_index, Logits(k_scaled, tanh_scaled, slope))
         kv = KeyValues(k_side, v_side, Line(pages, width), factors)

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Softmax
-from rocm_attn.kernels.attention.coded import token_factor, weighted_values
+from rocm_attn.kernels.attention.coded import add_values, token_factor
 from rocm_attn.kernels.attention.mask_bits import bit_is_set, bits_from, row_bits, seen_by_some
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import capped, in_range
@@ -198,7 +198,6 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
         else:
             v = tl.load(v_block)
         total = tl.fma(total, decay, tl.sum(weights, 1)) if K.EXACT else total * decay + tl.sum(weights, 1)
-        weights, v = weighted_values(weights, v, v_factor, query.block.dtype, False, C)
-        acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
+        acc = add_values(acc, decay[:, None], weights, v, v_factor, query.block.dtype, False, K.EXACT, C)
         maximum = new_maximum
     return Softmax(acc, maximum, total)

@@ -38,6 +38,18 @@ _LARGEST = {encoding.number: encoding.largest for encoding in Encoding}
 # Smallest normal exponent, and mantissa bits.
 _FIELDS = {Encoding.E4M3FN.number: (-6, 3), Encoding.E4M3FNUZ.number: (-7, 3), Encoding.E5M2.number: (-14, 2)}
 _OCP = (Encoding.E4M3FN.number, Encoding.E5M2.number)
+# In PTX, of two pairs in a word: the first codes beside each other, the second ones, and both as float16.
+_PAIRS_AS_HALF = {
+    number: f"""{{
+        .reg .b32 sorted;
+        .reg .b16 first, second;
+        prmt.b32 sorted, $2, $2, 0x3120;
+        mov.b32 {{first, second}}, sorted;
+        cvt.rn.f16x2.{name}x2 $0, first;
+        cvt.rn.f16x2.{name}x2 $1, second;
+    }}"""
+    for number, name in ((Encoding.E4M3FN.number, "e4m3"), (Encoding.E5M2.number, "e5m2"))
+}
 _TYPES = {
     Encoding.E4M3FN.number: tl.float8e4nv,
     Encoding.E4M3FNUZ.number: tl.float8e4b8,
@@ -61,6 +73,11 @@ def _largest(encoding: int) -> float:
 @constexpr_function
 def _type(encoding: int) -> Any:
     return _TYPES[encoding]
+
+
+@constexpr_function
+def _pairs_as_half(encoding: int) -> str:
+    return _PAIRS_AS_HALF[encoding]
 
 
 @constexpr_function
@@ -111,6 +128,16 @@ def _is_written_by_hardware(encoding: int) -> bool:
     return encoding == Encoding.E4M3FNUZ.number and target.arch == "gfx942"
 
 
+@constexpr_function
+def is_multiplied_as_half(encoding: int) -> bool:
+    """Whether codes are multiplied as float16 where q is bfloat16: where one instruction makes that of two codes.
+
+    The interpreter does as NVIDIA's GPUs do.
+    """
+    target = None if knobs.runtime.interpret else current_target()
+    return encoding in _FIELDS and (target is None or target.backend == "cuda")
+
+
 @triton.jit
 def _as_dtype(numbers, DTYPE: tl.constexpr):
     """float32 numbers that DTYPE has exactly, in it. To bfloat16 they are cut, which needs no rounding."""
@@ -155,6 +182,20 @@ def decoded(elements, ENCODING: tl.constexpr, DTYPE: tl.constexpr):
     else:
         result = _as_dtype(_half(elements, ENCODING).to(tl.float32), DTYPE)
     return result
+
+
+@triton.jit
+def decoded_pairs(pairs, ENCODING: tl.constexpr):
+    """Codes two by two (uint16) as float16: the first of each, and the second."""
+    if _is_read_by_hardware(ENCODING) and is_cuda():
+        ASSEMBLY: tl.constexpr = _pairs_as_half(ENCODING)
+        first, second = tl.inline_asm_elementwise(
+            ASSEMBLY, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    else:
+        first = decoded((pairs & 0xFF).to(tl.uint8), ENCODING, tl.float16)
+        second = decoded((pairs >> 8).to(tl.uint8), ENCODING, tl.float16)
+    return first, second
 
 
 @triton.jit

@@ -54,28 +54,33 @@ def _expert_product_kernel(
     out_row,
     G: tl.constexpr,
 ):
+    ROWS: tl.constexpr = G.ROWS
+    COLUMNS: tl.constexpr = G.COLUMNS
+    STEP: tl.constexpr = G.STEP
+    IN: tl.constexpr = G.IN
     block = tl.program_id(0)
     each = tl.arange(0, G.EXPERTS_BLOCK)
     is_expert = each < G.EXPERTS
     num_pairs = tl.load(indptr + each + 1, mask=is_expert, other=0) - tl.load(indptr + each, mask=is_expert, other=0)
-    num_blocks = tl.cdiv(num_pairs.to(tl.int32), G.ROWS)
+    num_blocks = tl.cdiv(num_pairs.to(tl.int32), ROWS)
     expert = tl.sum((tl.cumsum(num_blocks, 0) <= block).to(tl.int32), 0)
     if expert < G.EXPERTS:
         own_block = block - tl.sum(tl.where(each < expert, num_blocks, 0), 0)
-        place = tl.load(indptr + expert) + own_block * G.ROWS + tl.arange(0, G.ROWS)
+        place = tl.load(indptr + expert) + own_block * ROWS + tl.arange(0, ROWS)
         is_pair = (place < tl.load(indptr + expert + 1))[:, None]
         # pair: [ROWS, 1]; column: [COLUMNS]
         pair = tl.load(order + place[:, None], mask=is_pair, other=0)
-        column = tl.program_id(1) * G.COLUMNS + tl.arange(0, G.COLUMNS)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         is_column = column < G.OUT
-        element = tl.arange(0, G.STEP)[None, :]
+        element = tl.arange(0, STEP)[None, :]
         rows = x + pair // G.PAIRS_OF_ROW * x_row
         # 64-bit before multiplying: the matrices of all experts go beyond int32.
         matrix = weight + expert.to(tl.int64) * weight_expert
-        acc = tl.zeros([G.ROWS, G.COLUMNS], tl.float32)
-        for first in range(0, G.IN, G.STEP):
-            is_element = first + element < G.IN
-            a = tl.load(rows + first + element, mask=is_pair & is_element, other=0.0)
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for first in range(0, IN, STEP):
+            is_element = first + element < IN
+            # Rows without a pair are the first pair's: what they come to is dropped.
+            a = tl.load(rows + first + element, mask=is_element, other=0.0)
             b = tl.load(
                 matrix + column[:, None] * weight_row + first + element,
                 mask=is_column[:, None] & is_element,

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.sparse.arguments import (
+    BAD_COUNT,
     NO_UNIT,
+    NOT_ASCENDING,
+    OUTSIDE,
     IndexArgs,
     Indexing,
     LastUnit,
@@ -121,6 +124,18 @@ def selected_attention(args: SelectedArgs, *, scale: float) -> None:
         args.out[first:end] = torch.einsum("thrk,thkd->thrd", weights, v).flatten(1, 2).to(args.out.dtype)
         if args.lse is not None:
             args.lse[first:end] = lse.flatten(1, 2).to(args.lse.dtype)
+
+
+def check_selection(selection: Selection, tokens: TokenPlaces, faults: Tensor) -> None:
+    """Set bits of faults for what is wrong with a selection. Twin of launch_check_selection."""
+    units, counts = selection.units, selection.counts
+    num_units = (-(-_visible(tokens) // selection.unit_tokens))[:, None]
+    listed = torch.arange(selection.width, device=units.device) < counts[:, :, None]
+    outside = listed & ((units < 0) | (units >= num_units[:, :, None]))
+    low = listed[:, :, 1:] & (units[:, :, 1:] <= units[:, :, :-1])
+    bad_count = (counts < 0) | (counts > num_units.clamp(max=selection.width))
+    for found, bit in ((bad_count, BAD_COUNT), (outside, OUTSIDE), (low, NOT_ASCENDING)):
+        faults.bitwise_or_(found.any().int() * bit)
 
 
 def selected_rows(args: SelectedArgs, first: int, end: int, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:

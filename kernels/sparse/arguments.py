@@ -15,11 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadProblem
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 
 # Of a selection, at and past its count.
 NO_UNIT = -1
+# Bits of the word that says what is wrong with a selection: a count is negative, or larger than the units that the
+# token sees or than the width; an entry is no unit that its token sees; an entry is not larger than the one before it.
+BAD_COUNT, OUTSIDE, NOT_ASCENDING = 1, 2, 4
 
 
 class Pooling(enum.Enum):
@@ -61,8 +63,6 @@ class Indexing:
     pooling:     of unit_keys scores; of one key it means nothing
     first, last: candidates at the beginning and at the end of what a token sees that are chosen whatever their scores
     last_unit:   see LastUnit; where key_tokens is more than 1, an incomplete unit cannot be scored
-
-    Raises BadProblem.
     """
 
     scale: float
@@ -76,22 +76,25 @@ class Indexing:
     last: int = 0
     last_unit: LastUnit = LastUnit.SCORED
 
-    def __post_init__(self) -> None:
+    @property
+    def refusal(self) -> str:
+        """Why nothing can be chosen this way; empty where it can."""
         if not (math.isfinite(self.scale) and self.scale > 0):
-            raise BadProblem(f"scale of an indexer is {self.scale}; it must be a positive number")
+            return f"scale of an indexer is {self.scale}; it must be a positive number"
         for name in ("top", "sets", "key_tokens", "unit_keys"):
             if getattr(self, name) < 1:
-                raise BadProblem(f"{name} of an indexer is {getattr(self, name)}; it must be at least 1")
+                return f"{name} of an indexer is {getattr(self, name)}; it must be at least 1"
         if min(self.first, self.last) < 0 or self.first + self.last > self.top:
-            raise BadProblem(
+            return (
                 f"an indexer forces {self.first} first and {self.last} last units and chooses {self.top}; it cannot "
                 "force more than it chooses, nor fewer than 0"
             )
         if self.key_tokens > 1 and self.last_unit is LastUnit.SCORED:
-            raise BadProblem(
+            return (
                 f"an index key of {self.key_tokens} tokens is there when all of them are, so that an incomplete unit "
                 "has no score; say that last_unit is ADDED or LEFT_OUT"
             )
+        return ""
 
     @property
     def unit_tokens(self) -> int:

@@ -22,11 +22,11 @@ import triton.language as tl
 from rocm_attn.kernels.attention.bundles import Pages, Rows, Softmax
 from rocm_attn.kernels.attention.coded import (
     Factors,
+    add_values,
     coded_scales,
     row_factor,
     scaled_values,
     token_factor,
-    weighted_values,
 )
 from rocm_attn.kernels.attention.scores import LOG2_E
 from rocm_attn.kernels.attention.segments import UNFUSED
@@ -153,8 +153,7 @@ def _attend(query, k_side, v_side, factors, listing, G: tl.constexpr):
         else:
             v_at = k_at if G.SAME_OFFSETS else page * v_side.page + offset * v_side.token
             v = _load_rows(v_side.at + v_at, live, 0, G.V_COLUMNS, G.V_HEAD_DIM)
-        weights, v = weighted_values(weights, v, v_factor, DTYPE, False, C)
-        acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
+        acc = add_values(acc, decay[:, None], weights, v, v_factor, DTYPE, False, G.EXACT, C)
         maximum = new_maximum
     return Softmax(acc, maximum, total)
 

@@ -9,11 +9,25 @@ interpreter on a CPU.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+
+
+class Codes(enum.Enum):
+    """Whether K and V are eight-bit codes, and what shares a factor: both take registers.
+
+    NONE:     elements are read as they are
+    BY_ROW:   a row of q meets one factor of K and one of V: of the layer, or of its KV head
+    BY_TOKEN: keys have factors
+    """
+
+    NONE = "no codes"
+    BY_ROW = "codes with factors of layers or heads"
+    BY_TOKEN = "codes with factors of tokens"
 
 
 class NoTiles(LookupError):
@@ -32,6 +46,7 @@ class DecodeTiles:
     heads_per_row:    1, or 2: two KV heads of 64 are read as one of 128
     head_blocks:      blocks that the query heads of a KV head are cut into; each reads K and V
     row_cost:         what starting a row costs beside its key blocks, in blocks; at least 1
+    paired:           whether V's codes are read two by two, as float16 that matrix units take in turned; not transposed
     """
 
     key_block: int
@@ -42,6 +57,7 @@ class DecodeTiles:
     heads_per_row: int = 1
     head_blocks: int = 1
     row_cost: int = 2
+    paired: bool = False
 
     def rows_per_seq(self, num_kv_heads: int) -> int:
         """Rows of a sequence."""
@@ -98,6 +114,8 @@ class DecodeRow:
     """tiles serve an arch, an element size in bytes, head dims up to max_head_dim and rows of up to max_q_rows heads.
 
     The last row that fits but for max_q_rows serves larger groups of query heads too, cut into blocks.
+
+    codes: what K and V are; rows for codes come before those for elements, which serve codes without such a row too
     """
 
     arch: str
@@ -105,6 +123,7 @@ class DecodeRow:
     max_head_dim: int
     max_q_rows: int
     tiles: DecodeTiles
+    codes: Codes = Codes.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +131,7 @@ class ExtendRow:
     """tiles serve an arch, an element size in bytes and head dims up to max_head_dim.
 
     alike: whether they serve only rows of K and of V that fill the same power of two
+    codes: as in DecodeRow
     """
 
     arch: str
@@ -119,11 +139,17 @@ class ExtendRow:
     max_head_dim: int
     tiles: ExtendTiles
     alike: bool = False
+    codes: Codes = Codes.NONE
 
 
 # The first row that serves wins. In the comments llama8b is (32 query heads, 8 KV heads, 128), gptoss (64, 8, 64) and
 # gemma (8, 4, 256), and "of the floor" means of the time to read K and V once.
 DECODE_ROWS = (
+    # gptoss 64 x 4k: 83 us, of bfloat16 138; 111 where codes are not read in pairs.
+    DecodeRow("sm_90", 2, 64, 16, DecodeTiles(64, 2, 3, 4, heads_per_row=2, paired=True), Codes.BY_ROW),
+    # llama8b 64 x 4k: 148 us, of bfloat16 255; 171 not in pairs, 193 with 4 warps, 217 to 345 in other tiles.
+    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 2, 3, 4, paired=True), Codes.BY_ROW),
+    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 2, 3, 4, paired=True), Codes.BY_TOKEN),
     # gptoss 128 x 8k: 499 us, 1.06 of the floor; 528 with one KV head a row.
     DecodeRow("sm_90", 2, 64, 16, DecodeTiles(64, 4, 3, 2, transposed=True, heads_per_row=2)),
     # llama8b 64 x 4k: 253 us, 1.07 of the floor; 331 with 1 program an SM, 380 with blocks of 128 keys.
@@ -131,6 +157,8 @@ DECODE_ROWS = (
     DecodeRow("sm_90", 2, 128, 64, DecodeTiles(32, 4, 2, 2)),
     # gemma 64 x 4k: 495 us, 1.05 of the floor; 602 transposed.
     DecodeRow("sm_90", 2, 256, 16, DecodeTiles(32, 4, 3, 2)),
+    # With blocks of 32 keys up to 112 bytes of registers spill.
+    DecodeRow("sm_90", 2, 256, 64, DecodeTiles(16, 8, 2, 1), Codes.BY_TOKEN),
     DecodeRow("sm_90", 2, 256, 64, DecodeTiles(32, 8, 2, 1)),
     # Of 512 columns; with 64 query heads a row spills.
     DecodeRow("sm_90", 2, 512, 16, DecodeTiles(32, 8, 3, 1)),
@@ -143,6 +171,10 @@ DECODE_ROWS = (
     DecodeRow("sm_", 2, 512, 16, DecodeTiles(16, 8, 2, 1)),
     DecodeRow("sm_", 4, 128, 16, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("sm_", 4, 256, 16, DecodeTiles(16, 8, 1, 1)),
+    # Two blocks in flight, with the loads of factors, spill up to 38 SGPRs. 91 to 156 VGPRs, 2 to 16 KiB of LDS.
+    DecodeRow("gfx942", 2, 128, 16, DecodeTiles(32, 4, 1, 3), Codes.BY_TOKEN),
+    DecodeRow("gfx942", 2, 128, 32, DecodeTiles(16, 4, 1, 3), Codes.BY_TOKEN),
+    DecodeRow("gfx942", 2, 256, 32, DecodeTiles(16, 4, 1, 2), Codes.BY_TOKEN),
     # 124 to 153 VGPRs, 16 KiB of LDS: 3 workgroups a CU.
     DecodeRow("gfx942", 2, 64, 16, DecodeTiles(32, 4, 2, 3, heads_per_row=2)),
     DecodeRow("gfx942", 2, 128, 16, DecodeTiles(32, 4, 2, 3)),
@@ -155,6 +187,18 @@ DECODE_ROWS = (
     DecodeRow("gfx942", 2, 512, 32, DecodeTiles(16, 8, 2, 1)),
     DecodeRow("gfx942", 4, 128, 32, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("gfx942", 4, 256, 32, DecodeTiles(16, 8, 1, 1)),
+    # Two blocks in flight spill up to 63 SGPRs. 90 to 252 VGPRs, 2 to 32 KiB of LDS.
+    DecodeRow("gfx950", 2, 128, 16, DecodeTiles(32, 4, 1, 2), Codes.BY_TOKEN),
+    DecodeRow("gfx950", 2, 128, 32, DecodeTiles(16, 4, 1, 3), Codes.BY_TOKEN),
+    DecodeRow("gfx950", 2, 256, 16, DecodeTiles(32, 4, 1, 2), Codes.BY_TOKEN),
+    DecodeRow("gfx950", 2, 256, 32, DecodeTiles(16, 4, 1, 2), Codes.BY_TOKEN),
+    DecodeRow("gfx950", 2, 512, 32, DecodeTiles(16, 8, 1, 1), Codes.BY_TOKEN),
+    DecodeRow("gfx950", 2, 64, 16, DecodeTiles(32, 4, 2, 3, heads_per_row=2), Codes.BY_ROW),
+    DecodeRow("gfx950", 2, 128, 16, DecodeTiles(32, 4, 2, 3), Codes.BY_ROW),
+    DecodeRow("gfx950", 2, 128, 32, DecodeTiles(16, 4, 2, 3), Codes.BY_ROW),
+    DecodeRow("gfx950", 2, 256, 16, DecodeTiles(32, 4, 1, 2), Codes.BY_ROW),
+    DecodeRow("gfx950", 2, 256, 32, DecodeTiles(16, 4, 1, 2), Codes.BY_ROW),
+    DecodeRow("gfx950", 2, 512, 32, DecodeTiles(16, 8, 1, 1), Codes.BY_ROW),
     # 112 to 132 VGPRs, 16 KiB of LDS (33 with Triton's asynchronous copies): 4 workgroups a CU. Transposed blocks of 64
     # have 2/5 of the MFMAs, 180 to 212 VGPRs, and leave 2.
     DecodeRow("gfx950", 2, 64, 16, DecodeTiles(32, 4, 2, 4, heads_per_row=2)),
@@ -167,6 +211,9 @@ DECODE_ROWS = (
     DecodeRow("gfx950", 2, 512, 32, DecodeTiles(16, 8, 2, 1)),
     DecodeRow("gfx950", 4, 128, 32, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("gfx950", 4, 256, 32, DecodeTiles(16, 8, 1, 1)),
+    DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, heads_per_row=2, paired=True), Codes.BY_ROW),
+    DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, paired=True), Codes.BY_ROW),
+    DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, paired=True), Codes.BY_TOKEN),
     DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, transposed=True, heads_per_row=2)),
     DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, transposed=True)),
     DecodeRow("interpreter", 4, 512, 64, DecodeTiles(16, 1, 1, 3)),
@@ -176,6 +223,9 @@ EXTEND_ROWS = (
     # and 4 warps. With a window of 1024: 161; 184 with 4 warps, 174 with blocks of 32. Where V's rows fill a smaller
     # power of two than K's, what Triton 3.6 makes of blocks of 64 keys reads beyond the pages.
     ExtendRow("sm_90", 2, 64, ExtendTiles(128, 64, 8, 3), alike=True),
+    # With 4 warps up to 80 bytes of spilled registers, with two stages at 256 16 bytes.
+    ExtendRow("sm_90", 2, 128, ExtendTiles(128, 32, 8, 3), codes=Codes.BY_TOKEN),
+    ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 1), codes=Codes.BY_TOKEN),
     # llama8b 1 x 2048 new + 6144 cached: 577 us, 1.84 x the matrix-unit bound; 608 to 798 with blocks of 64 keys.
     ExtendRow("sm_90", 2, 128, ExtendTiles(128, 32, 4, 3)),
     ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 2)),
@@ -189,6 +239,13 @@ EXTEND_ROWS = (
     ExtendRow("sm_", 2, 512, ExtendTiles(32, 16, 8, 1)),
     ExtendRow("sm_", 4, 128, ExtendTiles(32, 16, 8, 1)),
     ExtendRow("sm_", 4, 256, ExtendTiles(16, 16, 4, 1)),
+    # With 4 waves up to 60 VGPRs spill. 231 to 256 VGPRs.
+    ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2), codes=Codes.BY_TOKEN),
+    ExtendRow("gfx942", 2, 128, ExtendTiles(128, 32, 8, 2, waves_per_eu=2), codes=Codes.BY_TOKEN),
+    ExtendRow("gfx942", 2, 256, ExtendTiles(128, 16, 8, 2), codes=Codes.BY_TOKEN),
+    ExtendRow("gfx942", 2, 512, ExtendTiles(32, 16, 8, 2), codes=Codes.BY_TOKEN),
+    ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2), codes=Codes.BY_ROW),
+    ExtendRow("gfx942", 2, 128, ExtendTiles(128, 32, 8, 2, waves_per_eu=2), codes=Codes.BY_ROW),
     # 120 to 180 VGPRs, 16 KiB of LDS: 2 or 3 workgroups a CU.
     ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2)),
     # 189 to 236 VGPRs, 32 KiB of LDS: 2 workgroups a CU. Without waves_per_eu up to 312 with Triton 3.6.
@@ -199,6 +256,15 @@ EXTEND_ROWS = (
     ExtendRow("gfx942", 2, 512, ExtendTiles(64, 16, 8, 2)),
     ExtendRow("gfx942", 4, 128, ExtendTiles(64, 16, 4, 1)),
     ExtendRow("gfx942", 4, 256, ExtendTiles(32, 16, 8, 1)),
+    # With blocks of 128 rows up to 69 VGPRs spill; with factors of heads and 4 waves, 2.
+    ExtendRow("gfx950", 2, 64, ExtendTiles(128, 32, 4, 2), codes=Codes.BY_TOKEN),
+    ExtendRow("gfx950", 2, 128, ExtendTiles(64, 16, 4, 2, waves_per_eu=2), codes=Codes.BY_TOKEN),
+    ExtendRow("gfx950", 2, 256, ExtendTiles(64, 16, 8, 2), codes=Codes.BY_TOKEN),
+    ExtendRow("gfx950", 2, 512, ExtendTiles(32, 16, 8, 2), codes=Codes.BY_TOKEN),
+    ExtendRow("gfx950", 2, 64, ExtendTiles(128, 32, 4, 2), codes=Codes.BY_ROW),
+    ExtendRow("gfx950", 2, 128, ExtendTiles(128, 32, 8, 2, waves_per_eu=2), codes=Codes.BY_ROW),
+    ExtendRow("gfx950", 2, 256, ExtendTiles(128, 16, 8, 2), codes=Codes.BY_ROW),
+    ExtendRow("gfx950", 2, 512, ExtendTiles(32, 16, 8, 2), codes=Codes.BY_ROW),
     # 120 to 180 VGPRs, 16 KiB of LDS: 2 or 3 workgroups a CU.
     ExtendRow("gfx950", 2, 64, ExtendTiles(128, 32, 4, 2)),
     # 179 to 248 VGPRs, 32 KiB of LDS: 2 workgroups a CU.
@@ -222,18 +288,18 @@ def decode_tiles(
     head_dim: int,
     v_head_dim: int,
     dtype: torch.dtype,
-    pairs: bool = True,
+    codes: Codes = Codes.NONE,
 ) -> DecodeTiles:
-    """The tiles of paged decode. Raises NoTiles.
-
-    pairs: whether a row may read two KV heads; not where tokens have a factor for each head
-    """
+    """The tiles of paged decode. Raises NoTiles."""
+    # A token has a factor for each head, and a row one for each key.
+    pairs = codes is not Codes.BY_TOKEN
     for name in names_of(arch):
         rows = [
             row
             for row in DECODE_ROWS
             if row.arch == name
             and row.item_bytes == dtype.itemsize
+            and row.codes in (codes, Codes.NONE)
             and max(head_dim, v_head_dim) <= row.max_head_dim
             and (row.tiles.heads_per_row == 1 or (pairs and _pairs(row, gqa_ratio, num_kv_heads, head_dim, v_head_dim)))
         ]
@@ -241,12 +307,20 @@ def decode_tiles(
             if gqa_ratio * row.tiles.heads_per_row <= row.max_q_rows:
                 return row.tiles
         if rows:
-            return replace(rows[-1].tiles, head_blocks=-(-gqa_ratio // rows[-1].max_q_rows))
+            last = max(rows, key=lambda row: (row.codes is codes, rows.index(row)))
+            return replace(last.tiles, head_blocks=-(-gqa_ratio // last.max_q_rows))
     raise NoTiles(no_row("decode", DECODE_ROWS, arch, dtype, (head_dim, v_head_dim)))
 
 
 def extend_tiles(
-    arch: str, *, gqa_ratio: int, num_kv_heads: int, head_dim: int, v_head_dim: int, dtype: torch.dtype
+    arch: str,
+    *,
+    gqa_ratio: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    dtype: torch.dtype,
+    codes: Codes = Codes.NONE,
 ) -> ExtendTiles:
     """The tiles of paged extend. Raises NoTiles."""
     for name in names_of(arch):
@@ -254,6 +328,7 @@ def extend_tiles(
             if (
                 row.arch == name
                 and row.item_bytes == dtype.itemsize
+                and row.codes in (codes, Codes.NONE)
                 and max(head_dim, v_head_dim) <= row.max_head_dim
                 and not (row.alike and next_power_of_2(head_dim) != next_power_of_2(v_head_dim))
             ):

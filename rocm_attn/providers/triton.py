@@ -12,7 +12,7 @@ from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
-from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, decode_tiles, extend_tiles
+from rocm_attn.kernels.tuning.tiles import Codes, DecodeTiles, ExtendTiles, decode_tiles, extend_tiles
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.providers import triton_latent, triton_segments
@@ -121,6 +121,12 @@ class TritonMasked:
         self.extend.attend_by(args, packed_mask(step))
 
 
+def _codes(problem: Problem) -> Codes:
+    if problem.kv_encoding is KVEncoding.LIKE_Q:
+        return Codes.NONE
+    return Codes.BY_TOKEN if problem.kv_scales is Scales.TOKEN else Codes.BY_ROW
+
+
 def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> TritonDecode:
     tiles = decode_tiles(
         target.arch,
@@ -129,7 +135,7 @@ def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> TritonDeco
         head_dim=problem.head_dim,
         v_head_dim=problem.v_head_dim,
         dtype=problem.dtype,
-        pairs=problem.kv_scales is not Scales.TOKEN,
+        codes=_codes(problem),
     )
     cut = DecodeCut.of(
         tiles,
@@ -148,6 +154,7 @@ def _bind_extend(problem: Problem, target: Target, pool: PoolSize) -> TritonExte
         head_dim=problem.head_dim,
         v_head_dim=problem.v_head_dim,
         dtype=problem.dtype,
+        codes=_codes(problem),
     )
     return TritonExtend(problem, scores_of(problem), tiles, ExtendCut.of(tiles, gqa_ratio=problem.gqa_ratio))
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.metadata.step_tensors import Need
-from rocm_attn.providers.contract import Baked, Fault, KernelRow, ReadAhead
-from rocm_attn.providers.select import ROWS
+from rocm_attn.providers.contract import Baked, Fault, KernelRow, Limits, ReadAhead
+from rocm_attn.providers.select import INDEX_ROWS, ROWS, SELECTED_ROWS
+from rocm_attn.providers.sparse import IndexLimits
 
 _INTRODUCTION = """\
 # Kernels
@@ -60,6 +61,10 @@ def markdown() -> str:
         parts.append(_table(_SCORES, bound))
         parts.append(_table(_CODED, bound))
         parts.append(_table(_DEMANDS, bound))
+        sparse = _sparse(provider)
+        if sparse:
+            parts.append("Of layers with an indexer, in every kind of step, beside those above:\n")
+            parts.append(sparse)
         faulty = _faults(bound)
         if faulty:
             parts.append("Refused in some releases; `explain` takes `--aiter-release` and `--rocm-release`:\n")
@@ -89,6 +94,31 @@ def _merged(rows: Sequence[KernelRow]) -> list[_Line]:
         kinds.setdefault(replace(row, kind=StepKind.DECODE, bakes=frozenset()), []).append(row.kind.value)
     bakes = {row: frozenset(b for other in rows if other.name == row.name for b in other.bakes) for row in kinds}
     return [(replace(row, bakes=bakes[row]), ", ".join(values)) for row, values in kinds.items()]
+
+
+def _sparse(provider: str) -> str:
+    """The sparse kernels of a provider; empty where it has none."""
+    cells = [
+        f"| `{row.name}` | selects | {_archs(row.limits)} | {_dtypes(row.limits)} | {_range(row.limits.head_dim)} | "
+        f"{row.limits.num_heads} | {_yes(row.batch_invariant)} |"
+        for row in INDEX_ROWS.get(provider, ())
+    ]
+    cells += [
+        f"| `{row.name}` | attends over {', '.join(pool.value for pool in row.limits.pools)} | {_archs(row.limits)} | "
+        f"{_dtypes(row.limits)} | {_range(row.limits.head_dim)}/{_range(row.limits.v_head_dim)} | "
+        f"{row.limits.max_gqa_ratio} on a KV head | {_yes(row.batch_invariant)} |"
+        for row in SELECTED_ROWS.get(provider, ())
+    ]
+    head = ["| kernel | what it does | archs | dtypes | head_dim | heads | any batch |", f"|{' --- |' * 7}"]
+    return "".join(f"{line}\n" for line in head + cells) if cells else ""
+
+
+def _archs(limits: Limits | IndexLimits) -> str:
+    return ", ".join(limits.archs).replace("*", "\\*")
+
+
+def _dtypes(limits: Limits | IndexLimits) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in limits.dtypes)
 
 
 def _faults(lines: Sequence[_Line]) -> str:
@@ -185,8 +215,8 @@ _NAME: dict[str, Callable[[_Line], str]] = {"kernel": lambda line: f"`{line[0].n
 _SERVES: dict[str, Callable[[_Line], str]] = {
     **_NAME,
     "steps": lambda line: line[1],
-    "archs": lambda line: ", ".join(line[0].limits.archs).replace("*", "\\*"),
-    "dtypes": lambda line: ", ".join(str(dtype).removeprefix("torch.") for dtype in line[0].limits.dtypes),
+    "archs": lambda line: _archs(line[0].limits),
+    "dtypes": lambda line: _dtypes(line[0].limits),
     "head_dim": _dims,
     "page sizes": _pages,
     "query heads": _heads,

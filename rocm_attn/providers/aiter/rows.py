@@ -301,6 +301,25 @@ def _latent_extends(kind: StepKind) -> tuple[KernelRow, ...]:
     )
 
 
+def _sparse() -> tuple[KernelRow, ...]:
+    limits = replace(_LATENT, encodings=_ANY_ENCODING, scales=(*_LAYER_SCALES, Scales.HEAD))
+    return (
+        _unbound(
+            "mla_decode_fwd[selected]",
+            StepKind.DECODE,
+            limits,
+            "it reads a selection as a page list of each token, which takes some ten launches a layer to write",
+        ),
+        _unbound(
+            "deepgemm_fp8_paged_mqa_logits",
+            StepKind.DECODE,
+            limits,
+            "a page of its index keys is one row of codes with their factors after them, and it writes the scores of "
+            "all keys to memory, of which releases before 0.1.18 lose rows past 2 GiB",
+        ),
+    )
+
+
 def _few_tokens_in_eight_bits(kind: StepKind) -> KernelRow:
     return _unbound(
         "mla_decode_fwd+get_mla_metadata_v1[fp8, 2 to 4 tokens]",
@@ -373,6 +392,8 @@ ROWS: tuple[KernelRow, ...] = (
         rounds_products=True,
         rounds_queries=True,
     ),
+    # Of sparse layers (providers/sparse.py), which Triton's kernels serve in their place.
+    *_sparse(),
     # Stores: launches of StepOps serve in their place.
     *(
         _unbound(

@@ -22,7 +22,7 @@ from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PoolKind, Scales
 from rocm_attn.kernels.refs.attention import paged_decode, paged_extend
-from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, decode_tiles, extend_tiles
+from rocm_attn.kernels.tuning.tiles import Codes, DecodeTiles, ExtendTiles, decode_tiles, extend_tiles
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 # A value of every tensor that a kernel has to overwrite or must leave alone.
@@ -72,6 +72,13 @@ class Case:
     kv: Encoding | None = None
     scales: Scales = Scales.NONE
     latent: bool = False
+
+    @property
+    def codes(self) -> Codes:
+        """What tiles are chosen by."""
+        if self.kv is None:
+            return Codes.NONE
+        return Codes.BY_TOKEN if self.scales is Scales.TOKEN else Codes.BY_ROW
 
     def decodes(self) -> Case:
         """The same sequences with one new token each."""
@@ -409,9 +416,8 @@ def tiles_for(tensors: Tensors) -> tuple[DecodeTiles, ExtendTiles]:
         "head_dim": case.dims[0],
         "v_head_dim": case.dims[1],
     }
-    pairs = case.scales is not Scales.TOKEN
-    decode = decode_tiles(arch, **shape, dtype=case.dtype, pairs=pairs)
-    return decode, extend_tiles(arch, **shape, dtype=case.dtype)
+    shape |= {"dtype": case.dtype, "codes": case.codes}
+    return decode_tiles(arch, **shape), extend_tiles(arch, **shape)
 
 
 def run_decode(tensors: Tensors, *, num_programs: int = 5, tiles: DecodeTiles | None = None) -> None:

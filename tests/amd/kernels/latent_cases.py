@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
@@ -21,9 +24,23 @@ from rocm_attn.kernels.tuning.latent_tiles import (
 )
 from tests.amd.kernels.attention_cases import Tensors, arch_of, garbage
 
+# Where scratch memory is put before a launch.
+Put = Callable[[Tensor], Tensor]
+
+
+def as_it_is(tensor: Tensor) -> Tensor:
+    """Nowhere else."""
+    return tensor
+
 
 def run_latent_decode(
-    tensors: Tensors, *, compute_units: int = 5, fewest: int = 1, most: int = 1, tiles: LatentTiles | None = None
+    tensors: Tensors,
+    *,
+    compute_units: int = 5,
+    fewest: int = 1,
+    most: int = 1,
+    tiles: LatentTiles | None = None,
+    put: Put = as_it_is,
 ) -> None:
     """Schedule, decode and merge, with scratch memory that is NaN or garbage beforehand."""
     case = tensors.case
@@ -38,26 +55,28 @@ def run_latent_decode(
         fewest=fewest,
         most=most,
     )
-    schedule = garbage(cut.words(tensors.num_seqs), tensors.q.device)
+    schedule = put(garbage(cut.words(tensors.num_seqs), tensors.q.device))
     words = latent_partials_words(cut, num_heads=num_heads, v_head_dim=v_head_dim)
-    partials = torch.full((words,), float("nan"), device=tensors.q.device)
+    partials = put(torch.full((words,), float("nan"), device=tensors.q.device))
     launch_decode_schedule(tensors.queries, schedule, cut)
     launch_latent_decode(tensors.args(schedule, partials), scores=tensors.scores, cut=cut, tiles=tiles)
 
 
-def run_latent_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: LatentTiles | None = None) -> None:
+def run_latent_extend(
+    tensors: Tensors, *, min_q_len: int = 1, tiles: LatentTiles | None = None, put: Put = as_it_is
+) -> None:
     """Schedule and extend, with a schedule that is garbage beforehand."""
     case = tensors.case
     if tiles is None:
         tiles = latent_extend_tiles(arch_of(tensors), dims=case.dims, dtype=case.dtype)
     cut: ExtendCut = latent_extend_cut(tiles, num_heads=case.heads[0], min_q_len=min_q_len)
-    schedule = garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device)
+    schedule = put(garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device))
     launch_extend_schedule(tensors.queries, schedule, cut)
     launch_latent_extend(tensors.args(schedule), scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)
 
 
 def run_latent_segment_decode(
-    tensors: Tensors, *, compute_units: int = 5, tiles: LatentSegmentTiles | None = None
+    tensors: Tensors, *, compute_units: int = 5, tiles: LatentSegmentTiles | None = None, put: Put = as_it_is
 ) -> None:
     """Schedule, deterministic decode and merge, with scratch memory that is NaN or garbage beforehand."""
     case = tensors.case
@@ -66,18 +85,20 @@ def run_latent_segment_decode(
         tiles.decode, num_heads=case.heads[0], compute_units=compute_units, window_left=case.window_left
     )
     most = tiles.most_segments(max(case.kv_len), case.window_left)
-    schedule = garbage(cut.words(tensors.num_seqs), tensors.q.device)
+    schedule = put(garbage(cut.words(tensors.num_seqs), tensors.q.device))
     words = sum(cut.segment_words(tensors.num_seqs, most, q_rows=case.heads[0], v_head_dim=case.dims[1]))
-    args = tensors.args(schedule, torch.full((words,), float("nan"), device=tensors.q.device))
+    args = tensors.args(schedule, put(torch.full((words,), float("nan"), device=tensors.q.device)))
     launch_decode_schedule(tensors.queries, schedule, cut)
     launch_latent_segment_decode(args, scores=tensors.scores, most_segments=most, cut=cut, tiles=tiles)
 
 
-def run_latent_segment_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: LatentSegmentTiles | None = None) -> None:
+def run_latent_segment_extend(
+    tensors: Tensors, *, min_q_len: int = 1, tiles: LatentSegmentTiles | None = None, put: Put = as_it_is
+) -> None:
     """Schedule and deterministic extend, with a schedule that is garbage beforehand."""
     case = tensors.case
     tiles = tiles or latent_segment_tiles(arch_of(tensors), dims=case.dims, dtype=case.dtype)
     cut = latent_extend_cut(tiles.block, num_heads=case.heads[0], min_q_len=min_q_len)
-    schedule = garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device)
+    schedule = put(garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device))
     launch_extend_schedule(tensors.queries, schedule, cut)
     launch_latent_segment_extend(tensors.args(schedule), scores=tensors.scores, cut=cut, tiles=tiles)

@@ -9,9 +9,19 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.cache.page_format import Scales
-from rocm_attn.kernels.refs.sparse import select
+from rocm_attn.kernels.refs.sparse import check_selection, select
 from rocm_attn.kernels.sparse import cuts
-from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit, Pooling, TokenPlaces
+from rocm_attn.kernels.sparse.arguments import (
+    BAD_COUNT,
+    NOT_ASCENDING,
+    OUTSIDE,
+    Indexing,
+    LastUnit,
+    Pooling,
+    Selection,
+    TokenPlaces,
+)
+from rocm_attn.kernels.sparse.check import launch_check_selection
 from rocm_attn.kernels.sparse.cuts import select_words, top_k_cut
 from rocm_attn.kernels.sparse.index_scores import launch_select
 from rocm_attn.kernels.sparse.top_k import launch_top_k
@@ -168,3 +178,32 @@ def test_a_key_that_is_nan_is_never_chosen(kernel_device: torch.device) -> None:
         for token in range(3):
             problem.scores[token][:, 5 // indexing.unit_tokens] = NAN
         selected(problem)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (None, 0),
+        ((0, [0, 2, 2]), NOT_ASCENDING),
+        ((0, [2, 1, 3]), NOT_ASCENDING),
+        ((0, [-1, 1, 3]), OUTSIDE),
+        ((1, [0, 1, 4]), OUTSIDE),
+        ((2, [0]), BAD_COUNT | OUTSIDE),
+    ],
+)
+def test_a_selection_that_leaves_its_sequence_is_reported(
+    change: tuple[int, list[int]] | None, fault: int, kernel_device: torch.device
+) -> None:
+    """Three tokens of units of 4: positions 13 and 15, of four units, and one that belongs to no sequence."""
+    units = torch.tensor([[[0, 1, 3]], [[0, 2, -1]], [[-1, -1, -1]]], dtype=torch.int32)
+    counts = torch.tensor([[3], [2], [0]], dtype=torch.int32)
+    if change is not None:
+        token, listed = change
+        units[token, 0, : len(listed)] = torch.tensor(listed, dtype=torch.int32)
+        counts[token] = len(listed)
+    tokens = tokens_at([13, 15, 0], kernel_device)
+    tokens.num_tokens.fill_(2)
+    for check in (launch_check_selection, check_selection):
+        faults = torch.zeros(1, dtype=torch.int32, device=kernel_device)
+        check(Selection(units.to(kernel_device), counts.to(kernel_device), 4), tokens, faults)
+        assert faults.tolist() == [fault]

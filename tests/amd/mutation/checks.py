@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from rocm_attn.kernels.cache.rope_store import launch_rope_store
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm, TokenPlaces
 from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.cache.tails import launch_zero_tails
+from rocm_attn.kernels.experts.groups import ExpertGroups
+from rocm_attn.kernels.experts.product import launch_expert_product
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.engine_tensors import (
     Q_BOUNDARIES,
@@ -51,9 +54,18 @@ from rocm_attn.kernels.refs import merge_states as merge_twins
 from rocm_attn.kernels.refs import metadata as twins
 from rocm_attn.kernels.refs import rope as rope_twins
 from rocm_attn.kernels.refs.pads import clear_pads
+from rocm_attn.kernels.tuning.expert_tiles import ExpertTiles
+from rocm_attn.kernels.tuning.latent_tiles import LatentSegmentTiles, LatentTiles
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from tests.amd.kernels.attention_cases import Case, Tensors, assert_served, build, queries_of
+from tests.amd.kernels.expert_cases import random_problem
+from tests.amd.kernels.latent_cases import (
+    run_latent_decode,
+    run_latent_extend,
+    run_latent_segment_decode,
+    run_latent_segment_extend,
+)
 from tests.amd.kernels.launches_of_tensors import (
     fill_step,
     of_device_inputs,
@@ -80,6 +92,11 @@ SEGMENT_TILES = SegmentTiles(
     programs_per_cu=1,
     extend=EXTEND_TILES,
 )
+# Dims of which both halves of V and what comes after it end within their columns.
+LATENT_DIMS = (31, 20)
+LATENT_TILES = LatentTiles(query_rows=16, key_block=16, num_warps=1, num_stages=1)
+LATENT_SEGMENT_TILES = LatentSegmentTiles(segment_len=32, block=LATENT_TILES)
+LATENT_SCORES: dict[str, Any] = {"window_left": 20, "soft_cap": 1.5, "sinks": True, "spread": True}
 # What scores may have, besides nothing: the window hides keys in the middle of a tile.
 SCORES: dict[str, Any] = {"window_left": 20, "soft_cap": 1.5, "sinks": True, "slopes": True}
 
@@ -91,6 +108,8 @@ def attention(memory: Memory, case: Case) -> Tensors:
     num_pages = int(tensors.table[~unused].max()) + 1
     tensors.table[unused] = num_pages
     tensors = replace(tensors, k_pages=tensors.k_pages[:num_pages], v_pages=tensors.v_pages[:num_pages])
+    if tensors.k_scale is not None:
+        tensors = replace(tensors, k_scale=tensors.k_scale[:num_pages])
     names = (
         "q",
         "k_pages",
@@ -105,6 +124,7 @@ def attention(memory: Memory, case: Case) -> Tensors:
         "sinks",
         "slopes",
         "first_page",
+        "k_scale",
     )
     given = {name: tensor for name in names if (tensor := getattr(tensors, name)) is not None}
     placed: dict[str, Any] = {name: memory.put(tensor) for name, tensor in given.items()}
@@ -200,6 +220,47 @@ def segment_decode(memory: Memory, tensors: Tensors) -> None:
     )
     args = tensors.args(schedule, memory.put(torch.full((words,), float("nan"))))
     launch_segment_decode(args, scores=tensors.scores, most_segments=most, cut=cut, tiles=tiles)
+
+
+def latents(memory: Memory) -> None:
+    """Latent decode of one token and of several, extend and masks; in codes too, of which dead ones are NaN."""
+    few = {"kv_len": [33, 9, 70, 5, 0], "q_len": [3, 1, 5, 2, 0]}
+    codes = {"kv": Encoding.E4M3FN, "scales": Scales.TOKEN}
+    for run, heads, dims, case in (
+        (run_latent_decode, 3, LATENT_DIMS, {"kv_len": [33, 0, 1, 16, 70], "q_len": [1] * 5}),
+        (run_latent_decode, 19, LATENT_DIMS, {"kv_len": [90], "q_len": [1], "first_page": [2], **LATENT_SCORES}),
+        (run_latent_decode, 3, LATENT_DIMS, {"kv_len": [33, 5], "q_len": [1] * 2, **codes}),
+        (run_latent_decode, 3, (16, 16), {"kv_len": [33, 5], "q_len": [1] * 2}),
+        (partial(run_latent_decode, most=5), 3, LATENT_DIMS, few),
+        (partial(run_latent_decode, most=5), 19, LATENT_DIMS, few | LATENT_SCORES),
+        (run_latent_extend, 3, LATENT_DIMS, {"kv_len": [43, 18, 0], "q_len": [24, 18, 0], "tail": 3}),
+        (run_latent_extend, 19, LATENT_DIMS, {"kv_len": [21], "q_len": [2], "causal": False, "tail": 1}),
+        (run_latent_extend, 3, LATENT_DIMS, {"kv_len": [43], "q_len": [24], "masked": True, **LATENT_SCORES}),
+    ):
+        serve_latents(memory, partial(run, tiles=LATENT_TILES), heads, dims, case)
+
+
+def latent_segments(memory: Memory) -> None:
+    """Deterministic latent extend and decode: cuts and diagonals within tiles, a window, sequences of nothing."""
+    for run, case in (
+        (run_latent_segment_extend, {"kv_len": [70, 18, 0], "q_len": [2, 18, 0], "tail": 3}),
+        (run_latent_segment_extend, {"kv_len": [40, 33], "q_len": [2, 1], "causal": False, "tail": 3}),
+        (run_latent_segment_decode, {"kv_len": [97, 0, 32, 20], "q_len": [1] * 4}),
+        (run_latent_segment_decode, {"kv_len": [97], "q_len": [1], **LATENT_SCORES}),
+    ):
+        for heads in (3, 19):
+            serve_latents(memory, partial(run, tiles=LATENT_SEGMENT_TILES), heads, LATENT_DIMS, case)
+
+
+def serve_latents(
+    memory: Memory, run: Callable[..., None], heads: int, dims: tuple[int, int], case: dict[str, Any]
+) -> None:
+    """A step over latent pages, whose V is in their K, in memory."""
+    tensors = attention(memory, Case(heads=(heads, 1), dims=dims, page_size=PAGE_SIZE, latent=True, **case))
+    tensors = replace(tensors, v_pages=tensors.k_pages[..., : dims[1]], v_scale=tensors.k_scale)
+    run(tensors, put=memory.put)
+    assert_served(tensors)
+    memory.assert_surroundings_untouched()
 
 
 def decode_schedule(memory: Memory) -> None:
@@ -508,6 +569,27 @@ def pack_mask(memory: Memory) -> None:
     assert_same(memory, kernel, twin, inputs, [garbage(3), garbage(5)])
 
 
+def experts(memory: Memory) -> None:
+    """Experts with more pairs than a tile has rows and with none; sizes that leave parts of tiles empty."""
+    tiles = ExpertTiles(rows=16, columns=16, step=16, num_warps=1, num_stages=1)
+    problem = random_problem(25, 5, 2, (19, 21), has_bias=True)
+    # the first expert has no token, and the last one, whose matrix ends the memory, has some
+    problem = replace(
+        problem, x=rows_with_gaps(problem.x), weight=rows_with_gaps(problem.weight), expert=4 - problem.expert
+    )
+    assert problem.bias is not None
+    placed = [memory.put(each) for each in (problem.x, problem.weight, problem.bias)]
+    out, groups = memory.put(rows_with_gaps(problem.empty_out())), ExpertGroups(*map(memory.put, problem.groups))
+    launch_expert_product(placed[0], placed[1], placed[2], groups, out, tiles=tiles)
+    problem.assert_served(out)
+    memory.assert_surroundings_untouched()
+
+
+def rows_with_gaps(rows: Tensor) -> Tensor:
+    """The same values, with room after each row."""
+    return torch.cat((rows, torch.zeros_like(rows)), -1)[..., : rows.shape[-1]]
+
+
 CHECKS: dict[str, Callable[[Memory], None]] = {
     "attention/decode.py": decode,
     "attention/decode_schedule.py": decode_schedule,
@@ -526,7 +608,13 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "cache/rope.py": rope_store,
     "cache/rope_store.py": rope_store,
     "cache/store.py": store,
+    "latent/decode.py": latents,
+    "latent/extend.py": latents,
+    "latent/key_loop.py": latents,
+    "latent/segment_decode.py": latent_segments,
+    "latent/segment_extend.py": latent_segments,
     "cache/tails.py": tails,
+    "experts/product.py": experts,
     "metadata/device_inputs.py": device_inputs,
     "metadata/fill_roles.py": fill,
     "metadata/gather_table.py": gather,

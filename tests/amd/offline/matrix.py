@@ -21,6 +21,8 @@ from rocm_attn.kernels.attention.merge_states import launch_merge_states
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages
 from rocm_attn.kernels.cache.row_work import QkvWork, RopePairs, RopeTable, RowNorm
+from rocm_attn.kernels.experts.groups import ExpertGroups
+from rocm_attn.kernels.experts.product import launch_expert_product
 from rocm_attn.kernels.metadata.engine_tensors import (
     Q_BOUNDARIES,
     Q_EACH_ONE,
@@ -34,6 +36,7 @@ from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, OWN_TABLE, StepTensors, TableTerms
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
+from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.triton import TRITON
@@ -176,6 +179,8 @@ def launch_all(row: Row) -> None:
     _launch_step(runtime, _batch(rows, [32] * 16))
     _launch_row_work(runtime, _batch(rows, [1] * 16))
     _launch_masked_step(row)
+    if not row.is_large:
+        _launch_experts(row)
     if runtime.target.is_amd:
         _launch_fix_ups(runtime)
         if row.dtype.itemsize == 2 and row.page_size % 8 == 0:
@@ -327,6 +332,18 @@ def _launch_vectorised(row: Row) -> None:
     table = torch.empty(tokens, 64, dtype=torch.int32)
     ops.store_kv(k, v, of_token, counts, LayerPages.plain(*pages), null_page=True)
     ops.zero_tails(table, of_token, of_token, of_token, LayerPages.plain(*pages), null_page=True)
+
+
+def _launch_experts(row: Row) -> None:
+    """Few tokens and many, with biases and without."""
+    experts, width = 8, 256
+    weight = torch.empty(experts, width, width, dtype=row.dtype)
+    for rows, bias in ((1, weight[:, 0].contiguous()), (128, None)):
+        num_tokens = rows * experts // 2
+        expert = torch.arange(2 * num_tokens).view(num_tokens, 2) % experts
+        x, out = (torch.empty(size, width, dtype=row.dtype) for size in (num_tokens, 2 * num_tokens))
+        tiles = expert_tiles(row.arch, row.dtype, rows)
+        launch_expert_product(x, weight, bias, ExpertGroups.of(expert, experts), out, tiles=tiles)
 
 
 def _launch_merge_states(problem: Problem) -> None:

@@ -121,7 +121,8 @@ class SparseWorld:
         def rows(*shape: int) -> Tensor:
             return torch.full((self.max_tokens, *shape), NAN, device=self.device)
 
-        heads, dim = (problem.indexer.num_heads, problem.indexer.head_dim) if _selects(problem) else (1, 1)
+        selects = problem.indexer
+        heads, dim = (selects.num_heads, selects.head_dim) if isinstance(selects, Indexer) else (1, 1)
         k = rows(problem.num_kv_heads, problem.head_dim)
         is_latent = problem.pool is PoolKind.LATENT
         return Asked(
@@ -266,13 +267,9 @@ def chosen_cells(q: Tensor, weights: Tensor, keys: Tensor, indexing: Indexing) -
         visible = kv_len - num_new + token + 1
         for index_set in range(sets):
             seen = scores[token, index_set, : visible // indexing.key_tokens]
-            parts = seen.split(indexing.unit_keys) if len(seen) else ()
+            parts = torch.split(seen, indexing.unit_keys) if len(seen) else ()
             of_units = [float(part.max() if indexing.pooling is Pooling.MAX else part.mean()) for part in parts]
             for unit in best_units(of_units, visible, indexing):
                 first = unit * indexing.unit_tokens
                 cells[token, index_set, first : min(first + indexing.unit_tokens, visible)] = True
     return cells.to(q.device)
-
-
-def _selects(problem: Problem) -> bool:
-    return isinstance(problem.indexer, Indexer)

@@ -18,16 +18,19 @@ from torch import Tensor
 from rocm_attn.kernels.attention.finish import launch_finish
 from rocm_attn.kernels.attention.merge_states import launch_merge_states
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.cache.page_format import PoolKind, Scales
+from rocm_attn.kernels.cache.page_format import PoolKind
 from rocm_attn.kernels.cache.rope_store import launch_rope_store
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm, TokenPlaces
 from rocm_attn.kernels.cache.store import launch_store_kv
+from rocm_attn.kernels.experts.product import launch_expert_product
 from rocm_attn.kernels.metadata.error_word import NOT_FINITE
 from rocm_attn.kernels.refs import cache as cache_twins
 from rocm_attn.kernels.refs import rope as rope_twins
 from rocm_attn.kernels.refs.merge_states import merge_states
+from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
 from rocm_attn.kernels.tuning.tiles import DECODE_ROWS, DecodeTiles, ExtendTiles, decode_tiles, extend_tiles
 from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_served, build, run_decode, run_extend
+from tests.amd.kernels.expert_cases import random_problem
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.driver import ARCHS, Simulation, simulated
 from tests.amd.simulator.metadata_cases import metadata_cases
@@ -57,9 +60,8 @@ def tiles_of(arch: str, case: Case) -> tuple[DecodeTiles, ExtendTiles]:
         "head_dim": case.dims[0],
         "v_head_dim": case.dims[1],
     }
-    pairs = case.scales is not Scales.TOKEN
-    decode = decode_tiles(arch, **shape, dtype=case.dtype, pairs=pairs)
-    return decode, extend_tiles(arch, **shape, dtype=case.dtype)
+    shape |= {"dtype": case.dtype, "codes": case.codes}
+    return decode_tiles(arch, **shape), extend_tiles(arch, **shape)
 
 
 def in_large_pools(tensors: Tensors) -> Tensors:
@@ -131,6 +133,26 @@ def run_merge_states(arch: str, dtype: torch.dtype) -> Simulation:
     merge_states(sides[0], sides[1], sides[2], sides[3], *wanted)
     assert_attention_close(merged[0], wanted[0].double(), dtype)
     assert_lse_close(merged[1], wanted[1].double(), torch.float32)
+    return simulation
+
+
+def run_experts(arch: str, dtype: torch.dtype, rows: int) -> Simulation:
+    """A block that is full and one that is not, an expert without tokens, columns and elements that fill no tile.
+
+    Then some of the tokens alone, which get the same bits.
+    """
+    tiles = replace(expert_tiles(arch, dtype, rows), columns=64)
+    problem = random_problem(tiles.rows + 5, 3, 1, (tiles.step + 24, 72), dtype=dtype, has_bias=rows == 1)
+    problem = replace(problem, expert=torch.zeros_like(problem.expert).index_fill_(0, torch.tensor([2, 9]), 1))
+    out = problem.empty_out()
+    with simulated(arch) as simulation:
+        launch_expert_product(problem.x, problem.weight, problem.bias, problem.groups, out, tiles=tiles)
+    problem.assert_served(out)
+    alone = replace(problem, x=problem.x[2:10], expert=problem.expert[2:10])
+    with simulated(arch):
+        again = alone.empty_out()
+        launch_expert_product(alone.x, alone.weight, alone.bias, alone.groups, again, tiles=tiles)
+    assert torch.equal(again, out[2:10]), "a row's bits depend on no other row"
     return simulation
 
 
@@ -276,6 +298,10 @@ def quick_cases(arch: str) -> list[KernelCase]:
             for layout, pools_of in (("", linear_pools), ("_vectorised", vectorised_pools))
             for dtype in (BF16, FP16)
             for is_large in (False, True)
+        ),
+        *(
+            KernelCase(f"experts-{dtype}-{rows}".replace("torch.", ""), arch, partial(run_experts, arch, dtype, rows))
+            for dtype, rows in ((BF16, 1), (BF16, 1000), (FP16, 1))
         ),
         *(
             KernelCase(

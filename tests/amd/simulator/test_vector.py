@@ -173,7 +173,7 @@ def test_what_gfx942_lacks_is_unknown_there() -> None:
         "v_add_f32_e64 v0, v1, v2 mul:2",
         "v_add_u32_e32 v0, v1",
         "v_add_u32_e32 v0, ttmp3, v1",
-        "v_add_u32_sdwa v0, v1, v2 dst_sel:BYTE_1 dst_unused:UNUSED_PAD src0_sel:DWORD src1_sel:DWORD",
+        "v_add_u32_sdwa v0, v1, v2 dst_sel:BYTE_1 dst_unused:UNUSED_SEXT src0_sel:DWORD src1_sel:DWORD",
         "v_mov_b32_dpp v0, v1 wave_shr:1 row_mask:0xf bank_mask:0xf",
         "v_pk_mul_f32 v[0:1], v[2:3], 2.0",
         "buffer_atomic_fmin v0, v1, s[0:3], 0 offen",

@@ -72,7 +72,9 @@ def build(context: Context, instruction: Instruction, op: VectorOp) -> Step:
     if op.result == MASK:
         index = scalar_register(destinations[0]).index
         return lambda: core.write_mask(index, compute(*[read() for read in reads]))
-    write = VectorSink(core, destinations[0], op.result).write
+    write: Callable[[Any], None] = VectorSink(core, destinations[0], op.result).write
+    if instruction.modifiers.get("dst_sel", "DWORD") != "DWORD":
+        write = _part_of_register(core, instruction, destinations[0])
     if len(reads) == 1:
         (a,) = reads
         return lambda: write(compute(a()))
@@ -122,15 +124,33 @@ _SDWA_PARTS = {
 
 
 def _sdwa_sources(core: Core, instruction: Instruction, op: VectorOp, tokens: list[str]) -> list[Source]:
-    """Bytes or halves of 32-bit registers, zero- or sign-extended. Only whole registers are written so."""
+    """Bytes or halves of 32-bit registers, zero- or sign-extended."""
     instruction.allow("dst_sel", "dst_unused", "src0_sel", "src1_sel")
-    if instruction.modifiers.get("dst_sel", "DWORD") != "DWORD":
-        raise UnknownInstruction(f"dst_sel of {instruction.text!r}")
     reads = []
     for number, (token, dtype) in enumerate(zip(tokens, op.sources, strict=True)):
         part = instruction.modifiers.get(f"src{number}_sel", "DWORD")
         reads.append(_source(core, token, dtype) if part == "DWORD" else _sdwa_source(core, token, dtype, part))
     return reads
+
+
+def _part_of_register(core: Core, instruction: Instruction, destination: str) -> Callable[[Any], None]:
+    """Writes the low bits of a 32-bit result to a byte or a half; what is not written is 0, or stays."""
+    name, number = _SDWA_PARTS[instruction.modifiers["dst_sel"]]
+    unused = instruction.modifiers.get("dst_unused")
+    if unused not in ("UNUSED_PAD", "UNUSED_PRESERVE"):
+        raise UnknownInstruction(f"dst_unused of {instruction.text!r}")
+    bits = 8 * np.dtype(name).itemsize
+    mask, shift = np.uint32((1 << bits) - 1), np.uint32(bits * number)
+    held = core.vector[vector_register(destination).index]
+    kept = np.uint32(0) if unused == "UNUSED_PAD" else ~(mask << shift)
+    sink = VectorSink(core, destination, np.dtype(np.uint32)).write
+
+    def write(value: Any) -> None:
+        if value.dtype.itemsize != 4:
+            raise UnknownInstruction(f"a part of a result of {value.dtype} in {instruction.text!r}")
+        sink(held & kept | (value.view(np.uint32) & mask) << shift)
+
+    return write
 
 
 def _sdwa_source(core: Core, token: str, dtype: np.dtype[Any], part: str) -> Source:

@@ -1,0 +1,71 @@
+"""Products of rows with the matrices of their experts: problems, and what they must give, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.experts.groups import ExpertGroups
+from rocm_attn.oracle.numerics import sum_error
+
+
+@dataclass(frozen=True)
+class ExpertProblem:
+    """x [rows, in], weight [experts, out, in], bias [experts, out], expert [tokens, chosen]: a row for each token, or
+    for each pair of a token and an expert."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    expert: Tensor
+
+    @property
+    def groups(self) -> ExpertGroups:
+        return ExpertGroups.of(self.expert, len(self.weight))
+
+    def empty_out(self) -> Tensor:
+        """[pairs, out] of NaN."""
+        size = self.expert.numel(), self.weight.shape[1]
+        return torch.full(size, float("nan"), dtype=self.x.dtype, device=self.x.device)
+
+    def assert_served(self, out: Tensor) -> None:
+        """Each pair's row is its product, up to how a float32 sum of so many products and one rounding may differ."""
+        x, weight, result = self.x.double().cpu(), self.weight.double().cpu(), out.double().cpu()
+        for pair, expert in enumerate(self.expert.flatten().tolist()):
+            row = x[pair * len(x) // len(result)]
+            exact, size = weight[expert] @ row, weight[expert].abs() @ row.abs()
+            if self.bias is not None:
+                exact = exact + self.bias[expert].double().cpu()
+                size = size + self.bias[expert].double().abs().cpu()
+            allowed = sum_error(x.shape[1] + 1, size) + torch.finfo(out.dtype).eps * exact.abs()
+            assert bool(((result[pair] - exact).abs() <= allowed).all()), f"pair {pair} of expert {expert}"
+
+
+def random_problem(
+    num_tokens: int,
+    num_experts: int,
+    num_chosen: int,
+    sizes: tuple[int, int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    has_bias: bool = False,
+    of_pairs: bool = False,
+) -> ExpertProblem:
+    """sizes: in, out; of_pairs: a row of x for each pair. The last expert has no token where there is a choice."""
+    generator = torch.Generator().manual_seed(num_tokens + 100 * num_experts)
+    num_in, num_out = sizes
+    used = max(num_chosen, num_experts - 1)
+    expert = torch.rand(num_tokens, used, generator=generator).argsort(-1)[:, :num_chosen]
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    return ExpertProblem(
+        x=random(num_tokens * (num_chosen if of_pairs else 1), num_in),
+        weight=random(num_experts, num_out, num_in),
+        bias=random(num_experts, num_out) if has_bias else None,
+        expert=expert.to(device),
+    )

@@ -1,0 +1,204 @@
+"""What the kernels of sparse attention are compiled for: the indexers and the layers of published models, on an arch.
+
+Index keys and rows lie in pools below 2 GiB, or above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
+from rocm_attn.kernels.sparse.arguments import (
+    IndexArgs,
+    Indexing,
+    IndexPages,
+    LastUnit,
+    Pooling,
+    SelectedArgs,
+    Selection,
+    TokenPlaces,
+)
+from rocm_attn.kernels.sparse.attention import launch_selected_attention, launch_selected_segments
+from rocm_attn.kernels.sparse.check import launch_check_selection
+from rocm_attn.kernels.sparse.cuts import segment_cut, select_words, selected_cut
+from rocm_attn.kernels.sparse.index_scores import launch_select
+from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
+from rocm_attn.kernels.tuning.sparse_tiles import index_tiles, selected_tiles
+from rocm_attn.machine.target import known_target
+from tests.amd.offline.matrix import LARGE_POOL_BYTES, SMALL_POOL_BYTES
+
+BF16, FP32 = torch.bfloat16, torch.float32
+MAX_KV_LEN, NUM_TOKENS = 65536, 64
+
+
+@dataclass(frozen=True, slots=True)
+class IndexRow:
+    """An indexer. dtype: of q, and of keys that are not coded; coded: keys, and q, in the arch's eight-bit encoding."""
+
+    arch: str
+    name: str
+    indexing: Indexing
+    heads: int
+    dtype: torch.dtype = BF16
+    coded_keys: bool = True
+    coded_q: bool = False
+    max_q_len: int = 1
+    is_large: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.arch}-{self.name}{'-above_2gib' * self.is_large}"
+
+    def launch(self) -> None:
+        """Scores, top-k, and the check of a selection."""
+        indexing, page_size, dim = self.indexing, 64, 128
+        key_dtype = encoding_of(self.arch).dtype if self.coded_keys else self.dtype
+        page_keys = page_size // indexing.key_tokens
+        pool_bytes = LARGE_POOL_BYTES if self.is_large else SMALL_POOL_BYTES
+        num_pages = pool_bytes // (page_keys * dim * key_dtype.itemsize) + 1
+        args = IndexArgs(
+            torch.empty(NUM_TOKENS, self.heads, dim, dtype=key_dtype if self.coded_q else self.dtype),
+            None if indexing.sets > 1 else torch.empty(NUM_TOKENS, self.heads),
+            IndexPages(
+                torch.empty(num_pages, page_keys, dim, dtype=key_dtype),
+                torch.empty(num_pages, page_keys) if self.coded_keys else None,
+            ),
+            _table(page_size),
+            _tokens(self.max_q_len),
+        )
+        selection = _selection(indexing.sets, indexing.width, indexing.unit_tokens)
+        tiles = index_tiles(self.arch, dim=dim, key_dtype=key_dtype)
+        launch_select(
+            args,
+            selection,
+            torch.empty(select_words(NUM_TOKENS, MAX_KV_LEN, indexing)),
+            indexing=indexing,
+            tiles=tiles,
+            programs=known_target(self.arch).compute_units * tiles.programs_per_cu,
+        )
+        launch_check_selection(selection, args.tokens, torch.empty(1, dtype=torch.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRow:
+    """A layer that attends over a selection. heads: query heads, KV heads; exact: deterministic"""
+
+    arch: str
+    name: str
+    heads: tuple[int, int]
+    dims: tuple[int, int]
+    kind: PoolKind = PoolKind.SPLIT
+    sets: int = 1
+    width: int = 2048
+    unit_tokens: int = 1
+    dtype: torch.dtype = BF16
+    scales: Scales = Scales.NONE
+    exact: bool = False
+    is_large: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.arch}-{self.name}{'-above_2gib' * self.is_large}"
+
+    def launch(self) -> None:
+        """Attention in several parts, with sinks and LSE."""
+        (num_heads, num_kv_heads), (head_dim, v_head_dim) = self.heads, self.dims
+        ratio = num_heads // num_kv_heads
+        args = SelectedArgs(
+            q=torch.empty(NUM_TOKENS, num_heads, head_dim, dtype=self.dtype),
+            pages=self._pages(),
+            table=_table(64),
+            tokens=_tokens(1),
+            selection=_selection(self.sets, self.width, self.unit_tokens),
+            out=torch.empty(NUM_TOKENS, num_heads, v_head_dim, dtype=self.dtype),
+            lse=torch.empty(NUM_TOKENS, num_heads),
+            sinks=torch.empty(num_heads),
+            workspace=torch.empty(0),
+        )
+        keys, heads = self.width * self.unit_tokens, (num_kv_heads, ratio)
+        if self.exact:
+            segments = segment_tiles(self.arch, head_dim=head_dim, v_head_dim=v_head_dim, dtype=self.dtype)
+            words = segment_cut(keys, heads=heads, tiles=segments).words(NUM_TOKENS, v_head_dim)
+            launch_selected_segments(args._replace(workspace=torch.empty(words)), scale=0.1, tiles=segments)
+            return
+        tiles = selected_tiles(self.arch, gqa_ratio=ratio, head_dim=head_dim, v_head_dim=v_head_dim, dtype=self.dtype)
+        programs = 16 * NUM_TOKENS
+        cut = selected_cut(NUM_TOKENS, keys, heads=heads, tiles=tiles, programs=programs)
+        workspace = torch.empty(cut.words(NUM_TOKENS, v_head_dim))
+        launch_selected_attention(args._replace(workspace=workspace), scale=0.1, tiles=tiles, programs=programs)
+
+    def _pages(self) -> LayerPages:
+        (_, num_kv_heads), (head_dim, v_head_dim) = self.heads, self.dims
+        is_coded, page_size = self.scales is not Scales.NONE, 64
+        encoding = encoding_of(self.arch) if is_coded else Encoding.of(self.dtype)
+        pool_bytes = LARGE_POOL_BYTES if self.is_large else SMALL_POOL_BYTES
+        row_bytes = num_kv_heads * min(self.dims) * encoding.dtype.itemsize
+        shape = pool_bytes // (page_size * row_bytes) + 1, page_size, num_kv_heads
+
+        def factors() -> Tensor | None:
+            return torch.empty(shape) if is_coded else None
+
+        form = PageFormat(encoding, self.kind, page_size, num_kv_heads, head_dim, v_head_dim, self.scales)
+        k, k_scale = torch.empty(*shape, head_dim, dtype=encoding.dtype), factors()
+        if self.kind is PoolKind.LATENT:
+            return LayerPages(k, k[..., :v_head_dim], form, k_scale, k_scale)
+        return LayerPages(k, torch.empty(*shape, v_head_dim, dtype=encoding.dtype), form, k_scale, factors())
+
+
+def encoding_of(arch: str) -> Encoding:
+    """The eight-bit encoding that an arch multiplies."""
+    return Encoding.E4M3FNUZ if arch == "gfx942" else Encoding.E4M3FN
+
+
+def _table(page_size: int) -> Tensor:
+    return torch.empty(NUM_TOKENS + 1, MAX_KV_LEN // page_size, dtype=torch.int32)
+
+
+def _tokens(max_q_len: int) -> TokenPlaces:
+    of_token = torch.empty(NUM_TOKENS, dtype=torch.int32)
+    return TokenPlaces(of_token, of_token, torch.empty(1, dtype=torch.int32), max_q_len, MAX_KV_LEN)
+
+
+def _selection(sets: int, width: int, unit_tokens: int) -> Selection:
+    units = torch.empty(NUM_TOKENS, sets, width, dtype=torch.int32)
+    return Selection(units, torch.empty(NUM_TOKENS, sets, dtype=torch.int32), unit_tokens)
+
+
+# DeepSeek-V3.2, GLM-5, GLM-5.3, MiniMax-M3, and blocks of means.
+TOKENS = Indexing(128**-0.5, 2048)
+POOLED = Indexing(128**-0.5, 512, key_tokens=4, last_unit=LastUnit.ADDED)
+BLOCKS = Indexing(128**-0.5, 16, sets=4, rectified=False, unit_keys=128, last=1)
+MEANS = Indexing(128**-0.5, 64, unit_keys=64, pooling=Pooling.MEAN, first=1, last=2)
+_INDEXERS: tuple[Callable[[str], IndexRow], ...] = (
+    lambda arch: IndexRow(arch, "64_heads", TOKENS, 64),
+    lambda arch: IndexRow(arch, "coded_queries", TOKENS, 64, coded_q=True),
+    lambda arch: IndexRow(arch, "extend", TOKENS, 32, coded_keys=False, max_q_len=64),
+    lambda arch: IndexRow(arch, "pools", POOLED, 32),
+    lambda arch: IndexRow(arch, "blocks", BLOCKS, 4, coded_keys=False),
+    lambda arch: IndexRow(arch, "means", MEANS, 8),
+    lambda arch: IndexRow(arch, "float32", TOKENS, 16, dtype=FP32, coded_keys=False),
+    lambda arch: IndexRow(arch, "64_heads", TOKENS, 64, is_large=True),
+)
+_LATENT = PoolKind.LATENT
+_LAYERS: tuple[Callable[[str], LayerRow], ...] = (
+    lambda arch: LayerRow(arch, "latent_16", (16, 1), (576, 512), _LATENT),
+    lambda arch: LayerRow(arch, "latent_128", (128, 1), (576, 512), _LATENT),
+    lambda arch: LayerRow(arch, "latent_codes", (16, 1), (576, 512), _LATENT, scales=Scales.TOKEN),
+    lambda arch: LayerRow(arch, "latent_pools", (16, 1), (512, 512), _LATENT, width=513, unit_tokens=4),
+    lambda arch: LayerRow(arch, "blocks", (64, 4), (128, 128), sets=4, width=16, unit_tokens=128),
+    lambda arch: LayerRow(
+        arch, "blocks_codes", (64, 4), (128, 128), sets=4, width=16, unit_tokens=128, scales=Scales.TOKEN
+    ),
+    lambda arch: LayerRow(arch, "ratio_12", (24, 2), (256, 256), width=513, unit_tokens=4),
+    lambda arch: LayerRow(arch, "segments_128", (64, 4), (128, 128), sets=4, width=16, unit_tokens=128, exact=True),
+    lambda arch: LayerRow(arch, "segments_256", (24, 2), (256, 256), exact=True),
+    lambda arch: LayerRow(arch, "float32", (8, 2), (128, 96), dtype=FP32),
+    lambda arch: LayerRow(arch, "latent_16", (16, 1), (576, 512), _LATENT, is_large=True),
+)
+ARCHS = ("gfx942", "gfx950", "sm_90")
+ROWS: tuple[IndexRow | LayerRow, ...] = tuple(
+    row(arch) for arch in ARCHS for row in (*_INDEXERS, *_LAYERS) if arch != "sm_90" or not row(arch).is_large
+)

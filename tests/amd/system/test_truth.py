@@ -1,0 +1,333 @@
+"""The truth test finds every needle where all is right, and misses some with each fault that it is there for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.errors import BadProblem, BadSetting
+from rocm_attn.guards.registry import Guards
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import Encoding
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit, Pooling
+from rocm_attn.problem import (
+    ALL_KEYS,
+    AllKeys,
+    EarlierSelection,
+    Indexer,
+    KVEncoding,
+    PoolKind,
+    Problem,
+    Scales,
+)
+from rocm_attn.providers.contract import BoundKernel, LayerKernel, Schedule, StepBounds, StepOps
+from rocm_attn.providers.select import Selection
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.soak.needle_layer import NeedleLayer
+from rocm_attn.soak.truth import Truth, TruthPlan, TruthReport
+from rocm_attn.soak.wide_pages import wrapping_pages
+from rocm_attn.step.guards import OpsChange, SelectionChange, unchanged_ops
+from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.protocols import LayerCalls
+from tests.amd.runtime.stepping import providers
+
+SHORT = TruthPlan(lengths=(60, 200), first_chunk=50, chunk=90, decode_steps=2)
+TOKENS = Indexing(0.125, top=12)
+BLOCKS = Indexing(0.125, top=4, unit_keys=16, first=1, last=1)
+POOLS = Indexing(0.125, top=6, key_tokens=4, last_unit=LastUnit.ADDED)
+MEANS = Indexing(0.125, top=3, sets=2, unit_keys=16, pooling=Pooling.MEAN, last_unit=LastUnit.LEFT_OUT)
+DENSE = Problem(4, 2, 64, 64, torch.float32, 16, 64**-0.5)
+LATENT = Problem(4, 1, 96, 64, torch.float32, 16, 96**-0.5, pool=PoolKind.LATENT)
+WINDOW = replace(DENSE, window_left=40, has_sinks=True)
+
+
+def selecting(indexing: Indexing, problem: Problem = DENSE) -> list[Problem]:
+    """A layer that selects, and one that reuses what it has chosen."""
+    return [
+        replace(problem, indexer=Indexer(4, 64, indexing)),
+        replace(problem, indexer=EarlierSelection(indexing)),
+    ]
+
+
+def kept_in(encoding: KVEncoding, scales: Scales, problem: Problem) -> Problem:
+    """The layer with eight-bit K and V, and eight-bit index keys with a factor each."""
+    indexer = problem.indexer
+    if isinstance(indexer, Indexer):
+        indexer = replace(indexer, key_encoding=encoding, key_scales=Scales.TOKEN)
+    return replace(problem, kv_encoding=encoding, kv_scales=scales, indexer=indexer)
+
+
+def truth(
+    problems: Sequence[Problem],
+    device: torch.device,
+    plan: TruthPlan = SHORT,
+    guards: Guards | None = None,
+) -> TruthReport:
+    """What is found of the needles of these layers."""
+
+    def build(layers: Sequence[Problem], options: RuntimeOptions) -> AttentionRuntime:
+        return build_runtime(layers, options, device=device, guards=guards)
+
+    return Truth(problems, plan, build).run()
+
+
+LAYERS = {
+    "dense, and a window with sinks": [DENSE, WINDOW],
+    "latents": [LATENT],
+    "soft cap and slopes": [replace(DENSE, logits_soft_cap=50.0), replace(DENSE, has_alibi_slopes=True)],
+    "tokens": selecting(TOKENS),
+    "blocks": selecting(BLOCKS),
+    "pools over latents": selecting(POOLS, LATENT),
+    "means": selecting(MEANS),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_every_needle_is_found(kind: str, device: torch.device) -> None:
+    """In chunks and decode steps, all of them replays."""
+    report = truth(LAYERS[kind], device)
+    assert report.passed, "\n".join(map(str, report.misses))
+    assert report.replays == report.steps
+    assert all(tally.hidden > 0 for of_layer in report.tallies for tally in of_layer)
+
+
+@pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD, Scales.TOKEN], ids=lambda scales: scales.name)
+@pytest.mark.parametrize("encoding", [kind for kind in KVEncoding if kind is not KVEncoding.LIKE_Q])
+def test_every_needle_is_found_in_every_encoding(encoding: KVEncoding, scales: Scales, device: torch.device) -> None:
+    layers = [kept_in(encoding, scales, problem) for problem in (DENSE, *selecting(TOKENS))]
+    report = truth(layers, device, replace(SHORT, graphs=False))
+    assert report.passed, "\n".join(map(str, report.misses))
+
+
+@pytest.mark.parametrize("provider", [name for name in providers() if name != "torch"] or ["auto"])
+def test_every_provider_finds_every_needle(provider: str, device: torch.device) -> None:
+    plan = replace(SHORT, provider=provider)
+    assert truth([DENSE, WINDOW, *selecting(TOKENS), *selecting(BLOCKS)], device, plan).passed
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", ["dense", "latents", "tokens", "blocks"])
+def test_every_needle_is_found_at_every_length(kind: str, device: torch.device) -> None:
+    """2k to 84k tokens, chunks of more than 8,192, and K pages of more than 4 GiB."""
+    layer = Problem(32, 8, 128, 128, torch.bfloat16, 64, 128**-0.5)
+    latent = Problem(16, 1, 576, 512, torch.bfloat16, 64, 192**-0.5, pool=PoolKind.LATENT)
+    tokens, blocks = Indexing(128**-0.5, top=2048), Indexing(128**-0.5, top=16, unit_keys=128, last=1)
+    problem = {
+        "dense": layer,
+        "latents": latent,
+        "tokens": replace(latent, indexer=Indexer(64, 128, tokens)),
+        "blocks": replace(layer, indexer=Indexer(4, 128, blocks)),
+    }[kind]
+    form = problem.page_format
+    num_pages = (9 << 29) // (max(form.side_elements) * form.page_size * form.encoding.dtype.itemsize)
+    report = truth([problem], device, TruthPlan(provider="triton", num_pages=num_pages))
+    assert report.pool_bytes > 4 << 30
+    assert report.passed, "\n".join(map(str, report.misses))
+
+
+def wide(problem: Problem = DENSE) -> TruthPlan:
+    """Over K pages of more than 4 GiB: on a CPU memory that is never touched is never taken."""
+    form = problem.page_format
+    page_bytes = form.side_elements[0] * form.page_size * form.encoding.dtype.itemsize
+    return replace(SHORT, num_pages=(9 << 29) // page_bytes)
+
+
+LARGE = Problem(8, 8, 128, 128, torch.float32, 16, 128**-0.5)
+
+
+@pytest.fixture
+def untouched_memory() -> Iterator[None]:
+    """New memory stays as the system gives it, so that a large pool takes what is written to, and no more."""
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("untouched_memory")
+def test_needles_lie_on_both_sides_of_what_32_bits_reach(device: torch.device) -> None:
+    plan = wide(LARGE)
+    boundaries = wrapping_pages([LARGE], plan.num_pages)
+    assert boundaries == (1 << 15, 1 << 16)
+
+    def build(layers: Sequence[Problem], options: RuntimeOptions) -> AttentionRuntime:
+        return build_runtime(layers, options, device=device)
+
+    test = Truth([LARGE], plan, build)
+    assert test.run().passed
+    for row in test._rows:
+        pages = test.runtime.table.pages_of(row)
+        for boundary in boundaries:
+            assert pages.min() < boundary <= pages.max()
+    all_pages = {int(page) for row in test._rows for page in test.runtime.table.pages_of(row)}
+    assert any(page + boundaries[1] in all_pages for page in all_pages)
+
+
+# What a kernel is given -> what a faulty one takes it for.
+Fault = Callable[[AttendArgs], AttendArgs]
+
+
+@dataclass(frozen=True)
+class FaultyKernel:
+    """A kernel that reads something else than it is given."""
+
+    inner: BoundKernel
+    fault: Fault
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.inner.schedule
+
+    def describe(self) -> str:
+        return f"faulty {self.inner.describe()}"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return self.inner.workspace_words(shape)
+
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        self.inner.attend(self.fault(args), step, bounds)
+
+
+def with_launches(kernels: SelectionChange, ops: OpsChange = unchanged_ops) -> Guards:
+    """Safeguards in the place of which faults are put."""
+    guards = Guards()
+    launches = replace(guards.step.launches, v_mask=kernels, store_drops=ops)
+    return replace(guards, step=replace(guards.step, launches=launches))
+
+
+def faulty(fault: Fault, selection: Selection) -> Selection:
+    kernels = {
+        kind: LayerKernel(kernel.row, FaultyKernel(kernel.bound, fault)) for kind, kernel in selection.kernels.items()
+    }
+    return replace(selection, kernels=kernels)
+
+
+@pytest.mark.usefixtures("untouched_memory")
+def test_offsets_of_32_bits_are_found(device: torch.device) -> None:
+    """Stores and reads wrap alike at 4 GiB, so that what is read is what was stored last at either place."""
+    plan = wide(LARGE)
+    wraps_at = wrapping_pages([LARGE], plan.num_pages)[1]
+
+    def wrapped_ops(ops: StepOps) -> StepOps:
+        def store_kv(
+            k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages, *, null_page: bool
+        ) -> None:
+            slots = torch.where(slot_of_token >= 16, slot_of_token % (wraps_at * 16), slot_of_token)
+            ops.store_kv(k, v, slots, counts, pages, null_page=null_page)
+
+        return replace(ops, store_kv=store_kv)
+
+    def wrapped(args: AttendArgs) -> AttendArgs:
+        return args._replace(table=args.table % wraps_at)
+
+    guards = with_launches(partial(faulty, wrapped), wrapped_ops)
+    report = truth([LARGE], device, replace(plan, graphs=False), guards)
+    assert not report.passed
+    assert all(miss.visible for miss in report.misses)
+
+
+@pytest.mark.parametrize(
+    ("written", "read"), [(KVEncoding.E4M3FNUZ, Encoding.E4M3FN), (KVEncoding.E4M3FN, Encoding.E4M3FNUZ)]
+)
+def test_a_wrong_encoding_is_found(written: KVEncoding, read: Encoding, device: torch.device) -> None:
+    def in_another(args: AttendArgs) -> AttendArgs:
+        pages = args.pages
+        k, v = (side.view(torch.uint8).view(read.dtype) for side in (pages.k, pages.v))
+        form = replace(pages.format, encoding=read)
+        return args._replace(pages=LayerPages(k, v, form, pages.k_scale, pages.v_scale))
+
+    problem = kept_in(written, Scales.LAYER, DENSE)
+    report = truth([problem], device, replace(SHORT, graphs=False), with_launches(partial(faulty, in_another)))
+    assert not report.passed
+
+
+@pytest.mark.parametrize("by", [-1, 1])
+def test_a_window_that_is_off_by_one_is_found(by: int, device: torch.device) -> None:
+    def with_another_window(selection: Selection) -> Selection:
+        other = replace(selection.problem, window_left=selection.problem.window_left + by)
+        kernels = {
+            kind: LayerKernel(kernel.row, replace(kernel.bound, problem=other))  # type: ignore[type-var]
+            for kind, kernel in selection.kernels.items()
+        }
+        return replace(selection, kernels=kernels)
+
+    plan = replace(SHORT, provider="torch")
+    report = truth([WINDOW], device, plan, with_launches(with_another_window))
+    assert not report.passed
+    assert {miss.visible for miss in report.misses} == {by < 0}
+
+
+class SelectsOnce:
+    """The calls of a layer whose later steps go on with what the first one has chosen."""
+
+    def __init__(self) -> None:
+        self.has_selected = False
+
+    def around(self, layers: LayerCalls) -> LayerCalls:
+        if self.has_selected:
+            layers = _WithoutSelect(layers)
+        self.has_selected = True
+        return layers
+
+
+class _WithoutSelect:
+    def __init__(self, layers: LayerCalls) -> None:
+        self._layers = layers
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        call: Callable[..., None] = getattr(self._layers, name)
+        return call
+
+    def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
+        """Nothing."""
+
+
+def test_a_stale_selection_is_found(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    once, run = SelectsOnce(), NeedleLayer.run
+
+    def stale(layer: NeedleLayer, layers: LayerCalls, number: int, num_tokens: int) -> Tensor:
+        return run(layer, once.around(layers), number, num_tokens)
+
+    monkeypatch.setattr(NeedleLayer, "run", stale)
+    plan = replace(SHORT, graphs=False)
+    report = truth(selecting(TOKENS)[:1], device, plan, Guards().without("fresh_selection"))
+    assert not report.passed
+    assert report.misses[0].token >= SHORT.first_chunk or report.misses[0].length != SHORT.lengths[0]
+
+
+def test_a_layer_that_attends_to_all_keys_instead_is_found(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an indexer has turned away from must not be seen."""
+
+    def dense(layer: NeedleLayer, layers: LayerCalls, number: int, num_tokens: int) -> Tensor:
+        q, k, v, out = (rows[:num_tokens] for rows in (layer._q, layer._k, layer._v, layer._out))
+        layers.store_index(number, layer._index_k[:num_tokens])
+        layers.store_and_attend(number, q, k, v, out)
+        return out
+
+    monkeypatch.setattr(NeedleLayer, "run", dense)
+    report = truth(selecting(replace(TOKENS, top=4))[:1], device, replace(SHORT, lengths=(400,), graphs=False))
+    assert not report.passed
+    assert not any(miss.visible for miss in report.misses)
+
+
+def test_what_cannot_be_told_apart_is_refused(device: torch.device) -> None:
+    with pytest.raises(BadProblem, match="rows of 8 elements do not tell 202 keys apart"):
+        truth([replace(DENSE, head_dim=8, v_head_dim=8)], device)
+    with pytest.raises(BadProblem, match="chooses nothing but what is forced"):
+        truth(selecting(replace(BLOCKS, top=2)), device)
+    with pytest.raises(BadSetting, match="chunk is 0"):
+        TruthPlan(chunk=0)
+    with pytest.raises(BadSetting, match="lengths are"):
+        TruthPlan(lengths=())
+    assert isinstance(ALL_KEYS, AllKeys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rocm_attn.kernels.cache.row_work import QkvWork, RopeTable, RowNorm
 from rocm_attn.problem import AllKeys, Indexer
 from rocm_attn.runner.arithmetic import Arithmetic
 from rocm_attn.runner.attention_weights import (
@@ -20,7 +22,7 @@ from rocm_attn.runner.attention_weights import (
 )
 from rocm_attn.runner.config import HeadProjections, LatentProjections, LayerConfig
 from rocm_attn.runner.geometry import AttentionLayer
-from rocm_attn.runner.rope import rotate
+from rocm_attn.runner.rope import Rope, rotate
 
 # transformers' DeepSeek-V3.2 and GLM-5, whatever the model's other norms have
 _INDEX_NORM_EPS = 1e-6
@@ -33,8 +35,12 @@ class Attention(Protocol):
     k, v:   [T, num_kv_heads, head_dim | v_head_dim]; of a latent layer, v is the first part of k
     """
 
-    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store k and v for the step's tokens."""
+    def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
+        """Normalise and turn q, k and v as projections gave them; q_out is written, k and v are stored."""
+        ...
+
+    def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
+        """q_out of rope_and_store alone."""
         ...
 
     def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
@@ -54,42 +60,45 @@ class Attention(Protocol):
         ...
 
 
+# Of each rope by which index keys turn: [T, 2, dim], see rotate. All other rows turn on their way to the pages.
+CosSin = Mapping[Rope, Tensor]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class OverHeads:
     """A layer with K and V heads.
 
     number: of the layer whose K and V it reads, its own if it keeps some
+    rope:   of its index keys
+    work:   norms and rope of q, k and v
     """
 
     number: int
     keeps_kv: bool
     heads: AttentionLayer
-    projections: HeadProjections
     weights: HeadWeights
     arithmetic: Arithmetic
+    rope: Rope
+    work: QkvWork
 
-    def attended(self, attention: Attention, x: Tensor, cos_sin: Tensor) -> Tensor:
+    def attended(self, attention: Attention, x: Tensor, cos_sin: CosSin) -> Tensor:
         """[T, num_q_heads * head_dim]: what the step's tokens see of their sequences; every layer has this method.
 
-        x:       [T, hidden], normalised
-        cos_sin: [T, 2, dim], see rotate
+        x: [T, hidden], normalised
         """
         heads, weights = self.heads, self.weights
         if weights.index is not None:
-            self._select(attention, weights.index, x, cos_sin)
+            self._select(attention, weights.index, x, cos_sin[self.rope])
         x = self.arithmetic.linears.linear(x, weights.qkv, weights.qkv_bias)
         x = x.view(x.shape[0], -1, heads.head_dim)
-        num_rotated = heads.num_q_heads + (heads.num_kv_heads if self.keeps_kv else 0)
-        qk, v = x[:, :num_rotated], x[:, num_rotated:]
-        if self.projections.v_is_k:
-            v = qk[:, heads.num_q_heads :]
-        if self.projections.v_norm and self.keeps_kv:
-            v = self.arithmetic.plain_norm(v)
-        qk = rotate(self._normalised(qk), cos_sin)
-        q, k = qk[:, : heads.num_q_heads], qk[:, heads.num_q_heads :]
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        q = x[:, : heads.num_q_heads]
         if self.keeps_kv:
-            attention.store(self.number, k, v)
+            # Where V is K there are no rows of V of its own: the last ones are those of K.
+            k = x[:, heads.num_q_heads : heads.num_q_heads + heads.num_kv_heads]
+            attention.rope_and_store(self.number, q, k, x[:, -heads.num_kv_heads :], q, self.work)
+        else:
+            attention.rope_queries(self.number, q, q, self.work)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if isinstance(heads.indexer, AllKeys):
             attention.attend(self.number, q, out)
         else:
@@ -106,15 +115,6 @@ class OverHeads:
         attention.store_index(self.number, turned[:, -1])
         attention.select(self.number, turned[:, :-1])
 
-    def _normalised(self, qk: Tensor) -> Tensor:
-        norm, weights = self.arithmetic.norm, self.weights
-        if weights.q_norm is None:
-            return qk
-        if weights.k_norm is None:
-            return norm(qk, weights.q_norm)
-        q, k = qk[:, : self.heads.num_q_heads], qk[:, self.heads.num_q_heads :]
-        return torch.cat((norm(q, weights.q_norm), norm(k, weights.k_norm)), 1)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OverLatentRows:
@@ -125,6 +125,9 @@ class OverLatentRows:
         q . k = (q_nope @ absorbed_k[h]) . c + q_rope . k_rope        out[h] = (sum of shares * c) @ absorbed_v[h]
 
     so attention is over rows as they are kept, with all heads on the one of a token.
+
+    rope: of its index keys
+    work: the norm of c, and how q_rope and k_rope turn
     """
 
     number: int
@@ -132,26 +135,26 @@ class OverLatentRows:
     projections: LatentProjections
     weights: LatentWeights
     arithmetic: Arithmetic
+    rope: Rope
+    work: QkvWork
 
-    def attended(self, attention: Attention, x: Tensor, cos_sin: Tensor) -> Tensor:
+    def attended(self, attention: Attention, x: Tensor, cos_sin: CosSin) -> Tensor:
         """[T, num_q_heads * v_dim]; see OverHeads."""
         heads, weights, linears = self.heads, self.weights, self.arithmetic.linears
         first = linears.linear(x, weights.first, weights.first_bias)
-        row, q = first[:, -heads.head_dim :], first[:, : -heads.head_dim]
+        row, q = first[:, None, -heads.head_dim :], first[:, : -heads.head_dim]
         if weights.q is not None and weights.q_norm is not None:
             q = self.arithmetic.norm(q, weights.q_norm)
             if weights.index is not None:
-                self._select(attention, weights.index, x, q, cos_sin)
+                self._select(attention, weights.index, x, q, cos_sin[self.rope])
             q = linears.linear(q, weights.q)
         q = q.view(q.shape[0], heads.num_q_heads, -1)
         nope_dim, latent_dim = self.projections.nope_dim, heads.latent_dim
-        latent = self.arithmetic.norm(row[:, :latent_dim], weights.row_norm)
-        # one pass turns the row's part beside the heads'
-        rope = rotate(torch.cat((q[..., nope_dim:], row[:, None, latent_dim:]), 1), cos_sin)
-        q = torch.cat((linears.of_heads(q[..., :nope_dim], weights.absorbed_k), rope[:, :-1]), -1)
-        k = torch.cat((latent[:, None], rope[:, -1:]), -1)
-        out = torch.empty((*q.shape[:2], latent_dim), dtype=q.dtype, device=q.device)
-        attention.store(self.number, k, k[..., :latent_dim])
+        rows = torch.empty((*q.shape[:2], heads.head_dim), dtype=q.dtype, device=q.device)
+        rows[..., :latent_dim] = linears.of_heads(q[..., :nope_dim], weights.absorbed_k)
+        q_rope, latent = q[..., nope_dim:], row[..., :latent_dim]
+        attention.rope_and_store(self.number, q_rope, row, latent, rows[..., latent_dim:], self.work)
+        q, out = rows, torch.empty((*q.shape[:2], latent_dim), dtype=q.dtype, device=q.device)
         if isinstance(heads.indexer, AllKeys):
             attention.attend(self.number, q, out)
         else:
@@ -175,11 +178,21 @@ LayerAttention = OverHeads | OverLatentRows
 
 
 def layer_attention(
-    number: int, reads: int, layer: LayerConfig, weights: AttentionWeights, arithmetic: Arithmetic
+    number: int, reads: int, layer: LayerConfig, weights: AttentionWeights, arithmetic: Arithmetic, rope: RopeTable
 ) -> LayerAttention:
-    """The attention of layer `number`, which reads K and V of layer `reads`."""
+    """The attention of layer `number`, which reads K and V of layer `reads`. rope: the layer's"""
+    eps = arithmetic.eps
     if isinstance(weights, LatentWeights):
         assert isinstance(layer.projections, LatentProjections), "weights are read by their config"
-        return OverLatentRows(number, layer.attention, layer.projections, weights, arithmetic)
+        at_end = RopeTable(rope.cos_sin, at_end=True)
+        work = QkvWork(at_end, k_norm=RowNorm(weights.row_norm, eps))
+        return OverLatentRows(number, layer.attention, layer.projections, weights, arithmetic, layer.rope, work)
     assert isinstance(layer.projections, HeadProjections), "weights are read by their config"
-    return OverHeads(reads, reads == number, layer.attention, layer.projections, weights, arithmetic)
+    plain = torch.ones(layer.attention.head_dim, device=weights.qkv.device)
+    work = QkvWork(
+        rope,
+        None if weights.q_norm is None else RowNorm(weights.q_norm, eps),
+        None if weights.k_norm is None else RowNorm(weights.k_norm, eps),
+        RowNorm(plain, eps) if layer.projections.v_norm else None,
+    )
+    return OverHeads(reads, reads == number, layer.attention, weights, arithmetic, layer.rope, work)

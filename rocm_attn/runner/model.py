@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rocm_attn.problem import Indexer
 from rocm_attn.runner.arithmetic import Arithmetic
 from rocm_attn.runner.attention import Attention, layer_attention
 from rocm_attn.runner.attention_weights import HeadWeights as AttentionHeadWeights
@@ -71,14 +72,19 @@ class Model:
         self._arithmetic = Arithmetic(
             linears if linears is not None else linears_over(ranks, deterministic=False), config.rms_norm_eps
         )
+        ropes = {layer.rope: layer.rope.turns(max_kv_len, weights.device) for layer in config.layers}
         self._attentions = [
-            layer_attention(number, reads, layer, layer_weights.attention, self._arithmetic)
+            layer_attention(number, reads, layer, layer_weights.attention, self._arithmetic, ropes[layer.rope])
             for number, (reads, layer, layer_weights) in enumerate(
                 zip(config.attention.reads, config.layers, weights.layers, strict=True)
             )
         ]
         dtype = weights.dtype
-        self._cos_sin = {layer.rope: layer.rope.table(max_kv_len, dtype, weights.device) for layer in config.layers}
+        self._cos_sin = {
+            layer.rope: layer.rope.table(max_kv_len, dtype, weights.device)
+            for layer in config.layers
+            if isinstance(layer.attention.indexer, Indexer)
+        }
         # rounded as the embeddings are: models with a scale were trained so
         self._own_input_scale = torch.tensor(config.own_inputs.dim**0.5, dtype=dtype).item()
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
@@ -94,7 +100,7 @@ class Model:
         for number, attention in enumerate(self._attentions):
             layer, weights = self.config.layers[number], self.weights.layers[number]
             x = arithmetic.norm(hidden, weights.attention_norm)
-            x = attention.attended(step.layers, x, cos_sin[layer.rope])
+            x = attention.attended(step.layers, x, cos_sin)
             of_attention = weights.attention
             hidden = arithmetic.add(hidden, x, of_attention.out, of_attention.out_bias, weights.attention_out_norm)
             hidden = add_mlp(hidden, layer.mlp, weights, arithmetic)

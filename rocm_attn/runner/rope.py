@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.cache.row_work import RopeTable
+
 
 @dataclass(frozen=True, slots=True)
 class NoScaling:
@@ -157,6 +159,11 @@ class Rope:
         sin = angle.sin() * self.scaling.attention_factor
         table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
         return table.to(device=device, dtype=dtype)
+
+    def turns(self, num_positions: int, device: torch.device) -> RopeTable:
+        """The same in float32, as a step's layers take it."""
+        table = RopeTable.of_frequencies(self.inv_freq(), num_positions, factor=self.scaling.attention_factor)
+        return RopeTable(table.cos_sin.to(device))
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:

@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rocm_attn.problem import Indexer, Problem
+from rocm_attn.kernels.cache.row_work import QkvWork
+from rocm_attn.problem import Indexer, PoolKind, Problem
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.model import Model
 from rocm_attn.step.head_weights import LayerHeadWeights
+from tests.amd.kernels.rope_cases import normalised, turned
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,16 @@ class DenseAttention:
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         self.stored[layer] = k, v
+
+    def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
+        rows = turned(normalised(k, work.k_norm), torch.arange(len(k)), work.rope).to(k.dtype)
+        # V of latent rows is a part of what is kept, not of what was given.
+        is_latent = self.problems[layer].pool is PoolKind.LATENT
+        self.store(layer, rows, rows[..., : v.shape[2]] if is_latent else normalised(v, work.v_norm).to(v.dtype))
+        self.rope_queries(layer, q, q_out, work)
+
+    def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
+        q_out.copy_(turned(normalised(q, work.q_norm), torch.arange(len(q)), work.rope))
 
     def store_index(self, layer: int, k: Tensor) -> None:
         self.index_keys[layer] = k

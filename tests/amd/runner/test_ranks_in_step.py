@@ -20,6 +20,7 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.split_forward import one_after_the_other
 from rocm_attn.errors import DeviceFault
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
+from rocm_attn.kernels.cache.row_work import QkvWork
 from rocm_attn.machine.agreement import RanksDiverged, SentFault, faults_of_any
 from rocm_attn.runner import engine as engine_module
 from rocm_attn.runner import engine_runtime, pool_size
@@ -153,8 +154,8 @@ class PoisonedLayers:
         self._layers = layers
         self._is_nan = (token_ids == NAN_TOKEN)[:, None, None]
 
-    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._layers.store(layer, k.masked_fill(self._is_nan, float("nan")), v)
+    def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
+        self._layers.rope_and_store(layer, q, k.masked_fill(self._is_nan, float("nan")), v, q_out, work)
 
     def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
         self._layers.attend(layer, q, out)

@@ -79,6 +79,9 @@ class ExtendTiles:
     num_stages:       key blocks whose loads are in flight, where all keys are visible to all rows
     diagonal_stages:  the same on the diagonal
     waves_per_eu:     waves a SIMD that the AMD compiler shall make room for; 0: its own choice, and elsewhere
+    dim_block:        columns of the equal blocks that a head dim is cut into; 0: it is one block
+    max_registers:    registers of a thread that NVIDIA's compiler may take; 0: its own choice, and elsewhere
+    programs_per_cu:  programs for each compute unit that share out the longest rows; 0: a row is one program's
     """
 
     query_rows: int
@@ -87,10 +90,22 @@ class ExtendTiles:
     num_stages: int
     diagonal_stages: int = 1
     waves_per_eu: int = 0
+    dim_block: int = 0
+    max_registers: int = 0
+    programs_per_cu: int = 0
+
+    def columns(self, dim: int) -> int:
+        """Columns of a block of rows of dim elements; a power of two."""
+        whole = max(16, next_power_of_2(dim))
+        return min(self.dim_block, whole) if self.dim_block else whole
 
     def heads_per_block(self, gqa_ratio: int) -> int:
         """Query heads of one KV head that share a query block."""
         return min(gqa_ratio, self.query_rows)
+
+    def head_blocks(self, gqa_ratio: int) -> int:
+        """Blocks that the query heads of a KV head are cut into."""
+        return -(-gqa_ratio // self.heads_per_block(gqa_ratio))
 
     def tokens_per_block(self, gqa_ratio: int) -> int:
         """New tokens in a full query block."""
@@ -98,7 +113,8 @@ class ExtendTiles:
 
     def options(self) -> dict[str, int]:
         """Launch options beside the warps."""
-        return {"waves_per_eu": self.waves_per_eu} if self.waves_per_eu else {}
+        named = {"waves_per_eu": self.waves_per_eu, "maxnreg": self.max_registers}
+        return {name: value for name, value in named.items() if value}
 
     def of_masked_steps(self, codes: Codes = Codes.NONE) -> ExtendTiles:
         """Half the rows and at most 32 keys, for steps with packed masks.

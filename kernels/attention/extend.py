@@ -208,6 +208,7 @@ def _extend_kernel(
     lse_head,
     G: tl.constexpr,
 ):
+    K: tl.constexpr = G.keys
     mask = None
     if mask_words is not None:
         mask = MaskOfStep(mask_words, mask_indptr, position_of_token, q_indptr)
@@ -236,7 +237,7 @@ def _extend_kernel(
         if tl.load(schedule + query_block * BLOCK_WORDS + BLOCK_TOKENS) > 0:
             softmax = _attend_row(x, query_block, row, 0, 0, G)
             token, head, is_row = _rows_again(schedule, query_block, row, G)
-            store_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, G.keys)
+            store_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, K)
     else:
         shares = schedule + max_blocks * BLOCK_WORDS
         shared_blocks = tl.load(shares + SHARE_CUT)
@@ -264,7 +265,7 @@ def _extend_kernel(
             softmax = _attend_row(x, query_block, row, done, take, G)
             token, head, is_row = _rows_again(schedule, query_block, row, G)
             if take == row_cost:
-                store_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, G.keys)
+                store_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, K)
             else:
                 _store_part(softmax, partials, program, num_programs, done, is_row, G)
             work -= take

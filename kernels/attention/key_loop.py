@@ -116,8 +116,10 @@ def key_geometry(args: AttendArgs, scores: Scores, *, tiles: ExtendTiles, causal
 def nothing_seen(ROWS: tl.constexpr, K: tl.constexpr):
     """The softmax of no key."""
     acc = ()
-    for _ in tl.static_range(K.V_PARTS):
-        acc += (tl.zeros([ROWS, K.V_COLUMNS], tl.float32),)
+    PARTS: tl.constexpr = K.V_PARTS
+    COLUMNS: tl.constexpr = K.V_COLUMNS
+    for _ in tl.static_range(PARTS):
+        acc += (tl.zeros([ROWS, COLUMNS], tl.float32),)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     return Softmax(acc, maximum, tl.zeros([ROWS], tl.float32))
 
@@ -184,7 +186,8 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
         v_factor = token_factor(kv.factors.v, page, offset, kv.factors.head, live, MASKED, C)
         live = live[:, None]
         # scores, weights: [rows, KEY_BLOCK]
-        for i in tl.static_range(K.K_PARTS):
+        K_PARTS: tl.constexpr = K.K_PARTS
+        for i in tl.static_range(K_PARTS):
             k = decoded(_elements(k_rows, live, i, K.K_COLUMNS, K.HEAD_DIM, MASKED), C.ENCODING, DTYPE)
             if i == 0:
                 scores = tl.dot(query.blocks[i], tl.trans(k), input_precision="ieee")
@@ -223,7 +226,8 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
         total = tl.fma(total, decay, tl.sum(weights, 1)) if K.EXACT else total * decay + tl.sum(weights, 1)
         left = acc
         acc = ()
-        for i in tl.static_range(K.V_PARTS):
+        V_PARTS: tl.constexpr = K.V_PARTS
+        for i in tl.static_range(V_PARTS):
             v = _elements(v_rows, live, i, K.V_COLUMNS, K.V_HEAD_DIM, MASKED)
             acc += (add_values(left[i], decay[:, None], weights, v, v_factor, DTYPE, False, C),)
         maximum = new_maximum

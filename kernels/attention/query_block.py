@@ -103,7 +103,8 @@ def load_queries(q, token, head, is_row, K: tl.constexpr):
     """The rows of q, a block [QUERY_ROWS, K_COLUMNS] for each of K_PARTS; 0 without a row and in padded columns."""
     rows = q.at + (token * q.token + head * q.head)[:, None] + tl.arange(0, K.K_COLUMNS)[None, :]
     blocks = ()
-    for i in tl.static_range(K.K_PARTS):
+    K_PARTS: tl.constexpr = K.K_PARTS
+    for i in tl.static_range(K_PARTS):
         is_q = is_row[:, None]
         if (i + 1) * K.K_COLUMNS > K.HEAD_DIM:
             is_q = is_q & is_column(i, K.K_COLUMNS, K.HEAD_DIM)
@@ -114,7 +115,8 @@ def load_queries(q, token, head, is_row, K: tl.constexpr):
 @triton.jit
 def store_columns(rows, parts, is_row, K: tl.constexpr):
     """Write blocks of V's columns. rows: pointers [rows, 1]; is_row: [rows]"""
-    for i in tl.static_range(K.V_PARTS):
+    V_PARTS: tl.constexpr = K.V_PARTS
+    for i in tl.static_range(V_PARTS):
         is_v = is_row[:, None]
         if (i + 1) * K.V_COLUMNS > K.V_HEAD_DIM:
             is_v = is_v & is_column(i, K.V_COLUMNS, K.V_HEAD_DIM)
@@ -133,7 +135,8 @@ def store_results(softmax, token, head, is_row, sinks, out, lse, K: tl.constexpr
     # Tokens of no sequence have seen no key: 0 / 1, and LSE -inf + log2(1).
     total = tl.where(total == 0.0, 1.0, total)
     value = ()
-    for i in tl.static_range(K.V_PARTS):
+    V_PARTS: tl.constexpr = K.V_PARTS
+    for i in tl.static_range(V_PARTS):
         value += (acc[i] / total[:, None],)
     store_columns(out.at + (token * out.token + head * out.head)[:, None], value, is_row, K)
     if lse.at is not None:

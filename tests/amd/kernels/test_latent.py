@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -138,7 +139,7 @@ def test_each_kernel_leaves_the_others_tokens_alone(kernel_device: torch.device)
     """Decode of one token, of two to four, and extend of more serve one step."""
     case = replace(CHUNKS, kv_len=[40, 9, 70, 5, 33, 12], q_len=[23, 1, 4, 2, 0, 5], dtype=torch.float16)
     tensors = build(case, kernel_device)
-    steps = (
+    steps: tuple[tuple[Callable[[], object], list[int]], ...] = (
         (lambda: run_latent_extend(tensors, min_q_len=5), [0, 5]),
         (lambda: run_latent_decode(tensors, fewest=2, most=4), [2, 3]),
         (lambda: run_latent_decode(tensors), [1]),

@@ -158,7 +158,7 @@ def _limit(problem: Problem, batch: Batch, ceilings: dict[str, float]) -> float:
 
 
 def _row_work(layer: Layer, num_tokens: int) -> tuple[str, dict[str, float]]:
-    """Its name; microseconds of the fused store, of its parts as launches of their own, and of a gate after attention."""
+    """Its name; microseconds of the fused store, of its parts as own launches, and of a gate after attention."""
     problem = layer.problem
     generator = torch.Generator("cuda").manual_seed(0)
 

@@ -238,6 +238,8 @@ def latent_decode(result: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
+        if "products_us" not in row:  # a candidate
+            continue
         times = " | ".join(f"{row[name]:.1f}" for name in ("us", "floor_us", "products_us"))
         allowed = row["times_allowed"] or ""
         lines.append(f"| {row['case']} | {times} | {row['times_limit']:.2f} | {allowed} | {row['error']:.1e} |")
@@ -255,7 +257,10 @@ def sparse_decode(result: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
-        times = f"{row['us']:.1f} | {row['floor_us']:.1f} | {row['us'] / row['floor_us']:.2f}"
+        if "floor_us" not in row:  # a candidate
+            continue
+        floor = row["floor_us"]
+        times = f"{row['us']:.1f} | {floor:.1f} | {row['us'] / floor:.2f}" if floor else f"{row['us']:.1f} | |"
         lines.append(f"| {row['case']} | {row['piece']} | {times} | {row['error']:.1e} |")
     return "\n".join(lines) + "\n"
 

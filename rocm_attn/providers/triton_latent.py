@@ -165,7 +165,13 @@ class LatentSegmentExtend:
 
 def _decode(problem: Problem, target: Target, *, fewest: int, most: int) -> LatentDecode:
     heads = problem.num_q_heads
-    tiles = latent_decode_tiles(target.arch, num_rows=heads * most, dims=_dims(problem), dtype=problem.dtype)
+    tiles = latent_decode_tiles(
+        target.arch,
+        num_rows=heads * most,
+        dims=_dims(problem),
+        dtype=problem.dtype,
+        is_coded=problem.page_format.encoding.is_fp8,
+    )
     cut = latent_decode_cut(
         tiles,
         num_heads=heads,

@@ -206,7 +206,7 @@ def run_coded_store(arch: str, encoding: Encoding, scales: Scales) -> Simulation
     stored = []
     for _ in range(2):
         k_pages, v_pages = (torch.zeros(8, 8, 2, dim, dtype=torch.uint8).view(encoding.dtype) for dim in (80, 48))
-        factors = torch.zeros(8, 8, 2) if scales is Scales.TOKEN else torch.tensor([0.01, 0.03])
+        factors = torch.zeros(8, 2, 8) if scales is Scales.TOKEN else torch.tensor([0.01, 0.03])
         stored.append(LayerPages(k_pages, v_pages, form, factors, factors.clone()))
     counts = [torch.tensor([1, 4, 0, 0], dtype=torch.int32) for _ in range(2)]
     with simulated(arch) as simulation:

@@ -121,7 +121,7 @@ def scaled_parts(parts, factor):
     """A tuple of blocks, each times a factor."""
     scaled = ()
     for i in tl.static_range(len(parts)):
-        scaled += (parts[i] * factor,)
+        scaled += (parts[i] * factor,)  # type: ignore[assignment]
     return scaled
 
 

@@ -143,8 +143,8 @@ class Sharing(NamedTuple):
     rows:        rows of a query block
     causal:      whether a row sees no key after its own
     window_left: of the scores
-    row_keys:    what starting a row costs beside its keys, in keys: prologue, diagonal and epilogue
-    split_keys:  what sharing costs each program, in keys: a second row and the merge
+    row_keys:    of the tiles: prologue, diagonal and epilogue
+    split_keys:  of the tiles: a second row and the merge
     gain:        sixteenths of the mean load that sharing must gain, beside split_keys
     least_keys:  no share is smaller
     """
@@ -199,6 +199,9 @@ class ExtendCut:
             rows=num_kv_heads * tiles.head_blocks(gqa_ratio),
             causal=causal,
             window_left=window_left,
+            row_keys=tiles.row_keys,
+            split_keys=tiles.split_keys,
+            least_keys=tiles.row_keys,
         )
         return replace(self, sharing=sharing)
 

@@ -2,15 +2,17 @@
 
     out[token] = softmax(scores of q[token] . K^T) V        K, V: the keys that the token sees (scores.py)
 
-A row is a query block of the schedule and the query heads of one KV head (or as many as fit). A program takes a whole
-row, or its share of the longest ones (extend_schedule.py); parts of a row are added up by extend_merge.py. Keys that
-every row sees come first, without masks; then the diagonal, under masks with other=0.0: what no row sees may be NaN.
-With a window every key block is masked; with a packed mask (packed_mask.py) too, and its bits from the window's first
-key on say what a row sees.
+A row is a query block of the schedule and the query heads of one KV head (or as many as fit). The longest rows may be
+shared out (extend_schedule.py): one launch takes the shares, and extend_merge.py adds up the parts of rows; another one
+takes the other rows, a program each. Those need fewer registers, so that a step that shares nothing costs no more.
+Keys that every row sees come first, without masks; then the diagonal, under masks with other=0.0: what no row sees may
+be NaN. With a window every key block is masked; with a packed mask (packed_mask.py) too, and its bits from the window's
+first key on say what a row sees.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -83,7 +85,7 @@ class Operands(NamedTuple):
 
 @triton.jit
 def _attend_row(x, query_block, row, done, take, G: tl.constexpr):
-    """What keys of a row give: those at [done, done + take) of its cost where rows are cut, else all of them."""
+    """What keys of a row give: those at [done, done + take) of its cost in a share, else all of them."""
     K: tl.constexpr = G.keys
     C: tl.constexpr = K.coding
     PACKED: tl.constexpr = x.mask is not None
@@ -121,7 +123,7 @@ def _attend_row(x, query_block, row, done, take, G: tl.constexpr):
         first_seen, bits = bits_of_block(x.mask, seq, first_token, is_row, end_key, x.window_left, G)
         edge_block = first_seen // K.KEY_BLOCK
     end_block = tl.cdiv(end_key, K.KEY_BLOCK)
-    if G.ROW_KEYS > 0:
+    if G.SHARES:
         # The blocks that begin in the share; the last one of a row takes what is left.
         row_keys = tl.load(words + BLOCK_KEYS)
         row_key = end_key - row_keys
@@ -147,7 +149,7 @@ def _attend_row(x, query_block, row, done, take, G: tl.constexpr):
 
 @triton.jit
 def _rows_again(schedule, query_block, row, G: tl.constexpr):
-    """Token, query head and whether there is one, of the rows of a block: read again, since loops need the registers."""
+    """Token, query head and whether there is one, of a block's rows: read again, since loops need the registers."""
     words = schedule + query_block * BLOCK_WORDS
     first_token = tl.load(words + BLOCK_FIRST_TOKEN, volatile=True)
     num_tokens = tl.load(words + BLOCK_TOKENS, volatile=True)
@@ -231,34 +233,13 @@ def _extend_kernel(
     out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
     ROWS: tl.constexpr = G.KV_HEADS * G.HEAD_BLOCKS
     program = tl.program_id(0)
-    if G.ROW_KEYS == 0:
-        query_block = program // ROWS
-        row = program % ROWS
-        if tl.load(schedule + query_block * BLOCK_WORDS + BLOCK_TOKENS) > 0:
-            softmax = _attend_row(x, query_block, row, 0, 0, G)
-            token, head, is_row = _rows_again(schedule, query_block, row, G)
-            store_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, K)
-    else:
-        shares = schedule + max_blocks * BLOCK_WORDS
-        shared_blocks = tl.load(shares + SHARE_CUT)
-        if (shared_blocks > 0) & (program < num_programs):
-            share = shares + program * SHARE_WORDS
-            query_block = tl.load(share + SHARE_BLOCK)
-            row = tl.load(share + SHARE_ROW)
-            done = tl.load(share + SHARE_DONE)
-            work = tl.load(share + SHARE_WORK)
-        else:
-            # Where nothing is shared whole rows come first: after programs without work two of them would be put on
-            # one compute unit, and none on another.
-            index = tl.where(shared_blocks > 0, program - num_programs, program)
-            query_block = index // ROWS
-            row = index % ROWS
-            done = 0
-            is_whole = (query_block >= shared_blocks) & (query_block < max_blocks)
-            words = schedule + query_block * BLOCK_WORDS
-            num_tokens = tl.load(words + BLOCK_TOKENS, mask=is_whole, other=0)
-            row_keys = tl.load(words + BLOCK_KEYS, mask=is_whole, other=0)
-            work = tl.where(num_tokens > 0, row_keys + G.ROW_KEYS, 0)
+    shares = schedule + max_blocks * BLOCK_WORDS
+    if G.SHARES:
+        share = shares + program * SHARE_WORDS
+        query_block = tl.load(share + SHARE_BLOCK)
+        row = tl.load(share + SHARE_ROW)
+        done = tl.load(share + SHARE_DONE)
+        work = tl.load(share + SHARE_WORK)
         while work > 0:
             row_cost = tl.load(schedule + query_block * BLOCK_WORDS + BLOCK_KEYS) + G.ROW_KEYS
             take = tl.minimum(work, row_cost - done)
@@ -273,6 +254,16 @@ def _extend_kernel(
             row += 1
             query_block = tl.where(row == ROWS, query_block + 1, query_block)
             row = tl.where(row == ROWS, 0, row)
+    else:
+        query_block = program // ROWS
+        row = program % ROWS
+        is_whole = tl.load(schedule + query_block * BLOCK_WORDS + BLOCK_TOKENS) > 0
+        if G.ROW_KEYS > 0:
+            is_whole = is_whole & (query_block >= tl.load(shares + SHARE_CUT))
+        if is_whole:
+            softmax = _attend_row(x, query_block, row, 0, 0, G)
+            token, head, is_row = _rows_again(schedule, query_block, row, G)
+            store_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, K)
 
 
 def launch_paged_extend(
@@ -289,12 +280,30 @@ def launch_paged_extend(
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
     args.check("paged extend")
-    queries, pages, table = args.queries, args.pages, args.table
     geometry = _geometry(args, scores, cut, tiles, mask)
-    max_blocks = cut.max_blocks(queries.num_tokens, queries.num_seqs)
+    programs, max_blocks = cut.sharing.programs, cut.max_blocks(args.queries.num_tokens, args.queries.num_seqs)
+    if programs:
+        sharing = geometry._replace(SHARES=True, STAGES=tiles.share_stages)
+        _launch_rows(args, scores, cut, mask, programs, sharing, {"num_warps": tiles.num_warps})
+        launch_extend_merge(args, cut, geometry)
+    grid = max_blocks * geometry.KV_HEADS * geometry.HEAD_BLOCKS
+    _launch_rows(args, scores, cut, mask, grid, geometry, {"num_warps": tiles.num_warps, **tiles.options()})
+
+
+def _launch_rows(
+    args: AttendArgs,
+    scores: Scores,
+    cut: ExtendCut,
+    mask: PackedMask | None,
+    grid: int,
+    geometry: BlockGeometry,
+    options: Mapping[str, int],
+) -> None:
+    """The shares or the whole rows, as the geometry says."""
+    queries, pages, table = args.queries, args.pages, args.table
     launch(
         _extend_kernel,
-        (cut.sharing.programs + max_blocks * geometry.KV_HEADS * geometry.HEAD_BLOCKS,),
+        (grid,),
         args.q,
         pages.raw_k,
         pages.raw_v,
@@ -317,16 +326,13 @@ def launch_paged_extend(
         scores.tanh_scale,
         scores.window_left,
         cut.sharing.programs,
-        max_blocks,
+        cut.max_blocks(queries.num_tokens, queries.num_seqs),
         table.shape[1],
         *args.read_strides,
         *args.written_strides,
         G=geometry,
-        num_warps=tiles.num_warps,
-        **tiles.options(),
+        **options,
     )
-    if cut.sharing.programs:
-        launch_extend_merge(args, cut, geometry)
 
 
 def _geometry(
@@ -358,6 +364,7 @@ def _geometry(
         HEAD_BLOCKS=head_blocks,
         QUERY_ROWS=tiles.query_rows,
         ROW_KEYS=sharing.row_keys if sharing.programs else 0,
+        SHARES=False,
         SEGMENT_LEN=0,
         STAGES=tiles.num_stages,
         EDGE_STAGES=tiles.diagonal_stages if mask is None else tiles.num_stages,

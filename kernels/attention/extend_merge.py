@@ -35,14 +35,18 @@ from rocm_attn.kernels.tuning.tiles import next_power_of_2
 class ExtendMergeGeometry(NamedTuple):
     """What the merge is compiled for.
 
-    block:      extend's
+    GQA_RATIO, BLOCK_HEADS, HEAD_BLOCKS, QUERY_ROWS, ROW_KEYS: extend's
     V_HEAD_DIM: elements of an output row
     HEADS:      lines of a query block, a token and a query head each, of one program
     COLUMNS:    columns of a line, padding included
     PARTS:      parts that are added up in one step
     """
 
-    block: BlockGeometry
+    GQA_RATIO: int
+    BLOCK_HEADS: int
+    HEAD_BLOCKS: int
+    QUERY_ROWS: int
+    ROW_KEYS: int
     V_HEAD_DIM: int
     HEADS: int
     COLUMNS: int
@@ -64,7 +68,6 @@ def _extend_merge_kernel(
     lse_head,
     G: tl.constexpr,
 ):
-    B: tl.constexpr = G.block
     # The row that goes on from program `began` into the next one, if `began` is the first with a part of it.
     began = tl.program_id(0)
     share = schedule + max_blocks * BLOCK_WORDS + (began + 1) * SHARE_WORDS
@@ -73,18 +76,18 @@ def _extend_merge_kernel(
     size = tl.load(share + SHARE_SIZE)
     words = schedule + tl.load(share + SHARE_BLOCK) * BLOCK_WORDS
     line = tl.program_id(1) * G.HEADS + tl.arange(0, G.HEADS)
-    num_lines = tl.load(words + BLOCK_TOKENS) * B.BLOCK_HEADS
+    num_lines = tl.load(words + BLOCK_TOKENS) * G.BLOCK_HEADS
     if goes_on & (start // size == began) & (tl.program_id(1) * G.HEADS < num_lines):
         row = tl.load(share + SHARE_ROW)
-        cost = tl.load(words + BLOCK_KEYS) + B.ROW_KEYS
+        cost = tl.load(words + BLOCK_KEYS) + G.ROW_KEYS
         num_parts = ((start + cost - 1) // size).to(tl.int32) - began + 1
         column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
-        sums = partials + num_programs * (2 * B.QUERY_ROWS * G.V_HEAD_DIM)
-        acc, maximum, total = merge_parts(partials, sums, began, num_parts, line, num_lines, column, B.QUERY_ROWS, G)
-        ratio_head = row % B.HEAD_BLOCKS * B.BLOCK_HEADS + line % B.BLOCK_HEADS
-        token = (tl.load(words + BLOCK_FIRST_TOKEN) + line // B.BLOCK_HEADS).to(tl.int64)
-        head = (row // B.HEAD_BLOCKS * B.GQA_RATIO + ratio_head).to(tl.int64)
-        is_row = (line < num_lines) & (ratio_head < B.GQA_RATIO)
+        sums = partials + num_programs * (2 * G.QUERY_ROWS * G.V_HEAD_DIM)
+        acc, maximum, total = merge_parts(partials, sums, began, num_parts, line, num_lines, column, G.QUERY_ROWS, G)
+        ratio_head = row % G.HEAD_BLOCKS * G.BLOCK_HEADS + line % G.BLOCK_HEADS
+        token = (tl.load(words + BLOCK_FIRST_TOKEN) + line // G.BLOCK_HEADS).to(tl.int64)
+        head = (row // G.HEAD_BLOCKS * G.GQA_RATIO + ratio_head).to(tl.int64)
+        is_row = (line < num_lines) & (ratio_head < G.GQA_RATIO)
         if sinks is not None:
             sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
             maximum, total, decay = add_sink(maximum, total, sink)
@@ -116,6 +119,16 @@ def launch_extend_merge(args: AttendArgs, cut: ExtendCut, block: BlockGeometry) 
         programs,
         cut.max_blocks(queries.num_tokens, queries.num_seqs),
         *args.written_strides,
-        G=ExtendMergeGeometry(block, v_head_dim, lines, columns, parts),
+        G=ExtendMergeGeometry(
+            block.GQA_RATIO,
+            block.BLOCK_HEADS,
+            block.HEAD_BLOCKS,
+            block.QUERY_ROWS,
+            block.ROW_KEYS,
+            v_head_dim,
+            lines,
+            columns,
+            parts,
+        ),
         num_warps=4,
     )

@@ -5,7 +5,8 @@ From maximum m, sum l and accumulator a (base 2), a block with scores s and valu
     m' = max(m, max s)    l' = 2^(m - m') l + sum 2^(s - m')    a' = 2^(m - m') a + 2^(s - m') V
 
 q, K, V and a are tuples of equally wide blocks of columns: a head of 96 as three of 32 needs no padding, and one of 128
-as two of 64 fewer registers. With EXACT every sum of products is an explicit fma (segments.py says why); else the compiler chooses.
+as two of 64 fewer registers. With EXACT every sum of products is an explicit fma (segments.py says why); else the
+compiler chooses.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def nothing_seen(ROWS: tl.constexpr, K: tl.constexpr):
     PARTS: tl.constexpr = K.V_PARTS
     COLUMNS: tl.constexpr = K.V_COLUMNS
     for _ in tl.static_range(PARTS):
-        acc += (tl.zeros([ROWS, COLUMNS], tl.float32),)
+        acc += (tl.zeros([ROWS, COLUMNS], tl.float32),)  # type: ignore[assignment]
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     return Softmax(acc, maximum, tl.zeros([ROWS], tl.float32))
 

@@ -85,7 +85,7 @@ def merge_parts(
             is_acc = is_acc & (column < G.V_HEAD_DIM)[None, None, :]
         part_acc = tl.load(partials + line[:, :, None] * G.V_HEAD_DIM + column[None, None, :], mask=is_acc, other=0.0)
         new_maximum = tl.maximum(maximum, tl.max(part_maximum, 0))
-        # Lines past num_rows have no part, and a row may have seen no key; the subtraction below must not be inf - inf for them.
+        # Lines past num_rows have no part, and a row may have seen no key: no inf - inf for them.
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         decay = tl.exp2(maximum - base)
         weight = tl.exp2(part_maximum - base[None, :])

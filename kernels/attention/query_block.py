@@ -26,6 +26,7 @@ class BlockGeometry(NamedTuple):
     HEAD_BLOCKS: blocks that the query heads of a KV head are cut into
     QUERY_ROWS:  rows of a block, a token and a query head each
     ROW_KEYS:    of cuts.Sharing; 0: every row is one program's
+    SHARES:      whether programs take their shares of the longest rows, and not the other rows
     SEGMENT_LEN: keys of a segment of deterministic attention; 0: keys are not cut
     STAGES:      key blocks whose loads are in flight, where every row sees all keys
     EDGE_STAGES: the same where keys are masked
@@ -38,6 +39,7 @@ class BlockGeometry(NamedTuple):
     HEAD_BLOCKS: int
     QUERY_ROWS: int
     ROW_KEYS: int
+    SHARES: bool
     SEGMENT_LEN: int
     STAGES: int
     EDGE_STAGES: int
@@ -108,7 +110,7 @@ def load_queries(q, token, head, is_row, K: tl.constexpr):
         is_q = is_row[:, None]
         if (i + 1) * K.K_COLUMNS > K.HEAD_DIM:
             is_q = is_q & is_column(i, K.K_COLUMNS, K.HEAD_DIM)
-        blocks += (tl.load(rows + i * K.K_COLUMNS, mask=is_q, other=0.0),)
+        blocks += (tl.load(rows + i * K.K_COLUMNS, mask=is_q, other=0.0),)  # type: ignore[assignment]
     return blocks
 
 
@@ -137,7 +139,7 @@ def store_results(softmax, token, head, is_row, sinks, out, lse, K: tl.constexpr
     value = ()
     V_PARTS: tl.constexpr = K.V_PARTS
     for i in tl.static_range(V_PARTS):
-        value += (acc[i] / total[:, None],)
+        value += (acc[i] / total[:, None],)  # type: ignore[assignment]
     store_columns(out.at + (token * out.token + head * out.head)[:, None], value, is_row, K)
     if lse.at is not None:
         tl.store(lse.at + token * lse.token + head * lse.head, (maximum + tl.log2(total)) * LN_2, mask=is_row)

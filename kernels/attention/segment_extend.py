@@ -177,6 +177,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: SegmentTi
         HEAD_BLOCKS=-(-gqa_ratio // block_heads),
         QUERY_ROWS=extend.query_rows,
         ROW_KEYS=0,
+        SHARES=False,
         SEGMENT_LEN=tiles.segment_len,
         STAGES=extend.num_stages,
         EDGE_STAGES=extend.diagonal_stages,

@@ -63,5 +63,5 @@ def merge_segment(left, segment):
     total = tl.fma(left.total, decay, segment.total * weight)
     acc = ()
     for i in tl.static_range(len(left.acc)):
-        acc += (tl.fma(left.acc[i], decay[:, None], segment.acc[i] * weight[:, None]),)
+        acc += (tl.fma(left.acc[i], decay[:, None], segment.acc[i] * weight[:, None]),)  # type: ignore[assignment]
     return Softmax(acc, maximum, total)

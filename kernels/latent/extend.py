@@ -199,6 +199,7 @@ def _geometry(
         HEAD_BLOCKS=tiles.head_blocks(num_heads),
         QUERY_ROWS=tiles.query_rows,
         ROW_KEYS=0,
+        SHARES=False,
         SEGMENT_LEN=0,
         STAGES=tiles.num_stages,
         EDGE_STAGES=tiles.num_stages,

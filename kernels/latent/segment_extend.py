@@ -129,6 +129,7 @@ def launch_latent_segment_extend(
         HEAD_BLOCKS=block.head_blocks(num_heads),
         QUERY_ROWS=block.query_rows,
         ROW_KEYS=0,
+        SHARES=False,
         SEGMENT_LEN=tiles.segment_len,
         STAGES=block.num_stages,
         EDGE_STAGES=block.num_stages,

@@ -453,20 +453,26 @@ def run_extend(
     case = tensors.case
     if tiles is None:
         tiles = tiles_for(tensors)[1] if tensors.mask is None else tiles_for(tensors)[1].of_masked_steps(case.codes)
-    cut = ExtendCut.of(tiles, gqa_ratio=tensors.gqa_ratio, min_q_len=min_q_len)
-    if sharing.programs:
-        of_layer = sharing._replace(
-            rows=case.heads[1] * tiles.head_blocks(tensors.gqa_ratio),
-            causal=tensors.scores.causal and tensors.mask is None,
-            window_left=case.window_left,
-        )
-        cut = replace(cut, sharing=of_layer)
+    cut = extend_cut(tensors, tiles, sharing, min_q_len=min_q_len)
     schedule = garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device)
     words = cut.partials_words(query_rows=tiles.query_rows, v_head_dim=case.dims[1])
     partials = _nan(words, dtype=torch.float32).to(tensors.q.device)
     launch_extend_schedule(tensors.queries, schedule, cut)
     args = tensors.args(schedule, partials)
     launch_paged_extend(args, scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)
+
+
+def extend_cut(tensors: Tensors, tiles: ExtendTiles, sharing: Sharing, *, min_q_len: int = 1) -> ExtendCut:
+    """The cut of a step's layer. sharing: of which rows, causality and window follow from the tensors"""
+    cut = ExtendCut.of(tiles, gqa_ratio=tensors.gqa_ratio, min_q_len=min_q_len)
+    if not sharing.programs:
+        return cut
+    of_layer = sharing._replace(
+        rows=tensors.case.heads[1] * tiles.head_blocks(tensors.gqa_ratio),
+        causal=tensors.scores.causal and tensors.mask is None,
+        window_left=tensors.case.window_left,
+    )
+    return replace(cut, sharing=of_layer)
 
 
 # Every row of a step is shared out, in parts of a few key blocks.

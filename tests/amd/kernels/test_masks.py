@@ -13,7 +13,16 @@ import torch
 
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
-from tests.amd.kernels.attention_cases import Case, Tensors, assert_served, build, dtypes, run_extend, run_extend_twin
+from tests.amd.kernels.attention_cases import (
+    Case,
+    Tensors,
+    assert_served,
+    build,
+    dtypes,
+    run_extend,
+    run_extend_twin,
+    run_shared_extend,
+)
 
 MASKED = Case(
     kv_len=[60, 0, 17, 33, 1, 30, 12, 64],
@@ -40,7 +49,7 @@ FEATURES = {
     "gaps": {"spread": True},
 }
 
-run_extends = pytest.mark.parametrize("run", [run_extend, run_extend_twin])
+run_extends = pytest.mark.parametrize("run", [run_extend, run_shared_extend, run_extend_twin])
 
 
 @run_extends

@@ -258,12 +258,13 @@ EXTEND_ROWS = (
         codes=(Codes.NONE,),
     ),
     ExtendRow("sm_90", 2, 64, ExtendTiles(128, 64, 8, 3), alike=True, codes=(Codes.BY_ROW, Codes.BY_TOKEN)),
-    # 32 x 32 heads of 96, 777 new of 5778: 153 us where blocks of 128 columns took 266. Two programs fit an SM.
+    # 32 x 32 heads of 96, 777 new of 5778: 153 us where blocks of 128 columns took 266. With 128 registers at most, of
+    # which two programs fit an SM, what scores may have beside that spills up to 48 bytes.
     ExtendRow(
         "sm_90",
         2,
         96,
-        ExtendTiles(128, 64, 8, 3, 2, dim_block=32, max_registers=128, programs_per_cu=1, share_stages=3),
+        ExtendTiles(128, 64, 8, 3, 2, dim_block=32, programs_per_cu=1, share_stages=3),
         alike=True,
         codes=(Codes.NONE,),
     ),
@@ -293,8 +294,8 @@ EXTEND_ROWS = (
         alike=True,
         codes=(Codes.NONE,),
     ),
-    ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 2, programs_per_cu=1), codes=(Codes.NONE,)),
-    ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 2), codes=(Codes.BY_ROW,)),
+    # No row is shared: programs with shares spill up to 48 bytes.
+    ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 2)),
     # Blocks of 64 rows spill, with 16 warps too: (64, 32, 8, 2), which takes half the time, up to 700 bytes, and
     # (64, 16, 8, 2, 2) 56 with Triton 3.9.
     ExtendRow("sm_90", 2, 512, ExtendTiles(32, 32, 8, 2, programs_per_cu=1, share_stages=2), codes=(Codes.NONE,)),
@@ -313,7 +314,7 @@ EXTEND_ROWS = (
     ExtendRow("gfx942", 2, 256, ExtendTiles(128, 16, 8, 2), codes=(Codes.BY_TOKEN,)),
     ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2), codes=(Codes.BY_ROW,)),
     ExtendRow("gfx942", 2, 128, ExtendTiles(128, 32, 8, 2, waves_per_eu=2), codes=(Codes.BY_ROW,)),
-    # What is said here is of whole rows. Programs with shares of D 128 keep up to 9 SGPRs in lanes of VGPRs.
+    # What is said here is of whole rows. Programs with shares of D 128 keep up to 9 SGPRs in lanes of VGPRs, of 256 up to 14.
     # 120 to 180 VGPRs, 16 KiB of LDS: 2 or 3 workgroups a CU.
     ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2, programs_per_cu=2, share_stages=2)),
     # 189 to 236 VGPRs, 32 KiB of LDS: 2 workgroups a CU. Without waves_per_eu up to 312 with Triton 3.6.

@@ -226,7 +226,8 @@ def without_idle_shares(words: list[int], cut: ExtendCut) -> list[int]:
     ids=["whole", "shared", "window", "not_causal", "masked_window"],
 )
 @pytest.mark.parametrize(
-    ("num_seqs", "longest_q", "min_q_len", "tail"), [(1, 100, 1, 0), (5, 40, 1, 9), (20, 9, 2, 30), (70, 3, 2, 5)]
+    ("num_seqs", "longest_q", "min_q_len", "tail"),
+    [(1, 100, 1, 0), (5, 40, 1, 9), (20, 9, 2, 30), pytest.param(70, 3, 2, 5, marks=pytest.mark.long)],
 )
 def test_the_device_lists_the_tiles_of_the_host_twin(
     sharing: Sharing,

@@ -187,7 +187,7 @@ def extend(memory: Memory) -> None:
         cut = extend_cut(tensors, EXTEND_TILES, ALL_SHARED._replace(programs=programs))
         schedule = memory.put(garbage(cut.words(tensors.q.shape[0], tensors.num_seqs)))
         words = cut.partials_words(query_rows=EXTEND_TILES.query_rows, v_head_dim=dims[1])
-        args = tensors.args(schedule, memory.put(torch.full((words,), float("nan"))))
+        args = tensors.args(schedule, memory.put(torch.full((max(1, words),), float("nan"))))
         launch_extend_schedule(tensors.queries, schedule, cut)
         launch_paged_extend(args, scores=tensors.scores, cut=cut, tiles=EXTEND_TILES, mask=tensors.mask)
         assert_served(tensors)

@@ -314,7 +314,7 @@ EXTEND_ROWS = (
     ExtendRow("gfx942", 2, 256, ExtendTiles(128, 16, 8, 2), codes=(Codes.BY_TOKEN,)),
     ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2), codes=(Codes.BY_ROW,)),
     ExtendRow("gfx942", 2, 128, ExtendTiles(128, 32, 8, 2, waves_per_eu=2), codes=(Codes.BY_ROW,)),
-    # What is said here is of whole rows. Programs with shares of D 128 keep up to 9 SGPRs in lanes of VGPRs, of 256 up to 14.
+    # Of whole rows. Programs with shares keep up to 14 SGPRs in lanes of VGPRs at head_dim 128.
     # 120 to 180 VGPRs, 16 KiB of LDS: 2 or 3 workgroups a CU.
     ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2, programs_per_cu=2, share_stages=2)),
     # 189 to 236 VGPRs, 32 KiB of LDS: 2 workgroups a CU. Without waves_per_eu up to 312 with Triton 3.6.

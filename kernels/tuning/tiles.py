@@ -314,7 +314,7 @@ EXTEND_ROWS = (
     ExtendRow("gfx942", 2, 256, ExtendTiles(128, 16, 8, 2), codes=(Codes.BY_TOKEN,)),
     ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2), codes=(Codes.BY_ROW,)),
     ExtendRow("gfx942", 2, 128, ExtendTiles(128, 32, 8, 2, waves_per_eu=2), codes=(Codes.BY_ROW,)),
-    # Of whole rows. Programs with shares keep up to 14 SGPRs in lanes of VGPRs at head_dim 128.
+    # Of whole rows. Programs with shares keep up to 17 SGPRs in lanes of VGPRs.
     # 120 to 180 VGPRs, 16 KiB of LDS: 2 or 3 workgroups a CU.
     ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2, programs_per_cu=2, share_stages=2)),
     # 189 to 236 VGPRs, 32 KiB of LDS: 2 workgroups a CU. Without waves_per_eu up to 312 with Triton 3.6.
@@ -337,7 +337,7 @@ EXTEND_ROWS = (
     ExtendRow("gfx950", 2, 256, ExtendTiles(128, 16, 8, 2), codes=(Codes.BY_ROW,)),
     ExtendRow("gfx950", 2, 512, ExtendTiles(32, 16, 8, 2), codes=(Codes.BY_ROW,)),
     # 120 to 180 VGPRs, 16 KiB of LDS: 2 or 3 workgroups a CU.
-    ExtendRow("gfx950", 2, 64, ExtendTiles(128, 32, 4, 2, programs_per_cu=2)),
+    ExtendRow("gfx950", 2, 64, ExtendTiles(128, 32, 4, 2, programs_per_cu=2, share_stages=2)),
     # 179 to 248 VGPRs, 32 KiB of LDS: 2 workgroups a CU.
     ExtendRow("gfx950", 2, 128, ExtendTiles(128, 32, 4, 2, waves_per_eu=2, programs_per_cu=2)),
     # 122 to 183 VGPRs, 64 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.

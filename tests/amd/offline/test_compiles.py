@@ -59,7 +59,7 @@ SPILLED_AROUND_PRODUCTS = {("sm_90", "_latent_decode_kernel"): 640, ("sm_90", "_
 
 # Scalar registers that programs with shares of rows keep in lanes of vector registers, and read back once a row: their
 # pointers and strides are more than there are. None of them goes to memory.
-SCALARS_IN_LANES = {"_extend_kernel": 16}
+SCALARS_IN_LANES = {"_extend_kernel": 17}
 
 # Where kernels over latent pages are, which have rows of the matrix of their own.
 LATENT = "rocm_attn.kernels.latent"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -138,15 +140,15 @@ def test_each_kernel_leaves_the_others_tokens_alone(kernel_device: torch.device)
     """Decode of one token, of two to four, and extend of more serve one step."""
     case = replace(CHUNKS, kv_len=[40, 9, 70, 5, 33, 12], q_len=[23, 1, 4, 2, 0, 5], dtype=torch.float16)
     tensors = build(case, kernel_device)
-    steps = (
-        (lambda: run_latent_extend(tensors, min_q_len=5), [0, 5]),
-        (lambda: run_latent_decode(tensors, fewest=2, most=4), [2, 3]),
-        (lambda: run_latent_decode(tensors), [1]),
+    steps: tuple[tuple[Callable[[Tensors], None], list[int]], ...] = (
+        (partial(run_latent_extend, min_q_len=5), [0, 5]),
+        (partial(run_latent_decode, fewest=2, most=4), [2, 3]),
+        (run_latent_decode, [1]),
     )
     waiting = torch.ones(tensors.out.shape[0], dtype=torch.bool, device=kernel_device)
     waiting[-case.tail :] = False
     for run, seqs in steps:
-        run()
+        run(tensors)
         for seq in seqs:
             waiting[tensors.q_indptr[seq] : tensors.q_indptr[seq + 1]] = False
         assert (tensors.out[waiting] == UNTOUCHED).all()

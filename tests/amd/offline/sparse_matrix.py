@@ -124,7 +124,14 @@ class LayerRow:
             words = segment_cut(keys, heads=heads, tiles=segments).words(NUM_TOKENS, v_head_dim)
             launch_selected_segments(args._replace(workspace=torch.empty(words)), scale=0.1, tiles=segments)
             return
-        tiles = selected_tiles(self.arch, gqa_ratio=ratio, head_dim=head_dim, v_head_dim=v_head_dim, dtype=self.dtype)
+        tiles = selected_tiles(
+            self.arch,
+            gqa_ratio=ratio,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            dtype=self.dtype,
+            is_coded=self.scales is not Scales.NONE,
+        )
         programs = 16 * NUM_TOKENS
         cut = selected_cut(NUM_TOKENS, keys, heads=heads, tiles=tiles, programs=programs)
         workspace = torch.empty(cut.words(NUM_TOKENS, v_head_dim))
@@ -139,7 +146,7 @@ class LayerRow:
         shape = pool_bytes // (page_size * row_bytes) + 1, page_size, num_kv_heads
 
         def factors() -> Tensor | None:
-            return torch.empty(shape) if is_coded else None
+            return torch.empty(shape[0], num_kv_heads, page_size) if is_coded else None
 
         form = PageFormat(encoding, self.kind, page_size, num_kv_heads, head_dim, v_head_dim, self.scales)
         k, k_scale = torch.empty(*shape, head_dim, dtype=encoding.dtype), factors()

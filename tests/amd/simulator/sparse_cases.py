@@ -128,7 +128,12 @@ def run_attention(arch: str, case: SelectedCase, *, is_coded: bool, is_large: bo
     problem = build_selected(case, CPU)
     args = with_large_pages(problem.args) if is_large else problem.args
     tiles = selected_tiles(
-        arch, gqa_ratio=args.heads[1], head_dim=case.dims[0], v_head_dim=case.dims[1], dtype=case.dtype
+        arch,
+        gqa_ratio=args.heads[1],
+        head_dim=case.dims[0],
+        v_head_dim=case.dims[1],
+        dtype=case.dtype,
+        is_coded=is_coded,
     )
     cut = selected_cut(len(args.q), case.width * case.unit_tokens, heads=args.heads, tiles=tiles, programs=60)
     assert cut.parts > 1

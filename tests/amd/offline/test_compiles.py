@@ -63,7 +63,6 @@ LATENT = "rocm_attn.kernels.latent"
 ONLY_WRITES = ("_zero_tails_kernel", "_clear_pads_kernel")
 
 
-@pytest.mark.usefixtures("compiled_on_all_cores")
 @rows_for(AMD_ARCHS)
 def test_amd_kernels_fit_and_use_the_matrix_units(row: Row) -> None:
     kernels = compiled_kernels(row)
@@ -80,7 +79,6 @@ def test_amd_kernels_fit_and_use_the_matrix_units(row: Row) -> None:
     assert not complaints, "\n".join(complaints)
 
 
-@pytest.mark.usefixtures("compiled_on_all_cores")
 @rows_for(NVIDIA_ARCHS)
 def test_nvidia_kernels_fit_and_use_the_matrix_units(row: Row) -> None:
     complaints = [

@@ -28,6 +28,10 @@ def main() -> None:
         ("fill_time_h200.json", fill_time),
         ("deterministic_cost_h200.json", deterministic_cost),
         ("score_cost_h200.json", score_cost),
+        ("eight_bit_cost_h200.json", eight_bit_cost),
+        ("latent_decode_h200.json", latent_decode),
+        ("sparse_decode_h200.json", sparse_decode),
+        ("wide_rows_h200.json", wide_rows),
         ("tensor_parallel_h200.json", tensor_parallel),
         ("soak_h200.json", soak),
         ("runner_cpu.json", runner),
@@ -203,6 +207,86 @@ def score_cost(result: dict[str, Any]) -> str:
     lines += [
         f"| {row['case']} | {row['plain_us']:.1f} | {row['us']:.1f} | {row['times']:.3f} |" for row in result["rows"]
     ]
+    return "\n".join(lines) + "\n"
+
+
+def eight_bit_cost(result: dict[str, Any]) -> str:
+    """Steps and stores over eight-bit pages beside bfloat16 ones."""
+    lines = [
+        "## Eight-bit K and V beside bfloat16\n",
+        machine_line(result["machine"]),
+        "float8_e4m3fn, with a factor for each layer, KV head or token; graph replay, inputs past the L2, in turn. "
+        "allowed: of the slowest, as a part of bfloat16's time.\n",
+        "| work | bfloat16 us | layer us | head us | token us | slowest / bfloat16 | allowed |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in (*result["steps"], *result["stores"]):
+        coded = [row["eight_bit"][scales] for scales in ("LAYER", "HEAD", "TOKEN")]
+        times = " | ".join(f"{us:.1f}" for us in (row["bfloat16"], *coded))
+        lines.append(f"| {row['name']} | {times} | {max(coded) / row['bfloat16']:.3f} | {row['times_allowed']} |")
+    return "\n".join(lines) + "\n"
+
+
+def latent_decode(result: dict[str, Any]) -> str:
+    """Decode over latent pages."""
+    lines = [
+        "## Decode over latent pages (MLA)\n",
+        machine_line(result["machine"]),
+        "floor: a sum over as many bytes; products: as many operations at the rate of a large bf16 product; limit: the "
+        "larger of the two. Error: of the first and last sequence, relative to float32.\n",
+        "| case | us | floor us | products us | x limit | allowed | error |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        if "products_us" not in row:  # a candidate
+            continue
+        times = " | ".join(f"{row[name]:.1f}" for name in ("us", "floor_us", "products_us"))
+        allowed = row["times_allowed"] or ""
+        lines.append(f"| {row['case']} | {times} | {row['times_limit']:.2f} | {allowed} | {row['error']:.1e} |")
+    return "\n".join(lines) + "\n"
+
+
+def sparse_decode(result: dict[str, Any]) -> str:
+    """Index scores, top-k and attention over a selection."""
+    lines = [
+        "## Sparse decode: index scores, top-k, attention over the selection\n",
+        machine_line(result["machine"]),
+        "floor: a sum over as many bytes as a piece must read. Error: of what was chosen, or of the output. "
+        f"The first case may take {result['times_allowed']} x the floor of all pieces.\n",
+        "| case | piece | us | floor us | x floor | error |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        if "floor_us" not in row:  # a candidate
+            continue
+        floor = row["floor_us"]
+        times = f"{row['us']:.1f} | {floor:.1f} | {row['us'] / floor:.2f}" if floor else f"{row['us']:.1f} | |"
+        lines.append(f"| {row['case']} | {row['piece']} | {times} | {row['error']:.1e} |")
+    return "\n".join(lines) + "\n"
+
+
+def wide_rows(result: dict[str, Any]) -> str:
+    """Head dims to 512, and the work on rows around attention."""
+    names = {
+        "store_us": "store",
+        "fused_us": "fused store",
+        "coded_us": "fused, eight bits",
+        "separate_us": "torch, then store",
+        "finish_us": "gate",
+        "torch_gate_us": "gate in torch",
+    }
+    lines = [
+        "## Wide heads, and norms, turns and gates around attention\n",
+        machine_line(result["machine"]),
+        "limit: the bytes at the rate of a sum, or the products at that of a large bf16 product.\n",
+        "| step | us | limit us | x limit |",
+        "|---|---|---|---|",
+    ]
+    for row in result["steps"]:
+        lines.append(f"| {row['name']} | {row['us']:.1f} | {row['limit_us']:.1f} | {row['times_limit']:.2f} |")
+    lines += ["", f"| rows, us | {' | '.join(names.values())} |", "|---" * (len(names) + 1) + "|"]
+    for name, row in result["row_work"].items():
+        lines.append(f"| {name} | {' | '.join(f'{row[key]:.1f}' for key in names)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -21,7 +21,10 @@ measure external_host_time
 measure fill_time
 measure graph_cost
 measure deterministic_cost
+measure eight_bit_cost
 measure latent_decode
+measure sparse_decode
+measure wide_rows
 measure score_cost
 measure tensor_parallel
 measure soak --steps 20000 --seed 11

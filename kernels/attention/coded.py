@@ -51,6 +51,25 @@ def row_factor(scale, head, C: tl.constexpr):
 
 
 @triton.jit
+def largest_exponent(q):
+    """The biased float32 exponent of a bfloat16 block's largest element, such that the factors below are finite."""
+    largest = tl.max(tl.max(tl.abs(q.to(tl.float32)), 1), 0)
+    return tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15), 254)
+
+
+@triton.jit
+def moved_to_half(q, exponent):
+    """bfloat16 times a power of two, as float16. exponent: largest_exponent of it, or of more."""
+    return (q.to(tl.float32) * ((268 - exponent) << 23).to(tl.float32, bitcast=True)).to(tl.float16)
+
+
+@triton.jit
+def factor_of_moved(exponent):
+    """What products with moved_to_half(q, exponent) are to be multiplied with."""
+    return ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def half_query(q):
     """A block of q of sixteen bits as float16, and what products with it are then to be multiplied with.
 
@@ -59,12 +78,9 @@ def half_query(q):
     """
     factor = 1.0
     if q.dtype == tl.bfloat16:
-        q = q.to(tl.float32)
-        largest = tl.max(tl.max(tl.abs(q), 1), 0)
-        # Of float32, whose bias is 127. Such that neither power of two is beyond float32, whatever q is.
-        exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15), 254)
-        q = (q * ((268 - exponent) << 23).to(tl.float32, bitcast=True)).to(tl.float16)
-        factor = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+        exponent = largest_exponent(q)
+        q = moved_to_half(q, exponent)
+        factor = factor_of_moved(exponent)
     return q, factor
 
 
@@ -147,14 +163,27 @@ def add_value_pairs(even, odd, decay, weights, pairs, factor, C: tl.constexpr):
     pairs:     uint16 [keys, columns / 2]
     """
     v_even, v_odd = decoded_pairs(pairs, C.ENCODING)
+    shares, amount = half_shares(weights, factor, C)
+    return add_shares(even, decay, shares, v_even, amount, C), add_shares(odd, decay, shares, v_odd, amount, C)
+
+
+@triton.jit
+def half_shares(weights, factor, C: tl.constexpr):
+    """Weights of codes of V in float16, and what their products are to be multiplied with where tokens have factors."""
+    amount = 1.0
     if C.SCALES == TOKEN_SCALES:
         # float16 keeps small weights if factors are parts of the block's largest one.
         amount = tl.maximum(tl.max(factor, 0), _SMALLEST_FACTOR)
-        shares = (weights * (factor / amount)[None, :]).to(tl.float16)
-        even = even * decay + tl.dot(shares, v_even) * amount
-        odd = odd * decay + tl.dot(shares, v_odd) * amount
+        weights = weights * (factor / amount)[None, :]
+    return weights.to(tl.float16), amount
+
+
+@triton.jit
+def add_shares(acc, decay, shares, v, amount, C: tl.constexpr):
+    """acc * decay + shares * V, of half_shares and of codes that are float16 by now."""
+    acc = acc * decay
+    if C.SCALES == TOKEN_SCALES:
+        acc += tl.dot(shares, v) * amount
     else:
-        shares = weights.to(tl.float16)
-        even = tl.dot(shares, v_even, even * decay)
-        odd = tl.dot(shares, v_odd, odd * decay)
-    return even, odd
+        acc = tl.dot(shares, v, acc)
+    return acc

@@ -101,13 +101,21 @@ class Side(NamedTuple):
     inside: Any
 
 
-@triton.jit
-def _attend_key_blocks(q, k_side, v_side, pages, blocks, keys, logits, factors, G: tl.constexpr):
-    """What the key blocks [blocks.first, blocks.end) of one row give each q row.
+class KeyBlocks(NamedTuple):
+    """Key blocks of a sequence: its line of the table, which blocks, and the keys that a row sees."""
 
-    q:    [QUERY_ROWS, K_COLUMNS]; the accumulator is [QUERY_ROWS, V_COLUMNS]; both are swapped if TRANSPOSED
-    keys: those that the row sees
+    line: Line
+    blocks: Span
+    keys: Span
+
+
+@triton.jit
+def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr):
+    """What some key blocks give each q row.
+
+    q: [QUERY_ROWS, K_COLUMNS]; the accumulator is [QUERY_ROWS, V_COLUMNS]; both are swapped if TRANSPOSED
     """
+    pages, blocks, keys = read
     C: tl.constexpr = G.coding
     KEY_BLOCK: tl.constexpr = G.rows.KEY_BLOCK
     QUERY_ROWS: tl.constexpr = G.QUERY_ROWS
@@ -313,9 +321,11 @@ def _decode_kernel(
                 q_block,
                 Side(k_pages + first_kv_head * kp_head, kp_page, kp_token, k_column, k_lane < G.HEAD_DIM),
                 Side(v_rows + first_kv_head * v_head, v_page, v_token, v_column, v_read < V_READ),
-                Line(table_line, line_width),
-                Span(window_block + first_block, window_block + end_block),
-                Span(first_key, kv_len),
+                KeyBlocks(
+                    Line(table_line, line_width),
+                    Span(window_block + first_block, window_block + end_block),
+                    Span(first_key, kv_len),
+                ),
                 Logits(k_scaled, tanh_scaled, slope),
                 Factors(k_scale, v_scale, head),
                 G,

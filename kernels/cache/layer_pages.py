@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -78,9 +79,13 @@ class LayerPages:
         pages: integer [n]
         float32, codes times their factors, of eight-bit pages; else elements as they are.
         """
-        sides = (self.keys, self.k_scale), (self.values, self.v_scale)
-        k, v = (self._worth(rows.read(pages), scale, (pages,)) for rows, scale in sides)
+        k, v = self.read_sides(pages)
         return k, v
+
+    def read_sides(self, pages: Tensor) -> Iterator[Tensor]:
+        """read(), K before V is read, so that both are never copied at the same time."""
+        for rows, scale in ((self.keys, self.k_scale), (self.values, self.v_scale)):
+            yield self._worth(rows.read(pages), scale, (pages,))
 
     def read_tokens(self, page: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
         """What tokens of linear pages are worth: copies of K and V, [..., kv_heads, head_dim | v_head_dim], as read().

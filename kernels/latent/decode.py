@@ -41,13 +41,14 @@ from rocm_attn.kernels.latent.key_loop import (
     LatentGeometry,
     LatentQuery,
     LatentRows,
+    as_loaded,
     attend_latents,
     latent_geometry,
     load_latent_query,
     no_latents_seen,
     scaled_latents,
     store_latent_results,
-    store_part,
+    store_parts,
 )
 from rocm_attn.kernels.latent.limits import check_latent
 from rocm_attn.kernels.launch import launch
@@ -119,6 +120,7 @@ def _latent_decode_kernel(
     R: tl.constexpr = G.rows
     K: tl.constexpr = G.keys
     C: tl.constexpr = K.coding
+    pages, p_page, p_token = as_loaded(pages, p_page, p_token, K)
     T: tl.constexpr = R.TOKENS
     program = tl.program_id(0) // G.HEAD_BLOCKS
     head_block = tl.program_id(0) % G.HEAD_BLOCKS
@@ -129,7 +131,6 @@ def _latent_decode_kernel(
     work = tl.load(words + PROGRAM_WORK)
     kv_len = tl.load(words + PROGRAM_KV_LEN)
     factor = row_factor(scale, 0, C)
-    scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, factor, K.CAPPED, C)
     sums = partials + num_programs * (2 * R.Q_ROWS * K.V_HEAD_DIM)
     while work > 0:
         _, window_block, num_blocks = visible_blocks(kv_len, window_left + (T.MOST - 1), R.KEY_BLOCK, R.WINDOWED)
@@ -156,10 +157,13 @@ def _latent_decode_kernel(
             block_token = tl.arange(0, G.QUERY_ROWS) // G.BLOCK_HEADS
             end_key = first_kv_index + num_tokens if K.CAUSAL else kv_len
             first_key = tl.maximum(first_kv_index - window_left, 0) if K.WINDOWED else 0
-            q_low, q_high, q_rest = load_latent_query(q + (token * q_token + head * q_head), is_row, K)
-            query = LatentQuery(q_low, q_high, q_rest, first_kv_index + block_token, Logits(scaled, tanh_scaled, None))
+            q_rows = q + (token * q_token + head * q_head)
+            q_low, q_high, q_rest, q_rest_high, q_factor = load_latent_query(q_rows, is_row, K)
+            scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, factor * q_factor, K.CAPPED, C)
+            logits = Logits(scaled, tanh_scaled, None)
+            query = LatentQuery(q_low, q_high, q_rest, q_rest_high, first_kv_index + block_token, logits)
             softmax = attend_latents(
-                no_latents_seen(G.QUERY_ROWS, K.HALF),
+                no_latents_seen(G.QUERY_ROWS, K),
                 query,
                 LatentRows(pages, p_page, p_token, Line(table_line, line_width), scale),
                 Seen(Span(first_key, end_key), window_left, None),
@@ -168,7 +172,7 @@ def _latent_decode_kernel(
                 True,
                 G.STAGES,
             )
-            softmax = scaled_latents(softmax, factor, C)
+            softmax = scaled_latents(softmax, factor, K)
             # Worked out again, not kept: the accumulators leave no registers to keep them in.
             token, head, is_row = rows_of_block(first_token, num_tokens, 0, head_block + zero(words), G)
             if is_empty | (end_block - first_block == num_blocks):
@@ -179,8 +183,7 @@ def _latent_decode_kernel(
                 part = 2 * program + (first_block == 0).to(tl.int32)
                 line = part * R.Q_ROWS + (block_token * G.GQA_RATIO + head.to(tl.int32))
                 low, high, maximum, total = softmax
-                store_part(partials + line * K.V_HEAD_DIM, low, is_row, 0, K.HALF, K.V_HEAD_DIM)
-                store_part(partials + line * K.V_HEAD_DIM, high, is_row, K.HALF, K.HALF, K.V_HEAD_DIM)
+                store_parts(partials + line * K.V_HEAD_DIM, low, high, is_row, K)
                 tl.store(sums + line * 2, maximum, mask=is_row)
                 tl.store(sums + line * 2 + 1, total, mask=is_row)
         work -= take

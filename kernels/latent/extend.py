@@ -31,6 +31,7 @@ from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.latent.key_loop import (
     LatentQuery,
     LatentRows,
+    as_loaded,
     attend_latents,
     latent_geometry,
     load_latent_query,
@@ -76,6 +77,7 @@ def _latent_extend_kernel(
 ):
     K: tl.constexpr = G.keys
     C: tl.constexpr = K.coding
+    pages, p_page, p_token = as_loaded(pages, p_page, p_token, K)
     PACKED: tl.constexpr = mask_words is not None
     query_block = tl.program_id(0) // G.HEAD_BLOCKS
     head_block = tl.program_id(0) % G.HEAD_BLOCKS
@@ -107,17 +109,19 @@ def _latent_extend_kernel(
             first_seen, bits = bits_of_block(mask, seq, first_token, is_row, end_key, window_left, G)
             edge_block = first_seen // K.KEY_BLOCK
         factor = row_factor(scale, 0, C)
-        scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, factor, K.CAPPED, C)
-        q_low, q_high, q_rest = load_latent_query(q + (token * q_token + head * q_head), is_row, K)
-        query = LatentQuery(q_low, q_high, q_rest, first_kv_index + block_token, Logits(scaled, tanh_scaled, None))
+        q_rows = q + (token * q_token + head * q_head)
+        q_low, q_high, q_rest, q_rest_high, q_factor = load_latent_query(q_rows, is_row, K)
+        scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, factor * q_factor, K.CAPPED, C)
+        logits = Logits(scaled, tanh_scaled, None)
+        query = LatentQuery(q_low, q_high, q_rest, q_rest_high, first_kv_index + block_token, logits)
         rows = LatentRows(pages, p_page, p_token, Line(table_line, width), scale)
         seen = Seen(Span(first_key, end_key), window_left, bits)
-        softmax = no_latents_seen(G.QUERY_ROWS, K.HALF)
+        softmax = no_latents_seen(G.QUERY_ROWS, K)
         if not K.WINDOWED and not PACKED:
             softmax = attend_latents(softmax, query, rows, seen, Span(0, edge_block), K, False, G.STAGES)
         edge = Span(edge_block, tl.cdiv(end_key, K.KEY_BLOCK))
         softmax = attend_latents(softmax, query, rows, seen, edge, K, True, G.EDGE_STAGES)
-        softmax = scaled_latents(softmax, factor, C)
+        softmax = scaled_latents(softmax, factor, K)
         # Read again, not kept: the accumulators leave no registers to keep it in.
         first_token = tl.load(words + BLOCK_FIRST_TOKEN, volatile=True)
         num_tokens = tl.load(words + BLOCK_TOKENS, volatile=True)

@@ -4,8 +4,9 @@ A token's row is c | r: v_head_dim elements that are its V, then the rest of its
 
     score = q . (c | r)        out = sum of softmax(scores) * c
 
-So a block of rows is loaded once and multiplied twice. V's columns are two halves with an accumulator each: shorter
-chains of matrix instructions.
+So a block of rows is loaded once and multiplied twice. V's columns are two parts with an accumulator each, which gives
+shorter chains of matrix instructions: its halves, or of codes that are read two by two its even and its odd columns.
+Products of warpgroups want them as one part (WIDE).
 """
 
 from __future__ import annotations
@@ -16,11 +17,18 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.coded import token_factor
+from rocm_attn.kernels.attention.coded import (
+    add_shares,
+    factor_of_moved,
+    half_shares,
+    largest_exponent,
+    moved_to_half,
+    token_factor,
+)
 from rocm_attn.kernels.attention.mask_bits import bit_is_set, bits_from, row_bits, seen_by_some
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink, capped, in_range
-from rocm_attn.kernels.cache.codes import HEAD_SCALES, LAYER_SCALES, TOKEN_SCALES, decoded
+from rocm_attn.kernels.cache.codes import HEAD_SCALES, LAYER_SCALES, TOKEN_SCALES, decoded, decoded_pairs
 from rocm_attn.kernels.cache.page_format import Coding
 from rocm_attn.kernels.tuning.latent_tiles import LatentTiles
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
@@ -30,20 +38,22 @@ class LatentGeometry(NamedTuple):
     """What the loop is compiled for.
 
     HEAD_DIM, V_HEAD_DIM: elements of a row, and of them those that are V
-    HALF:                 columns of a half of V, padding included
-    REST:                 columns of what comes after V, padding included; 0: nothing does
+    PART:                 columns of a part of V, padding included
+    REST:                 columns of what comes after V, padding included; 0: nothing does. Of codes in pairs: pairs
     PAGE_SIZE:            tokens of a page
     KEY_BLOCK:            keys of a block
     CAUSAL:               whether a row sees no key after its own
     WINDOWED, CAPPED:     whether scores have a window, a cap
     EXACT:                whether results may not depend on which products and sums the compiler fuses
     CHAINS:               sums of products that a score is added up of, 1 or 2
+    WIDE:                 whether V's columns are one part, and scores are masked only where a row does not see a key
+    PAIRED:               whether codes are read two by two, and multiplied as float16
     coding:               how rows are encoded
     """
 
     HEAD_DIM: int
     V_HEAD_DIM: int
-    HALF: int
+    PART: int
     REST: int
     PAGE_SIZE: int
     KEY_BLOCK: int
@@ -52,6 +62,8 @@ class LatentGeometry(NamedTuple):
     CAPPED: bool
     EXACT: bool
     CHAINS: int
+    WIDE: bool
+    PAIRED: bool
     coding: Coding
 
 
@@ -59,6 +71,8 @@ class LatentRows(NamedTuple):
     """Latent pages, and one sequence's line of the table: pointer, strides between pages and between tokens, line.
 
     scale: factors of codes: pointer, or None
+
+    Of codes in pairs the pointer is one to pairs, and strides count them.
     """
 
     at: Any
@@ -71,8 +85,9 @@ class LatentRows(NamedTuple):
 class LatentQuery(NamedTuple):
     """Rows of q.
 
-    low, high: what meets the halves of V's columns, [rows, HALF]
+    low, high: what meets the parts of V's columns, [rows, PART]; WIDE: high is not read
     rest:      what meets the columns after V, [rows, REST]; not read where there are none
+    rest_high: of codes in pairs, what meets the second ones of those columns; elsewhere not read
     kv_index:  [rows] of each, or [1] of all
     logits:    how products become logits
     """
@@ -80,12 +95,16 @@ class LatentQuery(NamedTuple):
     low: Any
     high: Any
     rest: Any
+    rest_high: Any
     kv_index: Any
     logits: Any
 
 
 class LatentSoftmax(NamedTuple):
-    """What some keys gave: accumulators of both halves [rows, HALF], maximum (base 2) and total [rows]; float32."""
+    """What some keys gave: accumulators of both parts [rows, PART], maximum (base 2) and total [rows]; float32.
+
+    WIDE: high is nothing.
+    """
 
     low: Any
     high: Any
@@ -99,11 +118,13 @@ def latent_geometry(
     """The geometry of a layer."""
     head_dim, v_head_dim = args.q.shape[2], args.out.shape[2]
     rest = head_dim - v_head_dim
+    is_paired = tiles.paired and _has_pairs(args)
+    rest_columns = rest // 2 if is_paired else rest
     return LatentGeometry(
         HEAD_DIM=head_dim,
         V_HEAD_DIM=v_head_dim,
-        HALF=max(16, next_power_of_2(v_head_dim) // 2),
-        REST=max(16, next_power_of_2(rest)) if rest else 0,
+        PART=max(16, next_power_of_2(v_head_dim) // (1 if tiles.wide else 2)),
+        REST=max(16, next_power_of_2(rest_columns)) if rest else 0,
         PAGE_SIZE=args.pages.format.page_size,
         KEY_BLOCK=tiles.key_block,
         CAUSAL=causal,
@@ -111,42 +132,88 @@ def latent_geometry(
         CAPPED=scores.soft_cap > 0,
         EXACT=exact,
         CHAINS=tiles.chains,
+        WIDE=tiles.wide,
+        PAIRED=is_paired,
         coding=args.pages.coding,
     )
 
 
+def _has_pairs(args: AttendArgs) -> bool:
+    """Whether rows can be read as pairs of codes, and multiplied as float16."""
+    is_even = not any(dim % 2 for dim in (args.q.shape[2], args.out.shape[2]))
+    return args.q.dtype.itemsize == 2 and is_even and args.has_value_pairs
+
+
 @triton.jit
-def no_latents_seen(ROWS: tl.constexpr, HALF: tl.constexpr):
+def as_loaded(pages, page, token, K: tl.constexpr):
+    """Pointer and strides of LatentRows, of those that count elements."""
+    if K.PAIRED:
+        pages = pages.to(tl.pointer_type(tl.uint16))
+        page = page // 2
+        token = token // 2
+    return pages, page, token
+
+
+@triton.jit
+def no_latents_seen(ROWS: tl.constexpr, K: tl.constexpr):
     """The softmax of no key."""
-    low = tl.zeros([ROWS, HALF], tl.float32)
-    high = tl.zeros([ROWS, HALF], tl.float32)
+    PART: tl.constexpr = K.PART
+    low = tl.zeros([ROWS, PART], tl.float32)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
-    return LatentSoftmax(low, high, maximum, tl.zeros([ROWS], tl.float32))
+    total = tl.zeros([ROWS], tl.float32)
+    high = total
+    if not K.WIDE:
+        high = tl.zeros([ROWS, PART], tl.float32)
+    return LatentSoftmax(low, high, maximum, total)
 
 
 @triton.jit
-def load_part(rows, live, FIRST: tl.constexpr, COLUMNS: tl.constexpr, END: tl.constexpr):
-    """Columns [FIRST, FIRST + COLUMNS) of rows, 0 from END on and where a row is not live.
+def load_part(rows, live, FIRST: tl.constexpr, COLUMNS: tl.constexpr, END: tl.constexpr, STEP: tl.constexpr = 1):
+    """COLUMNS columns of rows, every STEP-th from FIRST on, 0 from END on and where a row is not live.
 
     rows: pointers to the first columns [n]; live: [n]
     """
-    column = FIRST + tl.arange(0, COLUMNS)
+    column = FIRST + STEP * tl.arange(0, COLUMNS)
     mask = live[:, None]
-    if FIRST + COLUMNS > END:
+    if FIRST + STEP * (COLUMNS - 1) >= END:
         mask = mask & (column < END)[None, :]
     return tl.load(rows[:, None] + column[None, :], mask=mask, other=0)
 
 
 @triton.jit
 def load_latent_query(rows, is_row, K: tl.constexpr):
-    """What meets both halves of V and the rest of rows of q; 0 where there is no row. rows: pointers [rows]"""
-    low = load_part(rows, is_row, 0, K.HALF, K.V_HEAD_DIM)
-    high = load_part(rows, is_row, K.HALF, K.HALF, K.V_HEAD_DIM)
-    # Without a rest something that is not read: Triton 3.6 returns no tuple with None.
-    rest = low
-    if K.REST > 0:
-        rest = load_part(rows, is_row, K.V_HEAD_DIM, K.REST, K.HEAD_DIM)
-    return low, high, rest
+    """What meets the parts of V and the rest of rows of q, 0 where there is no row; and a factor of what they give.
+
+    rows: pointers [rows]
+    """
+    # What there is not is something that is not read: Triton 3.6 returns no tuple with None.
+    factor = 1.0
+    if K.PAIRED:
+        low = load_part(rows, is_row, 0, K.PART, K.V_HEAD_DIM, 2)
+        high = load_part(rows, is_row, 1, K.PART, K.V_HEAD_DIM, 2)
+        rest = low
+        rest_high = high
+        if K.REST > 0:
+            rest = load_part(rows, is_row, K.V_HEAD_DIM, K.REST, K.HEAD_DIM, 2)
+            rest_high = load_part(rows, is_row, K.V_HEAD_DIM + 1, K.REST, K.HEAD_DIM, 2)
+        if low.dtype == tl.bfloat16:
+            exponent = tl.maximum(largest_exponent(low), largest_exponent(high))
+            exponent = tl.maximum(exponent, tl.maximum(largest_exponent(rest), largest_exponent(rest_high)))
+            low = moved_to_half(low, exponent)
+            high = moved_to_half(high, exponent)
+            rest = moved_to_half(rest, exponent)
+            rest_high = moved_to_half(rest_high, exponent)
+            factor = factor_of_moved(exponent)
+    else:
+        low = load_part(rows, is_row, 0, K.PART, K.V_HEAD_DIM)
+        high = low
+        if not K.WIDE:
+            high = load_part(rows, is_row, K.PART, K.PART, K.V_HEAD_DIM)
+        rest = low
+        if K.REST > 0:
+            rest = load_part(rows, is_row, K.V_HEAD_DIM, K.REST, K.HEAD_DIM)
+        rest_high = rest
+    return low, high, rest, rest_high, factor
 
 
 @triton.jit
@@ -167,12 +234,14 @@ def load_latents(rows, live, factor, K: tl.constexpr, FIRST: tl.constexpr, COLUM
 
 
 @triton.jit
-def scaled_latents(softmax, factor, C: tl.constexpr):
+def scaled_latents(softmax, factor, K: tl.constexpr):
     """What codes gave, with the factor that all rows share."""
+    C: tl.constexpr = K.coding
     low, high, maximum, total = softmax
     if C.SCALES == LAYER_SCALES or C.SCALES == HEAD_SCALES:
         low = low * factor
-        high = high * factor
+        if not K.WIDE:
+            high = high * factor
     return LatentSoftmax(low, high, maximum, total)
 
 
@@ -190,15 +259,20 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
     PACKED: tl.constexpr = MASKED and seen.bits is not None
     C: tl.constexpr = K.coding
     DTYPE: tl.constexpr = query.low.dtype
-    BY_COLUMN: tl.constexpr = C.SCALES == TOKEN_SCALES and tl.float16 != DTYPE
+    BY_COLUMN: tl.constexpr = C.SCALES == TOKEN_SCALES and (K.PAIRED or tl.float16 != DTYPE)
+    # Whether some blocks of masked ones show all their keys to all rows, which is asked of each.
+    PARTLY: tl.constexpr = MASKED and K.WIDE and not K.WINDOWED and not PACKED
     low, high, maximum, total = softmax
     logits = query.logits
     pages = rows.line
     lane = tl.arange(0, KEY_BLOCK)
+    end_of_all = seen.keys.end
+    if PARTLY and K.CAUSAL:
+        end_of_all = tl.minimum(tl.min(query.kv_index, 0) + 1, end_of_all)
     # Page ids travel one block ahead of the loads that need them, clamped to the table (see attention/decode.py).
     next_page = tl.load(pages.at + tl.minimum((blocks.first * KEY_BLOCK + lane) // K.PAGE_SIZE, pages.width - 1))
     for block in tl.range(blocks.first, blocks.end, num_stages=STAGES):
-        # kv_index, page, row: [KEY_BLOCK]; k_low, k_high: [KEY_BLOCK, HALF]; k_rest: [KEY_BLOCK, REST]
+        # kv_index, page, row: [KEY_BLOCK]; k_low, k_high: [KEY_BLOCK, PART]; k_rest, k_rest_high: [KEY_BLOCK, REST]
         kv_index = block * KEY_BLOCK + lane
         page = next_page.to(tl.int64)
         next_page = tl.load(pages.at + tl.minimum((kv_index + KEY_BLOCK) // K.PAGE_SIZE, pages.width - 1))
@@ -213,18 +287,36 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
             live = in_range(kv_index, seen.keys.first, seen.keys.end) if K.WINDOWED else kv_index < seen.keys.end
         # Without factors of tokens something that is not read.
         factor = token_factor(rows.scale, page, offset, 0, live, True, C) if C.SCALES == TOKEN_SCALES else live
-        k_low = load_latents(row, live, factor, K, 0, K.HALF, DTYPE)
-        k_high = load_latents(row, live, factor, K, K.HALF, K.HALF, DTYPE)
+        if K.PAIRED:
+            k_low, k_high = decoded_pairs(load_part(row, live, 0, K.PART, K.V_HEAD_DIM // 2), C.ENCODING)
+        else:
+            k_low = load_latents(row, live, factor, K, 0, K.PART, DTYPE)
+            k_high = k_low
+            if not K.WIDE:
+                k_high = load_latents(row, live, factor, K, K.PART, K.PART, DTYPE)
         # scores, weights: [rows, KEY_BLOCK]
         scores = tl.dot(query.low, tl.trans(k_low), input_precision="ieee")
-        if K.CHAINS == 2:
-            others = tl.dot(query.high, tl.trans(k_high), input_precision="ieee")
-        else:
-            others = tl.dot(query.high, tl.trans(k_high), scores, input_precision="ieee")
-        if K.REST > 0:
-            k_rest = load_latents(row, live, factor, K, K.V_HEAD_DIM, K.REST, DTYPE)
-            others = tl.dot(query.rest, tl.trans(k_rest), others, input_precision="ieee")
-        scores = scores + others if K.CHAINS == 2 else others
+        if not K.WIDE or K.REST > 0:
+            others = scores
+            if K.CHAINS == 2:
+                others = tl.zeros_like(scores)
+            if not K.WIDE:
+                others = tl.dot(query.high, tl.trans(k_high), others, input_precision="ieee")
+            if K.REST > 0 and K.PAIRED:
+                pairs = load_part(row, live, K.V_HEAD_DIM // 2, K.REST, K.HEAD_DIM // 2)
+                k_rest, k_rest_high = decoded_pairs(pairs, C.ENCODING)
+                others = tl.dot(query.rest, tl.trans(k_rest), others, input_precision="ieee")
+                others = tl.dot(query.rest_high, tl.trans(k_rest_high), others, input_precision="ieee")
+            elif K.REST > 0:
+                k_rest = load_latents(row, live, factor, K, K.V_HEAD_DIM, K.REST, DTYPE)
+                others = tl.dot(query.rest, tl.trans(k_rest), others, input_precision="ieee")
+            if K.CHAINS == 2 and K.WIDE:
+                # Of a plain sum Triton would make one chain again.
+                scores = tl.fma(scores, 1.0, others)
+            elif K.CHAINS == 2:
+                scores = scores + others
+            else:
+                scores = others
         if BY_COLUMN:
             scores = scores * factor[None, :]
         if K.CAPPED:
@@ -238,7 +330,12 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
                 visible = kv_index[None, :] <= query.kv_index[:, None]
             else:
                 visible = live[None, :]
-            scores = tl.where(visible, scores, float("-inf"))
+            if not PARTLY:
+                scores = tl.where(visible, scores, float("-inf"))
+            elif (block + 1) * KEY_BLOCK > end_of_all:
+                # Products of a warpgroup are laid out for what follows them, but not through a branch: without one two
+                # warpgroups would work out the same scores (Triton 3.6).
+                scores = tl.where(visible, scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1) * logits.qk_scale)
         # A row of a masked block may have seen no key yet; the subtractions below must not be inf - inf.
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum
@@ -249,11 +346,17 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
         else:
             weights = tl.exp2(scores * logits.qk_scale - base[:, None])
             total = total * decay + tl.sum(weights, 1)
-        if BY_COLUMN:
-            weights = weights * factor[None, :]
-        weights = weights.to(DTYPE)
-        low = tl.dot(weights, k_low, low * decay[:, None], input_precision="ieee")
-        high = tl.dot(weights, k_high, high * decay[:, None], input_precision="ieee")
+        if K.PAIRED:
+            shares, amount = half_shares(weights, factor, C)
+            low = add_shares(low, decay[:, None], shares, k_low, amount, C)
+            high = add_shares(high, decay[:, None], shares, k_high, amount, C)
+        else:
+            if BY_COLUMN:
+                weights = weights * factor[None, :]
+            weights = weights.to(DTYPE)
+            low = tl.dot(weights, k_low, low * decay[:, None], input_precision="ieee")
+            if not K.WIDE:
+                high = tl.dot(weights, k_high, high * decay[:, None], input_precision="ieee")
         maximum = new_maximum
     return LatentSoftmax(low, high, maximum, total)
 
@@ -269,6 +372,18 @@ def store_part(rows, values, is_row, FIRST: tl.constexpr, COLUMNS: tl.constexpr,
 
 
 @triton.jit
+def store_parts(rows, low, high, is_row, K: tl.constexpr):
+    """Write both parts of V's columns to rows. rows: pointers [n]; is_row: [n]"""
+    if K.PAIRED:
+        values = tl.reshape(tl.join(low, high), [low.shape[0], 2 * K.PART])
+        store_part(rows, values, is_row, 0, 2 * K.PART, K.V_HEAD_DIM)
+    else:
+        store_part(rows, low, is_row, 0, K.PART, K.V_HEAD_DIM)
+        if not K.WIDE:
+            store_part(rows, high, is_row, K.PART, K.PART, K.V_HEAD_DIM)
+
+
+@triton.jit
 def store_latent_results(softmax, token, head, is_row, sinks, out, lse, K: tl.constexpr):
     """Write out and, if lse.at is not None, LSE of the rows, with their sinks."""
     low, high, maximum, total = softmax
@@ -276,11 +391,13 @@ def store_latent_results(softmax, token, head, is_row, sinks, out, lse, K: tl.co
         sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
         maximum, total, decay = add_sink(maximum, total, sink)
         low = low * decay[:, None]
-        high = high * decay[:, None]
+        if not K.WIDE:
+            high = high * decay[:, None]
     # A token that has seen no key: 0 / 1, and LSE -inf + log2(1).
     total = tl.where(total == 0.0, 1.0, total)
     rows = out.at + (token * out.token + head * out.head)
-    store_part(rows, low / total[:, None], is_row, 0, K.HALF, K.V_HEAD_DIM)
-    store_part(rows, high / total[:, None], is_row, K.HALF, K.HALF, K.V_HEAD_DIM)
+    if not K.WIDE:
+        high = high / total[:, None]
+    store_parts(rows, low / total[:, None], high, is_row, K)
     if lse.at is not None:
         tl.store(lse.at + token * lse.token + head * lse.head, (maximum + tl.log2(total)) * LN_2, mask=is_row)

@@ -38,10 +38,11 @@ from rocm_attn.kernels.latent.key_loop import (
     LatentGeometry,
     LatentQuery,
     LatentRows,
+    as_loaded,
     latent_geometry,
     load_latent_query,
     scaled_latents,
-    store_part,
+    store_parts,
 )
 from rocm_attn.kernels.latent.limits import check_latent
 from rocm_attn.kernels.latent.segments import attend_latent_segment
@@ -99,6 +100,7 @@ def _latent_segment_decode_kernel(
     R: tl.constexpr = G.rows
     K: tl.constexpr = G.keys
     C: tl.constexpr = K.coding
+    pages, p_page, p_token = as_loaded(pages, p_page, p_token, K)
     words = words_of_program(schedule, tl.program_id(0) // G.HEAD_BLOCKS)
     head_block = tl.program_id(0) % G.HEAD_BLOCKS
     seq = tl.load(words + PROGRAM_SEQ)
@@ -121,16 +123,15 @@ def _latent_segment_decode_kernel(
             table_line = table + tl.load(row_of_seq + seq).to(tl.int64) * table_row
             q_rows = q + (token * q_token + head * q_head)
             kv_index = tl.full([1], 0, tl.int32) + (kv_len - 1)
-            q_low, q_high, q_rest = load_latent_query(q_rows, is_row, K)
-            query = LatentQuery(q_low, q_high, q_rest, kv_index, Logits(scaled, tanh_scaled, None))
+            q_low, q_high, q_rest, q_rest_high, _ = load_latent_query(q_rows, is_row, K)
+            query = LatentQuery(q_low, q_high, q_rest, q_rest_high, kv_index, Logits(scaled, tanh_scaled, None))
             rows = LatentRows(pages, p_page, p_token, Line(table_line, width), scale)
             seen = Seen(Span(first_key, kv_len), window_left, None)
             for index in range(first, end):
                 part = attend_latent_segment(window_segment + index, query, rows, seen, G)
-                low, high, maximum, total = scaled_latents(part, factor, C)
+                low, high, maximum, total = scaled_latents(part, factor, K)
                 line = (row_start + R.ROW_COST + index).to(tl.int64) * R.Q_ROWS + head
-                store_part(parts + line * K.V_HEAD_DIM, low, is_row, 0, K.HALF, K.V_HEAD_DIM)
-                store_part(parts + line * K.V_HEAD_DIM, high, is_row, K.HALF, K.HALF, K.V_HEAD_DIM)
+                store_parts(parts + line * K.V_HEAD_DIM, low, high, is_row, K)
                 tl.store(sums + line * 2, maximum, mask=is_row)
                 tl.store(sums + line * 2 + 1, total, mask=is_row)
         work -= take

@@ -27,6 +27,7 @@ from rocm_attn.kernels.latent.key_loop import (
     LatentQuery,
     LatentRows,
     LatentSoftmax,
+    as_loaded,
     latent_geometry,
     load_latent_query,
     no_latents_seen,
@@ -68,6 +69,7 @@ def _latent_segment_extend_kernel(
 ):
     K: tl.constexpr = G.keys
     C: tl.constexpr = K.coding
+    pages, p_page, p_token = as_loaded(pages, p_page, p_token, K)
     query_block = tl.program_id(0) // G.HEAD_BLOCKS
     head_block = tl.program_id(0) % G.HEAD_BLOCKS
     words = schedule + query_block * BLOCK_WORDS
@@ -91,15 +93,15 @@ def _latent_segment_extend_kernel(
         factor = row_factor(scale, 0, C)
         scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, factor, K.CAPPED, C)
         q_rows = q + (token * q_token + head * q_head)
-        q_low, q_high, q_rest = load_latent_query(q_rows, is_row, K)
-        query = LatentQuery(q_low, q_high, q_rest, row_kv_index, Logits(scaled, tanh_scaled, None))
+        q_low, q_high, q_rest, q_rest_high, _ = load_latent_query(q_rows, is_row, K)
+        query = LatentQuery(q_low, q_high, q_rest, q_rest_high, row_kv_index, Logits(scaled, tanh_scaled, None))
         rows = LatentRows(pages, p_page, p_token, Line(table_line, width), scale)
         seen = Seen(Span(first_key, end_key), window_left, None)
-        low, high, maximum, total = no_latents_seen(G.QUERY_ROWS, K.HALF)
+        low, high, maximum, total = no_latents_seen(G.QUERY_ROWS, K)
         for segment in range(first_key // G.SEGMENT_LEN, tl.cdiv(end_key, G.SEGMENT_LEN)):
             part = attend_latent_segment(segment, query, rows, seen, G)
             left = LatentSoftmax(low, high, maximum, total)
-            low, high, maximum, total = merge_latent_segment(left, scaled_latents(part, factor, C))
+            low, high, maximum, total = merge_latent_segment(left, scaled_latents(part, factor, K))
         out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
         softmax = LatentSoftmax(low, high, maximum, total)
         store_latent_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, K)

@@ -21,7 +21,7 @@ def attend_latent_segment(segment, query, rows, seen, G: tl.constexpr):
     BLOCKS: tl.constexpr = G.SEGMENT_LEN // K.KEY_BLOCK
     first_block = tl.maximum(segment * BLOCKS, seen.keys.first // K.KEY_BLOCK)
     end_block = tl.minimum((segment + 1) * BLOCKS, tl.cdiv(seen.keys.end, K.KEY_BLOCK))
-    nothing = no_latents_seen(G.QUERY_ROWS, K.HALF)
+    nothing = no_latents_seen(G.QUERY_ROWS, K)
     return attend_latents(nothing, query, rows, seen, Span(first_block, end_block), K, True, G.STAGES)
 
 

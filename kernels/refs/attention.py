@@ -9,6 +9,7 @@ case tile_len == 1. Softmax and accumulation are in float32, or float64 when q i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -281,7 +282,7 @@ def by_token(x: Tensor, ratio: int) -> Tensor:
     return rows.contiguous()
 
 
-def _gather(pages: LayerPages, pages_of_tile: Tensor) -> tuple[Tensor, ...]:
+def _gather(pages: LayerPages, pages_of_tile: Tensor) -> Iterator[Tensor]:
     """What the tokens of each tile's pages are worth, K and V, as [kv_heads, tiles, width * page_size, dim], copies.
 
     Heads first, so that a batched product copies no more; picked in the pool's own order, whole pages at a time.
@@ -289,6 +290,5 @@ def _gather(pages: LayerPages, pages_of_tile: Tensor) -> tuple[Tensor, ...]:
     num_tiles, width = pages_of_tile.shape
     num_keys = width * pages.format.page_size
     # An engine may pad the lines of its table with -1.
-    picked = pages.read(pages_of_tile.flatten().clamp(min=0))
-    sides = (side.reshape(num_tiles, num_keys, *side.shape[2:]) for side in picked)
-    return tuple(side.permute(2, 0, 1, 3).contiguous() for side in sides)
+    for side in pages.read_sides(pages_of_tile.flatten().clamp(min=0)):
+        yield side.reshape(num_tiles, num_keys, *side.shape[2:]).permute(2, 0, 1, 3).contiguous()

@@ -38,7 +38,7 @@ from rocm_attn.kernels.sparse.arguments import SelectedArgs
 from rocm_attn.kernels.sparse.cuts import SelectedCut, segment_cut, selected_cut
 from rocm_attn.kernels.sparse.merge_parts import launch_merge_parts
 from rocm_attn.kernels.sparse.places import visible_tokens
-from rocm_attn.kernels.sparse.rows import SelectedGeometry, heads_of_row, listed_keys, store_rows
+from rocm_attn.kernels.sparse.rows import HeadsOfToken, SelectedGeometry, heads_of_row, listed_keys, store_rows
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.sparse_tiles import SelectedTiles
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
@@ -228,7 +228,7 @@ def _selected_attention_kernel(
         v_column = tl.arange(0, G.V_COLUMNS)
         if C.parts == 1:
             out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
-            store_rows(softmax, token, head, is_row, sinks, out_rows, lse_rows, v_column, G.V_HEAD_DIM)
+            store_rows(softmax, HeadsOfToken(token, head, is_row), sinks, out_rows, lse_rows, v_column, G.V_HEAD_DIM)
         else:
             at = ((token * C.rows + row) * C.parts + part) * C.row_heads + q_row
             is_v = is_row[:, None] & (v_column < G.V_HEAD_DIM)[None, :]

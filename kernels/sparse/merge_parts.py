@@ -13,7 +13,7 @@ from rocm_attn.kernels.attention.bundles import Rows, Softmax
 from rocm_attn.kernels.attention.segments import UNFUSED, merge_segment
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.sparse.arguments import SelectedArgs
-from rocm_attn.kernels.sparse.rows import SelectedGeometry, heads_of_row, listed_keys, store_rows
+from rocm_attn.kernels.sparse.rows import HeadsOfToken, SelectedGeometry, heads_of_row, listed_keys, store_rows
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 # Elements of an accumulator that a program merges: rows times columns.
@@ -66,7 +66,9 @@ def _merge_parts_kernel(
     # Programs of other columns store the same LSE.
     head = first_head + q_row
     out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
-    store_rows(Softmax(acc, maximum, total), token, head, is_row, sinks, out_rows, lse_rows, column, G.V_HEAD_DIM)
+    store_rows(
+        Softmax(acc, maximum, total), HeadsOfToken(token, head, is_row), sinks, out_rows, lse_rows, column, G.V_HEAD_DIM
+    )
 
 
 def launch_merge_parts(args: SelectedArgs, parts: Tensor, sums: Tensor, geometry: SelectedGeometry) -> None:

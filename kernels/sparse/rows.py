@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -56,10 +56,19 @@ class SelectedGeometry(NamedTuple):
     coding: Coding
 
 
+class HeadsOfToken(NamedTuple):
+    """Query heads of a token, one of each row of a block, and which rows there are."""
+
+    token: Any
+    head: Any
+    is_row: Any
+
+
 @triton.jit
-def store_rows(softmax, token, head, is_row, sinks, out, lse, columns, V_HEAD_DIM: tl.constexpr):
+def store_rows(softmax, heads, sinks, out, lse, columns, V_HEAD_DIM: tl.constexpr):
     """Write out and, if lse.at is not None, LSE of rows of a token, with their sinks. columns: of acc"""
     acc, maximum, total = softmax
+    token, head, is_row = heads
     if sinks is not None:
         sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
         maximum, total, decay = add_sink(maximum, total, sink)

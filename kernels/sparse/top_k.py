@@ -396,19 +396,7 @@ def launch_top_k(
     assert scores.shape == (num_tokens, indexing.sets, cut.stride)
     assert first_token + num_tokens <= len(tokens.row_of_token)
     assert (selection.sets, selection.width) == (sets, indexing.width), "the selection is another indexer's"
-    lines = num_tokens * sets
-    geometry = TopKGeometry(
-        cut=cut,
-        TOP=indexing.top,
-        WIDTH=indexing.width,
-        FIRST=indexing.first,
-        LAST=indexing.last,
-        SETS=sets,
-        UNIT_TOKENS=indexing.unit_tokens,
-        LAST_SCORED=indexing.last_unit is LastUnit.SCORED,
-        LAST_ADDED=indexing.last_unit is LastUnit.ADDED,
-        PARTS=triton.next_power_of_2(cut.parts) if cut.parts else 0,
-    )
+    lines, geometry = num_tokens * sets, _geometry(indexing, cut)
     maxima, bounds, counts, keys, units = _scratch(scratch, lines, cut)
     of_tokens = tokens.position_of_token, tokens.num_tokens, first_token
     if cut.parts:
@@ -442,6 +430,21 @@ def launch_top_k(
         G=geometry,
         FILL=min(_FILL, triton.next_power_of_2(indexing.width)),
         num_warps=_warps(cut.block_units),
+    )
+
+
+def _geometry(indexing: Indexing, cut: TopKCut) -> TopKGeometry:
+    return TopKGeometry(
+        cut=cut,
+        TOP=indexing.top,
+        WIDTH=indexing.width,
+        FIRST=indexing.first,
+        LAST=indexing.last,
+        SETS=indexing.sets,
+        UNIT_TOKENS=indexing.unit_tokens,
+        LAST_SCORED=indexing.last_unit is LastUnit.SCORED,
+        LAST_ADDED=indexing.last_unit is LastUnit.ADDED,
+        PARTS=triton.next_power_of_2(cut.parts) if cut.parts else 0,
     )
 
 

@@ -24,6 +24,8 @@ class LatentTiles:
     programs_per_cu: programs that a decode grid holds for each compute unit
     row_cost:        what starting a row costs beside its key blocks, in blocks; at least 1
     chains:          sums of products that a score is added up of, 1 or 2: two are shorter, and take registers
+    wide:            whether V's columns are one part, not two: what products of sm_90's warpgroups want
+    paired:          whether codes are read two by two, as float16 that matrix units take in turn; not wide
     waves_per_eu:    waves a SIMD that the AMD compiler shall make room for; 0: its own choice, and elsewhere
     """
 
@@ -34,6 +36,8 @@ class LatentTiles:
     programs_per_cu: int = 1
     row_cost: int = 2
     chains: int = 1
+    wide: bool = False
+    paired: bool = False
     waves_per_eu: int = 0
 
     def head_blocks(self, num_heads: int) -> int:
@@ -102,19 +106,27 @@ class LatentSegmentRow:
 
 @dataclass(frozen=True, slots=True)
 class LatentRow:
-    """tiles serve an arch, an element size in bytes, and rows of up to max_dims elements: of V, and after it."""
+    """tiles serve an arch, an element size of q in bytes, and rows of up to max_dims elements: of V, and after it.
+
+    coded: whether they serve pages of eight bits only
+    """
 
     arch: str
     item_bytes: int
     max_dims: tuple[int, int]
     tiles: LatentTiles
+    coded: bool = False
 
 
 # Elements of V, and after it.
 _LARGEST = (512, 64)
 
-# Of the rows that serve, the first one whose query_rows hold all that are wanted is taken, else the last one.
+# Of the rows that serve, the first one whose query_rows hold all that are wanted is taken, else the last one. Rows for
+# codes come before those that serve them too.
 DECODE_ROWS: tuple[LatentRow, ...] = (
+    LatentRow("sm_90", 2, _LARGEST, LatentTiles(16, 32, 4, 3, 2, chains=2, paired=True), coded=True),
+    LatentRow("sm_90", 2, _LARGEST, LatentTiles(32, 32, 8, 3, 2, chains=2, paired=True), coded=True),
+    LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 2, chains=2, wide=True), coded=True),
     # 16 heads, 128 sequences x 4k: a study's prototype of these tiles took 158 us, 1.18 of the floor.
     LatentRow("sm_90", 2, _LARGEST, LatentTiles(16, 32, 4, 3, 2, chains=2)),
     LatentRow("sm_90", 2, _LARGEST, LatentTiles(32, 32, 8, 3, 2)),
@@ -131,8 +143,10 @@ DECODE_ROWS: tuple[LatentRow, ...] = (
     LatentRow("gfx950", 2, _LARGEST, LatentTiles(16, 16, 4, 1, 2)),
     LatentRow("gfx950", 2, _LARGEST, LatentTiles(32, 16, 8, 1)),
     LatentRow("gfx950", 2, _LARGEST, LatentTiles(64, 16, 4, 1)),
+    LatentRow("interpreter", 2, _LARGEST, LatentTiles(16, 16, 1, 1, chains=2, paired=True), coded=True),
+    LatentRow("interpreter", 2, _LARGEST, LatentTiles(64, 16, 1, 1, chains=2, wide=True), coded=True),
     LatentRow("interpreter", 2, _LARGEST, LatentTiles(16, 16, 1, 1)),
-    LatentRow("interpreter", 2, _LARGEST, LatentTiles(64, 16, 1, 1)),
+    LatentRow("interpreter", 2, _LARGEST, LatentTiles(64, 16, 1, 1, chains=2, wide=True)),
     LatentRow("interpreter", 4, _LARGEST, LatentTiles(16, 16, 1, 1)),
     LatentRow("interpreter", 4, _LARGEST, LatentTiles(64, 16, 1, 1)),
 )
@@ -155,13 +169,18 @@ SEGMENT_ROWS: tuple[LatentSegmentRow, ...] = (
 )
 
 
-def latent_decode_tiles(arch: str, *, num_rows: int, dims: tuple[int, int], dtype: torch.dtype) -> LatentTiles:
+def latent_decode_tiles(
+    arch: str, *, num_rows: int, dims: tuple[int, int], dtype: torch.dtype, is_coded: bool
+) -> LatentTiles:
     """The tiles of latent decode. Raises NoTiles.
 
     num_rows: query heads times new tokens of a sequence, at most
     dims:     head_dim, v_head_dim
+    dtype:    of q
+    is_coded: whether pages are of eight bits
     """
-    return _tiles(DECODE_ROWS, arch, num_rows, dims, dtype)
+    rows = tuple(row for row in DECODE_ROWS if is_coded or not row.coded)
+    return _tiles(rows, arch, num_rows, dims, dtype)
 
 
 def latent_extend_tiles(arch: str, *, dims: tuple[int, int], dtype: torch.dtype) -> LatentTiles:
@@ -183,15 +202,15 @@ def _tiles(
 ) -> LatentTiles:
     for name in names_of(arch):
         serving = [
-            row.tiles
-            for row in rows
-            if row.arch == name and row.item_bytes == dtype.itemsize and _fit(dims, row.max_dims)
+            row for row in rows if row.arch == name and row.item_bytes == dtype.itemsize and _fit(dims, row.max_dims)
         ]
-        for tiles in serving:
-            if num_rows <= tiles.query_rows:
-                return tiles
-        if serving:
-            return serving[-1]
+        # Rows for codes are whole by themselves.
+        tiles = [row.tiles for row in serving if row.coded == serving[0].coded]
+        for each in tiles:
+            if num_rows <= each.query_rows:
+                return each
+        if tiles:
+            return tiles[-1]
     raise _no_tiles("latent tiles", arch, dims, dtype, {row.arch for row in rows})
 
 

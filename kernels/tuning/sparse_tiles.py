@@ -130,7 +130,11 @@ def index_tiles(arch: str, *, dim: int, key_dtype: torch.dtype) -> IndexTiles:
 def selected_tiles(
     arch: str, *, gqa_ratio: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, is_coded: bool
 ) -> SelectedTiles:
-    """The tiles of attention over a selection. dtype: of q; is_coded: whether pages are of eight bits. Raises NoTiles."""
+    """The tiles of attention over a selection. Raises NoTiles.
+
+    dtype:    of q
+    is_coded: whether pages are of eight bits
+    """
     for name in names_of(arch):
         serving = [
             row

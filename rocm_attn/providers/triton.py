@@ -17,22 +17,20 @@ from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.providers import triton_latent, triton_segments
 from rocm_attn.providers.contract import (
-    Bind,
-    KernelRow,
     Limits,
     PoolSize,
     Provider,
     StepBounds,
-    StepOps,
 )
 from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
-from rocm_attn.providers.scores import packed_mask, scores_of
+from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
 from rocm_attn.providers.triton_later import triton_launches
+from rocm_attn.providers.triton_rows import ARCHS, MaskedExtend, triton_ops, triton_row
 
 _LIMITS = Limits(
-    archs=("gfx942", "gfx950", "sm_*", "interpreter"),
+    archs=ARCHS,
     dtypes=limits.DTYPES,
     head_dim=(1, limits.MAX_HEAD_DIM),
     v_head_dim=(1, limits.MAX_HEAD_DIM),
@@ -101,26 +99,6 @@ class TritonExtend:
         triton_launches.launch_paged_extend(args, scores=self.scores, cut=self.cut, tiles=self.tiles, mask=mask)
 
 
-@dataclass(frozen=True, slots=True)
-class TritonMasked:
-    """Extend by a packed mask, for any number of new tokens."""
-
-    extend: TritonExtend
-
-    @property
-    def schedule(self) -> ExtendSchedule:
-        return self.extend.schedule
-
-    def describe(self) -> str:
-        return f"{self.extend.describe()} by mask"
-
-    def workspace_words(self, shape: PaddedShape) -> int:
-        return 0
-
-    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        self.extend.attend_by(args, packed_mask(step))
-
-
 def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> TritonDecode:
     tiles = decode_tiles(
         target.arch,
@@ -158,15 +136,15 @@ def _bind_mixed(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed
     return TritonMixed(_bind_decode(problem, target, pool), replace(extend, cut=replace(extend.cut, min_q_len=2)))
 
 
-def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> TritonMasked:
+def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> MaskedExtend:
     extend = _bind_extend(problem, target, pool)
     tiles = extend.tiles.of_masked_steps(triton_segments.codes_of(problem))
-    return TritonMasked(replace(extend, tiles=tiles, cut=ExtendCut.of(tiles, gqa_ratio=problem.gqa_ratio)))
+    return MaskedExtend(replace(extend, tiles=tiles, cut=ExtendCut.of(tiles, gqa_ratio=problem.gqa_ratio)))
 
 
 def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPrefixKernel:
     prefix = _bind_extend(problem_of_prefixes(problem), target, pool)
-    return SharedPrefixKernel(problem, prefix, _bind_decode(problem, target, pool), _ops)
+    return SharedPrefixKernel(problem, prefix, _bind_decode(problem, target, pool), triton_ops)
 
 
 def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
@@ -175,44 +153,30 @@ def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> Tr
     return TritonMixed(triton_segments.bind_decode(problem, target, pool), extend)
 
 
-def _row(name: str, kind: StepKind, bind: Bind, *needs: Need, batch_invariant: bool = False) -> KernelRow:
-    return KernelRow(
-        provider="triton",
-        name=name,
-        kind=kind,
-        limits=_LIMITS,
-        min_kv_len=0,
-        masks_v=True,
-        graph_safe=True,
-        batch_invariant=batch_invariant,
-        needs=frozenset(needs),
-        bakes=frozenset(),
-        needs_host_lengths=False,
-        bind=bind,
-    )
-
-
-def _shared_row() -> KernelRow:
-    row = _row("triton.shared_prefix", StepKind.SHARED, _bind_shared, Need.PREFIXES)
-    return replace(row, limits=limits_of_shared_prefix(_LIMITS))
-
-
-def _ops() -> StepOps:
-    return triton_launches.OPS
-
-
 TRITON = Provider(
     name="triton",
     rows=(
-        _row("triton.decode", StepKind.DECODE, _bind_decode),
-        _row("triton.extend", StepKind.EXTEND, _bind_extend),
-        _row("triton.extend+decode", StepKind.MIXED, _bind_mixed),
-        _row("triton.masked", StepKind.MASKED, _bind_masked, Need.MASK_INDPTR, Need.MASK_WORDS),
-        _shared_row(),
-        _row("triton.segment_decode", StepKind.DECODE, triton_segments.bind_decode, batch_invariant=True),
-        _row("triton.segment_extend", StepKind.EXTEND, triton_segments.bind_extend, batch_invariant=True),
-        _row("triton.segment_extend+decode", StepKind.MIXED, _bind_mixed_segments, batch_invariant=True),
+        triton_row("triton.decode", StepKind.DECODE, _bind_decode, limits=_LIMITS),
+        triton_row("triton.extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
+        triton_row("triton.extend+decode", StepKind.MIXED, _bind_mixed, limits=_LIMITS),
+        triton_row("triton.masked", StepKind.MASKED, _bind_masked, Need.MASK_INDPTR, Need.MASK_WORDS, limits=_LIMITS),
+        triton_row(
+            "triton.shared_prefix",
+            StepKind.SHARED,
+            _bind_shared,
+            Need.PREFIXES,
+            limits=limits_of_shared_prefix(_LIMITS),
+        ),
+        triton_row(
+            "triton.segment_decode", StepKind.DECODE, triton_segments.bind_decode, limits=_LIMITS, batch_invariant=True
+        ),
+        triton_row(
+            "triton.segment_extend", StepKind.EXTEND, triton_segments.bind_extend, limits=_LIMITS, batch_invariant=True
+        ),
+        triton_row(
+            "triton.segment_extend+decode", StepKind.MIXED, _bind_mixed_segments, limits=_LIMITS, batch_invariant=True
+        ),
         *triton_latent.ROWS,
     ),
-    ops=_ops,
+    ops=triton_ops,
 )

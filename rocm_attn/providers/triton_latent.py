@@ -26,15 +26,16 @@ from rocm_attn.kernels.tuning.latent_tiles import (
 )
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
-from rocm_attn.providers.contract import Bind, KernelRow, Limits, PoolSize, StepBounds, StepOps
+from rocm_attn.providers.contract import Limits, PoolSize, StepBounds
 from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
-from rocm_attn.providers.scores import packed_mask, scores_of
+from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
 from rocm_attn.providers.triton_later import triton_launches
+from rocm_attn.providers.triton_rows import ARCHS, MaskedExtend, triton_ops, triton_row
 
 _LIMITS = Limits(
-    archs=("gfx942", "gfx950", "sm_*", "interpreter"),
+    archs=ARCHS,
     dtypes=limits.DTYPES,
     head_dim=(1, limits.MAX_HEAD_DIM),
     v_head_dim=(1, limits.MAX_V_HEAD_DIM),
@@ -105,26 +106,6 @@ class LatentExtend:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentMasked:
-    """Extend by a packed mask, for any number of new tokens."""
-
-    extend: LatentExtend
-
-    @property
-    def schedule(self) -> ExtendSchedule:
-        return self.extend.schedule
-
-    def describe(self) -> str:
-        return f"{self.extend.describe()} by mask"
-
-    def workspace_words(self, shape: PaddedShape) -> int:
-        return 0
-
-    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        self.extend.attend_by(args, packed_mask(step))
-
-
-@dataclass(frozen=True, slots=True)
 class LatentSegmentDecode:
     """Deterministic decode of sequences with one new token; others are left alone.
 
@@ -184,7 +165,13 @@ class LatentSegmentExtend:
 
 def _decode(problem: Problem, target: Target, *, fewest: int, most: int) -> LatentDecode:
     heads = problem.num_q_heads
-    tiles = latent_decode_tiles(target.arch, num_rows=heads * most, dims=_dims(problem), dtype=problem.dtype)
+    tiles = latent_decode_tiles(
+        target.arch,
+        num_rows=heads * most,
+        dims=_dims(problem),
+        dtype=problem.dtype,
+        is_coded=problem.page_format.encoding.is_fp8,
+    )
     cut = latent_decode_cut(
         tiles,
         num_heads=heads,
@@ -221,15 +208,15 @@ def _bind_mixed(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed
     return TritonMixed(_bind_decode(problem, target, pool), longer)
 
 
-def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> LatentMasked:
+def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> MaskedExtend:
     tiles = latent_extend_tiles(target.arch, dims=_dims(problem), dtype=problem.dtype).of_masked_steps()
     cut = latent_extend_cut(tiles, num_heads=problem.num_q_heads)
-    return LatentMasked(LatentExtend(problem, scores_of(problem), tiles, cut))
+    return MaskedExtend(LatentExtend(problem, scores_of(problem), tiles, cut))
 
 
 def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPrefixKernel:
     prefix = _bind_extend(problem_of_prefixes(problem), target, pool)
-    return SharedPrefixKernel(problem, prefix, _bind_decode(problem, target, pool), _ops)
+    return SharedPrefixKernel(problem, prefix, _bind_decode(problem, target, pool), triton_ops)
 
 
 def _bind_segment_decode(problem: Problem, target: Target, pool: PoolSize) -> LatentSegmentDecode:
@@ -259,47 +246,31 @@ def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> Tr
     return TritonMixed(_bind_segment_decode(problem, target, pool), extend)
 
 
-def _ops() -> StepOps:
-    return triton_launches.OPS
-
-
-def _row(
-    name: str,
-    kind: StepKind,
-    bind: Bind,
-    *needs: Need,
-    limits: Limits = _LIMITS,
-    batch_invariant: bool = False,
-) -> KernelRow:
-    return KernelRow(
-        provider="triton",
-        name=name,
-        kind=kind,
-        limits=limits,
-        min_kv_len=0,
-        masks_v=True,
-        graph_safe=True,
-        batch_invariant=batch_invariant,
-        needs=frozenset(needs),
-        bakes=frozenset(),
-        needs_host_lengths=False,
-        bind=bind,
-    )
-
-
 ROWS = (
-    _row("triton.latent_decode", StepKind.DECODE, _bind_decode),
-    _row("triton.latent_extend", StepKind.EXTEND, _bind_extend),
-    _row("triton.latent_extend+decode", StepKind.MIXED, _bind_mixed),
-    _row("triton.latent_masked", StepKind.MASKED, _bind_masked, Need.MASK_INDPTR, Need.MASK_WORDS),
-    _row(
+    triton_row("triton.latent_decode", StepKind.DECODE, _bind_decode, limits=_LIMITS),
+    triton_row("triton.latent_extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
+    triton_row("triton.latent_extend+decode", StepKind.MIXED, _bind_mixed, limits=_LIMITS),
+    triton_row(
+        "triton.latent_masked", StepKind.MASKED, _bind_masked, Need.MASK_INDPTR, Need.MASK_WORDS, limits=_LIMITS
+    ),
+    triton_row(
         "triton.latent_shared_prefix",
         StepKind.SHARED,
         _bind_shared,
         Need.PREFIXES,
         limits=limits_of_shared_prefix(_LIMITS),
     ),
-    _row("triton.latent_segment_decode", StepKind.DECODE, _bind_segment_decode, batch_invariant=True),
-    _row("triton.latent_segment_extend", StepKind.EXTEND, _bind_segment_extend, batch_invariant=True),
-    _row("triton.latent_segment_extend+decode", StepKind.MIXED, _bind_mixed_segments, batch_invariant=True),
+    triton_row(
+        "triton.latent_segment_decode", StepKind.DECODE, _bind_segment_decode, limits=_LIMITS, batch_invariant=True
+    ),
+    triton_row(
+        "triton.latent_segment_extend", StepKind.EXTEND, _bind_segment_extend, limits=_LIMITS, batch_invariant=True
+    ),
+    triton_row(
+        "triton.latent_segment_extend+decode",
+        StepKind.MIXED,
+        _bind_mixed_segments,
+        limits=_LIMITS,
+        batch_invariant=True,
+    ),
 )

@@ -18,8 +18,8 @@ from rocm_attn.problem import AllKeys, Indexer, KVEncoding, PoolKind, Problem, S
 from rocm_attn.providers.contract import Limits, PoolSize
 from rocm_attn.providers.sparse import IndexLimits, IndexRow, SelectedRow
 from rocm_attn.providers.triton_later import triton_launches
+from rocm_attn.providers.triton_rows import ARCHS
 
-_ARCHS = ("gfx942", "gfx950", "sm_*", "interpreter")
 _DTYPES = limits.DTYPES
 
 
@@ -125,7 +125,7 @@ INDEX_ROWS = (
         provider="triton",
         name="triton.indexer",
         limits=IndexLimits(
-            archs=_ARCHS,
+            archs=ARCHS,
             dtypes=_DTYPES,
             head_dim=(1, limits.MAX_HEAD_DIM),
             num_heads=128,
@@ -139,7 +139,7 @@ INDEX_ROWS = (
 )
 
 _SELECTED_LIMITS = Limits(
-    archs=_ARCHS,
+    archs=ARCHS,
     dtypes=_DTYPES,
     head_dim=(1, 576),
     v_head_dim=(1, 512),

@@ -143,11 +143,11 @@ def rows(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 def test_pages_of_another_format_are_not_adopted(provider: str, device: torch.device) -> None:
     """An engine has written E4M3FN, and the layer reads E4M3FNUZ: without the guard all of it counts half."""
     k, v, q = rows(device)
-    engine = Adopted(device, provider)
+    engine = Adopted(device, provider, ALL_ON)
     engine.bind(FN.page_format)
     right = engine.decode(k, v, q, stores=True)
 
-    reader = Adopted(device, provider, problem=FNUZ)
+    reader = Adopted(device, provider, ALL_ON, problem=FNUZ)
     reader.k, reader.v = engine.k, engine.v
     with pytest.raises(BadTensor, match=r"the pages of layer 0 hold .* float8_e4m3fn .*; its kernels read and write"):
         reader.bind(FN.page_format)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.machine.target import Target, known_target
-from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.contract import BoundKernel, KernelRow, LayerKernel, PoolSize
 from rocm_attn.providers.select import ROWS
 from rocm_attn.step.plan import make_plan
@@ -35,9 +36,15 @@ def problems() -> Iterator[Problem]:
     yield Problem(16, 1, 576, 512, torch.bfloat16, 1, scale=0.05, pool=PoolKind.LATENT)
 
 
+def eight_bit_problems() -> Iterator[Problem]:
+    """The same over pages of eight bits."""
+    for problem in problems():
+        yield replace(problem, kv_encoding=KVEncoding.E4M3FNUZ, kv_scales=Scales.LAYER)
+
+
 def served_by(row: KernelRow) -> tuple[Problem, Target]:
     """A problem that a row serves, and where."""
-    for problem in problems():
+    for problem in chain(problems(), eight_bit_problems()):
         for target in TARGETS:
             if not row.refusals(problem, target, POOL):
                 return problem, target

@@ -237,14 +237,14 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
     lse = torch.full((num_tokens, num_q_heads), UNTOUCHED)
     q_len = torch.tensor(case.q_len, dtype=torch.int32)
     spread = _spread if case.spread else _as_is
-    keys = k_side.pages(device, (2, 0, 1, 3))
-    values = keys[..., :v_head_dim] if case.latent else v_side.pages(device, (1, 0, 2, 3))
+    k_pages = k_side.pages(device, (2, 0, 1, 3))
+    v_pages = k_pages[..., :v_head_dim] if case.latent else v_side.pages(device, (1, 0, 2, 3))
     return Tensors(
         case=case,
         scores=scores,
         q=spread(q.to(device), (1, 0, 2)),
-        k_pages=keys,
-        v_pages=values,
+        k_pages=k_pages,
+        v_pages=v_pages,
         k_scale=None if k_side.scale is None else k_side.scale.to(device),
         v_scale=None if v_side.scale is None else v_side.scale.to(device),
         table=table.to(device),

@@ -46,7 +46,13 @@ def run_latent_decode(
     case = tensors.case
     num_heads, v_head_dim = case.heads[0], case.dims[1]
     if tiles is None:
-        tiles = latent_decode_tiles(arch_of(tensors), num_rows=num_heads * most, dims=case.dims, dtype=case.dtype)
+        tiles = latent_decode_tiles(
+            arch_of(tensors),
+            num_rows=num_heads * most,
+            dims=case.dims,
+            dtype=case.dtype,
+            is_coded=case.kv is not None,
+        )
     cut = latent_decode_cut(
         tiles,
         num_heads=num_heads,

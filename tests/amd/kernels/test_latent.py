@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,12 @@ import pytest
 import torch
 
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
-from rocm_attn.kernels.tuning.latent_tiles import LatentTiles, latent_decode_tiles, latent_segment_tiles
+from rocm_attn.kernels.tuning.latent_tiles import (
+    LatentTiles,
+    latent_decode_tiles,
+    latent_extend_tiles,
+    latent_segment_tiles,
+)
 from rocm_attn.kernels.tuning.tiles import NoTiles
 from tests.amd.kernels.attention_cases import (
     UNTOUCHED,
@@ -115,7 +121,8 @@ def test_a_few_new_tokens_are_split_over_their_keys(case: Case, kernel_device: t
 def test_extend_equals_the_reference(case: Case, kernel_device: torch.device) -> None:
     for dtype in latent_dtypes(kernel_device)[-1:]:
         tensors = build(replace(case, dtype=dtype), kernel_device)
-        run_latent_extend(tensors)
+        tiles = latent_extend_tiles(arch_of(tensors), dims=case.dims, dtype=dtype)
+        run_latent_extend(tensors, tiles=tiles.of_masked_steps() if case.masked else tiles)
         assert_served(tensors)
 
 
@@ -138,7 +145,7 @@ def test_each_kernel_leaves_the_others_tokens_alone(kernel_device: torch.device)
     """Decode of one token, of two to four, and extend of more serve one step."""
     case = replace(CHUNKS, kv_len=[40, 9, 70, 5, 33, 12], q_len=[23, 1, 4, 2, 0, 5], dtype=torch.float16)
     tensors = build(case, kernel_device)
-    steps = (
+    steps: tuple[tuple[Callable[[], None], list[int]], ...] = (
         (lambda: run_latent_extend(tensors, min_q_len=5), [0, 5]),
         (lambda: run_latent_decode(tensors, fewest=2, most=4), [2, 3]),
         (lambda: run_latent_decode(tensors), [1]),
@@ -243,7 +250,7 @@ def test_what_no_kernel_serves_is_refused_with_the_reason(
 
 def test_dims_without_tiles_are_named() -> None:
     with pytest.raises(NoTiles, match=r"rows of 512 \+ 128 elements.*for up to 512 \+ 64"):
-        latent_decode_tiles("gfx942", num_rows=16, dims=(640, 512), dtype=torch.bfloat16)
+        latent_decode_tiles("gfx942", num_rows=16, dims=(640, 512), dtype=torch.bfloat16, is_coded=False)
 
 
 def latent_dtypes(device: torch.device) -> list[torch.dtype]:

@@ -193,17 +193,21 @@ def test_a_number_that_overflows_its_dtype_is_no_number(kernel_device: torch.dev
         assert (pages.k.view(-1, 2, 24)[SLOTS[1]] == 0).all()
 
 
-def eight_bit_pages(encoding: Encoding, scales: Scales, kind: PoolKind, dims: tuple[int, int]) -> LayerPages:
+def eight_bit_pages(
+    encoding: Encoding, scales: Scales, kind: PoolKind, dims: tuple[int, int], device: torch.device
+) -> LayerPages:
     """Pages for one head of a latent layer, or two."""
     heads = 1 if kind is PoolKind.LATENT else 2
     form = PageFormat(encoding, kind, PAGE_SIZE, heads, *dims, scales=scales)
-    k = torch.zeros(NUM_PAGES, PAGE_SIZE, heads, dims[0], dtype=torch.uint8).view(encoding.dtype)
-    v = torch.zeros(NUM_PAGES, PAGE_SIZE, heads, dims[1], dtype=torch.uint8).view(encoding.dtype)
+    k = torch.zeros(NUM_PAGES, PAGE_SIZE, heads, dims[0], dtype=torch.uint8, device=device).view(encoding.dtype)
+    v = torch.zeros(NUM_PAGES, PAGE_SIZE, heads, dims[1], dtype=torch.uint8, device=device).view(encoding.dtype)
     by_page = (NUM_PAGES,) if scales is Scales.TOKEN else ()
 
     def factors(first: float) -> Tensor | None:
         shape = (*by_page, *form.scale_shape)
-        return None if scales is Scales.NONE else torch.arange(torch.Size(shape).numel()).view(shape) * 0.25 + first
+        if scales is Scales.NONE:
+            return None
+        return torch.arange(torch.Size(shape).numel(), device=device).view(shape) * 0.25 + first
 
     k_scale = factors(0.01)
     if kind is PoolKind.LATENT:
@@ -223,22 +227,21 @@ def eight_bit_pages(encoding: Encoding, scales: Scales, kind: PoolKind, dims: tu
     ],
 )
 def test_eight_bit_pages_get_the_codes_of_a_store_of_the_same_rows(
-    encoding: Encoding, kind: PoolKind, scales: Scales
+    encoding: Encoding, kind: PoolKind, scales: Scales, kernel_device: torch.device
 ) -> None:
     """What is beyond the largest code becomes the largest, and a token's factor is that of its largest element."""
     case = Case(dtype=torch.float16)
     if kind is PoolKind.LATENT:
         case = replace(CASES["latent"], dtype=torch.float16)
-    cpu = torch.device("cpu")
-    given, work = case.given(cpu), case.work(cpu)
+    given, work = case.given(kernel_device), case.work(kernel_device)
     given.k[0] *= 1000.0
-    found, separate = (eight_bit_pages(encoding, scales, kind, case.dims) for _ in range(2))
-    tokens = places(cpu)
+    found, separate = (eight_bit_pages(encoding, scales, kind, case.dims, kernel_device) for _ in range(2))
+    tokens = places(kernel_device)
     launch_rope_store(given, tokens, work, found)
     k, v = twins.stored_rows(given, tokens, work, found)
     launch_store_kv(k, v, tokens.slot_of_token, tokens.counts, separate)
     for ours, theirs in ((found.raw_k, separate.raw_k), (found.raw_v, separate.raw_v)):
-        # The interpreter's sums in a norm may differ from torch's in the last place.
+        # The kernel's sums in a norm may differ from torch's in the last place.
         apart = ours.int() - theirs.int()
         assert int(apart.abs().max()) <= 1
         assert int(apart.count_nonzero()) <= 0.01 * apart.numel()

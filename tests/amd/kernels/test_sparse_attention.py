@@ -51,6 +51,7 @@ def attended(problem: SelectedProblem, programs: int) -> None:
         head_dim=case.dims[0],
         v_head_dim=case.dims[1],
         dtype=case.dtype,
+        is_coded=case.encoding is not None and case.encoding.is_fp8,
     )
     cut = selected_cut(len(args.q), case.width * case.unit_tokens, heads=args.heads, tiles=tiles, programs=programs)
     workspace = torch.empty(cut.words(len(args.q), case.dims[1]), device=args.q.device)

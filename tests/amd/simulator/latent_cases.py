@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,7 +52,8 @@ def run_latent_step(arch: str, case: Case, *, is_large: bool = False) -> Simulat
     """A mixed step: decode of one new token, of two to eight, and extend of more."""
     tensors = in_large_pool(build(case, torch.device("cpu"))) if is_large else build(case, torch.device("cpu"))
     heads = case.heads[0]
-    decode, few = (latent_decode_tiles(arch, num_rows=heads * n, dims=case.dims, dtype=case.dtype) for n in (1, 8))
+    shape: dict[str, Any] = {"dims": case.dims, "dtype": case.dtype, "is_coded": case.kv is not None}
+    decode, few = (latent_decode_tiles(arch, num_rows=heads * n, **shape) for n in (1, 8))
     with simulated(arch) as simulation:
         run_latent_extend(tensors, min_q_len=9, tiles=latent_extend_tiles(arch, dims=case.dims, dtype=case.dtype))
         run_latent_decode(tensors, fewest=2, most=8, tiles=few, compute_units=3)

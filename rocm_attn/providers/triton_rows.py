@@ -1,0 +1,80 @@
+"""What the triton provider's rows have in common, whatever kind of pages their kernels read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.packed_mask import PackedMask
+from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
+from rocm_attn.providers.contract import Bind, KernelRow, Limits, StepBounds, StepOps
+from rocm_attn.providers.schedules import ExtendSchedule
+from rocm_attn.providers.scores import packed_mask
+from rocm_attn.providers.triton_later import triton_launches
+
+ARCHS = ("gfx942", "gfx950", "sm_*", "interpreter")
+
+
+class MaskableExtend(Protocol):
+    """A bound extend that may also be given a packed mask."""
+
+    @property
+    def schedule(self) -> ExtendSchedule:
+        """The fill's."""
+        ...
+
+    def describe(self) -> str:
+        """Its name, with what it was built for."""
+        ...
+
+    def attend_by(self, args: AttendArgs, mask: PackedMask | None) -> None:
+        """Attend; tokens see what a mask says."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedExtend:
+    """Extend by a packed mask, for any number of new tokens."""
+
+    extend: MaskableExtend
+
+    @property
+    def schedule(self) -> ExtendSchedule:
+        return self.extend.schedule
+
+    def describe(self) -> str:
+        return f"{self.extend.describe()} by mask"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return 0
+
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        self.extend.attend_by(args, packed_mask(step))
+
+
+def triton_row(
+    name: str, kind: StepKind, bind: Bind, *needs: Need, limits: Limits, batch_invariant: bool = False
+) -> KernelRow:
+    """A row of a kernel that serves graphs, any context, and dead rows of V that hold anything."""
+    return KernelRow(
+        provider="triton",
+        name=name,
+        kind=kind,
+        limits=limits,
+        min_kv_len=0,
+        masks_v=True,
+        graph_safe=True,
+        batch_invariant=batch_invariant,
+        needs=frozenset(needs),
+        bakes=frozenset(),
+        needs_host_lengths=False,
+        bind=bind,
+    )
+
+
+def triton_ops() -> StepOps:
+    """The operations of a step, loaded at the first use."""
+    return triton_launches.OPS

@@ -9,7 +9,7 @@
 #   interpreter      the kernels, and the runtime on top of them, under Triton's interpreter
 #   mutation         every sixth mask of the kernels removed in a copy: a check under Triton's interpreter must notice
 #   soak             2,000 random steps of a tiny model, every output checked against the oracle
-#   driver           300 seeds of a random driver whose oracle shares no code with the project
+#   driver           200 seeds of a random driver whose oracle shares no code with the project
 #   text             greedy text against transformers, and the command line on real weights
 #   offline          every kernel compiled for gfx942, gfx950 and sm_90 with the installed Triton, pools below 2 GiB
 #   simulator        every kernel executed as gfx942 and gfx950 machine code, with every address checked
@@ -113,7 +113,7 @@ run_stage() {
     mutation-long) run_pytest -n auto -m long tests/amd/mutation ;;
     offline-long) compile -m long ;;
     driver) run_pytest -n auto tests/amd/driver ;;
-    driver-long) python -m tests.amd.driver --seeds 300:2000 | tee -a "$verdicts" ;;
+    driver-long) python -m tests.amd.driver --seeds 200:2000 | tee -a "$verdicts" ;;
     text) run_pytest -n auto --dist loadfile -m "not nightly" tests/amd/text ;;
     text-long) run_pytest -n auto -m nightly tests/amd/text ;;
     soak) rocm-attn soak --steps 2000 --seed 0 ;;

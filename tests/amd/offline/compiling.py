@@ -14,7 +14,7 @@ NVIDIA_ARCHS = ("sm_80", "sm_90")
 
 # Of each arch the layer that most models have, with every other kind of layer on one arch: the rest is long. A compile
 # takes a core for 20 s, mostly inside LLVM, and two archs rarely disagree on what one layer does.
-_IN_EVERY_RUN = frozenset(
+IN_EVERY_RUN = frozenset(
     {
         "gfx942-32x8-128-128-bfloat16-page16-below_2gib",
         "gfx942-8x4-256-256-bfloat16-page16-below_2gib",
@@ -42,7 +42,7 @@ def rows_for(archs: tuple[str, ...]) -> pytest.MarkDecorator:
                 id=str(row),
                 marks=[pytest.mark.xdist_group(str(row))]
                 + [pytest.mark.oldest_triton] * row.on_oldest
-                + [pytest.mark.long] * (str(row) not in _IN_EVERY_RUN),
+                + [pytest.mark.long] * (str(row) not in IN_EVERY_RUN),
             )
             for row in ROWS
             if row.arch in archs

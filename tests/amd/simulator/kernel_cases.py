@@ -37,6 +37,7 @@ from tests.amd.simulator.latent_cases import latent_cases, more_latent_cases
 from tests.amd.simulator.metadata_cases import metadata_cases
 from tests.amd.simulator.segment_cases import segment_cases
 from tests.amd.simulator.sparse_cases import more_sparse_cases, sparse_cases
+from tests.amd.simulator.truth_cases import more_truth_cases, truth_cases
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -360,6 +361,7 @@ def quick_cases(arch: str) -> list[KernelCase]:
         *metadata_cases(arch),
         *sparse_cases(arch),
         *latent_cases(arch),
+        *truth_cases(arch),
     ]
 
 
@@ -388,6 +390,7 @@ def grid_cases(arch: str) -> list[KernelCase]:
         KernelCase("merge-1x260", arch, partial(run_merge, arch, 1, 260)),
         *more_sparse_cases(arch),
         *more_latent_cases(arch),
+        *more_truth_cases(arch),
     ]
 
 

@@ -176,10 +176,12 @@ DECODE_ROWS = (
     DecodeRow("sm_", 2, 512, 16, DecodeTiles(16, 8, 2, 1)),
     DecodeRow("sm_", 4, 128, 16, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("sm_", 4, 256, 16, DecodeTiles(16, 8, 1, 1)),
-    # Two blocks in flight, with the loads of factors, spill up to 38 SGPRs. 91 to 156 VGPRs, 2 to 16 KiB of LDS.
+    # Two blocks in flight, with the loads of factors, spill up to 38 SGPRs, with factors of heads 1. 91 to 196 VGPRs,
+    # 2 to 32 KiB of LDS.
     DecodeRow("gfx942", 2, 128, 16, DecodeTiles(32, 4, 1, 3), (Codes.BY_TOKEN,)),
     DecodeRow("gfx942", 2, 128, 32, DecodeTiles(16, 4, 1, 3), (Codes.BY_TOKEN,)),
     DecodeRow("gfx942", 2, 256, 32, DecodeTiles(16, 4, 1, 2), (Codes.BY_TOKEN,)),
+    DecodeRow("gfx942", 2, 256, 16, DecodeTiles(32, 4, 1, 2), (Codes.BY_ROW,)),
     # 124 to 153 VGPRs, 16 KiB of LDS: 3 workgroups a CU.
     DecodeRow("gfx942", 2, 64, 16, DecodeTiles(32, 4, 2, 3, heads_per_row=2)),
     DecodeRow("gfx942", 2, 128, 16, DecodeTiles(32, 4, 2, 3)),
@@ -248,9 +250,9 @@ EXTEND_ROWS = (
     ExtendRow("sm_", 2, 512, ExtendTiles(32, 16, 8, 1)),
     ExtendRow("sm_", 4, 128, ExtendTiles(32, 16, 8, 1)),
     ExtendRow("sm_", 4, 256, ExtendTiles(16, 16, 4, 1)),
-    # With 4 waves up to 60 VGPRs spill. 231 to 256 VGPRs.
+    # With 4 waves up to 60 VGPRs spill, with 8 and blocks of 32 keys 3 with Triton 3.6. 123 to 256 VGPRs.
     ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2), codes=(Codes.BY_TOKEN,)),
-    ExtendRow("gfx942", 2, 128, ExtendTiles(128, 32, 8, 2, waves_per_eu=2), codes=(Codes.BY_TOKEN,)),
+    ExtendRow("gfx942", 2, 128, ExtendTiles(128, 16, 8, 2, waves_per_eu=2), codes=(Codes.BY_TOKEN,)),
     ExtendRow("gfx942", 2, 256, ExtendTiles(128, 16, 8, 2), codes=(Codes.BY_TOKEN,)),
     ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2), codes=(Codes.BY_ROW,)),
     ExtendRow("gfx942", 2, 128, ExtendTiles(128, 32, 8, 2, waves_per_eu=2), codes=(Codes.BY_ROW,)),

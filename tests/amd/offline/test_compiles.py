@@ -190,7 +190,7 @@ def test_every_latent_tuning_row_is_in_the_matrix(arch: str) -> None:
                     compiled.add(
                         latent_decode_tiles(arch, num_rows=row.heads[0], dims=dims, dtype=dtype, is_coded=is_coded)
                     )
-                compiled.add(latent_extend_tiles(arch, dims=dims, dtype=dtype))
+                    compiled.add(latent_extend_tiles(arch, dims=dims, dtype=dtype, is_coded=is_coded))
                 compiled.add(latent_segment_tiles(arch, dims=dims, dtype=dtype).block)
         tuned = [row.tiles for row in (*latent_tiles.DECODE_ROWS, *latent_tiles.EXTEND_ROWS) if row.arch == own_name]
         segments = [row.tiles.block for row in latent_tiles.SEGMENT_ROWS if row.arch == own_name]

@@ -55,7 +55,7 @@ READS_PAGES = (
 # Bytes on the stack of kernels with warpgroup products of 64 rows and 512 columns, whose accumulators take half of all
 # registers. What is spilled are addresses and lengths; of 1,300 instructions of a key block 15 read it back. The tiles
 # that spill nothing have no warpgroup products.
-SPILLED_AROUND_PRODUCTS = {("sm_90", "_latent_decode_kernel"): 640, ("sm_90", "_latent_extend_kernel"): 384}
+SPILLED_AROUND_PRODUCTS = {("sm_90", "_latent_decode_kernel"): 704, ("sm_90", "_latent_extend_kernel"): 496}
 
 # Where kernels over latent pages are, which have rows of the matrix of their own.
 LATENT = "rocm_attn.kernels.latent"
@@ -94,7 +94,7 @@ def test_nvidia_kernels_fit_and_use_the_matrix_units(row: Row) -> None:
 def test_every_kernel_fits_sm_90() -> None:
     """Those of metadata and of engines too, which rows for NVIDIA leave to the tests that run them."""
     rows = [row for row in ROWS if row.arch == "sm_90"]
-    row = next(row for row in rows if row.dims == (128, 128) and row.dtype == torch.bfloat16)
+    row = next(row for row in rows if row.dims == (128, 128) and row.kv is KVEncoding.LIKE_Q)
     latent = next(row for row in rows if row.pool is PoolKind.LATENT)
     rest = compiled_by(lambda: launch_rest(row), row.arch)
     kernels = [*compiled_kernels(row), *compiled_kernels(latent), *rest]

@@ -170,7 +170,6 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
             weights = tl.exp2(scores - new_maximum[:, None])
         decay = tl.exp2(maximum - new_maximum)
         maximum = new_maximum
-        total = total * decay + tl.sum(weights, 0 if G.TRANSPOSED else 1)
         wide = decay[None, :] if G.TRANSPOSED else decay[:, None]
         if G.PAIRED:
             # pairs: [KEY_BLOCK, V_COLUMNS / 2]
@@ -180,6 +179,8 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
             # v: [KEY_BLOCK, V_COLUMNS]
             v = tl.load(v_side.at + v_row[:, None] + v_side.column[None, :], mask=v_mask, other=0)
             acc = add_values(acc, wide, weights, v, v_factor, q.dtype, G.TRANSPOSED, C)
+        # After the product: before it, gfx942's compiler takes a register more, and a fourth wave has no room.
+        total = total * decay + tl.sum(weights, 0 if G.TRANSPOSED else 1)
     if G.PAIRED:
         acc = tl.reshape(tl.join(acc, odd), [QUERY_ROWS, G.V_COLUMNS])
     return scaled_values(Softmax(acc, maximum, total), row_factor(factors.v, factors.head, C), C)

@@ -134,6 +134,13 @@ DECODE_ROWS: tuple[LatentRow, ...] = (
     LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 2)),
     LatentRow("sm_", 2, _LARGEST, LatentTiles(16, 32, 4, 2)),
     LatentRow("sm_", 2, _LARGEST, LatentTiles(32, 32, 8, 2)),
+    # Of codes. With 8 waves up to 11 VGPRs spill where a block has 32 rows.
+    LatentRow("gfx942", 2, _LARGEST, LatentTiles(16, 16, 4, 1, 2), coded=True),
+    LatentRow("gfx942", 2, _LARGEST, LatentTiles(32, 16, 4, 1), coded=True),
+    LatentRow("gfx942", 2, _LARGEST, LatentTiles(64, 16, 4, 1), coded=True),
+    LatentRow("gfx950", 2, _LARGEST, LatentTiles(16, 16, 4, 1, 2), coded=True),
+    LatentRow("gfx950", 2, _LARGEST, LatentTiles(32, 16, 4, 1), coded=True),
+    LatentRow("gfx950", 2, _LARGEST, LatentTiles(64, 16, 4, 1), coded=True),
     # 212 to 238 VGPRs, 8 KiB of LDS: 2 workgroups a CU. Blocks of 32 keys leave one with a window, or above 2 GiB.
     LatentRow("gfx942", 2, _LARGEST, LatentTiles(16, 16, 4, 1, 2)),
     # 212 to 234 VGPRs, 16 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
@@ -153,6 +160,9 @@ DECODE_ROWS: tuple[LatentRow, ...] = (
 EXTEND_ROWS: tuple[LatentRow, ...] = (
     LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 2)),
     LatentRow("sm_", 2, _LARGEST, LatentTiles(32, 32, 8, 2)),
+    # Of codes: 320 to 421 VGPRs. With 8 waves up to 17 spill.
+    LatentRow("gfx942", 2, _LARGEST, LatentTiles(64, 16, 4, 1), coded=True),
+    LatentRow("gfx950", 2, _LARGEST, LatentTiles(64, 16, 4, 1), coded=True),
     # 230 to 250 VGPRs, 32 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
     LatentRow("gfx942", 2, _LARGEST, LatentTiles(64, 16, 8, 1)),
     LatentRow("gfx950", 2, _LARGEST, LatentTiles(64, 16, 8, 1)),
@@ -183,9 +193,10 @@ def latent_decode_tiles(
     return _tiles(rows, arch, num_rows, dims, dtype)
 
 
-def latent_extend_tiles(arch: str, *, dims: tuple[int, int], dtype: torch.dtype) -> LatentTiles:
+def latent_extend_tiles(arch: str, *, dims: tuple[int, int], dtype: torch.dtype, is_coded: bool) -> LatentTiles:
     """The tiles of latent extend. dims: head_dim, v_head_dim. Raises NoTiles."""
-    return _tiles(EXTEND_ROWS, arch, 1, dims, dtype)
+    rows = tuple(row for row in EXTEND_ROWS if is_coded or not row.coded)
+    return _tiles(rows, arch, 1, dims, dtype)
 
 
 def latent_segment_tiles(arch: str, *, dims: tuple[int, int], dtype: torch.dtype) -> LatentSegmentTiles:

@@ -75,8 +75,14 @@ class SegmentRow:
 _NO_CODES, _BY_ROW, _BY_TOKEN = (Codes.NONE,), (Codes.BY_ROW,), (Codes.BY_TOKEN,)
 # The first row that serves wins.
 SEGMENT_ROWS = (
+    # With the factors of tokens the next row spills up to 200 bytes.
+    SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 32, 64, 8, 2, 1, ExtendTiles(128, 32, 8, 2)), _BY_TOKEN),
     # Extend: 250 registers, both accumulators among them, so one program an SM; with 4 warps it spills.
     SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 64, 64, 4, 3, 2, ExtendTiles(128, 64, 8, 3))),
+    # Codes with three stages of decode spill up to 16 bytes.
+    SegmentRow(
+        "sm_90", 2, 256, SegmentTiles(1024, 32, 32, 8, 2, 2, ExtendTiles(32, 32, 8, 1)), (Codes.BY_ROW, Codes.BY_TOKEN)
+    ),
     # Two accumulators of 64 x 256 spill.
     SegmentRow("sm_90", 2, 256, SegmentTiles(1024, 32, 32, 8, 3, 2, ExtendTiles(32, 32, 8, 1))),
     SegmentRow("sm_90", 2, 512, SegmentTiles(1024, 32, 16, 8, 2, 1, ExtendTiles(16, 32, 8, 1))),

@@ -13,7 +13,15 @@ import torch
 
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
-from tests.amd.kernels.attention_cases import Case, Tensors, assert_served, build, dtypes, run_extend, run_extend_twin
+from tests.amd.kernels.attention_cases import (
+    Case,
+    Tensors,
+    assert_served,
+    build,
+    in_each_dtype,
+    run_extend,
+    run_extend_twin,
+)
 
 MASKED = Case(
     kv_len=[60, 0, 17, 33, 1, 30, 12, 64],
@@ -44,8 +52,7 @@ run_extends = pytest.mark.parametrize("run", [run_extend, run_extend_twin])
 
 
 @run_extends
-@pytest.mark.parametrize("dtype", dtypes(), ids=str)
-@pytest.mark.parametrize("feature", FEATURES.values(), ids=FEATURES)
+@in_each_dtype("feature", FEATURES)
 def test_a_masked_extend_equals_the_reference(
     feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:

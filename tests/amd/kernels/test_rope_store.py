@@ -182,7 +182,7 @@ def test_what_is_no_number_is_stored_as_zero_and_reported(
 
 @not_finite
 def test_a_number_that_overflows_its_dtype_is_no_number(kernel_device: torch.device) -> None:
-    """60000 turned by 45 degrees with itself is 84853, and float16 ends at 65504."""
+    """60000 turned by 45 degrees with itself is 0, but for rounding, and 84853; float16 ends at 65504."""
     case = Case(normed=0, dtype=torch.float16, turned=24, dims=(24, 24))
     half = torch.full((NUM_POSITIONS, 24), 0.5**0.5, device=kernel_device)
     for store in (launch_rope_store, twins.rope_store):
@@ -190,7 +190,9 @@ def test_a_number_that_overflows_its_dtype_is_no_number(kernel_device: torch.dev
         given.k[1] = 60000.0
         store(given, tokens, QkvWork(RopeTable(half)), pages)
         assert tokens.counts.tolist() == [3, NUM_TOKENS, 1, NOT_FINITE]
-        assert (pages.k.view(-1, 2, 24)[SLOTS[1]] == 0).all()
+        stored = pages.k.view(-1, 2, 24)[SLOTS[1]]
+        assert (stored[:, :12].abs() < 60000.0 * 2**-23).all()
+        assert (stored[:, 12:] == 0).all()
 
 
 def eight_bit_pages(

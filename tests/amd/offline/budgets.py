@@ -3,12 +3,14 @@
     python -m tests.amd.offline.budgets
 
 accepts the costs of the Triton at hand: it writes budgets/<Triton>/<arch>/<kernel>.csv anew, a line for each variant
-that a row of the matrix launches. The oldest supported Triton has the rows that it compiles in the gate.
+that a row of the matrix, or of that of sparse attention, launches. The oldest supported Triton has the rows that it
+compiles in the gate.
 """
 
 from __future__ import annotations
 
 import csv
+import functools
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -24,7 +26,10 @@ from triton.compiler import CompiledKernel
 from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.compiling import AMD_ARCHS, compiled_kernels
 from tests.amd.offline.matrix import ROWS, Row
+from tests.amd.offline.sparse_matrix import ROWS as SPARSE_ROWS
+from tests.amd.offline.sparse_matrix import SparseRow, compiled_sparse_kernels
 
+AnyRow = Row | SparseRow
 FOLDER = Path(__file__).parent / "budgets"
 OLDEST_TRITON = "3.6.0"
 
@@ -59,7 +64,13 @@ class Variant:
 Costs = dict[Variant, Cost]
 
 
-def costs_of(row: Row, kernels: Iterable[CompiledKernel]) -> Costs:
+def rows_with_budgets(version: str) -> list[AnyRow]:
+    """The rows whose costs are accepted with a Triton."""
+    rows: tuple[AnyRow, ...] = (*ROWS, *SPARSE_ROWS)
+    return [row for row in rows if row.arch in AMD_ARCHS and (row.on_oldest or version != OLDEST_TRITON)]
+
+
+def costs_of(row: AnyRow, kernels: Iterable[CompiledKernel]) -> Costs:
     """The costs of what a row launches."""
     seen: Counter[str] = Counter()
     costs = {}
@@ -71,15 +82,19 @@ def costs_of(row: Row, kernels: Iterable[CompiledKernel]) -> Costs:
     return costs
 
 
-def read(version: str, row: Row) -> Costs:
+def read(version: str, row: AnyRow) -> Costs:
     """What was accepted for a row; empty where nothing was."""
+    return {variant: cost for variant, cost in _accepted(version, row.arch).items() if variant.row == str(row)}
+
+
+@functools.cache
+def _accepted(version: str, arch: str) -> Costs:
     costs = {}
-    for path in sorted((FOLDER / version / row.arch).glob("*.csv")):
+    for path in sorted((FOLDER / version / arch).glob("*.csv")):
         with open(path, newline="") as file:
             for line in csv.DictReader(file):
-                if line["row"] == str(row):
-                    cost = Cost(**{field.name: int(line[field.name]) for field in fields(Cost)})
-                    costs[Variant(line["row"], path.stem, int(line["variant"]))] = cost
+                cost = Cost(**{field.name: int(line[field.name]) for field in fields(Cost)})
+                costs[Variant(line["row"], path.stem, int(line["variant"]))] = cost
     return costs
 
 
@@ -101,16 +116,15 @@ def complaints(accepted: Costs, found: Costs) -> Iterator[str]:
                     yield f"{name}: {cost} fell from {before[cost]} to {now[cost]}"
 
 
-def _measure(row: Row) -> Costs:
+def _measure(row: AnyRow) -> Costs:
     # Compiling touches no memory; filled with NaN, a cache above 2 GiB would be resident.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    return costs_of(row, compiled_kernels(row))
+    return costs_of(row, compiled_kernels(row) if isinstance(row, Row) else compiled_sparse_kernels(row))
 
 
 def write() -> None:
     """Accept what the Triton at hand makes of the matrix."""
-    only_marked = triton.__version__ == OLDEST_TRITON
-    rows = [row for row in ROWS if row.arch in AMD_ARCHS and (row.on_oldest or not only_marked)]
+    rows = rows_with_budgets(triton.__version__)
     lines: dict[Path, list[tuple[Variant, Cost]]] = defaultdict(list)
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         for row, costs in zip(rows, pool.map(_measure, rows), strict=True):

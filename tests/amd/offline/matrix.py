@@ -37,9 +37,12 @@ from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, OWN_TABLE, StepTensors, TableTerms
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
+from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
+from rocm_attn.kernels.tuning.tiles import NoTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.triton import TRITON
+from rocm_attn.providers.triton_segments import codes_of
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
@@ -139,7 +142,7 @@ _SM_90_LAYERS = (
     ((16, 1), (128, 128), FP32, 16),
     ((16, 1), (256, 256), FP32, 64),
     ((32, 2), (512, 512), BF16, 16),
-    ((64, 1), (512, 512), BF16, 16),
+    ((32, 1), (512, 512), BF16, 16),
     ((16, 1), (512, 512), FP32, 16),
 )
 _SM_80_LAYERS = (
@@ -163,7 +166,7 @@ ROWS = (
         for arch, kv in (("gfx942", KVEncoding.E4M3FNUZ), ("gfx950", KVEncoding.E4M3FN), ("sm_90", KVEncoding.E4M3FN))
         for layer in (_SM_90_LAYERS if arch == "sm_90" else _AMD_LAYERS)
         for scales in (Scales.HEAD, Scales.TOKEN)
-        if layer[2] == BF16 and not (arch == "gfx942" and scales is Scales.TOKEN and max(layer[1]) > 256)
+        if layer[2] != FP32 and not (arch == "gfx942" and scales is Scales.TOKEN and max(layer[1]) > 256)
     ),
     Row("gfx942", *_AMD_LAYERS[2], kv=KVEncoding.E5M2, scales=Scales.HEAD),
     # More query heads on a KV head than any row serves at once: they are cut into blocks.
@@ -207,29 +210,46 @@ def launch_all(row: Row) -> None:
     _launch_row_work(runtime, _batch(rows, [1] * 16))
     _launch_masked_step(row)
     if row.kv is not KVEncoding.LIKE_Q:
-        if max(row.dims) <= 128:  # of which there are deterministic kernels
+        if _has_segments(row):
             runtime, rows = _runtime(row, row.problems, deterministic=True)
             _launch_step(runtime, _batch(rows, [1, 32] * 8), with_lse=True)
         return
     if not row.is_large:
         _launch_experts(row)
     if runtime.target.is_amd:
-        _launch_fix_ups(runtime)
-        if row.dtype.itemsize == 2 and row.page_size % 8 == 0:
-            _launch_vectorised(row)
-    if runtime.target.is_amd and not row.is_large:
-        _launch_step(runtime, _batch(rows[:1], [1]))
-        _launch_step(runtime, _batch(rows, [1] * 16), pad_to=MANY_SEQS)
-        lengths = torch.full((16,), KV_LEN, dtype=torch.int32)
-        _launch_step(runtime, replace(_batch(rows, [1, 32] * 8), inputs=DeviceInputs(kv_len=lengths)), with_lse=True)
-        _launch_whole_fill(row.page_size)
-        _launch_of_engines(row.page_size)
-        _launch_merge_states(row.problems[0])
+        launch_rest(row)
     runtime, rows = _runtime(row, row.problems, deterministic=True)
     _launch_step(runtime, _batch(rows, [1, 32] * 8), with_lse=True)
     # In float32, which no model is served in, extend that is not causal costs sm_90 24 bytes of spilled registers.
     if runtime.target.is_amd or row.dtype != torch.float32:
         _launch_shared_step(row)
+
+
+def _has_segments(row: Row) -> bool:
+    """Whether deterministic kernels serve the row's layers."""
+    codes = codes_of(row.problems[0])
+    try:
+        segment_tiles(row.arch, head_dim=row.dims[0], v_head_dim=row.dims[1], dtype=row.dtype, codes=codes)
+    except NoTiles:
+        return False
+    return True
+
+
+def launch_rest(row: Row) -> None:
+    """What launch_all leaves out of rows for NVIDIA: fix-ups, and below 2 GiB metadata and what engines need."""
+    runtime, rows = _runtime(row, row.problems)
+    _launch_fix_ups(runtime)
+    if row.dtype.itemsize == 2 and row.page_size % 8 == 0:
+        _launch_vectorised(row)
+    if row.is_large:
+        return
+    _launch_step(runtime, _batch(rows[:1], [1]))
+    _launch_step(runtime, _batch(rows, [1] * 16), pad_to=MANY_SEQS)
+    lengths = torch.full((16,), KV_LEN, dtype=torch.int32)
+    _launch_step(runtime, replace(_batch(rows, [1, 32] * 8), inputs=DeviceInputs(kv_len=lengths)), with_lse=True)
+    _launch_whole_fill(row.page_size)
+    _launch_of_engines(row.page_size)
+    _launch_merge_states(row.problems[0])
 
 
 def _launch_latent(row: Row) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from triton.compiler import CompiledKernel
 
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
@@ -31,6 +32,7 @@ from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
 from rocm_attn.kernels.tuning.sparse_tiles import index_tiles, selected_tiles
 from rocm_attn.machine.target import known_target
 from tests.amd.offline.matrix import LARGE_POOL_BYTES, SMALL_POOL_BYTES
+from tests.amd.offline.offline_driver import compiled_by
 
 BF16, FP32 = torch.bfloat16, torch.float32
 MAX_KV_LEN, NUM_TOKENS = 65536, 64
@@ -38,7 +40,12 @@ MAX_KV_LEN, NUM_TOKENS = 65536, 64
 
 @dataclass(frozen=True, slots=True)
 class IndexRow:
-    """An indexer. dtype: of q, and of keys that are not coded; coded: keys, and q, in the arch's eight-bit encoding."""
+    """An indexer.
+
+    dtype:     of q, and of keys that are not coded
+    coded:     keys, and q, in the arch's eight-bit encoding
+    on_oldest: as in Row
+    """
 
     arch: str
     name: str
@@ -49,6 +56,7 @@ class IndexRow:
     coded_q: bool = False
     max_q_len: int = 1
     is_large: bool = False
+    on_oldest: bool = False
 
     def __str__(self) -> str:
         return f"{self.arch}-{self.name}{'-above_2gib' * self.is_large}"
@@ -85,7 +93,12 @@ class IndexRow:
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:
-    """A layer that attends over a selection. heads: query heads, KV heads; exact: deterministic"""
+    """A layer that attends over a selection.
+
+    heads:     query heads, KV heads
+    exact:     deterministic
+    on_oldest: as in Row
+    """
 
     arch: str
     name: str
@@ -99,6 +112,7 @@ class LayerRow:
     scales: Scales = Scales.NONE
     exact: bool = False
     is_large: bool = False
+    on_oldest: bool = False
 
     def __str__(self) -> str:
         return f"{self.arch}-{self.name}{'-above_2gib' * self.is_large}"
@@ -130,7 +144,7 @@ class LayerRow:
             head_dim=head_dim,
             v_head_dim=v_head_dim,
             dtype=self.dtype,
-            is_coded=self.scales is not Scales.NONE,
+            is_coded=args.pages.format.encoding.is_fp8,
         )
         programs = 16 * NUM_TOKENS
         cut = selected_cut(NUM_TOKENS, keys, heads=heads, tiles=tiles, programs=programs)
@@ -143,10 +157,11 @@ class LayerRow:
         encoding = encoding_of(self.arch) if is_coded else Encoding.of(self.dtype)
         pool_bytes = LARGE_POOL_BYTES if self.is_large else SMALL_POOL_BYTES
         row_bytes = num_kv_heads * min(self.dims) * encoding.dtype.itemsize
-        shape = pool_bytes // (page_size * row_bytes) + 1, page_size, num_kv_heads
+        num_pages = pool_bytes // (page_size * row_bytes) + 1
+        shape = num_pages, page_size, num_kv_heads
 
         def factors() -> Tensor | None:
-            return torch.empty(shape[0], num_kv_heads, page_size) if is_coded else None
+            return torch.empty(num_pages, num_kv_heads, page_size) if is_coded else None
 
         form = PageFormat(encoding, self.kind, page_size, num_kv_heads, head_dim, v_head_dim, self.scales)
         k, k_scale = torch.empty(*shape, head_dim, dtype=encoding.dtype), factors()
@@ -174,6 +189,8 @@ def _selection(sets: int, width: int, unit_tokens: int) -> Selection:
     return Selection(units, torch.empty(NUM_TOKENS, sets, dtype=torch.int32), unit_tokens)
 
 
+# The arch for which the oldest supported Triton compiles every kernel of sparse attention.
+_OLDEST_ARCH = "gfx942"
 # DeepSeek-V3.2, GLM-5, GLM-5.3, MiniMax-M3, and blocks of means.
 TOKENS = Indexing(128**-0.5, 2048)
 POOLED = Indexing(128**-0.5, 512, key_tokens=4, last_unit=LastUnit.ADDED)
@@ -181,7 +198,7 @@ BLOCKS = Indexing(128**-0.5, 16, sets=4, rectified=False, unit_keys=128, last=1)
 MEANS = Indexing(128**-0.5, 64, unit_keys=64, pooling=Pooling.MEAN, first=1, last=2)
 _INDEXERS: tuple[Callable[[str], IndexRow], ...] = (
     lambda arch: IndexRow(arch, "64_heads", TOKENS, 64),
-    lambda arch: IndexRow(arch, "coded_queries", TOKENS, 64, coded_q=True),
+    lambda arch: IndexRow(arch, "coded_queries", TOKENS, 64, coded_q=True, on_oldest=arch == _OLDEST_ARCH),
     lambda arch: IndexRow(arch, "extend", TOKENS, 32, coded_keys=False, max_q_len=64),
     lambda arch: IndexRow(arch, "pools", POOLED, 32),
     lambda arch: IndexRow(arch, "blocks", BLOCKS, 4, coded_keys=False),
@@ -191,22 +208,38 @@ _INDEXERS: tuple[Callable[[str], IndexRow], ...] = (
 )
 _LATENT = PoolKind.LATENT
 _LAYERS: tuple[Callable[[str], LayerRow], ...] = (
-    lambda arch: LayerRow(arch, "latent_16", (16, 1), (576, 512), _LATENT),
+    lambda arch: LayerRow(arch, "latent_16", (16, 1), (576, 512), _LATENT, on_oldest=arch == _OLDEST_ARCH),
     lambda arch: LayerRow(arch, "latent_128", (128, 1), (576, 512), _LATENT),
     lambda arch: LayerRow(arch, "latent_codes", (16, 1), (576, 512), _LATENT, scales=Scales.TOKEN),
     lambda arch: LayerRow(arch, "latent_pools", (16, 1), (512, 512), _LATENT, width=513, unit_tokens=4),
-    lambda arch: LayerRow(arch, "blocks", (64, 4), (128, 128), sets=4, width=16, unit_tokens=128),
+    lambda arch: LayerRow(arch, "attended_blocks", (64, 4), (128, 128), sets=4, width=16, unit_tokens=128),
     lambda arch: LayerRow(
         arch, "blocks_codes", (64, 4), (128, 128), sets=4, width=16, unit_tokens=128, scales=Scales.TOKEN
     ),
     lambda arch: LayerRow(arch, "ratio_12", (24, 2), (256, 256), width=513, unit_tokens=4),
-    lambda arch: LayerRow(arch, "segments_128", (64, 4), (128, 128), sets=4, width=16, unit_tokens=128, exact=True),
+    lambda arch: LayerRow(
+        arch,
+        "segments_128",
+        (64, 4),
+        (128, 128),
+        sets=4,
+        width=16,
+        unit_tokens=128,
+        exact=True,
+        on_oldest=arch == _OLDEST_ARCH,
+    ),
     lambda arch: LayerRow(arch, "segments_256", (24, 2), (256, 256), exact=True),
-    lambda arch: LayerRow(arch, "float32", (8, 2), (128, 96), dtype=FP32),
+    lambda arch: LayerRow(arch, "attended_float32", (8, 2), (128, 96), dtype=FP32),
     lambda arch: LayerRow(arch, "latent_16", (16, 1), (576, 512), _LATENT, is_large=True),
 )
 ARCHS = ("gfx942", "gfx950", "sm_90")
-_ALL: tuple[Callable[[str], IndexRow | LayerRow], ...] = (*_INDEXERS, *_LAYERS)
-ROWS: tuple[IndexRow | LayerRow, ...] = tuple(
+SparseRow = IndexRow | LayerRow
+_ALL: tuple[Callable[[str], SparseRow], ...] = (*_INDEXERS, *_LAYERS)
+ROWS: tuple[SparseRow, ...] = tuple(
     row(arch) for arch in ARCHS for row in _ALL if arch != "sm_90" or not row(arch).is_large
 )
+
+
+def compiled_sparse_kernels(row: SparseRow) -> list[CompiledKernel]:
+    """The distinct kernels that a row launches, in order of launch."""
+    return list({kernel.hash: kernel for kernel in compiled_by(row.launch, row.arch)}.values())

@@ -7,15 +7,23 @@ from dataclasses import replace
 import pytest
 import triton
 
-from tests.amd.offline.budgets import FOLDER, OLDEST_TRITON, Cost, Variant, complaints, costs_of, read
+from tests.amd.offline.budgets import (
+    FOLDER,
+    OLDEST_TRITON,
+    Cost,
+    Variant,
+    complaints,
+    costs_of,
+    read,
+    rows_with_budgets,
+)
 from tests.amd.offline.compiling import AMD_ARCHS, compiled_kernels, rows_for
-from tests.amd.offline.matrix import ROWS, Row
+from tests.amd.offline.matrix import Row
 
 VARIANT = Variant("row", "_decode_kernel", 0)
 COST = Cost(vgprs=100, agprs=20, lds_bytes=1000, code_bytes=5000, waves_per_simd=4, matrix_ops=40, buffer_loads=30)
 
 
-@pytest.mark.usefixtures("compiled_on_all_cores")
 @rows_for(AMD_ARCHS)
 def test_no_kernel_exceeds_its_budget(row: Row) -> None:
     found = list(complaints(read(triton.__version__, row), costs_of(row, compiled_kernels(row))))
@@ -27,8 +35,7 @@ def test_the_oldest_and_the_newest_triton_have_budgets_for_every_row() -> None:
     assert versions[0] == OLDEST_TRITON
     assert triton.__version__ in (versions[0], versions[-1])
     for version in versions:
-        rows = [row for row in ROWS if row.arch in AMD_ARCHS and (row.on_oldest or version != OLDEST_TRITON)]
-        assert [str(row) for row in rows if not read(version, row)] == []
+        assert [str(row) for row in rows_with_budgets(version) if not read(version, row)] == []
 
 
 @pytest.mark.parametrize(

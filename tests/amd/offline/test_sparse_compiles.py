@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
 from triton.compiler import CompiledKernel
 
 from rocm_attn.kernels.tuning.sparse_tiles import INDEX_ROWS, SELECTED_ROWS
 from rocm_attn.machine.target import known_target
+from tests.amd.offline.budgets import complaints, costs_of, read
 from tests.amd.offline.code_object import read_amd_code, read_nvidia_code
-from tests.amd.offline.offline_driver import compiled_by
-from tests.amd.offline.sparse_matrix import ARCHS, ROWS, IndexRow, LayerRow
+from tests.amd.offline.compiling import AMD_ARCHS
+from tests.amd.offline.sparse_matrix import ARCHS, ROWS, SparseRow, compiled_sparse_kernels
 from tests.amd.offline.test_compiles import names_of_sparse_kernels
 
 # One row of each kind in every run; the others in the nightly one.
@@ -18,22 +20,37 @@ _QUICK = ("gfx942-coded_queries", "gfx942-latent_16", "gfx942-segments_128", "gf
 _MATRIX_KERNELS = ("_index_scores_kernel", "_selected_attention_kernel")
 
 
-def compiled(row: IndexRow | LayerRow) -> list[CompiledKernel]:
-    return list({kernel.hash: kernel for kernel in compiled_by(row.launch, row.arch)}.values())
+def rows_for(archs: tuple[str, ...]) -> pytest.MarkDecorator:
+    """Runs a test with every row for these archs; those that the oldest Triton compiles too are marked so."""
+    return pytest.mark.parametrize(
+        "row",
+        [
+            pytest.param(
+                row,
+                id=str(row),
+                marks=[pytest.mark.oldest_triton] * row.on_oldest + [pytest.mark.long] * (str(row) not in _QUICK),
+            )
+            for row in ROWS
+            if row.arch in archs
+        ],
+    )
 
 
-@pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, id=str(row), marks=[pytest.mark.long] * (str(row) not in _QUICK)) for row in ROWS],
-)
-def test_kernels_of_sparse_attention_fit_and_spill_nothing(row: IndexRow | LayerRow) -> None:
-    kernels = compiled(row)
-    complaints = [complaint for kernel in kernels for complaint in complaints_of(row, kernel)]
+@rows_for(ARCHS)
+def test_kernels_of_sparse_attention_fit_and_spill_nothing(row: SparseRow) -> None:
+    kernels = compiled_sparse_kernels(row)
+    found = [complaint for kernel in kernels for complaint in complaints_of(row, kernel)]
     assert kernels
-    assert not complaints, "\n".join(complaints)
+    assert not found, "\n".join(found)
 
 
-def complaints_of(row: IndexRow | LayerRow, kernel: CompiledKernel) -> list[str]:
+@rows_for(AMD_ARCHS)
+def test_no_kernel_of_sparse_attention_exceeds_its_budget(row: SparseRow) -> None:
+    found = list(complaints(read(triton.__version__, row), costs_of(row, compiled_sparse_kernels(row))))
+    assert not found, "\n".join([*found, "where this is meant to be: python -m tests.amd.offline.budgets"])
+
+
+def complaints_of(row: SparseRow, kernel: CompiledKernel) -> list[str]:
     """What is wrong with a kernel's machine code."""
     found = []
     lds_bytes = known_target(row.arch).lds_bytes
@@ -60,7 +77,13 @@ def complaints_of(row: IndexRow | LayerRow, kernel: CompiledKernel) -> list[str]
 @pytest.mark.long
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_kernel_of_sparse_attention_is_compiled(arch: str) -> None:
-    assert {kernel.name for row in ROWS if row.arch == arch for kernel in compiled(row)} == names_of_sparse_kernels()
+    assert {
+        kernel.name for row in ROWS if row.arch == arch for kernel in compiled_sparse_kernels(row)
+    } == names_of_sparse_kernels()
+
+
+def test_no_two_rows_have_one_name() -> None:
+    assert len({str(row) for row in ROWS}) == len(ROWS)
 
 
 def test_every_arch_of_the_matrix_has_tiles() -> None:

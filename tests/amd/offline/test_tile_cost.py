@@ -9,6 +9,7 @@ from tests.amd.house.source_tree import ROOT
 from tests.amd.offline.candidate_kernels import other_kernels, plain_kernel
 from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.hot_loop import HotLoop
+from tests.amd.offline.kernel_figures import HEADING, section
 from tests.amd.offline.matrix import Row
 from tests.amd.offline.mca import LoopCycles
 from tests.amd.offline.tile_candidates import Kind, chosen_tiles, spilled
@@ -49,6 +50,15 @@ def test_the_page_shows_the_rows_that_serve() -> None:
     """In the order of its sections; where a row has changed: python -m tests.amd.offline.tuning_table PAGE."""
     shown = [line.split("`")[1] for line in PAGE.read_text().splitlines() if line.startswith("| **`")]
     assert shown == [words(chosen_tiles(row, kind)) for row, kind in layers()]
+
+
+def test_the_page_ends_with_the_budgets_of_what_is_not_ranked() -> None:
+    """Where a budget has changed: python -m tests.amd.offline.kernel_figures PAGE."""
+    _, heading, figures = PAGE.read_text().partition(HEADING)
+    assert heading + figures == section()
+    assert {"_latent_decode_kernel", "_selected_attention_kernel", "_rope_store_kernel"} <= {
+        line.split("`")[1] for line in figures.splitlines() if line.startswith("| `")
+    }
 
 
 def test_the_page_says_that_nothing_was_measured() -> None:

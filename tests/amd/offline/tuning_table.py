@@ -17,6 +17,7 @@ import torch
 import triton
 
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
+from tests.amd.offline.kernel_figures import section
 from tests.amd.offline.matrix import Row
 from tests.amd.offline.mca import find_llvm_mca
 from tests.amd.offline.tile_candidates import (
@@ -106,7 +107,8 @@ def page(rankings: list[Ranking]) -> str:
         extend=EXTEND_LATENCY,
         far=FAR,
     )
-    return head + "".join(f"\n## {title(ranking)}\n\n{_table(ranking)}" for ranking in rankings)
+    ranked = "".join(f"\n## {title(ranking)}\n\n{_table(ranking)}" for ranking in rankings)
+    return f"{head}{ranked}\n{section()}"
 
 
 def title(ranking: Ranking) -> str:

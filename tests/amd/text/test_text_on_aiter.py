@@ -23,7 +23,7 @@ TORCH = EngineOptions(
 )
 
 
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_greedy_text_on_aiter_is_that_of_torch(graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load_model("smollm2", dtype=torch.float16, device=torch.device("cpu"))
     assert loaded.tokenizer is not None

@@ -87,13 +87,19 @@ def test_a_selection_of_all_keys_gives_what_attention_to_all_gives(graphs: bool,
 
 
 long = pytest.mark.long
-CODED = {"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.TOKEN}
+
+
+def coded(problem: Problem) -> Problem:
+    """The layer with K and V in codes, each token's with a factor of its own."""
+    return replace(problem, kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.TOKEN)
+
+
 EVERYTHING = {
     "pages of 4": pytest.param(layer(indexer(WIDE))),
     "pages of 1, sinks": pytest.param(replace(layer(indexer(WIDE), page_size=1), has_sinks=True), marks=long),
-    "pages of 16, codes": pytest.param(replace(layer(indexer(WIDE), page_size=16), **CODED), marks=long),
+    "pages of 16, codes": pytest.param(coded(layer(indexer(WIDE), page_size=16)), marks=long),
     "latents": pytest.param(latent_layer(indexer(WIDE)), marks=long),
-    "latents in codes": pytest.param(replace(latent_layer(indexer(WIDE), page_size=16), **CODED)),
+    "latents in codes": pytest.param(coded(latent_layer(indexer(WIDE), page_size=16))),
 }
 
 

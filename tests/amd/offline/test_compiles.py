@@ -92,7 +92,7 @@ def test_nvidia_kernels_fit_and_use_the_matrix_units(row: Row) -> None:
 
 @pytest.mark.long
 def test_every_kernel_fits_sm_90() -> None:
-    """Those of metadata and of engines too, which rows for NVIDIA leave to the tests that run them."""
+    """Kernels of metadata and of engines too, which rows for NVIDIA leave to the tests that run them."""
     rows = [row for row in ROWS if row.arch == "sm_90"]
     row = next(row for row in rows if row.dims == (128, 128) and row.kv is KVEncoding.LIKE_Q)
     latent = next(row for row in rows if row.pool is PoolKind.LATENT)

@@ -9,13 +9,13 @@
 #   interpreter      the kernels, and the runtime on top of them, under Triton's interpreter
 #   mutation         every sixth mask of the kernels removed in a copy: a check under Triton's interpreter must notice
 #   soak             2,000 random steps of a tiny model, every output checked against the oracle
-#   driver           300 seeds of a random driver whose oracle shares no code with the project
+#   driver           200 seeds of a random driver whose oracle shares no code with the project
 #   text             greedy text against transformers, and the command line on real weights
 #   offline          every kernel compiled for gfx942, gfx950 and sm_90 with the installed Triton, pools below 2 GiB
 #   simulator        every kernel executed as gfx942 and gfx950 machine code, with every address checked
 #   oldest           one compile a kernel with the oldest supported Triton
-#   host-long, interpreter-long, mutation-long, text-long, offline-long, driver-long  what these leave out (not part
-#                    of the default)
+#   host-long, interpreter-long, mutation-long, text-long, offline-long, oldest-long, driver-long
+#                    what these leave out (not part of the default)
 #   tuning           no AMD tuning row costs much more than a candidate; needs llvm-mca (not part of the default)
 #   offline@VERSION  all AMD compiles with another Triton, for instance offline@3.7.1 (not part of the default)
 #   simulator@VERSION  the simulator's full grid with another Triton; writes docs/simulator.md (not part of the default)
@@ -75,6 +75,19 @@ run_on_host() {
         tests/amd/{host,hip_graphs,runtime,external,guards,graphs,system,runner,doctor,aiter,aiter_source,house}
 }
 
+# run_simulator: the kernels last and by one pytest, which has processes of its own: each of several workers would run
+# every case.
+run_simulator() {
+    local kernels=tests/amd/simulator/test_kernels.py
+    run_pytest -n auto --ignore $kernels tests/amd/simulator
+    run_pytest $kernels
+}
+
+# compile ARGUMENT...: tests of machine code; all of one row are one worker's, so that it is compiled once.
+compile() {
+    run_pytest -n auto --dist loadgroup tests/amd/offline "$@"
+}
+
 # with_triton VERSION COMMAND...: runs COMMAND with that Triton in place of the installed one.
 with_triton() {
     local version=$1 folder=$VENV/triton-$1
@@ -98,17 +111,18 @@ run_stage() {
     interpreter-long) TRITON_INTERPRET=1 run_pytest -n auto -m long tests/amd/{kernels,runtime,external} ;;
     mutation) run_pytest -n auto -m "not long" tests/amd/mutation ;;
     mutation-long) run_pytest -n auto -m long tests/amd/mutation ;;
-    offline-long) run_pytest tests/amd/offline -m long ;;
+    offline-long) compile -m long ;;
     driver) run_pytest -n auto tests/amd/driver ;;
-    driver-long) python -m tests.amd.driver --seeds 300:2000 | tee -a "$verdicts" ;;
-    text) run_pytest -n auto -m "not nightly" tests/amd/text ;;
+    driver-long) python -m tests.amd.driver --seeds 200:2000 | tee -a "$verdicts" ;;
+    text) run_pytest -n auto --dist loadfile -m "not nightly" tests/amd/text ;;
     text-long) run_pytest -n auto -m nightly tests/amd/text ;;
     soak) rocm-attn soak --steps 2000 --seed 0 ;;
-    offline) run_pytest tests/amd/offline -m "not llvm_mca and not long" ;;
+    offline) compile -m "not llvm_mca and not long" ;;
     tuning) run_pytest tests/amd/offline -m llvm_mca ;;
-    oldest) with_triton $OLDEST_TRITON run_pytest tests/amd/offline -m oldest_triton ;;
-    offline@*) with_triton "${1#offline@}" run_pytest tests/amd/offline -m "not llvm_mca" -k "gfx and not budget" ;;
-    simulator) run_pytest -n auto tests/amd/simulator ;;
+    oldest) with_triton $OLDEST_TRITON compile -m "oldest_triton and not long" ;;
+    oldest-long) with_triton $OLDEST_TRITON compile -m "oldest_triton and long" ;;
+    offline@*) with_triton "${1#offline@}" compile -m "not llvm_mca" -k "gfx and not budget" ;;
+    simulator) run_simulator ;;
     simulator@*) with_triton "${1#simulator@}" python -m tests.amd.simulator.record docs/simulator.md ;;
     aiter-source) run_aiters_kernels ;;
     device) run_pytest -m "not nightly" tests/amd/{kernels,hip_graphs,runtime,external,guards,graphs,system,text,doctor} ;;

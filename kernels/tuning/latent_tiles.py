@@ -124,16 +124,28 @@ _LARGEST = (512, 64)
 # Of the rows that serve, the first one whose query_rows hold all that are wanted is taken, else the last one. Rows for
 # codes come before those that serve them too.
 DECODE_ROWS: tuple[LatentRow, ...] = (
-    LatentRow("sm_90", 2, _LARGEST, LatentTiles(16, 32, 4, 3, 2, chains=2, paired=True), coded=True),
-    LatentRow("sm_90", 2, _LARGEST, LatentTiles(32, 32, 8, 3, 2, chains=2, paired=True), coded=True),
-    LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 2, chains=2, wide=True), coded=True),
-    # 16 heads, 128 sequences x 4k: a study's prototype of these tiles took 158 us, 1.18 of the floor.
+    # 128 sequences x 4k: 132 us, 1.39 of the floor; 136 with two stages, 153 to 272 in other tiles.
+    LatentRow("sm_90", 2, _LARGEST, LatentTiles(16, 64, 4, 3, 2, chains=2, paired=True), coded=True),
+    # 32 heads, 128 x 4k: 258 us; 270 with blocks of 64 keys and 8 warps, 293 as two blocks of 16 heads.
+    LatentRow("sm_90", 2, _LARGEST, LatentTiles(32, 32, 4, 3, 2, chains=2, paired=True), coded=True),
+    # 128 heads, 128 x 4k: 521 us, 2.83 of the products; 593 with two stages, 754 in the tiles of 32 heads.
+    LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 3, chains=2, wide=True), coded=True),
+    # 16 heads, 128 x 4k: 173 us, 1.09 of the floor.
     LatentRow("sm_90", 2, _LARGEST, LatentTiles(16, 32, 4, 3, 2, chains=2)),
-    LatentRow("sm_90", 2, _LARGEST, LatentTiles(32, 32, 8, 3, 2)),
-    # The only ones with warpgroup products. What they spill lies outside of the products.
-    LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 2)),
+    # 32 heads, 128 x 4k: 238 us, 1.51 of the floor; 415 with 8 warps.
+    LatentRow("sm_90", 2, _LARGEST, LatentTiles(32, 32, 4, 3, 2, chains=2)),
+    # 128 heads, 128 x 4k: 530 us, 2.88 of the products; 566 in two parts, 765 in the tiles of 32 heads. The only tiles
+    # with warpgroup products. What they spill lies outside of the products.
+    LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 2, chains=2, wide=True)),
     LatentRow("sm_", 2, _LARGEST, LatentTiles(16, 32, 4, 2)),
     LatentRow("sm_", 2, _LARGEST, LatentTiles(32, 32, 8, 2)),
+    # Of codes. With 8 waves up to 11 VGPRs spill where a block has 32 rows.
+    LatentRow("gfx942", 2, _LARGEST, LatentTiles(16, 16, 4, 1, 2), coded=True),
+    LatentRow("gfx942", 2, _LARGEST, LatentTiles(32, 16, 4, 1), coded=True),
+    LatentRow("gfx942", 2, _LARGEST, LatentTiles(64, 16, 4, 1), coded=True),
+    LatentRow("gfx950", 2, _LARGEST, LatentTiles(16, 16, 4, 1, 2), coded=True),
+    LatentRow("gfx950", 2, _LARGEST, LatentTiles(32, 16, 4, 1), coded=True),
+    LatentRow("gfx950", 2, _LARGEST, LatentTiles(64, 16, 4, 1), coded=True),
     # 212 to 238 VGPRs, 8 KiB of LDS: 2 workgroups a CU. Blocks of 32 keys leave one with a window, or above 2 GiB.
     LatentRow("gfx942", 2, _LARGEST, LatentTiles(16, 16, 4, 1, 2)),
     # 212 to 234 VGPRs, 16 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
@@ -153,6 +165,9 @@ DECODE_ROWS: tuple[LatentRow, ...] = (
 EXTEND_ROWS: tuple[LatentRow, ...] = (
     LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 2)),
     LatentRow("sm_", 2, _LARGEST, LatentTiles(32, 32, 8, 2)),
+    # Of codes: 320 to 421 VGPRs. With 8 waves up to 17 spill.
+    LatentRow("gfx942", 2, _LARGEST, LatentTiles(64, 16, 4, 1), coded=True),
+    LatentRow("gfx950", 2, _LARGEST, LatentTiles(64, 16, 4, 1), coded=True),
     # 230 to 250 VGPRs, 32 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
     LatentRow("gfx942", 2, _LARGEST, LatentTiles(64, 16, 8, 1)),
     LatentRow("gfx950", 2, _LARGEST, LatentTiles(64, 16, 8, 1)),
@@ -183,9 +198,10 @@ def latent_decode_tiles(
     return _tiles(rows, arch, num_rows, dims, dtype)
 
 
-def latent_extend_tiles(arch: str, *, dims: tuple[int, int], dtype: torch.dtype) -> LatentTiles:
+def latent_extend_tiles(arch: str, *, dims: tuple[int, int], dtype: torch.dtype, is_coded: bool) -> LatentTiles:
     """The tiles of latent extend. dims: head_dim, v_head_dim. Raises NoTiles."""
-    return _tiles(EXTEND_ROWS, arch, 1, dims, dtype)
+    rows = tuple(row for row in EXTEND_ROWS if is_coded or not row.coded)
+    return _tiles(rows, arch, 1, dims, dtype)
 
 
 def latent_segment_tiles(arch: str, *, dims: tuple[int, int], dtype: torch.dtype) -> LatentSegmentTiles:

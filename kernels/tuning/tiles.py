@@ -173,7 +173,9 @@ DECODE_ROWS = (
     DecodeRow("sm_90", 2, 64, 16, DecodeTiles(64, 2, 3, 4, heads_per_row=2, paired=True), (Codes.BY_ROW,)),
     # llama8b 64 x 4k: 148 us, of bfloat16 255; 171 not in pairs, 193 with 4 warps, 217 to 345 in other tiles.
     DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 2, 3, 4, paired=True), (Codes.BY_ROW,)),
-    # 167 us; 159 with one warp and blocks of 32 keys, which spills up to 64 bytes with Triton 3.9.
+    # 122 us where a row is one head.
+    DecodeRow("sm_90", 2, 64, 16, DecodeTiles(64, 2, 3, 4, heads_per_row=2, paired=True), (Codes.BY_TOKEN,)),
+    # llama8b 64 x 4k: 167 us; 159 with one warp and blocks of 32 keys, which spills up to 64 bytes with Triton 3.9.
     DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 2, 3, 4, paired=True), (Codes.BY_TOKEN,)),
     # gemma 64 x 4k: 153 us with 4 KV heads, 234 not in pairs.
     DecodeRow("sm_90", 2, 256, 16, DecodeTiles(16, 2, 3, 4, paired=True), (Codes.BY_ROW,)),
@@ -198,10 +200,12 @@ DECODE_ROWS = (
     DecodeRow("sm_", 2, 512, 16, DecodeTiles(16, 8, 2, 1)),
     DecodeRow("sm_", 4, 128, 16, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("sm_", 4, 256, 16, DecodeTiles(16, 8, 1, 1)),
-    # Two blocks in flight, with the loads of factors, spill up to 38 SGPRs. 91 to 156 VGPRs, 2 to 16 KiB of LDS.
+    # Two blocks in flight, with the loads of factors, spill up to 38 SGPRs, with factors of heads 1. 91 to 196 VGPRs,
+    # 2 to 32 KiB of LDS.
     DecodeRow("gfx942", 2, 128, 16, DecodeTiles(32, 4, 1, 3), (Codes.BY_TOKEN,)),
     DecodeRow("gfx942", 2, 128, 32, DecodeTiles(16, 4, 1, 3), (Codes.BY_TOKEN,)),
     DecodeRow("gfx942", 2, 256, 32, DecodeTiles(16, 4, 1, 2), (Codes.BY_TOKEN,)),
+    DecodeRow("gfx942", 2, 256, 16, DecodeTiles(32, 4, 1, 2), (Codes.BY_ROW,)),
     # 124 to 153 VGPRs, 16 KiB of LDS: 3 workgroups a CU.
     DecodeRow("gfx942", 2, 64, 16, DecodeTiles(32, 4, 2, 3, heads_per_row=2)),
     DecodeRow("gfx942", 2, 128, 16, DecodeTiles(32, 4, 2, 3)),
@@ -239,6 +243,7 @@ DECODE_ROWS = (
     DecodeRow("gfx950", 4, 128, 32, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("gfx950", 4, 256, 32, DecodeTiles(16, 8, 1, 1)),
     DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, heads_per_row=2, paired=True), (Codes.BY_ROW,)),
+    DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, heads_per_row=2, paired=True), (Codes.BY_TOKEN,)),
     DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, paired=True), (Codes.BY_ROW,)),
     DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, paired=True), (Codes.BY_TOKEN,)),
     DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, transposed=True, heads_per_row=2)),
@@ -274,8 +279,9 @@ EXTEND_ROWS = (
     ExtendRow("sm_90", 2, 128, ExtendTiles(128, 32, 8, 3), codes=(Codes.BY_TOKEN, Codes.BY_ROW)),
     # With two stages 16 bytes spill.
     ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 1), codes=(Codes.BY_TOKEN,)),
-    # Two programs fit an SM. In blocks of 64 keys and two stages, which spill 8 to 32 bytes, llama8b 1 x 2048 new +
-    # 6144 cached takes 522 us and with a window of 4096 of 32k 359; 591 and 545 in (128, 32, 4, 3), one program an SM.
+    # Not measured: two programs fit an SM, and nothing spills. In blocks of 64 keys and two stages, which spill 8 to 32
+    # bytes, llama8b 1 x 2048 new + 6144 cached takes 522 us and with a window of 4096 of 32k 359; 591 and 545 in
+    # (128, 32, 4, 3), one program an SM.
     ExtendRow(
         "sm_90",
         2,
@@ -308,9 +314,9 @@ EXTEND_ROWS = (
     ExtendRow("sm_", 2, 512, ExtendTiles(32, 16, 8, 1)),
     ExtendRow("sm_", 4, 128, ExtendTiles(32, 16, 8, 1)),
     ExtendRow("sm_", 4, 256, ExtendTiles(16, 16, 4, 1)),
-    # With 4 waves up to 60 VGPRs spill. 231 to 256 VGPRs.
+    # With 4 waves up to 60 VGPRs spill, with 8 and blocks of 32 keys 3 with Triton 3.6. 123 to 256 VGPRs.
     ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2), codes=(Codes.BY_TOKEN,)),
-    ExtendRow("gfx942", 2, 128, ExtendTiles(128, 32, 8, 2, waves_per_eu=2), codes=(Codes.BY_TOKEN,)),
+    ExtendRow("gfx942", 2, 128, ExtendTiles(128, 16, 8, 2, waves_per_eu=2), codes=(Codes.BY_TOKEN,)),
     ExtendRow("gfx942", 2, 256, ExtendTiles(128, 16, 8, 2), codes=(Codes.BY_TOKEN,)),
     ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2), codes=(Codes.BY_ROW,)),
     ExtendRow("gfx942", 2, 128, ExtendTiles(128, 32, 8, 2, waves_per_eu=2), codes=(Codes.BY_ROW,)),
@@ -363,8 +369,6 @@ def decode_tiles(
     codes: Codes = Codes.NONE,
 ) -> DecodeTiles:
     """The tiles of paged decode. Raises NoTiles."""
-    # A token has a factor for each head, and a row one for each key.
-    pairs = codes is not Codes.BY_TOKEN
     for name in names_of(arch):
         rows = [
             row
@@ -373,7 +377,7 @@ def decode_tiles(
             and row.item_bytes == dtype.itemsize
             and codes in row.codes
             and max(head_dim, v_head_dim) <= row.max_head_dim
-            and (row.tiles.heads_per_row == 1 or (pairs and _pairs(row, gqa_ratio, num_kv_heads, head_dim, v_head_dim)))
+            and (row.tiles.heads_per_row == 1 or _pairs(row, gqa_ratio, num_kv_heads, head_dim, v_head_dim))
         ]
         for row in rows:
             if gqa_ratio * row.tiles.heads_per_row <= row.max_q_rows:

@@ -184,9 +184,18 @@ def _decode(problem: Problem, target: Target, *, fewest: int, most: int) -> Late
 
 
 def _extend(problem: Problem, target: Target, *, min_q_len: int) -> LatentExtend:
-    tiles = latent_extend_tiles(target.arch, dims=_dims(problem), dtype=problem.dtype)
+    tiles = _extend_tiles(problem, target)
     cut = latent_extend_cut(tiles, num_heads=problem.num_q_heads, min_q_len=min_q_len)
     return LatentExtend(problem, scores_of(problem), tiles, cut)
+
+
+def _extend_tiles(problem: Problem, target: Target) -> LatentTiles:
+    return latent_extend_tiles(
+        target.arch,
+        dims=_dims(problem),
+        dtype=problem.dtype,
+        is_coded=problem.page_format.encoding.is_fp8,
+    )
 
 
 def _dims(problem: Problem) -> tuple[int, int]:
@@ -209,7 +218,7 @@ def _bind_mixed(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed
 
 
 def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> MaskedExtend:
-    tiles = latent_extend_tiles(target.arch, dims=_dims(problem), dtype=problem.dtype).of_masked_steps()
+    tiles = _extend_tiles(problem, target).of_masked_steps()
     cut = latent_extend_cut(tiles, num_heads=problem.num_q_heads)
     return MaskedExtend(LatentExtend(problem, scores_of(problem), tiles, cut))
 

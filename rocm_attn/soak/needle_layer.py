@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.problem import AllKeys, Indexer, PoolKind, Problem
-from rocm_attn.soak.needles import Asked, Haystack, IndexHaystack, Pointed, sharpness_of
+from rocm_attn.soak.needles import Asked, Haystack, IndexHaystack, Pointed, check_indexer, sharpness_of
 from rocm_attn.step.protocols import LayerCalls
 
 # What does not belong to a key lies about sqrt(2) from its value, and the sum of many others about 1.
@@ -105,11 +105,12 @@ class NeedleLayer:
         self._index: list[IndexHaystack] = []
         if isinstance(problem.indexer, Indexer):
             indexer, self._source = problem.indexer, self
+            check_indexer(indexer, max(kv_len))
             self._index = [IndexHaystack.random(problem, indexer, length, generator) for length in kv_len]
             self._index_k = rows(indexer.head_dim)
             self._index_q = rows(indexer.num_heads, indexer.head_dim)
             self._index_weights = rows(indexer.num_heads, dtype=torch.float32)
-            self._index_weights += 0.5 + torch.rand(indexer.num_heads, generator=generator, device=device)
+            self._index_weights += 0.75 + 0.5 * torch.rand(indexer.num_heads, generator=generator, device=device)
 
     @property
     def source(self) -> NeedleLayer | None:

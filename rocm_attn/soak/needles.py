@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -35,6 +36,10 @@ _SHARPNESS = tuple(0.25 * step for step in range(2, 97))
 _NUM_KINDS = 8
 # Keys that each set of an indexer's heads points to, at most: the others of its choice are noise.
 _MOST_POINTED = 2
+# What a query for which noise may outdo what an indexer's heads point to is allowed to happen to, of all queries.
+_OUTDONE = 1e-6
+# What pointing keeps of sqrt(dim) where heads weigh unequally.
+_LEAST_POINTING = 0.85
 
 
 def sharpness_of(problem: Problem, kv_len: int) -> float:
@@ -57,6 +62,46 @@ def sharpness_of(problem: Problem, kv_len: int) -> float:
         )
     # Enough is enough: rounding of large logits costs more than the last of the margin gains.
     return next(sharpness for sharpness in _SHARPNESS if margin(sharpness) >= min(margin(best), 12.0))
+
+
+def check_indexer(indexer: Indexer, kv_len: int) -> None:
+    """Raises BadProblem where noise may be chosen in the place of what the heads of an indexer point to.
+
+    A key that heads point to scores sqrt(dim) for each direction that points to it. Another one scores noise for all
+    of them, which share what they turn away from: N(0, 6) for two directions, N(0, 2) for one. As many of those as
+    there is room for may score more.
+    """
+    indexing = indexer.indexing
+    num_pointed = _num_pointed(indexer)
+    room = indexing.top - indexing.first - indexing.last - num_pointed
+    # Of a Poisson distribution with this mean, more than `room` come up with a probability of less than _OUTDONE.
+    mean = math.exp((math.log(_OUTDONE) + math.lgamma(room + 2)) / (room + 1))
+    keys, units = kv_len // indexing.key_tokens, kv_len // indexing.unit_tokens
+    directions = (6 if num_pointed > 1 else 2) if units > _too_few(indexing) else num_pointed
+    noise = math.sqrt(directions) * NormalDist().inv_cdf(1 - mean / keys) if keys > mean else 0.0
+    if units > indexing.top and noise > _LEAST_POINTING * math.sqrt(indexer.head_dim):
+        raise BadProblem(
+            f"index rows of {indexer.head_dim} elements, of which {indexing.top} units are chosen, do not tell "
+            f"{keys} keys apart; test shorter lengths"
+        )
+
+
+def _num_pointed(indexer: Indexer) -> int:
+    """Keys that each set of heads points to. Raises BadProblem where too few units are chosen."""
+    indexing = indexer.indexing
+    room = indexing.top - indexing.first - indexing.last
+    if room < 1:
+        raise BadProblem(f"an indexer that chooses by {indexing} chooses nothing but what is forced; raise top")
+    return min(indexer.num_heads // indexing.sets, _MOST_POINTED, room)
+
+
+def _too_few(indexing: Indexing) -> float:
+    """Units of which there are too few to turn away from one: nearly as many as are chosen.
+
+    A unit's score must be that of one key; of several keys' largest none can be turned away from.
+    """
+    is_one = indexing.unit_keys == 1 or indexing.pooling is Pooling.MEAN
+    return 4 * indexing.top + 4 if is_one else math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +222,7 @@ class Pointed:
     def of(cls, problem: Problem, indexer: Indexer, first: int, end: int, generator: torch.Generator) -> Pointed:
         """For the tokens first .. end - 1 of a sequence. Raises BadProblem where too few units are chosen."""
         indexing, device = indexer.indexing, generator.device
-        room = indexing.top - indexing.first - indexing.last
-        num_pointed = min(indexer.num_heads // indexing.sets, _MOST_POINTED, room)
-        if num_pointed < 1:
-            raise BadProblem(f"an indexer that chooses by {indexing} chooses nothing but what is forced; raise top")
+        num_pointed = _num_pointed(indexer)
         token, turn = _turns(first, end, indexing.sets * num_pointed, device)
         whole = (token + 1) // indexing.unit_tokens * indexing.unit_tokens
         highest = (whole if indexing.last_unit is LastUnit.LEFT_OUT else token + 1) - 1
@@ -192,17 +234,13 @@ class Pointed:
 
 
 def _turned_away(indexing: Indexing, key: Tensor, token: Tensor, generator: torch.Generator) -> Tensor:
-    """int64 [n, sets]: a key whose unit is not chosen, where units are many times more than are chosen; else -1.
-
-    Of the units whose score is the largest of several keys' none can be turned away from.
-    """
+    """int64 [n, sets]: a key whose unit is not chosen, where units are many times more than are chosen; else -1."""
     units = (token + 1) // indexing.unit_tokens
     share = torch.rand(token.shape, generator=generator, device=token.device)
     unit = indexing.first + (share * (units - indexing.first - indexing.last - 1).clamp(min=1)).long()
     away = unit * indexing.unit_tokens + indexing.unit_tokens - 1
     is_pointed_to = (key // indexing.unit_tokens == unit[..., None]).any(-1)
-    is_one = indexing.unit_keys == 1 or indexing.pooling is Pooling.MEAN
-    usable = is_one & (units > 4 * indexing.top + 4) & ~is_pointed_to
+    usable = (units > _too_few(indexing)) & ~is_pointed_to
     return torch.where(usable, away, -1)
 
 

@@ -17,6 +17,11 @@ torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.amd.interpreted import search_once
+
+    search_once()
+
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:

@@ -23,7 +23,7 @@ from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.guards.registry import Guards
-from rocm_attn.problem import Problem
+from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Step
@@ -94,7 +94,8 @@ class Serving:
 
         self.q = rows(problem.num_q_heads, problem.head_dim)
         self.k = rows(problem.num_kv_heads, problem.head_dim)
-        self.v = rows(problem.num_kv_heads, problem.v_head_dim)
+        is_latent = problem.pool is PoolKind.LATENT
+        self.v = self.k[..., : problem.v_head_dim] if is_latent else rows(problem.num_kv_heads, problem.v_head_dim)
         self.out = rows(problem.num_q_heads, problem.v_head_dim)
         self.lse = torch.full(self.out.shape[:2], float("nan"), device=self.runtime.device)
         self.places = np.arange(0)

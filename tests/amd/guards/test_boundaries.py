@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.errors import BadBatch, NeverFits
+from rocm_attn.kernels.sparse.arguments import Indexing
+from rocm_attn.problem import EarlierSelection, KVEncoding, PoolKind, Problem, Scales
 from tests.amd.guards.serving import PROVIDERS, Serving
-from tests.amd.runtime.stepping import Request, small_problem
+from tests.amd.guards.test_selections import PAGES, TOKENS
+from tests.amd.runtime.sparse_world import SparseWorld, indexer, layer
+from tests.amd.runtime.stepping import Request, providers, small_problem
 
 POOL, CAP = 6, 4
 # Sequences, and what they are padded to: up to one more than the largest graph takes, and twice the pool.
@@ -35,13 +41,57 @@ def grow_to(serving: Serving, requests: list[Request], lengths: list[int]) -> No
 def test_sequences_of_every_count_and_length(
     provider: str, page_size: int, largest: int, graphs: bool, device: torch.device
 ) -> None:
+    walk(small_problem(page_size), provider, largest, graphs=graphs, device=device)
+
+
+KEPT = {
+    "codes by token": replace(small_problem(1), kv_encoding=KVEncoding.E4M3FNUZ, kv_scales=Scales.TOKEN),
+    "codes by head": replace(small_problem(16), kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.HEAD),
+    "codes by layer": replace(small_problem(1), kv_encoding=KVEncoding.E5M2, kv_scales=Scales.LAYER),
+    "rows of 320": replace(small_problem(16), head_dim=320, v_head_dim=320, scale=320**-0.5),
+    "latents": replace(small_problem(16), num_kv_heads=1, head_dim=24, pool=PoolKind.LATENT),
+}
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("provider", providers())
+def test_sequences_of_every_count_and_length_whatever_pages_hold(
+    provider: str, kept: str, graphs: bool, device: torch.device
+) -> None:
+    walk(KEPT[kept], provider, CAP, graphs=graphs, device=device)
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+@pytest.mark.parametrize("indexing", [TOKENS, PAGES], ids=["tokens", "pages"])
+@pytest.mark.parametrize("provider", providers())
+def test_selections_for_sequences_of_every_count_and_length(
+    provider: str, indexing: Indexing, graphs: bool, device: torch.device
+) -> None:
+    """One key, as many as are chosen, one more, whole pages and a token beside them."""
+    world = SparseWorld([layer(indexer(indexing)), layer(EarlierSelection(indexing))], device, provider, graphs=graphs)
+    lengths = [1, 3, 4, 5, 8, 9, 20]
+    for count in range(1, 5):
+        requests = [world.admit() for _ in range(count)]
+        for first in range(0, len(lengths), count):
+            wanted = [lengths[(first + seq) % len(lengths)] for seq in range(count)]
+            new = [max(length - r.kv_len, 1) for length, r in zip(wanted, requests, strict=True)]
+            world.step(requests, new)
+            world.step(requests, [1] * count)
+        for request in requests:
+            world.runtime.table.free(request.row)
+
+
+def walk(problem: Problem, provider: str, largest: int, *, graphs: bool, device: torch.device) -> None:
+    """Every count of sequences at every length around the edges of pages. largest: sequences that graphs take"""
+    page_size = problem.page_size
     max_kv_len = 2 * page_size + 3
     lengths = lengths_around(page_size, max_kv_len)
     serving = Serving(
         device,
         graphs=graphs,
         provider=provider,
-        problem=small_problem(page_size),
+        problem=problem,
         max_num_seqs=POOL,
         max_kv_len=max_kv_len,
         num_pages=1 + POOL * (max_kv_len // page_size + 1),

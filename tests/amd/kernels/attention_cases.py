@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,21 @@ def dtypes() -> list[torch.dtype]:
     """What the kernels can be tested with here: Triton's interpreter gets bf16 arithmetic wrong without saying so."""
     gpu_only = [torch.bfloat16] if torch.cuda.is_available() else []
     return [torch.float32, torch.float16, *gpu_only]
+
+
+def in_each_dtype(name: str, cases: Mapping[str, object]) -> pytest.MarkDecorator:
+    """Parameters name and dtype: every case in every dtype, of which one is in every run and the others are long.
+
+    Which one it is changes from case to case.
+    """
+    return pytest.mark.parametrize(
+        (name, "dtype"),
+        [
+            pytest.param(case, dtype, id=f"{key}-{dtype}", marks=[pytest.mark.long] * (at % len(dtypes()) != number))
+            for at, (key, case) in enumerate(cases.items())
+            for number, dtype in enumerate(dtypes())
+        ],
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ def run_latent_extend(
     """Schedule and extend, with a schedule that is garbage beforehand."""
     case = tensors.case
     if tiles is None:
-        tiles = latent_extend_tiles(arch_of(tensors), dims=case.dims, dtype=case.dtype)
+        tiles = latent_extend_tiles(arch_of(tensors), dims=case.dims, dtype=case.dtype, is_coded=case.kv is not None)
     cut: ExtendCut = latent_extend_cut(tiles, num_heads=case.heads[0], min_q_len=min_q_len)
     schedule = put(garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device))
     launch_extend_schedule(tensors.queries, schedule, cut)

@@ -199,6 +199,7 @@ def test_mask_cells_are_counted_in_64_bits(fill: Fill, kernel_device: torch.devi
     assert step.mask_indptr.tolist() == [0, cells, 2 * cells, 3 * cells, 3 * cells + 1, 3 * cells + 2]
 
 
+@pytest.mark.long
 def test_the_twin_agrees_at_256_sequences_of_32k_tokens(kernel_device: torch.device) -> None:
     seqs = [(32_768 - seq, 1) for seq in range(256)]
     case = Case(seqs, (0, 1), 256, 256, 256 * 256, 128, random_pages(seqs, 256, 6))

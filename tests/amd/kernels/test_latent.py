@@ -121,7 +121,7 @@ def test_a_few_new_tokens_are_split_over_their_keys(case: Case, kernel_device: t
 def test_extend_equals_the_reference(case: Case, kernel_device: torch.device) -> None:
     for dtype in latent_dtypes(kernel_device)[-1:]:
         tensors = build(replace(case, dtype=dtype), kernel_device)
-        tiles = latent_extend_tiles(arch_of(tensors), dims=case.dims, dtype=dtype)
+        tiles = latent_extend_tiles(arch_of(tensors), dims=case.dims, dtype=dtype, is_coded=case.kv is not None)
         run_latent_extend(tensors, tiles=tiles.of_masked_steps() if case.masked else tiles)
         assert_served(tensors)
 

@@ -18,7 +18,7 @@ from tests.amd.kernels.attention_cases import (
     Tensors,
     assert_served,
     build,
-    dtypes,
+    in_each_dtype,
     run_extend,
     run_extend_twin,
     run_shared_extend,
@@ -53,8 +53,7 @@ run_extends = pytest.mark.parametrize("run", [run_extend, run_shared_extend, run
 
 
 @run_extends
-@pytest.mark.parametrize("dtype", dtypes(), ids=str)
-@pytest.mark.parametrize("feature", FEATURES.values(), ids=FEATURES)
+@in_each_dtype("feature", FEATURES)
 def test_a_masked_extend_equals_the_reference(
     feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:

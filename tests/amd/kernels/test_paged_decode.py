@@ -25,6 +25,7 @@ from tests.amd.kernels.attention_cases import (
     assert_served,
     build,
     dtypes,
+    in_each_dtype,
     run_decode,
     run_decode_twin,
     tiles_for,
@@ -65,8 +66,7 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 @run_either
-@pytest.mark.parametrize("dtype", dtypes(), ids=str)
-@pytest.mark.parametrize("case", GEOMETRIES.values(), ids=GEOMETRIES)
+@in_each_dtype("case", GEOMETRIES)
 def test_decode_equals_the_reference(
     case: Case, dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:

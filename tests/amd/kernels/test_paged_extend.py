@@ -25,6 +25,7 @@ from tests.amd.kernels.attention_cases import (
     assert_served,
     build,
     dtypes,
+    in_each_dtype,
     queries_of,
     run_decode,
     run_extend,
@@ -61,8 +62,7 @@ run_either = pytest.mark.parametrize("run", [run_extend, run_shared_extend, run_
 
 
 @run_either
-@pytest.mark.parametrize("dtype", dtypes(), ids=str)
-@pytest.mark.parametrize("case", GEOMETRIES.values(), ids=GEOMETRIES)
+@in_each_dtype("case", GEOMETRIES)
 def test_extend_equals_the_reference(
     case: Case, dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:

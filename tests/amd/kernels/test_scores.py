@@ -19,7 +19,7 @@ from tests.amd.kernels.attention_cases import (
     Tensors,
     assert_served,
     build,
-    dtypes,
+    in_each_dtype,
     run_decode,
     run_decode_twin,
     run_extend,
@@ -53,12 +53,10 @@ FEATURES = {
 
 run_decodes = pytest.mark.parametrize("run", [run_decode, run_shared_decode, run_decode_twin])
 run_extends = pytest.mark.parametrize("run", [run_extend, run_shared_extend, run_extend_twin])
-each_feature = pytest.mark.parametrize("feature", FEATURES.values(), ids=FEATURES)
 
 
 @run_decodes
-@pytest.mark.parametrize("dtype", dtypes(), ids=str)
-@each_feature
+@in_each_dtype("feature", FEATURES)
 def test_decode_equals_the_reference(
     feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:
@@ -68,8 +66,7 @@ def test_decode_equals_the_reference(
 
 
 @run_extends
-@pytest.mark.parametrize("dtype", dtypes(), ids=str)
-@each_feature
+@in_each_dtype("feature", FEATURES)
 def test_extend_equals_the_reference(
     feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:

@@ -144,16 +144,18 @@ def attention(memory: Memory, case: Case) -> Tensors:
 
 
 def decode(memory: Memory) -> None:
-    """Split rows and whole ones, an empty sequence; every program hands a part to another."""
+    """Split rows and whole ones, an empty sequence; every program hands a part to another. Codes, two by two."""
+    codes = {"kv": Encoding.E4M3FN, "scales": Scales.LAYER, "dtype": torch.float16}
     for kv_len, num_programs, head_blocks, scores in (
         ([33, 0, 1, 16, 70], 4, 1, {}),
         ([90], 7, 2, {}),
         ([33, 3, 16], 2, 1, {"first_page": [2, 9, 1]}),
         ([90, 80], 3, 1, SCORES),
         ([20, 20, 400], 5, 1, {**SCORES, "window_left": 300}),  # the last row is shared by two programs
+        ([33, 16], 2, 1, codes),
     ):
         case = Case(kv_len, [1] * len(kv_len), HEADS, DIMS, PAGE_SIZE, spread=True, **scores)
-        tiles = replace(DECODE_TILES, head_blocks=head_blocks)
+        tiles = replace(DECODE_TILES, head_blocks=head_blocks, paired=scores is codes)
         tensors = attention(memory, case)
         cut = DecodeCut.of(tiles, num_kv_heads=HEADS[1], programs=num_programs, window_left=case.window_left)
         words = cut.partials_words(gqa_ratio=tensors.gqa_ratio, v_head_dim=DIMS[1], tiles=tiles)

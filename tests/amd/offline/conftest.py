@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, wait
-from typing import cast
 
 import pytest
 import torch
-
-from tests.amd.offline.compiling import compile_row
-from tests.amd.offline.matrix import Row
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -21,15 +15,3 @@ def untouched_memory() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     yield
     torch.utils.deterministic.fill_uninitialized_memory = before  # type: ignore[attr-defined]
-
-
-@pytest.fixture(scope="package")
-def compiled_on_all_cores(request: pytest.FixtureRequest) -> None:
-    """Fill Triton's cache with the rows of this run; each test then reads its own from there.
-
-    A row that cannot be compiled fails here in silence, and again in its test.
-    """
-    tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    rows = {cast(Row, test.callspec.params["row"]) for test in tests if "compiled_on_all_cores" in test.fixturenames}
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        wait([pool.submit(compile_row, row) for row in rows])

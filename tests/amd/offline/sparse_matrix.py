@@ -79,7 +79,7 @@ class IndexRow:
             _tokens(self.max_q_len),
         )
         selection = _selection(indexing.sets, indexing.width, indexing.unit_tokens)
-        tiles = index_tiles(self.arch, dim=dim, key_dtype=key_dtype)
+        tiles = index_tiles(self.arch, heads=self.heads, dim=dim, key_dtype=key_dtype)
         launch_select(
             args,
             selection,
@@ -212,7 +212,7 @@ _LAYERS: tuple[Callable[[str], LayerRow], ...] = (
     lambda arch: LayerRow(arch, "latent_128", (128, 1), (576, 512), _LATENT),
     lambda arch: LayerRow(arch, "latent_codes", (16, 1), (576, 512), _LATENT, scales=Scales.TOKEN),
     lambda arch: LayerRow(arch, "latent_pools", (16, 1), (512, 512), _LATENT, width=513, unit_tokens=4),
-    lambda arch: LayerRow(arch, "blocks", (64, 4), (128, 128), sets=4, width=16, unit_tokens=128),
+    lambda arch: LayerRow(arch, "attended_blocks", (64, 4), (128, 128), sets=4, width=16, unit_tokens=128),
     lambda arch: LayerRow(
         arch, "blocks_codes", (64, 4), (128, 128), sets=4, width=16, unit_tokens=128, scales=Scales.TOKEN
     ),
@@ -229,7 +229,7 @@ _LAYERS: tuple[Callable[[str], LayerRow], ...] = (
         on_oldest=arch == _OLDEST_ARCH,
     ),
     lambda arch: LayerRow(arch, "segments_256", (24, 2), (256, 256), exact=True),
-    lambda arch: LayerRow(arch, "float32", (8, 2), (128, 96), dtype=FP32),
+    lambda arch: LayerRow(arch, "attended_float32", (8, 2), (128, 96), dtype=FP32),
     lambda arch: LayerRow(arch, "latent_16", (16, 1), (576, 512), _LATENT, is_large=True),
 )
 ARCHS = ("gfx942", "gfx950", "sm_90")

@@ -24,7 +24,6 @@ VARIANT = Variant("row", "_decode_kernel", 0)
 COST = Cost(vgprs=100, agprs=20, lds_bytes=1000, code_bytes=5000, waves_per_simd=4, matrix_ops=40, buffer_loads=30)
 
 
-@pytest.mark.usefixtures("compiled_on_all_cores")
 @rows_for(AMD_ARCHS)
 def test_no_kernel_exceeds_its_budget(row: Row) -> None:
     found = list(complaints(read(triton.__version__, row), costs_of(row, compiled_kernels(row))))

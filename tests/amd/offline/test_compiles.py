@@ -26,7 +26,7 @@ from rocm_attn.problem import KVEncoding, PoolKind
 from rocm_attn.providers.triton_segments import codes_of
 from tests.amd.house.source_tree import sources
 from tests.amd.offline.code_object import AmdCode, NvidiaCode, read_amd_code, read_nvidia_code
-from tests.amd.offline.compiling import AMD_ARCHS, NVIDIA_ARCHS, compiled_kernels, rows_for
+from tests.amd.offline.compiling import AMD_ARCHS, IN_EVERY_RUN, NVIDIA_ARCHS, compiled_kernels, rows_for
 from tests.amd.offline.matrix import ROWS, Row, launch_rest
 from tests.amd.offline.offline_driver import compiled_by
 from tests.amd.offline.test_offline_driver import gather_product
@@ -55,7 +55,7 @@ READS_PAGES = (
 # Bytes on the stack of kernels with warpgroup products of 64 rows and 512 columns, whose accumulators take half of all
 # registers. What is spilled are addresses and lengths; of 1,300 instructions of a key block 15 read it back. The tiles
 # that spill nothing have no warpgroup products.
-SPILLED_AROUND_PRODUCTS = {("sm_90", "_latent_decode_kernel"): 640, ("sm_90", "_latent_extend_kernel"): 384}
+SPILLED_AROUND_PRODUCTS = {("sm_90", "_latent_decode_kernel"): 768, ("sm_90", "_latent_extend_kernel"): 512}
 
 # Scalar registers that programs with shares of rows keep in lanes of vector registers, and read back once a row: their
 # pointers and strides are more than there are. None of them goes to memory.
@@ -68,7 +68,6 @@ LATENT = "rocm_attn.kernels.latent"
 ONLY_WRITES = ("_zero_tails_kernel", "_clear_pads_kernel")
 
 
-@pytest.mark.usefixtures("compiled_on_all_cores")
 @rows_for(AMD_ARCHS)
 def test_amd_kernels_fit_and_use_the_matrix_units(row: Row) -> None:
     kernels = compiled_kernels(row)
@@ -85,7 +84,6 @@ def test_amd_kernels_fit_and_use_the_matrix_units(row: Row) -> None:
     assert not complaints, "\n".join(complaints)
 
 
-@pytest.mark.usefixtures("compiled_on_all_cores")
 @rows_for(NVIDIA_ARCHS)
 def test_nvidia_kernels_fit_and_use_the_matrix_units(row: Row) -> None:
     complaints = [
@@ -98,9 +96,9 @@ def test_nvidia_kernels_fit_and_use_the_matrix_units(row: Row) -> None:
 
 @pytest.mark.long
 def test_every_kernel_fits_sm_90() -> None:
-    """Those of metadata and of engines too, which rows for NVIDIA leave to the tests that run them."""
+    """Kernels of metadata and of engines too, which rows for NVIDIA leave to the tests that run them."""
     rows = [row for row in ROWS if row.arch == "sm_90"]
-    row = next(row for row in rows if row.dims == (128, 128) and row.dtype == torch.bfloat16)
+    row = next(row for row in rows if row.dims == (128, 128) and row.kv is KVEncoding.LIKE_Q)
     latent = next(row for row in rows if row.pool is PoolKind.LATENT)
     rest = compiled_by(lambda: launch_rest(row), row.arch)
     kernels = [*compiled_kernels(row), *compiled_kernels(latent), *rest]
@@ -108,6 +106,7 @@ def test_every_kernel_fits_sm_90() -> None:
     found = [
         f"{kernel.name}: {each}"
         for kernel in rest
+        if kernel.name not in READS_PAGES
         for each in nvidia_complaints(row, kernel.name, read_nvidia_code(kernel))
     ]
     assert not found, "\n".join(found)
@@ -196,7 +195,7 @@ def test_every_latent_tuning_row_is_in_the_matrix(arch: str) -> None:
                     compiled.add(
                         latent_decode_tiles(arch, num_rows=row.heads[0], dims=dims, dtype=dtype, is_coded=is_coded)
                     )
-                compiled.add(latent_extend_tiles(arch, dims=dims, dtype=dtype))
+                    compiled.add(latent_extend_tiles(arch, dims=dims, dtype=dtype, is_coded=is_coded))
                 compiled.add(latent_segment_tiles(arch, dims=dims, dtype=dtype).block)
         tuned = [row.tiles for row in (*latent_tiles.DECODE_ROWS, *latent_tiles.EXTEND_ROWS) if row.arch == own_name]
         segments = [row.tiles.block for row in latent_tiles.SEGMENT_ROWS if row.arch == own_name]
@@ -218,7 +217,22 @@ def test_the_matrix_is_a_list_that_a_change_can_wait_for() -> None:
 
 
 def test_the_oldest_triton_compiles_a_row_for_each_amd_arch() -> None:
-    assert {row.arch for row in ROWS if row.on_oldest} >= set(AMD_ARCHS)
+    assert {row.arch for row in rows_of_every_run() if row.on_oldest} >= set(AMD_ARCHS)
+
+
+def rows_of_every_run() -> list[Row]:
+    return [row for row in ROWS if str(row) in IN_EVERY_RUN]
+
+
+def test_every_run_compiles_each_kind_of_layer() -> None:
+    rows = rows_of_every_run()
+    assert len(rows) == len(IN_EVERY_RUN), "a row has another name now"
+    assert {row.arch for row in rows} == {*AMD_ARCHS, "sm_90"}
+    assert {row.pool for row in rows} == {row.pool for row in ROWS}
+    assert {row.dims for row in rows} == {row.dims for row in ROWS} - {(80, 96)}, "float16's dims, which are long"
+    assert {row.scales for row in rows} == {row.scales for row in ROWS}
+    for arch in AMD_ARCHS:
+        assert any(row.arch == arch and row.kv is not KVEncoding.LIKE_Q for row in rows), f"no codes on {arch}"
 
 
 @pytest.mark.parametrize(

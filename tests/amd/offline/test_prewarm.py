@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
+import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,9 @@ from rocm_attn.problem import Problem
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.offline.offline_driver import offline
+
+# One worker's, because of what is prewarmed once for all of them.
+pytestmark = pytest.mark.xdist_group("prewarm")
 
 ARCH = "gfx942"
 PROBLEM = Problem(8, 2, 64, 64, torch.bfloat16, 16, 0.125)
@@ -48,6 +52,31 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compile_only, "_device_id", lambda gpu: next(_FRESH_DEVICE_IDS))
     return tmp_path
+
+
+@dataclass(frozen=True)
+class Warm:
+    """One prewarm of PROBLEM and SIZES: its report, and the cache that it left."""
+
+    report: PrewarmReport
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def first_prewarm(tmp_path_factory: pytest.TempPathFactory) -> Warm:
+    folder = tmp_path_factory.mktemp("prewarmed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(folder))
+        patch.setattr(compile_only, "_device_id", lambda gpu: next(_FRESH_DEVICE_IDS))
+        report = prewarmed()
+    return Warm(report, folder)
+
+
+@pytest.fixture
+def warm(first_prewarm: Warm, cache: Path) -> PrewarmReport:
+    """The report of a prewarm that has filled this test's cache."""
+    shutil.copytree(first_prewarm.folder, cache, dirs_exist_ok=True)
+    return first_prewarm.report
 
 
 def prewarmed(problem: Problem = PROBLEM, sizes: RuntimeOptions = SIZES, target: str = ARCH) -> PrewarmReport:
@@ -91,8 +120,8 @@ def serve(problem: Problem, sizes: RuntimeOptions) -> list[CompileEvent]:
     return events
 
 
-def test_what_was_prewarmed_is_compiled_no_second_time() -> None:
-    first, second = prewarmed(), prewarmed()
+def test_what_was_prewarmed_is_compiled_no_second_time(warm: PrewarmReport) -> None:
+    first, second = warm, prewarmed()
     assert sum(first.compiled.values()) >= 9
     assert {"_decode_kernel", "_extend_kernel", "_store_kernel", "_fill_kernel", "_publish_kernel"} <= set(
         first.compiled
@@ -102,21 +131,27 @@ def test_what_was_prewarmed_is_compiled_no_second_time() -> None:
     assert second.cached == first.compiled
 
 
+def test_a_process_that_serves_finds_everything_that_it_needs(warm: PrewarmReport) -> None:
+    assert "_decode_kernel" in warm.compiled
+    assert_everything_was_cached(serve(PROBLEM, SIZES))
+
+
 @pytest.mark.parametrize(
-    ("mode", "kernel"),
+    ("sizes", "kernel"),
     [
-        ({}, "_decode_kernel"),
-        ({"deterministic": True}, "_segment_decode_kernel"),
-        ({"shared_prefixes": True}, "_merge_states_kernel"),
+        (replace(SIZES, deterministic=True), "_segment_decode_kernel"),
+        (replace(SIZES, shared_prefixes=True), "_merge_states_kernel"),
     ],
-    ids=["normal", "segments", "shared_prefixes"],
+    ids=["segments", "shared_prefixes"],
 )
-def test_a_process_that_serves_finds_everything_that_it_needs(mode: dict[str, bool], kernel: str) -> None:
-    sizes = replace(SIZES, **mode)  # type: ignore[arg-type]
-    report = prewarmed(sizes=sizes)
-    events = serve(PROBLEM, sizes)
+def test_so_does_one_of_other_kernels(sizes: RuntimeOptions, kernel: str) -> None:
+    """From an empty cache: nothing that it needs was compiled for another process."""
+    assert kernel in prewarmed(sizes=sizes).compiled
+    assert_everything_was_cached(serve(PROBLEM, sizes))
+
+
+def assert_everything_was_cached(events: list[CompileEvent]) -> None:
     assert len(events) >= 9
-    assert kernel in report.compiled
     assert [event for event in events if not event.was_cached] == []
 
 
@@ -124,16 +159,15 @@ def test_serving_without_a_prewarm_compiles() -> None:
     assert all(not event.was_cached for event in serve(PROBLEM, SIZES))
 
 
-def test_a_pool_above_2_gib_is_prewarmed_with_its_own_code() -> None:
-    small = prewarmed()
+def test_a_pool_above_2_gib_is_prewarmed_with_its_own_code(warm: PrewarmReport) -> None:
     large = prewarmed(sizes=replace(SIZES, num_pages=1 << 21))
     assert {"_decode_kernel", "_extend_kernel", "_store_kernel"} <= set(large.compiled)
-    assert sum(large.compiled.values()) < sum(small.compiled.values())
+    assert sum(large.compiled.values()) < sum(warm.compiled.values())
 
 
-def test_another_arch_has_kernels_of_its_own() -> None:
-    first, other = prewarmed(), prewarmed(target="gfx950")
-    assert set(other.compiled) == set(first.compiled)
+def test_another_arch_has_kernels_of_its_own(warm: PrewarmReport) -> None:
+    other = prewarmed(target="gfx950")
+    assert set(other.compiled) == set(warm.compiled)
     assert other.cached == {}
 
 
@@ -143,6 +177,7 @@ def test_layers_with_weights_of_their_own_are_prewarmed() -> None:
     assert report.compiled["_extend_kernel"] > 0
 
 
+@pytest.mark.usefixtures("warm")
 def test_progress_counts_every_step_that_is_run() -> None:
     seen: list[tuple[int, int, str]] = []
     target, device = known_target(ARCH), torch.device("cpu")
@@ -186,6 +221,7 @@ def test_the_command_prints_what_it_compiled(tmp_path: Path, cache: Path, capsys
     assert json.loads(capsys.readouterr().out)["compiled"]["_segment_decode_kernel"] > 0
 
 
+@pytest.mark.usefixtures("warm")
 def test_the_command_chooses_the_pages_that_are_left_open(
     tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,5 +82,9 @@ def test_every_kernel_of_sparse_attention_is_compiled(arch: str) -> None:
     } == names_of_sparse_kernels()
 
 
+def test_no_two_rows_have_one_name() -> None:
+    assert len({str(row) for row in ROWS}) == len(ROWS)
+
+
 def test_every_arch_of_the_matrix_has_tiles() -> None:
     assert set(ARCHS) <= {row.arch for row in INDEX_ROWS} & {row.arch for row in SELECTED_ROWS}

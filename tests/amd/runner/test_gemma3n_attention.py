@@ -108,7 +108,7 @@ def given_to_attention() -> Iterator[list[tuple[Tensor, Tensor, Tensor, float]]]
     ("published", "swa_pages"),
     [
         pytest.param(GEMMA3N_E2B, 0, id="E2B", marks=pytest.mark.nightly),
-        pytest.param(GEMMA3N_E4B, 60, id="E4B"),
+        pytest.param(GEMMA3N_E4B, 60, id="E4B", marks=pytest.mark.nightly),
     ],
 )
 def test_layers_that_read_anothers_k_and_v_attend_as_transformers_do(published: dict[str, Any], swa_pages: int) -> None:

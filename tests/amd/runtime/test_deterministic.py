@@ -108,11 +108,14 @@ def _matrix_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     use_matrix_unit(monkeypatch)
 
 
-def ways_for(provider: str, device: torch.device) -> Mapping[str, Way]:
-    """All of them, but for those with many steps under the interpreter, which takes a second for each."""
+def ways_for(provider: str, device: torch.device, *, graphs: bool) -> Mapping[str, Way]:
+    """All of them, but for those with many steps under the interpreter, which takes a second for each.
+
+    There two are in every run, and with graphs, which is long, there are two more.
+    """
     if provider == "torch" or device.type == "cuda":
         return WAYS
-    return {name: WAYS[name] for name in ("around_a_cut", "beside_others", "cached", "halves")}
+    return {name: WAYS[name] for name in ("around_a_cut", "beside_others", *["cached", "halves"] * graphs)}
 
 
 @both
@@ -129,7 +132,7 @@ def test_a_sequence_gives_the_same_bits_in_every_way(
     alone = teller.tell(teller.begin(story), (NUM_TOKENS,))
     teller.check(alone)
     different = []
-    for name, way in ways_for(provider, device).items():
+    for name, way in ways_for(provider, device, graphs=graphs).items():
         teller = Teller(device, provider, problem, graphs=graphs)
         told = way(teller, story)
         teller.check(told)

@@ -19,8 +19,23 @@ from tests.amd.runtime.stepping import World, deterministic_providers, providers
 
 ENCODINGS = [KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ, KVEncoding.E5M2]
 EVERY_SCALES = [Scales.LAYER, Scales.HEAD, Scales.TOKEN]
-each_encoding = pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda encoding: encoding.name)
 each_scales = pytest.mark.parametrize("scales", EVERY_SCALES, ids=lambda scales: scales.name)
+# Graphed or eager, which changes from one to the next; the other way is long.
+each_encoding_and_scales = pytest.mark.parametrize(
+    ("graphs", "scales", "encoding"),
+    [
+        pytest.param(
+            graphs,
+            scales,
+            encoding,
+            id=f"{'graphed' if graphs else 'eager'}-{scales.name}-{encoding.name}",
+            marks=[pytest.mark.long] * ((row + column) % 2 == graphs),
+        )
+        for row, scales in enumerate(EVERY_SCALES)
+        for column, encoding in enumerate(ENCODINGS)
+        for graphs in (False, True)
+    ],
+)
 each_provider = pytest.mark.parametrize("provider", providers())
 
 
@@ -47,10 +62,8 @@ def serve(serving: Serving) -> None:
     serving.runtime.check_device()
 
 
-@each_encoding
-@each_scales
+@each_encoding_and_scales
 @each_provider
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 def test_steps_read_what_steps_have_quantised(
     graphs: bool, provider: str, scales: Scales, encoding: KVEncoding, device: torch.device
 ) -> None:

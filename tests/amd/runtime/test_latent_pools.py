@@ -17,6 +17,7 @@ from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.select import select
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.kv_scales import KVScales
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.runtime.stepping import World, deterministic_providers, providers, small_problem
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
@@ -107,6 +108,8 @@ EXPANDED = Problem(
     HEADS, 1, 40, 32, torch.float32, 4, scale=SCALE, pool=PoolKind.LATENT, wants_lse=True, logits_soft_cap=4.0
 )
 
+EXACT = KVEncoding.LIKE_Q, Scales.NONE
+
 
 def dense(q: Tensor, latents: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
     """Attention of a sequence's last tokens over all of its latents, in float64."""
@@ -119,9 +122,25 @@ def dense(q: Tensor, latents: Tensor, weights: Weights) -> tuple[Tensor, Tensor]
     return torch.einsum("hqk,khv->qhv", logits.softmax(-1), v), logits.logsumexp(-1).T
 
 
+long = pytest.mark.long
+ONE_PREFIX = [
+    pytest.param(4, 1, EXACT, marks=long),
+    pytest.param(4, 7, EXACT),
+    pytest.param(1, 5, EXACT, marks=long),
+    pytest.param(64, 1000, EXACT, marks=long),
+    pytest.param(16, 1000, (KVEncoding.E4M3FNUZ, Scales.TOKEN)),
+    pytest.param(1, 7, (KVEncoding.E4M3FN, Scales.TOKEN), marks=long),
+    pytest.param(5, 4, (KVEncoding.E4M3FN, Scales.LAYER), marks=long),
+    pytest.param(4, 7, (KVEncoding.E5M2, Scales.LAYER), marks=long),
+]
+
+
 @serving
-@pytest.mark.parametrize("chunk_tokens", [pytest.param(1, marks=pytest.mark.long), 7, 1000])
-def test_absorbed_expanded_and_dense_attention_are_one(chunk_tokens: int, provider: str, device: torch.device) -> None:
+@pytest.mark.parametrize(("page_size", "chunk_tokens", "kept"), ONE_PREFIX)
+def test_absorbed_expanded_and_dense_attention_are_one(
+    page_size: int, chunk_tokens: int, kept: tuple[KVEncoding, Scales], provider: str, device: torch.device
+) -> None:
+    """On pages of every size, in chunks of every size, and over the rows that each encoding keeps."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -129,27 +148,41 @@ def test_absorbed_expanded_and_dense_attention_are_one(chunk_tokens: int, provid
 
     weights = Weights(random(HEADS, 16, 32), random(HEADS, 32, 12))
     options = RuntimeOptions(num_pages=64, max_num_seqs=4, max_kv_len=64, provider=provider)
-    runtime = build_runtime([EXPANDED], options, device=device)
-    rows, stored = [runtime.table.admit() for _ in range(3)], [random(0, 40) for _ in range(3)]
+    problem = replace(EXPANDED, page_size=page_size, kv_encoding=kept[0], kv_scales=kept[1])
+    runtime = build_runtime([problem], options, device=device)
+    if kept[1] is Scales.LAYER:
+        runtime.set_kv_scales(0, KVScales(0.02, 0.02))
+    rows, lengths = [runtime.table.admit() for _ in range(3)], [0, 0, 0]
     # Prompts, then chunks over them: one of a sequence that has no prefix, and of one that has nothing new.
     for q_len in ([11, 0, 5], [4, 9, 0]):
-        kv_len = [len(latents) + new for latents, new in zip(stored, q_len, strict=True)]
-        for row, length in zip(rows, kv_len, strict=True):
+        lengths = [length + new for length, new in zip(lengths, q_len, strict=True)]
+        for row, length in zip(rows, lengths, strict=True):
             runtime.table.reserve(row, length)
-        batch = StepBatch(*(np.array(values, np.int32) for values in (rows, kv_len, q_len)))
+        batch = StepBatch(*(np.array(values, np.int32) for values in (rows, lengths, q_len)))
         q, latents = random(sum(q_len), HEADS, 24), random(sum(q_len), 40)
         absorbed, lse = absorbed_step(runtime, batch, weights.absorbed(q), latents)
-        out, out_lse = runtime.expanded_prefill(0).attend(batch, q, latents, weights.expand, chunk_tokens=chunk_tokens)
+        kept_latents = [stored_rows(runtime, row, length) for row, length in zip(rows, lengths, strict=True)]
+        new_rows = torch.cat([each[len(each) - new :] for each, new in zip(kept_latents, q_len, strict=True)])
+        half_a_step = 0.0 if kept == EXACT else torch.finfo(problem.page_format.encoding.dtype).eps / 2
+        torch.testing.assert_close(new_rows, latents, rtol=half_a_step, atol=half_a_step / 8)
+        prefill = runtime.expanded_prefill(0)
+        out, out_lse = prefill.attend(batch, q, new_rows, weights.expand, chunk_tokens=chunk_tokens)
         token = 0
-        for seq, new in enumerate(q_len):
+        for stored, new in zip(kept_latents, q_len, strict=True):
             mine = slice(token, token + new)
-            stored[seq] = torch.cat([stored[seq], latents[mine]])
-            want, want_lse = dense(q[mine], stored[seq], weights)
+            want, want_lse = dense(q[mine], stored, weights)
             by_head = torch.einsum("thl,hlv->thv", absorbed[mine], weights.w_v)
             for result, result_lse in ((by_head, lse[mine]), (out[mine], out_lse[mine])):
                 assert_attention_close(result, want, torch.float32)
                 assert_lse_close(result_lse, want_lse, torch.float32)
             token += new
+
+
+def stored_rows(runtime: AttentionRuntime, row: int, length: int) -> Tensor:
+    """The first rows of a sequence as its pages hold them, [length, 40]."""
+    ids = torch.from_numpy(np.array(runtime.table.pages_of(row), np.int64)).to(runtime.device)
+    k, _ = runtime.pool.layer(0).read(ids)
+    return k.flatten(0, 1)[:length, 0]
 
 
 def absorbed_step(runtime: AttentionRuntime, batch: StepBatch, q: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:

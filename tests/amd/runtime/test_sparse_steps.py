@@ -17,7 +17,9 @@ from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import EarlierSelection, Indexer, KVEncoding, Problem, Scales
 from rocm_attn.providers.select import select
+from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
+from tests.amd.kernels.matrix_unit import use_matrix_unit
 from tests.amd.runtime.sparse_world import SparseWorld, indexer, latent_layer, layer
 from tests.amd.runtime.stepping import providers
 from tests.amd.tolerances import assert_attention_close
@@ -82,6 +84,51 @@ def test_a_selection_of_all_keys_gives_what_attention_to_all_gives(graphs: bool,
     pages[1].v.copy_(pages[0].v)
     world.runner.run(world.batch([request], [1]))
     torch.testing.assert_close(sparse.out[0], dense.out[0], rtol=1e-5, atol=1e-6)
+
+
+long = pytest.mark.long
+
+
+def coded(problem: Problem) -> Problem:
+    """The layer with K and V in codes, each token's with a factor of its own."""
+    return replace(problem, kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.TOKEN)
+
+
+EVERYTHING = {
+    "pages of 4": pytest.param(layer(indexer(WIDE))),
+    "pages of 1, sinks": pytest.param(replace(layer(indexer(WIDE), page_size=1), has_sinks=True), marks=long),
+    "pages of 16, codes": pytest.param(coded(layer(indexer(WIDE), page_size=16)), marks=long),
+    "latents": pytest.param(latent_layer(indexer(WIDE)), marks=long),
+    "latents in codes": pytest.param(coded(latent_layer(indexer(WIDE), page_size=16))),
+}
+
+
+@pytest.mark.parametrize("provider", providers())
+@pytest.mark.parametrize("problem", EVERYTHING.values(), ids=EVERYTHING)
+def test_a_selection_of_all_keys_gives_the_bits_of_deterministic_mode(
+    problem: Problem, provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt, a chunk over it, a decode step: of what a layer gives for all keys, and for all of them selected."""
+    use_matrix_unit(monkeypatch)
+    world = SparseWorld([problem], device, provider, deterministic=provider == "triton", max_kv_len=48, max_tokens=48)
+    world.runtime.head_weights.set(0, HeadWeights.random(problem, torch.Generator().manual_seed(0)).to(device))
+    request, asked = world.admit(), world.asked[0]
+    for new in (33, 5, 1):
+        world.draw(new)
+        step = world.runtime.begin_step(world.batch([request], [new]))
+        at, layers = step.tokens, step.layers
+        layers.store(0, asked.k[at], asked.v[at])
+        layers.store_index(0, asked.index_k[at])
+        layers.select(0, asked.index_q[at], asked.weights[at])
+        layers.attend_selected(0, asked.q[at], asked.out[at])
+        to_all = torch.full_like(asked.out[at], float("nan"))
+        layers.attend(0, asked.q[at], to_all)
+        world.runtime.end_step()
+        world.remember([request], [new])
+        assert to_all[:new].isfinite().all()
+        if world.deterministic:
+            assert torch.equal(asked.out[:new], to_all[:new])
+        assert_attention_close(asked.out[:new], to_all[:new].double(), problem.dtype)
 
 
 def test_requests_that_share_pages_share_their_index_keys(device: torch.device) -> None:

@@ -46,6 +46,7 @@ from tests.amd.simulator.latent_cases import latent_cases, more_latent_cases
 from tests.amd.simulator.metadata_cases import metadata_cases
 from tests.amd.simulator.segment_cases import segment_cases
 from tests.amd.simulator.sparse_cases import more_sparse_cases, sparse_cases
+from tests.amd.simulator.truth_cases import more_truth_cases, truth_cases
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -301,7 +302,6 @@ def _by_name(cases: list[Case]) -> dict[str, Case]:
 
 def quick_cases(arch: str) -> list[KernelCase]:
     """Every kernel in every dtype that is its own on AMD, below and above 4 GiB."""
-    both_widths = [replace(STEP, dtype=dtype) for dtype in (BF16, FP16)]
     below = [
         replace(STEP, heads=(16, 2), dims=(64, 64), page_size=64, dtype=BF16),
         replace(STEP, heads=(6, 2), dims=(80, 48), page_size=5, dtype=FP16, spread=True),
@@ -325,7 +325,7 @@ def quick_cases(arch: str) -> list[KernelCase]:
         ),
     ]
     return [
-        *_step_cases(arch, _by_name(both_widths), (False, True)),
+        *_step_cases(arch, _by_name([replace(STEP, dtype=BF16)]), (False, True)),
         *_step_cases(arch, _by_name([*below, *coded]), (False,)),
         *(
             KernelCase(f"store-{encoding.name}-{scales.name}", arch, partial(run_coded_store, arch, encoding, scales))
@@ -396,6 +396,7 @@ def quick_cases(arch: str) -> list[KernelCase]:
         *metadata_cases(arch),
         *sparse_cases(arch),
         *latent_cases(arch),
+        *truth_cases(arch),
     ]
 
 
@@ -418,11 +419,13 @@ def grid_cases(arch: str) -> list[KernelCase]:
     small = [case for case in steps if case.dtype != FP32]
     return [
         *quick_cases(arch),
+        *_step_cases(arch, _by_name([replace(STEP, dtype=FP16)]), (False, True)),
         *_step_cases(arch, _by_name([*steps, *odd]), (False,)),
         *_step_cases(arch, _by_name(small), (True,)),
         KernelCase("merge-1x260", arch, partial(run_merge, arch, 1, 260)),
         *more_sparse_cases(arch),
         *more_latent_cases(arch),
+        *more_truth_cases(arch),
     ]
 
 

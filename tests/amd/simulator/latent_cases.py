@@ -55,7 +55,7 @@ def run_latent_step(arch: str, case: Case, *, is_large: bool = False) -> Simulat
     shape: dict[str, Any] = {"dims": case.dims, "dtype": case.dtype, "is_coded": case.kv is not None}
     decode, few = (latent_decode_tiles(arch, num_rows=heads * n, **shape) for n in (1, 8))
     with simulated(arch) as simulation:
-        run_latent_extend(tensors, min_q_len=9, tiles=latent_extend_tiles(arch, dims=case.dims, dtype=case.dtype))
+        run_latent_extend(tensors, min_q_len=9, tiles=latent_extend_tiles(arch, **shape))
         run_latent_decode(tensors, fewest=2, most=8, tiles=few, compute_units=3)
         run_latent_decode(tensors, tiles=decode, compute_units=3)
     assert_served(tensors)
@@ -65,7 +65,7 @@ def run_latent_step(arch: str, case: Case, *, is_large: bool = False) -> Simulat
 def run_latent_masked(arch: str, case: Case) -> Simulation:
     """A masked step, of sequences with one new token too."""
     tensors = build(replace(case, masked=True), torch.device("cpu"))
-    tiles = latent_extend_tiles(arch, dims=case.dims, dtype=case.dtype).of_masked_steps()
+    tiles = latent_extend_tiles(arch, dims=case.dims, dtype=case.dtype, is_coded=case.kv is not None).of_masked_steps()
     with simulated(arch) as simulation:
         run_latent_extend(tensors, tiles=tiles)
     assert_served(tensors)

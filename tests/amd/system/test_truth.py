@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.errors import BadProblem, BadSetting
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding
-from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit, Pooling
 from rocm_attn.problem import (
     ALL_KEYS,
@@ -28,16 +26,16 @@ from rocm_attn.problem import (
     Problem,
     Scales,
 )
-from rocm_attn.providers.contract import BoundKernel, LayerKernel, Schedule, StepBounds, StepOps
+from rocm_attn.providers.contract import LayerKernel, StepOps
 from rocm_attn.providers.select import Selection
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.soak.needle_layer import NeedleLayer
 from rocm_attn.soak.truth import Truth, TruthPlan, TruthReport
 from rocm_attn.soak.wide_pages import wrapping_pages
-from rocm_attn.step.guards import OpsChange, SelectionChange, unchanged_ops
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.protocols import LayerCalls
+from tests.amd.faulty_kernels import faulty, with_launches
 from tests.amd.runtime.stepping import providers
 
 SHORT = TruthPlan(lengths=(60, 200), first_chunk=50, chunk=90, decode_steps=2)
@@ -53,7 +51,7 @@ WINDOW = replace(DENSE, window_left=40, has_sinks=True)
 def selecting(indexing: Indexing, problem: Problem = DENSE) -> list[Problem]:
     """A layer that selects, and one that reuses what it has chosen."""
     return [
-        replace(problem, indexer=Indexer(4, 64, indexing)),
+        replace(problem, indexer=Indexer(4, 128, indexing)),
         replace(problem, indexer=EarlierSelection(indexing)),
     ]
 
@@ -114,6 +112,18 @@ def test_every_provider_finds_every_needle(provider: str, device: torch.device) 
     assert truth([DENSE, WINDOW, *selecting(TOKENS), *selecting(BLOCKS)], device, plan).passed
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("problem", [DENSE, LATENT], ids=["dense", "latents"])
+def test_a_chunk_of_more_than_8192_tokens_loses_nothing(problem: Problem, device: torch.device) -> None:
+    """2k to 10k tokens, on any machine: as few heads as there can be, in eight bits, in replays."""
+    few = replace(problem, num_q_heads=2, num_kv_heads=1, page_size=64)
+    plan = TruthPlan(lengths=(2048, 6144, 10240), chunk=9240, decode_steps=2)
+    report = truth([kept_in(KVEncoding.E4M3FNUZ, Scales.TOKEN, few)], device, plan)
+    assert plan.most_tokens > 9000
+    assert report.passed, "\n".join(map(str, report.misses))
+    assert report.replays == report.steps
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", ["dense", "latents", "tokens", "blocks"])
@@ -170,45 +180,6 @@ def test_needles_lie_on_both_sides_of_what_32_bits_reach(device: torch.device) -
             assert pages.min() < boundary <= pages.max()
     all_pages = {int(page) for row in test._rows for page in test.runtime.table.pages_of(row)}
     assert any(page + boundaries[1] in all_pages for page in all_pages)
-
-
-# What a kernel is given -> what a faulty one takes it for.
-Fault = Callable[[AttendArgs], AttendArgs]
-
-
-@dataclass(frozen=True)
-class FaultyKernel:
-    """A kernel that reads something else than it is given."""
-
-    inner: BoundKernel
-    fault: Fault
-
-    @property
-    def schedule(self) -> Schedule:
-        return self.inner.schedule
-
-    def describe(self) -> str:
-        return f"faulty {self.inner.describe()}"
-
-    def workspace_words(self, shape: PaddedShape) -> int:
-        return self.inner.workspace_words(shape)
-
-    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        self.inner.attend(self.fault(args), step, bounds)
-
-
-def with_launches(kernels: SelectionChange, ops: OpsChange = unchanged_ops) -> Guards:
-    """Safeguards in the place of which faults are put."""
-    guards = Guards()
-    launches = replace(guards.step.launches, v_mask=kernels, store_drops=ops)
-    return replace(guards, step=replace(guards.step, launches=launches))
-
-
-def faulty(fault: Fault, selection: Selection) -> Selection:
-    kernels = {
-        kind: LayerKernel(kernel.row, FaultyKernel(kernel.bound, fault)) for kind, kernel in selection.kernels.items()
-    }
-    return replace(selection, kernels=kernels)
 
 
 @pytest.mark.usefixtures("untouched_memory")
@@ -324,6 +295,10 @@ def test_a_layer_that_attends_to_all_keys_instead_is_found(
 def test_what_cannot_be_told_apart_is_refused(device: torch.device) -> None:
     with pytest.raises(BadProblem, match="rows of 8 elements do not tell 202 keys apart"):
         truth([replace(DENSE, head_dim=8, v_head_dim=8)], device)
+    with pytest.raises(
+        BadProblem, match="index rows of 32 elements, of which 12 units are chosen, do not tell 202 keys"
+    ):
+        truth([replace(DENSE, indexer=Indexer(4, 32, TOKENS))], device)
     with pytest.raises(BadProblem, match="chooses nothing but what is forced"):
         truth(selecting(replace(BLOCKS, top=2)), device)
     with pytest.raises(BadSetting, match="chunk is 0"):

@@ -17,7 +17,8 @@ from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Completion, Request
 from tests.amd.text.hf_reference import greedy_steps, hf_llama
 
-NEW_TOKENS = 64
+NEW_TOKENS = 24
+MANY_NEW_TOKENS = 64
 NARROW = 1e-4
 
 CHAT_PROMPTS = (
@@ -89,12 +90,28 @@ def completions(loaded: LoadedModel, requests: list[Request]) -> list[Completion
 def test_greedy_tokens_equal_those_of_transformers(
     loaded: LoadedModel, requests: list[Request], completions: list[Completion]
 ) -> None:
+    assert {len(completion.token_ids) for completion in completions} == {NEW_TOKENS}
+    assert_those_of_transformers(loaded, requests, completions)
+
+
+def assert_those_of_transformers(
+    loaded: LoadedModel, requests: Sequence[Request], completions: Sequence[Completion]
+) -> None:
     reference = hf_llama(loaded)
     for request, completion in zip(requests, completions, strict=True):
         picks, gaps = greedy_steps(reference, request.prompt_token_ids, completion.token_ids)
         assert float(gaps.min()) > NARROW, f"{completion.text!r} has a gap of {gaps.min()} at token {gaps.argmin()}"
         assert list(completion.token_ids) == picks
-        assert len(completion.token_ids) == NEW_TOKENS
+
+
+@pytest.mark.nightly
+def test_longer_texts_are_those_of_transformers_in_every_way(loaded: LoadedModel, requests: list[Request]) -> None:
+    longer = [Request(request.prompt_token_ids, MANY_NEW_TOKENS) for request in requests]
+    completions = serve(loaded, longer, WAYS[0])
+    assert {len(completion.token_ids) for completion in completions} == {MANY_NEW_TOKENS}
+    assert_those_of_transformers(loaded, longer, completions)
+    for options in WAYS[1:]:
+        assert serve(loaded, longer, options) == completions
 
 
 @pytest.mark.parametrize("options", WAYS[1:], ids=lambda o: f"page{o.page_size}-chunk{o.chunk}-graphs_{o.graphs}")

@@ -1,0 +1,52 @@
+"""Kernels that take what they are given for something else, put in the place of a runtime's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.guards.registry import Guards
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.providers.contract import BoundKernel, LayerKernel, Schedule, StepBounds
+from rocm_attn.providers.select import Selection
+from rocm_attn.step.guards import OpsChange, SelectionChange, unchanged_ops
+
+# What a kernel is given -> what a faulty one takes it for.
+Fault = Callable[[AttendArgs], AttendArgs]
+
+
+@dataclass(frozen=True)
+class FaultyKernel:
+    """A kernel that reads something else than it is given."""
+
+    inner: BoundKernel
+    fault: Fault
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.inner.schedule
+
+    def describe(self) -> str:
+        return f"faulty {self.inner.describe()}"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return self.inner.workspace_words(shape)
+
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        self.inner.attend(self.fault(args), step, bounds)
+
+
+def with_launches(kernels: SelectionChange, ops: OpsChange = unchanged_ops) -> Guards:
+    """Safeguards in the place of which faults are put."""
+    guards = Guards()
+    launches = replace(guards.step.launches, v_mask=kernels, store_drops=ops)
+    return replace(guards, step=replace(guards.step, launches=launches))
+
+
+def faulty(fault: Fault, selection: Selection) -> Selection:
+    kernels = {
+        kind: LayerKernel(kernel.row, FaultyKernel(kernel.bound, fault)) for kind, kernel in selection.kernels.items()
+    }
+    return replace(selection, kernels=kernels)

@@ -1,0 +1,129 @@
+"""The truth test on a simulated arch, cut to size: a runtime whose every launch runs as machine code, and its needles.
+
+The whole chain is in it: metadata, quantise, store, index, top-k, attend; captured and replayed, over codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from rocm_attn.guards.registry import Guards
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import Encoding
+from rocm_attn.kernels.sparse.arguments import Indexing
+from rocm_attn.machine.target import known_target
+from rocm_attn.problem import EarlierSelection, Indexer, KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.soak.truth import Truth, TruthPlan, TruthReport
+from rocm_attn.step.options import RuntimeOptions
+from tests.amd.faulty_kernels import Fault, faulty, with_launches
+from tests.amd.simulator.case import KernelCase
+from tests.amd.simulator.driver import Simulation, simulated
+
+BF16 = torch.bfloat16
+# A first chunk, a chunk over a prefix, a decode step.
+PLAN = TruthPlan(lengths=(22,), first_chunk=5, chunk=17, decode_steps=1, provider="triton")
+LONGER = replace(PLAN, lengths=(12, 40), first_chunk=25, chunk=15)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What is served on an arch. layers: one of each kind; compute_units: so few that programs share nothing at all"""
+
+    layers: Callable[[KVEncoding], list[Problem]]
+    plan: TruthPlan = PLAN
+    fault: Fault | None = None
+    compute_units: int = 2
+
+
+def windowed(codes: KVEncoding) -> list[Problem]:
+    """A layer with a window, whose K and V have a factor."""
+    return [_dense(codes, window_left=9, has_sinks=True)]
+
+
+def tokens(codes: KVEncoding) -> list[Problem]:
+    """Latents in codes, of which an indexer chooses four tokens by keys in codes."""
+    latents = Problem(2, 1, 80, 64, BF16, 16, 80**-0.5, pool=PoolKind.LATENT, kv_encoding=codes, kv_scales=Scales.TOKEN)
+    return [replace(latents, indexer=Indexer(2, 128, Indexing(0.125, top=4), codes, Scales.TOKEN))]
+
+
+def blocks(codes: KVEncoding) -> list[Problem]:
+    """Blocks of four tokens, the last one among them, and a layer that reuses them."""
+    indexing = Indexing(0.125, top=4, unit_keys=4, rectified=False, last=1)
+    layer = _dense(codes)
+    return [replace(layer, indexer=each) for each in (Indexer(2, 64, indexing), EarlierSelection(indexing))]
+
+
+def dense(codes: KVEncoding) -> list[Problem]:
+    """All keys, in codes and as they are computed."""
+    return [_dense(codes), _dense(KVEncoding.LIKE_Q)]
+
+
+def _dense(codes: KVEncoding, **more: object) -> Problem:
+    scales = Scales.NONE if codes is KVEncoding.LIKE_Q else Scales.LAYER
+    layer = Problem(4, 2, 64, 64, BF16, 16, 64**-0.5, kv_encoding=codes, kv_scales=scales)
+    return replace(layer, **more)  # type: ignore[arg-type]
+
+
+def own_codes(arch: str) -> KVEncoding:
+    """What the arch's matrix units read."""
+    return KVEncoding.E4M3FNUZ if arch == "gfx942" else KVEncoding.E4M3FN
+
+
+def found(arch: str, run: Run) -> tuple[TruthReport, Simulation]:
+    """What is found of the needles, and what was executed."""
+    target = replace(known_target(arch), compute_units=run.compute_units)
+    guards = Guards() if run.fault is None else with_launches(partial(faulty, run.fault))
+
+    def build(layers: Sequence[Problem], options: RuntimeOptions) -> AttentionRuntime:
+        return build_runtime(layers, options, device="cpu", target=target, guards=guards)
+
+    with simulated(arch) as simulation:
+        report = Truth(run.layers(own_codes(arch)), run.plan, build).run()
+    return report, simulation
+
+
+def run_truth(arch: str, run: Run) -> Simulation:
+    """Every needle is found, and every step was a replay where graphs are made."""
+    report, simulation = found(arch, run)
+    assert report.passed, "\n".join(map(str, report.misses))
+    assert report.replays == (report.steps if run.plan.graphs else 0)
+    assert all(tally.asked and tally.hidden for of_layer in report.tallies for tally in of_layer)
+    return simulation
+
+
+def run_lie(arch: str, run: Run) -> Simulation:
+    """Needles are missed where a kernel takes what it is given for something else."""
+    report, simulation = found(arch, run)
+    assert not report.passed
+    return simulation
+
+
+def in_other_codes(args: AttendArgs) -> AttendArgs:
+    """Pages taken for pages of the other arch: finite, and worth half or twice."""
+    pages, form = args.pages, args.pages.format
+    other = Encoding.E4M3FN if form.encoding is Encoding.E4M3FNUZ else Encoding.E4M3FNUZ
+    k, v = (side.view(torch.uint8).view(other.dtype) for side in (pages.k, pages.v))
+    taken = LayerPages(k, v, replace(form, encoding=other), pages.k_scale, pages.v_scale)
+    return args._replace(pages=taken)
+
+
+def truth_cases(arch: str) -> list[KernelCase]:
+    """Sparse attention over latents in codes: graphed on gfx942, eager on gfx950, in a third of the launches."""
+    plan = replace(PLAN, graphs=arch == "gfx942")
+    return [KernelCase("truth-tokens", arch, partial(run_truth, arch, Run(tokens, plan)))]
+
+
+def more_truth_cases(arch: str) -> list[KernelCase]:
+    """Every kind of layer, longer; codes that are taken for the other arch's."""
+    kinds = {"windowed": windowed, "tokens": tokens, "blocks": blocks, "dense": dense}
+    runs = {f"truth-longer_{name}": partial(run_truth, arch, Run(layers, LONGER)) for name, layers in kinds.items()}
+    lie = Run(windowed, replace(PLAN, graphs=False), in_other_codes)
+    runs["truth-other_codes"] = partial(run_lie, arch, lie)
+    return [KernelCase(name, arch, run) for name, run in runs.items()]

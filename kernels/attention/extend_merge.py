@@ -25,7 +25,7 @@ from rocm_attn.kernels.attention.extend_schedule import (
     SHARE_WORDS,
     SHARE_WORK,
 )
-from rocm_attn.kernels.attention.merge import merge_parts
+from rocm_attn.kernels.attention.merge import Parts, merge_parts
 from rocm_attn.kernels.attention.query_block import BlockGeometry
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink
 from rocm_attn.kernels.launch import launch
@@ -83,7 +83,8 @@ def _extend_merge_kernel(
         num_parts = ((start + cost - 1) // size).to(tl.int32) - began + 1
         column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
         sums = partials + num_programs * (2 * G.QUERY_ROWS * G.V_HEAD_DIM)
-        acc, maximum, total = merge_parts(partials, sums, began, num_parts, line, num_lines, column, G.QUERY_ROWS, G)
+        parts = Parts(partials, sums)
+        acc, maximum, total = merge_parts(parts, began, num_parts, line, num_lines, column, G.QUERY_ROWS, G)
         ratio_head = row % G.HEAD_BLOCKS * G.BLOCK_HEADS + line % G.BLOCK_HEADS
         token = (tl.load(words + BLOCK_FIRST_TOKEN) + line // G.BLOCK_HEADS).to(tl.int64)
         head = (row // G.HEAD_BLOCKS * G.GQA_RATIO + ratio_head).to(tl.int64)

@@ -58,15 +58,7 @@ from rocm_attn.kernels.tuning.expert_tiles import ExpertTiles
 from rocm_attn.kernels.tuning.latent_tiles import LatentSegmentTiles, LatentTiles
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
-from tests.amd.kernels.attention_cases import (
-    ALL_SHARED,
-    Case,
-    Tensors,
-    assert_served,
-    build,
-    extend_cut,
-    queries_of,
-)
+from tests.amd.kernels.attention_cases import ALL_SHARED, Case, Tensors, assert_served, build, extend_cut, queries_of
 from tests.amd.kernels.expert_cases import random_problem
 from tests.amd.kernels.latent_cases import (
     run_latent_decode,
@@ -168,10 +160,7 @@ def decode(memory: Memory) -> None:
 
 
 def extend(memory: Memory) -> None:
-    """A prefix, a prompt, a padded tail; head dims that fill their tiles and some that do not; full pages or tails.
-
-    Rows that are one program's, and rows that so many programs share.
-    """
+    """A prefix, a prompt, a padded tail; dims that fill tiles and some that do not; whole rows, and shared ones."""
     for heads, dims, prefix, programs, scores in (
         (HEADS, DIMS, 19, 0, {}),
         (HEADS, (16, 16), 18, 0, {}),

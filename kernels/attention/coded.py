@@ -135,6 +135,27 @@ def token_factor(scale, page, offset, head, live, MASKED: tl.constexpr, C: tl.co
 
 
 @triton.jit
+def of_heads(first, second, is_second, TRANSPOSED: tl.constexpr):
+    """The factors of keys, [keys] of each of two KV heads, for rows that read one of them: [rows, keys], or swapped.
+
+    is_second: [rows]
+    """
+    if TRANSPOSED:
+        factor = tl.where(is_second[None, :], second[:, None], first[:, None])
+    else:
+        factor = tl.where(is_second[:, None], second[None, :], first[None, :])
+    return factor
+
+
+@triton.jit
+def shared_factor(first, second):
+    """The larger factor of each key, and what parts of it the two are; [keys] all of them."""
+    larger = tl.maximum(first, second)
+    divisor = tl.maximum(larger, _SMALLEST_FACTOR)
+    return larger, first / divisor, second / divisor
+
+
+@triton.jit
 def add_values(acc, decay, weights, v, factor, DTYPE: tl.constexpr, TRANSPOSED: tl.constexpr, C: tl.constexpr):
     """acc * decay + weights * V, of blocks that are multiplied in DTYPE.
 
@@ -156,14 +177,14 @@ def add_values(acc, decay, weights, v, factor, DTYPE: tl.constexpr, TRANSPOSED: 
 
 
 @triton.jit
-def add_value_pairs(even, odd, decay, weights, pairs, factor, C: tl.constexpr):
+def add_value_pairs(even, odd, decay, shares, pairs, amount, C: tl.constexpr):
     """As add_values in float16, of V's codes two by two.
 
-    even, odd: float32 [rows, columns / 2], the accumulators of even columns and of odd ones
-    pairs:     uint16 [keys, columns / 2]
+    even, odd:      float32 [rows, columns / 2], the accumulators of even columns and of odd ones
+    shares, amount: of half_shares
+    pairs:          uint16 [keys, columns / 2]
     """
     v_even, v_odd = decoded_pairs(pairs, C.ENCODING)
-    shares, amount = half_shares(weights, factor, C)
     return add_shares(even, decay, shares, v_even, amount, C), add_shares(odd, decay, shares, v_odd, amount, C)
 
 
@@ -174,8 +195,16 @@ def half_shares(weights, factor, C: tl.constexpr):
     if C.SCALES == TOKEN_SCALES:
         # float16 keeps small weights if factors are parts of the block's largest one.
         amount = tl.maximum(tl.max(factor, 0), _SMALLEST_FACTOR)
-        weights = weights * (factor / amount)[None, :]
+        weights = weights * (factor * (1.0 / amount))[None, :]
     return weights.to(tl.float16), amount
+
+
+@triton.jit
+def half_shares_of_heads(weights, first, second, is_second):
+    """As half_shares, for rows that read one of two KV heads: see of_heads."""
+    amount = tl.maximum(tl.max(tl.maximum(first, second), 0), _SMALLEST_FACTOR)
+    part = 1.0 / amount
+    return (weights * of_heads(first * part, second * part, is_second, False)).to(tl.float16), amount
 
 
 @triton.jit

@@ -24,8 +24,12 @@ from rocm_attn.kernels.attention.coded import (
     add_values,
     coded_scales,
     half_query,
+    half_shares,
+    half_shares_of_heads,
+    of_heads,
     row_factor,
     scaled_values,
+    shared_factor,
     token_factor,
 )
 from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
@@ -45,7 +49,7 @@ from rocm_attn.kernels.attention.merge import launch_merge
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E, add_sink, capped, in_range, visible_blocks
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded
-from rocm_attn.kernels.cache.page_format import Coding, Scales
+from rocm_attn.kernels.cache.page_format import Coding
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
 
@@ -119,6 +123,9 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
     C: tl.constexpr = G.coding
     KEY_BLOCK: tl.constexpr = G.rows.KEY_BLOCK
     QUERY_ROWS: tl.constexpr = G.QUERY_ROWS
+    # Whether a key has a factor for each of two heads, and which rows of q are the second one's.
+    TWO_FACTORS: tl.constexpr = C.SCALES == TOKEN_SCALES and G.rows.HEADS_PER_ROW == 2
+    is_second = tl.arange(0, QUERY_ROWS) >= G.rows.GQA_RATIO
     lane = tl.arange(0, KEY_BLOCK)
     maximum = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([QUERY_ROWS], tl.float32)
@@ -145,13 +152,19 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
             v_mask = v_mask & v_side.inside[None, :]
         k_factor = token_factor(factors.k, page, offset, factors.head, live, True, C)
         v_factor = token_factor(factors.v, page, offset, factors.head, live, True, C)
+        if TWO_FACTORS:
+            k_second = token_factor(factors.k, page, offset, factors.head + 1, live, True, C)
+            v_second = token_factor(factors.v, page, offset, factors.head + 1, live, True, C)
+            k_factor = of_heads(k_factor, k_second, is_second, G.TRANSPOSED)
+        elif C.SCALES == TOKEN_SCALES:
+            k_factor = k_factor[:, None] if G.TRANSPOSED else k_factor[None, :]
         # k: [KEY_BLOCK, K_COLUMNS]; scores, weights: [QUERY_ROWS, KEY_BLOCK], or swapped
         k = tl.load(k_side.at + k_row[:, None] + k_side.column[None, :], mask=k_mask, other=0)
         k = decoded(k, C.ENCODING, q.dtype)
         if G.TRANSPOSED:
             products = tl.dot(k, q, input_precision="ieee")
             if C.SCALES == TOKEN_SCALES:
-                products = products * k_factor[:, None]
+                products = products * k_factor
             scores = (capped(products, logits.tanh_scale) if G.CAPPED else products) * logits.qk_scale
             if logits.slope is not None:
                 scores += logits.slope[None, :] * (kv_index - (keys.end - 1))[:, None]
@@ -161,7 +174,7 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
         else:
             products = tl.dot(q, tl.trans(k), input_precision="ieee")
             if C.SCALES == TOKEN_SCALES:
-                products = products * k_factor[None, :]
+                products = products * k_factor
             scores = (capped(products, logits.tanh_scale) if G.CAPPED else products) * logits.qk_scale
             if logits.slope is not None:
                 scores += logits.slope[:, None] * (kv_index - (keys.end - 1))[None, :]
@@ -174,11 +187,19 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
         if G.PAIRED:
             # pairs: [KEY_BLOCK, V_COLUMNS / 2]
             pairs = tl.load(v_side.at + v_row[:, None] + v_side.column[None, :], mask=v_mask, other=0)
-            acc, odd = add_value_pairs(acc, odd, wide, weights, pairs, v_factor, C)
+            if TWO_FACTORS:
+                shares, amount = half_shares_of_heads(weights, v_factor, v_second, is_second)
+            else:
+                shares, amount = half_shares(weights, v_factor, C)
+            acc, odd = add_value_pairs(acc, odd, wide, shares, pairs, amount, C)
         else:
+            parts = weights
+            if TWO_FACTORS:
+                v_factor, v_first, v_second = shared_factor(v_factor, v_second)
+                parts = weights * of_heads(v_first, v_second, is_second, G.TRANSPOSED)
             # v: [KEY_BLOCK, V_COLUMNS]
             v = tl.load(v_side.at + v_row[:, None] + v_side.column[None, :], mask=v_mask, other=0)
-            acc = add_values(acc, wide, weights, v, v_factor, q.dtype, G.TRANSPOSED, C)
+            acc = add_values(acc, wide, parts, v, v_factor, q.dtype, G.TRANSPOSED, C)
         # After the product: before it, gfx942's compiler takes a register more, and a fourth wave has no room.
         total = total * decay + tl.sum(weights, 0 if G.TRANSPOSED else 1)
     if G.PAIRED:
@@ -308,9 +329,10 @@ def _decode_kernel(
             slope = None
             if slopes is not None:
                 slope = tl.load(slopes + first_head + q_row, mask=is_row, other=0.0) * LOG2_E
-            # Of each q row, where rows read several heads: by the side of the accumulator that they lie on.
+            # Of each q row, where rows read several heads: by the side of the accumulator. Where tokens have factors,
+            # the first one.
             head = first_kv_head
-            if R.HEADS_PER_ROW > 1:
+            if R.HEADS_PER_ROW > 1 and C.SCALES != TOKEN_SCALES:
                 head = first_kv_head + m // R.GQA_RATIO
             q_block = tl.load(q_line + m.to(tl.int64) * q_head + k_wide, mask=(m < num_q_rows) & is_k, other=0.0)
             k_factor = row_factor(k_scale, head, C)
@@ -426,7 +448,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
     assert workspace.dtype == torch.float32
     assert workspace.numel() >= words
     assert workspace.is_contiguous()
-    assert heads == 1 or args.pages.format.scales is not Scales.TOKEN, "a token's factors are of one KV head"
+    assert heads <= 2
     assert heads == 1 or (head_dim == v_head_dim == next_power_of_2(head_dim) and tiles.head_blocks == 1)
     return DecodeGeometry(
         rows=cut.row_cut(tiles, gqa_ratio),

@@ -26,7 +26,7 @@ from rocm_attn.kernels.cache.codes import decoded
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, LastUnit, Pooling, Selection
-from rocm_attn.kernels.sparse.cuts import select_chunk, select_words, top_k_cut
+from rocm_attn.kernels.sparse.cuts import index_splits, select_chunk, select_words, top_k_cut
 from rocm_attn.kernels.sparse.places import candidate_units, visible_tokens
 from rocm_attn.kernels.sparse.top_k import launch_top_k
 from rocm_attn.kernels.tuning.sparse_tiles import IndexTiles
@@ -293,7 +293,7 @@ def launch_index_scores(
     """Scores of the candidates of tokens [first_token, first_token + n); what else a line holds stays as it is.
 
     scores:   float32 [n, sets, stride], contiguous; stride is no less than any token's candidates
-    programs: that the grid shall have, at least
+    programs: that the device holds at a time
     """
     args.check(indexing)
     num_tokens = scores.shape[0]
@@ -304,8 +304,8 @@ def launch_index_scores(
     assert first_token + num_tokens <= len(args.q)
     geometry = _geometry(args, indexing, tiles)
     blocks = triton.cdiv(num_tokens, geometry.TOKENS)
-    key_blocks = max(triton.cdiv(args.tokens.max_kv_len // indexing.key_tokens, geometry.KEY_BLOCK), 1)
-    splits = min(triton.cdiv(programs, max(blocks, 1)), key_blocks)
+    key_blocks = triton.cdiv(args.tokens.max_kv_len // indexing.key_tokens, geometry.KEY_BLOCK)
+    splits = index_splits(blocks, key_blocks, programs)
     keys, k_scale = args.pages
     launch(
         _index_scores_kernel,
@@ -343,7 +343,7 @@ def launch_select(
 
     selection: of indexing's sets and width; written whole
     workspace: float32, select_words(...) or longer; content is undefined
-    programs:  of the indexer's grid, at least
+    programs:  of the indexer, that the device holds at a time
     """
     num_tokens, max_kv_len = len(args.q), args.tokens.max_kv_len
     assert workspace.dtype == torch.float32

@@ -151,7 +151,9 @@ DECODE_ROWS = (
     DecodeRow("sm_90", 2, 64, 16, DecodeTiles(64, 2, 3, 4, heads_per_row=2, paired=True), (Codes.BY_ROW,)),
     # llama8b 64 x 4k: 148 us, of bfloat16 255; 171 not in pairs, 193 with 4 warps, 217 to 345 in other tiles.
     DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 2, 3, 4, paired=True), (Codes.BY_ROW,)),
-    # 167 us; 159 with one warp and blocks of 32 keys, which spills up to 64 bytes with Triton 3.9.
+    # 122 us where a row is one head.
+    DecodeRow("sm_90", 2, 64, 16, DecodeTiles(64, 2, 3, 4, heads_per_row=2, paired=True), (Codes.BY_TOKEN,)),
+    # llama8b 64 x 4k: 167 us; 159 with one warp and blocks of 32 keys, which spills up to 64 bytes with Triton 3.9.
     DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 2, 3, 4, paired=True), (Codes.BY_TOKEN,)),
     # gemma 64 x 4k: 153 us with 4 KV heads, 234 not in pairs.
     DecodeRow("sm_90", 2, 256, 16, DecodeTiles(16, 2, 3, 4, paired=True), (Codes.BY_ROW,)),
@@ -219,6 +221,7 @@ DECODE_ROWS = (
     DecodeRow("gfx950", 4, 128, 32, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("gfx950", 4, 256, 32, DecodeTiles(16, 8, 1, 1)),
     DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, heads_per_row=2, paired=True), (Codes.BY_ROW,)),
+    DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, heads_per_row=2, paired=True), (Codes.BY_TOKEN,)),
     DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, paired=True), (Codes.BY_ROW,)),
     DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, paired=True), (Codes.BY_TOKEN,)),
     DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, transposed=True, heads_per_row=2)),
@@ -301,8 +304,6 @@ def decode_tiles(
     codes: Codes = Codes.NONE,
 ) -> DecodeTiles:
     """The tiles of paged decode. Raises NoTiles."""
-    # A token has a factor for each head, and a row one for each key.
-    pairs = codes is not Codes.BY_TOKEN
     for name in names_of(arch):
         rows = [
             row
@@ -311,7 +312,7 @@ def decode_tiles(
             and row.item_bytes == dtype.itemsize
             and codes in row.codes
             and max(head_dim, v_head_dim) <= row.max_head_dim
-            and (row.tiles.heads_per_row == 1 or (pairs and _pairs(row, gqa_ratio, num_kv_heads, head_dim, v_head_dim)))
+            and (row.tiles.heads_per_row == 1 or _pairs(row, gqa_ratio, num_kv_heads, head_dim, v_head_dim))
         ]
         for row in rows:
             if gqa_ratio * row.tiles.heads_per_row <= row.max_q_rows:

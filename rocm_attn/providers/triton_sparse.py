@@ -28,7 +28,7 @@ class TritonIndexer:
     """Scores and top-k, as many tokens at a time as scratch holds.
 
     max_kv_len: of a sequence, whole pages; it says how long a line of scores is
-    programs:   of the grid that scores, at least
+    programs:   that score, and that the device holds at a time
     """
 
     indexing: Indexing
@@ -91,7 +91,8 @@ class TritonSelectedSegments:
 
 
 def _bind_indexer(indexer: Indexer, problem: Problem, target: Target, pool: PoolSize) -> TritonIndexer:
-    tiles = index_tiles(target.arch, dim=indexer.head_dim, key_dtype=indexer.key_encoding.over(problem.dtype).dtype)
+    key_dtype = indexer.key_encoding.over(problem.dtype).dtype
+    tiles = index_tiles(target.arch, heads=indexer.num_heads, dim=indexer.head_dim, key_dtype=key_dtype)
     max_kv_len = round_up(pool.max_kv_len, problem.page_size)
     return TritonIndexer(indexer.indexing, tiles, max_kv_len, target.compute_units * tiles.programs_per_cu)
 

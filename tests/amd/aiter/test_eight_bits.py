@@ -16,6 +16,7 @@ from rocm_attn.machine.target import known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 from rocm_attn.providers.aiter import mla_eight_bits
 from rocm_attn.providers.aiter.rows import ROWS
+from rocm_attn.providers.contract import PoolSize
 from rocm_attn.providers.select import select
 from rocm_attn.selection.probe_runs import edge_run, random_run
 from rocm_attn.watch.few_sequences import LayerOfStep
@@ -105,12 +106,13 @@ def test_factors_that_a_function_does_not_take_are_refused(name: str, problem: P
     assert reason == f"it reads no scales or a scale for each layer, and these pages have {scales.value}"
 
 
-def test_factors_of_tokens_that_lie_apart_are_refused() -> None:
-    persistent = {row.name: row for row in ROWS}["aiter.pa_persistent_fwd"]
-    problem = replace(LARGE_PAGES, kv_scales=Scales.TOKEN)
-    with pytest.raises(LookupError, match="with 4 heads they lie apart"):
-        persistent.bind(problem, GFX942, None)  # type: ignore[arg-type]
-    persistent.bind(replace(problem, num_q_heads=2, num_kv_heads=1), GFX942, None)  # type: ignore[arg-type]
+@pytest.mark.parametrize("scales", [Scales.LAYER, Scales.TOKEN])
+def test_large_pages_may_have_factors_of_tokens_of_several_heads(scales: Scales) -> None:
+    """The store leaves them as pa_persistent_fwd reads them: [pages, kv_heads, page_size]."""
+    problem = replace(LARGE_PAGES, kv_scales=scales)
+    assert refusal(problem, "gfx942", "pa_persistent_fwd") == ()
+    (row,) = (row for row in ROWS if row.name == "aiter.pa_persistent_fwd")
+    row.bind(problem, known_target("gfx942"), PoolSize(num_pages=4, max_kv_len=2048, max_num_seqs=2))
 
 
 def test_more_than_16_heads_over_latent_pages_are_refused_on_gfx950() -> None:

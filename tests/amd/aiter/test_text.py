@@ -1,4 +1,4 @@
-"""The runner over AITER's kernels: the same text as over torch's, eager and graphed."""
+"""The runner over AITER's kernels: a float64 model's greedy text within float16's rounding, eager and graphed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from rocm_attn.selection import build
 from rocm_attn.selection import kernels as kernel_choice
 from tests.amd.aiter.serving import GFX942
 from tests.amd.aiter.stand_in import StandIn
-from tests.amd.runner.test_engine import some_requests, tokens_of
+from tests.amd.runner.float64_llama import Float64Llama, assert_greedy
+from tests.amd.runner.test_engine import some_requests
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 
 TORCH = EngineOptions(
@@ -32,6 +33,14 @@ def model(head_dim: int, dtype: torch.dtype) -> LoadedModel:
     attention = AttentionLayer(4, 2, head_dim, scale=head_dim**-0.5)
     layer = replace(CONFIG.layers[0], attention=attention, rope=Rope(theta=10000.0, head_dim=head_dim))
     return tiny_model(base=replace(CONFIG, layers=(layer, layer)), dtype=dtype)
+
+
+def assert_text(loaded: LoadedModel, engine: Engine) -> None:
+    """Each token is the likeliest one, or as likely within a few of float16's last places: logits are up to 8."""
+    oracle = Float64Llama(loaded)
+    for done in engine.generate(some_requests(5)):
+        assert len(done.token_ids) > 4
+        assert_greedy(oracle, done.prompt_token_ids, done.token_ids, margin=0.02)
 
 
 @pytest.fixture
@@ -47,12 +56,11 @@ def on_mi300(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("on_mi300")
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_aiter_generates_the_text_that_torch_generates(head_dim: int, graphs: bool, aiter: StandIn) -> None:
+def test_aiter_generates_the_text_of_the_model(head_dim: int, graphs: bool, aiter: StandIn) -> None:
     loaded = model(head_dim, torch.float16)
     options = replace(TORCH, provider="aiter", graphs=graphs)
     engine = Engine(loaded, options)
-    generated = tokens_of(engine.generate(some_requests(5)))
-    assert generated == tokens_of(Engine(loaded, TORCH).generate(some_requests(5)))
+    assert_text(loaded, engine)
     assert engine.report().provider == "aiter"
     assert {"paged_attention_ragged", "unified_attention", "flash_attn_varlen_func"} <= set(aiter.calls)
 
@@ -73,10 +81,8 @@ def test_over_vectorised_pages_the_text_is_the_same(kernel: str, graphs: bool, a
         aiter.bodies["pa_decode_gluon"] = lambda call: call["output"].zero_()
     options = replace(TORCH, provider="aiter", graphs=graphs, pool="vectorized")
     engine = Engine(loaded, options)
-    generated = tokens_of(engine.generate(some_requests(5)))
-    assert generated == tokens_of(Engine(loaded, TORCH).generate(some_requests(5)))
-    over_torch = Engine(loaded, replace(TORCH, pool="vectorized"))
-    assert generated == tokens_of(over_torch.generate(some_requests(5)))
+    assert_text(loaded, engine)
+    assert_text(loaded, Engine(loaded, replace(TORCH, pool="vectorized")))
     assert engine.report().provider == "aiter"
     assert engine.report().pools == ("vectorised pages",)
     assert f"decode: aiter.{kernel}" in engine.report().kernels
@@ -96,7 +102,7 @@ def test_an_engine_chooses_vectorised_pages_where_more_is_served_over_them(
     loaded = wide_model(torch.float16)
     engine = Engine(loaded, replace(TORCH, provider="aiter", page_size=AUTO, pool=AUTO))
     assert engine.report().pools == ("vectorised pages",)
-    assert tokens_of(engine.generate(some_requests(5))) == tokens_of(Engine(loaded, TORCH).generate(some_requests(5)))
+    assert_text(loaded, engine)
 
 
 @pytest.mark.usefixtures("on_mi300")

@@ -92,12 +92,14 @@ def test_factors_meet_caps_slopes_sinks_and_windows_where_they_must(
     assert_served(tensors)
 
 
-@pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD], ids=lambda s: s.name)
-@pytest.mark.parametrize("transposed", [False, True])
-def test_two_heads_in_one_row_have_a_factor_each(transposed: bool, scales: Scales, kernel_device: torch.device) -> None:
-    tiles = DecodeTiles(16, 1, 1, 1, transposed=transposed, heads_per_row=2)
+@each_scales
+@pytest.mark.parametrize("how", [{}, {"transposed": True}, {"paired": True}], ids=str)
+def test_two_heads_in_one_row_have_a_factor_each(
+    how: dict[str, bool], scales: Scales, kernel_device: torch.device
+) -> None:
+    tiles = DecodeTiles(16, 1, 1, 1, heads_per_row=2, **how)
     case = replace(DECODES, heads=(12, 4), dims=(32, 32), kv=Encoding.E4M3FN, scales=scales)
-    for some in (case, replace(case, soft_cap=1.5)):
+    for some in (case, replace(case, soft_cap=1.5), replace(case, dtype=torch.float16)):
         tensors = build(some, kernel_device)
         run_decode(tensors, tiles=tiles)
         assert_served(tensors)

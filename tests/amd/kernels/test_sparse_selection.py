@@ -22,7 +22,7 @@ from rocm_attn.kernels.sparse.arguments import (
     TokenPlaces,
 )
 from rocm_attn.kernels.sparse.check import launch_check_selection
-from rocm_attn.kernels.sparse.cuts import select_words, top_k_cut
+from rocm_attn.kernels.sparse.cuts import index_splits, select_words, top_k_cut
 from rocm_attn.kernels.sparse.index_scores import launch_select
 from rocm_attn.kernels.sparse.top_k import launch_top_k
 from rocm_attn.kernels.tuning.sparse_tiles import index_tiles
@@ -134,7 +134,8 @@ def test_units_that_no_token_may_have_are_not_even_counted(kernel_device: torch.
 def selected(problem: IndexProblem, programs: int = 5) -> None:
     """launch_select, with the tiles of the device."""
     args, indexing = problem.args, problem.case.indexing
-    tiles = index_tiles(arch_of(args.q.device), dim=problem.case.dim, key_dtype=args.pages.keys.dtype)
+    heads, dim = args.q.shape[1:]
+    tiles = index_tiles(arch_of(args.q.device), heads=heads, dim=dim, key_dtype=args.pages.keys.dtype)
     words = select_words(len(args.q), args.tokens.max_kv_len, indexing)
     workspace = torch.empty(words, device=args.q.device)
     launch_select(args, problem.selection, workspace, indexing=indexing, tiles=tiles, programs=programs)
@@ -207,3 +208,21 @@ def test_a_selection_that_leaves_its_sequence_is_reported(
         faults = torch.zeros(1, dtype=torch.int32, device=kernel_device)
         check(Selection(units.to(kernel_device), counts.to(kernel_device), 4), tokens, faults)
         assert faults.tolist() == [fault]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "key_blocks", "programs", "splits"),
+    [
+        (64, 1024, 1056, 33),  # two whole rounds; 16 leave 32 of 1056 idle, 17 begin a second round for 32
+        (64, 1024, 1024, 16),
+        (1, 2048, 1056, 1056),
+        (1, 20, 1056, 20),
+        (2000, 1024, 1056, 1),
+        (0, 16, 8, 8),
+        (3, 0, 8, 1),
+    ],
+)
+def test_programs_that_score_fill_the_rounds_of_the_device(
+    blocks: int, key_blocks: int, programs: int, splits: int
+) -> None:
+    assert index_splits(blocks, key_blocks, programs) == splits

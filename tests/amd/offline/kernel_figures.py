@@ -41,7 +41,6 @@ _ALSO = (
     "_latent_segment_decode_kernel",
     "_latent_segment_extend_kernel",
     "_maxima_kernel",
-    "_count_kernel",
     "_filter_kernel",
     "_choose_kernel",
     "_check_selection_kernel",

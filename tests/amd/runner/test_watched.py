@@ -108,7 +108,7 @@ def test_profiler_ranges_name_the_steps_and_the_layers_that_run_eagerly(
     monkeypatch.setattr(watched, "device_ranges", lambda: timeline)
     ranged = engine(loaded, profiler_ranges=True)
     assert tokens_of(ranged.generate(some_requests())) == tokens_of(engine(loaded).generate(some_requests()))
-    layers = [(1, f"layer {layer}: {what}") for layer in range(NUM_LAYERS) for what in ("store", "attend")]
+    layers = [(1, f"layer {layer}: {what}") for layer in range(NUM_LAYERS) for what in ("rope and store", "attend")]
     steps = ranged.report().metrics.steps
     assert len(timeline.entries) == steps * (1 + len(layers))
     for step in range(steps):

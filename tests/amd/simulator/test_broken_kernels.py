@@ -87,8 +87,8 @@ MISTAKES = {
     ),
     "decode_reads_v_without_a_mask": Mistake(
         decode,
-        "v_row[:, None] + v_side.column[None, :], mask=v_mask, other=0.0)",
-        "v_row[:, None] + v_side.column[None, :])",
+        "v = tl.load(v_side.at + v_row[:, None] + v_side.column[None, :], mask=v_mask, other=0)",
+        "v = tl.load(v_side.at + v_row[:, None] + v_side.column[None, :])",
         "launch_paged_decode",
         attention_cases,
         small_step(is_large=False),
@@ -97,7 +97,7 @@ MISTAKES = {
     ),
     "extend_reads_v_without_a_mask": Mistake(
         key_loop,
-        "v = tl.load(v_block, mask=live, other=0.0)",
+        "v = tl.load(v_block, mask=live, other=0)",
         "v = tl.load(v_block)",
         "launch_paged_extend",
         attention_cases,

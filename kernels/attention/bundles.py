@@ -63,7 +63,10 @@ class Logits(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """What some keys gave: acc [rows, columns], maximum [rows] (base 2), total [rows]; float32."""
+    """What some keys gave: acc [rows, columns], maximum [rows] (base 2), total [rows]; float32.
+
+    Where key_loop.py says so, acc is a tuple of blocks of columns.
+    """
 
     acc: Field
     maximum: Field

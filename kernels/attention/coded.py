@@ -117,6 +117,24 @@ def scaled_values(softmax, factor, C: tl.constexpr):
 
 
 @triton.jit
+def scaled_parts(parts, factor):
+    """A tuple of blocks, each times a factor."""
+    scaled = ()
+    for i in tl.static_range(len(parts)):
+        scaled += (parts[i] * factor,)  # type: ignore[assignment]
+    return scaled
+
+
+@triton.jit
+def scaled_value_parts(softmax, factor, C: tl.constexpr):
+    """As scaled_values, where acc is a tuple of blocks."""
+    acc = softmax.acc
+    if C.SCALES == LAYER_SCALES or C.SCALES == HEAD_SCALES:
+        acc = scaled_parts(acc, factor)
+    return Softmax(acc, softmax.maximum, softmax.total)
+
+
+@triton.jit
 def token_factor(scale, page, offset, head, live, MASKED: tl.constexpr, C: tl.constexpr):
     """The factors of keys, float32 [keys]; 1 where tokens have none.
 

@@ -5,7 +5,7 @@ Without Triton, so that a provider can choose and describe a kernel where there 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 
-# int32 words of a schedule: of a program and of a sequence (decode_schedule.py), of a query block (extend_schedule.py).
-PROGRAM_WORDS, SEQ_WORDS, BLOCK_WORDS = 8, 2, 4
+# int32 words of a schedule: of a program and of a sequence (decode_schedule.py), of a query block and of a program's
+# share (extend_schedule.py).
+PROGRAM_WORDS, SEQ_WORDS, BLOCK_WORDS, SHARE_WORDS = 8, 2, 8, 8
 
 
 class NewTokens(NamedTuple):
@@ -135,24 +136,74 @@ class DecodeCut:
         return -(-slots * q_rows * 2 // 4) * 4, slots * q_rows * v_head_dim
 
 
+class Sharing(NamedTuple):
+    """How the longest rows of a step are shared out; a row is a query block and a KV head, or part of its heads.
+
+    programs:    programs that share; 0: every row is one program's
+    rows:        rows of a query block
+    causal:      whether a row sees no key after its own
+    window_left: of the scores
+    row_keys:    of the tiles: prologue, diagonal and epilogue
+    split_keys:  of the tiles: a second row and the merge
+    gain:        sixteenths of the mean load that sharing must gain, beside split_keys
+    least_keys:  no share is smaller
+    """
+
+    programs: int = 0
+    rows: int = 1
+    causal: bool = True
+    window_left: int = UNLIMITED_WINDOW
+    row_keys: int = 256
+    split_keys: int = 384
+    gain: int = 2
+    least_keys: int = 256
+
+
+WHOLE_ROWS = Sharing()
+
+
 @dataclass(frozen=True, slots=True)
 class ExtendCut:
     """How the new tokens of an extend step are cut; equal cuts make equal schedules of a step.
 
     query_tokens: new tokens of a full query block
     min_q_len:    sequences with fewer new tokens are left out; 2 where decode serves those with one, else 1
+    sharing:      how the longest rows are shared out
     """
 
     query_tokens: int
     min_q_len: int = 1
+    sharing: Sharing = WHOLE_ROWS
 
     def __post_init__(self) -> None:
         assert self.min_q_len >= 1
 
     @classmethod
     def of(cls, tiles: ExtendTiles, *, gqa_ratio: int, min_q_len: int = 1) -> ExtendCut:
-        """The cut of a layer that is served with these tiles."""
+        """The cut of a layer that is served with these tiles, of rows that are one program's each."""
         return cls(tiles.tokens_per_block(gqa_ratio), min_q_len)
+
+    def shared_by(
+        self, tiles: ExtendTiles, *, compute_units: int, heads: tuple[int, int], causal: bool, window_left: int
+    ) -> ExtendCut:
+        """This cut, with the longest rows shared out among the programs that run at a time, if the tiles say so.
+
+        heads:               KV heads, and query heads that share one
+        causal, window_left: of the scores; by a packed mask a token may see its whole sequence
+        """
+        if not tiles.programs_per_cu:
+            return self
+        num_kv_heads, gqa_ratio = heads
+        sharing = Sharing(
+            programs=compute_units * tiles.programs_per_cu,
+            rows=num_kv_heads * tiles.head_blocks(gqa_ratio),
+            causal=causal,
+            window_left=window_left,
+            row_keys=tiles.row_keys,
+            split_keys=tiles.split_keys,
+            least_keys=tiles.row_keys,
+        )
+        return replace(self, sharing=sharing)
 
     def max_blocks(self, num_tokens: int, num_seqs: int) -> int:
         """The most query blocks that num_tokens padded tokens of num_seqs padded sequences can make."""
@@ -160,10 +211,15 @@ class ExtendCut:
 
     def words(self, num_tokens: int, num_seqs: int) -> int:
         """int32 words of the schedule of num_tokens padded tokens and num_seqs padded sequences."""
-        return self.max_blocks(num_tokens, num_seqs) * BLOCK_WORDS
+        return self.max_blocks(num_tokens, num_seqs) * BLOCK_WORDS + self.sharing.programs * SHARE_WORDS
+
+    def partials_words(self, *, query_rows: int, v_head_dim: int) -> int:
+        """float32 words of the workspace, for rows that several programs share: two parts a program."""
+        return 2 * self.sharing.programs * query_rows * (v_head_dim + 2)
 
     def check(self, schedule: Tensor, num_tokens: int, num_seqs: int) -> None:
         """What launchers assert of a schedule."""
         assert schedule.dtype == torch.int32
         assert schedule.is_contiguous()
         assert schedule.numel() >= self.words(num_tokens, num_seqs)
+        assert schedule.data_ptr() % 8 == 0, "costs are 64-bit words"

@@ -2,27 +2,41 @@
 
     out[token] = softmax(scores of q[token] . K^T) V        K, V: the keys that the token sees (scores.py)
 
-A program takes one query block of the schedule and the query heads of one KV head (or as many as fit). Keys that every
-row sees come first, without masks; then the diagonal, under masks with other=0.0: what no row sees may be NaN. With a
-window every key block is masked; with a packed mask (packed_mask.py) too, and its bits from the window's first key on
-say what a row sees.
+A row is a query block of the schedule and the query heads of one KV head (or as many as fit). The longest rows may be
+shared out (extend_schedule.py): one launch takes the shares, and extend_merge.py adds up the parts of rows; another one
+takes the other rows, a program each. Those need fewer registers, so that a step that shares nothing costs no more.
+Keys that every row sees come first, without masks; then the diagonal, under masks with other=0.0: what no row sees may
+be NaN. With a window every key block is masked; with a packed mask (packed_mask.py) too, and its bits from the window's
+first key on say what a row sees.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import KeyValues, Line, Logits, Pages, Rows, Span
-from rocm_attn.kernels.attention.coded import Factors, coded_scales, row_factor, scaled_values
+from rocm_attn.kernels.attention.coded import Factors, coded_scales, row_factor, scaled_value_parts
 from rocm_attn.kernels.attention.cuts import ExtendCut
+from rocm_attn.kernels.attention.extend_merge import launch_extend_merge
 from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_FIRST_TOKEN,
+    BLOCK_KEYS,
     BLOCK_KV_INDEX,
     BLOCK_SEQ,
     BLOCK_TOKENS,
     BLOCK_WORDS,
+    SHARE_BLOCK,
+    SHARE_CUT,
+    SHARE_DONE,
+    SHARE_ROW,
+    SHARE_WORDS,
+    SHARE_WORK,
 )
 from rocm_attn.kernels.attention.key_loop import Query, Seen, attend_key_blocks, key_geometry, nothing_seen
 from rocm_attn.kernels.attention.mask_bits import MAX_MASK_BLOCK
@@ -32,8 +46,8 @@ from rocm_attn.kernels.attention.query_block import (
     MaskOfStep,
     bits_of_block,
     load_queries,
-    place_of_program,
     rows_of_block,
+    store_columns,
     store_results,
 )
 from rocm_attn.kernels.attention.scores import Scores
@@ -42,7 +56,120 @@ from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 
 
-@triton.jit(do_not_specialize=["width", "window_left"])
+class Operands(NamedTuple):
+    """What rows read: pointers, strides and numbers of a launched kernel.
+
+    k, v:           pages of the first KV head
+    k_head, v_head: strides between KV heads
+    line:           the table's first line; table_row: stride between lines
+    factors:        pointers of the factors of K and of V, see coded.py
+    mask:           a MaskOfStep, or None
+    logits:         qk_scale, tanh_scale, and the pointer of the slopes or None
+    """
+
+    schedule: Any
+    q: Rows
+    k: Pages
+    v: Pages
+    k_head: Any
+    v_head: Any
+    line: Line
+    table_row: Any
+    row_of_seq: Any
+    kv_len: Any
+    factors: Factors
+    mask: Any
+    logits: Logits
+    window_left: Any
+
+
+@triton.jit
+def _attend_row(x, query_block, row, done, take, G: tl.constexpr):
+    """What keys of a row give: those at [done, done + take) of its cost in a share, else all of them."""
+    K: tl.constexpr = G.keys
+    C: tl.constexpr = K.coding
+    PACKED: tl.constexpr = x.mask is not None
+    words = x.schedule + query_block * BLOCK_WORDS
+    seq = tl.load(words + BLOCK_SEQ)
+    first_token = tl.load(words + BLOCK_FIRST_TOKEN)
+    num_tokens = tl.load(words + BLOCK_TOKENS)
+    first_kv_index = tl.load(words + BLOCK_KV_INDEX)
+    kv_head = (row // G.HEAD_BLOCKS).to(tl.int64)
+    # token, head, is_row, row_kv_index, slope: [QUERY_ROWS]
+    token, head, is_row = rows_of_block(first_token, num_tokens, row // G.HEAD_BLOCKS, row % G.HEAD_BLOCKS, G)
+    queries = load_queries(x.q, token, head, is_row, K)
+    k_side = Pages(x.k.at + kv_head * x.k_head, x.k.page, x.k.token)
+    v_side = Pages(x.v.at + kv_head * x.v_head, x.v.page, x.v.token)
+    pages = x.line.at + tl.load(x.row_of_seq + seq, mask=seq >= 0, other=0).to(tl.int64) * x.table_row
+    row_kv_index = first_kv_index + tl.arange(0, G.QUERY_ROWS) // G.BLOCK_HEADS
+    slope = None
+    if x.logits.slope is not None:
+        slope = tl.load(x.logits.slope + head, mask=is_row, other=0.0) * LOG2_E
+    # Keys [first_key, end_key) are seen by some row, those before edge_block by all. The padded tail belongs to no
+    # sequence and sees no key. Not a branch: accumulators across one cost registers.
+    first_key = 0
+    if K.CAUSAL:
+        end_key = tl.where(seq >= 0, first_kv_index + num_tokens, 0)
+        edge_block = tl.where(seq >= 0, (first_kv_index + 1) // K.KEY_BLOCK, 0)
+    else:
+        end_key = tl.load(x.kv_len + seq, mask=seq >= 0, other=0)
+        edge_block = end_key // K.KEY_BLOCK
+    if K.WINDOWED:
+        # Masks all the way: a loop of its own for what lies between the edges spills.
+        first_key = tl.maximum(first_kv_index - x.window_left, 0)
+        edge_block = first_key // K.KEY_BLOCK
+    bits = None
+    if PACKED:
+        first_seen, bits = bits_of_block(x.mask, seq, first_token, is_row, end_key, x.window_left, G)
+        edge_block = first_seen // K.KEY_BLOCK
+    end_block = tl.cdiv(end_key, K.KEY_BLOCK)
+    if G.SHARES:
+        # The blocks that begin in the share; the last one of a row takes what is left.
+        row_keys = tl.load(words + BLOCK_KEYS)
+        row_key = end_key - row_keys
+        first_block = (row_key + tl.maximum(done - G.ROW_KEYS, 0)) // K.KEY_BLOCK
+        share_end = (row_key + tl.maximum(done + take - G.ROW_KEYS, 0)) // K.KEY_BLOCK
+        end_block = tl.where(done + take == row_keys + G.ROW_KEYS, end_block, share_end)
+        open_blocks = Span(first_block, tl.minimum(edge_block, end_block))
+        edge = Span(tl.maximum(edge_block, first_block), end_block)
+    else:
+        open_blocks = Span(0, edge_block)
+        edge = Span(edge_block, end_block)
+    k_factor = row_factor(x.factors.k, kv_head, C)
+    k_scaled, tanh_scaled = coded_scales(x.logits.qk_scale, x.logits.tanh_scale, k_factor, K.CAPPED, C)
+    query = Query(queries, row_kv_index, Logits(k_scaled, tanh_scaled, slope))
+    kv = KeyValues(k_side, v_side, Line(pages, x.line.width), Factors(x.factors.k, x.factors.v, kv_head))
+    seen = Seen(Span(first_key, end_key), x.window_left, bits)
+    softmax = nothing_seen(G.QUERY_ROWS, K)
+    if not K.WINDOWED and not PACKED:
+        softmax = attend_key_blocks(softmax, query, kv, seen, open_blocks, K, False, G.STAGES)
+    softmax = attend_key_blocks(softmax, query, kv, seen, edge, K, True, G.EDGE_STAGES)
+    return scaled_value_parts(softmax, row_factor(x.factors.v, kv_head, C), C)
+
+
+@triton.jit
+def _rows_again(schedule, query_block, row, G: tl.constexpr):
+    """Token, query head and whether there is one, of a block's rows: read again, since loops need the registers."""
+    words = schedule + query_block * BLOCK_WORDS
+    first_token = tl.load(words + BLOCK_FIRST_TOKEN, volatile=True)
+    num_tokens = tl.load(words + BLOCK_TOKENS, volatile=True)
+    return rows_of_block(first_token, num_tokens, row // G.HEAD_BLOCKS, row % G.HEAD_BLOCKS, G)
+
+
+@triton.jit
+def _store_part(softmax, partials, program, num_programs, done, is_row, G: tl.constexpr):
+    """Part 2p of program p goes to a row begun by an earlier program, 2p + 1 to one that goes on."""
+    K: tl.constexpr = G.keys
+    acc, maximum, total = softmax
+    part = 2 * program + (done == 0).to(tl.int32)
+    line = part * G.QUERY_ROWS + tl.arange(0, G.QUERY_ROWS)
+    store_columns(partials + (line * K.V_HEAD_DIM)[:, None], acc, is_row, K)
+    sums = partials + num_programs * (2 * G.QUERY_ROWS * K.V_HEAD_DIM)
+    tl.store(sums + line * 2, maximum)
+    tl.store(sums + line * 2 + 1, total)
+
+
+@triton.jit(do_not_specialize=["num_programs", "max_blocks", "width", "window_left"])
 def _extend_kernel(
     q,
     k_pages,
@@ -51,6 +178,7 @@ def _extend_kernel(
     row_of_seq,
     kv_len,
     schedule,
+    partials,
     out,
     lse,
     sinks,
@@ -64,6 +192,8 @@ def _extend_kernel(
     qk_scale,
     tanh_scale,
     window_left,
+    num_programs,
+    max_blocks,
     width,
     q_token,
     q_head,
@@ -81,58 +211,59 @@ def _extend_kernel(
     G: tl.constexpr,
 ):
     K: tl.constexpr = G.keys
-    PACKED: tl.constexpr = mask_words is not None
-    query_block, kv_head, head_block = place_of_program(G)
-    words = schedule + query_block * BLOCK_WORDS
-    seq = tl.load(words + BLOCK_SEQ)
-    first_token = tl.load(words + BLOCK_FIRST_TOKEN)
-    num_tokens = tl.load(words + BLOCK_TOKENS)
-    first_kv_index = tl.load(words + BLOCK_KV_INDEX)
-    if num_tokens > 0:
-        # token, head, is_row, row_kv_index, slope: [QUERY_ROWS]
-        token, head, is_row = rows_of_block(first_token, num_tokens, kv_head, head_block, G)
-        block_token = tl.arange(0, G.QUERY_ROWS) // G.BLOCK_HEADS
-        queries = load_queries(Rows(q, q_token, q_head), token, head, is_row, K)
-        k_side = Pages(k_pages + kv_head.to(tl.int64) * kp_head, kp_page, kp_token)
-        v_side = Pages(v_pages + kv_head.to(tl.int64) * vp_head, vp_page, vp_token)
-        pages = table + tl.load(row_of_seq + seq, mask=seq >= 0, other=0).to(tl.int64) * table_row
-        row_kv_index = first_kv_index + block_token
-        slope = None
-        if slopes is not None:
-            slope = tl.load(slopes + head, mask=is_row, other=0.0) * LOG2_E
-        # Keys [first_key, end_key) are seen by some row, those before edge_block by all. The padded tail belongs to no
-        # sequence and sees no key. Not a branch: accumulators across one cost registers.
-        first_key = 0
-        if K.CAUSAL:
-            end_key = tl.where(seq >= 0, first_kv_index + num_tokens, 0)
-            edge_block = tl.where(seq >= 0, (first_kv_index + 1) // K.KEY_BLOCK, 0)
-        else:
-            end_key = tl.load(kv_len + seq, mask=seq >= 0, other=0)
-            edge_block = end_key // K.KEY_BLOCK
-        if K.WINDOWED:
-            # Masks all the way: a loop of its own for what lies between the edges spills.
-            first_key = tl.maximum(first_kv_index - window_left, 0)
-            edge_block = first_key // K.KEY_BLOCK
-        bits = None
-        if PACKED:
-            mask = MaskOfStep(mask_words, mask_indptr, position_of_token, q_indptr)
-            first_seen, bits = bits_of_block(mask, seq, first_token, is_row, end_key, window_left, G)
-            edge_block = first_seen // K.KEY_BLOCK
-        C: tl.constexpr = K.coding
-        factors = Factors(k_scale, v_scale, kv_head.to(tl.int64))
-        k_factor = row_factor(k_scale, factors.head, C)
-        k_scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, k_factor, K.CAPPED, C)
-        query = Query(queries, row_kv_index, Logits(k_scaled, tanh_scaled, slope))
-        kv = KeyValues(k_side, v_side, Line(pages, width), factors)
-        seen = Seen(Span(first_key, end_key), window_left, bits)
-        softmax = nothing_seen(G.QUERY_ROWS, K.V_COLUMNS)
-        if not K.WINDOWED and not PACKED:
-            softmax = attend_key_blocks(softmax, query, kv, seen, Span(0, edge_block), K, False, G.STAGES)
-        edge = Span(edge_block, tl.cdiv(end_key, K.KEY_BLOCK))
-        softmax = attend_key_blocks(softmax, query, kv, seen, edge, K, True, G.EDGE_STAGES)
-        softmax = scaled_values(softmax, row_factor(v_scale, factors.head, C), C)
-        out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
-        store_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, K)
+    mask = None
+    if mask_words is not None:
+        mask = MaskOfStep(mask_words, mask_indptr, position_of_token, q_indptr)
+    x = Operands(
+        schedule,
+        Rows(q, q_token, q_head),
+        Pages(k_pages, kp_page, kp_token),
+        Pages(v_pages, vp_page, vp_token),
+        kp_head,
+        vp_head,
+        Line(table, width),
+        table_row,
+        row_of_seq,
+        kv_len,
+        Factors(k_scale, v_scale, 0),
+        mask,
+        Logits(qk_scale, tanh_scale, slopes),
+        window_left,
+    )
+    out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
+    ROWS: tl.constexpr = G.KV_HEADS * G.HEAD_BLOCKS
+    program = tl.program_id(0)
+    shares = schedule + max_blocks * BLOCK_WORDS
+    if G.SHARES:
+        share = shares + program * SHARE_WORDS
+        query_block = tl.load(share + SHARE_BLOCK)
+        row = tl.load(share + SHARE_ROW)
+        done = tl.load(share + SHARE_DONE)
+        work = tl.load(share + SHARE_WORK)
+        while work > 0:
+            row_cost = tl.load(schedule + query_block * BLOCK_WORDS + BLOCK_KEYS) + G.ROW_KEYS
+            take = tl.minimum(work, row_cost - done)
+            softmax = _attend_row(x, query_block, row, done, take, G)
+            token, head, is_row = _rows_again(schedule, query_block, row, G)
+            if take == row_cost:
+                store_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, K)
+            else:
+                _store_part(softmax, partials, program, num_programs, done, is_row, G)
+            work -= take
+            done = 0
+            row += 1
+            query_block = tl.where(row == ROWS, query_block + 1, query_block)
+            row = tl.where(row == ROWS, 0, row)
+    else:
+        query_block = program // ROWS
+        row = program % ROWS
+        is_whole = tl.load(schedule + query_block * BLOCK_WORDS + BLOCK_TOKENS) > 0
+        if G.ROW_KEYS > 0:
+            is_whole = is_whole & (query_block >= tl.load(shares + SHARE_CUT))
+        if is_whole:
+            softmax = _attend_row(x, query_block, row, 0, 0, G)
+            token, head, is_row = _rows_again(schedule, query_block, row, G)
+            store_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, K)
 
 
 def launch_paged_extend(
@@ -142,19 +273,37 @@ def launch_paged_extend(
 
     Tokens at or past q_indptr[S] receive 0 and LSE -inf; tokens of sequences below cut.min_q_len stay as they are.
 
-    args: with cut's schedule; there is no workspace
+    args: with cut's schedule, and a workspace of cut.partials_words(...) or longer
     cut:  of these tiles
     mask: which keys each token sees, in place of scores.causal. A token that sees none receives 0 and LSE -inf
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
     args.check("paged extend")
-    queries, pages, table = args.queries, args.pages, args.table
     geometry = _geometry(args, scores, cut, tiles, mask)
-    max_blocks = cut.max_blocks(queries.num_tokens, queries.num_seqs)
+    programs, max_blocks = cut.sharing.programs, cut.max_blocks(args.queries.num_tokens, args.queries.num_seqs)
+    if programs:
+        sharing = geometry._replace(SHARES=True, STAGES=tiles.share_stages)
+        _launch_rows(args, scores, cut, mask, programs, sharing, {"num_warps": tiles.num_warps})
+        launch_extend_merge(args, cut, geometry)
+    grid = max_blocks * geometry.KV_HEADS * geometry.HEAD_BLOCKS
+    _launch_rows(args, scores, cut, mask, grid, geometry, {"num_warps": tiles.num_warps, **tiles.options()})
+
+
+def _launch_rows(
+    args: AttendArgs,
+    scores: Scores,
+    cut: ExtendCut,
+    mask: PackedMask | None,
+    grid: int,
+    geometry: BlockGeometry,
+    options: Mapping[str, int],
+) -> None:
+    """The shares or the whole rows, as the geometry says."""
+    queries, pages, table = args.queries, args.pages, args.table
     launch(
         _extend_kernel,
-        (max_blocks * geometry.KV_HEADS * geometry.HEAD_BLOCKS,),
+        (grid,),
         args.q,
         pages.raw_k,
         pages.raw_v,
@@ -162,6 +311,7 @@ def launch_paged_extend(
         queries.row_of_seq,
         queries.kv_len,
         args.schedule,
+        args.workspace,
         args.out,
         args.lse,
         args.sinks,
@@ -175,12 +325,13 @@ def launch_paged_extend(
         scores.base_2_scale,
         scores.tanh_scale,
         scores.window_left,
+        cut.sharing.programs,
+        cut.max_blocks(queries.num_tokens, queries.num_seqs),
         table.shape[1],
         *args.read_strides,
         *args.written_strides,
         G=geometry,
-        num_warps=tiles.num_warps,
-        **tiles.options(),
+        **options,
     )
 
 
@@ -195,14 +346,25 @@ def _geometry(
     if mask is not None:
         mask.check(queries.num_seqs, queries.num_tokens)
         assert tiles.key_block <= MAX_MASK_BLOCK
-    block_heads = tiles.heads_per_block(gqa_ratio)
+    block_heads, head_blocks = tiles.heads_per_block(gqa_ratio), tiles.head_blocks(gqa_ratio)
+    causal, sharing, workspace = scores.causal and mask is None, cut.sharing, args.workspace
+    if sharing.programs:
+        of_layer = (num_kv_heads * head_blocks, causal, scores.window_left)
+        assert (sharing.rows, sharing.causal, sharing.window_left) == of_layer, (
+            "the schedule was cut for another launch"
+        )
+        assert workspace.dtype == torch.float32
+        assert workspace.is_contiguous()
+        assert workspace.numel() >= cut.partials_words(query_rows=tiles.query_rows, v_head_dim=args.out.shape[2])
     return BlockGeometry(
-        keys=key_geometry(args, scores, key_block=tiles.key_block, causal=scores.causal and mask is None, exact=False),
+        keys=key_geometry(args, scores, tiles=tiles, causal=causal, exact=False),
         KV_HEADS=num_kv_heads,
         GQA_RATIO=gqa_ratio,
         BLOCK_HEADS=block_heads,
-        HEAD_BLOCKS=-(-gqa_ratio // block_heads),
+        HEAD_BLOCKS=head_blocks,
         QUERY_ROWS=tiles.query_rows,
+        ROW_KEYS=sharing.row_keys if sharing.programs else 0,
+        SHARES=False,
         SEGMENT_LEN=0,
         STAGES=tiles.num_stages,
         EDGE_STAGES=tiles.diagonal_stages if mask is None else tiles.num_stages,

@@ -1,15 +1,31 @@
-"""List the query blocks of an extend step on the device, the longest first, from the live lengths.
+"""List the query blocks of an extend step on the device, the longest first, and share out the longest ones.
 
-A query block is up to query_tokens consecutive new tokens of one sequence; its extent is the number of keys that the
-last of them sees. A program places one block at its rank: the number of blocks of all sequences that reach further,
-which has a closed form for each sequence, so nothing is sorted. Blocks of equal extent keep the order of their
-sequences.
+A query block is up to query_tokens consecutive new tokens of one sequence. A program places one block at its rank: the
+number of blocks of all sequences that reach further, which has a closed form for each sequence, so nothing is sorted.
+Blocks of equal reach keep the order of their sequences. A row is a block and a KV head, or part of that head's query
+heads; it costs the keys that the block sees plus row_keys. The cost of all blocks that come before one has a closed
+form too.
 
-The schedule is int32, flat, BLOCK_WORDS a block. num_tokens // query_tokens + num_seqs + 1 blocks are enough for any
-split of num_tokens, the padded tail included.
+Rows then lie on one axis, block by block. The `cut` longest blocks are shared out: with `shared` the cost of their
+rows, program p takes the positions [p * share, (p + 1) * share), share = ceil(shared / programs). All rows after them
+are one program's each, and start as programs end. So, as in decode_schedule.py,
+
+  a program leaves at most two rows unfinished: the first, begun by an earlier program, and the last, which goes on;
+  the parts of a row that starts at position x are those of programs x // share to (x + cost - 1) // share.
+
+The cut is the one that an estimate likes best, of _CUTS evenly spaced ones:
+
+    shared / programs + split_keys + gain / 16 mean loads + max(rest / programs, (k + 1) cost of the row after k rounds)
+
+The first three only where something is shared; the last since k + 1 rows that long have one slot among programs.
+
+The schedule is int32, flat, BLOCK_WORDS a block, then SHARE_WORDS a program. num_tokens // query_tokens + num_seqs + 1
+blocks are enough for any split of num_tokens, the padded tail included. Costs are in keys, 64 bits.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -18,6 +34,7 @@ from torch import Tensor
 from rocm_attn.kernels.attention import cuts
 from rocm_attn.kernels.attention.arguments import Queries
 from rocm_attn.kernels.attention.cuts import ExtendCut
+from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 from rocm_attn.kernels.launch import launch
 
 # The words of a query block.
@@ -26,20 +43,76 @@ BLOCK_SEQ = tl.constexpr(0)  # -1: the tokens belong to no sequence (the padded 
 BLOCK_FIRST_TOKEN = tl.constexpr(1)
 BLOCK_TOKENS = tl.constexpr(2)  # 0: nothing to do
 BLOCK_KV_INDEX = tl.constexpr(3)  # of the first token
-# Sequences that a program looks at in one step; a fixed number, so that no batch size needs another compilation.
+BLOCK_KEYS = tl.constexpr(4)  # its last key is that of its last token, or of its sequence; these before it are seen
+BLOCK_BEFORE = tl.constexpr(6)  # 64 bits: what a row of each block before it costs
+# The words of a program's share.
+SHARE_WORDS = tl.constexpr(cuts.SHARE_WORDS)
+SHARE_BLOCK = tl.constexpr(0)
+SHARE_ROW = tl.constexpr(1)  # of that block
+SHARE_DONE = tl.constexpr(2)  # offset of its first work in that row
+SHARE_WORK = tl.constexpr(3)
+SHARE_START = tl.constexpr(4)  # 64 bits: position where the row starts
+SHARE_SIZE = tl.constexpr(6)  # of every share
+SHARE_CUT = tl.constexpr(7)  # blocks that are shared out
+# Sequences, blocks, cuts and rounds that a program looks at in one step; fixed numbers, so that no batch size needs
+# another compilation.
 _SEQS_AT_ONCE = 512
+_BLOCKS_AT_ONCE = 512
+_CUTS = 128
+_ROUNDS = 16
+
+
+class ListGeometry(NamedTuple):
+    """What the list is compiled for: QUERY_TOKENS, CAUSAL, WINDOWED of the cut; SEQS: sequences of one iteration."""
+
+    QUERY_TOKENS: int
+    CAUSAL: bool
+    WINDOWED: bool
+    SEQS: int
 
 
 @triton.jit
-def _blocks_of(q_indptr, seq, num_seqs, min_q_len, QUERY_TOKENS: tl.constexpr):
+def _blocks_of(q_indptr, seq, num_seqs, min_q_len, G: tl.constexpr):
     """First token, new tokens and query blocks of each sequence; no blocks below min_q_len."""
     inside = seq < num_seqs
     token = tl.load(q_indptr + seq, mask=inside, other=0)
     q_len = tl.load(q_indptr + seq + 1, mask=inside, other=0) - token
-    return token, q_len, tl.where(inside & (q_len >= min_q_len), tl.cdiv(q_len, QUERY_TOKENS), 0)
+    return token, q_len, tl.where(inside & (q_len >= min_q_len), tl.cdiv(q_len, G.QUERY_TOKENS), 0)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "min_q_len"])
+@triton.jit
+def _most_keys(q_len, window_left, G: tl.constexpr):
+    """The most keys that a block of a sequence sees with a window; if not causal, also what the first token does."""
+    return window_left + (G.QUERY_TOKENS if G.CAUSAL else q_len)
+
+
+@triton.jit
+def _keys_of_last(count, blocks, q_len, length, window_left, G: tl.constexpr):
+    """The keys, int64, that the last `count` of a sequence's blocks see, each block for itself."""
+    if G.CAUSAL:
+        prefix = (length - q_len).to(tl.int64)
+        first = (blocks - count).to(tl.int64)
+        full = (blocks - 1).to(tl.int64)
+        # Blocks [first, full) reach to prefix + (index + 1) QUERY_TOKENS; the last one to the sequence's end.
+        bounded = full
+        last = length.to(tl.int64)
+        most = last
+        if G.WINDOWED:
+            most = _most_keys(q_len, window_left, G).to(tl.int64)
+            bounded = tl.minimum(tl.maximum(most - prefix, 0) // G.QUERY_TOKENS, full)
+            last = tl.minimum(last, most)
+        bounded = tl.maximum(bounded, first)
+        squares = (bounded * (bounded + 1) - first * (first + 1)) // 2
+        keys = (bounded - first) * prefix + squares * G.QUERY_TOKENS + (full - bounded) * most + last
+        keys = tl.where(count > 0, keys, 0)
+    else:
+        if G.WINDOWED:
+            length = tl.minimum(length, _most_keys(q_len, window_left, G))
+        keys = count.to(tl.int64) * length
+    return keys
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "min_q_len", "window_left", "row_keys"])
 def _list_kernel(
     kv_len,
     q_indptr,
@@ -47,9 +120,12 @@ def _list_kernel(
     num_seqs,
     num_tokens,
     min_q_len,
-    QUERY_TOKENS: tl.constexpr,
-    SEQS: tl.constexpr,
+    window_left,
+    row_keys,
+    G: tl.constexpr,
 ):
+    QUERY_TOKENS: tl.constexpr = G.QUERY_TOKENS
+    SEQS: tl.constexpr = G.SEQS
     block = tl.program_id(0)
     lane = tl.arange(0, SEQS)
 
@@ -61,7 +137,7 @@ def _list_kernel(
     seq_q_len = 0
     for first in range(0, num_seqs, SEQS):
         # token, q_len, blocks: [SEQS]
-        token, q_len, blocks = _blocks_of(q_indptr, first + lane, num_seqs, min_q_len, QUERY_TOKENS)
+        token, q_len, blocks = _blocks_of(q_indptr, first + lane, num_seqs, min_q_len, G)
         end = total + tl.cumsum(blocks, 0)
         here = (end > block) & (end - blocks <= block)
         seq += tl.sum(tl.where(here, first + lane, 0), 0)
@@ -70,25 +146,39 @@ def _list_kernel(
         seq_q_len += tl.sum(tl.where(here, q_len, 0), 0)
         total += tl.sum(blocks, 0)
 
-    if block < total:
-        prefix = tl.load(kv_len + seq) - seq_q_len
-        offset = (block - first_block) * QUERY_TOKENS
-        extent = prefix + tl.minimum(seq_q_len, offset + QUERY_TOKENS)
-        rank = 0
-        for first in range(0, num_seqs, SEQS):
-            other = first + lane
-            _, q_len, blocks = _blocks_of(q_indptr, other, num_seqs, min_q_len, QUERY_TOKENS)
-            other_prefix = tl.load(kv_len + other, mask=other < num_seqs, other=0) - q_len
-            # New tokens of the other sequence whose blocks do not go before this one: those with a smaller extent, and
-            # for sequences that are not earlier those with the same.
-            later = tl.maximum(extent - (other < seq).to(tl.int32) - other_prefix, 0)
+    is_block = block < total
+    length = tl.load(kv_len + seq, mask=is_block, other=0)
+    prefix = length - seq_q_len
+    offset = (block - first_block) * QUERY_TOKENS
+    extent = prefix + tl.minimum(seq_q_len, offset + QUERY_TOKENS) if G.CAUSAL else length
+    # Of no block the cost of all of them.
+    rank = 0
+    before = tl.zeros([], tl.int64)
+    for first in range(0, num_seqs, SEQS):
+        other = first + lane
+        _, q_len, blocks = _blocks_of(q_indptr, other, num_seqs, min_q_len, G)
+        other_len = tl.load(kv_len + other, mask=other < num_seqs, other=0)
+        # Blocks of the other sequence that go before this one: those with a larger extent, and of earlier sequences
+        # those with the same.
+        if G.CAUSAL:
+            later = tl.maximum(extent - (other < seq).to(tl.int32) - (other_len - q_len), 0)
             later_blocks = tl.where(later >= q_len, blocks, later // QUERY_TOKENS)
-            rank += tl.sum(blocks - tl.minimum(later_blocks, blocks), 0)
+            count = blocks - tl.minimum(later_blocks, blocks)
+        else:
+            goes_before = (other_len > extent) | ((other_len == extent) & (other < seq))
+            count = tl.where(goes_before, blocks, tl.where(other == seq, block - first_block, 0))
+        count = tl.where(is_block, count, blocks)
+        keys = _keys_of_last(count, blocks, q_len, other_len, window_left, G)
+        before += tl.sum(keys + count.to(tl.int64) * row_keys, 0)
+        rank += tl.sum(count, 0)
+    if is_block:
+        keys = tl.minimum(extent, _most_keys(seq_q_len, window_left, G)) if G.WINDOWED else extent
         words = schedule + rank * BLOCK_WORDS
         tl.store(words + BLOCK_SEQ, seq)
         tl.store(words + BLOCK_FIRST_TOKEN, first_token + offset)
         tl.store(words + BLOCK_TOKENS, tl.minimum(seq_q_len - offset, QUERY_TOKENS))
         tl.store(words + BLOCK_KV_INDEX, prefix + offset)
+        tl.store(words + BLOCK_KEYS, keys)
     else:
         tail = tl.load(q_indptr + num_seqs) + (block - total) * QUERY_TOKENS
         words = schedule + block * BLOCK_WORDS
@@ -96,6 +186,85 @@ def _list_kernel(
         tl.store(words + BLOCK_FIRST_TOKEN, tail)
         tl.store(words + BLOCK_TOKENS, tl.minimum(tl.maximum(num_tokens - tail, 0), QUERY_TOKENS))
         tl.store(words + BLOCK_KV_INDEX, 0)
+        tl.store(words + BLOCK_KEYS, 0)
+    tl.store(words + BLOCK_KEYS + 1, 0)
+    tl.store((words + BLOCK_BEFORE).to(tl.pointer_type(tl.int64)), before)
+
+
+@triton.jit
+def _cost_before(schedule, block, is_block):
+    """What a row of each block before one costs; block: [..], is_block: which of them to look at."""
+    return tl.load(
+        (schedule + block * BLOCK_WORDS + BLOCK_BEFORE).to(tl.pointer_type(tl.int64)), mask=is_block, other=0
+    )
+
+
+class ShareGeometry(NamedTuple):
+    """What shares are compiled for: ROWS of a block; BLOCKS, CUTS, ROUNDS that are looked at in one step."""
+
+    ROWS: int
+    BLOCKS: int
+    CUTS: int
+    ROUNDS: int
+
+
+@triton.jit(do_not_specialize=["max_blocks", "num_programs", "split_keys", "gain", "least_keys"])
+def _share_kernel(
+    schedule,
+    max_blocks,
+    num_programs,
+    split_keys,
+    gain,
+    least_keys,
+    G: tl.constexpr,
+):
+    ROWS: tl.constexpr = G.ROWS
+    lane = tl.arange(0, G.BLOCKS)
+    # All blocks of sequences come before those of the tail, of which there is one at least.
+    num_blocks = 0
+    for first in range(0, max_blocks, G.BLOCKS):
+        seq = tl.load(schedule + (first + lane) * BLOCK_WORDS + BLOCK_SEQ, mask=first + lane < max_blocks, other=-1)
+        num_blocks += tl.sum((seq >= 0).to(tl.int32), 0)
+
+    # cut, shared, estimate: [CUTS]; cost: [CUTS, ROUNDS]
+    stride = tl.maximum(tl.cdiv(num_blocks, G.CUTS - 1), 1)
+    cut = tl.minimum(tl.arange(0, G.CUTS) * stride, num_blocks)
+    total = _cost_before(schedule, num_blocks, True) * ROWS
+    shared = _cost_before(schedule, cut, cut <= num_blocks) * ROWS
+    rounds = tl.arange(0, G.ROUNDS)
+    block = cut[:, None] + ((rounds * num_programs) // ROWS)[None, :]
+    is_block = block < num_blocks
+    cost = _cost_before(schedule, block + 1, is_block) - _cost_before(schedule, block, is_block)
+    longest = tl.max(cost * (rounds + 1)[None, :], 1)
+    estimate = shared // num_programs
+    estimate += tl.where(cut > 0, split_keys + total // num_programs * gain // 16, 0)
+    estimate += tl.maximum((total - shared) // num_programs, longest)
+    best = tl.min(estimate * G.CUTS + tl.arange(0, G.CUTS), 0) & (G.CUTS - 1)
+    cut_blocks = tl.minimum(best.to(tl.int32) * stride, num_blocks)
+
+    program = tl.program_id(0)
+    end_of_shared = _cost_before(schedule, cut_blocks, True) * ROWS
+    share = tl.maximum(tl.cdiv(end_of_shared, num_programs), least_keys)
+    start = program * share
+    work = tl.maximum(tl.minimum(share, end_of_shared - start), 0)
+    # The block whose positions contain `start`: the number of blocks that end at or before it.
+    at = 0
+    for first in range(0, cut_blocks, G.BLOCKS):
+        is_shared = first + lane < cut_blocks
+        end = _cost_before(schedule, first + lane + 1, is_shared) * ROWS
+        at += tl.sum((is_shared & (end <= start)).to(tl.int32), 0)
+    before = _cost_before(schedule, at, work > 0)
+    row_cost = tl.maximum(_cost_before(schedule, at + 1, work > 0) - before, 1)
+    row = (start - before * ROWS) // row_cost
+    row_start = before * ROWS + row * row_cost
+    words = schedule + max_blocks * BLOCK_WORDS + program * SHARE_WORDS
+    tl.store(words + SHARE_BLOCK, at)
+    tl.store(words + SHARE_ROW, row.to(tl.int32))
+    tl.store(words + SHARE_DONE, (start - row_start).to(tl.int32))
+    tl.store(words + SHARE_WORK, work.to(tl.int32))
+    tl.store((words + SHARE_START).to(tl.pointer_type(tl.int64)), row_start)
+    tl.store(words + SHARE_SIZE, share.to(tl.int32))
+    tl.store(words + SHARE_CUT, cut_blocks)
 
 
 def launch_extend_schedule(queries: Queries, schedule: Tensor, cut: ExtendCut) -> None:
@@ -104,18 +273,32 @@ def launch_extend_schedule(queries: Queries, schedule: Tensor, cut: ExtendCut) -
     schedule: int32 [cut.words(T, S)] or longer, written
     """
     queries.check()
-    num_tokens, num_seqs = queries.num_tokens, queries.num_seqs
+    num_tokens, num_seqs, sharing = queries.num_tokens, queries.num_seqs, cut.sharing
     cut.check(schedule, num_tokens, num_seqs)
+    max_blocks = cut.max_blocks(num_tokens, num_seqs)
     launch(
         _list_kernel,
-        (cut.max_blocks(num_tokens, num_seqs),),
+        (max_blocks,),
         queries.kv_len,
         queries.q_indptr,
         schedule,
         num_seqs,
         num_tokens,
         cut.min_q_len,
-        QUERY_TOKENS=cut.query_tokens,
-        SEQS=_SEQS_AT_ONCE,
+        sharing.window_left,
+        sharing.row_keys,
+        G=ListGeometry(cut.query_tokens, sharing.causal, sharing.window_left != UNLIMITED_WINDOW, _SEQS_AT_ONCE),
+        num_warps=4,
+    )
+    launch(
+        _share_kernel,
+        (sharing.programs,),
+        schedule,
+        max_blocks,
+        sharing.programs,
+        sharing.split_keys,
+        sharing.gain,
+        sharing.least_keys,
+        G=ShareGeometry(sharing.rows, _BLOCKS_AT_ONCE, _CUTS, _ROUNDS),
         num_warps=4,
     )

@@ -4,7 +4,9 @@ From maximum m, sum l and accumulator a (base 2), a block with scores s and valu
 
     m' = max(m, max s)    l' = 2^(m - m') l + sum 2^(s - m')    a' = 2^(m - m') a + 2^(s - m') V
 
-With EXACT every sum of products is an explicit fma (segments.py says why); else the compiler chooses.
+q, K, V and a are tuples of equally wide blocks of columns: a head of 96 as three of 32 needs no padding, and one of 128
+as two of 64 fewer registers. With EXACT every sum of products is an explicit fma (segments.py says why); else the
+compiler chooses.
 """
 
 from __future__ import annotations
@@ -22,14 +24,15 @@ from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import capped, in_range
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded
 from rocm_attn.kernels.cache.page_format import Coding
-from rocm_attn.kernels.tuning.tiles import next_power_of_2
+from rocm_attn.kernels.tuning.tiles import ExtendTiles
 
 
 class KeyGeometry(NamedTuple):
     """What the loop is compiled for.
 
     HEAD_DIM, V_HEAD_DIM: elements of a K row and of a V row
-    K_COLUMNS, V_COLUMNS: columns of a K block and of a V block, padding included
+    K_COLUMNS, V_COLUMNS: columns of a block of K and of a block of V; the last block is padded
+    K_PARTS, V_PARTS:     blocks of columns of a K row and of a V row
     PAGE_SIZE:            tokens of a page
     KEY_BLOCK:            keys of a block
     CAUSAL:               whether a row sees no key after its own
@@ -43,6 +46,8 @@ class KeyGeometry(NamedTuple):
     V_HEAD_DIM: int
     K_COLUMNS: int
     V_COLUMNS: int
+    K_PARTS: int
+    V_PARTS: int
     PAGE_SIZE: int
     KEY_BLOCK: int
     CAUSAL: bool
@@ -54,9 +59,11 @@ class KeyGeometry(NamedTuple):
 
 
 class Query(NamedTuple):
-    """Rows that look at keys: block [rows, K_COLUMNS]; kv_index [rows] of each, or [1] of all; how they are scored."""
+    """Rows that look at keys: blocks of columns, [rows, K_COLUMNS] each; kv_index [rows] of each, or [1] of all; how
+    they are scored.
+    """
 
-    block: Any
+    blocks: Any
     kv_index: Any
     logits: Any
 
@@ -84,16 +91,19 @@ class Seen(NamedTuple):
     bits: Any
 
 
-def key_geometry(args: AttendArgs, scores: Scores, *, key_block: int, causal: bool, exact: bool) -> KeyGeometry:
-    """The geometry of a layer."""
+def key_geometry(args: AttendArgs, scores: Scores, *, tiles: ExtendTiles, causal: bool, exact: bool) -> KeyGeometry:
+    """The geometry of a layer. tiles: how keys and columns are cut"""
     head_dim, v_head_dim = args.q.shape[2], args.out.shape[2]
+    k_columns, v_columns = tiles.columns(head_dim), tiles.columns(v_head_dim)
     return KeyGeometry(
         HEAD_DIM=head_dim,
         V_HEAD_DIM=v_head_dim,
-        K_COLUMNS=max(16, next_power_of_2(head_dim)),
-        V_COLUMNS=max(16, next_power_of_2(v_head_dim)),
+        K_COLUMNS=k_columns,
+        V_COLUMNS=v_columns,
+        K_PARTS=-(-head_dim // k_columns),
+        V_PARTS=-(-v_head_dim // v_columns),
         PAGE_SIZE=args.pages.format.page_size,
-        KEY_BLOCK=key_block,
+        KEY_BLOCK=tiles.key_block,
         CAUSAL=causal,
         WINDOWED=scores.windowed,
         CAPPED=scores.soft_cap > 0,
@@ -104,11 +114,34 @@ def key_geometry(args: AttendArgs, scores: Scores, *, key_block: int, causal: bo
 
 
 @triton.jit
-def nothing_seen(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def nothing_seen(ROWS: tl.constexpr, K: tl.constexpr):
     """The softmax of no key."""
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    acc = ()
+    PARTS: tl.constexpr = K.V_PARTS
+    COLUMNS: tl.constexpr = K.V_COLUMNS
+    for _ in tl.static_range(PARTS):
+        acc += (tl.zeros([ROWS, COLUMNS], tl.float32),)  # type: ignore[assignment]
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     return Softmax(acc, maximum, tl.zeros([ROWS], tl.float32))
+
+
+@triton.jit
+def is_column(PART: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr):
+    """Which columns of a block lie in the row, [1, COLUMNS]."""
+    return (PART * COLUMNS + tl.arange(0, COLUMNS) < DIM)[None, :]
+
+
+@triton.jit
+def _elements(rows, live, PART: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr):
+    """A block of columns of K rows or V rows; 0 beyond the row and, if MASKED, of keys that are not live [keys, 1]."""
+    block = rows + PART * COLUMNS
+    if (PART + 1) * COLUMNS > DIM:
+        x = tl.load(block, mask=live & is_column(PART, COLUMNS, DIM), other=0)
+    elif MASKED:
+        x = tl.load(block, mask=live, other=0)
+    else:
+        x = tl.load(block)
+    return x
 
 
 @triton.jit
@@ -123,6 +156,7 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
     """
     KEY_BLOCK: tl.constexpr = K.KEY_BLOCK
     C: tl.constexpr = K.coding
+    DTYPE: tl.constexpr = query.blocks[0].dtype
     PACKED: tl.constexpr = MASKED and seen.bits is not None
     acc, maximum, total = softmax
     logits = query.logits
@@ -133,15 +167,15 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
     # Page ids travel one block ahead of the loads that need them, clamped to the table (see decode.py).
     next_page = tl.load(pages.at + tl.minimum((blocks.first * KEY_BLOCK + lane) // K.PAGE_SIZE, pages.width - 1))
     for block in tl.range(blocks.first, blocks.end, num_stages=STAGES):
-        # kv_index, page, offset: [KEY_BLOCK]; k_block: [KEY_BLOCK, K_COLUMNS]; v_block: [KEY_BLOCK, V_COLUMNS]
+        # kv_index, page, offset: [KEY_BLOCK]; k_rows: [KEY_BLOCK, K_COLUMNS]; v_rows: [KEY_BLOCK, V_COLUMNS]
         kv_index = block * KEY_BLOCK + lane
         page = next_page.to(tl.int64)
         next_page = tl.load(pages.at + tl.minimum((kv_index + KEY_BLOCK) // K.PAGE_SIZE, pages.width - 1))
         offset = (kv_index % K.PAGE_SIZE).to(tl.int64)
         k_row = page * kv.k.page + offset * kv.k.token
         v_row = k_row if K.SAME_OFFSETS else page * kv.v.page + offset * kv.v.token
-        k_block = kv.k.at + k_row[:, None] + k_column[None, :]
-        v_block = kv.v.at + v_row[:, None] + v_column[None, :]
+        k_rows = kv.k.at + k_row[:, None] + k_column[None, :]
+        v_rows = kv.v.at + v_row[:, None] + v_column[None, :]
         if PACKED:
             bits = row_bits(seen.bits.words, seen.bits.cell, seen.bits.end, block * KEY_BLOCK, seen.keys.end)
             if K.WINDOWED:
@@ -152,15 +186,14 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
         k_factor = token_factor(kv.factors.k, page, offset, kv.factors.head, live, MASKED, C)
         v_factor = token_factor(kv.factors.v, page, offset, kv.factors.head, live, MASKED, C)
         live = live[:, None]
-        if K.K_COLUMNS > K.HEAD_DIM:
-            k = tl.load(k_block, mask=live & (k_column < K.HEAD_DIM)[None, :], other=0)
-        elif MASKED:
-            k = tl.load(k_block, mask=live, other=0)
-        else:
-            k = tl.load(k_block)
         # scores, weights: [rows, KEY_BLOCK]
-        k = decoded(k, C.ENCODING, query.block.dtype)
-        scores = tl.dot(query.block, tl.trans(k), input_precision="ieee")
+        K_PARTS: tl.constexpr = K.K_PARTS
+        for i in tl.static_range(K_PARTS):
+            k = decoded(_elements(k_rows, live, i, K.K_COLUMNS, K.HEAD_DIM, MASKED), C.ENCODING, DTYPE)
+            if i == 0:
+                scores = tl.dot(query.blocks[i], tl.trans(k), input_precision="ieee")
+            else:
+                scores = tl.dot(query.blocks[i], tl.trans(k), scores, input_precision="ieee")
         if C.SCALES == TOKEN_SCALES:
             scores = scores * k_factor[None, :]
         if K.CAPPED:
@@ -191,13 +224,12 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
             weights = tl.exp2(tl.fma(scores, factor, -base[:, None]))
         else:
             weights = tl.exp2(scores * factor - base[:, None])
-        if K.V_COLUMNS > K.V_HEAD_DIM:
-            v = tl.load(v_block, mask=live & (v_column < K.V_HEAD_DIM)[None, :], other=0)
-        elif MASKED:
-            v = tl.load(v_block, mask=live, other=0)
-        else:
-            v = tl.load(v_block)
         total = tl.fma(total, decay, tl.sum(weights, 1)) if K.EXACT else total * decay + tl.sum(weights, 1)
-        acc = add_values(acc, decay[:, None], weights, v, v_factor, query.block.dtype, False, C)
+        left = acc
+        acc = ()
+        V_PARTS: tl.constexpr = K.V_PARTS
+        for i in tl.static_range(V_PARTS):
+            v = _elements(v_rows, live, i, K.V_COLUMNS, K.V_HEAD_DIM, MASKED)
+            acc += (add_values(left[i], decay[:, None], weights, v, v_factor, DTYPE, False, C),)
         maximum = new_maximum
     return Softmax(acc, maximum, total)

@@ -10,7 +10,7 @@ Which programs hold parts of a row follows from the schedule (see decode_schedul
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -56,11 +56,18 @@ class MergeGeometry(NamedTuple):
     PARTS: int
 
 
+class Parts(NamedTuple):
+    """Parts of rows: acc [parts, LINES, V_HEAD_DIM]; sums [parts, LINES, 2], maximum and sum."""
+
+    acc: Any
+    sums: Any
+
+
 @triton.jit
-def _merge_parts(partials, sums, first_program, num_parts, q_row, column, G: tl.constexpr):
+def merge_parts(parts, first_program, num_parts, q_row, num_rows, column, LINES: tl.constexpr, G: tl.constexpr):
     """What all parts of one row give: accumulator [HEADS, COLUMNS], maximum and sum [HEADS]; PARTS are added at a time.
 
-    partials: [parts, Q_ROWS, V_HEAD_DIM]; sums: [parts, Q_ROWS, 2], maximum and sum
+    q_row: which lines, those below num_rows
     """
     HEADS: tl.constexpr = G.HEADS
     COLUMNS: tl.constexpr = G.COLUMNS
@@ -73,16 +80,16 @@ def _merge_parts(partials, sums, first_program, num_parts, q_row, column, G: tl.
         # The row began in its first program (slot 2p + 1) and was begun earlier for all the others (slot 2p).
         part = 2 * (first_program + index) + (index == 0).to(tl.int32)
         # part_maximum, part_total: [PARTS, HEADS]; part_acc: [PARTS, HEADS, COLUMNS]
-        line = part[:, None] * G.rows.Q_ROWS + q_row[None, :]
-        live = (index < num_parts)[:, None] & (q_row < G.rows.Q_ROWS)[None, :]
-        part_maximum = tl.load(sums + line * 2, mask=live, other=float("-inf"))
-        part_total = tl.load(sums + line * 2 + 1, mask=live, other=0.0)
+        line = part[:, None] * LINES + q_row[None, :]
+        live = (index < num_parts)[:, None] & (q_row < num_rows)[None, :]
+        part_maximum = tl.load(parts.sums + line * 2, mask=live, other=float("-inf"))
+        part_total = tl.load(parts.sums + line * 2 + 1, mask=live, other=0.0)
         is_acc = live[:, :, None]
         if G.V_HEAD_DIM % G.COLUMNS != 0:
             is_acc = is_acc & (column < G.V_HEAD_DIM)[None, None, :]
-        part_acc = tl.load(partials + line[:, :, None] * G.V_HEAD_DIM + column[None, None, :], mask=is_acc, other=0.0)
+        part_acc = tl.load(parts.acc + line[:, :, None] * G.V_HEAD_DIM + column[None, None, :], mask=is_acc, other=0.0)
         new_maximum = tl.maximum(maximum, tl.max(part_maximum, 0))
-        # Only q rows past Q_ROWS have no part; the subtraction below must not be inf - inf for them.
+        # Lines past num_rows have no part, and a row may have seen no key: no inf - inf for them.
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         decay = tl.exp2(maximum - base)
         weight = tl.exp2(part_maximum - base[None, :])
@@ -138,7 +145,8 @@ def _merge_kernel(
         q_row = tl.program_id(1) * G.HEADS + tl.arange(0, G.HEADS)
         column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
         sums = partials + num_programs * (2 * R.Q_ROWS * G.V_HEAD_DIM)
-        acc, maximum, total = _merge_parts(partials, sums, first_program, num_parts, q_row, column, G)
+        parts = Parts(partials, sums)
+        acc, maximum, total = merge_parts(parts, first_program, num_parts, q_row, R.Q_ROWS, column, R.Q_ROWS, G)
         token = tl.load(q_indptr + seq).to(tl.int64)
         # The last row of a sequence, or of a KV head, may be shorter; its other lanes hold whatever decode left there.
         if T.MOST == 1:

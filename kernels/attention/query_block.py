@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from rocm_attn.kernels.attention.key_loop import Bits
+from rocm_attn.kernels.attention.coded import scaled_parts
+from rocm_attn.kernels.attention.key_loop import Bits, is_column
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink
 
 
@@ -24,6 +25,8 @@ class BlockGeometry(NamedTuple):
     BLOCK_HEADS: query heads of a block
     HEAD_BLOCKS: blocks that the query heads of a KV head are cut into
     QUERY_ROWS:  rows of a block, a token and a query head each
+    ROW_KEYS:    of cuts.Sharing; 0: every row is one program's
+    SHARES:      whether programs take their shares of the longest rows, and not the other rows
     SEGMENT_LEN: keys of a segment of deterministic attention; 0: keys are not cut
     STAGES:      key blocks whose loads are in flight, where every row sees all keys
     EDGE_STAGES: the same where keys are masked
@@ -35,6 +38,8 @@ class BlockGeometry(NamedTuple):
     BLOCK_HEADS: int
     HEAD_BLOCKS: int
     QUERY_ROWS: int
+    ROW_KEYS: int
+    SHARES: bool
     SEGMENT_LEN: int
     STAGES: int
     EDGE_STAGES: int
@@ -97,12 +102,28 @@ def bits_of_block(mask, seq, first_token, is_row, end_key, window_left, G: tl.co
 
 @triton.jit
 def load_queries(q, token, head, is_row, K: tl.constexpr):
-    """The rows of q, [QUERY_ROWS, K_COLUMNS]; 0 where there is no row and in padded columns."""
-    is_q = is_row[:, None]
-    k_column = tl.arange(0, K.K_COLUMNS)
-    if K.K_COLUMNS > K.HEAD_DIM:
-        is_q = is_q & (k_column < K.HEAD_DIM)[None, :]
-    return tl.load(q.at + (token * q.token + head * q.head)[:, None] + k_column[None, :], mask=is_q, other=0.0)
+    """The rows of q, a block [QUERY_ROWS, K_COLUMNS] for each of K_PARTS; 0 without a row and in padded columns."""
+    rows = q.at + (token * q.token + head * q.head)[:, None] + tl.arange(0, K.K_COLUMNS)[None, :]
+    blocks = ()
+    K_PARTS: tl.constexpr = K.K_PARTS
+    for i in tl.static_range(K_PARTS):
+        is_q = is_row[:, None]
+        if (i + 1) * K.K_COLUMNS > K.HEAD_DIM:
+            is_q = is_q & is_column(i, K.K_COLUMNS, K.HEAD_DIM)
+        blocks += (tl.load(rows + i * K.K_COLUMNS, mask=is_q, other=0.0),)  # type: ignore[assignment]
+    return blocks
+
+
+@triton.jit
+def store_columns(rows, parts, is_row, K: tl.constexpr):
+    """Write blocks of V's columns. rows: pointers [rows, 1]; is_row: [rows]"""
+    V_PARTS: tl.constexpr = K.V_PARTS
+    for i in tl.static_range(V_PARTS):
+        is_v = is_row[:, None]
+        if (i + 1) * K.V_COLUMNS > K.V_HEAD_DIM:
+            is_v = is_v & is_column(i, K.V_COLUMNS, K.V_HEAD_DIM)
+        block = rows + (i * K.V_COLUMNS + tl.arange(0, K.V_COLUMNS))[None, :]
+        tl.store(block, parts[i].to(rows.dtype.element_ty), mask=is_v)
 
 
 @triton.jit
@@ -112,14 +133,13 @@ def store_results(softmax, token, head, is_row, sinks, out, lse, K: tl.constexpr
     if sinks is not None:
         sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
         maximum, total, decay = add_sink(maximum, total, sink)
-        acc = acc * decay[:, None]
+        acc = scaled_parts(acc, decay[:, None])
     # Tokens of no sequence have seen no key: 0 / 1, and LSE -inf + log2(1).
     total = tl.where(total == 0.0, 1.0, total)
-    v_column = tl.arange(0, K.V_COLUMNS)
-    is_out = is_row[:, None]
-    if K.V_COLUMNS > K.V_HEAD_DIM:
-        is_out = is_out & (v_column < K.V_HEAD_DIM)[None, :]
-    out_block = out.at + (token * out.token + head * out.head)[:, None] + v_column[None, :]
-    tl.store(out_block, (acc / total[:, None]).to(out.at.dtype.element_ty), mask=is_out)
+    value = ()
+    V_PARTS: tl.constexpr = K.V_PARTS
+    for i in tl.static_range(V_PARTS):
+        value += (acc[i] / total[:, None],)  # type: ignore[assignment]
+    store_columns(out.at + (token * out.token + head * out.head)[:, None], value, is_row, K)
     if lse.at is not None:
         tl.store(lse.at + token * lse.token + head * lse.head, (maximum + tl.log2(total)) * LN_2, mask=is_row)

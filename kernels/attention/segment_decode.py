@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import KeyValues, Line, Logits, Pages, Span
+from rocm_attn.kernels.attention.bundles import KeyValues, Line, Logits, Pages, Rows, Span
 from rocm_attn.kernels.attention.coded import Factors, coded_scales, row_factor
 from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
 from rocm_attn.kernels.attention.decode_schedule import (
@@ -29,6 +29,7 @@ from rocm_attn.kernels.attention.decode_schedule import (
     words_of_program,
 )
 from rocm_attn.kernels.attention.key_loop import KeyGeometry, Query, Seen, key_geometry
+from rocm_attn.kernels.attention.query_block import load_queries, store_columns
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.segment_merge import launch_segment_merge
 from rocm_attn.kernels.attention.segments import UNFUSED, attend_segment
@@ -97,8 +98,6 @@ def _segment_decode_kernel(
     row_start = tl.load(words + PROGRAM_ROW_START)
     kv_len = tl.load(words + PROGRAM_KV_LEN)
     q_row = tl.arange(0, G.QUERY_ROWS)
-    k_column = tl.arange(0, K.K_COLUMNS)
-    v_column = tl.arange(0, K.V_COLUMNS)
     while work > 0:
         first_key, window_segment, num_segments = visible_blocks(kv_len, window_left, R.KEY_BLOCK, R.WINDOWED)
         row_cost = tl.where(kv_len < 0, 0, num_segments + R.ROW_COST)
@@ -109,14 +108,8 @@ def _segment_decode_kernel(
             # A row is a KV head, or a block of its query heads. is_row, slope: [QUERY_ROWS]
             kv_head, first_head, num_q_rows = heads_of_row(row, R)
             is_row = q_row < num_q_rows
-            is_q = is_row[:, None]
-            if K.K_COLUMNS > K.HEAD_DIM:
-                is_q = is_q & (k_column < K.HEAD_DIM)[None, :]
-            is_v = is_row[:, None]
-            if K.V_COLUMNS > K.V_HEAD_DIM:
-                is_v = is_v & (v_column < K.V_HEAD_DIM)[None, :]
-            q_line = q + tl.load(q_indptr + seq).to(tl.int64) * q_token + first_head * q_head
-            queries = tl.load(q_line + q_row.to(tl.int64)[:, None] * q_head + k_column[None, :], mask=is_q, other=0.0)
+            token = tl.load(q_indptr + seq).to(tl.int64)
+            queries = load_queries(Rows(q, q_token, q_head), token, first_head + q_row, is_row, K)
             slope = None
             if slopes is not None:
                 slope = tl.load(slopes + first_head + q_row, mask=is_row, other=0.0) * LOG2_E
@@ -134,7 +127,7 @@ def _segment_decode_kernel(
             for index in range(first, end):
                 acc, maximum, total = attend_segment(window_segment + index, query, kv, seen, kv_len // K.KEY_BLOCK, G)
                 line = (row_start + R.ROW_COST + index).to(tl.int64) * R.Q_ROWS + q_row
-                tl.store(parts + line[:, None] * K.V_HEAD_DIM + v_column[None, :], acc, mask=is_v)
+                store_columns(parts + (line * K.V_HEAD_DIM)[:, None], acc, is_row, K)
                 tl.store(sums + line * 2, maximum, mask=is_row)
                 tl.store(sums + line * 2 + 1, total, mask=is_row)
         work -= take
@@ -204,7 +197,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: SegmentTi
     ), "the schedule was cut for another launch"
     return SegmentDecodeGeometry(
         rows=cut.row_cut(decode, gqa_ratio),
-        keys=key_geometry(args, scores, key_block=tiles.key_block, causal=scores.causal, exact=True),
+        keys=key_geometry(args, scores, tiles=tiles.extend, causal=scores.causal, exact=True),
         QUERY_ROWS=tiles.decode_rows,
         SEGMENT_LEN=tiles.segment_len,
         STAGES=tiles.decode_stages,

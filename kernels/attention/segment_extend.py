@@ -20,7 +20,7 @@ from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_TOKENS,
     BLOCK_WORDS,
 )
-from rocm_attn.kernels.attention.key_loop import Query, Seen, key_geometry
+from rocm_attn.kernels.attention.key_loop import Query, Seen, key_geometry, nothing_seen
 from rocm_attn.kernels.attention.query_block import (
     BlockGeometry,
     load_queries,
@@ -72,7 +72,6 @@ def _segment_extend_kernel(
     K: tl.constexpr = G.keys
     C: tl.constexpr = K.coding
     QUERY_ROWS: tl.constexpr = G.QUERY_ROWS
-    V_COLUMNS: tl.constexpr = K.V_COLUMNS
     query_block, kv_head, head_block = place_of_program(G)
     words = schedule + query_block * BLOCK_WORDS
     seq = tl.load(words + BLOCK_SEQ)
@@ -109,9 +108,7 @@ def _segment_extend_kernel(
         seen = Seen(Span(first_key, end_key), window_left, None)
         first_segment = first_key // G.SEGMENT_LEN
         end_segment = tl.cdiv(end_key, G.SEGMENT_LEN)
-        acc = tl.zeros([QUERY_ROWS, V_COLUMNS], tl.float32)
-        maximum = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([QUERY_ROWS], tl.float32)
+        acc, maximum, total = nothing_seen(QUERY_ROWS, K)
         for segment in range(first_segment, end_segment):
             part = attend_segment(segment, query, kv, seen, edge_block, G)
             acc, maximum, total = merge_segment(Softmax(acc, maximum, total), part)
@@ -173,12 +170,14 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: SegmentTi
     assert cut.query_tokens == extend.tokens_per_block(gqa_ratio), "the schedule was cut for other tiles"
     block_heads = extend.heads_per_block(gqa_ratio)
     return BlockGeometry(
-        keys=key_geometry(args, scores, key_block=extend.key_block, causal=scores.causal, exact=True),
+        keys=key_geometry(args, scores, tiles=extend, causal=scores.causal, exact=True),
         KV_HEADS=num_kv_heads,
         GQA_RATIO=gqa_ratio,
         BLOCK_HEADS=block_heads,
         HEAD_BLOCKS=-(-gqa_ratio // block_heads),
         QUERY_ROWS=extend.query_rows,
+        ROW_KEYS=0,
+        SHARES=False,
         SEGMENT_LEN=tiles.segment_len,
         STAGES=extend.num_stages,
         EDGE_STAGES=extend.diagonal_stages,

@@ -88,9 +88,8 @@ def _segment_merge_kernel(
                 part_total = tl.load(sums + line * 2 + 1, mask=is_part, other=0.0)
                 block = parts + line[:, None] * G.V_HEAD_DIM + column[None, :]
                 part_acc = tl.load(block, mask=is_part[:, None] & is_column, other=0.0)
-                acc, maximum, total = merge_segment(
-                    Softmax(acc, maximum, total), Softmax(part_acc, part_maximum, part_total)
-                )
+                merged = merge_segment(Softmax((acc,), maximum, total), Softmax((part_acc,), part_maximum, part_total))
+                acc, maximum, total = merged.acc[0], merged.maximum, merged.total
         token = tl.load(q_indptr + seq).to(tl.int64)
         head = (row // R.HEAD_BLOCKS * R.GQA_RATIO + head_block * R.Q_ROWS + q_row).to(tl.int64)
         if sinks is not None:

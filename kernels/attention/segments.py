@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.bundles import Softmax, Span
-from rocm_attn.kernels.attention.coded import row_factor, scaled_values
+from rocm_attn.kernels.attention.coded import row_factor, scaled_value_parts
 from rocm_attn.kernels.attention.key_loop import attend_key_blocks, nothing_seen
 
 # Whether a product and a sum become one rounding or two is the source's choice here, not the compiler's.
@@ -38,7 +38,7 @@ def attend_segment(segment, query, kv, seen, edge_block, G: tl.constexpr):
     BLOCKS: tl.constexpr = G.SEGMENT_LEN // K.KEY_BLOCK
     first_block = tl.maximum(segment * BLOCKS, seen.keys.first // K.KEY_BLOCK)
     end_block = tl.minimum((segment + 1) * BLOCKS, tl.cdiv(seen.keys.end, K.KEY_BLOCK))
-    softmax = nothing_seen(G.QUERY_ROWS, K.V_COLUMNS)
+    softmax = nothing_seen(G.QUERY_ROWS, K)
     if K.WINDOWED:
         # Masks all the way: a loop of its own for what lies between the edges spills.
         softmax = attend_key_blocks(softmax, query, kv, seen, Span(first_block, end_block), K, True, G.STAGES)
@@ -47,19 +47,21 @@ def attend_segment(segment, query, kv, seen, edge_block, G: tl.constexpr):
         softmax = attend_key_blocks(softmax, query, kv, seen, Span(first_block, masked_block), K, False, G.STAGES)
         softmax = attend_key_blocks(softmax, query, kv, seen, Span(masked_block, end_block), K, True, G.EDGE_STAGES)
     # Here, not after all segments: decode and extend then merge the same numbers.
-    return scaled_values(softmax, row_factor(kv.factors.v, kv.factors.head, C), C)
+    return scaled_value_parts(softmax, row_factor(kv.factors.v, kv.factors.head, C), C)
 
 
 @triton.jit
 def merge_segment(left, segment):
     """The softmax of what lies left of a segment, merged with the segment's.
 
-    A side that saw no key (0, -inf, 0) changes no bit.
+    A side that saw no key (0, -inf, 0) changes no bit. acc: tuples of as many blocks
     """
     maximum = tl.maximum(left.maximum, segment.maximum)
     base = tl.where(maximum == float("-inf"), 0.0, maximum)
     decay = tl.exp2(left.maximum - base)
     weight = tl.exp2(segment.maximum - base)
     total = tl.fma(left.total, decay, segment.total * weight)
-    acc = tl.fma(left.acc, decay[:, None], segment.acc * weight[:, None])
+    acc = ()
+    for i in tl.static_range(len(left.acc)):
+        acc += (tl.fma(left.acc[i], decay[:, None], segment.acc[i] * weight[:, None]),)  # type: ignore[assignment]
     return Softmax(acc, maximum, total)

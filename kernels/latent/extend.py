@@ -198,6 +198,8 @@ def _geometry(
         BLOCK_HEADS=tiles.block_heads(num_heads),
         HEAD_BLOCKS=tiles.head_blocks(num_heads),
         QUERY_ROWS=tiles.query_rows,
+        ROW_KEYS=0,
+        SHARES=False,
         SEGMENT_LEN=0,
         STAGES=tiles.num_stages,
         EDGE_STAGES=tiles.num_stages,

@@ -128,6 +128,8 @@ def launch_latent_segment_extend(
         BLOCK_HEADS=block.block_heads(num_heads),
         HEAD_BLOCKS=block.head_blocks(num_heads),
         QUERY_ROWS=block.query_rows,
+        ROW_KEYS=0,
+        SHARES=False,
         SEGMENT_LEN=tiles.segment_len,
         STAGES=block.num_stages,
         EDGE_STAGES=block.num_stages,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 
-from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
+import numpy as np
+
+from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut, Sharing
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 
 
@@ -46,17 +49,69 @@ def visible_blocks(kv_len: int, cut: DecodeCut) -> range:
 
 
 def extend_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: ExtendCut, num_tokens: int) -> list[int]:
-    """The words that cut.build writes for num_tokens padded tokens, see attention/extend_schedule.py."""
-    block_len = cut.query_tokens
-    listed: list[tuple[int, int, int, int]] = []
+    """The words that cut.build writes for num_tokens padded tokens, see attention/extend_schedule.py.
+
+    Of a program without work only its work, the share and the cut have a meaning; the others are 0 here.
+    """
+    block_len, sharing = cut.query_tokens, cut.sharing
+    # reach, sequence, first token, tokens, kv_index, keys
+    listed: list[tuple[int, int, int, int, int, int]] = []
     token = 0
     for seq, (length, new) in enumerate(zip(kv_len, q_len, strict=True)):
         for offset in range(0, new if new >= cut.min_q_len else 0, block_len):
-            listed.append((seq, token + offset, min(block_len, new - offset), length - new + offset))
+            tokens = min(block_len, new - offset)
+            reach = length - new + offset + tokens if sharing.causal else length
+            window = sharing.window_left + (block_len if sharing.causal else new)
+            keys = reach if sharing.window_left == UNLIMITED_WINDOW else min(reach, window)
+            listed.append((reach, seq, token + offset, tokens, length - new + offset, keys))
         token += new
-    listed.sort(key=lambda block: -(block[2] + block[3]))
-    max_blocks = num_tokens // block_len + len(kv_len) + 1
-    while len(listed) < max_blocks:
-        listed.append((-1, token, min(max(num_tokens - token, 0), block_len), 0))
+    listed.sort(key=lambda block: -block[0])
+    words: list[int] = []
+    costs = [keys + sharing.row_keys for *_, keys in listed]
+    for (_, seq, first, tokens, kv_index, keys), before in zip(listed, accumulate([0, *costs]), strict=False):
+        words += [seq, first, tokens, kv_index, keys, 0, *_halves(before)]
+    for _ in range(num_tokens // block_len + len(kv_len) + 1 - len(listed)):
+        words += [-1, token, min(max(num_tokens - token, 0), block_len), 0, 0, 0, *_halves(sum(costs))]
         token += block_len
-    return [word for block in listed for word in block]
+    return words + _shares(costs, sharing)
+
+
+def _shares(costs: Sequence[int], sharing: Sharing) -> list[int]:
+    """The words of the programs that share the longest rows. costs: of a row of each block"""
+    programs, rows = sharing.programs, sharing.rows
+    if not programs:
+        return []
+    cut_blocks = min(_cuts(len(costs)), key=lambda cut: _estimate(costs, cut, sharing))
+    of_rows = [cost for cost in costs[:cut_blocks] for _ in range(rows)]
+    starts, shared = [0, *accumulate(of_rows)], sum(of_rows)
+    share = max(-(-shared // programs), sharing.least_keys)
+    words: list[int] = []
+    for program in range(programs):
+        start = program * share
+        work = max(0, min(share, shared - start))
+        row = bisect_right(starts, start) - 1
+        first = [row // rows, row % rows, start - starts[row]] if work else [0, 0, 0]
+        words += [*first, work, *_halves(starts[row] if work else 0), share, cut_blocks]
+    return words
+
+
+def _cuts(num_blocks: int, most: int = 127) -> range:
+    """The numbers of blocks that are considered, evenly spaced."""
+    stride = max(1, -(-num_blocks // most))
+    return range(0, num_blocks + stride, stride)
+
+
+def _estimate(costs: Sequence[int], cut: int, sharing: Sharing) -> int:
+    """How many keys' time a step takes whose first `cut` blocks are shared out."""
+    programs, rows = sharing.programs, sharing.rows
+    shared, total = rows * sum(costs[:cut]), rows * sum(costs)
+    price = sharing.split_keys + total // programs * sharing.gain // 16 if cut else 0
+    whole = costs[cut:]
+    rounds = [(k + 1) * whole[k * programs // rows] for k in range(16) if k * programs // rows < len(whole)]
+    return shared // programs + price + max((total - shared) // programs, *rounds, 0)
+
+
+def _halves(number: int) -> tuple[int, int]:
+    """A number of 64 bits as two words."""
+    low, high = np.array([number], np.int64).view(np.int32).tolist()
+    return low, high

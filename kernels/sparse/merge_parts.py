@@ -60,9 +60,8 @@ def _merge_parts_kernel(
             part_total = tl.load(sums + line * 2 + 1, mask=is_part, other=0.0)
             is_acc = is_part[:, None] & (column < G.V_HEAD_DIM)[None, :]
             part_acc = tl.load(parts + line[:, None] * G.V_HEAD_DIM + column[None, :], mask=is_acc, other=0.0)
-            acc, maximum, total = merge_segment(
-                Softmax(acc, maximum, total), Softmax(part_acc, part_maximum, part_total)
-            )
+            merged = merge_segment(Softmax((acc,), maximum, total), Softmax((part_acc,), part_maximum, part_total))
+            acc, maximum, total = merged.acc[0], merged.maximum, merged.total
     # Programs of other columns store the same LSE.
     head = first_head + q_row
     out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)

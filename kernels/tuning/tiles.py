@@ -79,6 +79,12 @@ class ExtendTiles:
     num_stages:       key blocks whose loads are in flight, where all keys are visible to all rows
     diagonal_stages:  the same on the diagonal
     waves_per_eu:     waves a SIMD that the AMD compiler shall make room for; 0: its own choice, and elsewhere
+    dim_block:        columns of the equal blocks that a head dim is cut into; 0: it is one block
+    max_registers:    registers of a thread that NVIDIA's compiler may take for whole rows; 0: its own choice
+    programs_per_cu:  programs for each compute unit that share out the longest rows; 0: every row is one program's
+    share_stages:     num_stages of those programs, which take more registers
+    row_keys:         what starting a row costs beside its keys, in keys
+    split_keys:       what sharing costs a program, in keys
     """
 
     query_rows: int
@@ -87,18 +93,34 @@ class ExtendTiles:
     num_stages: int
     diagonal_stages: int = 1
     waves_per_eu: int = 0
+    dim_block: int = 0
+    max_registers: int = 0
+    programs_per_cu: int = 0
+    share_stages: int = 1
+    row_keys: int = 256
+    split_keys: int = 384
+
+    def columns(self, dim: int) -> int:
+        """Columns of a block of rows of dim elements; a power of two."""
+        whole = max(16, next_power_of_2(dim))
+        return min(self.dim_block, whole) if self.dim_block else whole
 
     def heads_per_block(self, gqa_ratio: int) -> int:
         """Query heads of one KV head that share a query block."""
         return min(gqa_ratio, self.query_rows)
+
+    def head_blocks(self, gqa_ratio: int) -> int:
+        """Blocks that the query heads of a KV head are cut into."""
+        return -(-gqa_ratio // self.heads_per_block(gqa_ratio))
 
     def tokens_per_block(self, gqa_ratio: int) -> int:
         """New tokens in a full query block."""
         return self.query_rows // self.heads_per_block(gqa_ratio)
 
     def options(self) -> dict[str, int]:
-        """Launch options beside the warps."""
-        return {"waves_per_eu": self.waves_per_eu} if self.waves_per_eu else {}
+        """Launch options beside the warps; of whole rows, where others are shared out."""
+        named = {"waves_per_eu": self.waves_per_eu, "maxnreg": self.max_registers}
+        return {name: value for name, value in named.items() if value}
 
     def of_masked_steps(self, codes: Codes = Codes.NONE) -> ExtendTiles:
         """Half the rows and at most 32 keys, for steps with packed masks.
@@ -132,7 +154,7 @@ class DecodeRow:
 class ExtendRow:
     """tiles serve an arch, an element size in bytes and head dims up to max_head_dim.
 
-    alike: whether they serve only rows of K and of V that fill the same power of two
+    alike: whether they serve only rows of K and of V whose blocks have as many columns
     codes: as in DecodeRow
     """
 
@@ -230,21 +252,60 @@ DECODE_ROWS = (
 )
 EXTEND_ROWS = (
     # gptoss 1 x 2048 new + 6144 cached: 634 us, 646 with sinks; 657 with 4 warps, 791 and 847 with blocks of 32 keys
-    # and 4 warps. With a window of 1024: 161; 184 with 4 warps, 174 with blocks of 32. Where V's rows fill a smaller
-    # power of two than K's, what Triton 3.6 makes of blocks of 64 keys reads beyond the pages.
-    ExtendRow("sm_90", 2, 64, ExtendTiles(128, 64, 8, 3), alike=True),
+    # and 4 warps. With a window of 1024: 161; 184 with 4 warps, 174 with blocks of 32. Where blocks of V are narrower
+    # than K's, what Triton 3.6 makes of blocks of 64 keys reads beyond the pages.
+    ExtendRow(
+        "sm_90",
+        2,
+        64,
+        ExtendTiles(128, 64, 8, 3, programs_per_cu=1, share_stages=3),
+        alike=True,
+        codes=(Codes.NONE,),
+    ),
+    ExtendRow("sm_90", 2, 64, ExtendTiles(128, 64, 8, 3), alike=True, codes=(Codes.BY_ROW, Codes.BY_TOKEN)),
+    # 32 x 32 heads of 96, 777 new of 5778: 153 us where blocks of 128 columns took 266. With 128 registers at most, of
+    # which two programs fit an SM, what scores may have beside that spills up to 48 bytes.
+    ExtendRow(
+        "sm_90",
+        2,
+        96,
+        ExtendTiles(128, 64, 8, 3, 2, dim_block=32, programs_per_cu=1, share_stages=3),
+        alike=True,
+        codes=(Codes.NONE,),
+    ),
     # These two are not measured. llama8b 1 x 2048 + 6144 takes 820 us with factors of tokens in (64, 128, 4, 2), which
     # spills 40 bytes, and 694 with others in (128, 64, 4, 2), which spills 312; 931 and 758 in the tiles of bfloat16.
     ExtendRow("sm_90", 2, 128, ExtendTiles(128, 64, 8, 2), alike=True, codes=(Codes.BY_ROW,)),
     ExtendRow("sm_90", 2, 128, ExtendTiles(128, 32, 8, 3), codes=(Codes.BY_TOKEN, Codes.BY_ROW)),
     # With two stages 16 bytes spill.
     ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 1), codes=(Codes.BY_TOKEN,)),
-    # llama8b 1 x 2048 new + 6144 cached: 577 us, 1.84 x the matrix-unit bound; 608 to 798 with blocks of 64 keys.
-    ExtendRow("sm_90", 2, 128, ExtendTiles(128, 32, 4, 3)),
+    # Not measured: two programs fit an SM, and nothing spills. In blocks of 64 keys and two stages, which spill 8 to 32
+    # bytes, llama8b 1 x 2048 new + 6144 cached takes 522 us and with a window of 4096 of 32k 359; 591 and 545 in
+    # (128, 32, 4, 3), one program an SM.
+    ExtendRow(
+        "sm_90",
+        2,
+        128,
+        ExtendTiles(128, 32, 8, 3, 2, dim_block=64, max_registers=128, programs_per_cu=1, share_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+    ),
+    # 64 x 8 heads of 192, 777 new of 5778: 401 us, in (128, 32, 8, 2) of 256 columns 847; 580 with two stages. Shares
+    # with three spill up to 80 bytes with Triton 3.9.
+    ExtendRow(
+        "sm_90",
+        2,
+        192,
+        ExtendTiles(128, 64, 8, 3, 2, dim_block=64, programs_per_cu=1, share_stages=2),
+        alike=True,
+        codes=(Codes.NONE,),
+    ),
+    # No row is shared: programs with shares spill up to 48 bytes.
     ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 2)),
     # Blocks of 64 rows spill, with 16 warps too: (64, 32, 8, 2), which takes half the time, up to 700 bytes, and
     # (64, 16, 8, 2, 2) 56 with Triton 3.9.
-    ExtendRow("sm_90", 2, 512, ExtendTiles(32, 32, 8, 2)),
+    ExtendRow("sm_90", 2, 512, ExtendTiles(32, 32, 8, 2, programs_per_cu=1, share_stages=2), codes=(Codes.NONE,)),
+    ExtendRow("sm_90", 2, 512, ExtendTiles(32, 32, 8, 2), codes=(Codes.BY_ROW, Codes.BY_TOKEN)),
     ExtendRow("sm_90", 4, 128, ExtendTiles(32, 16, 4, 1)),
     ExtendRow("sm_90", 4, 256, ExtendTiles(16, 16, 4, 1)),
     ExtendRow("sm_90", 4, 512, ExtendTiles(16, 16, 8, 1)),
@@ -259,16 +320,19 @@ EXTEND_ROWS = (
     ExtendRow("gfx942", 2, 256, ExtendTiles(128, 16, 8, 2), codes=(Codes.BY_TOKEN,)),
     ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2), codes=(Codes.BY_ROW,)),
     ExtendRow("gfx942", 2, 128, ExtendTiles(128, 32, 8, 2, waves_per_eu=2), codes=(Codes.BY_ROW,)),
+    # Of whole rows. Programs with shares keep up to 17 SGPRs in lanes of VGPRs.
     # 120 to 180 VGPRs, 16 KiB of LDS: 2 or 3 workgroups a CU.
-    ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2)),
+    ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2, programs_per_cu=2, share_stages=2)),
     # 189 to 236 VGPRs, 32 KiB of LDS: 2 workgroups a CU. Without waves_per_eu up to 312 with Triton 3.6.
-    ExtendRow("gfx942", 2, 128, ExtendTiles(128, 32, 4, 2, waves_per_eu=2)),
+    ExtendRow("gfx942", 2, 128, ExtendTiles(128, 32, 4, 2, waves_per_eu=2, programs_per_cu=2)),
     # 110 to 190 VGPRs, 64 KiB of LDS: one workgroup of 8 waves, 2 a SIMD. Blocks of 32 keys: twice the issue cycles.
-    ExtendRow("gfx942", 2, 256, ExtendTiles(128, 16, 8, 2)),
+    ExtendRow("gfx942", 2, 256, ExtendTiles(128, 16, 8, 2), codes=(Codes.BY_ROW,)),
+    ExtendRow("gfx942", 2, 256, ExtendTiles(128, 16, 8, 2, programs_per_cu=1)),
     # 171 to 214 VGPRs, 64 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
-    ExtendRow("gfx942", 2, 512, ExtendTiles(64, 16, 8, 2)),
-    ExtendRow("gfx942", 4, 128, ExtendTiles(64, 16, 4, 1)),
-    ExtendRow("gfx942", 4, 256, ExtendTiles(32, 16, 8, 1)),
+    ExtendRow("gfx942", 2, 512, ExtendTiles(64, 16, 8, 2), codes=(Codes.BY_ROW, Codes.BY_TOKEN)),
+    ExtendRow("gfx942", 2, 512, ExtendTiles(64, 16, 8, 2, programs_per_cu=1)),
+    ExtendRow("gfx942", 4, 128, ExtendTiles(64, 16, 4, 1, programs_per_cu=1)),
+    ExtendRow("gfx942", 4, 256, ExtendTiles(32, 16, 8, 1, programs_per_cu=1)),
     # With blocks of 128 rows up to 69 VGPRs spill; with factors of heads and 4 waves, 2.
     ExtendRow("gfx950", 2, 64, ExtendTiles(128, 32, 4, 2), codes=(Codes.BY_TOKEN,)),
     ExtendRow("gfx950", 2, 128, ExtendTiles(64, 16, 4, 2, waves_per_eu=2), codes=(Codes.BY_TOKEN,)),
@@ -279,17 +343,18 @@ EXTEND_ROWS = (
     ExtendRow("gfx950", 2, 256, ExtendTiles(128, 16, 8, 2), codes=(Codes.BY_ROW,)),
     ExtendRow("gfx950", 2, 512, ExtendTiles(32, 16, 8, 2), codes=(Codes.BY_ROW,)),
     # 120 to 180 VGPRs, 16 KiB of LDS: 2 or 3 workgroups a CU.
-    ExtendRow("gfx950", 2, 64, ExtendTiles(128, 32, 4, 2)),
+    ExtendRow("gfx950", 2, 64, ExtendTiles(128, 32, 4, 2, programs_per_cu=2, share_stages=2)),
     # 179 to 248 VGPRs, 32 KiB of LDS: 2 workgroups a CU.
-    ExtendRow("gfx950", 2, 128, ExtendTiles(128, 32, 4, 2, waves_per_eu=2)),
+    ExtendRow("gfx950", 2, 128, ExtendTiles(128, 32, 4, 2, waves_per_eu=2, programs_per_cu=2)),
     # 122 to 183 VGPRs, 64 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
-    ExtendRow("gfx950", 2, 256, ExtendTiles(128, 16, 8, 2)),
+    ExtendRow("gfx950", 2, 256, ExtendTiles(128, 16, 8, 2, programs_per_cu=1)),
     # 193 to 226 VGPRs, 68 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
-    ExtendRow("gfx950", 2, 512, ExtendTiles(64, 16, 8, 2)),
-    ExtendRow("gfx950", 4, 128, ExtendTiles(64, 16, 4, 1)),
-    ExtendRow("gfx950", 4, 256, ExtendTiles(32, 16, 8, 1)),
-    ExtendRow("interpreter", 2, 512, ExtendTiles(32, 16, 1, 1)),
-    ExtendRow("interpreter", 4, 512, ExtendTiles(32, 16, 1, 1)),
+    ExtendRow("gfx950", 2, 512, ExtendTiles(64, 16, 8, 2, programs_per_cu=1)),
+    ExtendRow("gfx950", 4, 128, ExtendTiles(64, 16, 4, 1, programs_per_cu=1)),
+    ExtendRow("gfx950", 4, 256, ExtendTiles(32, 16, 8, 1, programs_per_cu=1)),
+    # Costs so small that short steps share rows too.
+    ExtendRow("interpreter", 2, 512, ExtendTiles(32, 16, 1, 1, programs_per_cu=1, row_keys=8, split_keys=4)),
+    ExtendRow("interpreter", 4, 512, ExtendTiles(32, 16, 1, 1, programs_per_cu=1, row_keys=8, split_keys=4)),
 )
 
 
@@ -341,7 +406,7 @@ def extend_tiles(
                 and row.item_bytes == dtype.itemsize
                 and codes in row.codes
                 and max(head_dim, v_head_dim) <= row.max_head_dim
-                and not (row.alike and next_power_of_2(head_dim) != next_power_of_2(v_head_dim))
+                and not (row.alike and row.tiles.columns(head_dim) != row.tiles.columns(v_head_dim))
             ):
                 return row.tiles
     raise NoTiles(no_row("extend", EXTEND_ROWS, arch, dtype, (head_dim, v_head_dim), codes))

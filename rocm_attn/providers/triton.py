@@ -86,10 +86,11 @@ class TritonExtend:
         return ExtendSchedule(self.cut)
 
     def describe(self) -> str:
-        return f"triton.extend({self.problem}, {self.tiles}, min_q_len={self.cut.min_q_len})"
+        programs = self.cut.sharing.programs
+        return f"triton.extend({self.problem}, {self.tiles}, min_q_len={self.cut.min_q_len}, programs={programs})"
 
     def workspace_words(self, shape: PaddedShape) -> int:
-        return 0
+        return self.cut.partials_words(query_rows=self.tiles.query_rows, v_head_dim=self.problem.v_head_dim)
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         self.attend_by(args, None)
@@ -128,7 +129,15 @@ def _bind_extend(problem: Problem, target: Target, pool: PoolSize) -> TritonExte
         dtype=problem.dtype,
         codes=triton_segments.codes_of(problem),
     )
-    return TritonExtend(problem, scores_of(problem), tiles, ExtendCut.of(tiles, gqa_ratio=problem.gqa_ratio))
+    return TritonExtend(problem, scores_of(problem), tiles, _extend_cut(problem, target, tiles, problem.causal))
+
+
+def _extend_cut(problem: Problem, target: Target, tiles: ExtendTiles, causal: bool) -> ExtendCut:
+    """causal: whether no token sees what follows it"""
+    heads = problem.num_kv_heads, problem.gqa_ratio
+    return ExtendCut.of(tiles, gqa_ratio=problem.gqa_ratio).shared_by(
+        tiles, compute_units=target.compute_units, heads=heads, causal=causal, window_left=problem.window_left
+    )
 
 
 def _bind_mixed(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
@@ -139,7 +148,7 @@ def _bind_mixed(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed
 def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> MaskedExtend:
     extend = _bind_extend(problem, target, pool)
     tiles = extend.tiles.of_masked_steps(triton_segments.codes_of(problem))
-    return MaskedExtend(replace(extend, tiles=tiles, cut=ExtendCut.of(tiles, gqa_ratio=problem.gqa_ratio)))
+    return MaskedExtend(replace(extend, tiles=tiles, cut=_extend_cut(problem, target, tiles, causal=False)))
 
 
 def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPrefixKernel:

@@ -30,6 +30,10 @@ class MaskableExtend(Protocol):
         """Its name, with what it was built for."""
         ...
 
+    def workspace_words(self, shape: PaddedShape) -> int:
+        """As a bound kernel's."""
+        ...
+
     def attend_by(self, args: AttendArgs, mask: PackedMask | None) -> None:
         """Attend; tokens see what a mask says."""
         ...
@@ -49,7 +53,7 @@ class MaskedExtend:
         return f"{self.extend.describe()} by mask"
 
     def workspace_words(self, shape: PaddedShape) -> int:
-        return 0
+        return self.extend.workspace_words(shape)
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         self.extend.attend_by(args, packed_mask(step))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.attention import decode
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
-from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
+from rocm_attn.kernels.attention.cuts import WHOLE_ROWS, DecodeCut, ExtendCut, Sharing
 from rocm_attn.kernels.attention.decode import launch_paged_decode
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
 from rocm_attn.kernels.attention.extend import launch_paged_extend
@@ -458,16 +458,45 @@ def run_decode_twin(tensors: Tensors) -> None:
     paged_decode(tensors.args(), scores=tensors.scores)
 
 
-def run_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: ExtendTiles | None = None) -> None:
-    """Schedule and extend, with a schedule that is garbage beforehand."""
+def run_extend(
+    tensors: Tensors, *, min_q_len: int = 1, tiles: ExtendTiles | None = None, sharing: Sharing = WHOLE_ROWS
+) -> None:
+    """Schedule, extend and merge, with scratch memory that is NaN or garbage beforehand.
+
+    sharing: of which rows, causality and window follow from the tensors
+    """
+    case = tensors.case
     if tiles is None:
-        tiles = (
-            tiles_for(tensors)[1] if tensors.mask is None else tiles_for(tensors)[1].of_masked_steps(tensors.case.codes)
-        )
-    cut = ExtendCut.of(tiles, gqa_ratio=tensors.gqa_ratio, min_q_len=min_q_len)
+        tiles = tiles_for(tensors)[1] if tensors.mask is None else tiles_for(tensors)[1].of_masked_steps(case.codes)
+    cut = extend_cut(tensors, tiles, sharing, min_q_len=min_q_len)
     schedule = garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device)
+    words = cut.partials_words(query_rows=tiles.query_rows, v_head_dim=case.dims[1])
+    partials = _nan(words, dtype=torch.float32).to(tensors.q.device)
     launch_extend_schedule(tensors.queries, schedule, cut)
-    launch_paged_extend(tensors.args(schedule), scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)
+    args = tensors.args(schedule, partials)
+    launch_paged_extend(args, scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)
+
+
+def extend_cut(tensors: Tensors, tiles: ExtendTiles, sharing: Sharing, *, min_q_len: int = 1) -> ExtendCut:
+    """The cut of a step's layer. sharing: of which rows, causality and window follow from the tensors"""
+    cut = ExtendCut.of(tiles, gqa_ratio=tensors.gqa_ratio, min_q_len=min_q_len)
+    if not sharing.programs:
+        return cut
+    of_layer = sharing._replace(
+        rows=tensors.case.heads[1] * tiles.head_blocks(tensors.gqa_ratio),
+        causal=tensors.scores.causal and tensors.mask is None,
+        window_left=tensors.case.window_left,
+    )
+    return replace(cut, sharing=of_layer)
+
+
+# Every row of a step is shared out, in parts of a few key blocks.
+ALL_SHARED = Sharing(programs=5, row_keys=24, split_keys=-(1 << 20), gain=0, least_keys=1)
+
+
+def run_shared_extend(tensors: Tensors, *, tiles: ExtendTiles | None = None) -> None:
+    """run_extend of which every row is shared out among several programs."""
+    run_extend(tensors, tiles=tiles, sharing=ALL_SHARED)
 
 
 def run_extend_twin(tensors: Tensors) -> None:

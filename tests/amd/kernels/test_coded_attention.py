@@ -22,13 +22,14 @@ from tests.amd.kernels.attention_cases import (
     run_decode_twin,
     run_extend,
     run_extend_twin,
+    run_shared_extend,
 )
 from tests.amd.kernels.codes_kernels import FP8
 
 each_encoding = pytest.mark.parametrize("encoding", FP8, ids=lambda encoding: encoding.name)
 each_scales = pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD, Scales.TOKEN], ids=lambda s: s.name)
 EVERY_DECODE = (run_decode, run_decode_twin)
-EVERY_EXTEND = (run_extend, run_extend_twin)
+EVERY_EXTEND = (run_extend, run_shared_extend, run_extend_twin)
 
 # Pages of three tokens, heads and dims that leave lanes empty; a sequence without keys.
 DECODES = Case([33, 1, 0, 20], [1] * 4, heads=(6, 2), dims=(24, 40), page_size=3, spread=True)

@@ -21,6 +21,7 @@ from tests.amd.kernels.attention_cases import (
     in_each_dtype,
     run_extend,
     run_extend_twin,
+    run_shared_extend,
 )
 
 MASKED = Case(
@@ -48,7 +49,7 @@ FEATURES = {
     "gaps": {"spread": True},
 }
 
-run_extends = pytest.mark.parametrize("run", [run_extend, run_extend_twin])
+run_extends = pytest.mark.parametrize("run", [run_extend, run_shared_extend, run_extend_twin])
 
 
 @run_extends

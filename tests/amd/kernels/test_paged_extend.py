@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
-from rocm_attn.kernels.attention.cuts import ExtendCut
+from rocm_attn.kernels.attention.cuts import BLOCK_WORDS, SHARE_WORDS, WHOLE_ROWS, ExtendCut, Sharing
 from rocm_attn.kernels.attention.extend import launch_paged_extend
 from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
 from rocm_attn.kernels.attention.scores import Scores
@@ -30,6 +30,7 @@ from tests.amd.kernels.attention_cases import (
     run_decode,
     run_extend,
     run_extend_twin,
+    run_shared_extend,
 )
 from tests.amd.tolerances import assert_same_but_for_rounding
 
@@ -57,7 +58,7 @@ GEOMETRIES = {
     "spread_same": replace(RAGGED, heads=(4, 2), page_size=8, spread=True),
 }
 
-run_either = pytest.mark.parametrize("run", [run_extend, run_extend_twin])
+run_either = pytest.mark.parametrize("run", [run_extend, run_shared_extend, run_extend_twin])
 
 
 @run_either
@@ -205,10 +206,31 @@ def test_the_twin_cuts_large_steps_into_groups(kernel_device: torch.device, monk
     assert_served(tensors)
 
 
+def without_idle_shares(words: list[int], cut: ExtendCut) -> list[int]:
+    """words in which shares without work say nothing but their size and the cut, as the twin has them."""
+    for first in range(len(words) - 3 - cut.sharing.programs * SHARE_WORDS, len(words) - 3, SHARE_WORDS):
+        if words[first + 3] == 0:
+            words[first : first + 6] = [0] * 6
+    return words
+
+
 @pytest.mark.parametrize(
-    ("num_seqs", "longest_q", "min_q_len", "tail"), [(1, 100, 1, 0), (5, 40, 1, 9), (20, 9, 2, 30), (70, 3, 2, 5)]
+    "sharing",
+    [
+        WHOLE_ROWS,
+        Sharing(programs=7, rows=2, row_keys=20, split_keys=0, gain=0, least_keys=1),
+        Sharing(programs=3, rows=1, row_keys=1, split_keys=3, gain=1, least_keys=9, window_left=33),
+        Sharing(programs=9, rows=4, row_keys=9, split_keys=-99999, gain=0, least_keys=1, causal=False),
+        Sharing(programs=5, rows=3, row_keys=64, split_keys=5, gain=2, causal=False, window_left=7),
+    ],
+    ids=["whole", "shared", "window", "not_causal", "masked_window"],
+)
+@pytest.mark.parametrize(
+    ("num_seqs", "longest_q", "min_q_len", "tail"),
+    [(1, 100, 1, 0), (5, 40, 1, 9), (20, 9, 2, 30), pytest.param(70, 3, 2, 5, marks=pytest.mark.long)],
 )
 def test_the_device_lists_the_tiles_of_the_host_twin(
+    sharing: Sharing,
     num_seqs: int,
     longest_q: int,
     min_q_len: int,
@@ -224,11 +246,11 @@ def test_the_device_lists_the_tiles_of_the_host_twin(
     kv_len = [new + draw.choice([0, 0, 1, draw.randrange(300)]) for new in q_len]
     tiles = ExtendTiles(query_rows=32, key_block=16, num_warps=4, num_stages=1)
     num_tokens = sum(q_len) + tail
-    cut = ExtendCut.of(tiles, gqa_ratio=3, min_q_len=min_q_len)
+    cut = replace(ExtendCut.of(tiles, gqa_ratio=3, min_q_len=min_q_len), sharing=sharing)
     schedule = torch.full((cut.words(num_tokens, num_seqs) + 3,), GARBAGE, dtype=torch.int32, device=kernel_device)
     launch_extend_schedule(queries_of(kv_len, q_len, num_tokens, kernel_device), schedule, cut)
     expected = extend_schedule(kv_len, q_len, cut, num_tokens)
-    assert schedule.tolist() == [*expected, *[GARBAGE] * 3]
+    assert without_idle_shares(schedule.tolist(), cut) == [*expected, *[GARBAGE] * 3]
 
 
 def test_the_list_holds_any_split_of_the_padded_tokens() -> None:
@@ -244,7 +266,7 @@ def test_the_list_holds_any_split_of_the_padded_tokens() -> None:
         assert len(words) == cut.words(num_tokens, num_seqs)
         tokens = [
             token
-            for first, count in zip(words[1::4], words[2::4], strict=True)
+            for first, count in zip(words[1::BLOCK_WORDS], words[2::BLOCK_WORDS], strict=True)
             for token in range(first, first + count)
         ]
         assert sorted(tokens) == list(range(num_tokens))

@@ -25,6 +25,7 @@ from tests.amd.kernels.attention_cases import (
     run_extend,
     run_extend_twin,
     run_shared_decode,
+    run_shared_extend,
 )
 
 KV_LEN = [33, 0, 1, 16, 70, 15, 48]
@@ -51,7 +52,7 @@ FEATURES = {
 }
 
 run_decodes = pytest.mark.parametrize("run", [run_decode, run_shared_decode, run_decode_twin])
-run_extends = pytest.mark.parametrize("run", [run_extend, run_extend_twin])
+run_extends = pytest.mark.parametrize("run", [run_extend, run_shared_extend, run_extend_twin])
 
 
 @run_decodes
@@ -83,9 +84,10 @@ def test_every_window_around_tiles_is_right_at_every_length(window_left: int, ke
         run(tensors)
         assert_served(tensors)
     chunks = [min(length, new) for length, new in zip(lengths, [1, 2, 3, 16, 17, 33] * 4, strict=False)]
-    tensors = build(replace(case, q_len=chunks), kernel_device)
-    run_extend(tensors)
-    assert_served(tensors)
+    for run_of_chunks in (run_extend, run_shared_extend):
+        tensors = build(replace(case, q_len=chunks), kernel_device)
+        run_of_chunks(tensors)
+        assert_served(tensors)
 
 
 @pytest.mark.parametrize("num_programs", [1, 3, 40])

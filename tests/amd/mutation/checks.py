@@ -58,7 +58,7 @@ from rocm_attn.kernels.tuning.expert_tiles import ExpertTiles
 from rocm_attn.kernels.tuning.latent_tiles import LatentSegmentTiles, LatentTiles
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
-from tests.amd.kernels.attention_cases import Case, Tensors, assert_served, build, queries_of
+from tests.amd.kernels.attention_cases import ALL_SHARED, Case, Tensors, assert_served, build, extend_cut, queries_of
 from tests.amd.kernels.expert_cases import random_problem
 from tests.amd.kernels.latent_cases import (
     run_latent_decode,
@@ -160,25 +160,27 @@ def decode(memory: Memory) -> None:
 
 
 def extend(memory: Memory) -> None:
-    """A prefix, a prompt, a padded tail; head dims that fill their tiles and some that do not; full pages or tails."""
-    for heads, dims, prefix, scores in (
-        (HEADS, DIMS, 19, {}),
-        (HEADS, (16, 16), 18, {}),
-        (HEADS, (16, 16), 43, SCORES),
-        ((20, 1), DIMS, 43, SCORES),  # more than a tile has rows
-        (HEADS, DIMS, 19, {"causal": False}),
-        (HEADS, DIMS, 29, {"masked": True}),
-        (HEADS, (16, 16), 11, {"masked": True}),
-        (HEADS, (16, 16), 29, {"masked": True, "window_left": 9, "slopes": True}),
+    """A prefix, a prompt, a padded tail; dims that fill tiles and some that do not; whole rows, and shared ones."""
+    for heads, dims, prefix, programs, scores in (
+        (HEADS, DIMS, 19, 0, {}),
+        (HEADS, (16, 16), 18, 0, {}),
+        (HEADS, DIMS, 19, 7, {}),
+        (HEADS, (16, 16), 43, 5, SCORES),
+        ((20, 1), DIMS, 43, 0, SCORES),  # more than a tile has rows
+        ((20, 1), DIMS, 43, 9, SCORES),
+        (HEADS, DIMS, 19, 0, {"causal": False}),
+        (HEADS, DIMS, 29, 5, {"masked": True}),
+        (HEADS, (16, 16), 11, 0, {"masked": True}),
+        (HEADS, (16, 16), 29, 0, {"masked": True, "window_left": 9, "slopes": True}),
     ):
         case = Case([prefix + 2, 18, 0], [2, 18, 0], heads, dims, PAGE_SIZE, tail=3, spread=True, **scores)
         tensors = attention(memory, case)
-        cut = ExtendCut.of(EXTEND_TILES, gqa_ratio=tensors.gqa_ratio)
+        cut = extend_cut(tensors, EXTEND_TILES, ALL_SHARED._replace(programs=programs))
         schedule = memory.put(garbage(cut.words(tensors.q.shape[0], tensors.num_seqs)))
+        words = cut.partials_words(query_rows=EXTEND_TILES.query_rows, v_head_dim=dims[1])
+        args = tensors.args(schedule, memory.put(torch.full((max(1, words),), float("nan"))))
         launch_extend_schedule(tensors.queries, schedule, cut)
-        launch_paged_extend(
-            tensors.args(schedule), scores=tensors.scores, cut=cut, tiles=EXTEND_TILES, mask=tensors.mask
-        )
+        launch_paged_extend(args, scores=tensors.scores, cut=cut, tiles=EXTEND_TILES, mask=tensors.mask)
         assert_served(tensors)
         memory.assert_surroundings_untouched()
 
@@ -278,13 +280,15 @@ def decode_schedule(memory: Memory) -> None:
 
 
 def extend_schedule(memory: Memory) -> None:
-    """The words of the host twin."""
+    """The words of the host twin; every program has a share."""
     kv_len, q_len, num_tokens = [20, 40, 3], [2, 17, 3], 25
-    cut = ExtendCut.of(EXTEND_TILES, gqa_ratio=3)
-    schedule = memory.put(garbage(cut.words(num_tokens, 3)))
-    launch_extend_schedule(placed_queries(memory, kv_len, q_len, num_tokens), schedule, cut)
-    assert schedule.tolist() == schedules.extend_schedule(kv_len, q_len, cut, num_tokens)
-    memory.assert_surroundings_untouched()
+    for programs, causal, window_left in ((0, True, -1), (7, True, -1), (7, True, 9), (5, False, -1)):
+        sharing = ALL_SHARED._replace(programs=programs, rows=2, causal=causal, window_left=window_left)
+        cut = replace(ExtendCut.of(EXTEND_TILES, gqa_ratio=3), sharing=sharing)
+        schedule = memory.put(garbage(cut.words(num_tokens, 3)))
+        launch_extend_schedule(placed_queries(memory, kv_len, q_len, num_tokens), schedule, cut)
+        assert schedule.tolist() == schedules.extend_schedule(kv_len, q_len, cut, num_tokens)
+        memory.assert_surroundings_untouched()
 
 
 def placed_queries(memory: Memory, kv_len: Sequence[int], q_len: Sequence[int], num_tokens: int) -> Queries:
@@ -625,6 +629,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "attention/decode.py": decode,
     "attention/decode_schedule.py": decode_schedule,
     "attention/extend.py": extend,
+    "attention/extend_merge.py": extend,
     "attention/extend_schedule.py": extend_schedule,
     "attention/finish.py": finish,
     "attention/key_loop.py": extend,

@@ -57,6 +57,10 @@ READS_PAGES = (
 # that spill nothing have no warpgroup products.
 SPILLED_AROUND_PRODUCTS = {("sm_90", "_latent_decode_kernel"): 768, ("sm_90", "_latent_extend_kernel"): 512}
 
+# Scalar registers that programs with shares of rows keep in lanes of vector registers, and read back once a row: their
+# pointers and strides are more than there are. None of them goes to memory.
+SCALARS_IN_LANES = {"_extend_kernel": 17}
+
 # Where kernels over latent pages are, which have rows of the matrix of their own.
 LATENT = "rocm_attn.kernels.latent"
 
@@ -127,7 +131,7 @@ def names_of_all_kernels(package: str = "rocm_attn.kernels") -> set[str]:
 
 def amd_complaints(row: Row, name: str, code: AmdCode) -> Iterator[str]:
     """What is wrong with a kernel's machine code, a clause each."""
-    if code.vgpr_spills or code.sgpr_spills or code.scratch_bytes:
+    if code.vgpr_spills or code.sgpr_spills > SCALARS_IN_LANES.get(name, 0) or code.scratch_bytes:
         yield (
             f"{code.vgpr_spills} VGPRs and {code.sgpr_spills} SGPRs spilled, {code.scratch_bytes} bytes of scratch, "
             f"at {code.vgprs} VGPRs"

@@ -29,7 +29,16 @@ from rocm_attn.kernels.refs import rope as rope_twins
 from rocm_attn.kernels.refs.merge_states import merge_states
 from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
 from rocm_attn.kernels.tuning.tiles import DECODE_ROWS, DecodeTiles, ExtendTiles, decode_tiles, extend_tiles
-from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_served, build, run_decode, run_extend
+from tests.amd.kernels.attention_cases import (
+    UNTOUCHED,
+    Case,
+    Tensors,
+    assert_served,
+    build,
+    run_decode,
+    run_extend,
+    run_shared_extend,
+)
 from tests.amd.kernels.expert_cases import random_problem
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.driver import ARCHS, Simulation, simulated
@@ -108,6 +117,15 @@ def run_masked(arch: str, case: Case) -> Simulation:
     tensors = build(replace(case, masked=True), CPU)
     with simulated(arch) as simulation:
         run_extend(tensors, tiles=tiles_of(arch, case)[1].of_masked_steps(case.codes))
+    assert_served(tensors)
+    return simulation
+
+
+def run_shared_rows(arch: str, case: Case) -> Simulation:
+    """An extend of which every row is shared out among several programs."""
+    tensors = build(case, CPU)
+    with simulated(arch) as simulation:
+        run_shared_extend(tensors, tiles=tiles_of(arch, case)[1])
     assert_served(tensors)
     return simulation
 
@@ -322,6 +340,23 @@ def quick_cases(arch: str) -> list[KernelCase]:
             for case in (
                 replace(STEP, heads=(6, 2), dims=(80, 48), page_size=5, dtype=FP16, spread=True, window_left=9),
                 replace(STEP, dtype=BF16),
+            )
+        ),
+        *(
+            KernelCase(f"shared_rows-{_named(case)}", arch, partial(run_shared_rows, arch, case))
+            for case in (
+                replace(STEP, kv_len=[100, 20], q_len=[5, 9], heads=(4, 2), dtype=BF16),
+                replace(
+                    STEP,
+                    kv_len=[40, 60],
+                    q_len=[9, 3],
+                    heads=(6, 2),
+                    dims=(80, 48),
+                    page_size=5,
+                    dtype=FP16,
+                    spread=True,
+                    window_left=30,
+                ),
             )
         ),
         *(

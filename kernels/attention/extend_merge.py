@@ -1,0 +1,135 @@
+"""Add up the partial results of extend's rows that several programs shared; merge.py has the formula.
+
+Which programs hold parts of a row follows from the schedule (see extend_schedule.py), in a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.cuts import ExtendCut
+from rocm_attn.kernels.attention.extend_schedule import (
+    BLOCK_FIRST_TOKEN,
+    BLOCK_KEYS,
+    BLOCK_TOKENS,
+    BLOCK_WORDS,
+    SHARE_BLOCK,
+    SHARE_DONE,
+    SHARE_ROW,
+    SHARE_SIZE,
+    SHARE_START,
+    SHARE_WORDS,
+    SHARE_WORK,
+)
+from rocm_attn.kernels.attention.merge import Parts, merge_parts
+from rocm_attn.kernels.attention.query_block import BlockGeometry
+from rocm_attn.kernels.attention.softmax import LN_2, add_sink
+from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.tuning.tiles import next_power_of_2
+
+
+class ExtendMergeGeometry(NamedTuple):
+    """What the merge is compiled for.
+
+    GQA_RATIO, BLOCK_HEADS, HEAD_BLOCKS, QUERY_ROWS, ROW_KEYS: extend's
+    V_HEAD_DIM: elements of an output row
+    HEADS:      lines of a query block, a token and a query head each, of one program
+    COLUMNS:    columns of a line, padding included
+    PARTS:      parts that are added up in one step
+    """
+
+    GQA_RATIO: int
+    BLOCK_HEADS: int
+    HEAD_BLOCKS: int
+    QUERY_ROWS: int
+    ROW_KEYS: int
+    V_HEAD_DIM: int
+    HEADS: int
+    COLUMNS: int
+    PARTS: int
+
+
+@triton.jit(do_not_specialize=["num_programs", "max_blocks"])
+def _extend_merge_kernel(
+    schedule,
+    partials,
+    out,
+    lse,
+    sinks,
+    num_programs,
+    max_blocks,
+    out_token,
+    out_head,
+    lse_token,
+    lse_head,
+    G: tl.constexpr,
+):
+    # The row that goes on from program `began` into the next one, if `began` is the first with a part of it.
+    began = tl.program_id(0)
+    share = schedule + max_blocks * BLOCK_WORDS + (began + 1) * SHARE_WORDS
+    goes_on = (tl.load(share + SHARE_WORK) > 0) & (tl.load(share + SHARE_DONE) > 0)
+    start = tl.load((share + SHARE_START).to(tl.pointer_type(tl.int64)))
+    size = tl.load(share + SHARE_SIZE)
+    words = schedule + tl.load(share + SHARE_BLOCK) * BLOCK_WORDS
+    line = tl.program_id(1) * G.HEADS + tl.arange(0, G.HEADS)
+    num_lines = tl.load(words + BLOCK_TOKENS) * G.BLOCK_HEADS
+    if goes_on & (start // size == began) & (tl.program_id(1) * G.HEADS < num_lines):
+        row = tl.load(share + SHARE_ROW)
+        cost = tl.load(words + BLOCK_KEYS) + G.ROW_KEYS
+        num_parts = ((start + cost - 1) // size).to(tl.int32) - began + 1
+        column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
+        sums = partials + num_programs * (2 * G.QUERY_ROWS * G.V_HEAD_DIM)
+        parts = Parts(partials, sums)
+        acc, maximum, total = merge_parts(parts, began, num_parts, line, num_lines, column, G.QUERY_ROWS, G)
+        ratio_head = row % G.HEAD_BLOCKS * G.BLOCK_HEADS + line % G.BLOCK_HEADS
+        token = (tl.load(words + BLOCK_FIRST_TOKEN) + line // G.BLOCK_HEADS).to(tl.int64)
+        head = (row // G.HEAD_BLOCKS * G.GQA_RATIO + ratio_head).to(tl.int64)
+        is_row = (line < num_lines) & (ratio_head < G.GQA_RATIO)
+        if sinks is not None:
+            sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
+            maximum, total, decay = add_sink(maximum, total, sink)
+            acc = acc * decay[:, None]
+        # A token whose mask shows it no key: 0 / 1, and LSE -inf + log2(1).
+        total = tl.where(total == 0.0, 1.0, total)
+        is_out = is_row[:, None] & (column < G.V_HEAD_DIM)[None, :]
+        rows = out + (token * out_token + head * out_head)[:, None]
+        tl.store(rows + column[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=is_out)
+        if lse is not None:
+            # Programs of other columns store the same number.
+            tl.store(lse + token * lse_token + head * lse_head, (maximum + tl.log2(total)) * LN_2, mask=is_row)
+
+
+def launch_extend_merge(args: AttendArgs, cut: ExtendCut, block: BlockGeometry) -> None:
+    """out and lse of every row of which several programs hold parts; the arguments are launch_paged_extend's."""
+    queries, v_head_dim, programs = args.queries, args.out.shape[2], cut.sharing.programs
+    # Small blocks are those of few new tokens, whose rows have many parts.
+    lines, parts = (16, 1) if block.QUERY_ROWS > 64 else (4, 4)
+    columns = min(128, max(16, next_power_of_2(v_head_dim)))
+    launch(
+        _extend_merge_kernel,
+        (programs - 1, triton.cdiv(block.QUERY_ROWS, lines), triton.cdiv(v_head_dim, columns)),
+        args.schedule,
+        args.workspace,
+        args.out,
+        args.lse,
+        args.sinks,
+        programs,
+        cut.max_blocks(queries.num_tokens, queries.num_seqs),
+        *args.written_strides,
+        G=ExtendMergeGeometry(
+            block.GQA_RATIO,
+            block.BLOCK_HEADS,
+            block.HEAD_BLOCKS,
+            block.QUERY_ROWS,
+            block.ROW_KEYS,
+            v_head_dim,
+            lines,
+            columns,
+            parts,
+        ),
+        num_warps=4,
+    )

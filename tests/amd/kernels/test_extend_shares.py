@@ -1,0 +1,134 @@
+"""Which keys of which rows every program of an extend step takes, by the words of the schedule's host twin.
+
+test_paged_extend.py holds the device to the twin.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from rocm_attn.kernels.attention.cuts import BLOCK_WORDS, SHARE_WORDS, ExtendCut, Sharing
+from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
+from rocm_attn.kernels.refs.schedules import extend_schedule
+
+KEY_BLOCK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Sequences, and how their rows are shared out."""
+
+    seqs: tuple[tuple[int, int], ...]  # tokens before the step, new tokens
+    sharing: Sharing
+
+    @property
+    def cut(self) -> ExtendCut:
+        return replace(ExtendCut(query_tokens=5), sharing=self.sharing)
+
+    def words(self) -> list[int]:
+        """The schedule."""
+        kv_len, q_len = [prefix + new for prefix, new in self.seqs], [new for _, new in self.seqs]
+        return extend_schedule(kv_len, q_len, self.cut, sum(q_len))
+
+    def blocks(self) -> list[list[int]]:
+        """The words of each query block that belongs to a sequence."""
+        words, most = self.words(), self.cut.max_blocks(sum(new for _, new in self.seqs), len(self.seqs))
+        listed = [words[at : at + BLOCK_WORDS] for at in range(0, most * BLOCK_WORDS, BLOCK_WORDS)]
+        return [block for block in listed if block[0] >= 0]
+
+    def shares(self) -> list[list[int]]:
+        """The words of each program's share."""
+        words = self.words()[-self.sharing.programs * SHARE_WORDS :]
+        return [words[at : at + SHARE_WORDS] for at in range(0, len(words), SHARE_WORDS)]
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    """Few sequences and many, short and long; prices at which everything, something or nothing is shared."""
+    seqs = draw(st.lists(st.tuples(st.integers(0, 400), st.integers(1, 23)), min_size=1, max_size=6))
+    sharing = Sharing(
+        programs=draw(st.integers(1, 12)),
+        rows=draw(st.integers(1, 4)),
+        causal=draw(st.booleans()),
+        window_left=draw(st.sampled_from([UNLIMITED_WINDOW, 0, 7, 40, 1000])),
+        row_keys=draw(st.integers(1, 60)),
+        split_keys=draw(st.sampled_from([-99999, 0, 50, 99999])),
+        gain=draw(st.integers(0, 4)),
+        least_keys=draw(st.integers(1, 60)),
+    )
+    return Step(tuple(seqs), sharing)
+
+
+# One program's whole row, and the last part of another one.
+ALIGNED = Step(((20, 5), (5, 5)), Sharing(programs=3, row_keys=5, split_keys=-99999, gain=0, least_keys=1))
+
+
+def taken(step: Step) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
+    """(Query block, row of it) -> the program, and from where to where it goes in the row's cost; in order."""
+    blocks, sharing = step.blocks(), step.sharing
+    costs = [block[4] + sharing.row_keys for block in blocks]
+    found = defaultdict(list)
+    for program, (at, row, done, work, *_) in enumerate(step.shares()):
+        while work > 0:
+            take = min(work, costs[at] - done)
+            found[at, row].append((program, done, done + take))
+            work, done = work - take, 0
+            at, row = (at, row + 1) if row + 1 < sharing.rows else (at + 1, 0)
+    cut_blocks = step.shares()[0][7]
+    for at in range(cut_blocks, len(blocks)):
+        for row in range(sharing.rows):
+            found[at, row].append((-1, 0, costs[at]))
+    return found
+
+
+@given(steps())
+@example(ALIGNED)
+def test_every_row_is_taken_once_from_its_first_key_to_its_last(step: Step) -> None:
+    blocks, found = step.blocks(), taken(step)
+    assert found.keys() == {(at, row) for at in range(len(blocks)) for row in range(step.sharing.rows)}
+    for (at, _), parts in found.items():
+        ends = [0, *(end for _, _, end in parts)]
+        assert [start for _, start, _ in parts] == ends[:-1]
+        assert ends[-1] == blocks[at][4] + step.sharing.row_keys
+
+
+@given(steps())
+@example(ALIGNED)
+def test_parts_of_a_row_take_its_key_blocks_in_turn(step: Step) -> None:
+    """As extend.py counts blocks of keys: those that begin in a part's keys, the last part what is left."""
+    blocks, row_keys = step.blocks(), step.sharing.row_keys
+    for (at, _), parts in taken(step).items():
+        seq, _, tokens, first_kv_index, keys, *_ = blocks[at]
+        end_key = first_kv_index + tokens if step.sharing.causal else sum(step.seqs[seq])
+        first_key, end_block = end_key - keys, -(-end_key // KEY_BLOCK)
+        next_block = first_key // KEY_BLOCK
+        for _, start, end in parts:
+            assert (first_key + max(start - row_keys, 0)) // KEY_BLOCK == next_block
+            is_last = end == keys + row_keys
+            next_block = end_block if is_last else (first_key + max(end - row_keys, 0)) // KEY_BLOCK
+        assert next_block == end_block
+
+
+@given(steps())
+@example(ALIGNED)
+def test_no_program_leaves_more_than_two_rows_unfinished_and_the_merge_finds_their_parts(step: Step) -> None:
+    unfinished = defaultdict(set)
+    for (at, row), parts in taken(step).items():
+        if len(parts) > 1:
+            programs = [program for program, *_ in parts]
+            assert programs == list(range(programs[0], programs[-1] + 1))
+            for program, start, _ in parts:
+                unfinished[program].add(start == 0)
+            # What the merge reads of the program after the first.
+            words = step.shares()[programs[0] + 1]
+            assert words[:2] == [at, row]
+            start, share = words[4] & 0xFFFFFFFF | words[5] << 32, words[6]
+            assert start // share == programs[0]
+            assert (start + step.blocks()[at][4] + step.sharing.row_keys - 1) // share == programs[-1]
+    for program, begins in unfinished.items():
+        count = sum(1 for parts in taken(step).values() if len(parts) > 1 for other, *_ in parts if other == program)
+        assert count == len(begins), "two parts in one place"

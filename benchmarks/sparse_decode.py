@@ -262,7 +262,7 @@ def error_of(made: Prepared, tiles: IndexTiles, selected: SelectedTiles) -> floa
 def rows_of(case: Case, arch: str, *, candidates: bool) -> list[dict[str, Any]]:
     """Times of a case: with the tiles of the table, then with candidates."""
     made = prepared(case)
-    tiles = index_tiles(arch, heads=case.index_heads, dim=128, key_dtype=torch.float8_e4m3fn)
+    tiles = index_tiles(arch, heads=case.index_heads, dim=128, key_dtype=torch.float8_e4m3fn, coded_q=case.coded_q)
     selected = selected_tiles(
         arch,
         gqa_ratio=case.heads[0] // case.heads[1],

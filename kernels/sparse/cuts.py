@@ -61,12 +61,15 @@ class TopKCut(NamedTuple):
 
     @property
     def line_words(self) -> int:
-        """Words of scratch of a line: scores; of each part the candidates and their number; maxima."""
-        return self.stride + (self.parts * (2 * self.part_units + 1) + self.groups if self.parts else 0)
+        """Words of scratch of a line: scores; of each part the candidates and their number; maxima and their bound."""
+        return self.stride + (self.parts * (2 * self.part_units + 1) + self.groups + 1 if self.parts else 0)
 
 
 def top_k_cut(max_units: int, indexing: Indexing, *, longest_part: int = 8192) -> TopKCut:
-    """The cut of lines of up to max_units candidates. longest_part: units that a program holds, a power of two"""
+    """The cut of lines of up to max_units candidates.
+
+    longest_part: units that a program holds that searches, a power of two; one that filters has a quarter of them
+    """
     # Lines begin at 16 bytes.
     stride = max(-(-max_units // 4) * 4, 4)
     if max_units <= longest_part:
@@ -75,7 +78,8 @@ def top_k_cut(max_units: int, indexing: Indexing, *, longest_part: int = 8192) -
     # whose bound is nearer, all of top-k takes 76 us in place of 56 (64 lines of 64k, top 2048; H200).
     groups = min(max(next_power_of_2(2 * indexing.top), 256), longest_part)
     block_units = min(max(next_power_of_2(2 * indexing.top), 256), longest_part)
-    return TopKCut(stride, -(-max_units // longest_part), longest_part, groups, block_units)
+    part_units = longest_part // 4
+    return TopKCut(stride, -(-max_units // part_units), part_units, groups, block_units)
 
 
 def select_chunk(num_tokens: int, max_kv_len: int, indexing: Indexing) -> int:

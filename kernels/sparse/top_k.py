@@ -4,11 +4,12 @@ A line is the scores of one token and set. Scores become int32 keys of the same 
 the top-th largest exactly: it divides a range of keys and counts those from each part on, until as many are left as are
 wanted, or the range is one key, of which the first units are taken.
 
-Short lines are searched by one program each, in registers. A long line is first cut down, in two launches:
+Short lines are searched by one program each, in registers. A long line is first cut down, in three launches:
 
   1. maxima: unit u belongs to group u % groups; the groups' maxima are taken side by side.
-  2. filter: the top-th largest maximum is a bound, since as many units reach it. Those that do are the line's
-     candidates; each part of the line lists its own in order, with their keys, and how many they are.
+  2. bound:  the top-th largest maximum, found once a line, since as many units reach it.
+  3. filter: units that reach the bound are the line's candidates; each part of the line lists its own in order, with
+     their keys, and how many they are.
 
 The last launch searches the candidates. Of random scores they are few; of scores that are all equal they are the whole
 line, which then takes longer and gives the same answer. Nothing that a line holds can make a program read or write
@@ -39,6 +40,8 @@ _MANY = tl.constexpr(2**31 - 1)
 _MAXIMA_ROWS, _MAXIMA_GROUPS = 8, 256
 # Groups of a warp. With 32, 64 lines of 64k take 10.7 us in place of 7.2 (H200).
 _MAXIMA_OF_WARP = 64
+# Units of a warp that filters. With 512 a thread takes 152 registers (sm_90, Triton 3.6), with these 39.
+_FILTER_UNITS_OF_WARP = 128
 # Three counts of units are summed in one word of 64 bits.
 _COUNT_BITS = tl.constexpr(20)
 _COUNT_MASK = tl.constexpr((1 << 20) - 1)
@@ -79,10 +82,10 @@ class Line(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """The filtered candidates of a line: keys, and after all slots units, in ascending order, of each part from its
+    """The filtered candidates of a line: keys and units in pairs, in ascending order of units, of each part from its
     first slot on; how many each part has, how many parts there are, and how many candidates."""
 
-    keys: Any
+    pairs: Any
     counts: Any
     num_parts: Any
     total: Any
@@ -201,10 +204,19 @@ def _maxima_kernel(
     tl.store(maxima + tl.program_id(0).to(tl.int64) * GROUPS + group, tl.max(best, 0))
 
 
+@triton.jit
+def _bound_kernel(maxima, bounds, G: tl.constexpr):
+    GROUPS: tl.constexpr = G.cut.groups
+    line_number = tl.program_id(0).to(tl.int64)
+    of_groups = tl.load(maxima + line_number * GROUPS + tl.arange(0, GROUPS))
+    # As many units as there are maxima from here on reach it. A few more than wanted are no harm.
+    tl.store(bounds + line_number, _search(of_groups, G.TOP, G.TOP + G.TOP // 8).low)
+
+
 @triton.jit(do_not_specialize=["first_token"])
 def _filter_kernel(
     scores,
-    maxima,
+    bounds,
     counts,
     candidates,
     position_of_token,
@@ -212,24 +224,20 @@ def _filter_kernel(
     first_token,
     G: tl.constexpr,
 ):
-    GROUPS: tl.constexpr = G.cut.groups
     PART: tl.constexpr = G.cut.part_units
-    SLOTS: tl.constexpr = G.cut.parts * PART
     line_number = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     line = _line(scores, _visible(position_of_token, num_tokens, first_token, G), G)
     if part * PART < line.num_units:
-        # As many units as there are maxima from here on reach the bound. A few more than wanted are no harm.
-        of_groups = tl.load(maxima + line_number * GROUPS + tl.arange(0, GROUPS))
-        bound = _search(of_groups, G.TOP, G.TOP + G.TOP // 8).low
         unit = part * PART + tl.arange(0, PART)
         key = _keys(line, unit, G)
-        keep = key >= bound
-        tl.store(counts + line_number * G.cut.parts + part, tl.sum(keep.to(tl.int32), 0))
-        slot = part * PART + tl.cumsum(keep.to(tl.int32), 0) - 1
-        candidates += line_number * (2 * SLOTS)
-        tl.store(candidates + slot, key, mask=keep)
-        tl.store(candidates + SLOTS + slot, unit, mask=keep)
+        keep = key >= tl.load(bounds + line_number)
+        kept = tl.cumsum(keep.to(tl.int32), 0)
+        # A unit is never negative: its word is the lower half as it is.
+        pair = (key.to(tl.int64) << 32) | unit
+        pairs = candidates.to(tl.pointer_type(tl.int64)) + (line_number * G.cut.parts + part) * PART
+        tl.store(pairs + (kept - 1), pair, mask=keep)
+        tl.store(counts + line_number * G.cut.parts + part, tl.max(kept, 0))
 
 
 @triton.jit
@@ -242,10 +250,9 @@ def _listed(listed, place, G: tl.constexpr):
     for part in range(listed.num_parts):
         slot = tl.where(at >= begin, part * G.cut.part_units + (at - begin), slot)
         begin += tl.load(listed.counts + part)
+    pair = tl.load(listed.pairs + slot)
     # What has no key is not chosen.
-    key = tl.where(place < listed.total, tl.load(listed.keys + slot), _NO_KEY)
-    SLOTS: tl.constexpr = G.cut.parts * G.cut.part_units
-    return key, tl.load(listed.keys + SLOTS + slot)
+    return tl.where(place < listed.total, (pair >> 32).to(tl.int32), _NO_KEY), pair.to(tl.int32)
 
 
 @triton.jit
@@ -299,14 +306,16 @@ def _choose_listed(listed, selected, G: tl.constexpr):
     """Choose among filtered candidates, and write them. Returns how many."""
     BLOCK: tl.constexpr = G.cut.block_units
     lane = tl.arange(0, BLOCK)
+    written = tl.zeros_like(listed.total)
+    ties = tl.zeros_like(listed.total)
+    # What a program holds is listed once.
+    key, unit = _listed(listed, lane, G)
     if listed.total <= BLOCK:
-        key, _ = _listed(listed, lane, G)
         low, most_ties = _search(key, G.TOP, G.TOP)
     else:
         low, most_ties = _search_listed(listed, G)
-    written = tl.zeros_like(listed.total)
-    ties = tl.zeros_like(listed.total)
-    for first in range(0, listed.total, BLOCK):
+    written, ties = _write(key, unit, Found(low, most_ties), written, ties, selected)
+    for first in range(BLOCK, listed.total, BLOCK):
         key, unit = _listed(listed, first + lane, G)
         written, ties = _write(key, unit, Found(low, most_ties), written, ties, selected)
     return written
@@ -338,12 +347,12 @@ def _choose_kernel(
         written, _ = _write(key, unit, found, nothing, nothing, selected)
     else:
         PART: tl.constexpr = G.cut.part_units
-        candidates += line_number * (2 * G.cut.parts * PART)
+        pairs = candidates.to(tl.pointer_type(tl.int64)) + line_number * (G.cut.parts * PART)
         counts += line_number * G.cut.parts
         num_parts = tl.cdiv(line.num_units, PART)
         part = tl.arange(0, G.PARTS)
         total = tl.sum(tl.load(counts + part, mask=part < num_parts, other=0), 0)
-        written = _choose_listed(Listed(candidates, counts, num_parts, total), selected, G)
+        written = _choose_listed(Listed(pairs, counts, num_parts, total), selected, G)
     # The rest of the line, with the unit that is added to what was chosen: the last one that the token sees.
     added = 0
     if G.LAST_ADDED:
@@ -381,14 +390,15 @@ def launch_top_k(
     assert first_token + num_tokens <= len(tokens.row_of_token)
     assert (selection.sets, selection.width) == (sets, indexing.width), "the selection is another indexer's"
     lines, geometry = num_tokens * sets, _geometry(indexing, cut)
-    maxima, counts, candidates = _scratch(scratch, lines, cut)
+    maxima, bounds, counts, candidates = _scratch(scratch, lines, cut)
     of_tokens = tokens.position_of_token, tokens.num_tokens, first_token
     if cut.parts:
         columns = min(_MAXIMA_GROUPS, cut.groups)
         options = {"ROWS": _MAXIMA_ROWS, "COLUMNS": columns, "num_warps": max(columns // _MAXIMA_OF_WARP, 1)}
         launch(_maxima_kernel, (lines, cut.groups // columns), scores, maxima, *of_tokens, G=geometry, **options)
-        grid, warps = (lines, cut.parts), _warps(cut.part_units)
-        launch(_filter_kernel, grid, scores, maxima, counts, candidates, *of_tokens, G=geometry, num_warps=warps)
+        launch(_bound_kernel, (lines,), maxima, bounds, G=geometry, num_warps=_warps(cut.groups))
+        grid, warps = (lines, cut.parts), min(max(cut.part_units // _FILTER_UNITS_OF_WARP, 1), 16)
+        launch(_filter_kernel, grid, scores, bounds, counts, candidates, *of_tokens, G=geometry, num_warps=warps)
     launch(
         _choose_kernel,
         (lines,),
@@ -425,10 +435,10 @@ def _warps(elements: int) -> int:
 
 
 def _scratch(scratch: Tensor, lines: int, cut: TopKCut) -> list[Tensor]:
-    """Maxima, counts and candidates of so many lines; the last begin at 16 bytes: of each line keys, then units."""
+    """Maxima, bounds, counts and candidates of so many lines; the last begin at 16 bytes, pairs of a unit and a key."""
     assert scratch.dtype == torch.int32
     assert scratch.is_contiguous()
     assert scratch.numel() >= lines * (cut.line_words - cut.stride)
-    lengths = lines * 2 * cut.slots, lines * cut.groups, lines * cut.parts
-    candidates, maxima, counts = scratch[: sum(lengths)].split(lengths)
-    return [maxima, counts, candidates]
+    lengths = lines * 2 * cut.slots, lines * cut.groups, lines * bool(cut.parts), lines * cut.parts
+    candidates, maxima, bounds, counts = scratch[: sum(lengths)].split(lengths)
+    return [maxima, bounds, counts, candidates]

@@ -137,6 +137,8 @@ DECODE_ROWS: tuple[LatentRow, ...] = (
     # 128 heads, 128 x 4k: 530 us, 2.88 of the products; 566 in two parts, 765 in the tiles of 32 heads. The only tiles
     # with warpgroup products. What they spill lies outside of the products.
     LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 2, chains=2, wide=True)),
+    # Of float32, which no model is served in: 72 KiB of shared memory, up to 128 registers, 8 bytes of stack.
+    LatentRow("sm_90", 4, _LARGEST, LatentTiles(16, 16, 8, 1)),
     LatentRow("sm_", 2, _LARGEST, LatentTiles(16, 32, 4, 2)),
     LatentRow("sm_", 2, _LARGEST, LatentTiles(32, 32, 8, 2)),
     # Of codes. With 8 waves up to 11 VGPRs spill where a block has 32 rows.
@@ -164,6 +166,7 @@ DECODE_ROWS: tuple[LatentRow, ...] = (
 )
 EXTEND_ROWS: tuple[LatentRow, ...] = (
     LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 2)),
+    LatentRow("sm_90", 4, _LARGEST, LatentTiles(16, 16, 8, 1)),
     LatentRow("sm_", 2, _LARGEST, LatentTiles(32, 32, 8, 2)),
     # Of codes: 320 to 421 VGPRs. With 8 waves up to 17 spill.
     LatentRow("gfx942", 2, _LARGEST, LatentTiles(64, 16, 4, 1), coded=True),
@@ -176,6 +179,7 @@ EXTEND_ROWS: tuple[LatentRow, ...] = (
 )
 SEGMENT_ROWS: tuple[LatentSegmentRow, ...] = (
     LatentSegmentRow("sm_90", 2, LatentSegmentTiles(2048, LatentTiles(32, 32, 8, 2))),
+    LatentSegmentRow("sm_90", 4, LatentSegmentTiles(2048, LatentTiles(16, 16, 8, 1))),
     LatentSegmentRow("sm_", 2, LatentSegmentTiles(2048, LatentTiles(16, 32, 8, 2))),
     LatentSegmentRow("gfx942", 2, LatentSegmentTiles(2048, LatentTiles(16, 16, 4, 1, 2), 16)),
     LatentSegmentRow("gfx950", 2, LatentSegmentTiles(2048, LatentTiles(16, 16, 4, 1, 2), 16)),

@@ -48,13 +48,17 @@ class SelectedTiles:
 @dataclass(frozen=True, slots=True)
 class IndexRow:
     """tiles serve an arch, keys of so many bytes an element, dims up to max_dim, and tokens of up to max_heads index
-    heads, of all sets."""
+    heads, of all sets.
+
+    coded_q: whether they serve queries of eight bits only
+    """
 
     arch: str
     item_bytes: int
     max_dim: int
     tiles: IndexTiles
     max_heads: int = 128
+    coded_q: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +77,14 @@ class SelectedRow:
 
 # The first row that serves wins.
 INDEX_ROWS = (
-    IndexRow("sm_90", 1, 128, IndexTiles(128, 64, 4, 3, 4), max_heads=16),
+    # 4 heads in blocks of 128 keys, 64 tokens of 64k: 161 us; 173 with 4 warps.
+    IndexRow("sm_90", 1, 128, IndexTiles(64, 64, 2, 3, 5), max_heads=16),
     # 32 heads, 64 tokens of 64k: 147 us, 1.12 of the floor; 174 with blocks of 128 keys and 4 warps, 199 with 64 and 4.
     IndexRow("sm_90", 1, 128, IndexTiles(64, 64, 2, 3, 8), max_heads=32),
-    # Two at a time, and three where q is of eight bits: six are whole rounds of both.
-    IndexRow("sm_90", 1, 128, IndexTiles(128, 64, 4, 3, 6)),
+    # 64 heads, 64 tokens of 64k: 153 us, 1.14 of the floor; 157 with six programs, 165 with blocks of 64 keys.
+    IndexRow("sm_90", 1, 128, IndexTiles(128, 64, 4, 3, 3), coded_q=True),
+    # The same with queries of bfloat16: 238 us; 259 with blocks of 128 keys. One token of 128k: 14.3; 19.4.
+    IndexRow("sm_90", 1, 128, IndexTiles(64, 64, 4, 3, 4)),
     IndexRow("sm_90", 2, 128, IndexTiles(128, 64, 4, 3, 2)),
     IndexRow("sm_90", 4, 128, IndexTiles(32, 32, 4, 1, 4)),
     IndexRow("sm_", 1, 128, IndexTiles(64, 64, 4, 2, 4)),
@@ -122,11 +129,12 @@ SELECTED_ROWS = (
 )
 
 
-def index_tiles(arch: str, *, heads: int, dim: int, key_dtype: torch.dtype) -> IndexTiles:
-    """The tiles of the indexer. heads: index heads of all sets. Raises NoTiles."""
+def index_tiles(arch: str, *, heads: int, dim: int, key_dtype: torch.dtype, coded_q: bool) -> IndexTiles:
+    """The tiles of the indexer. heads: index heads of all sets; coded_q: q is of eight bits. Raises NoTiles."""
     for name in names_of(arch):
         for row in INDEX_ROWS:
             serves = row.arch == name and row.item_bytes == key_dtype.itemsize
+            serves = serves and (coded_q or not row.coded_q)
             if serves and dim <= row.max_dim and heads <= row.max_heads:
                 return row.tiles
     raise NoTiles(

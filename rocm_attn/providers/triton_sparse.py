@@ -27,24 +27,32 @@ _DTYPES = limits.DTYPES
 class TritonIndexer:
     """Scores and top-k, as many tokens at a time as scratch holds.
 
-    max_kv_len: of a sequence, whole pages; it says how long a line of scores is
-    programs:   that score, and that the device holds at a time
+    tiles:         where queries are of the layer's dtype
+    coded_q_tiles: where they are of eight bits
+    max_kv_len:    of a sequence, whole pages; it says how long a line of scores is
+    compute_units: of the device
     """
 
     indexing: Indexing
     tiles: IndexTiles
+    coded_q_tiles: IndexTiles
     max_kv_len: int
-    programs: int
+    compute_units: int
 
     def describe(self) -> str:
-        return f"triton.indexer({self.indexing}, {self.tiles}, max_kv_len={self.max_kv_len}, programs={self.programs})"
+        return (
+            f"triton.indexer({self.indexing}, {self.tiles}, coded_q_tiles={self.coded_q_tiles}, "
+            f"max_kv_len={self.max_kv_len}, compute_units={self.compute_units})"
+        )
 
     def workspace_words(self, shape: PaddedShape) -> int:
         return select_words(shape.num_tokens, self.max_kv_len, self.indexing)
 
     def select(self, args: IndexArgs, selection: Selection, workspace: Tensor) -> None:
+        tiles = self.coded_q_tiles if args.q.dtype.itemsize == 1 else self.tiles
+        programs = self.compute_units * tiles.programs_per_cu
         triton_launches.launch_select(
-            args, selection, workspace, indexing=self.indexing, tiles=self.tiles, programs=self.programs
+            args, selection, workspace, indexing=self.indexing, tiles=tiles, programs=programs
         )
 
 
@@ -92,9 +100,12 @@ class TritonSelectedSegments:
 
 def _bind_indexer(indexer: Indexer, problem: Problem, target: Target, pool: PoolSize) -> TritonIndexer:
     key_dtype = indexer.key_encoding.over(problem.dtype).dtype
-    tiles = index_tiles(target.arch, heads=indexer.num_heads, dim=indexer.head_dim, key_dtype=key_dtype)
+    tiles, coded_q_tiles = (
+        index_tiles(target.arch, heads=indexer.num_heads, dim=indexer.head_dim, key_dtype=key_dtype, coded_q=coded_q)
+        for coded_q in (False, True)
+    )
     max_kv_len = round_up(pool.max_kv_len, problem.page_size)
-    return TritonIndexer(indexer.indexing, tiles, max_kv_len, target.compute_units * tiles.programs_per_cu)
+    return TritonIndexer(indexer.indexing, tiles, coded_q_tiles, max_kv_len, target.compute_units)
 
 
 def _bind_selected(problem: Problem, target: Target, pool: PoolSize) -> TritonSelected:

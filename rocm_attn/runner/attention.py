@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -24,8 +24,9 @@ from rocm_attn.runner.config import HeadProjections, LatentProjections, LayerCon
 from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.rope import Rope, rotate
 
-# transformers' DeepSeek-V3.2 and GLM-5, whatever the model's other norms have
-_INDEX_NORM_EPS = 1e-6
+# Of the norms on rows that q is made of, on latent rows and on index keys: transformers' DeepSeek, GLM-5 and MiniCPM3
+# have this one, whatever the model's other norms have.
+_LATENT_NORM_EPS = 1e-6
 
 
 class Attention(Protocol):
@@ -166,7 +167,7 @@ class OverLatentRows:
         linears, indexer = self.arithmetic.linears, self.heads.indexer
         assert isinstance(indexer, Indexer), "a layer with an indexer's weights has its geometry"
         k = linears.linear(x, weights.k)
-        k = F.layer_norm(k, k.shape[-1:], weights.k_norm, weights.k_norm_bias, _INDEX_NORM_EPS)
+        k = F.layer_norm(k, k.shape[-1:], weights.k_norm, weights.k_norm_bias, _LATENT_NORM_EPS)
         q = linears.linear(q_row, weights.q).view(x.shape[0], indexer.num_heads, indexer.head_dim)
         turned = rotate(torch.cat((q, k[:, None]), 1), cos_sin)
         attention.store_index(self.number, turned[:, -1])
@@ -181,14 +182,15 @@ def layer_attention(
     number: int, reads: int, layer: LayerConfig, weights: AttentionWeights, arithmetic: Arithmetic, rope: RopeTable
 ) -> LayerAttention:
     """The attention of layer `number`, which reads K and V of layer `reads`. rope: the layer's"""
-    eps = arithmetic.eps
     if isinstance(weights, LatentWeights):
         assert isinstance(layer.projections, LatentProjections), "weights are read by their config"
         at_end = RopeTable(rope.cos_sin, at_end=True)
-        work = QkvWork(at_end, k_norm=RowNorm(weights.row_norm, eps))
+        arithmetic = replace(arithmetic, eps=_LATENT_NORM_EPS)
+        work = QkvWork(at_end, k_norm=RowNorm(weights.row_norm, _LATENT_NORM_EPS))
         return OverLatentRows(number, layer.attention, layer.projections, weights, arithmetic, layer.rope, work)
     assert isinstance(layer.projections, HeadProjections), "weights are read by their config"
     plain = torch.ones(layer.attention.head_dim, device=weights.qkv.device)
+    eps = arithmetic.eps
     work = QkvWork(
         rope,
         None if weights.q_norm is None else RowNorm(weights.q_norm, eps),

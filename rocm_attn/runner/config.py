@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from rocm_attn.errors import BadModel
 from rocm_attn.runner.geometry import AttentionGeometry, AttentionLayer
 from rocm_attn.runner.mlp_config import Mlp
-from rocm_attn.runner.rope import Rope
+from rocm_attn.runner.rope import DivisorScaling, Rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,20 @@ class OwnInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Factors on rows.
+
+    embedding: on the embeddings of tokens
+    residual:  on what attention and MLP give, before it is added to the residual
+    head:      on what the output matrix gets
+    """
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    head: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder: RMS norm, rotary embedding, attention over heads or latent rows, gated MLPs.
 
@@ -87,7 +101,7 @@ class ModelConfig:
     norm_offset:       added to the weights of every norm: 1 where a file holds what they differ from 1 by
     own_inputs:        what each layer gets of a token beside the residual
     has_layer_factors: whether each layer's sum has a learned factor
-    embedding_scale:   factor on the embeddings of tokens
+    multipliers:       on embeddings, on what is added to the residual, on what the output matrix gets
     logits_soft_cap:   x -> cap * tanh(x / cap) on what comes out; 0: none
     eos_token_ids:     tokens that end a text
     num_extra_layers:  layers that a file may hold after these, for speculation; they are not read
@@ -104,7 +118,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     out_norms: bool = False
     norm_offset: float = 0.0
-    embedding_scale: float = 1.0
+    multipliers: Multipliers = Multipliers()
     own_inputs: OwnInputs = OwnInputs()
     has_layer_factors: bool = False
     logits_soft_cap: float = 0.0
@@ -122,6 +136,13 @@ class ModelConfig:
         for layer in self.layers:
             if layer.rope.head_dim % 2:
                 raise BadModel(f"head_dim {layer.rope.head_dim} is odd; rotary embedding turns pairs")
+            if isinstance(layer.rope.scaling, DivisorScaling):
+                divisors, pairs = len(layer.rope.scaling.divisors), layer.rope.head_dim // 2
+                if divisors != pairs:
+                    raise BadModel(
+                        f"{divisors} factors of the rotary embedding for {pairs} pairs of elements that turn; "
+                        "each pair needs one"
+                    )
         for token in self.eos_token_ids:
             if token >= self.vocab_size:
                 raise BadModel(f"end token {token} is not below the vocabulary's size {self.vocab_size}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from rocm_attn.errors import BadModel, Unsupported
-from rocm_attn.runner.config import OwnInputs
+from rocm_attn.runner.config import Multipliers, OwnInputs
 from rocm_attn.runner.fields import Fields, shown
 from rocm_attn.runner.geometry import AttentionGeometry
 from rocm_attn.runner.hf_attention import (
@@ -28,6 +28,7 @@ from rocm_attn.runner.hf_attention import (
 )
 from rocm_attn.runner.hf_gemma4 import GEMMA4_DEFAULTS, Gemma4Attention, gemma4_heads, gemma4_mlps, own_inputs
 from rocm_attn.runner.hf_indexer import IndexedLatentAttention
+from rocm_attn.runner.hf_minicpm3 import MINICPM3_DEFAULTS, minicpm3_multipliers, minicpm3_rows
 from rocm_attn.runner.hf_minimax_m3 import (
     MINIMAX_M3_DEFAULTS,
     BlockIndexedAttention,
@@ -62,6 +63,16 @@ def no_own_inputs(fields: Fields) -> OwnInputs:
     return OwnInputs()
 
 
+def no_multipliers(fields: Fields) -> Multipliers:
+    """Every factor is 1."""
+    return Multipliers()
+
+
+def embeddings_by_width(fields: Fields) -> Multipliers:
+    """Embeddings are multiplied by hidden_size ** 0.5 (Gemma)."""
+    return Multipliers(embedding=fields.count("hidden_size") ** 0.5)
+
+
 @dataclass(frozen=True, slots=True)
 class Decoder:
     """What is left of a model beside its attention, for families that the runner runs.
@@ -69,7 +80,8 @@ class Decoder:
     mlps:     the MLP of each layer
     projections: what makes q, k and v of each layer
     ropes:    the rotary embedding of each layer
-    is_gemma: norms around attention and MLP, embeddings scaled by hidden_size ** 0.5
+    out_norms: whether what attention and MLP give is normalised before it is added
+    multipliers: on embeddings, on what is added to the residual, on what the output matrix gets
     norm_offset: added to the weights of norms: 1 where a file holds what they differ from 1 by
     own_inputs: what each layer gets of a token beside the residual
     has_layer_factors: whether each layer's sum has a learned factor
@@ -79,7 +91,8 @@ class Decoder:
     mlps: Callable[[Fields, int], tuple[Mlp, ...]]
     projections: Callable[[Fields, int], tuple[Projections, ...]] = bias_everywhere_if_said
     ropes: Callable[[Fields, AttentionGeometry], tuple[Rope, ...]] = one_rope
-    is_gemma: bool = False
+    out_norms: bool = False
+    multipliers: Callable[[Fields], Multipliers] = no_multipliers
     norm_offset: float = 0.0
     own_inputs: Callable[[Fields], OwnInputs] = no_own_inputs
     has_layer_factors: bool = False
@@ -191,12 +204,22 @@ _GEMMA3N: dict[str, object] = {
     "num_kv_shared_layers": 15,
 }
 
-_GEMMA3_DECODER = Decoder(geglu, normed_heads, rope_of_each_kind, is_gemma=True, norm_offset=1.0)
+_GEMMA3_DECODER = Decoder(
+    geglu, normed_heads, rope_of_each_kind, out_norms=True, multipliers=embeddings_by_width, norm_offset=1.0
+)
 _GEMMA3_FAMILY = Family(GroupedAttention(all_but_one_in_a_pattern_slide), _GEMMA3, _GEMMA3_DECODER)
 _GEMMA4_FAMILY = Family(
     Gemma4Attention(),
     GEMMA4_DEFAULTS,
-    Decoder(gemma4_mlps, gemma4_heads, rope_of_each_kind, is_gemma=True, own_inputs=own_inputs, has_layer_factors=True),
+    Decoder(
+        gemma4_mlps,
+        gemma4_heads,
+        rope_of_each_kind,
+        out_norms=True,
+        multipliers=embeddings_by_width,
+        own_inputs=own_inputs,
+        has_layer_factors=True,
+    ),
 )
 _MINIMAX_M3_FAMILY = Family(
     BlockIndexedAttention(),
@@ -224,7 +247,9 @@ FAMILIES: Mapping[str, Family] = {
         GroupedAttention(window_everywhere_if_used), _WINDOW_4096, Decoder(qwen_experts, normed_heads)
     ),
     "Gemma2ForCausalLM": Family(
-        GroupedAttention(even_layers_slide), _GEMMA2, Decoder(geglu, is_gemma=True, norm_offset=1.0)
+        GroupedAttention(even_layers_slide),
+        _GEMMA2,
+        Decoder(geglu, out_norms=True, multipliers=embeddings_by_width, norm_offset=1.0),
     ),
     "Gemma3ForCausalLM": _GEMMA3_FAMILY,
     "Gemma3ForConditionalGeneration": _GEMMA3_FAMILY,
@@ -232,6 +257,9 @@ FAMILIES: Mapping[str, Family] = {
     "Gemma3nForConditionalGeneration": _GEMMA3N_FAMILY,
     "Gemma4ForCausalLM": _GEMMA4_FAMILY,
     "Gemma4ForConditionalGeneration": _GEMMA4_FAMILY,
+    "MiniCPM3ForCausalLM": Family(
+        LatentAttention(), MINICPM3_DEFAULTS, Decoder(swiglu_with_bias, minicpm3_rows, multipliers=minicpm3_multipliers)
+    ),
     "MiniMaxM3VLForCausalLM": _MINIMAX_M3_FAMILY,
     "MiniMaxM3SparseForConditionalGeneration": _MINIMAX_M3_FAMILY,
     "GptOssForCausalLM": Family(

@@ -28,11 +28,10 @@ def config_from_json(config: Mapping[str, object]) -> ModelConfig:
     num_layers = len(attention.layers)
     ropes, mlps = decoder.ropes(fields, attention), decoder.mlps(fields, num_layers)
     projections = decoder.projections(fields, num_layers)
-    hidden_size = fields.count("hidden_size")
     return ModelConfig(
         architecture=architecture,
         layers=tuple(map(LayerConfig, attention.layers, ropes, mlps, projections)),
-        hidden_size=hidden_size,
+        hidden_size=fields.count("hidden_size"),
         vocab_size=fields.count("vocab_size"),
         context_len=fields.count("max_position_embeddings"),
         rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
@@ -41,11 +40,11 @@ def config_from_json(config: Mapping[str, object]) -> ModelConfig:
         eos_token_ids=whole.ids("eos_token_id") or fields.ids("eos_token_id"),
         num_extra_layers=fields.whole("num_nextn_predict_layers", 0),
         reads=attention.reads,
-        out_norms=decoder.is_gemma,
+        out_norms=decoder.out_norms,
         norm_offset=decoder.norm_offset,
         own_inputs=decoder.own_inputs(fields),
         has_layer_factors=decoder.has_layer_factors,
-        embedding_scale=hidden_size**0.5 if decoder.is_gemma else 1.0,
+        multipliers=decoder.multipliers(fields),
         logits_soft_cap=fields.positive("final_logit_softcapping") if fields.has("final_logit_softcapping") else 0.0,
     )
 

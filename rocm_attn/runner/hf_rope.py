@@ -6,11 +6,14 @@ the layers with a window and one for the others.
 
 from __future__ import annotations
 
+import math
+
 from rocm_attn.errors import BadModel
 from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.runner.fields import Fields
 from rocm_attn.runner.geometry import AttentionGeometry
 from rocm_attn.runner.rope import (
+    DivisorScaling,
     LinearScaling,
     Llama3Scaling,
     NoScaling,
@@ -30,6 +33,9 @@ def one_rope(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
     parameters = fields.inner("rope_parameters")
     scaling = parameters if parameters.values else fields.inner("rope_scaling")
     theta = parameters.positive("rope_theta") if parameters.has("rope_theta") else fields.positive("rope_theta", 1e4)
+    original = fields.values.get("original_max_position_embeddings")
+    if original is not None:  # where it stands outside, it counts
+        scaling = Fields({**scaling.values, "original_max_position_embeddings": original}, scaling.source)
     for place in (fields, scaling):
         _refuse_partial(place)
     kind = _scaling(scaling, fields.count("max_position_embeddings"))
@@ -106,9 +112,11 @@ def _scaling(fields: Fields, context_len: int) -> Scaling:
         )
     if kind == "yarn":
         return _yarn(fields, context_len, original_context_len)
+    if kind == "longrope":
+        return _longrope(fields, context_len, original_context_len)
     raise BadModel(
         f"{fields.source}: rope type {kind!r} is not known; the runner knows "
-        "default, linear, proportional, llama3, yarn"
+        "default, linear, proportional, llama3, yarn, longrope"
     )
 
 
@@ -128,6 +136,29 @@ def _yarn(fields: Fields, context_len: int, original_context_len: int) -> YarnSc
         beta_slow=fields.positive("beta_slow", 1.0),
         truncate=fields.flag("truncate", True),
     )
+
+
+def _longrope(fields: Fields, context_len: int, original_context_len: int) -> DivisorScaling:
+    """LongRoPE where one table serves every text; that of a text must not depend on the texts beside it."""
+    short, long = _divisors(fields, "short_factor"), _divisors(fields, "long_factor")
+    factor, attention_factor = fields.positive("factor", context_len / original_context_len), 1.0
+    if factor > 1.0:
+        if original_context_len == 1:
+            raise BadModel(f"{fields.source}: original_max_position_embeddings is 1; it must be at least 2")
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original_context_len))
+    attention_factor = fields.positive("attention_factor", attention_factor)
+    if short != long and context_len > original_context_len:
+        raise BadModel(
+            f"{fields.source}: long_factor differs from short_factor and takes its place in a step with a text of more "
+            f"than {original_context_len} tokens, so keys would depend on when they were stored; to serve texts up to "
+            f"there, set max_position_embeddings to {original_context_len} and attention_factor to {attention_factor!r}"
+        )
+    return DivisorScaling(short, attention_factor)
+
+
+def _divisors(fields: Fields, name: str) -> tuple[float, ...]:
+    given = fields.list(name)
+    return tuple(Fields({name: value}, fields.source).positive(name) for value in given)
 
 
 def _mscale(factor: float, mscale: float) -> float:

@@ -36,8 +36,10 @@ class Linears(Protocol):
         """x @ weight.T, summed over ranks, + bias."""
         ...
 
-    def add_summed_linear(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """residual + x @ weight.T, summed over ranks, + bias."""
+    def add_summed_linear(
+        self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, factor: float
+    ) -> Tensor:
+        """residual + factor * (x @ weight.T, summed over ranks, + bias)."""
         ...
 
     def of_heads(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -63,10 +65,12 @@ class AllRows:
         product = F.linear(x, weight)
         return product if bias is None else product.add_(bias)
 
-    def add_summed_linear(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def add_summed_linear(
+        self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, factor: float
+    ) -> Tensor:
         # The sum with the residual costs no pass of its own.
-        summed = torch.addmm(residual, x, weight.t())
-        return summed if bias is None else summed.add_(bias)
+        summed = torch.addmm(residual, x, weight.t(), alpha=factor)
+        return summed if bias is None else summed.add_(bias, alpha=factor)
 
     def of_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
@@ -91,8 +95,10 @@ class BlocksOfRows:
         product = self.linear(x, weight)
         return product if bias is None else product + bias
 
-    def add_summed_linear(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return residual + self.linear(x, weight, bias)
+    def add_summed_linear(
+        self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, factor: float
+    ) -> Tensor:
+        return torch.add(residual, self.linear(x, weight, bias), alpha=factor)
 
     def of_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         rows = x.shape[0]
@@ -121,8 +127,11 @@ class OverRanks:
         summed = self.summed(self.linear(x, weight))
         return summed if bias is None else summed.add_(bias)
 
-    def add_summed_linear(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self.summed_linear(x, weight, bias).add_(residual)
+    def add_summed_linear(
+        self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, factor: float
+    ) -> Tensor:
+        summed = self.summed_linear(x, weight, bias)
+        return torch.add(residual, summed, alpha=factor, out=summed)
 
 
 def linears_over(ranks: Ranks, *, deterministic: bool) -> Linears:

@@ -30,7 +30,7 @@ def add_mlp(hidden: Tensor, mlp: Mlp, weights: LayerWeights, arithmetic: Arithme
     else:
         assert isinstance(of_mlp, DenseAndExpertWeights), "weights are read by their config"
         total = _dense_and_experts(hidden, x, mlp, of_mlp, arithmetic)
-    return hidden + (total if norm is None else arithmetic.norm(total, norm))
+    return arithmetic.plus(hidden, total if norm is None else arithmetic.norm(total, norm))
 
 
 def _dense_and_experts(

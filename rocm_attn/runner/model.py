@@ -70,7 +70,9 @@ class Model:
         self.weights = weights
         self._ranks = ranks
         self._arithmetic = Arithmetic(
-            linears if linears is not None else linears_over(ranks, deterministic=False), config.rms_norm_eps
+            linears if linears is not None else linears_over(ranks, deterministic=False),
+            config.rms_norm_eps,
+            config.multipliers.residual,
         )
         ropes = {layer.rope: layer.rope.turns(max_kv_len, weights.device) for layer in config.layers}
         self._attentions = [
@@ -87,7 +89,7 @@ class Model:
         }
         # rounded as the embeddings are: models with a scale were trained so
         self._own_input_scale = torch.tensor(config.own_inputs.dim**0.5, dtype=dtype).item()
-        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+        self._embedding_scale = torch.tensor(config.multipliers.embedding, dtype=dtype).item()
         for layer, layer_weights in enumerate(weights.layers):
             if isinstance(layer_weights.attention, AttentionHeadWeights) and layer_weights.attention.sinks is not None:
                 head_weights.set(layer, HeadWeights(sinks=layer_weights.attention.sinks))
@@ -109,7 +111,8 @@ class Model:
             if weights.factor is not None:
                 hidden = hidden * weights.factor
         last = arithmetic.norm(hidden.index_select(0, step.last_token_of_seq), self.weights.final_norm)
-        own = self._capped(arithmetic.linears.linear(last, self.weights.head))
+        factor = self.config.multipliers.head
+        own = self._capped(arithmetic.linears.linear(last if factor == 1.0 else last * factor, self.weights.head))
         return self._ranks.gathered(own)[:, : self.config.vocab_size]  # all ranks pick from the same bits
 
     def embed(self, token_ids: Tensor) -> Tensor:

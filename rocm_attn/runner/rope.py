@@ -39,9 +39,10 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class DivisorScaling:
-    """Each frequency divided by its own number: how a GGUF file writes Llama 3's scaling down (rope_freqs.weight).
+    """Each frequency divided by its own number: LongRoPE, and how a GGUF file writes Llama 3's scaling down.
 
-    divisors: [head_dim / 2]
+    divisors:         [head_dim / 2]
+    attention_factor: on cos and sin
     """
 
     divisors: tuple[float, ...]

@@ -135,7 +135,8 @@ def selected(problem: IndexProblem, programs: int = 5) -> None:
     """launch_select, with the tiles of the device."""
     args, indexing = problem.args, problem.case.indexing
     heads, dim = args.q.shape[1:]
-    tiles = index_tiles(arch_of(args.q.device), heads=heads, dim=dim, key_dtype=args.pages.keys.dtype)
+    key_dtype, coded_q = args.pages.keys.dtype, args.q.dtype.itemsize == 1
+    tiles = index_tiles(arch_of(args.q.device), heads=heads, dim=dim, key_dtype=key_dtype, coded_q=coded_q)
     words = select_words(len(args.q), args.tokens.max_kv_len, indexing)
     workspace = torch.empty(words, device=args.q.device)
     launch_select(args, problem.selection, workspace, indexing=indexing, tiles=tiles, programs=programs)

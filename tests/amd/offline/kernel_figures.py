@@ -41,6 +41,7 @@ _ALSO = (
     "_latent_segment_decode_kernel",
     "_latent_segment_extend_kernel",
     "_maxima_kernel",
+    "_bound_kernel",
     "_filter_kernel",
     "_choose_kernel",
     "_check_selection_kernel",

@@ -190,6 +190,7 @@ ROWS = (
         for heads in (16, 32, 128)
         if heads <= 32 or arch != "sm_80"
     ),
+    Row("sm_90", (16, 1), (576, 512), FP32, 64, pool=PoolKind.LATENT),
 )
 
 

@@ -79,7 +79,7 @@ class IndexRow:
             _tokens(self.max_q_len),
         )
         selection = _selection(indexing.sets, indexing.width, indexing.unit_tokens)
-        tiles = index_tiles(self.arch, heads=self.heads, dim=dim, key_dtype=key_dtype)
+        tiles = index_tiles(self.arch, heads=self.heads, dim=dim, key_dtype=key_dtype, coded_q=self.coded_q)
         launch_select(
             args,
             selection,

@@ -49,6 +49,14 @@ _DEEPSEEK = {
         "original_max_position_embeddings": 32,
     },
 }
+# as the published model does: one set of factors for all lengths, and here cos and sin are longer than 1 too
+_MINICPM3_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.1, 1.5, 3.0, 7.0],
+    "long_factor": [1.1, 1.5, 3.0, 7.0],
+    "original_max_position_embeddings": 32,
+}
 # so many heads that no two scores are 0
 _INDEXED = {"index_n_heads": 16, "index_head_dim": 12, "index_topk": 5}
 _GEMMA4 = {
@@ -120,6 +128,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 6,
             "swiglu_limit": 2.0,
             "rope_parameters": _GPT_OSS_ROPE,
+        },
+    ),
+    "minicpm3": (
+        "MiniCPM3",
+        {
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 10,
+            "num_key_value_heads": 4,
+            "scale_emb": 3,
+            "scale_depth": 1.4,
+            "dim_model_base": 20,
+            "rms_norm_eps": 0.05,
+            "rope_parameters": _MINICPM3_ROPE,
         },
     ),
     "minimax_m3": (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rocm_attn.errors import BadModel, Unsupported
-from rocm_attn.runner.config import HeadProjections, LayerConfig
+from rocm_attn.runner.config import HeadProjections, LayerConfig, Multipliers
 from rocm_attn.runner.families import DECODERS, attention_geometry
 from rocm_attn.runner.fields import Fields, read_json
 from rocm_attn.runner.gates import SwiGLU
@@ -58,6 +58,14 @@ DEEPSEEK: dict[str, Any] = {
     "num_hidden_layers": 4,
 }
 
+# as Phi 3's are: other factors for long texts
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 64,
+    "long_factor": [1.0] * 63 + [4.0],
+    "original_max_position_embeddings": 4096,
+}
+
 
 def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in names}
@@ -72,8 +80,8 @@ def test_a_published_llama_config_is_read_completely() -> None:
     assert (config.vocab_size, config.context_len, config.rms_norm_eps) == (128256, 131072, 1e-5)
     assert config.eos_token_ids == (128001, 128008, 128009)
     assert not config.tied_embeddings
-    extras = (config.out_norms, config.norm_offset, config.embedding_scale, config.logits_soft_cap)
-    assert extras == (False, 0.0, 1.0, 0.0)
+    extras = (config.out_norms, config.norm_offset, config.multipliers, config.logits_soft_cap)
+    assert extras == (False, 0.0, Multipliers(), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +167,23 @@ def test_latent_attention_of_other_architectures_is_refused(architecture: str) -
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; it must be an id"),
         ({"eos_token_id": 128256}, "end token 128256 is not below the vocabulary's size"),
         ({"rope_scaling": [8.0]}, "rope_scaling is \\[8.0\\]; it must be an object"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' is not known"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope type 'dynamic' is not known"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling does not say short_factor"),
+        ({"rope_scaling": {**LONGROPE, "long_factor": [1.0, 0.0]}}, "long_factor is 0.0; it must be a positive number"),
+        ({"rope_scaling": {**LONGROPE, "long_factor": 2.0}}, "long_factor is 2.0; it must be a list"),
+        (
+            {"rope_scaling": {**LONGROPE, "short_factor": [2.0] * 63, "long_factor": [2.0] * 63}},
+            "63 factors of the rotary embedding for 64 pairs",
+        ),
+        (
+            {"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 1}},
+            "original_max_position_embeddings is 1; it must be at least 2",
+        ),
+        (
+            {"rope_scaling": LONGROPE},
+            "long_factor differs from short_factor .* more than 4096 tokens, so keys would depend on when they were "
+            "stored; .* set max_position_embeddings to 4096 and attention_factor to 1.1902380714238083",
+        ),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling does not say factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised with .gptq."),

@@ -114,6 +114,24 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2_bias": ("gemma2", {"attention_bias": True}),
     "gemma2_uncapped": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma2_own_head": ("gemma2", {"tie_word_embeddings": False}),
+    "glm_moe_dsa_rms_eps": ("glm_moe_dsa", {"rms_norm_eps": 0.05}),
+    "minicpm3_bias": ("minicpm3", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
+    "minicpm3_plain": (
+        "minicpm3",
+        {"q_lora_rank": None, "v_head_dim": None, "scale_emb": 1, "scale_depth": None, "dim_model_base": None},
+    ),
+    "minicpm3_yarn": (
+        "minicpm3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
     "gemma3_one_kind": ("gemma3", {"layer_types": ["full_attention"] * 3}),
     "gemma3_final_cap": ("gemma3", {"final_logit_softcapping": 3.0}),
     "gemma3_yarn": (

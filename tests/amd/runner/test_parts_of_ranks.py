@@ -170,6 +170,6 @@ def test_deterministic_sums_take_the_ranks_in_order(monkeypatch: pytest.MonkeyPa
     for deterministic, total in ((True, 0.0), (False, 1.0)):
         linears = linears_over(ranks, deterministic=deterministic)
         assert linears.summed_linear(x, weight, None).tolist() == [[total]]
-        assert linears.add_summed_linear(torch.tensor([[5.0]]), x, weight, torch.tensor([2.0])).tolist() == [
-            [7.0 + total]
+        assert linears.add_summed_linear(torch.tensor([[5.0]]), x, weight, torch.tensor([2.0]), 0.5).tolist() == [
+            [6.0 + total / 2]
         ]

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from rocm_attn.errors import BadModel, Unsupported
-from rocm_attn.runner.config import HeadProjections, LatentProjections, LayerConfig, OwnInputs
+from rocm_attn.runner.config import HeadProjections, LatentProjections, LayerConfig, Multipliers, OwnInputs
 from rocm_attn.runner.families import attention_geometry
 from rocm_attn.runner.gates import ClampedSwiGLU, GeGLU, SwiGLU
 from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.hf_config import config_from_json
 from rocm_attn.runner.mlp_config import DenseMlp, ExpertMlp, ExpertTensors
 from rocm_attn.runner.rope import (
+    DivisorScaling,
     LinearScaling,
     NoScaling,
     ProportionalScaling,
@@ -343,7 +344,7 @@ def test_gemma_3_with_images_is_its_text_model() -> None:
     assert (config.hidden_size, config.vocab_size, config.context_len) == (2560, 262208, 131072)
     assert (config.tied_embeddings, config.eos_token_ids, config.rms_norm_eps) == (True, (1, 106), 1e-6)
     assert (config.out_norms, config.norm_offset, config.logits_soft_cap) == (True, 1.0, 0.0)
-    assert config.embedding_scale == 2560**0.5
+    assert config.multipliers == Multipliers(embedding=2560**0.5)
 
 
 def test_gemma_3_without_images_needs_no_scaling() -> None:
@@ -373,7 +374,7 @@ def test_gpt_oss_has_sinks_biases_and_experts() -> None:
     assert config.layers[0] == LayerConfig(attention, Rope(150000.0, 64, scaling), experts, biased)
     assert [layer.attention.window_left for layer in config.layers] == [127, -1] * 12
     assert not config.tied_embeddings
-    assert (config.out_norms, config.norm_offset, config.embedding_scale) == (False, 0.0, 1.0)
+    assert (config.out_norms, config.norm_offset, config.multipliers) == (False, 0.0, Multipliers())
 
 
 def test_qwen_3_with_experts_in_every_layer() -> None:
@@ -476,7 +477,7 @@ def test_gemma_4_has_larger_heads_without_a_window_and_reads_kv_of_earlier_layer
         True,
         30.0,
     )
-    assert config.embedding_scale == 1536**0.5
+    assert config.multipliers == Multipliers(embedding=1536**0.5)
 
 
 @pytest.mark.parametrize(
@@ -497,3 +498,67 @@ def test_gemma_4_has_larger_heads_without_a_window_and_reads_kv_of_earlier_layer
 def test_what_gemma_4_has_not_is_refused(changes: dict[str, Any], error: type[Exception], sentence: str) -> None:
     with pytest.raises(error, match=sentence):
         config_from_json({**GEMMA4_E2B, "text_config": {**GEMMA4_E2B["text_config"], **changes}})
+
+
+MINICPM3_FACTORS = [
+    *(1.0591234137867171, 1.1241891283591912, 1.2596935748670968, 1.5380380402321725, 2.093982484148734),
+    *(3.1446935121267696, 4.937952647693647, 7.524541999994549, 10.475458000005451, 13.062047352306353),
+    *(14.85530648787323, 15.906017515851266, 16.461961959767827, 16.740306425132907, 16.87581087164081),
+    16.940876586213285,
+]
+# no v_head_dim, and the class knows that the embedding is the output matrix too
+MINICPM3_4B: dict[str, Any] = {
+    "architectures": ["MiniCPM3ForCausalLM"],
+    "bos_token_id": 1,
+    "dim_model_base": 256,
+    "eos_token_id": [2, 73440],
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "intermediate_size": 6400,
+    "kv_lora_rank": 256,
+    "max_position_embeddings": 32768,
+    "model_type": "minicpm3",
+    "num_attention_heads": 40,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 40,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "long_factor": MINICPM3_FACTORS,
+        "original_max_position_embeddings": 32768,
+        "short_factor": MINICPM3_FACTORS,
+        "type": "longrope",
+    },
+    "scale_depth": 1.4,
+    "scale_emb": 12,
+    "vocab_size": 73448,
+}
+
+
+def test_minicpm_3_has_latent_rows_factors_on_the_residual_and_one_table_of_longrope() -> None:
+    config = config_from_json(MINICPM3_4B)
+    rope = Rope(1e4, 32, DivisorScaling(tuple(MINICPM3_FACTORS)))
+    rows = LatentProjections(q_rank=768, nope_dim=64, v_dim=64, interleaved=False, has_bias=False)
+    attention = AttentionLayer(40, 1, 288, scale=96**-0.5, latent_dim=256)
+    assert config.layers == (LayerConfig(attention, rope, DenseMlp(6400, SwiGLU()), rows),) * 62
+    assert config.multipliers == Multipliers(embedding=12.0, residual=1.4 / 62**0.5, head=0.1)
+    assert (config.tied_embeddings, config.context_len, config.rms_norm_eps) == (True, 32768, 1e-5)
+    left_to_the_class = ("scale_emb", "scale_depth", "dim_model_base", "kv_lora_rank", "hidden_size", "vocab_size")
+    assert config_from_json({name: at for name, at in MINICPM3_4B.items() if name not in left_to_the_class}) == config
+    plain = config_from_json({**MINICPM3_4B, "scale_depth": None, "dim_model_base": None})
+    assert plain.multipliers == Multipliers(embedding=12.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"scale_emb": 0}, "scale_emb is 0; it must be a positive number"),
+        ({"scale_depth": "1.4"}, "scale_depth is '1.4'; it must be a positive number"),
+        ({"dim_model_base": -256}, "dim_model_base is -256; it must be a positive number"),
+    ],
+)
+def test_factors_that_minicpm_3_cannot_have_are_refused(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(BadModel, match=sentence):
+        config_from_json({**MINICPM3_4B, **changes})

@@ -43,6 +43,52 @@ def test_frequencies_equal_those_of_transformers(parameters: dict[str, Any], hea
     assert rope.scaling.attention_factor == pytest.approx(attention_factor)
 
 
+@pytest.mark.parametrize(
+    ("parameters", "beside", "context_len"),
+    [
+        ({"original_max_position_embeddings": 32}, {}, 128),
+        ({"original_max_position_embeddings": 32, "factor": 3.0}, {}, 32),
+        ({"original_max_position_embeddings": 32, "attention_factor": 1.25}, {}, 128),
+        ({}, {}, 128),
+        ({"original_max_position_embeddings": 128}, {"original_max_position_embeddings": 64}, 128),
+    ],
+    ids=str,
+)
+def test_longrope_with_one_table_equals_that_of_transformers_at_every_length(
+    parameters: dict[str, Any], beside: dict[str, Any], context_len: int
+) -> None:
+    factors = [1.0 + place / 3 for place in range(8)]
+    parameters = {"rope_type": "longrope", "rope_theta": 3e4, "short_factor": factors, **parameters}
+    config = small_hf_config(
+        "Llama",
+        max_position_embeddings=context_len,
+        rope_parameters={**parameters, "long_factor": factors},
+        **beside,
+    )
+    rope = rope_of(config)
+    for length in (1, context_len):
+        expected, attention_factor = ROPE_INIT_FUNCTIONS["longrope"](config, seq_len=length)
+        torch.testing.assert_close(rope.inv_freq(), expected)
+        assert rope.scaling.attention_factor == pytest.approx(attention_factor)
+
+
+def test_longrope_turns_by_the_short_factors_where_no_text_is_long() -> None:
+    factors = [1.0 + place / 3 for place in range(8)]
+    parameters = {
+        "rope_type": "longrope",
+        "rope_theta": 3e4,
+        "short_factor": factors,
+        "long_factor": [4 * factor for factor in factors],
+        "original_max_position_embeddings": 64,
+        "attention_factor": 1.3,
+    }
+    config = small_hf_config("Llama", max_position_embeddings=64, rope_parameters=parameters)
+    expected, attention_factor = ROPE_INIT_FUNCTIONS["longrope"](config, seq_len=64)
+    rope = rope_of(config)
+    torch.testing.assert_close(rope.inv_freq(), expected)
+    assert rope.scaling.attention_factor == attention_factor == 1.3
+
+
 def test_rotation_multiplies_complex_pairs() -> None:
     rope, positions = Rope(theta=500.0, head_dim=12), torch.tensor([0, 1, 5, 63, 17])
     x = torch.randn(5, 3, 12)

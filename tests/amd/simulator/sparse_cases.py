@@ -93,7 +93,9 @@ def run_select(arch: str, case: IndexCase, *, is_coded: bool, is_large: bool = F
         case = replace(case, key_dtype=dtype, dtype=dtype if case.scales is Scales.NONE else case.dtype)
     problem = build_index(case, CPU)
     args, indexing = with_large_keys(problem.args) if is_large else problem.args, case.indexing
-    tiles = index_tiles(arch, heads=args.q.shape[1], dim=case.dim, key_dtype=case.key_dtype)
+    tiles = index_tiles(
+        arch, heads=args.q.shape[1], dim=case.dim, key_dtype=case.key_dtype, coded_q=args.q.dtype.itemsize == 1
+    )
     workspace = torch.empty(select_words(len(args.q), args.tokens.max_kv_len, indexing))
     with simulated(arch) as simulation:
         launch_select(args, problem.selection, workspace, indexing=indexing, tiles=tiles, programs=3)

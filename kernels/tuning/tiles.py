@@ -175,8 +175,8 @@ DECODE_ROWS = (
     DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 2, 3, 4, paired=True), (Codes.BY_ROW,)),
     # 122 us where a row is one head.
     DecodeRow("sm_90", 2, 64, 16, DecodeTiles(64, 2, 3, 4, heads_per_row=2, paired=True), (Codes.BY_TOKEN,)),
-    # llama8b 64 x 4k: 167 us; 159 with one warp and blocks of 32 keys, which spills up to 64 bytes with Triton 3.9.
-    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 2, 3, 4, paired=True), (Codes.BY_TOKEN,)),
+    # llama8b 64 x 4k: 150 us, though up to 64 bytes spill with Triton 3.9; 167 with two warps and blocks of 64 keys.
+    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(32, 1, 3, 8, paired=True), (Codes.BY_TOKEN,)),
     # gemma 64 x 4k: 153 us with 4 KV heads, 234 not in pairs.
     DecodeRow("sm_90", 2, 256, 16, DecodeTiles(16, 2, 3, 4, paired=True), (Codes.BY_ROW,)),
     # gptoss 128 x 8k: 499 us, 1.06 of the floor; 528 with one KV head a row.
@@ -273,20 +273,20 @@ EXTEND_ROWS = (
         alike=True,
         codes=(Codes.NONE,),
     ),
-    # These two are not measured. llama8b 1 x 2048 + 6144 takes 820 us with factors of tokens in (64, 128, 4, 2), which
-    # spills 40 bytes, and 694 with others in (128, 64, 4, 2), which spills 312; 931 and 758 in the tiles of bfloat16.
-    ExtendRow("sm_90", 2, 128, ExtendTiles(128, 64, 8, 2), alike=True, codes=(Codes.BY_ROW,)),
+    # llama8b 1 x 2048 + 6144: 694 us, though up to 152 bytes spill; 844 in (128, 64, 8, 2), 758 in the tiles of bfloat16.
+    ExtendRow("sm_90", 2, 128, ExtendTiles(128, 64, 4, 2), alike=True, codes=(Codes.BY_ROW,)),
+    # 820 us, though 8 bytes spill; 1230 in (128, 32, 8, 3), 931 in the tiles of bfloat16.
+    ExtendRow("sm_90", 2, 128, ExtendTiles(64, 128, 4, 2), alike=True, codes=(Codes.BY_TOKEN,)),
     ExtendRow("sm_90", 2, 128, ExtendTiles(128, 32, 8, 3), codes=(Codes.BY_TOKEN, Codes.BY_ROW)),
     # With two stages 16 bytes spill.
     ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 1), codes=(Codes.BY_TOKEN,)),
-    # Not measured: two programs fit an SM, and nothing spills. In blocks of 64 keys and two stages, which spill 8 to 32
-    # bytes, llama8b 1 x 2048 new + 6144 cached takes 522 us and with a window of 4096 of 32k 359; 591 and 545 in
-    # (128, 32, 4, 3), one program an SM.
+    # llama8b 1 x 2048 new + 6144 cached: 530 us, with a window of 4096 of 32k 362, though 8 to 32 bytes spill; 552 and
+    # 409 in blocks of 32 keys, 589 and 541 in (128, 32, 4, 3), one program an SM. 16 new after 100k: 132, 173, 2766.
     ExtendRow(
         "sm_90",
         2,
         128,
-        ExtendTiles(128, 32, 8, 3, 2, dim_block=64, max_registers=128, programs_per_cu=1, share_stages=4),
+        ExtendTiles(128, 64, 8, 2, 2, dim_block=64, max_registers=128, programs_per_cu=1, share_stages=3),
         alike=True,
         codes=(Codes.NONE,),
     ),

@@ -23,6 +23,6 @@ def what_was_written(table: RequestTable, pool: HybridKVPool, layers: Iterable[i
         pages = pool.layer(layer)
         if bool(pages.raw_k[RESERVED_PAGE].any()) or bool(pages.raw_v[RESERVED_PAGE].any()):
             written.append(f"page 0 of layer {layer}")
-        if pool.has_index(layer) and bool(pool.index(layer).k[RESERVED_PAGE].any()):
+        if pool.has_index(layer) and bool(pool.index(layer).raw_k[RESERVED_PAGE].any()):
             written.append(f"index page 0 of layer {layer}")
     return f"{', '.join(written)} must stay zero and was written" if written else ""

@@ -87,7 +87,7 @@ def test_schedules_are_shared_only_where_they_are_equal(kind: StepKind) -> None:
     problems = [
         problem,
         replace(problem, scale=0.5),
-        replace(problem, num_q_heads=16, num_kv_heads=4),  # other rows to decode, the same tiles to extend
+        replace(problem, num_q_heads=16, num_kv_heads=4),  # other rows to decode, and to share out in an extend
         replace(problem, num_q_heads=8),  # the same rows to decode, other tiles to extend
     ]
     target = known_target("sm_90")
@@ -95,7 +95,7 @@ def test_schedules_are_shared_only_where_they_are_equal(kind: StepKind) -> None:
     plan = make_plan(PaddedShape(kind, 8, 8), kernels, max_q_len=1, max_kv_len=64, may_capture=True)
     expected = {
         StepKind.DECODE: (0, 0, 2, 0),
-        StepKind.EXTEND: (0, 0, 0, 3),
+        StepKind.EXTEND: (0, 0, 2, 3),
         StepKind.MIXED: (0, 0, 2, 3),
     }
     assert plan.schedule_of_kind == expected[kind]

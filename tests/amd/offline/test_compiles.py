@@ -57,6 +57,14 @@ READS_PAGES = (
 # that spill nothing have no warpgroup products.
 SPILLED_AROUND_PRODUCTS = {("sm_90", "_latent_decode_kernel"): 768, ("sm_90", "_latent_extend_kernel"): 512}
 
+# Bytes on the stack of tiles that were measured as the fastest all the same (kernels/tuning/tiles.py has the times): by the
+# larger head dim, whether pages are coded, and the kernel.
+SPILLED_YET_FASTEST = {
+    ("sm_90", 128, False, "_extend_kernel"): 32,
+    ("sm_90", 128, True, "_extend_kernel"): 152,
+    ("sm_90", 128, True, "_decode_kernel"): 64,
+}
+
 # Scalar registers that programs with shares of rows keep in lanes of vector registers, and read back once a row: their
 # pointers and strides are more than there are. None of them goes to memory.
 SCALARS_IN_LANES = {"_extend_kernel": 17}
@@ -151,7 +159,9 @@ def amd_complaints(row: Row, name: str, code: AmdCode) -> Iterator[str]:
 
 def nvidia_complaints(row: Row, name: str, code: NvidiaCode) -> Iterator[str]:
     """What is wrong with a kernel's machine code, a clause each. Exact float32 products have no matrix instructions."""
-    if code.stack_bytes + code.local_bytes > SPILLED_AROUND_PRODUCTS.get((row.arch, name), 0):
+    tiles = row.arch, max(row.dims), row.kv is not KVEncoding.LIKE_Q, name
+    allowed = SPILLED_AROUND_PRODUCTS.get((row.arch, name), 0) + SPILLED_YET_FASTEST.get(tiles, 0)
+    if code.stack_bytes + code.local_bytes > allowed:
         yield f"{code.stack_bytes + code.local_bytes} bytes spilled, at {code.registers} registers"
     shared_bytes = known_target(row.arch).lds_bytes
     if code.shared_bytes > shared_bytes:

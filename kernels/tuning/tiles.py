@@ -273,7 +273,7 @@ EXTEND_ROWS = (
         alike=True,
         codes=(Codes.NONE,),
     ),
-    # llama8b 1 x 2048 + 6144: 694 us, though up to 152 bytes spill; 844 in (128, 64, 8, 2), 758 in the tiles of bfloat16.
+    # llama8b 1 x 2048 + 6144: 694 us, though up to 152 bytes spill; 844 in (128, 64, 8, 2), 758 in tiles of bfloat16.
     ExtendRow("sm_90", 2, 128, ExtendTiles(128, 64, 4, 2), alike=True, codes=(Codes.BY_ROW,)),
     # 820 us, though 8 bytes spill; 1230 in (128, 32, 8, 3), 931 in the tiles of bfloat16.
     ExtendRow("sm_90", 2, 128, ExtendTiles(64, 128, 4, 2), alike=True, codes=(Codes.BY_TOKEN,)),

@@ -57,7 +57,7 @@ READS_PAGES = (
 # that spill nothing have no warpgroup products.
 SPILLED_AROUND_PRODUCTS = {("sm_90", "_latent_decode_kernel"): 768, ("sm_90", "_latent_extend_kernel"): 512}
 
-# Bytes on the stack of tiles that were measured as the fastest all the same (kernels/tuning/tiles.py has the times): by the
+# Bytes on the stack of tiles that were measured as the fastest all the same (kernels/tuning/tiles.py has times): by the
 # larger head dim, whether pages are coded, and the kernel.
 SPILLED_YET_FASTEST = {
     ("sm_90", 128, False, "_extend_kernel"): 32,

@@ -277,7 +277,6 @@ EXTEND_ROWS = (
     ExtendRow("sm_90", 2, 128, ExtendTiles(128, 64, 4, 2), alike=True, codes=(Codes.BY_ROW,)),
     # 820 us, though 8 bytes spill; 1230 in (128, 32, 8, 3), 931 in the tiles of bfloat16.
     ExtendRow("sm_90", 2, 128, ExtendTiles(64, 128, 4, 2), alike=True, codes=(Codes.BY_TOKEN,)),
-    ExtendRow("sm_90", 2, 128, ExtendTiles(128, 32, 8, 3), codes=(Codes.BY_TOKEN, Codes.BY_ROW)),
     # With two stages 16 bytes spill.
     ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 1), codes=(Codes.BY_TOKEN,)),
     # llama8b 1 x 2048 new + 6144 cached: 530 us, with a window of 4096 of 32k 362, though 8 to 32 bytes spill; 552 and

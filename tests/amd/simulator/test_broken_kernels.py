@@ -97,8 +97,8 @@ MISTAKES = {
     ),
     "extend_reads_v_without_a_mask": Mistake(
         key_loop,
-        "v = tl.load(v_block, mask=live, other=0)",
-        "v = tl.load(v_block)",
+        "x = tl.load(block, mask=live, other=0)",
+        "x = tl.load(block)",
         "launch_paged_extend",
         attention_cases,
         small_step(is_large=False),

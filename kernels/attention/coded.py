@@ -22,7 +22,6 @@ from rocm_attn.kernels.cache.codes import (
     decoded,
     decoded_pairs,
     is_coded,
-    is_multiplied_as_half,
 )
 
 # A block whose factors are all 0 has codes of 0 alone.
@@ -81,18 +80,6 @@ def half_query(q):
         exponent = largest_exponent(q)
         q = moved_to_half(q, exponent)
         factor = factor_of_moved(exponent)
-    return q, factor
-
-
-@triton.jit
-def coded_query(q, C: tl.constexpr):
-    """A block of q as it is multiplied with codes, and what the products are then to be multiplied with.
-
-    Of bfloat16 that is half_query, where codes become float16 sooner (codes.py).
-    """
-    factor = 1.0
-    if q.dtype == tl.bfloat16 and is_multiplied_as_half(C.ENCODING):
-        q, factor = half_query(q)
     return q, factor
 
 

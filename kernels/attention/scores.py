@@ -12,9 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 LOG2_E = 1.4426950408889634
 UNLIMITED_WINDOW = -1
 
@@ -54,11 +51,3 @@ class Scores:
     def base_2_scale(self) -> float:
         """What q . k, or half the tanh of a cap, is multiplied with so that the softmax is one of powers of 2."""
         return (2 * self.soft_cap or self.scale) * LOG2_E
-
-
-def check_head_weights(num_q_heads: int, sinks: Tensor | None, slopes: Tensor | None) -> None:
-    """Sinks and slopes are float32, one a query head; what a caller gave was checked by the runtime."""
-    for weights in (sinks, slopes):
-        assert weights is None or (
-            weights.dtype == torch.float32 and weights.shape == (num_q_heads,) and weights.stride(0) == 1
-        )

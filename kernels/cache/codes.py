@@ -128,16 +128,6 @@ def _is_written_by_hardware(encoding: int) -> bool:
     return encoding == Encoding.E4M3FNUZ.number and target.arch == "gfx942"
 
 
-@constexpr_function
-def is_multiplied_as_half(encoding: int) -> bool:
-    """Whether codes are multiplied as float16 where q is bfloat16: where one instruction makes that of two codes.
-
-    The interpreter does as NVIDIA's GPUs do.
-    """
-    target = None if knobs.runtime.interpret else current_target()
-    return encoding in _FIELDS and (target is None or target.backend == "cuda")
-
-
 @triton.jit
 def _as_dtype(numbers, DTYPE: tl.constexpr):
     """float32 numbers that DTYPE has exactly, in it. To bfloat16 they are cut, which needs no rounding."""

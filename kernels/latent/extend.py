@@ -33,7 +33,7 @@ from rocm_attn.kernels.latent.key_loop import (
     LatentRows,
     as_loaded,
     attend_latents,
-    latent_geometry,
+    latent_block_geometry,
     load_latent_query,
     no_latents_seen,
     scaled_latents,
@@ -191,16 +191,4 @@ def _geometry(
         mask.check(queries.num_seqs, queries.num_tokens)
         assert tiles.key_block <= MAX_MASK_BLOCK
     causal = scores.causal and mask is None
-    return BlockGeometry(
-        keys=latent_geometry(args, scores, tiles, causal=causal, exact=False),
-        KV_HEADS=1,
-        GQA_RATIO=num_heads,
-        BLOCK_HEADS=tiles.block_heads(num_heads),
-        HEAD_BLOCKS=tiles.head_blocks(num_heads),
-        QUERY_ROWS=tiles.query_rows,
-        ROW_KEYS=0,
-        SHARES=False,
-        SEGMENT_LEN=0,
-        STAGES=tiles.num_stages,
-        EDGE_STAGES=tiles.num_stages,
-    )
+    return latent_block_geometry(args, scores, tiles, causal=causal, segment_len=0)

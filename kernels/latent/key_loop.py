@@ -26,6 +26,7 @@ from rocm_attn.kernels.attention.coded import (
     token_factor,
 )
 from rocm_attn.kernels.attention.mask_bits import bit_is_set, bits_from, row_bits, seen_by_some
+from rocm_attn.kernels.attention.query_block import BlockGeometry
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink, capped, in_range
 from rocm_attn.kernels.cache.codes import HEAD_SCALES, LAYER_SCALES, TOKEN_SCALES, decoded, decoded_pairs
@@ -135,6 +136,26 @@ def latent_geometry(
         WIDE=tiles.wide,
         PAIRED=is_paired,
         coding=args.pages.coding,
+    )
+
+
+def latent_block_geometry(
+    args: AttendArgs, scores: Scores, tiles: LatentTiles, *, causal: bool, segment_len: int
+) -> BlockGeometry:
+    """The geometry of a layer's query blocks. segment_len: keys of a segment of deterministic attention; 0: none"""
+    num_heads = args.q.shape[1]
+    return BlockGeometry(
+        keys=latent_geometry(args, scores, tiles, causal=causal, exact=segment_len > 0),
+        KV_HEADS=1,
+        GQA_RATIO=num_heads,
+        BLOCK_HEADS=tiles.block_heads(num_heads),
+        HEAD_BLOCKS=tiles.head_blocks(num_heads),
+        QUERY_ROWS=tiles.query_rows,
+        ROW_KEYS=0,
+        SHARES=False,
+        SEGMENT_LEN=segment_len,
+        STAGES=tiles.num_stages,
+        EDGE_STAGES=tiles.num_stages,
     )
 
 

@@ -20,7 +20,7 @@ from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_WORDS,
 )
 from rocm_attn.kernels.attention.key_loop import Seen
-from rocm_attn.kernels.attention.query_block import BlockGeometry, rows_of_block
+from rocm_attn.kernels.attention.query_block import rows_of_block
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.segments import UNFUSED
 from rocm_attn.kernels.latent.key_loop import (
@@ -28,7 +28,7 @@ from rocm_attn.kernels.latent.key_loop import (
     LatentRows,
     LatentSoftmax,
     as_loaded,
-    latent_geometry,
+    latent_block_geometry,
     load_latent_query,
     no_latents_seen,
     scaled_latents,
@@ -121,19 +121,7 @@ def launch_latent_segment_extend(
     queries, table, block, num_heads = args.queries, args.table, tiles.block, args.q.shape[1]
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
     assert cut.query_tokens == block.tokens_per_block(num_heads), "the schedule was cut for other tiles"
-    geometry = BlockGeometry(
-        keys=latent_geometry(args, scores, block, causal=scores.causal, exact=True),
-        KV_HEADS=1,
-        GQA_RATIO=num_heads,
-        BLOCK_HEADS=block.block_heads(num_heads),
-        HEAD_BLOCKS=block.head_blocks(num_heads),
-        QUERY_ROWS=block.query_rows,
-        ROW_KEYS=0,
-        SHARES=False,
-        SEGMENT_LEN=tiles.segment_len,
-        STAGES=block.num_stages,
-        EDGE_STAGES=block.num_stages,
-    )
+    geometry = latent_block_geometry(args, scores, block, causal=scores.causal, segment_len=tiles.segment_len)
     launch(
         _latent_segment_extend_kernel,
         (cut.max_blocks(queries.num_tokens, queries.num_seqs) * geometry.HEAD_BLOCKS,),

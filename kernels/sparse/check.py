@@ -1,7 +1,7 @@
 """Whether a selection keeps to its sequences: ascending units, each once, within what its token sees.
 
 Attention needs none of it. An entry outside of a sequence's KV gives no key, and an entry that is listed twice counts
-twice; both are a mistake of whoever selected, which a debug run wants to hear of.
+twice. Both are mistakes of the selection's author, and a debug run reports them.
 """
 
 from __future__ import annotations

@@ -189,12 +189,11 @@ def layer_attention(
         work = QkvWork(at_end, k_norm=RowNorm(weights.row_norm, _LATENT_NORM_EPS))
         return OverLatentRows(number, layer.attention, layer.projections, weights, arithmetic, layer.rope, work)
     assert isinstance(layer.projections, HeadProjections), "weights are read by their config"
-    plain = torch.ones(layer.attention.head_dim, device=weights.qkv.device)
     eps = arithmetic.eps
-    work = QkvWork(
-        rope,
-        None if weights.q_norm is None else RowNorm(weights.q_norm, eps),
-        None if weights.k_norm is None else RowNorm(weights.k_norm, eps),
-        RowNorm(plain, eps) if layer.projections.v_norm else None,
-    )
+    plain = torch.ones(layer.attention.head_dim, device=weights.qkv.device) if layer.projections.v_norm else None
+    work = QkvWork(rope, _row_norm(weights.q_norm, eps), _row_norm(weights.k_norm, eps), _row_norm(plain, eps))
     return OverHeads(reads, reads == number, layer.attention, weights, arithmetic, layer.rope, work)
+
+
+def _row_norm(weight: Tensor | None, eps: float) -> RowNorm | None:
+    return None if weight is None else RowNorm(weight, eps)

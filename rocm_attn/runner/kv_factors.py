@@ -1,4 +1,4 @@
-"""The factors of eight-bit K and V that a model's file brings, found by whoever made it for E4M3FN."""
+"""The factors of eight-bit K and V that a model's file brings; its author found them for E4M3FN."""
 
 from __future__ import annotations
 

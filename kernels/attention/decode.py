@@ -453,6 +453,7 @@ def launch_paged_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, til
         *args.written_strides,
         G=geometry,
         num_warps=tiles.num_warps,
+        **tiles.options(),
     )
     if not geometry.WHOLE_ROWS:
         launch_merge(args, cut, geometry.rows)

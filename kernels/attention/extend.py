@@ -283,7 +283,8 @@ def launch_paged_extend(
     geometry = _geometry(args, scores, cut, tiles, mask)
     programs, max_blocks = cut.sharing.programs, cut.max_blocks(args.queries.num_tokens, args.queries.num_seqs)
     if programs:
-        sharing = geometry._replace(SHARES=True, STAGES=tiles.share_stages)
+        keys = geometry.keys._replace(KEY_BLOCK=min(tiles.share_block or tiles.key_block, tiles.key_block))
+        sharing = geometry._replace(keys=keys, SHARES=True, STAGES=tiles.share_stages)
         _launch_rows(args, scores, cut, mask, programs, sharing, {"num_warps": tiles.num_warps})
         launch_extend_merge(args, cut, geometry)
     grid = max_blocks * geometry.KV_HEADS * geometry.HEAD_BLOCKS

@@ -47,6 +47,7 @@ class DecodeTiles:
     head_blocks:      blocks that the query heads of a KV head are cut into; each reads K and V
     row_cost:         what starting a row costs beside its key blocks, in blocks; at least 1
     paired:           whether V's codes are read two by two, as float16 that matrix units take in turned; not transposed
+    waves_per_eu:     as in ExtendTiles
     """
 
     key_block: int
@@ -58,6 +59,7 @@ class DecodeTiles:
     head_blocks: int = 1
     row_cost: int = 2
     paired: bool = False
+    waves_per_eu: int = 0
 
     def rows_per_seq(self, num_kv_heads: int) -> int:
         """Rows of a sequence."""
@@ -67,6 +69,10 @@ class DecodeTiles:
     def q_rows(self, gqa_ratio: int) -> int:
         """Query heads of a row, at most."""
         return -(-gqa_ratio // self.head_blocks) * self.heads_per_row
+
+    def options(self) -> dict[str, int]:
+        """Launch options beside the warps."""
+        return {"waves_per_eu": self.waves_per_eu} if self.waves_per_eu else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,7 @@ class ExtendTiles:
     max_registers:    registers of a thread that NVIDIA's compiler may take for whole rows; 0: its own choice
     programs_per_cu:  programs for each compute unit that share out the longest rows; 0: every row is one program's
     share_stages:     num_stages of those programs, which take more registers
+    share_block:      key_block of those programs; 0: key_block
     row_keys:         what starting a row costs beside its keys, in keys
     split_keys:       what sharing costs a program, in keys
     """
@@ -97,6 +104,7 @@ class ExtendTiles:
     max_registers: int = 0
     programs_per_cu: int = 0
     share_stages: int = 1
+    share_block: int = 0
     row_keys: int = 256
     split_keys: int = 384
 
@@ -206,14 +214,20 @@ DECODE_ROWS = (
     DecodeRow("gfx942", 2, 128, 32, DecodeTiles(16, 4, 1, 3), (Codes.BY_TOKEN,)),
     DecodeRow("gfx942", 2, 256, 32, DecodeTiles(16, 4, 1, 2), (Codes.BY_TOKEN,)),
     DecodeRow("gfx942", 2, 256, 16, DecodeTiles(32, 4, 1, 2), (Codes.BY_ROW,)),
-    # 124 to 153 VGPRs, 16 KiB of LDS: 3 workgroups a CU.
-    DecodeRow("gfx942", 2, 64, 16, DecodeTiles(32, 4, 2, 3, heads_per_row=2)),
-    DecodeRow("gfx942", 2, 128, 16, DecodeTiles(32, 4, 2, 3)),
-    # 113 to 140 VGPRs, 9 KiB of LDS: 3 workgroups a CU, with Triton 3.9 room for a fourth.
-    DecodeRow("gfx942", 2, 128, 32, DecodeTiles(16, 4, 2, 3)),
-    # 187 to 208 VGPRs, 32 KiB of LDS: 2 workgroups a CU.
-    DecodeRow("gfx942", 2, 256, 16, DecodeTiles(32, 4, 2, 2)),
-    DecodeRow("gfx942", 2, 256, 32, DecodeTiles(16, 4, 2, 2)),
+    # 122 to 161 VGPRs, 8 KiB of LDS: 3 workgroups a CU.
+    DecodeRow("gfx942", 2, 64, 16, DecodeTiles(32, 4, 2, 3, heads_per_row=2), (Codes.BY_ROW,)),
+    DecodeRow("gfx942", 2, 128, 16, DecodeTiles(32, 4, 2, 3), (Codes.BY_ROW,)),
+    DecodeRow("gfx942", 2, 128, 32, DecodeTiles(16, 4, 2, 3), (Codes.BY_ROW,)),
+    DecodeRow("gfx942", 2, 256, 32, DecodeTiles(16, 4, 2, 2), (Codes.BY_ROW,)),
+    # One wave waits for no other at a barrier, and eight programs a CU keep 128 KiB of K and V in flight: loads may
+    # take 3.4 us before HBM idles, where they may take 2.4 in four waves of 32 keys. 177 to 212 VGPRs, 8 KiB of LDS.
+    DecodeRow("gfx942", 2, 64, 16, DecodeTiles(16, 1, 2, 8, heads_per_row=2), (Codes.NONE,)),
+    DecodeRow("gfx942", 2, 128, 16, DecodeTiles(16, 1, 2, 8), (Codes.NONE,)),
+    # 1.8 us; one wave would have 3.3, and spills up to 9 registers of odd head dims. 120 VGPRs, 9 KiB of LDS.
+    DecodeRow("gfx942", 2, 128, 32, DecodeTiles(16, 4, 2, 4), (Codes.NONE,)),
+    # 3.2 us; four waves of 32 keys 1.5. In one wave up to 137 registers spill. 200 to 224 VGPRs, 16 KiB of LDS.
+    DecodeRow("gfx942", 2, 256, 16, DecodeTiles(16, 2, 2, 4), (Codes.NONE,)),
+    DecodeRow("gfx942", 2, 256, 32, DecodeTiles(16, 4, 2, 2), (Codes.NONE,)),
     # 154 to 242 VGPRs, 33 KiB of LDS: one workgroup of 8 waves, 2 a SIMD. 4 waves spill scalar registers.
     DecodeRow("gfx942", 2, 512, 32, DecodeTiles(16, 8, 2, 1), (Codes.NONE, Codes.BY_ROW)),
     DecodeRow("gfx942", 4, 128, 32, DecodeTiles(16, 4, 2, 2)),
@@ -230,14 +244,16 @@ DECODE_ROWS = (
     DecodeRow("gfx950", 2, 256, 16, DecodeTiles(32, 4, 1, 2), (Codes.BY_ROW,)),
     DecodeRow("gfx950", 2, 256, 32, DecodeTiles(16, 4, 1, 2), (Codes.BY_ROW,)),
     DecodeRow("gfx950", 2, 512, 32, DecodeTiles(16, 8, 1, 1), (Codes.BY_ROW,)),
-    # 112 to 132 VGPRs, 16 KiB of LDS (33 with Triton's asynchronous copies): 4 workgroups a CU. Transposed blocks of 64
-    # have 2/5 of the MFMAs, 180 to 212 VGPRs, and leave 2.
-    DecodeRow("gfx950", 2, 64, 16, DecodeTiles(32, 4, 2, 4, heads_per_row=2)),
-    DecodeRow("gfx950", 2, 128, 16, DecodeTiles(32, 4, 2, 4)),
-    # 112 to 144 VGPRs, 9 KiB of LDS (17): 3 workgroups a CU, with Triton 3.9 room for a fourth.
-    DecodeRow("gfx950", 2, 128, 32, DecodeTiles(16, 4, 2, 3)),
-    DecodeRow("gfx950", 2, 256, 16, DecodeTiles(32, 4, 2, 2)),
-    DecodeRow("gfx950", 2, 256, 32, DecodeTiles(16, 4, 2, 2)),
+    # As on gfx942, in blocks of 32 keys: loads may take 3.6 us before HBM idles, in four waves 1.9. Without
+    # waves_per_eu Triton 3.6 takes up to 268 VGPRs, which leave room for half as many waves. 187 to 230, 17 KiB of LDS.
+    DecodeRow("gfx950", 2, 64, 16, DecodeTiles(32, 1, 2, 8, heads_per_row=2, waves_per_eu=2)),
+    DecodeRow("gfx950", 2, 128, 16, DecodeTiles(32, 1, 2, 8, waves_per_eu=2)),
+    # 1.9 us; four waves 0.7.
+    DecodeRow("gfx950", 2, 128, 32, DecodeTiles(16, 1, 2, 8, waves_per_eu=2)),
+    # 3.9 us; four waves of 32 keys 1.8. Triton 3.6 takes 332 VGPRs: 1.8 us. With waves_per_eu it spills up to 15.
+    DecodeRow("gfx950", 2, 256, 16, DecodeTiles(16, 1, 2, 8)),
+    # 1.4 us; two programs a CU 0.9, one wave 1.8, of which up to 61 registers spill with Triton 3.6.
+    DecodeRow("gfx950", 2, 256, 32, DecodeTiles(16, 4, 2, 3)),
     # 166 to 200 VGPRs, 67 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
     DecodeRow("gfx950", 2, 512, 32, DecodeTiles(16, 8, 2, 1)),
     DecodeRow("gfx950", 4, 128, 32, DecodeTiles(16, 4, 2, 2)),
@@ -320,10 +336,24 @@ EXTEND_ROWS = (
     ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2), codes=(Codes.BY_ROW,)),
     ExtendRow("gfx942", 2, 128, ExtendTiles(128, 32, 8, 2, waves_per_eu=2), codes=(Codes.BY_ROW,)),
     # Of whole rows. Programs with shares keep up to 17 SGPRs in lanes of VGPRs.
-    # 120 to 180 VGPRs, 16 KiB of LDS: 2 or 3 workgroups a CU.
-    ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2, programs_per_cu=2, share_stages=2)),
-    # 189 to 236 VGPRs, 32 KiB of LDS: 2 workgroups a CU. Without waves_per_eu up to 312 with Triton 3.6.
-    ExtendRow("gfx942", 2, 128, ExtendTiles(128, 32, 4, 2, waves_per_eu=2, programs_per_cu=2)),
+    # Blocks of 64 keys have fewer steps of the softmax a key, which bounds it, and need no single loads from LDS: 164
+    # clocks where blocks of 32 take 188. 184 to 200 VGPRs, 16 KiB of LDS: 2 workgroups a CU.
+    ExtendRow(
+        "gfx942",
+        2,
+        64,
+        ExtendTiles(128, 64, 4, 2, waves_per_eu=2, programs_per_cu=2, share_stages=2, share_block=32),
+        codes=(Codes.NONE,),
+    ),
+    # Bound by the matrix units; blocks of 128 columns leave more waits. 220 to 233 VGPRs, 16 KiB of LDS: 2 workgroups a
+    # CU. Without waves_per_eu up to 288 with Triton 3.6.
+    ExtendRow(
+        "gfx942",
+        2,
+        128,
+        ExtendTiles(128, 32, 4, 2, waves_per_eu=2, dim_block=64, programs_per_cu=2),
+        codes=(Codes.NONE,),
+    ),
     # 110 to 190 VGPRs, 64 KiB of LDS: one workgroup of 8 waves, 2 a SIMD. Blocks of 32 keys: twice the issue cycles.
     ExtendRow("gfx942", 2, 256, ExtendTiles(128, 16, 8, 2), codes=(Codes.BY_ROW,)),
     ExtendRow("gfx942", 2, 256, ExtendTiles(128, 16, 8, 2, programs_per_cu=1)),
@@ -341,10 +371,14 @@ EXTEND_ROWS = (
     ExtendRow("gfx950", 2, 128, ExtendTiles(128, 32, 8, 2, waves_per_eu=2), codes=(Codes.BY_ROW,)),
     ExtendRow("gfx950", 2, 256, ExtendTiles(128, 16, 8, 2), codes=(Codes.BY_ROW,)),
     ExtendRow("gfx950", 2, 512, ExtendTiles(32, 16, 8, 2), codes=(Codes.BY_ROW,)),
-    # 120 to 180 VGPRs, 16 KiB of LDS: 2 or 3 workgroups a CU.
-    ExtendRow("gfx950", 2, 64, ExtendTiles(128, 32, 4, 2, programs_per_cu=2, share_stages=2)),
-    # 179 to 248 VGPRs, 32 KiB of LDS: 2 workgroups a CU.
-    ExtendRow("gfx950", 2, 128, ExtendTiles(128, 32, 4, 2, waves_per_eu=2, programs_per_cu=2)),
+    # 142 clocks, in blocks of 32 keys 165. 174 to 192 VGPRs, 17 to 33 KiB of LDS: 2 workgroups a CU. With blocks of 64
+    # programs with shares keep up to 30 SGPRs in lanes of VGPRs.
+    ExtendRow(
+        "gfx950", 2, 64, ExtendTiles(128, 64, 4, 2, waves_per_eu=2, programs_per_cu=2, share_stages=2, share_block=32)
+    ),
+    # 165 clocks, in blocks of 32 keys 193. 224 to 256 VGPRs, 32 KiB of LDS (66 with Triton's asynchronous copies): 2
+    # workgroups a CU. Blocks of 64 columns take 157, and up to 21 registers spill.
+    ExtendRow("gfx950", 2, 128, ExtendTiles(128, 64, 4, 2, waves_per_eu=2, programs_per_cu=2, share_block=32)),
     # 122 to 183 VGPRs, 64 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
     ExtendRow("gfx950", 2, 256, ExtendTiles(128, 16, 8, 2, programs_per_cu=1)),
     # 193 to 226 VGPRs, 68 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.

@@ -1,10 +1,10 @@
 """What each kernel may cost on AMD, by Triton version: the costs that were accepted, and a tenth more.
 
-    python -m tests.amd.offline.budgets
+    python -m tests.amd.offline.budgets [NAME...]
 
 accepts the costs of the Triton at hand: it writes budgets/<Triton>/<arch>/<kernel>.csv anew, a line for each variant
-that a row of the matrix, or of that of sparse attention, launches. The oldest supported Triton has the rows that it
-compiles in the gate.
+that a row of the matrix, or of that of sparse attention, launches. With names only rows that have one of them in their
+own are compiled, and the others' lines stay. The oldest supported Triton has the rows that it compiles in the gate.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 import csv
 import functools
 import shutil
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from multiprocessing import get_context
@@ -122,22 +123,27 @@ def _measure(row: AnyRow) -> Costs:
     return costs_of(row, compiled_kernels(row) if isinstance(row, Row) else compiled_sparse_kernels(row))
 
 
-def write() -> None:
-    """Accept what the Triton at hand makes of the matrix."""
-    rows = rows_with_budgets(triton.__version__)
-    lines: dict[Path, list[tuple[Variant, Cost]]] = defaultdict(list)
+def write(names: Sequence[str] = ()) -> None:
+    """Accept what the Triton at hand makes of the matrix, or of its rows with one of these names in their own."""
+    version = triton.__version__
+    rows = rows_with_budgets(version)
+    renewed = [row for row in rows if not names or any(name in str(row) for name in names)]
+    costs = {str(row): read(version, row) for row in rows if row not in renewed}
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        for row, costs in zip(rows, pool.map(_measure, rows), strict=True):
-            for variant, cost in costs.items():
-                lines[FOLDER / triton.__version__ / row.arch / f"{variant.kernel}.csv"].append((variant, cost))
-    shutil.rmtree(FOLDER / triton.__version__, ignore_errors=True)
+        costs |= zip(map(str, renewed), pool.map(_measure, renewed), strict=True)
+    lines: dict[Path, list[list[object]]] = defaultdict(list)
+    for row in rows:
+        for variant, cost in costs[str(row)].items():
+            path = FOLDER / version / row.arch / f"{variant.kernel}.csv"
+            lines[path].append([variant.row, variant.number, *asdict(cost).values()])
+    shutil.rmtree(FOLDER / version, ignore_errors=True)
     for path, entries in lines.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "w", newline="") as file:
             out = csv.writer(file, lineterminator="\n")
             out.writerow(["row", "variant", *(field.name for field in fields(Cost))])
-            out.writerows([variant.row, variant.number, *asdict(cost).values()] for variant, cost in entries)
+            out.writerows(entries)
 
 
 if __name__ == "__main__":
-    write()
+    write(sys.argv[1:])

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import torch
 from triton.runtime.errors import OutOfResources
 
-from rocm_attn.kernels.attention.mask_bits import MAX_MASK_BLOCK
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, decode_tiles, extend_tiles
 from tests.amd.offline.candidate_kernels import other_kernels, plain_kernel
 from tests.amd.offline.code_object import AmdCode, read_amd_code
@@ -24,10 +23,14 @@ from tests.amd.offline.tile_cost import TileCost, floor_clocks, room_of, tile_co
 
 # How much more than its cheapest candidate a row may cost: the model is not better than that.
 TOLERANCE = 0.1
-# More programs than that on a CU make the partial results of split rows a cost of their own.
-MAX_PROGRAMS_PER_CU = 4
-# Candidates that cost so many times what the cheapest does cannot be chosen.
-FAR = 1.5
+# More programs than that on a CU make the partial results of split rows a cost of their own; of one wave each they are
+# half as many again as four of four waves would leave.
+MAX_PROGRAMS_PER_CU = {1: 8, 2: 4, 4: 4}
+# Rows of a query block, and the waves that share them. Blocks of 256 rows, which save up to 13 % here, are left out: a
+# step with few new tokens pays for rows that it does not have.
+_QUERY_ROWS = ((64, 4), (128, 4), (128, 8))
+# Candidates that are so many times worse than the best cannot be chosen.
+FAR = 1.3
 
 # For each decode row of 2-byte elements a layer of the widest heads that it serves; some meet every extend row too.
 _EXTENDED = (((64, 8), (64, 64)), ((32, 8), (128, 128)), ((8, 4), (256, 256)))
@@ -57,14 +60,22 @@ class Estimate:
     cost: TileCost | None
 
     @property
-    def clocks(self) -> float:
-        """The cost, infinite where there is none."""
-        return self.cost.clocks if self.cost else float("inf")
+    def order(self) -> float:
+        """What candidates are ordered by, the best first; infinite where there is no cost.
+
+        Clocks of extend. Of decode, which no unit of a CU bounds, how many break-even latencies make a microsecond.
+        Where a SIMD has one wave, nothing fills its waits for LDS and products, of which llvm-mca knows little.
+        """
+        if self.cost is None:
+            return float("inf")
+        if isinstance(self.tiles, ExtendTiles):
+            return self.cost.clocks
+        return 1 / self.cost.break_even if self.cost.break_even and self.waves > 1 else float("inf")
 
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The candidates of one kind for a layer, the cheapest first, those without a cost last."""
+    """The candidates of one kind for a layer, the best first, those without a cost last."""
 
     row: Row
     kind: Kind
@@ -72,31 +83,31 @@ class Ranking:
     candidates: tuple[Estimate, ...]
 
     @property
-    def cheapest(self) -> Estimate:
+    def best(self) -> Estimate:
         return self.candidates[0]
 
     @property
     def excess(self) -> float:
-        """What the chosen tiles cost above the cheapest, as a fraction; infinite where they spill.
+        """How much worse the chosen tiles are than the best, as a fraction; infinite where they spill.
 
-        Below the floor all are equal: memory or the matrix units decide there.
+        Extend that is cheaper than the floor is not better: the matrix units decide there.
         """
-        floor = floor_clocks(self.row, self.kind)
-        return max(self.chosen.clocks, floor) / max(self.cheapest.clocks, floor) - 1
+        floor = floor_clocks(self.row, self.kind) if self.kind is ExtendTiles else 0.0
+        return max(self.chosen.order, floor) / max(self.best.order, floor) - 1
 
 
 def rank(row: Row, kind: Kind) -> Ranking:
     """Compile and cost all candidates for a layer. Raises NoLlvmMca.
 
-    Those whose plain kernel costs far more than another's are not compiled any further.
+    Those whose plain kernel is far worse than another's are not compiled any further.
     """
     chosen = estimate(row, chosen_tiles(row, kind), whole=True, given_programs=True)
-    shapes = decode_shapes(row) if kind is DecodeTiles else extend_shapes()
+    shapes = decode_shapes(row) if kind is DecodeTiles else extend_shapes(row)
     plain = [estimate(row, tiles, whole=False) for tiles in shapes]
-    limit = FAR * min(found.clocks for found in [chosen, *plain])
-    whole = [estimate(row, found.tiles, whole=True) if found.clocks <= limit else found for found in plain]
+    limit = FAR * min(found.order for found in [chosen, *plain])
+    whole = [estimate(row, found.tiles, whole=True) if found.order <= limit else found for found in plain]
     others = [found for found in whole if found.tiles != chosen.tiles]
-    return Ranking(row, kind, chosen, tuple(sorted([chosen, *others], key=lambda found: found.clocks)))
+    return Ranking(row, kind, chosen, tuple(sorted([chosen, *others], key=lambda found: found.order)))
 
 
 def chosen_tiles(row: Row, kind: Kind) -> Tiles:
@@ -117,17 +128,26 @@ def decode_shapes(row: Row) -> Iterator[DecodeTiles]:
     """Decode candidates; programs_per_cu follows from what each leaves room for."""
     ratio, (head_dim, v_head_dim) = row.problems[0].gqa_ratio, row.dims
     pairs = (1, 2) if head_dim == v_head_dim == 64 and ratio <= 8 else (1,)
-    blocks = chosen_tiles(row, DecodeTiles)
-    assert isinstance(blocks, DecodeTiles)
-    for heads, transposed, stages, key_block in itertools.product(pairs, (False, True), (1, 2), (16, 32, 64)):
-        yield DecodeTiles(key_block, 4, stages, 1, transposed, heads, blocks.head_blocks)
+    chosen = chosen_tiles(row, DecodeTiles)
+    assert isinstance(chosen, DecodeTiles)
+    waves = [(warps, transposed) for warps in MAX_PROGRAMS_PER_CU for transposed in (False, True)]
+    # Turned over, fewer waves than four hold so much of the accumulator that none was ever near the best.
+    waves.remove((1, True))
+    waves.remove((2, True))
+    for (warps, transposed), heads, stages, key_block in itertools.product(waves, pairs, (1, 2), (16, 32, 64)):
+        yield DecodeTiles(key_block, warps, stages, 1, transposed, heads, chosen.head_blocks)
 
 
-def extend_shapes() -> Iterator[ExtendTiles]:
-    """Extend candidates, in steps that a packed mask can have too."""
-    sides = itertools.product((64, 128), (16, MAX_MASK_BLOCK))
-    for (query_rows, key_block), warps, stages, waves in itertools.product(sides, (4, 8), (1, 2), (0, 2)):
-        yield ExtendTiles(query_rows, key_block, warps, stages, waves_per_eu=waves)
+def extend_shapes(row: Row) -> Iterator[ExtendTiles]:
+    """Extend candidates, which share out rows as the row that serves does."""
+    chosen = chosen_tiles(row, ExtendTiles)
+    assert isinstance(chosen, ExtendTiles)
+    dim_blocks = (0, 64) if max(row.dims) > 64 else (0,)
+    for (query_rows, warps), key_block, stages, waves, dim_block in itertools.product(
+        _QUERY_ROWS, (16, 32, 64), (1, 2), (0, 2), dim_blocks
+    ):
+        shape = {"query_rows": query_rows, "key_block": key_block, "num_warps": warps, "dim_block": dim_block}
+        yield replace(chosen, **shape, num_stages=stages, waves_per_eu=waves)
 
 
 def estimate(row: Row, tiles: Tiles, *, whole: bool, given_programs: bool = False) -> Estimate:
@@ -143,7 +163,8 @@ def estimate(row: Row, tiles: Tiles, *, whole: bool, given_programs: bool = Fals
         return Estimate(tiles, None, 0, 0, None)
     waves, spills = room_of(codes), spilled(codes)
     if isinstance(tiles, DecodeTiles) and not given_programs:
-        tiles = replace(tiles, programs_per_cu=min(MAX_PROGRAMS_PER_CU, max(1, waves * 4 // tiles.num_warps)))
+        programs = min(MAX_PROGRAMS_PER_CU[tiles.num_warps], waves * 4 // tiles.num_warps)
+        tiles = replace(tiles, programs_per_cu=max(1, programs))
     try:
         cost = None if spills else tile_cost(row, tiles, kernel, waves)
     except Unfinished:

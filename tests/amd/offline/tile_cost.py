@@ -8,9 +8,15 @@ the grid holds), each of num_warps waves. An iteration of the hot loop does `wor
     loads  bytes of all waves / 64 / work                   the vector memory path delivers 64 bytes a clock
     waits  4 * cycles of a wave alone / programs / work     waits that the other programs do not fill, by llvm-mca
 
-Work is a KV token of one KV head for decode, and 1024 products of a q row and a key for extend. The memory latency in
-a wave's cycles is an assumption, below. The model is blind to cache misses, bank conflicts, uneven work, the clock
-under load and the price of starting a row or a tile. Nothing here was measured.
+Work is a KV token of one KV head for decode, and 1024 products of a q row and a key for extend.
+
+No unit bounds decode: all of its rows stay below what HBM needs. So decode is compared by its break-even latency, the
+longest that a load may take while all programs of a CU together still ask for as much as HBM delivers:
+
+    (programs * work * floor / 4 - own cycles) / latencies in series      cycles of 4 clocks, here in microseconds
+
+The memory latency of extend is an assumption, below. The model is blind to cache misses, bank conflicts, uneven work,
+the clock under load and the price of starting a row or a tile. Nothing here was measured.
 """
 
 from __future__ import annotations
@@ -26,9 +32,13 @@ from tests.amd.offline.matrix import Row
 from tests.amd.offline.mca import CLOCKS_PER_CYCLE, LoopCycles, loop_cycles
 
 # Assumed, in cycles of 4 clocks: decode reads K and V once, from HBM that all CUs load at the same time (1,600 clocks);
-# the tiles of an extend step share theirs, so that most loads find it in a cache (500 clocks).
+# the tiles of an extend step share theirs, so that most loads find it in a cache (500 clocks). Decode's is for its
+# column of the page alone.
 DECODE_LATENCY = 400
 EXTEND_LATENCY = 125
+
+# A loop of which no load is waited for would have no break-even latency.
+_LEAST_LATENCIES = 0.1
 
 _SIMDS = 4
 _LANES = 64
@@ -40,47 +50,64 @@ _LOAD_BYTES_A_CLOCK = 64
 # 2,517 TFLOPS): bytes of HBM, and operations of 16-bit matrix products, that each CU has a clock.
 _HBM_BYTES_A_CLOCK = {"gfx942": 8.3, "gfx950": 13.0}
 _MATRIX_OPS_A_CLOCK = {"gfx942": 2048, "gfx950": 4096}
+CLOCK_GHZ = {"gfx942": 2.1, "gfx950": 2.4}
 _PAIRS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class TileCost:
-    """Clocks of a CU for a unit of work, see above; alone: cycles of a wave for an iteration, programs: on a CU."""
+    """Clocks of a CU for a unit of work, see above.
+
+    cycles:     of a wave for an iteration
+    programs:   on a CU
+    break_even: the latency in microseconds up to which decode is bound by HBM; 0 where a unit takes longer than HBM
+    """
 
     issue: float
     lds: float
     loads: float
     waits: float
-    alone: float
+    cycles: LoopCycles
     programs: int
+    break_even: float
 
     @property
     def clocks(self) -> float:
-        """The cost by which tiles are compared."""
+        """The cost by which tiles of extend are compared."""
         return max(self.issue, self.lds, self.loads, self.waits)
 
 
 def tile_cost(row: Row, tiles: DecodeTiles | ExtendTiles, kernel: CompiledKernel, waves_per_simd: int) -> TileCost:
     """The cost of tiles whose kernels leave room for so many waves. Raises NoLlvmMca."""
     loop = hot_loop(kernel.asm["amdgcn"])
-    latency = DECODE_LATENCY if isinstance(tiles, DecodeTiles) else EXTEND_LATENCY
-    return cost_of_loop(tiles, loop, loop_cycles(loop, row.arch, latency), waves_per_simd)
+    return cost_of_loop(row, tiles, loop, loop_cycles(loop, row.arch), waves_per_simd)
 
 
-def cost_of_loop(tiles: DecodeTiles | ExtendTiles, loop: HotLoop, cycles: LoopCycles, waves_per_simd: int) -> TileCost:
-    """The four bounds from what is known of the loop."""
+def cost_of_loop(
+    row: Row, tiles: DecodeTiles | ExtendTiles, loop: HotLoop, cycles: LoopCycles, waves_per_simd: int
+) -> TileCost:
+    """The bounds from what is known of the loop."""
     programs = max(1, waves_per_simd * _SIMDS // tiles.num_warps)
+    is_decode = isinstance(tiles, DecodeTiles)
     if isinstance(tiles, DecodeTiles):
         programs = min(programs, tiles.programs_per_cu)
     work = work_of_iteration(tiles)
     lanes = tiles.num_warps * _LANES
+    units = (
+        CLOCKS_PER_CYCLE * cycles.issue * tiles.num_warps / _SIMDS / work,
+        loop.lds_bytes * lanes / _LDS_BYTES_A_CLOCK / work,
+        loop.loaded_bytes * lanes / _LOAD_BYTES_A_CLOCK / work,
+    )
+    floor = floor_clocks(row, type(tiles))
+    spare = programs * work * floor / CLOCKS_PER_CYCLE - cycles.own
+    is_fed = is_decode and max(units) <= floor and spare > 0
+    microseconds = CLOCKS_PER_CYCLE / CLOCK_GHZ[row.arch] / 1000
     return TileCost(
-        issue=CLOCKS_PER_CYCLE * cycles.issue * tiles.num_warps / _SIMDS / work,
-        lds=loop.lds_bytes * lanes / _LDS_BYTES_A_CLOCK / work,
-        loads=loop.loaded_bytes * lanes / _LOAD_BYTES_A_CLOCK / work,
-        waits=CLOCKS_PER_CYCLE * cycles.alone / programs / work,
-        alone=cycles.alone,
+        *units,
+        waits=CLOCKS_PER_CYCLE * cycles.alone(DECODE_LATENCY if is_decode else EXTEND_LATENCY) / programs / work,
+        cycles=cycles,
         programs=programs,
+        break_even=spare / max(cycles.latencies, _LEAST_LATENCIES) * microseconds if is_fed else 0.0,
     )
 
 

@@ -127,9 +127,11 @@ def words(tiles: Tiles) -> str:
         text = f"{tiles.key_block}, {tiles.num_warps}, {tiles.num_stages}, {tiles.programs_per_cu}"
         text += ", transposed=True" if tiles.transposed else ""
         text += f", heads_per_row={tiles.heads_per_row}" if tiles.heads_per_row > 1 else ""
+        text += f", waves_per_eu={tiles.waves_per_eu}" if tiles.waves_per_eu else ""
         return f"DecodeTiles({text})"
     text = f"{tiles.query_rows}, {tiles.key_block}, {tiles.num_warps}, {tiles.num_stages}"
     text += f", waves_per_eu={tiles.waves_per_eu}" if tiles.waves_per_eu else ""
+    text += f", dim_block={tiles.dim_block}" if tiles.dim_block else ""
     return f"ExtendTiles({text})"
 
 

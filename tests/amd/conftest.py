@@ -29,9 +29,9 @@ def pytest_collection_finish() -> None:
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from tests.amd.interpreted import search_once
+    from tests.amd.interpreted import quicken
 
-    search_once()
+    quicken()
 
 
 @pytest.fixture(scope="session")

@@ -96,13 +96,13 @@ def verdict(folder: Path, check: str, trial: Trial, *, most_operations: int = MO
 def _report(folder: Path, check: str, trial: Trial, most_operations: int, sender: Connection) -> None:
     """In the forked process: rocm_attn.kernels is the copy in folder."""
     import rocm_attn
-    from tests.amd.interpreted import search_once
+    from tests.amd.interpreted import quicken
 
     rocm_attn.__path__ = [str(folder), *rocm_attn.__path__]
     checks = import_module("tests.amd.mutation.checks")
     copied = sys.modules["rocm_attn.kernels.launch"].__file__ or ""
     assert Path(copied).is_relative_to(folder), f"{copied} is not the copy in {folder}"
-    search_once()
+    quicken()
     if trial.is_backwards:
         _run_programs_backwards()
     _count_operations(most_operations)

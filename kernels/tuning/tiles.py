@@ -83,6 +83,7 @@ class ExtendTiles:
     max_registers:    registers of a thread that NVIDIA's compiler may take for whole rows; 0: its own choice
     programs_per_cu:  programs for each compute unit that share out the longest rows; 0: every row is one program's
     share_stages:     num_stages of those programs, which take more registers
+    one_launch:       whether a launch takes shares and whole rows, and not one for each
     row_keys:         what starting a row costs beside its keys, in keys
     split_keys:       what sharing costs a program, in keys
     """
@@ -97,6 +98,7 @@ class ExtendTiles:
     max_registers: int = 0
     programs_per_cu: int = 0
     share_stages: int = 1
+    one_launch: bool = False
     row_keys: int = 256
     split_keys: int = 384
 
@@ -363,11 +365,19 @@ EXTEND_ROWS = (
     ExtendRow("gfx950", 4, 256, ExtendTiles(32, 16, 8, 1, programs_per_cu=1)),
     # Costs so small that short steps share rows too.
     ExtendRow(
-        "interpreter", 2, 512, ExtendTiles(16, 16, 1, 1, programs_per_cu=1, row_keys=8, split_keys=4), max_rows=16
+        "interpreter",
+        2,
+        512,
+        ExtendTiles(16, 16, 1, 1, programs_per_cu=1, one_launch=True, row_keys=8, split_keys=4),
+        max_rows=16,
     ),
     ExtendRow("interpreter", 2, 512, ExtendTiles(32, 16, 1, 1, programs_per_cu=1, row_keys=8, split_keys=4)),
     ExtendRow(
-        "interpreter", 4, 512, ExtendTiles(16, 16, 1, 1, programs_per_cu=1, row_keys=8, split_keys=4), max_rows=16
+        "interpreter",
+        4,
+        512,
+        ExtendTiles(16, 16, 1, 1, programs_per_cu=1, one_launch=True, row_keys=8, split_keys=4),
+        max_rows=16,
     ),
     ExtendRow("interpreter", 4, 512, ExtendTiles(32, 16, 1, 1, programs_per_cu=1, row_keys=8, split_keys=4)),
 )

@@ -68,7 +68,7 @@ def attended(monkeypatch: pytest.MonkeyPatch, *, is_capturing: bool) -> tuple[No
     monkeypatch.setattr(mixed, "_is_capturing", lambda device: is_capturing)
     monkeypatch.setattr(mixed, "_side_stream", lambda device: side)
     kernel: BoundKernel = MixedAtOnce(TritonMixed(*kernels))
-    nothing = torch.empty(0)
+    nothing: Any = torch.empty(0)
     args: Any = AttendArgs(*[nothing] * len(AttendArgs._fields))
     words = torch.zeros(kernel.workspace_words(SHAPE))
     step: Any = None

@@ -28,6 +28,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    # What a module of C++ keeps is freed before it looks for leaks.
+    gc.unfreeze()
+
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.amd.interpreted import quicken
 

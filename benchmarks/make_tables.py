@@ -307,9 +307,9 @@ def random_shapes(result: dict[str, Any]) -> str:
         machine_line(result["machine"]),
         f"{len(rows)} shapes of seed {result['seed']}, {len(result['wrong'])} more gave wrong results or failed, and "
         f"have no time. limit: bytes at copy bandwidth or products at the rate of a large bf16 product, and "
-        f"{result['launches_us']:g} us of launches. neighbour: the same step with the nearest tuned head dim and group; "
-        f"x neighbour: how many times further from its limit a shape is than that one. More than {CLIFF:g} x the "
-        f"neighbour or the peer: {cliffs}.{peers} The worst ten:\n",
+        f"{result['launches_us']:g} us of launches. neighbour: the same step with the nearest tuned head dim and "
+        f"group; x neighbour: how many times further from its limit a shape is than that one. More than {CLIFF:g} x "
+        f"the neighbour or the peer: {cliffs}.{peers} The worst ten:\n",
         "| shape | us | x limit | neighbour | us | x limit | x neighbour | x FA3 |",
         "|---|---|---|---|---|---|---|---|",
     ]

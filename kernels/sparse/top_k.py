@@ -40,7 +40,8 @@ _MANY = tl.constexpr(2**31 - 1)
 _MAXIMA_ROWS, _MAXIMA_GROUPS = 8, 256
 # Groups of a warp. With 32, 64 lines of 64k take 10.7 us in place of 7.2 (H200).
 _MAXIMA_OF_WARP = 64
-# Units that a program filters at a time, and its warps.
+# Units that a program filters at a time, and its warps. With 2,048 and 16 top-k of 64 lines of 64k takes 61 us in place
+# of 42 (H200).
 _FILTER_UNITS, _FILTER_WARPS = 512, 4
 # Three counts of units are summed in one word of 64 bits.
 _COUNT_BITS = tl.constexpr(20)

@@ -22,7 +22,7 @@ from rocm_attn.kernels.attention.coded import add_values, token_factor
 from rocm_attn.kernels.attention.key_rows import are_read_by_page, lie_in_one_page, offsets_in_page, pages_of_block
 from rocm_attn.kernels.attention.mask_bits import bit_is_set, bits_from, row_bits, seen_by_some
 from rocm_attn.kernels.attention.scores import Scores
-from rocm_attn.kernels.attention.softmax import capped, in_range
+from rocm_attn.kernels.attention.softmax import LN_2, capped, capped_at_once, has_tanh, in_range
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded
 from rocm_attn.kernels.cache.page_format import Coding
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
@@ -165,7 +165,11 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
     PAGE_SIZE: tl.constexpr = K.PAGE_SIZE
     BY_PAGE: tl.constexpr = are_read_by_page(K.IN_ONE_PAGE)
     acc, maximum, total = softmax
-    logits = query.logits
+    qk_scale, tanh_scale, slope = query.logits
+    AT_ONCE: tl.constexpr = K.CAPPED and has_tanh(DTYPE)
+    if AT_ONCE:
+        # capped() gives half a tanh, of an exponent in base 2 of twice the number.
+        qk_scale, tanh_scale = qk_scale * 0.5, tanh_scale * (0.5 * LN_2)
     pages = kv.line
     lane = tl.arange(0, KEY_BLOCK)
     k_column = tl.arange(0, K.K_COLUMNS)
@@ -211,14 +215,14 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
         if C.SCALES == TOKEN_SCALES:
             scores = scores * k_factor[None, :]
         if K.CAPPED:
-            scores = capped(scores, logits.tanh_scale)
-        if logits.slope is not None:
+            scores = capped_at_once(scores, tanh_scale) if AT_ONCE else capped(scores, tanh_scale)
+        if slope is not None:
             # Scaled here already: the slope is not.
             distance = kv_index[None, :] - query.kv_index[:, None]
             if K.EXACT:
-                scores = tl.fma(logits.slope[:, None], distance.to(tl.float32), scores * logits.qk_scale)
+                scores = tl.fma(slope[:, None], distance.to(tl.float32), scores * qk_scale)
             else:
-                scores = scores * logits.qk_scale + logits.slope[:, None] * distance
+                scores = scores * qk_scale + slope[:, None] * distance
         if MASKED:
             if PACKED:
                 visible = bit_is_set(bits[:, None], lane[None, :])
@@ -229,7 +233,7 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
             else:
                 visible = (kv_index < seen.keys.end)[None, :]
             scores = tl.where(visible, scores, float("-inf"))
-        factor = logits.qk_scale if logits.slope is None else 1.0
+        factor = qk_scale if slope is None else 1.0
         new_maximum = tl.maximum(maximum, tl.max(scores, 1) * factor)
         # A row of a masked block may have seen no key yet; the subtractions below must not be inf - inf.
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum

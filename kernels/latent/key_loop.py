@@ -153,10 +153,17 @@ def latent_block_geometry(
         QUERY_ROWS=tiles.query_rows,
         ROW_KEYS=0,
         SHARES=False,
+        WHOLE_ROWS=True,
         SEGMENT_LEN=segment_len,
         STAGES=tiles.num_stages,
         EDGE_STAGES=tiles.num_stages,
     )
+
+
+def read_strides(args: AttendArgs) -> tuple[int, ...]:
+    """Of what kernels read, in their order: q's tokens and heads, the pages' pages and tokens, the table's lines."""
+    pages = args.pages.k
+    return args.q.stride(0), args.q.stride(1), pages.stride(0), pages.stride(1), args.table.stride(0)
 
 
 def _has_pairs(args: AttendArgs) -> bool:

@@ -304,7 +304,9 @@ def launch_paged_extend(
         return
     if programs:
         keys = geometry.keys._replace(KEY_BLOCK=min(tiles.share_block or tiles.key_block, tiles.key_block))
-        _launch_rows(args, scores, cut, mask, programs, sharing._replace(keys=keys), num_warps)
+        edge_stages = min(geometry.EDGE_STAGES, tiles.share_stages)
+        shares = sharing._replace(keys=keys, EDGE_STAGES=edge_stages)
+        _launch_rows(args, scores, cut, mask, programs, shares, num_warps)
         launch_extend_merge(args, cut, geometry)
     _launch_rows(args, scores, cut, mask, rows, geometry, options)
 

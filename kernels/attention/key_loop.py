@@ -243,11 +243,13 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
         else:
             weights = tl.exp2(scores * factor - base[:, None])
         total = tl.fma(total, decay, tl.sum(weights, 1)) if K.EXACT else total * decay + tl.sum(weights, 1)
+        # By the compiler: by hand (see rounded) deterministic extend of 256 columns spills 2 registers on gfx942.
+        shares = weights.to(DTYPE) if K.EXACT and C.SCALES != TOKEN_SCALES else weights
         left = acc
         acc = ()
         V_PARTS: tl.constexpr = K.V_PARTS
         for i in tl.static_range(V_PARTS):
             v = _elements(v_rows, live, i, K.V_COLUMNS, K.V_HEAD_DIM, MASKED)
-            acc += (add_values(left[i], decay[:, None], weights, v, v_factor, DTYPE, False, C),)
+            acc += (add_values(left[i], decay[:, None], shares, v, v_factor, DTYPE, False, C),)
         maximum = new_maximum
     return Softmax(acc, maximum, total)

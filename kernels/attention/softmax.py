@@ -88,7 +88,9 @@ def rounded(weights, DTYPE: tl.constexpr):
     where a logit is. Then the row's sum, which is of weights that are not rounded, is one too, and so are the row's
     results, whatever the weights become here.
     """
-    if tl.bfloat16 == DTYPE and _rounds_by_hand():
+    if weights.dtype == DTYPE:
+        result = weights
+    elif tl.bfloat16 == DTYPE and _rounds_by_hand():
         bits = weights.to(tl.uint32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         result = nearest.to(tl.uint16).to(tl.bfloat16, bitcast=True)

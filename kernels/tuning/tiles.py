@@ -385,9 +385,7 @@ EXTEND_ROWS = (
     ExtendRow("gfx950", 2, 512, ExtendTiles(32, 16, 8, 2), codes=(Codes.BY_ROW,)),
     # 142 clocks, in blocks of 32 keys 165. 174 to 192 VGPRs, 17 to 33 KiB of LDS: 2 workgroups a CU. With blocks of 64
     # programs with shares keep up to 30 SGPRs in lanes of VGPRs.
-    ExtendRow(
-        "gfx950", 2, 64, ExtendTiles(128, 64, 4, 2, waves_per_eu=2, programs_per_cu=2, share_stages=2, share_block=32)
-    ),
+    ExtendRow("gfx950", 2, 64, ExtendTiles(128, 64, 4, 2, waves_per_eu=2, programs_per_cu=2, share_block=32)),
     # 165 clocks, in blocks of 32 keys 193. 224 to 256 VGPRs, 32 KiB of LDS (66 with Triton's asynchronous copies): 2
     # workgroups a CU. Blocks of 64 columns take 157, and up to 21 registers spill.
     ExtendRow("gfx950", 2, 128, ExtendTiles(128, 64, 4, 2, waves_per_eu=2, programs_per_cu=2, share_block=32)),

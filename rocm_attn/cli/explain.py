@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json
+from rocm_attn.cli.cost import predictions
 from rocm_attn.errors import BadSetting, Unsupported
 from rocm_attn.machine.choices import AUTO
 from rocm_attn.machine.releases import UNKNOWN, Release
@@ -58,8 +59,9 @@ def run(options: argparse.Namespace) -> None:
     kinds = layer_kinds(problems, geometry.reads, target, options.provider, pool, deterministic=options.deterministic)
     if options.json:
         releases = {"aiter": str(target.releases.aiter), "rocm": str(target.releases.rocm)} if target.is_amd else {}
+        layers = [_as_json(kind) | (_cost_as_json(kind.problem, target) if options.cost else {}) for kind in kinds]
         described = {"arch": target.arch, **releases, **pages_as_json(pages), "page_sizes": list(pages.lines)}
-        print(json.dumps({**described, "layer_kinds": [_as_json(kind) for kind in kinds]}, indent=2))
+        print(json.dumps({**described, "layer_kinds": layers}, indent=2))
     else:
         print(f"{options.config} on {target.arch}, provider {options.provider}")
         for sentence in cost_of_heads(whole, options.tp):
@@ -71,7 +73,7 @@ def run(options: argparse.Namespace) -> None:
             print(f"for AITER {of.aiter} and ROCm {of.rocm}; a runtime asks which are there, leaves out what they lack")
             print("or get wrong, tries the others and says so")
         for kind in kinds:
-            print("\n".join(["", *_lines(kind)]))
+            print("\n".join(["", *_lines(kind), *(_cost_lines(kind.problem, target) if options.cost else [])]))
     not_served = [kind.outcome for kind in kinds if isinstance(kind.outcome, Unsupported)]
     if not_served:
         remedy = "" if options.page_size == AUTO else "; --page-size auto looks for pages of another size"
@@ -133,6 +135,18 @@ def _lines(kind: LayerKind) -> list[str]:
         summary = str(kind.outcome).partition("\n")[0]
         return [head, f"  {summary}", *(f"  not served: {reason}" for reason in kind.outcome.reasons)]
     return [head, *(f"  {line}" for line in kind.outcome.lines())]
+
+
+def _cost_lines(problem: Problem, target: Target) -> list[str]:
+    """What the kernels of one layer should take, a line for each shape."""
+    found = [f"    {prediction.line()}" for prediction in predictions(problem, target.arch)]
+    if not found:
+        return ["  no times are predicted: there are static figures of plain layers on gfx942 and gfx950 alone"]
+    return ["  predicted of one layer in Triton (sequences x cached + new tokens), never measured:", *found]
+
+
+def _cost_as_json(problem: Problem, target: Target) -> dict[str, Any]:
+    return {"cost": [prediction.as_json() for prediction in predictions(problem, target.arch)]}
 
 
 def _shared(kind: LayerKind) -> list[str]:

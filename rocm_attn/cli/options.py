@@ -120,6 +120,7 @@ PROVIDER, NUM_PAGES, SWA_PAGES, DETERMINISTIC, MAX_BATCH_SIZE, MAX_KV_LEN = (
 PAGES = (OF_ENGINE["page_size"], OF_ENGINE["pool"])
 KV_FORMAT = (OF_ENGINE["kv_dtype"], OF_ENGINE["kv_scales"])
 
+COST = switch("--cost", "predict times of one layer's Triton kernels on gfx942 and gfx950, as ranges")
 JSON = switch("--json", "print one JSON object, and nothing else")
 CONFIG = option(
     "config", metavar="CONFIG.json", help="a model's config.json, the directory that holds it, or a .gguf file"

@@ -27,6 +27,7 @@ examples:
   rocm-attn explain ./Llama-3.1-8B-Instruct/config.json --arch gfx950 --page-size 64 --json
   rocm-attn explain ./DeepSeek-V3/config.json --arch gfx950 --tp 8 --page-size auto
   rocm-attn explain config.json --arch gfx942 --page-size auto --pool auto
+  rocm-attn explain config.json --arch gfx942 --cost
   rocm-attn explain config.json --arch gfx950 --aiter-release 0.1.14 --rocm-release 7.0
   rocm-attn explain ./Llama-3.1-70B-Instruct/config.json --arch gfx942 --tp 8
 """
@@ -128,7 +129,7 @@ def _add_explain(commands: Commands[argparse.ArgumentParser]) -> None:
         examples=_EXPLAIN_EXAMPLES,
     )
     options = (o.CONFIG, o.ARCH.but(required=True), o.DTYPE, *o.KV_FORMAT, *o.PAGES, o.PROVIDER, o.RANKS, o.NUM_PAGES)
-    _add_options(parser, (*options, o.DETERMINISTIC, o.AITER_RELEASE, o.ROCM_RELEASE, o.JSON))
+    _add_options(parser, (*options, o.DETERMINISTIC, o.AITER_RELEASE, o.ROCM_RELEASE, o.COST, o.JSON))
 
 
 def _add_capture_plan(commands: Commands[argparse.ArgumentParser]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -146,6 +147,19 @@ def test_explain_names_the_kernel_of_every_step_kind(tmp_path: Path, capsys: pyt
         assert f"  {kind}: aiter." in printed.out
     assert "for AITER 0.1.21 in development and ROCm 7.2.4; a runtime asks which are there" in printed.out
     assert printed.err == ""
+
+
+def test_explain_predicts_what_a_layer_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_file(tmp_path, LLAMA)
+    assert main(["explain", config, "--arch", "gfx942", "--cost"]) == DONE
+    printed = capsys.readouterr().out
+    assert "predicted of one layer in Triton (sequences x cached + new tokens), never measured:" in printed
+    assert re.search(r"\n    64x4095\+1: \d+ \(\d+ to \d+\) us, \d+ \(\d+ to \d+\) GB/s\n", printed)
+    assert main(["explain", config, "--arch", "gfx942", "--cost", "--json"]) == DONE
+    (kind,) = json.loads(capsys.readouterr().out)["layer_kinds"]
+    assert {"shape", "seconds", "bytes_per_s"} == set(kind["cost"][0])
+    assert main(["explain", config, "--arch", "sm_90", "--cost"]) == DONE
+    assert "no times are predicted" in capsys.readouterr().out
 
 
 def test_explain_finds_the_config_in_a_model_directory(tmp_path: Path) -> None:

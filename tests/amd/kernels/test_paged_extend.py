@@ -15,7 +15,7 @@ from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.attention.cuts import BLOCK_WORDS, SHARE_WORDS, WHOLE_ROWS, ExtendCut, Sharing
 from rocm_attn.kernels.attention.extend import launch_paged_extend
 from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
-from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.refs.schedules import extend_schedule
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
@@ -313,3 +313,11 @@ def test_what_no_kernel_serves_is_refused_with_the_reason(kernel_device: torch.d
             cut=ExtendCut(1),
             tiles=ExtendTiles(query_rows=16, key_block=16, num_warps=4, num_stages=1),
         )
+
+
+@pytest.mark.parametrize("window_left", [UNLIMITED_WINDOW, 20])
+def test_shares_may_have_smaller_key_blocks_than_whole_rows(window_left: int, kernel_device: torch.device) -> None:
+    case = Case(kv_len=[75, 9], q_len=[3, 9], heads=(2, 1), dims=(16, 16), page_size=4, window_left=window_left)
+    tensors = build(case, kernel_device)
+    run_shared_extend(tensors, tiles=ExtendTiles(16, 32, 1, 1, programs_per_cu=1, share_block=16))
+    assert_served(tensors)

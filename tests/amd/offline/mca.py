@@ -24,6 +24,7 @@ import shutil
 import signal
 import subprocess
 from dataclasses import dataclass
+from typing import Any
 
 from tests.amd.offline.hot_loop import HotLoop, is_load
 
@@ -31,6 +32,7 @@ OLDEST_LLVM = 22
 # The models count in steps in which a SIMD of 16 lanes issues one instruction for the 64 of a wave.
 CLOCKS_PER_CYCLE = 4
 _ITERATIONS = 20
+_MATRIX_UNIT, _VECTOR_UNIT = "HWXDL", "HWVALU"
 # Both far above what an iteration takes, so that every wait for a load is seen.
 _LATENCIES = (1000, 2000)
 # Of a processor, which a busy machine does not change. It needs a twentieth of one, or never ends.
@@ -40,8 +42,8 @@ _MAX_CPU_SECONDS = 10
 _SWAP = re.compile(r"v_permlane\d+_swap_b32(?:_e\d+)? (v\d+), (v\d+)")
 _FLAT_LOAD = re.compile(r"global_load_(lds_)?(\w+) (?:(v\S+), )?(v\[\d+:\d+\]|v\d+), (?:off|s\[\d+:\d+\])")
 # AMD's CDNA3 instruction set says of which a SIMD computes a quarter as many: "transcendental", and 32-bit products.
-_SLOW = re.compile(r"v_(?:exp|log|rcp|rsq|sqrt|sin|cos)_|v_mul_(?:lo|hi)_[iu]32")
-_SLOW_CYCLES = 4
+SLOW = re.compile(r"v_(?:exp|log|rcp|rsq|sqrt|sin|cos)_|v_mul_(?:lo|hi)_[iu]32")
+SLOW_CYCLES = 4
 _MAD_64 = re.compile(r"v_mad_u64_u32 v\[(\d+):(\d+)\], \S+, (\S+), (\S+), (?:([sv])\[(\d+):(\d+)\]|(\S+))")
 _NAMES = ("llvm-mca", *(f"llvm-mca-{version}" for version in range(OLDEST_LLVM, OLDEST_LLVM + 8)))
 
@@ -61,11 +63,15 @@ class LoopCycles:
     own:       from one iteration to the next, were loads immediate
     latencies: latencies of a load, one after another, that come on top
     issue:     cycles that the busiest unit is taken; no number of waves on a SIMD makes it faster
+    matrix:    cycles of the matrix unit
+    vector:    cycles of the vector unit
     """
 
     own: float
     latencies: float
     issue: float
+    matrix: float
+    vector: float
 
     def alone(self, load_latency: float) -> float:
         """From one iteration to the next, of loads that take so many cycles."""
@@ -75,19 +81,32 @@ class LoopCycles:
 def loop_cycles(loop: HotLoop, arch: str) -> LoopCycles:
     """The cycles of a loop. Raises NoLlvmMca and Unfinished."""
     tool, _ = find_llvm_mca()
-    near, far = (_cycles(_run(tool, arch, _annotated(loop, latency))) for latency in _LATENCIES)
-    latencies = (far[0] - near[0]) / (_LATENCIES[1] - _LATENCIES[0])
-    return LoopCycles(own=near[0] - latencies * _LATENCIES[0], latencies=latencies, issue=near[1])
+    near, far = (_run(tool, arch, _annotated(loop, latency)) for latency in _LATENCIES)
+    latencies = (_cycles(far) - _cycles(near)) / (_LATENCIES[1] - _LATENCIES[0])
+    units = _units(near)
+    return LoopCycles(
+        own=_cycles(near) - latencies * _LATENCIES[0],
+        latencies=latencies,
+        issue=max(units.values()),
+        matrix=units.get(_MATRIX_UNIT, 0.0),
+        vector=units.get(_VECTOR_UNIT, 0.0),
+    )
 
 
-def _cycles(report: str) -> tuple[float, float]:
-    """From one iteration to the next, and of the busiest unit."""
-    (region,) = json.loads(report)["CodeRegions"]
+def _cycles(report: Any) -> float:
+    """From one iteration to the next."""
+    cycles: int = report["CodeRegions"][0]["SummaryView"]["TotalCycles"]
+    return cycles / _ITERATIONS
+
+
+def _units(report: Any) -> dict[str, float]:
+    """Unit -> cycles that it is taken in an iteration."""
+    names = report["TargetInfo"]["Resources"]
     # The line after the last instruction has the sums of an iteration.
-    pressure = region["ResourcePressureView"]["ResourcePressureInfo"]
+    pressure = report["CodeRegions"][0]["ResourcePressureView"]["ResourcePressureInfo"]
     last = max(entry["InstructionIndex"] for entry in pressure)
-    usage = [entry["ResourceUsage"] for entry in pressure if entry["InstructionIndex"] == last]
-    return region["SummaryView"]["TotalCycles"] / _ITERATIONS, max(usage)
+    sums = [entry for entry in pressure if entry["InstructionIndex"] == last]
+    return {names[entry["ResourceIndex"]]: entry["ResourceUsage"] for entry in sums}
 
 
 @functools.cache
@@ -110,14 +129,15 @@ def find_llvm_mca() -> tuple[str, int]:
     )
 
 
-def _run(tool: str, arch: str, assembly: str) -> str:
+def _run(tool: str, arch: str, assembly: str) -> Any:
+    """The tool's report."""
     command = [tool, "-mtriple=amdgcn-amd-amdhsa", f"-mcpu={arch}", f"-iterations={_ITERATIONS}", "--json"]
     ran = subprocess.run(command, input=assembly, capture_output=True, text=True, preexec_fn=_limit_cpu_time)
     if ran.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
         raise Unfinished(f"llvm-mca was stopped after {_MAX_CPU_SECONDS} s of a processor in a loop for {arch}")
     if ran.returncode:
         raise ValueError(f"llvm-mca does not understand the loop: {ran.stderr[:2000]}")
-    return ran.stdout
+    return json.loads(ran.stdout)
 
 
 def _limit_cpu_time() -> None:
@@ -141,8 +161,8 @@ def _as_modelled(text: str, load_latency: int) -> list[str]:
         halves = [
             f"v_mad_u32_u24 v{name}, {x}, {y}, {addend}" for name, addend in zip((low, high), addends, strict=True)
         ]
-        return [*halves, *["v_nop"] * (_SLOW_CYCLES - len(halves))]
-    return [text, *["v_nop"] * ((_SLOW_CYCLES - 1) if _SLOW.match(text) else 0)]
+        return [*halves, *["v_nop"] * (SLOW_CYCLES - len(halves))]
+    return [text, *["v_nop"] * ((SLOW_CYCLES - 1) if SLOW.match(text) else 0)]
 
 
 def _as_buffer_load(text: str) -> str:

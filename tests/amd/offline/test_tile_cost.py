@@ -2,48 +2,72 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from rocm_attn.cli.cost_figures import CODE_OBJECTS, DECODE, EXTEND
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from tests.amd.house.source_tree import ROOT
 from tests.amd.offline.candidate_kernels import other_kernels, plain_kernel
 from tests.amd.offline.code_object import read_amd_code
+from tests.amd.offline.compiling import AMD_ARCHS
 from tests.amd.offline.hot_loop import HotLoop
 from tests.amd.offline.kernel_figures import HEADING, section
 from tests.amd.offline.matrix import Row
-from tests.amd.offline.mca import LoopCycles
-from tests.amd.offline.tile_candidates import Kind, chosen_tiles, spilled
-from tests.amd.offline.tile_cost import cost_of_loop
-from tests.amd.offline.tuning_table import layers, words
+from tests.amd.offline.mca import CLOCKS_PER_CYCLE, LoopCycles
+from tests.amd.offline.tile_candidates import DECODE_LAYERS, Kind, chosen_tiles, spilled
+from tests.amd.offline.tile_cost import cost_of_loop, floor_clocks
+from tests.amd.offline.tuning_table import chosen_layers, layers, words
 
 PAGE = ROOT / "docs" / "amd_tuning.md"
 LOOP = HotLoop(("ds_read_b128 v[0:3], v9", "buffer_load_dwordx4 v[0:3], v9, s[4:7], 0 offen"))
-CYCLES = LoopCycles(alone=600, issue=200)
+CYCLES = LoopCycles(own=200, latencies=1, issue=150, matrix=100, vector=150)
+ROW = next(row for row in DECODE_LAYERS if row.arch == "gfx942" and row.dims == (128, 128))
 
 
 def test_decode_costs_clocks_a_token() -> None:
-    cost = cost_of_loop(DecodeTiles(32, 4, 2, 3), LOOP, CYCLES, waves_per_simd=4)
-    assert (cost.programs, cost.issue, cost.waits) == (3, 25.0, 25.0), "three programs, although four would fit"
+    cost = cost_of_loop(ROW, DecodeTiles(32, 4, 2, 3), LOOP, CYCLES, waves_per_simd=4)
+    assert (cost.programs, cost.issue, cost.waits) == (3, 18.75, 25.0), "three programs, although four would fit"
     assert (cost.lds, cost.loads) == (1.0, 2.0)
-    assert cost.clocks == 25.0
+
+
+def test_break_even_is_the_latency_at_which_the_programs_ask_for_what_hbm_delivers() -> None:
+    floor, programs, keys, clock = floor_clocks(ROW, DecodeTiles), 3, 32, 2.1e3
+    cost = cost_of_loop(ROW, DecodeTiles(keys, 4, 2, programs), LOOP, CYCLES, waves_per_simd=4)
+    clocks = CLOCKS_PER_CYCLE * CYCLES.alone(cost.break_even * clock / CLOCKS_PER_CYCLE)
+    assert clocks / (programs * keys) == pytest.approx(floor)
+
+
+def test_two_latencies_in_series_halve_it() -> None:
+    once, twice = (
+        cost_of_loop(ROW, DecodeTiles(32, 4, 2, 3), LOOP, replace(CYCLES, latencies=number), 4) for number in (1, 2)
+    )
+    assert twice.break_even == once.break_even / 2
+
+
+def test_a_unit_that_is_slower_than_hbm_leaves_no_latency() -> None:
+    slow = replace(CYCLES, issue=600)
+    assert cost_of_loop(ROW, DecodeTiles(32, 4, 2, 3), LOOP, slow, 4).break_even == 0.0
 
 
 def test_two_heads_a_row_are_twice_the_work() -> None:
     one, two = (
-        cost_of_loop(DecodeTiles(32, 4, 2, 3, heads_per_row=heads), LOOP, CYCLES, waves_per_simd=4) for heads in (1, 2)
+        cost_of_loop(ROW, DecodeTiles(32, 4, 2, 3, heads_per_row=heads), LOOP, CYCLES, waves_per_simd=4)
+        for heads in (1, 2)
     )
-    assert two.clocks == one.clocks / 2
+    assert (two.issue, two.waits) == (one.issue / 2, one.waits / 2)
 
 
 def test_waves_fill_waits_but_not_a_busy_unit() -> None:
     tiles = ExtendTiles(128, 32, 4, 1)
-    few, many = (cost_of_loop(tiles, LOOP, CYCLES, waves_per_simd=waves) for waves in (1, 8))
+    few, many = (cost_of_loop(ROW, tiles, LOOP, CYCLES, waves_per_simd=waves) for waves in (1, 8))
     assert few.clocks == few.waits == 8 * many.waits
     assert many.clocks == many.issue == few.issue
 
 
 def test_a_program_of_eight_waves_takes_two_of_a_simd() -> None:
-    assert cost_of_loop(ExtendTiles(128, 32, 8, 1), LOOP, CYCLES, waves_per_simd=4).programs == 2
+    assert cost_of_loop(ROW, ExtendTiles(128, 32, 8, 1), LOOP, CYCLES, waves_per_simd=4).programs == 2
 
 
 def test_the_page_shows_the_rows_that_serve() -> None:
@@ -59,6 +83,15 @@ def test_the_page_ends_with_the_budgets_of_what_is_not_ranked() -> None:
     assert {"_latent_decode_kernel", "_selected_attention_kernel", "_rope_store_kernel"} <= {
         line.split("`")[1] for line in figures.splitlines() if line.startswith("| `")
     }
+
+
+def test_the_cost_model_has_figures_of_the_rows_that_serve() -> None:
+    """Where a row has changed: python -m tests.amd.offline.cost_figures."""
+    serving = [(row.arch, row.dims[0], tiles) for row, tiles in chosen_layers()]
+    decode = [(found.arch, found.head_dim, found.tiles) for found in DECODE]
+    extend = [(found.arch, found.head_dim, found.tiles) for found in EXTEND]
+    assert [*decode, *extend] == serving
+    assert set(CODE_OBJECTS) == set(AMD_ARCHS)
 
 
 def test_the_page_says_that_nothing_was_measured() -> None:

@@ -1,4 +1,4 @@
-"""No row costs much more than a candidate would, by the model of tile_cost.py: `bash scripts/test.sh tuning`.
+"""No row is much worse than a candidate would be, by the model of tile_cost.py: `bash scripts/test.sh tuning`.
 
 Without llvm-mca these tests fail and say how to get it.
 """
@@ -17,21 +17,36 @@ from tests.amd.offline.tuning_table import layers, words
 
 pytestmark = pytest.mark.llvm_mca
 
-LOAD = "buffer_load_dwordx4 v[0:3], v9, s[4:7], 0 offen"
+LOADS = (
+    "buffer_load_dwordx4 v[0:3], v9, s[4:7], 0 offen",
+    "global_load_dwordx4 v[0:3], v[4:5], off offset:16",
+    "global_load_dwordx4 v[0:3], v4, s[4:5]",
+)
 ADD = "v_add_f32_e32 v8, v8, v0"
 
 
+@pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("arch", AMD_ARCHS)
-def test_the_model_waits_for_a_load_as_long_as_it_is_told(arch: str) -> None:
-    near, far = (loop_cycles(HotLoop((LOAD, "s_waitcnt vmcnt(0)", ADD)), arch, latency).alone for latency in (100, 400))
-    assert 290 < far - near < 310
+def test_a_load_that_is_waited_for_takes_one_latency(load: str, arch: str) -> None:
+    cycles = loop_cycles(HotLoop((load, "s_waitcnt vmcnt(0)", ADD)), arch)
+    assert cycles.latencies == pytest.approx(1, abs=0.05)
+    assert cycles.own < 20
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("arch", AMD_ARCHS)
+def test_a_load_that_is_not_waited_for_costs_its_issue(load: str, arch: str) -> None:
+    """With a 64-bit address too, which llvm-mca alone would have the next access of LDS wait for."""
+    lds = ("ds_read_b32 v20, v21", "s_waitcnt lgkmcnt(0)")
+    cycles = loop_cycles(HotLoop((load, *lds, *["v_add_f32_e32 v8, v8, v8"] * 8)), arch)
+    assert cycles.issue == cycles.vector == 8
+    assert cycles.latencies < 0.1
 
 
 @pytest.mark.parametrize("arch", AMD_ARCHS)
-def test_a_load_that_nobody_waits_for_costs_its_issue(arch: str) -> None:
-    cycles = loop_cycles(HotLoop((LOAD, *["v_add_f32_e32 v8, v8, v8"] * 8)), arch, 1)
-    assert cycles.issue == 8
-    assert cycles.alone < 20
+@pytest.mark.parametrize("slow", ["v_exp_f32_e32 v8, v9", "v_rsq_f32_e32 v8, v9", "v_mul_lo_u32 v8, v9, s4"])
+def test_slow_instructions_take_four_cycles(slow: str, arch: str) -> None:
+    assert loop_cycles(HotLoop((slow, ADD)), arch).vector == 5
 
 
 @pytest.mark.parametrize(
@@ -43,18 +58,20 @@ def test_a_load_that_nobody_waits_for_costs_its_issue(arch: str) -> None:
         "v_mad_u64_u32 v[60:61], s[16:17], v65, 24, s[78:79]",
     ],
 )
-def test_two_operations_of_an_instruction_take_two_cycles_and_do_not_hang_the_tool(instruction: str) -> None:
-    """Beside a matrix instruction, where llvm-mca 22 stalls at some of them."""
-    product = "v_mfma_f32_16x16x32_bf16 v[108:111], v[108:111], v[104:107], 0"
+def test_instructions_of_two_operations_do_not_hang_the_tool(instruction: str) -> None:
+    """Beside a matrix instruction, where llvm-mca 22 stalls at some of them. Products of 32 bits are slow ones."""
+    matrix_op = "v_mfma_f32_16x16x32_bf16 v[108:111], v[108:111], v[104:107], 0"
     lds = ("ds_read_b128 v[228:231], v138", "s_mov_b32 s61, s60")
-    assert loop_cycles(HotLoop((*lds, instruction, instruction, product)), "gfx950", 1).issue == 4
+    cycles = loop_cycles(HotLoop((*lds, instruction, instruction, matrix_op)), "gfx950")
+    assert cycles.vector == (8 if "mad" in instruction else 4)
+    assert cycles.matrix == 4
 
 
 @pytest.mark.parametrize(
     ("row", "kind"), [pytest.param(row, kind, id=f"{kind.__name__}-{row}") for row, kind in layers()]
 )
-def test_no_row_costs_much_more_than_its_cheapest_candidate(row: Row, kind: Kind) -> None:
+def test_no_row_is_much_worse_than_its_best_candidate(row: Row, kind: Kind) -> None:
     ranking = rank(row, kind)
     assert isinstance(ranking.chosen.tiles, DecodeTiles | ExtendTiles)
     assert ranking.chosen.spills == 0
-    assert ranking.excess <= TOLERANCE, f"{words(ranking.cheapest.tiles)} costs {ranking.excess:.0%} less"
+    assert ranking.excess <= TOLERANCE, f"{words(ranking.best.tiles)} is {ranking.excess:.0%} better"

@@ -146,8 +146,8 @@ def extend_shapes(row: Row) -> Iterator[ExtendTiles]:
     for (query_rows, warps), key_block, stages, waves, dim_block in itertools.product(
         _QUERY_ROWS, (16, 32, 64), (1, 2), (0, 2), dim_blocks
     ):
-        shape = {"query_rows": query_rows, "key_block": key_block, "num_warps": warps, "dim_block": dim_block}
-        yield replace(chosen, **shape, num_stages=stages, waves_per_eu=waves)
+        tiles = replace(chosen, query_rows=query_rows, key_block=key_block, num_warps=warps, num_stages=stages)
+        yield replace(tiles, waves_per_eu=waves, dim_block=dim_block)
 
 
 def estimate(row: Row, tiles: Tiles, *, whole: bool, given_programs: bool = False) -> Estimate:

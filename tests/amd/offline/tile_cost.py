@@ -50,6 +50,8 @@ _LOAD_BYTES_A_CLOCK = 64
 # 2,517 TFLOPS): bytes of HBM, and operations of 16-bit matrix products, that each CU has a clock.
 _HBM_BYTES_A_CLOCK = {"gfx942": 8.3, "gfx950": 13.0}
 _MATRIX_OPS_A_CLOCK = {"gfx942": 2048, "gfx950": 4096}
+# Cycles of four clocks that the matrix unit of a SIMD takes for one such operation.
+CYCLES_OF_MATRIX_OPS = {arch: _SIMDS / ops / CLOCKS_PER_CYCLE for arch, ops in _MATRIX_OPS_A_CLOCK.items()}
 CLOCK_GHZ = {"gfx942": 2.1, "gfx950": 2.4}
 _PAIRS = 1024
 

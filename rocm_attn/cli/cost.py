@@ -1,0 +1,223 @@
+"""What one layer of attention should take on an MI300X or an MI355X, predicted: a range, and its middle.
+
+    decode   max(bytes / HBM, iterations * (own + latencies * L), units) + 2 L + launches
+    extend   operations / (peak * fraction) + launches
+
+own, latencies (in series, of an iteration of the hot loop) and units are static figures of the compiled kernel
+(cost_figures.py). No AMD GPU was at hand: the rest is published, or assumed where nothing is.
+
+HBM        what streams of reads reach. MI300X 3.9 TB/s (ROCm/rocm-systems#2934) to 4.2 (ROCm/legacy-rocm-build#5070).
+           MI355X 5 TB/s by AITER's decode in assembly, 80 to 85 % of a stream (ROCm/aiter#5190): 6 at most.
+L          a load's latency while HBM is busy: assumed, 1.0 to 2.5 us. AITER's decode in Triton has 2.2 TB/s of fp8 on
+           an MI355X (ROCm/aiter#5190), which by its static figures is about 2 us.
+launches   3 to 8 us for the two kernels of a layer in a graph: assumed.
+fraction   of the matrix units' peak, from the cycles that the loop keeps both units busy:
+
+               none = matrix / (matrix + vector)       if products and the softmax never overlap
+               full = matrix / max(matrix, vector)     if they always do
+
+           AITER's kernels in assembly, whose code objects are read the same way, have none = 0.46 and 0.42, and reach
+           528 to 592 TFLOP/s on an MI300X and 1177 to 1438 on an MI355X (aiter, op_tests/cpp/mha/README.md, heads of
+           128, no mask, 4k tokens and more). So the range begins at what their slowest shape makes of `none`, times
+           what kernels in Triton reach of theirs, and ends at what their fastest one makes of it, or at `full`. Triton
+           has 1 / 1.62 of them on an MI300X (midiareshadi.github.io/blog/attn-dsl-bench) and 990 of 1291 TFLOP/s on an
+           MI355X (HipKittens, analysis/attn/fwd).
+
+Nothing is known of uneven work, of clocks under load, of DRAM's pages, or of masks that waste parts of tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rocm_attn.cli.cost_figures import CODE_OBJECTS, DECODE, EXTEND
+from rocm_attn.cli.static_figures import DecodeFigures, ExtendFigures
+from rocm_attn.kernels.tuning.tiles import NoTiles, decode_tiles, extend_tiles
+from rocm_attn.machine.target import known_target
+from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, KVEncoding, PoolKind, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A prediction: the least, the middle and the most."""
+
+    low: float
+    middle: float
+    high: float
+
+    @classmethod
+    def between(cls, low: float, high: float) -> Range:
+        """With their geometric mean."""
+        return cls(low, math.sqrt(low * high), high)
+
+    def per(self, amount: float) -> Range:
+        """amount over each, from the least on: work over times is speeds."""
+        return Range(amount / self.high, amount / self.middle, amount / self.low)
+
+    def holds(self, value: float) -> bool:
+        """Whether it is not below the least and not above the most."""
+        return self.low <= value <= self.high
+
+    def text(self, unit: float, digits: int = 0) -> str:
+        """In a unit: the middle, and what it lies between."""
+        low, middle, high = (f"{number / unit:.{digits}f}" for number in (self.low, self.middle, self.high))
+        return f"{middle} ({low} to {high})"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU as its data sheet has it, and what is published of it.
+
+    clock:                 in Hz; matrix_ops: 16-bit operations a second
+    hbm:                   bytes that streams of reads get a second, least and most
+    asm_flops:             operations a second of AITER's kernels in assembly, slowest and fastest shape
+    triton_of_asm:         what kernels in Triton reach of them
+    """
+
+    name: str
+    clock: float
+    matrix_ops: float
+    hbm: tuple[float, float]
+    asm_flops: tuple[float, float]
+    triton_of_asm: float
+
+
+GPUS = {
+    "gfx942": Gpu("MI300X", 2.1e9, 1307e12, (3.9e12, 4.2e12), (528e12, 592e12), 1 / 1.62),
+    "gfx950": Gpu("MI355X", 2.4e9, 2517e12, (5e12, 6e12), (1177e12, 1438e12), 990 / 1291),
+}
+# Seconds; see above.
+_LATENCY = (1.0e-6, 2.5e-6)
+_LAUNCHES = (3e-6, 8e-6)
+# A row starts with a page number and then its first keys.
+_START_LATENCIES = 2
+_CLOCKS_PER_CYCLE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """num_seqs sequences of kv_len tokens, q_len of them new."""
+
+    num_seqs: int
+    kv_len: int
+    q_len: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.num_seqs}x{self.kv_len - self.q_len}+{self.q_len}"
+
+
+SHAPES = (Shape(1, 8192), Shape(1, 65536), Shape(64, 4096), Shape(256, 2048), Shape(1, 2048, 2048), Shape(8, 4608, 512))
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Of one layer at a shape.
+
+    seconds: of its kernels, replayed as a graph
+    speed:   decode: bytes of K and V a second; extend: operations of products with visible keys a second
+    """
+
+    shape: Shape
+    seconds: Range
+    speed: Range
+
+    def line(self) -> str:
+        """One line of text."""
+        what = self.speed.text(1e9) + " GB/s" if self.shape.q_len == 1 else self.speed.text(1e12) + " TFLOP/s"
+        return f"{self.shape}: {self.seconds.text(1e-6)} us, {what}"
+
+    def as_json(self) -> dict[str, Any]:
+        """For --json."""
+        unit = "bytes_per_s" if self.shape.q_len == 1 else "flop_per_s"
+        numbers = {"seconds": self.seconds, unit: self.speed}
+        return {
+            "shape": str(self.shape),
+            **{name: [found.low, found.middle, found.high] for name, found in numbers.items()},
+        }
+
+
+def predictions(problem: Problem, arch: str) -> Iterator[Prediction]:
+    """Of the project's Triton kernels at each of SHAPES; none where there are no static figures."""
+    for shape in SHAPES:
+        found = predicted(problem, arch, shape)
+        if found is not None:
+            yield found
+
+
+def predicted(problem: Problem, arch: str, shape: Shape) -> Prediction | None:
+    """Of the project's Triton kernel of a layer; None where there are no static figures of it."""
+    if arch not in GPUS or problem.head_dim != problem.v_head_dim or problem.dtype.itemsize != 2:
+        return None
+    is_plain = problem.kv_encoding is KVEncoding.LIKE_Q and problem.pool is PoolKind.SPLIT
+    if not is_plain or not isinstance(problem.indexer, AllKeys):
+        return None
+    of_layer: dict[str, Any] = {
+        "gqa_ratio": problem.gqa_ratio,
+        "num_kv_heads": problem.num_kv_heads,
+        "head_dim": problem.head_dim,
+        "v_head_dim": problem.v_head_dim,
+        "dtype": problem.dtype,
+    }
+    try:
+        if shape.q_len == 1:
+            tiles = decode_tiles(arch, **of_layer)
+            decodes = (found for found in DECODE if _is_of(found, arch, problem) and found.tiles == tiles)
+            decode = next(decodes, None)
+            return None if decode is None else _decode(problem, GPUS[arch], shape, decode)
+        blocks = extend_tiles(arch, **of_layer)
+        extends = (found for found in EXTEND if _is_of(found, arch, problem) and found.tiles == blocks)
+        extend = next(extends, None)
+        return None if extend is None else _extend(problem, arch, shape, extend)
+    except NoTiles:
+        return None
+
+
+def _is_of(figures: DecodeFigures | ExtendFigures, arch: str, problem: Problem) -> bool:
+    return figures.arch == arch and figures.head_dim == problem.head_dim
+
+
+def _decode(problem: Problem, gpu: Gpu, shape: Shape, figures: DecodeFigures) -> Prediction:
+    keys, tiles = _seen(problem, shape.kv_len), figures.tiles
+    units = known_target(figures.arch).compute_units
+    loaded = shape.num_seqs * keys * problem.num_kv_heads * 2 * problem.head_dim * problem.dtype.itemsize
+    blocks = shape.num_seqs * tiles.rows_per_seq(problem.num_kv_heads) * -(-keys // tiles.key_block)
+    # Programs beside those that a CU has room for run after them.
+    iterations = -(-blocks // (units * tiles.programs_per_cu)) * tiles.programs_per_cu / figures.programs
+    busy = shape.num_seqs * keys * problem.num_kv_heads * figures.clocks / units / gpu.clock
+
+    def seconds(latency: float, hbm: float, launches: float) -> float:
+        own = _CLOCKS_PER_CYCLE * figures.own / gpu.clock
+        waits = iterations * (own + figures.latencies * latency)
+        return max(loaded / hbm, waits, busy) + _START_LATENCIES * latency + launches
+
+    least = seconds(_LATENCY[0], gpu.hbm[1], _LAUNCHES[0])
+    took = Range.between(least, seconds(_LATENCY[1], gpu.hbm[0], _LAUNCHES[1]))
+    return Prediction(shape, took, took.per(loaded))
+
+
+def _extend(problem: Problem, arch: str, shape: Shape, figures: ExtendFigures) -> Prediction:
+    gpu = GPUS[arch]
+    cached = shape.kv_len - shape.q_len
+    pairs = sum(_seen(problem, kv_len) for kv_len in range(cached + 1, shape.kv_len + 1))
+    operations = 4 * problem.head_dim * problem.num_q_heads * shape.num_seqs * pairs
+    share = fraction(arch, figures)
+    fastest = operations / (gpu.matrix_ops * share.high) + _LAUNCHES[0]
+    took = Range.between(fastest, operations / (gpu.matrix_ops * share.low) + _LAUNCHES[1])
+    return Prediction(shape, took, took.per(operations))
+
+
+def fraction(arch: str, figures: ExtendFigures) -> Range:
+    """Of the matrix units' peak that a kernel reaches; see above."""
+    gpu, (matrix, vector) = GPUS[arch], CODE_OBJECTS[arch]
+    asm = tuple(flops / gpu.matrix_ops * (matrix + vector) / matrix for flops in gpu.asm_flops)
+    none = figures.matrix / (figures.matrix + figures.vector)
+    full = figures.matrix / max(figures.matrix, figures.vector)
+    return Range.between(none * asm[0] * gpu.triton_of_asm, min(full, none * asm[1]))
+
+
+def _seen(problem: Problem, kv_len: int) -> int:
+    """Keys that the last of kv_len tokens sees."""
+    return kv_len if problem.window_left == UNLIMITED_WINDOW else min(kv_len, problem.window_left + 1)

@@ -1,0 +1,86 @@
+"""Predicted times: what they are made of, and where there are none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rocm_attn.cli.cost import GPUS, SHAPES, Shape, fraction, predicted, predictions
+from rocm_attn.cli.cost_figures import CODE_OBJECTS, DECODE, EXTEND
+from rocm_attn.cli.static_figures import ExtendFigures
+from rocm_attn.kernels.tuning.tiles import ExtendTiles
+from rocm_attn.problem import KVEncoding, Problem, Scales
+
+LLAMA = Problem(
+    num_q_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128, dtype=torch.bfloat16, page_size=16, scale=128**-0.5
+)
+every_arch = pytest.mark.parametrize("arch", sorted(GPUS))
+
+
+@every_arch
+def test_every_shape_has_a_range_around_its_middle(arch: str) -> None:
+    found = list(predictions(LLAMA, arch))
+    assert [prediction.shape for prediction in found] == list(SHAPES)
+    for prediction in found:
+        for numbers in (prediction.seconds, prediction.speed):
+            assert 0 < numbers.low < numbers.middle < numbers.high
+        assert prediction.seconds.holds(prediction.seconds.middle)
+        assert not prediction.seconds.holds(2 * prediction.seconds.high)
+
+
+@every_arch
+def test_no_decode_reads_faster_than_streams_do(arch: str) -> None:
+    for shape in (Shape(1, 8192), Shape(1024, 8192)):
+        found = predicted(LLAMA, arch, shape)
+        assert found is not None
+        assert found.speed.high < GPUS[arch].hbm[1]
+        assert found.speed.middle == pytest.approx(
+            shape.num_seqs * shape.kv_len * 8 * 2 * 128 * 2 / found.seconds.middle
+        ), "K and V of eight heads of 128, two bytes an element"
+
+
+@every_arch
+def test_a_kernel_like_the_one_in_assembly_may_be_as_fast_as_it_was_measured(arch: str) -> None:
+    matrix, vector = CODE_OBJECTS[arch]
+    alike = fraction(arch, ExtendFigures(arch, 128, ExtendTiles(256, 64, 8, 2), matrix, vector))
+    gpu = GPUS[arch]
+    assert alike.high * gpu.matrix_ops == pytest.approx(gpu.asm_flops[1])
+    assert alike.low * gpu.matrix_ops == pytest.approx(gpu.asm_flops[0] * gpu.triton_of_asm)
+
+
+@every_arch
+def test_more_softmax_beside_as_many_products_is_slower(arch: str) -> None:
+    extends = [found for found in EXTEND if found.arch == arch]
+    assert extends
+    for found in extends:
+        slower = replace(found, vector=2 * found.vector)
+        assert fraction(arch, slower).middle < fraction(arch, found).middle
+
+
+def test_every_loop_of_decode_waits_for_its_keys() -> None:
+    assert len(DECODE) >= 10
+    assert all(found.latencies >= 0.9 and found.own > 0 for found in DECODE)
+
+
+def test_windows_read_fewer_keys() -> None:
+    shape = Shape(64, 4096)
+    whole, window = (predicted(problem, "gfx942", shape) for problem in (LLAMA, replace(LLAMA, window_left=127)))
+    assert whole is not None
+    assert window is not None
+    assert window.seconds.high < whole.seconds.low
+
+
+@pytest.mark.parametrize(
+    ("arch", "problem"),
+    [
+        ("sm_90", LLAMA),
+        ("gfx942", replace(LLAMA, dtype=torch.float32)),
+        ("gfx942", replace(LLAMA, v_head_dim=64)),
+        ("gfx942", replace(LLAMA, head_dim=80, v_head_dim=80)),
+        ("gfx942", replace(LLAMA, kv_encoding=KVEncoding.E4M3FNUZ, kv_scales=Scales.HEAD)),
+    ],
+)
+def test_what_has_no_static_figures_has_no_prediction(arch: str, problem: Problem) -> None:
+    assert list(predictions(problem, arch)) == []

@@ -103,11 +103,16 @@ def _extend_merge_kernel(
             tl.store(lse + token * lse_token + head * lse_head, (maximum + tl.log2(total)) * LN_2, mask=is_row)
 
 
+def merge_shape(query_rows: int) -> tuple[int, int]:
+    """Lines of a program of the merge, and parts that it adds up in one step."""
+    # Small blocks are those of few new tokens, whose rows have many parts.
+    return (16, 1) if query_rows > 64 else (4, 4)
+
+
 def launch_extend_merge(args: AttendArgs, cut: ExtendCut, block: BlockGeometry) -> None:
     """out and lse of every row of which several programs hold parts; the arguments are launch_paged_extend's."""
     queries, v_head_dim, programs = args.queries, args.out.shape[2], cut.sharing.programs
-    # Small blocks are those of few new tokens, whose rows have many parts.
-    lines, parts = (16, 1) if block.QUERY_ROWS > 64 else (4, 4)
+    lines, parts = merge_shape(block.QUERY_ROWS)
     columns = min(128, max(16, next_power_of_2(v_head_dim)))
     launch(
         _extend_merge_kernel,

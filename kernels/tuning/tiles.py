@@ -84,6 +84,7 @@ class ExtendTiles:
     programs_per_cu:  programs for each compute unit that share out the longest rows; 0: every row is one program's
     share_stages:     num_stages of those programs, which take more registers
     one_launch:       whether a launch takes shares and whole rows, and not one for each
+    merge_stages:     parts of a row whose loads are in flight as they are added up
     row_keys:         what starting a row costs beside its keys, in keys
     split_keys:       what sharing costs a program, in keys
     """
@@ -99,6 +100,7 @@ class ExtendTiles:
     programs_per_cu: int = 0
     share_stages: int = 1
     one_launch: bool = False
+    merge_stages: int = 1
     row_keys: int = 256
     split_keys: int = 384
 
@@ -268,7 +270,7 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         64,
-        ExtendTiles(16, 128, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True),
+        ExtendTiles(16, 128, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
         alike=True,
         codes=(Codes.NONE,),
         max_rows=16,
@@ -277,7 +279,7 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         64,
-        ExtendTiles(64, 64, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True),
+        ExtendTiles(64, 64, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
         alike=True,
         codes=(Codes.NONE,),
         max_rows=64,
@@ -289,7 +291,7 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         64,
-        ExtendTiles(128, 64, 8, 3, programs_per_cu=1, share_stages=3),
+        ExtendTiles(128, 64, 8, 3, programs_per_cu=1, share_stages=3, merge_stages=4),
         alike=True,
         codes=(Codes.NONE,),
     ),
@@ -298,7 +300,7 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         96,
-        ExtendTiles(16, 64, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True),
+        ExtendTiles(16, 64, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
         alike=True,
         codes=(Codes.NONE,),
         max_rows=16,
@@ -307,7 +309,7 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         96,
-        ExtendTiles(32, 64, 4, 3, 2, dim_block=32, programs_per_cu=2, share_stages=3, one_launch=True),
+        ExtendTiles(32, 64, 4, 3, 2, dim_block=32, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
         alike=True,
         codes=(Codes.NONE,),
         max_rows=32,
@@ -318,7 +320,7 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         96,
-        ExtendTiles(128, 64, 8, 3, 2, dim_block=32, programs_per_cu=1, share_stages=3),
+        ExtendTiles(128, 64, 8, 3, 2, dim_block=32, programs_per_cu=1, share_stages=3, merge_stages=4),
         alike=True,
         codes=(Codes.NONE,),
     ),
@@ -332,7 +334,7 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         128,
-        ExtendTiles(32, 64, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True),
+        ExtendTiles(32, 64, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
         alike=True,
         codes=(Codes.NONE,),
         max_rows=32,
@@ -341,7 +343,7 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         128,
-        ExtendTiles(64, 64, 4, 3, 2, dim_block=64, programs_per_cu=2, share_stages=3, one_launch=True),
+        ExtendTiles(64, 64, 4, 3, 2, dim_block=64, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
         alike=True,
         codes=(Codes.NONE,),
         max_rows=64,
@@ -352,7 +354,9 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         128,
-        ExtendTiles(128, 64, 8, 2, 2, dim_block=64, max_registers=128, programs_per_cu=1, share_stages=3),
+        ExtendTiles(
+            128, 64, 8, 2, 2, dim_block=64, max_registers=128, programs_per_cu=1, share_stages=3, merge_stages=4
+        ),
         alike=True,
         codes=(Codes.NONE,),
     ),
@@ -360,7 +364,7 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         192,
-        ExtendTiles(64, 32, 4, 3, 2, dim_block=64, programs_per_cu=2, share_stages=3, one_launch=True),
+        ExtendTiles(64, 32, 4, 3, 2, dim_block=64, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
         alike=True,
         codes=(Codes.NONE,),
         max_rows=64,
@@ -371,7 +375,7 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         192,
-        ExtendTiles(128, 64, 8, 3, 2, dim_block=64, programs_per_cu=1, share_stages=2),
+        ExtendTiles(128, 64, 8, 3, 2, dim_block=64, programs_per_cu=1, share_stages=2, merge_stages=4),
         alike=True,
         codes=(Codes.NONE,),
     ),
@@ -379,7 +383,7 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         256,
-        ExtendTiles(16, 64, 4, 2, 2, programs_per_cu=1, share_stages=2, one_launch=True),
+        ExtendTiles(16, 64, 4, 2, 2, programs_per_cu=1, share_stages=2, one_launch=True, merge_stages=4),
         alike=True,
         codes=(Codes.NONE,),
         max_rows=16,
@@ -388,7 +392,13 @@ EXTEND_ROWS = (
     ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 2)),
     # Blocks of 64 rows spill, with 16 warps too: (64, 32, 8, 2), which takes half the time, up to 700 bytes, and
     # (64, 16, 8, 2, 2) 56 with Triton 3.9.
-    ExtendRow("sm_90", 2, 512, ExtendTiles(32, 32, 8, 2, programs_per_cu=1, share_stages=2), codes=(Codes.NONE,)),
+    ExtendRow(
+        "sm_90",
+        2,
+        512,
+        ExtendTiles(32, 32, 8, 2, programs_per_cu=1, share_stages=2, merge_stages=4),
+        codes=(Codes.NONE,),
+    ),
     ExtendRow("sm_90", 2, 512, ExtendTiles(32, 32, 8, 2), codes=(Codes.BY_ROW, Codes.BY_TOKEN)),
     ExtendRow("sm_90", 4, 128, ExtendTiles(32, 16, 4, 1)),
     ExtendRow("sm_90", 4, 256, ExtendTiles(16, 16, 4, 1)),

@@ -61,6 +61,7 @@ SPILLED_AROUND_PRODUCTS = {("sm_90", "_latent_decode_kernel"): 768, ("sm_90", "_
 # larger head dim, whether pages are coded, and the kernel.
 SPILLED_YET_FASTEST = {
     ("sm_90", 128, False, "_extend_kernel"): 32,
+    ("sm_90", 192, False, "_extend_kernel"): 80,
     ("sm_90", 128, True, "_extend_kernel"): 152,
     ("sm_90", 128, True, "_decode_kernel"): 64,
 }

@@ -160,6 +160,12 @@ def latent_block_geometry(
     )
 
 
+def read_strides(args: AttendArgs) -> tuple[int, ...]:
+    """Of what kernels read, in their order: q's tokens and heads, the pages' pages and tokens, the table's lines."""
+    pages = args.pages.k
+    return args.q.stride(0), args.q.stride(1), pages.stride(0), pages.stride(1), args.table.stride(0)
+
+
 def _has_pairs(args: AttendArgs) -> bool:
     """Whether rows can be read as pairs of codes, and multiplied as float16."""
     is_even = not any(dim % 2 for dim in (args.q.shape[2], args.out.shape[2]))

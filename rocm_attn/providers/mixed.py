@@ -11,6 +11,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.hip_graphs.forked import ForkedStream
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.providers.contract import BoundKernel, StepBounds
 from rocm_attn.providers.schedules import TwoSchedules
@@ -33,6 +34,7 @@ class TritonMixed:
     def workspace_words(self, shape: PaddedShape) -> int:
         return max(self.extend.workspace_words(shape), self.decode.workspace_words(shape))
 
+    @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         extend, decode = self.schedule.split(bounds.shape, args.schedule)
         self.extend.attend(args._replace(schedule=extend), step, bounds)

@@ -12,6 +12,7 @@ from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, decode_tiles, extend_rows
 from rocm_attn.machine.target import Target
@@ -69,6 +70,7 @@ class TritonDecode:
         problem = self.problem
         return self.cut.partials_words(gqa_ratio=problem.gqa_ratio, v_head_dim=problem.v_head_dim, tiles=self.tiles)
 
+    @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         triton_launches.launch_paged_decode(args, scores=self.scores, cut=self.cut, tiles=self.tiles)
 
@@ -93,6 +95,7 @@ class TritonExtend:
     def workspace_words(self, shape: PaddedShape) -> int:
         return self.cut.partials_words(query_rows=self.tiles.query_rows, v_head_dim=self.problem.v_head_dim)
 
+    @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         self.attend_by(args, None)
 

@@ -15,7 +15,7 @@ from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, decode_tiles, extend_tiles
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, Problem, Scales
-from rocm_attn.providers import triton_latent, triton_segments
+from rocm_attn.providers import triton_hopper, triton_latent, triton_segments
 from rocm_attn.providers.contract import (
     Limits,
     PoolSize,
@@ -156,6 +156,16 @@ def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPref
     return SharedPrefixKernel(problem, prefix, _bind_decode(problem, target, pool), triton_ops)
 
 
+def _bind_mixed_hopper(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
+    extend = triton_hopper.bind_extend(problem, target, pool)
+    return TritonMixed(_bind_decode(problem, target, pool), replace(extend, cut=replace(extend.cut, min_q_len=2)))
+
+
+def _bind_shared_hopper(problem: Problem, target: Target, pool: PoolSize) -> SharedPrefixKernel:
+    prefix = triton_hopper.bind_extend(problem_of_prefixes(problem), target, pool)
+    return SharedPrefixKernel(problem, prefix, _bind_decode(problem, target, pool), triton_ops)
+
+
 def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
     extend = triton_segments.bind_extend(problem, target, pool)
     extend = replace(extend, cut=replace(extend.cut, min_q_len=2))
@@ -166,9 +176,18 @@ TRITON = Provider(
     name="triton",
     rows=(
         triton_row("triton.decode", StepKind.DECODE, _bind_decode, limits=_LIMITS),
+        triton_row("triton.hopper_extend", StepKind.EXTEND, triton_hopper.bind_extend, limits=triton_hopper.LIMITS),
         triton_row("triton.extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
+        triton_row("triton.hopper_extend+decode", StepKind.MIXED, _bind_mixed_hopper, limits=triton_hopper.LIMITS),
         triton_row("triton.extend+decode", StepKind.MIXED, _bind_mixed, limits=_LIMITS),
         triton_row("triton.masked", StepKind.MASKED, _bind_masked, Need.MASK_INDPTR, Need.MASK_WORDS, limits=_LIMITS),
+        triton_row(
+            "triton.hopper_shared_prefix",
+            StepKind.SHARED,
+            _bind_shared_hopper,
+            Need.PREFIXES,
+            limits=limits_of_shared_prefix(triton_hopper.LIMITS),
+        ),
         triton_row(
             "triton.shared_prefix",
             StepKind.SHARED,

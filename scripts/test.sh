@@ -30,6 +30,8 @@ source scripts/venv.sh
 
 # Tensors are small here: a second thread gains nothing, and on a busy machine it waits for the first.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# Without bytecode, each process of each stage would compile the package and the tests again.
+unset PYTHONDONTWRITEBYTECODE
 
 readonly OLDEST_TRITON=3.6.0
 readonly VENV=.venv-test

@@ -682,6 +682,7 @@ def _merged_geometry(geometry: HopperGeometry) -> BlockGeometry:
         QUERY_ROWS=geometry.query_rows,
         ROW_KEYS=geometry.ROW_KEYS,
         SHARES=True,
+        WHOLE_ROWS=True,
         SEGMENT_LEN=0,
         STAGES=geometry.STAGES,
         EDGE_STAGES=geometry.STAGES,

@@ -17,7 +17,7 @@ from rocm_attn.kernels.tuning.tiles import ExtendTiles
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import Limits, PoolSize, StepBounds
+from rocm_attn.providers.contract import Limits, StepBounds
 from rocm_attn.providers.schedules import ExtendSchedule
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.triton_later import hopper_launches
@@ -70,10 +70,10 @@ class HopperExtend:
         hopper_launches.launch_hopper_extend(args, scores=self.scores, cut=self.cut, tiles=self.tiles)
 
 
-def bind_extend(problem: Problem, target: Target, pool: PoolSize) -> HopperExtend:
-    """Within LIMITS."""
+def bind_extend(problem: Problem, target: Target, min_q_len: int) -> HopperExtend:
+    """For a problem within LIMITS, and sequences with min_q_len new tokens or more."""
     tiles = HOPPER_EXTEND_TILES[problem.head_dim]
-    cut = ExtendCut.of(tiles, gqa_ratio=problem.gqa_ratio).shared_by(
+    cut = ExtendCut.of(tiles, gqa_ratio=problem.gqa_ratio, min_q_len=min_q_len).shared_by(
         tiles,
         compute_units=target.compute_units,
         heads=(problem.num_kv_heads, problem.gqa_ratio),

@@ -26,7 +26,9 @@ def among_all() -> Agreement:
 
 def on_every_rank(body: Callable[..., list[str]], folder: Path, *arguments: Any) -> list[list[str]]:
     """What body(rank, *arguments) gives on each rank; raises EOFError where a rank ends without an answer."""
-    context = multiprocessing.get_context("spawn")
+    # From a process that has imported torch, once for all tests of this one.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     ranks, pipes, said = [], dict[Connection, int](), dict[Connection, list[str]]()
     for rank in range(NUM_RANKS):
         receiver, sender = context.Pipe(duplex=False)

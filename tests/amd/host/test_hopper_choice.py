@@ -14,7 +14,8 @@ from rocm_attn.kernels.hopper.extend import launch_hopper_extend
 from rocm_attn.machine.releases import UNKNOWN, Release, Releases, installed_releases, triton_version
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import KVEncoding, Problem, Scales
-from rocm_attn.providers.contract import OWN_POOL, PoolSize, PoolTerms
+from rocm_attn.providers.by_tokens import KernelByTokens
+from rocm_attn.providers.contract import OWN_POOL, BoundKernel, PoolSize, PoolTerms
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel
 from rocm_attn.providers.triton_hopper import TRITONS, HopperExtend
@@ -40,6 +41,13 @@ def on(triton: Release, arch: str = "sm_90") -> Target:
 
 def chosen(problem: Problem, target: Target, **more: Any) -> Selection:
     return select(problem, target, "triton", **more)
+
+
+def hopper_of(kernel: BoundKernel) -> HopperExtend:
+    """What serves steps whose sequences have many new tokens."""
+    found = kernel.other if isinstance(kernel, KernelByTokens) else kernel
+    assert isinstance(found, HopperExtend)
+    return found
 
 
 def names(selection: Selection) -> dict[StepKind, str]:
@@ -117,9 +125,9 @@ def test_other_archs_have_the_plain_kernel(arch: str) -> None:
 def test_prefixes_are_seen_whole() -> None:
     bound = chosen(LAYER, on(TRITONS[0])).kernel(StepKind.SHARED).bound
     assert isinstance(bound, SharedPrefixKernel)
-    assert isinstance(bound.prefix, HopperExtend)
-    assert not bound.prefix.scores.causal
-    assert not bound.prefix.cut.sharing.causal
+    prefix = hopper_of(bound.prefix)
+    assert not prefix.scores.causal
+    assert not prefix.cut.sharing.causal
 
 
 def test_the_release_of_the_installed_triton_is_known() -> None:
@@ -134,9 +142,8 @@ def test_tma_sees_pages_as_rows_of_slots_and_boxes_within_a_page(monkeypatch: py
     for page_size in (8, 16, 128):
         case = Case([300], [200], heads=(8, 2), dims=(128, 128), page_size=page_size, dtype=torch.bfloat16)
         tensors = build(case, torch.device("cpu"))
-        bound = chosen(replace(LAYER, num_q_heads=8, num_kv_heads=2, page_size=page_size), on(TRITONS[0]))
-        kernel = bound.kernel(StepKind.EXTEND).bound
-        assert isinstance(kernel, HopperExtend)
+        selection = chosen(replace(LAYER, num_q_heads=8, num_kv_heads=2, page_size=page_size), on(TRITONS[0]))
+        kernel = hopper_of(selection.kernel(StepKind.EXTEND).bound)
         cut = extend_cut(tensors, kernel.tiles, kernel.cut.sharing)
         workspace = torch.empty(cut.partials_words(query_rows=kernel.tiles.query_rows, v_head_dim=128))
         args = tensors.args(garbage(cut.words(200, 1), torch.device("cpu")), workspace)

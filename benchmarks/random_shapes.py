@@ -254,7 +254,9 @@ def main() -> None:
     kept = json.loads(args.out.read_text()) if args.out.exists() else {"rows": {}, "wrong": {}}
     numbered = list(enumerate(random_shapes(COUNT, SEED)))[part - 1 :: parts]
     numbered = [(number, shape) for number, shape in numbered if str(number) not in kept["rows"]]
-    errors = check_all([shape for _, shape in numbered], args.processes, started + args.compile_seconds)
+    # A shape and its neighbour one after the other: time that runs out leaves pairs.
+    pairs = [one for _, shape in numbered for one in (shape, shape.neighbour())]
+    errors = check_all(pairs, args.processes, started + args.compile_seconds)
     print(f"{len(errors)} compiled and compared in {time.monotonic() - started:.0f} s", flush=True)
     kept |= {"machine": describe_machine(), "seed": SEED, "launches_us": LAUNCHES_US, "ceilings": ceilings()}
     peer = FlashAttention3(args.fa3) if args.fa3 else None
@@ -276,12 +278,11 @@ def main() -> None:
 
 
 def check_all(shapes: Sequence[Shape], processes: int, until: float) -> dict[Shape, float | str]:
-    """Errors of shapes and their neighbours, or what is wrong with them; of as many as are compiled in time.
+    """Errors of shapes, or what is wrong with them; of as many as are compiled in time.
 
     until: of time.monotonic()
     """
-    # A shape and its neighbour one after the other: time that runs out leaves pairs.
-    each = list(dict.fromkeys(one for shape in shapes for one in (shape, shape.neighbour())))
+    each = list(dict.fromkeys(shapes))
     errors: dict[Shape, float | str] = {}
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         checks = pool.imap_unordered(checked, each)

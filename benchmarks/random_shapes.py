@@ -1,10 +1,10 @@
 """Time of one layer over random shapes, beside the nearest tuned layout and, where one is there, FlashAttention-3.
 
-python -m benchmarks.random_shapes --part 1/4 --out benchmarks/results/random_shapes_h200.json
+python -m benchmarks.random_shapes --part 1/6 --out benchmarks/results/random_shapes_h200.json
 
 Kernels are chosen by select(), as a user gets them. Processes side by side compile each shape's kernels and compare a
 few rows with float32; what is wrong gets no time. Then one process measures, in CUDA graphs over pages past the L2. The
-result file keeps what other parts, and runs that were broken off, have measured.
+result file keeps what other parts, and runs whose time was up, have measured.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -217,7 +218,7 @@ def ceilings() -> dict[str, float]:
     return {"bytes_per_s": copied, "flops_per_s": 2 * 8192**3 / seconds(lambda: torch.mm(a, b))}
 
 
-def measured(shape: Shape, limits: dict[str, float], errors: dict[Shape, float], peer: Any) -> dict[str, Any]:
+def measured(shape: Shape, limits: dict[str, float], error: float | str, peer: Any) -> dict[str, Any]:
     """A row of the result file."""
     neighbour = shape.neighbour()
     us = microseconds(shape, own_run)
@@ -225,7 +226,7 @@ def measured(shape: Shape, limits: dict[str, float], errors: dict[Shape, float],
         "name": str(shape),
         "us": round(us, 2),
         "limit_us": round(shape.limit_us(**limits), 2),
-        "error": errors[shape],
+        "error": error,
         "neighbour": str(neighbour),
         "neighbour_us": round(us if neighbour == shape else microseconds(neighbour, own_run), 2),
         "neighbour_limit_us": round(neighbour.limit_us(**limits), 2),
@@ -245,45 +246,54 @@ def main() -> None:
     parser.add_argument("--part", default="1/1", help="which part of the shapes, as 1/4 (default: all)")
     parser.add_argument("--fa3", default="", help="a shared library of FlashAttention-3, as vLLM ships it")
     parser.add_argument("--processes", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no other shape is begun")
+    parser.add_argument("--compile-seconds", type=float, default=3600, help="after which what is compiled is measured")
+    parser.add_argument("--seconds", type=float, default=7200, help="after which no other shape is begun")
     args = parser.parse_args()
     started = time.monotonic()
     part, parts = map(int, args.part.split("/"))
-    numbered = list(enumerate(random_shapes(COUNT, SEED)))[part - 1 :: parts]
     kept = json.loads(args.out.read_text()) if args.out.exists() else {"rows": {}, "wrong": {}}
+    numbered = list(enumerate(random_shapes(COUNT, SEED)))[part - 1 :: parts]
     numbered = [(number, shape) for number, shape in numbered if str(number) not in kept["rows"]]
-    errors, wrong = check_all([shape for _, shape in numbered], args.processes)
-    print(f"{len(errors)} compiled and compared in {time.monotonic() - started:.0f} s, {len(wrong)} of them wrong")
+    # A shape and its neighbour one after the other: time that runs out leaves pairs.
+    pairs = [one for _, shape in numbered for one in (shape, shape.neighbour())]
+    errors = check_all(pairs, args.processes, started + args.compile_seconds)
+    print(f"{len(errors)} compiled and compared in {time.monotonic() - started:.0f} s", flush=True)
     kept |= {"machine": describe_machine(), "seed": SEED, "launches_us": LAUNCHES_US, "ceilings": ceilings()}
     peer = FlashAttention3(args.fa3) if args.fa3 else None
     for number, shape in numbered:
-        if time.monotonic() - started > args.seconds:
-            print("the time is up; run it again for the rest")
-            break
-        bad = [str(each) for each in (shape, shape.neighbour()) if each in wrong]
-        if bad:
-            kept["wrong"][str(number)] = {name: wrong[each] for each in wrong if (name := str(each)) in bad}
+        found = {each: errors.get(each, "not compiled yet") for each in (shape, shape.neighbour())}
+        if time.monotonic() - started > args.seconds or "not compiled yet" in found.values():
             continue
-        kept["rows"][str(number)] = measured(shape, kept["ceilings"], errors, peer)
+        wrong = {str(each): what for each, what in found.items() if isinstance(what, str)}
+        if wrong:
+            kept["wrong"][str(number)] = wrong
+        else:
+            kept["rows"][str(number)] = measured(shape, kept["ceilings"], errors[shape], peer)
+        args.out.write_text(json.dumps(kept, indent=1))
         torch.cuda.empty_cache()
-    args.out.write_text(json.dumps(kept, indent=1))
-    print(f"{len(kept['rows'])} shapes measured, {time.monotonic() - started:.0f} s; wrong: {kept['wrong'] or 'none'}")
+    left = len(numbered) - sum(str(number) in kept["rows"] or str(number) in kept["wrong"] for number, _ in numbered)
+    print(
+        f"{time.monotonic() - started:.0f} s; {left} shapes are left for another run; wrong: {kept['wrong'] or 'none'}"
+    )
 
 
-def check_all(shapes: Sequence[Shape], processes: int) -> tuple[dict[Shape, float], dict[Shape, str]]:
-    """Errors of shapes and their neighbours, and what is wrong with those that are."""
-    each = list(dict.fromkeys(one for shape in shapes for one in (shape, shape.neighbour())))
-    # The longest compilations first.
-    each.sort(key=lambda shape: (max(shape.q_len) == 1, -shape.head_dim))
-    errors: dict[Shape, float] = {}
-    wrong: dict[Shape, str] = {}
+def check_all(shapes: Sequence[Shape], processes: int, until: float) -> dict[Shape, float | str]:
+    """Errors of shapes, or what is wrong with them; of as many as are compiled in time.
+
+    until: of time.monotonic()
+    """
+    each = list(dict.fromkeys(shapes))
+    errors: dict[Shape, float | str] = {}
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        for shape, error, failure in pool.imap_unordered(checked, each):
-            errors[shape] = error
-            if failure or not error <= MOST_ERROR:
-                wrong[shape] = failure or f"error {error:.2e}"
-                print(f"WRONG {shape}: {wrong[shape]}")
-    return errors, wrong
+        checks = pool.imap_unordered(checked, each)
+        with suppress(multiprocessing.TimeoutError):
+            for _ in each:
+                shape, error, failure = checks.next(max(0.1, until - time.monotonic()))
+                is_wrong = failure or not error <= MOST_ERROR
+                errors[shape] = (failure or f"error {error:.2e}") if is_wrong else error
+                if is_wrong:
+                    print(f"WRONG {shape}: {errors[shape]}", flush=True)
+    return errors
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
-from rocm_attn.machine.releases import EVERY_RELEASE, Span
+from rocm_attn.machine.releases import EVERY_RELEASE, Release, Span
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.launches import (
@@ -188,6 +188,7 @@ class Limits:
     max_side_bytes: of one layer's K pages, and of its V pages; 0: no limit
     page_strides:  whether it reads pages of any strides but the last; without, it takes them for contiguous
     short_kv:      whether a sequence of a layer that is not causal may have fewer tokens in its KV than new ones
+    tritons:       the only releases of Triton that it may run with; one that is not known is none of them
     """
 
     archs: tuple[str, ...]
@@ -212,6 +213,7 @@ class Limits:
     non_causal: bool = False
     page_strides: bool = False
     short_kv: bool = False
+    tritons: tuple[Release, ...] = ()
 
     def refusals(self, problem: Problem, target: Target, pool: PoolSize = SMALLEST_POOL) -> tuple[str, ...]:
         """Every limit that the problem breaks, one clause each; empty when the kernel serves it.
@@ -223,6 +225,8 @@ class Limits:
         if problem.pool not in self.pools:
             return (f"it reads {_either(kind.value for kind in self.pools)}, and this layer has {problem.pool.value}",)
         reasons = []
+        if self.tritons and target.releases.triton not in self.tritons:
+            reasons.append(f"it runs with Triton {_either(self.tritons)}, and here it is {target.releases.triton}")
         if problem.dtype not in self.dtypes:
             reasons.append(f"dtype {dtype_name(problem.dtype)} is not one of {', '.join(map(dtype_name, self.dtypes))}")
         reasons += self._encoding_refusals(problem)

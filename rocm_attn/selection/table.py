@@ -45,6 +45,7 @@ _MEANING = """\
 - **freezes**: host values that are part of a graph's key.
 - **pool limit**: bytes of one layer's K pages, and of its V pages.
 - **any batch**: whether a sequence's result is bitwise the same in any batch; deterministic mode takes no others.
+- **Triton**: the only releases that it runs with; one that is not known is none of them.
 - A padded sequence has the least KV length.
 """
 
@@ -253,4 +254,5 @@ _DEMANDS: dict[str, Callable[[_Line], str]] = {
     "clears pads": lambda line: _yes(line[0].clears_pads),
     "in graphs": lambda line: _yes(line[0].graph_safe),
     "any batch": lambda line: _yes(line[0].batch_invariant),
+    "Triton": lambda line: ", ".join(map(str, line[0].limits.tritons)) or "any",
 }

@@ -60,8 +60,11 @@ SPILLED_AROUND_PRODUCTS = {("sm_90", "_latent_decode_kernel"): 768, ("sm_90", "_
 # Bytes on the stack of tiles that were measured as the fastest all the same (kernels/tuning/tiles.py has times): by the
 # larger head dim, whether pages are coded, and the kernel.
 SPILLED_YET_FASTEST = {
+    ("sm_90", 64, False, "_extend_kernel"): 16,
     ("sm_90", 128, False, "_extend_kernel"): 32,
     ("sm_90", 192, False, "_extend_kernel"): 80,
+    ("sm_90", 192, False, "_segment_extend_kernel"): 24,
+    ("sm_90", 256, False, "_extend_kernel"): 48,
     ("sm_90", 128, True, "_extend_kernel"): 152,
     ("sm_90", 128, True, "_decode_kernel"): 64,
 }

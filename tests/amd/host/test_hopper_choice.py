@@ -71,8 +71,8 @@ def test_it_serves_what_models_use_where_its_triton_is_known(triton: Release, mo
 
 
 @pytest.mark.parametrize("triton", TRITONS, ids=str)
-def test_windows_are_served_but_not_shared(triton: Release) -> None:
-    selection = chosen(replace(LAYER, window_left=1023), on(triton))
+def test_long_windows_are_served_but_not_shared(triton: Release) -> None:
+    selection = chosen(replace(LAYER, window_left=2047), on(triton))
     assert selection.kernel(StepKind.EXTEND).row.name == HOPPER[StepKind.EXTEND]
     assert StepKind.SHARED not in selection.kernels
 
@@ -97,6 +97,7 @@ def test_with_another_triton_the_plain_kernel_serves_and_the_reason_is_said(said
         {"page_size": 48},
         {"logits_soft_cap": 30.0},
         {"has_alibi_slopes": True},
+        {"window_left": 2046},
         {"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.HEAD},
     ],
     ids=str,
@@ -144,8 +145,8 @@ def test_tma_sees_pages_as_rows_of_slots_and_boxes_within_a_page(monkeypatch: py
         tensors = build(case, torch.device("cpu"))
         selection = chosen(replace(LAYER, num_q_heads=8, num_kv_heads=2, page_size=page_size), on(TRITONS[0]))
         kernel = hopper_of(selection.kernel(StepKind.EXTEND).bound)
-        cut = extend_cut(tensors, kernel.tiles, kernel.cut.sharing)
-        workspace = torch.empty(cut.partials_words(query_rows=kernel.tiles.query_rows, v_head_dim=128))
+        cut = extend_cut(tensors, kernel.tiles.extend, kernel.cut.sharing)
+        workspace = torch.empty(cut.partials_words(query_rows=kernel.tiles.extend.query_rows, v_head_dim=128))
         args = tensors.args(garbage(cut.words(200, 1), torch.device("cpu")), workspace)
         launch_hopper_extend(args, scores=tensors.scores, cut=cut, tiles=kernel.tiles)
         grid, _, k, v, *_ = launched[-1]

@@ -300,11 +300,11 @@ def launch_paged_extend(
     sharing = geometry._replace(SHARES=True, WHOLE_ROWS=tiles.one_launch, STAGES=tiles.share_stages)
     if programs and tiles.one_launch:
         _launch_rows(args, scores, cut, mask, programs + rows, sharing, options)
-        launch_extend_merge(args, cut, geometry)
+        launch_extend_merge(args, cut, geometry, tiles.merge_stages)
         return
     if programs:
         _launch_rows(args, scores, cut, mask, programs, sharing, num_warps)
-        launch_extend_merge(args, cut, geometry)
+        launch_extend_merge(args, cut, geometry, tiles.merge_stages)
     _launch_rows(args, scores, cut, mask, rows, geometry, options)
 
 

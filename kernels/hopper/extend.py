@@ -664,7 +664,7 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
         G=geometry,
         num_warps=4,
     )
-    launch_extend_merge(args, cut, _merged_geometry(geometry), tiles.merge_stages)
+    launch_extend_merge(args, cut, _merged_geometry(geometry), tiles.extend.merge_stages)
 
 
 def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTiles) -> HopperGeometry:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.cli.prewarm import target_and_device
 from rocm_attn.kernels.hopper import extend
 from rocm_attn.kernels.hopper.extend import launch_hopper_extend
 from rocm_attn.machine.releases import UNKNOWN, Release, Releases, installed_releases, triton_version
@@ -133,6 +134,11 @@ def test_prefixes_are_seen_whole() -> None:
 
 def test_the_release_of_the_installed_triton_is_known() -> None:
     assert installed_releases().triton == Release.of(triton_version()) != UNKNOWN
+
+
+def test_what_is_compiled_ahead_for_an_absent_gpu_is_what_the_installed_triton_runs() -> None:
+    target, _ = target_and_device("sm_90")
+    assert target.releases.triton == Release.of(triton_version())
 
 
 def test_tma_sees_pages_as_rows_of_slots_and_boxes_within_a_page(monkeypatch: pytest.MonkeyPatch) -> None:

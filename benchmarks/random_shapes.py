@@ -78,7 +78,7 @@ def cases_of(shape: Shape, count: int) -> list[Case]:
         return torch.randn(*sizes, device=device, generator=generator, dtype=torch.bfloat16)
 
     num_pages = sum(pages)
-    orders = (torch.randperm(num_pages * count, device=device, generator=generator).int() + 1).split(num_pages)
+    orders = (torch.randperm(num_pages * count, device=device, generator=generator).int() + 1).view(count, -1)
     k, v = (rows(num_pages * count + 1, shape.page_size, shape.num_kv_heads, shape.head_dim) for _ in range(2))
     bounds = StepBounds(PaddedShape(kind, num_seqs, num_tokens), max(shape.q_len), max(shape.kv_len))
     cases = []

@@ -43,7 +43,7 @@ def refusal(
     that stands in for a device cannot tell its host tensors from its device tensors, so there all are device tensors,
     except the single numbers that is_host_number knows.
     """
-    tensors = list(tensors_in((args, kwargs)))
+    tensors = tensors_in((args, kwargs))
     packet = func.overloadpacket
     if packet is aten.lift_fresh:
         return _refuse_lift(tensors[0], device)

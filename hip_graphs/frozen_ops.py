@@ -126,5 +126,6 @@ def _out_form(func: OpOverload) -> OpOverload | None:
     return None
 
 
+@cache
 def _out_names(form: OpOverload) -> list[str]:
     return [argument.name for argument in form._schema.arguments if argument.is_out]

@@ -150,7 +150,7 @@ class _OperationGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         refused = refusal(func, args, kwargs, guard.device, guard.is_host_number)
         if refused is not None:
             guard.refuse(str(func), *refused)
-        if any(map(guard.covers, tensors_in((args, kwargs)))) and not guard.still_recording():
+        if not guard.still_recording() and any(map(guard.covers, tensors_in((args, kwargs)))):
             guard.refuse(str(func), "runs on a stream that is not recorded", "fork that stream from the recorded one")
         if is_composite(func, guard.device.type):
             with self:

@@ -78,7 +78,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.inplace_view in func.tags:
             return result
         given = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs))}
-        returned = list(tensors_in(result))
+        returned = tensors_in(result)
         owned = self._move_into_pool([tensor for tensor in returned if _is_new(tensor, given)])
         homes = [self._pool.alias(owned[id(tensor)]) if id(tensor) in owned else None for tensor in returned]
         if leaves_values(func) and (owned or writes_into_arguments(func)):

@@ -2,32 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+# Most of what operations are given besides tensors, for the looks that every recorded operation takes.
+_LEAVES = frozenset({bool, int, float, str, torch.dtype, torch.device, torch.layout})
 
-def tensors_in(tree: Any) -> Iterator[Tensor]:
+
+def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors of a tree, in order."""
+    found: list[Tensor] = []
+    _add_tensors(tree, found)
+    return found
+
+
+def _add_tensors(tree: Any, found: list[Tensor]) -> None:
     if isinstance(tree, Tensor):
-        yield tree
+        found.append(tree)
+    elif tree is None or type(tree) in _LEAVES:
+        return
     elif isinstance(tree, (list, tuple)):
         for branch in tree:
-            yield from tensors_in(branch)
+            _add_tensors(branch, found)
     elif isinstance(tree, dict):
         for branch in tree.values():
-            yield from tensors_in(branch)
+            _add_tensors(branch, found)
     elif _is_dataclass(tree):
         for _, branch in branches_of(tree):
-            yield from tensors_in(branch)
+            _add_tensors(branch, found)
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """The same tree with every tensor changed; what has no branches_of() is passed on as it is."""
     if isinstance(tree, Tensor):
         return change(tree)
+    if tree is None or type(tree) in _LEAVES:
+        return tree
+    if type(tree) in (list, tuple):  # arguments of operations are: without the names that branches_of() makes
+        return type(tree)([map_tensors(change, branch) for branch in tree])
+    if type(tree) is dict:
+        return {name: map_tensors(change, branch) for name, branch in tree.items()}
     if is_tree(tree):
         return with_branches(tree, [map_tensors(change, branch) for _, branch in branches_of(tree)])
     return tree

@@ -13,18 +13,84 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from threading import get_ident
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 Thunk = Callable[[], object]
 LaunchObserver = Callable[[Thunk], None]
+Launcher = TypeVar("Launcher", bound=Callable[..., object])
 
 # Said, because Triton's default changes: on up to 3.9, off from 3.10.
 _OPTIONS = {"enable_fp_fusion": True}
 
 _observers: list[LaunchObserver] = []
+
+
+class Launch(NamedTuple):
+    """A launch that was made.
+
+    kernel:    the jitted function
+    compiled:  its variant that ran; None under the interpreter
+    arguments: all of the kernel's, in order, constexpr ones included
+    """
+
+    kernel: Any
+    compiled: Any
+    grid: tuple[int, ...]
+    arguments: tuple[object, ...]
+
+
+@dataclass(slots=True)
+class Notes:
+    """The launches that a thread has made, in order; is_whole: it has made no other ones."""
+
+    launches: list[Launch] = field(default_factory=list)
+    is_whole: bool = True
+
+    def add(self, kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple[object, ...], options: Any) -> None:
+        """A launch was made."""
+        named = kernel.arg_names[len(args) :] if hasattr(kernel, "arg_names") else [None]
+        if all(name in options for name in named):
+            arguments = (*args, *(options[name] for name in named))
+            self.launches.append(Launch(kernel, compiled, grid, arguments))
+        else:
+            self.is_whole = False
+
+
+# Of threads that note what they launch.
+_notes: dict[int, Notes] = {}
+
+_only_launching: set[Callable[..., object]] = set()
+
+
+@contextmanager
+def note_launches() -> Iterator[Notes]:
+    """Launches of this thread are made, and noted. Not to be used within itself."""
+    notes = _notes[get_ident()] = Notes()
+    try:
+        yield notes
+    finally:
+        del _notes[get_ident()]
+
+
+def is_observed() -> bool:
+    """Whether launches go to an observer."""
+    return bool(_observers)
+
+
+def only_launches(launcher: Launcher) -> Launcher:
+    """Say of a function that all its work on the device is calls of launch()."""
+    _only_launching.add(launcher)
+    return launcher
+
+
+def does_only_launch(function: Callable[..., object]) -> bool:
+    """Whether that was said of this function. What is wrapped around it has to say so itself."""
+    return function in _only_launching
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object) -> None:
@@ -34,12 +100,24 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object)
     options = {**_OPTIONS, **options}
     if _observers:
         _observers[-1](partial(kernel[grid], *args, **options))
-    else:
-        kernel[grid](*args, **options)
+        return
+    compiled = kernel[grid](*args, **options)
+    if _notes:
+        notes = _notes.get(get_ident())
+        if notes is not None:
+            notes.add(kernel, compiled, grid, args, options)
+
+
+def _note_other_work() -> None:
+    """What this thread launches now is not noted argument by argument."""
+    notes = _notes.get(get_ident())
+    if notes is not None:
+        notes.is_whole = False
 
 
 def run_as_launch(fn: Callable[..., object], *args: object, **options: object) -> None:
     """fn(*args, **options), which a recorder notes as one launch: work of a CPU that looks at what tensors hold."""
+    _note_other_work()
     if _observers:
         _observers[-1](partial(fn, *args, **options))
     else:
@@ -61,6 +139,8 @@ class RepeatedLaunch:
     def __call__(self, device: torch.device, grid: tuple[int, int, int], *args: object, **options: object) -> None:
         """kernel[grid](*args, **options); args are all of the kernel's arguments in order, constexpr ones included."""
         options = {**_OPTIONS, **options}
+        if _notes:
+            _note_other_work()
         if _observers:
             _observers[-1](partial(self._kernel[grid], *args, **options))
             return
@@ -103,6 +183,8 @@ class FixedLaunch:
 
     def __call__(self, *first: torch.Tensor) -> None:
         """Launch on the current stream. first: the arguments that are not fixed."""
+        if _notes:
+            _note_other_work()
         if _observers:
             _observers[-1](partial(self._kernel[self._grid], *first, *self._fixed, **self._options))
         elif self._run is not None:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.bundles import Softmax
+from rocm_attn.kernels.attention.softmax import rounded
 from rocm_attn.kernels.cache.codes import (
     HEAD_SCALES,
     LAYER_SCALES,
@@ -174,10 +175,12 @@ def add_values(acc, decay, weights, v, factor, DTYPE: tl.constexpr, TRANSPOSED: 
         if C.SCALES == TOKEN_SCALES:
             weights = weights * (factor[:, None] if TRANSPOSED else factor[None, :])
         v = decoded(v, C.ENCODING, DTYPE)
+    # The product of a weight and a factor may be a NaN that sums of weights know nothing of.
+    weights = weights.to(DTYPE) if C.SCALES == TOKEN_SCALES else rounded(weights, DTYPE)
     if TRANSPOSED:
-        acc = tl.dot(tl.trans(v), weights.to(DTYPE), acc * decay, input_precision="ieee")
+        acc = tl.dot(tl.trans(v), weights, acc * decay, input_precision="ieee")
     else:
-        acc = tl.dot(weights.to(DTYPE), v, acc * decay, input_precision="ieee")
+        acc = tl.dot(weights, v, acc * decay, input_precision="ieee")
     return acc
 
 

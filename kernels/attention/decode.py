@@ -45,6 +45,13 @@ from rocm_attn.kernels.attention.decode_schedule import (
     words_of_program,
     words_of_seq,
 )
+from rocm_attn.kernels.attention.key_rows import (
+    are_read_by_page,
+    lie_in_one_page,
+    near,
+    offsets_in_page,
+    pages_of_block,
+)
 from rocm_attn.kernels.attention.merge import launch_merge
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E, add_sink, capped, in_range, visible_blocks
@@ -70,6 +77,7 @@ class DecodeGeometry(NamedTuple):
     QUERY_ROWS:           rows of the q block, a query head each, then padding
     PAGE_SIZE:            tokens of a page
     SAME_OFFSETS:         whether K and V of a token lie at the same place of their pages
+    IN_ONE_PAGE:          whether the keys of a block lie in one page (key_rows.py)
     TRANSPOSED:           whether scores are computed as k q^T
     PAIRED:               whether V's codes are read two by two
     WHOLE_ROWS:           whether every row has a program of its own
@@ -86,6 +94,7 @@ class DecodeGeometry(NamedTuple):
     QUERY_ROWS: int
     PAGE_SIZE: int
     SAME_OFFSETS: bool
+    IN_ONE_PAGE: bool
     TRANSPOSED: bool
     PAIRED: bool
     WHOLE_ROWS: bool
@@ -123,6 +132,8 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
     C: tl.constexpr = G.coding
     KEY_BLOCK: tl.constexpr = G.rows.KEY_BLOCK
     QUERY_ROWS: tl.constexpr = G.QUERY_ROWS
+    PAGE_SIZE: tl.constexpr = G.PAGE_SIZE
+    BY_PAGE: tl.constexpr = are_read_by_page(G.IN_ONE_PAGE)
     # Whether a key has a factor for each of two heads, and which rows of q are the second one's.
     TWO_FACTORS: tl.constexpr = C.SCALES == TOKEN_SCALES and G.rows.HEADS_PER_ROW == 2
     is_second = tl.arange(0, QUERY_ROWS) >= G.rows.GQA_RATIO
@@ -132,18 +143,28 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
     LOADED: tl.constexpr = G.V_COLUMNS // 2 if G.PAIRED else G.V_COLUMNS
     acc = tl.zeros([LOADED, QUERY_ROWS] if G.TRANSPOSED else [QUERY_ROWS, LOADED], tl.float32)
     odd = acc
+    if BY_PAGE:
+        k_offsets = offsets_in_page(lane, k_side.token, k_side.column)
+        v_offsets = offsets_in_page(lane, v_side.token, v_side.column)
     # The next block's page ids travel one iteration ahead: a load inside the loop that other loads depend on makes the
     # pipeliner spend its stages on it (H200, llama8b 64 x 4k: 329 -> 267 us). Hence clamped to the table, not masked.
-    next_page = tl.load(pages.at + tl.minimum((blocks.first * KEY_BLOCK + lane) // G.PAGE_SIZE, pages.width - 1))
+    next_page = pages_of_block(pages, blocks.first, lane, PAGE_SIZE, KEY_BLOCK, BY_PAGE)
     for block in tl.range(blocks.first, blocks.end, num_stages=G.STAGES):
-        # kv_index, live, page, offset: [KEY_BLOCK]
+        # kv_index, live, offset: [KEY_BLOCK]; page: [KEY_BLOCK], or one
         kv_index = block * KEY_BLOCK + lane
         live = in_range(kv_index, keys.first, keys.end) if G.rows.WINDOWED else kv_index < keys.end
         page = next_page.to(tl.int64)
-        next_page = tl.load(pages.at + tl.minimum((kv_index + KEY_BLOCK) // G.PAGE_SIZE, pages.width - 1))
-        offset = (kv_index % G.PAGE_SIZE).to(tl.int64)
-        k_row = page * k_side.page + offset * k_side.token
-        v_row = k_row if G.SAME_OFFSETS and not G.PAIRED else page * v_side.page + offset * v_side.token
+        next_page = pages_of_block(pages, block + 1, lane, PAGE_SIZE, KEY_BLOCK, BY_PAGE)
+        offset = (kv_index % PAGE_SIZE).to(tl.int64)
+        first = tl.cast(block * KEY_BLOCK % PAGE_SIZE, tl.int64) if BY_PAGE else offset
+        k_row = page * k_side.page + first * k_side.token
+        v_row = k_row if G.SAME_OFFSETS and not G.PAIRED else page * v_side.page + first * v_side.token
+        if BY_PAGE:
+            k_rows = k_side.at + k_row + k_offsets
+            v_rows = v_side.at + v_row + v_offsets
+        else:
+            k_rows = k_side.at + k_row[:, None] + k_side.column[None, :]
+            v_rows = v_side.at + v_row[:, None] + v_side.column[None, :]
         k_mask = live[:, None]
         if G.K_COLUMNS > G.HEAD_DIM * G.rows.HEADS_PER_ROW:
             k_mask = k_mask & k_side.inside[None, :]
@@ -159,7 +180,7 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
         elif C.SCALES == TOKEN_SCALES:
             k_factor = k_factor[:, None] if G.TRANSPOSED else k_factor[None, :]
         # k: [KEY_BLOCK, K_COLUMNS]; scores, weights: [QUERY_ROWS, KEY_BLOCK], or swapped
-        k = tl.load(k_side.at + k_row[:, None] + k_side.column[None, :], mask=k_mask, other=0)
+        k = tl.load(k_rows, mask=k_mask, other=0)
         k = decoded(k, C.ENCODING, q.dtype)
         if G.TRANSPOSED:
             products = tl.dot(k, q, input_precision="ieee")
@@ -186,7 +207,7 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
         wide = decay[None, :] if G.TRANSPOSED else decay[:, None]
         if G.PAIRED:
             # pairs: [KEY_BLOCK, V_COLUMNS / 2]
-            pairs = tl.load(v_side.at + v_row[:, None] + v_side.column[None, :], mask=v_mask, other=0)
+            pairs = tl.load(v_rows, mask=v_mask, other=0)
             if TWO_FACTORS:
                 shares, amount = half_shares_of_heads(weights, v_factor, v_second, is_second)
             else:
@@ -198,7 +219,7 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
                 v_factor, v_first, v_second = shared_factor(v_factor, v_second)
                 parts = weights * of_heads(v_first, v_second, is_second, G.TRANSPOSED)
             # v: [KEY_BLOCK, V_COLUMNS]
-            v = tl.load(v_side.at + v_row[:, None] + v_side.column[None, :], mask=v_mask, other=0)
+            v = tl.load(v_rows, mask=v_mask, other=0)
             acc = add_values(acc, wide, parts, v, v_factor, q.dtype, G.TRANSPOSED, C)
         # After the product: before it, gfx942's compiler takes a register more, and a fourth wave has no room.
         total = total * decay + tl.sum(weights, 0 if G.TRANSPOSED else 1)
@@ -290,8 +311,12 @@ def _decode_kernel(
         is_v = is_v & (m // R.GQA_RATIO == v_wide // G.V_HEAD_DIM)
         k_wide = k_wide % G.HEAD_DIM
         v_wide = v_wide % G.V_HEAD_DIM
-        k_column = (k_lane // G.HEAD_DIM).to(tl.int64) * kp_head + k_lane % G.HEAD_DIM
-        v_column = (v_read // V_READ).to(tl.int64) * v_head + v_read % V_READ
+        if are_read_by_page(G.IN_ONE_PAGE):
+            k_column = k_lane // G.HEAD_DIM * near(kp_head) + k_lane % G.HEAD_DIM
+            v_column = v_read // V_READ * near(v_head) + v_read % V_READ
+        else:
+            k_column = (k_lane // G.HEAD_DIM).to(tl.int64) * kp_head + k_lane % G.HEAD_DIM
+            v_column = (v_read // V_READ).to(tl.int64) * v_head + v_read % V_READ
     else:
         k_column = k_lane
         v_column = v_read
@@ -459,6 +484,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
         QUERY_ROWS=max(16, next_power_of_2(tiles.q_rows(gqa_ratio))),
         PAGE_SIZE=args.pages.format.page_size,
         SAME_OFFSETS=args.same_offsets,
+        IN_ONE_PAGE=lie_in_one_page(args, cut.key_block),
         TRANSPOSED=tiles.transposed,
         PAIRED=tiles.paired and args.has_value_pairs and args.q.dtype.itemsize == 2,
         WHOLE_ROWS=has_whole_rows(

@@ -3,8 +3,9 @@
     out[token] = softmax(scores of q[token] . K^T) V        K, V: the keys that the token sees (scores.py)
 
 A row is a query block of the schedule and the query heads of one KV head (or as many as fit). The longest rows may be
-shared out (extend_schedule.py): one launch takes the shares, and extend_merge.py adds up the parts of rows; another one
-takes the other rows, a program each. Those need fewer registers, so that a step that shares nothing costs no more.
+shared out (extend_schedule.py): programs take the shares, extend_merge.py adds up the parts of rows, and other programs
+take the other rows, one each. Those need fewer registers, so that tiles of many rows give them a launch of their own: a
+step that shares nothing then costs no more. Other tiles save that launch.
 Keys that every row sees come first, without masks; then the diagonal, under masks with other=0.0: what no row sees may
 be NaN. With a window every key block is masked; with a packed mask (packed_mask.py) too, and its bits from the window's
 first key on say what a row sees.
@@ -235,11 +236,23 @@ def _extend_kernel(
     program = tl.program_id(0)
     shares = schedule + max_blocks * BLOCK_WORDS
     if G.SHARES:
-        share = shares + program * SHARE_WORDS
+        share = shares + (tl.minimum(program, num_programs - 1) if G.WHOLE_ROWS else program) * SHARE_WORDS
         query_block = tl.load(share + SHARE_BLOCK)
         row = tl.load(share + SHARE_ROW)
         done = tl.load(share + SHARE_DONE)
         work = tl.load(share + SHARE_WORK)
+        if G.WHOLE_ROWS:
+            # After the shares, or first where there are none: few rows then spread over all compute units.
+            cut_blocks = tl.load(shares + SHARE_CUT)
+            place = program - tl.where(cut_blocks > 0, num_programs, 0)
+            if place >= 0:
+                is_whole = (place // ROWS >= cut_blocks) & (place // ROWS < max_blocks)
+                query_block = tl.where(is_whole, place // ROWS, 0)
+                row = place % ROWS
+                done = 0
+                words = schedule + query_block * BLOCK_WORDS
+                is_whole = is_whole & (tl.load(words + BLOCK_TOKENS) > 0)
+                work = tl.where(is_whole, tl.load(words + BLOCK_KEYS) + G.ROW_KEYS, 0)
         while work > 0:
             row_cost = tl.load(schedule + query_block * BLOCK_WORDS + BLOCK_KEYS) + G.ROW_KEYS
             take = tl.minimum(work, row_cost - done)
@@ -281,13 +294,18 @@ def launch_paged_extend(
     """
     args.check("paged extend")
     geometry = _geometry(args, scores, cut, tiles, mask)
-    programs, max_blocks = cut.sharing.programs, cut.max_blocks(args.queries.num_tokens, args.queries.num_seqs)
-    if programs:
-        sharing = geometry._replace(SHARES=True, STAGES=tiles.share_stages)
-        _launch_rows(args, scores, cut, mask, programs, sharing, {"num_warps": tiles.num_warps})
+    programs, num_warps = cut.sharing.programs, {"num_warps": tiles.num_warps}
+    options = {**num_warps, **tiles.options()}
+    rows = cut.max_blocks(args.queries.num_tokens, args.queries.num_seqs) * geometry.KV_HEADS * geometry.HEAD_BLOCKS
+    sharing = geometry._replace(SHARES=True, WHOLE_ROWS=tiles.one_launch, STAGES=tiles.share_stages)
+    if programs and tiles.one_launch:
+        _launch_rows(args, scores, cut, mask, programs + rows, sharing, options)
         launch_extend_merge(args, cut, geometry)
-    grid = max_blocks * geometry.KV_HEADS * geometry.HEAD_BLOCKS
-    _launch_rows(args, scores, cut, mask, grid, geometry, {"num_warps": tiles.num_warps, **tiles.options()})
+        return
+    if programs:
+        _launch_rows(args, scores, cut, mask, programs, sharing, num_warps)
+        launch_extend_merge(args, cut, geometry)
+    _launch_rows(args, scores, cut, mask, rows, geometry, options)
 
 
 def _launch_rows(
@@ -365,6 +383,7 @@ def _geometry(
         QUERY_ROWS=tiles.query_rows,
         ROW_KEYS=sharing.row_keys if sharing.programs else 0,
         SHARES=False,
+        WHOLE_ROWS=True,
         SEGMENT_LEN=0,
         STAGES=tiles.num_stages,
         EDGE_STAGES=tiles.diagonal_stages if mask is None else tiles.num_stages,

@@ -19,9 +19,10 @@ import triton.language as tl
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.coded import add_values, token_factor
+from rocm_attn.kernels.attention.key_rows import are_read_by_page, lie_in_one_page, offsets_in_page, pages_of_block
 from rocm_attn.kernels.attention.mask_bits import bit_is_set, bits_from, row_bits, seen_by_some
 from rocm_attn.kernels.attention.scores import Scores
-from rocm_attn.kernels.attention.softmax import capped, in_range
+from rocm_attn.kernels.attention.softmax import LN_2, capped, capped_at_once, has_tanh, in_range
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded
 from rocm_attn.kernels.cache.page_format import Coding
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
@@ -38,6 +39,7 @@ class KeyGeometry(NamedTuple):
     CAUSAL:               whether a row sees no key after its own
     WINDOWED, CAPPED:     whether scores have a window, a cap
     SAME_OFFSETS:         whether K and V of a token lie at the same place of their pages
+    IN_ONE_PAGE:          whether the keys of a block lie in one page (key_rows.py)
     EXACT:                whether results may not depend on which products and sums the compiler fuses
     coding:               how elements of pages are encoded
     """
@@ -54,6 +56,7 @@ class KeyGeometry(NamedTuple):
     WINDOWED: bool
     CAPPED: bool
     SAME_OFFSETS: bool
+    IN_ONE_PAGE: bool
     EXACT: bool
     coding: Coding
 
@@ -108,6 +111,7 @@ def key_geometry(args: AttendArgs, scores: Scores, *, tiles: ExtendTiles, causal
         WINDOWED=scores.windowed,
         CAPPED=scores.soft_cap > 0,
         SAME_OFFSETS=args.same_offsets,
+        IN_ONE_PAGE=lie_in_one_page(args, tiles.key_block),
         EXACT=exact,
         coding=args.pages.coding,
     )
@@ -158,24 +162,38 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
     C: tl.constexpr = K.coding
     DTYPE: tl.constexpr = query.blocks[0].dtype
     PACKED: tl.constexpr = MASKED and seen.bits is not None
+    PAGE_SIZE: tl.constexpr = K.PAGE_SIZE
+    BY_PAGE: tl.constexpr = are_read_by_page(K.IN_ONE_PAGE)
     acc, maximum, total = softmax
-    logits = query.logits
+    qk_scale, tanh_scale, slope = query.logits
+    AT_ONCE: tl.constexpr = K.CAPPED and has_tanh(DTYPE)
+    if AT_ONCE:
+        # capped() gives half a tanh, of an exponent in base 2 of twice the number.
+        qk_scale, tanh_scale = qk_scale * 0.5, tanh_scale * (0.5 * LN_2)
     pages = kv.line
     lane = tl.arange(0, KEY_BLOCK)
     k_column = tl.arange(0, K.K_COLUMNS)
     v_column = tl.arange(0, K.V_COLUMNS)
+    if BY_PAGE:
+        k_offsets = offsets_in_page(lane, kv.k.token, k_column)
+        v_offsets = offsets_in_page(lane, kv.v.token, v_column)
     # Page ids travel one block ahead of the loads that need them, clamped to the table (see decode.py).
-    next_page = tl.load(pages.at + tl.minimum((blocks.first * KEY_BLOCK + lane) // K.PAGE_SIZE, pages.width - 1))
+    next_page = pages_of_block(pages, blocks.first, lane, PAGE_SIZE, KEY_BLOCK, BY_PAGE)
     for block in tl.range(blocks.first, blocks.end, num_stages=STAGES):
-        # kv_index, page, offset: [KEY_BLOCK]; k_rows: [KEY_BLOCK, K_COLUMNS]; v_rows: [KEY_BLOCK, V_COLUMNS]
+        # kv_index, offset: [KEY_BLOCK]; page: [KEY_BLOCK], or one; k_rows: [KEY_BLOCK, K_COLUMNS]; v_rows: of V_COLUMNS
         kv_index = block * KEY_BLOCK + lane
         page = next_page.to(tl.int64)
-        next_page = tl.load(pages.at + tl.minimum((kv_index + KEY_BLOCK) // K.PAGE_SIZE, pages.width - 1))
-        offset = (kv_index % K.PAGE_SIZE).to(tl.int64)
-        k_row = page * kv.k.page + offset * kv.k.token
-        v_row = k_row if K.SAME_OFFSETS else page * kv.v.page + offset * kv.v.token
-        k_rows = kv.k.at + k_row[:, None] + k_column[None, :]
-        v_rows = kv.v.at + v_row[:, None] + v_column[None, :]
+        next_page = pages_of_block(pages, block + 1, lane, PAGE_SIZE, KEY_BLOCK, BY_PAGE)
+        offset = (kv_index % PAGE_SIZE).to(tl.int64)
+        first = tl.cast(block * KEY_BLOCK % PAGE_SIZE, tl.int64) if BY_PAGE else offset
+        k_row = page * kv.k.page + first * kv.k.token
+        v_row = k_row if K.SAME_OFFSETS else page * kv.v.page + first * kv.v.token
+        if BY_PAGE:
+            k_rows = kv.k.at + k_row + k_offsets
+            v_rows = kv.v.at + v_row + v_offsets
+        else:
+            k_rows = kv.k.at + k_row[:, None] + k_column[None, :]
+            v_rows = kv.v.at + v_row[:, None] + v_column[None, :]
         if PACKED:
             bits = row_bits(seen.bits.words, seen.bits.cell, seen.bits.end, block * KEY_BLOCK, seen.keys.end)
             if K.WINDOWED:
@@ -197,14 +215,14 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
         if C.SCALES == TOKEN_SCALES:
             scores = scores * k_factor[None, :]
         if K.CAPPED:
-            scores = capped(scores, logits.tanh_scale)
-        if logits.slope is not None:
+            scores = capped_at_once(scores, tanh_scale) if AT_ONCE else capped(scores, tanh_scale)
+        if slope is not None:
             # Scaled here already: the slope is not.
             distance = kv_index[None, :] - query.kv_index[:, None]
             if K.EXACT:
-                scores = tl.fma(logits.slope[:, None], distance.to(tl.float32), scores * logits.qk_scale)
+                scores = tl.fma(slope[:, None], distance.to(tl.float32), scores * qk_scale)
             else:
-                scores = scores * logits.qk_scale + logits.slope[:, None] * distance
+                scores = scores * qk_scale + slope[:, None] * distance
         if MASKED:
             if PACKED:
                 visible = bit_is_set(bits[:, None], lane[None, :])
@@ -215,7 +233,7 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
             else:
                 visible = (kv_index < seen.keys.end)[None, :]
             scores = tl.where(visible, scores, float("-inf"))
-        factor = logits.qk_scale if logits.slope is None else 1.0
+        factor = qk_scale if slope is None else 1.0
         new_maximum = tl.maximum(maximum, tl.max(scores, 1) * factor)
         # A row of a masked block may have seen no key yet; the subtractions below must not be inf - inf.
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.launch import launch, only_launches
 
 
 @triton.jit
@@ -41,6 +41,7 @@ def _clear_pads_kernel(
             tl.store(lse + t * lse_token + head64 * lse_head, nothing, mask=head < HEADS)
 
 
+@only_launches
 def launch_clear_pads(counts: Tensor, out: Tensor, lse: Tensor | None) -> None:
     """Write zeros to the padded tokens of out, and -inf to those of lse.
 

@@ -26,7 +26,8 @@ class BlockGeometry(NamedTuple):
     HEAD_BLOCKS: blocks that the query heads of a KV head are cut into
     QUERY_ROWS:  rows of a block, a token and a query head each
     ROW_KEYS:    of cuts.Sharing; 0: every row is one program's
-    SHARES:      whether programs take their shares of the longest rows, and not the other rows
+    SHARES:      whether programs take their shares of the longest rows
+    WHOLE_ROWS:  whether programs take the other rows
     SEGMENT_LEN: keys of a segment of deterministic attention; 0: keys are not cut
     STAGES:      key blocks whose loads are in flight, where every row sees all keys
     EDGE_STAGES: the same where keys are masked
@@ -40,6 +41,7 @@ class BlockGeometry(NamedTuple):
     QUERY_ROWS: int
     ROW_KEYS: int
     SHARES: bool
+    WHOLE_ROWS: bool
     SEGMENT_LEN: int
     STAGES: int
     EDGE_STAGES: int

@@ -178,6 +178,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: SegmentTi
         QUERY_ROWS=extend.query_rows,
         ROW_KEYS=0,
         SHARES=False,
+        WHOLE_ROWS=True,
         SEGMENT_LEN=tiles.segment_len,
         STAGES=extend.num_stages,
         EDGE_STAGES=extend.diagonal_stages,

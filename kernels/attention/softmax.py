@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton import knobs
+from triton.language.target_info import current_target, is_hip_cdna3
+from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention import scores
 
@@ -20,6 +23,24 @@ def capped(products, tanh_scale):
     # rsqrt(x)^2 for 1 / x: AMD's division is a long sequence with a mask of its own.
     root = tl.rsqrt(tl.exp2(products * tanh_scale) + 1.0)
     return 0.5 - root * root
+
+
+@constexpr_function
+def has_tanh(dtype):
+    """Whether capped_at_once serves scores of rows of this dtype: one instruction on NVIDIA, none on AMD.
+
+    Rows of float32 keep the form above, whose error is theirs.
+    """
+    target = None if knobs.runtime.interpret else current_target()
+    return target is not None and target.backend == "cuda" and dtype.primitive_bitwidth == 16
+
+
+@triton.jit
+def capped_at_once(products, half_scale):
+    """tanh(half_scale * products) by one instruction, in place of two, a sum and a product. half_scale: scale / cap"""
+    return tl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=f,f", [products * half_scale], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -51,3 +72,26 @@ def add_sink(maximum, total, sink):
     decay = tl.exp2(maximum - base)
     share = tl.where(total > 0.0, tl.exp2(sink * LOG2_E - base), 0.0)
     return new_maximum, total * decay + share, decay
+
+
+@constexpr_function
+def _rounds_by_hand() -> bool:
+    """Whether the target has no instruction that rounds to bfloat16, so that Triton tests each number for NaN."""
+    return not knobs.runtime.interpret and is_hip_cdna3()
+
+
+@triton.jit
+def rounded(weights, DTYPE: tl.constexpr):
+    """Weights of keys, from 0 to 1, in DTYPE: the nearest number, the even one of two.
+
+    By hand on gfx942, where a bfloat16 takes Triton seven instructions, most of them for a NaN. A weight is one only
+    where a logit is. Then the row's sum, which is of weights that are not rounded, is one too, and so are the row's
+    results, whatever the weights become here.
+    """
+    if tl.bfloat16 == DTYPE and _rounds_by_hand():
+        bits = weights.to(tl.uint32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        result = nearest.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        result = weights.to(DTYPE)
+    return result

@@ -11,6 +11,9 @@ from torch import Tensor
 from rocm_attn.kernels.cache.page_format import Coding, Encoding, FormatMismatch, PageFormat, PoolKind, Scales
 from rocm_attn.kernels.cache.page_rows import PageRows, key_rows, value_rows
 
+# Elements that tokens and heads of a page may lie apart to be near: 1024 of them end within 2 GiB.
+NEAR = 1 << 20
+
 # Which codes are NaN in every eight-bit encoding: E4M3FNUZ has this one alone.
 _NAN_CODES = {Encoding.E4M3FN: 0x7F, Encoding.E4M3FNUZ: 0x80, Encoding.E5M2: 0x7F}
 
@@ -29,6 +32,8 @@ class LayerPages:
                       codes, as few operations and not all of Triton's targets know the dtypes of eight bits
     keys, values:     raw_k and raw_v, token by token
     coding:           format's
+    is_near:          whether a token of a page and the next one, and a head and the next one, are less than 2^20
+                      elements apart
     k and v have another shape in a vectorised pool (page_rows.py); pages come first in any.
 
     Raises FormatMismatch where tensors are not what the format says.
@@ -44,6 +49,7 @@ class LayerPages:
     keys: PageRows = field(init=False, repr=False, compare=False)
     values: PageRows = field(init=False, repr=False, compare=False)
     coding: Coding = field(init=False, repr=False, compare=False)
+    is_near: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check(self)
@@ -51,7 +57,8 @@ class LayerPages:
         raw_k, raw_v = (side.view(torch.uint8) if is_fp8 else side for side in (self.k, self.v))
         # Made once: a launch asks for them at every layer of every step.
         made = {"raw_k": raw_k, "raw_v": raw_v, "keys": key_rows(raw_k), "values": value_rows(raw_v)}
-        for name, value in {**made, "coding": self.format.coding}.items():
+        near = max(*raw_k.stride()[1:], *raw_v.stride()[1:]) < NEAR
+        for name, value in {**made, "coding": self.format.coding, "is_near": near}.items():
             object.__setattr__(self, name, value)
 
     @classmethod

@@ -26,7 +26,7 @@ from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, 
 from rocm_attn.kernels.cache.page_rows import PageRows
 from rocm_attn.kernels.cache.rope import RowGeometry, angles_at, places_of_pairs, turned, warps_in_place
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, TokenPlaces
-from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.launch import launch, only_launches
 from rocm_attn.kernels.metadata import error_word
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -301,6 +301,7 @@ def _rope_store_kernel(
                 tl.atomic_or(counts + _ERROR_WORD, _NOT_FINITE, sem="relaxed")
 
 
+@only_launches
 def launch_rope_store(
     given: Projected, tokens: TokenPlaces, work: QkvWork, pages: LayerPages, *, null_page: bool = True
 ) -> None:

@@ -29,7 +29,7 @@ from rocm_attn.kernels.cache.codes import (
     scale_of_rows,
 )
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.launch import launch, only_launches
 from rocm_attn.kernels.metadata import error_word
 
 _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
@@ -138,6 +138,7 @@ def _store_kernel(
             tl.atomic_or(counts + _ERROR_WORD, _NOT_FINITE, sem="relaxed")
 
 
+@only_launches
 def launch_store_kv(
     k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages, *, null_page: bool = True
 ) -> None:

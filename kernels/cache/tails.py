@@ -17,7 +17,7 @@ from torch import Tensor
 from rocm_attn.kernels.cache.cells import CellGeometry, element_cell, token_cell
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.launch import launch, only_launches
 
 
 @triton.jit
@@ -77,6 +77,7 @@ def _zero_tails_kernel(
                     tl.store(v_scale + first_scale + head64 * G.PAGE_SIZE, nothing, mask=head < G.HEADS)
 
 
+@only_launches
 def launch_zero_tails(
     table: Tensor, row_of_seq: Tensor, kv_len: Tensor, q_len: Tensor, pages: LayerPages, *, null_page: bool = True
 ) -> None:

@@ -153,6 +153,7 @@ def latent_block_geometry(
         QUERY_ROWS=tiles.query_rows,
         ROW_KEYS=0,
         SHARES=False,
+        WHOLE_ROWS=True,
         SEGMENT_LEN=segment_len,
         STAGES=tiles.num_stages,
         EDGE_STAGES=tiles.num_stages,

@@ -83,6 +83,7 @@ class ExtendTiles:
     max_registers:    registers of a thread that NVIDIA's compiler may take for whole rows; 0: its own choice
     programs_per_cu:  programs for each compute unit that share out the longest rows; 0: every row is one program's
     share_stages:     num_stages of those programs, which take more registers
+    one_launch:       whether a launch takes shares and whole rows, and not one for each
     row_keys:         what starting a row costs beside its keys, in keys
     split_keys:       what sharing costs a program, in keys
     """
@@ -97,6 +98,7 @@ class ExtendTiles:
     max_registers: int = 0
     programs_per_cu: int = 0
     share_stages: int = 1
+    one_launch: bool = False
     row_keys: int = 256
     split_keys: int = 384
 
@@ -122,13 +124,16 @@ class ExtendTiles:
         named = {"waves_per_eu": self.waves_per_eu, "maxnreg": self.max_registers}
         return {name: value for name, value in named.items() if value}
 
-    def of_masked_steps(self, codes: Codes = Codes.NONE) -> ExtendTiles:
+    def of_masked_steps(self, codes: Codes = Codes.NONE, *, is_short: bool = False) -> ExtendTiles:
         """Half the rows and at most 32 keys, for steps with packed masks.
 
         A row's bits of one key block are a word of 32; they take registers, and trees are small.
+
+        is_short: whether the tiles are of short sequences; those keep their rows, lest each reads its keys twice
         """
         # With all rows sm_90 spills 32 bytes at head_dim 128.
-        tiles = replace(self, query_rows=max(16, self.query_rows // 2), key_block=min(32, self.key_block))
+        query_rows = self.query_rows if is_short else max(16, self.query_rows // 2)
+        tiles = replace(self, query_rows=query_rows, key_block=min(32, self.key_block))
         # With factors of tokens and two stages up to 33 SGPRs spill on AMD.
         return replace(tiles, num_stages=1) if codes is Codes.BY_TOKEN else tiles
 
@@ -150,12 +155,18 @@ class DecodeRow:
     codes: tuple[Codes, ...] = tuple(Codes)
 
 
+# More rows than a sequence can have.
+ANY_ROWS = 1 << 62
+
+
 @dataclass(frozen=True, slots=True)
 class ExtendRow:
     """tiles serve an arch, an element size in bytes and head dims up to max_head_dim.
 
-    alike: whether they serve only rows of K and of V whose blocks have as many columns
-    codes: as in DecodeRow
+    alike:    whether they serve only rows of K and of V whose blocks have as many columns
+    codes:    as in DecodeRow
+    max_rows: for steps whose sequences have so many rows at most: new tokens times the query heads of a KV head.
+              ANY_ROWS: for all
     """
 
     arch: str
@@ -164,6 +175,7 @@ class ExtendRow:
     tiles: ExtendTiles
     alike: bool = False
     codes: tuple[Codes, ...] = tuple(Codes)
+    max_rows: int = ANY_ROWS
 
 
 # The first row that serves wins. In the comments llama8b is (32 query heads, 8 KV heads, 128), gptoss (64, 8, 64) and
@@ -352,7 +364,21 @@ EXTEND_ROWS = (
     ExtendRow("gfx950", 4, 128, ExtendTiles(64, 16, 4, 1, programs_per_cu=1)),
     ExtendRow("gfx950", 4, 256, ExtendTiles(32, 16, 8, 1, programs_per_cu=1)),
     # Costs so small that short steps share rows too.
+    ExtendRow(
+        "interpreter",
+        2,
+        512,
+        ExtendTiles(16, 16, 1, 1, programs_per_cu=1, one_launch=True, row_keys=8, split_keys=4),
+        max_rows=16,
+    ),
     ExtendRow("interpreter", 2, 512, ExtendTiles(32, 16, 1, 1, programs_per_cu=1, row_keys=8, split_keys=4)),
+    ExtendRow(
+        "interpreter",
+        4,
+        512,
+        ExtendTiles(16, 16, 1, 1, programs_per_cu=1, one_launch=True, row_keys=8, split_keys=4),
+        max_rows=16,
+    ),
     ExtendRow("interpreter", 4, 512, ExtendTiles(32, 16, 1, 1, programs_per_cu=1, row_keys=8, split_keys=4)),
 )
 
@@ -387,6 +413,38 @@ def decode_tiles(
     raise NoTiles(no_row("decode", DECODE_ROWS, arch, dtype, (head_dim, v_head_dim), codes))
 
 
+def extend_rows(
+    arch: str,
+    *,
+    gqa_ratio: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    dtype: torch.dtype,
+    codes: Codes = Codes.NONE,
+) -> tuple[ExtendRow, ...]:
+    """The tuning rows of paged extend: of a step the first whose max_rows holds its rows. The last one holds any.
+
+    Raises NoTiles.
+    """
+    for name in names_of(arch):
+        found: list[ExtendRow] = []
+        for row in EXTEND_ROWS:
+            if (
+                row.arch == name
+                and row.item_bytes == dtype.itemsize
+                and codes in row.codes
+                and max(head_dim, v_head_dim) <= row.max_head_dim
+                and not (row.alike and row.tiles.columns(head_dim) != row.tiles.columns(v_head_dim))
+                and gqa_ratio <= row.max_rows
+                and not (found and row.max_rows <= found[-1].max_rows)
+            ):
+                found.append(row)
+                if row.max_rows == ANY_ROWS:
+                    return tuple(found)
+    raise NoTiles(no_row("extend", EXTEND_ROWS, arch, dtype, (head_dim, v_head_dim), codes))
+
+
 def extend_tiles(
     arch: str,
     *,
@@ -397,18 +455,17 @@ def extend_tiles(
     dtype: torch.dtype,
     codes: Codes = Codes.NONE,
 ) -> ExtendTiles:
-    """The tiles of paged extend. Raises NoTiles."""
-    for name in names_of(arch):
-        for row in EXTEND_ROWS:
-            if (
-                row.arch == name
-                and row.item_bytes == dtype.itemsize
-                and codes in row.codes
-                and max(head_dim, v_head_dim) <= row.max_head_dim
-                and not (row.alike and row.tiles.columns(head_dim) != row.tiles.columns(v_head_dim))
-            ):
-                return row.tiles
-    raise NoTiles(no_row("extend", EXTEND_ROWS, arch, dtype, (head_dim, v_head_dim), codes))
+    """The tiles of paged extend for sequences with any number of new tokens. Raises NoTiles."""
+    rows = extend_rows(
+        arch,
+        gqa_ratio=gqa_ratio,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        dtype=dtype,
+        codes=codes,
+    )
+    return rows[-1].tiles
 
 
 def next_power_of_2(n: int) -> int:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
+import torch
+
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.hip_graphs.forked import ForkedStream
+from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.providers.contract import BoundKernel, StepBounds
 from rocm_attn.providers.schedules import TwoSchedules
@@ -28,7 +34,56 @@ class TritonMixed:
     def workspace_words(self, shape: PaddedShape) -> int:
         return max(self.extend.workspace_words(shape), self.decode.workspace_words(shape))
 
+    @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         extend, decode = self.schedule.split(bounds.shape, args.schedule)
         self.extend.attend(args._replace(schedule=extend), step, bounds)
         self.decode.attend(args._replace(schedule=decode), step, bounds)
+
+
+@dataclass(frozen=True, slots=True)
+class MixedAtOnce:
+    """As a TritonMixed; in a graph both run at the same time, as far as the GPU has room, and so have a workspace each.
+
+    An eager step runs them in turn: to fork a stream costs the host more than it gains.
+    """
+
+    in_turn: TritonMixed
+
+    @property
+    def schedule(self) -> TwoSchedules:
+        return self.in_turn.schedule
+
+    def describe(self) -> str:
+        return f"{self.in_turn.describe()} at once"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return self._words_of_extend(shape) + self.in_turn.decode.workspace_words(shape)
+
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        if not _is_capturing(args.q.device):
+            self.in_turn.attend(args, step, bounds)
+            return
+        schedules = self.schedule.split(bounds.shape, args.schedule)
+        words = self._words_of_extend(bounds.shape)
+        extend = args._replace(schedule=schedules[0], workspace=args.workspace[:words])
+        decode = args._replace(schedule=schedules[1], workspace=args.workspace[words:])
+        _side_stream(args.q.device).run_both(
+            here=lambda: self.in_turn.decode.attend(decode, step, bounds),
+            aside=lambda: self.in_turn.extend.attend(extend, step, bounds),
+        )
+
+    def _words_of_extend(self, shape: PaddedShape) -> int:
+        # In whole 16-byte units: Triton compiles a kernel anew when a pointer's alignment changes.
+        return round_up(self.in_turn.extend.workspace_words(shape), 4)
+
+
+def _is_capturing(device: torch.device) -> bool:
+    """Whether launches on the device's current stream go to a graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> ForkedStream:
+    """One for all layers: a capture makes branches of it, whatever stream is captured."""
+    return ForkedStream(device)

@@ -16,6 +16,7 @@ from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.latent import limits
 from rocm_attn.kernels.latent.cuts import latent_decode_cut, latent_extend_cut, latent_partials_words
+from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.kernels.tuning.latent_tiles import (
     LatentSegmentTiles,
@@ -74,6 +75,7 @@ class LatentDecode:
         problem = self.problem
         return latent_partials_words(self.cut, num_heads=problem.num_q_heads, v_head_dim=problem.v_head_dim)
 
+    @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         triton_launches.launch_latent_decode(args, scores=self.scores, cut=self.cut, tiles=self.tiles)
 
@@ -97,6 +99,7 @@ class LatentExtend:
     def workspace_words(self, shape: PaddedShape) -> int:
         return 0
 
+    @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         self.attend_by(args, None)
 
@@ -134,6 +137,7 @@ class LatentSegmentDecode:
             )
         )
 
+    @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         triton_launches.launch_latent_segment_decode(
             args, scores=self.scores, most_segments=self.most_segments, cut=self.cut, tiles=self.tiles
@@ -159,6 +163,7 @@ class LatentSegmentExtend:
     def workspace_words(self, shape: PaddedShape) -> int:
         return 0
 
+    @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         triton_launches.launch_latent_segment_extend(args, scores=self.scores, cut=self.cut, tiles=self.tiles)
 

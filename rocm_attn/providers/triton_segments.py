@@ -8,6 +8,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
 from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles, segment_tiles
 from rocm_attn.kernels.tuning.tiles import Codes
@@ -54,6 +55,7 @@ class SegmentDecode:
         )
         return sum(words)
 
+    @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         triton_launches.launch_segment_decode(
             args, scores=self.scores, most_segments=self.most_segments, cut=self.cut, tiles=self.tiles
@@ -79,6 +81,7 @@ class SegmentExtend:
     def workspace_words(self, shape: PaddedShape) -> int:
         return 0
 
+    @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         triton_launches.launch_segment_extend(args, scores=self.scores, cut=self.cut, tiles=self.tiles)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from rocm_attn.errors import BadTensor
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable, TokenPlaces
+from rocm_attn.kernels.launch import does_only_launch, is_observed
 from rocm_attn.kernels.metadata.error_word import BAD_SELECTION, ERROR_WORD
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.sparse.arguments import IndexArgs, IndexPages, SelectedArgs, Selection
@@ -25,6 +27,7 @@ from rocm_attn.step.head_weights import LayerHeadWeights, NewHeadWeights, writte
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan
+from rocm_attn.step.prepared import Call, LayerForms, current_stream, is_prepared
 from rocm_attn.step.row_work import check_rope, check_work
 from rocm_attn.step.selections import Require, StepSelections, refuse_stale
 
@@ -81,6 +84,14 @@ class Layers:
                     f"the pages of layer {layer} hold {pool.format(layer)}; its kernels are for {problem.page_format}"
                 )
         self._work_of_layer: dict[int, QkvWork] = {}
+        self._forms = LayerForms(self._kind_of_layer, pool, head_weights)
+        # A CPU has no launches to prepare.
+        on_gpu = pool.device.type == "cuda"
+        self._stream = current_stream(pool.device) if on_gpu else _no_stream
+        around = ops.store_kv, ops.rope_store, ops.zero_tails, ops.clear_pads
+        self._launches_alone = on_gpu and all(does_only_launch(launcher) for launcher in around)
+        kernels = (kernel for selection in kinds.selections for kernel in selection.kernels.values())
+        self._prepared_kernels = frozenset(id(kernel) for kernel in kernels if is_prepared(kernel.bound))
         self.selecting = kinds.selecting
         self._checks_selections = settings().debug
         self._selection_faults = torch.zeros(1, dtype=torch.int32, device=pool.device)
@@ -91,19 +102,25 @@ class Layers:
     def store(self, step: DeviceStep, plan: StepPlan, layer: int, k: Tensor, v: Tensor) -> None:
         """As LayerCalls.store, for the tokens of step, which has the plan. Raises BadTensor."""
         tensors = step.of_kind[self._kind_of(layer)]
+        call = self._forms.store(step.prepared, layer, k, v) if self._prepares() else _AS_IT_IS
+        if call is None:
+            return
         self._check_kv(layer, k, v, tensors.slot_of_token.shape[0])
         pages, null_page = self._pool.layer(layer), tensors.terms.null_page
-        with on_device(self._device):
+        with on_device(self._device), self._noting(step, call):
             self._ops.store_kv(k, v, tensors.slot_of_token, tensors.counts, pages, null_page=null_page)
             self._after_store(plan, layer, tensors)
 
     def rope_and_store(self, step: DeviceStep, plan: StepPlan, layer: int, given: Projected, work: QkvWork) -> None:
         """As LayerCalls.rope_and_store, for the tokens of step, which has the plan. Raises BadTensor."""
         tensors = step.of_kind[self._kind_of(layer)]
+        call = self._forms.rope_and_store(step.prepared, layer, given, work) if self._prepares() else _AS_IT_IS
+        if call is None:
+            return
         self._check_kv(layer, given.k, given.v, tensors.slot_of_token.shape[0])
         self._check_queries(layer, given.q, given.q_out, work, tensors.slot_of_token.shape[0])
         tokens = TokenPlaces(tensors.positions, tensors.slot_of_token, tensors.counts)
-        with on_device(self._device):
+        with on_device(self._device), self._noting(step, call):
             self._ops.rope_store(given, tokens, work, self._pool.layer(layer), null_page=tensors.terms.null_page)
             self._after_store(plan, layer, tensors)
 
@@ -129,11 +146,14 @@ class Layers:
 
     def attend(self, step: DeviceStep, plan: StepPlan, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
         """As LayerCalls.attend, for the tokens of step, which has the plan. Raises BadTensor, WrongState."""
-        problem = self.problem(layer)
-        kind = self._kind_of_layer[layer]
-        tensors = self._read_by(step, kind)
-        self._check_rows(problem, tensors.slot_of_token.shape[0], q, out, lse)
+        kind = self._kind_of(layer)
         kernel = plan.kernels[kind]
+        prepares = id(kernel) in self._prepared_kernels and self._prepares()
+        call = self._forms.attend(step.prepared, layer, q, out, lse) if prepares else _AS_IT_IS
+        if call is None:
+            return
+        problem, tensors = self.problem(layer), self._read_by(step, kind)
+        self._check_rows(problem, tensors.slot_of_token.shape[0], q, out, lse)
         if lse is not None and not kernel.row.limits.gives_lse(problem):
             raise BadTensor(f"{kernel.row.name} gives no lse; build the runtime of problems with wants_lse=True")
         weights = self._head_weights.of(layer)
@@ -141,7 +161,7 @@ class Layers:
         # By position: names cost a tenth of the call.
         own = lse, weights.sinks, weights.alibi_slopes
         args = AttendArgs(q, pages, tensors.table, step.queries, out, *own, step.schedules[kind], step.workspace)
-        with on_device(self._device):
+        with on_device(self._device), self._noting(step, call):
             kernel.bound.attend(args, tensors, plan.bounds)
             if not kernel.row.clears_pads:
                 self._ops.clear_pads(tensors.counts, out, lse)
@@ -215,6 +235,15 @@ class Layers:
         args = SelectedArgs(q, pages, tensors.table, step.places, selected, out, lse, sinks, step.workspace)
         with on_device(self._device):
             sparse.selected.attend(args)
+
+    def _prepares(self) -> bool:
+        """Whether calls are prepared, and made again by what was prepared."""
+        # torch._C: see on_device. A call for a device that is not the current one is made as it is.
+        return self._launches_alone and not is_observed() and torch._C._cuda_getDevice() == self._device.index
+
+    def _noting(self, step: DeviceStep, call: Call) -> AbstractContextManager[None]:
+        """Prepare the form of a call that is made meanwhile."""
+        return nullcontext() if call is _AS_IT_IS else step.prepared.noting(call, step, self._stream)
 
     def problem(self, layer: int) -> Problem:
         """A layer's problem. Raises BadTensor for a layer that does not exist."""
@@ -290,6 +319,14 @@ class Layers:
             raise BadTensor(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be contiguous there")
 
 
+# A call that is not prepared.
+_AS_IT_IS = Call(None, (), 0)
+
+
+def _no_stream() -> int:
+    raise AssertionError("a CPU has no streams")
+
+
 def _index_pages(pages: LayerPages) -> IndexPages:
     """As indexers read them."""
     scale = pages.k_scale
@@ -343,8 +380,11 @@ class StepLayers:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
         """store, then attend."""
-        self.store(layer, k, v)
-        self.attend(layer, q, out, lse)
+        self._require_running()
+        self._stores.before_store()
+        self._layers.store(self._step, self._plan, layer, k, v)
+        self._stores.after_store(self._half, layer)
+        self._layers.attend(self._step, self._plan, layer, q, out, lse)
 
     def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
         """As LayerCalls.rope_and_store."""

@@ -37,6 +37,7 @@ from rocm_attn.step.buffers import (
 )
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.plan import StepPlan
+from rocm_attn.step.prepared import PreparedCalls
 from rocm_attn.step.workspace import Workspace
 
 
@@ -52,6 +53,7 @@ class DeviceStep:
     places:    where the tokens are, likewise, for what attends over a selection
     selected:  per kind of layer, where its selection lies; None where it attends to all keys
     index_slots: per kind of layer, int32 [T], the slots of its index keys; those of tokens where it has none
+    prepared:  the layers' calls that were made in these views
     """
 
     spaces: tuple[StepTensors, ...]
@@ -62,6 +64,7 @@ class DeviceStep:
     places: TokenPlaces
     selected: tuple[SelectedUnits | None, ...]
     index_slots: tuple[Tensor, ...]
+    prepared: PreparedCalls = field(default_factory=PreparedCalls, init=False, repr=False, compare=False)
 
     @property
     def tensors(self) -> StepTensors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -11,16 +12,31 @@ from hypothesis import HealthCheck, settings
 # torch.empty() then gives NaN (or the largest integer), so that a test notices a read of what was never written.
 torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 # On a GPU some operations have no deterministic form (cumsum); pyproject.toml names that warning as an exception.
-torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
+# Not use_deterministic_algorithms(), which imports torch's compiler: more than a second of every process.
+torch.set_deterministic_debug_mode("warn" if torch.cuda.is_available() else "error")
 
 # How long an example takes says how busy the machine is, not whether the example is right.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
-if os.environ.get("TRITON_INTERPRET") == "1":
-    from tests.amd.interpreted import search_once
+# What is imported and collected stays to the end: no search for garbage need look at it, here or in any test.
+gc.disable()
 
-    search_once()
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    # What a module of C++ keeps is freed before it looks for leaks.
+    gc.unfreeze()
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.amd.interpreted import quicken
+
+    quicken()
 
 
 @pytest.fixture(scope="session")

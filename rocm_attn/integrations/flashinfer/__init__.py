@@ -4,7 +4,7 @@ A program that was written for FlashInfer runs after `import rocm_attn.integrati
 not served raises Unsupported with a reason. docs/flashinfer.md says what differs.
 """
 
-from rocm_attn.integrations.flashinfer import cascade, decode, page, prefill
+from rocm_attn.integrations.flashinfer import cascade, decode, mla, page, prefill
 from rocm_attn.integrations.flashinfer.asked import use_provider
 from rocm_attn.integrations.flashinfer.cascade import (
     MultiLevelCascadeAttentionWrapper,
@@ -17,6 +17,7 @@ from rocm_attn.integrations.flashinfer.decode import (
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     single_decode_with_kv_cache,
 )
+from rocm_attn.integrations.flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 from rocm_attn.integrations.flashinfer.page import (
     append_paged_kv_cache,
     append_paged_mla_kv_cache,
@@ -32,9 +33,11 @@ from rocm_attn.integrations.flashinfer.prefill import (
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchMLAPagedAttentionWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "MLAPlanMetadata",
     "MultiLevelCascadeAttentionWrapper",
     "append_paged_kv_cache",
     "append_paged_mla_kv_cache",
@@ -45,6 +48,7 @@ __all__ = [
     "merge_state",
     "merge_state_in_place",
     "merge_states",
+    "mla",
     "page",
     "prefill",
     "single_decode_with_kv_cache",

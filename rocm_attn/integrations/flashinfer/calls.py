@@ -101,15 +101,16 @@ def attend(
         out.copy_(computed)
     if call.v_scale is not None and v_scale is None:
         out.mul_(call.v_scale)
-    return out if lse is None else (out, _finished(lse, call))
+    if lse is None:
+        return out
+    lse = _finished(lse, call)
+    return (out, lse) if call.return_lse else out
 
 
 def _lse_rows(call: Call, shape: tuple[int, int], device: torch.device) -> Tensor | None:
     """float32 [tokens, heads] where a log-sum-exp is asked for: the caller's own memory where it gives some."""
-    if not call.return_lse:
-        return None
     if call.lse is None:
-        return torch.empty(shape, dtype=torch.float32, device=device)
+        return torch.empty(shape, dtype=torch.float32, device=device) if call.return_lse else None
     check_rows("lse", call.lse, shape if call.lse_layout == "NH" else shape[::-1], torch.float32, device)
     return call.lse if call.lse_layout == "NH" else call.lse.t()
 

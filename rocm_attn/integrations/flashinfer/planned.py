@@ -151,6 +151,10 @@ class PlannedAttention:
         """Use this batch from now on, and begin a step of it. Raises Unsupported, BadBatch, NeverFits, BadTensor."""
         self._refuse_capture()
         self._batch = None
+        if self._fixed is not None and self._each_one and (batch.lengths.q_len != 1).any():
+            raise BadBatch(
+                "the wrapper was first planned with one new token in each sequence, and others are planned now"
+            )
         self._make_room(batch, geometry.page_size)
         assert self._lists is not None
         self._lists.write(batch.pages, batch.num_entries)

@@ -23,6 +23,8 @@ _SOME = (
     "window and sinks",
     "the usual scale, 2 KV heads",
 )
+# These go through 1024 keys of float64 for each token: of two dtypes one in every run.
+_SLOW = "128x128-pages of 1024"
 # Of eight bits fewer: what a factor is of, and who multiplies by it.
 _SOME_EIGHT_BITS = ("128x128-pages of 16", "192x128-pages of 16", "the usual scale, 1 KV heads")
 
@@ -55,7 +57,12 @@ def test_every_bound_kernel_and_kind_of_step_has_cases_with_every_dtype_and_page
             assert {problem.kv_scales for problem in own} == set(row.limits.scales)
 
 
-@pytest.mark.parametrize("case", SOME, ids=str)
+def _marked(case: Case) -> object:
+    is_slow = case.what.startswith(_SLOW) and case.problem.dtype == torch.float16
+    return pytest.param(case, marks=[pytest.mark.nightly] * is_slow)
+
+
+@pytest.mark.parametrize("case", [_marked(case) for case in SOME], ids=str)
 def test_a_case_passes_on_the_stand_in(case: Case, aiter: StandIn) -> None:
     error = largest_error(case, CPU, selection_of(case, GFX942, "aiter"))
     assert error > 0

@@ -18,18 +18,19 @@ RELEASE = "0.7.2.post1"
 
 # Module -> names, as FlashInfer has them; a folder of several files has the module's name.
 NAMES = {
-    "decode.py": (
+    "decode": (
         "single_decode_with_kv_cache",
         "BatchDecodeWithPagedKVCacheWrapper",
         "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     ),
-    "prefill.py": (
+    "prefill": (
         "single_prefill_with_kv_cache",
         "BatchPrefillWithPagedKVCacheWrapper",
         "BatchPrefillWithRaggedKVCacheWrapper",
     ),
-    "cascade.py": ("MultiLevelCascadeAttentionWrapper", "merge_state", "merge_state_in_place", "merge_states"),
-    "page.py": (
+    "cascade": ("MultiLevelCascadeAttentionWrapper", "merge_state", "merge_state_in_place", "merge_states"),
+    "mla": ("BatchMLAPagedAttentionWrapper", "MLAPlanMetadata"),
+    "page": (
         "append_paged_kv_cache",
         "append_paged_mla_kv_cache",
         "get_batch_indices_positions",
@@ -88,11 +89,12 @@ def signatures(files: dict[str, list[Path]]) -> Signatures:
 
 
 def of_flashinfer(folder: Path) -> Signatures:
-    """Those of an unpacked package."""
+    """Those of a package, a module of which may be a folder."""
+    files = {module: folder / f"{module}.py" for module in NAMES}
     return signatures(
         {
-            module: [folder / module] if (folder / module).exists() else sorted((folder / module).rglob("*.py"))
-            for module in NAMES
+            module: [file] if file.is_file() else sorted((folder / module).rglob("*.py"))
+            for module, file in files.items()
         }
     )
 

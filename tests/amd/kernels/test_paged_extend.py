@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +20,14 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.refs.schedules import extend_schedule
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 from tests.amd.kernels.attention_cases import (
+    ALL_SHARED,
     UNTOUCHED,
     Case,
     Tensors,
     assert_served,
     build,
     dtypes,
+    extend_cut,
     in_each_dtype,
     queries_of,
     run_decode,
@@ -113,6 +116,22 @@ def test_every_tile_shape_is_right(tiles: ExtendTiles, heads: tuple[int, int], k
     """Five heads leave rows of a tile empty; twenty are more than 16 rows hold."""
     tensors = build(replace(RAGGED, heads=heads, dims=(32, 32), page_size=3), kernel_device)
     run_extend(tensors, tiles=tiles)
+    assert_served(tensors)
+
+
+@pytest.mark.parametrize("layer", [{}, {"window_left": 9}, {"masked": True}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize(("split_keys", "some_are_shared"), [(1 << 20, False), (0, True)])
+def test_one_launch_may_take_shares_and_whole_rows(
+    split_keys: int, some_are_shared: bool, layer: dict[str, Any], kernel_device: torch.device
+) -> None:
+    """Where no row is shared, and where the longest are but not the others."""
+    case = Case(kv_len=[90, 0, 17, 33, 1], q_len=[9, 0, 17, 2, 1], tail=3, heads=(6, 2), dims=(16, 16), **layer)
+    tensors = build(case, kernel_device)
+    tiles = ExtendTiles(query_rows=16, key_block=16, num_warps=4, num_stages=1, one_launch=True)
+    sharing = ALL_SHARED._replace(programs=3, split_keys=split_keys)
+    words = extend_schedule(case.kv_len, case.q_len, extend_cut(tensors, tiles, sharing), tensors.q.shape[0])
+    assert 0 < words[-1] < 8 if some_are_shared else words[-1] == 0
+    run_extend(tensors, tiles=tiles, sharing=sharing)
     assert_served(tensors)
 
 

@@ -302,8 +302,8 @@ def _by_name(cases: list[Case]) -> dict[str, Case]:
 
 def quick_cases(arch: str) -> list[KernelCase]:
     """Every kernel in every dtype that is its own on AMD, below and above 4 GiB."""
+    both = [replace(STEP, dtype=BF16), replace(STEP, heads=(16, 2), dims=(64, 64), page_size=64, dtype=BF16)]
     below = [
-        replace(STEP, heads=(16, 2), dims=(64, 64), page_size=64, dtype=BF16),
         replace(STEP, heads=(6, 2), dims=(80, 48), page_size=5, dtype=FP16, spread=True),
         replace(STEP, heads=(32, 1), dtype=BF16, page_size=1),
         WIDE,
@@ -325,7 +325,7 @@ def quick_cases(arch: str) -> list[KernelCase]:
         ),
     ]
     return [
-        *_step_cases(arch, _by_name([replace(STEP, dtype=BF16)]), (False, True)),
+        *_step_cases(arch, _by_name(both), (False, True)),
         *_step_cases(arch, _by_name([*below, *coded]), (False,)),
         *(
             KernelCase(f"store-{encoding.name}-{scales.name}", arch, partial(run_coded_store, arch, encoding, scales))

@@ -87,8 +87,8 @@ MISTAKES = {
     ),
     "decode_reads_v_without_a_mask": Mistake(
         decode,
-        "v = tl.load(v_side.at + v_row[:, None] + v_side.column[None, :], mask=v_mask, other=0)",
-        "v = tl.load(v_side.at + v_row[:, None] + v_side.column[None, :])",
+        "v = tl.load(v_rows, mask=v_mask, other=0)",
+        "v = tl.load(v_rows)",
         "launch_paged_decode",
         attention_cases,
         small_step(is_large=False),
@@ -108,8 +108,8 @@ MISTAKES = {
     ),
     "decode_looks_past_the_end_of_the_table": Mistake(
         decode,
-        "tl.minimum((kv_index + KEY_BLOCK) // G.PAGE_SIZE, pages.width - 1)",
-        "(kv_index + KEY_BLOCK) * 999 // G.PAGE_SIZE",
+        "next_page = pages_of_block(pages, block + 1, lane,",
+        "next_page = pages_of_block(Line(pages.at, 1 << 30), (block + 1) * 999, lane,",
         "launch_paged_decode",
         attention_cases,
         small_step(is_large=False),

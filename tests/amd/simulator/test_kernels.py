@@ -59,6 +59,16 @@ def test_both_pointer_widths_were_executed(arch: str, kernel: str, runs: Runs) -
 
 
 @every_arch
+@pytest.mark.parametrize("kernel", ["_decode_kernel", "_extend_kernel"])
+def test_keys_of_one_page_have_32_bit_offsets_from_its_first_key(arch: str, kernel: str, runs: Runs) -> None:
+    """Above 2 GiB too. Page numbers are loaded from where their line of the table is, a word at a time."""
+    (case,) = (case for case in QUICK if case.arch == arch and case.name.endswith("page64-above"))
+    loads = {name for name in runs.result(case).mnemonics[kernel] if "_load_" in name}
+    assert "buffer_load_dwordx4" in loads
+    assert not {name for name in loads if name.startswith("global_") and name != "global_load_dword"}
+
+
+@every_arch
 def test_matrix_units_were_executed(arch: str, runs: Runs) -> None:
     for case in QUICK:
         if case.arch == arch:

@@ -1,0 +1,57 @@
+"""Where the keys of a block lie in pages: each key in a page of its own, or all of them in one.
+
+Keys of one page have one page number, a scalar. What a lane adds to it fits 32 bits then, whatever the size of the
+pool: above 2 GiB too AMD's compiler keeps buffer loads, on gfx950 those straight to LDS, and has no 64-bit address to
+compute for each key.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.language.target_info import current_target
+from triton.runtime.jit import constexpr_function
+
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.cache.layer_pages import NEAR
+
+_NEAR = tl.constexpr(NEAR)
+
+
+def lie_in_one_page(args: AttendArgs, key_block: int) -> bool:
+    """Whether the keys of every block lie in one page, near each other."""
+    return args.pages.is_near and args.pages.format.page_size % key_block == 0
+
+
+@constexpr_function
+def are_read_by_page(in_one_page: bool) -> bool:
+    """Whether kernels make use of it: on AMD, and under the interpreter. On NVIDIA it gains nothing."""
+    target = None if knobs.runtime.interpret else current_target()
+    return in_one_page and (target is None or target.backend == "hip")
+
+
+@triton.jit
+def pages_of_block(pages, block, lane, PAGE_SIZE: tl.constexpr, KEY_BLOCK: tl.constexpr, BY_PAGE: tl.constexpr):
+    """Page numbers of a block's keys: [KEY_BLOCK], or one. The last page that may be read stands for later ones."""
+    first = block * KEY_BLOCK
+    if not BY_PAGE:
+        first = first + lane
+    return tl.load(pages.at + tl.minimum(first // PAGE_SIZE, pages.width - 1))
+
+
+@triton.jit
+def near(stride):
+    """A stride of near pages: the compiler learns that offsets of a few of them fit 32 bits, and are not negative."""
+    tl.assume(stride >= 0)
+    tl.assume(stride < _NEAR)
+    return tl.cast(stride, tl.int32)
+
+
+@triton.jit
+def offsets_in_page(lane, token, column):
+    """What a block of one page adds to its first element, int32 [keys, columns].
+
+    token: stride between tokens; column: offset of each column in a token
+    """
+    return lane[:, None] * near(token) + column.to(tl.int32)[None, :]

@@ -1,0 +1,92 @@
+"""Kernels of one layer that differ in their tiles: a step takes those for sequences as long as its shape says.
+
+Tiles of few rows waste less where sequences have few new tokens, and read K and V as fast as decode does. The choice is
+part of a graph, so it hangs on the padded shape alone: a step with a longer sequence is served right, only slower.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.providers.contract import BoundKernel, Schedule, StepBounds
+
+
+def likely_q_len(shape: PaddedShape) -> int:
+    """New tokens of a sequence, as far as a shape tells.
+
+    A mean, rounded up, where all sequences may be alike. Where some have one token and another one has all others, or
+    where a group of sequences is one, what the longest may have.
+    """
+    is_alike = shape.kind in (StepKind.EXTEND, StepKind.PREFILL, StepKind.MASKED)
+    return -(-shape.num_tokens // shape.num_seqs) if is_alike else shape.num_tokens
+
+
+class SizedSchedule(NamedTuple):
+    """max_q_len: likely new tokens of a sequence, at most."""
+
+    max_q_len: int
+    schedule: Schedule
+
+
+class SizedKernel(NamedTuple):
+    """max_q_len: likely new tokens of a sequence, at most."""
+
+    max_q_len: int
+    kernel: BoundKernel
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulesByTokens:
+    """The schedules of the kernels of a KernelByTokens."""
+
+    short: tuple[SizedSchedule, ...]
+    other: Schedule
+
+    def words(self, shape: PaddedShape) -> int:
+        """Of the schedule that takes most: a larger shape, which buffers are made for, needs no fewer words."""
+        return max(schedule.words(shape) for schedule in (*(sized.schedule for sized in self.short), self.other))
+
+    def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        q_len = likely_q_len(bounds.shape)
+        schedule = next((sized.schedule for sized in self.short if q_len <= sized.max_q_len), self.other)
+        schedule.build(queries, step, bounds, words)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelByTokens:
+    """The first kernel of short that holds a step's likely new tokens of a sequence, else the other one.
+
+    short: bounds rise
+    """
+
+    short: tuple[SizedKernel, ...]
+    other: BoundKernel
+
+    @property
+    def schedule(self) -> SchedulesByTokens:
+        short = tuple(SizedSchedule(sized.max_q_len, sized.kernel.schedule) for sized in self.short)
+        return SchedulesByTokens(short, self.other.schedule)
+
+    def describe(self) -> str:
+        short = "".join(f"up to {sized.max_q_len} new tokens {sized.kernel.describe()}, " for sized in self.short)
+        return f"{short}else {self.other.describe()}"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        """Of the kernel that takes most, as the schedules' words."""
+        kernels = (*(sized.kernel for sized in self.short), self.other)
+        return max(kernel.workspace_words(shape) for kernel in kernels)
+
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        self.of_shape(bounds.shape).attend(args, step, bounds)
+
+    def of_shape(self, shape: PaddedShape) -> BoundKernel:
+        """The kernel that serves steps of this shape."""
+        q_len = likely_q_len(shape)
+        return next((sized.kernel for sized in self.short if q_len <= sized.max_q_len), self.other)

@@ -1,0 +1,437 @@
+"""A prepared call launches what the call itself would launch, and what cannot be prepared is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from math import prod
+from threading import Thread
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import WrongState
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm
+from rocm_attn.kernels.launch import (
+    FixedLaunch,
+    Launch,
+    does_only_launch,
+    launch,
+    note_launches,
+    observe_launches,
+    only_launches,
+    run_as_launch,
+)
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.machine.target import KNOWN_TARGETS
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.paging.kv_pool import HybridKVPool
+from rocm_attn.problem import Problem
+from rocm_attn.providers.contract import StepBounds
+from rocm_attn.providers.mixed import TritonMixed
+from rocm_attn.providers.select import select
+from rocm_attn.providers.torch_ref import TorchDecode
+from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
+from rocm_attn.step.prepared import Call, LayerForms, PreparedCalls, is_prepared
+
+STREAM = 77
+NOTHING_PREPARED = PreparedCalls()
+
+
+@dataclass
+class Kernel:
+    """A jitted function that notes how its variants are run. Parameters in upper case are constexpr."""
+
+    arg_names: tuple[str, ...]
+    ran: list[tuple[object, ...]] = field(default_factory=list)
+    by_triton: int = 0
+
+    @property
+    def params(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(is_constexpr=name.isupper()) for name in self.arg_names]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        def run(*args: object, **options: object) -> object:
+            self.by_triton += 1
+            return SimpleNamespace(run=self._run, function="function", packed_metadata="metadata")
+
+        return run
+
+    def _run(self, *args: object) -> None:
+        self.ran.append(args)
+
+
+def stream() -> int:
+    return STREAM
+
+
+def calls_after(
+    make: Callable[[], object], *tensors: Tensor, memory: object = (), form: Hashable = "form"
+) -> tuple[PreparedCalls, Call]:
+    calls = PreparedCalls()
+    call = Call(form, tuple(tensor.data_ptr() for tensor in tensors), len(tensors))
+    with calls.noting(call, memory, stream):
+        make()
+    return calls, call
+
+
+def made_again(calls: PreparedCalls, call: Call) -> bool:
+    """Make a call, if one of its form was prepared; whether it was made."""
+    prepared = calls.by_form.get(call.form)
+    if prepared is not None:
+        prepared(call.addresses)
+    return prepared is not None
+
+
+def rows(count: int = 4) -> Tensor:
+    return torch.zeros(count, 8)
+
+
+def test_a_prepared_call_runs_the_same_variants_with_its_own_addresses() -> None:
+    kernel, q, out, table = Kernel(("q", "out", "table", "scale", "lse", "G")), rows(), rows(), rows()
+    calls, _ = calls_after(
+        lambda: launch(kernel, (3, 2), q, out, table, 0.5, None, G=("any", 1)), q, out, memory=(table,)
+    )
+    assert kernel.by_triton == 1
+    other_q, other_out = rows(), rows()
+    assert made_again(calls, Call("form", (other_q.data_ptr(), other_out.data_ptr()), 2))
+    handles = "function", "metadata", None, None, None
+    own = other_q.data_ptr(), other_out.data_ptr(), table.data_ptr(), 0.5, None, ("any", 1)
+    assert kernel.ran == [(3, 2, 1, STREAM, *handles, *own)]
+    assert kernel.by_triton == 1
+
+
+def test_launches_of_a_call_come_in_their_order() -> None:
+    order: list[str] = []
+    kernels = [Kernel(("q",)) for _ in range(3)]
+    for name, kernel in zip("abc", kernels, strict=True):
+        kernel._run = lambda *args, name=name: order.append(name)  # type: ignore[method-assign]
+    q = rows()
+
+    def make() -> None:
+        for kernel in kernels:
+            launch(kernel, (1,), q)
+
+    calls, call = calls_after(make, q)
+    assert made_again(calls, call)
+    assert order == ["a", "b", "c"]
+
+
+def test_a_form_that_was_never_made_is_not_prepared() -> None:
+    q, kernel = rows(), Kernel(("q",))
+    calls, call = calls_after(lambda: launch(kernel, (1,), q), q)
+    assert not made_again(calls, call._replace(form="another"))
+
+
+def test_memory_that_is_not_the_calls_nor_the_steps_is_not_prepared() -> None:
+    q, kernel = rows(), Kernel(("q", "scratch"))
+    calls, call = calls_after(lambda: launch(kernel, (1,), q, torch.zeros(4)), q)
+    assert not made_again(calls, call)
+
+
+def test_a_part_of_the_steps_memory_stays_where_it_is() -> None:
+    q, kernel, workspace = rows(), Kernel(("q", "scratch")), torch.zeros(64)
+    calls, call = calls_after(lambda: launch(kernel, (1,), q, workspace[32:]), q, memory={"workspace": workspace})
+    assert made_again(calls, call)
+    assert kernel.ran[0][-1] == workspace[32:].data_ptr()
+
+
+def test_a_part_of_the_calls_memory_is_not_prepared() -> None:
+    q, kernel = rows(), Kernel(("q",))
+    calls, call = calls_after(lambda: launch(kernel, (1,), q[1:]), q)
+    assert not made_again(calls, call)
+
+
+def test_an_argument_that_hides_memory_is_not_prepared() -> None:
+    q, kernel = rows(), Kernel(("q", "descriptor"))
+    calls, call = calls_after(lambda: launch(kernel, (1,), q, SimpleNamespace(base=q)), q)
+    assert not made_again(calls, call)
+
+
+def test_a_call_that_does_other_work_is_not_prepared() -> None:
+    q, kernel = rows(), Kernel(("q",))
+    fixed = FixedLaunch(Kernel(("first", "second")), q.device, (1, 1, 1), q)
+    for other_work in (lambda: run_as_launch(q.zero_), lambda: fixed(q)):
+
+        def make(other_work: Callable[[], object] = other_work) -> None:
+            launch(kernel, (1,), q)
+            other_work()
+
+        calls, call = calls_after(make, q)
+        assert not made_again(calls, call)
+
+
+def test_nothing_that_runs_under_an_interpreter_is_prepared() -> None:
+    q = rows()
+
+    class Interpreted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *args, **options: None
+
+    calls, call = calls_after(lambda: launch(Interpreted(), (1,), q), q)
+    assert not made_again(calls, call)
+
+
+def test_a_call_that_raises_is_not_prepared() -> None:
+    q, kernel, calls = rows(), Kernel(("q",)), PreparedCalls()
+    call = Call("form", (q.data_ptr(),), 1)
+    try:
+        with calls.noting(call, (), stream):
+            launch(kernel, (1,), q)
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    assert not made_again(calls, call)
+
+
+def test_tensors_that_begin_between_multiples_of_16_bytes_are_left_to_triton() -> None:
+    memory, kernel = torch.zeros(64), Kernel(("q",))
+    odd, even = memory[1:5], memory[4:8]
+    calls, call = calls_after(lambda: launch(kernel, (1,), odd), odd)
+    assert not made_again(calls, call), "prepared by an odd address"
+    calls, call = calls_after(lambda: launch(kernel, (1,), even), even)
+    assert made_again(calls, call)
+
+
+@pytest.mark.parametrize("odd_one", range(5))
+def test_a_prepared_form_is_not_used_for_tensors_that_begin_elsewhere(odd_one: int) -> None:
+    """The layer's calls of a form that was prepared, with one tensor at an odd address, and with none."""
+    forms, *_ = forms_of(PLAIN)
+    kernel, calls = Kernel(("first",)), PreparedCalls()
+
+    def given(odd: bool) -> list[Tensor]:
+        sizes = [(4, 2, 16), (4, 2, 16), (4, 8, 16), (4, 8, 16), (4, 8)]
+        return [rows_at(1 if odd and at == odd_one else 0, *size) for at, size in enumerate(sizes)]
+
+    def made(tensors: list[Tensor]) -> list[Call | None]:
+        k, v, q, out, lse = tensors
+        roped = forms.rope_and_store(calls, 0, Projected(q, k, v, out), QkvWork())
+        return [forms.store(calls, 0, k, v), roped, forms.attend(calls, 0, q, out, lse)]
+
+    for call in made(given(odd=False)):
+        assert call is not None
+        with calls.noting(call, (), stream):
+            launch(kernel, (1,), 1)
+    assert made(given(odd=False)) == [None] * 3
+    assert len(kernel.ran) == 3
+    has_it = [odd_one < 2, odd_one < 4, odd_one >= 2]
+    assert [call is not None for call in made(given(odd=True))] == has_it
+
+
+def rows_at(first: int, *sizes: int) -> Tensor:
+    """A contiguous tensor that begins so many elements after a multiple of 16 bytes."""
+    return torch.zeros(prod(sizes) + first)[first:].view(sizes)
+
+
+def test_a_tensor_that_is_also_the_layers_is_not_prepared() -> None:
+    q, kernel = rows(), Kernel(("q", "pages"))
+    calls = PreparedCalls()
+    call = Call("form", (q.data_ptr(), q.data_ptr()), 1)
+    with calls.noting(call, (), stream):
+        launch(kernel, (1,), q, q)
+    assert not made_again(calls, call)
+
+
+def test_a_step_remembers_a_limited_number_of_forms() -> None:
+    q, kernel, calls = rows(), Kernel(("q",)), PreparedCalls()
+    made = []
+    for form in range(100):
+        call = Call(form, (q.data_ptr(),), 1)
+        with calls.noting(call, (), stream):
+            launch(kernel, (1,), q)
+        made.append(made_again(calls, call))
+    assert 16 <= sum(made) <= 64
+
+
+def test_launches_of_another_thread_are_not_noted() -> None:
+    kernel, q = Kernel(("q",)), rows()
+    with note_launches() as notes:
+        other = Thread(target=lambda: launch(kernel, (1,), q))
+        other.start()
+        other.join()
+        launch(kernel, (2,), q)
+    assert [noted.grid for noted in notes.launches] == [(2,)]
+    assert isinstance(notes.launches[0], Launch)
+
+
+def test_an_observer_gets_launches_that_are_not_noted() -> None:
+    kernel, q = Kernel(("q",)), rows()
+    seen: list[object] = []
+    with note_launches() as notes, observe_launches(seen.append):
+        launch(kernel, (1,), q)
+    assert len(seen) == 1
+    assert not notes.launches
+
+
+def test_what_is_wrapped_around_a_launcher_has_to_say_for_itself_that_it_only_launches() -> None:
+    @only_launches
+    def launcher() -> None:
+        pass
+
+    def wrapped() -> None:
+        launcher()
+
+    wrapped.__dict__.update(launcher.__dict__)
+    assert does_only_launch(launcher)
+    assert not does_only_launch(wrapped)
+
+
+CPU = torch.device("cpu")
+PLAIN = Problem(8, 2, 16, 16, torch.float32, 16, 0.25)
+WITH_SINKS = replace(PLAIN, has_sinks=True)
+
+
+def forms_of(*problems: Problem) -> tuple[LayerForms, HybridKVPool, LayerHeadWeights]:
+    pool = HybridKVPool(problems, [Space.FULL] * len(problems), num_pages={Space.FULL: 4}, device=CPU)
+    weights = LayerHeadWeights(problems, CPU)
+    kinds = sorted(set(problems), key=problems.index)
+    return LayerForms([kinds.index(problem) for problem in problems], pool, weights), pool, weights
+
+
+def kv(tokens: int = 4) -> tuple[Tensor, Tensor]:
+    return torch.zeros(tokens, 2, 16), torch.zeros(tokens, 2, 16)
+
+
+def q_and_out(tokens: int = 4) -> tuple[Tensor, Tensor]:
+    return torch.zeros(tokens, 8, 16), torch.zeros(tokens, 8, 16)
+
+
+def store(forms: LayerForms, layer: int, k: Tensor, v: Tensor) -> Call:
+    call = forms.store(NOTHING_PREPARED, layer, k, v)
+    assert call is not None
+    return call
+
+
+def rope_and_store(forms: LayerForms, layer: int, given: Projected, work: QkvWork) -> Call:
+    call = forms.rope_and_store(NOTHING_PREPARED, layer, given, work)
+    assert call is not None
+    return call
+
+
+def attend(forms: LayerForms, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> Call:
+    call = forms.attend(NOTHING_PREPARED, layer, q, out, lse)
+    assert call is not None
+    return call
+
+
+def test_layers_of_a_kind_share_forms_and_have_addresses_of_their_own() -> None:
+    forms, pool, _ = forms_of(PLAIN, PLAIN)
+    q, out = q_and_out()
+    first, second = attend(forms, 0, q, out, None), attend(forms, 1, q, out, None)
+    assert first.form == second.form
+    for layer, call in enumerate((first, second)):
+        pages = pool.layer(layer)
+        assert call.addresses == (q.data_ptr(), out.data_ptr(), 0, pages.k.data_ptr(), pages.v.data_ptr(), 0, 0, 0, 0)
+    k, v = kv()
+    assert store(forms, 0, k, v).form == store(forms, 1, k, v).form
+    assert store(forms, 0, k, v).form != attend(forms, 0, k, v, None).form
+
+
+def test_layers_of_other_kinds_have_other_forms() -> None:
+    forms, _, weights = forms_of(PLAIN, WITH_SINKS, replace(PLAIN, window_left=7))
+    weights.set(1, HeadWeights(sinks=torch.ones(8)))
+    q, out = q_and_out()
+    assert len({attend(forms, layer, q, out, None).form for layer in range(3)}) == 3
+    assert len({store(forms, layer, *kv()).form for layer in range(3)}) == 3
+
+
+def test_tensors_of_other_sizes_strides_or_dtypes_make_another_form() -> None:
+    forms, *_ = forms_of(PLAIN)
+    q, out = q_and_out()
+    others = [
+        (torch.zeros(5, 8, 16), out, None),
+        (torch.zeros(4, 16, 16)[:, :8], out, None),
+        (torch.zeros(8, 4, 16).transpose(0, 1), out, None),
+        (q.bfloat16(), out, None),
+        (q, torch.zeros(4, 9, 16)[:, :8], None),
+        (q, out.half(), None),
+        (q, q, None),
+        (q, out, torch.zeros(4, 8)),
+        (q, out, torch.zeros(8, 4).T),
+        (q.to("meta"), out, None),
+    ]
+    known = {attend(forms, 0, q, out, None).form, *(attend(forms, 0, *other).form for other in others)}
+    assert len(known) == 1 + len(others)
+    k, v = kv()
+    stores = [(k, v), (k, k), (torch.zeros(4, 4, 16)[:, :2], v), (k, torch.zeros(4, 4, 16)[:, :2]), (k.half(), v)]
+    assert len({store(forms, 0, *each).form for each in stores}) == len(stores)
+
+
+def test_a_layers_new_pages_and_weights_are_used_at_once() -> None:
+    forms, pool, weights = forms_of(WITH_SINKS)
+    weights.set(0, HeadWeights(sinks=torch.ones(8)))
+    q, out = q_and_out()
+    before, stored = attend(forms, 0, q, out, None), store(forms, 0, *kv())
+    pages = pool.layer(0)
+    pool.take(0, LayerPages.plain(pages.k.clone(), pages.v.clone()))
+    after = attend(forms, 0, q, out, None)
+    assert after.form == before.form
+    assert pool.layer(0).k.data_ptr() in after.addresses
+    assert pages.k.data_ptr() not in after.addresses
+    assert pages.k.data_ptr() in stored.addresses
+    assert pages.k.data_ptr() not in store(forms, 0, *kv()).addresses
+    elsewhere = LayerHeadWeights([WITH_SINKS], CPU, renew=lambda owned, given: given.clone())
+    forms = LayerForms([0], pool, elsewhere)
+    elsewhere.set(0, HeadWeights(sinks=torch.ones(8)))
+    first = attend(forms, 0, q, out, None)
+    elsewhere.set(0, HeadWeights(sinks=torch.zeros(8)))
+    sinks = elsewhere.of(0).sinks
+    assert sinks is not None
+    assert sinks.data_ptr() not in first.addresses
+    assert sinks.data_ptr() in attend(forms, 0, q, out, None).addresses
+
+
+def test_a_layer_that_wants_weights_is_refused() -> None:
+    forms, *_ = forms_of(WITH_SINKS)
+    with pytest.raises(WrongState, match="never given"):
+        attend(forms, 0, *q_and_out(), None)
+
+
+def test_another_norm_or_rope_makes_another_form_and_its_weights_are_used() -> None:
+    forms, *_ = forms_of(PLAIN)
+    q, out = q_and_out()
+    given = Projected(q, *kv(), out)
+    table = torch.ones(8, 16)
+    works = [
+        QkvWork(),
+        QkvWork(rope=RopeTable(table)),
+        QkvWork(rope=RopeTable(table, RopePairs.NEIGHBOURS)),
+        QkvWork(rope=RopeTable(torch.ones(8, 8))),
+        QkvWork(rope=RopeTable(torch.ones(8, 8), at_end=True)),
+        QkvWork(q_norm=RowNorm(torch.ones(16), 1e-6)),
+        QkvWork(q_norm=RowNorm(torch.ones(16), 1e-5)),
+        QkvWork(q_norm=RowNorm(torch.ones(16), 1e-6, 1.0)),
+        QkvWork(k_norm=RowNorm(torch.ones(16), 1e-6)),
+    ]
+    assert len({rope_and_store(forms, 0, given, work).form for work in works}) == len(works)
+    again = QkvWork(rope=RopeTable(table.clone()))
+    call = rope_and_store(forms, 0, given, again)
+    assert call.form == rope_and_store(forms, 0, given, works[1]).form
+    assert again.rope is not None
+    assert again.rope.cos_sin.data_ptr() in call.addresses
+    in_place = rope_and_store(forms, 0, given._replace(q_out=q), again)
+    assert in_place.form != call.form
+
+
+class _WithOtherWork:
+    """A kernel around which something else is done."""
+
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        args.out.zero_()
+
+
+def test_kernels_are_prepared_whose_parts_all_are() -> None:
+    problem = Problem(8, 2, 128, 128, torch.bfloat16, 16, 128**-0.5)
+    kernels = select(problem, KNOWN_TARGETS["gfx942"], "triton").kernels
+    by_name = {kernel.row.name: kernel.bound for kernel in kernels.values()}
+    assert is_prepared(by_name["triton.decode"])
+    assert is_prepared(by_name["triton.extend"])
+    mixed = by_name["triton.extend+decode"]
+    assert isinstance(mixed, TritonMixed)
+    assert is_prepared(mixed)
+    assert not is_prepared(TritonMixed(_WithOtherWork(), mixed.extend))  # type: ignore[arg-type]
+    assert not is_prepared(TorchDecode(problem))

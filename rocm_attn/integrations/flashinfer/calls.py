@@ -9,7 +9,8 @@ from torch import Tensor
 
 from rocm_attn.errors import BadSetting, BadTensor
 from rocm_attn.integrations.flashinfer.asked import Geometry, check_rows
-from rocm_attn.integrations.flashinfer.planned import LOG2_E, Inputs, PlannedAttention
+from rocm_attn.integrations.flashinfer.batch import Inputs
+from rocm_attn.integrations.flashinfer.planned import LOG2_E, PlannedAttention
 
 Scale = float | Tensor | None
 # K and V in one tensor, or in two.

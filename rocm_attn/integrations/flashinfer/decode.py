@@ -18,8 +18,9 @@ from rocm_attn.integrations.flashinfer.asked import (
     provider_of,
     refuse,
 )
+from rocm_attn.integrations.flashinfer.batch import Room
 from rocm_attn.integrations.flashinfer.calls import Call, PagedKV, Result, Scale, attend, pages_of
-from rocm_attn.integrations.flashinfer.planned import PlannedAttention, Room
+from rocm_attn.integrations.flashinfer.planned import PlannedAttention
 from rocm_attn.integrations.flashinfer.single import as_nhd, attend_alone
 from rocm_attn.integrations.flashinfer.wrapped import PagedKVLists, keep
 
@@ -263,6 +264,11 @@ class BatchDecodeWithPagedKVCacheWrapper:
             warnings.warn("q_len_per_req belongs to plan()", DeprecationWarning, stacklevel=2)
             if q_len_per_req != self._q_len_per_req:
                 raise BadBatch(f"q_len_per_req is {q_len_per_req}, planned as {self._q_len_per_req}; plan again")
+        if len(q) != planned.batch.lengths.num_tokens:
+            raise BadTensor(
+                f"q has {len(q)} rows; {planned.batch.lengths.num_seqs} sequences were planned with q_len_per_req "
+                f"{self._q_len_per_req}, plan again"
+            )
         call = Call(out, lse, return_lse, "log2", "NH", q_scale, k_scale, v_scale, sinks)
         return attend(planned, geometry, self._out_dtype, q, pages_of(paged_kv_cache, self._kv_layout), call)
 

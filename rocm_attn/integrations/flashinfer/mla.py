@@ -6,19 +6,18 @@ that have both. Where they lie in two tensors that are no parts of one, run() co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadBatch, BadTensor, Unsupported, WrongState
 from rocm_attn.integrations.flashinfer.asked import Geometry, as_dtype, check_rows, provider_of, refuse
+from rocm_attn.integrations.flashinfer.batch import Batch, Room
 from rocm_attn.integrations.flashinfer.calls import Call, Result, attend
-from rocm_attn.integrations.flashinfer.lengths import Int64Array, Lengths, on_host
-from rocm_attn.integrations.flashinfer.planned import Batch, PlannedAttention, Room
-from rocm_attn.integrations.flashinfer.wrapped import keep, listed_batch
+from rocm_attn.integrations.flashinfer.latent_batch import MLAPlanMetadata, batch_of, given
+from rocm_attn.integrations.flashinfer.planned import PlannedAttention
+from rocm_attn.integrations.flashinfer.wrapped import keep
 from rocm_attn.problem import PoolKind
 
 __all__ = ["BatchMLAPagedAttentionWrapper", "MLAPlanMetadata"]
@@ -27,93 +26,6 @@ __all__ = ["BatchMLAPagedAttentionWrapper", "MLAPlanMetadata"]
 Parts = Tensor | tuple[Tensor, Tensor]
 LseMode = Literal["none", "base2", "basee"]
 ScaleMode = Literal["default", "kv-per-tensor", "bmm-scalar", "bmm-tensor"]
-
-
-@dataclass(frozen=True)
-class MLAPlanMetadata:
-    """Lengths and pages of a batch: as lists of pages (csr), as a table (dense), or both, of which the lists count.
-
-    qo_indptr, kv_indptr: int32 [S + 1]; kv_indices: int32 [kv_indptr[S] or more]; kv_len_arr: int32 [S]
-    cum_seq_lens_q:       int32 [S + 1]; block_tables: int32 [S, pages]; seq_lens: int32 [S]
-    """
-
-    qo_indptr: Tensor | None = None
-    kv_indptr: Tensor | None = None
-    kv_indices: Tensor | None = None
-    kv_len_arr: Tensor | None = None
-    cum_seq_lens_q: Tensor | None = None
-    block_tables: Tensor | None = None
-    seq_lens: Tensor | None = None
-    max_q_len: int | None = None
-
-    @classmethod
-    def csr(cls, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len_arr: Tensor) -> MLAPlanMetadata:
-        """Lists of pages."""
-        return cls(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
-
-    @classmethod
-    def dense(
-        cls, cum_seq_lens_q: Tensor, block_tables: Tensor, seq_lens: Tensor, max_q_len: int | None = None
-    ) -> MLAPlanMetadata:
-        """A table of pages."""
-        return cls(cum_seq_lens_q=cum_seq_lens_q, block_tables=block_tables, seq_lens=seq_lens, max_q_len=max_q_len)
-
-    @classmethod
-    def dual(
-        cls,
-        qo_indptr: Tensor,
-        kv_indptr: Tensor,
-        kv_indices: Tensor,
-        kv_len_arr: Tensor,
-        *,
-        cum_seq_lens_q: Tensor,
-        block_tables: Tensor,
-        seq_lens: Tensor,
-        max_q_len: int | None = None,
-    ) -> MLAPlanMetadata:
-        """Both."""
-        lists = qo_indptr, kv_indptr, kv_indices, kv_len_arr
-        return cls(*lists, cum_seq_lens_q, block_tables, seq_lens, max_q_len)
-
-
-def _given(tensor: Tensor | None) -> Tensor:
-    if tensor is None:
-        raise BadBatch(
-            "the plan lacks tensors; give qo_indptr, kv_indptr, kv_indices and kv_len_arr, or cum_seq_lens_q, "
-            "block_tables and seq_lens"
-        )
-    return tensor
-
-
-def _batch_of(metadata: MLAPlanMetadata, page_size: int) -> Batch:
-    """What a plan is made of. Raises BadBatch, BadTensor."""
-    lists = metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices, metadata.kv_len_arr
-    if any(each is not None for each in lists):
-        return _batch_of_lists(page_size, *map(_given, lists))
-    table = _given(metadata.block_tables)
-    q_indptr, kv_len = on_host(_given(metadata.cum_seq_lens_q), _given(metadata.seq_lens))
-    if table.dim() != 2 or len(table) != len(kv_len):
-        raise BadTensor(f"block_tables are {list(table.shape)}; they have a row for each of {len(kv_len)} sequences")
-    pages = -(-kv_len // page_size)
-    if pages.max(initial=0) > table.shape[1]:
-        raise BadBatch(f"a sequence has {pages.max()} pages, and block_tables have room for {table.shape[1]}")
-    is_page = torch.from_numpy(np.arange(table.shape[1]) < pages[:, None]).to(table.device)
-    indptr = np.concatenate([[0], pages.cumsum()])
-    return listed_batch(Lengths(q_indptr, indptr[:-1], kv_len), table[is_page], indptr)
-
-
-def _batch_of_lists(page_size: int, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len: Tensor) -> Batch:
-    q, indptr, lens = on_host(qo_indptr, kv_indptr, kv_len)
-    _check_pages(indptr, lens, page_size)
-    return listed_batch(Lengths(q, indptr[:-1], lens), kv_indices, indptr)
-
-
-def _check_pages(indptr: Int64Array, kv_len: Int64Array, page_size: int) -> None:
-    if len(indptr) != len(kv_len) + 1 or indptr[0] != 0 or (np.diff(indptr) < -(-kv_len // page_size)).any():
-        raise BadBatch(
-            f"kv_indptr {indptr[:9].tolist()}... has not the pages of {page_size} tokens that kv_len_arr "
-            f"{kv_len[:9].tolist()}... needs"
-        )
 
 
 class BatchMLAPagedAttentionWrapper:
@@ -199,16 +111,16 @@ class BatchMLAPagedAttentionWrapper:
 
     def _use(self, metadata: MLAPlanMetadata, geometry: Geometry) -> None:
         self._batch = None
-        batch = _batch_of(metadata, geometry.page_size)
+        batch = batch_of(metadata, geometry.page_size)
         self._geometry = geometry
         for is_copied in self._planned or (False,):
             self._plan(batch, is_copied)
         if self._use_cuda_graph:
             if metadata.kv_indptr is None:
                 raise Unsupported("tables of pages are not served where run() is captured; give lists of pages")
-            given = metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices, metadata.kv_len_arr
-            for (name, buffer), values in zip(self._buffers.items(), given, strict=True):
-                keep(name, buffer, _given(values)[: batch.num_entries] if name == "kv_indices" else _given(values))
+            lists = metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices, metadata.kv_len_arr
+            for (name, buffer), values in zip(self._buffers.items(), map(given, lists), strict=True):
+                keep(name, buffer, values[: batch.num_entries] if name == "kv_indices" else values)
         self._batch = batch
 
     def _plan(self, batch: Batch, is_copied: bool) -> PlannedAttention:
@@ -218,8 +130,8 @@ class BatchMLAPagedAttentionWrapper:
         if planned is None:
             fixed = None
             if self._use_cuda_graph:
-                num_entries = len(_given(self._buffers["kv_indices"]))
-                num_seqs = len(_given(self._buffers["kv_len_arr"]))
+                num_entries = len(given(self._buffers["kv_indices"]))
+                num_seqs = len(given(self._buffers["kv_len_arr"]))
                 fixed = Room(num_seqs, max(batch.lengths.num_tokens, 1), num_entries, num_entries)
             each_one = bool((batch.lengths.q_len == 1).all())
             planned = PlannedAttention(self.device, self._provider, fixed=fixed, each_one=each_one)
@@ -294,7 +206,7 @@ class BatchMLAPagedAttentionWrapper:
         pages = batch.pages[: batch.num_entries].to(self.device)
         if self._use_cuda_graph:
             # As many as there may be: a graph copies those of later plans too. Those that no plan named are page 0.
-            pages = _given(self._buffers["kv_indices"]).clamp(0, len(parts[0]) - 1)
+            pages = given(self._buffers["kv_indices"]).clamp(0, len(parts[0]) - 1)
         return torch.cat([part.index_select(0, pages) for part in parts], -1)
 
 

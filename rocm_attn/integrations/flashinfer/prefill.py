@@ -17,8 +17,9 @@ from rocm_attn.integrations.flashinfer.asked import (
     provider_of,
     refuse,
 )
+from rocm_attn.integrations.flashinfer.batch import Room
 from rocm_attn.integrations.flashinfer.calls import Call, PagedKV, Result, Scale, attend, pages_of
-from rocm_attn.integrations.flashinfer.planned import PlannedAttention, Room
+from rocm_attn.integrations.flashinfer.planned import PlannedAttention
 from rocm_attn.integrations.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from rocm_attn.integrations.flashinfer.single import as_nhd, attend_alone
 from rocm_attn.integrations.flashinfer.wrapped import PagedKVLists, keep

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from rocm_attn.errors import BadTensor
 from rocm_attn.integrations.flashinfer.asked import Geometry, Scores, check_layout, provider_of
+from rocm_attn.integrations.flashinfer.batch import Batch
 from rocm_attn.integrations.flashinfer.calls import Call, Result, attend
 from rocm_attn.integrations.flashinfer.cells import given_cells
 from rocm_attn.integrations.flashinfer.lengths import Int64Array, Lengths
-from rocm_attn.integrations.flashinfer.planned import Batch, PlannedAttention
+from rocm_attn.integrations.flashinfer.planned import PlannedAttention
 from rocm_attn.machine.devices import with_index
 
 Masks = tuple[Tensor | None, Tensor | None]

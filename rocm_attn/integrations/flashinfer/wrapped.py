@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadBatch, BadTensor, NeverFits
+from rocm_attn.integrations.flashinfer.batch import Batch
 from rocm_attn.integrations.flashinfer.cells import given_cells
 from rocm_attn.integrations.flashinfer.lengths import Int64Array, Lengths, on_host, paged_kv_len
 from rocm_attn.integrations.flashinfer.page_lists import page_bounds
-from rocm_attn.integrations.flashinfer.planned import Batch
 
 
 @dataclass(frozen=True, slots=True)

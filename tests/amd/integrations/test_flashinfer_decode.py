@@ -159,7 +159,7 @@ def test_what_is_not_served_is_refused_by_run(device: torch.device) -> None:
     with pytest.raises(Unsupported, match=r"\*args is not served"):
         wrapper.run(q, cache, 1.0)
     bad: list[tuple[Tensor, Tensor | tuple[Tensor, Tensor], str]] = [
-        (q[:1], cache, "q is torch.float32 .1, 4, 16."),
+        (q[:1], cache, "q has 1 rows; 2 sequences were planned"),
         (q.half(), cache, "q is torch.float16"),
         (q, cache[:2], "the KV cache has pages 0 to 1"),
         (q, cache.half(), "layer 0 is torch.float16"),

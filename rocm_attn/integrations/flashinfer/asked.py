@@ -130,6 +130,8 @@ class Geometry:
     def __post_init__(self) -> None:
         if self.dtype.itemsize == 1:
             raise Unsupported(f"queries in {self.dtype} are not served; pass them in 16 bits")
+        if self.kv_dtype == torch.uint8:
+            raise Unsupported(f"K and V in torch.uint8 are not served: {_REFUSED['kv_cache_sf']}")
         if self.kv_dtype != self.dtype and self.kv_dtype not in _EIGHT_BITS:
             raise Unsupported(
                 f"K and V in {self.kv_dtype} beside queries in {self.dtype} are not served; give both one dtype, or "

@@ -27,17 +27,17 @@ def seen_cells(
         return torch.zeros(1, dtype=torch.bool, device=device)
     if mask is not None and window_left == UNLIMITED_WINDOW:
         return mask
-    kv_len = np.repeat(lengths.kv_len, lengths.q_len)
-    first_cell = np.cumsum(kv_len) - kv_len
-    of_token = torch.from_numpy(np.stack([first_cell, kv_len, token_positions(lengths)])).to(device)
-    cell = torch.arange(num_cells, device=device)
-    first, _, position = of_token.repeat_interleave(of_token[1], dim=1, output_size=num_cells)
-    key = cell - first
-    seen = mask if mask is not None else torch.ones(num_cells, dtype=torch.bool, device=device)
-    if causal and mask is None:
-        seen = seen & (key <= position)
-    if window_left != UNLIMITED_WINDOW:
-        seen = seen & (key >= position - window_left)
+    seen = torch.ones(num_cells, dtype=torch.bool, device=device) if mask is None else mask.clone()
+    key = torch.arange(lengths.max_kv_len, device=device)
+    begin = 0
+    for q_len, kv_len in zip(lengths.q_len.tolist(), lengths.kv_len.tolist(), strict=True):
+        cells = seen[begin : begin + q_len * kv_len].view(q_len, kv_len)
+        begin += q_len * kv_len
+        position = torch.arange(kv_len - q_len, kv_len, device=device)[:, None]
+        if causal and mask is None:
+            cells &= key[:kv_len] <= position
+        if window_left != UNLIMITED_WINDOW:
+            cells &= key[:kv_len] >= position - window_left
     return seen
 
 

@@ -28,6 +28,8 @@ from rocm_attn.step.external_step import NO_CELLS, ONE_EACH, BoolCells, Boundari
 from rocm_attn.step.head_weights import HeadWeights
 
 LOG2_E = 1.4426950408889634
+# Where nothing is captured: attentions that are kept, for scales that differ from call to call, for instance.
+_MOST_BUILT = 32
 
 
 class _Variant(NamedTuple):
@@ -160,6 +162,8 @@ class PlannedAttention:
             return built.attention
         self._refuse_capture()
         if built is None:
+            if self._fixed is None and len(self._built) >= _MOST_BUILT:
+                del self._built[next(iter(self._built))]
             built = _Built(self._new(geometry, problem))
             self._built[problem, geometry.deterministic] = built
         built.attention.begin(self._step(batch, geometry, sight))

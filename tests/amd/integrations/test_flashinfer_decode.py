@@ -121,6 +121,7 @@ REFUSED_PLANS = [
     ({"window_right": 4}, Unsupported, "window_right is not served: windows reach back"),
     ({"q_data_type": torch.float8_e4m3fn}, Unsupported, "pass them in 16 bits"),
     ({"kv_data_type": "bfloat16"}, Unsupported, "give both one dtype"),
+    ({"kv_data_type": torch.uint8}, Unsupported, "no kernel here reads NVFP4 pages"),
     ({"kv_data_type": "nvfp4"}, BadSetting, "'nvfp4' is no dtype"),
     ({"pos_encoding_mode": "ALIBI", "logits_soft_cap": 1.0}, Unsupported, "after the cap here"),
     ({"is_causal": True}, Unsupported, "leave it None"),
@@ -223,3 +224,16 @@ def test_more_pages_than_there_is_room_for_are_refused(device: torch.device) -> 
         lists.write(ints([0, 1, 2], device), 3)
     with pytest.raises(BadTensor, match="the 3 entries that indptr ends with"):
         lists.write(ints([0, 1], device), 3)
+
+
+def test_scales_of_many_calls_keep_no_kernels_without_end(device: torch.device) -> None:
+    batch = new_batch((6, 3), 4, device=device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    wrapper.plan(*batch.lists, *SIZES, 4, q_data_type="float32", sm_scale=0.01)
+    q = queries(2, device=device)
+    for scale in range(1, 41):
+        found = wrapper.run(q, batch.cache, q_scale=float(scale), return_lse=True)
+        if scale % 20 == 0:
+            check(found, wanted(batch, q, [1, 1], [Scores(0.01 * scale)] * 2))
+    assert wrapper._planned is not None
+    assert len(wrapper._planned._built) == 32

@@ -145,6 +145,8 @@ _SM_90_LAYERS = (
     ((32, 1), (512, 512), BF16, 16),
     ((16, 1), (512, 512), FP32, 16),
 )
+# Whose decode reads heads as equal blocks, of elements alone.
+_SM_90_BLOCKS = (((16, 1), (80, 80), BF16, 16), ((16, 1), (192, 192), BF16, 16))
 _SM_80_LAYERS = (
     ((32, 8), (128, 128), BF16, 16),
     ((8, 4), (256, 256), BF16, 16),
@@ -171,7 +173,7 @@ ROWS = (
     Row("gfx942", *_AMD_LAYERS[2], kv=KVEncoding.E5M2, scales=Scales.HEAD),
     # More query heads on a KV head than any row serves at once: they are cut into blocks.
     Row("gfx942", (128, 1), (128, 128), BF16, 16),
-    *(Row("sm_90", *layer) for layer in _SM_90_LAYERS),
+    *(Row("sm_90", *layer) for layer in (*_SM_90_LAYERS, *_SM_90_BLOCKS)),
     *(Row("sm_80", *layer) for layer in _SM_80_LAYERS),
     *(
         Row(

@@ -31,7 +31,7 @@ from tests.amd.offline.matrix import ROWS, Row, launch_rest
 from tests.amd.offline.offline_driver import compiled_by
 from tests.amd.offline.test_offline_driver import gather_product
 
-MAX_ROWS = 105
+MAX_ROWS = 106
 # Where the rows of an arch without rows of its own stand in tuning/tiles.py.
 FAMILIES = {"sm_80": "sm_"}
 
@@ -239,7 +239,8 @@ def test_every_run_compiles_each_kind_of_layer() -> None:
     assert len(rows) == len(IN_EVERY_RUN), "a row has another name now"
     assert {row.arch for row in rows} == {*AMD_ARCHS, "sm_90"}
     assert {row.pool for row in rows} == {row.pool for row in ROWS}
-    assert {row.dims for row in rows} == {row.dims for row in ROWS} - {(80, 96)}, "float16's dims, which are long"
+    long = {(80, 96), (80, 80), (192, 192)}  # float16's dims, and those that sm_90 alone has tiles for
+    assert {row.dims for row in rows} == {row.dims for row in ROWS} - long
     assert {row.scales for row in rows} == {row.scales for row in ROWS}
     for arch in AMD_ARCHS:
         assert any(row.arch == arch and row.kv is not KVEncoding.LIKE_Q for row in rows), f"no codes on {arch}"

@@ -106,7 +106,8 @@ class AttentionRuntime:
         selecting = core.layers.selecting
         self._stores = StepStores(len(problems) + len(selecting.indexed), self.table.tokens, require_stored)
         self._selections = StepSelections(selecting, guards.step.layers.selection_of)
-        self._evict = guards.batch.evict(self.table) if windows else _keep_everything
+        self._selects = bool(selecting.indexed)
+        self._evict = guards.batch.evict(self.table) if windows else None
         self._publisher = Publisher(
             core.ops, self.table, self.pool, guards.publishing, holds_faults=self.meetings.holds_faults
         )
@@ -213,7 +214,8 @@ class AttentionRuntime:
         Ranks that call begin_step(), or run steps by a StepRunner, meet there. Raises DeviceFault for an earlier step,
         on all ranks alike, and RanksDiverged.
         """
-        self._publisher.report(self.meetings.before_step(self.step_number, self._publisher.found))
+        if self.agree is not alone:  # a rank alone has none to hear of
+            self._publisher.report(self.meetings.before_step(self.step_number, self._publisher.found))
 
     def report_faults(self) -> None:
         """As check_device, of steps alone: what padded sequences read is not looked at."""
@@ -275,7 +277,8 @@ class AttentionRuntime:
         """The part of begin_step that runs before a graph: check, plan, update the table, publish the inputs."""
         self._begin("a step cannot begin")
         try:
-            refusal = self._checked(batch)
+            self._check_batch(batch)
+            refusal = "" if self.table.tokens.goes_on(batch) else self._check_tokens(batch)
             return self._stage_whole(batch, self._planner.plan(batch, pad_to, 1), refusal)
         except BaseException:
             self.end_step()
@@ -321,7 +324,8 @@ class AttentionRuntime:
         return "" if self.table.tokens.goes_on(batch) else self._check_tokens(batch)
 
     def _stage_whole(self, batch: StepBatch, plan: StepPlan, refusal: str) -> Step:
-        self._evict(batch)
+        if self._evict is not None:
+            self._evict(batch)
         with on_device(self.device):
             self._streams.follow()
             children = self.core.memory.device_steps(plan)
@@ -329,7 +333,8 @@ class AttentionRuntime:
             self._publisher.publish_whole(batch, children[0])
         self._plan, self._children, self._state = plan, children, _State.STAGED
         self._stores.begin(batch, 1, refusal)
-        self._selections.begin(1)
+        if self._selects:
+            self._selections.begin(1)
         # Steps of equal sizes are equal, and a server decodes many in a row.
         step, self._who_runs = self._last_step, children[0]
         if step is None or not step.is_for(batch, children[0], plan):
@@ -339,7 +344,8 @@ class AttentionRuntime:
 
     def _stage_halves(self, batch: StepBatch, plan: StepPlan, refusal: str) -> SplitStep:
         batches = split_batch(batch, plan.shape.child.num_seqs)
-        self._evict(batch)
+        if self._evict is not None:
+            self._evict(batch)
         with on_device(self.device):
             self._streams.follow()
             children = self.core.memory.device_steps(plan)
@@ -538,7 +544,3 @@ class AttentionRuntime:
         if who is not self._who_runs:
             raise WrongState("the step of these layers is over; call the `layers` of the step that runs")
         self._streams.join()
-
-
-def _keep_everything(batch: StepBatch) -> None:
-    """No page leaves a window."""

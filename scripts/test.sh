@@ -38,6 +38,7 @@ readonly VENV=.venv-test
 
 # run_pytest ARGUMENT...: a run in which nothing passed is a failure, whatever was skipped.
 run_pytest() {
+    local log=$VENV/log-$stage
     # pytest-benchmark, where somebody has it, warns of -n auto.
     python -m pytest -p no:benchmark "$@" | tee "$log"
     grep -E '[0-9]+ passed' "$log" | tail -n 1 >>"$verdicts" || {
@@ -71,17 +72,22 @@ run_aiters_kernels() {
     TRITON_INTERPRET=1 run_pytest -n auto tests/amd/aiter_source/test_interpreted.py
 }
 
+# spread ARGUMENT...: tests over all cores. Workers share what is left at the end, where long tests would wait for one.
+spread() {
+    run_pytest -n auto --dist worksteal "$@"
+}
+
 # run_on_host ARGUMENT...: the tests that need neither a GPU nor Triton's interpreter.
 run_on_host() {
-    AITER_SOURCE="" run_pytest -n auto "$@" \
-        tests/amd/{host,hip_graphs,runtime,external,guards,graphs,system,runner,doctor,aiter,aiter_source,house}
+    AITER_SOURCE="" spread "$@" \
+        tests/amd/{host,hip_graphs,runtime,external,integrations,guards,graphs,system,runner,doctor,aiter,aiter_source,house}
 }
 
 # run_simulator: the kernels last and by one pytest, which has processes of its own: each of several workers would run
 # every case.
 run_simulator() {
     local kernels=tests/amd/simulator/test_kernels.py
-    run_pytest -n auto --ignore $kernels tests/amd/simulator
+    spread --ignore $kernels tests/amd/simulator
     run_pytest $kernels
 }
 
@@ -109,12 +115,12 @@ run_stage() {
     types) mypy -p rocm_attn -p tests -p benchmarks ;;
     host) run_on_host -m "not nightly" ;;
     host-long) run_on_host -m nightly ;;
-    interpreter) TRITON_INTERPRET=1 run_pytest -n auto -m "not long" tests/amd/{kernels,runtime,external} ;;
-    interpreter-long) TRITON_INTERPRET=1 run_pytest -n auto -m long tests/amd/{kernels,runtime,external} ;;
-    mutation) run_pytest -n auto -m "not long" tests/amd/mutation ;;
-    mutation-long) run_pytest -n auto -m long tests/amd/mutation ;;
+    interpreter) TRITON_INTERPRET=1 spread -m "not long" tests/amd/{kernels,runtime,external,integrations} ;;
+    interpreter-long) TRITON_INTERPRET=1 spread -m long tests/amd/{kernels,runtime,external,integrations} ;;
+    mutation) spread -m "not long" tests/amd/mutation ;;
+    mutation-long) spread -m long tests/amd/mutation ;;
     offline-long) compile -m long ;;
-    driver) run_pytest -n auto tests/amd/driver ;;
+    driver) spread tests/amd/driver ;;
     driver-long) python -m tests.amd.driver --seeds 200:2000 | tee -a "$verdicts" ;;
     text) run_pytest -n auto --dist loadfile -m "not nightly" tests/amd/text ;;
     text-long) run_pytest -n auto -m nightly tests/amd/text ;;
@@ -127,8 +133,8 @@ run_stage() {
     simulator) run_simulator ;;
     simulator@*) with_triton "${1#simulator@}" python -m tests.amd.simulator.record docs/simulator.md ;;
     aiter-source) run_aiters_kernels ;;
-    device) run_pytest -m "not nightly" tests/amd/{kernels,hip_graphs,runtime,external,guards,graphs,system,text,doctor} ;;
-    rocm) report_from_gpu tests/amd/{rocm,kernels,hip_graphs,runtime,external,guards,graphs,system,text,doctor} ;;
+    device) run_pytest -m "not nightly" tests/amd/{kernels,hip_graphs,runtime,external,integrations,guards,graphs,system,text,doctor} ;;
+    rocm) report_from_gpu tests/amd/{rocm,kernels,hip_graphs,runtime,external,integrations,guards,graphs,system,text,doctor} ;;
     images)
         hadolint docker/{,stand_in/}Dockerfile
         shellcheck -x docker/*.sh docker/stand_in/rocm/bin/* scripts/*.sh benchmarks/*.sh .ci/*
@@ -141,12 +147,12 @@ run_stage() {
 }
 
 make_venv $VENV dev
-log=$VENV/log verdicts=$VENV/verdicts
+verdicts=$VENV/verdicts
 : >"$verdicts"
 
 if [ $# -eq 0 ]; then
-    # Stages of one process each run beside another.
-    set -- lint 'types soak' images host interpreter mutation driver text offline oldest simulator
+    # Stages that leave a core idle, at their ends or all the time, run beside another.
+    set -- lint 'types soak' images host interpreter 'mutation text' 'driver simulator' 'offline oldest'
     if python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
         set -- "$@" device
     fi

@@ -152,7 +152,8 @@ class StepRunner(Generic[Outputs]):
 
     def _staged_and_run(self, stage: Stage, batch: StepBatch) -> tuple[Outputs, StepPlan]:
         """What a step gives, with its pads, and its plan; the step is not ended."""
-        self._follow_seal()
+        if self._seal_number != self._runtime.seal_number:
+            self._follow_seal()
         try:
             self._runtime.meet()
             step = stage()

@@ -168,6 +168,10 @@ class RequestTable:
                     f"row {row} needs {short} more pages{table.pages.of} for {kv_len} tokens and "
                     f"{table.num_free_pages} are free; free a request or raise {table.pages.knob}"
                 )
+        self._grow(row, kv_len)
+
+    def _grow(self, row: int, kv_len: int) -> None:
+        """Take the pages that row needs for kv_len tokens, of which there are enough in every space."""
         reserved = int(self._reserved_len[row])
         if kv_len <= reserved:
             return
@@ -212,7 +216,7 @@ class RequestTable:
                     f"free; free a request or raise {table.pages.knob}"
                 )
         for row, length in zip(rows, kv_len, strict=True):
-            self.reserve(row, length)
+            self._grow(row, length)
 
     def evict(self, rows: Int32Array, kv_len: Int32Array) -> None:
         """Give back what no later step needs of rows[i], which have kv_len[i] tokens stored or on their way.

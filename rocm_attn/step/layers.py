@@ -85,15 +85,13 @@ class Layers:
                 )
         self._work_of_layer: dict[int, QkvWork] = {}
         self._forms = LayerForms(self._kind_of_layer, pool, head_weights)
-        # A CPU's launches cost what their work does.
+        # A CPU has no launches to prepare.
         on_gpu = pool.device.type == "cuda"
         self._stream = current_stream(pool.device) if on_gpu else _no_stream
         around = ops.store_kv, ops.rope_store, ops.zero_tails, ops.clear_pads
-        self._prepares_stores = on_gpu and all(does_only_launch(launcher) for launcher in around)
+        self._launches_alone = on_gpu and all(does_only_launch(launcher) for launcher in around)
         kernels = (kernel for selection in kinds.selections for kernel in selection.kernels.values())
-        self._prepared_kernels = frozenset(
-            id(kernel) for kernel in kernels if self._prepares_stores and is_prepared(kernel.bound)
-        )
+        self._prepared_kernels = frozenset(id(kernel) for kernel in kernels if is_prepared(kernel.bound))
         self.selecting = kinds.selecting
         self._checks_selections = settings().debug
         self._selection_faults = torch.zeros(1, dtype=torch.int32, device=pool.device)
@@ -104,8 +102,8 @@ class Layers:
     def store(self, step: DeviceStep, plan: StepPlan, layer: int, k: Tensor, v: Tensor) -> None:
         """As LayerCalls.store, for the tokens of step, which has the plan. Raises BadTensor."""
         tensors = step.of_kind[self._kind_of(layer)]
-        call = self._forms.store(layer, k, v) if self._prepares_stores else _AS_IT_IS
-        if self._made_again(step, call):
+        call = self._forms.store(step.prepared, layer, k, v) if self._prepares() else _AS_IT_IS
+        if call is None:
             return
         self._check_kv(layer, k, v, tensors.slot_of_token.shape[0])
         pages, null_page = self._pool.layer(layer), tensors.terms.null_page
@@ -116,8 +114,8 @@ class Layers:
     def rope_and_store(self, step: DeviceStep, plan: StepPlan, layer: int, given: Projected, work: QkvWork) -> None:
         """As LayerCalls.rope_and_store, for the tokens of step, which has the plan. Raises BadTensor."""
         tensors = step.of_kind[self._kind_of(layer)]
-        call = self._forms.rope_and_store(layer, given, work) if self._prepares_stores else _AS_IT_IS
-        if self._made_again(step, call):
+        call = self._forms.rope_and_store(step.prepared, layer, given, work) if self._prepares() else _AS_IT_IS
+        if call is None:
             return
         self._check_kv(layer, given.k, given.v, tensors.slot_of_token.shape[0])
         self._check_queries(layer, given.q, given.q_out, work, tensors.slot_of_token.shape[0])
@@ -150,8 +148,9 @@ class Layers:
         """As LayerCalls.attend, for the tokens of step, which has the plan. Raises BadTensor, WrongState."""
         kind = self._kind_of(layer)
         kernel = plan.kernels[kind]
-        call = self._forms.attend(layer, q, out, lse) if id(kernel) in self._prepared_kernels else _AS_IT_IS
-        if self._made_again(step, call):
+        prepares = id(kernel) in self._prepared_kernels and self._prepares()
+        call = self._forms.attend(step.prepared, layer, q, out, lse) if prepares else _AS_IT_IS
+        if call is None:
             return
         problem, tensors = self.problem(layer), self._read_by(step, kind)
         self._check_rows(problem, tensors.slot_of_token.shape[0], q, out, lse)
@@ -237,18 +236,14 @@ class Layers:
         with on_device(self._device):
             sparse.selected.attend(args)
 
-    def _made_again(self, step: DeviceStep, call: Call) -> bool:
-        """Make a call whose form was prepared, and so was checked; whether it was made."""
-        if call is _AS_IT_IS or is_observed():
-            return False
-        with on_device(self._device):
-            return step.prepared.make(call)
+    def _prepares(self) -> bool:
+        """Whether calls are prepared, and made again by what was prepared."""
+        # torch._C: see on_device. A call for a device that is not the current one is made as it is.
+        return self._launches_alone and not is_observed() and torch._C._cuda_getDevice() == self._device.index
 
     def _noting(self, step: DeviceStep, call: Call) -> AbstractContextManager[None]:
         """Prepare the form of a call that is made meanwhile."""
-        if call is _AS_IT_IS or is_observed():
-            return nullcontext()
-        return step.prepared.noting(call, step, self._stream)
+        return nullcontext() if call is _AS_IT_IS else step.prepared.noting(call, step, self._stream)
 
     def problem(self, layer: int) -> Problem:
         """A layer's problem. Raises BadTensor for a layer that does not exist."""
@@ -385,8 +380,11 @@ class StepLayers:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
         """store, then attend."""
-        self.store(layer, k, v)
-        self.attend(layer, q, out, lse)
+        self._require_running()
+        self._stores.before_store()
+        self._layers.store(self._step, self._plan, layer, k, v)
+        self._stores.after_store(self._half, layer)
+        self._layers.attend(self._step, self._plan, layer, q, out, lse)
 
     def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
         """As LayerCalls.rope_and_store."""

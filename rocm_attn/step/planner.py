@@ -92,7 +92,7 @@ class Planner:
         """
         if pad_to is not None:
             require_pad_to(pad_to)
-        max_kv_len = self._max_kv_len_of(batch, pad_to)
+        max_kv_len = self._max_kv_len_of(batch, pad_to) if self._bakes_kv_len else self._max_kv_len
         # All that a plan depends on, so that a step of known sizes costs one look-up.
         sizes = (
             batch.num_seqs,

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from functools import partial, reduce
-from operator import itemgetter, or_
+from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ from rocm_attn.providers.contract import BoundKernel
 from rocm_attn.step.head_weights import LayerHeadWeights
 
 # What Triton looks at of an address; variants for others than multiples of it are as rare as such tensors.
-_ALIGNMENT = 16
+ALIGNMENT = 16
 # Forms of calls that a step remembers. A caller that gives tensors of ever other strides makes each call as it is.
 _MOST_FORMS = 64
 
@@ -40,7 +40,7 @@ Run = Callable[..., object]
 class PreparedCall:
     """The launches of a call, for any addresses of its tensors.
 
-    launches:  what runs each, and from where in `addresses + constants` its arguments come
+    launches:  what runs each, and from where in (stream, *addresses, *constants) its arguments come
     constants: everything that calls of the form have in common
     stream:    the handle of the current stream
     """
@@ -59,10 +59,9 @@ class PreparedCall:
 
     def __call__(self, addresses: tuple[int, ...]) -> None:
         """Launch on the current stream. addresses: of the tensors that the call was prepared with, in their order"""
-        values = addresses + self._constants
-        stream = self._stream()
+        values = (self._stream(), *addresses, *self._constants)
         for run, arguments_of in self._launches:
-            run(stream, *arguments_of(values))
+            run(*arguments_of(values))
 
 
 class PreparedCalls:
@@ -72,19 +71,11 @@ class PreparedCalls:
     shape, strides, dtype and device of every tensor that is given, and which of them are one.
     """
 
-    __slots__ = ("_by_form", "_owned")
+    __slots__ = ("_owned", "by_form")
 
     def __init__(self) -> None:
-        self._by_form: dict[Hashable, PreparedCall] = {}
+        self.by_form: dict[Hashable, PreparedCall] = {}
         self._owned: frozenset[int] = frozenset()
-
-    def make(self, call: Call) -> bool:
-        """Make a call again, if one of its form was prepared; whether it was made."""
-        prepared = self._by_form.get(call.form)
-        if prepared is None or not is_aligned(call.addresses):
-            return False
-        prepared(call.addresses)
-        return True
 
     @contextmanager
     def noting(self, call: Call, memory: object, stream: Callable[[], int]) -> Iterator[None]:
@@ -94,12 +85,12 @@ class PreparedCalls:
         """
         with note_launches() as notes:
             yield
-        is_clear = notes.is_whole and call.is_alone and is_aligned(call.addresses)
-        if is_clear and len(self._by_form) < _MOST_FORMS:
+        is_clear = notes.is_whole and call.is_alone and not any(each % ALIGNMENT for each in call.addresses)
+        if is_clear and len(self.by_form) < _MOST_FORMS:
             self._owned = self._owned or frozenset(_storage(tensor) for tensor in tensors_in(memory))
             prepared = prepare(notes.launches, call.addresses, self._owned, stream)
             if prepared is not None:
-                self._by_form[call.form] = prepared
+                self.by_form[call.form] = prepared
 
 
 def prepare(
@@ -110,7 +101,7 @@ def prepare(
     addresses: what the launches were given; 0 for what is not there
     owned:     addresses of the storages that stay where they are
     """
-    places = {address: place for place, address in enumerate(addresses) if address}
+    places = {address: 1 + place for place, address in enumerate(addresses) if address}
     constants: list[object] = []
     made: list[tuple[Run, Callable[[tuple[object, ...]], tuple[object, ...]]]] = []
     for launch in launches:
@@ -119,19 +110,20 @@ def prepare(
             return None
         # What compiled[grid] does, less looking for hooks of a profiler.
         compiled, grid = launch.compiled, (*launch.grid, 1, 1)[:3]
+        handles = compiled.function, compiled.packed_metadata, None, None, None
         taken = []
-        for argument in (compiled.function, compiled.packed_metadata, None, None, None, *found):
+        for argument in (*grid, _Place(0), *handles, *found):
             if isinstance(argument, _Place):
                 taken.append(argument.number)
             else:
-                taken.append(len(addresses) + len(constants))
+                taken.append(1 + len(addresses) + len(constants))
                 constants.append(argument)
-        made.append((partial(compiled.run, *grid), itemgetter(*taken)))
+        made.append((compiled.run, itemgetter(*taken)))
     return PreparedCall(made, tuple(constants), stream) if made else None
 
 
 class _Place(NamedTuple):
-    """An argument that is one of a call's addresses."""
+    """An argument that is the stream, whose number is 0, or one of a call's addresses, from 1 on."""
 
     number: int
 
@@ -151,11 +143,6 @@ def _arguments(launch: Launch, places: dict[int, int], owned: frozenset[int]) ->
         else:
             return None
     return found
-
-
-def is_aligned(addresses: tuple[int, ...]) -> bool:
-    """Whether all of them are multiples of what Triton looks at."""
-    return not reduce(or_, addresses) % _ALIGNMENT
 
 
 def _storage(tensor: Tensor) -> int:
@@ -221,39 +208,57 @@ class LayerForms:
         self._read: dict[int, _LayerMemory] = {}
         self._roped: dict[int, _LayerMemory] = {}
 
-    def store(self, layer: int, k: Tensor, v: Tensor) -> Call:
-        """Of Layers.store."""
+    # What follows runs at every layer of every eager step: forms are written out, as calls would take half of the time.
+
+    def store(self, prepared: PreparedCalls, layer: int, k: Tensor, v: Tensor) -> Call | None:
+        """Make Layers.store again, if one of its form was prepared. The call, where it was not made."""
         pages = self._pool.layer(layer)
         memory = self._written.get(layer)
         if memory is None or memory.owners[0] is not pages:
             memory = self._written[layer] = self._memory(layer, (pages, None), _tensors_of_pages(pages), pages.format)
         at_k, at_v = k.data_ptr(), v.data_ptr()
-        return Call(("store", memory.layout, at_k == at_v, _form(k), _form(v)), (at_k, at_v, *memory.addresses), 2)
+        of_k, of_v = (k.shape, k.stride(), k.dtype, k.device), (v.shape, v.stride(), v.dtype, v.device)
+        form = "store", memory.layout, at_k == at_v, of_k, of_v
+        addresses = at_k, at_v, *memory.addresses
+        call = prepared.by_form.get(form)
+        if call is None or (at_k | at_v) % ALIGNMENT:
+            return Call(form, addresses, 2)
+        call(addresses)
+        return None
 
-    def rope_and_store(self, layer: int, given: Projected, work: QkvWork) -> Call:
-        """Of Layers.rope_and_store."""
+    def rope_and_store(self, prepared: PreparedCalls, layer: int, given: Projected, work: QkvWork) -> Call | None:
+        """As store, of Layers.rope_and_store."""
         pages = self._pool.layer(layer)
         memory = self._roped.get(layer)
         if memory is None or memory.owners[0] is not pages or memory.owners[1] is not work:
             tensors = (*_tensors_of_pages(pages), *_tensors_of_work(work))
             memory = self._roped[layer] = self._memory(layer, (pages, work), tensors, (pages.format, _numbers(work)))
-        at = tuple(tensor.data_ptr() for tensor in given)
-        same = at[0] == at[3], at[1] == at[2]
-        return Call(("rope", memory.layout, same, *map(_form, given)), (*at, *memory.addresses), 4)
+        q, k, v, q_out = given
+        at_q, at_k, at_v, at_out = q.data_ptr(), k.data_ptr(), v.data_ptr(), q_out.data_ptr()
+        form = "rope", memory.layout, at_q == at_out, at_k == at_v, _form(q), _form(k), _form(v), _form(q_out)
+        addresses = at_q, at_k, at_v, at_out, *memory.addresses
+        call = prepared.by_form.get(form)
+        if call is None or (at_q | at_k | at_v | at_out) % ALIGNMENT:
+            return Call(form, addresses, 4)
+        call(addresses)
+        return None
 
-    def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> Call:
-        """Of Layers.attend. Raises WrongState for a layer that wants head weights."""
+    def attend(self, prepared: PreparedCalls, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> Call | None:
+        """As store, of Layers.attend. Raises WrongState for a layer that wants head weights."""
         pages, weights = self._pool.layer(layer), self._head_weights.of(layer)
         memory = self._read.get(layer)
         if memory is None or memory.owners[0] is not pages or memory.owners[1] is not weights:
             tensors = (*_tensors_of_pages(pages), weights.sinks, weights.alibi_slopes)
             memory = self._read[layer] = self._memory(layer, (pages, weights), tensors, pages.format)
-        at_q, at_out = q.data_ptr(), out.data_ptr()
-        if lse is None:
-            form = "attend", memory.layout, at_q == at_out, _form(q), _form(out)
-            return Call(form, (at_q, at_out, 0, *memory.addresses), 3)
-        form_with_lse = "attend", memory.layout, at_q == at_out, _form(q), _form(out), _form(lse)
-        return Call(form_with_lse, (at_q, at_out, lse.data_ptr(), *memory.addresses), 3)
+        at_q, at_out, at_lse = q.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr()
+        of_q, of_out = (q.shape, q.stride(), q.dtype, q.device), (out.shape, out.stride(), out.dtype, out.device)
+        form = "attend", memory.layout, at_q == at_out, of_q, of_out, None if lse is None else _form(lse)
+        addresses = at_q, at_out, at_lse, *memory.addresses
+        call = prepared.by_form.get(form)
+        if call is None or (at_q | at_out | at_lse) % ALIGNMENT:
+            return Call(form, addresses, 3)
+        call(addresses)
+        return None
 
     def _memory(
         self, layer: int, owners: tuple[object, object], tensors: Sequence[Tensor | None], common: Hashable

@@ -236,7 +236,8 @@ class Publisher:
         slot, words = line.ring.acquire(parts.floor.stop)
         if words[ECHO]:
             line.look(words, self._found)
-        self._report_at_once()
+        if self._found:
+            self._report_at_once()
         number = (self.step_number + 1) & INT32_MAX
         words[NUM_SEQS], words[NUM_TOKENS], words[HAS_IDS] = num_seqs, batch.num_tokens, num_ids > 0
         words[STEP], words[STEP_BEFORE] = number, line.number
@@ -246,7 +247,7 @@ class Publisher:
             words[parts.prefix_len], words[parts.group_end] = batch.prefixes.prefix_len, batch.prefixes.group_end
         if isinstance(batch.inputs, DeviceInputs):
             words[parts.floor] = 0 if batch.inputs.lengths_on_host else self._table.floors(batch.rows)
-        to = step.tensors
+        to = step.spaces[0]
         counts = to.counts
         # One statement: an interrupt comes before all of it or after.
         words[ECHO], self._launching = NO_ECHO, (line, words, counts, number)

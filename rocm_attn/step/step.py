@@ -75,7 +75,7 @@ class Step:
         """Whether this is the step of a batch of these sizes, run by this plan in these views."""
         return (
             self.plan is plan
-            and self.token_ids is views.tensors.token_ids
+            and self.token_ids is views.spaces[0].token_ids
             and self.num_seqs == batch.num_seqs
             and self.num_tokens == batch.num_tokens
         )

@@ -34,9 +34,9 @@ def pytest_unconfigure() -> None:
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from tests.amd.interpreted import search_once
+    from tests.amd.interpreted import quicken
 
-    search_once()
+    quicken()
 
 
 @pytest.fixture(scope="session")

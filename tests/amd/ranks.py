@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -13,6 +12,7 @@ import torch
 import torch.distributed
 
 from rocm_attn.machine.agreement import Agreement, among
+from tests.amd import forked
 
 NUM_RANKS = 2
 
@@ -26,9 +26,7 @@ def among_all() -> Agreement:
 
 def on_every_rank(body: Callable[..., list[str]], folder: Path, *arguments: Any) -> list[list[str]]:
     """What body(rank, *arguments) gives on each rank; raises EOFError where a rank ends without an answer."""
-    # From a process that has imported torch, once for all tests of this one.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context = forked.context()
     ranks, pipes, said = [], dict[Connection, int](), dict[Connection, list[str]]()
     for rank in range(NUM_RANKS):
         receiver, sender = context.Pipe(duplex=False)

@@ -6,10 +6,9 @@ nothing was put: in pages, in padded tokens of k and v, and in the outputs befor
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from subprocess import CompletedProcess
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Step
-from tests.amd.house.source_tree import ROOT
+from tests.amd.forked import run_forked
 from tests.amd.runtime.stepping import Request, World, first_swa_page, padded_to, providers, small_problem
 
 # How torch and Triton say that a kernel on a GPU has left its memory.
@@ -217,7 +216,7 @@ def _batch(requests: Sequence[Request], q_len: Sequence[int]) -> StepBatch:
     return StepBatch(np.array([request.row for request in requests]), np.array(kv_len), np.array(q_len))
 
 
-def run_elsewhere(code: str) -> subprocess.CompletedProcess[str]:
+def run_elsewhere(code: str) -> CompletedProcess[str]:
     """Python code in a process of its own: with a safeguard off, a step on a GPU may fault, which ends a process."""
     code = f"from tests.amd.guards.csr_kernels import put_in_stand_ins\nput_in_stand_ins(setattr)\n{code}"
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    return run_forked(code)

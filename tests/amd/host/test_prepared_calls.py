@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from math import prod
 from threading import Thread
 from types import SimpleNamespace
 
@@ -38,6 +39,7 @@ from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
 from rocm_attn.step.prepared import Call, LayerForms, PreparedCalls, is_prepared
 
 STREAM = 77
+NOTHING_PREPARED = PreparedCalls()
 
 
 @dataclass
@@ -77,6 +79,14 @@ def calls_after(
     return calls, call
 
 
+def made_again(calls: PreparedCalls, call: Call) -> bool:
+    """Make a call, if one of its form was prepared; whether it was made."""
+    prepared = calls.by_form.get(call.form)
+    if prepared is not None:
+        prepared(call.addresses)
+    return prepared is not None
+
+
 def rows(count: int = 4) -> Tensor:
     return torch.zeros(count, 8)
 
@@ -88,7 +98,7 @@ def test_a_prepared_call_runs_the_same_variants_with_its_own_addresses() -> None
     )
     assert kernel.by_triton == 1
     other_q, other_out = rows(), rows()
-    assert calls.make(Call("form", (other_q.data_ptr(), other_out.data_ptr()), 2))
+    assert made_again(calls, Call("form", (other_q.data_ptr(), other_out.data_ptr()), 2))
     handles = "function", "metadata", None, None, None
     own = other_q.data_ptr(), other_out.data_ptr(), table.data_ptr(), 0.5, None, ("any", 1)
     assert kernel.ran == [(3, 2, 1, STREAM, *handles, *own)]
@@ -107,39 +117,39 @@ def test_launches_of_a_call_come_in_their_order() -> None:
             launch(kernel, (1,), q)
 
     calls, call = calls_after(make, q)
-    assert calls.make(call)
+    assert made_again(calls, call)
     assert order == ["a", "b", "c"]
 
 
 def test_a_form_that_was_never_made_is_not_prepared() -> None:
     q, kernel = rows(), Kernel(("q",))
     calls, call = calls_after(lambda: launch(kernel, (1,), q), q)
-    assert not calls.make(call._replace(form="another"))
+    assert not made_again(calls, call._replace(form="another"))
 
 
 def test_memory_that_is_not_the_calls_nor_the_steps_is_not_prepared() -> None:
     q, kernel = rows(), Kernel(("q", "scratch"))
     calls, call = calls_after(lambda: launch(kernel, (1,), q, torch.zeros(4)), q)
-    assert not calls.make(call)
+    assert not made_again(calls, call)
 
 
 def test_a_part_of_the_steps_memory_stays_where_it_is() -> None:
     q, kernel, workspace = rows(), Kernel(("q", "scratch")), torch.zeros(64)
     calls, call = calls_after(lambda: launch(kernel, (1,), q, workspace[32:]), q, memory={"workspace": workspace})
-    assert calls.make(call)
+    assert made_again(calls, call)
     assert kernel.ran[0][-1] == workspace[32:].data_ptr()
 
 
 def test_a_part_of_the_calls_memory_is_not_prepared() -> None:
     q, kernel = rows(), Kernel(("q",))
     calls, call = calls_after(lambda: launch(kernel, (1,), q[1:]), q)
-    assert not calls.make(call)
+    assert not made_again(calls, call)
 
 
 def test_an_argument_that_hides_memory_is_not_prepared() -> None:
     q, kernel = rows(), Kernel(("q", "descriptor"))
     calls, call = calls_after(lambda: launch(kernel, (1,), q, SimpleNamespace(base=q)), q)
-    assert not calls.make(call)
+    assert not made_again(calls, call)
 
 
 def test_a_call_that_does_other_work_is_not_prepared() -> None:
@@ -152,7 +162,7 @@ def test_a_call_that_does_other_work_is_not_prepared() -> None:
             other_work()
 
         calls, call = calls_after(make, q)
-        assert not calls.make(call)
+        assert not made_again(calls, call)
 
 
 def test_nothing_that_runs_under_an_interpreter_is_prepared() -> None:
@@ -163,7 +173,7 @@ def test_nothing_that_runs_under_an_interpreter_is_prepared() -> None:
             return lambda *args, **options: None
 
     calls, call = calls_after(lambda: launch(Interpreted(), (1,), q), q)
-    assert not calls.make(call)
+    assert not made_again(calls, call)
 
 
 def test_a_call_that_raises_is_not_prepared() -> None:
@@ -175,20 +185,46 @@ def test_a_call_that_raises_is_not_prepared() -> None:
             raise KeyboardInterrupt
     except KeyboardInterrupt:
         pass
-    assert not calls.make(call)
+    assert not made_again(calls, call)
 
 
 def test_tensors_that_begin_between_multiples_of_16_bytes_are_left_to_triton() -> None:
     memory, kernel = torch.zeros(64), Kernel(("q",))
-    odd = memory[1:5]
+    odd, even = memory[1:5], memory[4:8]
     calls, call = calls_after(lambda: launch(kernel, (1,), odd), odd)
-    assert not calls.make(call), "prepared by an odd address"
-    even = memory[4:8]
+    assert not made_again(calls, call), "prepared by an odd address"
     calls, call = calls_after(lambda: launch(kernel, (1,), even), even)
-    assert calls.make(call)
-    assert not calls.make(call._replace(addresses=(odd.data_ptr(),))), (
-        "an odd address was given to a variant of even ones"
-    )
+    assert made_again(calls, call)
+
+
+@pytest.mark.parametrize("odd_one", range(5))
+def test_a_prepared_form_is_not_used_for_tensors_that_begin_elsewhere(odd_one: int) -> None:
+    """The layer's calls of a form that was prepared, with one tensor at an odd address, and with none."""
+    forms, *_ = forms_of(PLAIN)
+    kernel, calls = Kernel(("first",)), PreparedCalls()
+
+    def given(odd: bool) -> list[Tensor]:
+        sizes = [(4, 2, 16), (4, 2, 16), (4, 8, 16), (4, 8, 16), (4, 8)]
+        return [rows_at(1 if odd and at == odd_one else 0, *size) for at, size in enumerate(sizes)]
+
+    def made(tensors: list[Tensor]) -> list[Call | None]:
+        k, v, q, out, lse = tensors
+        roped = forms.rope_and_store(calls, 0, Projected(q, k, v, out), QkvWork())
+        return [forms.store(calls, 0, k, v), roped, forms.attend(calls, 0, q, out, lse)]
+
+    for call in made(given(odd=False)):
+        assert call is not None
+        with calls.noting(call, (), stream):
+            launch(kernel, (1,), 1)
+    assert made(given(odd=False)) == [None] * 3
+    assert len(kernel.ran) == 3
+    has_it = [odd_one < 2, odd_one < 4, odd_one >= 2]
+    assert [call is not None for call in made(given(odd=True))] == has_it
+
+
+def rows_at(first: int, *sizes: int) -> Tensor:
+    """A contiguous tensor that begins so many elements after a multiple of 16 bytes."""
+    return torch.zeros(prod(sizes) + first)[first:].view(sizes)
 
 
 def test_a_tensor_that_is_also_the_layers_is_not_prepared() -> None:
@@ -197,7 +233,7 @@ def test_a_tensor_that_is_also_the_layers_is_not_prepared() -> None:
     call = Call("form", (q.data_ptr(), q.data_ptr()), 1)
     with calls.noting(call, (), stream):
         launch(kernel, (1,), q, q)
-    assert not calls.make(call)
+    assert not made_again(calls, call)
 
 
 def test_a_step_remembers_a_limited_number_of_forms() -> None:
@@ -207,7 +243,7 @@ def test_a_step_remembers_a_limited_number_of_forms() -> None:
         call = Call(form, (q.data_ptr(),), 1)
         with calls.noting(call, (), stream):
             launch(kernel, (1,), q)
-        made.append(calls.make(call))
+        made.append(made_again(calls, call))
     assert 16 <= sum(made) <= 64
 
 
@@ -264,25 +300,43 @@ def q_and_out(tokens: int = 4) -> tuple[Tensor, Tensor]:
     return torch.zeros(tokens, 8, 16), torch.zeros(tokens, 8, 16)
 
 
+def store(forms: LayerForms, layer: int, k: Tensor, v: Tensor) -> Call:
+    call = forms.store(NOTHING_PREPARED, layer, k, v)
+    assert call is not None
+    return call
+
+
+def rope_and_store(forms: LayerForms, layer: int, given: Projected, work: QkvWork) -> Call:
+    call = forms.rope_and_store(NOTHING_PREPARED, layer, given, work)
+    assert call is not None
+    return call
+
+
+def attend(forms: LayerForms, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> Call:
+    call = forms.attend(NOTHING_PREPARED, layer, q, out, lse)
+    assert call is not None
+    return call
+
+
 def test_layers_of_a_kind_share_forms_and_have_addresses_of_their_own() -> None:
     forms, pool, _ = forms_of(PLAIN, PLAIN)
     q, out = q_and_out()
-    first, second = forms.attend(0, q, out, None), forms.attend(1, q, out, None)
+    first, second = attend(forms, 0, q, out, None), attend(forms, 1, q, out, None)
     assert first.form == second.form
     for layer, call in enumerate((first, second)):
         pages = pool.layer(layer)
         assert call.addresses == (q.data_ptr(), out.data_ptr(), 0, pages.k.data_ptr(), pages.v.data_ptr(), 0, 0, 0, 0)
     k, v = kv()
-    assert forms.store(0, k, v).form == forms.store(1, k, v).form
-    assert forms.store(0, k, v).form != forms.attend(0, k, v, None).form
+    assert store(forms, 0, k, v).form == store(forms, 1, k, v).form
+    assert store(forms, 0, k, v).form != attend(forms, 0, k, v, None).form
 
 
 def test_layers_of_other_kinds_have_other_forms() -> None:
     forms, _, weights = forms_of(PLAIN, WITH_SINKS, replace(PLAIN, window_left=7))
     weights.set(1, HeadWeights(sinks=torch.ones(8)))
     q, out = q_and_out()
-    assert len({forms.attend(layer, q, out, None).form for layer in range(3)}) == 3
-    assert len({forms.store(layer, *kv()).form for layer in range(3)}) == 3
+    assert len({attend(forms, layer, q, out, None).form for layer in range(3)}) == 3
+    assert len({store(forms, layer, *kv()).form for layer in range(3)}) == 3
 
 
 def test_tensors_of_other_sizes_strides_or_dtypes_make_another_form() -> None:
@@ -300,41 +354,52 @@ def test_tensors_of_other_sizes_strides_or_dtypes_make_another_form() -> None:
         (q, out, torch.zeros(8, 4).T),
         (q.to("meta"), out, None),
     ]
-    known = {forms.attend(0, q, out, None).form, *(forms.attend(0, *other).form for other in others)}
+    known = {attend(forms, 0, q, out, None).form, *(attend(forms, 0, *other).form for other in others)}
     assert len(known) == 1 + len(others)
     k, v = kv()
     stores = [(k, v), (k, k), (torch.zeros(4, 4, 16)[:, :2], v), (k, torch.zeros(4, 4, 16)[:, :2]), (k.half(), v)]
-    assert len({forms.store(0, *each).form for each in stores}) == len(stores)
+    assert len({store(forms, 0, *each).form for each in stores}) == len(stores)
 
 
 def test_a_layers_new_pages_and_weights_are_used_at_once() -> None:
     forms, pool, weights = forms_of(WITH_SINKS)
     weights.set(0, HeadWeights(sinks=torch.ones(8)))
     q, out = q_and_out()
-    before, stored = forms.attend(0, q, out, None), forms.store(0, *kv())
+    before, stored = attend(forms, 0, q, out, None), store(forms, 0, *kv())
     pages = pool.layer(0)
     pool.take(0, LayerPages.plain(pages.k.clone(), pages.v.clone()))
-    after = forms.attend(0, q, out, None)
+    after = attend(forms, 0, q, out, None)
     assert after.form == before.form
     assert pool.layer(0).k.data_ptr() in after.addresses
     assert pages.k.data_ptr() not in after.addresses
     assert pages.k.data_ptr() in stored.addresses
-    assert pages.k.data_ptr() not in forms.store(0, *kv()).addresses
+    assert pages.k.data_ptr() not in store(forms, 0, *kv()).addresses
     elsewhere = LayerHeadWeights([WITH_SINKS], CPU, renew=lambda owned, given: given.clone())
     forms = LayerForms([0], pool, elsewhere)
     elsewhere.set(0, HeadWeights(sinks=torch.ones(8)))
-    first = forms.attend(0, q, out, None)
+    first = attend(forms, 0, q, out, None)
     elsewhere.set(0, HeadWeights(sinks=torch.zeros(8)))
     sinks = elsewhere.of(0).sinks
     assert sinks is not None
     assert sinks.data_ptr() not in first.addresses
-    assert sinks.data_ptr() in forms.attend(0, q, out, None).addresses
+    assert sinks.data_ptr() in attend(forms, 0, q, out, None).addresses
+
+
+def test_pages_whose_k_and_v_are_one_make_another_form() -> None:
+    forms, pool, _ = forms_of(PLAIN)
+    q, out = q_and_out()
+    k, v = kv()
+    apart = attend(forms, 0, q, out, None).form, store(forms, 0, k, v).form
+    pages = pool.layer(0)
+    pool.take(0, LayerPages.plain(pages.k, pages.k))
+    assert attend(forms, 0, q, out, None).form != apart[0]
+    assert store(forms, 0, k, v).form != apart[1]
 
 
 def test_a_layer_that_wants_weights_is_refused() -> None:
     forms, *_ = forms_of(WITH_SINKS)
     with pytest.raises(WrongState, match="never given"):
-        forms.attend(0, *q_and_out(), None)
+        attend(forms, 0, *q_and_out(), None)
 
 
 def test_another_norm_or_rope_makes_another_form_and_its_weights_are_used() -> None:
@@ -353,13 +418,13 @@ def test_another_norm_or_rope_makes_another_form_and_its_weights_are_used() -> N
         QkvWork(q_norm=RowNorm(torch.ones(16), 1e-6, 1.0)),
         QkvWork(k_norm=RowNorm(torch.ones(16), 1e-6)),
     ]
-    assert len({forms.rope_and_store(0, given, work).form for work in works}) == len(works)
+    assert len({rope_and_store(forms, 0, given, work).form for work in works}) == len(works)
     again = QkvWork(rope=RopeTable(table.clone()))
-    call = forms.rope_and_store(0, given, again)
-    assert call.form == forms.rope_and_store(0, given, works[1]).form
+    call = rope_and_store(forms, 0, given, again)
+    assert call.form == rope_and_store(forms, 0, given, works[1]).form
     assert again.rope is not None
     assert again.rope.cos_sin.data_ptr() in call.addresses
-    in_place = forms.rope_and_store(0, given._replace(q_out=q), again)
+    in_place = rope_and_store(forms, 0, given._replace(q_out=q), again)
     assert in_place.form != call.form
 
 

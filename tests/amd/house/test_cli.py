@@ -25,6 +25,7 @@ from rocm_attn.runner.loading import find_model
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.selection.pages import POOLS as LAYOUTS
 from tests.amd.house.source_tree import ROOT
+from tests.amd.runner.hf_models import small_hf_model, write_gguf
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -156,8 +157,11 @@ def test_explain_finds_the_config_in_a_model_directory(tmp_path: Path) -> None:
     "command",
     [["explain"], ["capture-plan", "--max-batch-size", "4"], ["prewarm", "--provider", "torch", "--max-kv-len", "64"]],
 )
-def test_commands_that_read_a_config_take_a_gguf_file(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*command, str(find_model("smollm2")), "--arch", "gfx942", "--json"]) == DONE
+def test_commands_that_read_a_config_take_a_gguf_file(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_gguf(small_hf_model("Llama"), tmp_path / "model.gguf")
+    assert main([*command, str(model), "--arch", "gfx942", "--json"]) == DONE
     assert json.loads(capsys.readouterr().out)["arch"] == "gfx942"
 
 

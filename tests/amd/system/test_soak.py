@@ -107,9 +107,9 @@ def test_narrow_types_stay_within_their_bounds(dtype: torch.dtype, device: torch
 @pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.nightly), 3])
 def test_a_sound_deterministic_runtime_gives_the_bits_of_each_request_alone(seed: int, device: torch.device) -> None:
     scenario = replace(Scenario.of_seed(seed, LONG_KV_LEN), alone_every=2)
-    report = Soak(scenario, seed=seed, device=device, provider="auto", dtype=torch.float32, deterministic=True).run(120)
+    report = Soak(scenario, seed=seed, device=device, provider="auto", dtype=torch.float32, deterministic=True).run(70)
     assert report.deterministic
-    assert report.served_alone > 40
+    assert report.served_alone > 20
     assert 0 < report.captures < report.replays
     assert f"deterministic: {report.served_alone} sequences bitwise as alone" in str(report)
 

@@ -1,0 +1,303 @@
+"""Time of one layer over random shapes, beside the nearest tuned layout and, where one is there, FlashAttention-3.
+
+python -m benchmarks.random_shapes --part 1/3 --out benchmarks/results/random_shapes_h200.json
+
+Kernels are chosen by select(), as a user gets them. Processes side by side compile each shape's kernels and compare a
+few rows with float32; what is wrong gets no time. Then one process measures, in CUDA graphs over pages past the L2. The
+result file keeps what other parts, and runs whose time was up, have measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.attention_module import Prepared, ints
+from benchmarks.machine import describe_machine
+from benchmarks.shape_sweep import LAUNCHES_US, Shape, random_shapes
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.machine.target import detect_target
+from rocm_attn.problem import Problem
+from rocm_attn.providers.contract import StepBounds
+from rocm_attn.providers.select import select
+
+COUNT, SEED = 300, 14
+# Of K and V that lie between two uses of a page: more than the L2 holds.
+PAST_L2 = 160 << 20
+MOST_SETS = 8
+ROUNDS, ROUND_US = 7, 3000.0
+# Relative, of rows of bfloat16 beside float32.
+MOST_ERROR = 1e-2
+SAMPLED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A shape's layer with data."""
+
+    prepared: Prepared
+    problem: Problem
+
+
+def cases_of(shape: Shape, count: int) -> list[Case]:
+    """With pages of their own, which lie anywhere in a pool of all."""
+    device = torch.device("cuda", 0)
+    generator = torch.Generator(device).manual_seed(1)
+    problem = Problem(
+        shape.num_q_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        shape.head_dim,
+        torch.bfloat16,
+        shape.page_size,
+        shape.head_dim**-0.5,
+        shape.window_left,
+    )
+    kind = {1: StepKind.DECODE}.get(max(shape.q_len), StepKind.MIXED if min(shape.q_len) == 1 else StepKind.EXTEND)
+    kernel = select(problem, detect_target(device), "triton").kernels[kind].bound
+    num_seqs, num_tokens = len(shape.q_len), sum(shape.q_len)
+    pages = [-(-kv_len // shape.page_size) for kv_len in shape.kv_len]
+    is_page = torch.arange(max(pages), device=device) < ints(pages, device)[:, None]
+
+    def rows(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, device=device, generator=generator, dtype=torch.bfloat16)
+
+    num_pages = sum(pages)
+    orders = (torch.randperm(num_pages * count, device=device, generator=generator).int() + 1).view(count, -1)
+    k, v = (rows(num_pages * count + 1, shape.page_size, shape.num_kv_heads, shape.head_dim) for _ in range(2))
+    bounds = StepBounds(PaddedShape(kind, num_seqs, num_tokens), max(shape.q_len), max(shape.kv_len))
+    cases = []
+    for order in orders:
+        table = torch.zeros(num_seqs, max(pages), dtype=torch.int32, device=device)
+        table[is_page] = order
+        step = StepTensors.of(
+            ints([], device),
+            counts=ints([num_seqs, num_tokens, 1, 0], device),
+            kv_len=ints(shape.kv_len, device),
+            q_len=ints(shape.q_len, device),
+            q_indptr=torch.tensor([0, *shape.q_len]).cumsum(0).int().to(device),
+            table=table,
+            row_of_seq=torch.arange(num_seqs, dtype=torch.int32, device=device),
+        )
+        q = rows(num_tokens, shape.num_q_heads, shape.head_dim)
+        out = torch.full_like(q, float("nan"))
+        cases.append(Case(Prepared.of(kernel, step, bounds, (q, out), LayerPages.plain(k, v)), problem))
+    return cases
+
+
+def error_of(shape: Shape, case: Case) -> float:
+    """Of a few tokens, relative to float32: |out - wanted| / |wanted|, the largest of all."""
+    args = case.prepared.args
+    num_seqs = len(shape.q_len)
+    worst = 0.0
+    for seq in sorted({0, num_seqs // 2, num_seqs - 1}):
+        kv_len, q_len = shape.kv_len[seq], shape.q_len[seq]
+        pages = args.table[seq, : -(-kv_len // shape.page_size)].long()
+        k, v = (side[pages].flatten(0, 1)[:kv_len].float() for side in (args.pages.k, args.pages.v))
+        for new in sorted({0, q_len // 2, q_len - 1})[:SAMPLED]:
+            token, end = sum(shape.q_len[:seq]) + new, kv_len - q_len + new + 1
+            begin = max(0, end - 1 - shape.window_left) if shape.is_windowed else 0
+            q = args.q[token].float().view(shape.num_kv_heads, shape.gqa_ratio, shape.head_dim)
+            scores = torch.einsum("hrd,khd->hrk", q, k[begin:end]) * case.problem.scale
+            wanted = torch.einsum("hrk,khd->hrd", scores.softmax(-1), v[begin:end]).flatten(0, 1)
+            found = args.out[token].float()
+            worst = max(worst, float((found - wanted).norm() / wanted.norm()))
+            if not math.isfinite(float(found.sum())):
+                return float("inf")
+    return worst
+
+
+def checked(shape: Shape) -> tuple[Shape, float, str]:
+    """Compile what a shape needs, and compare: its error, and what went wrong."""
+    try:
+        case = cases_of(shape, 1)[0]
+        case.prepared.attend()
+        return shape, error_of(shape, case), ""
+    except Exception as failure:
+        return shape, float("inf"), f"{type(failure).__name__}: {failure}"
+    finally:
+        torch.cuda.empty_cache()
+
+
+def microseconds(shape: Shape, new_run: Callable[[Case], Callable[[], object]]) -> float:
+    """Of one layer. new_run: what launches a case's layer"""
+    sets = min(MOST_SETS, max(1, -(-PAST_L2 // max(shape.num_bytes, 1))))
+    cases = cases_of(shape, sets)
+    runs = [new_run(case) for case in cases]
+
+    def all_runs() -> None:
+        for run in runs:
+            run()
+
+    return _median_us(all_runs) / sets
+
+
+def _median_us(work: Callable[[], object]) -> float:
+    """Of work, replayed as a graph."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        work()
+        torch.cuda.synchronize()
+        # Not torch.cuda.graph(), which collects garbage and gives memory back each time.
+        graph.capture_begin()
+        work()
+        graph.capture_end()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def once(replays: int) -> float:
+        begin.record()
+        for _ in range(replays):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        milliseconds: float = begin.elapsed_time(end)
+        return milliseconds * 1e3 / replays
+
+    once(1)
+    replays = max(1, min(50, round(ROUND_US / once(2))))
+    return statistics.median(once(replays) for _ in range(ROUNDS))
+
+
+def own_run(case: Case) -> Callable[[], object]:
+    """This library's."""
+    return case.prepared.attend
+
+
+class FlashAttention3:
+    """FlashAttention-3 as vLLM builds it, from its shared library."""
+
+    def __init__(self, library: str) -> None:
+        torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+        self._ops: Any = torch.ops._vllm_fa3_C
+
+    def serves(self, shape: Shape) -> bool:
+        """Whether it has a kernel for such heads."""
+        return shape.head_dim % 8 == 0 and shape.head_dim <= 256
+
+    def run_of(self, shape: Shape) -> Callable[[Case], Callable[[], object]]:
+        """What makes its run of a case, metadata made before."""
+
+        def new_run(case: Case) -> Callable[[], object]:
+            args, step = case.prepared.args, case.prepared.step
+            window = (shape.window_left, 0) if shape.is_windowed else (-1, -1)
+            longest = max(shape.q_len), max(shape.kv_len)
+            sizes = len(shape.q_len), *longest, shape.num_q_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim
+            lengths = step.kv_len, step.q_indptr, *(None,) * 4
+            metadata = self._ops.get_scheduler_metadata(
+                *sizes, torch.bfloat16, *lengths, shape.page_size, 0, True, *window, False, 0, None, 0
+            )
+            kv = args.q, args.pages.k, args.pages.v, None, None, None, args.out
+            of_seqs = step.q_indptr, None, None, None, step.kv_len, *longest, args.table
+            rest = case.problem.scale, True, *window, 0.0, True, metadata, 0, None, 0, None, 1, 0, None
+            return lambda: self._ops.fwd(*kv, *of_seqs, *(None,) * 8, *rest)
+
+        return new_run
+
+
+def ceilings() -> dict[str, float]:
+    """What this GPU copies and multiplies in a second."""
+    source = torch.ones(256 << 20, dtype=torch.bfloat16, device="cuda")
+    target = torch.empty_like(source)
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    product = torch.empty_like(a)
+    copy_us = _median_us(lambda: torch.neg(source, out=target))
+    product_us = _median_us(lambda: torch.mm(a, b, out=product))
+    return {"bytes_per_s": 4e6 * source.numel() / copy_us, "flops_per_s": 2e6 * 8192**3 / product_us}
+
+
+def measured(shape: Shape, limits: dict[str, float], error: float | str, peer: Any) -> dict[str, Any]:
+    """A row of the result file."""
+    neighbour = shape.neighbour()
+    us = microseconds(shape, own_run)
+    row: dict[str, Any] = {
+        "name": str(shape),
+        "us": round(us, 2),
+        "limit_us": round(shape.limit_us(**limits), 2),
+        "error": error,
+        "neighbour": str(neighbour),
+        "neighbour_us": round(us if neighbour == shape else microseconds(neighbour, own_run), 2),
+        "neighbour_limit_us": round(neighbour.limit_us(**limits), 2),
+    }
+    if peer is not None and peer.serves(shape):
+        try:
+            row |= {"peer": "FA3", "peer_us": round(microseconds(shape, peer.run_of(shape)), 2)}
+        except RuntimeError as refusal:
+            row["peer_refuses"] = str(refusal).splitlines()[0]
+    return row
+
+
+def main() -> None:
+    """Measure a part of the shapes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--part", default="1/1", help="which part of the shapes, as 1/4 (default: all)")
+    parser.add_argument("--fa3", default="", help="a shared library of FlashAttention-3, as vLLM ships it")
+    parser.add_argument("--processes", type=int, default=15)
+    parser.add_argument("--compile-seconds", type=float, default=3600, help="after which what is compiled is measured")
+    parser.add_argument("--seconds", type=float, default=7200, help="after which no other shape is begun")
+    args = parser.parse_args()
+    started = time.monotonic()
+    part, parts = map(int, args.part.split("/"))
+    kept = json.loads(args.out.read_text()) if args.out.exists() else {"rows": {}, "wrong": {}}
+    numbered = list(enumerate(random_shapes(COUNT, SEED)))[part - 1 :: parts]
+    numbered = [(number, shape) for number, shape in numbered if str(number) not in kept["rows"]]
+    # A shape and its neighbour one after the other: time that runs out leaves pairs.
+    pairs = [one for _, shape in numbered for one in (shape, shape.neighbour())]
+    errors = check_all(pairs, args.processes, started + args.compile_seconds)
+    print(f"{len(errors)} compiled and compared in {time.monotonic() - started:.0f} s", flush=True)
+    kept |= {"machine": describe_machine(), "seed": SEED, "launches_us": LAUNCHES_US, "ceilings": ceilings()}
+    peer = FlashAttention3(args.fa3) if args.fa3 else None
+    for number, shape in numbered:
+        found = {each: errors.get(each, "not compiled yet") for each in (shape, shape.neighbour())}
+        if time.monotonic() - started > args.seconds or "not compiled yet" in found.values():
+            continue
+        wrong = {str(each): what for each, what in found.items() if isinstance(what, str)}
+        if wrong:
+            kept["wrong"][str(number)] = wrong
+        else:
+            kept["rows"][str(number)] = measured(shape, kept["ceilings"], errors[shape], peer)
+        args.out.write_text(json.dumps(kept, indent=1))
+        torch.cuda.empty_cache()
+    left = len(numbered) - sum(str(number) in kept["rows"] or str(number) in kept["wrong"] for number, _ in numbered)
+    print(
+        f"{time.monotonic() - started:.0f} s; {left} shapes are left for another run; wrong: {kept['wrong'] or 'none'}"
+    )
+
+
+def check_all(shapes: Sequence[Shape], processes: int, until: float) -> dict[Shape, float | str]:
+    """Errors of shapes, or what is wrong with them; of as many as are compiled in time.
+
+    until: of time.monotonic()
+    """
+    each = list(dict.fromkeys(shapes))
+    errors: dict[Shape, float | str] = {}
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        checks = pool.imap_unordered(checked, each)
+        with suppress(multiprocessing.TimeoutError):
+            for _ in each:
+                shape, error, failure = checks.next(max(0.1, until - time.monotonic()))
+                is_wrong = failure or not error <= MOST_ERROR
+                errors[shape] = (failure or f"error {error:.2e}") if is_wrong else error
+                if is_wrong:
+                    print(f"WRONG {shape}: {errors[shape]}", flush=True)
+    return errors
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""Random shapes of attention, what each of them must cost at least, its nearest tuned layout, and the worst of a sweep.
+
+Nothing here needs a GPU.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from rocm_attn.problem import UNLIMITED_WINDOW
+
+KV_HEADS = (1, 1, 2, 2, 3, 4, 4, 5, 6, 8, 8, 10, 12, 16)
+GQA_RATIOS = (1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 10, 12, 16, 20, 24, 32, 48, 64, 128)
+HEAD_DIMS = (16, 24, 32, 40, 48, 64, 64, 72, 80, 96, 112, 128, 128, 144, 160, 192, 224, 256, 320, 384, 512)
+PAGE_SIZES = (1, 2, 4, 8, 16, 16, 32, 64, 128)
+WINDOWS = (127, 511, 1023, 4095)
+MOST_Q_HEADS = 128
+# Of one layer's K and V, and of its products: a case takes some milliseconds at most.
+MOST_BYTES = 400 << 20
+MOST_FLOPS = 4e11
+
+# Layouts that rows of tiles were tuned on.
+TUNED_DIMS = (64, 128, 256, 512)
+TUNED_RATIOS = (1, 4, 8, 16)
+
+BYTES_PER_ELEMENT = 2  # bfloat16
+# What a layer of one key takes on an H200, two launches in a graph: added to limits, or small shapes would all be far
+# from theirs.
+LAUNCHES_US = 4.0
+
+# A shape is a cliff that is so many times further from its limit than its neighbour, or slower than the best peer.
+CLIFF = 1.5
+
+
+class Work(enum.Enum):
+    """What a step does."""
+
+    DECODE = "decode"
+    EXTEND = "extend"
+    VERIFY = "verify"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A layer, and a step of it.
+
+    window_left: keys before its own that a token sees; UNLIMITED_WINDOW: all
+    kv_len, q_len: of each sequence, new tokens counted in both
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    window_left: int
+    work: Work
+    kv_len: tuple[int, ...]
+    q_len: tuple[int, ...]
+
+    @property
+    def gqa_ratio(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def num_bytes(self) -> int:
+        """That must be moved: keys that a token sees and their values, queries, results."""
+        rows = sum(
+            min(kv_len, q_len + self.window_left) if self.is_windowed else kv_len
+            for kv_len, q_len in zip(self.kv_len, self.q_len, strict=True)
+        )
+        of_queries = 2 * sum(self.q_len) * self.num_q_heads
+        return (2 * rows * self.num_kv_heads + of_queries) * self.head_dim * BYTES_PER_ELEMENT
+
+    @property
+    def flops(self) -> int:
+        """Of pairs of a token and a key that it sees."""
+        pairs = sum(self._pairs(kv_len, q_len) for kv_len, q_len in zip(self.kv_len, self.q_len, strict=True))
+        return 4 * self.num_q_heads * self.head_dim * pairs
+
+    @property
+    def is_windowed(self) -> bool:
+        """Whether tokens do not see all keys before them."""
+        return self.window_left != UNLIMITED_WINDOW
+
+    def limit_us(self, *, bytes_per_s: float, flops_per_s: float) -> float:
+        """Microseconds that the slower one of memory and products takes, and the launches."""
+        return max(self.num_bytes / bytes_per_s, self.flops / flops_per_s) * 1e6 + LAUNCHES_US
+
+    def neighbour(self) -> Shape:
+        """The same step of the nearest tuned layout; the shape itself where that is one."""
+        dim, ratio = nearest(self.head_dim, TUNED_DIMS), nearest(self.gqa_ratio, TUNED_RATIOS)
+        return replace(self, head_dim=dim, num_q_heads=self.num_kv_heads * ratio)
+
+    def __str__(self) -> str:
+        window = f", window {self.window_left + 1}" if self.is_windowed else ""
+        new = f"{_span(self.q_len)} new of " if max(self.q_len) > 1 else ""
+        heads = f"{self.num_q_heads}/{self.num_kv_heads} x {self.head_dim}, pages of {self.page_size}{window}"
+        return f"{self.work.value}, {heads}: {len(self.kv_len)} x {new}{_span(self.kv_len)}"
+
+    def _pairs(self, kv_len: int, q_len: int) -> int:
+        first = kv_len - q_len + 1  # keys that the first new token sees
+        if not self.is_windowed:
+            return q_len * (first + kv_len) // 2
+        most = self.window_left + 1
+        growing = range(first, min(kv_len, most) + 1)
+        return sum(growing) + (q_len - len(growing)) * most
+
+
+def nearest(value: int, choices: Iterable[int]) -> int:
+    """The choice that the fewest doublings or halvings are away; of two the larger one."""
+    return min(choices, key=lambda choice: (abs(math.log2(choice / value)), -choice))
+
+
+def random_shapes(count: int, seed: int) -> list[Shape]:
+    """The same shapes for a seed, whatever the count: of more there are more."""
+    return [_random_shape(random.Random(f"{seed}/{number}")) for number in range(count)]
+
+
+def _random_shape(chooser: random.Random) -> Shape:
+    num_kv_heads = chooser.choice(KV_HEADS)
+    ratio = chooser.choice([ratio for ratio in GQA_RATIOS if ratio * num_kv_heads <= MOST_Q_HEADS])
+    work = chooser.choices(list(Work), weights=(8, 5, 3, 4))[0]
+    lengths = _LENGTHS[work](chooser)
+    shape = Shape(
+        num_q_heads=ratio * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=chooser.choice(HEAD_DIMS),
+        page_size=chooser.choice(PAGE_SIZES),
+        window_left=chooser.choice(WINDOWS) if chooser.random() < 0.25 else UNLIMITED_WINDOW,
+        work=work,
+        kv_len=tuple(kv_len for kv_len, _ in lengths),
+        q_len=tuple(q_len for _, q_len in lengths),
+    )
+    return _cut_to_size(shape)
+
+
+def _cut_to_size(shape: Shape) -> Shape:
+    """Fewer sequences, then shorter ones, until neither the shape nor its neighbour takes too much."""
+    while any(_is_too_large(each) for each in (shape, shape.neighbour())):
+        least = 3 if shape.work is Work.MIXED else 1
+        if len(shape.kv_len) > least:
+            keep = max(least, len(shape.kv_len) // 2)
+            # From the end: chunks of a mixed step come last, and one of its decodes stays.
+            shape = replace(shape, kv_len=shape.kv_len[-keep:], q_len=shape.q_len[-keep:])
+        else:
+            halves = [(max(1, kv_len // 2), max(1, q_len // 2)) for kv_len, q_len in _rows(shape)]
+            shape = replace(shape, kv_len=tuple(kv for kv, _ in halves), q_len=tuple(q for _, q in halves))
+    return shape
+
+
+def _is_too_large(shape: Shape) -> bool:
+    pages = sum(-(-kv_len // shape.page_size) for kv_len in shape.kv_len) * shape.page_size
+    return 2 * pages * shape.num_kv_heads * shape.head_dim * BYTES_PER_ELEMENT > MOST_BYTES or shape.flops > MOST_FLOPS
+
+
+def _rows(shape: Shape) -> list[tuple[int, int]]:
+    return list(zip(shape.kv_len, shape.q_len, strict=True))
+
+
+def _decodes(chooser: random.Random) -> list[tuple[int, int]]:
+    num_seqs = _between(chooser, 1, 256)
+    return [(kv_len, 1) for kv_len in _ragged(chooser, num_seqs, _between(chooser, 256, 32768))]
+
+
+def _extends(chooser: random.Random) -> list[tuple[int, int]]:
+    num_seqs, new, prefix = chooser.randint(1, 8), _between(chooser, 16, 2048), _between(chooser, 1, 16384)
+    if chooser.random() < 0.3:
+        prefix = 0
+    q_len = _ragged(chooser, num_seqs, new)
+    before = _ragged(chooser, num_seqs, prefix) if prefix else [0] * num_seqs
+    return [(old + q, q) for old, q in zip(before, q_len, strict=True)]
+
+
+def _verifies(chooser: random.Random) -> list[tuple[int, int]]:
+    q_len = chooser.randint(2, 8)
+    lengths = _ragged(chooser, _between(chooser, 8, 128), _between(chooser, 256, 8192))
+    return [(kv_len + q_len, q_len) for kv_len in lengths]
+
+
+def _mixed(chooser: random.Random) -> list[tuple[int, int]]:
+    decodes = _ragged(chooser, _between(chooser, 8, 96), _between(chooser, 256, 8192))
+    chunks = _ragged(chooser, chooser.randint(1, 2), _between(chooser, 128, 1024))
+    prefix = chooser.choice((0, 512, 4096))
+    return [*((kv_len, 1) for kv_len in decodes), *((prefix + q_len, q_len) for q_len in chunks)]
+
+
+_LENGTHS = {Work.DECODE: _decodes, Work.EXTEND: _extends, Work.VERIFY: _verifies, Work.MIXED: _mixed}
+
+
+def _between(chooser: random.Random, low: int, high: int) -> int:
+    """As likely in each octave."""
+    return round(math.exp(chooser.uniform(math.log(low), math.log(high))))
+
+
+def _ragged(chooser: random.Random, count: int, mean: int) -> list[int]:
+    """Lengths about a mean: alike, or up to ten times as short and twice as long."""
+    spread = chooser.choice((0.0, 0.0, 0.5, 0.9))
+    return [max(2, round(mean * (1 + spread * chooser.uniform(-1, 1)))) for _ in range(count)]
+
+
+def _span(lengths: Sequence[int]) -> str:
+    return f"{min(lengths)}" if min(lengths) == max(lengths) else f"{min(lengths)}..{max(lengths)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What a shape took. peer_us: of the best peer that serves it; 0 where there is none"""
+
+    name: str
+    us: float
+    limit_us: float
+    neighbour: str
+    neighbour_us: float
+    neighbour_limit_us: float
+    peer: str = ""
+    peer_us: float = 0.0
+
+    @property
+    def x_neighbour(self) -> float:
+        """How many times further from its limit it is than its neighbour."""
+        return (self.us / self.limit_us) / (self.neighbour_us / self.neighbour_limit_us)
+
+    @property
+    def x_peer(self) -> float:
+        """Its time by the best peer's; 0 without one."""
+        return self.us / self.peer_us if self.peer_us else 0.0
+
+    @property
+    def is_cliff(self) -> bool:
+        """Whether it is too far from its neighbour, or from the best peer."""
+        return max(self.x_neighbour, self.x_peer) > CLIFF
+
+
+def worst(rows: Iterable[Timed], count: int) -> list[Timed]:
+    """The rows that are furthest from their neighbour or from the best peer, worst first."""
+    return sorted(rows, key=lambda row: (-max(row.x_neighbour, row.x_peer), row.name))[:count]

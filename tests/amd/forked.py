@@ -1,0 +1,35 @@
+"""Processes of their own that begin with torch imported: forked from one that has done so, and nothing else."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import tempfile
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+
+def context() -> ForkServerContext:
+    """Where processes come from. They have the environment of the first one's beginning."""
+    forking = multiprocessing.get_context("forkserver")
+    # None of these looks for a GPU, which no process forked later could then use.
+    forking.set_forkserver_preload(["torch", "torch.distributed", "rocm_attn.selection.build"])
+    return forking
+
+
+def run_forked(code: str) -> subprocess.CompletedProcess[str]:
+    """What comes of Python code, as of `python -c`."""
+    with tempfile.TemporaryDirectory() as folder:
+        process = context().Process(target=_run, args=(code, folder))
+        process.start()
+        process.join()
+        assert process.exitcode is not None
+        out, err = (Path(folder, name).read_text() for name in ("out", "err"))
+    return subprocess.CompletedProcess(code, process.exitcode, out, err)
+
+
+def _run(code: str, folder: str) -> None:
+    for descriptor, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT), descriptor)
+    exec(code, {})

@@ -1,0 +1,126 @@
+"""Random shapes: the same for a seed, all of them legal and of a size; limits and the worst of a sweep."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.shape_sweep import (
+    LAUNCHES_US,
+    MOST_BYTES,
+    MOST_FLOPS,
+    TUNED_DIMS,
+    TUNED_RATIOS,
+    Shape,
+    Timed,
+    Work,
+    nearest,
+    random_shapes,
+    worst,
+)
+from rocm_attn.problem import UNLIMITED_WINDOW
+
+SHAPES = random_shapes(300, 14)
+PLAIN = Shape(8, 2, 64, 16, UNLIMITED_WINDOW, Work.EXTEND, kv_len=(10, 3), q_len=(4, 3))
+
+
+def pairs_one_by_one(shape: Shape) -> int:
+    return sum(
+        min(token + 1, shape.window_left + 1 if shape.is_windowed else kv_len)
+        for kv_len, q_len in zip(shape.kv_len, shape.q_len, strict=True)
+        for token in range(kv_len - q_len, kv_len)
+    )
+
+
+def test_a_seed_gives_the_same_shapes_and_another_seed_others() -> None:
+    assert random_shapes(20, 14) == SHAPES[:20]
+    assert random_shapes(20, 15) != SHAPES[:20]
+
+
+def test_every_shape_is_legal_and_no_larger_than_it_may_be() -> None:
+    for shape in SHAPES:
+        for each in (shape, shape.neighbour()):
+            assert each.num_q_heads == each.gqa_ratio * each.num_kv_heads, each
+            assert 1 <= each.num_q_heads <= 256, each
+            assert len(each.kv_len) == len(each.q_len) >= 1, each
+            assert all(1 <= q <= kv for kv, q in zip(each.kv_len, each.q_len, strict=True)), each
+            pages = sum(-(-kv // each.page_size) for kv in each.kv_len) * each.page_size
+            assert 4 * pages * each.num_kv_heads * each.head_dim <= MOST_BYTES, each
+            assert each.flops <= MOST_FLOPS, each
+
+
+def test_the_shapes_go_as_far_as_the_kernels_do() -> None:
+    assert {shape.work for shape in SHAPES} == set(Work)
+    assert {1, 16} <= {shape.num_kv_heads for shape in SHAPES}
+    assert {1, 128} <= {shape.page_size for shape in SHAPES}
+    assert {16, 512} <= {shape.head_dim for shape in SHAPES}
+    assert max(shape.num_q_heads for shape in SHAPES) == 128
+    assert 0.1 < sum(shape.is_windowed for shape in SHAPES) / len(SHAPES) < 0.4
+    assert sum(len(set(shape.kv_len)) > 1 for shape in SHAPES) > 100
+
+
+def test_a_works_shapes_are_of_that_work() -> None:
+    for shape in SHAPES:
+        if shape.work is Work.DECODE:
+            assert set(shape.q_len) == {1}, shape
+        elif shape.work is Work.MIXED:
+            assert min(shape.q_len) == 1 < max(shape.q_len), shape
+
+
+@pytest.mark.parametrize("window_left", [UNLIMITED_WINDOW, 0, 2, 8, 9, 100])
+def test_products_are_counted_for_each_key_that_a_token_sees(window_left: int) -> None:
+    shape = replace(PLAIN, window_left=window_left)
+    assert shape.flops == 4 * 8 * 64 * pairs_one_by_one(shape)
+
+
+def test_bytes_are_those_of_keys_that_are_seen_queries_and_results() -> None:
+    assert PLAIN.num_bytes == 2 * 64 * (2 * 13 * 2 + 2 * 7 * 8)
+    assert replace(PLAIN, window_left=2).num_bytes == 2 * 64 * (2 * (6 + 3) * 2 + 2 * 7 * 8)
+
+
+def test_a_limit_is_the_slower_one_of_memory_and_products() -> None:
+    by_bytes = PLAIN.limit_us(bytes_per_s=1e6, flops_per_s=1e15)
+    by_flops = PLAIN.limit_us(bytes_per_s=1e15, flops_per_s=1e6)
+    assert by_bytes == pytest.approx(PLAIN.num_bytes + LAUNCHES_US)
+    assert by_flops == pytest.approx(PLAIN.flops + LAUNCHES_US)
+
+
+def test_a_neighbour_has_the_nearest_tuned_layout_and_the_same_step() -> None:
+    shape = replace(PLAIN, head_dim=80, num_q_heads=2 * 5)
+    assert shape.neighbour() == replace(shape, head_dim=64, num_q_heads=2 * 4)
+    for each in SHAPES:
+        neighbour = each.neighbour()
+        assert neighbour.head_dim in TUNED_DIMS
+        assert neighbour.gqa_ratio in TUNED_RATIOS
+        assert neighbour.neighbour() == neighbour
+        assert (neighbour.kv_len, neighbour.q_len, neighbour.page_size) == (each.kv_len, each.q_len, each.page_size)
+
+
+def test_the_nearest_is_counted_in_doublings() -> None:
+    assert nearest(96, (64, 128)) == 128
+    assert nearest(90, (64, 128)) == 64
+    assert nearest(2, (1, 4)) == 4
+    assert nearest(1000, TUNED_DIMS) == 512
+
+
+def timed(name: str, us: float, neighbour_us: float, peer_us: float = 0.0) -> Timed:
+    return Timed(name, us, 10.0, "neighbour", neighbour_us, 20.0, peer_us=peer_us)
+
+
+def test_a_shape_is_compared_with_its_neighbour_by_what_both_must_cost() -> None:
+    assert timed("a", 30.0, 20.0).x_neighbour == pytest.approx(3.0)
+    assert timed("a", 15.0, 30.0).x_neighbour == pytest.approx(1.0)
+    assert timed("a", 15.0, 30.0).x_peer == 0.0
+
+
+def test_a_cliff_is_far_from_its_neighbour_or_from_the_best_peer() -> None:
+    assert not timed("neither", 15.0, 30.0, peer_us=15.0).is_cliff
+    assert timed("neighbour", 24.0, 30.0, peer_us=24.0).is_cliff
+    assert timed("peer", 15.0, 30.0, peer_us=9.0).is_cliff
+
+
+def test_the_worst_come_first_whichever_they_are_worse_than() -> None:
+    rows = [timed("fine", 15.0, 30.0), timed("neighbour", 60.0, 30.0), timed("peer", 15.0, 30.0, peer_us=3.0)]
+    assert [row.name for row in worst(rows, 2)] == ["peer", "neighbour"]
+    assert [row.name for row in worst(reversed(rows), 10)] == ["peer", "neighbour", "fine"]

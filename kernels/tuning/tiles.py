@@ -83,7 +83,9 @@ class ExtendTiles:
     max_registers:    registers of a thread that NVIDIA's compiler may take for whole rows; 0: its own choice
     programs_per_cu:  programs for each compute unit that share out the longest rows; 0: every row is one program's
     share_stages:     num_stages of those programs, which take more registers
+    rows_at_once:     whole rows that run in the room of such a program, 1 or 2
     one_launch:       whether a launch takes shares and whole rows, and not one for each
+    merge_stages:     parts of a row whose loads are in flight as they are added up
     row_keys:         what starting a row costs beside its keys, in keys
     split_keys:       what sharing costs a program, in keys
     """
@@ -98,7 +100,9 @@ class ExtendTiles:
     max_registers: int = 0
     programs_per_cu: int = 0
     share_stages: int = 1
+    rows_at_once: int = 1
     one_launch: bool = False
+    merge_stages: int = 1
     row_keys: int = 256
     split_keys: int = 384
 
@@ -263,6 +267,25 @@ DECODE_ROWS = (
     DecodeRow("interpreter", 4, 512, 64, DecodeTiles(16, 1, 1, 3)),
 )
 EXTEND_ROWS = (
+    # Of short sequences, 64 x 5 new tokens of 2505 and FA3 beside it. 12 x 4 heads: 49 us and 56.
+    ExtendRow(
+        "sm_90",
+        2,
+        64,
+        ExtendTiles(16, 128, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=16,
+    ),
+    ExtendRow(
+        "sm_90",
+        2,
+        64,
+        ExtendTiles(64, 64, 4, 3, 2, programs_per_cu=2, share_stages=3, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=64,
+    ),
     # gptoss 1 x 2048 new + 6144 cached: 634 us, 646 with sinks; 657 with 4 warps, 791 and 847 with blocks of 32 keys
     # and 4 warps. With a window of 1024: 161; 184 with 4 warps, 174 with blocks of 32. Where blocks of V are narrower
     # than K's, what Triton 3.6 makes of blocks of 64 keys reads beyond the pages.
@@ -270,18 +293,38 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         64,
-        ExtendTiles(128, 64, 8, 3, programs_per_cu=1, share_stages=3),
+        ExtendTiles(
+            128, 64, 8, 3, max_registers=128, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4
+        ),
         alike=True,
         codes=(Codes.NONE,),
     ),
     ExtendRow("sm_90", 2, 64, ExtendTiles(128, 64, 8, 3), alike=True, codes=(Codes.BY_ROW, Codes.BY_TOKEN)),
+    ExtendRow(
+        "sm_90",
+        2,
+        96,
+        ExtendTiles(16, 64, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=16,
+    ),
+    ExtendRow(
+        "sm_90",
+        2,
+        96,
+        ExtendTiles(32, 64, 4, 3, 2, dim_block=32, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=32,
+    ),
     # 32 x 32 heads of 96, 777 new of 5778: 153 us where blocks of 128 columns took 266. With 128 registers at most, of
     # which two programs fit an SM, what scores may have beside that spills up to 48 bytes.
     ExtendRow(
         "sm_90",
         2,
         96,
-        ExtendTiles(128, 64, 8, 3, 2, dim_block=32, programs_per_cu=1, share_stages=3),
+        ExtendTiles(128, 64, 8, 3, 2, dim_block=32, programs_per_cu=1, share_stages=3, merge_stages=4),
         alike=True,
         codes=(Codes.NONE,),
     ),
@@ -291,15 +334,54 @@ EXTEND_ROWS = (
     ExtendRow("sm_90", 2, 128, ExtendTiles(64, 128, 4, 2), alike=True, codes=(Codes.BY_TOKEN,)),
     # With two stages 16 bytes spill.
     ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 1), codes=(Codes.BY_TOKEN,)),
+    ExtendRow(
+        "sm_90",
+        2,
+        128,
+        ExtendTiles(32, 64, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=32,
+    ),
+    ExtendRow(
+        "sm_90",
+        2,
+        128,
+        ExtendTiles(64, 64, 4, 3, 2, dim_block=64, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=64,
+    ),
     # llama8b 1 x 2048 new + 6144 cached: 530 us, with a window of 4096 of 32k 362, though 8 to 32 bytes spill; 552 and
     # 409 in blocks of 32 keys, 589 and 541 in (128, 32, 4, 3), one program an SM. 16 new after 100k: 132, 173, 2766.
     ExtendRow(
         "sm_90",
         2,
         128,
-        ExtendTiles(128, 64, 8, 2, 2, dim_block=64, max_registers=128, programs_per_cu=1, share_stages=3),
+        ExtendTiles(
+            128,
+            64,
+            8,
+            2,
+            2,
+            dim_block=64,
+            max_registers=128,
+            programs_per_cu=1,
+            share_stages=3,
+            rows_at_once=2,
+            merge_stages=4,
+        ),
         alike=True,
         codes=(Codes.NONE,),
+    ),
+    ExtendRow(
+        "sm_90",
+        2,
+        192,
+        ExtendTiles(64, 32, 4, 3, 2, dim_block=64, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=64,
     ),
     # 64 x 8 heads of 192, 777 new of 5778: 401 us, in (128, 32, 8, 2) of 256 columns 847; 580 with two stages. Shares
     # with three spill up to 80 bytes with Triton 3.9.
@@ -307,15 +389,39 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         192,
-        ExtendTiles(128, 64, 8, 3, 2, dim_block=64, programs_per_cu=1, share_stages=2),
+        ExtendTiles(128, 64, 8, 3, 2, dim_block=64, programs_per_cu=1, share_stages=2, merge_stages=4),
         alike=True,
         codes=(Codes.NONE,),
+    ),
+    ExtendRow(
+        "sm_90",
+        2,
+        256,
+        ExtendTiles(16, 64, 4, 2, 2, programs_per_cu=1, share_stages=2, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=16,
+    ),
+    ExtendRow(
+        "sm_90",
+        2,
+        256,
+        ExtendTiles(32, 64, 4, 2, 2, dim_block=64, programs_per_cu=1, share_stages=2, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=32,
     ),
     # No row is shared: programs with shares spill up to 48 bytes.
     ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 2)),
     # Blocks of 64 rows spill, with 16 warps too: (64, 32, 8, 2), which takes half the time, up to 700 bytes, and
     # (64, 16, 8, 2, 2) 56 with Triton 3.9.
-    ExtendRow("sm_90", 2, 512, ExtendTiles(32, 32, 8, 2, programs_per_cu=1, share_stages=2), codes=(Codes.NONE,)),
+    ExtendRow(
+        "sm_90",
+        2,
+        512,
+        ExtendTiles(32, 32, 8, 2, programs_per_cu=1, share_stages=2, merge_stages=4),
+        codes=(Codes.NONE,),
+    ),
     ExtendRow("sm_90", 2, 512, ExtendTiles(32, 32, 8, 2), codes=(Codes.BY_ROW, Codes.BY_TOKEN)),
     ExtendRow("sm_90", 4, 128, ExtendTiles(32, 16, 4, 1)),
     ExtendRow("sm_90", 4, 256, ExtendTiles(16, 16, 4, 1)),

@@ -84,6 +84,7 @@ class DecodeGeometry(NamedTuple):
     CAPPED:               whether scores have a cap
     STAGES:               key blocks whose loads are in flight
     coding:               how elements of pages are encoded
+    STRIDE_UNIT:          elements that strides of q, pages and out are counted in
     """
 
     rows: RowCut
@@ -101,6 +102,7 @@ class DecodeGeometry(NamedTuple):
     CAPPED: bool
     STAGES: int
     coding: Coding
+    STRIDE_UNIT: int
 
 
 class Side(NamedTuple):
@@ -269,6 +271,11 @@ def _decode_kernel(
     R: tl.constexpr = G.rows
     C: tl.constexpr = G.coding
     QUERY_ROWS: tl.constexpr = G.QUERY_ROWS
+    if G.STRIDE_UNIT > 1:
+        q_token, q_head = q_token * G.STRIDE_UNIT, q_head * G.STRIDE_UNIT
+        kp_page, kp_token, kp_head = kp_page * G.STRIDE_UNIT, kp_token * G.STRIDE_UNIT, kp_head * G.STRIDE_UNIT
+        vp_page, vp_token, vp_head = vp_page * G.STRIDE_UNIT, vp_token * G.STRIDE_UNIT, vp_head * G.STRIDE_UNIT
+        out_token, out_head = out_token * G.STRIDE_UNIT, out_head * G.STRIDE_UNIT
     program = tl.program_id(0)
     if G.WHOLE_ROWS:
         seq = program // R.ROWS
@@ -449,8 +456,7 @@ def launch_paged_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, til
         queries.num_seqs,
         cut.programs,
         table.shape[1],
-        *args.read_strides,
-        *args.written_strides,
+        *args.strides_in(geometry.STRIDE_UNIT),
         G=geometry,
         num_warps=tiles.num_warps,
     )
@@ -496,4 +502,5 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
         CAPPED=scores.soft_cap > 0,
         STAGES=tiles.num_stages,
         coding=args.pages.coding,
+        STRIDE_UNIT=args.stride_unit,
     )

@@ -26,10 +26,13 @@ from rocm_attn.kernels.attention.extend_schedule import (
     SHARE_WORDS,
     SHARE_WORK,
 )
+from rocm_attn.kernels.attention.merge import Parts
 from rocm_attn.kernels.attention.query_block import BlockGeometry
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
+
+_FEW_PARTS = tl.constexpr(6)
 
 
 class ExtendMergeGeometry(NamedTuple):
@@ -39,7 +42,7 @@ class ExtendMergeGeometry(NamedTuple):
     V_HEAD_DIM: elements of an output row
     LINES:      lines of a query block, a token and a query head each, of one program
     COLUMNS:    columns of a line, padding included
-    STAGES:     parts whose loads are in flight
+    STAGES:     parts whose loads are in flight, where a row has many
     """
 
     GQA_RATIO: int
@@ -54,7 +57,7 @@ class ExtendMergeGeometry(NamedTuple):
 
 
 @triton.jit
-def _sum_of_parts(partials, sums, began, num_parts, line, is_line, column, G: tl.constexpr):
+def _sum_of_parts(parts, began, num_parts, line, is_line, column, STAGES: tl.constexpr, G: tl.constexpr):
     """What all parts of a row give, one after the other. line: which lines of a part"""
     LINES: tl.constexpr = G.LINES
     COLUMNS: tl.constexpr = G.COLUMNS
@@ -62,12 +65,12 @@ def _sum_of_parts(partials, sums, began, num_parts, line, is_line, column, G: tl
     total = tl.zeros([LINES], tl.float32)
     acc = tl.zeros([LINES, COLUMNS], tl.float32)
     is_acc = is_line[:, None] & (column < G.V_HEAD_DIM)[None, :]
-    for index in tl.range(0, num_parts, num_stages=G.STAGES):
+    for index in tl.range(0, num_parts, num_stages=STAGES):
         # The row began in its first program (part 2p + 1) and was begun earlier for all the others (part 2p).
         at = tl.maximum(2 * (began + index), 2 * began + 1) * G.QUERY_ROWS + line
-        part_maximum = tl.load(sums + at * 2, mask=is_line, other=float("-inf"))
-        part_total = tl.load(sums + at * 2 + 1, mask=is_line, other=0.0)
-        part_acc = tl.load(partials + (at * G.V_HEAD_DIM)[:, None] + column[None, :], mask=is_acc, other=0.0)
+        part_maximum = tl.load(parts.sums + at * 2, mask=is_line, other=float("-inf"))
+        part_total = tl.load(parts.sums + at * 2 + 1, mask=is_line, other=0.0)
+        part_acc = tl.load(parts.acc + (at * G.V_HEAD_DIM)[:, None] + column[None, :], mask=is_acc, other=0.0)
         new_maximum = tl.maximum(maximum, part_maximum)
         # A row may have seen no key yet: no inf - inf.
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -109,7 +112,13 @@ def _extend_merge_kernel(
         num_parts = ((start + cost - 1) // size).to(tl.int32) - began + 1
         column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
         sums = partials + num_programs * (2 * G.QUERY_ROWS * G.V_HEAD_DIM)
-        acc, maximum, total = _sum_of_parts(partials, sums, began, num_parts, line, line < num_lines, column, G)
+        parts = Parts(partials, sums)
+        is_line = line < num_lines
+        # To have loads in flight costs more than waiting for a few parts.
+        if (G.STAGES > 1) and (num_parts > _FEW_PARTS):
+            acc, maximum, total = _sum_of_parts(parts, began, num_parts, line, is_line, column, G.STAGES, G)
+        else:
+            acc, maximum, total = _sum_of_parts(parts, began, num_parts, line, is_line, column, 1, G)
         ratio_head = row % G.HEAD_BLOCKS * G.BLOCK_HEADS + line % G.BLOCK_HEADS
         token = (tl.load(words + BLOCK_FIRST_TOKEN) + line // G.BLOCK_HEADS).to(tl.int64)
         head = (row // G.HEAD_BLOCKS * G.GQA_RATIO + ratio_head).to(tl.int64)

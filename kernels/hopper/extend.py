@@ -53,7 +53,7 @@ from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E
 from rocm_attn.kernels.hopper.even_groups import even_warp_specialize
 from rocm_attn.kernels.launch import launch
-from rocm_attn.kernels.tuning.tiles import ExtendTiles
+from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles
 
 # Columns of a box of K or V: 128 bytes, the widest swizzle.
 BOX_COLUMNS = gl.constexpr(64)
@@ -77,6 +77,7 @@ class HopperGeometry(NamedTuple):
     ROW_KEYS:  of cuts.Sharing
     CAUSAL:    whether a row sees no key after its own
     WINDOWED:  whether there is a window
+    OVERLAPS:  whether products with V run under the next step's products with K, which takes registers
     """
 
     KV_HEADS: int
@@ -92,6 +93,7 @@ class HopperGeometry(NamedTuple):
     ROW_KEYS: int
     CAUSAL: bool
     WINDOWED: bool
+    OVERLAPS: bool
 
     @property
     def query_rows(self) -> int:
@@ -142,6 +144,13 @@ class Ring(NamedTuple):
     free: Any
 
 
+class Rings(NamedTuple):
+    """Those of K and of V."""
+
+    k: Any
+    v: Any
+
+
 class Cache(NamedTuple):
     """Where pages are: descriptors of K and V with their number of slots, the table, and the sequences' rows in it."""
 
@@ -152,6 +161,16 @@ class Cache(NamedTuple):
     table_row: Any
     width: Any
     row_of_seq: Any
+
+
+class Source(NamedTuple):
+    """K or V of one KV head of a sequence: descriptor and first column, slots in all; pages, and how many to read."""
+
+    desc: Any
+    column: Any
+    num_slots: Any
+    pages: Any
+    width: Any
 
 
 class Results(NamedTuple):
@@ -209,38 +228,38 @@ def _next_row(todo, take, G: gl.constexpr):
 
 
 @gluon.jit
-def _load_step(desc, cache, pages, ring, stage, step, seen, column, G: gl.constexpr):
-    """The keys of a step, box by box, to a stage of a ring."""
+def _load_step(source, ring, n, step, seen, G: gl.constexpr):
+    """The keys of a step to the n-th stage, box by box, as soon as it is free."""
     BOXES: gl.constexpr = G.KEY_BLOCK // G.BOX
     PARTS: gl.constexpr = G.DIM // BOX_COLUMNS
-    mbarrier.expect(ring.full.index(stage), G.KEY_BLOCK * G.DIM * 2)
+    stage = n % G.STAGES
+    full = ring.full.index(stage)
+    mbarrier.wait(ring.free.index(stage), ((n // G.STAGES) & 1) ^ 1)
+    mbarrier.expect(full, G.KEY_BLOCK * G.DIM * 2)
     for i in gl.static_range(BOXES):
         key = step * G.KEY_BLOCK + i * G.BOX
-        page = gl.load(pages + gl.minimum(key // G.PAGE_SIZE, cache.width - 1))
+        page = gl.load(source.pages + gl.minimum(key // G.PAGE_SIZE, source.width - 1))
         is_seen = (key < seen.end) & (key + G.BOX > seen.first)
-        slot = gl.where(is_seen, page * G.PAGE_SIZE + key % G.PAGE_SIZE, cache.num_slots)
+        slot = gl.where(is_seen, page * G.PAGE_SIZE + key % G.PAGE_SIZE, source.num_slots)
         for c in gl.static_range(PARTS):
             box = ring.boxes.index((stage * PARTS + c) * BOXES + i)
-            tma.async_copy_global_to_shared(desc, [slot, column + c * BOX_COLUMNS], ring.full.index(stage), box)
+            tma.async_copy_global_to_shared(source.desc, [slot, source.column + c * BOX_COLUMNS], full, box)
 
 
 @gluon.jit
-def _produce(x, cache, k, v, todo, G: gl.constexpr):
-    """Load the keys of all the program's rows, as stages of the rings become free."""
+def _produce(x, cache, rings, todo, G: gl.constexpr):
+    """Load the keys of all the program's rows."""
     n = 0
     while todo.keys > 0:
         words = x.words + todo.block * BLOCK_WORDS
         seq, seen = _seen_by_block(x, words, G)
         steps = _steps_of(words, seen, todo, G)
         pages = cache.table + gl.load(cache.row_of_seq + gl.maximum(seq, 0)).to(gl.int64) * cache.table_row
-        column = todo.row * G.DIM
+        k_source = Source(cache.k, todo.row * G.DIM, cache.num_slots, pages, cache.width)
+        v_source = Source(cache.v, todo.row * G.DIM, cache.num_slots, pages, cache.width)
         for step in range(steps.first, steps.end):
-            stage = n % G.STAGES
-            phase = (n // G.STAGES) & 1
-            mbarrier.wait(k.free.index(stage), phase ^ 1)
-            _load_step(cache.k, cache, pages, k, stage, step, seen, column, G)
-            mbarrier.wait(v.free.index(stage), phase ^ 1)
-            _load_step(cache.v, cache, pages, v, stage, step, seen, column, G)
+            _load_step(k_source, rings.k, n, step, seen, G)
+            _load_step(v_source, rings.v, n, step, seen, G)
             n += 1
         todo = _next_row(todo, steps.take, G)
 
@@ -291,11 +310,17 @@ def _visible(own, key, seen, G: gl.constexpr):
 
 
 @gluon.jit
-def _attend_steps(softmax, n, query, k, v, span, seen, G: gl.constexpr, MASKED: gl.constexpr):
+def _waited(products):
+    """The accumulators of products that are in flight."""
+    return (warpgroup_mma_wait(0, deps=products),) if len(products) == 1 else warpgroup_mma_wait(0, deps=products)
+
+
+@gluon.jit
+def _attend_steps(softmax, n, query, rings, span, seen, G: gl.constexpr, MASKED: gl.constexpr):
     """Steps of a span added to a softmax; n: steps that have passed through the rings before.
 
-    The products with V of one step run under those with K of the next one, up to the wait for both: a wait for one of
-    two products in flight makes ptxas serialise them all.
+    If G.OVERLAPS, the products with V of one step run under those with K of the next one, up to the wait for both: a
+    wait for one of two products in flight makes ptxas wait for each.
     """
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
@@ -304,10 +329,12 @@ def _attend_steps(softmax, n, query, k, v, span, seen, G: gl.constexpr, MASKED: 
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     lane = gl.arange(0, KEY_BLOCK, layout=gl.SliceLayout(0, s_layout))
     zero = gl.zeros([GROUP_ROWS, KEY_BLOCK], gl.float32, layout=s_layout)
+    k, v = rings
     acc, maximum, total = softmax
-    products = ()
-    for i in gl.static_range(PARTS):
-        products += (warpgroup_mma_init(acc[i]),)  # type: ignore[assignment]
+    if G.OVERLAPS:
+        products = ()
+        for i in gl.static_range(PARTS):
+            products += (warpgroup_mma_init(acc[i]),)  # type: ignore[assignment]
     for step in range(span.first, span.end):
         stage = n % G.STAGES
         phase = (n // G.STAGES) & 1
@@ -316,11 +343,15 @@ def _attend_steps(softmax, n, query, k, v, span, seen, G: gl.constexpr, MASKED: 
         for i in gl.static_range(PARTS):
             k_tile = k.tiles.index(stage * PARTS + i).permute((1, 0))
             pending = (warpgroup_mma(query.tiles.index(i), k_tile, pending[0], use_acc=i > 0, is_async=True),)
-        waited = warpgroup_mma_wait(0, deps=pending + products)
-        scores = waited[0]
+        if G.OVERLAPS:
+            waited = warpgroup_mma_wait(0, deps=pending + products)
+            scores, acc = waited[0], waited[1:]
+        else:
+            scores = warpgroup_mma_wait(0, deps=pending)
         gl.thread_barrier()
         mbarrier.arrive(k.free.index(stage), count=1)
-        mbarrier.arrive(v.free.index((n + G.STAGES - 1) % G.STAGES), count=1, pred=step > span.first)
+        if G.OVERLAPS:
+            mbarrier.arrive(v.free.index((n + G.STAGES - 1) % G.STAGES), count=1, pred=step > span.first)
         if MASKED:
             key = gl.expand_dims(step * KEY_BLOCK + lane, 0)
             visible = _visible(gl.expand_dims(query.kv_index, 1), key, seen, G)
@@ -340,11 +371,16 @@ def _attend_steps(softmax, n, query, k, v, span, seen, G: gl.constexpr, MASKED: 
         products = ()
         for i in gl.static_range(PARTS):
             v_tile = v.tiles.index(stage * PARTS + i)
-            products += (warpgroup_mma(p, v_tile, waited[1 + i] * decay, is_async=True),)  # type: ignore[assignment]
+            products += (warpgroup_mma(p, v_tile, acc[i] * decay, is_async=True),)  # type: ignore[assignment]
+        if not G.OVERLAPS:
+            acc = _waited(products)
+            gl.thread_barrier()
+            mbarrier.arrive(v.free.index(stage), count=1)
         n += 1
-    acc = (warpgroup_mma_wait(0, deps=products),) if PARTS == 1 else warpgroup_mma_wait(0, deps=products)
-    gl.thread_barrier()
-    mbarrier.arrive(v.free.index((n + G.STAGES - 1) % G.STAGES), count=1, pred=span.end > span.first)
+    if G.OVERLAPS:
+        acc = _waited(products)
+        gl.thread_barrier()
+        mbarrier.arrive(v.free.index((n + G.STAGES - 1) % G.STAGES), count=1, pred=span.end > span.first)
     return Softmax(acc, maximum, total), n
 
 
@@ -464,7 +500,7 @@ def _nothing_seen(G: gl.constexpr):
 
 
 @gluon.jit
-def _consume(GROUP: gl.constexpr, x, tiles, k, v, to, qk_scale, todo, G: gl.constexpr):
+def _consume(GROUP: gl.constexpr, x, tiles, rings, to, qk_scale, todo, G: gl.constexpr):
     """64 rows of each of the program's query blocks."""
     n = 0
     while todo.keys > 0:
@@ -482,9 +518,9 @@ def _consume(GROUP: gl.constexpr, x, tiles, k, v, to, qk_scale, todo, G: gl.cons
             # Steps before it are seen whole by every row. With a window a loop of its own for them does not pay.
             edge_step = (first_kv_index + 1 if G.CAUSAL else seen.end) // G.KEY_BLOCK
             open_steps = Span(steps.first, gl.minimum(edge_step, steps.end))
-            softmax, n = _attend_steps(softmax, n, query, k, v, open_steps, seen, G, False)
+            softmax, n = _attend_steps(softmax, n, query, rings, open_steps, seen, G, False)
         edge = Span(gl.maximum(edge_step, steps.first), steps.end)
-        softmax, n = _attend_steps(softmax, n, query, k, v, edge, seen, G, True)
+        softmax, n = _attend_steps(softmax, n, query, rings, edge, seen, G, True)
         if steps.ends & (todo.done == 0):
             _store(GROUP, softmax, to, words, todo.row, G)
         else:
@@ -570,8 +606,7 @@ def _hopper_extend_kernel(
         DTYPE: gl.constexpr = q.dtype.element_ty
         PARTS: gl.constexpr = G.DIM // G.COLUMNS
         COLUMNS: gl.constexpr = G.COLUMNS
-        k = _new_ring(DTYPE, G)
-        v = _new_ring(DTYPE, G)
+        rings = Rings(_new_ring(DTYPE, G), _new_ring(DTYPE, G))
         layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
         first_q = gl.allocate_shared_memory(DTYPE, [PARTS, GROUP_ROWS, COLUMNS], layout)
         second_q = gl.allocate_shared_memory(DTYPE, [PARTS, GROUP_ROWS, COLUMNS], layout)
@@ -584,15 +619,15 @@ def _hopper_extend_kernel(
         to = Results(q_rows, out_rows, Rows(lse, lse_token, lse_head), sinks, partials, sums)
         even_warp_specialize(
             [
-                (_consume, (0, x, first_q, k, v, to, qk_scale, todo, G)),
-                (_consume, (1, x, second_q, k, v, to, qk_scale, todo, G)),
-                (_produce, (x, cache, k, v, todo, G)),
+                (_consume, (0, x, first_q, rings, to, qk_scale, todo, G)),
+                (_consume, (1, x, second_q, rings, to, qk_scale, todo, G)),
+                (_produce, (x, cache, rings, todo, G)),
             ],
             [4, 1],
         )
 
 
-def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: ExtendTiles) -> None:
+def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: HopperTiles) -> None:
     """As launch_paged_extend, without masks, caps and slopes, over contiguous pages of `PAGE_SIZES` tokens.
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
@@ -629,32 +664,35 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
         G=geometry,
         num_warps=4,
     )
-    launch_extend_merge(args, cut, _merged_geometry(geometry), tiles.merge_stages)
+    launch_extend_merge(args, cut, _merged_geometry(geometry), tiles.extend.merge_stages)
 
 
-def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: ExtendTiles) -> HopperGeometry:
+def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTiles) -> HopperGeometry:
     """What the launch is compiled for; the schedule is checked."""
     num_kv_heads, gqa_ratio = args.heads
     queries, sharing, page_size = args.queries, cut.sharing, args.pages.format.page_size
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
     of_layer = (num_kv_heads, scores.causal, scores.window_left)
     assert (sharing.rows, sharing.causal, sharing.window_left) == of_layer, "the schedule was cut for another launch"
-    assert cut.query_tokens == tiles.tokens_per_block(gqa_ratio), "the schedule was cut for other tiles"
-    assert args.workspace.numel() >= cut.partials_words(query_rows=tiles.query_rows, v_head_dim=args.out.shape[2])
+    assert cut.query_tokens == tiles.extend.tokens_per_block(gqa_ratio), "the schedule was cut for other tiles"
+    assert args.workspace.numel() >= cut.partials_words(
+        query_rows=tiles.extend.query_rows, v_head_dim=args.out.shape[2]
+    )
     return HopperGeometry(
         KV_HEADS=num_kv_heads,
         GQA_RATIO=gqa_ratio,
         TOKENS=cut.query_tokens,
         DIM=args.q.shape[2],
-        COLUMNS=tiles.columns(args.q.shape[2]),
+        COLUMNS=tiles.extend.columns(args.q.shape[2]),
         PAGE_SIZE=page_size,
-        BOX=min(page_size, tiles.key_block),
-        KEY_BLOCK=tiles.key_block,
-        STAGES=tiles.num_stages,
-        GROUPS=tiles.query_rows // GROUP_ROWS.value,
+        BOX=min(page_size, tiles.extend.key_block),
+        KEY_BLOCK=tiles.extend.key_block,
+        STAGES=tiles.extend.num_stages,
+        GROUPS=tiles.extend.query_rows // GROUP_ROWS.value,
         ROW_KEYS=sharing.row_keys,
         CAUSAL=scores.causal,
         WINDOWED=scores.windowed,
+        OVERLAPS=tiles.overlaps,
     )
 
 

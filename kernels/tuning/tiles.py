@@ -83,6 +83,7 @@ class ExtendTiles:
     max_registers:    registers of a thread that NVIDIA's compiler may take for whole rows; 0: its own choice
     programs_per_cu:  programs for each compute unit that share out the longest rows; 0: every row is one program's
     share_stages:     num_stages of those programs, which take more registers
+    rows_at_once:     whole rows that run in the room of such a program, 1 or 2
     one_launch:       whether a launch takes shares and whole rows, and not one for each
     merge_stages:     parts of a row whose loads are in flight as they are added up
     row_keys:         what starting a row costs beside its keys, in keys
@@ -99,6 +100,7 @@ class ExtendTiles:
     max_registers: int = 0
     programs_per_cu: int = 0
     share_stages: int = 1
+    rows_at_once: int = 1
     one_launch: bool = False
     merge_stages: int = 1
     row_keys: int = 256
@@ -279,7 +281,7 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         64,
-        ExtendTiles(64, 64, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
+        ExtendTiles(64, 64, 4, 3, 2, programs_per_cu=2, share_stages=3, merge_stages=4),
         alike=True,
         codes=(Codes.NONE,),
         max_rows=64,
@@ -291,7 +293,9 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         64,
-        ExtendTiles(128, 64, 8, 3, programs_per_cu=1, share_stages=3, merge_stages=4),
+        ExtendTiles(
+            128, 64, 8, 3, max_registers=128, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4
+        ),
         alike=True,
         codes=(Codes.NONE,),
     ),
@@ -355,7 +359,17 @@ EXTEND_ROWS = (
         2,
         128,
         ExtendTiles(
-            128, 64, 8, 2, 2, dim_block=64, max_registers=128, programs_per_cu=1, share_stages=3, merge_stages=4
+            128,
+            64,
+            8,
+            2,
+            2,
+            dim_block=64,
+            max_registers=128,
+            programs_per_cu=1,
+            share_stages=3,
+            rows_at_once=2,
+            merge_stages=4,
         ),
         alike=True,
         codes=(Codes.NONE,),
@@ -387,6 +401,15 @@ EXTEND_ROWS = (
         alike=True,
         codes=(Codes.NONE,),
         max_rows=16,
+    ),
+    ExtendRow(
+        "sm_90",
+        2,
+        256,
+        ExtendTiles(32, 64, 4, 2, 2, dim_block=64, programs_per_cu=1, share_stages=2, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=32,
     ),
     # No row is shared: programs with shares spill up to 48 bytes.
     ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 2)),

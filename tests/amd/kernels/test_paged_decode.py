@@ -43,6 +43,8 @@ GEOMETRIES = {
     "gqa_8_odd_kv_heads": replace(RAGGED, heads=(24, 3), page_size=64),
     "gqa_16": replace(RAGGED, heads=(16, 1), page_size=128),
     "mqa_71": replace(RAGGED, heads=(71, 1), dims=(32, 32)),
+    "dim_40": replace(RAGGED, dims=(40, 40)),
+    "dim_24_72": replace(RAGGED, dims=(24, 72), window_left=9),
     "dim_80": replace(RAGGED, dims=(80, 80), page_size=5),
     "dim_96": replace(RAGGED, dims=(96, 96)),
     "dim_128": replace(RAGGED, dims=(128, 128)),

@@ -1,6 +1,6 @@
 """Time of one layer over random shapes, beside the nearest tuned layout and, where one is there, FlashAttention-3.
 
-python -m benchmarks.random_shapes --part 1/6 --out benchmarks/results/random_shapes_h200.json
+python -m benchmarks.random_shapes --part 1/3 --out benchmarks/results/random_shapes_h200.json
 
 Kernels are chosen by select(), as a user gets them. Processes side by side compile each shape's kernels and compare a
 few rows with float32; what is wrong gets no time. Then one process measures, in CUDA graphs over pages past the L2. The
@@ -54,10 +54,10 @@ class Case:
     problem: Problem
 
 
-def case_of(shape: Shape, seed: int) -> Case:
-    """With pages of its own, which lie anywhere."""
+def cases_of(shape: Shape, count: int) -> list[Case]:
+    """With pages of their own, which lie anywhere in a pool of all."""
     device = torch.device("cuda", 0)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(1)
     problem = Problem(
         shape.num_q_heads,
         shape.num_kv_heads,
@@ -72,28 +72,32 @@ def case_of(shape: Shape, seed: int) -> Case:
     kernel = select(problem, detect_target(device), "triton").kernels[kind].bound
     num_seqs, num_tokens = len(shape.q_len), sum(shape.q_len)
     pages = [-(-kv_len // shape.page_size) for kv_len in shape.kv_len]
-    table = torch.zeros(num_seqs, max(pages), dtype=torch.int32, device=device)
-    order = torch.randperm(sum(pages), device=device, generator=generator).int() + 1
     is_page = torch.arange(max(pages), device=device) < ints(pages, device)[:, None]
-    table[is_page] = order
-    step = StepTensors.of(
-        ints([], device),
-        counts=ints([num_seqs, num_tokens, 1, 0], device),
-        kv_len=ints(shape.kv_len, device),
-        q_len=ints(shape.q_len, device),
-        q_indptr=torch.tensor([0, *shape.q_len]).cumsum(0).int().to(device),
-        table=table,
-        row_of_seq=torch.arange(num_seqs, dtype=torch.int32, device=device),
-    )
 
     def rows(*sizes: int) -> Tensor:
         return torch.randn(*sizes, device=device, generator=generator, dtype=torch.bfloat16)
 
-    k, v = (rows(sum(pages) + 1, shape.page_size, shape.num_kv_heads, shape.head_dim) for _ in range(2))
-    q = rows(num_tokens, shape.num_q_heads, shape.head_dim)
+    num_pages = sum(pages)
+    orders = (torch.randperm(num_pages * count, device=device, generator=generator).int() + 1).view(count, -1)
+    k, v = (rows(num_pages * count + 1, shape.page_size, shape.num_kv_heads, shape.head_dim) for _ in range(2))
     bounds = StepBounds(PaddedShape(kind, num_seqs, num_tokens), max(shape.q_len), max(shape.kv_len))
-    out = torch.full_like(q, float("nan"))
-    return Case(Prepared.of(kernel, step, bounds, (q, out), LayerPages.plain(k, v)), problem)
+    cases = []
+    for order in orders:
+        table = torch.zeros(num_seqs, max(pages), dtype=torch.int32, device=device)
+        table[is_page] = order
+        step = StepTensors.of(
+            ints([], device),
+            counts=ints([num_seqs, num_tokens, 1, 0], device),
+            kv_len=ints(shape.kv_len, device),
+            q_len=ints(shape.q_len, device),
+            q_indptr=torch.tensor([0, *shape.q_len]).cumsum(0).int().to(device),
+            table=table,
+            row_of_seq=torch.arange(num_seqs, dtype=torch.int32, device=device),
+        )
+        q = rows(num_tokens, shape.num_q_heads, shape.head_dim)
+        out = torch.full_like(q, float("nan"))
+        cases.append(Case(Prepared.of(kernel, step, bounds, (q, out), LayerPages.plain(k, v)), problem))
+    return cases
 
 
 def error_of(shape: Shape, case: Case) -> float:
@@ -121,7 +125,7 @@ def error_of(shape: Shape, case: Case) -> float:
 def checked(shape: Shape) -> tuple[Shape, float, str]:
     """Compile what a shape needs, and compare: its error, and what went wrong."""
     try:
-        case = case_of(shape, seed=1)
+        case = cases_of(shape, 1)[0]
         case.prepared.attend()
         return shape, error_of(shape, case), ""
     except Exception as failure:
@@ -133,21 +137,27 @@ def checked(shape: Shape) -> tuple[Shape, float, str]:
 def microseconds(shape: Shape, new_run: Callable[[Case], Callable[[], object]]) -> float:
     """Of one layer. new_run: what launches a case's layer"""
     sets = min(MOST_SETS, max(1, -(-PAST_L2 // max(shape.num_bytes, 1))))
-    cases = [case_of(shape, seed) for seed in range(sets)]
+    cases = cases_of(shape, sets)
     runs = [new_run(case) for case in cases]
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(side):
+
+    def all_runs() -> None:
         for run in runs:
             run()
+
+    return _median_us(all_runs) / sets
+
+
+def _median_us(work: Callable[[], object]) -> float:
+    """Of work, replayed as a graph."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        for run in runs:
-            run()
-    return _median_us(graph) / sets
-
-
-def _median_us(graph: torch.cuda.CUDAGraph) -> float:
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        work()
+        torch.cuda.synchronize()
+        # Not torch.cuda.graph(), which collects garbage and gives memory back each time.
+        graph.capture_begin()
+        work()
+        graph.capture_end()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
 
     def once(replays: int) -> float:
@@ -202,20 +212,13 @@ class FlashAttention3:
 
 def ceilings() -> dict[str, float]:
     """What this GPU copies and multiplies in a second."""
-    source = torch.empty(512 << 20, dtype=torch.int8, device="cuda")
+    source = torch.ones(256 << 20, dtype=torch.bfloat16, device="cuda")
     target = torch.empty_like(source)
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-
-    def seconds(work: Callable[[], object]) -> float:
-        graph = torch.cuda.CUDAGraph()
-        work()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            work()
-        return _median_us(graph) * 1e-6
-
-    copied = 2 * source.numel() / seconds(lambda: target.copy_(source))
-    return {"bytes_per_s": copied, "flops_per_s": 2 * 8192**3 / seconds(lambda: torch.mm(a, b))}
+    product = torch.empty_like(a)
+    copy_us = _median_us(lambda: torch.neg(source, out=target))
+    product_us = _median_us(lambda: torch.mm(a, b, out=product))
+    return {"bytes_per_s": 4e6 * source.numel() / copy_us, "flops_per_s": 2e6 * 8192**3 / product_us}
 
 
 def measured(shape: Shape, limits: dict[str, float], error: float | str, peer: Any) -> dict[str, Any]:

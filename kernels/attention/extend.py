@@ -212,6 +212,11 @@ def _extend_kernel(
     G: tl.constexpr,
 ):
     K: tl.constexpr = G.keys
+    if G.STRIDE_UNIT > 1:
+        q_token, q_head = q_token * G.STRIDE_UNIT, q_head * G.STRIDE_UNIT
+        kp_page, kp_token, kp_head = kp_page * G.STRIDE_UNIT, kp_token * G.STRIDE_UNIT, kp_head * G.STRIDE_UNIT
+        vp_page, vp_token, vp_head = vp_page * G.STRIDE_UNIT, vp_token * G.STRIDE_UNIT, vp_head * G.STRIDE_UNIT
+        out_token, out_head = out_token * G.STRIDE_UNIT, out_head * G.STRIDE_UNIT
     mask = None
     if mask_words is not None:
         mask = MaskOfStep(mask_words, mask_indptr, position_of_token, q_indptr)
@@ -346,8 +351,7 @@ def _launch_rows(
         cut.sharing.programs,
         cut.max_blocks(queries.num_tokens, queries.num_seqs),
         table.shape[1],
-        *args.read_strides,
-        *args.written_strides,
+        *args.strides_in(geometry.STRIDE_UNIT),
         G=geometry,
         **options,
     )
@@ -387,4 +391,5 @@ def _geometry(
         SEGMENT_LEN=0,
         STAGES=tiles.num_stages,
         EDGE_STAGES=tiles.diagonal_stages if mask is None else tiles.num_stages,
+        STRIDE_UNIT=args.stride_unit,
     )

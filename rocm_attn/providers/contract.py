@@ -188,6 +188,7 @@ class Limits:
     max_side_bytes: of one layer's K pages, and of its V pages; 0: no limit
     page_strides:  whether it reads pages of any strides but the last; without, it takes them for contiguous
     short_kv:      whether a sequence of a layer that is not causal may have fewer tokens in its KV than new ones
+    least_window:  the fewest keys of a window that it serves
     tritons:       the only releases of Triton that it may run with; one that is not known is none of them
     """
 
@@ -213,6 +214,7 @@ class Limits:
     non_causal: bool = False
     page_strides: bool = False
     short_kv: bool = False
+    least_window: int = 0
     tritons: tuple[Release, ...] = ()
 
     def refusals(self, problem: Problem, target: Target, pool: PoolSize = SMALLEST_POOL) -> tuple[str, ...]:
@@ -239,6 +241,8 @@ class Limits:
             reasons.append(f"{problem.gqa_ratio} query heads share a KV head, at most {self.max_gqa_ratio} may")
         if problem.window_left != UNLIMITED_WINDOW and not self.window:
             reasons.append(f"it has no sliding window (window_left {problem.window_left})")
+        if UNLIMITED_WINDOW != problem.window_left < self.least_window - 1:
+            reasons.append(f"a window of {problem.window_left + 1} keys is shorter than its {self.least_window}")
         if problem.logits_soft_cap and not self.soft_cap:
             reasons.append(f"it has no logits soft cap ({problem.logits_soft_cap:g})")
         if problem.has_sinks and not self.sinks:

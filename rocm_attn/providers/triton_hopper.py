@@ -12,8 +12,7 @@ from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.kernels.tuning.hopper_tiles import HOPPER_EXTEND_TILES
-from rocm_attn.kernels.tuning.tiles import ExtendTiles
+from rocm_attn.kernels.tuning.hopper_tiles import HOPPER_EXTEND_TILES, HopperTiles
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
@@ -36,6 +35,9 @@ LIMITS = Limits(
     page_sizes=(8, 16, 32, 64, 128),
     max_gqa_ratio=limits.MAX_GQA_RATIO,
     window=True,
+    # Its steps are long. Heads of 64, 1 x 2048 new + 6144 cached, windows of 128 keys: 67 us, the plain kernel 44; of
+    # 1024: 164, 164. Heads of 128, of 4096: 338, 362 (H200).
+    least_window=2048,
     soft_cap=False,
     sinks=True,
     non_causal=True,
@@ -50,7 +52,7 @@ class HopperExtend:
 
     problem: Problem
     scores: Scores
-    tiles: ExtendTiles
+    tiles: HopperTiles
     cut: ExtendCut
 
     @property
@@ -64,7 +66,7 @@ class HopperExtend:
         )
 
     def workspace_words(self, shape: PaddedShape) -> int:
-        return self.cut.partials_words(query_rows=self.tiles.query_rows, v_head_dim=self.problem.v_head_dim)
+        return self.cut.partials_words(query_rows=self.tiles.extend.query_rows, v_head_dim=self.problem.v_head_dim)
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         hopper_launches.launch_hopper_extend(args, scores=self.scores, cut=self.cut, tiles=self.tiles)
@@ -73,8 +75,8 @@ class HopperExtend:
 def bind_extend(problem: Problem, target: Target, min_q_len: int) -> HopperExtend:
     """For a problem within LIMITS, and sequences with min_q_len new tokens or more."""
     tiles = HOPPER_EXTEND_TILES[problem.head_dim]
-    cut = ExtendCut.of(tiles, gqa_ratio=problem.gqa_ratio, min_q_len=min_q_len).shared_by(
-        tiles,
+    cut = ExtendCut.of(tiles.extend, gqa_ratio=problem.gqa_ratio, min_q_len=min_q_len).shared_by(
+        tiles.extend,
         compute_units=target.compute_units,
         heads=(problem.num_kv_heads, problem.gqa_ratio),
         causal=problem.causal,

@@ -202,6 +202,10 @@ def _factors(line: _Line) -> str:
     return ", ".join(name for scales, name in names.items() if scales in line[0].limits.scales) or "nothing"
 
 
+def _window(limits: Limits) -> str:
+    return f"of {limits.least_window} keys or more" if limits.window and limits.least_window else _yes(limits.window)
+
+
 def _yes(value: object) -> str:
     return "yes" if value else "no"
 
@@ -229,7 +233,7 @@ _SERVES: dict[str, Callable[[_Line], str]] = {
 _SCORES: dict[str, Callable[[_Line], str]] = {
     **_NAME,
     "steps": lambda line: line[1],
-    "window": lambda line: _yes(line[0].limits.window),
+    "window": lambda line: _window(line[0].limits),
     "soft cap": lambda line: _yes(line[0].limits.soft_cap),
     "sinks": lambda line: _yes(line[0].limits.sinks),
     "ALiBi": lambda line: _yes(line[0].limits.alibi),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.cli.prewarm import target_and_device
 from rocm_attn.kernels.hopper import extend
 from rocm_attn.kernels.hopper.extend import launch_hopper_extend
 from rocm_attn.machine.releases import UNKNOWN, Release, Releases, installed_releases, triton_version
@@ -71,8 +72,8 @@ def test_it_serves_what_models_use_where_its_triton_is_known(triton: Release, mo
 
 
 @pytest.mark.parametrize("triton", TRITONS, ids=str)
-def test_windows_are_served_but_not_shared(triton: Release) -> None:
-    selection = chosen(replace(LAYER, window_left=1023), on(triton))
+def test_long_windows_are_served_but_not_shared(triton: Release) -> None:
+    selection = chosen(replace(LAYER, window_left=2047), on(triton))
     assert selection.kernel(StepKind.EXTEND).row.name == HOPPER[StepKind.EXTEND]
     assert StepKind.SHARED not in selection.kernels
 
@@ -97,6 +98,7 @@ def test_with_another_triton_the_plain_kernel_serves_and_the_reason_is_said(said
         {"page_size": 48},
         {"logits_soft_cap": 30.0},
         {"has_alibi_slopes": True},
+        {"window_left": 2046},
         {"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.HEAD},
     ],
     ids=str,
@@ -134,6 +136,11 @@ def test_the_release_of_the_installed_triton_is_known() -> None:
     assert installed_releases().triton == Release.of(triton_version()) != UNKNOWN
 
 
+def test_what_is_compiled_ahead_for_an_absent_gpu_is_what_the_installed_triton_runs() -> None:
+    target, _ = target_and_device("sm_90")
+    assert target.releases.triton == Release.of(triton_version())
+
+
 def test_tma_sees_pages_as_rows_of_slots_and_boxes_within_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a box must not do is end in another page, or in another KV head."""
     launched: list[tuple[Any, ...]] = []
@@ -144,8 +151,8 @@ def test_tma_sees_pages_as_rows_of_slots_and_boxes_within_a_page(monkeypatch: py
         tensors = build(case, torch.device("cpu"))
         selection = chosen(replace(LAYER, num_q_heads=8, num_kv_heads=2, page_size=page_size), on(TRITONS[0]))
         kernel = hopper_of(selection.kernel(StepKind.EXTEND).bound)
-        cut = extend_cut(tensors, kernel.tiles, kernel.cut.sharing)
-        workspace = torch.empty(cut.partials_words(query_rows=kernel.tiles.query_rows, v_head_dim=128))
+        cut = extend_cut(tensors, kernel.tiles.extend, kernel.cut.sharing)
+        workspace = torch.empty(cut.partials_words(query_rows=kernel.tiles.extend.query_rows, v_head_dim=128))
         args = tensors.args(garbage(cut.words(200, 1), torch.device("cpu")), workspace)
         launch_hopper_extend(args, scores=tensors.scores, cut=cut, tiles=kernel.tiles)
         grid, _, k, v, *_ = launched[-1]

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.cuts import ExtendCut, Sharing
 from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
 from rocm_attn.kernels.tuning.hopper_tiles import HOPPER_EXTEND_TILES
 from rocm_attn.machine.releases import Release, triton_version
+from rocm_attn.machine.target import detect_target
+from rocm_attn.providers.select import select
 from rocm_attn.providers.triton_hopper import LIMITS, TRITONS
 from rocm_attn.providers.triton_later import hopper_launches
 from tests.amd.kernels.attention_cases import (
@@ -25,6 +28,8 @@ from tests.amd.kernels.attention_cases import (
     garbage,
     run_decode,
 )
+from tests.amd.runtime.stepping import small_problem
+from tests.amd.runtime.token_stories import Story, Teller
 
 IS_SERVED = (
     torch.cuda.is_available()
@@ -63,10 +68,10 @@ FORMS = [
 def run_hopper(tensors: Tensors, sharing: Sharing, *, min_q_len: int = 1) -> ExtendCut:
     """Schedule, extend and merge, with scratch memory that is NaN or garbage beforehand."""
     tiles = HOPPER_EXTEND_TILES[tensors.case.dims[0]]
-    cut = extend_cut(tensors, tiles, sharing, min_q_len=min_q_len)
+    cut = extend_cut(tensors, tiles.extend, sharing, min_q_len=min_q_len)
     device = tensors.q.device
     schedule = garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), device)
-    words = cut.partials_words(query_rows=tiles.query_rows, v_head_dim=tensors.case.dims[1])
+    words = cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=tensors.case.dims[1])
     partials = torch.full((words,), float("nan"), device=device)
     launch_extend_schedule(tensors.queries, schedule, cut)
     hopper_launches.launch_hopper_extend(tensors.args(schedule, partials), scores=tensors.scores, cut=cut, tiles=tiles)
@@ -187,10 +192,10 @@ def test_a_graph_serves_other_lengths_than_it_was_captured_with(dim: int, device
     short = replace(long, kv_len=[30, 70], q_len=[9, 51])
     tiles = HOPPER_EXTEND_TILES[dim]
     first, second = build(long, device), build(short, device, seed=1)
-    cut = extend_cut(first, tiles, Sharing(programs=132))
+    cut = extend_cut(first, tiles.extend, Sharing(programs=132))
     schedule = garbage(cut.words(60, 2), device)
     partials = torch.full(
-        (cut.partials_words(query_rows=tiles.query_rows, v_head_dim=dim),), float("nan"), device=device
+        (cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=dim),), float("nan"), device=device
     )
     # The memory of both steps.
     tensors = build(long, device)
@@ -214,3 +219,29 @@ def test_a_graph_serves_other_lengths_than_it_was_captured_with(dim: int, device
         tensors.out.fill_(UNTOUCHED)
         graph.replay()
         assert_served(replace(tensors, reference=step.reference, reference_lse=step.reference_lse))
+
+
+LAYERS = {
+    "llama": small_problem(16, torch.bfloat16, num_q_heads=8, num_kv_heads=2, head_dim=128, v_head_dim=128),
+    "gpt_oss": small_problem(
+        32, torch.float16, num_q_heads=16, num_kv_heads=2, head_dim=64, v_head_dim=64, has_sinks=True
+    ),
+}
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_runtime_serves_extend_and_mixed_steps_by_it(layer: str, graphs: bool, device: torch.device) -> None:
+    problem = LAYERS[layer]
+    chosen = select(problem, detect_target(device), "triton")
+    assert chosen.kernel(StepKind.EXTEND).row.name == "triton.hopper_extend"
+    assert chosen.kernel(StepKind.MIXED).row.name == "triton.hopper_extend+decode"
+    teller = Teller(device, "triton", problem, graphs=graphs, deterministic=False, max_kv_len=1024, num_pages=200)
+    told, beside = (teller.begin(Story.random(problem, 1000, seed)) for seed in (1, 2))
+    teller.step([(told, 500)])
+    teller.step([(beside, 300), (told, 200)])
+    for new in (70, 1, 60, 1):
+        teller.step([(told, new), (beside, 1)])
+    teller.step([(beside, 400), (told, 1)])
+    for each in (told, beside):
+        teller.check(each)

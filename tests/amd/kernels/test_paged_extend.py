@@ -47,6 +47,7 @@ GEOMETRIES = {
     "gqa_4": replace(RAGGED, heads=(4, 1), page_size=1),
     "gqa_8": replace(RAGGED, heads=(8, 1), page_size=64),
     "mqa_40": replace(RAGGED, heads=(40, 1), dims=(32, 32), page_size=128),
+    "dim_40": replace(RAGGED, dims=(40, 40), heads=(2, 1)),
     "dim_80": replace(RAGGED, dims=(80, 80), page_size=5),
     "dim_96": replace(RAGGED, dims=(96, 96), heads=(2, 1)),
     "dim_128": replace(RAGGED, dims=(128, 128), heads=(3, 1)),

@@ -32,7 +32,7 @@ pytestmark = [
 ]
 
 # Bytes on the stack, by head dim: outside of the loops, or measured as the fastest all the same.
-SPILLED = {192: 16}
+SPILLED = {192: 56}
 
 CASE = Case([300], [200], heads=(8, 2), dtype=torch.bfloat16)
 LAYERS: dict[str, dict[str, Any]] = {
@@ -46,9 +46,9 @@ LAYERS: dict[str, dict[str, Any]] = {
 def compiled(case: Case) -> CompiledKernel:
     tensors = build(case, torch.device("cpu"))
     tiles = HOPPER_EXTEND_TILES[case.dims[0]]
-    cut = extend_cut(tensors, tiles, Sharing(programs=known_target("sm_90").compute_units))
+    cut = extend_cut(tensors, tiles.extend, Sharing(programs=known_target("sm_90").compute_units))
     schedule = garbage(cut.words(sum(case.q_len), 1), torch.device("cpu"))
-    workspace = torch.empty(cut.partials_words(query_rows=tiles.query_rows, v_head_dim=case.dims[1]))
+    workspace = torch.empty(cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=case.dims[1]))
 
     def launch() -> None:
         args = tensors.args(schedule, workspace)

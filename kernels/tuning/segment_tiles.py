@@ -81,7 +81,7 @@ SEGMENT_ROWS = (
     # Extend: 250 registers, both accumulators among them, so one program an SM; with 4 warps it spills. llama8b
     # 1 x 2048 new + 6144 cached: 585 us, 653 in one block of columns.
     SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 64, 64, 4, 3, 2, ExtendTiles(128, 64, 8, 3, dim_block=64))),
-    # 64 x 8 heads of 192, 777 new of 5778: 1200 us, though 24 bytes spill with Triton 3.9; 5220 in those of wider heads.
+    # 64 x 8 heads of 192, 777 new of 5778: 1200 us, though 24 bytes spill with Triton 3.9; 5220 in wider ones.
     SegmentRow(
         "sm_90", 2, 192, SegmentTiles(1024, 64, 64, 8, 2, 1, ExtendTiles(64, 64, 8, 2, dim_block=64)), (Codes.NONE,)
     ),

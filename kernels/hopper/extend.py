@@ -130,7 +130,7 @@ def _hopper_extend_kernel(
 
 
 def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: HopperTiles) -> None:
-    """As launch_paged_extend, without masks, caps and slopes, over contiguous pages of `PAGE_SIZES` tokens.
+    """As launch_paged_extend, without masks, caps and slopes, over contiguous pages.
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """

@@ -48,7 +48,8 @@ class SegmentTiles:
             num_stages=self.decode_stages,
             programs_per_cu=self.programs_per_cu,
             head_blocks=-(-gqa_ratio // self.decode_rows),
-            row_cost=1,
+            # A program's share is a few segments: counted as one more, the start of a row would unbalance them.
+            row_cost=0,
         )
 
     def options(self) -> dict[str, int]:

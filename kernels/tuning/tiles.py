@@ -442,8 +442,27 @@ EXTEND_ROWS = (
     ),
     # No row is shared: programs with shares spill up to 48 bytes.
     ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 2)),
-    # Blocks of 64 rows spill, with 16 warps too: (64, 32, 8, 2), which takes half the time, up to 700 bytes, and
-    # (64, 16, 8, 2, 2) 56 with Triton 3.9.
+    # 40 x 2 heads of 320, 824 new of 5940: 453 us, in (32, 32, 8, 2) of 512 columns 3602. Up to 200 bytes spill with
+    # Triton 3.9, none of a plain layer with 3.6.
+    ExtendRow(
+        "sm_90",
+        2,
+        320,
+        ExtendTiles(128, 32, 8, 2, 2, dim_block=64, programs_per_cu=1, share_stages=2),
+        alike=True,
+        codes=(Codes.NONE,),
+    ),
+    # The same of 512: 1277 us, though 32 bytes spill and up to 416 with Triton 3.9, and of 384 1021; 3789 and 3621 in
+    # (32, 32, 8, 2), and of 512 1740 with 4 warps. Blocks of 128 rows do not fit.
+    ExtendRow(
+        "sm_90",
+        2,
+        512,
+        ExtendTiles(64, 32, 8, 2, 2, dim_block=64, programs_per_cu=1, share_stages=2),
+        alike=True,
+        codes=(Codes.NONE,),
+    ),
+    # Beside rows of up to 32 elements. Blocks of 64 rows spill where a head is one block of columns.
     ExtendRow(
         "sm_90",
         2,
@@ -544,7 +563,8 @@ def decode_tiles(
             if gqa_ratio * row.tiles.heads_per_row <= row.max_q_rows:
                 return row.tiles
         if rows:
-            last = max(rows, key=lambda row: (-len(row.codes), rows.index(row)))
+            # Of rows for so many heads as can be, the one with the fewest columns.
+            last = min(rows, key=lambda row: (len(row.codes), -row.max_q_rows, row.max_head_dim))
             return replace(last.tiles, head_blocks=-(-gqa_ratio // last.max_q_rows))
     raise NoTiles(no_row("decode", DECODE_ROWS, arch, dtype, (head_dim, v_head_dim), codes))
 

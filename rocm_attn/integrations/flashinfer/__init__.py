@@ -7,6 +7,8 @@ not served raises Unsupported with a reason. docs/flashinfer.md says what differ
 from rocm_attn.integrations.flashinfer import cascade, decode, mla, page, prefill
 from rocm_attn.integrations.flashinfer.asked import use_provider
 from rocm_attn.integrations.flashinfer.cascade import (
+    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+    BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
     MultiLevelCascadeAttentionWrapper,
     merge_state,
     merge_state_in_place,
@@ -33,9 +35,11 @@ from rocm_attn.integrations.flashinfer.prefill import (
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
     "BatchMLAPagedAttentionWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MLAPlanMetadata",
     "MultiLevelCascadeAttentionWrapper",

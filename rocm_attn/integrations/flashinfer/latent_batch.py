@@ -18,8 +18,9 @@ from rocm_attn.integrations.flashinfer.wrapped import listed_batch
 class MLAPlanMetadata:
     """Lengths and pages of a batch: as lists of pages (csr), as a table (dense), or both, of which the lists count.
 
-    qo_indptr, kv_indptr: int32 [S + 1]; kv_indices: int32 [kv_indptr[S] or more]; kv_len_arr: int32 [S]
-    cum_seq_lens_q:       int32 [S + 1]; block_tables: int32 [S, pages]; seq_lens: int32 [S]
+    qo_indptr: int32 [S + 1]; kv_indptr: int32 [S + 1 or more]; kv_indices: int32 [kv_indptr[S] or more]
+    kv_len_arr, seq_lens: int32 [S], tokens of each sequence
+    cum_seq_lens_q: int32 [S + 1]; block_tables: int32 [S, pages]
     """
 
     qo_indptr: Tensor | None = None
@@ -90,6 +91,7 @@ def batch_of(metadata: MLAPlanMetadata, page_size: int) -> Batch:
 
 def _batch_of_lists(page_size: int, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len: Tensor) -> Batch:
     q, indptr, lens = on_host(qo_indptr, kv_indptr, kv_len)
+    indptr = indptr[: len(lens) + 1]
     _check_pages(indptr, lens, page_size)
     return listed_batch(Lengths(q, indptr[:-1], lens), kv_indices, indptr)
 

@@ -118,9 +118,10 @@ class BatchMLAPagedAttentionWrapper:
         if self._use_cuda_graph:
             if metadata.kv_indptr is None:
                 raise Unsupported("tables of pages are not served where run() is captured; give lists of pages")
+            count = {"kv_indptr": batch.lengths.num_seqs + 1, "kv_indices": batch.num_entries}
             lists = metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices, metadata.kv_len_arr
             for (name, buffer), values in zip(self._buffers.items(), map(given, lists), strict=True):
-                keep(name, buffer, values[: batch.num_entries] if name == "kv_indices" else values)
+                keep(name, buffer, values[: count.get(name, len(values))])
         self._batch = batch
 
     def _plan(self, batch: Batch, is_copied: bool) -> PlannedAttention:
@@ -207,6 +208,8 @@ class BatchMLAPagedAttentionWrapper:
         if self._use_cuda_graph:
             # As many as there may be: a graph copies those of later plans too. Those that no plan named are page 0.
             pages = given(self._buffers["kv_indices"]).clamp(0, len(parts[0]) - 1)
+        if not len(parts[0]):
+            return torch.cat(parts, -1)
         return torch.cat([part.index_select(0, pages) for part in parts], -1)
 
 

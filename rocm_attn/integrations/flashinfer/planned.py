@@ -117,6 +117,9 @@ class PlannedAttention:
             raise BadTensor(
                 f"the plan names pages {low} to {high}; the KV cache has pages 0 to {inputs.k.shape[0] - 1}"
             )
+        if not len(inputs.k):
+            _see_nothing(inputs)
+            return
         variant = _Variant(inputs.sinks is not None, factor)
         geometry = variant.over(geometry)
         attention = self._begin(batch, geometry)
@@ -267,6 +270,15 @@ class PlannedAttention:
             raise WrongState(
                 "a plan cannot be captured; before the capture call plan(), and run() once with the same arguments"
             )
+
+
+def _see_nothing(inputs: Inputs) -> None:
+    """What a cache without pages gives: no kernel reads one."""
+    inputs.out.zero_()
+    if inputs.lse is not None:
+        inputs.lse.fill_(float("-inf"))
+        if inputs.sinks is not None:
+            inputs.lse.copy_(inputs.sinks.expand_as(inputs.lse))
 
 
 def _head_weights(geometry: Geometry, sinks: Tensor | None) -> HeadWeights:

@@ -15,9 +15,9 @@ import json
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,13 +64,23 @@ class _Absent(ModuleType):
         return _refusal(f"{self.__name__}.{name}")
 
 
-def _refusal(name: str) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        raise NotHere(f"{name} is not offered")
+class _Refusal:
+    """What FlashInfer has by a name that we lack."""
 
-    # Annotations need classes where FlashInfer has some.
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotHere(f"{self._name} is not offered")
+
+    __getitem__ = __call__
+
+
+def _refusal(name: str) -> Any:
+    """As FlashInfer has it: annotations need classes where it has some."""
+    refusal = _Refusal(name)
     is_class = name.rpartition(".")[2][:1].isupper()
-    return type(name, (), {"__init__": call}) if is_class else call
+    return type(name, (), {"__init__": refusal.__call__}) if is_class else refusal
 
 
 class _FlashInfer(_Absent):
@@ -123,6 +133,18 @@ def _mapped(device: Any) -> Any:
     return "cpu" if is_cuda or (isinstance(device, int) and not isinstance(device, bool)) else device
 
 
+def _properties(device: Any = None) -> Any:
+    """Of a GPU with memory enough."""
+    return SimpleNamespace(total_memory=1 << 37, name="CPU")
+
+
+class _Generator(torch.Generator):
+    """One on the CPU."""
+
+    def __new__(cls, device: Any = None) -> Any:
+        return super().__new__(cls)
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """What waits for a GPU."""
 
@@ -142,6 +164,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if not torch.cuda.is_available():
         for name in ("synchronize", "empty_cache", "manual_seed", "manual_seed_all"):
             setattr(torch.cuda, name, _nothing)
+        for name in ("memory_allocated", "memory_reserved", "max_memory_allocated"):
+            setattr(torch.cuda, name, lambda *args, **kwargs: 0)
+        torch.cuda.get_device_properties = _properties
+        torch.Generator = _Generator  # type: ignore[misc]
         torch.cuda.get_device_capability = lambda device=None: (9, 0)
 
 
@@ -152,7 +178,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         of_test[item.nodeid.partition("[")[0]].append(item)
     kept = []
     for cases in of_test.values():
-        small = [case for case in cases if _work(case) <= MOST_WORK]
+        by_work = sorted(cases, key=_work)
+        small = [case for case in by_work if _work(case) <= MOST_WORK] or by_work[:CASES]
         step = max(1, len(small) // CASES)
         # An odd step beside it, so that no parameter stays at one value.
         kept += small[:: step | 1][:CASES]
@@ -178,6 +205,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if call.when == "call" or (call.when == "setup" and not report.passed):
         _outcomes.append({"test": item.nodeid, **_outcome(call)})
     return report
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.failed:
+        why = str(report.longrepr).strip().splitlines()[-1].removeprefix("E").strip()
+        _outcomes.append({"test": report.nodeid, "outcome": "failed", "why": f"the file does not load: {why}"})
 
 
 def _outcome(call: pytest.CallInfo[None]) -> dict[str, str]:

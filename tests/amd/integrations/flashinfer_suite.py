@@ -45,7 +45,7 @@ def outcomes(checkout: Path, name: str) -> dict[str, Any]:
     """How the cases of a file went, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "outcomes.json"
-        path = os.pathsep.join(map(str, (checkout, Path(__file__).parent, ROOT)))
+        path = os.pathsep.join(map(str, (checkout, Path(__file__).parent, ROOT, os.environ.get("PYTHONPATH", ""))))
         environment = {**os.environ, "PYTHONPATH": path, "FLASHINFER_OUTCOMES": str(written)}
         options = ["-p", "flashinfer_stand_in", "--noconftest", "-p", "no:cacheprovider", "-q", "-c", os.devnull]
         finished = subprocess.run(

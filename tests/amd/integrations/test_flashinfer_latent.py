@@ -14,6 +14,7 @@ from torch import Tensor
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.errors import BadBatch, BadTensor, NeverFits, Unsupported, WrongState
 from rocm_attn.integrations import flashinfer
+from rocm_attn.integrations.flashinfer.latent_batch import given
 from tests.amd.integrations.batches import check, indptr, ints
 from tests.amd.integrations.oracle import Array, Scores, attention
 
@@ -139,6 +140,27 @@ def test_one_recording_serves_every_plan_that_fits(is_apart: bool, device: torch
         wrapper.plan(metadata=Latents((5, 3), (1, 1), device).metadata, causal=False, **SIZES)
     with pytest.raises(Unsupported, match="give lists of pages"):
         wrapper.plan(metadata=latents.dense(), causal=False, **SIZES)
+
+
+def test_boundaries_after_the_last_sequence_are_not_looked_at(device: torch.device) -> None:
+    latents = Latents((3, 17), (1, 2), device)
+    wrapper, of = new_wrapper(device), latents.metadata
+    longer = torch.cat([given(of.kv_indptr), ints([999, 1], device)])
+    wrapper.plan(of.qo_indptr, longer, of.kv_indices, of.kv_len_arr, causal=True, **SIZES)
+    check(wrapper.run(query=latents.q, kv_cache=latents.cache, return_lse=True), latents.wanted(True))
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_a_cache_without_pages_gives_what_seeing_nothing_gives(is_apart: bool, device: torch.device) -> None:
+    latents = Latents((0, 0), (1, 2), device)
+    wrapper = new_wrapper(device)
+    wrapper.plan(metadata=latents.metadata, causal=True, **SIZES)
+    cache = latents.cache[:0]
+    parts = cache[..., :CKV].clone(), cache[..., CKV:].clone()
+    for sinks in (None, np.array([0.5, -1.0, 2.0, 0.0])):
+        of_call = None if sinks is None else torch.from_numpy(sinks).float().to(device)
+        found = wrapper.run(query=latents.q, kv_cache=parts if is_apart else cache, sinks=of_call, return_lse=True)
+        check(found, latents.wanted(True, sinks))
 
 
 def test_what_is_not_served_is_refused(device: torch.device) -> None:

@@ -187,3 +187,27 @@ def test_levels_of_shared_kv_are_attention_over_all_of_them(layout: str, device:
     torch.testing.assert_close(found.cpu().double(), torch.from_numpy(out), atol=2e-5, rtol=2e-5)
     with pytest.raises(BadBatch, match="one of each kind a level"):
         flashinfer.MultiLevelCascadeAttentionWrapper(0, torch.empty(16, device=device))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_a_prefix_in_tensors_of_its_own_is_seen_by_all(layout: str, device: torch.device) -> None:
+    prefix = new_batch((5,), 4, device=device, dtype=torch.float16, seed=3)
+    batch = new_batch((3, 6), 4, layout, device=device, dtype=torch.float16)
+    k, v = (torch.from_numpy(side[0]).half().to(device) for side in (prefix.k, prefix.v))
+    if layout == "HND":
+        k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
+    whole = new_batch((3, 6), 4, device=device, dtype=torch.float16)
+    whole.k[:] = [np.concatenate((prefix.k[0], own)) for own in batch.k]
+    whole.v[:] = [np.concatenate((prefix.v[0], own)) for own in batch.v]
+    workspace, sizes = torch.empty(16, device=device), (Q_HEADS, KV_HEADS, DIM, 4)
+    decode = flashinfer.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace, layout)
+    decode.begin_forward(*batch.lists, *sizes)
+    q = queries(2, device=device, dtype=torch.float16)
+    out, lse = wanted(whole, q, [1, 1], [Scores(DIM**-0.5)] * 2)
+    check((decode.forward(q, k, v, batch.cache), torch.from_numpy(lse)), (out, lse), 2e-3)
+    prefill = flashinfer.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace, layout)
+    prefill.begin_forward(indptr((2, 4), device), *batch.lists, *sizes)
+    q = queries(6, device=device, dtype=torch.float16)
+    out, lse = wanted(whole, q, [2, 4], [Scores(0.3)] * 2)
+    found = prefill.forward(q, k, v, batch.cache, causal=True, sm_scale=0.3)
+    check((found, torch.from_numpy(lse)), (out, lse), 2e-3)

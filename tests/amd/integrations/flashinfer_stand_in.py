@@ -75,6 +75,11 @@ class _Refusal:
 
     __getitem__ = __call__
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _Refusal(f"{self._name}.{name}")
+
 
 def _refusal(name: str) -> Any:
     """As FlashInfer has it: annotations need classes where it has some."""
